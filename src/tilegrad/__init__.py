@@ -1,0 +1,1 @@
+"""Exact, hand-derived backward passes for transformers, in memory planned to the byte."""
