@@ -1,6 +1,9 @@
-"""How every op of the package is called, and how a call is watched.
+"""How every op of the package is called: which kernel runs, and how a call is watched.
 
-An op is a function in the style of the first law: positional tensors are read, keyword-only tensors are written.
+**Selection** is the table `ATTENTION`: the first row that takes a call runs it. A row is refused with a reason, and
+nothing falls back silently: a kernel asked for by name runs or raises. The names of the table are the public ones.
+
+**Watching.** An op is a function in the style of the first law: positional tensors are read, keyword-only tensors are written.
 `@op` marks it. While an observer is set, a call is handed to it as a `Call` instead of being run: the memory trace
 reads live ranges off it, the poisoner runs it and then spoils what is dead. Without an observer a call is the function.
 """
@@ -8,13 +11,93 @@ reads live ranges off it, the poisoner runs it and then spoils what is dead. Wit
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from types import ModuleType
+from typing import Any, NamedTuple, ParamSpec
 
 P = ParamSpec("P")
+
+
+class Problem(NamedTuple):
+    """A call of attention as the table sees it; only shapes, dtypes, devices and options are read."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+    deterministic: bool
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A row: `refuses` says why this kernel can't run a problem, or None; `by_name_only` why it is never chosen unasked.
+
+    Its module offers `fwd`, `bwd` and `workspace` in the form of kernels/attention/contract.py.
+    """
+
+    name: str
+    module: str
+    refuses: Callable[[Problem], str | None]
+    by_name_only: str | None = None
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(f"{__package__}.attention.{self.module}")
+
+
+def _takes_all(problem: Problem) -> None:
+    return None
+
+
+ATTENTION: tuple[Kernel, ...] = (
+    Kernel("tiled", "tiled", _takes_all),
+    Kernel("reference", "reference", _takes_all, by_name_only="holds whole T×T matrices: the oracle, only by name"),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which kernel would run, and for every kernel of the table the reason; printed, a table."""
+
+    kernel: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        return "\n".join(
+            f"{'→' if name == self.kernel else ' '} {name:<{width}}  {reason}" for name, reason in self.reasons.items()
+        )
+
+
+def select(q: Any, k: Any, v: Any, mask: Any, *, kernel: str | None, deterministic: bool) -> Kernel:
+    """The row that runs this call, or an error that says why none does and what would."""
+    problem = Problem(q, k, v, mask, deterministic)
+    for row in ATTENTION:
+        wanted = row.by_name_only is None if kernel is None else row.name == kernel
+        if wanted and row.refuses(problem) is None:
+            return row
+    refusals = {row.name: row.refuses(problem) for row in ATTENTION}
+    if kernel is None:
+        raise ValueError(f"attention: no kernel takes this call: {refusals}")
+    if kernel not in refusals:
+        raise ValueError(f"kernel: got {kernel!r}; accepted: None or one of {', '.join(map(repr, refusals))}")
+    other = select(q, k, v, mask, kernel=None, deterministic=deterministic).name
+    raise ValueError(f"kernel: got {kernel!r}, which can't run this call: {refusals[kernel]}; {other!r} would run it")
+
+
+def explain(q: Any, k: Any, v: Any, mask: Any, *, kernel: str | None, deterministic: bool) -> Explanation:
+    """What `select` chooses, with a reason for every row."""
+    chosen = select(q, k, v, mask, kernel=kernel, deterministic=deterministic).name
+    problem = Problem(q, k, v, mask, deterministic)
+    reasons = {
+        row.name: row.refuses(problem) or row.by_name_only or f"takes this call too; {chosen} goes before it"
+        for row in ATTENTION
+    }
+    reasons[chosen] = "runs: the first of the table that takes this call" if kernel is None else "runs: asked for by name"
+    return Explanation(chosen, reasons)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,110 @@
+"""The attention op's contract: three functions that never allocate, whichever kernel runs.
+
+Positional tensors are read, keyword-only tensors are written. Outputs overwrite; `dsinks` accumulates, for it is a
+parameter's gradient. An output given as None is not computed. `scratch` holds what `attention_workspace` declares.
+
+    q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
+    packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
+
+lse is float32, float64 for float64 inputs. The equations are in mask.py (scores) and reference.py (the rest).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..dispatch import op, select
+from .checks import check_lengths, check_options, check_tensors, check_tensor
+from .mask import Mask
+
+Scratch = dict[str, Tensor]
+
+
+def lse_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of o and lse."""
+    o = (*q.shape[:-1], v.shape[-1])
+    return o, (q.shape[1], q.shape[0]) if mask.varlen else tuple(q.shape[:-1])
+
+
+def attention_workspace(
+    q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, kernel: str | None = None, deterministic: bool = False
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes and devices: handles will do."""
+    check_options(q, k, v, mask)
+    check_tensors(q, k, v, mask)
+    chosen = select(q, k, v, mask, kernel=kernel, deterministic=deterministic)
+    return chosen.load().workspace(q, k, v, mask, backward=backward, deterministic=deterministic)  # type: ignore[no-any-return]
+
+
+@op()
+def attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *,
+    o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """o and lse of the call. lse is what the backward needs beside o."""
+    check_options(q, k, v, mask)
+    check_tensors(q, k, v, mask)
+    check_lengths(q, k, mask)
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    for name, x, shape, dtype in (("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype))):
+        if x is not None:
+            check_tensor(name, x, shape, dtype, q.device)
+    module = select(q, k, v, mask, kernel=kernel, deterministic=False).load()
+    needed = module.workspace(q, k, v, mask, backward=False, deterministic=False)
+    module.fwd(q, k, v, mask, o=o, lse=lse, scratch=_checked_scratch(scratch, needed, q.device))
+
+
+@op(accumulates=("dsinks",))
+def attention_bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None = None, dsinks: Tensor | None = None,
+    scratch: Scratch | None = None, kernel: str | None = None, deterministic: bool = False,
+) -> None:  # fmt: skip
+    """Gradients of L given do = ∂L/∂o and dlse = ∂L/∂lse (None = 0)."""
+    check_options(q, k, v, mask)
+    check_tensors(q, k, v, mask)
+    check_lengths(q, k, mask)
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    bias, sinks = mask.float_bias, mask.sinks
+    for name, x, like in (("dbias", dbias, bias), ("dsinks", dsinks, sinks)):
+        if x is not None and like is None:
+            raise ValueError(f"{name}: got a tensor; accepted: None, for this call has no {name[1:]} with a gradient")
+    for name, x, shape, dtype in (
+        ("o", o, o_shape, q.dtype),
+        ("lse", lse, lse_shape, lse_dtype(q.dtype)),
+        ("do", do, o_shape, q.dtype),
+        ("dlse", dlse, lse_shape, lse_dtype(q.dtype)),
+        ("dq", dq, tuple(q.shape), q.dtype),
+        ("dk", dk, tuple(k.shape), q.dtype),
+        ("dv", dv, tuple(v.shape), q.dtype),
+        ("dbias", dbias, tuple(bias.shape) if bias is not None else (), bias.dtype if bias is not None else q.dtype),
+        ("dsinks", dsinks, (q.shape[1],), sinks.dtype if sinks is not None else q.dtype),
+    ):
+        if x is not None:
+            check_tensor(name, x, shape, dtype, q.device)
+    module = select(q, k, v, mask, kernel=kernel, deterministic=deterministic).load()
+    needed = module.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
+    module.bwd(
+        q, k, v, o, lse, do, dlse, mask,
+        dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks,
+        scratch=_checked_scratch(scratch, needed, q.device), deterministic=deterministic,
+    )  # fmt: skip
+
+
+def _checked_scratch(
+    scratch: Scratch | None, needed: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
+) -> Scratch:
+    """The declared buffers out of `scratch`, checked; others in it are left alone."""
+    scratch = scratch or {}
+    for name, (shape, dtype) in needed.items():
+        if name not in scratch:
+            raise ValueError(f"scratch: got no {name!r}; accepted: every buffer that attention_workspace(…) names")
+        check_tensor(f"scratch[{name!r}]", scratch[name], shape, dtype, device)
+    return {name: scratch[name] for name in needed}

@@ -1,0 +1,128 @@
+"""Which pairs see each other, and how scores change: one frozen value that every kernel of the op reads.
+
+Rows i < Tq, columns j < Tk. Both ends are aligned at the bottom right, so row i stands at column i + Tk − Tq:
+
+    distance(i, j) = i + Tk − Tq − j
+    sees(i, j)     = −right ≤ distance ≤ left          None = open on that side; causal closes the right side at 0
+    s(i, j)        = scale · q_i·k_j                   scale defaults to 1/√D
+                   → c · tanh(s / c)                   softcap c > 0
+                   → s + bias(i, j)                    a bool bias hides where it is False, −inf hides too
+                   → s − alibi_slopes[h] · |distance|
+                   → −∞ where not seen
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+Window = tuple[int | None, int | None]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Mask:
+    """Everything about a call beside q, k and v. With cu_seqlens the batch is packed sequences ("varlen")."""
+
+    causal: bool = False
+    window: Window | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    bias: Tensor | None = None  # broadcastable to (B, Hq, Tq, Tk)
+    alibi_slopes: Tensor | None = None  # (Hq,) or (B, Hq)
+    sinks: Tensor | None = None  # (Hq,)
+    dropout_p: float = 0.0
+    seed: int | Tensor | None = None
+    cu_seqlens_q: Tensor | None = None  # (B + 1,) int32
+    cu_seqlens_k: Tensor | None = None
+    max_seqlen_q: int = 0
+    max_seqlen_k: int = 0
+
+    @property
+    def tensors(self) -> tuple[Tensor, ...]:
+        """The tensors inside, so that a trace of a call counts them as read."""
+        held = (self.bias, self.alibi_slopes, self.sinks, self.seed, self.cu_seqlens_q, self.cu_seqlens_k)
+        return tuple(t for t in held if t is not None and not isinstance(t, int))
+
+    @property
+    def band(self) -> Window:
+        """(left, right): the largest distance seen to either side of the diagonal."""
+        left, right = self.window or (None, None)
+        return left, 0 if self.causal else right
+
+    @property
+    def varlen(self) -> bool:
+        return self.cu_seqlens_q is not None
+
+    @property
+    def float_bias(self) -> Tensor | None:
+        return None if self.bias is None or self.bias.dtype == torch.bool else self.bias
+
+    @property
+    def bool_bias(self) -> Tensor | None:
+        return None if self.bias is None or self.bias.dtype != torch.bool else self.bias
+
+    def scale_for(self, head_dim: int) -> float:
+        return head_dim**-0.5 if self.scale is None else self.scale
+
+    def slopes(self, batch: range) -> Tensor | None:
+        """Slopes of these sequences, (len(batch) or 1, Hq)."""
+        if self.alibi_slopes is None:
+            return None
+        return self.alibi_slopes[None] if self.alibi_slopes.ndim == 1 else self.alibi_slopes[batch.start : batch.stop]
+
+    def columns_of(self, rows: range, tq: int, tk: int) -> range:
+        """The columns that some row of `rows` sees, as one range."""
+        left, right = self.band
+        first = 0 if left is None else max(0, rows.start + tk - tq - left)
+        last = tk if right is None else min(tk, rows.stop + tk - tq + right)
+        return range(first, max(first, last))
+
+    def rows_of(self, columns: range, tq: int, tk: int) -> range:
+        """The rows that see some column of `columns`, as one range."""
+        left, right = self.band
+        first = 0 if right is None else max(0, columns.start - (tk - tq) - right)
+        last = tq if left is None else min(tq, columns.stop - (tk - tq) + left)
+        return range(first, max(first, last))
+
+    def whole(self, rows: range, columns: range, tq: int, tk: int) -> bool:
+        """True if the band hides nothing of this tile."""
+        left, right = self.band
+        nearest = rows.start + tk - tq - (columns.stop - 1)
+        farthest = rows.stop - 1 + tk - tq - columns.start
+        return (left is None or farthest <= left) and (right is None or nearest >= -right)
+
+
+def distance(rows: Tensor, columns: Tensor, tq: int, tk: int) -> Tensor:
+    """i + Tk − Tq − j, (M, N) int64."""
+    return rows[:, None] + (tk - tq) - columns
+
+
+def sees(mask: Mask, gap: Tensor) -> Tensor:
+    """The band as a bool matrix over distances `gap`."""
+    left, right = mask.band
+    seen = torch.ones_like(gap, dtype=torch.bool)
+    if left is not None:
+        seen &= gap <= left
+    if right is not None:
+        seen &= gap >= -right
+    return seen
+
+
+def four_dims(bias: Tensor) -> Tensor:
+    """A view of a bias, or of its gradient, with all of (B, Hq, Tq, Tk), each possibly 1."""
+    return bias[(None,) * (4 - bias.ndim)]
+
+
+def sequences(cu_seqlens_q: Tensor, cu_seqlens_k: Tensor) -> Iterator[tuple[int, slice, slice]]:
+    """(b, rows of q, rows of k) of each packed sequence."""
+    ends_q, ends_k = cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for b in range(len(ends_q) - 1):
+        yield b, slice(ends_q[b], ends_q[b + 1]), slice(ends_k[b], ends_k[b + 1])
+
+
+def packed(x: Tensor, rows: slice) -> Tensor:
+    """One sequence of a packed tensor (total, H, D) as a batch of one, (1, H, T, D), without a copy."""
+    return x[rows].transpose(0, 1)[None]

@@ -1,0 +1,71 @@
+"""The dropout mask that every kernel draws: Philox4×32-10 as a pure function of (seed, b, h, i, j).
+
+    word(b, h, i, j) = first word of Philox4×32-10(counter = (j, i, h, b), key = (seed mod 2³², seed div 2³²))
+    keep(b, h, i, j) = word ≥ floor(p · 2³²)          dropped = not kept
+
+One round maps the counter (c0, c1, c2, c3) under the key (k0, k1) to
+    (hi(M1·c2) ^ c1 ^ k0,  lo(M1·c2),  hi(M0·c0) ^ c3 ^ k1,  lo(M0·c0)),
+and the key advances by the Weyl constants. 32-bit words live in int64 tensors: a product wraps modulo 2⁶⁴, which leaves
+both of its halves right.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_LOW = 0xFFFFFFFF
+_ROUNDS = 10
+WORK_BUFFERS = 6  # int64 buffers of the mask's size that `drop_mask` works in
+
+Key = int | Tensor
+
+
+def threshold(dropout_p: float) -> int:
+    """floor(p · 2³²): words below it are dropped."""
+    return math.floor(dropout_p * 2**32)
+
+
+def round_keys(seed: int | Tensor) -> list[tuple[Key, Key]]:
+    """The ten round keys. A seed tensor on the CPU is read here; one on a device stays there, so a captured step draws anew."""
+    if isinstance(seed, Tensor) and seed.device.type == "cpu":
+        seed = int(seed)
+    k0: Key = seed & _LOW
+    k1: Key = (seed >> 32) & _LOW
+    keys = []
+    for _ in range(_ROUNDS):
+        keys.append((k0, k1))
+        k0, k1 = (k0 + _W0) & _LOW, (k1 + _W1) & _LOW
+    return keys
+
+
+def philox(counter: Sequence[Tensor], keys: list[tuple[Key, Key]], work: Sequence[Tensor]) -> None:
+    """Ten rounds in place: `counter` is four int64 tensors of one shape, `work` two more."""
+    c0, c1, c2, c3 = counter
+    low, high = work
+    for k0, k1 in keys:
+        torch.mul(c0, _M0, out=low)
+        torch.mul(c2, _M1, out=high)
+        torch.bitwise_right_shift(high, 32, out=c0).bitwise_and_(_LOW).bitwise_xor_(c1).bitwise_xor_(k0)
+        torch.bitwise_and(high, _LOW, out=c1)
+        torch.bitwise_right_shift(low, 32, out=c2).bitwise_and_(_LOW).bitwise_xor_(c3).bitwise_xor_(k1)
+        torch.bitwise_and(low, _LOW, out=c3)
+
+
+def drop_mask(
+    keys: list[tuple[Key, Key]], dropout_p: float, batch: Tensor, heads: Tensor, rows: Tensor, cols: Tensor, *,
+    dropped: Tensor, work: Tensor,
+) -> None:  # fmt: skip
+    """dropped[b, h, i, j] for int64 index vectors.   dropped (B, H, M, N) bool   work (6, B, H, M, N) int64"""
+    c0, c1, c2, c3, low, high = work
+    c0.copy_(cols)
+    c1.copy_(rows[:, None])
+    c2.copy_(heads[:, None, None])
+    c3.copy_(batch[:, None, None, None])
+    philox((c0, c1, c2, c3), keys, (low, high))
+    torch.lt(c0, threshold(dropout_p), out=dropped)

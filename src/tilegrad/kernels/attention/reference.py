@@ -1,0 +1,201 @@
+"""The oracle: attention and its gradients as whole T×T matrices, every step on its own line.
+
+    s = scores(q, k)                        docstring of mask.py
+    p = softmax over [s, sink]              the sink's column has no value and is cut off
+    lse = log(Σ exp s + exp sink)
+    r = p ∘ keep / (1 − dropout_p)
+    o = r v
+
+Backward, with do = ∂L/∂o and dlse = ∂L/∂lse:
+
+    dv = rᵀ do          dr = do vᵀ          dp = dr ∘ keep / (1 − dropout_p)
+    ds = p ∘ (dp − delta)                   delta = Σⱼ p ∘ dp − dlse = rowsum(do ∘ o) − dlse
+    dsink = −Σ p_sink · delta               p_sink = exp(sink − lse)
+    dbias = ds, summed to bias's shape
+    dx = ds ∘ (1 − tanh²(x / c))            x = scale · q kᵀ, only with a softcap
+    dq = scale · dx k                       dk = scale · dxᵀ q
+
+`forward` and `backward` work in the dtype they are given: in float64 they are the oracle, in a shorter dtype the
+yardstick of tests/tolerance.py. As a kernel they run in float64 and round once; they allocate, and are chosen by name only.
+A row that sees no key has p = 0 and lse = −inf (the sink's logit where there is one).
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from .mask import Mask, distance, four_dims, packed, sees, sequences
+from .philox import WORK_BUFFERS, drop_mask, round_keys
+
+
+class Gradients(NamedTuple):
+    dq: Tensor
+    dk: Tensor
+    dv: Tensor
+    dbias: Tensor | None
+    dsinks: Tensor | None
+
+
+class Softmax(NamedTuple):
+    p: Tensor  # (B, Hq, Tq, Tk)
+    p_sink: Tensor | None  # (B, Hq, Tq)
+    lse: Tensor  # (B, Hq, Tq)
+    tanh: Tensor | None  # tanh(x / softcap), (B, Hq, Tq, Tk)
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """o and lse, in q's dtype."""
+    if mask.varlen:
+        return _forward_varlen(q, k, v, mask)
+    return _forward(q, k, v, mask, range(q.shape[0]))
+
+
+def backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask) -> Gradients:
+    """All gradients, in q's dtype; o and lse are computed anew."""
+    if mask.varlen:
+        return _backward_varlen(q, k, v, do, dlse, mask)
+    return _backward(q, k, v, do, dlse, mask, range(q.shape[0]))
+
+
+def softmax(q: Tensor, k: Tensor, mask: Mask, batch: range) -> Softmax:
+    """Probabilities of a dense call; `batch` numbers its sequences for slopes and dropout. k has q's heads here."""
+    b, h, tq, d = q.shape
+    tk = k.shape[2]
+    s = (q @ k.mT) * mask.scale_for(d)
+    tanh = None
+    if mask.softcap:
+        tanh = torch.tanh(s / mask.softcap)
+        s = mask.softcap * tanh
+    if mask.float_bias is not None:
+        s = s + mask.float_bias.to(s.dtype)
+    gap = distance(torch.arange(tq, device=q.device), torch.arange(tk, device=q.device), tq, tk)
+    slopes = mask.slopes(batch)
+    if slopes is not None:
+        s = s - slopes.to(s.dtype)[..., None, None] * gap.abs()
+    seen = sees(mask, gap)
+    if mask.bool_bias is not None:
+        seen = seen & mask.bool_bias
+    s = s.masked_fill(~seen, -torch.inf)
+    if mask.sinks is not None:
+        s = torch.cat([s, mask.sinks.to(s.dtype)[:, None, None].expand(b, h, tq, 1)], dim=-1)
+    lse = torch.logsumexp(s, dim=-1) if s.shape[-1] else s.new_full((b, h, tq), -torch.inf)
+    p = torch.softmax(s, dim=-1).masked_fill((lse == -torch.inf)[..., None], 0.0)
+    p_sink = p[..., tk] if mask.sinks is not None else None
+    return Softmax(p[..., :tk], p_sink, lse, tanh)
+
+
+def _heads_of(k: Tensor, like: Tensor) -> Tensor:
+    """Repeat each kv head for the query heads that share it: (B, Hkv, T, D) → (B, Hq, T, D)."""
+    return k.repeat_interleave(like.shape[1] // k.shape[1], dim=1)
+
+
+def _summed_to_heads_of(dk: Tensor, like: Tensor) -> Tensor:
+    """The reverse: sum the gradients of the query heads that share a kv head."""
+    return dk.unflatten(1, (like.shape[1], -1)).sum(2)
+
+
+def _dropout(p: Tensor, mask: Mask, batch: range) -> Tensor:
+    """p ∘ keep / (1 − dropout_p)."""
+    if not mask.dropout_p:
+        return p
+    assert mask.seed is not None
+    b, h, m, n = (torch.arange(size, device=p.device) for size in p.shape)
+    dropped = torch.empty(p.shape, dtype=torch.bool, device=p.device)
+    work = torch.empty(WORK_BUFFERS, *p.shape, dtype=torch.int64, device=p.device)
+    drop_mask(round_keys(mask.seed), mask.dropout_p, b + batch.start, h, m, n, dropped=dropped, work=work)
+    return p.masked_fill(dropped, 0.0) / (1.0 - mask.dropout_p)
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, batch: range) -> tuple[Tensor, Tensor]:
+    k, v = _heads_of(k, like=q), _heads_of(v, like=q)
+    p, _, lse, _ = softmax(q, k, mask, batch)
+    r = _dropout(p, mask, batch)
+    return r @ v, lse
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, batch: range
+) -> Gradients:
+    kv = k
+    k, v = _heads_of(k, like=q), _heads_of(v, like=q)
+    p, p_sink, lse, tanh = softmax(q, k, mask, batch)
+    r = _dropout(p, mask, batch)
+
+    dv = r.mT @ do
+    dp = _dropout(do @ v.mT, mask, batch)
+    delta = (p * dp).sum(-1)
+    if dlse is not None:
+        delta = delta - dlse.to(delta.dtype).masked_fill(lse == -torch.inf, 0.0)
+    ds = p * (dp - delta[..., None])
+    dsinks = -(p_sink * delta).sum((0, 2)) if p_sink is not None else None
+    dbias = ds.sum_to_size(four_dims(mask.float_bias).shape) if mask.float_bias is not None else None
+    dx = ds * (1.0 - tanh**2) if tanh is not None else ds
+    scale = mask.scale_for(q.shape[-1])
+    dq = scale * (dx @ k)
+    dk = scale * (dx.mT @ q)
+
+    if dbias is not None and mask.bias is not None:
+        dbias = dbias.reshape(mask.bias.shape)
+    return Gradients(dq, _summed_to_heads_of(dk, like=kv), _summed_to_heads_of(dv, like=kv), dbias, dsinks)
+
+
+def _forward_varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    assert mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None
+    o = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
+    lse = q.new_empty(q.shape[1], q.shape[0])
+    for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
+        ob, lseb = _forward(packed(q, rows), packed(k, cols), packed(v, cols), mask, range(b, b + 1))
+        packed(o, rows).copy_(ob)
+        lse[:, rows] = lseb[0]
+    return o, lse
+
+
+def _backward_varlen(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask) -> Gradients:
+    assert mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None
+    dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    dsinks = torch.zeros_like(mask.sinks, dtype=q.dtype) if mask.sinks is not None else None
+    for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
+        dlseb = None if dlse is None else dlse[None, :, rows]
+        g = _backward(
+            packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows), dlseb, mask, range(b, b + 1)
+        )
+        packed(dq, rows).copy_(g.dq)
+        packed(dk, cols).copy_(g.dk)
+        packed(dv, cols).copy_(g.dv)
+        if dsinks is not None:
+            dsinks += g.dsinks
+    return Gradients(dq, dk, dv, None, dsinks)
+
+
+def workspace(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool
+) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+    return {}
+
+
+def fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: dict[str, Tensor]
+) -> None:
+    o64, lse64 = forward(q.double(), k.double(), v.double(), mask)
+    if o is not None:
+        o.copy_(o64)
+    if lse is not None:
+        lse.copy_(lse64)
+
+
+def bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
+    scratch: dict[str, Tensor], deterministic: bool,
+) -> None:  # fmt: skip
+    dlse64 = None if dlse is None else dlse.double()
+    g = backward(q.double(), k.double(), v.double(), do.double(), dlse64, mask)
+    for out, value in ((dq, g.dq), (dk, g.dk), (dv, g.dv), (dbias, g.dbias)):
+        if out is not None:
+            assert value is not None
+            out.copy_(value)
+    if dsinks is not None:
+        dsinks += g.dsinks

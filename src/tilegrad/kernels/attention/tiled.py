@@ -1,0 +1,397 @@
+"""Attention on tiles in plain torch ops: O(T) memory, every feature, every device, nothing allocated.
+
+Walk. A *slab* is a run of sequences × kv heads that is worked on at once. G = Hq / Hkv query heads share a kv head and
+their rows are stacked, so a tile of scores is (slab, G·M, N), and the gradient of a kv head sums over its query heads by
+itself. Hidden tiles are skipped by range; only tiles that the band crosses pay for the mask.
+
+    forward, for each tile of rows:                      backward, for each tile of columns:
+      row_max = sink, row_sum = 1 (or lowest, 0)           for each tile of rows that sees it:
+      for each tile of columns it sees:                      p  = exp(s − lse)
+        s = scores                                           dp = do vᵀ ∘ keep / (1 − dropout_p)
+        new_max = max(row_max, max s)                        ds = p ∘ (dp − delta)
+        p = exp(s − new_max)                                 dv += (p ∘ keep)ᵀ do / (1 − dropout_p)
+        alpha = exp(row_max − new_max)                       dbias += ds
+        row_sum = alpha · row_sum + Σ p                      ds ∘= 1 − tanh²
+        acc = alpha · acc + (p ∘ keep) v                     dq += scale · ds k
+      o = acc / row_sum / (1 − dropout_p)                    dk += scale · dsᵀ q
+      lse = row_max + log row_sum                        delta = rowsum(do ∘ o) − dlse, before the walk
+
+Rows start at the dtype's lowest number, not at −inf: a row that sees nothing ends at row_sum = 0, o = 0, lse = −inf
+with no NaN on the way. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so
+sums are formed there and any strides do. Scratch is O(slab · tile + T · D); no T×T matrix exists.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+from torch import Tensor
+
+from .mask import Mask, four_dims, packed, sequences
+from .philox import WORK_BUFFERS, Key, drop_mask, round_keys
+
+TILE = 256  # rows, and columns, of a tile
+SLAB = 1 << 21  # scores held at once
+
+Scratch = dict[str, Tensor]
+Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a call is cut: tiles of m × n at most, slabs of `batches` sequences × `heads` kv heads, `group` = Hq / Hkv."""
+
+    m: int
+    n: int
+    batches: int
+    heads: int
+    group: int
+
+    def slabs(self, sequences: int, kv_heads: int) -> Iterator[tuple[range, range]]:
+        for b in range(0, sequences, self.batches):
+            for h in range(0, kv_heads, self.heads):
+                yield range(b, min(b + self.batches, sequences)), range(h, min(h + self.heads, kv_heads))
+
+
+def _cut(q: Tensor, k: Tensor, mask: Mask) -> Cut:
+    """The largest slab whose scores fit in SLAB; whole sequences first, then heads of one."""
+    b, hq, tq = (1, q.shape[1], mask.max_seqlen_q) if mask.varlen else (q.shape[0], q.shape[1], q.shape[2])
+    hkv, tk = (k.shape[1], mask.max_seqlen_k) if mask.varlen else (k.shape[1], k.shape[2])
+    group = hq // hkv
+    m, n = max(1, min(TILE, tq)), max(1, min(TILE, tk))
+    heads = min(hkv, max(1, SLAB // (group * m * n)))
+    batches = max(1, min(b, SLAB // (hq * m * n))) if heads == hkv else 1
+    return Cut(m, n, batches, heads, group)
+
+
+def _tiles(span: range) -> Iterator[range]:
+    for start in range(span.start, span.stop, TILE):
+        yield range(start, min(start + TILE, span.stop))
+
+
+def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
+    cut, acc = _cut(q, k, mask), accumulation_dtype(q.dtype)
+    d, dv = q.shape[-1], v.shape[-1]
+    tq = mask.max_seqlen_q if mask.varlen else q.shape[2]
+    tk = mask.max_seqlen_k if mask.varlen else k.shape[2]
+    b = mask.cu_seqlens_q.shape[0] - 1 if mask.cu_seqlens_q is not None else q.shape[0]
+    cols = cut.batches * cut.heads * cut.n
+    rows = cut.batches * cut.heads * cut.group * cut.m
+    all_rows = cut.batches * cut.heads * cut.group * tq
+    scores = rows * cut.n
+    sizes = {"q": rows * d, "k": cols * d, "v": cols * dv, "s": scores}
+    if backward:
+        sizes |= {"do": rows * dv, "o": rows * dv, "dp": scores, "dq": rows * d, "dk": cols * d, "dv": cols * dv}
+        sizes |= {"delta": all_rows, "lse": all_rows, "dsinks": cut.heads * cut.group}
+        if q.dtype != acc:
+            sizes["dq_sum"] = all_rows * d
+        if mask.softcap:
+            sizes["tanh"] = scores
+        if mask.float_bias is not None and mask.float_bias.dtype != acc:
+            sizes["dbias"] = mask.float_bias.numel()
+    else:
+        sizes |= {"acc": rows * dv, "row_max": rows, "row_sum": rows, "new_max": rows, "alpha": rows}
+    if mask.float_bias is not None:
+        sizes["bias"] = scores
+    if mask.alibi_slopes is not None:
+        sizes |= {"slopes": cut.batches * cut.heads * cut.group, "distance": cut.m * cut.n}
+    shapes: Shapes = {name: ((size,), acc) for name, size in sizes.items()}
+    shapes["index"] = ((max(tq, tk, q.shape[1], b),), torch.int64)
+    shapes["gap"] = ((cut.m * cut.n,), torch.int64)
+    shapes["hidden"] = ((2 * cut.m * cut.n,), torch.bool)
+    if backward:
+        shapes["empty"] = ((all_rows,), torch.bool)
+    if mask.bool_bias is not None:
+        shapes["hides"] = ((scores,), torch.bool)
+    if mask.dropout_p:
+        shapes["philox"] = ((WORK_BUFFERS * scores,), torch.int64)
+        shapes["dropped"] = ((scores,), torch.bool)
+    return shapes
+
+
+def fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch
+) -> None:
+    cut = _cut(q, k, mask)
+    keys = _round_keys(mask, scratch)
+    if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
+        _fwd(q, k, v, mask, 0, cut, keys, o=o, lse=lse, scratch=scratch)
+        return
+    for b, i, j in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
+        ob = None if o is None else packed(o, i)
+        lseb = None if lse is None else lse[None, :, i]
+        _fwd(packed(q, i), packed(k, j), packed(v, j), mask, b, cut, keys, o=ob, lse=lseb, scratch=scratch)
+
+
+def bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
+    scratch: Scratch, deterministic: bool,
+) -> None:  # fmt: skip
+    cut = _cut(q, k, mask)
+    keys = _round_keys(mask, scratch)
+    if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
+        dbias_sum = None if dbias is None else four_dims(scratch["dbias"].view(dbias.shape) if "dbias" in scratch else dbias)
+        if dbias_sum is not None:
+            dbias_sum.zero_()
+        _bwd(q, k, v, o, lse, do, dlse, mask, 0, cut, keys,
+             dq=dq, dk=dk, dv=dv, dbias=dbias_sum, dsinks=dsinks, scratch=scratch)  # fmt: skip
+        if dbias is not None and "dbias" in scratch:
+            dbias.copy_(scratch["dbias"].view(dbias.shape))
+        return
+    for b, i, j in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
+        dlseb = None if dlse is None else dlse[None, :, i]
+        dqb, dkb, dvb = (None if x is None else packed(x, at) for x, at in ((dq, i), (dk, j), (dv, j)))
+        _bwd(packed(q, i), packed(k, j), packed(v, j), packed(o, i), lse[None, :, i], packed(do, i), dlseb, mask, b,
+             cut, keys, dq=dqb, dk=dkb, dv=dvb, dbias=None, dsinks=dsinks, scratch=scratch)  # fmt: skip
+
+
+def _round_keys(mask: Mask, scratch: Scratch) -> list[tuple[Key, Key]]:
+    torch.arange(scratch["index"].shape[0], out=scratch["index"])
+    return round_keys(mask.seed) if mask.dropout_p and mask.seed is not None else []
+
+
+@dataclass(frozen=True, slots=True)
+class Slab:
+    """Where a slab stands in a dense problem, and its tiles in the scratch. `first` numbers the first sequence."""
+
+    batch: range
+    heads: range  # kv heads
+    group: int
+    tq: int
+    tk: int
+    mask: Mask
+    first: int
+    keys: list[tuple[Key, Key]]
+    scratch: Scratch
+
+    @property
+    def size(self) -> int:
+        return len(self.batch) * len(self.heads)
+
+    @property
+    def query_heads(self) -> slice:
+        return slice(self.heads.start * self.group, self.heads.stop * self.group)
+
+    def buffer(self, name: str, *shape: int) -> Tensor:
+        return self.scratch[name][: prod(shape)].view(shape)
+
+    def rows(self, x: Tensor, i: range) -> Tensor:
+        """A tile of a tensor with query heads: (batches, query heads, M, …)."""
+        return x[self.batch.start : self.batch.stop, self.query_heads, i.start : i.stop]
+
+    def cols(self, x: Tensor, j: range) -> Tensor:
+        """A tile of a tensor with kv heads: (batches, kv heads, N, …)."""
+        return x[self.batch.start : self.batch.stop, self.heads.start : self.heads.stop, j.start : j.stop]
+
+    def load(self, name: str, tile: Tensor) -> Tensor:
+        """A tile in the scratch, (slab, G·M or N, D)."""
+        copy = self.buffer(name, *tile.shape).copy_(tile)
+        return copy.view(self.size, -1, tile.shape[-1])
+
+    def by_head(self, tile: Tensor, i: range) -> Tensor:
+        """(slab, G·M, …) seen as (batches, query heads, M, …)."""
+        return tile.view(len(self.batch), -1, len(i), *tile.shape[2:])
+
+    def scores(self, q: Tensor, k: Tensor, i: range, j: range, *, tanh: Tensor | None) -> Tensor:
+        """s of mask.py's docstring, (slab, G·M, N); tanh(x / softcap) is kept for the backward where asked."""
+        mask = self.mask
+        s = self.buffer("s", self.size, q.shape[1], len(j))
+        alpha = mask.scale_for(q.shape[2]) / (mask.softcap or 1.0)
+        torch.baddbmm(s, q, k.mT, beta=0.0, alpha=alpha, out=s)
+        if mask.softcap:
+            s.tanh_()
+            if tanh is not None:
+                tanh.copy_(s)
+            s.mul_(mask.softcap)
+        by_head = self.by_head(s, i)
+        if mask.float_bias is not None:
+            bias = self.bias_tile(four_dims(mask.float_bias), i, j)
+            by_head.add_(self.buffer("bias", *bias.shape).copy_(bias))
+        whole = mask.whole(i, j, self.tq, self.tk)
+        slopes = mask.slopes(range(self.first + self.batch.start, self.first + self.batch.stop))
+        if slopes is not None or not whole:
+            index, gap = self.scratch["index"], self.buffer("gap", len(i), len(j))
+            torch.sub(index[i.start : i.stop, None], index[j.start : j.stop], out=gap).add_(self.tk - self.tq)
+            if slopes is not None:
+                slopes = slopes[:, self.query_heads, None, None]
+                slopes = self.buffer("slopes", *slopes.shape).copy_(slopes)
+                by_head.addcmul_(self.buffer("distance", *gap.shape).copy_(gap).abs_(), slopes, value=-1.0)
+            if not whole:
+                by_head.masked_fill_(self.hidden(gap), -torch.inf)
+        if mask.bool_bias is not None:
+            sees = self.bias_tile(four_dims(mask.bool_bias), i, j)
+            hides = self.buffer("hides", *sees.shape)
+            by_head.masked_fill_(torch.logical_not(sees, out=hides), -torch.inf)
+        return s
+
+    def hidden(self, gap: Tensor) -> Tensor:
+        """True where the band hides a pair, (M, N)."""
+        left, right = self.mask.band
+        far, near = self.buffer("hidden", 2, *gap.shape)
+        far.zero_() if left is None else torch.gt(gap, left, out=far)
+        near.zero_() if right is None else torch.lt(gap, -right, out=near)
+        return far.logical_or_(near)
+
+    def dropped(self, i: range, j: range) -> Tensor:
+        """True where dropout drops a pair, (slab, G·M, N)."""
+        h = self.query_heads
+        shape = (len(self.batch), h.stop - h.start, len(i), len(j))
+        index, dropped = self.scratch["index"], self.buffer("dropped", *shape)
+        first = self.first + self.batch.start
+        drop_mask(
+            self.keys, self.mask.dropout_p,
+            index[first : first + len(self.batch)], index[h], index[i.start : i.stop], index[j.start : j.stop],
+            dropped=dropped, work=self.buffer("philox", WORK_BUFFERS, *shape),
+        )  # fmt: skip
+        return dropped.view(self.size, -1, len(j))
+
+    def bias_tile(self, bias: Tensor, i: range, j: range) -> Tensor:
+        """The part of a (B, Hq, Tq, Tk) bias that meets this tile; broadcast dimensions stay 1."""
+        h = self.query_heads
+        for dim, (start, stop) in enumerate(
+            ((self.batch.start, self.batch.stop), (h.start, h.stop), (i.start, i.stop), (j.start, j.stop))
+        ):
+            if bias.shape[dim] != 1:
+                bias = bias.narrow(dim, start, stop - start)
+        return bias
+
+    def add_to_bias(self, ds: Tensor, dbias: Tensor, i: range, j: range) -> None:
+        """dbias += ds, summed over the dimensions that the bias is broadcast in."""
+        part, by_head = self.bias_tile(dbias, i, j), self.by_head(ds, i)
+        dims = [dim for dim in range(4) if part.shape[dim] != by_head.shape[dim]]
+        part.add_(torch.sum(by_head, dims, keepdim=True, out=self.buffer("bias", *part.shape)) if dims else by_head)
+
+
+def _fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, first: int, cut: Cut, keys: list[tuple[Key, Key]], *,
+    o: Tensor | None, lse: Tensor | None, scratch: Scratch,
+) -> None:  # fmt: skip
+    tq, tk = q.shape[2], k.shape[2]
+    for batch, heads in cut.slabs(q.shape[0], k.shape[1]):
+        slab = Slab(batch, heads, cut.group, tq, tk, mask, first, keys, scratch)
+        for i in _tiles(range(tq)):
+            _fwd_rows(slab, q, k, v, i, o=o, lse=lse)
+
+
+def _fwd_rows(slab: Slab, q: Tensor, k: Tensor, v: Tensor, i: range, *, o: Tensor | None, lse: Tensor | None) -> None:
+    mask, dv = slab.mask, v.shape[-1]
+    qi = slab.load("q", slab.rows(q, i))
+    acc = slab.buffer("acc", slab.size, qi.shape[1], dv).zero_()
+    row_max, row_sum, new_max, alpha = (
+        slab.buffer(name, slab.size, qi.shape[1]) for name in ("row_max", "row_sum", "new_max", "alpha")
+    )
+    lowest = torch.finfo(acc.dtype).min
+    if mask.sinks is None:
+        row_max.fill_(lowest)
+        row_sum.zero_()
+    else:
+        slab.by_head(row_sum, i).copy_(mask.sinks[slab.query_heads, None])
+        torch.clamp(row_sum, min=lowest, out=row_max)
+        row_sum.sub_(row_max).exp_()
+
+    for j in _tiles(mask.columns_of(i, slab.tq, slab.tk)):
+        kj, vj = slab.load("k", slab.cols(k, j)), slab.load("v", slab.cols(v, j))
+        s = slab.scores(qi, kj, i, j, tanh=None)
+        torch.maximum(torch.amax(s, -1, out=new_max), row_max, out=new_max)
+        p = s.sub_(new_max[..., None]).exp_()
+        torch.sub(row_max, new_max, out=alpha).exp_()
+        row_max.copy_(new_max)
+        row_sum.mul_(alpha).add_(torch.sum(p, -1, out=new_max))
+        if mask.dropout_p:
+            p.masked_fill_(slab.dropped(i, j), 0.0)
+        acc.mul_(alpha[..., None]).baddbmm_(p, vj)
+
+    if lse is not None:
+        slab.rows(lse, i).copy_(slab.by_head(torch.log(row_sum, out=alpha).add_(row_max), i))
+    if o is not None:
+        row_sum.clamp_(min=torch.finfo(acc.dtype).tiny).mul_(1.0 - mask.dropout_p)
+        slab.rows(o, i).copy_(slab.by_head(acc.div_(row_sum[..., None]), i))
+
+
+def _bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, first: int,
+    cut: Cut, keys: list[tuple[Key, Key]], *,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    tq, tk, d = q.shape[2], k.shape[2], q.shape[3]
+    for batch, heads in cut.slabs(q.shape[0], k.shape[1]):
+        slab = Slab(batch, heads, cut.group, tq, tk, mask, first, keys, scratch)
+        rows = (len(batch), len(heads) * cut.group, tq)
+        lse_rows, delta = slab.buffer("lse", *rows), slab.buffer("delta", *rows)
+        _bwd_delta(slab, o, lse, do, dlse, lse_rows=lse_rows, delta=delta)
+        dq_sum = None
+        if dq is not None:
+            dq_sum = (slab.buffer("dq_sum", *rows, d) if "dq_sum" in scratch else slab.rows(dq, range(tq))).zero_()
+        for j in _tiles(range(tk)):
+            _bwd_cols(slab, q, k, v, do, lse_rows, delta, j, dq_sum=dq_sum, dk=dk, dv=dv, dbias=dbias)
+        if dq is not None and dq_sum is not None and "dq_sum" in scratch:
+            slab.rows(dq, range(tq)).copy_(dq_sum)
+        if dsinks is not None and mask.sinks is not None:
+            p_sink = lse_rows.neg_().add_(mask.sinks[slab.query_heads, None]).exp_()
+            total = slab.buffer("dsinks", rows[1])
+            dsinks[slab.query_heads].sub_(torch.sum(p_sink.mul_(delta), (0, 2), out=total))
+
+
+def _bwd_delta(
+    slab: Slab, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *, lse_rows: Tensor, delta: Tensor
+) -> None:
+    """delta = rowsum(do ∘ o) − dlse, 0 in rows that see nothing; lse at least the lowest number, so that exp(s − lse) = 0."""
+    every = range(slab.tq)
+    lse_rows.copy_(slab.rows(lse, every))
+    for i in _tiles(every):
+        o_do = slab.load("do", slab.rows(do, i)).mul_(slab.load("o", slab.rows(o, i)))
+        delta[:, :, i.start : i.stop].copy_(slab.by_head(torch.sum(o_do, -1, out=slab.buffer("q", *o_do.shape[:2])), i))
+    if dlse is not None:
+        delta.sub_(slab.rows(dlse, every))
+        delta.masked_fill_(torch.eq(lse_rows, -torch.inf, out=slab.buffer("empty", *lse_rows.shape)), 0.0)
+    lse_rows.clamp_(min=torch.finfo(lse_rows.dtype).min)
+
+
+def _bwd_cols(
+    slab: Slab, q: Tensor, k: Tensor, v: Tensor, do: Tensor, lse_rows: Tensor, delta: Tensor, j: range, *,
+    dq_sum: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None,
+) -> None:  # fmt: skip
+    mask, scale = slab.mask, slab.mask.scale_for(q.shape[-1])
+    kept = 1.0 / (1.0 - mask.dropout_p)
+    kj, vj = slab.load("k", slab.cols(k, j)), slab.load("v", slab.cols(v, j))
+    dkj, dvj = slab.buffer("dk", *kj.shape).zero_(), slab.buffer("dv", *vj.shape).zero_()
+    for i in _tiles(mask.rows_of(j, slab.tq, slab.tk)):
+        qi, doi = slab.load("q", slab.rows(q, i)), slab.load("do", slab.rows(do, i))
+        shape = (slab.size, qi.shape[1], len(j))
+        tanh = slab.buffer("tanh", *shape) if mask.softcap else None
+        s = slab.scores(qi, kj, i, j, tanh=tanh)
+        slab.by_head(s, i).sub_(lse_rows[:, :, i.start : i.stop, None])
+        p = s.exp_()
+        dp = torch.bmm(doi, vj.mT, out=slab.buffer("dp", *shape))
+        dropped = slab.dropped(i, j) if mask.dropout_p else None
+        if dropped is not None:
+            dp.masked_fill_(dropped, 0.0).mul_(kept)
+        slab.by_head(dp, i).sub_(delta[:, :, i.start : i.stop, None])
+        ds = dp.mul_(p)
+        if dropped is not None:
+            p.masked_fill_(dropped, 0.0)
+        if dv is not None:
+            dvj.baddbmm_(p.mT, doi, alpha=kept)
+        if dbias is not None:
+            slab.add_to_bias(ds, dbias, i, j)
+        if tanh is not None:
+            ds.mul_(tanh.square_().neg_().add_(1.0))
+        if dq_sum is not None:
+            dqi = slab.buffer("dq", *qi.shape)
+            torch.baddbmm(dqi, ds, kj, beta=0.0, alpha=scale, out=dqi)
+            dq_sum[:, :, i.start : i.stop].add_(slab.by_head(dqi, i))
+        if dk is not None:
+            dkj.baddbmm_(ds.mT, qi, alpha=scale)
+    if dk is not None:
+        slab.cols(dk, j).copy_(dkj.view(len(slab.batch), -1, *dkj.shape[1:]))
+    if dv is not None:
+        slab.cols(dv, j).copy_(dvj.view(len(slab.batch), -1, *dvj.shape[1:]))

@@ -1,0 +1,219 @@
+"""Live ranges → addresses: values that are alive together never overlap, and the arena is as small as we can find.
+
+A request is a buffer of `nbytes` that is alive during `live`, inclusive ranges of op indices. It keeps one address for
+all of its ranges. With L = max over t of Σ nbytes alive at t (`lower_bound`), no arena is smaller than L; the smallest
+is NP-hard to find, so `plan` packs greedily in several orders and keeps the best:
+
+    pack      in the given order, each request into the lowest (or the tightest) gap between the conflicting ones
+    orders    by area, size, duration, breadth and first use; each is a different idea of what is hard to place
+    repair    what ended on top was placed too late: place it, or any other, earlier and keep what is not worse
+
+The search stops at the bound, or when its work (requests² per pass) is spent, never by the clock: the same requests
+give the same plan on every machine. Standard library only.
+"""
+
+from __future__ import annotations
+
+import random
+from bisect import bisect_right, insort
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+
+_WORK = 20_000_000  # requests² that all passes of one plan may spend: about a second
+_REPAIRS = 80
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    name: str
+    nbytes: int
+    live: tuple[tuple[int, int], ...]  # ((first, last), …) in op order, both ends included
+
+
+@dataclass(frozen=True, slots=True)
+class Plan:
+    """Where each request lives in an arena of `arena_bytes`; `lower_bound_bytes` is the most that is alive at once."""
+
+    offsets: Mapping[str, int]
+    arena_bytes: int
+    lower_bound_bytes: int
+    align: int
+
+
+def plan(requests: Iterable[Request], *, align: int = 64, share: bool = True) -> Plan:
+    """Offsets, multiples of `align`, such that requests alive at the same op never overlap.
+
+    `share=False` gives each request bytes of its own, in the order given: what the program would need without sharing,
+    and the layout of buffers that live for the whole program.
+    """
+    requests = tuple(requests)
+    _check(requests, align)
+    if share:
+        offsets = _search(requests, align)
+    else:
+        offsets, end = [], 0
+        for request in requests:
+            offsets.append(end)
+            end += _round_up(request.nbytes, align)
+    return Plan(
+        MappingProxyType({request.name: offset for request, offset in zip(requests, offsets, strict=True)}),
+        max((offset + request.nbytes for request, offset in zip(requests, offsets, strict=True)), default=0),
+        lower_bound(requests),
+        align,
+    )
+
+
+def lower_bound(requests: Iterable[Request]) -> int:
+    """The most bytes alive at one op: no arena can be smaller."""
+    return max(_live_bytes((request.nbytes, request.live) for request in requests).values(), default=0)
+
+
+def _live_bytes(values: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> dict[int, int]:
+    """Bytes alive from each op at which something begins or ends until the next such op."""
+    change: dict[int, int] = {}
+    for nbytes, live in values:
+        for first, last in live:
+            change[first] = change.get(first, 0) + nbytes
+            change[last + 1] = change.get(last + 1, 0) - nbytes
+    total, alive = 0, {}
+    for at in sorted(change):
+        total += change[at]
+        alive[at] = total
+    return alive
+
+
+def _round_up(nbytes: int, align: int) -> int:
+    return -(-nbytes // align) * align
+
+
+def _check(requests: Sequence[Request], align: int) -> None:
+    if align < 1:
+        raise ValueError(f"align={align}: give the alignment of every offset in bytes, at least 1")
+    seen: set[str] = set()
+    for request in requests:
+        if request.name in seen:
+            raise ValueError(f"two requests are named {request.name!r}: a plan knows a buffer by its name, rename one")
+        seen.add(request.name)
+        if request.nbytes < 0:
+            raise ValueError(f"request {request.name!r} has nbytes={request.nbytes}: a size cannot be negative")
+        previous = -1
+        for first, last in request.live:
+            if not previous < first <= last:
+                raise ValueError(
+                    f"request {request.name!r} has live={request.live}: ranges are (first, last) with "
+                    "0 <= first <= last, in order and disjoint"
+                )
+            previous = last
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    """A request as the packer sees it: padded size, and the moments at which it is alive as the bits of an int."""
+
+    index: int
+    size: int
+    alive: int
+    first: int
+    duration: int
+    breadth: int  # the most bytes alive at any of its moments
+
+
+@dataclass(frozen=True, slots=True)
+class _Packing:
+    top: int  # padded size of the arena
+    offsets: list[int]  # by item index
+    order: list[_Item]
+    tightest: bool
+
+
+def _search(requests: Sequence[Request], align: int) -> list[int]:
+    items, bound = _items(requests, align)
+    passes = max(1, _WORK // (len(items) ** 2 + 1))
+    best: _Packing | None = None
+    for order, tightest in _orders(items):
+        packing = _pack(order, tightest, best.top if best else None)
+        passes -= 1
+        if packing and (best is None or packing.top < best.top):
+            best = packing
+        if passes == 0 or (best and best.top == bound):
+            break
+    assert best is not None
+    return _repair(best, bound, min(passes, _REPAIRS)).offsets
+
+
+def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
+    """The packer's items, and the most padded bytes alive at once. If two values are ever alive together, they are so
+    at a moment where one of them begins: a bit stands for such a moment."""
+    sizes = [_round_up(request.nbytes, align) for request in requests]
+    begins = sorted({first for request in requests for first, _ in request.live})
+    alive_bytes = _live_bytes((size, request.live) for size, request in zip(sizes, requests, strict=True))
+    bytes_at = [alive_bytes[begin] for begin in begins]
+    items = []
+    for index, (size, request) in enumerate(zip(sizes, requests, strict=True)):
+        alive = duration = breadth = 0
+        for first, last in request.live:
+            low, high = bisect_right(begins, first) - 1, bisect_right(begins, last)
+            alive |= (1 << high) - (1 << low)
+            duration += last - first + 1
+            breadth = max(breadth, *bytes_at[low:high])
+        items.append(_Item(index, size, alive, request.live[0][0] if request.live else 0, duration, breadth))
+    return items, max(bytes_at, default=0)
+
+
+def _orders(items: Sequence[_Item]) -> Iterator[tuple[list[_Item], bool]]:
+    """Orders to pack in, the most promising first, each with the lowest and with the tightest gap."""
+    for order in (
+        sorted(items, key=lambda i: (-i.size, -i.duration, i.index)),
+        sorted(items, key=lambda i: (-i.size * i.duration, -i.size, i.index)),
+        sorted(items, key=lambda i: (-i.breadth, -i.size, i.index)),
+        sorted(items, key=lambda i: (i.first, -i.size, i.index)),
+        sorted(items, key=lambda i: (-i.duration, -i.size, i.index)),
+        sorted(items, key=lambda i: (-i.first - i.duration, -i.size, i.index)),
+    ):
+        yield order, False
+        yield order, True
+
+
+def _pack(order: list[_Item], tightest: bool, below: int | None = None) -> _Packing | None:
+    """Each item in turn into the lowest gap that holds it, or into the tightest; None once the arena passes `below`."""
+    placed: list[tuple[int, int, int]] = []  # (offset, end, alive), by offset
+    offsets = [0] * len(order)
+    top = 0
+    for item in order:
+        size, alive = item.size, item.alive
+        end_below, found, room = 0, -1, 0
+        for offset, end, other in placed:
+            if alive & other:
+                gap = offset - end_below
+                if gap >= size and (found < 0 or gap < room):
+                    found, room = end_below, gap
+                    if not tightest:
+                        break
+                if end > end_below:
+                    end_below = end
+        if found < 0:
+            found = end_below
+        if found + size > top:
+            top = found + size
+            if below is not None and top > below:
+                return None
+        if size:
+            insort(placed, (found, found + size, alive))
+        offsets[item.index] = found
+    return _Packing(top, offsets, order, tightest)
+
+
+def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
+    """Local search over orders, seeded: an item, every other time one that sets the top, is placed earlier."""
+    chance = random.Random(0)
+    for turn in range(passes):
+        if best.top == bound:
+            break
+        order = best.order.copy()
+        highest = [at for at, item in enumerate(order) if best.offsets[item.index] + item.size == best.top]
+        at = chance.choice(highest) if turn % 2 == 0 else chance.randrange(len(order))
+        item = order.pop(at)
+        order.insert(chance.randrange(at + 1), item)
+        best = _pack(order, best.tightest, best.top) or best
+    return best
