@@ -1,1 +1,49 @@
-"""Exact, hand-derived backward passes for transformers, in memory planned to the byte."""
+"""Exact, hand-derived backward passes for transformers, in memory planned to the byte.
+
+Public names are loaded on first use, so that `import tilegrad` and the command's help cost nothing; torch comes with the
+first name that needs it.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .functional import attention, attention_varlen, explain
+    from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace
+    from .kernels.attention.mask import Mask
+    from .kernels.dispatch import Explanation
+
+__version__ = "0.1.0.dev0"
+
+_HOME = {
+    "attention": "functional",
+    "attention_varlen": "functional",
+    "explain": "functional",
+    "attention_fwd": "kernels.attention.contract",
+    "attention_bwd": "kernels.attention.contract",
+    "attention_workspace": "kernels.attention.contract",
+    "Mask": "kernels.attention.mask",
+    "Explanation": "kernels.dispatch",
+}
+__all__ = [
+    "Explanation",
+    "Mask",
+    "attention",
+    "attention_bwd",
+    "attention_fwd",
+    "attention_varlen",
+    "attention_workspace",
+    "explain",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name in _HOME:
+        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

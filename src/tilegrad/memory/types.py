@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from enum import Enum
-from typing import Literal
+from enum import StrEnum
+from types import MappingProxyType
+from typing import Literal, get_args
 
 Reuse = Literal["high", "medium", "low"]
 Lifetime = Literal["ephemeral", "iteration", "persistent"]
 
 
-class BufferType(Enum):
+class BufferType(StrEnum):
     QUERY = "query"
     KEY = "key"
     VALUE = "value"
@@ -23,9 +25,19 @@ class BufferType(Enum):
     CACHE = "cache"
 
 
+class BufferStateError(RuntimeError):
+    """A buffer was used against its contract: freed twice, never from this manager, of another type, or still in a graph."""
+
+
 @dataclass(frozen=True, slots=True)
 class BufferConfig:
-    """How one type of buffer is used; `AttentionBufferManager` picks its strategy from this."""
+    """How one type of buffer is used; `AttentionBufferManager` picks its strategy from this.
+
+    typical_size_mb   in MiB; a request of more than twice this goes to the best-fit slab
+    reuse_frequency   high: 10 buffers cached per (type, device), and size classes below 1 MiB; medium, low: 5
+    lifetime          how long one buffer is held; shown in reports, decides nothing
+    alignment         a power of two in bytes; None: whatever the allocator gives (64 on CPU, 512 on CUDA)
+    """
 
     typical_size_mb: float
     reuse_frequency: Reuse
@@ -35,3 +47,41 @@ class BufferConfig:
     prefer_pinned: bool = False
     zero_init: bool = True
     alignment: int | None = None
+
+    def __post_init__(self) -> None:
+        if not 0 < self.typical_size_mb < float("inf"):
+            raise ValueError(f"typical_size_mb={self.typical_size_mb!r}: must be a positive, finite number of MiB")
+        if self.reuse_frequency not in get_args(Reuse):
+            raise ValueError(f"reuse_frequency={self.reuse_frequency!r}: must be one of {', '.join(get_args(Reuse))}")
+        if self.lifetime not in get_args(Lifetime):
+            raise ValueError(f"lifetime={self.lifetime!r}: must be one of {', '.join(get_args(Lifetime))}")
+        for name in ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init"):
+            if not isinstance(getattr(self, name), bool):
+                raise TypeError(f"{name}={getattr(self, name)!r}: must be True or False")
+        a = self.alignment
+        if a is not None and (not isinstance(a, int) or isinstance(a, bool) or a < 1 or a & (a - 1)):
+            raise ValueError(f"alignment={a!r}: must be None or a power of two, in bytes")
+
+
+_STREAM = BufferConfig(1.0, "high", "iteration", zero_init=False)
+
+DEFAULT_CONFIGS: Mapping[BufferType, BufferConfig] = MappingProxyType(
+    {
+        BufferType.QUERY: _STREAM,
+        BufferType.KEY: _STREAM,
+        BufferType.VALUE: _STREAM,
+        BufferType.OUTPUT: BufferConfig(1.0, "high", "iteration", zero_init=True),
+        BufferType.SCORES: BufferConfig(
+            4.0, "medium", "ephemeral", prefer_bucketed=False, prefer_numa=True, zero_init=False
+        ),
+        BufferType.WEIGHTS: BufferConfig(
+            4.0, "low", "ephemeral", prefer_bucketed=False, prefer_numa=True, zero_init=False
+        ),
+        BufferType.TEMP: BufferConfig(0.5, "high", "ephemeral", zero_init=False),
+        BufferType.COMM: BufferConfig(2.0, "high", "persistent", prefer_pinned=True, zero_init=False),
+        BufferType.MASK: BufferConfig(0.1, "high", "persistent", zero_init=False, alignment=64),
+        BufferType.CACHE: BufferConfig(
+            8.0, "medium", "persistent", prefer_bucketed=False, prefer_numa=True, zero_init=True
+        ),
+    }
+)

@@ -41,7 +41,8 @@ class Workspace:
     @property
     def nbytes(self) -> int:
         """Bytes held now: 0 once the last user is gone."""
-        return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
+        with self._lock:
+            return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
     def acquire(self, user: str, buffers: Needs, device: torch.device | str) -> Lease:
         """A lease for the user of that name, who needs these buffers on this device: exactly what the workspace has."""

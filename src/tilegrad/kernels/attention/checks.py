@@ -149,6 +149,8 @@ _SEED = "None, an int of 64 bits, or a 0-d int64 tensor"
 
 OPTIONS: tuple[Check, ...] = (
     *map(_tensor, (*_QKV, "bias", "alibi_slopes", "sinks", "cu_seqlens_q", "cu_seqlens_k")),
+    Check("alibi_slopes", lambda c: not getattr(c.mask.alibi_slopes, "requires_grad", False),
+          "slopes without a gradient (call .detach())", lambda c: "requires_grad=True"),
     Check("causal", lambda c: isinstance(c.mask.causal, bool), "True or False", _value("causal"), TypeError),
     Check("window", lambda c: c.mask.window is None or isinstance(c.mask.window, tuple | list), _WINDOW, _value("window"), TypeError),
     Check("window", lambda c: c.mask.window is None or len(c.mask.window) == 2, _WINDOW, _value("window")),
@@ -185,8 +187,6 @@ TENSORS: tuple[Check, ...] = (
     *map(_float32_or_dtype_of_q, ("alibi_slopes", "sinks")),
     Check("alibi_slopes", lambda c: c.mask.alibi_slopes is None or tuple(c.mask.alibi_slopes.shape) in ((c.hq,), (c.batch, c.hq)),
           "shape (Hq,) or (B, Hq)", lambda c: f"{_shape('alibi_slopes')(c)}, and B = {c.batch}, Hq = {c.hq}"),
-    Check("alibi_slopes", lambda c: not getattr(c.mask.alibi_slopes, "requires_grad", False),
-          "slopes without a gradient (call .detach())", lambda c: "requires_grad=True"),
     Check("sinks", lambda c: c.mask.sinks is None or tuple(c.mask.sinks.shape) == (c.hq,), "shape (Hq,)",
           lambda c: f"{_shape('sinks')(c)}, and Hq = {c.hq}"),
     Check("seed", lambda c: not c.mask.dropout_p or c.mask.seed is not None, "a seed where dropout_p > 0", _value("seed")),

@@ -1,0 +1,270 @@
+"""The autograd face of attention: it allocates, registers with torch.library, and calls the contracts.
+
+    tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)
+    tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)
+
+A mask travels as the flat list of its fields, because an op's schema knows only tensors and numbers. Under autocast q, k
+and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .kernels import dispatch
+from .kernels.attention.checks import check_options, check_tensors
+from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace, lse_dtype, output_shapes
+from .kernels.attention.mask import Mask, Window
+from .kernels.dispatch import Explanation
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
+    deterministic: bool | None = None, kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(scale · q kᵀ + …) v with exact gradients for q, k, v, bias, sinks, and through lse.
+
+    q (B, Hq, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv), any strides with the last one 1, Hq a multiple of Hkv; the
+    result is (B, Hq, Tq, Dv), laid out in memory as q is. Scores go through these, in this order:
+
+    scale         times q·k; None = 1/√D
+    softcap       c > 0: s = c·tanh(s/c)
+    bias          added; broadcastable to (B, Hq, Tq, Tk), float32 or q's dtype; bool: True = sees, without gradient
+    alibi_slopes  − slope[h]·|i + Tk − Tq − j|; (Hq,) or (B, Hq), no gradient
+    causal        query i sees keys j ≤ i + Tk − Tq
+    window        (left, right): i + Tk − Tq − left ≤ j ≤ i + Tk − Tq + right; None = open on that side
+    sinks         (Hq,): one logit per head that joins the softmax's denominator and has no value
+    dropout_p     drops weights after the softmax; which ones is a pure function of seed (an int, a 0-d int64 tensor
+                  read on the device, or None = drawn from torch's generator), the same in every kernel
+
+    A row that sees no key gives 0. return_lse adds the natural-log logsumexp (B, Hq, Tq) in float32 (float64 for float64),
+    differentiable. deterministic=True promises bit-equal results; None follows torch.use_deterministic_algorithms.
+    kernel names a kernel, which runs or raises; `explain` says which would run and why.
+
+    >>> import torch, tilegrad
+    >>> q = torch.randn(1, 8, 128, 64, requires_grad=True)
+    >>> k, v = torch.randn(2, 1, 2, 128, 64)
+    >>> o, lse = tilegrad.attention(q, k, v, causal=True, window=(63, 0), return_lse=True)
+    >>> o.shape, lse.shape
+    (torch.Size([1, 8, 128, 64]), torch.Size([1, 8, 128]))
+    >>> (o.square().sum() + lse.sum()).backward()
+    """
+    mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed)
+    return _call(q, k, v, mask, return_lse, deterministic, kernel)
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: bool = False, deterministic: bool | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` over sequences packed end to end: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
+
+    Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and likewise of k and v (int32, on q's device); it may
+    be empty. max_seqlen_* are the longest lengths. The result is (total_q, Hq, Dv), lse (Hq, total_q). The values of
+    cu_seqlens are checked on the CPU, on a device only with TILEGRAD_CHECK=1 in the environment.
+
+    >>> import torch, tilegrad
+    >>> q, k, v = torch.randn(3, 10, 4, 32)
+    >>> ends = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    >>> tilegrad.attention_varlen(q, k, v, ends, ends, 7, 7, causal=True).shape
+    torch.Size([10, 4, 32])
+    """
+    mask = Mask(
+        causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    return _call(q, k, v, mask, return_lse, deterministic, kernel)
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
+    deterministic: bool | None = None, kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+) -> Explanation:  # fmt: skip
+    """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
+
+    >>> import torch, tilegrad
+    >>> print(tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), causal=True))
+    → tiled      runs: the first of the table that takes this call
+      reference  holds whole T×T matrices: the oracle, only by name
+    """
+    mask = Mask(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed if seed is not None else 0,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    check_options(q, k, v, mask)
+    check_tensors(q, k, v, mask)
+    return dispatch.explain(q, k, v, mask, kernel=kernel, deterministic=_deterministic(deterministic))
+
+
+def _deterministic(deterministic: bool | None) -> bool:
+    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
+
+
+def _call(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool, deterministic: bool | None, kernel: str | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    check_options(q, k, v, mask)
+    seed = mask.seed
+    if seed is None and mask.dropout_p:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
+    elif isinstance(seed, int):
+        signed = seed - 2**64 if seed >= 2**63 else seed
+        seed = torch.full((), signed, dtype=torch.int64, device=q.device) if mask.dropout_p else None
+    left, right = mask.window or (None, None)
+    o, lse = torch.ops.tilegrad.attention_fwd(
+        q, k, v, mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k,
+        mask.max_seqlen_q, mask.max_seqlen_k, mask.causal, left, right, mask.scale, mask.softcap, mask.dropout_p,
+        _deterministic(deterministic), kernel,
+    )  # fmt: skip
+    return (o, lse) if return_lse else o
+
+
+_FIELDS = (
+    "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, int? left, int? right, float? scale, float softcap, "
+    "float dropout_p"
+)
+_library = torch.library.Library("tilegrad", "DEF")
+_library.define(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, {_FIELDS}, bool deterministic, str? kernel) -> (Tensor o, Tensor lse)"
+)
+_library.define(
+    "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, Tensor? dlse, "
+    f"{_FIELDS}, bool deterministic, str? kernel, bool[] wanted) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+)
+_GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+
+
+def _mask(
+    bias: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
+    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
+    left: int | None, right: int | None, scale: float | None, softcap: float, dropout_p: float,
+) -> Mask:  # fmt: skip
+    return Mask(
+        causal, (left, right), scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+
+
+def _new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """o in q's memory order, so that a transposed view of (B, T, H, D) gives one back; lse contiguous."""
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    if len(o_shape) == 4 and q.stride(1) < q.stride(2):
+        b, h, t, d = o_shape
+        o = q.new_empty(b, t, h, d).transpose(1, 2)
+    else:
+        o = q.new_empty(o_shape)
+    return o, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
+
+
+def _new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]) -> list[Tensor]:
+    """One tensor for each of dq, dk, dv, dbias, dsinks; empty ones for those not wanted."""
+    like = (q, k, v, mask.float_bias, mask.sinks)
+    new = [torch.empty_like] * 4 + [torch.zeros_like]  # dsinks accumulates
+    return [
+        make(x) if want and x is not None else q.new_empty(0)
+        for make, x, want in zip(new, like, wanted, strict=True)
+    ]
+
+
+def _scratch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **how: Any) -> dict[str, Tensor]:
+    shapes = attention_workspace(q, k, v, mask, **how)
+    return {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in shapes.items()}
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *fields, _deterministic, kernel = rest
+    mask = _mask(*fields)
+    scratch = _scratch(q, k, v, mask, backward=False, kernel=kernel)
+    o, lse = _new_outputs(q, v, mask)
+    attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch, kernel=kernel)
+    return o, lse
+
+
+def _bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *fields, deterministic, kernel, wanted = rest
+    mask = _mask(*fields)
+    grads = _new_gradients(q, k, v, mask, wanted)
+    outputs = {name: x if want else None for name, x, want in zip(_GRADIENTS, grads, wanted, strict=True)}
+    scratch = _scratch(q, k, v, mask, backward=True, kernel=kernel, deterministic=deterministic)
+    if do.stride(-1) != 1:
+        do = do.contiguous()
+    attention_bwd(
+        q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, kernel=kernel, deterministic=deterministic
+    )
+    return tuple(grads)
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    mask = _mask(*rest[:-2])
+    check_tensors(q, k, v, mask)
+    return _new_outputs(q, v, mask)
+
+
+def _bwd_fake(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    return tuple(_new_gradients(q, k, v, _mask(*rest[:-3]), rest[-1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:9], *output)
+    ctx.options = inputs[9:]
+
+
+def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, bias, alibi_slopes, sinks, seed, cu_q, cu_k, o, lse = ctx.saved_tensors
+    none = (None,) * (9 + len(ctx.options))
+    if do is None and dlse is None:
+        return none
+    need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
+    wanted = [need_q, need_k, need_v, need_bias, need_sinks]
+    grads = torch.ops.tilegrad.attention_bwd(
+        q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse,
+        bias, alibi_slopes, sinks, seed, cu_q, cu_k, *ctx.options, wanted,
+    )  # fmt: skip
+    dq, dk, dv, dbias, dsinks = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    return (dq, dk, dv, dbias, None, dsinks, *none[6:])
+
+
+def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "tilegrad attention has no second derivative: its backward is not differentiable; "
+        "call backward or grad without create_graph=True"
+    )
+
+
+def _cast_under_autocast(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        with torch.autocast(device_type, enabled=False):
+            return torch.ops.tilegrad.attention_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
+
+    return call
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention_fwd", _fwd, _device)
+    _library.impl("attention_bwd", _bwd, _device)
+    _library.impl("attention_fwd", _cast_under_autocast(_device.lower()), f"Autocast{_device}")
+torch.library.register_fake("tilegrad::attention_fwd", _fwd_fake, lib=_library)
+torch.library.register_fake("tilegrad::attention_bwd", _bwd_fake, lib=_library)
+torch.library.register_autograd("tilegrad::attention_fwd", _attention_backward, setup_context=_save, lib=_library)
+torch.library.register_autograd("tilegrad::attention_bwd", _no_second_derivative, lib=_library)
