@@ -1,4 +1,4 @@
-"""The autograd face of attention: it allocates, registers with torch.library, and calls the contracts.
+"""The autograd face of attention: it checks, allocates, registers with torch.library, and calls the kernel.
 
     tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)
     tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)
@@ -16,8 +16,8 @@ import torch
 from torch import Tensor
 
 from .kernels import dispatch
-from .kernels.attention.checks import check_options, check_tensors
-from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace, lse_dtype, output_shapes
+from .kernels.attention.checks import check_lengths, check_options, check_tensors
+from .kernels.attention.contract import lse_dtype, output_shapes
 from .kernels.attention.mask import Mask, Window
 from .kernels.dispatch import Explanation
 
@@ -180,17 +180,19 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence
     ]
 
 
-def _scratch(q: Tensor, k: Tensor, v: Tensor, mask: Mask, **how: Any) -> dict[str, Tensor]:
-    shapes = attention_workspace(q, k, v, mask, **how)
-    return {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in shapes.items()}
+def _new_scratch(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> dict[str, Tensor]:
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *fields, _deterministic, kernel = rest
+    *fields, _, kernel = rest
     mask = _mask(*fields)
-    scratch = _scratch(q, k, v, mask, backward=False, kernel=kernel)
+    check_tensors(q, k, v, mask)
+    check_lengths(q, k, mask)
     o, lse = _new_outputs(q, v, mask)
-    attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch, kernel=kernel)
+    module = dispatch.select(q, k, v, mask, kernel=kernel, deterministic=False).load()
+    scratch = _new_scratch(module.workspace(q, k, v, mask, backward=False, deterministic=False), q.device)
+    module.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
     return o, lse
 
 
@@ -201,12 +203,10 @@ def _bwd(
     mask = _mask(*fields)
     grads = _new_gradients(q, k, v, mask, wanted)
     outputs = {name: x if want else None for name, x, want in zip(_GRADIENTS, grads, wanted, strict=True)}
-    scratch = _scratch(q, k, v, mask, backward=True, kernel=kernel, deterministic=deterministic)
-    if do.stride(-1) != 1:
-        do = do.contiguous()
-    attention_bwd(
-        q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, kernel=kernel, deterministic=deterministic
-    )
+    module = dispatch.select(q, k, v, mask, kernel=kernel, deterministic=deterministic).load()
+    scratch = _new_scratch(module.workspace(q, k, v, mask, backward=True, deterministic=deterministic), q.device)
+    do = do if do.stride(-1) == 1 else do.contiguous()
+    module.bwd(q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, deterministic=deterministic)
     return tuple(grads)
 
 

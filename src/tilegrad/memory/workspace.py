@@ -24,6 +24,8 @@ from collections.abc import Mapping, Sequence
 
 import torch
 
+from tilegrad.memory.types import BufferStateError
+
 Needs = Mapping[str, tuple[Sequence[int], torch.dtype]]
 
 
@@ -54,7 +56,7 @@ class Workspace:
             )
         with self._lock:
             if self._freed:
-                raise RuntimeError(
+                raise BufferStateError(
                     f"{user} cannot share this workspace: its last user was freed. Give it no predecessor"
                 )
             lease = Lease(self, user)
@@ -90,7 +92,7 @@ class Workspace:
 
     def _check_live(self, lease: Lease) -> None:
         if lease not in self._users:
-            raise RuntimeError(f"{lease.user} was freed: its backward buffers are gone, make a new layer")
+            raise BufferStateError(f"{lease.user} was freed: its backward buffers are gone, make a new layer")
 
     def _check_pending(self, lease: Lease) -> None:
         """Nothing is pending, or this lease is, from this thread."""
@@ -100,7 +102,7 @@ class Workspace:
         here = threading.current_thread()
         if other is None or (other is lease and thread is here):
             return
-        raise RuntimeError(
+        raise BufferStateError(
             f"{lease.user} (thread {here.name}) needs the shared backward buffers while {other.user} (thread "
             f"{thread.name}) is pending: run the backward of {other.user} first, or give each its own buffers"
         )

@@ -9,7 +9,7 @@
 Backward, with do = ∂L/∂o and dlse = ∂L/∂lse:
 
     dv = rᵀ do          dr = do vᵀ          dp = dr ∘ keep / (1 − dropout_p)
-    ds = p ∘ (dp − delta)                   delta = Σⱼ p ∘ dp − dlse = rowsum(do ∘ o) − dlse
+    ds = p ∘ (dp − delta)                   delta = rowsum(do ∘ o) − dlse          (= Σⱼ p ∘ dp − dlse)
     dsink = −Σ p_sink · delta               p_sink = exp(sink − lse)
     dbias = ds, summed to bias's shape
     dx = ds ∘ (1 − tanh²(x / c))            x = scale · q kᵀ, only with a softcap
@@ -126,7 +126,7 @@ def _backward(
 
     dv = r.mT @ do
     dp = _dropout(do @ v.mT, mask, batch)
-    delta = (p * dp).sum(-1)
+    delta = (do * (r @ v)).sum(-1)
     if dlse is not None:
         delta = delta - dlse.to(delta.dtype).masked_fill(lse == -torch.inf, 0.0)
     ds = p * (dp - delta[..., None])

@@ -1,0 +1,299 @@
+"""The cache behind the manager: which buffers exist, which are free, and which must go.
+
+Bytes, all of them real (rounding and slack included) except `live`:
+
+    in_use + cached + idle  =  reserved                idle: cut into slabs, in no buffer
+    live                    =  what was asked for, of the buffers in use
+    mark                    =  the most that live ever was (at least 1 MiB), or what a learned pattern needs
+
+A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ mark.
+The caller holds the manager's lock throughout.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Collection, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegrad.memory.pressure import AdaptiveLimit, PressureSource
+from tilegrad.memory.slab import MIB
+from tilegrad.memory.slot import Key, Lane, Pool, Slot, hollow
+from tilegrad.memory.strategies import Request, Strategies
+from tilegrad.memory.types import BufferConfig, BufferType
+
+_SLACK = 1.25
+_MAX_LANES = 4096
+_PRESSURE_EVERY_S = 0.05
+_CPU = torch.device("cpu")
+
+
+def one_device(device: torch.device | str) -> torch.device:
+    """The one spelling of a device: "cuda" and torch.device("cuda") are cuda:<current>, "cpu:0" is cpu."""
+    given = torch.device(device)
+    if given.type == "cpu":
+        return _CPU
+    if given.type == "cuda":
+        if not torch.cuda.is_available():
+            raise ValueError(f"device={str(given)!r}: CUDA is not available here; use device='cpu'")
+        return given if given.index is not None else torch.device("cuda", torch.cuda.current_device())
+    return given
+
+
+def one_type(type: BufferType | str) -> BufferType:
+    if type not in tuple(BufferType):
+        raise ValueError(f"type={type!r}: must be one of {', '.join(t.name for t in BufferType)}")
+    return BufferType(type)
+
+
+def one_shape(shape: Any) -> tuple[int, ...]:
+    sizes = (shape,) if isinstance(shape, int) else tuple(shape)
+    if not all(isinstance(n, int) and n >= 0 for n in sizes):
+        raise ValueError(f"shape={shape!r}: must be a sequence of integers ≥ 0")
+    return sizes
+
+
+class BufferCache:
+    def __init__(
+        self,
+        configs: Mapping[BufferType, BufferConfig],
+        *,
+        reuse: bool,
+        max_bytes: int | None,
+        pressure: PressureSource,
+        strategies: Strategies,
+    ) -> None:
+        self.lanes: dict[tuple[Any, ...], Lane] = {}
+        self.slots: dict[int, Slot] = {}
+        self.pools: dict[tuple[BufferType, torch.device], Pool] = {}
+        self.dropped: deque[Any] = deque()
+        self.limits: dict[torch.device, AdaptiveLimit] = {}
+        self.strategies = strategies
+        self.max_bytes = sys.maxsize if max_bytes is None else max_bytes
+        self.in_use = self.live = self.cached = self.peak = self.clock = 0
+        self._configs, self._reuse, self._pressure = configs, reuse, pressure
+        self._mark, self._plan_mark = MIB, 0
+        self._limbo: list[Slot] = []
+        self._felt_at = 0.0
+        self._warned_pinned = False
+
+    def find(self, type: Any, shape: Any, dtype: Any, device: Any) -> tuple[Slot, bool]:
+        """The slot for a request whose exact spelling had none ready, and whether it came from the cache."""
+        if not isinstance(dtype, torch.dtype):
+            raise TypeError(f"dtype={dtype!r}: must be a torch.dtype")
+        key = Key(one_type(type), one_shape(shape), dtype, one_device(device))
+        lane, pool = self.lane(key), self.pool(key)
+        if isinstance(shape, tuple) and (key.device.type == "cpu" or torch.device(device).index is not None):
+            self.lanes[type, shape, dtype, device] = lane
+        nbytes = math.prod(key.shape) * dtype.itemsize
+        slot = lane.slots[-1] if lane.slots else self._best_fit(pool, nbytes)
+        if slot is None:
+            pool.misses += 1
+            return self.make(pool, lane, nbytes), False
+        self.unlist(slot)
+        pool.hits += 1
+        if slot.lane is not lane:
+            slot.check_poison()
+            if slot.retarget(lane, nbytes):
+                del self.slots[slot.ident]
+                self.adopt(slot)
+        return slot, True
+
+    def lane(self, key: Key) -> Lane:
+        lane = self.lanes.get(key)
+        if lane is None:
+            if len(self.lanes) >= _MAX_LANES:
+                self.lanes = {k: kept for k, kept in list(self.lanes.items()) if kept.slots}
+            lane = self.lanes[key] = Lane(key)
+        return lane
+
+    def pool(self, key: Key) -> Pool:
+        pool = self.pools.get((key.type, key.device))
+        if pool is None:
+            config = self._configs[key.type]
+            host = config.prefer_pinned and key.device.type == "cpu"
+            pinned = host and torch.cuda.is_available()
+            if host and not pinned and not self._warned_pinned:
+                self._warned_pinned = True
+                warnings.warn(f"{key.type.name} buffers are plain memory: no CUDA device to pin for", stacklevel=4)
+            pool = Pool(key.type, key.device, config, pinned, self._limit(config))
+            self.pools[key.type, key.device] = pool
+        return pool
+
+    def _limit(self, config: BufferConfig) -> int:
+        if not self._reuse:
+            return 0
+        return 10 if config.reuse_frequency == "high" else 5
+
+    def _best_fit(self, pool: Pool, nbytes: int) -> Slot | None:
+        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack would pass the mark."""
+        best = None
+        for slot in list(pool.free):
+            fits = nbytes <= slot.storage_bytes and slot.nbytes <= _SLACK * nbytes
+            if fits and (best is None or slot.nbytes < best.nbytes):
+                best = slot
+        if best is None:
+            return None
+        in_use = self.in_use + best.nbytes
+        slack = in_use - (self.live + nbytes)
+        return best if in_use <= self._mark or slack <= 0.05 * self._mark else None
+
+    def make(self, pool: Pool, lane: Lane, nbytes: int) -> Slot:
+        """New memory, once cached buffers made room for it."""
+        if time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
+            self.feel_pressure()
+        self._mark = max(self._mark, self.live + nbytes)
+        mark = max(self._mark, self._plan_mark)
+        while self.cached and self.reserved() + nbytes > mark:
+            self._evict(self._oldest(self.pools.values()))
+        self._sweep()
+        request = Request(nbytes, pool.device, pool.config, pool.pinned)
+        base, block = self.strategies.take(request)
+        slot = Slot(pool, lane, request, base, block)
+        del base
+        slot.learn_alone()
+        self.adopt(slot)
+        self.peak = max(self.peak, self.reserved() + slot.nbytes)
+        return slot
+
+    def adopt(self, slot: Slot) -> None:
+        slot.watch(self.dropped.append)
+        self.slots[slot.ident] = slot
+
+    def store(self, slot: Slot) -> None:
+        pool = slot.pool
+        slot.lane.slots.append(slot)
+        pool.free[slot] = None
+        self.cached += slot.nbytes
+        slot.stamp = self.clock = self.clock + 1
+        if len(pool.free) > pool.limit or self.cached > self.max_bytes or self.limits or not self.clock & 255:
+            self.trim()
+
+    def reserved(self) -> int:
+        return self.in_use + self.cached + self.strategies.idle_bytes()
+
+    def trim(self) -> None:
+        """Drops what is beyond the limits: buffers per pool, bytes in all, bytes of a device short of memory."""
+        if not self.clock & 255 and time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
+            self.feel_pressure()
+        for pool in list(self.pools.values()):
+            while len(pool.free) > pool.limit:
+                self._evict(next(iter(pool.free)))
+        while self.cached > self.max_bytes:
+            self._evict(self._oldest(self.pools.values()))
+        for device, limit in list(self.limits.items()):
+            while limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes:
+                self._evict(self._oldest([pool for pool in self.pools.values() if pool.device == device]))
+        self._sweep()
+
+    def feel_pressure(self) -> None:
+        """Asks the pressure source about every device in use, and adapts what may be cached there."""
+        self._felt_at = time.monotonic()
+        for device in {device for _, device in self.pools}:
+            limit = self.limits.get(device) or AdaptiveLimit()
+            limit.feel(self._pressure(device), self.cached_on(device))
+            if limit.max_bytes is None:
+                self.limits.pop(device, None)
+            else:
+                self.limits[device] = limit
+
+    def cached_on(self, device: torch.device) -> int:
+        pools = [pool for pool in self.pools.values() if pool.device == device]
+        return sum(slot.nbytes for pool in pools for slot in list(pool.free))
+
+    def _oldest(self, pools: Collection[Pool]) -> Slot:
+        return min((next(iter(pool.free)) for pool in pools if pool.free), key=lambda slot: slot.stamp)
+
+    def unlist(self, slot: Slot) -> None:
+        del slot.pool.free[slot]
+        slot.lane.slots.remove(slot)
+        self.cached -= slot.nbytes
+
+    def _evict(self, slot: Slot) -> None:
+        slot.pool.evictions += self._reuse
+        self._drop(slot)
+
+    def _drop(self, slot: Slot) -> None:
+        self.unlist(slot)
+        tensor = slot.tensor
+        assert tensor is not None
+        self.forget(slot)
+        hollow(tensor)
+
+    def forget(self, slot: Slot) -> None:
+        """The slot is no longer ours; a block of a slab goes back once nobody holds its storage."""
+        if self.slots.get(slot.ident) is slot:
+            del self.slots[slot.ident]
+        slot.tensor = slot.handle = None
+        if slot.block.slab is not None:
+            self._limbo.append(slot)
+
+    def quarantine(self, slot: Slot) -> None:
+        """Someone else holds the bytes: they stay that holder's, and are never handed out."""
+        slot.pool.quarantined += 1
+        self.forget(slot)
+
+    def _sweep(self) -> None:
+        waiting, self._limbo = self._limbo, []
+        for slot in waiting:
+            if slot.storage.expired():
+                self.strategies.give_back(slot.request, slot.block)
+            else:
+                self._limbo.append(slot)
+
+    def reap(self) -> list[Slot]:
+        """Lets go of the buffers in use whose callers dropped them."""
+        gone = []
+        while self.dropped:
+            handle = self.dropped.popleft()
+            slot: Slot = handle.slot
+            if slot.handle is handle:
+                self.in_use -= slot.nbytes
+                self.live -= slot.requested
+                self.forget(slot)
+                gone.append(slot)
+        self._sweep()
+        return gone
+
+    def clear(self, type: BufferType | None) -> None:
+        for pool in list(self.pools.values()):
+            if type is None or pool.type is type:
+                for slot in list(pool.free):
+                    self._drop(slot)
+        self._sweep()
+
+    def ready(self, wanted: Mapping[Key, int]) -> None:
+        """Makes sure that the cache holds so many buffers of each key, as new memory where it does not."""
+        missing = {key: count - len(self.lane(key).slots) for key, count in wanted.items()}
+        new = sum(max(0, n) * math.prod(key.shape) * key.dtype.itemsize for key, n in missing.items())
+        self._mark = max(self._mark, self.reserved() + new)
+        for key, count in missing.items():
+            for _ in range(count):
+                self.store(self.make(self.pool(key), self.lane(key), math.prod(key.shape) * key.dtype.itemsize))
+
+    def follow(self, plan: Mapping[Key, int]) -> bool:
+        """Caches exactly a learned plan ({}: back to the ordinary limits); False where it does not fit max_bytes."""
+        nbytes = sum(count * math.prod(key.shape) * key.dtype.itemsize for key, count in plan.items())
+        if nbytes > self.max_bytes or self.limits:
+            plan, nbytes = {}, 0
+        for pool in self.pools.values():
+            needs = sum(count for key, count in plan.items() if (key.type, key.device) == (pool.type, pool.device))
+            pool.limit = max(self._limit(pool.config), needs)
+        self._plan_mark = 0
+        if plan:
+            for pool in list(self.pools.values()):
+                for slot in list(pool.free):
+                    if len(slot.lane.slots) > plan.get(slot.lane.key, 0):
+                        self._drop(slot)
+            self._sweep()
+            self._plan_mark = self.reserved() + nbytes
+            self.ready_plan(plan)
+        self.trim()
+        return bool(plan)

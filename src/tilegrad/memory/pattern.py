@@ -1,0 +1,53 @@
+"""Learning what one iteration allocates.
+
+An iteration is its events (key, +1) and (key, −1) in order. What matters for the next one is, per key, how many were
+taken and the most that were held at once beyond those held at the start:
+
+    peak(key) = max over time of Σ ±1
+
+Iterations are alike when both agree for every key. After `ALIKE` of them the peaks are what to have ready.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Hashable, Iterable
+from typing import Generic, TypeVar
+
+Key = TypeVar("Key", bound=Hashable)
+
+ALIKE = 3
+
+
+def demand(events: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:
+    """Per key (taken, peak), for the keys taken at least once."""
+    taken: dict[Key, int] = {}
+    held: dict[Key, int] = {}
+    peak: dict[Key, int] = {}
+    for key, step in events:
+        held[key] = held.get(key, 0) + step
+        if step > 0:
+            taken[key] = taken.get(key, 0) + 1
+            peak[key] = max(peak.get(key, 0), held[key])
+    return {key: (count, peak[key]) for key, count in taken.items()}
+
+
+class PatternLearner(Generic[Key]):
+    """`plan` is the buffers to have ready per key, {} until enough iterations in a row were alike."""
+
+    def __init__(self) -> None:
+        self.alike = 0
+        self.broken = 0
+        self.plan: dict[Key, int] = {}
+        self._last: dict[Key, tuple[int, int]] = {}
+
+    def observe(self, seen: dict[Key, tuple[int, int]]) -> None:
+        """Takes one iteration's demand; {} stands for one that said nothing and breaks any pattern."""
+        if seen and seen == self._last:
+            self.alike += 1
+        else:
+            self.broken += bool(self.plan)
+            self.alike = 1 if seen else 0
+            self.plan = {}
+        self._last = seen
+        if self.alike >= ALIKE and not self.plan:
+            self.plan = {key: peak for key, (_, peak) in seen.items() if peak > 0}

@@ -1,0 +1,94 @@
+"""How full memory is, and how much of it a cache may hold then.
+
+A pressure source maps a device to the used share of what it may use, in [0, 1]. The default asks, for the CPU, every
+control group above this process (version 2 and 1; page cache that can be reclaimed counts as free) and the machine
+(/proc/meminfo), and takes the fullest; for CUDA `mem_get_info`, where what torch has reserved and does not use is free.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+
+PressureSource = Callable[[torch.device], float]
+
+EMPTY, SHRINK, GROW = 0.95, 0.85, 0.70
+_UNLIMITED = 1 << 60
+
+
+def memory_pressure(device: torch.device, root: Path = Path("/")) -> float:
+    if device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(device)
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return min(1.0, max(0.0, 1 - (free + unused) / total))
+    if device.type != "cpu":
+        return 0.0
+    return max((used / limit for used, limit in (*_cgroups(root), *_machine(root))), default=0.0)
+
+
+def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
+    """(used, limit) of each control group from this process's own up to the top, where it has a memory limit."""
+    table = root / "proc/self/cgroup"
+    if not table.is_file():
+        return
+    for line in table.read_text().splitlines():
+        _, controllers, path = line.split(":", 2)
+        if not controllers:
+            top, names = root / "sys/fs/cgroup", ("memory.current", "memory.max", "inactive_file")
+        elif "memory" in controllers.split(","):
+            top = root / "sys/fs/cgroup/memory"
+            names = ("memory.usage_in_bytes", "memory.limit_in_bytes", "total_inactive_file")
+        else:
+            continue
+        group = top / path.lstrip("/")
+        while group.is_relative_to(top):
+            yield from _group(group, *names)
+            group = group.parent
+
+
+def _group(group: Path, used: str, limit: str, reclaimable: str) -> Iterator[tuple[int, int]]:
+    if not (group / limit).is_file() or not (group / used).is_file():
+        return
+    text = (group / limit).read_text().strip()
+    if text == "max" or int(text) >= _UNLIMITED:
+        return
+    cached = 0
+    if (group / "memory.stat").is_file():
+        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        cached = int(stat.get(reclaimable, 0))
+    yield max(0, int((group / used).read_text()) - cached), int(text)
+
+
+def _machine(root: Path) -> Iterator[tuple[int, int]]:
+    info = root / "proc/meminfo"
+    if not info.is_file():
+        return
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text().splitlines()}
+    if "MemAvailable" in kib:
+        yield kib["MemTotal"] - kib["MemAvailable"], kib["MemTotal"]
+
+
+class AdaptiveLimit:
+    """What a device's cache may hold: halves at pressure ≥ 0.85, nothing at ≥ 0.95, doubles back at ≤ 0.70.
+
+    `max_bytes` is None while there is no reason to limit, and again once doubling has reached what was cached when the
+    pressure began.
+    """
+
+    def __init__(self) -> None:
+        self.max_bytes: int | None = None
+        self._before = 0
+
+    def feel(self, pressure: float, cached_bytes: int) -> None:
+        if not 0.0 <= pressure <= 1.0:
+            raise ValueError(f"pressure source returned {pressure!r}: must be a share from 0 to 1")
+        if pressure >= SHRINK:
+            if self.max_bytes is None:
+                self._before = self.max_bytes = cached_bytes
+            self.max_bytes = 0 if pressure >= EMPTY else min(self.max_bytes, cached_bytes) // 2
+        elif pressure <= GROW and self.max_bytes is not None:
+            self.max_bytes = max(2 * self.max_bytes, self._before // 8, 1)
+            if self.max_bytes >= self._before:
+                self.max_bytes = None

@@ -1,0 +1,34 @@
+"""Options and defaults of the whole suite."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+from hypothesis import HealthCheck, settings
+
+settings.register_profile(
+    "tilegrad", derandomize=True, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
+)
+settings.load_profile("tilegrad")
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--slow", action="store_true", help="run the slow set instead of what CI runs")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        torch.set_num_threads(1)
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    slow = bool(config.getoption("--slow"))
+    picked = [item for item in items if (item.get_closest_marker("slow") is not None) == slow]
+    config.hook.pytest_deselected(items=[item for item in items if item not in picked])
+    items[:] = picked
+    if not torch.cuda.is_available():
+        for item in items:
+            if item.get_closest_marker("gpu"):
+                item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
