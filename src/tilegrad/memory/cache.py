@@ -12,7 +12,6 @@ The caller holds the manager's lock throughout.
 
 from __future__ import annotations
 
-import math
 import sys
 import time
 import warnings
@@ -21,13 +20,12 @@ from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from tilegrad.memory.pressure import AdaptiveLimit, PressureSource
 from tilegrad.memory.slab import MIB
 from tilegrad.memory.slot import Key, Lane, Pool, Slot, hollow
 from tilegrad.memory.strategies import Request, Strategies
-from tilegrad.memory.types import BufferConfig, BufferType
+from tilegrad.memory.types import BufferConfig, BufferStateError, BufferType
 
 _SLACK = 1.25
 _MAX_LANES = 4096
@@ -92,15 +90,16 @@ class BufferCache:
         lane, pool = self.lane(key), self.pool(key)
         if isinstance(shape, tuple) and (key.device.type == "cpu" or torch.device(device).index is not None):
             self.lanes[type, shape, dtype, device] = lane
-        nbytes = math.prod(key.shape) * dtype.itemsize
+        nbytes = key.nbytes
         slot = lane.slots[-1] if lane.slots else self._best_fit(pool, nbytes)
         if slot is None:
             pool.misses += 1
+            self.make_room(nbytes)
             return self.make(pool, lane, nbytes), False
         self.unlist(slot)
         pool.hits += 1
         if slot.lane is not lane:
-            slot.check_poison()
+            self.check_poison(slot)
             if slot.retarget(lane, nbytes):
                 del self.slots[slot.ident]
                 self.adopt(slot)
@@ -145,8 +144,8 @@ class BufferCache:
         slack = in_use - (self.live + nbytes)
         return best if in_use <= self._mark or slack <= 0.05 * self._mark else None
 
-    def make(self, pool: Pool, lane: Lane, nbytes: int) -> Slot:
-        """New memory, once cached buffers made room for it."""
+    def make_room(self, nbytes: int) -> None:
+        """Drops cached buffers until so many new bytes do not pass the mark."""
         if time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
             self.feel_pressure()
         self._mark = max(self._mark, self.live + nbytes)
@@ -154,6 +153,8 @@ class BufferCache:
         while self.cached and self.reserved() + nbytes > mark:
             self._evict(self._oldest(self.pools.values()))
         self._sweep()
+
+    def make(self, pool: Pool, lane: Lane, nbytes: int) -> Slot:
         request = Request(nbytes, pool.device, pool.config, pool.pinned)
         base, block = self.strategies.take(request)
         slot = Slot(pool, lane, request, base, block)
@@ -167,14 +168,15 @@ class BufferCache:
         slot.watch(self.dropped.append)
         self.slots[slot.ident] = slot
 
-    def store(self, slot: Slot) -> None:
+    def store(self, slot: Slot) -> bool:
+        """Caches a slot that nobody uses; True if `trim` is due."""
         pool = slot.pool
         slot.lane.slots.append(slot)
         pool.free[slot] = None
         self.cached += slot.nbytes
         slot.stamp = self.clock = self.clock + 1
-        if len(pool.free) > pool.limit or self.cached > self.max_bytes or self.limits or not self.clock & 255:
-            self.trim()
+        full = len(pool.free) > pool.limit or self.cached > self.max_bytes
+        return full or bool(self.limits) or not self.clock & 255
 
     def reserved(self) -> int:
         return self.in_use + self.cached + self.strategies.idle_bytes()
@@ -269,31 +271,40 @@ class BufferCache:
                     self._drop(slot)
         self._sweep()
 
+    def check_poison(self, slot: Slot) -> None:
+        try:
+            slot.check_poison()
+        except BufferStateError:
+            self.quarantine(slot)
+            raise
+
     def ready(self, wanted: Mapping[Key, int]) -> None:
-        """Makes sure that the cache holds so many buffers of each key, as new memory where it does not."""
-        missing = {key: count - len(self.lane(key).slots) for key, count in wanted.items()}
-        new = sum(max(0, n) * math.prod(key.shape) * key.dtype.itemsize for key, n in missing.items())
-        self._mark = max(self._mark, self.reserved() + new)
-        for key, count in missing.items():
-            for _ in range(count):
-                self.store(self.make(self.pool(key), self.lane(key), math.prod(key.shape) * key.dtype.itemsize))
+        """Makes sure that the cache holds so many buffers of each key."""
+        self._fill(wanted)
+        self._mark = max(self._mark, self.reserved())
+        self.trim()
 
     def follow(self, plan: Mapping[Key, int]) -> bool:
-        """Caches exactly a learned plan ({}: back to the ordinary limits); False where it does not fit max_bytes."""
-        nbytes = sum(count * math.prod(key.shape) * key.dtype.itemsize for key, count in plan.items())
+        """Caches exactly a learned plan ({}: back to the ordinary limits); False where it does not fit the limits."""
+        nbytes = sum(count * key.nbytes for key, count in plan.items())
         if nbytes > self.max_bytes or self.limits:
-            plan, nbytes = {}, 0
+            plan = {}
         for pool in self.pools.values():
             needs = sum(count for key, count in plan.items() if (key.type, key.device) == (pool.type, pool.device))
             pool.limit = max(self._limit(pool.config), needs)
         self._plan_mark = 0
         if plan:
-            for pool in list(self.pools.values()):
-                for slot in list(pool.free):
-                    if len(slot.lane.slots) > plan.get(slot.lane.key, 0):
-                        self._drop(slot)
+            for slot in [slot for pool in self.pools.values() for slot in pool.free]:
+                if len(slot.lane.slots) > plan.get(slot.lane.key, 0):
+                    self._drop(slot)
             self._sweep()
-            self._plan_mark = self.reserved() + nbytes
-            self.ready_plan(plan)
+            self._fill(plan)
+            self._plan_mark = self.reserved()
         self.trim()
         return bool(plan)
+
+    def _fill(self, wanted: Mapping[Key, int]) -> None:
+        for key, count in wanted.items():
+            lane = self.lane(key)
+            for _ in range(count - len(lane.slots)):
+                self.store(self.make(self.pool(key), lane, key.nbytes))

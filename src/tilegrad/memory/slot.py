@@ -10,6 +10,7 @@ whether anyone but the caller holds a buffer when it comes back:
 
 from __future__ import annotations
 
+import math
 import sys
 import weakref
 from dataclasses import dataclass, field
@@ -36,6 +37,10 @@ class Key(NamedTuple):
     shape: tuple[int, ...]
     dtype: torch.dtype
     device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
 
 
 class Handle(weakref.ref[Tensor]):
