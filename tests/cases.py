@@ -88,7 +88,9 @@ def build(case: Case, seed: int = 0) -> Call:
         extra["bias"] = bias > -0.5 if case.bias.isupper() else bias
     batches = len(case.lengths) or case.b
     if case.alibi:
-        extra["alibi_slopes"] = randn(*((batches,) if "b" in case.alibi else ()), case.hq, dtype=torch.float32).abs() / 8
+        extra["alibi_slopes"] = (
+            randn(*((batches,) if "b" in case.alibi else ()), case.hq, dtype=torch.float32).abs() / 8
+        )
     if case.sinks:
         extra["sinks"] = randn(case.hq, dtype=torch.float32)
     if case.dropout_p:

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import tanh_stack
 import torch
 from tanh_stack import Stack, declare, fill, gradients
 
+from tilegrad.kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace
+from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.dispatch import observe, op
 from tilegrad.memory.arena import Arenas, MemoryPlan, plan_memory, poison_dead
 from tilegrad.memory.trace import Handle, Trace, bind, start, trace, wait
@@ -101,6 +104,61 @@ def test_params_and_grads_have_one_layout() -> None:
     assert list(offsets.values()) == list(memory.arenas["grads"].offsets.values())
     assert list(offsets) == [f"{n}.{w}" for n in range(6) for w in ("w1", "w2")]
     assert list(offsets.values()) == sorted(offsets.values())
+    small, large = (Handle(f"w{n}", (n,), torch.float32, BufferType.CACHE, "params") for n in (3, 300))
+    growing = Trace(("op",), {"w3": small, "w300": large}, {"w3": ((0, 0),), "w300": ((0, 0),)})
+    assert plan_memory(growing).arenas["params"].offsets == {"w3": 0, "w300": 64}
+
+
+def test_attention_runs_in_planned_memory() -> None:
+    """Two attention calls and their backwards on the kernels' own contract; the scratch is one buffer for all."""
+    shape, mask = (2, 17, 2, 8), Mask(causal=True)
+
+    def buffer(name: str, shape: tuple[int, ...] = shape, dtype: torch.dtype = torch.float32) -> Handle:
+        kept = name in ("q", "k", "v", "dq", "dk", "dv")
+        return Handle(name, shape, dtype, BufferType.OUTPUT, "inputs" if kept else "activations")
+
+    tree = {name: buffer(name) for name in ("q", "k", "v", "o", "o2", "do", "do2", "dq", "dk", "dv")}
+    tree |= {name: buffer(name, shape[:3]) for name in ("lse", "lse2")}
+    q, k, v = tree["q"], tree["k"], tree["v"]
+    scratch = {
+        backward: {
+            name: buffer(f"scratch{backward}.{name}", *need)
+            for name, need in attention_workspace(q, k, v, mask, backward=backward).items()
+        }
+        for backward in (False, True)
+    }
+
+    def program(t: dict[str, Any], scratch: dict[bool, dict[str, Any]]) -> None:
+        attention_fwd(t["q"], t["k"], t["v"], mask, o=t["o"], lse=t["lse"], scratch=scratch[False])
+        attention_fwd(t["o"], t["k"], t["v"], mask, o=t["o2"], lse=t["lse2"], scratch=scratch[False])
+        tanh_stack.half_mean_square_bwd(t["o2"], dy=t["do2"])
+        for q, o, lse, do, dq in (("o", "o2", "lse2", "do2", "do"), ("q", "o", "lse", "do", "dq")):
+            attention_bwd(
+                t[q], t["k"], t["v"], t[o], t[lse], t[do], None, mask,
+                dq=t[dq], dk=t["dk"], dv=t["dv"], scratch=scratch[True],
+            )  # fmt: skip
+
+    found = trace(lambda: program(tree, scratch), observe)
+    assert found.live["lse"] == ((0, 4),)
+    assert len(found.live["scratchTrue.delta"]) == 2
+
+    def gradient(memory: MemoryPlan, *, poison: bool) -> list[torch.Tensor]:
+        arenas = Arenas(memory)
+        bound, bound_scratch = bind((tree, scratch), arenas.view)
+        for index, name in enumerate("qkv"):
+            bound[name].copy_(torch.randn(shape, generator=torch.Generator().manual_seed(index)))  # type: ignore[attr-defined]
+        if poison:
+            arenas.poison()
+            with poison_dead(arenas, observe):
+                program(bound, bound_scratch)
+        else:
+            program(bound, bound_scratch)
+        return [bound[name].clone() for name in ("dq", "dk", "dv")]  # type: ignore[attr-defined]
+
+    expected = gradient(plan_memory(found, share=False), poison=False)
+    assert all(grad.isfinite().all() and grad.any() for grad in expected)
+    assert same(gradient(plan_memory(found), poison=False), expected)
+    assert same(gradient(plan_memory(found), poison=True), expected)
 
 
 def test_a_handle_without_memory_stays_a_handle() -> None:
@@ -199,9 +257,6 @@ def test_nothing_traced() -> None:
 
 @pytest.mark.gpu
 def test_planned_step_on_cuda_allocates_the_plan_and_no_more() -> None:
-    if not torch.cuda.is_available():
-        pytest.skip("needs a CUDA device")
-
     def on_cuda(handle: Handle) -> Handle:
         return replace(handle, device=torch.device("cuda"))
 

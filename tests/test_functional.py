@@ -128,7 +128,17 @@ def test_opcheck_packed() -> None:
 def test_opcheck_backward() -> None:
     q, k, v = qkv(requires_grad=False)
     o, lse = tilegrad.attention(q, k, v, causal=True, softcap=2.0, window=(9, None), return_lse=True)
-    arguments = (q, k, v, o, lse, torch.randn_like(o), torch.randn_like(lse), *op_arguments(), [True, True, False, False, False])
+    arguments = (
+        q,
+        k,
+        v,
+        o,
+        lse,
+        torch.randn_like(o),
+        torch.randn_like(lse),
+        *op_arguments(),
+        [True, True, False, False, False],
+    )
     torch.library.opcheck(torch.ops.tilegrad.attention_bwd.default, arguments)
 
 
@@ -139,13 +149,23 @@ def test_compile_whole_graph(dynamic: bool) -> None:
 
     def f(*x: Tensor) -> Tensor:
         o, lse = tilegrad.attention(
-            *x[:3], causal=True, window=(9, None), softcap=3.0, bias=x[3], sinks=x[4], dropout_p=0.1, seed=5, return_lse=True
+            *x[:3],
+            causal=True,
+            window=(9, None),
+            softcap=3.0,
+            bias=x[3],
+            sinks=x[4],
+            dropout_p=0.1,
+            seed=5,
+            return_lse=True,
         )
         return o.square().sum() + lse.sum()
 
     inputs = (q, k, v, bias, sinks)
     eager = torch.autograd.grad(f(*inputs), inputs)
-    compiled = torch.autograd.grad(torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=dynamic)(*inputs), inputs)
+    compiled = torch.autograd.grad(
+        torch.compile(f, backend="aot_eager", fullgraph=True, dynamic=dynamic)(*inputs), inputs
+    )
     assert all(torch.equal(a, b) for a, b in zip(eager, compiled, strict=True))
 
 
@@ -216,7 +236,11 @@ def test_result_lies_in_memory_as_q_does() -> None:
 
 
 def test_packed_sequences_equal_one_call_each() -> None:
-    call = build(Case(lengths=((5, 7), (0, 3), (4, 0), (9, 9)), group=2, causal=True, sinks=True, alibi="bh", dtype=torch.float64))
+    call = build(
+        Case(
+            lengths=((5, 7), (0, 3), (4, 0), (9, 9)), group=2, causal=True, sinks=True, alibi="bh", dtype=torch.float64
+        )
+    )
     o, lse = face(call.mask, call.q, call.k, call.v, sinks=call.mask.sinks, return_lse=True)
     ends_q, ends_k = call.mask.cu_seqlens_q.tolist(), call.mask.cu_seqlens_k.tolist()  # type: ignore[union-attr]
     for b in range(4):
@@ -273,5 +297,7 @@ def test_a_kernel_that_cannot_run_says_why_and_what_would(monkeypatch: pytest.Mo
     assert tilegrad.explain(q, k, v).kernel == "picky"
     told = tilegrad.explain(q, k, v, causal=True)
     assert told.kernel == "tiled" and told.reasons["picky"] == "takes no causal mask"
-    with pytest.raises(ValueError, match=r"'picky', which can't run this call: takes no causal mask; 'tiled' would run it"):
+    with pytest.raises(
+        ValueError, match=r"'picky', which can't run this call: takes no causal mask; 'tiled' would run it"
+    ):
         tilegrad.attention(q, k, v, causal=True, kernel="picky")

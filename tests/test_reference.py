@@ -100,7 +100,9 @@ def test_forward_and_gradients_equal_autograd(name: str) -> None:
 
 @pytest.mark.parametrize("name", CASES)
 def test_gradients_equal_central_differences(name: str) -> None:
-    case = replace(CASES[name], dtype=torch.float64, bias_dtype=torch.float64, dlse=True, tq=min(CASES[name].tq, 12), tk=13)
+    case = replace(
+        CASES[name], dtype=torch.float64, bias_dtype=torch.float64, dlse=True, tq=min(CASES[name].tq, 12), tk=13
+    )
     call = build(case)
     sinks = None if call.mask.sinks is None else call.mask.sinks.double()
     call = replace(call, mask=replace(call.mask, sinks=sinks))

@@ -124,7 +124,7 @@ class Page(HTMLParser):
 
 SPANS = (
     Span("long", BufferType.QUERY, 0.0, 3.0, 100),
-    Span("first", BufferType.SCORES, 0.0, 1.0, 5000, layer="attention"),
+    Span("first", BufferType.SCORES, 0.0, 1.0, 4000, layer="attention"),
     Span("second", BufferType.SCORES, 1.0, 2.0, 5000),
     Span("nothing", BufferType.MASK, 1.0, 1.0, 9999),
     Span("w", BufferType.CACHE, 0.0, 3.0, 50, role="params"),
@@ -138,10 +138,10 @@ def test_page_data_and_tables() -> None:
     assert page.data["name"] == ["w", "long", "first", "second"]  # in the order they are stacked; no time, no area
     assert page.data["unit"] == "ms"
     assert [page.data["series"][s] for s in page.data["of"]] == ["params", "query", "scores", "scores"]
-    assert "Largest at the peak, ms 0" in page.text["h2"]  # a span ends before one that begins at its end
-    assert page.data["bytes"] == [50, 100, 5000, 5000]
-    numbers = page.text["td"]
-    assert numbers.count("4.88 KiB") == 3  # scores at the peak, at most, and "first" among the largest
+    assert page.data["bytes"] == [50, 100, 4000, 5000]
+    assert "Largest at the peak, 1.000 ms" in page.text["h2"]
+    assert page.text["td"].count("4.88 KiB") == 3  # scores at the peak, at most, and "second" among the largest
+    assert "first" not in page.text["span"]  # it ends before what begins at its end
 
 
 def test_page_reaches_for_nothing(report: MemoryReport) -> None:

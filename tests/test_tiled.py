@@ -32,7 +32,9 @@ def test_random_calls(case: Case, tile: int, slab: int) -> None:
 
 @pytest.mark.slow
 @settings(max_examples=2000)
-@given(case=cases(), tile=st.sampled_from((16, 32, 64, 256)), slab=st.sampled_from((1, 500, 9000)), seed=st.integers(1, 9))
+@given(
+    case=cases(), tile=st.sampled_from((16, 32, 64, 256)), slab=st.sampled_from((1, 500, 9000)), seed=st.integers(1, 9)
+)
 def test_many_random_calls(case: Case, tile: int, slab: int, seed: int) -> None:
     check(case, tile, slab, seed)
 
@@ -49,7 +51,13 @@ def test_head_dimensions(d: int) -> None:
 
 
 def test_empty_batch_and_no_heads_rows_or_columns() -> None:
-    for case in (Case(b=0), Case(tq=0), Case(tk=0, sinks=True, dlse=True), Case(lengths=((0, 0),)), Case(lengths=((3, 0), (0, 4)))):
+    for case in (
+        Case(b=0),
+        Case(tq=0),
+        Case(tk=0, sinks=True, dlse=True),
+        Case(lengths=((0, 0),)),
+        Case(lengths=((3, 0), (0, 4))),
+    ):
         check(case, tiled.TILE, tiled.SLAB)
 
 
@@ -69,7 +77,10 @@ def test_an_output_given_as_none_is_not_computed() -> None:
     shapes = attention_workspace(q, k, v, mask, backward=True)
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     for alone in ("dq", "dk", "dv", "dbias", "dsinks"):
-        outputs = {name: torch.zeros_like(want[name]) if name == alone else None for name in ("dq", "dk", "dv", "dbias", "dsinks")}
+        outputs = {
+            name: torch.zeros_like(want[name]) if name == alone else None
+            for name in ("dq", "dk", "dv", "dbias", "dsinks")
+        }
         attention_bwd(q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch)
         assert torch.equal(outputs[alone], want[alone]), alone
 

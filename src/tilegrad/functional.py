@@ -175,8 +175,7 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence
     like = (q, k, v, mask.float_bias, mask.sinks)
     new = [torch.empty_like] * 4 + [torch.zeros_like]  # dsinks accumulates
     return [
-        make(x) if want and x is not None else q.new_empty(0)
-        for make, x, want in zip(new, like, wanted, strict=True)
+        make(x) if want and x is not None else q.new_empty(0) for make, x, want in zip(new, like, wanted, strict=True)
     ]
 
 

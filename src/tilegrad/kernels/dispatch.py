@@ -96,7 +96,9 @@ def explain(q: Any, k: Any, v: Any, mask: Any, *, kernel: str | None, determinis
         row.name: row.refuses(problem) or row.by_name_only or f"takes this call too; {chosen} goes before it"
         for row in ATTENTION
     }
-    reasons[chosen] = "runs: the first of the table that takes this call" if kernel is None else "runs: asked for by name"
+    reasons[chosen] = (
+        "runs: the first of the table that takes this call" if kernel is None else "runs: asked for by name"
+    )
     return Explanation(chosen, reasons)
 
 

@@ -1,10 +1,11 @@
 """The cache behind the manager: which buffers exist, which are free, and which must go.
 
-Bytes, all of them real (rounding and slack included) except `live`:
+Bytes:
 
-    in_use + cached + idle  =  reserved                idle: cut into slabs, in no buffer
-    live                    =  what was asked for, of the buffers in use
-    mark                    =  the most that live ever was (at least 1 MiB), or what a learned pattern needs
+    held      =  in_use + cached            real: rounding and slack included
+    reserved  =  held + idle                idle: held by slabs, in no buffer
+    live      =  in_use − slack             what was asked for, of the buffers in use
+    mark      =  the most that live ever was (at least 1 MiB), or what a learned pattern needs
 
 A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ mark.
 The caller holds the manager's lock throughout.
@@ -75,45 +76,44 @@ class BufferCache:
         self.limits: dict[torch.device, AdaptiveLimit] = {}
         self.strategies = strategies
         self.max_bytes = sys.maxsize if max_bytes is None else max_bytes
-        self.in_use = self.live = self.cached = self.peak = self.clock = 0
+        self.held = self.in_use = self.slack = self.peak = self.clock = 0
         self._configs, self._reuse, self._pressure = configs, reuse, pressure
         self._mark, self._plan_mark = MIB, 0
         self._limbo: list[Slot] = []
         self._felt_at = 0.0
         self._warned_pinned = False
 
-    def find(self, type: Any, shape: Any, dtype: Any, device: Any) -> tuple[Slot, bool]:
-        """The slot for a request whose exact spelling had none ready, and whether it came from the cache."""
+    def lane(self, type: Any, shape: Any, dtype: Any, device: Any) -> Lane:
+        """The lane of a request; the request's own spelling finds it at once from then on."""
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype={dtype!r}: must be a torch.dtype")
         key = Key(one_type(type), one_shape(shape), dtype, one_device(device))
-        lane, pool = self.lane(key), self.pool(key)
-        if isinstance(shape, tuple) and (key.device.type == "cpu" or torch.device(device).index is not None):
-            self.lanes[type, shape, dtype, device] = lane
-        nbytes = key.nbytes
-        slot = lane.slots[-1] if lane.slots else self._best_fit(pool, nbytes)
-        if slot is None:
-            pool.misses += 1
-            self.make_room(nbytes)
-            return self.make(pool, lane, nbytes), False
-        self.unlist(slot)
-        pool.hits += 1
-        if slot.lane is not lane:
-            self.check_poison(slot)
-            if slot.retarget(lane, nbytes):
-                del self.slots[slot.ident]
-                self.adopt(slot)
-        return slot, True
-
-    def lane(self, key: Key) -> Lane:
         lane = self.lanes.get(key)
         if lane is None:
             if len(self.lanes) >= _MAX_LANES:
                 self.lanes = {k: kept for k, kept in list(self.lanes.items()) if kept.slots}
-            lane = self.lanes[key] = Lane(key)
+            lane = self.lanes[key] = Lane(key, self._pool(key))
+        if isinstance(shape, tuple) and (key.device.type == "cpu" or torch.device(device).index is not None):
+            self.lanes[type, shape, dtype, device] = lane
         return lane
 
-    def pool(self, key: Key) -> Pool:
+    def find(self, lane: Lane) -> tuple[Slot, bool]:
+        """A slot for a lane that has none ready, and whether it came from the cache."""
+        slot = self._best_fit(lane)
+        if slot is None:
+            lane.pool.misses += 1
+            self.make_room(lane.nbytes)
+            return self.make(lane), False
+        self.unlist(slot)
+        lane.pool.hits += 1
+        if slot.poison is not None:
+            self.check_poison(slot)
+        if slot.retarget(lane):
+            del self.slots[slot.ident]
+            self.adopt(slot)
+        return slot, True
+
+    def _pool(self, key: Key) -> Pool:
         pool = self.pools.get((key.type, key.device))
         if pool is None:
             config = self._configs[key.type]
@@ -122,7 +122,7 @@ class BufferCache:
             if host and not pinned and not self._warned_pinned:
                 self._warned_pinned = True
                 warnings.warn(f"{key.type.name} buffers are plain memory: no CUDA device to pin for", stacklevel=4)
-            pool = Pool(key.type, key.device, config, pinned, self._limit(config))
+            pool = Pool(key.type, key.device, config, pinned, key.device.type == "cuda", self._limit(config))
             self.pools[key.type, key.device] = pool
         return pool
 
@@ -131,37 +131,38 @@ class BufferCache:
             return 0
         return 10 if config.reuse_frequency == "high" else 5
 
-    def _best_fit(self, pool: Pool, nbytes: int) -> Slot | None:
+    def _best_fit(self, lane: Lane) -> Slot | None:
         """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack would pass the mark."""
-        best = None
-        for slot in list(pool.free):
+        nbytes, best = lane.nbytes, None
+        for slot in list(lane.pool.free):
             fits = nbytes <= slot.storage_bytes and slot.nbytes <= _SLACK * nbytes
             if fits and (best is None or slot.nbytes < best.nbytes):
                 best = slot
-        if best is None:
-            return None
-        in_use = self.in_use + best.nbytes
-        slack = in_use - (self.live + nbytes)
-        return best if in_use <= self._mark or slack <= 0.05 * self._mark else None
+        if best is None or self.in_use + best.nbytes <= self._mark:
+            return best
+        return best if self.slack + best.nbytes - nbytes <= 0.05 * self._mark else None
 
     def make_room(self, nbytes: int) -> None:
         """Drops cached buffers until so many new bytes do not pass the mark."""
         if time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
             self.feel_pressure()
-        self._mark = max(self._mark, self.live + nbytes)
+        self._mark = max(self._mark, self.in_use - self.slack + nbytes)
         mark = max(self._mark, self._plan_mark)
         while self.cached and self.reserved() + nbytes > mark:
             self._evict(self._oldest(self.pools.values()))
         self._sweep()
 
-    def make(self, pool: Pool, lane: Lane, nbytes: int) -> Slot:
-        request = Request(nbytes, pool.device, pool.config, pool.pinned)
+    def make(self, lane: Lane) -> Slot:
+        """A slot of new memory; it counts as cached until it is handed out."""
+        pool = lane.pool
+        request = Request(lane.nbytes, pool.device, pool.config, pool.pinned)
         base, block = self.strategies.take(request)
-        slot = Slot(pool, lane, request, base, block)
+        slot = Slot(lane, request, base, block)
         del base
         slot.learn_alone()
         self.adopt(slot)
-        self.peak = max(self.peak, self.reserved() + slot.nbytes)
+        self.held += slot.nbytes
+        self.peak = max(self.peak, self.reserved())
         return slot
 
     def adopt(self, slot: Slot) -> None:
@@ -173,13 +174,16 @@ class BufferCache:
         pool = slot.pool
         slot.lane.slots.append(slot)
         pool.free[slot] = None
-        self.cached += slot.nbytes
         slot.stamp = self.clock = self.clock + 1
-        full = len(pool.free) > pool.limit or self.cached > self.max_bytes
+        full = len(pool.free) > pool.limit or self.held - self.in_use > self.max_bytes
         return full or bool(self.limits) or not self.clock & 255
 
+    @property
+    def cached(self) -> int:
+        return self.held - self.in_use
+
     def reserved(self) -> int:
-        return self.in_use + self.cached + self.strategies.idle_bytes()
+        return self.held + self.strategies.idle_bytes()
 
     def trim(self) -> None:
         """Drops what is beyond the limits: buffers per pool, bytes in all, bytes of a device short of memory."""
@@ -216,7 +220,6 @@ class BufferCache:
     def unlist(self, slot: Slot) -> None:
         del slot.pool.free[slot]
         slot.lane.slots.remove(slot)
-        self.cached -= slot.nbytes
 
     def _evict(self, slot: Slot) -> None:
         slot.pool.evictions += self._reuse
@@ -233,6 +236,7 @@ class BufferCache:
         """The slot is no longer ours; a block of a slab goes back once nobody holds its storage."""
         if self.slots.get(slot.ident) is slot:
             del self.slots[slot.ident]
+        self.held -= slot.nbytes
         slot.tensor = slot.handle = None
         if slot.block.slab is not None:
             self._limbo.append(slot)
@@ -258,7 +262,7 @@ class BufferCache:
             slot: Slot = handle.slot
             if slot.handle is handle:
                 self.in_use -= slot.nbytes
-                self.live -= slot.requested
+                self.slack -= slot.slack
                 self.forget(slot)
                 gone.append(slot)
         self._sweep()
@@ -305,6 +309,6 @@ class BufferCache:
 
     def _fill(self, wanted: Mapping[Key, int]) -> None:
         for key, count in wanted.items():
-            lane = self.lane(key)
+            lane = self.lane(*key)
             for _ in range(count - len(lane.slots)):
-                self.store(self.make(self.pool(key), lane, key.nbytes))
+                self.store(self.make(lane))

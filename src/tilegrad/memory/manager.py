@@ -22,7 +22,7 @@ from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ParamSpec, TypeVar
+from typing import Any, ClassVar, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
@@ -61,7 +61,7 @@ class AttentionBufferManager:
     pressure               device → the used share of its memory, in [0, 1]; see `tilegrad.memory.pressure`
     """
 
-    _shared: dict[str, AttentionBufferManager] = {}
+    _shared: ClassVar[dict[str, AttentionBufferManager]] = {}
     _shared_lock = threading.Lock()
 
     def __init__(
@@ -129,41 +129,44 @@ class AttentionBufferManager:
         zero_init: bool | None = None,
     ) -> Tensor:
         """A contiguous buffer; uninitialised unless `zero_init`, by default what the type's config says."""
-        began = 0 if self._profile is None else self._profile.now()
+        began = self._profile.now() if self._profile is not None else 0
         if device is None:
-            device = self._device or default_device()
+            device = self._device
+            if device is None:
+                device = torch.get_default_device() if _mode_stack_depth() else _CPU
         cache = self._cache
         with self._lock:
             if cache.dropped:
                 self._exclusive(self._reap)
             try:
-                slot = cache.lanes[type, shape, dtype, device].slots.pop()
-            except (KeyError, IndexError, TypeError):
-                slot, hit = self._exclusive(cache.find, type, shape, dtype, device)
-            else:
-                hit = True
+                lane = cache.lanes[type, shape, dtype, device]
+            except (KeyError, TypeError):
+                lane = self._exclusive(cache.lane, type, shape, dtype, device)
+            hit = True
+            if lane.slots:
+                slot = lane.slots.pop()
                 pool = slot.pool
                 del pool.free[slot]
                 pool.hits += 1
-                cache.cached -= slot.nbytes
-            if self._tracked and hit:
-                slot, hit = self._vetted(slot)
+            else:
+                slot, hit = self._exclusive(cache.find, lane)
+            if self._tracked:
+                slot = self._track(slot, hit, began)
             tensor = slot.tensor
             slot.tensor = None
             cache.in_use += slot.nbytes
-            cache.live += slot.requested
-            self._events.append(slot.lane.took)
+            if slot.slack:
+                cache.slack += slot.slack
+            self._events.append(lane.took)
             if slot.freed is not None:
                 slot.await_freed(tensor)
-            if self._tracked:
-                self._note_taken(slot, hit, began)
         if zero_init or (zero_init is None and slot.zero):
             tensor.zero_()
         return tensor
 
     def deallocate(self, tensor: Tensor, type: BufferType | None = None) -> None:
         """Takes the buffer back. The tensor is dead from here on, even if a variable still names it."""
-        began = 0 if self._profile is None else self._profile.now()
+        began = self._profile.now() if self._profile is not None else 0
         cache = self._cache
         with self._lock:
             if self._busy:
@@ -180,15 +183,17 @@ class AttentionBufferManager:
                     f"a {pool.type.name} buffer with {'grad_fn' if tensor.grad_fn else 'requires_grad=True'} belongs "
                     "to a graph; drop it instead, the graph frees it"
                 )
+            lane = slot.lane
             cache.in_use -= slot.nbytes
-            cache.live -= slot.requested
-            self._events.append(slot.lane.gave)
+            if slot.slack:
+                cache.slack -= slot.slack
+            self._events.append(lane.gave)
             if self._tracked:
                 self._note_given(slot, began)
             if slot.held_elsewhere(tensor):
                 cache.quarantine(slot)
                 return
-            if not slot.same_layout(tensor):
+            if tensor.shape != lane.key.shape or not tensor.is_contiguous():
                 slot.restore_layout(tensor)
             slot.tensor = tensor
             if pool.on_cuda:
@@ -260,7 +265,7 @@ class AttentionBufferManager:
 
     @contextmanager
     def scope(self, module_name: str) -> Iterator[None]:
-        """Counts what is allocated inside under that name, the innermost's; a lightweight manager keeps no such count."""
+        """Counts what is allocated inside under that name (the innermost); a lightweight manager keeps no such count."""
         token = self._scope.set(module_name)
         try:
             yield
@@ -279,7 +284,7 @@ class AttentionBufferManager:
                 "cache_misses": misses,
                 "cache_hit_rate": hits / (hits + misses) if hits + misses else 0.0,
                 "bytes_in_use": cache.in_use,
-                "bytes_live": cache.live,
+                "bytes_live": cache.in_use - cache.slack,
                 "bytes_cached": cache.cached,
                 "bytes_reserved": cache.reserved(),
                 "bytes_peak": cache.peak,
@@ -377,28 +382,34 @@ class AttentionBufferManager:
             if self._tracked:
                 self._note_given(slot, None)
 
-    def _vetted(self, slot: Slot) -> tuple[Slot, bool]:
-        """The cached slot if nobody got hold of its bytes since it was freed, else a new one.
+    def _track(self, slot: Slot, hit: bool, began_ns: int) -> Slot:
+        """Notes a slot that is handed out, after looking at it again if it was cached.
 
-        A tensor that a variable still names is replaced by a new one over the same bytes, so that freeing it again is
-        caught."""
-        cache, tensor = self._cache, slot.tensor
-        assert tensor is not None
-        if self._debug:
-            cache.check_poison(slot)
-        if slot.held_elsewhere(tensor):
-            lane, pool = slot.lane, slot.pool
-            cache.quarantine(slot)
-            pool.hits -= 1
-            pool.misses += 1
-            cache.make_room(lane.key.nbytes)
-            return self._exclusive(cache.make, pool, lane, lane.key.nbytes), False
-        del tensor
-        if slot.named_elsewhere():
-            del cache.slots[slot.ident]
-            slot.renew()
-            cache.adopt(slot)
-        return slot, True
+        If someone took hold of its bytes since it was freed, it is quarantined and another made. If a variable still
+        names its tensor, a new one over the same bytes is handed out, so that freeing the old one again is caught."""
+        cache = self._cache
+        if hit:
+            if self._debug:
+                cache.check_poison(slot)
+            if slot.held_elsewhere(slot.tensor):
+                cache.quarantine(slot)
+                slot.pool.hits -= 1
+                slot.pool.misses += 1
+                self._exclusive(cache.make_room, slot.lane.nbytes)
+                slot, hit = self._exclusive(cache.make, slot.lane), False
+            elif slot.named_elsewhere():
+                del cache.slots[slot.ident]
+                slot.renew()
+                cache.adopt(slot)
+        slot.scope = self._scope.get()
+        if slot.scope:
+            self._scopes.setdefault(slot.scope, ScopeStats()).take(slot.lane.nbytes, hit=hit)
+        if self._profile is not None:
+            key = slot.lane.key
+            label = f"{key.type.name} {key.shape} {str(key.dtype).removeprefix('torch.')}"
+            life = Life(key.type, label, slot.scope, slot.block.strategy, slot.lane.nbytes, began_ns, None)
+            self._profile.begin(slot, life, began_ns=began_ns)
+        return slot
 
     def _not_in_use(self, tensor: Tensor) -> BufferStateError:
         if not isinstance(tensor, Tensor):
@@ -407,23 +418,13 @@ class AttentionBufferManager:
         if slot is not None and slot.tensor is tensor:
             return BufferStateError(f"this {slot.pool.type.name} buffer was deallocated already; free it once")
         return BufferStateError(
-            f"tensor of shape {tuple(tensor.shape)} is not a buffer in use of this manager: it came from elsewhere, is a "
-            "view of a buffer, or was deallocated before; pass the tensor that allocate returned, once"
+            f"tensor of shape {tuple(tensor.shape)} is not a buffer in use of this manager: it came from elsewhere, is "
+            "a view of a buffer, or was deallocated before; pass the tensor that allocate returned, once"
         )
-
-    def _note_taken(self, slot: Slot, hit: bool, began_ns: int) -> None:
-        slot.scope = self._scope.get()
-        if slot.scope:
-            self._scopes.setdefault(slot.scope, ScopeStats()).take(slot.requested, hit=hit)
-        if self._profile is not None:
-            key = slot.lane.key
-            label = f"{key.type.name} {key.shape} {str(key.dtype).removeprefix('torch.')}"
-            life = Life(key.type, label, slot.scope, slot.block.strategy, slot.requested, began_ns, None)
-            self._profile.begin(slot, life, began_ns=began_ns)
 
     def _note_given(self, slot: Slot, began_ns: int | None) -> None:
         if slot.scope:
-            self._scopes[slot.scope].bytes_in_use -= slot.requested
+            self._scopes[slot.scope].bytes_in_use -= slot.lane.nbytes
         if self._profile is not None:
             self._profile.end(slot, began_ns=began_ns)
 

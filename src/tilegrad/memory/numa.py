@@ -1,8 +1,8 @@
 """The kernel's NUMA policy calls, without libnuma: bind a range of memory to a node, and ask where it is.
 
-    mbind(addr, len, MPOL_BIND, {node})        pages of the range may only come from that node
-    get_mempolicy(addr, MPOL_F_ADDR)           the policy of the range that holds addr, before any page exists
-    move_pages(0, 1, [addr], NULL, status)     the node that holds the page of addr, once it was touched
+mbind(addr, len, MPOL_BIND, {node})        pages of the range may only come from that node
+get_mempolicy(addr, MPOL_F_ADDR)           the policy of the range that holds addr, before any page exists
+move_pages(0, 1, [addr], NULL, status)     the node that holds the page of addr, once it was touched
 """
 
 from __future__ import annotations

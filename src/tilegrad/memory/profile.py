@@ -84,9 +84,7 @@ class Profile:
         if began_ns is not None:
             row.time_ns += last - began_ns
         if len(self._ended) < MAX_LIVES:
-            self._ended.append(
-                Life(life.type, life.label, life.scope, life.strategy, life.nbytes, life.first_ns, last)
-            )
+            self._ended.append(Life(life.type, life.label, life.scope, life.strategy, life.nbytes, life.first_ns, last))
         else:
             self.lives_dropped += 1
 
@@ -129,6 +127,12 @@ def chrome_trace(profile: Profile) -> dict[str, Any]:
     for at, type, step in sorted(steps, key=lambda s: s[0]):
         in_use[type] += step
         events.append(
-            {"ph": "C", "name": "bytes in use", "pid": 1, "ts": at / 1e3, "args": {t.name: n for t, n in in_use.items()}}
+            {
+                "ph": "C",
+                "name": "bytes in use",
+                "pid": 1,
+                "ts": at / 1e3,
+                "args": {t.name: n for t, n in in_use.items()},
+            }
         )
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"lives_dropped": profile.lives_dropped}}

@@ -153,12 +153,12 @@ def timeline_page(title: str, spans: Sequence[Span], *, unit: str, facts: Mappin
     buffer named under the pointer, totals by type, and the largest buffers alive at the peak."""
     moment, _ = _peak(spans)
     alive = _alive(spans, moment)
-    heading = f"Largest at the peak, {unit} {moment:,.7g}" if alive else "Largest at the peak"
+    when = f"op {moment:,.0f}" if unit == "op" else f"{moment:,.3f} {unit}"
     parts = {
         "title": html.escape(title),
         "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
         "legend": _legend(spans, alive),
-        "largest_heading": html.escape(heading),
+        "largest_heading": html.escape(f"Largest at the peak, {when}" if alive else "Nothing was alive"),
         "largest": _largest(alive),
         "data": _data(spans, unit),
     }

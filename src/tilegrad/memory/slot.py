@@ -13,8 +13,9 @@ from __future__ import annotations
 import math
 import sys
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,10 +25,9 @@ from tilegrad.memory.slab import Block
 from tilegrad.memory.strategies import Request
 from tilegrad.memory.types import BufferConfig, BufferStateError, BufferType
 
-if TYPE_CHECKING:
-    from collections.abc import Callable
-
 _storage_use_count = torch._C._storage_Use_Count
+_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+_references = sys.getrefcount
 _NAN_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 _POISON_BYTE = 0xCB
 
@@ -58,6 +58,7 @@ class Pool:
     device: torch.device
     config: BufferConfig
     pinned: bool
+    on_cuda: bool
     limit: int
     free: dict[Slot, None] = field(default_factory=dict)
     hits: int = 0
@@ -65,18 +66,15 @@ class Pool:
     evictions: int = 0
     quarantined: int = 0
 
-    @property
-    def on_cuda(self) -> bool:
-        return self.device.type == "cuda"
-
 
 class Lane:
     """The cached buffers whose tensor has one exact key; `took` and `gave` are its events for pattern learning."""
 
-    __slots__ = ("gave", "key", "slots", "took")
+    __slots__ = ("gave", "key", "nbytes", "pool", "slots", "took")
 
-    def __init__(self, key: Key) -> None:
-        self.key = key
+    def __init__(self, key: Key, pool: Pool) -> None:
+        self.key, self.pool = key, pool
+        self.nbytes = key.nbytes
         self.slots: list[Slot] = []
         self.took = (key, 1)
         self.gave = (key, -1)
@@ -117,8 +115,8 @@ class Slot:
         "poison",
         "pool",
         "request",
-        "requested",
         "scope",
+        "slack",
         "stamp",
         "storage",
         "storage_bytes",
@@ -126,11 +124,11 @@ class Slot:
         "zero",
     )
 
-    def __init__(self, pool: Pool, lane: Lane, request: Request, base: Tensor, block: Block) -> None:
-        self.pool, self.lane, self.request, self.block = pool, lane, request, block
+    def __init__(self, lane: Lane, request: Request, base: Tensor, block: Block) -> None:
+        self.pool, self.lane, self.request, self.block = lane.pool, lane, request, block
         self.nbytes = block.nbytes
-        self.requested = request.nbytes
-        self.zero = pool.config.zero_init
+        self.slack = block.nbytes - lane.nbytes
+        self.zero = lane.pool.config.zero_init
         self.stamp = 0
         self.scope = ""
         self.poison: torch.dtype | None = None
@@ -146,11 +144,12 @@ class Slot:
     def learn_alone(self) -> None:
         """Reads the counts that mean 'nobody else'; called once, when only this slot holds the bytes."""
         assert self.tensor is not None
-        self._storage_refs = sys.getrefcount(self.tensor.untyped_storage())
+        self._storage_refs = _references(self.tensor.untyped_storage())
         self._alone = _storage_use_count(self._cdata)
 
     def watch(self, dropped: Callable[[weakref.ref[Tensor]], object]) -> None:
         """Calls `dropped` with the handle when the tensor dies in the caller's hands."""
+        assert self.tensor is not None
         self.ident = id(self.tensor)
         self.handle = Handle(self.tensor, dropped)
         self.handle.slot = self
@@ -158,25 +157,22 @@ class Slot:
     def held_elsewhere(self, tensor: Tensor) -> bool:
         """Whether anything but the caller's variables holds these bytes, or the tensor no longer stands for them."""
         return (
-            tensor._use_count() != 1
+            _use_count(tensor) != 1
             or _storage_use_count(self._cdata) != self._alone
             or tensor.data_ptr() != self._ptr
-            or sys.getrefcount(tensor.untyped_storage()) != self._storage_refs
+            or _references(tensor.untyped_storage()) != self._storage_refs
         )
-
-    def same_layout(self, tensor: Tensor) -> bool:
-        return tensor.shape == self.lane.key.shape and tensor.is_contiguous()
 
     def restore_layout(self, tensor: Tensor) -> None:
         """Undoes a resize_ or t_ of the caller."""
         shape = self.lane.key.shape
         tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
 
-    def retarget(self, lane: Lane, requested: int) -> bool:
+    def retarget(self, lane: Lane) -> bool:
         """Makes the cached tensor one of another shape or dtype over the same bytes; True if that took a new object."""
         assert self.tensor is not None
         same_dtype = lane.key.dtype == self.lane.key.dtype
-        self.lane, self.requested = lane, requested
+        self.lane, self.slack = lane, self.nbytes - lane.nbytes
         if same_dtype and not self.tensor.requires_grad:
             self.tensor.resize_(lane.key.shape)
             return False
@@ -186,7 +182,7 @@ class Slot:
 
     def named_elsewhere(self) -> bool:
         """Whether a variable outside still names the cached tensor."""
-        return sys.getrefcount(self.tensor) > 2
+        return _references(self.tensor) > 2
 
     def renew(self) -> None:
         """Puts a new tensor over the bytes; whoever still names the old one then holds an empty tensor."""
@@ -210,7 +206,7 @@ class Slot:
         self.poison = None
         expected = torch.full_like(raw, _POISON_BYTE)
         if dtype in _NAN_DTYPES:
-            used = self.requested
+            used = self.lane.nbytes
             nan = torch.full((used // dtype.itemsize,), float("nan"), dtype=dtype, device=raw.device)
             expected[:used] = nan.view(torch.uint8)
         changed = (raw != expected).nonzero()

@@ -1,9 +1,9 @@
 """The four ways to obtain a buffer's bytes; the first that applies is used.
 
-    bucketed         < 1 MiB, reuse high           a size class of one slab
-    numa_aware       > 16 MiB, CPU, > 1 node       pages bound to the calling thread's node, checked with the kernel
-    fragment_aware   > 2 × typical_size_mb         best fit with coalescing in a slab
-    direct           everything else               the allocator of torch
+bucketed         < 1 MiB, reuse high           a size class of one slab
+numa_aware       > 16 MiB, CPU, > 1 node       pages bound to the calling thread's node, checked with the kernel
+fragment_aware   > 2 × typical_size_mb         best fit with coalescing in a slab
+direct           everything else               the allocator of torch
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Bucketed:
 
 
 class NumaAware:
-    """One region per buffer, bound to the calling thread's node. Where the kernel refuses, says so once and steps aside."""
+    """One region per buffer, bound to the calling thread's node. Where the kernel refuses: a warning, and aside."""
 
     def __init__(self, nodes: Callable[[], Sequence[int]] = numa.nodes, *, min_nodes: int = 2) -> None:
         self._usable = numa.supported() and len(nodes()) >= min_nodes
@@ -135,9 +135,7 @@ class Direct:
 
     def take(self, request: Request) -> tuple[Tensor, Block]:
         spare = request.alignment if request.alignment > 64 else 0
-        whole = torch.empty(
-            request.nbytes + spare, dtype=torch.uint8, device=request.device, pin_memory=request.pinned
-        )
+        whole = torch.empty(request.nbytes + spare, dtype=torch.uint8, device=request.device, pin_memory=request.pinned)
         if not spare:
             return whole, Block("direct", request.nbytes)
         start = -whole.data_ptr() % request.alignment

@@ -26,7 +26,7 @@ class BufferType(StrEnum):
 
 
 class BufferStateError(RuntimeError):
-    """A buffer was used against its contract: freed twice, never from this manager, of another type, or still in a graph."""
+    """A buffer used against its contract: freed twice, not from this manager, of another type, or part of a graph."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Callable
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -74,8 +75,11 @@ def _value(name: str) -> Callable[[Inputs], object]:
 
 
 def _shape(name: str, beside: str = "") -> Callable[[Inputs], object]:
-    other = (lambda c: f", and {beside} is {tuple(c.of(beside).shape)}") if beside else (lambda c: "")
-    return lambda c: f"shape {tuple(c.of(name).shape)}{other(c)}"
+    def given(c: Inputs) -> str:
+        shape = f"shape {tuple(c.of(name).shape)}"
+        return f"{shape}, and {beside} is {tuple(c.of(beside).shape)}" if beside else shape
+
+    return given
 
 
 def _tensor(name: str) -> Check:
@@ -122,7 +126,10 @@ def _device_of_q(name: str) -> Check:
 
 def _head_dim(name: str) -> Check:
     return Check(
-        name, lambda c: 1 <= c.of(name).shape[-1] <= MAX_HEAD_DIM, f"a head dimension of 1 to {MAX_HEAD_DIM}", _shape(name)
+        name,
+        lambda c: 1 <= c.of(name).shape[-1] <= MAX_HEAD_DIM,
+        f"a head dimension of 1 to {MAX_HEAD_DIM}",
+        _shape(name),
     )
 
 
@@ -135,7 +142,8 @@ def _last_stride(name: str) -> Check:
 
 def _lengths(name: str) -> Check:
     return Check(
-        name, lambda c: c.of(name) is None or c.of(name).dtype == torch.int32 and len(c.of(name).shape) == 1 <= len(c.of(name)),
+        name,
+        lambda c: c.of(name) is None or c.of(name).dtype == torch.int32 and len(c.of(name).shape) == 1 <= c.of(name).shape[0],
         "int32 cumulative lengths, (B + 1,)", lambda c: f"{c.of(name).dtype}, {_shape(name)(c)}",
     )  # fmt: skip
 
@@ -152,7 +160,8 @@ OPTIONS: tuple[Check, ...] = (
     Check("alibi_slopes", lambda c: not getattr(c.mask.alibi_slopes, "requires_grad", False),
           "slopes without a gradient (call .detach())", lambda c: "requires_grad=True"),
     Check("causal", lambda c: isinstance(c.mask.causal, bool), "True or False", _value("causal"), TypeError),
-    Check("window", lambda c: c.mask.window is None or isinstance(c.mask.window, tuple | list), _WINDOW, _value("window"), TypeError),
+    Check("window", lambda c: c.mask.window is None or isinstance(c.mask.window, tuple | list), _WINDOW, _value("window"),
+          TypeError),
     Check("window", lambda c: c.mask.window is None or len(c.mask.window) == 2, _WINDOW, _value("window")),
     Check("window", lambda c: all(x is None or _is_int(x) and x >= 0 for x in c.mask.window or ()), _WINDOW, _value("window")),
     Check("scale", lambda c: c.mask.scale is None or _is_number(c.mask.scale), _SCALE, _value("scale"), TypeError),
@@ -161,7 +170,8 @@ OPTIONS: tuple[Check, ...] = (
     Check("softcap", lambda c: 0.0 <= c.mask.softcap < math.inf, _SOFTCAP, _value("softcap")),
     Check("dropout_p", lambda c: _is_number(c.mask.dropout_p), _DROPOUT, _value("dropout_p"), TypeError),
     Check("dropout_p", lambda c: 0.0 <= c.mask.dropout_p < 1.0, _DROPOUT, _value("dropout_p")),
-    Check("seed", lambda c: c.mask.seed is None or _is_int(c.mask.seed) or _is_tensor(c.mask.seed), _SEED, _value("seed"), TypeError),
+    Check("seed", lambda c: c.mask.seed is None or _is_int(c.mask.seed) or _is_tensor(c.mask.seed), _SEED, _value("seed"),
+          TypeError),
     Check("seed", lambda c: not _is_int(c.mask.seed) or -(2**63) <= c.mask.seed < 2**64, _SEED, _value("seed")),
     *map(_longest, ("max_seqlen_q", "max_seqlen_k")),
 )  # fmt: skip
@@ -185,7 +195,8 @@ TENSORS: tuple[Check, ...] = (
     Check("bias", lambda c: c.mask.bias is None or _broadcasts(tuple(c.mask.bias.shape), c.scores),
           "a shape that broadcasts to (B, Hq, Tq, Tk)", lambda c: f"{_shape('bias')(c)}, and (B, Hq, Tq, Tk) is {c.scores}"),
     *map(_float32_or_dtype_of_q, ("alibi_slopes", "sinks")),
-    Check("alibi_slopes", lambda c: c.mask.alibi_slopes is None or tuple(c.mask.alibi_slopes.shape) in ((c.hq,), (c.batch, c.hq)),
+    Check("alibi_slopes",
+          lambda c: c.mask.alibi_slopes is None or tuple(c.mask.alibi_slopes.shape) in ((c.hq,), (c.batch, c.hq)),
           "shape (Hq,) or (B, Hq)", lambda c: f"{_shape('alibi_slopes')(c)}, and B = {c.batch}, Hq = {c.hq}"),
     Check("sinks", lambda c: c.mask.sinks is None or tuple(c.mask.sinks.shape) == (c.hq,), "shape (Hq,)",
           lambda c: f"{_shape('sinks')(c)}, and Hq = {c.hq}"),
@@ -227,17 +238,21 @@ def check_lengths(q: Tensor, k: Tensor, mask: Mask) -> None:
         ("k", mask.cu_seqlens_k, k.shape[0], mask.max_seqlen_k),
     ):
         ends = cu.tolist()
-        lengths = [b - a for a, b in zip(ends[:-1], ends[1:], strict=True)]
+        lengths = [b - a for a, b in pairwise(ends)]
         if ends[0] != 0 or ends[-1] != total:
             raise ValueError(
                 f"cu_seqlens_{side}: got {ends[0]} … {ends[-1]}; accepted: starts at 0, ends at {total}, {side}'s length"
             )
         if min(lengths, default=0) < 0:
             b = lengths.index(min(lengths))
-            raise ValueError(f"cu_seqlens_{side}: got {ends[b]} and then {ends[b + 1]}, at {b}; accepted: never falling")
+            raise ValueError(
+                f"cu_seqlens_{side}: got {ends[b]} and then {ends[b + 1]}, at {b}; accepted: never falling"
+            )
         if max(lengths, default=0) > longest:
             b = lengths.index(max(lengths))
-            raise ValueError(f"max_seqlen_{side}: got {longest}; accepted: at least {lengths[b]}, the length of sequence {b}")
+            raise ValueError(
+                f"max_seqlen_{side}: got {longest}; accepted: at least {lengths[b]}, the length of sequence {b}"
+            )
 
 
 def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:

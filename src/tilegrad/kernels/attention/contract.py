@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op, select
-from .checks import check_lengths, check_options, check_tensors, check_tensor
+from .checks import check_lengths, check_options, check_tensor, check_tensors
 from .mask import Mask
 
 Scratch = dict[str, Tensor]

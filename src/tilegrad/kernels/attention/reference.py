@@ -94,7 +94,8 @@ def _heads_of(k: Tensor, like: Tensor) -> Tensor:
 
 def _summed_to_heads_of(dk: Tensor, like: Tensor) -> Tensor:
     """The reverse: sum the gradients of the query heads that share a kv head."""
-    return dk.unflatten(1, (like.shape[1], -1)).sum(2)
+    b, _, t, d = dk.shape
+    return dk.reshape(b, like.shape[1], -1, t, d).sum(2)
 
 
 def _dropout(p: Tensor, mask: Mask, batch: range) -> Tensor:
@@ -116,9 +117,7 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, batch: range) -> tuple
     return r @ v, lse
 
 
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, batch: range
-) -> Gradients:
+def _backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, batch: range) -> Gradients:
     kv = k
     k, v = _heads_of(k, like=q), _heads_of(v, like=q)
     p, p_sink, lse, tanh = softmax(q, k, mask, batch)
@@ -159,13 +158,11 @@ def _backward_varlen(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor |
     dsinks = torch.zeros_like(mask.sinks, dtype=q.dtype) if mask.sinks is not None else None
     for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
         dlseb = None if dlse is None else dlse[None, :, rows]
-        g = _backward(
-            packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows), dlseb, mask, range(b, b + 1)
-        )
+        g = _backward(packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows), dlseb, mask, range(b, b + 1))
         packed(dq, rows).copy_(g.dq)
         packed(dk, cols).copy_(g.dk)
         packed(dv, cols).copy_(g.dv)
-        if dsinks is not None:
+        if dsinks is not None and g.dsinks is not None:
             dsinks += g.dsinks
     return Gradients(dq, dk, dv, None, dsinks)
 
@@ -197,5 +194,5 @@ def bwd(
         if out is not None:
             assert value is not None
             out.copy_(value)
-    if dsinks is not None:
+    if dsinks is not None and g.dsinks is not None:
         dsinks += g.dsinks

@@ -89,7 +89,9 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
     sizes = {"q": rows * d, "k": cols * d, "v": cols * dv, "s": scores}
     if backward:
         sizes |= {"do": rows * dv, "o": rows * dv, "dp": scores, "dq": rows * d, "dk": cols * d, "dv": cols * dv}
-        sizes |= {"delta": all_rows, "lse": all_rows, "dsinks": cut.heads * cut.group}
+        sizes |= {"delta": all_rows, "lse": all_rows}
+        if mask.sinks is not None:
+            sizes |= {"dsinks": q.shape[1], "dsinks_part": cut.heads * cut.group}
         if q.dtype != acc:
             sizes["dq_sum"] = all_rows * d
         if mask.softcap:
@@ -116,9 +118,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
     return shapes
 
 
-def fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch
-) -> None:
+def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
     cut = _cut(q, k, mask)
     keys = _round_keys(mask, scratch)
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
@@ -137,20 +137,24 @@ def bwd(
 ) -> None:  # fmt: skip
     cut = _cut(q, k, mask)
     keys = _round_keys(mask, scratch)
+    dbias_sum = None
+    if dbias is not None:
+        dbias_sum = (scratch["dbias"].view(dbias.shape) if "dbias" in scratch else dbias).zero_()
+    dsinks_sum = None if dsinks is None else scratch["dsinks"].zero_()
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
-        dbias_sum = None if dbias is None else four_dims(scratch["dbias"].view(dbias.shape) if "dbias" in scratch else dbias)
-        if dbias_sum is not None:
-            dbias_sum.zero_()
+        dbias4 = None if dbias_sum is None else four_dims(dbias_sum)
         _bwd(q, k, v, o, lse, do, dlse, mask, 0, cut, keys,
-             dq=dq, dk=dk, dv=dv, dbias=dbias_sum, dsinks=dsinks, scratch=scratch)  # fmt: skip
-        if dbias is not None and "dbias" in scratch:
-            dbias.copy_(scratch["dbias"].view(dbias.shape))
-        return
-    for b, i, j in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
-        dlseb = None if dlse is None else dlse[None, :, i]
-        dqb, dkb, dvb = (None if x is None else packed(x, at) for x, at in ((dq, i), (dk, j), (dv, j)))
-        _bwd(packed(q, i), packed(k, j), packed(v, j), packed(o, i), lse[None, :, i], packed(do, i), dlseb, mask, b,
-             cut, keys, dq=dqb, dk=dkb, dv=dvb, dbias=None, dsinks=dsinks, scratch=scratch)  # fmt: skip
+             dq=dq, dk=dk, dv=dv, dbias=dbias4, dsinks=dsinks_sum, scratch=scratch)  # fmt: skip
+    else:
+        for b, i, j in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
+            dlseb = None if dlse is None else dlse[None, :, i]
+            dqb, dkb, dvb = (None if x is None else packed(x, at) for x, at in ((dq, i), (dk, j), (dv, j)))
+            _bwd(packed(q, i), packed(k, j), packed(v, j), packed(o, i), lse[None, :, i], packed(do, i), dlseb, mask, b,
+                 cut, keys, dq=dqb, dk=dkb, dv=dvb, dbias=None, dsinks=dsinks_sum, scratch=scratch)  # fmt: skip
+    if dbias is not None and dbias_sum is not None and dbias_sum is not dbias:
+        dbias.copy_(dbias_sum)
+    if dsinks is not None and dsinks_sum is not None:
+        dsinks.add_(dsinks_sum)
 
 
 def _round_keys(mask: Mask, scratch: Scratch) -> list[tuple[Key, Key]]:
@@ -198,7 +202,8 @@ class Slab:
 
     def by_head(self, tile: Tensor, i: range) -> Tensor:
         """(slab, G·M, …) seen as (batches, query heads, M, …)."""
-        return tile.view(len(self.batch), -1, len(i), *tile.shape[2:])
+        heads = len(self.heads) * self.group
+        return tile.view(len(self.batch), heads, len(i), *tile.shape[2:])
 
     def scores(self, q: Tensor, k: Tensor, i: range, j: range, *, tanh: Tensor | None) -> Tensor:
         """s of mask.py's docstring, (slab, G·M, N); tanh(x / softcap) is kept for the backward where asked."""
@@ -235,7 +240,7 @@ class Slab:
     def hidden(self, gap: Tensor) -> Tensor:
         """True where the band hides a pair, (M, N)."""
         left, right = self.mask.band
-        far, near = self.buffer("hidden", 2, *gap.shape)
+        far, near = self.buffer("hidden", 2, *gap.shape).unbind()
         far.zero_() if left is None else torch.gt(gap, left, out=far)
         near.zero_() if right is None else torch.lt(gap, -right, out=near)
         return far.logical_or_(near)
@@ -337,8 +342,8 @@ def _bwd(
             slab.rows(dq, range(tq)).copy_(dq_sum)
         if dsinks is not None and mask.sinks is not None:
             p_sink = lse_rows.neg_().add_(mask.sinks[slab.query_heads, None]).exp_()
-            total = slab.buffer("dsinks", rows[1])
-            dsinks[slab.query_heads].sub_(torch.sum(p_sink.mul_(delta), (0, 2), out=total))
+            part = slab.buffer("dsinks_part", rows[1])
+            dsinks[slab.query_heads].sub_(torch.sum(p_sink.mul_(delta), (0, 2), out=part))
 
 
 def _bwd_delta(

@@ -1,0 +1,162 @@
+"""What a managed buffer costs: time against torch.empty, and bytes against what is live.
+
+    time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, batches interleaved, so that a change
+            of the machine's speed falls on both
+    bytes   peak of in use + cached + idle ÷ peak of the bytes asked for and live, over a trace of varying lengths
+"""
+
+from __future__ import annotations
+
+import gc
+import json as json_format
+import random
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from statistics import median, quantiles
+
+import torch
+
+from tilegrad.memory import AttentionBufferManager, BufferType
+
+SHAPE = (2, 1024, 8, 64)
+OTHER_SHAPE = (2, 1000, 8, 64)
+_BATCH = 100
+
+TARGETS = {
+    "lightweight, same shape": 1.0,
+    "tracked, same shape": 2.5,
+    "lightweight, another shape": 2.0,
+    "tracked, another shape": 2.0,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Step:
+    """One step of a trace: takes buffer `name` where there is a shape, else gives it back."""
+
+    name: int
+    type: BufferType
+    shape: tuple[int, ...] | None
+
+
+def varying_lengths(allocations: int = 10_000, seed: int = 0) -> Iterator[Step]:
+    """Attention over sequences of varying length T, up to eight in flight: per layer Q K V (1, T, 8, 64), a block of
+    scores and weights (8, 128, T), the output; per sequence a cache of (2, T, 8, 64) that lives while it is in flight."""
+    dice = random.Random(seed)
+    name = 0
+    in_flight: list[tuple[int, int]] = []
+    while name < allocations:
+        if in_flight and (len(in_flight) == 8 or dice.random() < 0.3):
+            cache, length = in_flight.pop(dice.randrange(len(in_flight)))
+            yield Step(cache, BufferType.CACHE, None)
+        length = min(4096, 16 + int(dice.paretovariate(1.2) * 100))
+        in_flight.append((name, length))
+        yield Step(name, BufferType.CACHE, (2, length, 8, 64))
+        name += 1
+        for _ in range(2):
+            length = dice.choice(in_flight)[1]
+            rows = [(t, (1, length, 8, 64)) for t in (BufferType.QUERY, BufferType.KEY, BufferType.VALUE)]
+            block = [(t, (8, 128, length)) for t in (BufferType.SCORES, BufferType.WEIGHTS)]
+            first = name
+            taken = [*rows, *block, (BufferType.OUTPUT, rows[0][1])]
+            for type, shape in taken:
+                yield Step(name, type, shape)
+                name += 1
+            for offset in dice.sample(range(len(taken)), len(taken)):
+                yield Step(first + offset, taken[offset][0], None)
+    for cache, _ in in_flight:
+        yield Step(cache, BufferType.CACHE, None)
+
+
+def replay(manager: AttentionBufferManager, steps: Iterator[Step]) -> tuple[int, int]:
+    """(peak of reserved bytes, peak of requested live bytes)"""
+    held: dict[int, torch.Tensor] = {}
+    live = peak_live = peak_reserved = 0
+    for step in steps:
+        if step.shape is None:
+            tensor = held.pop(step.name)
+            live -= tensor.nbytes
+            manager.deallocate(tensor, step.type)
+        else:
+            tensor = held[step.name] = manager.allocate(step.type, step.shape, zero_init=False)
+            live += tensor.nbytes
+            peak_live = max(peak_live, live)
+        del tensor
+    peak_reserved = manager.get_stats()["bytes_peak"]
+    return peak_reserved, peak_live
+
+
+def _empty() -> None:
+    for _ in range(_BATCH):
+        x = torch.empty(SHAPE)
+        del x
+
+
+def _pairs(manager: AttentionBufferManager, *shapes: tuple[int, ...]) -> Callable[[], None]:
+    take, give, query = manager.allocate, manager.deallocate, BufferType.QUERY
+    cycle = list(shapes) * (_BATCH // len(shapes))
+
+    def run() -> None:
+        for shape in cycle:
+            x = take(query, shape)
+            give(x, query)
+            del x
+
+    return run
+
+
+def pair_ratios(repeats: int) -> dict[str, list[float]]:
+    """Per case and round, the time of a batch of pairs over that of a batch of torch.empty beside it."""
+    cases: dict[str, Callable[[], None]] = {}
+    for name, lightweight in (("lightweight", True), ("tracked", False)):
+        cases[f"{name}, same shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE)
+        cases[f"{name}, another shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE, OTHER_SHAPE)
+    for run in (_empty, *cases.values()):
+        run()
+    ratios: dict[str, list[float]] = {name: [] for name in TARGETS}
+    gc_was_on = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for name, run in cases.items():
+                before, case, after = _timed(_empty), _timed(run), _timed(_empty)
+                ratios[name].append(2 * case / (before + after))
+    finally:
+        if gc_was_on:
+            gc.enable()
+    return ratios
+
+
+def _timed(run: Callable[[], None]) -> int:
+    began = time.perf_counter_ns()
+    run()
+    return time.perf_counter_ns() - began
+
+
+def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
+    """Prints the cost of the buffer manager on CPU, as a table or as one JSON object; the exit code is 0."""
+    if repeats < 4:
+        raise ValueError(f"repeats={repeats}: must be at least 4, for quartiles")
+    ratios = pair_ratios(repeats)
+    manager = AttentionBufferManager(lightweight=True)
+    reserved, live = replay(manager, varying_lengths())
+    hit_rate = manager.get_stats()["cache_hit_rate"]
+    rows = {}
+    for name, values in ratios.items():
+        low, _, high = quantiles(values, n=4)
+        rows[name] = {"median": median(values), "q1": low, "q3": high, "target": TARGETS[name]}
+    if json:
+        trace = {"peak_reserved_bytes": reserved, "peak_live_bytes": live, "ratio": reserved / live, "target": 1.05}
+        report = {"shape": SHAPE, "repeats": repeats, "pair_over_torch_empty": rows, "trace": trace}
+        print(json_format.dumps({**report, "torch": torch.__version__, "trace_hit_rate": hit_rate}))
+        return 0
+    print(f"allocate + deallocate over torch.empty + del, {SHAPE} float32, CPU, {repeats} interleaved rounds of {_BATCH}")
+    print(f"  {'':28}{'median':>8}{'q1':>8}{'q3':>8}{'target':>9}")
+    for name, row in rows.items():
+        print(f"  {name:28}{row['median']:8.2f}{row['q1']:8.2f}{row['q3']:8.2f}{'≤ ' + format(row['target'], '.2f'):>9}")
+    print("trace of varying lengths, 10,000 allocations")
+    mib = 1 << 20
+    print(f"  peak reserved {reserved / mib:.1f} MiB over peak live {live / mib:.1f} MiB", end="")
+    print(f" = {reserved / live:.3f} (target ≤ 1.05), hit rate {hit_rate:.1%}")
+    return 0

@@ -1,0 +1,132 @@
+"""Hand-written gradients against float64 central differences.
+
+    n = (L(w + ε) − L(w − ε)) / 2ε          one entry of a tensor at a time, and one random direction through all of it
+
+The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), a being the
+explicit gradient; it fails above 1e-5.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from .kernels.attention import reference
+from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace
+from .kernels.attention.mask import Mask
+from .table import table
+
+EPSILON = 1e-6
+LIMIT = 1e-5
+SAMPLES = 64
+
+
+@dataclass(frozen=True, slots=True)
+class GradientError:
+    """How far one tensor's gradient is from central differences, and where it is worst."""
+
+    tensor: str
+    shape: tuple[int, ...]
+    checked: int
+    relative_error: float
+    direction_error: float
+    worst: tuple[int, ...]
+
+    @property
+    def passed(self) -> bool:
+        return self.relative_error <= LIMIT and self.direction_error <= LIMIT
+
+
+def check_gradients(
+    loss: Callable[[], float], tensors: Mapping[str, Tensor], gradients: Mapping[str, Tensor], seed: int = 0
+) -> list[GradientError]:
+    """Move entries of float64 `tensors` in place (and back), and compare `loss`'s slope with `gradients`."""
+    generator = torch.Generator().manual_seed(seed)
+    largest = max(float(g.abs().max()) for g in gradients.values())
+    results = []
+    for name, x in tensors.items():
+        if x.dtype != torch.float64:
+            raise ValueError(f"tensors[{name!r}]: got {x.dtype}; accepted: float64, for central differences")
+        gradient = gradients[name]
+        picked = torch.randperm(x.numel(), generator=generator)[:SAMPLES].tolist()
+        where = [tuple(int(i) for i in torch.unravel_index(torch.tensor(flat), x.shape)) for flat in picked]
+        slopes = []
+        for index in where:
+            at = x[index].item()
+            x[index] = at + EPSILON
+            up = loss()
+            x[index] = at - EPSILON
+            down = loss()
+            x[index] = at
+            slopes.append((up - down) / (2 * EPSILON))
+        explicit = [gradient[index].item() for index in where]
+        errors = [abs(a - n) for a, n in zip(explicit, slopes, strict=True)]
+        scale = max(*map(abs, explicit), *map(abs, slopes), 1e-6 * largest)
+        worst = max(range(len(errors)), key=lambda i: errors[i] if math.isfinite(errors[i]) else math.inf)
+        direction = torch.randn(x.shape, dtype=x.dtype, generator=generator).to(x.device)
+        along, expected = _slope_along(loss, x, direction), float((gradient * direction).sum())
+        results.append(
+            GradientError(
+                tensor=name,
+                shape=tuple(x.shape),
+                checked=len(where),
+                relative_error=errors[worst] / scale,
+                direction_error=abs(along - expected) / max(abs(along), abs(expected), 1e-6 * largest),
+                worst=where[worst],
+            )
+        )
+    return results
+
+
+def _slope_along(loss: Callable[[], float], x: Tensor, direction: Tensor) -> float:
+    original = x.clone()
+    x.add_(direction, alpha=EPSILON)
+    up = loss()
+    x.copy_(original).sub_(direction, alpha=EPSILON)
+    down = loss()
+    x.copy_(original)
+    return (up - down) / (2 * EPSILON)
+
+
+def gradient_table(results: list[GradientError]) -> str:
+    rows = [
+        (r.tensor, "×".join(map(str, r.shape)), r.checked, f"{r.relative_error:.1e}", f"{r.direction_error:.1e}",
+         str(list(r.worst)), "pass" if r.passed else "FAIL")
+        for r in results
+    ]  # fmt: skip
+    return table(("tensor", "shape", "entries", "relative error", "along a direction", "worst at", ""), rows)
+
+
+def check_attention(kernel: str | None = None) -> list[GradientError]:
+    """Attention with every feature that has a gradient: q, k, v, bias, sinks, and through lse; two tiles each way."""
+    generator = torch.Generator().manual_seed(0)
+
+    def randn(*shape: int) -> Tensor:
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k, v = randn(1, 2, 270, 4), randn(1, 1, 300, 4), randn(1, 1, 300, 3)
+    bias, sinks = randn(2, 1, 300), randn(2)
+    do, dlse = randn(1, 2, 270, 3), randn(1, 2, 270)
+    mask = Mask(causal=True, window=(280, None), softcap=5.0, bias=bias, sinks=sinks)
+
+    def loss() -> float:
+        o, lse = reference.forward(q, k, v, mask)
+        return float((o * do).sum() + (lse * dlse).sum())
+
+    def scratch(backward: bool) -> dict[str, Tensor]:
+        shapes = attention_workspace(q, k, v, mask, backward=backward, kernel=kernel)
+        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+
+    o, lse = torch.empty_like(do), torch.empty_like(dlse)
+    attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch(backward=False), kernel=kernel)
+    tensors = {"q": q, "k": k, "v": v, "bias": bias, "sinks": sinks}
+    dq, dk, dv, dbias, dsinks = (torch.zeros_like(x) for x in tensors.values())
+    attention_bwd(
+        q, k, v, o, lse, do, dlse, mask,
+        dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks, scratch=scratch(backward=True), kernel=kernel,
+    )  # fmt: skip
+    return check_gradients(loss, tensors, {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks})
