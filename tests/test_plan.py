@@ -124,12 +124,13 @@ def check_timelines(seeds: range) -> None:
         assert made.arena_bytes == max(made.offsets[r.name] + r.nbytes for r in requests)
         assert all(offset % 64 == 0 for offset in made.offsets.values())
         ratios.append(made.arena_bytes / made.lower_bound_bytes)
-        assert made.arena_bytes <= 1.35 * max(made.lower_bound_bytes, clique_bound(requests)), seed
+        if ratios[-1] > 1.35:  # then no plan could do it, and this one is all but the best
+            assert 1.35 * made.lower_bound_bytes < clique_bound(requests) >= made.arena_bytes / 1.05, seed
     assert statistics.median(ratios) <= 1.05
 
 
 def test_random_timelines() -> None:
-    check_timelines(range(700))
+    check_timelines(range(800))
 
 
 @pytest.mark.slow
@@ -200,7 +201,7 @@ def test_lower_bound_counts_both_ends_of_a_range() -> None:
 
 def test_nothing_to_plan() -> None:
     assert plan([]) == Plan({}, 0, 0, 64)
-    assert plan([Request("empty", 0, ((0, 1),)), Request("unused", 64, ())]).offsets["empty"] == 0
+    assert plan([Request("empty", 0, ((0, 1),))]).arena_bytes == 0
 
 
 @pytest.mark.parametrize(
@@ -210,6 +211,7 @@ def test_nothing_to_plan() -> None:
         ([Request("a", -1, ((0, 0),))], 64, "'a' has nbytes=-1"),
         ([Request("a", 1, ((3, 2),))], 64, "'a' has live"),
         ([Request("a", 1, ((0, 5), (5, 6)))], 64, "'a' has live"),
+        ([Request("a", 1, ())], 64, r"'a' has live=\(\): what is never alive"),
         ([], 0, "align=0"),
     ],
 )

@@ -1,8 +1,8 @@
 """What a managed buffer costs: time against torch.empty, and bytes against what is live.
 
-    time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, batches interleaved, so that a change
-            of the machine's speed falls on both
-    bytes   peak of in use + cached + idle ÷ peak of the bytes asked for and live, over a trace of varying lengths
+time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, batches interleaved, so that a change
+        of the machine's speed falls on both
+bytes   peak of in use + cached + idle ÷ peak of the bytes asked for and live, over a trace of varying lengths
 """
 
 from __future__ import annotations
@@ -151,10 +151,14 @@ def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
         report = {"shape": SHAPE, "repeats": repeats, "pair_over_torch_empty": rows, "trace": trace}
         print(json_format.dumps({**report, "torch": torch.__version__, "trace_hit_rate": hit_rate}))
         return 0
-    print(f"allocate + deallocate over torch.empty + del, {SHAPE} float32, CPU, {repeats} interleaved rounds of {_BATCH}")
+    print(
+        f"allocate + deallocate over torch.empty + del, {SHAPE} float32, CPU, {repeats} interleaved rounds of {_BATCH}"
+    )
     print(f"  {'':28}{'median':>8}{'q1':>8}{'q3':>8}{'target':>9}")
     for name, row in rows.items():
-        print(f"  {name:28}{row['median']:8.2f}{row['q1']:8.2f}{row['q3']:8.2f}{'≤ ' + format(row['target'], '.2f'):>9}")
+        print(
+            f"  {name:28}{row['median']:8.2f}{row['q1']:8.2f}{row['q3']:8.2f}{'≤ ' + format(row['target'], '.2f'):>9}"
+        )
     print("trace of varying lengths, 10,000 allocations")
     mib = 1 << 20
     print(f"  peak reserved {reserved / mib:.1f} MiB over peak live {live / mib:.1f} MiB", end="")

@@ -8,7 +8,7 @@ Bytes:
     mark      =  the most that live ever was (at least 1 MiB), or what a learned pattern needs
 
 A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ mark.
-The caller holds the manager's lock throughout.
+The caller holds the manager's lock, and nothing is freed meanwhile (the manager puts that off).
 """
 
 from __future__ import annotations
@@ -76,6 +76,7 @@ class BufferCache:
         self.limits: dict[torch.device, AdaptiveLimit] = {}
         self.strategies = strategies
         self.max_bytes = sys.maxsize if max_bytes is None else max_bytes
+        self.budget = self.max_bytes
         self.held = self.in_use = self.slack = self.peak = self.clock = 0
         self._configs, self._reuse, self._pressure = configs, reuse, pressure
         self._mark, self._plan_mark = MIB, 0
@@ -100,12 +101,14 @@ class BufferCache:
     def find(self, lane: Lane) -> tuple[Slot, bool]:
         """A slot for a lane that has none ready, and whether it came from the cache."""
         slot = self._best_fit(lane)
+        pool = lane.pool
         if slot is None:
-            lane.pool.misses += 1
+            pool.misses += 1
             self.make_room(lane.nbytes)
             return self.make(lane), False
-        self.unlist(slot)
-        lane.pool.hits += 1
+        del pool.free[slot]
+        slot.lane.slots.remove(slot)
+        pool.hits += 1
         if slot.poison is not None:
             self.check_poison(slot)
         if slot.retarget(lane):
@@ -134,10 +137,10 @@ class BufferCache:
     def _best_fit(self, lane: Lane) -> Slot | None:
         """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack would pass the mark."""
         nbytes, best = lane.nbytes, None
-        for slot in list(lane.pool.free):
-            fits = nbytes <= slot.storage_bytes and slot.nbytes <= _SLACK * nbytes
-            if fits and (best is None or slot.nbytes < best.nbytes):
-                best = slot
+        least = _SLACK * nbytes
+        for slot in lane.pool.free:
+            if nbytes <= slot.storage_bytes and slot.nbytes <= least:
+                best, least = slot, slot.nbytes
         if best is None or self.in_use + best.nbytes <= self._mark:
             return best
         return best if self.slack + best.nbytes - nbytes <= 0.05 * self._mark else None
@@ -169,14 +172,11 @@ class BufferCache:
         slot.watch(self.dropped.append)
         self.slots[slot.ident] = slot
 
-    def store(self, slot: Slot) -> bool:
-        """Caches a slot that nobody uses; True if `trim` is due."""
-        pool = slot.pool
+    def store(self, slot: Slot) -> None:
+        """Caches a slot that nobody uses; `trim` is the caller's."""
         slot.lane.slots.append(slot)
-        pool.free[slot] = None
+        slot.pool.free[slot] = None
         slot.stamp = self.clock = self.clock + 1
-        full = len(pool.free) > pool.limit or self.held - self.in_use > self.max_bytes
-        return full or bool(self.limits) or not self.clock & 255
 
     @property
     def cached(self) -> int:
@@ -209,24 +209,22 @@ class BufferCache:
                 self.limits.pop(device, None)
             else:
                 self.limits[device] = limit
+        self.budget = -1 if self.limits else self.max_bytes
 
     def cached_on(self, device: torch.device) -> int:
         pools = [pool for pool in self.pools.values() if pool.device == device]
-        return sum(slot.nbytes for pool in pools for slot in list(pool.free))
+        return sum(slot.nbytes for pool in pools for slot in pool.free)
 
     def _oldest(self, pools: Collection[Pool]) -> Slot:
         return min((next(iter(pool.free)) for pool in pools if pool.free), key=lambda slot: slot.stamp)
-
-    def unlist(self, slot: Slot) -> None:
-        del slot.pool.free[slot]
-        slot.lane.slots.remove(slot)
 
     def _evict(self, slot: Slot) -> None:
         slot.pool.evictions += self._reuse
         self._drop(slot)
 
     def _drop(self, slot: Slot) -> None:
-        self.unlist(slot)
+        del slot.pool.free[slot]
+        slot.lane.slots.remove(slot)
         tensor = slot.tensor
         assert tensor is not None
         self.forget(slot)

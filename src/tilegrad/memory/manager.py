@@ -8,7 +8,7 @@ A cached buffer is bytes of one (type, device): it serves every shape and dtype 
 cached leaves, least recently freed first, before in use + cached passes the most bytes ever asked for at one time,
 beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and when memory gets tight.
 
-One lock guards everything. It is re-entrant, because a finalizer may free a buffer while it is held; what is freed
+One lock guards everything (`acquire` and `release` by name on the hot path: half the cost of `with`). It is re-entrant, because a finalizer may free a buffer while it is held; what is freed
 while the cache is being searched or trimmed waits until that is done.
 """
 
@@ -32,7 +32,7 @@ from tilegrad.memory.pattern import PatternLearner, demand
 from tilegrad.memory.pressure import PressureSource, memory_pressure
 from tilegrad.memory.profile import Life, Profile, ScopeStats, chrome_trace
 from tilegrad.memory.slab import MIB
-from tilegrad.memory.slot import Key, Slot
+from tilegrad.memory.slot import Key, Lane, Slot
 from tilegrad.memory.strategies import Strategies
 from tilegrad.memory.types import DEFAULT_CONFIGS, BufferConfig, BufferStateError, BufferType
 
@@ -129,53 +129,61 @@ class AttentionBufferManager:
         zero_init: bool | None = None,
     ) -> Tensor:
         """A contiguous buffer; uninitialised unless `zero_init`, by default what the type's config says."""
-        began = self._profile.now() if self._profile is not None else 0
+        began = self._now() if self._tracked else 0
         if device is None:
             device = self._device
             if device is None:
                 device = torch.get_default_device() if _mode_stack_depth() else _CPU
         cache = self._cache
-        with self._lock:
+        lock = self._lock
+        lock.acquire()
+        try:
             if cache.dropped:
                 self._exclusive(self._reap)
             try:
                 lane = cache.lanes[type, shape, dtype, device]
             except (KeyError, TypeError):
                 lane = self._exclusive(cache.lane, type, shape, dtype, device)
-            hit = True
-            if lane.slots:
-                slot = lane.slots.pop()
-                pool = slot.pool
+            slots = lane.slots
+            if slots:
+                slot, hit = slots.pop(), True
+                pool = lane.pool
                 del pool.free[slot]
                 pool.hits += 1
             else:
-                slot, hit = self._exclusive(cache.find, lane)
+                slot, hit = self._find(lane)
             if self._tracked:
                 slot = self._track(slot, hit, began)
-            tensor = slot.tensor
-            slot.tensor = None
+            tensor, slot.tensor = slot.tensor, None
             cache.in_use += slot.nbytes
             if slot.slack:
                 cache.slack += slot.slack
             self._events.append(lane.took)
             if slot.freed is not None:
                 slot.await_freed(tensor)
+        finally:
+            lock.release()
         if zero_init or (zero_init is None and slot.zero):
             tensor.zero_()
         return tensor
 
     def deallocate(self, tensor: Tensor, type: BufferType | None = None) -> None:
         """Takes the buffer back. The tensor is dead from here on, even if a variable still names it."""
-        began = self._profile.now() if self._profile is not None else 0
+        began = self._now() if self._tracked else 0
         cache = self._cache
-        with self._lock:
+        lock = self._lock
+        lock.acquire()
+        try:
             if self._busy:
                 self._deferred.append((tensor, type))
                 return
-            slot = cache.slots.get(id(tensor))
-            if slot is None or slot.tensor is not None or slot.handle() is not tensor:
+            try:
+                slot = cache.slots[id(tensor)]
+            except KeyError:
+                raise self._not_in_use(tensor) from None
+            if slot.tensor is not None or slot.handle() is not tensor:
                 raise self._not_in_use(tensor)
-            pool = slot.pool
+            lane, pool = slot.lane, slot.pool
             if type is not None and type is not pool.type and one_type(type) is not pool.type:
                 raise BufferStateError(f"type={type!r}: this buffer is {pool.type.name}; pass that type or none")
             if tensor.requires_grad:
@@ -183,7 +191,6 @@ class AttentionBufferManager:
                     f"a {pool.type.name} buffer with {'grad_fn' if tensor.grad_fn else 'requires_grad=True'} belongs "
                     "to a graph; drop it instead, the graph frees it"
                 )
-            lane = slot.lane
             cache.in_use -= slot.nbytes
             if slot.slack:
                 cache.slack -= slot.slack
@@ -193,15 +200,21 @@ class AttentionBufferManager:
             if slot.held_elsewhere(tensor):
                 cache.quarantine(slot)
                 return
-            if tensor.shape != lane.key.shape or not tensor.is_contiguous():
+            if tensor.shape != lane.shape or not tensor.is_contiguous():
                 slot.restore_layout(tensor)
             slot.tensor = tensor
             if pool.on_cuda:
                 slot.mark_freed()
             if self._debug:
                 slot.poison_bytes()
-            if cache.store(slot):
+            lane.slots.append(slot)
+            free = pool.free
+            free[slot] = None
+            slot.stamp = cache.clock = clock = cache.clock + 1
+            if len(free) > pool.limit or cache.held - cache.in_use > cache.budget or not clock & 255:
                 self._exclusive(cache.trim)
+        finally:
+            lock.release()
 
     @contextmanager
     def buffer(
@@ -373,8 +386,23 @@ class AttentionBufferManager:
             return act(*args, **kwargs)
         finally:
             self._busy = False
-            while self._deferred:
-                self.deallocate(*self._deferred.popleft())
+            self._take_deferred()
+
+    def _now(self) -> int:
+        return 0 if self._profile is None else self._profile.now()
+
+    def _find(self, lane: Lane) -> tuple[Slot, bool]:
+        self._busy = True
+        try:
+            return self._cache.find(lane)
+        finally:
+            self._busy = False
+            if self._deferred:
+                self._take_deferred()
+
+    def _take_deferred(self) -> None:
+        while self._deferred:
+            self.deallocate(*self._deferred.popleft())
 
     def _reap(self) -> None:
         for slot in self._cache.reap():

@@ -1,8 +1,9 @@
 """Live ranges → addresses: values that are alive together never overlap, and the arena is as small as we can find.
 
 A request is a buffer of `nbytes` that is alive during `live`, inclusive ranges of op indices. It keeps one address for
-all of its ranges. With L = max over t of Σ nbytes alive at t (`lower_bound`), no arena is smaller than L; the smallest
-is NP-hard to find, so `plan` packs greedily in several orders and keeps the best:
+all of its ranges. With L = max over t of Σ nbytes alive at t (`lower_bound`), no arena is smaller than L. With several
+ranges even the best may be larger: a, b, c alive in pairs but never all three still need three addresses. The best is
+NP-hard to find, so `plan` packs greedily in several orders and keeps the best of those:
 
     pack      in the given order, each request into the lowest (or the tightest) gap between the conflicting ones
     orders    by area, size, duration, breadth and first use; each is a different idea of what is hard to place
@@ -21,7 +22,7 @@ from dataclasses import dataclass
 from types import MappingProxyType
 
 _WORK = 20_000_000  # requests² that all passes of one plan may spend: about a second
-_REPAIRS = 80
+_REPAIRS = 20  # passes of repair for each percent above the bound
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,6 +98,8 @@ def _check(requests: Sequence[Request], align: int) -> None:
         seen.add(request.name)
         if request.nbytes < 0:
             raise ValueError(f"request {request.name!r} has nbytes={request.nbytes}: a size cannot be negative")
+        if not request.live:
+            raise ValueError(f"request {request.name!r} has live=(): what is never alive needs no memory, leave it out")
         previous = -1
         for first, last in request.live:
             if not previous < first <= last:
@@ -139,7 +142,9 @@ def _search(requests: Sequence[Request], align: int) -> list[int]:
         if passes == 0 or (best and best.top == bound):
             break
     assert best is not None
-    return _repair(best, bound, min(passes, _REPAIRS)).offsets
+    if best.top > bound:
+        best = _repair(best, bound, min(passes, 1 + _REPAIRS * 100 * (best.top - bound) // bound))
+    return best.offsets
 
 
 def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
@@ -157,7 +162,7 @@ def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
             alive |= (1 << high) - (1 << low)
             duration += last - first + 1
             breadth = max(breadth, *bytes_at[low:high])
-        items.append(_Item(index, size, alive, request.live[0][0] if request.live else 0, duration, breadth))
+        items.append(_Item(index, size, alive, request.live[0][0], duration, breadth))
     return items, max(bytes_at, default=0)
 
 

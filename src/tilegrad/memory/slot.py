@@ -70,11 +70,11 @@ class Pool:
 class Lane:
     """The cached buffers whose tensor has one exact key; `took` and `gave` are its events for pattern learning."""
 
-    __slots__ = ("gave", "key", "nbytes", "pool", "slots", "took")
+    __slots__ = ("dtype", "gave", "key", "nbytes", "pool", "shape", "slots", "took")
 
     def __init__(self, key: Key, pool: Pool) -> None:
         self.key, self.pool = key, pool
-        self.nbytes = key.nbytes
+        self.shape, self.dtype, self.nbytes = key.shape, key.dtype, key.nbytes
         self.slots: list[Slot] = []
         self.took = (key, 1)
         self.gave = (key, -1)
@@ -170,13 +170,14 @@ class Slot:
 
     def retarget(self, lane: Lane) -> bool:
         """Makes the cached tensor one of another shape or dtype over the same bytes; True if that took a new object."""
-        assert self.tensor is not None
-        same_dtype = lane.key.dtype == self.lane.key.dtype
+        old = self.tensor
+        assert old is not None
+        same_dtype = lane.dtype is self.lane.dtype
         self.lane, self.slack = lane, self.nbytes - lane.nbytes
-        if same_dtype and not self.tensor.requires_grad:
-            self.tensor.resize_(lane.key.shape)
+        if same_dtype and not old.requires_grad:
+            old.resize_(lane.shape)
             return False
-        old, self.tensor = self.tensor, shaped(self.tensor.untyped_storage(), lane.key)
+        self.tensor = shaped(old.untyped_storage(), lane.key)
         hollow(old)
         return True
 
