@@ -99,6 +99,23 @@ def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
     assert all(torch.equal(again[name], first[name]) for name in ("dq", "dk", "dv"))
 
 
+def test_scratch_of_a_call_holds_every_shorter_call() -> None:
+    from tilegrad import attention_workspace
+
+    def numbers(b: int, t: int, backward: bool) -> dict[str, int]:
+        q, k = torch.empty(b, 12, t, 64, device="meta"), torch.empty(b, 4, t, 64, device="meta")
+        shapes = attention_workspace(q, k, k, Mask(causal=True), backward=backward)
+        return {name: shape[0] for name, (shape, _) in shapes.items()}
+
+    for backward in (False, True):
+        for b, t in ((64, 1024), (7, 300), (3, 65)):
+            whole = numbers(b, t, backward)
+            for shorter in ((b, t - 1), (b, t // 3), (b, 16), (b, 1), (1, t), (max(1, b // 2), 128)):
+                if shorter[1] <= t:
+                    part = numbers(*shorter, backward)
+                    assert all(part[name] <= whole[name] for name in part), shorter
+
+
 def test_same_bits_run_to_run() -> None:
     call = build(Case(tq=70, tk=90, causal=True, bias="hk", sinks=True, dropout_p=0.2, dlse=True))
     first = run(call, "tiled", deterministic=True)

@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
     from .kernels.dispatch import Explanation
+    from .model.shared_attention import free_attention, init_attention
 
 __version__ = "0.1.0.dev0"
 
@@ -26,6 +27,8 @@ _HOME = {
     "attention_workspace": "kernels.attention.contract",
     "Mask": "kernels.attention.mask",
     "Explanation": "kernels.dispatch",
+    "init_attention": "model.shared_attention",
+    "free_attention": "model.shared_attention",
 }
 __all__ = [
     "Explanation",
@@ -36,6 +39,8 @@ __all__ = [
     "attention_varlen",
     "attention_workspace",
     "explain",
+    "free_attention",
+    "init_attention",
 ]
 
 

@@ -18,6 +18,7 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -28,7 +29,6 @@ from tilegrad.memory.slot import Key, Lane, Pool, Slot, hollow
 from tilegrad.memory.strategies import Request, Strategies
 from tilegrad.memory.types import BufferConfig, BufferStateError, BufferType
 
-_SLACK = 1.25
 _MAX_LANES = 4096
 _PRESSURE_EVERY_S = 0.05
 _CPU = torch.device("cpu")
@@ -124,7 +124,7 @@ class BufferCache:
             pinned = host and torch.cuda.is_available()
             if host and not pinned and not self._warned_pinned:
                 self._warned_pinned = True
-                warnings.warn(f"{key.type.name} buffers are plain memory: no CUDA device to pin for", stacklevel=4)
+                warnings.warn(f"{key.type.name} buffers are plain memory: no CUDA device to pin for", stacklevel=5)
             pool = Pool(key.type, key.device, config, pinned, key.device.type == "cuda", self._limit(config))
             self.pools[key.type, key.device] = pool
         return pool
@@ -135,15 +135,17 @@ class BufferCache:
         return 10 if config.reuse_frequency == "high" else 5
 
     def _best_fit(self, lane: Lane) -> Slot | None:
-        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack would pass the mark."""
-        nbytes, best = lane.nbytes, None
-        least = _SLACK * nbytes
+        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack could lift us past the mark:
+        then all slack in use must stay within 5 % of it."""
+        best, nbytes, least = None, lane.nbytes, lane.most
         for slot in lane.pool.free:
-            if nbytes <= slot.storage_bytes and slot.nbytes <= least:
-                best, least = slot, slot.nbytes
+            if nbytes <= slot.storage_bytes <= least:
+                best, least = slot, slot.storage_bytes
         if best is None or self.in_use + best.nbytes <= self._mark:
             return best
-        return best if self.slack + best.nbytes - nbytes <= 0.05 * self._mark else None
+        near = self._mark * 0.05
+        slack = self.slack + best.nbytes - nbytes
+        return best if slack <= near or self.in_use + best.nbytes <= self._mark + near else None
 
     def make_room(self, nbytes: int) -> None:
         """Drops cached buffers until so many new bytes do not pass the mark."""
@@ -160,7 +162,10 @@ class BufferCache:
         pool = lane.pool
         request = Request(lane.nbytes, pool.device, pool.config, pool.pinned)
         base, block = self.strategies.take(request)
-        slot = Slot(lane, request, base, block)
+        with ExitStack() as on_error:
+            on_error.callback(self.strategies.give_back, request, block)
+            slot = Slot(lane, request, base, block)
+            on_error.pop_all()
         del base
         slot.learn_alone()
         self.adopt(slot)

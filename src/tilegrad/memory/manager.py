@@ -8,8 +8,9 @@ A cached buffer is bytes of one (type, device): it serves every shape and dtype 
 cached leaves, least recently freed first, before in use + cached passes the most bytes ever asked for at one time,
 beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and when memory gets tight.
 
-One lock guards everything (`acquire` and `release` by name on the hot path: half the cost of `with`). It is re-entrant, because a finalizer may free a buffer while it is held; what is freed
-while the cache is being searched or trimmed waits until that is done.
+One lock guards everything (`acquire` and `release` by name on the hot path: half the cost of `with`). It is
+re-entrant, because a finalizer may free a buffer while it is held; what is freed while the cache is being searched or
+trimmed waits until that is done.
 """
 
 from __future__ import annotations
@@ -155,6 +156,7 @@ class AttentionBufferManager:
             if self._tracked:
                 slot = self._track(slot, hit, began)
             tensor, slot.tensor = slot.tensor, None
+            assert tensor is not None
             cache.in_use += slot.nbytes
             if slot.slack:
                 cache.slack += slot.slack
@@ -181,7 +183,9 @@ class AttentionBufferManager:
                 slot = cache.slots[id(tensor)]
             except KeyError:
                 raise self._not_in_use(tensor) from None
-            if slot.tensor is not None or slot.handle() is not tensor:
+            if slot.tensor is not None or slot.handle is None or slot.handle() is not tensor:
+                if slot.is_dying(tensor):
+                    return
                 raise self._not_in_use(tensor)
             lane, pool = slot.lane, slot.pool
             if type is not None and type is not pool.type and one_type(type) is not pool.type:
@@ -419,7 +423,7 @@ class AttentionBufferManager:
         if hit:
             if self._debug:
                 cache.check_poison(slot)
-            if slot.held_elsewhere(slot.tensor):
+            if slot.held_elsewhere():
                 cache.quarantine(slot)
                 slot.pool.hits -= 1
                 slot.pool.misses += 1
@@ -439,7 +443,7 @@ class AttentionBufferManager:
             self._profile.begin(slot, life, began_ns=began_ns)
         return slot
 
-    def _not_in_use(self, tensor: Tensor) -> BufferStateError:
+    def _not_in_use(self, tensor: object) -> BufferStateError:
         if not isinstance(tensor, Tensor):
             return BufferStateError(f"tensor={tensor!r}: must be a tensor from this manager's allocate")
         slot = self._cache.slots.get(id(tensor))

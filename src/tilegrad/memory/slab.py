@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
+from torch.utils.dlpack import from_dlpack
 
 MIB = 1 << 20
 _MAP_NORESERVE = 0x4000
@@ -28,8 +29,7 @@ def round_up(n: int, multiple: int) -> int:
 
 def own_storage(part: Tensor) -> Tensor:
     """The same memory as the uint8 view `part`, under a storage of exactly its bytes; keeps part's memory alive."""
-    owned: Tensor = torch.from_dlpack(part)
-    return owned
+    return from_dlpack(part)
 
 
 class Region:
@@ -81,11 +81,16 @@ class Block:
     slab: BucketSlab | BestFitSlab | None = None
 
 
+_WHOLE_PAGES_FROM = 1 << 16
+
+
 def size_class(nbytes: int) -> int:
-    """The smallest class ≥ nbytes: multiples of 64 bytes up to 1 KiB, then 16 classes per doubling (waste < 1/16)."""
+    """The smallest class ≥ nbytes, wasting under 1/16: multiples of 64 bytes up to 1 KiB, then 32 classes per doubling;
+    from 64 KiB on also whole pages, which a lazy region can return."""
     if nbytes <= 1024:
         return max(64, round_up(nbytes, 64))
-    return round_up(nbytes, 1 << ((nbytes - 1).bit_length() - 5))
+    step = max(64, 1 << ((nbytes - 1).bit_length() - 6))
+    return round_up(nbytes, max(step, 4096) if nbytes >= _WHOLE_PAGES_FROM else step)
 
 
 @dataclass(slots=True, eq=False)
@@ -108,6 +113,8 @@ class BucketSlab:
 
     def take(self, nbytes: int, alignment: int) -> tuple[Tensor, Block]:
         size = round_up(size_class(nbytes), alignment)
+        if size >= _WHOLE_PAGES_FROM:
+            alignment = max(alignment, mmap.PAGESIZE)
         for shelf in self._shelves:
             waiting = shelf.free.get((size, alignment))
             if waiting:
@@ -145,6 +152,8 @@ class BucketSlab:
         shelf = next(s for s in self._shelves if s.region is block.region)
         shelf.live -= 1
         shelf.region.release(block.offset, block.nbytes)
+        if block.nbytes >= _WHOLE_PAGES_FROM:
+            alignment = max(alignment, mmap.PAGESIZE)
         shelf.free.setdefault((block.nbytes, alignment), []).append(block.offset)
         self.idle_bytes += shelf.region.kept(block.offset, block.nbytes)
         if shelf.live:

@@ -30,6 +30,7 @@ _use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-def
 _references = sys.getrefcount
 _NAN_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 _POISON_BYTE = 0xCB
+SLACK = 1.25
 
 
 class Key(NamedTuple):
@@ -70,11 +71,12 @@ class Pool:
 class Lane:
     """The cached buffers whose tensor has one exact key; `took` and `gave` are its events for pattern learning."""
 
-    __slots__ = ("dtype", "gave", "key", "nbytes", "pool", "shape", "slots", "took")
+    __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
 
     def __init__(self, key: Key, pool: Pool) -> None:
         self.key, self.pool = key, pool
         self.shape, self.dtype, self.nbytes = key.shape, key.dtype, key.nbytes
+        self.most = int(SLACK * key.nbytes)
         self.slots: list[Slot] = []
         self.took = (key, 1)
         self.gave = (key, -1)
@@ -154,8 +156,15 @@ class Slot:
         self.handle = Handle(self.tensor, dropped)
         self.handle.slot = self
 
-    def held_elsewhere(self, tensor: Tensor) -> bool:
+    def is_dying(self, tensor: Tensor) -> bool:
+        """Whether a finalizer passes the tensor that this slot lost: the collector clears weak references before it
+        calls the finalizers of a cycle. The buffer counts as dropped then."""
+        return self.handle is not None and self.handle() is None and tensor.untyped_storage()._cdata == self._cdata
+
+    def held_elsewhere(self, tensor: Tensor | None = None) -> bool:
         """Whether anything but the caller's variables holds these bytes, or the tensor no longer stands for them."""
+        tensor = tensor if tensor is not None else self.tensor
+        assert tensor is not None
         return (
             _use_count(tensor) != 1
             or _storage_use_count(self._cdata) != self._alone

@@ -34,6 +34,11 @@ class Request:
     def alignment(self) -> int:
         return max(64, self.config.alignment or 1)
 
+    @property
+    def sliceable(self) -> bool:
+        """Whether memory of this device can be cut into storages of their own."""
+        return self.device.type in ("cpu", "cuda")
+
 
 class Strategy(Protocol):
     def applies(self, request: Request) -> bool: ...
@@ -53,7 +58,8 @@ class Bucketed:
 
     def applies(self, request: Request) -> bool:
         config = request.config
-        return config.prefer_bucketed and config.reuse_frequency == "high" and 0 < request.nbytes < MIB
+        small = 0 < request.nbytes < MIB
+        return small and config.prefer_bucketed and config.reuse_frequency == "high" and request.sliceable
 
     def take(self, request: Request) -> tuple[Tensor, Block]:
         where = (request.device, request.pinned)
@@ -108,7 +114,7 @@ class FragmentAware:
         self._slabs: dict[tuple[torch.device, bool], BestFitSlab] = {}
 
     def applies(self, request: Request) -> bool:
-        return request.nbytes > 2 * request.config.typical_size_mb * MIB
+        return request.nbytes > 2 * request.config.typical_size_mb * MIB and request.sliceable
 
     def take(self, request: Request) -> tuple[Tensor, Block]:
         where = (request.device, request.pinned)

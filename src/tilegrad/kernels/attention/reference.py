@@ -41,13 +41,13 @@ class Gradients(NamedTuple):
 
 class Softmax(NamedTuple):
     p: Tensor  # (B, Hq, Tq, Tk)
-    p_sink: Tensor | None  # (B, Hq, Tq)
+    p_sink: Tensor | None  # (B, Hq, Tq), as lse in float32 or better
     lse: Tensor  # (B, Hq, Tq)
     tanh: Tensor | None  # tanh(x / softcap), (B, Hq, Tq, Tk)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """o and lse, in q's dtype."""
+    """o in q's dtype, lse in float32 or better."""
     if mask.varlen:
         return _forward_varlen(q, k, v, mask)
     return _forward(q, k, v, mask, range(q.shape[0]))
@@ -81,9 +81,10 @@ def softmax(q: Tensor, k: Tensor, mask: Mask, batch: range) -> Softmax:
     s = s.masked_fill(~seen, -torch.inf)
     if mask.sinks is not None:
         s = torch.cat([s, mask.sinks.to(s.dtype)[:, None, None].expand(b, h, tq, 1)], dim=-1)
-    lse = torch.logsumexp(s, dim=-1) if s.shape[-1] else s.new_full((b, h, tq), -torch.inf)
+    s32 = s.to(torch.promote_types(s.dtype, torch.float32))
+    lse = torch.logsumexp(s32, dim=-1) if s.shape[-1] else s32.new_full((b, h, tq), -torch.inf)
     p = torch.softmax(s, dim=-1).masked_fill((lse == -torch.inf)[..., None], 0.0)
-    p_sink = p[..., tk] if mask.sinks is not None else None
+    p_sink = torch.exp(s32[..., tk] - lse).masked_fill(lse == -torch.inf, 0.0) if mask.sinks is not None else None
     return Softmax(p[..., :tk], p_sink, lse, tanh)
 
 
@@ -94,8 +95,8 @@ def _heads_of(k: Tensor, like: Tensor) -> Tensor:
 
 def _summed_to_heads_of(dk: Tensor, like: Tensor) -> Tensor:
     """The reverse: sum the gradients of the query heads that share a kv head."""
-    b, _, t, d = dk.shape
-    return dk.reshape(b, like.shape[1], -1, t, d).sum(2)
+    b, hq, t, d = dk.shape
+    return dk.reshape(b, like.shape[1], hq // like.shape[1], t, d).sum(2)
 
 
 def _dropout(p: Tensor, mask: Mask, batch: range) -> Tensor:
@@ -144,7 +145,7 @@ def _backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, 
 def _forward_varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     assert mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None
     o = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-    lse = q.new_empty(q.shape[1], q.shape[0])
+    lse = q.new_empty(q.shape[1], q.shape[0], dtype=torch.promote_types(q.dtype, torch.float32))
     for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
         ob, lseb = _forward(packed(q, rows), packed(k, cols), packed(v, cols), mask, range(b, b + 1))
         packed(o, rows).copy_(ob)
@@ -155,7 +156,7 @@ def _forward_varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor
 def _backward_varlen(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask) -> Gradients:
     assert mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dsinks = torch.zeros_like(mask.sinks, dtype=q.dtype) if mask.sinks is not None else None
+    dsinks = torch.zeros_like(mask.sinks, dtype=torch.promote_types(q.dtype, torch.float32)) if mask.sinks is not None else None
     for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
         dlseb = None if dlse is None else dlse[None, :, rows]
         g = _backward(packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows), dlseb, mask, range(b, b + 1))

@@ -26,6 +26,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -44,9 +45,25 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
+class Sizes(NamedTuple):
+    """Of a dense call, or of packed sequences as long as the longest."""
+
+    b: int
+    hq: int
+    hkv: int
+    tq: int
+    tk: int
+
+
+def _sizes(q: Tensor, k: Tensor, mask: Mask) -> Sizes:
+    if mask.varlen:
+        return Sizes(1, q.shape[1], k.shape[1], mask.max_seqlen_q, mask.max_seqlen_k)
+    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
+
+
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a call is cut: tiles of m × n at most, slabs of `batches` sequences × `heads` kv heads, `group` = Hq / Hkv."""
+    """How a call is cut: tiles of at most m × n, slabs of `batches` sequences × `heads` kv heads, `group` = Hq / Hkv."""
 
     m: int
     n: int
@@ -54,21 +71,20 @@ class Cut:
     heads: int
     group: int
 
+    @classmethod
+    def of(cls, size: Sizes) -> Cut:
+        """The largest slab whose scores fit in SLAB: whole sequences, or heads of one. Lengths count as the next power
+        of two, so that `workspace` can bound the slabs of all shorter calls."""
+        group = size.hq // size.hkv
+        m, n = (min(TILE, 1 << max(0, t - 1).bit_length()) for t in (size.tq, size.tk))
+        heads = min(size.hkv, max(1, SLAB // (group * m * n)))
+        batches = min(size.b, SLAB // (size.hq * m * n)) if heads == size.hkv else 1
+        return cls(max(1, min(m, size.tq)), max(1, min(n, size.tk)), max(1, batches), heads, group)
+
     def slabs(self, sequences: int, kv_heads: int) -> Iterator[tuple[range, range]]:
         for b in range(0, sequences, self.batches):
             for h in range(0, kv_heads, self.heads):
                 yield range(b, min(b + self.batches, sequences)), range(h, min(h + self.heads, kv_heads))
-
-
-def _cut(q: Tensor, k: Tensor, mask: Mask) -> Cut:
-    """The largest slab whose scores fit in SLAB; whole sequences first, then heads of one."""
-    b, hq, tq = (1, q.shape[1], mask.max_seqlen_q) if mask.varlen else (q.shape[0], q.shape[1], q.shape[2])
-    hkv, tk = (k.shape[1], mask.max_seqlen_k) if mask.varlen else (k.shape[1], k.shape[2])
-    group = hq // hkv
-    m, n = max(1, min(TILE, tq)), max(1, min(TILE, tk))
-    heads = min(hkv, max(1, SLAB // (group * m * n)))
-    batches = max(1, min(b, SLAB // (hq * m * n))) if heads == hkv else 1
-    return Cut(m, n, batches, heads, group)
 
 
 def _tiles(span: range) -> Iterator[range]:
@@ -77,21 +93,31 @@ def _tiles(span: range) -> Iterator[range]:
 
 
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
-    cut, acc = _cut(q, k, mask), accumulation_dtype(q.dtype)
+    """Grows with every size: a call on fewer or shorter sequences fits into the scratch of a larger one."""
+    size = _sizes(q, k, mask)
+    needs: Shapes = {}
+    longest = max(size.tq, size.tk, 1)
+    for t in {min(1 << power, longest) for power in range(TILE.bit_length())} | {longest}:
+        shorter = size._replace(tq=min(t, size.tq), tk=min(t, size.tk))
+        for name, (shape, dtype) in _scratch_of(shorter, q, v, mask, backward).items():
+            needs[name] = max(shape, needs.get(name, (shape, dtype))[0]), dtype
+    return needs
+
+
+def _scratch_of(size: Sizes, q: Tensor, v: Tensor, mask: Mask, backward: bool) -> Shapes:
+    cut, acc = Cut.of(size), accumulation_dtype(q.dtype)
     d, dv = q.shape[-1], v.shape[-1]
-    tq = mask.max_seqlen_q if mask.varlen else q.shape[2]
-    tk = mask.max_seqlen_k if mask.varlen else k.shape[2]
-    b = mask.cu_seqlens_q.shape[0] - 1 if mask.cu_seqlens_q is not None else q.shape[0]
+    b = mask.cu_seqlens_q.shape[0] - 1 if mask.cu_seqlens_q is not None else size.b
     cols = cut.batches * cut.heads * cut.n
     rows = cut.batches * cut.heads * cut.group * cut.m
-    all_rows = cut.batches * cut.heads * cut.group * tq
+    all_rows = cut.batches * cut.heads * cut.group * size.tq
     scores = rows * cut.n
     sizes = {"q": rows * d, "k": cols * d, "v": cols * dv, "s": scores}
     if backward:
         sizes |= {"do": rows * dv, "o": rows * dv, "dp": scores, "dq": rows * d, "dk": cols * d, "dv": cols * dv}
         sizes |= {"delta": all_rows, "lse": all_rows}
         if mask.sinks is not None:
-            sizes |= {"dsinks": q.shape[1], "dsinks_part": cut.heads * cut.group}
+            sizes |= {"dsinks": size.hq, "dsinks_part": cut.heads * cut.group}
         if q.dtype != acc:
             sizes["dq_sum"] = all_rows * d
         if mask.softcap:
@@ -104,8 +130,8 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
         sizes["bias"] = scores
     if mask.alibi_slopes is not None:
         sizes |= {"slopes": cut.batches * cut.heads * cut.group, "distance": cut.m * cut.n}
-    shapes: Shapes = {name: ((size,), acc) for name, size in sizes.items()}
-    shapes["index"] = ((max(tq, tk, q.shape[1], b),), torch.int64)
+    shapes: Shapes = {name: ((length,), acc) for name, length in sizes.items()}
+    shapes["index"] = ((max(size.tq, size.tk, size.hq, b),), torch.int64)
     shapes["gap"] = ((cut.m * cut.n,), torch.int64)
     shapes["hidden"] = ((2 * cut.m * cut.n,), torch.bool)
     if backward:
@@ -119,7 +145,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    cut = _cut(q, k, mask)
+    cut = Cut.of(_sizes(q, k, mask))
     keys = _round_keys(mask, scratch)
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
         _fwd(q, k, v, mask, 0, cut, keys, o=o, lse=lse, scratch=scratch)
@@ -135,7 +161,7 @@ def bwd(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
     scratch: Scratch, deterministic: bool,
 ) -> None:  # fmt: skip
-    cut = _cut(q, k, mask)
+    cut = Cut.of(_sizes(q, k, mask))
     keys = _round_keys(mask, scratch)
     dbias_sum = None
     if dbias is not None:

@@ -1,0 +1,244 @@
+"""Checkpoints: folders that are whole or absent, and that say what is in them.
+
+    runs/tiny/checkpoints/000007-step-350/     the seventh that was saved, after 350 steps
+        tensors.safetensors
+        manifest.json                          step, state, size and sha256 of every file, and a digest of itself
+
+A checkpoint is staged under a hidden name, every file put on disk, then renamed, then the rename put on disk; an old one
+is renamed to a hidden name before it is deleted. So what has a checkpoint's name was once whole, and a process killed at
+any moment loses at most the checkpoint it was saving. Hidden leftovers go with the next save. One writer for one folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+import shutil
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from safetensors.torch import save_file
+
+from tilegrad.train.durable import sync
+
+_FORMAT, _VERSION = "tilegrad checkpoint", 1
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_STAGED, _GONE = ".staged", ".gone-"
+_TENSORS, _MANIFEST = "tensors.safetensors", "manifest.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    step: int
+    tensors: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is not what was saved, or not of this version. `previous`: the newest older one in its folder that is, or None."""
+
+    def __init__(self, path: Path, reason: str, previous: Path | None = None) -> None:
+        self.path, self.reason, self.previous = path, reason, previous
+        remedy = f"the one before it is good: {previous}" if previous else "there is no good one before it"
+        super().__init__(f"{path}: damaged, {reason}; {remedy}")
+
+
+def save_checkpoint(
+    folder: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, keep: int = 3
+) -> Path:
+    """Save into a new folder inside `folder`, which is made where it is missing, and return its path.
+
+    tensors   contiguous, on any device; views of one arena are fine, tensors that overlap are refused
+    state     plain JSON: what else a resumed run needs (config, position in the data, `rng_state`)
+    keep      how many good checkpoints stay, this one included; what was saved before them is deleted. Of the older
+              ones the manifest and the sizes are looked at, not every byte: `latest_checkpoint` does that.
+    """
+    if keep < 1:
+        raise ValueError(f"keep={keep}: at least the checkpoint that is saved must stay")
+    if step < 0:
+        raise ValueError(f"step={step}: must not be negative")
+    _check_plain(dict(state), "state")
+    folder.mkdir(parents=True, exist_ok=True)
+    _remove_leftovers(folder)
+    saved = _saved(folder)
+    number = 1 + (_parse(saved[-1])[0] if saved else 0)
+    path, staged = folder / f"{number:06d}-step-{step}", folder / _STAGED
+    staged.mkdir()
+    save_file(dict(tensors), staged / _TENSORS)
+    content = {
+        "format": _FORMAT,
+        "version": _VERSION,
+        "step": step,
+        "files": {_TENSORS: {"bytes": (staged / _TENSORS).stat().st_size, "sha256": _sha256(staged / _TENSORS)}},
+        "state": dict(state),
+    }
+    manifest = json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False)
+    (staged / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+    for file in (staged / _TENSORS, staged / _MANIFEST, staged):
+        sync(file)
+    staged.rename(path)
+    sync(folder)
+    _retire(folder, keep)
+    return path
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Every byte is checked, then the tensors are loaded, on CPU."""
+    manifest = _verified(path)
+    with safe_open(path / _TENSORS, framework="pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+    return Checkpoint(path, manifest["step"], tensors, manifest["state"])
+
+
+def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+    """Load into these tensors, of any device, one at a time from the file that is mapped. Names, shapes and dtypes must be
+    those of the checkpoint; where one is not, nothing is written."""
+    manifest = _verified(path)
+    with safe_open(path / _TENSORS, framework="pt") as file:
+        here, there = set(tensors), set(file.keys())
+        if here != there:
+            raise ValueError(
+                f"{path}: holds other tensors than this model; only in the checkpoint: {sorted(there - here) or 'none'}, "
+                f"only here: {sorted(here - there) or 'none'}"
+            )
+        for name, tensor in tensors.items():
+            saved = file.get_tensor(name)
+            there_is, here_is = (f"{t.dtype} {tuple(t.shape)}" for t in (saved, tensor))
+            if there_is != here_is:
+                raise ValueError(f"{path}: {name} is {there_is} in the checkpoint, {here_is} here")
+        for name, tensor in tensors.items():
+            tensor.copy_(file.get_tensor(name))
+    return Checkpoint(path, manifest["step"], dict(tensors), manifest["state"])
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint, every byte of it checked; None where none was saved. If it is damaged, `DamagedCheckpoint`
+    says how, and its `previous` is the newest good one before it: the caller decides whether to go on from there."""
+    saved = _saved(folder)
+    if not saved:
+        return None
+    try:
+        _verified(saved[-1])
+    except DamagedCheckpoint as error:
+        previous = next((path for path in reversed(saved[:-1]) if _is_good(path)), None)
+        raise DamagedCheckpoint(error.path, error.reason, previous) from error
+    return saved[-1]
+
+
+def rng_state(generator: torch.Generator) -> str:
+    """The state of the generator, as hexadecimal."""
+    return bytes(generator.get_state().tolist()).hex()
+
+
+def restore_rng(generator: torch.Generator, state: str) -> None:
+    """Set the generator to a `rng_state`."""
+    generator.set_state(torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8))
+
+
+def _parse(path: Path) -> tuple[int, int]:
+    """The number and the step that the name says."""
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1]), int(match[2])
+
+
+def _saved(folder: Path) -> list[Path]:
+    """Every checkpoint by name, in the order in which they were saved."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_parse)
+
+
+def _manifest(path: Path) -> dict[str, Any]:
+    """The manifest, itself checked, and the sizes of the files it names."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such checkpoint")
+    try:
+        content = json.loads((path / _MANIFEST).read_bytes())
+        claimed = content.pop("sha256")
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(path, f"{_MANIFEST} is missing") from error
+    except (ValueError, KeyError, AttributeError, TypeError) as error:
+        raise DamagedCheckpoint(path, f"{_MANIFEST} is not a manifest ({error})") from error
+    if claimed != _digest(content):
+        raise DamagedCheckpoint(path, f"{_MANIFEST} does not have the digest that it says")
+    if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+        raise DamagedCheckpoint(
+            path, f"{_MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads"
+        )
+    for name, about in content["files"].items():
+        if not (path / name).is_file():
+            raise DamagedCheckpoint(path, f"{name} is missing")
+        size = (path / name).stat().st_size
+        if size != about["bytes"]:
+            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {about['bytes']}")
+    manifest: dict[str, Any] = content
+    return manifest
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    manifest = _manifest(path)
+    for name, about in manifest["files"].items():
+        if _sha256(path / name) != about["sha256"]:
+            raise DamagedCheckpoint(path, f"{name} does not have the sha256 that {_MANIFEST} says")
+    return manifest
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        _verified(path)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def _retire(folder: Path, keep: int) -> None:
+    """Delete what was saved before the last `keep` checkpoints whose manifest and sizes are right."""
+    saved, good = _saved(folder), 0
+    while saved and good < keep:
+        try:
+            _manifest(saved.pop())
+            good += 1
+        except DamagedCheckpoint:
+            continue
+    for path in saved:
+        gone = path.with_name(_GONE + path.name)
+        path.rename(gone)
+        shutil.rmtree(gone)
+
+
+def _remove_leftovers(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name == _STAGED or path.name.startswith(_GONE):
+            shutil.rmtree(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode("utf-8")).hexdigest()
+
+
+def _check_plain(value: object, where: str) -> None:
+    """What comes back from JSON must be what went in."""
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where}: the key {key!r} is not a string")
+            _check_plain(inner, f"{where}[{key!r}]")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_plain(inner, f"{where}[{index}]")
+    elif isinstance(value, float) and value - value != 0.0:
+        raise ValueError(f"{where}={value}: JSON has no number that is not finite")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise TypeError(f"{where}: {type(value).__name__} is not JSON; use dict, list, str, int, float, bool or None")

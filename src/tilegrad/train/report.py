@@ -1,0 +1,106 @@
+"""The report of a run, as one page that needs nothing from outside."""
+
+from __future__ import annotations
+
+import html
+import json
+import math
+from collections.abc import Mapping, Sequence
+from importlib import resources
+from typing import Any
+
+from tilegrad.train.log import Record
+
+_CHARTS = (  # name in the records, heading, unit, whether the axis begins at 0
+    ("loss", "Loss", "nats per token", False),
+    ("learning_rate", "Learning rate", "", True),
+    ("gradient_norm", "Gradient norm", "before clipping", True),
+    ("tokens_per_second", "Tokens per second", "", True),
+)
+_MEANS = 60  # points that a smoothed curve has room for
+
+
+def run_report(
+    title: str,
+    records: Sequence[Record],
+    *,
+    facts: Mapping[str, str],
+    sample: str,
+    unigram_entropy: float | None = None,
+    memory_page: str = "",
+) -> str:
+    """A self-contained HTML page: curves of the loss (train, its running mean, validation, and the unigram entropy as a
+    level), the learning rate, the gradient norm and the tokens per second; what lives in memory during a step; a sample.
+
+    records       as `read_log` gives them: kinds "train" and "validation" are drawn; null is a gap in the curve
+    memory_page   a page of `tilegrad.memory.report`: `memory_report(…).html()` or `timeline_page(…)`
+    Every value is in the page, and under the pointer; where points share a pixel, their lowest and highest are drawn.
+    """
+    charts = [
+        {"from_zero": from_zero, "series": _series(records, name), "levels": []} for name, _, _, from_zero in _CHARTS
+    ]
+    if unigram_entropy is not None:
+        charts[0]["levels"] = [{"name": "unigram entropy", "y": unigram_entropy}]
+    parts = {
+        "title": html.escape(title),
+        "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
+        "charts": _sections(),
+        "memory": f'<iframe title="Memory of one step" srcdoc="{html.escape(memory_page)}"></iframe>'
+        if memory_page
+        else "",
+        "sample": f"<section><h2>A sample of what it writes</h2><pre>{html.escape(sample)}</pre></section>"
+        if sample
+        else "",
+        "data": json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
+    }
+    page = resources.files("tilegrad.train").joinpath("report.html").read_text(encoding="utf-8")
+    for name, text in parts.items():  # no text holds a placeholder: "<" is escaped in all of them
+        page = page.replace(f"<!--{name}-->", text)
+    return page
+
+
+def _series(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
+    train, validation = (_points(records, kind, name) for kind in ("train", "validation"))
+    width = math.ceil(len(train) / _MEANS)
+    smooth = name == "loss" and width > 1
+    series = [_curve("train" if name == "loss" else "value", train, "first", faint=smooth)]
+    if smooth:
+        series.append(_curve(f"mean of {width}", _running_mean(train, width), "first"))
+    if validation:
+        series.append(_curve("validation", validation, "second", dots=True))
+    return series
+
+
+def _points(records: Sequence[Record], kind: str, name: str) -> list[tuple[int, float | None]]:
+    """Step and value of each record of that kind, the last one where a step has several."""
+    return sorted({r["step"]: r[name] for r in records if r["kind"] == kind and name in r}.items())
+
+
+def _running_mean(points: Sequence[tuple[int, float | None]], width: int) -> list[tuple[int, float | None]]:
+    """At each point, the mean of the finite values among it and the width − 1 before it."""
+    out: list[tuple[int, float | None]] = []
+    for i, (step, _) in enumerate(points):
+        known = [y for _, y in points[max(0, i + 1 - width) : i + 1] if y is not None]
+        out.append((step, math.fsum(known) / len(known) if known else None))
+    return out
+
+
+def _curve(
+    name: str, points: Sequence[tuple[int, float | None]], colour: str, *, faint: bool = False, dots: bool = False
+) -> dict[str, Any]:
+    x, y = [step for step, _ in points], [value for _, value in points]
+    return {"name": name, "x": x, "y": y, "colour": colour, "faint": faint, "dots": dots}
+
+
+def _sections() -> str:
+    """The frames of the charts: the loss alone, the others side by side where there is room."""
+    keys = '<p class="keys">Point at, tap or focus a chart: ← → step through the run in all of them.</p>'
+    large, *small = (
+        f'<section data-chart="{name}"{" class=large" if name == "loss" else ""}>'
+        f"<h2>{heading}<small>{unit}</small></h2>"
+        f'<div class="legend" aria-live="polite"></div>'
+        f'<div class="chart" tabindex="0" role="application" aria-label="{heading} by step. Arrow keys move.">'
+        f"<canvas></canvas><canvas></canvas></div>{keys if name == 'loss' else ''}</section>"
+        for name, heading, unit, _ in _CHARTS
+    )
+    return f'{large}<div class="small">{"".join(small)}</div>'

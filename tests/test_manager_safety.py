@@ -1,0 +1,346 @@
+"""AttentionBufferManager: misuse is caught, and a buffer that anyone else holds is never handed out."""
+
+import gc
+import threading
+
+import pytest
+import torch
+
+from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
+
+Q, K = BufferType.QUERY, BufferType.KEY
+
+
+@pytest.fixture(params=[True, False], ids=["lightweight", "tracked"])
+def manager(request):
+    return AttentionBufferManager(lightweight=request.param, pressure=lambda device: 0.0)
+
+
+@pytest.fixture(params=[(64,), (1200, 1024), (2, 1024, 8, 64)], ids=["bucketed", "direct", "fragment"])
+def shape(request):
+    """One shape for each strategy that holds a buffer in its own way."""
+    return request.param
+
+
+def test_a_second_free_raises_and_hands_nothing_out_twice(manager, shape):
+    t = manager.allocate(Q, shape)
+    manager.deallocate(t)
+    with pytest.raises(BufferStateError, match="deallocated already"):
+        manager.deallocate(t)
+    a, b = manager.allocate(Q, shape), manager.allocate(Q, shape)
+    assert a.data_ptr() != b.data_ptr()
+
+
+def test_a_second_free_after_eviction_raises(manager, shape):
+    t = manager.allocate(Q, shape)
+    manager.deallocate(t)
+    manager.clear_cache()
+    with pytest.raises(BufferStateError, match="not a buffer in use"):
+        manager.deallocate(t)
+
+
+def test_tracked_catches_a_stale_handle_after_its_buffer_was_handed_out_again(shape):
+    manager = AttentionBufferManager()
+    stale = manager.allocate(Q, shape)
+    address = stale.data_ptr()
+    manager.deallocate(stale)
+    fresh = manager.allocate(Q, shape)
+    assert fresh.data_ptr() == address
+    with pytest.raises(BufferStateError):
+        manager.deallocate(stale)
+    fresh.fill_(1)
+    stale.fill_(2)
+    assert float(fresh.min()) == 1
+    manager.deallocate(fresh)
+    assert manager.get_stats()["quarantined"] == 0
+
+
+@pytest.mark.parametrize("foreign", [torch.empty(4), None, "tensor"])
+def test_a_foreign_tensor_raises(manager, foreign):
+    manager.allocate(Q, (4,))
+    with pytest.raises(BufferStateError, match="tensor"):
+        manager.deallocate(foreign)
+
+
+def test_a_view_of_a_buffer_is_not_the_buffer(manager):
+    t = manager.allocate(Q, (4, 4))
+    for other in (t[0], t.view(16), t.detach(), t.data):
+        with pytest.raises(BufferStateError, match="view of a buffer"):
+            manager.deallocate(other)
+
+
+def test_an_address_reused_by_a_foreign_tensor_is_not_the_buffer(manager):
+    """The dropped buffer's Python object can live on as another tensor with the same id."""
+    for _ in range(50):
+        t = manager.allocate(Q, (4,))
+        known = id(t)
+        del t
+        foreign = torch.empty(4)
+        if id(foreign) == known:
+            with pytest.raises(BufferStateError):
+                manager.deallocate(foreign)
+            return
+    pytest.skip("the interpreter never reused the address")
+
+
+def test_a_wrong_type_raises_and_the_buffer_stays_in_use(manager):
+    t = manager.allocate(Q, (4,))
+    with pytest.raises(BufferStateError, match="this buffer is QUERY"):
+        manager.deallocate(t, K)
+    manager.deallocate(t, "query")
+
+
+def test_a_tensor_in_a_graph_raises(manager):
+    leaf = manager.allocate(Q, (4,))
+    leaf.requires_grad_()
+    with pytest.raises(BufferStateError, match="requires_grad=True"):
+        manager.deallocate(leaf)
+    leaf.requires_grad_(False)
+    manager.deallocate(leaf)
+    result = manager.allocate(K, (4,))
+    result.add_(torch.ones(4, requires_grad=True))
+    with pytest.raises(BufferStateError, match="grad_fn"):
+        manager.deallocate(result)
+    assert manager.get_stats()["bytes_in_use"] > 0
+
+
+HOLDERS = {
+    "view": lambda t: t[0],
+    "reshaped": lambda t: t.view(-1),
+    "detached": lambda t: t.detach(),
+    "data": lambda t: t.data,
+    "numpy": lambda t: t.numpy(),
+    "dlpack": lambda t: t.__dlpack__(),
+    "storage": lambda t: t.untyped_storage(),
+    "typed view": lambda t: t.view(torch.int32),
+    "saved by autograd": lambda t: torch.ones(t.shape, requires_grad=True) * t,
+    "view saved by autograd": lambda t: torch.ones(t.shape[0], requires_grad=True) * t.view(t.shape[0], -1)[:, 0],
+}
+
+
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_a_buffer_that_anyone_else_holds_is_quarantined(manager, shape, holder):
+    t = manager.allocate(Q, shape)
+    t.fill_(3)
+    address = t.data_ptr()
+    held = HOLDERS[holder](t)
+    manager.deallocate(t)
+    stats = manager.get_stats()
+    assert (stats["quarantined"], stats["bytes_in_use"], stats["bytes_cached"]) == (1, 0, 0)
+    others = [manager.allocate(Q, shape) for _ in range(3)]
+    assert address not in [o.data_ptr() for o in others]
+    for other in others:
+        other.fill_(5)
+    assert float(t.min()) == float(t.max()) == 3
+    with pytest.raises(BufferStateError):
+        manager.deallocate(t)
+    del held
+
+
+def test_autograd_gets_the_right_gradient_from_a_freed_buffer(manager):
+    x = torch.ones(64, requires_grad=True)
+    t = manager.allocate(Q, (64,))
+    t.fill_(3)
+    y = (x * t).sum()
+    manager.deallocate(t)
+    del t
+    manager.allocate(Q, (64,)).fill_(9)
+    y.backward()
+    assert torch.equal(x.grad, torch.full((64,), 3.0))
+
+
+def test_a_quarantined_block_returns_to_its_slab_when_its_holder_goes(manager):
+    shape = (2, 1024, 8, 64)
+    t = manager.allocate(Q, shape)
+    address, view = t.data_ptr(), t[0]
+    manager.deallocate(t)
+    assert manager.allocate(Q, shape).data_ptr() != address
+    del t, view
+    manager.clear_cache()
+    assert manager.allocate(Q, shape).data_ptr() == address
+
+
+def test_a_variable_that_still_names_the_buffer_does_not_block_it(manager, shape):
+    names = []
+    for _ in range(5):
+        names.append(manager.allocate(Q, shape))
+        manager.deallocate(names[-1])
+    stats = manager.get_stats()
+    assert (stats["cache_hits"], stats["quarantined"]) == (4, 0)
+
+
+def test_a_holder_that_came_after_the_free_is_seen():
+    manager = AttentionBufferManager()
+    t = manager.allocate(Q, (64,))
+    manager.deallocate(t)
+    late = t[0:2]
+    assert manager.allocate(Q, (64,)).data_ptr() != late.data_ptr()
+    assert manager.get_stats()["quarantined"] == 1
+
+
+def test_changes_of_shape_by_the_caller_do_not_reach_the_next(manager):
+    for change in (
+        lambda t: t.t_(),
+        lambda t: t.resize_(2, 2),
+        lambda t: t.unsqueeze_(0),
+        lambda t: t.as_strided_((2,), (1,), 5),
+    ):
+        manager.clear_cache()
+        t = manager.allocate(Q, (8, 4))
+        change(t)
+        manager.deallocate(t)
+        del t
+        again = manager.allocate(Q, (8, 4))
+        assert (again.shape, again.stride()) == ((8, 4), (4, 1))
+        again.fill_(1)
+
+
+def test_a_buffer_whose_storage_was_exchanged_is_not_kept(manager, shape):
+    t = manager.allocate(Q, shape)
+    t.data = torch.zeros(shape)
+    manager.deallocate(t)
+    stats = manager.get_stats()
+    assert (stats["quarantined"], stats["bytes_cached"]) == (1, 0)
+
+
+def test_dropped_tensors_are_not_leaked(manager, shape):
+    """Returned outputs that nobody deallocates leaked once per forward in the code this replaces."""
+    for _ in range(20):
+        manager.allocate(Q, shape)
+    stats = manager.get_stats()
+    assert (stats["bytes_in_use"], stats["bytes_cached"], stats["bytes_reserved"]) == (0, 0, 0)
+    assert len(manager._cache.slots) == 0
+
+
+def test_a_dropped_tensor_in_a_graph_lives_as_long_as_the_graph(manager):
+    x = torch.ones(4096, requires_grad=True)
+    t = manager.allocate(Q, (4096,))
+    t.fill_(3)
+    y = x * t
+    del t
+    gc.collect()
+    assert manager.get_stats()["bytes_in_use"] == 4096 * 4
+    manager.allocate(Q, (4096,)).fill_(9)
+    y.sum().backward()
+    assert float(x.grad[0]) == 3
+    del y
+    gc.collect()
+    assert manager.get_stats()["bytes_in_use"] == 0
+
+
+def test_memory_of_a_dropped_tensor_goes_at_once():
+    manager = AttentionBufferManager(lightweight=True)
+    t = manager.allocate(Q, (1200, 1024))
+    storage = manager._cache.slots[id(t)].storage
+    assert not storage.expired()
+    del t
+    assert storage.expired()
+
+
+def test_buffers_outlive_their_manager(shape):
+    manager = AttentionBufferManager()
+    t = manager.allocate(Q, shape)
+    del manager
+    gc.collect()
+    t.fill_(2)
+    assert float(t.sum()) == 2 * t.numel()
+
+
+def test_buffers_are_ordinary_tensors_in_and_out_of_inference_mode(manager):
+    with torch.inference_mode():
+        manager.deallocate(manager.allocate(Q, (64,)))
+        manager.deallocate(manager.allocate(Q, (60,)))
+        kept = manager.allocate(Q, (60,))
+        manager.deallocate(kept)
+        t = manager.allocate(Q, (60,))
+        assert not t.is_inference()
+        manager.deallocate(t)
+    t = manager.allocate(Q, (60,))
+    t.fill_(2)
+    x = torch.ones(60, requires_grad=True)
+    (x * t).sum().backward()
+    assert float(x.grad[0]) == 2
+
+
+def test_a_buffer_may_be_written_in_a_graph(manager):
+    """No buffer is a view: a view made without grad could not be written with it."""
+    for shape in ((64,), (60,), (2, 1024, 8, 64)):
+        t = manager.allocate(Q, shape, zero_init=True)
+        assert t._base is None
+        t.add_(torch.ones(shape, requires_grad=True))
+        assert t.grad_fn is not None
+
+
+class FreesAtTheEnd:
+    """In a cycle of its own, so that only the collector ends it; `held` is where its buffer is."""
+
+    def __init__(self, manager, held):
+        self.manager, self.held, self.me = manager, held, self
+        held.append(manager.allocate(K, (64,)))
+
+    def __del__(self):
+        self.manager.deallocate(self.held.pop(), K)
+
+
+@pytest.mark.parametrize("buffer_in_cycle", [True, False])
+def test_a_finalizer_that_frees_does_not_deadlock(manager, buffer_in_cycle):
+    """The garbage collector runs inside the manager too, and what it runs may free buffers."""
+    done = threading.Event()
+    outside = []
+
+    def work():
+        for n in range(200):
+            FreesAtTheEnd(manager, [] if buffer_in_cycle else outside)
+            manager.deallocate(manager.allocate(Q, (64 + 64 * (n % 40),)))
+        gc.collect()
+        done.set()
+
+    threshold = gc.get_threshold()
+    gc.set_threshold(1)
+    try:
+        thread = threading.Thread(target=work, daemon=True)
+        thread.start()
+        assert done.wait(20), "the manager waits for itself"
+    finally:
+        gc.set_threshold(*threshold)
+    assert manager.get_stats()["bytes_in_use"] == 0
+
+
+def test_what_is_freed_while_the_cache_is_searched_waits(manager, monkeypatch):
+    held = manager.allocate(K, (64,))
+    find = manager._cache.find
+
+    def freeing_find(lane):
+        manager.deallocate(held, K)
+        assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 0
+        return find(lane)
+
+    monkeypatch.setattr(manager._cache, "find", freeing_find)
+    manager.allocate(Q, (64,))
+    assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool, torch.complex64])
+def test_debug_poisons_and_reports_a_write_after_free(dtype, shape):
+    manager = AttentionBufferManager(debug=True)
+    t = manager.allocate(Q, shape, dtype, zero_init=True)
+    manager.deallocate(t)
+    if dtype.is_floating_point or dtype.is_complex:
+        assert bool(t.isnan().all())
+    else:
+        assert set(t.untyped_storage()[:8].tolist()) == {0xCB}
+    again = manager.allocate(Q, shape, dtype)
+    manager.deallocate(again)
+    again.view(-1)[5] = 1
+    with pytest.raises(BufferStateError, match=r"QUERY buffer .* was written after deallocate"):
+        manager.allocate(Q, shape, dtype)
+    manager.deallocate(manager.allocate(Q, shape, dtype))
+
+
+def test_debug_reports_a_write_after_free_when_the_buffer_is_reshaped():
+    manager = AttentionBufferManager(debug=True)
+    t = manager.allocate(Q, (100, 10))
+    manager.deallocate(t)
+    t[3] = 7
+    with pytest.raises(BufferStateError, match="first at byte 122"):
+        manager.allocate(Q, (99, 10))
