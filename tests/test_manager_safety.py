@@ -237,6 +237,19 @@ def test_memory_of_a_dropped_tensor_goes_at_once():
     assert storage.expired()
 
 
+def test_a_manager_that_goes_gives_its_cache_back(shape):
+    gc.disable()
+    try:
+        manager = AttentionBufferManager()
+        t = manager.allocate(Q, shape)
+        storage = manager._cache.slots[id(t)].storage
+        manager.deallocate(t)
+        del t, manager
+        assert storage.expired()
+    finally:
+        gc.enable()
+
+
 def test_buffers_outlive_their_manager(shape):
     manager = AttentionBufferManager()
     t = manager.allocate(Q, shape)

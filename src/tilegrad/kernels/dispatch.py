@@ -12,6 +12,8 @@ from __future__ import annotations
 
 import functools
 import importlib
+import importlib.util
+import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -52,7 +54,30 @@ def _takes_all(problem: Problem) -> None:
     return None
 
 
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    device, dtype = problem.q.device, str(problem.q.dtype)
+    if not _has_triton():
+        return "needs Triton, which is not installed (pip install triton)"
+    if dtype == "torch.float64":
+        return "takes float16, bfloat16 and float32, not float64"
+    if device.type == "cpu":
+        in_interpreter = os.environ.get("TRITON_INTERPRET") == "1"
+        return None if in_interpreter else "needs a CUDA device; on the CPU only Triton's interpreter, TRITON_INTERPRET=1"
+    if device.type != "cuda":
+        return f"needs a CUDA device, not {device.type}"
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"needs compute capability 8.0 or newer, and {device} has {major}.{minor}"
+
+
 ATTENTION: tuple[Kernel, ...] = (
+    Kernel("triton", "triton_attention", _triton_refuses),
     Kernel("tiled", "tiled", _takes_all),
     Kernel("reference", "reference", _takes_all, by_name_only="holds whole T×T matrices: the oracle, only by name"),
 )

@@ -76,7 +76,7 @@ class BufferCache:
         self.limits: dict[torch.device, AdaptiveLimit] = {}
         self.strategies = strategies
         self.max_bytes = sys.maxsize if max_bytes is None else max_bytes
-        self.budget = self.max_bytes
+        self.bounded = max_bytes is not None
         self.held = self.in_use = self.slack = self.peak = self.clock = 0
         self._configs, self._reuse, self._pressure = configs, reuse, pressure
         self._mark, self._plan_mark = MIB, 0
@@ -190,6 +190,13 @@ class BufferCache:
     def reserved(self) -> int:
         return self.held + self.strategies.idle_bytes()
 
+    def is_over(self) -> bool:
+        """Whether the cache holds more bytes than it may."""
+        return self.cached > self.max_bytes or any(
+            limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes
+            for device, limit in self.limits.items()
+        )
+
     def trim(self) -> None:
         """Drops what is beyond the limits: buffers per pool, bytes in all, bytes of a device short of memory."""
         if not self.clock & 255 and time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
@@ -214,7 +221,7 @@ class BufferCache:
                 self.limits.pop(device, None)
             else:
                 self.limits[device] = limit
-        self.budget = -1 if self.limits else self.max_bytes
+        self.bounded = bool(self.limits) or self.max_bytes < sys.maxsize
 
     def cached_on(self, device: torch.device) -> int:
         pools = [pool for pool in self.pools.values() if pool.device == device]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import threading
+import weakref
 from collections import deque
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -33,7 +34,7 @@ from tilegrad.memory.pattern import PatternLearner, demand
 from tilegrad.memory.pressure import PressureSource, memory_pressure
 from tilegrad.memory.profile import Life, Profile, ScopeStats, chrome_trace
 from tilegrad.memory.slab import MIB
-from tilegrad.memory.slot import Key, Lane, Slot
+from tilegrad.memory.slot import Key, Lane, Slot, references, storage_use_count, use_count
 from tilegrad.memory.strategies import Strategies
 from tilegrad.memory.types import DEFAULT_CONFIGS, BufferConfig, BufferStateError, BufferType
 
@@ -108,6 +109,7 @@ class AttentionBufferManager:
         self._scope: ContextVar[str] = ContextVar("scope", default="")
         self._scopes: dict[str, ScopeStats] = {}
         self._profile = Profile() if enable_profiling else None
+        weakref.finalize(self, self._cache.clear, None).atexit = False
         if enable_preallocation:
             where = self._device or default_device()
             typical = {t: int(c.typical_size_mb * MIB) for t, c in configs.items()}
@@ -201,7 +203,12 @@ class AttentionBufferManager:
             self._events.append(lane.gave)
             if self._tracked:
                 self._note_given(slot, began)
-            if slot.held_elsewhere(tensor):
+            if (
+                use_count(tensor) != 1
+                or storage_use_count(slot.cdata) != slot.alone
+                or tensor.data_ptr() != slot.ptr
+                or references(tensor.untyped_storage()) != slot.storage_refs
+            ):
                 cache.quarantine(slot)
                 return
             if tensor.shape != lane.shape or not tensor.is_contiguous():
@@ -215,7 +222,7 @@ class AttentionBufferManager:
             free = pool.free
             free[slot] = None
             slot.stamp = cache.clock = clock = cache.clock + 1
-            if len(free) > pool.limit or cache.held - cache.in_use > cache.budget or not clock & 255:
+            if len(free) > pool.limit or not clock & 255 or (cache.bounded and cache.is_over()):
                 self._exclusive(cache.trim)
         finally:
             lock.release()

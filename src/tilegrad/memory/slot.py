@@ -25,9 +25,9 @@ from tilegrad.memory.slab import Block
 from tilegrad.memory.strategies import Request
 from tilegrad.memory.types import BufferConfig, BufferStateError, BufferType
 
-_storage_use_count = torch._C._storage_Use_Count
-_use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
-_references = sys.getrefcount
+storage_use_count = torch._C._storage_Use_Count
+use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+references = sys.getrefcount
 _NAN_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
 _POISON_BYTE = 0xCB
 SLACK = 1.25
@@ -104,11 +104,9 @@ def hollow(tensor: Tensor) -> None:
 
 class Slot:
     __slots__ = (
-        "_alone",
-        "_cdata",
-        "_ptr",
-        "_storage_refs",
+        "alone",
         "block",
+        "cdata",
         "freed",
         "handle",
         "ident",
@@ -116,12 +114,14 @@ class Slot:
         "nbytes",
         "poison",
         "pool",
+        "ptr",
         "request",
         "scope",
         "slack",
         "stamp",
         "storage",
         "storage_bytes",
+        "storage_refs",
         "tensor",
         "zero",
     )
@@ -138,16 +138,16 @@ class Slot:
         self.ident = 0
         self.storage = StorageWeakRef(base.untyped_storage())
         self.storage_bytes = base.numel()
-        self._cdata: int = self.storage.cdata
-        self._ptr = base.data_ptr()
+        self.cdata: int = self.storage.cdata
+        self.ptr = base.data_ptr()
         self.tensor: Tensor | None = shaped(base.untyped_storage(), lane.key)
         self.handle: Handle | None = None
 
     def learn_alone(self) -> None:
         """Reads the counts that mean 'nobody else'; called once, when only this slot holds the bytes."""
         assert self.tensor is not None
-        self._storage_refs = _references(self.tensor.untyped_storage())
-        self._alone = _storage_use_count(self._cdata)
+        self.storage_refs = references(self.tensor.untyped_storage())
+        self.alone = storage_use_count(self.cdata)
 
     def watch(self, dropped: Callable[[weakref.ref[Tensor]], object]) -> None:
         """Calls `dropped` with the handle when the tensor dies in the caller's hands."""
@@ -159,17 +159,17 @@ class Slot:
     def is_dying(self, tensor: Tensor) -> bool:
         """Whether a finalizer passes the tensor that this slot lost: the collector clears weak references before it
         calls the finalizers of a cycle. The buffer counts as dropped then."""
-        return self.handle is not None and self.handle() is None and tensor.untyped_storage()._cdata == self._cdata
+        return self.handle is not None and self.handle() is None and tensor.untyped_storage()._cdata == self.cdata
 
-    def held_elsewhere(self, tensor: Tensor | None = None) -> bool:
-        """Whether anything but the caller's variables holds these bytes, or the tensor no longer stands for them."""
-        tensor = tensor if tensor is not None else self.tensor
+    def held_elsewhere(self) -> bool:
+        """Whether anything but variables holds the cached bytes; `deallocate` spells the same out for speed."""
+        tensor = self.tensor
         assert tensor is not None
         return (
-            _use_count(tensor) != 1
-            or _storage_use_count(self._cdata) != self._alone
-            or tensor.data_ptr() != self._ptr
-            or _references(tensor.untyped_storage()) != self._storage_refs
+            use_count(tensor) != 1
+            or storage_use_count(self.cdata) != self.alone
+            or tensor.data_ptr() != self.ptr
+            or references(tensor.untyped_storage()) != self.storage_refs
         )
 
     def restore_layout(self, tensor: Tensor) -> None:
@@ -192,7 +192,7 @@ class Slot:
 
     def named_elsewhere(self) -> bool:
         """Whether a variable outside still names the cached tensor."""
-        return _references(self.tensor) > 2
+        return references(self.tensor) > 2
 
     def renew(self) -> None:
         """Puts a new tensor over the bytes; whoever still names the old one then holds an empty tensor."""

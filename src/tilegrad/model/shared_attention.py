@@ -241,7 +241,7 @@ class SharedAttention:
         matrices = ("grad_weights", "grad_scores") if self.materialize else ("grad_scores",)
         needs = {name: ((b, t, c), self.dtype) for name in SHARED if name not in ("grad_weights", "grad_scores")}
         needs |= {name: ((b, h, t, t), self.dtype) if self.materialize else tile for name in matrices}
-        needs |= {f"linear.{n}": form for n, form in linear_workspace(x, x, self.W_q, self.grad_W_q).items()}
+        needs |= {f"linear.{n}": form for n, form in linear_workspace(x, self.W_q, backward=True).items()}
         return needs | {f"attention.{n}": form for n, form in scratch.items()}
 
     def _scratch(self, lease: Lease, op: str) -> dict[str, Tensor]:

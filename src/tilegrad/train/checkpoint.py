@@ -41,7 +41,7 @@ class Checkpoint:
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not what was saved, or not of this version. `previous`: the newest older one in its folder that is, or None."""
+    """A checkpoint that is not what was saved, or not of this version. `previous`: the newest good one before it, or None."""
 
     def __init__(self, path: Path, reason: str, previous: Path | None = None) -> None:
         self.path, self.reason, self.previous = path, reason, previous

@@ -15,7 +15,7 @@ Record = dict[str, Any]
 
 
 class RunLog:
-    """Appends records to a file, each on disk's way as soon as it is written, and all of them on disk when it is closed.
+    """Appends records to a file, each handed to the system at once, and all of them on disk when it is closed.
 
     A record has `step`, `kind` and what was measured: {"step": 10, "kind": "train", "loss": 2.5}. JSON has no number that
     is not finite: it is written as null. The kind "resume" says that the run went on from that step, and that what was
@@ -25,10 +25,10 @@ class RunLog:
     """
 
     def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
+        self._tensorboard = None if tensorboard is None else _summary_writer(tensorboard)
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._file = path.open("a", encoding="utf-8")
-        self._tensorboard = None if tensorboard is None else _summary_writer(tensorboard)
 
     def append(self, step: int, kind: str, values: Mapping[str, object]) -> None:
         record = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}

@@ -7,6 +7,7 @@ import json
 import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
+from itertools import accumulate
 from typing import Any
 
 from tilegrad.train.log import Record
@@ -63,7 +64,7 @@ def _series(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
     train, validation = (_points(records, kind, name) for kind in ("train", "validation"))
     width = math.ceil(len(train) / _MEANS)
     smooth = name == "loss" and width > 1
-    series = [_curve("train" if name == "loss" else "value", train, "first", faint=smooth)]
+    series = [_curve("train" if name == "loss" else "", train, "first", faint=smooth)]
     if smooth:
         series.append(_curve(f"mean of {width}", _running_mean(train, width), "first"))
     if validation:
@@ -77,11 +78,14 @@ def _points(records: Sequence[Record], kind: str, name: str) -> list[tuple[int, 
 
 
 def _running_mean(points: Sequence[tuple[int, float | None]], width: int) -> list[tuple[int, float | None]]:
-    """At each point, the mean of the finite values among it and the width − 1 before it."""
+    """At each point, the mean of the finite values among the `width` points around it, fewer at the ends."""
+    known = [0, *accumulate(y is not None for _, y in points)]
+    total = [0.0, *accumulate(y or 0.0 for _, y in points)]
     out: list[tuple[int, float | None]] = []
     for i, (step, _) in enumerate(points):
-        known = [y for _, y in points[max(0, i + 1 - width) : i + 1] if y is not None]
-        out.append((step, math.fsum(known) / len(known) if known else None))
+        first, last = max(0, i - width // 2), min(len(points), i - width // 2 + width)
+        count = known[last] - known[first]
+        out.append((step, (total[last] - total[first]) / count if count else None))
     return out
 
 

@@ -156,7 +156,11 @@ def _forward_varlen(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor
 def _backward_varlen(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask) -> Gradients:
     assert mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None
     dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-    dsinks = torch.zeros_like(mask.sinks, dtype=torch.promote_types(q.dtype, torch.float32)) if mask.sinks is not None else None
+    dsinks = (
+        torch.zeros_like(mask.sinks, dtype=torch.promote_types(q.dtype, torch.float32))
+        if mask.sinks is not None
+        else None
+    )
     for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
         dlseb = None if dlse is None else dlse[None, :, rows]
         g = _backward(packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows), dlseb, mask, range(b, b + 1))

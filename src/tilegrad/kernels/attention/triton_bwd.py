@@ -1,0 +1,352 @@
+"""Attention's backward in Triton: no atomics, every gradient has one owner, so the same bits come out every time.
+
+    delta   delta = rowsum(do ∘ o) − dlse      lse2 = lse · log2(e)        rows that see nothing: delta 0, lse2 +inf, so p = 0
+    dk, dv  a program owns a tile of columns of a kv head and walks the query heads of its group and the rows that see it
+              sᵀ = k qᵀ   dpᵀ = v doᵀ   dv += rᵀ do   dk += dxᵀ q
+    dq      a program owns a tile of rows and walks the columns they see
+              s = q kᵀ    dp = do vᵀ    dq += dx k
+    dbias   a program owns a tile of the bias itself and walks everything that the bias is broadcast over
+    dsinks  a program owns a head and walks its rows: dsink −= Σ exp(sink − lse) · delta
+
+r, ds and dx of a tile are in triton_mask.py; scale, and 1/(1 − dropout_p) of dv, are applied once, at the end. Scores are
+computed twice, in 7 products of 2·Tq·Tk·D FLOPs where one fused walk has 5: that is the price of no atomics and no
+float32 dq in memory. Scratch is two float32 rows, delta and lse2; (B, Hq, Tq) each.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_mask import (
+    LOG2E,
+    Head,
+    at,
+    band_tiles,
+    lengths,
+    load_tile,
+    nth_tile,
+    steps,
+    store_tile,
+    tile_offsets,
+    weights,
+)
+
+SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "do", "lse", "dlse", "rows", "dq", "dk", "dv") for axis in "bht"]
+SIZES += [f"{x}_{axis}" for x in ("bias", "dbias") for axis in "bhij"]
+SIZES += ["slopes_b", "slopes_h", "sinks_h", "dsinks_h", "b_step", "h_step", "batch", "heads", "row_tiles", "col_tiles"]
+SIZES += ["tq", "tk", "left", "right", "threshold"]
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _delta_kernel(
+    o, do, lse, dlse, cu_seqlens_q,
+    delta, lse2,
+    o_b, o_h, o_t, do_b, do_h, do_t, lse_b, lse_h, lse_t, dlse_b, dlse_h, dlse_t, rows_b, rows_h, heads, row_tiles, tq,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) % row_tiles * BLOCK_M
+    h = tl.program_id(0) // row_tiles % heads
+    b = tl.program_id(0) // row_tiles // heads
+    start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
+    if cu_seqlens_q is not None and start >= tq:
+        return
+
+    rows = start + tl.arange(0, BLOCK_M)
+    inside = rows < tq
+    o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+    o_tile = load_tile(at(o, o_b, o_h, o_t, b, h, start_q + start, ALIGN), o_offsets, tq - start, DV, CHECKED=True)
+    do_tile = load_tile(
+        at(do, do_b, do_h, do_t, b, h, start_q + start, ALIGN), do_offsets, tq - start, DV, CHECKED=True
+    )
+    lse_row = tl.load(at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(rows, lse_t, 1), mask=inside, other=0.0)
+
+    d = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    if dlse is not None:
+        dlse = at(dlse, dlse_b, dlse_h, dlse_t, b, h, start_q, 1)
+        d -= tl.load(dlse + steps(rows, dlse_t, 1), mask=inside, other=0.0)
+    some = lse_row > float("-inf")
+
+    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d, 0.0), mask=inside)
+    tl.store(
+        at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
+        tl.where(some, lse_row * LOG2E, float("inf")),
+        mask=inside,
+    )
+
+
+@triton.jit
+def _add_rows(
+    dk, dv, k, v, q, do, lse2, delta, q_offsets, do_offsets, q_t, do_t, j, head, first, full, full_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    tiles = full_end - full
+    if MASKED:
+        tiles = full - first + last - full_end
+    for m in tl.range(0, tiles):
+        start = nth_tile(m, first, full, full_end, MASKED) * BLOCK_M
+        rows = start + tl.arange(0, BLOCK_M)
+        q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
+        do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
+        if MASKED:
+            lse2_row = tl.load(lse2 + rows, mask=rows < head.tq, other=float("inf"))
+            delta_row = tl.load(delta + rows, mask=rows < head.tq, other=0.0)
+        else:
+            lse2_row = tl.load(lse2 + rows)
+            delta_row = tl.load(delta + rows)
+        s = tl.dot(k, q_tile.T, input_precision=PRECISION)
+        dp = tl.dot(v, do_tile.T, input_precision=PRECISION)
+        r, _, dx = weights(s, dp, lse2_row[None, :], delta_row[None, :], rows[None, :], j, head, MASKED)
+        if DV_WANTED:
+            dv = tl.dot(r.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+        if DK_WANTED:
+            dk = tl.dot(dx.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+    return dk, dv
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _dkdv_kernel(
+    q, k, v, do, lse2, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed,
+    dk, dv,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
+    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
+    heads, group, col_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) % col_tiles * BLOCK_N
+    kv_head = tl.program_id(0) // col_tiles % (heads // group)
+    b = tl.program_id(0) // col_tiles // (heads // group)
+    start_q, start_k, tq, tk = lengths(cu_seqlens_q, cu_seqlens_k, b, tq, tk)
+    if cu_seqlens_q is not None and start >= tk:
+        return
+
+    j = start + tl.arange(0, BLOCK_N)[:, None]
+    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
+    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
+    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+    k_tile = load_tile(at(k, k_b, k_h, k_t, b, kv_head, start_k + start, ALIGN), k_offsets, tk - start, D, CHECKED=True)
+    v_tile = load_tile(
+        at(v, v_b, v_h, v_t, b, kv_head, start_k + start, ALIGN), v_offsets, tk - start, DV, CHECKED=True
+    )
+    if NEGATIVE:
+        k_tile = -k_tile
+    if seed is not None:
+        seed = tl.load(seed)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+
+    stop = tl.minimum(start + BLOCK_N, tk)
+    first, full, full_end, last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
+    for g in range(0, group):
+        h = kv_head * group + g
+        q_head = at(q, q_b, q_h, q_t, b, h, start_q, ALIGN)
+        do_head = at(do, do_b, do_h, do_t, b, h, start_q, ALIGN)
+        lse2_head = at(lse2, rows_b, rows_h, 1, b, h, start_q, 1)
+        delta_head = at(delta, rows_b, rows_h, 1, b, h, start_q, 1)
+        slope = None
+        if slopes is not None:
+            slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32) * LOG2E
+        bias_head = None
+        if bias is not None:
+            bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
+        head = Head(
+            b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
+        )
+        for MASKED in tl.static_range(2):
+            dk_acc, dv_acc = _add_rows(
+                dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_offsets, do_offsets, q_t, do_t,
+                j, head, first, full, full_end, last,
+                D, DV, BLOCK_M, ALIGN, PRECISION, dk is not None, dv is not None, MASKED,
+            )  # fmt: skip
+
+    if dk is not None:
+        dk = at(dk, dk_b, dk_h, dk_t, b, kv_head, start_k + start, ALIGN)
+        store_tile(dk, tile_offsets(dk_t, BLOCK_N, BLOCK_D, ALIGN, WIDE), dk_acc * scale, tk - start, D)
+    if dv is not None:
+        dv = at(dv, dv_b, dv_h, dv_t, b, kv_head, start_k + start, ALIGN)
+        store_tile(dv, tile_offsets(dv_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE), dv_acc * inv_keep, tk - start, DV)
+
+
+@triton.jit
+def _add_columns(
+    dq, q, do, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, full, full_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    tiles = full_end - full
+    if MASKED:
+        tiles = full - first + last - full_end
+    for n in tl.range(0, tiles):
+        start = nth_tile(n, first, full, full_end, MASKED) * BLOCK_N
+        j = start + tl.arange(0, BLOCK_N)[None, :]
+        k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
+        v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
+        s = tl.dot(q, k_tile.T, input_precision=PRECISION)
+        dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
+        _, _, dx = weights(s, dp, lse2[:, None], delta[:, None], i, j, head, MASKED)
+        dq = tl.dot(dx.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+    return dq
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _dq_kernel(
+    q, k, v, do, lse2, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed,
+    dq,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
+    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dq_b, dq_h, dq_t,
+    heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) % row_tiles
+    h = tl.program_id(0) // row_tiles % heads
+    b = tl.program_id(0) // row_tiles // heads
+    if right is not None:
+        m = row_tiles - 1 - m
+    start_q, start_k, tq, tk = lengths(cu_seqlens_q, cu_seqlens_k, b, tq, tk)
+    start = m * BLOCK_M
+    if cu_seqlens_q is not None and start >= tq:
+        return
+
+    rows = start + tl.arange(0, BLOCK_M)
+    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
+    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
+    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    q_tile = load_tile(at(q, q_b, q_h, q_t, b, h, start_q + start, ALIGN), q_offsets, tq - start, D, CHECKED=True)
+    do_tile = load_tile(
+        at(do, do_b, do_h, do_t, b, h, start_q + start, ALIGN), do_offsets, tq - start, DV, CHECKED=True
+    )
+    if NEGATIVE:
+        q_tile = -q_tile
+    lse2 = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=float("inf"))
+    delta = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=0.0)
+    slope = None
+    if slopes is not None:
+        slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32) * LOG2E
+    if bias is not None:
+        bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
+    if seed is not None:
+        seed = tl.load(seed)
+    head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
+    k = at(k, k_b, k_h, k_t, b, h // group, start_k, ALIGN)
+    v = at(v, v_b, v_h, v_t, b, h // group, start_k, ALIGN)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+
+    stop = tl.minimum(start + BLOCK_M, tq)
+    first, full, full_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
+    for MASKED in tl.static_range(2):
+        acc = _add_columns(
+            acc, q_tile, do_tile, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, rows[:, None], head,
+            first, full, full_end, last, D, DV, BLOCK_N, ALIGN, PRECISION, MASKED,
+        )  # fmt: skip
+
+    dq = at(dq, dq_b, dq_h, dq_t, b, h, start_q + start, ALIGN)
+    store_tile(dq, tile_offsets(dq_t, BLOCK_M, BLOCK_D, ALIGN, WIDE), acc * scale, tq - start, D)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _dbias_kernel(
+    q, k, v, do, lse2, delta, bias, slopes, seed,
+    dbias,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
+    bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dbias_b, dbias_h, dbias_i, dbias_j,
+    batch, heads, group, row_tiles, col_tiles, b_step, h_step, tq, tk, left, right, threshold: tl.uint32,
+    factor, softcap, inv_keep,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    own_n = tl.program_id(0) % col_tiles
+    own_m = tl.program_id(0) // col_tiles % row_tiles
+    own_h = tl.program_id(0) // col_tiles // row_tiles % h_step
+    own_b = tl.program_id(0) // col_tiles // row_tiles // h_step
+    m_end = own_m + 1
+    if SUM_ROWS:
+        m_end = (tq + BLOCK_M - 1) // BLOCK_M
+
+    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
+    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
+    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    if seed is not None:
+        seed = tl.load(seed)
+
+    for b in range(own_b, batch, b_step):
+        for h in range(own_h, heads, h_step):
+            slope = None
+            if slopes is not None:
+                slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32) * LOG2E
+            bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
+            head = Head(
+                b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
+            )
+            for m in range(own_m, m_end):
+                row = m * BLOCK_M
+                rows = row + tl.arange(0, BLOCK_M)
+                q_tile = load_tile(at(q, q_b, q_h, q_t, b, h, row, ALIGN), q_offsets, tq - row, D, CHECKED=True)
+                do_tile = load_tile(at(do, do_b, do_h, do_t, b, h, row, ALIGN), do_offsets, tq - row, DV, CHECKED=True)
+                if NEGATIVE:
+                    q_tile = -q_tile
+                lse2_row = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
+                delta_row = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
+                stop = tl.minimum(row + BLOCK_M, tq)
+                first, _, _, last = band_tiles(row, stop, tk - tq, left, right, tk, BLOCK_N)
+                if not SUM_COLUMNS:
+                    first = tl.maximum(first, own_n)
+                    last = tl.minimum(last, own_n + 1)
+                for n in range(first, last):
+                    col = n * BLOCK_N
+                    j = col + tl.arange(0, BLOCK_N)[None, :]
+                    k_tile = load_tile(
+                        at(k, k_b, k_h, k_t, b, h // group, col, ALIGN), k_offsets, tk - col, D, CHECKED=True
+                    )
+                    v_tile = load_tile(
+                        at(v, v_b, v_h, v_t, b, h // group, col, ALIGN), v_offsets, tk - col, DV, CHECKED=True
+                    )
+                    s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
+                    dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
+                    _, ds, _ = weights(
+                        s, dp, lse2_row[:, None], delta_row[:, None], rows[:, None], j, head, MASKED=True
+                    )
+                    acc += ds
+
+    dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
+    i = own_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    j = own_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    if SUM_ROWS:
+        acc = tl.sum(acc, 0, keep_dims=True)
+        i = tl.zeros([1, 1], tl.int32)
+    if SUM_COLUMNS:
+        acc = tl.sum(acc, 1, keep_dims=True)
+        j = tl.zeros([1, 1], tl.int32)
+    inside = ((i < tq) | SUM_ROWS) & ((j < tk) | SUM_COLUMNS)
+    tl.store(dbias + i.to(tl.int64) * dbias_i + j * dbias_j, acc.to(dbias.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _dsinks_kernel(
+    lse2, delta, sinks, cu_seqlens_q,
+    dsinks,
+    rows_b, rows_h, sinks_h, dsinks_h, batch, tq,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    sink = tl.load(sinks + h * sinks_h).to(tl.float32) * LOG2E
+    acc = tl.zeros([BLOCK], tl.float32)
+    for b in range(0, batch):
+        start_q, _, t, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
+        for start in range(0, t, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))
+            d = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=0.0)
+            acc -= tl.math.exp2(sink - z) * d
+    total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
+    tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

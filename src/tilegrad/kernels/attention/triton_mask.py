@@ -1,0 +1,206 @@
+"""mask.py on the device: where a program stands, which tiles it walks, and what becomes of a tile of scores.
+
+A tile of scores is s (M, N) or its transpose: rows i and columns j come as index tensors that broadcast to it, so every
+function here serves both. Scores leave in base 2, x = log2(e) · s, so that exp is one exp2:
+
+    plain                   x = factor · (q·k)            factor = |scale| · log2(e), applied by the caller
+    softcap c, bias, ALiBi  x = c₂ tanh(factor/c₂ · q·k) + log2(e) · bias − slope₂ · |i + Tk − Tq − j|        factor = 1
+    hidden                  x = −inf                      only in tiles that the band's edge or the end of k crosses
+
+A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · s) = factor · max(s).
+
+Tiles of BLOCK columns that a run of rows sees, counted from 0:   [0 … first · full … · full_end … last)
+first to full and full_end to last are crossed by an edge and walked with a mask, full to full_end without one. Rows that
+see a run of columns are the same with Tq and Tk, left and right exchanged.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOWEST = tl.constexpr(-1e38)  # where a running maximum starts: finite, so that a row that sees nothing makes no NaN
+
+
+class Head(NamedTuple):
+    """One query head of one sequence, as a program sees it; None where the call has no such feature."""
+
+    b: Any
+    h: Any
+    tq: Any
+    tk: Any
+    left: Any
+    right: Any
+    factor: Any
+    softcap: Any  # c · log2(e)
+    bias: Any  # at this head
+    bias_i: Any
+    bias_j: Any
+    slope: Any  # · log2(e)
+    seed: Any
+    threshold: Any
+    inv_keep: Any  # 1 / (1 − dropout_p)
+
+
+@triton.jit
+def steps(n, stride, ALIGN: tl.constexpr):
+    """n · stride in 64 bits, a multiple of ALIGN."""
+    return tl.multiple_of(tl.cast(n, tl.int64) * stride, ALIGN)
+
+
+@triton.jit
+def at(x, x_b, x_h, x_t, b, h, t, ALIGN: tl.constexpr):
+    """Where row t of head h of sequence b begins."""
+    return x + steps(b, x_b, ALIGN) + steps(h, x_h, ALIGN) + steps(t, x_t, ALIGN)
+
+
+@triton.jit
+def tile_offsets(x_t, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr):
+    """Offsets of a tile from its first row; WIDE where they leave 32 bits."""
+    t = tl.arange(0, ROWS)[:, None]
+    if WIDE:
+        t = t.to(tl.int64)
+    return tl.multiple_of(t * x_t, [ALIGN, ALIGN]) + tl.arange(0, BLOCK_D)[None, :]
+
+
+@triton.jit
+def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
+    """A tile of rows; zeros from row `rows` on (looked at where CHECKED) and from column D on."""
+    ROWS: tl.constexpr = offsets.shape[0]
+    BLOCK_D: tl.constexpr = offsets.shape[1]
+    t = tl.arange(0, ROWS)[:, None] < rows
+    d = tl.arange(0, BLOCK_D)[None, :] < D
+    if CHECKED and D < BLOCK_D:
+        tile = tl.load(x + offsets, mask=t & d, other=0.0)
+    elif CHECKED:
+        tile = tl.load(x + offsets, mask=t, other=0.0)
+    elif D < BLOCK_D:
+        tile = tl.load(x + offsets, mask=d, other=0.0)
+    else:
+        tile = tl.load(x + offsets)
+    return tile
+
+
+@triton.jit
+def store_tile(x, offsets, tile, rows, D: tl.constexpr):
+    ROWS: tl.constexpr = offsets.shape[0]
+    BLOCK_D: tl.constexpr = offsets.shape[1]
+    inside = (tl.arange(0, ROWS)[:, None] < rows) & (tl.arange(0, BLOCK_D)[None, :] < D)
+    tl.store(x + offsets, tile.to(x.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def lengths(cu_seqlens_q, cu_seqlens_k, b, tq, tk):
+    """(first row of q, first row of k, Tq, Tk) of sequence b; of a dense call (0, 0, tq, tk)."""
+    start_q = b * 0
+    start_k = b * 0
+    if cu_seqlens_q is not None:
+        start_q = tl.load(cu_seqlens_q + b)
+        start_k = tl.load(cu_seqlens_k + b)
+        tq = tl.load(cu_seqlens_q + b + 1) - start_q
+        tk = tl.load(cu_seqlens_k + b + 1) - start_k
+    return start_q, start_k, tq, tk
+
+
+@triton.jit
+def band_tiles(start, stop, shift, back, ahead, size, BLOCK: tl.constexpr):
+    """(first, full, full_end, last) for the run [start, stop): those at start + shift − back … stop + shift + ahead."""
+    low = start * 0
+    full_low = start * 0
+    high = size
+    full_high = size
+    if back is not None:
+        low = tl.maximum(start + shift - back, 0)
+        full_low = tl.maximum(stop - 1 + shift - back, 0)
+    if ahead is not None:
+        high = tl.maximum(tl.minimum(size, stop + shift + ahead), 0)
+        full_high = tl.maximum(tl.minimum(size, start + shift + ahead + 1), 0)
+    first = low // BLOCK
+    last = tl.maximum((high + BLOCK - 1) // BLOCK, first)
+    full = tl.minimum(tl.maximum((full_low + BLOCK - 1) // BLOCK, first), last)
+    full_end = tl.minimum(tl.maximum(full_high // BLOCK, full), last)
+    return first, full, full_end, last
+
+
+@triton.jit
+def nth_tile(n, first, full, full_end, MASKED: tl.constexpr):
+    """The n-th tile of a pass: without a mask those of full … full_end, with one those around them."""
+    if MASKED:
+        return first + n + tl.where(n < full - first, 0, full_end - full)
+    else:
+        return full + n
+
+
+@triton.jit
+def tanh(x):
+    """Odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. Relative error 3e-7."""
+    y = x * x
+    near = 0.020696379244327545 - 0.005768859293311834 * y
+    near = -0.05375746265053749 + y * near
+    near = 0.13331660628318787 + y * near
+    near = -0.333332896232605 + y * near
+    far = 1.0 - 2.0 / (1.0 + tl.math.exp2(tl.minimum(tl.maximum(x, -20.0), 20.0) * (2.0 * LOG2E)))
+    return tl.where(tl.abs(x) < 0.6, x + x * (y * near), far)
+
+
+@triton.jit
+def log2_scores(s, i, j, head, MASKED: tl.constexpr):
+    """(x, factor, tanh): base-2 scores are x · factor; tanh is the softcap's."""
+    x = s
+    t = s
+    factor = head.factor
+    if head.softcap is not None or head.bias is not None or head.slope is not None:
+        factor = head.factor * 0.0 + 1.0
+        if head.softcap is not None:
+            t = tanh(s * (head.factor / head.softcap))
+            x = head.softcap * t
+        else:
+            x = s * head.factor
+        if head.bias is not None:
+            inside = (i < head.tq) & (j < head.tk)
+            bias = tl.load(head.bias + i.to(tl.int64) * head.bias_i + j * head.bias_j, mask=inside, other=0)
+            if head.bias.dtype.element_ty == tl.uint8:
+                x = tl.where(bias != 0, x, float("-inf"))
+            else:
+                x += bias.to(tl.float32) * LOG2E
+        if head.slope is not None:
+            x -= head.slope * tl.abs(i + (head.tk - head.tq) - j).to(tl.float32)
+    if MASKED:
+        seen = j < head.tk
+        if head.left is not None:
+            seen &= i + (head.tk - head.tq) - j <= head.left
+        if head.right is not None:
+            seen &= i + (head.tk - head.tq) - j >= -head.right
+        x = tl.where(seen, x, float("-inf"))
+    return x, factor, t
+
+
+@triton.jit
+def keeps(i, j, head):
+    """philox.py's mask: word(b, h, i, j) ≥ floor(p · 2³²)."""
+    word, _, _, _ = tl.philox(head.seed, j, i, head.h, head.b)
+    return word >= head.threshold
+
+
+@triton.jit
+def weights(s, dp, lse2, delta, i, j, head, MASKED: tl.constexpr):
+    """(r, ds, dx) of a tile in the backward, from s = q·k and dp = do·v
+
+    p = exp2(x − lse2)   r = p ∘ keep   ds = p ∘ (dp ∘ keep / (1 − dropout_p) − delta)   dx = ds ∘ (1 − tanh²)
+    """
+    x, factor, t = log2_scores(s, i, j, head, MASKED)
+    p = tl.math.exp2(x * factor - lse2)
+    r = p
+    if head.seed is not None:
+        keep = keeps(i, j, head)
+        r = tl.where(keep, p, 0.0)
+        dp = tl.where(keep, dp * head.inv_keep, 0.0)
+    ds = p * (dp - delta)
+    dx = ds
+    if head.softcap is not None:
+        dx = ds * (1.0 - t * t)
+    return r, ds, dx

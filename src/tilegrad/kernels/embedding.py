@@ -1,0 +1,83 @@
+"""Token and position embeddings.       tokens (B, T) int64   wte (V, C)   wpe (T_max, C)   x (N, C), N = B·T
+
+    x[b·T + t] = wte[tokens[b, t]] + wpe[t]        dwte[tokens[b, t]] += dx[b·T + t]        dwpe[t] += Σ_b dx[b·T + t]
+
+Sums are formed in the gradients' dtype (float32; float64 for float64) and in an order that does not change from run to
+run: on a CPU tokens follow one another, on CUDA `index_put_` sorts them first (which takes 8 bytes or so per token from
+torch's allocator, inside).
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention.checks import check_tensor
+from .dispatch import op
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+
+BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
+
+
+def _rows(x: Any) -> int:
+    n, c = x.shape
+    return int(max(1, min(n, BLOCK[torch.device(x.device).type] // max(c, 1))))
+
+
+def _check(tokens: Tensor, x: Tensor, name: str) -> None:
+    """tokens (B, T), and x of B·T rows."""
+    if tokens.dtype != torch.int64 or len(tokens.shape) != 2 or not tokens.is_contiguous():
+        got = f"{tokens.dtype} {tuple(tokens.shape)}, strides {tokens.stride()}"
+        raise ValueError(f"tokens: got {got}; accepted: a contiguous torch.int64 (B, T)")
+    check_tensor("tokens", tokens, tuple(tokens.shape), torch.int64, x.device)
+    check_tensor(name, x, (tokens.numel(), x.shape[-1]), x.dtype, tokens.device)
+
+
+@op()
+def embedding_fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor) -> None:
+    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises."""
+    _check(tokens, x, "x")
+    b, t = tokens.shape
+    c = x.shape[1]
+    check_tensor("wte", wte, (wte.shape[0], c), x.dtype, x.device)
+    torch.index_select(wte, 0, tokens.view(-1), out=x)
+    if wpe is not None:
+        check_tensor("wpe", wpe, (max(t, wpe.shape[0]), c), x.dtype, x.device)
+        x.view(b, t, c).add_(wpe[:t])
+
+
+def embedding_workspace(dx: Any) -> Shapes:
+    """Name → (shape, dtype) of what the backward's `scratch` must hold: nothing but for bfloat16."""
+    acc = accumulation_dtype(dx.dtype)
+    return {"dx32": ((_rows(dx), dx.shape[1]), acc)} if dx.dtype != acc else {}
+
+
+@op(accumulates=("dwte", "dwpe"))
+def embedding_bwd(
+    dx: Tensor, tokens: Tensor, *, dwte: Tensor | None, dwpe: Tensor | None = None, scratch: Scratch | None = None
+) -> None:
+    """dwte[tokens] += dx   dwpe[:T] += Σ_b dx"""
+    _check(tokens, dx, "dx")
+    (b, t), c, acc = tokens.shape, dx.shape[1], accumulation_dtype(dx.dtype)
+    scratch = views(scratch, embedding_workspace(dx), dx.device, "embedding")
+    if dwte is not None:
+        check_tensor("dwte", dwte, (dwte.shape[0], c), acc, dx.device)
+        flat = tokens.view(-1)
+        for i in blocks(dx.shape[0], _rows(dx)):
+            add_rows(flat[i], scratch["dx32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=dwte)
+    if dwpe is not None:
+        check_tensor("dwpe", dwpe, (max(t, dwpe.shape[0]), c), acc, dx.device)
+        for n in range(b):
+            for i in blocks(t, _rows(dx)):
+                part = dx[n * t + i.start : n * t + i.stop]
+                dwpe[i].add_(scratch["dx32"][: i.stop - i.start].copy_(part) if scratch else part)
+
+
+def add_rows(index: Tensor, rows: Tensor, *, table: Tensor) -> None:
+    """table[index[n]] += rows[n], the same bits every time.       index (n,) int64   rows (n, C)   table (V, C)"""
+    if table.device.type == "cpu":
+        table.index_add_(0, index, rows)
+    else:
+        table.index_put_((index,), rows, accumulate=True)

@@ -1,0 +1,108 @@
+"""Squared distance to the target's embedding.       x (N, C)   wte (V, C)   targets (N,) int64, −1 = ignored
+
+    e = x − wte[target]      loss = Σ over targets of Σ_c e² / C · inv_total
+    dx = 2 e / C · inv_total (0 in rows without a target)        dwte[target] −= dx
+
+Rows are worked on in blocks, in the accumulation dtype.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention.checks import check_tensor
+from .cross_entropy import check_targets, mask_targets
+from .dispatch import op
+from .embedding import add_rows
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+
+BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements of a block of rows
+
+
+def _rows(x: Any) -> int:
+    n, c = x.shape
+    return int(max(1, min(n, BLOCK[torch.device(x.device).type] // max(c, 1))))
+
+
+def embedding_mse_workspace(x: Any) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold: forward, backward and step."""
+    acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, _rows(x)
+    shapes: Shapes = {
+        "e": ((rows, c), acc),
+        "chosen": ((rows, c), x.dtype),
+        "statistics": ((2, rows), acc),
+        "part": ((), acc),
+        "index": ((rows,), torch.int64),
+        "valid": ((rows,), torch.bool),
+    }
+    return shapes | ({"chosen32": ((rows, c), acc)} if x.dtype != acc else {})
+
+
+@op()
+def embedding_mse_fwd(
+    x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, scratch: Scratch | None = None
+) -> None:
+    """loss (0-d), overwritten."""
+    _walk(x, wte, targets, inv_total, loss=loss, dx=None, dwte=None, scratch=scratch)
+
+
+@op(accumulates=("dwte",))
+def embedding_mse_bwd(
+    x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
+    dx: Tensor | None = None, dwte: Tensor | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """dx overwritten, dwte added to."""
+    _walk(x, wte, targets, inv_total, loss=None, dx=dx, dwte=dwte, scratch=scratch)
+
+
+@op(accumulates=("dwte",))
+def embedding_mse_step(
+    x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor, dx: Tensor | None = None, dwte: Tensor | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """Forward and backward at once."""
+    _walk(x, wte, targets, inv_total, loss=loss, dx=dx, dwte=dwte, scratch=scratch)
+
+
+def _walk(
+    x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor | None, dx: Tensor | None, dwte: Tensor | None, scratch: Scratch | None,
+) -> None:  # fmt: skip
+    (n, c), v, acc = x.shape, wte.shape[0], accumulation_dtype(x.dtype)
+    check_tensor("wte", wte, (v, c), x.dtype, x.device)
+    check_targets(targets, n, v, x.device)
+    for name, other, shape, dtype in (
+        ("inv_total", inv_total, (), acc),
+        ("loss", loss, (), acc),
+        ("dx", dx, (n, c), x.dtype),
+        ("dwte", dwte, (v, c), acc),
+    ):
+        if other is not None:
+            check_tensor(name, other, shape, dtype, x.device)
+    buffers = views(scratch, embedding_mse_workspace(x), x.device, "embedding_mse")
+    if loss is not None:
+        loss.zero_()
+    for i in blocks(n, _rows(x)):
+        m = i.stop - i.start
+        rows = {name: buffers[name][:m] for name in ("e", "chosen", "index", "valid")}
+        scale, distance = buffers["statistics"][:, :m].unbind()
+        mask_targets(targets[i], inv_total, rows, scale=scale)
+        scale.div_(c)
+        chosen = torch.index_select(wte, 0, rows["index"], out=rows["chosen"])
+        if "chosen32" in buffers:
+            e = rows["e"].copy_(x[i]).sub_(buffers["chosen32"][:m].copy_(chosen))
+        else:
+            e = torch.sub(x[i], chosen, out=rows["e"])
+        if loss is not None:
+            torch.linalg.vector_norm(e, dim=-1, out=distance).square_().mul_(scale)
+            loss.add_(torch.sum(distance, 0, out=buffers["part"]))
+        if dx is None and dwte is None:
+            continue
+        e.mul_(scale.mul_(2.0)[:, None])
+        if dx is not None:
+            dx[i].copy_(e)
+        if dwte is not None:
+            add_rows(rows["index"], e.neg_(), table=dwte)

@@ -1,0 +1,205 @@
+"""y = x wᵀ + b, dense and one matrix per head.
+
+    x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
+    dx = dy w    dw += dyᵀ x     db += Σ_n dy
+
+Rows may be strided, columns not. For bfloat16, dw and db are float32, and y may be (the logits of a loss). How a product
+is formed:
+
+    float32, float64   straight. On a CPU as yᵀ = w xᵀ: `addmm(b, x, w.t())` copies w inside on aarch64.
+    bfloat16, CUDA     straight, into float32 where the output is.
+    bfloat16, CPU      which can't write float32. With bf16 instructions: bf16 products, those for float32 outputs through
+                       tiles of the scratch. Without them torch's bf16 product is some hundred times slower than its float32
+                       one, so tiles of the operands are copied into float32; then dw is summed there too.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention.checks import check_tensor
+from .dispatch import op
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+
+ROWS, COLS = 512, 1024  # of a tile of y, where products go through tiles
+
+
+@cache
+def _has_bf16_products() -> bool:
+    return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
+
+
+def _half_on_cpu(x: Any) -> bool:
+    return x.dtype == torch.bfloat16 and torch.device(x.device).type == "cpu"
+
+
+def linear_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold; nothing for a forward but for bfloat16 on a CPU."""
+    return _workspace(x, x.shape[0], *w.shape, backward=backward)
+
+
+def _workspace(x: Any, n: int, cout: int, cin: int, *, backward: bool) -> Shapes:
+    acc = accumulation_dtype(x.dtype)
+    shapes: Shapes = {"db": ((cout,), acc)} if backward else {}
+    if not _half_on_cpu(x):
+        return shapes
+    rows, cols = min(n, ROWS), min(cout, COLS)
+    shapes["y32"] = ((rows, cols), acc)
+    if _has_bf16_products():
+        shapes["y16"] = ((rows, cols), x.dtype)
+        return shapes | ({"dw16": ((cols, cin), x.dtype), "dw32": ((cols, cin), acc)} if backward else {})
+    shapes |= {"x32": ((rows, cin), acc), "w32": ((cols, cin), acc)}
+    return shapes | ({"dx32": ((rows, cin), acc)} if backward else {})
+
+
+@op()
+def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch | None = None) -> None:
+    """y = x wᵀ + b. A float32 y of a bfloat16 x takes no b."""
+    (n, cin), cout = x.shape, w.shape[0]
+    check_tensor("w", w, (cout, cin), x.dtype, x.device)
+    if b is not None:
+        check_tensor("b", b, (cout,), x.dtype, x.device)
+    wide = b is None and y.dtype == accumulation_dtype(x.dtype)
+    check_tensor("y", y, (n, cout), y.dtype if wide else x.dtype, x.device)
+    if _half_on_cpu(x):
+        _half_fwd(x, w, b, y=y, scratch=views(scratch, linear_workspace(x, w, backward=False), x.device, "linear"))
+    elif x.device.type == "cpu":
+        if b is None:
+            torch.mm(w, x.t(), out=y.t())
+        else:
+            y.copy_(b).t().addmm_(w, x.t())
+    elif y.dtype != x.dtype:
+        torch.mm(x, w.t(), out_dtype=y.dtype, out=y)
+    elif b is None:
+        torch.mm(x, w.t(), out=y)
+    else:
+        torch.addmm(b, x, w.t(), out=y)
+
+
+@op(accumulates=("dw", "db"))
+def linear_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """dx = dy w   dw += dyᵀ x   db += Σ_n dy"""
+    (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
+    check_tensor("w", w, (cout, cin), x.dtype, x.device)
+    check_tensor("dy", dy, (n, cout), x.dtype, x.device)
+    for name, grad, shape, dtype in (
+        ("dx", dx, (n, cin), x.dtype),
+        ("dw", dw, (cout, cin), acc),
+        ("db", db, (cout,), acc),
+    ):
+        if grad is not None:
+            check_tensor(name, grad, shape, dtype, x.device)
+    needed = linear_workspace(x, w, backward=True)
+    if db is None:
+        del needed["db"]
+    scratch = views(scratch, needed, x.device, "linear")
+    if _half_on_cpu(x):
+        _half_bwd(dy, x, w, dx=dx, dw=dw, db=db, scratch=scratch)
+        return
+    if dx is not None:
+        torch.mm(dy, w, out=dx)
+    if dw is not None:
+        if dw.dtype == dy.dtype:
+            dw.addmm_(dy.t(), x)
+        else:
+            torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
+    if db is not None:
+        db.add_(torch.sum(dy, 0, dtype=acc, out=scratch["db"]))
+
+
+def _half_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+    """Tiles of y, in bfloat16 or in float32."""
+    if _has_bf16_products() and y.dtype == x.dtype:
+        torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
+        return
+    for i in blocks(x.shape[0], ROWS):
+        for j in blocks(w.shape[0], COLS):
+            out = y[i, j]
+            if _has_bf16_products():
+                out.copy_(torch.mm(x[i], w[j].t(), out=_tile(scratch["y16"], out)))
+                continue
+            x32, w32 = _tile(scratch["x32"], x[i]).copy_(x[i]), _tile(scratch["w32"], w[j]).copy_(w[j])
+            y32 = _tile(scratch["y32"], out)
+            y32.zero_() if b is None else y32.copy_(b[j])
+            y32.t().addmm_(w32, x32.t())
+            out.copy_(y32)
+
+
+def _half_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, scratch: Scratch
+) -> None:
+    if db is not None:
+        for i in blocks(dy.shape[0], ROWS):
+            for j in blocks(dy.shape[1], COLS):
+                dy32 = _tile(scratch["y32"], dy[i, j]).copy_(dy[i, j])
+                db[j].add_(torch.sum(dy32, 0, out=scratch["db"][j]))
+    if _has_bf16_products():
+        if dx is not None:
+            torch.mm(dy, w, out=dx)
+        if dw is not None:
+            for j in blocks(w.shape[0], COLS):
+                dw16, dw32 = _tile(scratch["dw16"], w[j]), _tile(scratch["dw32"], w[j])
+                dw[j].add_(dw32.copy_(torch.mm(dy[:, j].t(), x, out=dw16)))
+        return
+    for i in blocks(dy.shape[0], ROWS):
+        x32, dx32 = _tile(scratch["x32"], x[i]).copy_(x[i]), _tile(scratch["dx32"], x[i]).zero_()
+        for j in blocks(w.shape[0], COLS):
+            dy32 = _tile(scratch["y32"], dy[i, j]).copy_(dy[i, j])
+            if dx is not None:
+                dx32.addmm_(dy32, _tile(scratch["w32"], w[j]).copy_(w[j]))
+            if dw is not None:
+                dw[j].addmm_(dy32.t(), x32)
+        if dx is not None:
+            dx[i].copy_(dx32)
+
+
+def _tile(buffer: Tensor, like: Tensor) -> Tensor:
+    return buffer.view(-1)[: like.numel()].view(like.shape)
+
+
+def per_head_linear_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
+    """What `scratch` must hold: a head's, for heads follow one another."""
+    return _workspace(x, x.shape[0], *w.shape[1:], backward=backward)
+
+
+@op()
+def per_head_linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch | None = None) -> None:
+    """y[:, h·D:(h+1)·D] = x[:, h·D:(h+1)·D] w[h]ᵀ + b[h]       x, y (N, H·D)   w (H, D, D) = (head, out, in)   b (H, D)"""
+    _check_heads(x, w, b=b, y=y)
+    d = w.shape[1]
+    for h in range(w.shape[0]):
+        own = slice(h * d, (h + 1) * d)
+        linear_fwd(x[:, own], w[h], None if b is None else b[h], y=y[:, own], scratch=scratch)
+
+
+@op(accumulates=("dw", "db"))
+def per_head_linear_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """Each head's `linear_bwd`: dx overwrites, dw (H, D, D) and db (H, D) accumulate."""
+    _check_heads(x, w, dy=dy, dx=dx, db=db)
+    d = w.shape[1]
+    for h in range(w.shape[0]):
+        own = slice(h * d, (h + 1) * d)
+        linear_bwd(
+            dy[:, own], x[:, own], w[h],
+            dx=None if dx is None else dx[:, own], dw=None if dw is None else dw[h], db=None if db is None else db[h],
+            scratch=scratch,
+        )  # fmt: skip
+
+
+def _check_heads(x: Tensor, w: Tensor, **others: Tensor | None) -> None:
+    if len(w.shape) != 3 or w.shape[1] != w.shape[2] or w.shape[0] * w.shape[1] != x.shape[1]:
+        raise ValueError(f"w: got {tuple(w.shape)}; accepted: (H, D, D) with H·D = {x.shape[1]}, the columns of x")
+    for name, other in others.items():
+        shape = (w.shape[0], w.shape[1]) if name in ("b", "db") else tuple(x.shape)
+        if other is not None and tuple(other.shape) != shape:
+            raise ValueError(f"{name}: got {tuple(other.shape)}; accepted: {shape}")

@@ -1,0 +1,158 @@
+"""Layer norm and RMS norm over the last dimension.       x, y (N, C)   w, b (C,)   mean, rstd (N,)
+
+    layer norm   mean = Σ_c x / C   rstd = 1 / √(Σ_c (x − mean)² / C + eps)   x̂ = (x − mean) ∘ rstd   y = x̂ ∘ w + b
+    RMS norm     mean = 0           rstd = 1 / √(Σ_c x² / C + eps)            x̂ = x ∘ rstd            y = x̂ ∘ w
+
+    g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
+    dw += Σ_n dy ∘ x̂   db += Σ_n dy
+
+dx accumulates, for the norm stands on a branch of the residual stream. Rows are worked on in blocks that stay in cache,
+in the accumulation dtype; bfloat16 is copied into the scratch, where alone a dtype changes without an allocation.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .attention.checks import check_tensor
+from .dispatch import op
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+
+BLOCK = {"cpu": 1 << 16, "cuda": 1 << 23}  # elements of a block of rows
+
+
+def _rows(x: Any) -> int:
+    n, c = x.shape
+    return int(max(1, min(n, BLOCK[torch.device(x.device).type] // max(c, 1))))
+
+
+def norm_workspace(x: Any, *, backward: bool) -> Shapes:
+    """Of layer norm and RMS norm. Name → (shape, dtype) of what `scratch` must hold."""
+    c, rows, acc = x.shape[1], _rows(x), accumulation_dtype(x.dtype)
+    half = x.dtype != acc
+    if not backward:
+        return {"x": ((rows, c), acc), "y": ((rows, c), acc), "w": ((c,), acc), "b": ((c,), acc)} if half else {}
+    shapes: Shapes = {"x_hat": ((rows, c), acc), "work": ((rows, c), acc), "sum": ((c,), acc), "rows": ((2, rows), acc)}
+    return shapes | ({"dy": ((rows, c), acc), "w": ((c,), acc)} if half else {})
+
+
+def _load(x: Tensor, name: str, scratch: Scratch) -> Tensor:
+    """x in the accumulation dtype: itself, or its copy in the scratch."""
+    return scratch[name][: x.shape[0]].copy_(x) if name in scratch else x
+
+
+@op()
+def layernorm_fwd(
+    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
+    y: Tensor, mean: Tensor, rstd: Tensor, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """y, mean and rstd. `scratch` is read for bfloat16 only."""
+    _fwd(x, w, b, eps, y=y, mean=mean, rstd=rstd, scratch=scratch)
+
+
+@op(accumulates=("dx", "dw", "db"))
+def layernorm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy"""
+    _bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, scratch=scratch)
+
+
+@op()
+def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, scratch: Scratch | None = None) -> None:
+    """y and rstd. `scratch` is read for bfloat16 only."""
+    _fwd(x, w, None, eps, y=y, mean=None, rstd=rstd, scratch=scratch)
+
+
+@op(accumulates=("dx", "dw"))
+def rmsnorm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """dx += …   dw += Σ_n dy ∘ x̂"""
+    _bwd(dy, x, w, None, rstd, dx=dx, dw=dw, db=None, scratch=scratch)
+
+
+def _fwd(
+    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
+    y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch | None,
+) -> None:  # fmt: skip
+    n, c = x.shape
+    if not eps > 0.0:
+        raise ValueError(f"eps: got {eps!r}; accepted: a number > 0")
+    _check(x, mean, rstd, w=w, b=b, y=y)
+    scratch = views(scratch, norm_workspace(x, backward=False), x.device, "norm")
+    w32 = scratch["w"].copy_(w) if "w" in scratch else w
+    b32 = scratch["b"].copy_(b) if "b" in scratch and b is not None else b
+    for i in blocks(n, _rows(x)):
+        xi, ri = _load(x[i], "x", scratch), rstd[i]
+        yi = scratch["y"][: xi.shape[0]] if "y" in scratch else y[i]
+        if mean is None:
+            centred = xi
+        else:
+            torch.sum(xi, -1, out=mean[i]).div_(c)
+            centred = torch.sub(xi, mean[i, None], out=yi)
+        torch.linalg.vector_norm(centred, dim=-1, out=ri).square_().div_(c).add_(eps).rsqrt_()
+        torch.mul(centred, ri[:, None], out=yi)
+        if b32 is None:
+            yi.mul_(w32)
+        else:
+            torch.addcmul(b32, yi, w32, out=yi)
+        if "y" in scratch:
+            y[i].copy_(yi)
+
+
+def _bwd(
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, *,
+    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, scratch: Scratch | None,
+) -> None:  # fmt: skip
+    n, c = x.shape
+    acc = accumulation_dtype(x.dtype)
+    _check(x, mean, rstd, w=w, dy=dy, dx=dx)
+    for name, grad in (("dw", dw), ("db", db)):
+        if grad is not None:
+            check_tensor(name, grad, (c,), acc, x.device)
+    scratch = views(scratch, norm_workspace(x, backward=True), x.device, "norm")
+    w32, total = scratch["w"].copy_(w) if "w" in scratch else w, scratch["sum"]
+    for i in blocks(n, _rows(x)):
+        m = i.stop - i.start
+        x_hat, work, (mean_g, mean_gx) = scratch["x_hat"][:m], scratch["work"][:m], scratch["rows"][:, :m].unbind()
+        dyi, ri = _load(dy[i], "dy", scratch), rstd[i, None]
+        if db is not None:
+            db.add_(torch.sum(dyi, 0, out=total))
+        if dw is None and dx is None:
+            continue
+        xi = x_hat.copy_(x[i]) if x.dtype != acc else x[i]
+        if mean is not None:
+            xi = torch.sub(xi, mean[i, None], out=x_hat)
+        torch.mul(xi, ri, out=x_hat)
+        torch.mul(dyi, x_hat, out=work)
+        if dw is not None:
+            dw.add_(torch.sum(work, 0, out=total))
+        if dx is None:
+            continue
+        torch.mv(work, w32, out=mean_gx).div_(-c)
+        if mean is None:
+            x_hat.mul_(mean_gx[:, None])
+        else:
+            torch.mv(dyi, w32, out=mean_g).div_(-c)
+            torch.addcmul(mean_g[:, None], x_hat, mean_gx[:, None], out=x_hat)
+        step = x_hat.addcmul_(dyi, w32)
+        if dx.dtype == acc:
+            dx[i].addcmul_(step, ri)
+        else:
+            dx[i].copy_(work.copy_(dx[i]).addcmul_(step, ri))
+
+
+def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None) -> None:
+    n, c = x.shape
+    for name, other in others.items():
+        if other is not None:
+            check_tensor(name, other, (c,) if name in ("w", "b") else (n, c), x.dtype, x.device)
+    for name, statistic in (("mean", mean), ("rstd", rstd)):
+        if statistic is not None:
+            check_tensor(name, statistic, (n,), accumulation_dtype(x.dtype), x.device)

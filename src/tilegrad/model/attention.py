@@ -1,0 +1,155 @@
+"""The attention branch of a block, between its norm and the residual stream.
+
+    dense      qkv = x W_qkv' + b         o = attention(rope(q), rope(k), v)      y = o W_proj' + b
+    per_head   q, k, v = x by head, each head from its own D channels             the rest alike
+
+    do = dy W_proj      dq, dk, dv = attention's backward      rope turns dq, dk back      dx = Σ over q, k, v of their dx
+Saved: x (the norm's output), q k v after rope, o, lse.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.attention.mask import Mask
+from ..kernels.attention.rows import (
+    qkv_attention_bwd,
+    qkv_attention_fwd,
+    qkv_rope_bwd,
+    qkv_rope_fwd,
+    qkv_rope_workspace,
+    rows_attention_bwd,
+    rows_attention_fwd,
+    rows_workspace,
+)
+from ..kernels.residual import add_fwd
+from ..memory.types import BufferType
+from .config import ModelConfig
+from .layer import Declare, Scratch
+from .linear import LinearLayer
+
+_SCORES = {"s": BufferType.SCORES, "dp": BufferType.SCORES, "tanh": BufferType.SCORES, "hidden": BufferType.MASK}
+
+
+def mask_of(config: ModelConfig, seed: Any = None) -> Mask:
+    window = None if config.window is None else (config.window - 1, None)
+    return Mask(causal=True, window=window, dropout_p=config.dropout, seed=seed)
+
+
+@dataclass(frozen=True, slots=True)
+class Rope:
+    """Tables (block_size, D/2) and the heads to turn."""
+
+    cos: Any
+    sin: Any
+    rotated: int
+    head_dim: int
+    scratch: Scratch
+
+    @classmethod
+    def declare(cls, at: Declare, rotated: int) -> Rope:
+        c = at.config
+        table = (c.block_size, c.head_dim // 2)
+        cos, sin = (at.buffer(f"rope.{name}", table, at.wide, role="inputs") for name in ("cos", "sin"))
+        shapes = qkv_rope_workspace(at.b, at.t, rotated, c.head_dim, at.dtype, at.device)
+        return cls(cos, sin, rotated, c.head_dim, at.scratch(f"rope{rotated}", shapes))
+
+    def forward(self, x: Any) -> None:
+        qkv_rope_fwd(x, self.cos, self.sin, self.rotated, self.head_dim, qkv=x, scratch=self.scratch)
+
+    def backward(self, dx: Any) -> None:
+        qkv_rope_bwd(dx, self.cos, self.sin, self.rotated, self.head_dim, dqkv=dx, scratch=self.scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class AttentionLayer:
+    """x, y (N, C)   qkv (B, T, (Hq + 2·Hkv)·D) for dense, three of (B, T, H·D) for per_head   o (B, T, C)   lse (B, Hq, T)"""
+
+    projections: tuple[LinearLayer, ...]  # qkv, or q, k, v
+    proj: LinearLayer
+    rows: tuple[Any, ...]  # what the projections write
+    drows: tuple[Any, ...]
+    o: Any
+    do: Any
+    lse: Any
+    dx_part: Any
+    rope: Rope | None
+    mask: Mask
+    n_head: int
+    n_kv_head: int
+    forward_scratch: Scratch
+    backward_scratch: Scratch
+
+    @classmethod
+    def declare(cls, at: Declare, name: str, seed: Any) -> AttentionLayer:
+        c, b, t = at.config, at.b, at.t
+        dense = c.projection == "dense"
+        width = (c.n_head + 2 * c.kv_heads) * c.head_dim if dense else c.n_embd
+        parts = {"qkv": BufferType.QUERY} if dense else {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
+        mask = mask_of(c, seed)
+
+        def scratch(backward: bool) -> Scratch:
+            shapes = rows_workspace(b, t, c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device, mask, backward=backward)
+            return at.scratch(f"attention{'_bwd' if backward else ''}", shapes, _SCORES)
+
+        return cls(
+            projections=tuple(
+                LinearLayer.declare(at, f"{name}.{part}", c.n_embd, width)
+                if dense
+                else LinearLayer.declare_per_head(at, f"{name}.{part}")
+                for part in parts
+            ),
+            proj=LinearLayer.declare(at, f"{name}.proj", c.n_embd, c.n_embd),
+            rows=tuple(at.rows(f"{name}.{part}.y", width, type) for part, type in parts.items()),
+            drows=tuple(at.rows(f"{name}.{part}.dy", width, type) for part, type in parts.items()),
+            o=at.rows(f"{name}.o", c.n_embd, BufferType.OUTPUT),
+            do=at.rows(f"{name}.do", c.n_embd, BufferType.OUTPUT),
+            lse=at.buffer(f"{name}.lse", (b, c.n_head, t), torch.promote_types(at.dtype, torch.float32)),
+            dx_part=None if dense else at.rows("scratch.dx_part", c.n_embd),
+            rope=Rope.declare(at, c.n_head + c.kv_heads if dense else c.n_head) if c.position == "rope" else None,
+            mask=mask,
+            n_head=c.n_head,
+            n_kv_head=c.kv_heads,
+            forward_scratch=scratch(False),
+            backward_scratch=scratch(True),
+        )
+
+    def attend(self, x: Any) -> None:
+        """x → o, lse."""
+        for projection, rows in zip(self.projections, self.rows, strict=True):
+            projection.forward(x, y=rows)
+        if self.rope:
+            for rows in self.rows[:2]:
+                self.rope.forward(self._by_sequence(rows))
+        heads, views = (self.n_head, self.n_kv_head), [self._by_sequence(rows) for rows in self.rows]
+        o, scratch = self._by_sequence(self.o), self.forward_scratch
+        if len(views) == 1:
+            qkv_attention_fwd(*views, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
+        else:
+            rows_attention_fwd(*views, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
+
+    def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
+        self.proj.backward(dy, self.o, dx=self.do)
+        views, dviews = ([self._by_sequence(rows) for rows in group] for group in (self.rows, self.drows))
+        o, do, heads = self._by_sequence(self.o), self._by_sequence(self.do), (self.n_head, self.n_kv_head)
+        if len(views) == 1:
+            (qkv,), (dqkv,), scratch = views, dviews, self.backward_scratch
+            qkv_attention_bwd(qkv, o, self.lse, do, self.mask, *heads, dqkv=dqkv, scratch=scratch)
+        else:
+            (q, k, v), (dq, dk, dv), scratch = views, dviews, self.backward_scratch
+            rows_attention_bwd(q, k, v, o, self.lse, do, self.mask, *heads, dq=dq, dk=dk, dv=dv, scratch=scratch)
+        if self.rope:
+            for rows in self.drows[:2]:
+                self.rope.backward(self._by_sequence(rows))
+        for i, (projection, rows) in enumerate(zip(self.projections, self.drows, strict=True)):
+            projection.backward(rows, x, dx=self.dx_part if i else dx)
+            if i:
+                add_fwd(dx, self.dx_part, y=dx)
+
+    def _by_sequence(self, rows: Any) -> Any:
+        """(N, columns) seen as (B, T, columns)."""
+        b, _, t = self.lse.shape
+        return rows.view(b, t, rows.shape[-1])

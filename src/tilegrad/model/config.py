@@ -1,0 +1,115 @@
+"""The shape of a model: GPT-2's and Llama's are both one config."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from typing import Any, Literal, get_args
+
+from ..kernels.attention.checks import MAX_HEAD_DIM
+
+Activation = Literal["gelu", "tanh", "relu", "swiglu"]
+Norm = Literal["layernorm", "rmsnorm"]
+Position = Literal["learned", "rope"]
+Projection = Literal["dense", "per_head"]
+Loss = Literal["cross_entropy", "embedding_mse"]
+_CHOICES: dict[str, Any] = {
+    "activation": Activation, "norm": Norm, "position": Position, "projection": Projection, "loss": Loss,
+}  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """A pre-norm transformer. n_kv_head=None: as many as n_head. ffn_dim=None: 4 · n_embd. window=w: w keys, oneself
+    included. gelu is the tanh form. projection="per_head": head h's q, k, v read only its own D channels of x.
+
+    >>> import tilegrad
+    >>> tilegrad.ModelConfig(vocab_size=256, block_size=64, n_layer=2, n_head=4, n_embd=64).ffn
+    256
+    """
+
+    vocab_size: int
+    block_size: int
+    n_layer: int
+    n_head: int
+    n_embd: int
+    n_kv_head: int | None = None
+    ffn_dim: int | None = None
+    activation: Activation = "gelu"
+    norm: Norm = "layernorm"
+    position: Position = "learned"
+    bias: bool = True
+    tie_embeddings: bool = True
+    projection: Projection = "dense"
+    loss: Loss = "cross_entropy"
+    window: int | None = None
+    dropout: float = 0.0
+    norm_eps: float = 1e-5
+    rope_theta: float = 10000.0
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def head_dim(self) -> int:
+        return self.n_embd // self.n_head
+
+    @property
+    def ffn(self) -> int:
+        return 4 * self.n_embd if self.ffn_dim is None else self.ffn_dim
+
+    def __post_init__(self) -> None:
+        def refuse(name: str, accepted: str) -> None:
+            raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {accepted}")
+
+        for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
+            if not _positive_int(getattr(self, name)):
+                refuse(name, "an int ≥ 1")
+        for name in ("n_kv_head", "ffn_dim", "window"):
+            if getattr(self, name) is not None and not _positive_int(getattr(self, name)):
+                refuse(name, "None or an int ≥ 1")
+        for name, choices in _CHOICES.items():
+            if getattr(self, name) not in get_args(choices):
+                refuse(name, " or ".join(map(repr, get_args(choices))))
+        for name in ("bias", "tie_embeddings"):
+            if not isinstance(getattr(self, name), bool):
+                refuse(name, "True or False")
+        for name, low, high in (("dropout", 0.0, 1.0), ("norm_eps", 0.0, 1.0), ("rope_theta", 1.0, float("inf"))):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
+                refuse(name, f"a number, {low:g} ≤ {name} < {high:g}")
+        if self.n_embd % self.n_head or self.head_dim > MAX_HEAD_DIM:
+            refuse("n_head", f"a divisor of n_embd ({self.n_embd}) with n_embd / n_head ≤ {MAX_HEAD_DIM}")
+        if self.n_head % self.kv_heads:
+            refuse("n_kv_head", f"a divisor of n_head ({self.n_head})")
+        if self.position == "rope" and self.head_dim % 2:
+            refuse("position", f"'learned' where the head dimension ({self.head_dim}) is odd")
+        if self.projection == "per_head" and self.kv_heads != self.n_head:
+            refuse("n_kv_head", f"None or n_head ({self.n_head}) with projection='per_head'")
+        if self.loss == "embedding_mse" and not self.tie_embeddings:
+            refuse("tie_embeddings", "True with loss='embedding_mse', whose targets are rows of wte")
+
+    @classmethod
+    def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
+        """From plain data; a key that is none of the fields is an error."""
+        names = [field.name for field in fields(cls)]
+        unknown = sorted(set(values) - set(names))
+        if unknown:
+            raise ValueError(f"{unknown[0]}: got a key that ModelConfig does not have; accepted: {', '.join(names)}")
+        return cls(**values)
+
+
+def _positive_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+
+
+PRESETS: dict[str, ModelConfig] = {
+    "tiny": ModelConfig(vocab_size=256, block_size=128, n_layer=4, n_head=4, n_embd=128),
+    "gpt2": ModelConfig(vocab_size=50257, block_size=1024, n_layer=12, n_head=12, n_embd=768),
+    "gpt2-medium": ModelConfig(vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_embd=1024),
+    "gpt2-xl": ModelConfig(vocab_size=50257, block_size=1024, n_layer=48, n_head=25, n_embd=1600),
+    "llama-135m": ModelConfig(
+        vocab_size=49152, block_size=2048, n_layer=30, n_head=9, n_embd=576, n_kv_head=3, ffn_dim=1536,
+        activation="swiglu", norm="rmsnorm", position="rope", bias=False,
+    ),
+}  # fmt: skip

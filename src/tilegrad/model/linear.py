@@ -1,0 +1,59 @@
+"""y = x W' + b as a layer.        x, dx (N, Cin)   y, dy (N, Cout)   W (Cout, Cin), or (H, D, D) for one matrix per head"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from ..kernels.linear import (
+    linear_bwd,
+    linear_fwd,
+    linear_workspace,
+    per_head_linear_bwd,
+    per_head_linear_fwd,
+    per_head_linear_workspace,
+)
+from .layer import Declare, Param, Scratch
+
+
+@dataclass(frozen=True, slots=True)
+class LinearLayer:
+    """dx = dy W   dW += dy' x   db += Σ dy"""
+
+    w: Param
+    b: Param | None
+    per_head: bool
+    forward_scratch: Scratch
+    backward_scratch: Scratch
+
+    @classmethod
+    def declare(cls, at: Declare, name: str, inputs: int, outputs: int) -> LinearLayer:
+        bias = at.param(f"{name}.bias", outputs) if at.config.bias else None
+        return cls._declare(at, name, at.param(f"{name}.weight", outputs, inputs), bias, inputs, linear_workspace, False)
+
+    @classmethod
+    def declare_per_head(cls, at: Declare, name: str) -> LinearLayer:
+        """Head h's D outputs read only its own D inputs: weight (H, D, D) = (head, out, in), bias (H, D)."""
+        h, d = at.config.n_head, at.config.head_dim
+        bias = at.param(f"{name}.bias", h, d) if at.config.bias else None
+        return cls._declare(at, name, at.param(f"{name}.weight", h, d, d), bias, h * d, per_head_linear_workspace, True)
+
+    @classmethod
+    def _declare(
+        cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, workspace: Any, per_head: bool
+    ) -> LinearLayer:
+        site = name.rsplit(".", 1)[-1]  # layers of one kind follow one another: they work in the same scratch
+        x = at.rows(f"scratch.{site}.x", inputs)
+        return cls(
+            w, b, per_head,
+            at.scratch(site, workspace(x, w.value, backward=False)),
+            at.scratch(f"{site}_bwd", workspace(x, w.value, backward=True)),
+        )  # fmt: skip
+
+    def forward(self, x: Any, *, y: Any) -> None:
+        run = per_head_linear_fwd if self.per_head else linear_fwd
+        run(x, self.w.value, self.b.value if self.b else None, y=y, scratch=self.forward_scratch)
+
+    def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
+        run, db = per_head_linear_bwd if self.per_head else linear_bwd, self.b.grad if self.b else None
+        run(dy, x, self.w.value, dx=dx, dw=self.w.grad, db=db, scratch=self.backward_scratch)

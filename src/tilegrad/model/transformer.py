@@ -1,0 +1,165 @@
+"""The whole model as one tree of buffers and three programs on it.
+
+    x = wte[tokens] + wpe[position]       blocks       n = ln_f(x)       loss(n, targets) over wte or lm_head
+
+`step` forms the loss and its gradient at once and goes straight back; `forward` and `backward` are the same in two calls,
+for which the loss is formed twice. Declared on handles, the tree is traced and planned; bound to tensors, it trains.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.cross_entropy import (
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    cross_entropy_step,
+    cross_entropy_workspace,
+)
+from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
+from ..kernels.embedding_mse import (
+    embedding_mse_bwd,
+    embedding_mse_fwd,
+    embedding_mse_step,
+    embedding_mse_workspace,
+)
+from ..kernels.residual import zero_fwd
+from .block import Block, Dropout
+from .config import ModelConfig
+from .layer import Declare, Param, Scratch
+from .norm import NormLayer
+
+NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Head:
+    """loss and dn from n (N, C), the rows of the head's weight, and targets (N,); −1 = no target."""
+
+    w: Param
+    kind: str
+    targets: Any
+    inv_total: Any
+    loss: Any
+    dn: Any
+    forward_scratch: Scratch
+    backward_scratch: Scratch
+
+    @classmethod
+    def declare(cls, at: Declare, wte: Param) -> Head:
+        c = at.config
+        tied = c.tie_embeddings
+        w = wte if tied else at.param("lm_head.weight", c.vocab_size, c.n_embd)
+        x = at.rows("ln_f.y", c.n_embd)
+        if c.loss == "cross_entropy":
+            forward = cross_entropy_workspace(x, w.value, backward=False)
+            backward = cross_entropy_workspace(x, w.value, backward=True)
+        else:
+            forward = backward = embedding_mse_workspace(x)
+        return cls(
+            w=w,
+            kind=c.loss,
+            targets=at.buffer("inputs.targets", (at.n,), torch.int64, role="inputs"),
+            inv_total=at.buffer("inputs.inv_total", (), at.wide, role="inputs"),
+            loss=at.buffer("inputs.loss", (), at.wide, role="inputs"),
+            dn=at.rows("head.dn", c.n_embd),
+            forward_scratch=at.scratch("loss", forward),
+            backward_scratch=at.scratch("loss_bwd", backward),
+        )
+
+    def forward(self, n: Any) -> None:
+        run = cross_entropy_fwd if self.kind == "cross_entropy" else embedding_mse_fwd
+        run(n, self.w.value, self.targets, self.inv_total, loss=self.loss, scratch=self.forward_scratch)
+
+    def backward(self, n: Any) -> None:
+        given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
+        if self.kind == "cross_entropy":
+            cross_entropy_bwd(*given, dx=self.dn, dw=self.w.grad, scratch=scratch)
+        else:
+            embedding_mse_bwd(*given, dx=self.dn, dwte=self.w.grad, scratch=scratch)
+
+    def step(self, n: Any) -> None:
+        given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
+        if self.kind == "cross_entropy":
+            cross_entropy_step(*given, loss=self.loss, dx=self.dn, dw=self.w.grad, scratch=scratch)
+        else:
+            embedding_mse_step(*given, loss=self.loss, dx=self.dn, dwte=self.w.grad, scratch=scratch)
+
+
+@dataclass(frozen=True, slots=True)
+class Transformer:
+    wte: Param
+    wpe: Param | None
+    drop: Dropout | None
+    blocks: tuple[Block, ...]
+    ln_f: NormLayer
+    head: Head
+    tokens: Any  # (B, T) int64
+    seeds: tuple[Any, ...]  # one 0-d int64 per block, where there is dropout
+    x: tuple[Any, ...]  # the residual stream before each block and after the last, (N, C)
+    dx: Any
+    embedding_scratch: Scratch
+    params: dict[str, Param]
+
+    def stream(self) -> Any:
+        """tokens → ln_f's output."""
+        embedding_fwd(self.tokens, self.wte.value, self.wpe.value if self.wpe else None, x=self.x[0])
+        if self.drop:
+            self.drop.forward(self.x[0])
+        for block, x, y in zip(self.blocks, self.x, self.x[1:], strict=False):
+            block.forward(x, y=y)
+        return self.ln_f.forward(self.x[-1])
+
+    def forward(self) -> None:
+        self.head.forward(self.stream())
+
+    def backward(self) -> None:
+        self.head.backward(self.ln_f.y)
+        self._stream_backward()
+
+    def step(self) -> None:
+        self.head.step(self.stream())
+        self._stream_backward()
+
+    def _stream_backward(self) -> None:
+        zero_fwd(x=self.dx)
+        self.ln_f.backward(self.head.dn, self.x[-1], dx=self.dx)
+        for block, x in zip(reversed(self.blocks), self.x[-2::-1], strict=True):
+            block.backward(x, dx=self.dx)
+        if self.drop:
+            self.drop.backward(self.dx, dx=self.dx)
+        dwpe = self.wpe.grad if self.wpe else None
+        embedding_bwd(self.dx, self.tokens, dwte=self.wte.grad, dwpe=dwpe, scratch=self.embedding_scratch)
+
+
+def declare(
+    config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
+    recompute: Sequence[frozenset[str]] = (),
+) -> Transformer:  # fmt: skip
+    """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends."""
+    at = Declare(config, b, t, dtype, torch.device(device))
+    c, n_layer = config.n_embd, config.n_layer
+    wte = at.param("wte.weight", config.vocab_size, c)
+    wpe = at.param("wpe.weight", config.block_size, c) if config.position == "learned" else None
+    count = n_layer if config.dropout else 0
+    seeds = tuple(at.buffer(f"inputs.seed.{i}", (), torch.int64, role="inputs") for i in range(count))
+    choices = (*recompute, *(NOTHING,) * (n_layer - len(recompute)))
+    x = tuple(at.rows(f"blocks.{i}.x" if i < n_layer else "ln_f.x", c) for i in range(n_layer + 1))
+    return Transformer(
+        wte=wte,
+        wpe=wpe,
+        drop=Dropout.declare(at, seeds[0] if seeds else None, 0),
+        blocks=tuple(Block.declare(at, i, seeds[i] if seeds else None, choices[i]) for i in range(n_layer)),
+        ln_f=NormLayer.declare(at, "ln_f"),
+        head=Head.declare(at, wte),
+        tokens=at.buffer("inputs.tokens", (b, t), torch.int64, role="inputs"),
+        seeds=seeds,
+        x=x,
+        dx=at.rows("dx", c),
+        embedding_scratch=at.scratch("embedding_bwd", embedding_workspace(x[0])),
+        params=at.params,
+    )

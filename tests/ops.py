@@ -1,0 +1,68 @@
+"""What the tests of the ops share: truth by autograd, poisoned scratch, the allocator's events."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from tolerance import assert_no_worse
+from torch import Tensor
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+RAGGED = (1, 63, 113)
+Formula = Callable[..., Mapping[str, Tensor]]
+
+
+def acc(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000003 + sum(shape) + len(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def poisoned(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    """Scratch as a caller may leave it: NaN, or the largest integer."""
+    return {
+        name: torch.full(shape, torch.nan if dtype.is_floating_point else 1 if dtype == torch.bool else 2**62, dtype=dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
+def truth(
+    formula: Formula, inputs: Mapping[str, Tensor | None], douts: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The formula's outputs, and the gradients of Σ out · dout as d‹input›, all in `dtype`."""
+    leaves = {name: None if x is None else x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
+    outputs = formula(**leaves)
+    given = [leaf for leaf in leaves.values() if leaf is not None]
+    loss = sum((outputs[name] * dout.to(dtype)).sum() for name, dout in douts.items())
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, given)
+    names = [f"d{name}" for name, leaf in leaves.items() if leaf is not None]
+    return {name: x.detach() for name, x in (*outputs.items(), *zip(names, grads, strict=True))}
+
+
+def assert_true(
+    got: Mapping[str, Tensor], formula: Formula, inputs: Mapping[str, Tensor | None], douts: Mapping[str, Tensor]
+) -> None:
+    """`got` (a part of outputs and gradients) under the closeness rule; float64 within 1e-12 of each tensor's largest too."""
+    dtype = next(x.dtype for x in inputs.values() if x is not None)
+    exact, yardstick = truth(formula, inputs, douts, torch.float64), truth(formula, inputs, douts, dtype)
+    assert_no_worse(got, {name: exact[name] for name in got}, yardstick, dtype)
+    if dtype == torch.float64:
+        for name, x in got.items():
+            assert (x - exact[name]).abs().max() <= 1e-12 * exact[name].abs().max(), name
+
+
+def allocated_bytes(fn: Callable[[], Any]) -> int:
+    """The largest single allocation of a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    fn()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        fn()
+    events = seen.profiler.kineto_results.events()
+    return max((e.nbytes() for e in events if e.name() == "[memory]"), default=0)

@@ -1,0 +1,310 @@
+"""Text becomes tokens and tokens become batches; each way in which a file can be wrong is named."""
+
+from __future__ import annotations
+
+import builtins
+import hashlib
+import json
+import math
+import struct
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from tilegrad.train import data
+from tilegrad.train.data import (
+    Batches,
+    ByteTokenizer,
+    TokenFileError,
+    batches_in_order,
+    default_text,
+    load_tokenizer,
+    open_tokens,
+    prepare,
+    read_text,
+    split,
+    train_bpe,
+    unigram_entropy,
+    write_tokens,
+)
+
+ZERO = "0" * 64
+
+
+def write(path: Path, tokens: list[int], vocab_size: int) -> Path:
+    write_tokens(path, np.array(tokens), vocab_size=vocab_size, source_sha256=ZERO, tokenizer_sha256=ZERO)
+    return path
+
+
+def test_the_text_that_ships_is_the_one_its_notice_describes() -> None:
+    whole = default_text().read_bytes()
+    assert len(whole) > 1_000_000
+    assert whole.startswith(b"CHAPTER 1. Loomings.") and b"Call me Ishmael." in whole[:100]
+    readme = default_text().with_name("README.md").read_text()
+    assert hashlib.sha256(whole).hexdigest() in readme and f"{len(whole):,} bytes" in readme
+    licence = default_text().with_name("LICENSE.txt").read_text()
+    assert "Creative Commons Zero v1.0 Universal" in licence
+    assert "Open Data Commons Public Domain Dedication & License 1.0" in licence
+
+
+def test_files_follow_one_another_unchanged(tmp_path: Path) -> None:
+    (tmp_path / "a").write_bytes("one\r\n–".encode())
+    (tmp_path / "b").write_bytes(b"two\n")
+    assert read_text([tmp_path / "a", tmp_path / "b"]) == "one\r\n–two\n"
+
+
+def test_bad_text_is_named_with_its_byte(tmp_path: Path) -> None:
+    bad = tmp_path / "bad.txt"
+    bad.write_bytes("naïve ".encode() + b"na\xefve")
+    with pytest.raises(ValueError, match=r"bad\.txt: not UTF-8 at byte 9, 0xef"):
+        read_text([bad])
+    with pytest.raises(FileNotFoundError, match=r"none\.txt: no such text file"):
+        read_text([tmp_path / "none.txt"])
+
+
+def test_bytes() -> None:
+    tokenizer = ByteTokenizer()
+    tokens = tokenizer.encode("aé–")
+    assert tokens.dtype == np.uint16 and tokens.tolist() == [97, 0xC3, 0xA9, 0xE2, 0x80, 0x93]
+    assert tokenizer.decode(tokens.tolist()) == "aé–"
+    assert tokenizer.decode(tokens.tolist()[:-1]) == "aé�"
+
+
+def test_bpe_is_lossless_deterministic_and_saved(tmp_path: Path) -> None:
+    pytest.importorskip("tokenizers")
+    text = read_text([default_text()])[:100_000]
+    first, second = train_bpe(text, 400), train_bpe(text, 400)
+    assert first.json() == second.json()
+    assert first.vocab_size == 400
+    strange = text[:1000] + "  naïve \n\n\t 日本語 🐋"
+    assert first.decode(first.encode(strange).tolist()) == strange
+    assert len(first.encode(text)) < 0.7 * len(text)
+    (tmp_path / "tokenizer.json").write_text(first.json())
+    loaded = load_tokenizer(tmp_path / "tokenizer.json")
+    assert np.array_equal(loaded.encode(strange), first.encode(strange))
+    with pytest.raises(ValueError, match="vocab_size=255"):
+        train_bpe(text, 255)
+    with pytest.raises(ValueError, match=r"vocab_size=5000: this text makes \d+ at most"):
+        train_bpe("a short text " * 9, 5000)
+
+
+def test_bpe_without_its_library_names_the_extra(monkeypatch: pytest.MonkeyPatch) -> None:
+    genuine = builtins.__import__
+
+    def refuse(name: str, *rest: object, **named: object) -> object:
+        if name == "tokenizers":
+            raise ImportError(name)
+        return genuine(name, *rest, **named)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(builtins, "__import__", refuse)
+    with pytest.raises(ImportError, match=r"pip install 'tilegrad\[bpe\]'"):
+        train_bpe("text", 256)
+
+
+@pytest.mark.parametrize(("vocab_size", "itemsize"), [(256, 2), (65536, 2), (65537, 4), (1 << 32, 4)])
+def test_token_file_round_trip(tmp_path: Path, vocab_size: int, itemsize: int) -> None:
+    tokens = [0, vocab_size - 1, 7, 8, 9]
+    path = write(tmp_path / "tokens.bin", tokens, vocab_size)
+    file = open_tokens(path)
+    assert file.tokens.tolist() == tokens and file.tokens.dtype.itemsize == itemsize
+    assert isinstance(file.tokens, np.memmap) and not file.tokens.flags.writeable
+    assert (file.vocab_size, file.source_sha256) == (vocab_size, ZERO)
+    assert path.stat().st_size == 96 + itemsize * len(tokens)
+    assert open_tokens(write(path, [], vocab_size)).tokens.tolist() == []
+
+
+def patch(at: int, format: str, value: int | bytes) -> Callable[[bytes], bytes]:
+    piece = struct.pack(format, value)
+    return lambda whole: whole[:at] + piece + whole[at + len(piece) :]
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda whole: whole[:-1], "truncated, 101 bytes where 3 tokens make 102"),
+        (lambda whole: whole + b"\0", "too long, 103 bytes where 3 tokens make 102"),
+        (lambda whole: whole[:50], "50 bytes are less than a header"),
+        (lambda whole: b"", "not a token file"),
+        (patch(0, "8s", b"TGTOKENX"), "begins with b'TGTOKENX'"),
+        (patch(8, "<I", 2), "version 2 is not 1"),
+        (patch(12, "<I", 4), "4 bytes per token do not go with a vocabulary of 10"),
+        (patch(98, "<H", 10), "token 10 at position 1 is not in the vocabulary of 10"),
+    ],
+)
+def test_damaged_token_files_are_named(tmp_path: Path, damage: Callable[[bytes], bytes], words: str) -> None:
+    path = write(tmp_path / "tokens.bin", [1, 2, 3], 10)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(TokenFileError, match=words) as caught:
+        open_tokens(path)
+    assert str(path) in str(caught.value)
+
+
+def test_a_token_out_of_range_is_named_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_CHUNK", 4)
+    with pytest.raises(TokenFileError, match="token 10 at position 6 is not in the vocabulary of 10"):
+        write(tmp_path / "tokens.bin", [1, 2, 3, 4, 5, 6, 10, 8, 11], 10)
+    with pytest.raises(TokenFileError, match="token -1 at position 5"):
+        write(tmp_path / "tokens.bin", [1, 2, 3, 4, 5, -1], 10)
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write(tmp_path / "tokens.bin", [1, 2, 3], 10)
+
+    def full(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("os.fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        write(path, [4, 5, 6, 7], 10)
+    assert open_tokens(path).tokens.tolist() == [1, 2, 3]
+
+
+@pytest.mark.parametrize("kind", ["bytes", "bpe"])
+def test_prepare_uses_what_is_there_and_only_that(tmp_path: Path, kind: str) -> None:
+    if kind == "bpe":
+        pytest.importorskip("tokenizers")
+    vocab_size = 256 if kind == "bytes" else 270
+    text = tmp_path / "text.txt"
+    text.write_text("the whale, the white whale, the whale that was white; " * 40)
+    folder = tmp_path / "data"
+
+    def made(**change: object) -> tuple[int, str]:
+        file, tokenizer = prepare([text], folder, **({"tokenizer": kind, "vocab_size": vocab_size} | change))  # type: ignore[arg-type]
+        assert tokenizer.decode(file.tokens.tolist()) == text.read_text()
+        assert file.vocab_size == tokenizer.vocab_size
+        assert file.source_sha256 == hashlib.sha256(text.read_bytes()).hexdigest()
+        return file.path.stat().st_mtime_ns, (folder / "tokenizer.json").read_text()
+
+    first = made()
+    assert made() == first
+    (folder / "tokenizer.json").write_text("{}")
+    assert made()[1] == first[1]
+    tokens = (folder / "tokens.bin").read_bytes()
+    (folder / "tokens.bin").write_bytes(tokens[:-3])
+    assert made()[1] == first[1] and (folder / "tokens.bin").read_bytes() == tokens
+    if kind == "bpe":
+        assert made(vocab_size=265)[1] != first[1]
+        assert json.loads(made(tokenizer="bytes", vocab_size=256)[1]) == {"model": {"type": "bytes"}}
+    text.write_text("another text of whales " * 30)
+    again = made(vocab_size=256)
+    assert again[0] != first[0]
+
+
+def test_prepare_refuses_what_it_does_not_know(tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="tokenizer='words': must be 'bytes' or 'bpe'"):
+        prepare([default_text()], tmp_path, tokenizer="words")
+    with pytest.raises(ValueError, match="vocab_size=300: the tokenizer 'bytes' has 256"):
+        prepare([default_text()], tmp_path, vocab_size=300)
+
+
+def test_split() -> None:
+    tokens = np.arange(103)
+    train, validation = split(tokens, 0.1)
+    assert train.tolist() == list(range(93)) and validation.tolist() == list(range(93, 103))
+    train, validation = split(tokens, 0.0)
+    assert len(train) == 103 and len(validation) == 0
+    with pytest.raises(ValueError, match="validation_fraction=1"):
+        split(tokens, 1)
+
+
+def test_unigram_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert unigram_entropy(np.array([5, 5, 5])) == 0.0
+    assert unigram_entropy(np.arange(64)) == pytest.approx(math.log(64), rel=1e-12)
+    monkeypatch.setattr(data, "_CHUNK", 7)
+    tokens = np.random.default_rng(0).integers(0, 9, 100).astype(np.uint16)
+    p = [n / 100 for n in Counter(tokens.tolist()).values()]
+    assert unigram_entropy(tokens) == pytest.approx(-sum(q * math.log(q) for q in p), rel=1e-12)
+    with pytest.raises(ValueError, match="no entropy of nothing"):
+        unigram_entropy(np.array([], np.uint16))
+
+
+def epoch(batches: Batches) -> list[int]:
+    """Every target that one epoch counts."""
+    begin, seen = batches.position[0], []
+    while batches.position[0] == begin and batches.position[1] < batches.windows:
+        tokens, targets = batches.next()
+        assert tokens.shape == targets.shape and tokens.dtype == targets.dtype == torch.int64
+        known = targets >= 0
+        assert torch.equal(tokens[known] + 1, targets[known])
+        assert (tokens[~known] == 0).all() and (targets[~known] == -1).all()
+        seen += targets[known].tolist()
+    return seen
+
+
+@pytest.mark.parametrize("count", [33, 40, 41, 64, 65])
+def test_in_an_epoch_each_token_but_the_first_is_a_target_once(count: int) -> None:
+    batches = Batches(np.arange(count), 1, 8, seed=3)
+    first, second = epoch(batches), []
+    while batches.position[0] == 0 or batches.position[1] < batches.windows:
+        targets = batches.next()[1]
+        second += targets[targets >= 0].tolist()
+    assert sorted(first) == sorted(second) == list(range(1, count))
+    assert first != second, "an order for each epoch"
+    assert first != epoch(Batches(np.arange(count), 1, 8, seed=4)), "an order for each seed"
+    assert first == epoch(Batches(np.arange(count), 1, 8, seed=3))
+
+
+def test_the_order_does_not_depend_on_the_batch_size() -> None:
+    tokens = np.arange(100)
+    one, three = Batches(tokens, 1, 8), Batches(tokens, 3, 8)
+    rows = torch.cat([one.next()[0] for _ in range(39)])
+    assert torch.equal(rows, torch.cat([three.next()[0] for _ in range(13)]))  # 13 windows: batches span epochs
+    assert one.position == three.position == (2, 13)
+
+
+def test_resume_is_exact() -> None:
+    tokens = np.random.default_rng(1).integers(0, 256, 1000).astype(np.uint16)
+    for steps in (0, 1, 7, 8, 50):
+        whole = Batches(tokens, 4, 16, seed=5)
+        for _ in range(steps):
+            whole.next()
+        state = json.loads(json.dumps(whole.state()))
+        resumed = Batches(tokens, 4, 16, seed=5)
+        resumed.restore(state)
+        assert resumed.position == whole.position
+        for _ in range(40):
+            for a, b in zip(whole.next(), resumed.next(), strict=True):
+                assert torch.equal(a, b)
+
+
+def test_a_position_of_another_run_is_refused() -> None:
+    tokens = np.arange(100)
+    state = Batches(tokens, 4, 8, seed=5).state()
+    with pytest.raises(ValueError, match="seed: the saved position has 5, this run 6"):
+        Batches(tokens, 4, 8, seed=6).restore(state)
+    with pytest.raises(ValueError, match="seq_len: the saved position has 8, this run 16"):
+        Batches(tokens, 4, 16, seed=5).restore(state)
+    other = tokens.copy()
+    other[50] = 0
+    with pytest.raises(ValueError, match="tokens_sha256"):
+        Batches(other, 4, 8, seed=5).restore(state)
+    with pytest.raises(ValueError, match=r"position \(0, 14\): an epoch has 13 windows"):
+        Batches(tokens, 4, 8, seed=5).restore(state | {"index": 14})
+
+
+def test_a_text_shorter_than_a_window_is_an_error_with_the_remedy() -> None:
+    with pytest.raises(ValueError, match=r"8 tokens are less than one window of seq_len \+ 1 = 9; give more text"):
+        Batches(np.arange(8), 1, 8)
+    with pytest.raises(ValueError, match="0 tokens are less"):
+        next(batches_in_order(np.arange(0), 1, 8))
+    assert Batches(np.arange(9), 1, 8).windows == 1
+    with pytest.raises(ValueError, match="batch_size=0"):
+        Batches(np.arange(9), 0, 8)
+    with pytest.raises(ValueError, match="seq_len=0"):
+        Batches(np.arange(9), 1, 0)
+
+
+def test_evaluation_sees_every_window_in_order() -> None:
+    tokens = np.arange(100)
+    batches = list(batches_in_order(tokens, 5, 8))
+    assert [len(b[0]) for b in batches] == [5, 5, 3]
+    targets = torch.cat([b[1] for b in batches]).flatten()
+    assert targets[targets >= 0].tolist() == list(range(1, 100))
+    assert (targets == -1).sum() == 13 * 8 - 99
+    first = list(batches_in_order(tokens, 5, 8, most=2))
+    assert len(first) == 2 and torch.equal(first[1][0], batches[1][0])
