@@ -14,7 +14,9 @@ if TYPE_CHECKING:
     from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
     from .kernels.dispatch import Explanation
+    from .model.config import ModelConfig
     from .model.shared_attention import free_attention, init_attention
+    from .train.engine import Engine
 
 __version__ = "0.1.0.dev0"
 
@@ -27,12 +29,16 @@ _HOME = {
     "attention_workspace": "kernels.attention.contract",
     "Mask": "kernels.attention.mask",
     "Explanation": "kernels.dispatch",
+    "Engine": "train.engine",
+    "ModelConfig": "model.config",
     "init_attention": "model.shared_attention",
     "free_attention": "model.shared_attention",
 }
 __all__ = [
+    "Engine",
     "Explanation",
     "Mask",
+    "ModelConfig",
     "attention",
     "attention_bwd",
     "attention_fwd",

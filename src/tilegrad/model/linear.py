@@ -28,19 +28,21 @@ class LinearLayer:
 
     @classmethod
     def declare(cls, at: Declare, name: str, inputs: int, outputs: int) -> LinearLayer:
+        weight = at.param(f"{name}.weight", outputs, inputs)
         bias = at.param(f"{name}.bias", outputs) if at.config.bias else None
-        return cls._declare(at, name, at.param(f"{name}.weight", outputs, inputs), bias, inputs, linear_workspace, False)
+        return cls._declare(at, name, weight, bias, inputs, linear_workspace, per_head=False)
 
     @classmethod
     def declare_per_head(cls, at: Declare, name: str) -> LinearLayer:
         """Head h's D outputs read only its own D inputs: weight (H, D, D) = (head, out, in), bias (H, D)."""
         h, d = at.config.n_head, at.config.head_dim
+        weight = at.param(f"{name}.weight", h, d, d)
         bias = at.param(f"{name}.bias", h, d) if at.config.bias else None
-        return cls._declare(at, name, at.param(f"{name}.weight", h, d, d), bias, h * d, per_head_linear_workspace, True)
+        return cls._declare(at, name, weight, bias, h * d, per_head_linear_workspace, per_head=True)
 
     @classmethod
     def _declare(
-        cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, workspace: Any, per_head: bool
+        cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, workspace: Any, *, per_head: bool
     ) -> LinearLayer:
         site = name.rsplit(".", 1)[-1]  # layers of one kind follow one another: they work in the same scratch
         x = at.rows(f"scratch.{site}.x", inputs)

@@ -23,13 +23,16 @@ from .triton_mask import (
     Head,
     at,
     band_tiles,
+    kept,
     lengths,
     load_tile,
     nth_tile,
+    probabilities,
+    score_gradient,
     steps,
     store_tile,
     tile_offsets,
-    weights,
+    uncapped,
 )
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "do", "lse", "dlse", "rows", "dq", "dk", "dv") for axis in "bht"]
@@ -97,11 +100,12 @@ def _add_rows(
             lse2_row = tl.load(lse2 + rows)
             delta_row = tl.load(delta + rows)
         s = tl.dot(k, q_tile.T, input_precision=PRECISION)
-        dp = tl.dot(v, do_tile.T, input_precision=PRECISION)
-        r, _, dx = weights(s, dp, lse2_row[None, :], delta_row[None, :], rows[None, :], j, head, MASKED)
+        p, keep, t = probabilities(s, lse2_row[None, :], rows[None, :], j, head, MASKED)
         if DV_WANTED:
-            dv = tl.dot(r.to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+            dv = tl.dot(kept(p, keep, head).to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
         if DK_WANTED:
+            dp = tl.dot(v, do_tile.T, input_precision=PRECISION)
+            dx = uncapped(score_gradient(p, dp, delta_row[None, :], keep, head), t, head)
             dk = tl.dot(dx.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -188,7 +192,8 @@ def _add_columns(
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
         s = tl.dot(q, k_tile.T, input_precision=PRECISION)
         dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
-        _, _, dx = weights(s, dp, lse2[:, None], delta[:, None], i, j, head, MASKED)
+        p, keep, t = probabilities(s, lse2[:, None], i, j, head, MASKED)
+        dx = uncapped(score_gradient(p, dp, delta[:, None], keep, head), t, head)
         dq = tl.dot(dx.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
     return dq
 

@@ -187,20 +187,35 @@ def keeps(i, j, head):
 
 
 @triton.jit
-def weights(s, dp, lse2, delta, i, j, head, MASKED: tl.constexpr):
-    """(r, ds, dx) of a tile in the backward, from s = q·k and dp = do·v
-
-    p = exp2(x − lse2)   r = p ∘ keep   ds = p ∘ (dp ∘ keep / (1 − dropout_p) − delta)   dx = ds ∘ (1 − tanh²)
-    """
+def probabilities(s, lse2, i, j, head, MASKED: tl.constexpr):
+    """(p, keep, tanh) of a tile in the backward: p = exp2(x − lse2); keep and tanh mean something only where the call has them."""
     x, factor, t = log2_scores(s, i, j, head, MASKED)
     p = tl.math.exp2(x * factor - lse2)
-    r = p
+    keep = p >= 0.0
     if head.seed is not None:
         keep = keeps(i, j, head)
-        r = tl.where(keep, p, 0.0)
+    return p, keep, t
+
+
+@triton.jit
+def kept(p, keep, head):
+    """r = p ∘ keep"""
+    if head.seed is not None:
+        p = tl.where(keep, p, 0.0)
+    return p
+
+
+@triton.jit
+def score_gradient(p, dp, delta, keep, head):
+    """ds = p ∘ (dp ∘ keep / (1 − dropout_p) − delta)"""
+    if head.seed is not None:
         dp = tl.where(keep, dp * head.inv_keep, 0.0)
-    ds = p * (dp - delta)
-    dx = ds
+    return p * (dp - delta)
+
+
+@triton.jit
+def uncapped(ds, t, head):
+    """dx = ds ∘ (1 − tanh²)"""
     if head.softcap is not None:
-        dx = ds * (1.0 - t * t)
-    return r, ds, dx
+        ds = ds * (1.0 - t * t)
+    return ds

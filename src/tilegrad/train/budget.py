@@ -1,0 +1,118 @@
+"""A model's memory plan, and what to recompute so that it fits a budget.
+
+Three things may be computed anew in the backward instead of being kept: the outputs of the norms, the activation of the
+feed-forward, a whole block. Their price in FLOPs per block, N rows of C channels and F hidden ones:
+
+    norm         ≈ 2 · 8·N·C          activation   ≈ 15·N·F          block   ≈ the block's forward, 2·N·C·(4C + 2F) and more
+
+A norm costs the least for each byte it frees, a block by far the most. So: as few whole blocks as will do; then as few
+activations; then as few norms. Earlier blocks are chosen first: what they keep lives longest, and their turn to be
+recomputed comes when the later ones are gone. Whatever is chosen, gradients have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from ..kernels.adamw import adamw_workspace, global_norm_workspace
+from ..kernels.dispatch import observe
+from ..memory.arena import MemoryPlan, plan_memory
+from ..memory.trace import Handle, trace
+from ..memory.types import BufferType
+from ..model.config import ModelConfig
+from ..model.layer import Param
+from ..model.transformer import Transformer, declare
+
+Recompute = tuple[frozenset[str], ...]
+
+
+def plan_model(
+    config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device,
+    recompute: Recompute = (), *, share: bool = True,
+) -> MemoryPlan:  # fmt: skip
+    """Every byte of training this model, nothing allocated. Both ways to step are traced, so the plan serves either."""
+    model = declare(config, batch_size, seq_len, dtype, device, recompute)
+
+    def program() -> None:
+        model.step()
+        model.forward()
+        model.backward()
+
+    return plan_memory(trace(program, observe, _persistent(model)), share=share)
+
+
+def _persistent(model: Transformer) -> list[Handle]:
+    """Buffers that live as long as the engine, in the order of their arenas: what decays first."""
+    params = sorted(model.params.values(), key=lambda p: len(p.master.shape) < 2)  # stable: 2-d and more, then 1-d
+    short = [p.value for p in params if p.value.name != p.master.name]
+    return [*(p.master for p in params), *short, *(p.grad for p in params), *_optimizer(params)]
+
+
+def _optimizer(params: list[Param]) -> list[Handle]:
+    first = params[0].master
+    align = 256 if first.device.type == "cuda" else 64
+    padded = sum(-(-p.master.nbytes // align) * align for p in params)
+
+    def handle(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Handle:
+        return Handle(f"optimizer.{name}", shape, dtype, BufferType.TEMP, "optimizer", "optimizer", first.device)
+
+    last = params[-1].master
+    n = (padded - -(-last.nbytes // align) * align + last.nbytes) // first.dtype.itemsize
+    flat = handle("m", (n,), first.dtype)
+    scratch = {**global_norm_workspace(flat), **adamw_workspace(flat)}
+    return [
+        flat,
+        handle("v", (n,), first.dtype),
+        handle("step", (), torch.float32),
+        handle("norm", (), first.dtype),
+        *(handle(f"scratch.{name}", shape, dtype) for name, (shape, dtype) in scratch.items()),
+    ]
+
+
+def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recompute:
+    """The first blocks recompute: `blocks` of them everything, the next their activations and norms as counted."""
+
+    def of(i: int) -> frozenset[str]:
+        if i < blocks:
+            return frozenset({"block"})
+        kept = i - blocks
+        return frozenset({*(["norm"] if kept < norms else []), *(["activation"] if kept < activations else [])})
+
+    return tuple(of(i) for i in range(n_layer))
+
+
+def choose_recompute(
+    config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, budget: int | None
+) -> Recompute:
+    """The cheapest choice whose plan is at most `budget` bytes, or an error that says how many would do."""
+    n = config.n_layer
+    if budget is None:
+        return ()
+    if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
+        raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
+
+    def peak(norms: int, activations: int, blocks: int) -> int:
+        return plan_model(config, batch_size, seq_len, dtype, device, _choice(n, norms, activations, blocks)).peak_bytes
+
+    if peak(n, n, n) > budget:
+        smallest = min(peak(n, n, blocks) for blocks in range(n + 1))
+        if smallest > budget:
+            raise ValueError(f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with all recomputed")
+    blocks = _fewest(n, lambda k: peak(n, n, k) <= budget)
+    activations = _fewest(n - blocks, lambda k: peak(n, k, blocks) <= budget)
+    norms = _fewest(n - blocks, lambda k: peak(k, activations, blocks) <= budget)
+    return _choice(n, norms, activations, blocks)
+
+
+def _fewest(most: int, fits: Callable[[int], bool]) -> int:
+    """The smallest k ≤ most that fits, where more always does."""
+    low, high = 0, most
+    while low < high:
+        middle = (low + high) // 2
+        if fits(middle):
+            high = middle
+        else:
+            low = middle + 1
+    return low
