@@ -203,6 +203,15 @@ def test_a_buffer_whose_storage_was_exchanged_is_not_kept(manager, shape):
     assert (stats["quarantined"], stats["bytes_cached"]) == (1, 0)
 
 
+def test_a_holder_of_the_exchanged_storage_does_not_pass_for_the_tensor(manager, shape):
+    t = manager.allocate(Q, shape)
+    alias = t.detach()
+    t.data = torch.zeros(shape)
+    manager.deallocate(t)
+    assert manager.get_stats()["quarantined"] == 1
+    assert manager.allocate(Q, shape).data_ptr() != alias.data_ptr()
+
+
 def test_dropped_tensors_are_not_leaked(manager, shape):
     """Returned outputs that nobody deallocates leaked once per forward in the code this replaces."""
     for _ in range(20):

@@ -109,6 +109,12 @@ def test_best_fit_merges_neighbours_and_measures_holes():
     assert slab.take(MIB, 64)[0].data_ptr() == start + 9 * MIB
     slab.give_back(taken[2][1], 64)
     assert slab.take(6 * MIB, 64)[0].data_ptr() == start + 3 * MIB
+    other = BestFitSlab(CPU, pinned=False)
+    taken = [other.take(n * MIB, 64) for n in (3, 2, 4, 1)]
+    start = taken[0][0].data_ptr()
+    for index in (2, 1):
+        other.give_back(taken[index][1], 64)
+    assert other.take(6 * MIB, 64)[0].data_ptr() == start + 3 * MIB
 
 
 def test_fragmentation_is_in_the_stats():

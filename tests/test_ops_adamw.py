@@ -138,7 +138,10 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         (lambda: adamw_step(norm, 1e-3, 7, **arenas), "decayed: got 7; accepted: 0 … 6"),
         (lambda: adamw_step(norm, 1e-3, 6, 0.1, 0.0, **arenas), "max_norm: got 0.0; accepted: a number > 0"),
         (lambda: adamw_step(norm, 1e-3, 6, **arenas | {"m": randn(5)}), r"m: got .*\(5,\).*accepted: .*\(6,\)"),
-        (lambda: adamw_step(norm, 1e-3, 6, **arenas | {"step": step.double()}), "step: got .*float64.*accepted: .*float32"),
+        (
+            lambda: adamw_step(norm, 1e-3, 6, **arenas | {"step": step.double()}),
+            "step: got .*float64.*accepted: .*float32",
+        ),
         (lambda: adamw_step(norm, 1e-3, 6, **arenas), "scratch: adamw got no 'grad_scale'"),
         (lambda: global_norm(x, norm=norm.float()), "norm: got .*float32"),
         (lambda: global_norm(x.to(torch.bfloat16), norm=norm), "grads: got .*bfloat16.*accepted: .*float32"),

@@ -88,7 +88,10 @@ def test_canary_one_forgotten_row_is_seen(dtype: torch.dtype, name: str) -> None
 def test_bad_inputs_say_what_is_accepted() -> None:
     tokens, wte, x = torch.zeros(2, 3, dtype=torch.int64), randn(5, 4), randn(6, 4)
     for fn, match in (
-        (lambda: embedding_fwd(tokens.int(), wte, None, x=x), "tokens: got torch.int32.*accepted: a contiguous torch.int64"),
+        (
+            lambda: embedding_fwd(tokens.int(), wte, None, x=x),
+            "tokens: got torch.int32.*accepted: a contiguous torch.int64",
+        ),
         (lambda: embedding_fwd(tokens.t(), wte, None, x=x), "tokens: got .*strides"),
         (lambda: embedding_fwd(tokens, wte, None, x=randn(5, 4)), r"x: got .*\(5, 4\).*accepted: .*\(6, 4\)"),
         (lambda: embedding_fwd(tokens, wte.float(), None, x=x), "wte: got .*float32"),

@@ -144,7 +144,9 @@ def test_very_large_logits_and_an_impossible_target() -> None:
 
 def test_the_whole_logits_matrix_never_exists() -> None:
     x, w = torch.empty(4096, 64, device="meta"), torch.empty(50304, 64, device="meta")
-    handles = [type("Handle", (), {"shape": t.shape, "dtype": t.dtype, "device": torch.device("cpu")})() for t in (x, w)]
+    handles = [
+        type("Handle", (), {"shape": t.shape, "dtype": t.dtype, "device": torch.device("cpu")})() for t in (x, w)
+    ]
     shapes = cross_entropy_workspace(*handles, backward=True)
     assert max(torch.Size(shape).numel() for shape, _ in shapes.values()) <= 1 << 24 < 4096 * 50304
 

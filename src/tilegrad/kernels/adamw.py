@@ -5,8 +5,9 @@
     params −= lr · weight_decay · params                                  (the first `decayed` elements only)
     params −= lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
 
-One pass (torch's fused AdamW, which takes a float32 factor; float64 is divided before, in a pass of its own). Where norm is not finite, nothing changes: not params, m, v,
-and not the step count t. That is decided on the device, so nothing waits for it. grads is left clipped.
+One pass (torch's fused AdamW) over each of the two parts; its clipping factor is float32, so float64 is divided before,
+in a pass of its own. Where norm is not finite, nothing changes: not params, m, v, and not the step count t. That is
+decided on the device, so nothing waits for it. grads is left clipped.
 """
 
 from __future__ import annotations

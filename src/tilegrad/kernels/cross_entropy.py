@@ -52,9 +52,8 @@ def cross_entropy_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
         shapes |= {"x_scaled": ((rows, c), x.dtype)}
         if x.dtype != acc:
             shapes |= {"dlogits": ((rows, v), x.dtype), "x32": ((rows, c), acc)}
-    shapes |= {f"linear.{name}": spec for name, spec in linear_workspace(x, w, backward=backward).items()}
-    shapes.pop("linear.db", None)
-    return shapes
+    linear = linear_workspace(x, w, backward=backward)
+    return shapes | {f"linear.{name}": spec for name, spec in linear.items() if name not in ("db", "ones")}
 
 
 @op()

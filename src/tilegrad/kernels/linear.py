@@ -44,7 +44,7 @@ def linear_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
 
 def _workspace(x: Any, n: int, cout: int, cin: int, *, backward: bool) -> Shapes:
     acc = accumulation_dtype(x.dtype)
-    shapes: Shapes = {"db": ((cout,), acc)} if backward else {}
+    shapes: Shapes = {"db": ((cout,), acc), "ones": ((min(n, ROWS),), acc)} if backward else {}
     if not _half_on_cpu(x):
         return shapes
     rows, cols = min(n, ROWS), min(cout, COLS)
@@ -98,7 +98,7 @@ def linear_bwd(
             check_tensor(name, grad, shape, dtype, x.device)
     needed = linear_workspace(x, w, backward=True)
     if db is None:
-        del needed["db"]
+        del needed["db"], needed["ones"]
     scratch = views(scratch, needed, x.device, "linear")
     if _half_on_cpu(x):
         _half_bwd(dy, x, w, dx=dx, dw=dw, db=db, scratch=scratch)
@@ -110,7 +110,11 @@ def linear_bwd(
             dw.addmm_(dy.t(), x)
         else:
             torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
-    if db is not None:
+    if db is not None and x.device.type == "cpu":
+        ones = scratch["ones"].fill_(1.0)
+        for i in blocks(n, ROWS):
+            db.add_(torch.mv(dy[i].t(), ones[: i.stop - i.start], out=scratch["db"]))
+    elif db is not None:
         db.add_(torch.sum(dy, 0, dtype=acc, out=scratch["db"]))
 
 
@@ -136,10 +140,11 @@ def _half_bwd(
     dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, scratch: Scratch
 ) -> None:
     if db is not None:
+        ones = scratch["ones"].fill_(1.0)
         for i in blocks(dy.shape[0], ROWS):
             for j in blocks(dy.shape[1], COLS):
                 dy32 = _tile(scratch["y32"], dy[i, j]).copy_(dy[i, j])
-                db[j].add_(torch.sum(dy32, 0, out=scratch["db"][j]))
+                db[j].add_(torch.mv(dy32.t(), ones[: dy32.shape[0]], out=scratch["db"][j]))
     if _has_bf16_products():
         if dx is not None:
             torch.mm(dy, w, out=dx)

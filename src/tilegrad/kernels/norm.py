@@ -6,6 +6,7 @@
     g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
     dw += Σ_n dy ∘ x̂   db += Σ_n dy
 
+Sums over columns and rows are matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read memory once.
 dx accumulates, for the norm stands on a branch of the residual stream. Rows are worked on in blocks that stay in cache,
 in the accumulation dtype; bfloat16 is copied into the scratch, where alone a dtype changes without an allocation.
 """
@@ -21,7 +22,7 @@ from .attention.checks import check_tensor
 from .dispatch import op
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
-BLOCK = {"cpu": 1 << 16, "cuda": 1 << 23}  # elements of a block of rows
+BLOCK = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements of a block of rows
 
 
 def _rows(x: Any) -> int:
@@ -35,7 +36,12 @@ def norm_workspace(x: Any, *, backward: bool) -> Shapes:
     half = x.dtype != acc
     if not backward:
         return {"x": ((rows, c), acc), "y": ((rows, c), acc), "w": ((c,), acc), "b": ((c,), acc)} if half else {}
-    shapes: Shapes = {"x_hat": ((rows, c), acc), "work": ((rows, c), acc), "sum": ((c,), acc), "rows": ((2, rows), acc)}
+    shapes: Shapes = {
+        "centred": ((rows, c), acc),
+        "work": ((rows, c), acc),
+        "sum": ((c,), acc),
+        "rows": ((3, rows), acc),
+    }
     return shapes | ({"dy": ((rows, c), acc), "w": ((c,), acc)} if half else {})
 
 
@@ -120,32 +126,29 @@ def _bwd(
     w32, total = scratch["w"].copy_(w) if "w" in scratch else w, scratch["sum"]
     for i in blocks(n, _rows(x)):
         m = i.stop - i.start
-        x_hat, work, (mean_g, mean_gx) = scratch["x_hat"][:m], scratch["work"][:m], scratch["rows"][:, :m].unbind()
-        dyi, ri = _load(dy[i], "dy", scratch), rstd[i, None]
+        centred, work = scratch["centred"][:m], scratch["work"][:m]
+        sum_g, sum_gx, factor = scratch["rows"][:, :m].unbind()
+        dyi, ri = _load(dy[i], "dy", scratch), rstd[i]
         if db is not None:
-            db.add_(torch.sum(dyi, 0, out=total))
+            db.add_(torch.mv(dyi.t(), factor.fill_(1.0), out=total))
         if dw is None and dx is None:
             continue
-        xi = x_hat.copy_(x[i]) if x.dtype != acc else x[i]
+        xi = centred.copy_(x[i]) if x.dtype != acc else x[i]
         if mean is not None:
-            xi = torch.sub(xi, mean[i, None], out=x_hat)
-        torch.mul(xi, ri, out=x_hat)
-        torch.mul(dyi, x_hat, out=work)
+            xi = torch.sub(xi, mean[i, None], out=centred)
+        torch.mul(dyi, xi, out=work)
         if dw is not None:
-            dw.add_(torch.sum(work, 0, out=total))
+            dw.add_(torch.mv(work.t(), ri, out=total))
         if dx is None:
             continue
-        torch.mv(work, w32, out=mean_gx).div_(-c)
-        if mean is None:
-            x_hat.mul_(mean_gx[:, None])
-        else:
-            torch.mv(dyi, w32, out=mean_g).div_(-c)
-            torch.addcmul(mean_g[:, None], x_hat, mean_gx[:, None], out=x_hat)
-        step = x_hat.addcmul_(dyi, w32)
+        torch.mv(work, w32, out=sum_gx).mul_(ri).mul_(ri).div_(-c)
+        step = torch.mul(xi, sum_gx[:, None], out=centred).addcmul_(dyi, w32)
+        if mean is not None:
+            step.sub_(torch.mv(dyi, w32, out=sum_g).div_(c)[:, None])
         if dx.dtype == acc:
-            dx[i].addcmul_(step, ri)
+            dx[i].addcmul_(step, ri[:, None])
         else:
-            dx[i].copy_(work.copy_(dx[i]).addcmul_(step, ri))
+            dx[i].copy_(work.copy_(dx[i]).addcmul_(step, ri[:, None]))
 
 
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None) -> None:

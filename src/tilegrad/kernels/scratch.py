@@ -26,7 +26,9 @@ def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str) -> Scra
     """The declared buffers as views of the caller's."""
     out = {}
     for name, (shape, dtype) in needed.items():
-        accepted = f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}: {op}_workspace(…) names all"
+        accepted = (
+            f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}: {op}_workspace(…) names all"
+        )
         if scratch is None or name not in scratch:
             raise ValueError(f"scratch: {op} got no {name!r}; accepted: {accepted}")
         x = scratch[name]

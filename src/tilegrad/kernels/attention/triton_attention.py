@@ -188,7 +188,9 @@ def bwd(
         _delta(o, lse, do, dlse, mask, sizes, rows)
         if dk is not None or dv is not None:
             more = {"dk": dk, "dv": dv} | _strides(mask.varlen, dk=dk, dv=dv)
-            constants = _constants(sizes, mask, q, k, v, do, dk, dv)
+            constants = _constants(sizes, mask, q, k, v, do, dk, dv) | {
+                "COPIES": int(__import__("os").environ.get("COPIES", "1"))
+            }
             _launch(_dkdv_kernel, "dkdv", sizes, q, columns, arguments | more, constants)
         if dq is not None:
             more = {"dq": dq} | _strides(mask.varlen, dq=dq)

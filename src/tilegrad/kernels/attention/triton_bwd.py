@@ -25,6 +25,7 @@ from .triton_mask import (
     band_tiles,
     kept,
     lengths,
+    load_row,
     load_tile,
     nth_tile,
     probabilities,
@@ -83,7 +84,7 @@ def _delta_kernel(
 def _add_rows(
     dk, dv, k, v, q, do, lse2, delta, q_offsets, do_offsets, q_t, do_t, j, head, first, full, full_end, last,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-    DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
+    COPIES: tl.constexpr, DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     tiles = full_end - full
     if MASKED:
@@ -93,19 +94,15 @@ def _add_rows(
         rows = start + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
         do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
-        if MASKED:
-            lse2_row = tl.load(lse2 + rows, mask=rows < head.tq, other=float("inf"))
-            delta_row = tl.load(delta + rows, mask=rows < head.tq, other=0.0)
-        else:
-            lse2_row = tl.load(lse2 + rows)
-            delta_row = tl.load(delta + rows)
+        lse2_row = load_row(lse2, rows, head.tq, float("inf"), COPIES, CHECKED=MASKED)
+        delta_row = load_row(delta, rows, head.tq, 0.0, COPIES, CHECKED=MASKED)
         s = tl.dot(k, q_tile.T, input_precision=PRECISION)
-        p, keep, t = probabilities(s, lse2_row[None, :], rows[None, :], j, head, MASKED)
+        p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, MASKED)
         if DV_WANTED:
             dv = tl.dot(kept(p, keep, head).to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
         if DK_WANTED:
             dp = tl.dot(v, do_tile.T, input_precision=PRECISION)
-            dx = uncapped(score_gradient(p, dp, delta_row[None, :], keep, head), t, head)
+            dx = uncapped(score_gradient(p, dp, delta_row, keep, head), t, head)
             dk = tl.dot(dx.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -120,6 +117,7 @@ def _dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    COPIES: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % col_tiles * BLOCK_N
     kv_head = tl.program_id(0) // col_tiles % (heads // group)
@@ -165,7 +163,7 @@ def _dkdv_kernel(
             dk_acc, dv_acc = _add_rows(
                 dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_offsets, do_offsets, q_t, do_t,
                 j, head, first, full, full_end, last,
-                D, DV, BLOCK_M, ALIGN, PRECISION, dk is not None, dv is not None, MASKED,
+                D, DV, BLOCK_M, ALIGN, PRECISION, COPIES, dk is not None, dv is not None, MASKED,
             )  # fmt: skip
 
     if dk is not None:
@@ -318,10 +316,8 @@ def _dbias_kernel(
                     )
                     s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
                     dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
-                    _, ds, _ = weights(
-                        s, dp, lse2_row[:, None], delta_row[:, None], rows[:, None], j, head, MASKED=True
-                    )
-                    acc += ds
+                    p, keep, _ = probabilities(s, lse2_row[:, None], rows[:, None], j, head, MASKED=True)
+                    acc += score_gradient(p, dp, delta_row[:, None], keep, head)
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
     i = own_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]

@@ -86,6 +86,17 @@ def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
 
 
 @triton.jit
+def load_row(x, rows, end, other, COPIES: tl.constexpr, CHECKED: tl.constexpr):
+    """x[rows] as (1, M); `other` from `end` on. Read COPIES times over, one element a thread: Triton takes a load of
+    fewer elements than threads for cheap and has every thread read all it needs, 16 words of M = 64, through shared memory."""
+    offsets = rows[None, :] + tl.zeros([COPIES, 1], tl.int32)
+    row = tl.load(x + offsets, mask=offsets < end, other=other) if CHECKED else tl.load(x + offsets)
+    if COPIES > 1:
+        row = tl.max(row, 0, keep_dims=True)
+    return row
+
+
+@triton.jit
 def store_tile(x, offsets, tile, rows, D: tl.constexpr):
     ROWS: tl.constexpr = offsets.shape[0]
     BLOCK_D: tl.constexpr = offsets.shape[1]
@@ -188,7 +199,7 @@ def keeps(i, j, head):
 
 @triton.jit
 def probabilities(s, lse2, i, j, head, MASKED: tl.constexpr):
-    """(p, keep, tanh) of a tile in the backward: p = exp2(x − lse2); keep and tanh mean something only where the call has them."""
+    """(p, keep, tanh) of a tile in the backward: p = exp2(x − lse2); keep and tanh only where the call has them."""
     x, factor, t = log2_scores(s, i, j, head, MASKED)
     p = tl.math.exp2(x * factor - lse2)
     keep = p >= 0.0
