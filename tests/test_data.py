@@ -152,6 +152,13 @@ def test_a_token_out_of_range_is_named_before_it_is_written(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
+    old = open_tokens(write(tmp_path / "tokens.bin", [1, 2, 3], 10))
+    new = open_tokens(write(tmp_path / "tokens.bin", [4, 5, 6], 10))
+    assert (old.tokens.tolist(), new.tokens.tolist()) == ([1, 2, 3], [4, 5, 6])
+    assert [p.name for p in tmp_path.iterdir()] == ["tokens.bin"]
+
+
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "tokens.bin", [1, 2, 3], 10)
 

@@ -325,6 +325,13 @@ def test_comm_without_cuda_warns_once(manager):
     assert stats["per_type"]["comm"]["pinned"] is False
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without CUDA")
+def test_the_comm_warning_as_an_error_stops_one_allocation_only(manager):
+    with pytest.raises(UserWarning, match="COMM"):
+        manager.allocate(BufferType.COMM, (64,))
+    assert manager.allocate(BufferType.COMM, (64,)).shape == (64,)
+
+
 def test_shared_managers_are_one_per_name():
     a, b = AttentionBufferManager.shared("one"), AttentionBufferManager.shared("two")
     assert a is AttentionBufferManager.shared("one")

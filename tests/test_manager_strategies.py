@@ -54,8 +54,9 @@ def test_numa_needs_more_than_one_node():
 
 @pytest.mark.parametrize("alignment", [64, 256, 4096, 1 << 16])
 @pytest.mark.parametrize("nbytes", [100, 10_000, MIB + 1, 9 * MIB])
-def test_alignment_is_real(alignment, nbytes):
-    config = BufferConfig(1.0, "high", "persistent", alignment=alignment)
+@pytest.mark.parametrize("bucketed", [True, False])
+def test_alignment_is_real(alignment, nbytes, bucketed):
+    config = BufferConfig(1.0, "high", "persistent", prefer_bucketed=bucketed, alignment=alignment)
     manager = AttentionBufferManager(custom_configs={BufferType.MASK: config})
     held = [manager.allocate(BufferType.MASK, (nbytes + 7 * n,), torch.bool) for n in range(4)]
     assert [t.data_ptr() % alignment for t in held] == [0] * 4

@@ -185,7 +185,9 @@ def test_the_page_reaches_for_nothing() -> None:
 def test_the_page_escapes_all_text() -> None:
     evil = '</script></pre></iframe><img src=x onerror="alert(1)"><!--data-->&'
     clean = Page(page(memory_page="a"))
-    found = Page(page(title=evil, facts={evil: evil, "parameters": evil}, sample=evil, memory_page=evil))
+    records = [*RECORDS, {"step": 11, "kind": "train", "loss": evil}]  # a log that someone edited
+    facts = {evil: evil, "parameters": evil}
+    found = Page(page(title=evil, records=records, facts=facts, sample=evil, memory_page=evil))
     assert found.tags == clean.tags
     assert found.text["h1"] == found.text["pre"] == [evil]
     assert found.attributes["iframe"]["srcdoc"] == evil

@@ -27,7 +27,7 @@ from .dispatch import op
 from .linear import linear_bwd, linear_fwd, linear_workspace
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
-CHUNK = {"cpu": 1 << 24, "cuda": 1 << 26}  # logits held at once
+CHUNK = {"cpu": 1 << 25, "cuda": 1 << 26}  # logits held at once
 _aten = torch.ops.aten
 
 

@@ -18,7 +18,7 @@ from .attention.checks import check_tensor
 from .dispatch import op
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
-BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
 
 
 def _rows(x: Any) -> int:

@@ -19,7 +19,7 @@ from .dispatch import op
 from .embedding import add_rows
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
-BLOCK = {"cpu": 1 << 16, "cuda": 1 << 24}  # elements of a block of rows
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows
 
 
 def _rows(x: Any) -> int:

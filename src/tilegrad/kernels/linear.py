@@ -44,7 +44,7 @@ def linear_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
 
 def _workspace(x: Any, n: int, cout: int, cin: int, *, backward: bool) -> Shapes:
     acc = accumulation_dtype(x.dtype)
-    shapes: Shapes = {"db": ((cout,), acc), "ones": ((min(n, ROWS),), acc)} if backward else {}
+    shapes: Shapes = {"db": ((cout,), acc), "ones": ((n,), acc)} if backward else {}
     if not _half_on_cpu(x):
         return shapes
     rows, cols = min(n, ROWS), min(cout, COLS)
@@ -111,9 +111,7 @@ def linear_bwd(
         else:
             torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
     if db is not None and x.device.type == "cpu":
-        ones = scratch["ones"].fill_(1.0)
-        for i in blocks(n, ROWS):
-            db.add_(torch.mv(dy[i].t(), ones[: i.stop - i.start], out=scratch["db"]))
+        add_column_sums(dy, scratch["ones"].fill_(1.0), sums=db, part=scratch["db"])
     elif db is not None:
         db.add_(torch.sum(dy, 0, dtype=acc, out=scratch["db"]))
 
@@ -144,7 +142,7 @@ def _half_bwd(
         for i in blocks(dy.shape[0], ROWS):
             for j in blocks(dy.shape[1], COLS):
                 dy32 = _tile(scratch["y32"], dy[i, j]).copy_(dy[i, j])
-                db[j].add_(torch.mv(dy32.t(), ones[: dy32.shape[0]], out=scratch["db"][j]))
+                add_column_sums(dy32, ones[: dy32.shape[0]], sums=db[j], part=scratch["db"][j])
     if _has_bf16_products():
         if dx is not None:
             torch.mm(dy, w, out=dx)
@@ -163,6 +161,12 @@ def _half_bwd(
                 dw[j].addmm_(dy32.t(), x32)
         if dx is not None:
             dx[i].copy_(dx32)
+
+
+def add_column_sums(x: Tensor, factors: Tensor, *, sums: Tensor, part: Tensor) -> None:
+    """sums += Σ_n factors[n] x[n], as matrix × vector products of few rows: long running sums would lose digits."""
+    for i in blocks(x.shape[0], ROWS):
+        sums.add_(torch.mv(x[i].t(), factors[i], out=part))
 
 
 def _tile(buffer: Tensor, like: Tensor) -> Tensor:

@@ -20,9 +20,10 @@ from torch import Tensor
 
 from .attention.checks import check_tensor
 from .dispatch import op
+from .linear import add_column_sums
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
-BLOCK = {"cpu": 1 << 18, "cuda": 1 << 23}  # elements of a block of rows
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # elements of a block of rows
 
 
 def _rows(x: Any) -> int:
@@ -127,10 +128,10 @@ def _bwd(
     for i in blocks(n, _rows(x)):
         m = i.stop - i.start
         centred, work = scratch["centred"][:m], scratch["work"][:m]
-        sum_g, sum_gx, factor = scratch["rows"][:, :m].unbind()
+        sum_g, sum_gx, ones = scratch["rows"][:, :m].unbind()
         dyi, ri = _load(dy[i], "dy", scratch), rstd[i]
         if db is not None:
-            db.add_(torch.mv(dyi.t(), factor.fill_(1.0), out=total))
+            add_column_sums(dyi, ones.fill_(1.0), sums=db, part=total)
         if dw is None and dx is None:
             continue
         xi = centred.copy_(x[i]) if x.dtype != acc else x[i]
@@ -138,7 +139,7 @@ def _bwd(
             xi = torch.sub(xi, mean[i, None], out=centred)
         torch.mul(dyi, xi, out=work)
         if dw is not None:
-            dw.add_(torch.mv(work.t(), ri, out=total))
+            add_column_sums(work, ri, sums=dw, part=total)
         if dx is None:
             continue
         torch.mv(work, w32, out=sum_gx).mul_(ri).mul_(ri).div_(-c)

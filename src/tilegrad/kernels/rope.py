@@ -18,7 +18,7 @@ from .attention.checks import check_tensor
 from .dispatch import op
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
-BLOCK = {"cpu": 1 << 18, "cuda": 1 << 22}  # elements of a block of positions
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements of a block of positions
 
 
 def _positions(x: Any) -> int:

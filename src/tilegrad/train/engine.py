@@ -14,13 +14,13 @@ import hashlib
 import math
 import os
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ..kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
-from ..kernels.dispatch import observe
 from ..kernels.residual import copy_fwd
 from ..kernels.rope import rope_table
 from ..memory.arena import Arenas, MemoryPlan
@@ -63,11 +63,11 @@ class Engine:
         self.recompute = choose_recompute(*form, memory_budget)
         self.plan: MemoryPlan = plan_model(*form, self.recompute)
         self.arenas = Arenas(self.plan)
-        self._bound: dict[tuple[int, int], Transformer] = {}
+        self._bound: dict[tuple[int, int, bool], Transformer] = {}
         self._pending: Transformer | None = None
         self._total = self._count = 0
         self.steps = self.draws = self.skipped = self.skipped_in_a_row = 0
-        self.loss = math.nan
+        self.loss = 0.0  # of the last forward: one that is not finite must not reach the weights
 
         model = self._model(batch_size, seq_len)
         self.params: dict[str, Tensor] = {name: p.master for name, p in model.params.items()}
@@ -83,6 +83,14 @@ class Engine:
         model.forward()
         self._pending = model
         return self._mean_loss(model)
+
+    def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
+        """The mean loss without dropout and without a backward to follow."""
+        model = self._load(tokens, targets, None, training=False)
+        model.forward()
+        self._pending, kept = None, self.loss
+        value, self.loss = self._mean_loss(model), kept
+        return value
 
     def backward(self) -> None:
         """Add d(Σ loss)/total_targets of the last forward to the gradients."""
@@ -118,7 +126,7 @@ class Engine:
         """Clip to a global norm of `max_norm`, then AdamW. Returns the norm before clipping. A loss or gradient that is
         not finite changes neither weights nor moments; ten in a row raise."""
         global_norm(self._flat["grads"], norm=self._norm, scratch=self._optimizer_scratch)
-        if not math.isfinite(self.loss) and not math.isnan(self.loss):
+        if not math.isfinite(self.loss):
             self._norm.fill_(math.nan)
         adamw_step(
             self._norm, learning_rate, self._decayed, self.weight_decay, self.max_norm, self.betas, self.eps,
@@ -155,16 +163,18 @@ class Engine:
 
     # ── inside ──
 
-    def _model(self, b: int, t: int) -> Transformer:
+    def _model(self, b: int, t: int, *, training: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences of t tokens."""
-        if (b, t) not in self._bound:
-            handles = declare(self.config, b, t, self.dtype, self.device, self.recompute)
-            self._bound[b, t] = bind(handles, self.arenas.view)
-        return self._bound[b, t]
+        key = b, t, training
+        if key not in self._bound:
+            config = self.config if training else replace(self.config, dropout=0.0)
+            handles = declare(config, b, t, self.dtype, self.device, self.recompute)
+            self._bound[key] = bind(handles, self.arenas.view)
+        return self._bound[key]
 
-    def _load(self, tokens: Tensor, targets: Tensor, total: int | None) -> Transformer:
+    def _load(self, tokens: Tensor, targets: Tensor, total: int | None, *, training: bool = True) -> Transformer:
         b, t = self._check_batch(tokens, targets)
-        model = self._model(b, t)
+        model = self._model(b, t, training=training)
         model.tokens.copy_(tokens)
         model.head.targets.view(b, t).copy_(targets)
         self._count = self._targets_in(targets)
@@ -174,7 +184,7 @@ class Engine:
         model.head.inv_total.fill_(1.0 / self._total if self._total else 0.0)
         for i, seed in enumerate(model.seeds):
             seed.fill_(_drop_seed(self.seed, self.draws, i))
-        self.draws += 1
+        self.draws += training
         self._round_weights(model)
         return model
 

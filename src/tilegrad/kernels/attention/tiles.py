@@ -49,12 +49,12 @@ TABLE: dict[tuple[int, int, int, bool], Tiles] = {
 
 def candidates(kernel: str, architecture: int, bits: int, head_dim: int, band: bool) -> tuple[Tile, ...]:
     """Tiles to try in order. `head_dim` is padded; those under 64 use the row of 64."""
-    own = _row(architecture, bits, max(64, head_dim), band)
+    own = row(architecture, bits, max(64, head_dim), band)
     tile: Tile = getattr(own, kernel)
     return (tile, *(t for t in SMALLER if t.m <= tile.m and t.n <= tile.n and t != tile))
 
 
-def _row(architecture: int, bits: int, head_dim: int, band: bool) -> Tiles:
+def row(architecture: int, bits: int, head_dim: int, band: bool) -> Tiles:
     """The nearest row: bits and head dimension first, then the newest architecture not above, then the band."""
 
     def distance(key: tuple[int, int, int, bool]) -> tuple[bool, int, bool, int, bool]:

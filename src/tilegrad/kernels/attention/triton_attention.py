@@ -47,11 +47,11 @@ class Sizes(NamedTuple):
 
     @property
     def block_d(self) -> int:
-        return max(16, triton.next_power_of_2(self.d))
+        return max(16, 1 << (self.d - 1).bit_length())
 
     @property
     def block_dv(self) -> int:
-        return max(16, triton.next_power_of_2(self.dv))
+        return max(16, 1 << (self.dv - 1).bit_length())
 
 
 def sizes_of(q: Any, k: Any, v: Any, mask: Mask) -> Sizes:
@@ -82,7 +82,8 @@ def multiprocessors(device: torch.device) -> int:
 @functools.cache
 def shared_memory_bytes(device: torch.device) -> int:
     """What one program may use."""
-    return int(torch.cuda.get_device_properties(device).shared_memory_per_block_optin)
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def tiles_for(kernel: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
@@ -97,7 +98,7 @@ def _forward_kernel(sizes: Sizes) -> str:
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
     """Programs that share the columns of a row tile: two for each multiprocessor, each with two tiles or more."""
     tile = tiles_for(_forward_kernel(sizes), sizes, dtype, device)[0]
-    programs = triton.cdiv(sizes.tq, tile.m) * sizes.hq * sizes.batch
+    programs: int = triton.cdiv(sizes.tq, tile.m) * sizes.hq * sizes.batch
     columns = sizes.tk
     if sizes.left is not None and sizes.right is not None:
         columns = min(columns, sizes.left + sizes.right + tile.m)
@@ -178,7 +179,8 @@ def bwd(
 
     def columns(tile: Tile) -> tuple[Arguments, tuple[int]]:
         col_tiles = triton.cdiv(sizes.tk, tile.n)
-        return {"col_tiles": col_tiles}, (col_tiles * sizes.hkv * sizes.batch,)
+        copies = max(1, 32 * tile.warps // tile.m)
+        return {"col_tiles": col_tiles, "COPIES": copies}, (col_tiles * sizes.hkv * sizes.batch,)
 
     def row_grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = triton.cdiv(sizes.tq, tile.m)
@@ -187,10 +189,8 @@ def bwd(
     with torch.cuda.device_of(q):
         _delta(o, lse, do, dlse, mask, sizes, rows)
         if dk is not None or dv is not None:
-            more = {"dk": dk, "dv": dv} | _strides(mask.varlen, dk=dk, dv=dv)
-            constants = _constants(sizes, mask, q, k, v, do, dk, dv) | {
-                "COPIES": int(__import__("os").environ.get("COPIES", "1"))
-            }
+            more: Arguments = {"dk": dk, "dv": dv} | _strides(mask.varlen, dk=dk, dv=dv)
+            constants = _constants(sizes, mask, q, k, v, do, dk, dv)
             _launch(_dkdv_kernel, "dkdv", sizes, q, columns, arguments | more, constants)
         if dq is not None:
             more = {"dq": dq} | _strides(mask.varlen, dq=dq)
@@ -252,29 +252,38 @@ def _launch(
     absent = tuple(argument for argument, x in arguments.items() if x is None)
     bias = arguments["bias"]
     key = (kernel, name, q.device, q.dtype, absent, bias is not None and bias.dtype, tiles[0], *constants.values())
-    tile = _fitting.get(key)
-    if tile is None:
-        tile = _fitting[key] = _first_that_fits(kernel, tiles, grid, arguments, constants, q.device)
-    more, programs = grid(tile)
-    kernel[programs](**arguments, **more, **constants, **_meta(tile))
+    fit = fits.get(key)
+    if fit is None:
+        tile, compiled = _first_that_fits(kernel, tiles, grid, arguments, constants, q.device)
+        fit = fits[key] = Fit(name, tile, compiled)
+    more, programs = grid(fit.tile)
+    kernel[programs](**arguments, **more, **constants, **_meta(fit.tile))
 
 
-_fitting: dict[tuple[Any, ...], Tile] = {}
+class Fit(NamedTuple):
+    """A specialisation that ran: the tile it was given, and Triton's compiled kernel (None in the interpreter)."""
+
+    kernel: str
+    tile: Tile
+    compiled: Any
+
+
+fits: dict[tuple[Any, ...], Fit] = {}
 
 
 def _first_that_fits(
     kernel: Any, tiles: tuple[Tile, ...], grid: Callable[[Tile], tuple[Arguments, tuple[int, ...]]],
     arguments: Arguments, constants: Arguments, device: torch.device,
-) -> Tile:  # fmt: skip
+) -> tuple[Tile, Any]:  # fmt: skip
     if architecture(device) == INTERPRETER:
-        return tiles[0]
+        return tiles[0], None
     needed = {}
     for tile in tiles:
         more, programs = grid(tile)
         compiled = kernel.warmup(**arguments, **more, **constants, **_meta(tile), grid=programs)
         needed[tile] = compiled.metadata.shared
         if needed[tile] <= shared_memory_bytes(device):
-            return tile
+            return tile, compiled
     raise ValueError(
         f"device: got {device}, which gives a program {shared_memory_bytes(device)} bytes of shared memory; accepted: "
         f"at least {min(needed.values())} for head dimension {constants['D']}; kernel='tiled' needs none"
@@ -323,7 +332,7 @@ def _bht(x: Tensor, varlen: bool) -> tuple[int, int, int]:
 
 
 def _strides(varlen: bool, **tensors: Tensor | None) -> Arguments:
-    out = {}
+    out: Arguments = {}
     for name, x in tensors.items():
         out |= dict(
             zip((f"{name}_b", f"{name}_h", f"{name}_t"), (0, 0, 0) if x is None else _bht(x, varlen), strict=True)
@@ -333,7 +342,7 @@ def _strides(varlen: bool, **tensors: Tensor | None) -> Arguments:
 
 def _row_strides(varlen: bool, **tensors: Tensor | None) -> Arguments:
     """The same for lse and its like, (B, Hq, Tq) or (Hq, total)."""
-    out = {}
+    out: Arguments = {}
     for name, x in tensors.items():
         strides = (0, 0, 0) if x is None else (0, *x.stride()) if varlen else x.stride()
         out |= dict(zip((f"{name}_b", f"{name}_h", f"{name}_t"), strides, strict=True))

@@ -14,6 +14,7 @@ first to full and full_end to last are crossed by an edge and walked with a mask
 see a run of columns are the same with Tq and Tk, left and right exchanged.
 """
 
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -1,0 +1,42 @@
+"""What an op must do and move: the only FLOP and byte formulas of the package.
+
+A product of (M, K) and (K, N) is 2·M·N·K FLOPs. Attention counts the pairs (i, j) that see each other, so a causal call
+has half of a full one's; the backward counts its five products (s, dp, dv, dq, dk) once each, whatever a kernel
+recomputes. Bytes count each input read once and each output written once.
+"""
+
+from __future__ import annotations
+
+
+def visible_pairs(tq: int, tk: int, left: int | None = None, right: int | None = None) -> int:
+    """Pairs with −right ≤ i + Tk − Tq − j ≤ left: those up to the right edge, less those before the left one."""
+    seen = tq * tk if right is None else _pairs_up_to(tq, tk, right)
+    return seen if left is None else max(0, seen - _pairs_up_to(tq, tk, -left - 1))
+
+
+def _pairs_up_to(tq: int, tk: int, edge: int) -> int:
+    """Pairs with j ≤ i + Tk − Tq + edge. Row i has clamp(first + i, 0, Tk) of them: none, then a ramp, then all."""
+    first = tk - tq + edge + 1
+    low = min(max(0, -first), tq)
+    high = min(max(low, tk - first), tq)
+    return (high - low) * (2 * first + low + high - 1) // 2 + (tq - high) * tk
+
+
+def attention_flops(
+    batch: int, heads: int, tq: int, tk: int, d: int, dv: int, *, left: int | None = None, right: int | None = None,
+    backward: bool = False,
+) -> int:  # fmt: skip
+    """Forward: q kᵀ and p v. Backward: q kᵀ, do vᵀ, pᵀ do, ds k, dsᵀ q."""
+    widths = 3 * d + 2 * dv if backward else d + dv
+    return 2 * batch * heads * visible_pairs(tq, tk, left, right) * widths
+
+
+def attention_bytes(
+    batch: int, heads: int, kv_heads: int, tq: int, tk: int, d: int, dv: int, element_bytes: int, *, backward: bool = False
+) -> int:  # fmt: skip
+    """Forward: q, k, v → o, lse. Backward: q, k, v, o, do, lse → dq, dk, dv."""
+    q, o = batch * heads * tq * d, batch * heads * tq * dv
+    kv = batch * kv_heads * tk * (d + dv)
+    lse_bytes = 4 * batch * heads * tq
+    elements = 2 * (q + o + kv) if backward else q + kv + o
+    return elements * element_bytes + lse_bytes

@@ -1,0 +1,158 @@
+"""`tilegrad bench attention --tune`: times candidate tiles of the Triton kernels and writes kernels/attention/tiles.py.
+
+Every candidate is compiled first, in as many processes as there are cores (Triton keeps what it compiled on disk), then
+timed interleaved at T = 4096 and 16k tokens, hidden 2048. A kernel's time is that of the contract that needs it alone:
+the forward, the backward of dk and dv, the backward of dq. A tile that spills registers, fails the check against the
+oracle or does not fit the device is not taken.
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+from statistics import median
+
+import torch
+
+from tilegrad.bench.attention import Inputs, Shape, Thunk, check, interleaved
+from tilegrad.kernels.attention import tiles
+from tilegrad.kernels.attention.tiles import Tile, Tiles
+from tilegrad.table import table
+
+Key = tuple[int, int, int, bool]
+T, TOKENS, HIDDEN = 4096, 16384, 2048
+REPEATS = 10
+KERNELS = ("fwd", "dkdv", "dq")
+
+
+def candidates(kernel: str, bits: int, head_dim: int) -> tuple[Tile, ...]:
+    """Warps hold 16 rows or more of the product's own side; stages as shared memory allows, the launcher drops the rest."""
+    if bits == 32:
+        sides: tuple[tuple[int, int], ...] = ((16, 16), (32, 16), (16, 32), (32, 32), (64, 32))
+        return tuple(Tile(m, n, w, s) for m, n in sides for w in (4, 8) for s in (1, 2))
+    own, other = ((128, 64), (128, 64, 32)) if head_dim < 256 else ((128, 64), (64, 32))
+    out = []
+    for a in own:
+        for b in other:
+            for warps in {4, a // 16}:
+                for stages in (2, 3):
+                    m, n = (b, a) if kernel == "dkdv" else (a, b)
+                    out.append(Tile(m, n, warps, stages))
+    return tuple(dict.fromkeys(out))
+
+
+def with_tile(row: Tiles, kernel: str, tile: Tile) -> Tiles:
+    return row._replace(**{kernel: tile})
+
+
+def shape_for(head_dim: int, band: bool, t: int = T, tokens: int = TOKENS) -> Shape:
+    return Shape(tokens // t, max(1, HIDDEN // head_dim), t, head_dim, causal=band)
+
+
+def _thunk(inputs: Inputs, kernel: str) -> Thunk:
+    """The contract that runs this kernel and, of those with products, no other."""
+    forward, _, out = inputs.ours("triton")
+    if kernel == "fwd":
+        return forward
+    from tilegrad.kernels.attention import triton_attention as module
+
+    q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
+    shapes = module.workspace(q, k, v, mask, backward=True, deterministic=True)
+    scratch = {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in shapes.items()}
+    wanted = (
+        {"dq": out["dq"], "dk": None, "dv": None} if kernel == "dq" else {"dq": None, "dk": out["dk"], "dv": out["dv"]}
+    )
+    forward()
+    return lambda: module.bwd(
+        q, k, v, out["o"], out["lse"], inputs.do, None, mask, **wanted, dbias=None, dsinks=None,
+        scratch=scratch, deterministic=True,
+    )  # fmt: skip
+
+
+def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: str) -> tuple[int, str]:
+    """(words spilled, what is wrong), from a process of its own: the compiled kernel stays on disk."""
+    from triton.runtime.errors import OutOfResources
+
+    from tilegrad.kernels.attention import triton_attention as module
+
+    tiles.TABLE[key] = row
+    _, _, head_dim, band = key
+    tile = getattr(row, kernel)
+    try:
+        _thunk(Inputs(shape_for(head_dim, band, 256, 256), dtype, torch.device(device)), kernel)()
+    except (OutOfResources, ValueError) as error:
+        return 0, str(error)
+    fit = [fit for fit in module.fits.values() if fit.kernel == kernel][-1]
+    return fit.compiled.n_spills, "" if fit.tile == tile else "does not fit"
+
+
+def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)) -> int:
+    """Times every candidate, prints the best three of each kernel and rewrites the table of tiles.py."""
+    from tilegrad.kernels.attention.triton_attention import architecture
+
+    if device.type != "cuda":
+        raise ValueError(f"device: got {device}; accepted: a CUDA device, for tiles are tuned where they run")
+    bits = 8 * dtype.itemsize
+    keys = [(architecture(device), bits, d, band) for d in head_dims for band in (False, True)]
+    start = {key: tiles.row(*key) for key in keys}
+    jobs = [(key, kernel, tile) for key in keys for kernel in KERNELS for tile in candidates(kernel, bits, key[2])]
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=context) as pool:
+        rows = [with_tile(start[key], kernel, tile) for key, kernel, tile in jobs]
+        futures = [
+            pool.submit(compile_tile, key, row, kernel, dtype, str(device))
+            for (key, kernel, _), row in zip(jobs, rows, strict=True)
+        ]
+        compiled = [future.result() for future in futures]
+    fine = [job for job, (spilled, wrong) in zip(jobs, compiled, strict=True) if not spilled and not wrong]
+    lines = []
+    for key in keys:
+        inputs = Inputs(shape_for(key[2], key[3]), dtype, device)
+        best = start[key]
+        for kernel in KERNELS:
+            thunks = {}
+            for tile in [tile for k, name, tile in fine if k == key and name == kernel]:
+                thunks[str(tuple(tile))] = _run_with(key, with_tile(best, kernel, tile), _thunk(inputs, kernel))
+            ranked = sorted((median(ms), name) for name, ms in interleaved(thunks, REPEATS, device).items())
+            if ranked:
+                best = with_tile(best, kernel, Tile(*map(int, ranked[0][1].strip("()").split(","))))
+            lines += [[str(key), kernel, name, f"{ms:.3f}"] for ms, name in ranked[:3]]
+        tiles.TABLE[key] = best
+        wrong = check("triton", shape_for(key[2], key[3]), dtype, device)
+        if wrong:
+            tiles.TABLE[key] = start[key]
+            lines.append([str(key), "WRONG", wrong, ""])
+    print(table(("architecture, bits, D, band", "kernel", "tile", "ms"), lines))
+    path = Path(tiles.__file__)
+    path.write_text("\n".join(_rewritten(path.read_text().split("\n"))))
+    print(f"\n{len(jobs)} candidates, {len(fine)} without spills; wrote {path.name}")
+    return 0
+
+
+def _run_with(key: Key, row: Tiles, run: Thunk) -> Thunk:
+    def thunk() -> None:
+        tiles.TABLE[key] = row
+        run()
+
+    return thunk
+
+
+def _rewritten(lines: list[str]) -> Iterator[str]:
+    """tiles.py with the rows between its two marks replaced by what TABLE holds now."""
+    inside = False
+    for line in lines:
+        if line.strip() == "# table begins":
+            yield line
+            yield from (f"    {key}: {_row_text(row)}," for key, row in sorted(tiles.TABLE.items()))
+            inside = True
+        elif line.strip() == "# table ends":
+            inside = False
+        if not inside:
+            yield line
+
+
+def _row_text(row: Tiles) -> str:
+    return f"Tiles({', '.join(f'Tile{tuple(tile)}' for tile in row)})"
