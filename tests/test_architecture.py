@@ -20,10 +20,12 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "model": {"kernels", "memory"},
     "dist": {"memory"},
     "train": {"model", "kernels", "memory", "dist"},
-    "gradcheck": {"kernels", "model", "memory", "table"},
+    "plain": {"model"},
+    "gradcheck": {"kernels", "model", "memory", "train", "plain", "table"},
     "check": {"functional", "kernels", "table"},
-    "bench": {"kernels", "model", "memory", "train", "functional", "table"},
-    "cli": {"model", "train", "gradcheck", "check", "bench", "memory", "kernels", "functional", "table"},
+    "bench": {"kernels", "model", "memory", "train", "functional", "plain", "table"},
+    "progress": {"memory", "table"},
+    "cli": {"model", "train", "gradcheck", "check", "bench", "memory", "kernels", "functional", "table", "progress"},
 }
 FREE = {"__init__", "__main__"}  # the front door: names of everything, loaded on first use
 STANDARD_LIBRARY_ONLY = {"memory/plan.py"}
@@ -113,12 +115,14 @@ def test_import_loads_no_torch_and_touches_no_gpu() -> None:
 
 
 def test_own_modules_import_in_a_fifth_of_a_second() -> None:
-    files = [p.relative_to(ROOT).with_suffix("") for p in sorted(ROOT.rglob("*.py")) if p.stem != "__main__"]
-    order = ["__init__", *MAY_IMPORT]  # lowest first: a module that is loaded by name, on first use, is not timed
-    files.sort(key=lambda p: order.index(p.parts[0]))
-    names = [".".join(["tilegrad", *p.parts]).removesuffix(".__init__") for p in files]
-    lines = run_python("import torch\n" + "\n".join(f"import {name}" for name in names), "-X", "importtime").stderr
-    own = dict(re.findall(r"import time:\s+\d+ \|\s+\d+ \|\s+(tilegrad\S*)()", lines))
-    assert set(names) <= set(own), "every module of ours was imported and timed"
-    total = sum(int(t) for t in re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+tilegrad", lines))
-    assert total < 200_000, f"{total / 1000:.0f} ms"
+    """Everything that the public names and the command line load; a GPU's kernels are loaded when one is used."""
+    loaded = "import sys, tilegrad, tilegrad.cli\nfor name in tilegrad.__all__: getattr(tilegrad, name)\nprint(*sys.modules)"
+    names = [name for name in run_python(loaded).stdout.split() if name.startswith("tilegrad")]
+    assert len(names) > 30
+    best = float("inf")
+    for _ in range(3):
+        lines = run_python("import torch\n" + "\n".join(f"import {n}" for n in names), "-X", "importtime").stderr
+        own = [int(t) for t in re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+tilegrad", lines)]
+        assert len(own) >= len(names), "every module of ours was timed"
+        best = min(best, sum(own))
+    assert best < 200_000, f"{best / 1000:.0f} ms"

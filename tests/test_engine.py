@@ -7,13 +7,12 @@ import re
 from dataclasses import replace
 from typing import Any
 
-import plain_model
 import pytest
 import torch
 from test_model import assert_equal_gradients, batch
 from torch import Tensor
 
-from tilegrad import Engine, ModelConfig
+from tilegrad import Engine, ModelConfig, plain
 from tilegrad.kernels.dispatch import observe
 from tilegrad.memory.arena import Arenas, poison_dead
 from tilegrad.memory.trace import bind
@@ -22,7 +21,9 @@ from tilegrad.train.budget import plan_model
 from tilegrad.train.engine import NonFiniteError
 
 CONFIG = ModelConfig(vocab_size=31, block_size=16, n_layer=3, n_head=4, n_embd=16)
-LLAMA = replace(CONFIG, n_kv_head=2, activation="swiglu", norm="rmsnorm", position="rope", bias=False, tie_embeddings=False)
+LLAMA = replace(
+    CONFIG, n_kv_head=2, activation="swiglu", norm="rmsnorm", position="rope", bias=False, tie_embeddings=False
+)
 
 
 def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -52,7 +53,7 @@ def test_micro_batches_of_unequal_length_give_the_gradient_of_one_batch() -> Non
     loss = engine.step([x for x, _ in parts], [y for _, y in parts])
     leaves = {name: p.clone().requires_grad_() for name, p in engine.params.items()}
     counts = [int((y >= 0).sum()) for _, y in parts]
-    sums = [plain_model.loss(leaves, x, y, CONFIG) * n for (x, y), n in zip(parts, counts, strict=True)]
+    sums = [plain.loss(leaves, x, y, CONFIG) * n for (x, y), n in zip(parts, counts, strict=True)]
     expected = sum(sums) / sum(counts)
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     exact = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values())), strict=True))
@@ -135,7 +136,7 @@ def test_ten_steps_equal_autograd_with_torch_adamw() -> None:
         tokens, targets = batch(CONFIG, 2, 8, seed=step)
         rate = 1e-2 / (1 + step)
         loss = engine.step(tokens, targets, learning_rate=rate)
-        expected = plain_model.loss(leaves, tokens, targets, CONFIG)
+        expected = plain.loss(leaves, tokens, targets, CONFIG)
         optimizer.zero_grad()
         expected.backward()
         torch.nn.utils.clip_grad_norm_(leaves.values(), 1.0)
@@ -243,14 +244,22 @@ def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
     assert short.step(tokens, targets) == pytest.approx(exact.step(tokens, targets), rel=1e-2)
     for name, g in exact.grads.items():
         assert torch.dist(short.grads[name], g) <= 0.1 * g.norm() + 1e-4, name
+    short.optimizer_step(1e-2)  # a step of the optimizer is rounded anew too
     first = short.forward(tokens, targets)
+    model = short._model(2, 9)
+    assert all(torch.equal(p.value, p.master.bfloat16()) for p in model.params.values())
     short.params["wte.weight"].mul_(3.0)  # a master that changed is rounded anew
     assert short.forward(tokens, targets) != first
 
 
 @pytest.mark.parametrize(
     ("config", "dtype"),
-    [(CONFIG, torch.float32), (LLAMA, torch.float32), (CONFIG, torch.bfloat16), (replace(CONFIG, dropout=0.1), torch.float32)],
+    [
+        (CONFIG, torch.float32),
+        (LLAMA, torch.float32),
+        (CONFIG, torch.bfloat16),
+        (replace(CONFIG, dropout=0.1), torch.float32),
+    ],
 )
 def test_no_allocation_during_a_step(config: ModelConfig, dtype: torch.dtype) -> None:
     from torch.profiler import ProfilerActivity, profile

@@ -281,10 +281,10 @@ def test_deterministic_follows_torch() -> None:
 def test_explain_and_kernel_by_name() -> None:
     q, k, v = qkv(requires_grad=False)
     told = tilegrad.explain(q, k, v, causal=True, dropout_p=0.1)
-    assert told.kernel == "tiled" and set(told.reasons) == set(KERNELS)
+    assert told.kernel == "tiled" and set(KERNELS) <= set(told.reasons)
     assert re.search(r"→ tiled +runs", str(told)) and "only by name" in str(told)
     assert tilegrad.explain(q, k, v, kernel="reference").kernel == "reference"
-    with pytest.raises(ValueError, match=r"kernel: got 'hoper'; accepted: None or one of 'tiled', 'reference'"):
+    with pytest.raises(ValueError, match=r"kernel: got 'hoper'; accepted: None or one of .*'tiled', 'reference'"):
         tilegrad.attention(q, k, v, kernel="hoper")
 
 

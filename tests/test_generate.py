@@ -4,18 +4,19 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-import plain_model
 import pytest
 import torch
 
-from tilegrad import Engine, ModelConfig
+from tilegrad import Engine, ModelConfig, plain
 from tilegrad.memory import AttentionBufferManager, BufferType
 from tilegrad.model.generate import Decoder, generate
 
 CONFIG = ModelConfig(vocab_size=23, block_size=24, n_layer=2, n_head=4, n_embd=16)
 CONFIGS = [
     CONFIG,
-    replace(CONFIG, n_kv_head=2, activation="swiglu", norm="rmsnorm", position="rope", bias=False, tie_embeddings=False),
+    replace(
+        CONFIG, n_kv_head=2, activation="swiglu", norm="rmsnorm", position="rope", bias=False, tie_embeddings=False
+    ),
     replace(CONFIG, projection="per_head", activation="tanh", window=5),
     replace(CONFIG, loss="embedding_mse", activation="relu"),
 ]
@@ -36,7 +37,7 @@ def test_logits_are_those_of_the_whole_text(config: ModelConfig) -> None:
     for piece in (text[:7], text[7:8], text[8:9], text[9:17], text[17:]):
         logits = decoder.feed(piece)
         read += len(piece)
-        n = plain_model.stream(params, torch.tensor([text[:read]]), config)[0, -1]
+        n = plain.stream(params, torch.tensor([text[:read]]), config)[0, -1]
         head = params["wte.weight" if config.tie_embeddings else "lm_head.weight"]
         expected = -(n - head).square().mean(-1) if config.loss == "embedding_mse" else head @ n
         torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)

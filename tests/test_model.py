@@ -6,14 +6,13 @@ import math
 from dataclasses import replace
 from typing import Any
 
-import plain_model
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilegrad import Engine, ModelConfig
+from tilegrad import Engine, ModelConfig, plain
 from tilegrad.model.config import PRESETS
 
 
@@ -40,9 +39,11 @@ def check(config: ModelConfig, b: int, t: int, seed: int) -> None:
     tokens, targets = batch(config, b, t, seed)
     engine = Engine(config, b, t, dtype=torch.float64, seed=seed)
     for p in engine.params.values():  # away from the initial values, where many gradients are nearly 0
-        p.add_(torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(seed + p.numel())), alpha=0.2)
+        p.add_(
+            torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(seed + p.numel())), alpha=0.2
+        )
     value = engine.step(tokens, targets)
-    expected, exact = plain_model.gradients(engine.params, tokens, targets, config)
+    expected, exact = plain.gradients(engine.params, tokens, targets, config)
     assert value == pytest.approx(expected.item(), rel=1e-12)
     assert_equal_gradients(engine.grads, exact, 1e-10)
 
@@ -69,7 +70,9 @@ def test_gradients_of_random_models_equal_autograd(config: ModelConfig, b: int, 
 
 @pytest.mark.parametrize("preset", ["gpt2", "llama-135m"])
 def test_the_shapes_of_gpt2_and_llama(preset: str) -> None:
-    small = replace(PRESETS[preset], vocab_size=50, block_size=8, n_layer=2, n_embd=PRESETS[preset].n_head * 4, ffn_dim=20)
+    small = replace(
+        PRESETS[preset], vocab_size=50, block_size=8, n_layer=2, n_embd=PRESETS[preset].n_head * 4, ffn_dim=20
+    )
     check(small, 2, 8, 0)
 
 

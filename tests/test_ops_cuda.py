@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from ops import DTYPES, acc, poisoned, randn
+from tolerance import assert_no_worse
 from torch import Tensor
 
 from tilegrad.kernels.activation import KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
@@ -21,7 +22,7 @@ from tilegrad.kernels.residual import dropout_fwd, dropout_workspace
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 
 pytestmark = pytest.mark.gpu
-N, C, V = 300, 96, 700
+N, C, V = 3000, 96, 1200
 Outputs = dict[str, Tensor]
 Built = tuple[Outputs, Callable[[], None]]  # what a call writes, and the call
 
@@ -129,20 +130,20 @@ OPS = (
     "linear", "layernorm", "rmsnorm", *KINDS, "swiglu", "rope", "dropout", "embedding", "cross_entropy",
     "embedding_mse", "adamw",
 )  # fmt: skip
-# index_put_ sorts the tokens in buffers of torch's; a sum over rows may take one for its partial sums
-MAY_ALLOCATE = {"embedding": 1 << 16, "embedding_mse": 1 << 16}
+# index_put_ sorts the tokens in buffers of torch's; round_keys makes 0-d tensors of a seed on the device
+MAY_ALLOCATE = {"embedding": 1 << 18, "embedding_mse": 1 << 18, "dropout": 1 << 14}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("op", OPS)
 def test_the_cpu_in_float64_agrees(op: str, dtype: torch.dtype) -> None:
-    got, call = build(op, "cuda", dtype)
-    call()
-    want, call = build(op, "cpu", torch.float64)
-    call()
-    for name, x in want.items():
-        error = float((got[name].cpu().double() - x).abs().max())
-        assert error <= 16 * torch.finfo(dtype).eps * max(1e-3, float(x.abs().max())), f"{name}: {error:.2e}"
+    """By the one rule; the yardstick is the op itself on the CPU, which the other files measure."""
+    (got, on_cuda), (want, exact), (yardstick, on_cpu) = (
+        build(op, device, of) for device, of in (("cuda", dtype), ("cpu", torch.float64), ("cpu", dtype))
+    )
+    for call in (on_cuda, exact, on_cpu):
+        call()
+    assert_no_worse({name: x.cpu() for name, x in got.items()}, want, yardstick, dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -156,8 +157,9 @@ def test_the_same_bits_and_no_memory(op: str, dtype: torch.dtype) -> None:
     before = torch.cuda.memory_allocated()
     again()
     torch.cuda.synchronize()
+    peak = torch.cuda.max_memory_allocated() - before
+    assert peak <= MAY_ALLOCATE.get(op, 1024), f"{peak} bytes"
     assert all(torch.equal(first[name], second[name]) for name in first)
-    assert torch.cuda.max_memory_allocated() - before <= MAY_ALLOCATE.get(op, 1024)
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -153,6 +153,31 @@ def test_the_whole_logits_matrix_never_exists() -> None:
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_the_scratch_of_a_large_batch_serves_a_small_one(
+    monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype
+) -> None:
+    small_chunks(monkeypatch, 50 * 37)
+    inputs, _ = build(113, 16, 50, dtype)
+    scratch = poisoned(
+        cross_entropy_workspace(inputs["x"], inputs["w"], backward=True)
+        if loss == "cross_entropy"
+        else embedding_mse_workspace(inputs["x"])
+    )
+    inv = torch.tensor(1 / 64, dtype=acc(dtype))
+    for n in (1, 30, 38, 74, 113):
+        inputs, targets = build(n, 16, 50, dtype)
+        want, got = run(loss, inputs, targets, 1 / 64), outputs_of(inputs)
+        if loss == "cross_entropy":
+            cross_entropy_step(inputs["x"], inputs["w"], targets, inv, **got, scratch=scratch)
+        else:
+            got["dwte"] = got.pop("dw")
+            want["dwte"] = want.pop("dw")
+            embedding_mse_step(inputs["x"], inputs["w"], targets, inv, **got, scratch=scratch)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
     small_chunks(monkeypatch, 100 * 120)
     inputs, targets = build(300, 64, 120, dtype)

@@ -3,15 +3,25 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
-from typing import TypeAlias
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from . import __version__
 
+if TYPE_CHECKING:
+    from .train.config import RunConfig
+    from .train.loop import RunResult
+
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")
+DTYPES = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "float32": "float32", "float64": "float64", "bfloat16": "bfloat16"}  # fmt: skip
 
 
 def _check_flash(args: argparse.Namespace) -> int:
@@ -21,31 +31,235 @@ def _check_flash(args: argparse.Namespace) -> int:
 
 
 def _gradcheck(args: argparse.Namespace) -> int:
-    from .gradcheck import LIMIT, check_attention, gradient_table
+    from .gradcheck import LIMIT, check_attention, check_model, gradient_table
+    from .model.config import PRESETS as MODELS
 
-    results = check_attention(args.kernel)
-    print("Gradients of attention against float64 central differences\n")
-    print(gradient_table(results))
+    if args.preset is None:
+        title, results = "Gradients of attention against float64 central differences", check_attention(args.kernel)
+    else:
+        against = "torch autograd" if args.against == "autograd" else "float64 central differences"
+        title = f"Gradients of {args.preset}, in small, against {against}"
+        results = check_model(MODELS[args.preset], against=args.against)
+    print(f"{title}\n\n{gradient_table(results)}")
     failed = [r.tensor for r in results if not r.passed]
     print(f"\n{'FAIL: ' + ', '.join(failed) if failed else 'PASS'}: relative error at most {LIMIT:g}\n")
     return 1 if failed else 0
 
 
-def _demo(args: argparse.Namespace) -> int:
-    start = time.perf_counter()
-    print("Training comes in a later version; until then this shows what stands: the attention op and its gradients.\n")
-    codes = [
-        _check_flash(argparse.Namespace(kernel=None, device="cpu", brief=False)),
-        _gradcheck(argparse.Namespace(kernel=None)),
+def _run_of(args: argparse.Namespace) -> RunConfig:
+    from .train.config import preset_run, read_run
+
+    run = read_run(Path(args.config), args.preset) if args.config else preset_run(args.preset or "tiny")
+    settings = {
+        name: getattr(args, name)
+        for name in ("steps", "batch_size", "seq_len", "learning_rate", "device", "seed", "memory_budget")
+        if getattr(args, name) is not None
+    }
+    if args.dtype is not None:
+        settings["dtype"] = DTYPES[args.dtype]
+    if "steps" in settings:
+        settings["warmup_steps"] = min(run.train.warmup_steps, settings["steps"] // 10)
+    data = replace(run.data, files=tuple(args.data)) if args.data else run.data
+    return replace(run, train=replace(run.train, **settings), data=data)
+
+
+def _train(args: argparse.Namespace) -> int:
+    from .progress import watch
+    from .train.loop import train
+
+    folder = Path(args.out or f"runs/{Path(args.config).stem if args.config else args.preset or 'tiny'}")
+    resume: Path | bool = False if args.resume is None else True if args.resume == "latest" else Path(args.resume)
+    run = _run_of(args)
+    with watch() as show:
+        result = train(run, folder, resume=resume, show=show)
+    _print_result(result)
+    if result.stopped_by:
+        print(f"Stopped by {result.stopped_by}; go on with: tilegrad train … --out {folder} --resume")
+    return 0
+
+
+def _print_result(result: RunResult) -> None:
+    from .memory.report import human
+    from .table import table
+
+    rows: list[tuple[str, str]] = [
+        ("steps", f"{result.steps:,}"),
+        ("training loss", f"{result.train_loss:.4f}"),
+        ("unigram entropy", f"{result.unigram_entropy:.4f}"),
+        ("memory planned", f"{human(result.planned_bytes)}"),
+        ("memory measured", f"{human(result.measured_bytes)}"),
     ]
-    print(f"{'Everything passed' if not any(codes) else 'Something FAILED'} in {time.perf_counter() - start:.1f} s.")
-    return max(codes)
+    if result.validation_loss is not None:
+        rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
+    print(f"\n{table(('', 'result'), rows)}\n\nA sample:\n{result.sample}\n\nThe report: {result.report}")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from .progress import watch
+    from .train.config import preset_run
+    from .train.loop import train
+
+    start = time.perf_counter()
+    folder, number = Path("runs/demo"), 1
+    while folder.exists():
+        number += 1
+        folder = Path(f"runs/demo-{number}")
+    run = preset_run("tiny")
+    print(
+        "Training the tiny preset on Moby-Dick, byte by byte: every gradient by hand, every byte of memory planned.\n"
+    )
+    with watch() as show:
+        result = train(run, folder, show=show)
+    _print_result(result)
+    learned = result.validation_loss is not None and result.validation_loss < result.unigram_entropy - 0.3
+    verdict = "learned: the loss is well below the unigram entropy" if learned else "did NOT learn as it should"
+    print(f"It {verdict}. {time.perf_counter() - start:.0f} s in all.")
+    return 0 if learned or result.stopped_by else 1
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from .model.config import ModelConfig
+    from .model.generate import generate
+    from .train.checkpoint import latest_checkpoint, load_checkpoint
+    from .train.data import load_tokenizer
+    from .train.loop import decode_known
+
+    folder = Path(args.run_folder)
+    path = latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").exists() else None
+    if path is None:
+        raise ValueError(f"{folder}: got no checkpoint; accepted: the folder of a run (tilegrad train --out {folder})")
+    checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(folder / "data" / "tokenizer.json")
+    config = ModelConfig.from_dict(checkpoint.state["run"]["model"])
+    prompt = [int(token) for token in tokenizer.encode(args.prompt)]
+    options: dict[str, Any] = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
+    tokens = list(generate(config, checkpoint.tensors, prompt, args.max_tokens, **options))
+    print(decode_known(tokenizer, prompt + tokens))
+    return 0
+
+
+def _plan(args: argparse.Namespace) -> int:
+    import torch
+
+    from .bench.document import document_table
+    from .memory.report import memory_report
+    from .model.config import PRESETS as MODELS
+    from .train.budget import choose_recompute, plan_model
+
+    config, dtype, device = MODELS[args.preset], getattr(torch, DTYPES[args.dtype]), torch.device(args.device)
+    seq_len = args.seq_len or config.block_size
+    form = (config, args.batch_size, seq_len, dtype, device)
+    recompute = choose_recompute(*form, args.memory_budget)
+    title = f"{args.preset}, batch {args.batch_size} × {seq_len} tokens, {args.dtype}"
+    report = memory_report(plan_model(*form, recompute), title)
+    if args.html:
+        Path(args.html).write_text(report.html(), encoding="utf-8")
+    if args.json:
+        print(json.dumps(report.json(), indent=1))
+        return 0
+    print(report.table())
+    chosen = {name: sum(name in block for block in recompute) for name in ("norm", "activation", "block")}
+    if any(chosen.values()):
+        print("\nrecomputed: " + ", ".join(f"{name} in {n} blocks" for name, n in chosen.items() if n))
+    if args.html:
+        print(f"\nThe timeline: {args.html}")
+    print(f"\n{document_table()}")
+    return 0
+
+
+def _bench_memory(args: argparse.Namespace) -> int:
+    from .bench.memory import bench_memory
+
+    return bench_memory(json=args.json)
 
 
 def _add(commands: Commands, name: str, text: str, run: Command | None = None) -> argparse.ArgumentParser:
     command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
     command.set_defaults(run=run)
     return command
+
+
+def _bytes(text: str) -> int:
+    """1500000000, 1.5GB, 1400MiB."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
+    number = text.strip().rstrip("KMGTIBkmgtib")
+    unit = text.strip()[len(number) :].upper()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError):
+        raise argparse.ArgumentTypeError(
+            f"got {text!r}; accepted: bytes, or a number with KB, MB, GB, KiB, MiB or GiB"
+        ) from None
+
+
+def _add_training(commands: Commands) -> None:
+    _add(
+        commands,
+        "demo",
+        "train the tiny model on the text that ships with the package, about 90 seconds on 2 cores",
+        _demo,
+    )
+    train = _add(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
+    train.add_argument("--config", metavar="FILE", help="a run as TOML, with sections [model], [train] and [data]")
+    train.add_argument("--preset", choices=PRESETS, help="a model by name (default: tiny)")
+    train.add_argument(
+        "--data", nargs="+", metavar="FILE", help="UTF-8 text to learn from (default: Moby-Dick, shipped)"
+    )
+    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/NAME)")
+    train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from the newest checkpoint of --out, or from this one")  # fmt: skip
+    for name, kind in (("steps", int), ("batch-size", int), ("seq-len", int), ("learning-rate", float), ("seed", int)):
+        train.add_argument(
+            f"--{name}", type=kind, metavar="N", help=f"instead of the configuration's {name.replace('-', '_')}"
+        )
+    train.add_argument("--device", help="cpu, cuda, cuda:1 …")
+    train.add_argument("--dtype", choices=DTYPES, help="bf16 computes in bfloat16 with float32 master weights")
+    train.add_argument(
+        "--memory-budget", type=_bytes, metavar="BYTES", help="recompute what is needed to stay below, e.g. 1.5GB"
+    )
+
+    text = _add(commands, "generate", "let a trained model write", _generate)
+    text.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    text.add_argument("--prompt", default="Call me ", help="what it goes on from (default: %(default)r)")
+    text.add_argument(
+        "--max-tokens", type=int, default=80, metavar="N", help="how much it writes (default: %(default)s)"
+    )
+    text.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 = always the likeliest (default: %(default)s)"
+    )
+    text.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest only")
+    text.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the same seed writes the same (default: %(default)s)"
+    )
+
+    plan = _add(commands, "plan", "every byte of a training step, with nothing allocated", _plan)
+    plan.add_argument("--preset", choices=PRESETS, default="gpt2", help="a model by name (default: %(default)s)")
+    plan.add_argument("--batch-size", type=int, default=1, metavar="N")
+    plan.add_argument("--seq-len", type=int, metavar="N", help="default: the model's block_size")
+    plan.add_argument("--dtype", choices=DTYPES, default="fp32", help="default: %(default)s")
+    plan.add_argument("--device", default="cpu", help="default: %(default)s")
+    plan.add_argument("--memory-budget", type=_bytes, metavar="BYTES", help="plan within these bytes by recomputing")
+    plan.add_argument("--html", metavar="FILE", help="write the timeline as a page")
+    plan.add_argument("--json", action="store_true", help="the same as data")
+
+
+def _add_checks(commands: Commands) -> None:
+    check = _add(commands, "check", "compare kernels with whole matrices").add_subparsers(metavar="WHAT", required=True)
+    flash = _add(check, "flash", "the specification's two cases of the FlashAttention-2 backward", _check_flash)
+    flash.add_argument("--kernel", metavar="NAME", help="run this kernel instead of the one the table chooses")
+    flash.add_argument("--device", default="cpu", help="where to run (default: %(default)s)")
+    flash.add_argument("--brief", action="store_true", help="print only the comparison, not the matrices")
+
+    gradcheck = _add(commands, "gradcheck", "check explicit gradients: of attention, or of a whole model", _gradcheck)
+    gradcheck.add_argument("--preset", choices=PRESETS, help="a model by name, made small; without it, attention alone")
+    gradcheck.add_argument("--against", choices=("differences", "autograd"), default="differences", help="default: %(default)s")  # fmt: skip
+    gradcheck.add_argument(
+        "--kernel", metavar="NAME", help="for attention: this kernel instead of the one the table chooses"
+    )
+
+    bench = _add(commands, "bench", "measure, against the peers that are there").add_subparsers(
+        metavar="WHAT", required=True
+    )
+    memory = _add(bench, "memory", "what a buffer from the manager costs, against torch.empty", _bench_memory)
+    memory.add_argument("--json", action="store_true", help="the same as data")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -56,17 +270,8 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"tilegrad {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
-
-    _add(commands, "demo", "the main job in a minute or two, nothing needed from outside", _demo)
-
-    check = _add(commands, "check", "compare kernels with whole matrices").add_subparsers(metavar="WHAT", required=True)
-    flash = _add(check, "flash", "the specification's two cases of the FlashAttention-2 backward", _check_flash)
-    flash.add_argument("--kernel", metavar="NAME", help="run this kernel instead of the one the table chooses")
-    flash.add_argument("--device", default="cpu", help="where to run (default: %(default)s)")
-    flash.add_argument("--brief", action="store_true", help="print only the comparison, not the matrices")
-
-    gradcheck = _add(commands, "gradcheck", "check explicit gradients against float64 central differences", _gradcheck)
-    gradcheck.add_argument("--kernel", metavar="NAME", help="run this kernel instead of the one the table chooses")
+    _add_training(commands)
+    _add_checks(commands)
     return parser
 
 
@@ -75,8 +280,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     run: Command = args.run
     try:
         return run(args)
-    except ValueError as error:  # what a user gave is wrong, and the message says what is accepted
+    except (ValueError, FileNotFoundError) as error:  # what a user gave is wrong, and the message says what is accepted
         print(f"tilegrad: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:  # the reader of a pipe went away; nothing is left to say, not even at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1

@@ -10,15 +10,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
 
+from . import plain
 from .kernels.attention import reference
 from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace
 from .kernels.attention.mask import Mask
+from .model.config import ModelConfig
 from .table import table
+from .train.engine import Engine
 
 EPSILON = 1e-6
 LIMIT = 1e-5
@@ -130,3 +133,35 @@ def check_attention(kernel: str | None = None) -> list[GradientError]:
         dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks, scratch=scratch(backward=True), kernel=kernel,
     )  # fmt: skip
     return check_gradients(loss, tensors, {"q": dq, "k": dk, "v": dv, "bias": dbias, "sinks": dsinks})
+
+
+def small(config: ModelConfig) -> ModelConfig:
+    """The same kinds of layers with few channels, so that every tensor can be checked in seconds."""
+    return replace(
+        config, vocab_size=29, block_size=12, n_layer=2, n_embd=4 * config.n_head, ffn_dim=24,
+        window=None if config.window is None else min(config.window, 5), dropout=0.0,
+    )  # fmt: skip
+
+
+def check_model(config: ModelConfig, *, against: str = "differences", seed: int = 0) -> list[GradientError]:
+    """Every parameter of a small model of this kind, in float64: by central differences, or entry by entry by autograd."""
+    config = small(config)
+    engine = Engine(config, 2, 9, dtype=torch.float64, seed=seed)
+    generator = torch.Generator().manual_seed(seed)
+    for p in engine.params.values():  # away from the initial values, at which many gradients nearly vanish
+        p.add_(torch.randn(p.shape, dtype=p.dtype, generator=generator), alpha=0.2)
+    tokens, targets = (torch.randint(0, config.vocab_size, (2, 9), generator=generator) for _ in range(2))
+    targets[0, 3] = -1
+    engine.step(tokens, targets)
+    gradients = {name: g.clone() for name, g in engine.grads.items()}
+    if against == "differences":
+        return check_gradients(lambda: engine.forward(tokens, targets), engine.params, gradients, seed)
+    _, exact = plain.gradients(engine.params, tokens, targets, config)
+    largest = max(float(g.abs().max()) for g in exact.values())
+    results = []
+    for name, n in exact.items():
+        a, error = gradients[name], (gradients[name] - n).abs()
+        scale = max(float(a.abs().max()), float(n.abs().max()), 1e-6 * largest)
+        worst = tuple(int(i) for i in torch.unravel_index(error.argmax(), error.shape))
+        results.append(GradientError(name, tuple(n.shape), n.numel(), float(error.max()) / scale, 0.0, worst))
+    return results

@@ -32,10 +32,8 @@ _aten = torch.ops.aten
 
 
 def _rows(x: Any, w: Any) -> int:
-    """Rows of a chunk: as equal as can be."""
-    n, v = x.shape[0], w.shape[0]
-    most = max(1, CHUNK[torch.device(x.device).type] // max(v, 1))
-    return -(-n // max(1, -(-n // most))) or 1
+    """Rows of a chunk. It grows with N, so that the scratch of a large batch serves a small one."""
+    return int(max(1, min(x.shape[0], CHUNK[torch.device(x.device).type] // max(w.shape[0], 1))))
 
 
 def cross_entropy_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:

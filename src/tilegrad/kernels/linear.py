@@ -44,8 +44,9 @@ def linear_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
 
 def _workspace(x: Any, n: int, cout: int, cin: int, *, backward: bool) -> Shapes:
     acc = accumulation_dtype(x.dtype)
-    shapes: Shapes = {"db": ((cout,), acc), "ones": ((n,), acc)} if backward else {}
-    if not _half_on_cpu(x):
+    half = _half_on_cpu(x)
+    shapes: Shapes = {"db": ((cout,), acc), "ones": ((n,), acc if half else x.dtype)} if backward else {}
+    if not half:
         return shapes
     rows, cols = min(n, ROWS), min(cout, COLS)
     shapes["y32"] = ((rows, cols), acc)
@@ -110,10 +111,8 @@ def linear_bwd(
             dw.addmm_(dy.t(), x)
         else:
             torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
-    if db is not None and x.device.type == "cpu":
+    if db is not None:
         add_column_sums(dy, scratch["ones"].fill_(1.0), sums=db, part=scratch["db"])
-    elif db is not None:
-        db.add_(torch.sum(dy, 0, dtype=acc, out=scratch["db"]))
 
 
 def _half_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
@@ -164,9 +163,18 @@ def _half_bwd(
 
 
 def add_column_sums(x: Tensor, factors: Tensor, *, sums: Tensor, part: Tensor) -> None:
-    """sums += Σ_n factors[n] x[n], as matrix × vector products of few rows: long running sums would lose digits."""
-    for i in blocks(x.shape[0], ROWS):
-        sums.add_(torch.mv(x[i].t(), factors[i], out=part))
+    """sums += Σ_n factors[n] x[n].       x (N, C)   factors (N,) of x's dtype   sums, part (C,)
+
+    As a product, for `torch.sum(x, 0)` reads memory more slowly on a CPU, and on CUDA allocates up to half of x's size.
+    On a CPU of few rows at a time: long running sums would lose digits.
+    """
+    if x.device.type == "cpu":
+        for i in blocks(x.shape[0], ROWS):
+            sums.add_(torch.mv(x[i].t(), factors[i], out=part))
+    elif sums.dtype == x.dtype:
+        sums[None].addmm_(factors[None], x)
+    else:
+        torch.addmm(sums[None], factors[None], x, out_dtype=sums.dtype, out=sums[None])
 
 
 def _tile(buffer: Tensor, like: Tensor) -> Tensor:

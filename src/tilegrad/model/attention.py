@@ -88,11 +88,15 @@ class AttentionLayer:
         c, b, t = at.config, at.b, at.t
         dense = c.projection == "dense"
         width = (c.n_head + 2 * c.kv_heads) * c.head_dim if dense else c.n_embd
-        parts = {"qkv": BufferType.QUERY} if dense else {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
+        parts = (
+            {"qkv": BufferType.QUERY} if dense else {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
+        )
         mask = mask_of(c, seed)
 
         def scratch(backward: bool) -> Scratch:
-            shapes = rows_workspace(b, t, c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device, mask, backward=backward)
+            shapes = rows_workspace(
+                b, t, c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device, mask, backward=backward
+            )
             return at.scratch(f"attention{'_bwd' if backward else ''}", shapes, _SCORES)
 
         return cls(

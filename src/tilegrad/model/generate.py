@@ -9,6 +9,7 @@ Sizes change with every token, so this is the managed side of memory: an `Attent
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +31,7 @@ class Decoder:
     ) -> None:
         wte = params["wte.weight"]
         self.config, self.params, self.position = config, params, 0
-        self.mask = mask_of(config)
+        self.mask = mask_of(replace(config, dropout=0.0))
         self.manager = manager or AttentionBufferManager(device=wte.device)
         shape = (config.n_layer, 2, 1, config.kv_heads, config.block_size, config.head_dim)
         self.cache = self.manager.allocate(BufferType.CACHE, shape, wte.dtype, wte.device)
@@ -130,7 +131,9 @@ def generate(
     """Tokens that follow the prompt, as they come. The same seed gives the same tokens."""
     if max_tokens < 1 or len(prompt) + max_tokens > config.block_size:
         room = config.block_size - len(prompt)
-        raise ValueError(f"max_tokens: got {max_tokens} after {len(prompt)} of the prompt; accepted: 1 … {room} (block_size)")
+        raise ValueError(
+            f"max_tokens: got {max_tokens} after {len(prompt)} of the prompt; accepted: 1 … {room} (block_size)"
+        )
     if not temperature >= 0.0:
         raise ValueError(f"temperature: got {temperature}; accepted: a number ≥ 0, 0 = always the likeliest")
     if top_k is not None and top_k < 1:

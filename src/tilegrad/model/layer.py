@@ -54,7 +54,11 @@ class Declare:
             master = self._handle(name, shape, self.wide, BufferType.TEMP, "params", layer)
             grad = self._handle(f"d {name}", shape, self.wide, BufferType.TEMP, "grads", layer)
             short = self.dtype != self.wide
-            value = self._handle(f"{name} (compute)", shape, self.dtype, BufferType.TEMP, "params", layer) if short else master
+            value = (
+                self._handle(f"{name} (compute)", shape, self.dtype, BufferType.TEMP, "params", layer)
+                if short
+                else master
+            )
             self.params[name] = Param(name, value, grad, master)
         return self.params[name]
 

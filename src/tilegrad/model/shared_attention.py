@@ -127,7 +127,9 @@ class SharedAttention:
             raise BufferStateError(f"{self.name}: backward without a gradient; call loss(y) first or pass grad_output=")
         lease.begin()
         try:
-            self._backward(lease, x.reshape(-1, self.d_model), grad_x, lease["grad_output"] if grad_output is None else grad_output)
+            self._backward(
+                lease, x.reshape(-1, self.d_model), grad_x, lease["grad_output"] if grad_output is None else grad_output
+            )
         finally:
             self._has_loss = False
             lease.end()
@@ -168,7 +170,10 @@ class SharedAttention:
             tensors[f"grad_{name}"] = getattr(self, f"grad_{name}")
             for key, value in self._optimizer.state[getattr(self, name)].items():
                 tensors[f"{key}.{name}"] = value.contiguous()
-        shape = {n: getattr(self, n) for n in ("seq_len", "d_model", "batch_size", "is_causal", "n_head", "seed", "materialize")}
+        shape = {
+            n: getattr(self, n)
+            for n in ("seq_len", "d_model", "batch_size", "is_causal", "n_head", "seed", "materialize")
+        }
         settings = json.dumps(shape | {"dtype": str(self.dtype).removeprefix("torch.")})
         path = Path(path)
         staged = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -181,7 +186,9 @@ class SharedAttention:
         with safe_open(path, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if "tilegrad.init_attention" not in metadata:
-                raise ValueError(f"path: got {str(path)!r}, which no attention layer saved; accepted: a file that save(path) wrote")
+                raise ValueError(
+                    f"path: got {str(path)!r}, which no attention layer saved; accepted: a file that save(path) wrote"
+                )
             settings: dict[str, Any] = json.loads(metadata["tilegrad.init_attention"])
             settings["dtype"] = getattr(torch, settings["dtype"])
             if batch_size is not None:
@@ -190,7 +197,9 @@ class SharedAttention:
             for name in WEIGHTS:
                 getattr(layer, name).copy_(file.get_tensor(name))
                 getattr(layer, f"grad_{name}").copy_(file.get_tensor(f"grad_{name}"))
-                state = {key: f"{key}.{name}" for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in file.keys()}
+                state = {
+                    key: f"{key}.{name}" for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in file.keys()
+                }
                 if state:
                     layer._optimizer.state[getattr(layer, name)] = {k: file.get_tensor(v) for k, v in state.items()}
         return layer

@@ -99,7 +99,9 @@ def choose_recompute(
     if peak(n, n, n) > budget:
         smallest = min(peak(n, n, blocks) for blocks in range(n + 1))
         if smallest > budget:
-            raise ValueError(f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with all recomputed")
+            raise ValueError(
+                f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with all recomputed"
+            )
     blocks = _fewest(n, lambda k: peak(n, n, k) <= budget)
     activations = _fewest(n - blocks, lambda k: peak(n, k, blocks) <= budget)
     norms = _fewest(n - blocks, lambda k: peak(k, activations, blocks) <= budget)

@@ -1,12 +1,12 @@
 """A run, as a TOML file says it: sections [model], [train] and [data]. A key that is none of these is an error.
 
-    [model]
-    preset = "tiny"          # any ModelConfig, changed by the keys that follow
-    n_layer = 6
-    [train]
-    steps = 2000
-    [data]
-    files = ["book.txt"]     # none: the text that ships with the package
+[model]
+preset = "tiny"          # any ModelConfig, changed by the keys that follow
+n_layer = 6
+[train]
+steps = 2000
+[data]
+files = ["book.txt"]     # none: the text that ships with the package
 """
 
 from __future__ import annotations
@@ -90,7 +90,9 @@ class RunConfig:
                 f"vocab_size: got {self.model.vocab_size}; accepted: at least the tokenizer's, {self.data.vocab_size}"
             )
         if self.train.seq_len > self.model.block_size:
-            raise ValueError(f"seq_len: got {self.train.seq_len}; accepted: at most block_size, {self.model.block_size}")
+            raise ValueError(
+                f"seq_len: got {self.train.seq_len}; accepted: at most block_size, {self.model.block_size}"
+            )
 
     def plain(self) -> dict[str, Any]:
         """As JSON and TOML have it."""
@@ -124,7 +126,9 @@ def run_from(content: dict[str, Any], where: str, preset: str | None = None) -> 
     sections = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig}
     for section in content:
         if section not in sections or not isinstance(content[section], dict):
-            raise ValueError(f"{where}: got [{section}]; accepted: the sections {', '.join(f'[{s}]' for s in sections)}")
+            raise ValueError(
+                f"{where}: got [{section}]; accepted: the sections {', '.join(f'[{s}]' for s in sections)}"
+            )
     model = dict(content.get("model", {}))
     named = model.pop("preset", preset)
     base = preset_run(named) if named is not None else None
@@ -139,7 +143,9 @@ def run_from(content: dict[str, Any], where: str, preset: str | None = None) -> 
         data["files"] = tuple(data["files"])
     base = base or RunConfig()
     if named is None and model:
-        chosen = ModelConfig.from_dict(model) if {"vocab_size", "n_layer"} <= model.keys() else replace(base.model, **model)
+        chosen = (
+            ModelConfig.from_dict(model) if {"vocab_size", "n_layer"} <= model.keys() else replace(base.model, **model)
+        )
     else:
         chosen = replace(base.model, **model)
     return RunConfig(chosen, replace(base.train, **content.get("train", {})), replace(base.data, **data))

@@ -56,7 +56,13 @@ class Engine:
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
     ) -> None:  # fmt: skip
         _check_sizes(model_config, batch_size, seq_len, dtype)
-        self.config, self.batch_size, self.seq_len, self.dtype, self.seed = model_config, batch_size, seq_len, dtype, seed
+        self.config, self.batch_size, self.seq_len, self.dtype, self.seed = (
+            model_config,
+            batch_size,
+            seq_len,
+            dtype,
+            seed,
+        )
         self.device = torch.empty(0, device=device).device
         self.betas, self.eps, self.weight_decay, self.max_norm = betas, eps, weight_decay, max_norm
         form = (model_config, batch_size, seq_len, dtype, self.device)
@@ -134,6 +140,7 @@ class Engine:
             step=self._adam_step, scratch=self._optimizer_scratch,
         )  # fmt: skip
         norm = float(self._norm)
+        self._rounded = -1  # torch's fused AdamW does not count as a change of the arena
         self.steps += 1
         if math.isfinite(norm):
             self.skipped_in_a_row = 0
@@ -249,15 +256,23 @@ class Engine:
 
     def _check_batch(self, tokens: Tensor, targets: Tensor) -> tuple[int, int]:
         for name, x in (("tokens", tokens), ("targets", targets)):
-            if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in (torch.int64, torch.int32, torch.uint8, torch.int16):
+            if (
+                not isinstance(x, Tensor)
+                or x.ndim != 2
+                or x.dtype not in (torch.int64, torch.int32, torch.uint8, torch.int16)
+            ):
                 got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
                 raise ValueError(f"{name}: got {got}; accepted: a tensor of ints, (b, t)")
         b, t = tokens.shape
         if not (1 <= b <= self.batch_size and 1 <= t <= self.seq_len):
             limit = f"(1 … {self.batch_size}, 1 … {self.seq_len})"
-            raise ValueError(f"tokens: got shape {tuple(tokens.shape)}; accepted: (b, t) in {limit}, as the engine was planned")
+            raise ValueError(
+                f"tokens: got shape {tuple(tokens.shape)}; accepted: (b, t) in {limit}, as the engine was planned"
+            )
         if targets.shape != tokens.shape:
-            raise ValueError(f"targets: got shape {tuple(targets.shape)}; accepted: that of tokens, {tuple(tokens.shape)}")
+            raise ValueError(
+                f"targets: got shape {tuple(targets.shape)}; accepted: that of tokens, {tuple(tokens.shape)}"
+            )
         if tokens.device.type == "cpu" or os.environ.get("TILEGRAD_CHECK") == "1":
             _check_range("tokens", tokens, 0, self.config.vocab_size)
             _check_range("targets", targets, -1, self.config.vocab_size)

@@ -53,7 +53,9 @@ class RunResult:
     stopped_by: str | None
 
 
-def train(run: RunConfig, folder: Path, *, resume: Path | bool = False, show: Show = lambda event, numbers: None) -> RunResult:
+def train(
+    run: RunConfig, folder: Path, *, resume: Path | bool = False, show: Show = lambda event, numbers: None
+) -> RunResult:
     """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one."""
     checkpoints = folder / "checkpoints"
     if not resume and checkpoints.exists() and any(checkpoints.iterdir()):
@@ -127,7 +129,9 @@ class _Run:
         }  # fmt: skip
         self.log.append(engine.steps, "train", numbers)
         if engine.steps % t.log_interval == 0 or engine.steps in (1, t.steps):
-            self.show("train", numbers | {"step": engine.steps, "steps": t.steps, "planned_bytes": engine.plan.peak_bytes})
+            self.show(
+                "train", numbers | {"step": engine.steps, "steps": t.steps, "planned_bytes": engine.plan.peak_bytes}
+            )
 
     def _evaluate(self) -> None:
         t, engine = self.run.train, self.engine
@@ -155,7 +159,9 @@ class _Run:
         checkpoint = load_into(path, self.engine.tensors())
         state = checkpoint.state
         if state["run"]["model"] != self.run.plain()["model"]:
-            raise ValueError(f"{path}: is of another model; accepted: the [model] it was saved with, {state['run']['model']}")
+            raise ValueError(
+                f"{path}: is of another model; accepted: the [model] it was saved with, {state['run']['model']}"
+            )
         self.engine.restore(state["engine"])
         self.batches.restore(state["data"])
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
@@ -169,7 +175,8 @@ class _Run:
         facts = {
             "model": f"{sum(p.numel() for p in engine.params.values()):,} parameters, {self.run.model.n_layer} layers",
             "steps": f"{engine.steps:,} of {t.steps:,}",
-            "loss": f"{self.train_loss:.4f}" + (f", validation {self.validation_loss:.4f}" if self.validation_loss else ""),
+            "loss": f"{self.train_loss:.4f}"
+            + (f", validation {self.validation_loss:.4f}" if self.validation_loss else ""),
             "unigram entropy": f"{self.entropy:.4f} nats",
             "memory": f"{human(engine.plan.peak_bytes)} planned, {human(self._measured())} measured",
             "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads",
@@ -192,7 +199,9 @@ class _Run:
         prompt = [int(token) for token in source[: min(room, 32)]]
         if not n or not prompt:
             return ""
-        tokens = generate(self.run.model, self.engine.params, prompt, n, temperature=0.8, top_k=50, seed=self.run.train.seed)
+        tokens = generate(
+            self.run.model, self.engine.params, prompt, n, temperature=0.8, top_k=50, seed=self.run.train.seed
+        )
         return decode_known(self.tokenizer, [*prompt, *tokens])
 
     def _measured(self) -> int:

@@ -40,9 +40,12 @@ TABLE: dict[tuple[int, int, int, bool], Tiles] = {
     (80, 32, 64, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     (80, 32, 128, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
     (80, 32, 256, False): Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 4, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
-    (90, 16, 64, False): Tiles(Tile(128, 128, 8, 3), Tile(16, 128, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
-    (90, 16, 128, False): Tiles(Tile(128, 128, 8, 2), Tile(16, 64, 4, 3), Tile(64, 128, 8, 2), Tile(128, 64, 8, 3)),
-    (90, 16, 256, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (90, 16, 64, False): Tiles(Tile(128, 64, 8, 3), Tile(16, 128, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (90, 16, 64, True): Tiles(Tile(64, 64, 4, 3), Tile(16, 128, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (90, 16, 128, False): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(32, 64, 4, 3), Tile(128, 64, 8, 3)),
+    (90, 16, 128, True): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 32, 4, 3)),
+    (90, 16, 256, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 3)),
+    (90, 16, 256, True): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 2), Tile(32, 64, 8, 2), Tile(128, 32, 8, 3)),
     # table ends
 }
 

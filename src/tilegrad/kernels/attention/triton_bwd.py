@@ -96,14 +96,14 @@ def _add_rows(
         q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
         do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
         lse2_row = load_row(lse2, rows, head.tq, float("inf"), COPIES, CHECKED=MASKED)
-        delta_row = load_row(delta, rows, head.tq, 0.0, COPIES, CHECKED=MASKED)
         s = tl.dot(k, q_tile.T, input_precision=PRECISION)
+        delta_row = load_row(delta, rows, head.tq, 0.0, COPIES, CHECKED=MASKED)
+        dp = tl.dot(v, do_tile.T, input_precision=PRECISION)
         p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, MASKED)
+        dx = uncapped(score_gradient(p, dp, delta_row, keep, head), t, head)
         if DV_WANTED:
             dv = tl.dot(kept(p, keep, head).to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
         if DK_WANTED:
-            dp = tl.dot(v, do_tile.T, input_precision=PRECISION)
-            dx = uncapped(score_gradient(p, dp, delta_row, keep, head), t, head)
             dk = tl.dot(dx.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
     return dk, dv
 
@@ -160,7 +160,7 @@ def _dkdv_kernel(
         head = Head(
             b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
         )
-        for MASKED in tl.static_range(2):
+        for MASKED in tl.static_range(1, -1, -1):
             dk_acc, dv_acc = _add_rows(
                 dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_offsets, do_offsets, q_t, do_t,
                 j, head, first, full, full_end, last,

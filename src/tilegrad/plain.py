@@ -1,4 +1,5 @@
-"""The same transformer in plain PyTorch ops, differentiated by autograd: what the explicit backward is held against."""
+"""The same transformer in plain PyTorch ops, differentiated by autograd: what the explicit backward is held against, in
+tests, in `tilegrad gradcheck --against autograd`, and as the peer of `tilegrad bench training`."""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilegrad import ModelConfig
+from .model.config import ModelConfig
 
 Params = Mapping[str, Tensor]
 
@@ -50,11 +51,18 @@ def attention(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor:
     q, k, v = (part.unflatten(-1, (h, d)).transpose(1, 2) for part, h in ((q, hq), (k, hkv), (v, hkv)))
     if config.position == "rope":
         q, k = rotate(q, config.rope_theta), rotate(k, config.rope_theta)
-    k, v = (part.repeat_interleave(hq // hkv, dim=1) for part in (k, v))
-    gap = torch.arange(t)[:, None] - torch.arange(t)
-    seen = gap >= 0 if config.window is None else (gap >= 0) & (gap < config.window)
-    o = (q @ k.mT / math.sqrt(d)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+    k, v = (part.repeat_interleave(hq // hkv, dim=1) if hq != hkv else part for part in (k, v))
+    if config.window is None:
+        o = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    else:
+        gap = torch.arange(t)[:, None] - torch.arange(t)
+        seen = (gap >= 0) & (gap < config.window)
+        o = (q @ k.mT / math.sqrt(d)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
     return linear(p, f"{name}.proj", o.transpose(1, 2).reshape(b, t, c))
+
+
+def _gelu(h: Tensor) -> Tensor:
+    return F.gelu(h, approximate="tanh")
 
 
 def feed_forward(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor:
@@ -62,7 +70,7 @@ def feed_forward(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor
     if config.activation == "swiglu":
         a = F.silu(linear(p, f"{name}.gate", x)) * h
     else:
-        a = {"gelu": lambda h: F.gelu(h, approximate="tanh"), "tanh": torch.tanh, "relu": torch.relu}[config.activation](h)
+        a = {"gelu": _gelu, "tanh": torch.tanh, "relu": torch.relu}[config.activation](h)
     return linear(p, f"{name}.down", a)
 
 
@@ -84,7 +92,7 @@ def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig) -> Ten
         error = x[has_target] - p["wte.weight"][targets[has_target]]
         return error.square().mean(-1).mean()
     head = p["wte.weight"] if config.tie_embeddings else p["lm_head.weight"]
-    return F.cross_entropy((x @ head.t())[has_target], targets[has_target])
+    return F.cross_entropy(F.linear(x, head).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
 def gradients(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig) -> tuple[Tensor, dict[str, Tensor]]:

@@ -1,0 +1,74 @@
+"""A training run as a person watches it: a live bar where rich is installed and there is a terminal, else plain lines."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from importlib.util import find_spec
+from typing import Any
+
+from .memory.report import human
+
+
+def _line(n: dict[str, Any]) -> str:
+    """loss, gradient norm, speed, memory of one training record."""
+    skipped = f"  {n['skipped']} skipped" if n["skipped"] else ""
+    return (
+        f"loss {n['loss']:7.4f}  lr {n['learning_rate']:.1e}  |g| {n['gradient_norm']:6.3f}  "
+        f"{n['tokens_per_second']:>8,.0f} tok/s  memory {human(n['planned_bytes'])} planned, {human(n['measured_bytes'])} measured{skipped}"
+    )
+
+
+def _message(event: str, n: dict[str, Any]) -> str | None:
+    """What is worth a line of its own."""
+    if event == "start":
+        resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
+        return (
+            f"{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, {human(n['planned_bytes'])} planned"
+            f"{resumed}\nThe text's unigram entropy, the loss of knowing nothing but frequencies: {n['unigram_entropy']:.4f} nats"
+        )
+    if event == "validation":
+        below = n["unigram_entropy"] - n["loss"]
+        return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
+    return None
+
+
+@contextmanager
+def watch(stream: Any = None) -> Iterator[Any]:
+    """A `show(event, numbers)` for `train`."""
+    out = stream or sys.stdout
+    if out.isatty() and find_spec("rich") is not None:
+        with _rich(out) as show:
+            yield show
+        return
+
+    def show(event: str, numbers: dict[str, Any]) -> None:
+        message = _message(event, numbers)
+        if event == "train":
+            message = f"step {numbers['step']:>6,} of {numbers['steps']:,}  {_line(numbers)}"
+        if message:
+            print(message, file=out, flush=True)
+
+    yield show
+
+
+@contextmanager
+def _rich(out: Any) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    with Progress(*columns, console=Console(file=out, highlight=False)) as bar:
+        task = bar.add_task("", total=None)
+
+        def show(event: str, numbers: dict[str, Any]) -> None:
+            message = _message(event, numbers)
+            if message:
+                bar.console.print(message)
+            if event == "start":
+                bar.update(task, total=numbers["steps"], completed=numbers["step"])
+            elif event == "train":
+                bar.update(task, completed=numbers["step"], description=_line(numbers))
+
+        yield show

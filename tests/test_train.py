@@ -1,0 +1,151 @@
+"""Runs: resume to the bit, signals, bad configurations, what the folder holds."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilegrad import ModelConfig
+from tilegrad.train.checkpoint import DamagedCheckpoint, load_checkpoint
+from tilegrad.train.config import DataConfig, RunConfig, TrainConfig, read_run, run_from
+from tilegrad.train.log import read_log
+from tilegrad.train.loop import train
+
+MODEL = ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, dropout=0.1)
+SETTINGS = TrainConfig(
+    steps=8, batch_size=3, seq_len=12, gradient_accumulation=2, warmup_steps=2, eval_interval=3, eval_batches=1,
+    checkpoint_interval=4, log_interval=1, sample_tokens=6,
+)  # fmt: skip
+
+
+@pytest.fixture
+def run(tmp_path: Path) -> RunConfig:
+    text = tmp_path / "text.txt"
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    return RunConfig(MODEL, SETTINGS, DataConfig(files=(str(text),)))
+
+
+def last_tensors(folder: Path) -> dict[str, torch.Tensor]:
+    return load_checkpoint(max((folder / "checkpoints").iterdir())).tensors
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_resume_is_exact_to_the_bit(run: RunConfig, tmp_path: Path, dtype: str) -> None:
+    run = replace(run, train=replace(run.train, dtype=dtype))
+    whole = train(run, tmp_path / "whole")
+    train(replace(run, train=replace(run.train, steps=8)), tmp_path / "part")
+    halfway = next(p for p in (tmp_path / "part" / "checkpoints").iterdir() if p.name.endswith("step-4"))
+    resumed = train(run, tmp_path / "part", resume=halfway)
+    assert (resumed.train_loss, resumed.validation_loss, resumed.sample) == (
+        whole.train_loss,
+        whole.validation_loss,
+        whole.sample,
+    )
+    a, b = last_tensors(tmp_path / "whole"), last_tensors(tmp_path / "part")
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+    losses = [
+        [r["loss"] for r in read_log(tmp_path / f / "log.jsonl") if r["kind"] == "train"] for f in ("whole", "part")
+    ]
+    assert losses[0] == losses[1] and len(losses[0]) == 8
+
+
+def test_a_run_folder_holds_what_it_says(run: RunConfig, tmp_path: Path) -> None:
+    events: list[str] = []
+    result = train(run, tmp_path / "run", show=lambda event, numbers: events.append(event))
+    folder = tmp_path / "run"
+    assert {"run.json", "data", "log.jsonl", "checkpoints", "report.html"} <= {p.name for p in folder.iterdir()}
+    assert json.loads((folder / "run.json").read_text())["model"]["n_embd"] == 16
+    page = (folder / "report.html").read_text()
+    assert not re.search(r"(src|href)=.https?://", page) and "unigram entropy" in page
+    assert events[0] == "start" and events.count("train") == 8 and events.count("validation") == 3
+    assert result.measured_bytes >= 0 and result.planned_bytes > 0 and result.sample
+
+
+def test_it_learns_the_text(run: RunConfig, tmp_path: Path) -> None:
+    settings = replace(run.train, steps=60, learning_rate=1e-2, eval_interval=0, checkpoint_interval=0)
+    result = train(replace(run, model=replace(MODEL, dropout=0.0), train=settings), tmp_path / "run")
+    assert result.validation_loss is not None
+    assert result.validation_loss < result.unigram_entropy - 0.5
+
+
+def test_a_damaged_checkpoint_is_refused_and_the_previous_offered(run: RunConfig, tmp_path: Path) -> None:
+    train(run, tmp_path / "run")
+    first, last = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    file = last / "tensors.safetensors"
+    file.write_bytes(file.read_bytes()[:-1] + b"\0")
+    with pytest.raises(DamagedCheckpoint, match=last.name) as error:
+        train(run, tmp_path / "run", resume=True)
+    assert error.value.previous == first
+    assert train(run, tmp_path / "run", resume=first).steps == 8
+
+
+def test_what_would_lose_or_mix_runs_is_refused(run: RunConfig, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        train(run, tmp_path / "run", resume=True)
+    train(run, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds a run already"):
+        train(run, tmp_path / "run")
+    with pytest.raises(ValueError, match="holds other tensors|another model|in the checkpoint"):
+        train(replace(run, model=replace(MODEL, n_embd=32)), tmp_path / "run", resume=True)
+
+
+def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None:
+    config = tmp_path / "run.toml"
+    config.write_text(
+        f"[model]\nvocab_size = 256\nblock_size = 16\nn_layer = 1\nn_head = 2\nn_embd = 16\n[train]\nsteps = 100000\nbatch_size = 2\n"
+        f"seq_len = 12\nlog_interval = 1\nsample_tokens = 4\n[data]\nfiles = [{run.data.files[0]!r}]\n"
+    )
+    folder = tmp_path / "run"
+    command = [sys.executable, "-m", "tilegrad", "train", "--config", str(config), "--out", str(folder)]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
+    assert process.stdout is not None
+    for line in process.stdout:
+        if line.startswith("step      5"):
+            process.send_signal(signal.SIGTERM)
+            break
+    rest, _ = process.communicate(timeout=60)
+    assert process.returncode == 0 and "Stopped by SIGTERM" in rest
+    saved = load_checkpoint(max((folder / "checkpoints").iterdir()))
+    assert saved.step >= 5 and (folder / "report.html").exists()
+
+
+BAD: list[tuple[dict[str, Any], str]] = [
+    ({"model": {"preset": "tiny", "n_layers": 2}}, r"got 'n_layers' in \[model\]; accepted: "),
+    ({"training": {}}, r"got \[training\]; accepted: the sections \[model\], \[train\], \[data\]"),
+    ({"model": {"preset": "huge"}}, "preset: got 'huge'; accepted: tiny"),
+    ({"train": {"steps": 0}}, "steps: got 0; accepted: an int ≥ 1"),
+    ({"train": {"dtype": "int8"}}, "dtype: got 'int8'"),
+    ({"train": {"warmup_steps": 1000}}, "warmup_steps: got 1000; accepted: less than steps"),
+    ({"train": {"learning_rate": "fast"}}, "learning_rate: got 'fast'"),
+    ({"train": {"seq_len": 4096}}, "seq_len: got 4096; accepted: at most block_size, 128"),
+    (
+        {"data": {"tokenizer": "bpe", "bpe_vocab_size": 9999}},
+        "vocab_size: got 256; accepted: at least the tokenizer's, 9999",
+    ),
+]
+
+
+@pytest.mark.parametrize(("content", "message"), BAD, ids=[m for _, m in BAD])
+def test_a_bad_run_is_named(content: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        run_from(content, "run.toml")
+
+
+def test_a_run_from_toml(tmp_path: Path) -> None:
+    file = tmp_path / "run.toml"
+    file.write_text('[model]\npreset = "tiny"\nn_layer = 6\n[train]\nsteps = 70\n[data]\nfiles = ["a.txt"]\n')
+    run = read_run(file)
+    assert (run.model.n_layer, run.model.n_embd, run.train.steps, run.data.files) == (6, 128, 70, ("a.txt",))
+    file.write_text("[model\n")
+    with pytest.raises(ValueError, match="is not TOML"):
+        read_run(file)
