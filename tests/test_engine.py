@@ -129,8 +129,8 @@ def test_ten_steps_equal_autograd_with_torch_adamw() -> None:
     engine = Engine(CONFIG, 2, 8, dtype=torch.float64, seed=1)
     leaves = {name: torch.nn.Parameter(p.clone()) for name, p in engine.params.items()}
     decayed = [p for p in leaves.values() if p.ndim >= 2]
-    plain = [p for p in leaves.values() if p.ndim < 2]
-    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1}, {"params": plain, "weight_decay": 0.0}]
+    others = [p for p in leaves.values() if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
     for step in range(10):
         tokens, targets = batch(CONFIG, 2, 8, seed=step)

@@ -3,7 +3,7 @@
     x[b·T + t] = wte[tokens[b, t]] + wpe[t]        dwte[tokens[b, t]] += dx[b·T + t]        dwpe[t] += Σ_b dx[b·T + t]
 
 Sums are formed in the gradients' dtype (float32; float64 for float64) and in an order that does not change from run to
-run: on a CPU tokens follow one another, on CUDA `index_put_` sorts them first (which takes 8 bytes or so per token from
+run: on a CPU tokens follow one another, on CUDA `index_put_` sorts them first (which takes some 50 bytes per token from
 torch's allocator, inside).
 """
 

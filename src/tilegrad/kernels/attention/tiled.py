@@ -112,8 +112,9 @@ def _scratch_of(size: Sizes, q: Tensor, v: Tensor, mask: Mask, backward: bool) -
     rows = cut.batches * cut.heads * cut.group * cut.m
     all_rows = cut.batches * cut.heads * cut.group * size.tq
     scores = rows * cut.n
-    sizes = {"q": rows * d, "k": cols * d, "v": cols * dv, "s": scores}
+    sizes = {"q": rows * d, "k_t": cols * d, "s": scores}
     if backward:
+        sizes |= {"k": cols * d, "v_t": cols * dv}
         sizes |= {"do": rows * dv, "o": rows * dv, "dp": scores, "dq": rows * d, "dk": cols * d, "dv": cols * dv}
         sizes |= {"delta": all_rows, "lse": all_rows}
         if mask.sinks is not None:
@@ -125,7 +126,7 @@ def _scratch_of(size: Sizes, q: Tensor, v: Tensor, mask: Mask, backward: bool) -
         if mask.float_bias is not None and mask.float_bias.dtype != acc:
             sizes["dbias"] = mask.float_bias.numel()
     else:
-        sizes |= {"acc": rows * dv, "row_max": rows, "row_sum": rows, "new_max": rows, "alpha": rows}
+        sizes |= {"v": cols * dv, "acc": rows * dv, "row_max": rows, "row_sum": rows, "new_max": rows, "alpha": rows}
     if mask.float_bias is not None:
         sizes["bias"] = scores
     if mask.alibi_slopes is not None:
@@ -226,17 +227,23 @@ class Slab:
         copy = self.buffer(name, *tile.shape).copy_(tile)
         return copy.view(self.size, -1, tile.shape[-1])
 
+    def load_transposed(self, name: str, tile: Tensor) -> Tensor:
+        """A tile of columns in the scratch, (slab, D, N): products of plain, not transposed, matrices are the fast ones
+        of every BLAS, and on some by far."""
+        b, h, n, d = tile.shape
+        return self.buffer(name, b, h, d, n).copy_(tile.mT).view(self.size, d, n)
+
     def by_head(self, tile: Tensor, i: range) -> Tensor:
         """(slab, G·M, …) seen as (batches, query heads, M, …)."""
         heads = len(self.heads) * self.group
         return tile.view(len(self.batch), heads, len(i), *tile.shape[2:])
 
-    def scores(self, q: Tensor, k: Tensor, i: range, j: range, *, tanh: Tensor | None) -> Tensor:
+    def scores(self, q: Tensor, k_t: Tensor, i: range, j: range, *, tanh: Tensor | None) -> Tensor:
         """s of mask.py's docstring, (slab, G·M, N); tanh(x / softcap) is kept for the backward where asked."""
         mask = self.mask
         s = self.buffer("s", self.size, q.shape[1], len(j))
         alpha = mask.scale_for(q.shape[2]) / (mask.softcap or 1.0)
-        torch.baddbmm(s, q, k.mT, beta=0.0, alpha=alpha, out=s)
+        torch.baddbmm(s, q, k_t, beta=0.0, alpha=alpha, out=s)
         if mask.softcap:
             s.tanh_()
             if tanh is not None:
@@ -329,8 +336,8 @@ def _fwd_rows(slab: Slab, q: Tensor, k: Tensor, v: Tensor, i: range, *, o: Tenso
         row_sum.sub_(row_max).exp_()
 
     for j in _tiles(mask.columns_of(i, slab.tq, slab.tk)):
-        kj, vj = slab.load("k", slab.cols(k, j)), slab.load("v", slab.cols(v, j))
-        s = slab.scores(qi, kj, i, j, tanh=None)
+        k_t, vj = slab.load_transposed("k_t", slab.cols(k, j)), slab.load("v", slab.cols(v, j))
+        s = slab.scores(qi, k_t, i, j, tanh=None)
         torch.maximum(torch.amax(s, -1, out=new_max), row_max, out=new_max)
         p = s.sub_(new_max[..., None]).exp_()
         torch.sub(row_max, new_max, out=alpha).exp_()
@@ -393,16 +400,17 @@ def _bwd_cols(
 ) -> None:  # fmt: skip
     mask, scale = slab.mask, slab.mask.scale_for(q.shape[-1])
     kept = 1.0 / (1.0 - mask.dropout_p)
-    kj, vj = slab.load("k", slab.cols(k, j)), slab.load("v", slab.cols(v, j))
-    dkj, dvj = slab.buffer("dk", *kj.shape).zero_(), slab.buffer("dv", *vj.shape).zero_()
+    kj = slab.load("k", slab.cols(k, j))
+    k_t, v_t = slab.load_transposed("k_t", slab.cols(k, j)), slab.load_transposed("v_t", slab.cols(v, j))
+    dkj, dvj = slab.buffer("dk", *kj.shape).zero_(), slab.buffer("dv", *v_t.mT.shape).zero_()
     for i in _tiles(mask.rows_of(j, slab.tq, slab.tk)):
         qi, doi = slab.load("q", slab.rows(q, i)), slab.load("do", slab.rows(do, i))
         shape = (slab.size, qi.shape[1], len(j))
         tanh = slab.buffer("tanh", *shape) if mask.softcap else None
-        s = slab.scores(qi, kj, i, j, tanh=tanh)
+        s = slab.scores(qi, k_t, i, j, tanh=tanh)
         slab.by_head(s, i).sub_(lse_rows[:, :, i.start : i.stop, None])
         p = s.exp_()
-        dp = torch.bmm(doi, vj.mT, out=slab.buffer("dp", *shape))
+        dp = torch.bmm(doi, v_t, out=slab.buffer("dp", *shape))
         dropped = slab.dropped(i, j) if mask.dropout_p else None
         if dropped is not None:
             dp.masked_fill_(dropped, 0.0).mul_(kept)

@@ -8,6 +8,7 @@ does not fit the device makes way for the next.
 
 from __future__ import annotations
 
+import functools
 from typing import NamedTuple
 
 
@@ -50,11 +51,18 @@ TABLE: dict[tuple[int, int, int, bool], Tiles] = {
 }
 
 
+@functools.cache
 def candidates(kernel: str, architecture: int, bits: int, head_dim: int, band: bool) -> tuple[Tile, ...]:
     """Tiles to try in order. `head_dim` is padded; those under 64 use the row of 64."""
     own = row(architecture, bits, max(64, head_dim), band)
     tile: Tile = getattr(own, kernel)
     return (tile, *(t for t in SMALLER if t.m <= tile.m and t.n <= tile.n and t != tile))
+
+
+def set_row(key: tuple[int, int, int, bool], tiles: Tiles) -> None:
+    """Change the table of this process; only tuning does."""
+    TABLE[key] = tiles
+    candidates.cache_clear()
 
 
 def row(architecture: int, bits: int, head_dim: int, band: bool) -> Tiles:

@@ -91,6 +91,10 @@ def tiles_for(kernel: str, sizes: Sizes, dtype: torch.dtype, device: torch.devic
     return candidates(kernel, architecture(device), 8 * dtype.itemsize, max(sizes.block_d, sizes.block_dv), band)
 
 
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
 def _forward_kernel(sizes: Sizes) -> str:
     return "decode" if sizes.tq <= DECODE_ROWS else "fwd"
 
@@ -98,7 +102,7 @@ def _forward_kernel(sizes: Sizes) -> str:
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
     """Programs that share the columns of a row tile: two for each multiprocessor, each with two tiles or more."""
     tile = tiles_for(_forward_kernel(sizes), sizes, dtype, device)[0]
-    programs: int = triton.cdiv(sizes.tq, tile.m) * sizes.hq * sizes.batch
+    programs = _ceil_div(sizes.tq, tile.m) * sizes.hq * sizes.batch
     columns = sizes.tk
     if sizes.left is not None and sizes.right is not None:
         columns = min(columns, sizes.left + sizes.right + tile.m)
@@ -134,7 +138,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
     )
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int, int]]:
-        row_tiles = triton.cdiv(sizes.tq, tile.m)
+        row_tiles = _ceil_div(sizes.tq, tile.m)
         return {"row_tiles": row_tiles}, (row_tiles * sizes.hq * sizes.batch, splits)
 
     with torch.cuda.device_of(q):
@@ -148,7 +152,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
             _constants(sizes, mask, q, k, v, one),
         )
         if splits > 1:
-            row_tiles = triton.cdiv(sizes.tq, DECODE_ROWS)
+            row_tiles = _ceil_div(sizes.tq, DECODE_ROWS)
             arguments = (
                 {"parts": parts, "lse_parts": lse_parts, "cu_seqlens_q": mask.cu_seqlens_q, "o": o, "lse": lse}
                 | _strides(mask.varlen, parts=one, o=o)
@@ -178,12 +182,12 @@ def bwd(
     arguments |= _features(sizes, mask, scratch) | _strides(mask.varlen, q=q, k=k, v=v, do=do)
 
     def columns(tile: Tile) -> tuple[Arguments, tuple[int]]:
-        col_tiles = triton.cdiv(sizes.tk, tile.n)
+        col_tiles = _ceil_div(sizes.tk, tile.n)
         copies = max(1, 32 * tile.warps // tile.m)
         return {"col_tiles": col_tiles, "COPIES": copies}, (col_tiles * sizes.hkv * sizes.batch,)
 
     def row_grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
-        row_tiles = triton.cdiv(sizes.tq, tile.m)
+        row_tiles = _ceil_div(sizes.tq, tile.m)
         return {"row_tiles": row_tiles}, (row_tiles * sizes.hq * sizes.batch,)
 
     with torch.cuda.device_of(q):
@@ -208,7 +212,7 @@ def bwd(
 def _delta(
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes, rows: Arguments
 ) -> None:  # fmt: skip
-    row_tiles = triton.cdiv(sizes.tq, ROWS)
+    row_tiles = _ceil_div(sizes.tq, ROWS)
     if not row_tiles * sizes.hq * sizes.batch:
         return
     arguments = {"o": o, "do": do, "lse": lse, "dlse": dlse, "cu_seqlens_q": mask.cu_seqlens_q} | rows
@@ -229,8 +233,8 @@ def _dbias(arguments: Arguments, sizes: Sizes, mask: Mask, dbias: Tensor, consta
     dropped = ("cu_seqlens_q", "cu_seqlens_k", "scale")
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
-        row_tiles = triton.cdiv(sizes.tq, tile.m) if wide_i else 1
-        col_tiles = triton.cdiv(sizes.tk, tile.n) if wide_j else 1
+        row_tiles = _ceil_div(sizes.tq, tile.m) if wide_i else 1
+        col_tiles = _ceil_div(sizes.tk, tile.n) if wide_j else 1
         count = row_tiles * col_tiles * steps["b_step"] * steps["h_step"]
         return {"row_tiles": row_tiles, "col_tiles": col_tiles}, (count,)
 

@@ -160,7 +160,7 @@ def _dkdv_kernel(
         head = Head(
             b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
         )
-        for MASKED in tl.static_range(1, -1, -1):
+        for MASKED in tl.static_range(2):
             dk_acc, dv_acc = _add_rows(
                 dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_offsets, do_offsets, q_t, do_t,
                 j, head, first, full, full_end, last,

@@ -1,0 +1,113 @@
+"""`tilegrad bench attention --profile`: what each kernel achieves of the device's own limits.
+
+The limits are measured: a product of two large matrices in the benchmark's dtype, a copy of a large buffer. A kernel's
+floor is the larger of FLOPs over the one and bytes over the other; its share is floor over time. FLOPs and bytes are what
+the kernel itself must do (the dk, dv kernel has four products, the dq kernel three).
+"""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from statistics import median
+
+import torch
+
+from tilegrad.bench.attention import Inputs, Shape, interleaved
+from tilegrad.table import table
+
+COUNTERS = (
+    "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "launch__registers_per_thread",
+)
+KERNELS = {"_attention_fwd_kernel": "fwd", "_dkdv_kernel": "dkdv", "_dq_kernel": "dq", "_delta_kernel": "delta"}
+
+
+def limits(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
+    """(FLOP/s of a product, bytes/s of a copy, read plus written) of this device."""
+    n, size = (8192, 1 << 30) if device.type == "cuda" else (512, 1 << 25)
+    a, b, product = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
+    source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
+    ms = interleaved({"product": lambda: torch.mm(a, b, out=product), "copy": lambda: target.copy_(source)}, 10, device)
+    return 2 * n**3 / min(ms["product"]) * 1e3, 2 * size / min(ms["copy"]) * 1e3
+
+
+def demand(kernel: str, shape: Shape, element_bytes: int) -> tuple[float, float]:
+    """(FLOPs, bytes) of a kernel, or of a whole forward or backward."""
+    product = shape.flops(backward=False) / 2
+    forward, backward = (shape.bytes(element_bytes, backward=x) for x in (False, True))
+    q_bytes = shape.b * shape.h * shape.rows * shape.d * element_bytes
+    return {
+        "forward": (2 * product, forward),
+        "backward": (5 * product, backward),
+        "fwd": (2 * product, forward),
+        "dkdv": (4 * product, backward - 2 * q_bytes),
+        "dq": (3 * product, forward + q_bytes),
+        "delta": (0.0, 2 * q_bytes),
+    }[kernel]
+
+
+def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
+    """Milliseconds of the device kernels of a forward and a backward, by torch's profiler."""
+    from torch.profiler import ProfilerActivity, profile
+
+    forward, backward, _ = inputs.ours(kernel)
+    forward()
+    backward()
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(5):
+            forward()
+            backward()
+        torch.cuda.synchronize()
+    times: dict[str, list[float]] = {}
+    for event in seen.events():
+        times.setdefault(KERNELS.get(event.name, event.name), []).append(event.device_time_total / 1e3)
+    return {name: median(ms) for name, ms in times.items() if name in KERNELS.values()}
+
+
+def print_roofline(
+    shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, kernels: Sequence[str]
+) -> None:  # fmt: skip
+    flops_limit, bytes_limit = limits(dtype, device)
+    print(f"\nlimits here: {flops_limit / 1e12:.3g} TFLOP/s of a product, {bytes_limit / 1e9:.0f} GB/s of a copy")
+    lines = []
+    for shape in shapes:
+        inputs = Inputs(shape, dtype, device)
+        for kernel in kernels:
+            forward, backward, _ = inputs.ours(kernel)
+            thunks = {"forward": forward} if shape.tq else {"forward": forward, "backward": backward}
+            forward()
+            times = {name: median(ms) for name, ms in interleaved(thunks, 5, device).items()}
+            if device.type == "cuda" and kernel == "triton" and not shape.tq:
+                times |= kernel_times(inputs, kernel)
+            for part, ms in times.items():
+                flops, moved = demand(part, shape, dtype.itemsize)
+                by_flops, by_bytes = flops / flops_limit * 1e3, moved / bytes_limit * 1e3
+                bound = "products" if by_flops > by_bytes else "memory"
+                share = max(by_flops, by_bytes) / ms
+                cells = [f"{flops / ms / 1e9:.3g}", f"{moved / ms / 1e6:.0f}", bound, f"{share:.0%}"]
+                lines.append([str(shape), kernel, part, f"{ms:.3f}", *cells])
+    print(table(("shape", "kernel", "part", "ms", "TFLOP/s", "GB/s", "bound by", "of its limit"), lines))
+    if device.type == "cuda" and shutil.which("ncu"):
+        print("\n" + counters(shapes[0], dtype, kernels[0]))
+
+
+def counters(shape: Shape, dtype: torch.dtype, kernel: str) -> str:
+    """ncu's counters for one forward and backward, in a process of its own."""
+    code = (
+        "import torch; from tilegrad.bench.attention import Inputs, Shape\n"
+        f"forward, backward, _ = Inputs({shape!r}, {dtype}, torch.device('cuda')).ours({kernel!r})\n"
+        "forward(); backward(); torch.cuda.synchronize()"
+    )
+    command = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", f"regex:{'|'.join(KERNELS)}"]
+    done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"ncu gave no counters: {(done.stderr or done.stdout).strip().splitlines()[-1:]}"
+    wanted = (*KERNELS, *COUNTERS)
+    return "\n".join(line.rstrip() for line in done.stdout.splitlines() if any(name in line for name in wanted))
