@@ -141,16 +141,15 @@ def _plan(args: argparse.Namespace) -> int:
     import torch
 
     from .bench.document import document_table
-    from .memory.report import memory_report
     from .model.config import PRESETS as MODELS
-    from .train.budget import choose_recompute, plan_model
+    from .train.budget import choose_recompute, plan_model, step_report
 
     config, dtype, device = MODELS[args.preset], getattr(torch, DTYPES[args.dtype]), torch.device(args.device)
     seq_len = args.seq_len or config.block_size
     form = (config, args.batch_size, seq_len, dtype, device)
     recompute = choose_recompute(*form, args.memory_budget)
     title = f"{args.preset}, batch {args.batch_size} × {seq_len} tokens, {args.dtype}"
-    report = memory_report(plan_model(*form, recompute), title)
+    report = step_report(plan_model(*form, recompute), config, args.batch_size, seq_len, dtype, recompute, title)
     if args.html:
         Path(args.html).write_text(report.html(), encoding="utf-8")
     if args.json:

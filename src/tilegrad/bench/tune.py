@@ -29,20 +29,33 @@ SPILL_HANDICAP = 1.1
 KERNELS = ("fwd", "dkdv", "dq")
 
 
+FLOAT32 = (
+    (16, 16, 4, 1),
+    (16, 32, 4, 2),
+    (32, 16, 4, 2),
+    (32, 32, 4, 1),
+    (32, 32, 4, 2),
+    (64, 32, 4, 1),
+    (64, 32, 8, 1),
+)
+NARROW = {  # head dimensions up to 128
+    "fwd": ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 128, 4, 3),
+            (64, 64, 4, 3), (64, 32, 4, 3)),
+    "dkdv": ((128, 128, 8, 2), (64, 128, 8, 2), (64, 128, 8, 3), (128, 64, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3),
+             (32, 128, 8, 3), (32, 64, 4, 2), (32, 64, 4, 3)),
+    "dq": ((128, 128, 8, 2), (128, 64, 8, 2), (128, 64, 8, 3), (128, 32, 8, 3), (64, 128, 4, 2), (64, 64, 4, 2),
+           (64, 64, 4, 3), (64, 32, 4, 3)),
+}  # fmt: skip
+WIDE = {
+    "fwd": ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
+    "dkdv": ((64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 64, 8, 2)),
+    "dq": ((128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 4, 2)),
+}
+
+
 def candidates(kernel: str, bits: int, head_dim: int) -> tuple[Tile, ...]:
-    """Warps hold 16 rows or more of the product's own side; stages as shared memory allows, the launcher drops the rest."""
-    if bits == 32:
-        sides: tuple[tuple[int, int], ...] = ((16, 16), (32, 16), (16, 32), (32, 32), (64, 32))
-        return tuple(Tile(m, n, w, s) for m, n in sides for w in (4, 8) for s in (1, 2))
-    own, other = ((128, 64), (128, 64, 32)) if head_dim < 256 else ((128, 64), (64, 32))
-    out = []
-    for a in own:
-        for b in other:
-            for warps in {4, a // 16}:
-                for stages in (2, 3):
-                    m, n = (b, a) if kernel == "dkdv" else (a, b)
-                    out.append(Tile(m, n, warps, stages))
-    return tuple(dict.fromkeys(out))
+    rows = FLOAT32 if bits == 32 else (WIDE if head_dim > 128 else NARROW)[kernel]
+    return tuple(Tile(*row) for row in rows)
 
 
 def with_tile(row: Tiles, kernel: str, tile: Tile) -> Tiles:

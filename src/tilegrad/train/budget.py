@@ -13,12 +13,14 @@ recomputed comes when the later ones are gone. Whatever is chosen, gradients hav
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
 from ..kernels.adamw import adamw_workspace, global_norm_workspace
 from ..kernels.dispatch import observe
 from ..memory.arena import MemoryPlan, plan_memory
+from ..memory.report import MemoryReport, memory_report
 from ..memory.trace import Handle, trace
 from ..memory.types import BufferType
 from ..model.config import ModelConfig
@@ -41,6 +43,15 @@ def plan_model(
         model.backward()
 
     return plan_memory(trace(program, observe, _persistent(model)), share=share)
+
+
+def step_report(
+    memory: MemoryPlan, config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype,
+    recompute: Recompute, title: str,
+) -> MemoryReport:  # fmt: skip
+    """What is alive during one step, in the arenas of the whole plan."""
+    model = declare(config, batch_size, seq_len, dtype, memory.device, recompute)
+    return memory_report(replace(memory, trace=trace(model.step, observe, _persistent(model))), title)
 
 
 def _persistent(model: Transformer) -> list[Handle]:

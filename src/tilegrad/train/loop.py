@@ -26,8 +26,9 @@ from typing import Any
 
 import torch
 
-from ..memory.report import human, memory_report
+from ..memory.report import human
 from ..model.generate import generate
+from .budget import step_report
 from .checkpoint import latest_checkpoint, load_into, save_checkpoint
 from .config import DTYPES, RunConfig
 from .data import Batches, Tokenizer, batches_in_order, default_text, prepare, split, unigram_entropy
@@ -171,7 +172,9 @@ class _Run:
     def _finish(self, stopped_by: str | None) -> RunResult:
         engine, t = self.engine, self.run.train
         sample = self._sample()
-        memory = memory_report(engine.plan, "Memory of one step")
+        memory = step_report(
+            engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step"
+        )
         facts = {
             "model": f"{sum(p.numel() for p in engine.params.values()):,} parameters, {self.run.model.n_layer} layers",
             "steps": f"{engine.steps:,} of {t.steps:,}",
