@@ -116,7 +116,9 @@ def test_import_loads_no_torch_and_touches_no_gpu() -> None:
 
 def test_own_modules_import_in_a_fifth_of_a_second() -> None:
     """Everything that the public names and the command line load; a GPU's kernels are loaded when one is used."""
-    loaded = "import sys, tilegrad, tilegrad.cli\nfor name in tilegrad.__all__: getattr(tilegrad, name)\nprint(*sys.modules)"
+    loaded = (
+        "import sys, tilegrad, tilegrad.cli\nfor name in tilegrad.__all__: getattr(tilegrad, name)\nprint(*sys.modules)"
+    )
     names = [name for name in run_python(loaded).stdout.split() if name.startswith("tilegrad")]
     assert len(names) > 30
     best = float("inf")

@@ -25,7 +25,11 @@ def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_help_answers_within_a_second_and_loads_no_torch() -> None:
-    code = "import sys; from tilegrad.cli import main\ntry: main(['--help'])\nexcept SystemExit: pass\nassert 'torch' not in sys.modules"
+    code = (
+        "import sys; from tilegrad.cli import main\n"
+        "try: main(['--help'])\nexcept SystemExit: pass\n"
+        "assert 'torch' not in sys.modules"
+    )
     best = float("inf")
     for _ in range(3):
         start = time.perf_counter()
@@ -118,7 +122,8 @@ def test_plan_prints_tables_and_data_and_a_page(tmp_path: Path, capsys: pytest.C
 def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     config, out = tmp_path / "run.toml", str(tmp_path / "run")
     config.write_text(
-        "[model]\npreset = 'tiny'\nn_layer = 1\nn_embd = 16\n[train]\nsteps = 3\nwarmup_steps = 1\nbatch_size = 2\nseq_len = 8\n"
+        "[model]\npreset = 'tiny'\nn_layer = 1\nn_embd = 16\n"
+        "[train]\nsteps = 3\nwarmup_steps = 1\nbatch_size = 2\nseq_len = 8\n"
         "sample_tokens = 5\neval_batches = 1\n"
     )
     assert main(["train", "--config", str(config), "--out", out]) == 0

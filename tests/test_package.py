@@ -54,7 +54,7 @@ def test_the_readme_is_one_page() -> None:
 
 
 @pytest.mark.parametrize(
-    "document", sorted(p.name for p in (HERE / "docs").glob("*.md")) + ["README.md", "CONTRIBUTING.md"]
+    "document", [*sorted(p.name for p in (HERE / "docs").glob("*.md")), "README.md", "CONTRIBUTING.md"]
 )
 def test_every_file_and_test_that_a_document_names_exists(document: str) -> None:
     path = HERE / document if document.isupper() or document[0].isupper() else HERE / "docs" / document

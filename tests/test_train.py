@@ -95,15 +95,15 @@ def test_what_would_lose_or_mix_runs_is_refused(run: RunConfig, tmp_path: Path) 
     train(run, tmp_path / "run")
     with pytest.raises(ValueError, match="holds a run already"):
         train(run, tmp_path / "run")
-    with pytest.raises(ValueError, match="holds other tensors|another model|in the checkpoint"):
+    with pytest.raises(ValueError, match="in the checkpoint"):
         train(replace(run, model=replace(MODEL, n_embd=32)), tmp_path / "run", resume=True)
 
 
 def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
-        f"[model]\nvocab_size = 256\nblock_size = 16\nn_layer = 1\nn_head = 2\nn_embd = 16\n[train]\nsteps = 100000\nbatch_size = 2\n"
-        f"seq_len = 12\nlog_interval = 1\nsample_tokens = 4\n[data]\nfiles = [{run.data.files[0]!r}]\n"
+        "[model]\nvocab_size = 256\nblock_size = 16\nn_layer = 1\nn_head = 2\nn_embd = 16\n"
+        f"[train]\nsteps = 100000\nbatch_size = 2\nseq_len = 12\nlog_interval = 1\nsample_tokens = 4\n[data]\nfiles = [{run.data.files[0]!r}]\n"
     )
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "tilegrad", "train", "--config", str(config), "--out", str(folder)]

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")
-DTYPES = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16", "float32": "float32", "float64": "float64", "bfloat16": "bfloat16"}  # fmt: skip
+DTYPES = {"fp32": "float32", "fp64": "float64", "bf16": "bfloat16"}
 
 
 def _check_flash(args: argparse.Namespace) -> int:
@@ -204,7 +204,10 @@ def _add_training(commands: Commands) -> None:
         "--data", nargs="+", metavar="FILE", help="UTF-8 text to learn from (default: Moby-Dick, shipped)"
     )
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/NAME)")
-    train.add_argument("--resume", nargs="?", const="latest", metavar="CHECKPOINT", help="go on from the newest checkpoint of --out, or from this one")  # fmt: skip
+    train.add_argument(
+        "--resume", nargs="?", const="latest", metavar="CHECKPOINT",
+        help="go on from the newest checkpoint of --out, or from this one",
+    )  # fmt: skip
     for name, kind in (("steps", int), ("batch-size", int), ("seq-len", int), ("learning-rate", float), ("seed", int)):
         train.add_argument(
             f"--{name}", type=kind, metavar="N", help=f"instead of the configuration's {name.replace('-', '_')}"
@@ -249,7 +252,9 @@ def _add_checks(commands: Commands) -> None:
 
     gradcheck = _add(commands, "gradcheck", "check explicit gradients: of attention, or of a whole model", _gradcheck)
     gradcheck.add_argument("--preset", choices=PRESETS, help="a model by name, made small; without it, attention alone")
-    gradcheck.add_argument("--against", choices=("differences", "autograd"), default="differences", help="default: %(default)s")  # fmt: skip
+    gradcheck.add_argument(
+        "--against", choices=("differences", "autograd"), default="differences", help="default: %(default)s"
+    )
     gradcheck.add_argument(
         "--kernel", metavar="NAME", help="for attention: this kernel instead of the one the table chooses"
     )

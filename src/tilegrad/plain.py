@@ -70,7 +70,7 @@ def feed_forward(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor
     if config.activation == "swiglu":
         a = F.silu(linear(p, f"{name}.gate", x)) * h
     else:
-        a = {"gelu": _gelu, "tanh": torch.tanh, "relu": torch.relu}[config.activation](h)
+        a = _gelu(h) if config.activation == "gelu" else torch.tanh(h) if config.activation == "tanh" else torch.relu(h)
     return linear(p, f"{name}.down", a)
 
 

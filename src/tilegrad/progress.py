@@ -13,10 +13,11 @@ from .memory.report import human
 
 def _line(n: dict[str, Any]) -> str:
     """loss, gradient norm, speed, memory of one training record."""
+    memory = f"memory {human(n['planned_bytes'])} planned, {human(n['measured_bytes'])} measured"
     skipped = f"  {n['skipped']} skipped" if n["skipped"] else ""
     return (
         f"loss {n['loss']:7.4f}  lr {n['learning_rate']:.1e}  |g| {n['gradient_norm']:6.3f}  "
-        f"{n['tokens_per_second']:>8,.0f} tok/s  memory {human(n['planned_bytes'])} planned, {human(n['measured_bytes'])} measured{skipped}"
+        f"{n['tokens_per_second']:>8,.0f} tok/s  {memory}{skipped}"
     )
 
 
@@ -25,12 +26,14 @@ def _message(event: str, n: dict[str, Any]) -> str | None:
     if event == "start":
         resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
         return (
-            f"{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, {human(n['planned_bytes'])} planned"
-            f"{resumed}\nThe text's unigram entropy, the loss of knowing nothing but frequencies: {n['unigram_entropy']:.4f} nats"
+            f"{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, "
+            f"{human(n['planned_bytes'])} planned{resumed}\n"
+            f"The text's unigram entropy, the loss of knowing nothing but frequencies: {n['unigram_entropy']:.4f} nats"
         )
     if event == "validation":
         below = n["unigram_entropy"] - n["loss"]
-        return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
+        where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
+        return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {where}"
     return None
 
 
@@ -39,8 +42,8 @@ def watch(stream: Any = None) -> Iterator[Any]:
     """A `show(event, numbers)` for `train`."""
     out = stream or sys.stdout
     if out.isatty() and find_spec("rich") is not None:
-        with _rich(out) as show:
-            yield show
+        with _rich(out) as bar:
+            yield bar
         return
 
     def show(event: str, numbers: dict[str, Any]) -> None:

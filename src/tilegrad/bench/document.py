@@ -35,4 +35,5 @@ def document_table() -> str:
     rows.insert(3, row("total without embeddings", without, "≈ 13.2 M"))
     rows.append(row("total", sum(floats for floats, _ in parts.values()), "–"))
     header = ("weights in float32", "floats", "the document", "gradients", "Adam state", "together")
-    return f"The specification's example model: 6 layers, 512 channels, 2048 hidden, vocabulary {VOCABULARY:,}\n{table(header, rows)}"
+    title = f"The specification's example model: {LAYERS} layers, {CHANNELS} channels, vocabulary {VOCABULARY:,}"
+    return f"{title}\n{table(header, rows)}"

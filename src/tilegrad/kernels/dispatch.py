@@ -67,7 +67,9 @@ def _triton_refuses(problem: Problem) -> str | None:
         return "takes float16, bfloat16 and float32, not float64"
     if device.type == "cpu":
         in_interpreter = os.environ.get("TRITON_INTERPRET") == "1"
-        return None if in_interpreter else "needs a CUDA device; on the CPU only Triton's interpreter, TRITON_INTERPRET=1"
+        return (
+            None if in_interpreter else "needs a CUDA device; on the CPU only Triton's interpreter, TRITON_INTERPRET=1"
+        )
     if device.type != "cuda":
         return f"needs a CUDA device, not {device.type}"
     import torch

@@ -128,12 +128,13 @@ class AttentionLayer:
         if self.rope:
             for rows in self.rows[:2]:
                 self.rope.forward(self._by_sequence(rows))
-        heads, views = (self.n_head, self.n_kv_head), [self._by_sequence(rows) for rows in self.rows]
-        o, scratch = self._by_sequence(self.o), self.forward_scratch
+        views = [self._by_sequence(rows) for rows in self.rows]
+        o, heads, scratch = self._by_sequence(self.o), (self.n_head, self.n_kv_head), self.forward_scratch
         if len(views) == 1:
-            qkv_attention_fwd(*views, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
+            qkv_attention_fwd(views[0], self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
         else:
-            rows_attention_fwd(*views, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
+            q, k, v = views
+            rows_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
 
     def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
         self.proj.backward(dy, self.o, dx=self.do)

@@ -24,11 +24,11 @@ class FeedForward:
     down: LinearLayer
     activation: str
     h: Any
-    g: Any | None
+    g: Any  # swiglu only
     a: Any
     da: Any
     dh: Any
-    dx_part: Any | None
+    dx_part: Any  # swiglu only
 
     @classmethod
     def declare(cls, at: Declare, name: str) -> FeedForward:

@@ -170,10 +170,8 @@ class SharedAttention:
             tensors[f"grad_{name}"] = getattr(self, f"grad_{name}")
             for key, value in self._optimizer.state[getattr(self, name)].items():
                 tensors[f"{key}.{name}"] = value.contiguous()
-        shape = {
-            n: getattr(self, n)
-            for n in ("seq_len", "d_model", "batch_size", "is_causal", "n_head", "seed", "materialize")
-        }
+        names = ("seq_len", "d_model", "batch_size", "is_causal", "n_head", "seed", "materialize")
+        shape = {name: getattr(self, name) for name in names}
         settings = json.dumps(shape | {"dtype": str(self.dtype).removeprefix("torch.")})
         path = Path(path)
         staged = path.with_name(f"{path.name}.{os.getpid()}.new")
@@ -181,7 +179,9 @@ class SharedAttention:
         os.replace(staged, path)
 
     @classmethod
-    def load(cls, path: str | os.PathLike[str], batch_size: int | None = None, *, device: torch.device | str = "cpu") -> SharedAttention:  # fmt: skip
+    def load(
+        cls, path: str | os.PathLike[str], batch_size: int | None = None, *, device: torch.device | str = "cpu"
+    ) -> SharedAttention:
         """A layer with buffers of its own, as it was saved; `batch_size` may be another."""
         with safe_open(path, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
@@ -194,14 +194,14 @@ class SharedAttention:
             if batch_size is not None:
                 settings["batch_size"] = batch_size
             layer = cls(**settings, predecessor=None, device=device)
+            saved = set(file.keys())
             for name in WEIGHTS:
                 getattr(layer, name).copy_(file.get_tensor(name))
                 getattr(layer, f"grad_{name}").copy_(file.get_tensor(f"grad_{name}"))
-                state = {
-                    key: f"{key}.{name}" for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in file.keys()
-                }
+                state = [key for key in ("step", "exp_avg", "exp_avg_sq") if f"{key}.{name}" in saved]
                 if state:
-                    layer._optimizer.state[getattr(layer, name)] = {k: file.get_tensor(v) for k, v in state.items()}
+                    moments = {key: file.get_tensor(f"{key}.{name}") for key in state}
+                    layer._optimizer.state[getattr(layer, name)] = moments
         return layer
 
     def free(self) -> None:
@@ -248,8 +248,10 @@ class SharedAttention:
         scratch = {} if self.materialize else attention_workspace(q, q, q, self.mask, backward=True)
         tile = scratch.pop("dp", ((0,), self.dtype))
         matrices = ("grad_weights", "grad_scores") if self.materialize else ("grad_scores",)
-        needs = {name: ((b, t, c), self.dtype) for name in SHARED if name not in ("grad_weights", "grad_scores")}
-        needs |= {name: ((b, h, t, t), self.dtype) if self.materialize else tile for name in matrices}
+        needs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
+            name: ((b, t, c), self.dtype) for name in SHARED if name not in ("grad_weights", "grad_scores")
+        }
+        needs |= dict.fromkeys(matrices, ((b, h, t, t), self.dtype) if self.materialize else tile)
         needs |= {f"linear.{n}": form for n, form in linear_workspace(x, self.W_q, backward=True).items()}
         return needs | {f"attention.{n}": form for n, form in scratch.items()}
 

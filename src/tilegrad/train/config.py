@@ -106,11 +106,15 @@ def preset_run(name: str) -> RunConfig:
     model = PRESETS[name]
     if name == "tiny":
         return RunConfig(model, TrainConfig())
-    return RunConfig(
-        model,
-        TrainConfig(steps=10_000, batch_size=8, seq_len=model.block_size, learning_rate=6e-4, min_learning_rate=6e-5, warmup_steps=500),
-        DataConfig(tokenizer="bpe", bpe_vocab_size=8192),
-    )  # fmt: skip
+    settings = TrainConfig(
+        steps=10_000,
+        batch_size=8,
+        seq_len=model.block_size,
+        learning_rate=6e-4,
+        min_learning_rate=6e-5,
+        warmup_steps=500,
+    )
+    return RunConfig(model, settings, DataConfig(tokenizer="bpe", bpe_vocab_size=8192))
 
 
 def read_run(path: Path, preset: str | None = None) -> RunConfig:

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
+from ..kernels.adamw import adamw_step, global_norm
 from ..kernels.residual import copy_fwd
 from ..kernels.rope import rope_table
 from ..memory.arena import Arenas, MemoryPlan
@@ -216,14 +216,14 @@ class Engine:
         n = offsets[last] // wide.itemsize + self.params[last].numel()
         self._offsets = {name: offsets[name] // wide.itemsize for name in self.params}
         self._decayed = min((self._offsets[name] for name, p in self.params.items() if p.ndim < 2), default=n)
-        handles = self.plan.trace.handles
-        optimizer = {name: self.arenas.view(handles[name]) for name in handles if handles[name].role == "optimizer"}
-        self._flat = {
-            role: self.arenas.bytes[role][: n * wide.itemsize].view(wide)  # type: ignore[index]
-            for role in ("params", "grads")
-        } | {kind: optimizer[f"optimizer.{kind}"] for kind in ("m", "v")}
-        self._adam_step, self._norm = optimizer["optimizer.step"], optimizer["optimizer.norm"]
-        self._optimizer_scratch = {
+        handles = self.plan.trace.handles.values()
+        optimizer: dict[str, Any] = {h.name: self.arenas.view(h) for h in handles if h.role == "optimizer"}
+        self._flat: dict[str, Tensor] = {kind: optimizer[f"optimizer.{kind}"] for kind in ("m", "v")}
+        for role in ("params", "grads"):
+            self._flat[role] = self.arenas.bytes[role][: n * wide.itemsize].view(wide)
+        self._adam_step: Tensor = optimizer["optimizer.step"]
+        self._norm: Tensor = optimizer["optimizer.norm"]
+        self._optimizer_scratch: dict[str, Tensor] = {
             name.removeprefix("optimizer.scratch."): x
             for name, x in optimizer.items()
             if name.startswith("optimizer.scratch.")

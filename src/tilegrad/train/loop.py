@@ -61,14 +61,13 @@ def train(
     checkpoints = folder / "checkpoints"
     if not resume and checkpoints.exists() and any(checkpoints.iterdir()):
         raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
-    if resume is True:
-        resume = latest_checkpoint(checkpoints) or False
-        if resume is False:
-            raise ValueError(f"{folder}: got no checkpoint to resume from; accepted: a folder of a run that saved one")
+    source = resume if isinstance(resume, Path) else latest_checkpoint(checkpoints) if resume else None
+    if resume and source is None:
+        raise ValueError(f"{folder}: got no checkpoint to resume from; accepted: a folder of a run that saved one")
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "run.json").write_text(json.dumps(run.plain(), indent=1) + "\n", encoding="utf-8")
     with RunLog(folder / "log.jsonl", tensorboard=folder / "tensorboard" if tensorboard_installed() else None) as log:
-        return _Run(run, folder, log, show).go(resume or None)
+        return _Run(run, folder, log, show).go(source)
 
 
 class _Run:
@@ -149,8 +148,14 @@ class _Run:
 
     def _save(self) -> None:
         engine = self.engine
-        state = {"engine": engine.state(), "data": self.batches.state(), "run": self.run.plain(), "train_loss": _number(self.train_loss),
-                 "validation_loss": _number(self.validation_loss), "threads": torch.get_num_threads()}  # fmt: skip
+        state = {
+            "engine": engine.state(),
+            "data": self.batches.state(),
+            "run": self.run.plain(),
+            "train_loss": _number(self.train_loss),
+            "validation_loss": _number(self.validation_loss),
+            "threads": torch.get_num_threads(),
+        }
         path = save_checkpoint(
             self.folder / "checkpoints", engine.steps, engine.tensors(), state, keep=self.run.train.keep_checkpoints
         )
