@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import math
 import re
+import subprocess
+import sys
 from dataclasses import replace
 from typing import Any
 
@@ -271,3 +273,25 @@ def test_no_allocation_during_a_step(config: ModelConfig, dtype: torch.dtype) ->
         engine.step(tokens, targets, learning_rate=1e-3)
     allocated = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]" and e.nbytes() > 0]
     assert max(allocated, default=0) <= 1024, sorted(allocated)[-5:]
+
+
+@pytest.mark.slow
+def test_resident_memory_grows_by_no_more_than_the_plan_at_gpt2() -> None:
+    """In a process of its own: growth from before the engine to the peak after two steps, against plan + 64 MB."""
+    code = """
+import resource, torch
+from tilegrad import Engine
+from tilegrad.model.config import PRESETS
+small = Engine(PRESETS["tiny"], 1, 16)
+small.step(torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64), learning_rate=1e-3)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+engine = Engine(PRESETS["gpt2"], 1, 256)
+tokens = torch.randint(0, 50257, (1, 256))
+for _ in range(2):
+    engine.step(tokens, tokens, learning_rate=1e-4)
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+print(grown, engine.plan.peak_bytes)
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    grown, planned = map(int, out.split())
+    assert 0.5 * planned < grown <= planned + 64 * 2**20

@@ -245,7 +245,8 @@ class Engine:
             else:
                 onto_stream = name.endswith(("attn.proj.weight", "ffn.down.weight"))
                 std = 0.02 / math.sqrt(2 * self.config.n_layer) if onto_stream else 0.02
-                p.copy_(torch.randn(p.shape, generator=generator).mul_(std))
+                for part in p.view(-1).split(1 << 20):  # no second copy of a large matrix, on any device
+                    part.copy_(torch.randn(part.shape, generator=generator).mul_(std))
         for block in model.blocks[:1]:
             rope = block.attention.rope
             if rope is not None:
