@@ -201,6 +201,8 @@ def _peer_function(name: str, shape: Shape, device: torch.device) -> Callable[..
 def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
+    torch._dynamo.reset()  # each shape is compiled anew, and there is a limit on how often
+    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]  # the backward runs more than once
     left, right = shape.band
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
@@ -376,7 +378,7 @@ def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) ->
     ]
     if means:
         text += ["", table(("kernel", "faster than", "pass", "geometric mean", "shapes"), means)]
-    notes = sorted({f"{row.kernel}: {row.note}, {row.shape}" for row in rows if row.note})
+    notes = sorted({f"{row.kernel}: {row.note}" for row in rows if row.note})
     return "\n".join([*text, "", *notes])
 
 

@@ -105,7 +105,11 @@ def preset_run(name: str) -> RunConfig:
         raise ValueError(f"preset: got {name!r}; accepted: {', '.join(PRESETS)}")
     model = PRESETS[name]
     if name == "tiny":
-        return RunConfig(model, TrainConfig())
+        settings = TrainConfig(
+            steps=450, batch_size=8, seq_len=128, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=30,
+            eval_interval=150, eval_batches=16, checkpoint_interval=150, log_interval=25,
+        )  # fmt: skip
+        return RunConfig(model, settings)
     settings = TrainConfig(
         steps=10_000,
         batch_size=8,

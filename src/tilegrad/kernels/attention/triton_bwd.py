@@ -118,7 +118,7 @@ def _dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
-    COPIES: tl.constexpr,
+    COPIES: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % col_tiles * BLOCK_N
     kv_head = tl.program_id(0) // col_tiles % (heads // group)
@@ -131,7 +131,7 @@ def _dkdv_kernel(
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
     v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
     q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
-    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+    do_offsets = q_offsets if ALIKE else tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
     k_tile = load_tile(at(k, k_b, k_h, k_t, b, kv_head, start_k + start, ALIGN), k_offsets, tk - start, D, CHECKED=True)
     v_tile = load_tile(
         at(v, v_b, v_h, v_t, b, kv_head, start_k + start, ALIGN), v_offsets, tk - start, DV, CHECKED=True
@@ -302,7 +302,7 @@ def _dbias_kernel(
                 lse2_row = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 delta_row = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
                 stop = tl.minimum(row + BLOCK_M, tq)
-                first, _, _, last = band_tiles(row, stop, tk - tq, left, right, tk, BLOCK_N)
+                first, _full, _full_end, last = band_tiles(row, stop, tk - tq, left, right, tk, BLOCK_N)
                 if not SUM_COLUMNS:
                     first = tl.maximum(first, own_n)
                     last = tl.minimum(last, own_n + 1)
@@ -317,7 +317,7 @@ def _dbias_kernel(
                     )
                     s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
                     dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
-                    p, keep, _ = probabilities(s, lse2_row[:, None], rows[:, None], j, head, MASKED=True)
+                    p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, MASKED=True)
                     acc += score_gradient(p, dp, delta_row[:, None], keep, head)
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
@@ -344,7 +344,7 @@ def _dsinks_kernel(
     sink = tl.load(sinks + h * sinks_h).to(tl.float32) * LOG2E
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(0, batch):
-        start_q, _, t, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
+        start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
             z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))

@@ -56,7 +56,7 @@ def _attend(
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         s = tl.dot(q, k_tile.T, input_precision=PRECISION)
-        x, factor, _ = log2_scores(s, i, j, head, MASKED)
+        x, factor, _tanh = log2_scores(s, i, j, head, MASKED)
         new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
         p = tl.math.exp2(x * factor - new_max[:, None])
         alpha = tl.math.exp2(row_max - new_max)
