@@ -152,7 +152,7 @@ def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, m
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("d", "causal"), itertools.product((16, 64, 96, 128, 256), (False, True)))
+@pytest.mark.parametrize(("d", "causal"), list(itertools.product((16, 64, 96, 128, 256), (False, True))))
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_whole_matrix(

@@ -202,7 +202,7 @@ def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
     torch._dynamo.reset()  # each shape is compiled anew, and there is a limit on how often
-    torch._functorch.config.donated_buffer = False  # type: ignore[attr-defined]  # the backward runs more than once
+    torch._functorch.config.donated_buffer = False  # the backward runs more than once
     left, right = shape.band
 
     def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:

@@ -101,7 +101,10 @@ def _forward_kernel(sizes: Sizes) -> str:
 
 
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
-    """Programs that share the columns of a row tile: two for each multiprocessor, each with two tiles or more."""
+    """Programs that share the columns of a row tile: two for each multiprocessor, each with two tiles or more. Only where
+    columns outnumber rows by far, as in decoding: scratch then never grows when a training batch gets smaller."""
+    if sizes.tk < 4 * sizes.tq:
+        return 1
     tile = tiles_for(_forward_kernel(sizes), sizes, dtype, device)[0]
     programs = _ceil_div(sizes.tq, tile.m) * sizes.hq * sizes.batch
     columns = sizes.tk

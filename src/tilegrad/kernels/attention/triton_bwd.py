@@ -34,6 +34,7 @@ from .triton_mask import (
     steps,
     store_tile,
     tile_offsets,
+    to_base_2,
     uncapped,
 )
 
@@ -76,7 +77,7 @@ def _delta_kernel(
     tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d, 0.0), mask=inside)
     tl.store(
         at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
-        tl.where(some, lse_row * LOG2E, float("inf")),
+        tl.where(some, to_base_2(lse_row), float("inf")),
         mask=inside,
     )
 
@@ -341,7 +342,7 @@ def _dsinks_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
-    sink = tl.load(sinks + h * sinks_h).to(tl.float32) * LOG2E
+    sink = to_base_2(tl.load(sinks + h * sinks_h).to(tl.float32))
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)

@@ -21,7 +21,6 @@ import triton
 import triton.language as tl
 
 from .triton_mask import (
-    LN2,
     LOG2E,
     LOWEST,
     Head,
@@ -35,6 +34,8 @@ from .triton_mask import (
     steps,
     store_tile,
     tile_offsets,
+    to_base_2,
+    to_base_e,
 )
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
@@ -112,7 +113,7 @@ def _attention_fwd_kernel(
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
-        sink = tl.load(sinks + h * sinks_h).to(tl.float32) * LOG2E
+        sink = to_base_2(tl.load(sinks + h * sinks_h).to(tl.float32))
         sink = tl.where(split == 0, sink, float("-inf"))
         row_max = tl.maximum(row_max, sink)
         row_sum = tl.math.exp2(sink - row_max)
@@ -141,7 +142,7 @@ def _attention_fwd_kernel(
     if lse is not None:
         rows = start + tl.arange(0, BLOCK_M)
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
-        value = tl.where(some, (row_max + tl.math.log2(row_sum)) * LN2, float("-inf"))
+        value = tl.where(some, to_base_e(row_max + tl.math.log2(row_sum)), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=rows < tq)
 
 
@@ -170,7 +171,7 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     for split in tl.range(0, splits):
-        x = tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")) * LOG2E
+        x = to_base_2(tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")))
         part = load_tile(parts + steps(split, parts_s, 1), part_offsets, tq - start, DV, CHECKED=True)
         new_max = tl.maximum(row_max, x)
         alpha = tl.math.exp2(row_max - new_max)
@@ -186,5 +187,5 @@ def _combine_kernel(
         store_tile(o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), acc / row_sum[:, None], tq - start, DV)
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
-        value = tl.where(some, (row_max + tl.math.log2(row_sum)) * LN2, float("-inf"))
+        value = tl.where(some, to_base_e(row_max + tl.math.log2(row_sum)), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=inside)

@@ -24,6 +24,8 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
+LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # what float32 cuts off
+LN2_LOW = tl.constexpr(-1.904654323148236e-09)
 LOWEST = tl.constexpr(-1e38)  # where a running maximum starts: finite, so that a row that sees nothing makes no NaN
 
 
@@ -45,6 +47,17 @@ class Head(NamedTuple):
     seed: Any
     threshold: Any
     inv_keep: Any  # 1 / (1 − dropout_p)
+
+
+@triton.jit
+def to_base_2(x):
+    """x · log2(e), rounded once: an error in lse is an error in every p of its row."""
+    return x * LOG2E + x * LOG2E_LOW
+
+
+@triton.jit
+def to_base_e(x):
+    return x * LN2 + x * LN2_LOW
 
 
 @triton.jit
