@@ -93,6 +93,17 @@ def test_a_contender_that_is_too_slow_is_named(monkeypatch, capsys):
     assert "eager alone: ended after 7 s" in text and "there is no speed-up" in text
 
 
+def test_a_malloc_that_does_not_obey_is_told():
+    """Else most of a speed-up may be page faults."""
+    speed = {
+        "ms": {"ours": [1.0, 1.0], "eager": [2.0, 2.0]},
+        "page_faults": {"ours": [3, 4], "eager": [100_000, 120_000]},
+    }
+    row = row_of(TINY, ALONE, ALONE, speed)
+    assert row.speed_up == 2.0
+    assert row.notes == ("eager takes 110000 page faults a step: malloc did not keep what was freed",)
+
+
 def test_a_process_is_ended_at_its_limit():
     assert training._in_a_process(TINY, "ours", 1, 0.05) == {"late": 0.05}
 

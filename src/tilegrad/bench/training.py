@@ -3,9 +3,9 @@
 The peer is `tilegrad.plain` under autograd with `torch.optim.AdamW(fused=True)`; for bfloat16 under `torch.autocast`.
 Every figure comes from a fresh process:
 
-    memory   one process per contender, malloc as it comes: peak resident bytes of two steps − resident bytes after the
-             imports − 4 · parameter bytes (parameters, gradients, two moments; all are float32)
-    speed    one process for both, malloc tuned (MALLOC): first the check, then a step each to warm up, then pairs of steps
+    memory   one process per contender, malloc told to return what is freed (RETURN): peak resident bytes of two steps −
+             those after the imports − 4 · parameter bytes (parameters, gradients, two moments; all are float32)
+    speed    one process for both, malloc told to keep what is freed (KEEP): first the check, then a step each to warm up, then pairs of steps
              in alternating order; the speed-up is the median over pairs of eager / ours, with quartiles
 
 The check: with ref the eager float32 gradient of the same parameters and batch, and ‖·‖ the Euclidean norm,
@@ -49,11 +49,15 @@ TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 SPEED_TARGET, MEMORY_TARGET = 1.05, 0.6
 SOLO_STEPS = 2  # the second has gradients, moments and activations
 LEARNING_RATE = 1e-4
-MALLOC = {  # glibc keeps what a step frees, else eager pays for page faults in every step
+KEEP = {  # else eager pays for page faults in every step. torch's aarch64 builds have mimalloc, others use glibc's malloc
     "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
     "MALLOC_TOP_PAD_": str(1 << 26),
+    "MIMALLOC_PURGE_DELAY": "-1",
 }
+RETURN = {"MIMALLOC_PURGE_DELAY": "0"}  # glibc does so for large blocks unless it is told not to
+FAULTS_BYTES = 1 << 26  # of a step, above which a note says that malloc did not obey
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _MIB = 1 << 20
 
 Kind = Literal["ours", "eager", "speed"]
@@ -253,12 +257,11 @@ def _in_a_process(cell: Cell, kind: Kind, repeats: int, limit_s: float) -> dict[
     """The worker's answer; {'late': seconds} where it was ended, {'failed': message} where it broke."""
     request = {"cell": asdict(cell), "kind": kind, "repeats": repeats, "limit_s": limit_s}
     command = [sys.executable, "-m", "tilegrad.bench.training", "--worker", json_format.dumps(request)]
-    env = {name: value for name, value in os.environ.items() if not name.startswith("MALLOC_")}
+    env = {name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "MIMALLOC_"))}
     late = 3 * limit_s if kind == "speed" else limit_s  # a speed process ends itself, but for one pair
+    env |= KEEP if kind == "speed" else RETURN
     try:
-        done = subprocess.run(
-            command, env=env | (MALLOC if kind == "speed" else {}), capture_output=True, text=True, timeout=late
-        )
+        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=late)
     except subprocess.TimeoutExpired:
         return {"late": late}
     if done.returncode:
@@ -310,6 +313,11 @@ def row_of(cell: Cell, ours: Mapping[str, Any], eager: Mapping[str, Any], speed:
         q1, _, q3 = quantiles(ratios, n=4, method="inclusive") if len(ratios) > 1 else ratios * 3
         values |= {"ours_ms": median(ms["ours"]), "eager_ms": median(ms["eager"]), "pairs": len(ratios)}
         values |= {"speed_up": median(ratios), "q1": q1, "q3": q3}
+        notes += [
+            f"{name} takes {median(counts):.0f} page faults a step: malloc did not keep what was freed"
+            for name, counts in speed["page_faults"].items()
+            if median(counts) * PAGE_BYTES > FAULTS_BYTES
+        ]
     else:
         notes.append(_excuse(speed, "the pairs") + "; a time shown is of a step alone")
     return Row(cell, notes=tuple(note for note in notes if note), **values)
@@ -361,11 +369,10 @@ def machine() -> dict[str, Any]:
         cpu = names[0] if names else cpu
     about = environment(torch.device("cpu"), torch.float32)
     about = {name: about[name] for name in ("tilegrad", "commit", "torch", "python", "date")}
-    glibc = platform.libc_ver()[0] == "glibc"
     return {
         "cpu": cpu, "architecture": platform.machine(), "cores": os.cpu_count(), "threads": torch.get_num_threads(),
         "bf16_products": bool(torch.ops.mkldnn._is_mkldnn_bf16_supported()), "load_average": os.getloadavg()[0],
-        **about, "libc": " ".join(platform.libc_ver()), "malloc": MALLOC if glibc else "not glibc: as it comes",
+        **about, "libc": " ".join(platform.libc_ver()), "malloc_speed": KEEP, "malloc_memory": RETURN,
     }  # fmt: skip
 
 

@@ -5,7 +5,8 @@ feed-forward, a whole block. Their price in FLOPs per block, N rows of C channel
 
     norm         ≈ 2 · 8·N·C          activation   ≈ 15·N·F          block   ≈ the block's forward, 2·N·C·(4C + 2F) and more
 
-A norm costs the least for each byte it frees, a block by far the most. So: as few whole blocks as will do; then as few
+Without a budget the activations are recomputed, a quarter of a block's memory for one elementwise pass, and nothing else.
+With one: a norm costs the least for each byte it frees, a block by far the most. So as few whole blocks as will do; then as few
 activations; then as few norms. Earlier blocks are chosen first: what they keep lives longest, and their turn to be
 recomputed comes when the later ones are gone. Whatever is chosen, gradients have the same bits.
 """
@@ -97,10 +98,10 @@ def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recomput
 def choose_recompute(
     config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, budget: int | None
 ) -> Recompute:
-    """The cheapest choice whose plan is at most `budget` bytes, or an error that says how many would do."""
+    """The cheapest choice whose plan is at most `budget` bytes, or an error that says how many would do; None: the usual."""
     n = config.n_layer
     if budget is None:
-        return ()
+        return _choice(n, norms=0, activations=n, blocks=0)
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
 

@@ -17,7 +17,7 @@ from torch import Tensor
 from .contract import output_shapes
 from .mask import Mask, four_dims
 from .philox import threshold
-from .tiles import INTERPRETER, Tile, candidates
+from .tiles import INTERPRETER, UNALIGNED, Tile, candidates
 from .triton_bwd import _dbias_kernel, _delta_kernel, _dkdv_kernel, _dq_kernel, _dsinks_kernel
 from .triton_fwd import _attention_fwd_kernel, _combine_kernel
 
@@ -29,7 +29,7 @@ LOG2E = 1.4426950408889634
 LEAST_FACTOR = 1e-30  # a scale of 0 stays positive, so that −inf · factor is −inf
 ROWS = 64  # of a tile in the kernels without products
 MOST_SPLITS = 64
-LEAST_BLOCK = 32  # a tile of 16 half-precision columns gives wrong products on Hopper, Triton 3.6
+LEAST_BLOCK = 32  # columns that the narrowest head is padded to
 DECODE_ROWS = 16  # up to here the forward uses the tile `decode`
 
 
@@ -256,6 +256,8 @@ def _launch(
 ) -> None:  # fmt: skip
     """Run `kernel` with the first tile of the table whose shared memory the device has."""
     tiles = tiles_for(name, sizes, q.dtype, q.device)
+    if constants["ALIGN"] == 1 and q.element_size() == 2 and architecture(q.device) != INTERPRETER:
+        tiles = UNALIGNED
     if not all(grid(tiles[0])[1]):
         return
     absent = tuple(argument for argument, x in arguments.items() if x is None)

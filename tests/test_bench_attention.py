@@ -1,0 +1,118 @@
+"""The attention benchmark: its formulas, its check that comes before any number, and what it prints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilegrad.bench import attention, cost
+from tilegrad.bench.attention import Row, Shape, bench_attention
+
+
+@pytest.fixture(autouse=True)
+def one_small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention.PRESETS, "laptop", (Shape(1, 2, 64, 16, causal=True),))
+
+
+def test_visible_pairs_are_those_that_the_band_leaves() -> None:
+    for tq, tk in itertools.product((0, 1, 5, 8, 13), repeat=2):
+        for left, right in itertools.product((None, 0, 1, 4, 20), repeat=2):
+            gaps = [i + tk - tq - j for i in range(tq) for j in range(tk)]
+            seen = sum((left is None or gap <= left) and (right is None or gap >= -right) for gap in gaps)
+            assert cost.visible_pairs(tq, tk, left, right) == seen
+
+
+def test_flops_and_bytes_of_a_known_call() -> None:
+    full = {"batch": 2, "heads": 3, "tq": 100, "tk": 100, "d": 64, "dv": 64}
+    assert cost.attention_flops(**full) == 4 * 2 * 3 * 100 * 100 * 64
+    assert cost.attention_flops(**full, backward=True) == 10 * 2 * 3 * 100 * 100 * 64
+    assert cost.attention_flops(**full, right=0) == 4 * 2 * 3 * (100 * 101 // 2) * 64
+    tensor = 2 * 3 * 100 * 64 * 2
+    assert cost.attention_bytes(2, 3, 3, 100, 100, 64, 64, 2) == 4 * tensor + 4 * 2 * 3 * 100
+    assert cost.attention_bytes(2, 3, 3, 100, 100, 64, 64, 2, backward=True) == 8 * tensor + 4 * 2 * 3 * 100
+
+
+def test_table_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, profile=True) == 0
+    out = capsys.readouterr().out
+    assert "B1 H2 T64 D16 causal" in out and "tiled" in out and "sdpa" in out
+    assert "geometric mean" in out and "of its limit" in out
+
+
+def test_json_lines_carry_device_versions_and_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lines.jsonl"
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, json=True, out=str(file)) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [json.loads(line) for line in file.read_text().splitlines()]
+    assert {(line["kernel"], line["direction"]) for line in lines} == {
+        (kernel, direction) for kernel in ("tiled", "sdpa") for direction in ("forward", "backward")
+    }
+    assert all({"device", "torch", "triton", "commit", "date", "tflops", "p20_ms"} <= line.keys() for line in lines)
+
+
+def test_a_wrong_kernel_has_no_time_and_no_speed_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilegrad.kernels.attention import tiled
+
+    right = tiled.fwd
+
+    def wrong(*args: object, **outputs: object) -> None:
+        right(*args, **outputs)  # type: ignore[arg-type]
+        outputs["o"][..., 0] += 0.01  # type: ignore[index]
+
+    monkeypatch.setattr(tiled, "fwd", wrong)
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["tiled"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out and "geometric mean" not in out
+    assert not [line for line in out.splitlines() if "tiled" in line and "WRONG" not in line]
+
+
+def test_speed_ups_pair_equal_shapes() -> None:
+    a, b = Shape(1, 1, 8, 8), Shape(1, 1, 16, 8)
+    rows = [Row(a, "forward", "x", 1.0), Row(a, "forward", "y", 3.0), Row(b, "forward", "x", 1.0)]
+    assert attention.speedups(rows, "x", "y", "forward") == [3.0]
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    picture = tmp_path / "bars.png"
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, json=True, plot=str(picture)) == 0
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int32"}, "dtype: got 'int32'"),
+        ({"preset": "none"}, "preset: got 'none'"),
+        ({"repeats": 1}, "repeats: got 1"),
+        ({"kernels": ["x"]}, "kernels: got"),
+        ({"tune": True}, "device: got cpu; accepted: a CUDA device"),
+    ],
+)
+def test_bad_arguments_say_what_is_accepted(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench_attention(device="cpu", **arguments)  # type: ignore[arg-type]
+
+
+def test_tuning_rewrites_only_the_rows_of_the_table() -> None:
+    from tilegrad.bench.tune import _rewritten
+    from tilegrad.kernels.attention import tiles
+
+    before = Path(tiles.__file__).read_text()
+    after = "\n".join(_rewritten(before.split("\n")))
+    names: dict[str, object] = {}
+    exec(compile(after, "tiles.py", "exec"), names)
+    assert names["TABLE"] == tiles.TABLE
+    assert after.split("# table begins")[0] == before.split("# table begins")[0]
+
+
+def test_the_check_sees_every_kernel_of_the_table() -> None:
+    shape = attention.PRESETS["laptop"][0]
+    for kernel in ("tiled", "reference"):
+        assert attention.check(kernel, shape, torch.float32, torch.device("cpu")) == ""
