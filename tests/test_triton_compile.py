@@ -47,12 +47,12 @@ def resources(name: str, compiled: Any, folder: Path) -> Compiled:
     return Compiled(name, int(usage[1]), int(usage[2]), compiled.metadata.shared, dump("-sass"))
 
 
-Compile = Callable[[int, Case], dict[str, Compiled]]
+Compile = Callable[..., dict[str, Compiled]]
 
 
 @pytest.fixture
 def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
-    """compile_for(architecture, case): every kernel that a forward and a backward would launch."""
+    """compile_for(architecture, case): every kernel that a forward and, unless told, a backward would launch."""
     from triton.backends.compiler import GPUTarget
     from triton.runtime.driver import driver  # its own default fails where there is no GPU, so it is put back by hand
     from triton.runtime.jit import JITFunction
@@ -68,13 +68,13 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Com
             found[self.__name__] = resources(self.__name__, compiled, tmp_path)
         return compiled
 
-    def compile_call(architecture: int, case: Case) -> dict[str, Compiled]:
+    def compile_call(architecture: int, case: Case, *, backward: bool = True) -> dict[str, Compiled]:
         class Driver:
             def get_current_target(self) -> Any:
                 return GPUTarget("cuda", architecture, 32)
 
             def get_current_device(self) -> int:
-                return 0
+                return architecture  # a device of its own: Triton remembers the target of each
 
             def get_current_stream(self, device: int) -> int:
                 return 0
@@ -96,10 +96,11 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Com
         shapes = [triton_attention.workspace(q, k, v, mask, backward=x, deterministic=True) for x in (False, True)]
         scratch = [{name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in each.items()} for each in shapes]
         triton_attention.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
-        triton_attention.bwd(
-            q, k, v, o, lse, call.do, call.dlse, mask, **grads, dbias=dbias, dsinks=dsinks, scratch=scratch[1],
-            deterministic=True,
-        )  # fmt: skip
+        if backward:
+            triton_attention.bwd(
+                q, k, v, o, lse, call.do, call.dlse, mask, **grads, dbias=dbias, dsinks=dsinks, scratch=scratch[1],
+                deterministic=True,
+            )  # fmt: skip
         return found
 
     monkeypatch.setattr(JITFunction, "run", compile_only)
@@ -112,7 +113,6 @@ def case(d: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **more: Any)
 
 
 def check(found: dict[str, Compiled], architecture: int) -> None:
-    assert found.keys() >= {"_attention_fwd_kernel", "_delta_kernel", "_dkdv_kernel", "_dq_kernel"}
     for kernel in found.values():
         assert kernel.registers <= 255
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES[architecture]
@@ -131,24 +131,30 @@ def check_tuned(found: dict[str, Compiled]) -> None:
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_hopper(compile_for: Compile, d: int) -> None:
     found = compile_for(90, case(d, causal=True))
+    assert found.keys() == {"_attention_fwd_kernel", "_delta_kernel", "_dkdv_kernel", "_dq_kernel"}
     check(found, 90)
     check_tuned(found)
 
 
 @pytest.mark.parametrize("architecture", [80, 89, 100])
 def test_other_architectures(compile_for: Compile, architecture: int) -> None:
-    check(compile_for(architecture, case(64, causal=True)), architecture)
+    found = compile_for(architecture, case(64, causal=True), backward=False)
+    check(found, architecture)
+    assert f"code for sm_{architecture}" in found["_attention_fwd_kernel"].sass
 
 
 def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilegrad.kernels.attention import triton_attention
+    from tilegrad.kernels.attention import tiles, triton_attention
 
-    monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 70_000)
-    found = compile_for(90, case(64, causal=False))
-    check(found, 90)
+    own = tiles.row(90, 16, 64, True).fwd
+    monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 45_000)
+    check(compile_for(90, case(64, causal=True), backward=False), 90)
+    (fit,) = triton_attention.fits.values()
+    assert fit.tile in tiles.SMALLER and fit.tile != own
     monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 1000)
+    monkeypatch.setattr(triton_attention, "tiles_for", lambda *args: (own,))
     with pytest.raises(ValueError, match=r"device: got cpu, which gives a program 1000 bytes.*'tiled' needs none"):
-        compile_for(90, case(64, causal=False))
+        compile_for(90, case(64, causal=True), backward=False)
     assert triton_attention.fits == {}
 
 
