@@ -103,7 +103,8 @@ def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None
     config = tmp_path / "run.toml"
     config.write_text(
         "[model]\nvocab_size = 256\nblock_size = 16\nn_layer = 1\nn_head = 2\nn_embd = 16\n"
-        f"[train]\nsteps = 100000\nbatch_size = 2\nseq_len = 12\nlog_interval = 1\nsample_tokens = 4\n[data]\nfiles = [{run.data.files[0]!r}]\n"
+        "[train]\nsteps = 100000\nbatch_size = 2\nseq_len = 12\nlog_interval = 1\nsample_tokens = 4\n"
+        f"[data]\nfiles = [{run.data.files[0]!r}]\n"
     )
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "tilegrad", "train", "--config", str(config), "--out", str(folder)]

@@ -1,6 +1,6 @@
 """The GPU tests of the Triton kernels, and speed, as one program, for machines without pytest or hypothesis:
 
-    python tests/triton_on_gpu.py [folder for results] [seconds for random shapes]
+    python tests/triton_on_gpu.py [folder for results] [seconds for random shapes] [bench presets …]
 
 Prints a verdict for every specification (in a process of its own, so that one that faults spoils no other), then for
 random shapes, repeats and tensors beyond 2³¹ elements; then `tilegrad bench attention` against every peer.
@@ -57,7 +57,7 @@ def verdict(number: int) -> str:
     return ""
 
 
-def main(folder: Path, seconds: float) -> int:
+def main(folder: Path, seconds: float, presets: list[str]) -> int:
     failed = 0
     count = len(specs())
     with ProcessPoolExecutor(16, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
@@ -88,11 +88,12 @@ def main(folder: Path, seconds: float) -> int:
             print(f"{test.__name__}: ok", flush=True)
     from tilegrad.bench.attention import bench_attention
 
-    for preset in ("window", "training"):
+    for preset in presets:
         failed += bench_attention(device="cuda", preset=preset, repeats=15, out=str(folder / "attention.jsonl"))
     return 1 if failed else 0
 
 
 if __name__ == "__main__":
     torch.manual_seed(0)
-    sys.exit(main(Path(sys.argv[1] if len(sys.argv) > 1 else "."), float(sys.argv[2]) if len(sys.argv) > 2 else 60.0))
+    given = sys.argv[1:]
+    sys.exit(main(Path((*given, ".")[0]), float((*given[1:], "60")[0]), given[2:] or ["window", "training"]))

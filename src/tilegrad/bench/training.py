@@ -5,8 +5,8 @@ Every figure comes from a fresh process:
 
     memory   one process per contender, malloc told to return what is freed (RETURN): peak resident bytes of two steps −
              those after the imports − 4 · parameter bytes (parameters, gradients, two moments; all are float32)
-    speed    one process for both, malloc told to keep what is freed (KEEP): first the check, then a step each to warm up, then pairs of steps
-             in alternating order; the speed-up is the median over pairs of eager / ours, with quartiles
+    speed    one process for both, malloc told to keep what is freed (KEEP): first the check, then a step each to warm up,
+             then pairs of steps in alternating order; the speed-up is the median over pairs of eager / ours
 
 The check: with ref the eager float32 gradient of the same parameters and batch, and ‖·‖ the Euclidean norm,
 
@@ -384,8 +384,7 @@ def bench_training(
     exit code is 1 where a check was red or a process failed. limit_s: a contender alone is ended after it, and no pair
     begins after it."""
     problems = _problems(preset, cells, repeats, limit_s)
-    command = f"tilegrad bench training --preset {preset} --repeats {repeats}"
-    about = {**machine(), "preset": preset, "command": command}
+    about = {**machine(), "preset": preset, "command": _command(preset, cells, repeats, limit_s)}
     rows = []
     for cell in problems:
         answers: dict[Kind, dict[str, Any]] = {}
@@ -408,6 +407,15 @@ def bench_training(
         out.write_text(f"{title}\n\n{facts}\n\n```\n{text}\n```\n\n```json\n{lines}\n```\n")
     failed = any("failed" in (answer or {}) for row in rows for answer in (row.raw or {}).values())
     return int(failed or any(row.wrong for row in rows))
+
+
+def _command(preset: str, cells: Sequence[tuple[str, int, int]], repeats: int, limit_s: float) -> str:
+    command = f"tilegrad bench training --preset {preset} --repeats {repeats} --limit-s {limit_s:g}"
+    if tuple(cells) == CELLS:
+        return command
+    if len(cells) == 1:
+        return f"{command} --dtype {cells[0][0]} --batch-size {cells[0][1]} --seq-len {cells[0][2]}"
+    return f"{command}, with cells={tuple(cells)}"
 
 
 def _problems(preset: str, cells: Sequence[tuple[str, int, int]], repeats: int, limit_s: float) -> list[Cell]:
