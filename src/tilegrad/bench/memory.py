@@ -17,6 +17,7 @@ from statistics import median, quantiles
 
 import torch
 
+from tilegrad.bench.attention import environment
 from tilegrad.memory import AttentionBufferManager, BufferType
 
 SHAPE = (2, 1024, 8, 64)
@@ -149,7 +150,12 @@ def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
     if json:
         trace = {"peak_reserved_bytes": reserved, "peak_live_bytes": live, "ratio": reserved / live, "target": 1.05}
         report = {"shape": SHAPE, "repeats": repeats, "pair_over_torch_empty": rows, "trace": trace}
-        print(json_format.dumps({**report, "torch": torch.__version__, "trace_hit_rate": hit_rate}))
+        about = environment(torch.device("cpu"), torch.float32)
+        print(
+            json_format.dumps(
+                {**report, "trace_hit_rate": hit_rate, **about, "command": "tilegrad bench memory --json"}
+            )
+        )
         return 0
     print(
         f"allocate + deallocate over torch.empty + del, {SHAPE} float32, CPU, {repeats} interleaved rounds of {_BATCH}"
