@@ -17,14 +17,11 @@ import torch
 from torch import Tensor
 
 from ..dispatch import op, select
+from ..scratch import Scratch, Shapes, accumulation_dtype
 from .checks import check_lengths, check_options, check_tensor, check_tensors
 from .mask import Mask
 
-Scratch = dict[str, Tensor]
-
-
-def lse_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
+lse_dtype = accumulation_dtype  # lse is a row statistic
 
 
 def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -35,7 +32,7 @@ def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[in
 
 def attention_workspace(
     q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, kernel: str | None = None, deterministic: bool = False
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes and devices: handles will do."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
@@ -98,9 +95,7 @@ def attention_bwd(
     )  # fmt: skip
 
 
-def _checked_scratch(
-    scratch: Scratch | None, needed: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device
-) -> Scratch:
+def _checked_scratch(scratch: Scratch | None, needed: Shapes, device: torch.device) -> Scratch:
     """The declared buffers out of `scratch`, checked; others in it are left alone."""
     scratch = scratch or {}
     for name, (shape, dtype) in needed.items():

@@ -15,10 +15,9 @@ from torch import Tensor
 
 from ..dispatch import op
 from ..rope import rope_bwd, rope_fwd, rope_workspace
+from ..scratch import Scratch, Shapes
 from .contract import attention_bwd, attention_fwd, attention_workspace
 from .mask import Mask
-
-Scratch = dict[str, Tensor]
 
 
 def _heads(x: Any, n_head: int) -> Any:
@@ -37,7 +36,7 @@ def split(qkv: Any, n_head: int, n_kv_head: int) -> tuple[Any, Any, Any]:
 def rows_workspace(
     b: int, t: int, n_head: int, n_kv_head: int, head_dim: int, dtype: torch.dtype, device: torch.device, mask: Mask, *,
     backward: bool,
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:  # fmt: skip
+) -> Shapes:  # fmt: skip
     q = _Form((b, n_head, t, head_dim), dtype, device)
     k = _Form((b, n_kv_head, t, head_dim), dtype, device)
     return attention_workspace(q, k, k, mask, backward=backward)
@@ -68,9 +67,7 @@ def qkv_attention_bwd(
     attention_bwd(q, k, v, _heads(o, n_head), lse, _heads(do, n_head), None, mask, dq=dq, dk=dk, dv=dv, scratch=scratch)
 
 
-def qkv_rope_workspace(
-    b: int, t: int, rotated: int, head_dim: int, dtype: torch.dtype, device: torch.device
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def qkv_rope_workspace(b: int, t: int, rotated: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Shapes:
     return rope_workspace(_Form((b, t, rotated, head_dim), dtype, device))
 
 

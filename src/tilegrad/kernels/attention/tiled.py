@@ -31,18 +31,12 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..scratch import Scratch, Shapes, accumulation_dtype
 from .mask import Mask, four_dims, packed, sequences
 from .philox import WORK_BUFFERS, Key, drop_mask, round_keys
 
 TILE = 256  # rows, and columns, of a tile
 SLAB = 1 << 21  # scores held at once
-
-Scratch = dict[str, Tensor]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
-
-
-def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 class Sizes(NamedTuple):
