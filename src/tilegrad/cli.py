@@ -179,7 +179,9 @@ def _bench_training(args: argparse.Namespace) -> int:
         raise ValueError("one cell needs all of --dtype, --batch-size and --seq-len; accepted: all three, or none")
     cells = [(DTYPES[args.dtype], args.batch_size, args.seq_len)] if all(given) else CELLS
     out = Path(args.out) if args.out else None
-    return bench_training(preset=args.preset, cells=cells, repeats=args.repeats, json=args.json, out=out)
+    return bench_training(
+        preset=args.preset, cells=cells, repeats=args.repeats, limit_s=args.limit_s, json=args.json, out=out
+    )
 
 
 def _bench_attention(args: argparse.Namespace) -> int:
@@ -307,6 +309,9 @@ def _add_checks(commands: Commands) -> None:
     training.add_argument("--preset", choices=PRESETS, default="gpt2", help="default: %(default)s")
     training.add_argument(
         "--repeats", type=int, default=5, metavar="N", help="pairs of steps per cell (default: %(default)s)"
+    )
+    training.add_argument(
+        "--limit-s", type=float, default=150.0, metavar="S", help="for a process (default: %(default)s)"
     )
     training.add_argument("--dtype", choices=DTYPES, help="with --batch-size and --seq-len: this cell alone")
     training.add_argument("--batch-size", type=int, metavar="N")

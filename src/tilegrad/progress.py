@@ -21,6 +21,12 @@ def _line(n: dict[str, Any]) -> str:
     )
 
 
+def _short(n: dict[str, Any]) -> str:
+    """The same for a bar of 80 columns."""
+    memory = f"{n['planned_bytes'] / 2**20:,.0f} MiB planned, {n['measured_bytes'] / 2**20:,.0f} used"
+    return f"loss {n['loss']:.3f} {n['tokens_per_second']:,.0f} tok/s {memory}"
+
+
 def _message(event: str, n: dict[str, Any]) -> str | None:
     """What is worth a line of its own."""
     if event == "start":
@@ -61,7 +67,7 @@ def _rich(out: Any) -> Iterator[Any]:
     from rich.console import Console
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-    columns = (BarColumn(bar_width=24), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    columns = (BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
     with Progress(*columns, console=Console(file=out, highlight=False)) as bar:
         task = bar.add_task("", total=None)
 
@@ -72,6 +78,6 @@ def _rich(out: Any) -> Iterator[Any]:
             if event == "start":
                 bar.update(task, total=numbers["steps"], completed=numbers["step"])
             elif event == "train":
-                bar.update(task, completed=numbers["step"], description=_line(numbers))
+                bar.update(task, completed=numbers["step"], description=_short(numbers))
 
         yield show

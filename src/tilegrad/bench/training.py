@@ -412,13 +412,11 @@ def bench_training(
 
 def _command(preset: str, cells: Sequence[tuple[str, int, int]], repeats: int, limit_s: float) -> str:
     command = f"tilegrad bench training --preset {preset} --repeats {repeats}"
-    if limit_s != LIMIT_S:
-        command += f", with limit_s={limit_s:g}"
-    if tuple(cells) == CELLS:
-        return command
     if len(cells) == 1:
-        return f"{command} --dtype {cells[0][0]} --batch-size {cells[0][1]} --seq-len {cells[0][2]}"
-    return f"{command}, with cells={tuple(cells)}"
+        command += f" --dtype {cells[0][0]} --batch-size {cells[0][1]} --seq-len {cells[0][2]}"
+    elif tuple(cells) != CELLS:
+        command += f", with cells={tuple(cells)}"
+    return command if limit_s == LIMIT_S else f"{command}, with limit_s={limit_s:g}"
 
 
 def _problems(preset: str, cells: Sequence[tuple[str, int, int]], repeats: int, limit_s: float) -> list[Cell]:

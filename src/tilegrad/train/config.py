@@ -106,8 +106,8 @@ def preset_run(name: str) -> RunConfig:
     model = PRESETS[name]
     if name == "tiny":
         settings = TrainConfig(
-            steps=450, batch_size=8, seq_len=128, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=30,
-            eval_interval=150, eval_batches=16, checkpoint_interval=150, log_interval=25,
+            steps=380, batch_size=8, seq_len=128, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=30,
+            eval_interval=100, eval_batches=12, checkpoint_interval=200, log_interval=20,
         )  # fmt: skip
         return RunConfig(model, settings)
     settings = TrainConfig(

@@ -16,6 +16,7 @@ import json
 import math
 import resource
 import signal
+import sys
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -58,6 +59,8 @@ def train(
     run: RunConfig, folder: Path, *, resume: Path | bool = False, show: Show = lambda event, numbers: None
 ) -> RunResult:
     """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one."""
+    if sys.platform != "linux":
+        raise ValueError(f"platform: got {sys.platform}; accepted: linux, where a run reads its own memory from /proc")
     checkpoints = folder / "checkpoints"
     if not resume and checkpoints.exists() and any(checkpoints.iterdir()):
         raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
@@ -81,6 +84,7 @@ class _Run:
         self.entropy = unigram_entropy(tokens.tokens)
         t = run.train
         self.batches = Batches(self.training, t.batch_size, t.seq_len, seed=t.seed)
+        _warm_up(t.device)
         before = _resident_bytes(t.device)
         self.engine = Engine(
             run.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype], t.seed, t.memory_budget,
@@ -246,6 +250,11 @@ def _stop_on_signals() -> Iterator[list[str]]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _warm_up(device: str) -> None:
+    """A product and its threads: BLAS takes tens of megabytes with its first call, whatever the model."""
+    torch.ones(512, 512, device=device).mm(torch.ones(512, 512, device=device))
 
 
 def _resident_bytes(device: str) -> int:
