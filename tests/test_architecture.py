@@ -122,9 +122,11 @@ def test_own_modules_import_in_a_fifth_of_a_second() -> None:
     names = [name for name in run_python(loaded).stdout.split() if name.startswith("tilegrad")]
     assert len(names) > 30
     best = float("inf")
-    for _ in range(3):
+    for _ in range(8):  # the best of a few: a busy machine is not a slow import
         lines = run_python("import torch\n" + "\n".join(f"import {n}" for n in names), "-X", "importtime").stderr
         own = [int(t) for t in re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+tilegrad", lines)]
         assert len(own) >= len(names), "every module of ours was timed"
         best = min(best, sum(own))
+        if best < 200_000:
+            break
     assert best < 200_000, f"{best / 1000:.0f} ms"
