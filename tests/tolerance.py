@@ -11,6 +11,8 @@ NaN nowhere. float64 has no yardstick (it would be the oracle), so its floor is 
 dq and dk, which are as large as the call's largest tensor; a shorter dtype is measured so only where x vanishes in exact
 arithmetic (dq where each row sees one key). A tensor of a few numbers (dsinks, one sum per head) has too few errors for
 their maximum to mean much, and its terms may cancel by luck: its max|x64| counts as at least 1/64 of the call's largest.
+These exceptions are used: with x's own max|x64| throughout, 25 of 2,000 random calls of the tiled kernel are red, most of
+them gradients that vanish.
 """
 
 from __future__ import annotations
