@@ -28,7 +28,7 @@ TARGETS = {
     "lightweight, same shape": 1.0,
     "tracked, same shape": 2.5,
     "lightweight, another shape": 2.0,
-    "tracked, another shape": 2.5,
+    "tracked, another shape": 2.0,
 }
 
 
