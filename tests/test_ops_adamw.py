@@ -58,9 +58,13 @@ def compare(dtype: torch.dtype, max_norm: float, learning_rate_tensor: bool = Fa
     return float((arenas.params - want).abs().max() / want.abs().max()) / torch.finfo(dtype).eps
 
 
+@pytest.mark.parametrize("slow_factor", [False, True])
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("max_norm", [1.0, 1e3, float("inf")])
-def test_equal_to_torch(dtype: torch.dtype, max_norm: float) -> None:
+def test_equal_to_torch(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, max_norm: float, slow_factor: bool
+) -> None:
+    monkeypatch.setattr(adamw, "_SLOW_FACTOR", slow_factor)
     assert compare(dtype, max_norm) <= 16
 
 

@@ -110,7 +110,7 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
             x, table, targets, inv, loss=loss, dx=out["dx"], dw=dtable, scratch=s
         )
     if op == "embedding_mse":
-        s = scratch(embedding_mse_workspace(x))
+        s = scratch(embedding_mse_workspace(x, table))
         return out | {"loss": loss, "dw": dtable}, lambda: embedding_mse_step(
             x, table, targets, inv, loss=loss, dx=out["dx"], dwte=dtable, scratch=s
         )

@@ -24,7 +24,7 @@ def build(b: int, t: int, c: int, v: int, dtype: torch.dtype, *, positions: bool
 
 def run(tokens: Tensor, inputs: dict[str, Tensor | None], dx: Tensor) -> dict[str, Tensor]:
     out = {"x": torch.full_like(dx, torch.nan)}
-    embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=out["x"])
+    embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=out["x"], scratch=poisoned(embedding_workspace(dx)))
     for name, w in inputs.items():
         if w is not None:
             out[f"d{name}"] = torch.zeros_like(w, dtype=acc(w.dtype))
@@ -56,6 +56,18 @@ def test_gradients_accumulate_in_the_same_bits_and_none_is_not_computed(dtype: t
     assert torch.allclose(again["dwpe"], 2 * once["dwpe"]) and torch.allclose(again["dwte"], 2 * once["dwte"])
 
 
+@pytest.mark.parametrize("block", [100, 1 << 16])
+@pytest.mark.parametrize("positions", [False, True])
+def test_float32_weights_of_bfloat16_are_summed_and_then_rounded(
+    monkeypatch: pytest.MonkeyPatch, positions: bool, block: int
+) -> None:
+    monkeypatch.setitem(embedding.BLOCK, "cpu", block)
+    tokens, inputs, formula, dx = build(3, 63, 17, 20, torch.float32, positions=positions)
+    x = torch.full_like(dx, torch.nan, dtype=torch.bfloat16)
+    embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=x, scratch=poisoned(embedding_workspace(x)))
+    assert torch.equal(x, formula(**inputs)["x"].bfloat16())
+
+
 def test_bfloat16_rows_are_summed_in_float32() -> None:
     dx = torch.full((4096, 8), 1.0, dtype=torch.bfloat16)
     dwte, dwpe = torch.zeros(3, 8), torch.zeros(1, 8)
@@ -71,6 +83,8 @@ def test_nothing_is_allocated(dtype: torch.dtype) -> None:
     x, dwte, dwpe = dx.clone(), inputs["wte"].to(acc(dtype)), inputs["wpe"].to(acc(dtype))
     scratch = poisoned(embedding_workspace(dx))
     assert allocated_bytes(lambda: embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=x)) <= 1024
+    wide = {name: w.to(acc(dtype)) for name, w in inputs.items()}
+    assert allocated_bytes(lambda: embedding_fwd(tokens, wide["wte"], wide["wpe"], x=x, scratch=scratch)) <= 1024
     assert allocated_bytes(lambda: embedding_bwd(dx, tokens, dwte=dwte, dwpe=dwpe, scratch=scratch)) <= 1024
 
 

@@ -80,13 +80,35 @@ def test_half_in_tiles_with_and_without_bf16_products(
 
 
 @pytest.mark.parametrize("products", [False, True])
-def test_float32_output_of_bfloat16(monkeypatch: pytest.MonkeyPatch, products: bool) -> None:
+def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, products: bool) -> None:
+    """As close as weights rounded before, and the same bits where products are bf16."""
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
-    x, w = randn(19, 30, dtype=torch.bfloat16), randn(40, 30, dtype=torch.bfloat16)
-    y = torch.full((19, 40), torch.nan)
-    linear_fwd(x, w, None, y=y, scratch=poisoned(linear_workspace(x, w, backward=False)))
-    error = (y.double() - x.double() @ w.double().t()).abs().max()
-    assert error <= (2**-8 if products else 1e-6) * y.abs().max()
+    monkeypatch.setattr(linear, "COLS", 16)
+    x, dy = randn(19, 30, dtype=torch.bfloat16), randn(19, 40, dtype=torch.bfloat16, seed=1)
+    wide = {"x": x, "w": randn(40, 30, dtype=torch.float32), "b": randn(40, dtype=torch.float32)}
+    rounded = {name: value.bfloat16() for name, value in wide.items()}
+    got, want = run(wide, dy), run(rounded, dy)
+    assert_true(got, dense, rounded, {"y": dy})
+    assert not products or all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("products", [False, True])
+def test_gradients_that_do_not_add_overwrite(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: bool, heads: bool
+) -> None:
+    monkeypatch.setattr(linear, "ROWS", 8)
+    monkeypatch.setattr(linear, "COLS", 5)
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    h, d = 3, 7
+    x, dy = randn(20, h * d, dtype=dtype), randn(20, h * d, dtype=dtype, seed=1)
+    w = randn(h, d, d, dtype=dtype) if heads else randn(h * d, h * d, dtype=dtype)
+    want = run({"x": x, "w": w, "b": w[..., 0]}, dy, heads=heads)
+    bwd, workspace = (per_head_linear_bwd, per_head_linear_workspace) if heads else (linear_bwd, linear_workspace)
+    got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db")}
+    bwd(dy, x, w, False, **got, scratch=poisoned(workspace(x, w, backward=True)))
+    assert all(torch.equal(got[name], want[name]) for name in got)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,7 +9,7 @@ import torch
 from ops import DTYPES, acc, allocated_bytes, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import cross_entropy, embedding_mse
+from tilegrad.kernels import cross_entropy, embedding_mse, linear
 from tilegrad.kernels.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fwd,
@@ -56,7 +56,7 @@ def call(
         scratch = poisoned(cross_entropy_workspace(x, w, backward=part != "fwd"))
     else:
         fn = {"fwd": embedding_mse_fwd, "bwd": embedding_mse_bwd, "step": embedding_mse_step}[part]
-        scratch = poisoned(embedding_mse_workspace(x))
+        scratch = poisoned(embedding_mse_workspace(x, w))
         if "dw" in outputs:
             outputs["dwte"] = outputs.pop("dw")
     fn(x, w, targets, inv_total, **outputs, scratch=scratch)
@@ -84,7 +84,9 @@ def run(loss: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: float)
 
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
-    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", size)
+    """About `size` elements at once."""
+    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 4 * size)
+    monkeypatch.setitem(cross_entropy.BLOCK, "cpu", size // 3)
     monkeypatch.setitem(embedding_mse.BLOCK, "cpu", size)
 
 
@@ -122,6 +124,43 @@ def test_gradient_of_the_weights_accumulates_and_the_others_overwrite(loss: str)
         assert torch.equal(alone, once[name])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_of_the_weights_that_does_not_add_overwrites(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    small_chunks(monkeypatch, 1000)
+    inputs, targets = build(63, 16, 50, dtype)
+    want, inv = run("cross_entropy", inputs, targets, 0.1), torch.tensor(0.1, dtype=acc(dtype))
+    scratch = poisoned(cross_entropy_workspace(inputs["x"], inputs["w"], backward=True))
+    for fn in (cross_entropy_step, cross_entropy_bwd):
+        got = outputs_of(inputs)
+        got["dw"].fill_(torch.nan)
+        if fn is cross_entropy_bwd:
+            got["loss"] = want["loss"]
+            fn(inputs["x"], inputs["w"], targets, inv, False, dx=got["dx"], dw=got["dw"], scratch=scratch)
+        else:
+            fn(inputs["x"], inputs["w"], targets, inv, False, **got, scratch=scratch)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("products", [False, True])
+def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, loss: str, products: bool) -> None:
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    small_chunks(monkeypatch, 1000)
+    inputs, targets = build(63, 16, 50, torch.bfloat16)
+    wide = {"x": inputs["x"], "w": inputs["w"].float()}
+    got, want = run(loss, wide, targets, 1 / 64), run(loss, inputs, targets, 1 / 64)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_chunks_are_few_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 4 * 50 * 300)
+    for n, want in ((256, [256]), (257, [129, 128]), (600, [200, 200, 200]), (1, [1])):
+        x, w = torch.empty(n, 4), torch.empty(50, 4)
+        assert [i.stop - i.start for i in cross_entropy._chunks(x, w)] == want
+
+
 @pytest.mark.parametrize("loss", LOSSES)
 def test_micro_batches_add_up_to_one_batch(loss: str) -> None:
     inputs, targets = build(60, 16, 50, torch.float64)
@@ -148,7 +187,8 @@ def test_the_whole_logits_matrix_never_exists() -> None:
         type("Handle", (), {"shape": t.shape, "dtype": t.dtype, "device": torch.device("cpu")})() for t in (x, w)
     ]
     shapes = cross_entropy_workspace(*handles, backward=True)
-    assert max(torch.Size(shape).numel() for shape, _ in shapes.values()) <= 1 << 25 < 4096 * 50304
+    largest = max(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+    assert largest <= 1 << 26 < 4096 * 50304 * 4
 
 
 @pytest.mark.parametrize("loss", LOSSES)
@@ -161,7 +201,7 @@ def test_the_scratch_of_a_large_batch_serves_a_small_one(
     scratch = poisoned(
         cross_entropy_workspace(inputs["x"], inputs["w"], backward=True)
         if loss == "cross_entropy"
-        else embedding_mse_workspace(inputs["x"])
+        else embedding_mse_workspace(inputs["x"], inputs["w"])
     )
     inv = torch.tensor(1 / 64, dtype=acc(dtype))
     for n in (1, 30, 38, 74, 113):
@@ -186,7 +226,7 @@ def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch, loss: str, dtype:
         scratch = poisoned(cross_entropy_workspace(x, w, backward=True))
         step = lambda: cross_entropy_step(x, w, targets, inv, **out, scratch=scratch)  # noqa: E731
     else:
-        scratch = poisoned(embedding_mse_workspace(x))
+        scratch = poisoned(embedding_mse_workspace(x, w))
         step = lambda: embedding_mse_step(  # noqa: E731
             x, w, targets, inv, loss=out["loss"], dx=out["dx"], dwte=out["dw"], scratch=scratch
         )

@@ -83,6 +83,32 @@ def test_all_gradients_accumulate_and_none_is_not_computed(dtype: torch.dtype, r
 
 
 @pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameter_gradients_that_do_not_add_overwrite(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool
+) -> None:
+    monkeypatch.setitem(norm.BLOCK, "cpu", 100)
+    inputs, dy = build(20, 30, dtype, bias=not rms)
+    x, w, want = inputs["x"], inputs["w"], run(inputs, dy, rms=rms)
+    assert x is not None and w is not None
+    got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db") if name in want}
+    scratch, dx = poisoned(norm_workspace(x, backward=True)), want["dx"].clone()
+    if rms:
+        rmsnorm_bwd(dy, x, w, want["rstd"], False, dx=dx, **got, scratch=scratch)
+    else:
+        layernorm_bwd(dy, x, w, want["mean"], want["rstd"], False, dx=dx, **got, scratch=scratch)
+    assert all(torch.equal(got[name], want[name]) for name in got)
+    assert not torch.equal(dx, want["dx"]), "the residual stream adds all the same"
+
+
+def test_float32_weights_of_bfloat16() -> None:
+    inputs, dy = build(63, 48, torch.bfloat16, bias=True)
+    wide = {name: x if name == "x" else x.float() for name, x in inputs.items() if x is not None}
+    got, want = run(wide, dy, rms=False), run(inputs, dy, rms=False)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("rms", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_many_rows(dtype: torch.dtype, rms: bool) -> None:
     """Sums over rows stay as close as torch's own, which are pairwise."""

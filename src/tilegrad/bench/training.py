@@ -51,7 +51,7 @@ LIMIT_S = 150.0
 SOLO_STEPS = 2  # the second has gradients, moments and activations
 LEARNING_RATE = 1e-4
 KEEP = {  # else eager pays for page faults in every step. torch's aarch64 builds have mimalloc, others use glibc's malloc
-    "MALLOC_MMAP_THRESHOLD_": str(1 << 32),
+    "MALLOC_MMAP_MAX_": "0",  # glibc takes no MALLOC_MMAP_THRESHOLD_ above 32 MiB, and silently
     "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
     "MALLOC_TOP_PAD_": str(1 << 26),
     "MIMALLOC_PURGE_DELAY": "-1",
@@ -104,8 +104,7 @@ class Ours:
 
     def gradients(self) -> tuple[float, Mapping[str, Tensor]]:
         """Of the loss at the present parameters, by the path that `step` takes."""
-        self.engine.zero_gradients()
-        return self.engine.step(self.tokens, self.targets), self.engine.grads
+        return self.engine.gradients(self.tokens, self.targets), self.engine.grads
 
 
 class Eager:

@@ -6,17 +6,20 @@
 
 inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch.
 
-Walk: a chunk of rows at a time; its logits, in the accumulation dtype, become p in place. Then
+Walk: a chunk of rows at a time, whose logits become p in place. Then
 
     logsumexp(l) = max l − log max p          for max p ≥ 1/V, which is never small
-    dx = inv_total ∘ ((p − onehot) w)         dw += (p − onehot)ᵀ (inv_total ∘ x)
+    dx = inv_total ∘ ((p − onehot) w)         dw += (p − onehot)ᵀ (inv_total ∘ x)         (adds=False: dw = …)
 
-so that the factor passes over C columns instead of V. `cross_entropy_step` is forward and backward on one set of logits;
-`cross_entropy_bwd` forms them again in the same chunks, so its dx and dw are the same bits.
+so that the factor passes over C columns instead of V. Logits are float32 (float64 for float64). For bfloat16 on a CPU,
+whose products can't write float32, they and p − onehot are bfloat16, and a block of rows that stays in cache passes
+through float32. `cross_entropy_step` is forward and backward on one set of logits; `cross_entropy_bwd` forms them again
+in the same chunks, so its dx and dw are the same bits.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -25,33 +28,61 @@ from torch import Tensor
 from .attention.checks import check_tensor
 from .dispatch import op
 from .linear import linear_bwd, linear_fwd, linear_workspace
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
 
-CHUNK = {"cpu": 1 << 25, "cuda": 1 << 26}  # logits held at once
+CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that become probabilities at once
+_EVEN = 256  # a chunk of more rows has a multiple of these
 _aten = torch.ops.aten
 
 
+def _logits_dtype(x: Any) -> torch.dtype:
+    dtype: torch.dtype = x.dtype
+    return dtype if torch.device(x.device).type == "cpu" else accumulation_dtype(dtype)
+
+
 def _rows(x: Any, w: Any) -> int:
-    """Rows of a chunk. It grows with N, so that the scratch of a large batch serves a small one."""
-    return int(max(1, min(x.shape[0], CHUNK[torch.device(x.device).type] // max(w.shape[0], 1))))
+    """Rows of a chunk at most. They grow with N, so that the scratch of a large batch serves a small one."""
+    rows = CHUNK[torch.device(x.device).type] // (max(w.shape[0], 1) * _logits_dtype(x).itemsize)
+    return int(max(1, min(x.shape[0], rows - rows % _EVEN if rows > _EVEN else rows)))
+
+
+def _chunks(x: Tensor, w: Tensor) -> Iterator[slice]:
+    """As few as will do, of even size."""
+    n, most = x.shape[0], _rows(x, w)
+    count = -(-n // most)
+    return blocks(n, -(-n // max(count, 1)) or 1)
+
+
+def _block_rows(x: Any, w: Any) -> int:
+    return int(max(1, min(_rows(x, w), BLOCK[torch.device(x.device).type] // max(w.shape[0], 1))))
 
 
 def cross_entropy_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold: for `_fwd`, or (backward) for `_bwd` and `_step`."""
-    acc, c, v, rows = accumulation_dtype(x.dtype), x.shape[1], w.shape[0], _rows(x, w)
+    acc, logits, (v, c), rows = accumulation_dtype(x.dtype), _logits_dtype(x), w.shape, _rows(x, w)
     shapes: Shapes = {
-        "logits": ((rows, v), acc),
+        "logits": ((rows, v), logits),
         "statistics": ((4, rows), acc),
         "part": ((), acc),
         "index": ((rows,), torch.int64),
         "valid": ((rows,), torch.bool),
     }
+    if logits != acc:
+        shapes["block"] = ((_block_rows(x, w), v), acc)
     if backward:
-        shapes |= {"x_scaled": ((rows, c), x.dtype)}
+        shapes["x_scaled"] = ((rows, c), x.dtype)
         if x.dtype != acc:
-            shapes |= {"dlogits": ((rows, v), x.dtype), "x32": ((rows, c), acc)}
-    linear = linear_workspace(x, w, backward=backward)
-    return shapes | {f"linear.{name}": spec for name, spec in linear.items() if name not in ("db", "ones")}
+            shapes["x32"] = ((rows, c), acc)
+        if x.dtype != logits:
+            shapes["dlogits"] = ((rows, v), x.dtype)
+    return shapes | {f"linear.{name}": spec for name, spec in _linear_workspace(x, w, backward).items()}
+
+
+def _linear_workspace(x: Any, w: Any, backward: bool) -> Shapes:
+    """Of both products; there is no bias."""
+    both = linear_workspace(x, w, backward=False) | (linear_workspace(x, w, backward=True) if backward else {})
+    return {name: spec for name, spec in both.items() if name not in ("db", "ones", "b16")}
 
 
 @op()
@@ -59,33 +90,33 @@ def cross_entropy_fwd(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, scratch: Scratch | None = None
 ) -> None:
     """loss (0-d), overwritten."""
-    _walk(x, w, targets, inv_total, loss=loss, dx=None, dw=None, backward=False, scratch=scratch)
+    _walk(x, w, targets, inv_total, True, loss=loss, dx=None, dw=None, backward=False, scratch=scratch)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_bwd(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, adds: bool = True, *,
     dx: Tensor | None = None, dw: Tensor | None = None, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """dx overwritten, dw added to; the logits are formed again."""
-    _walk(x, w, targets, inv_total, loss=None, dx=dx, dw=dw, backward=True, scratch=scratch)
+    """dx overwritten, dw added to (adds=False: overwritten); the logits are formed again."""
+    _walk(x, w, targets, inv_total, adds, loss=None, dx=dx, dw=dw, backward=True, scratch=scratch)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_step(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, adds: bool = True, *,
     loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """Forward and backward at once."""
-    _walk(x, w, targets, inv_total, loss=loss, dx=dx, dw=dw, backward=True, scratch=scratch)
+    _walk(x, w, targets, inv_total, adds, loss=loss, dx=dx, dw=dw, backward=True, scratch=scratch)
 
 
 def _walk(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, adds: bool, *,
     loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, backward: bool, scratch: Scratch | None,
 ) -> None:  # fmt: skip
     (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
-    check_tensor("w", w, (v, c), x.dtype, x.device)
+    check_param("w", w, (v, c), x)
     check_targets(targets, n, v, x.device)
     for name, other, shape, dtype in (
         ("inv_total", inv_total, (), acc),
@@ -96,17 +127,22 @@ def _walk(
         if other is not None:
             check_tensor(name, other, shape, dtype, x.device)
     buffers = views(scratch, cross_entropy_workspace(x, w, backward=backward), x.device, "cross_entropy")
+    linear = {name.removeprefix("linear."): y for name, y in buffers.items() if name.startswith("linear.")}
+    if "w16" in linear:
+        w = linear["w16"].copy_(w)  # once for all chunks
     if loss is not None:
         loss.zero_()
-    for i in blocks(n, _rows(x, w)):
+    gradients = dx is not None or dw is not None
+    for i in _chunks(x, w):
         m = i.stop - i.start
         rows = {name: buffers[name][:m] for name in ("logits", "index", "valid")}
         scale = mask_targets(targets[i], inv_total, rows, scale=buffers["statistics"][0, :m])
-        p = _probabilities(x[i], w, rows, buffers, loss=loss, scale=scale)
-        if dx is None and dw is None:
-            continue
-        p.scatter_add_(1, rows["index"][:, None], buffers["statistics"][1, :m].fill_(-1.0)[:, None])
-        _chunk_bwd(p, x[i], w, scale, buffers, dx=None if dx is None else dx[i], dw=dw)
+        linear_fwd(x[i], w, None, y=rows["logits"], scratch=linear)
+        for j in blocks(m, _block_rows(x, w)):
+            _probabilities(rows, j, scale, buffers, loss=loss, gradients=gradients)
+        if gradients:
+            dxi = None if dx is None else dx[i]
+            _chunk_bwd(rows["logits"], x[i], w, scale, adds or i.start > 0, buffers, linear, dx=dxi, dw=dw)
 
 
 def check_targets(targets: Tensor, n: int, v: int, device: torch.device) -> None:
@@ -125,45 +161,46 @@ def mask_targets(targets: Tensor, inv_total: Tensor, rows: Scratch, *, scale: Te
     return scale.copy_(rows["valid"]).mul_(inv_total)
 
 
-def _linear(buffers: Scratch) -> Scratch:
-    return {name.removeprefix("linear."): x for name, x in buffers.items() if name.startswith("linear.")}
-
-
 def _probabilities(
-    x: Tensor, w: Tensor, rows: Scratch, buffers: Scratch, *, loss: Tensor | None, scale: Tensor
-) -> Tensor:
-    """p of a chunk, in the place of its logits; loss += Σ nll ∘ scale."""
-    logits, m = rows["logits"], x.shape[0]
-    row_max, p_max, at_target = buffers["statistics"][1:, :m].unbind()
-    linear_fwd(x, w, None, y=logits, scratch=_linear(buffers))
+    rows: Scratch, j: slice, scale: Tensor, buffers: Scratch, *, loss: Tensor | None, gradients: bool
+) -> None:
+    """loss += Σ nll ∘ scale over rows j of a chunk; where there are gradients, p − onehot in the place of the logits."""
+    logits, index = rows["logits"][j], rows["index"][j, None]
+    row_max, p_max, at_target = buffers["statistics"][1:, j].unbind()
+    p = buffers["block"][: logits.shape[0]].copy_(logits) if "block" in buffers else logits
     if loss is not None:
-        torch.amax(logits, -1, out=row_max)
-        torch.gather(logits, 1, rows["index"][:, None], out=at_target[:, None])
-    _aten._softmax.out(logits, -1, False, out=logits)
+        torch.amax(p, -1, out=row_max)
+        torch.gather(p, 1, index, out=at_target[:, None])
+    _aten._softmax.out(p, -1, False, out=p)
     if loss is not None:
-        torch.amax(logits, -1, out=p_max).log_()
+        torch.amax(p, -1, out=p_max).log_()
         nll = row_max.sub_(p_max).sub_(at_target)
-        loss.add_(torch.sum(nll.mul_(scale), 0, out=buffers["part"]))
-    return logits
+        loss.add_(torch.sum(nll.mul_(scale[j]), 0, out=buffers["part"]))
+    if gradients:
+        p.scatter_add_(1, index, p_max.fill_(-1.0)[:, None])
+        if p is not logits:
+            logits.copy_(p)
 
 
 def _chunk_bwd(
-    p: Tensor, x: Tensor, w: Tensor, scale: Tensor, buffers: Scratch, *, dx: Tensor | None, dw: Tensor | None
-) -> None:
-    """p is p − onehot by now."""
-    m, linear = x.shape[0], _linear(buffers)
-    half = "dlogits" in buffers
-    dl = buffers["dlogits"][:m].copy_(p) if half else p
+    dl: Tensor, x: Tensor, w: Tensor, scale: Tensor, adds: bool, buffers: Scratch, linear: Scratch, *,
+    dx: Tensor | None, dw: Tensor | None,
+) -> None:  # fmt: skip
+    """dl is p − onehot."""
+    m = x.shape[0]
+    if "dlogits" in buffers:
+        dl = buffers["dlogits"][:m].copy_(dl)
     if dw is not None:
-        x_scaled = buffers["x_scaled"][:m]
-        if half:
-            x_scaled.copy_(buffers["x32"][:m].copy_(x).mul_(scale[:, None]))
-        else:
-            torch.mul(x, scale[:, None], out=x_scaled)
-        linear_bwd(dl, x_scaled, w, dw=dw, scratch=linear)
+        _scaled(x, scale, buffers, y=buffers["x_scaled"][:m])
+        linear_bwd(dl, buffers["x_scaled"][:m], w, adds, dw=dw, scratch=linear)
     if dx is not None:
         linear_bwd(dl, x, w, dx=dx, scratch=linear)
-        if half:
-            dx.copy_(buffers["x32"][:m].copy_(dx).mul_(scale[:, None]))
-        else:
-            dx.mul_(scale[:, None])
+        _scaled(dx, scale, buffers, y=dx)
+
+
+def _scaled(x: Tensor, scale: Tensor, buffers: Scratch, *, y: Tensor) -> None:
+    """y = scale ∘ x, by rows, in the accumulation dtype."""
+    if "x32" in buffers:
+        y.copy_(buffers["x32"][: x.shape[0]].copy_(x).mul_(scale[:, None]))
+    else:
+        torch.mul(x, scale[:, None], out=y)

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from .attention.checks import check_tensor
 from .dispatch import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
 
@@ -36,22 +36,34 @@ def _check(tokens: Tensor, x: Tensor, name: str) -> None:
 
 
 @op()
-def embedding_fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor) -> None:
-    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises."""
+def embedding_fwd(
+    tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, scratch: Scratch | None = None
+) -> None:
+    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises, and wte and wpe may be float32 where x is
+    bfloat16: then the sum is rounded, and that takes scratch."""
     _check(tokens, x, "x")
-    b, t = tokens.shape
-    c = x.shape[1]
-    check_tensor("wte", wte, (wte.shape[0], c), x.dtype, x.device)
-    torch.index_select(wte, 0, tokens.view(-1), out=x)
+    (b, t), c = tokens.shape, x.shape[1]
+    check_param("wte", wte, (wte.shape[0], c), x)
     if wpe is not None:
-        check_tensor("wpe", wpe, (max(t, wpe.shape[0]), c), x.dtype, x.device)
-        x.view(b, t, c).add_(wpe[:t])
+        check_tensor("wpe", wpe, (max(t, wpe.shape[0]), c), wte.dtype, x.device)
+    if wte.dtype == x.dtype:
+        torch.index_select(wte, 0, tokens.view(-1), out=x)
+        if wpe is not None:
+            x.view(b, t, c).add_(wpe[:t])
+        return
+    x32 = views(scratch, embedding_workspace(x), x.device, "embedding")["x32"]
+    for n in range(b):
+        for i in blocks(t, _rows(x)):
+            sums = torch.index_select(wte, 0, tokens[n, i], out=x32[: i.stop - i.start])
+            if wpe is not None:
+                sums.add_(wpe[i])
+            x[n * t + i.start : n * t + i.stop].copy_(sums)
 
 
-def embedding_workspace(dx: Any) -> Shapes:
-    """Name → (shape, dtype) of what the backward's `scratch` must hold: nothing but for bfloat16."""
-    acc = accumulation_dtype(dx.dtype)
-    return {"dx32": ((_rows(dx), dx.shape[1]), acc)} if dx.dtype != acc else {}
+def embedding_workspace(x: Any) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold: nothing but for bfloat16."""
+    acc = accumulation_dtype(x.dtype)
+    return {"x32": ((_rows(x), x.shape[1]), acc)} if x.dtype != acc else {}
 
 
 @op(accumulates=("dwte", "dwpe"))
@@ -66,13 +78,13 @@ def embedding_bwd(
         check_tensor("dwte", dwte, (dwte.shape[0], c), acc, dx.device)
         flat = tokens.view(-1)
         for i in blocks(dx.shape[0], _rows(dx)):
-            add_rows(flat[i], scratch["dx32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=dwte)
+            add_rows(flat[i], scratch["x32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=dwte)
     if dwpe is not None:
         check_tensor("dwpe", dwpe, (max(t, dwpe.shape[0]), c), acc, dx.device)
         for n in range(b):
             for i in blocks(t, _rows(dx)):
                 part = dx[n * t + i.start : n * t + i.stop]
-                dwpe[i].add_(scratch["dx32"][: i.stop - i.start].copy_(part) if scratch else part)
+                dwpe[i].add_(scratch["x32"][: i.stop - i.start].copy_(part) if scratch else part)
 
 
 def add_rows(index: Tensor, rows: Tensor, *, table: Tensor) -> None:

@@ -17,7 +17,7 @@ from .attention.checks import check_tensor
 from .cross_entropy import check_targets, mask_targets
 from .dispatch import op
 from .embedding import add_rows
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows
 
@@ -27,18 +27,18 @@ def _rows(x: Any) -> int:
     return int(max(1, min(n, BLOCK[torch.device(x.device).type] // max(c, 1))))
 
 
-def embedding_mse_workspace(x: Any) -> Shapes:
+def embedding_mse_workspace(x: Any, wte: Any) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold: forward, backward and step."""
     acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, _rows(x)
     shapes: Shapes = {
         "e": ((rows, c), acc),
-        "chosen": ((rows, c), x.dtype),
+        "chosen": ((rows, c), wte.dtype),
         "statistics": ((2, rows), acc),
         "part": ((), acc),
         "index": ((rows,), torch.int64),
         "valid": ((rows,), torch.bool),
     }
-    return shapes | ({"chosen32": ((rows, c), acc)} if x.dtype != acc else {})
+    return shapes | ({"chosen32": ((rows, c), acc)} if wte.dtype != acc else {})
 
 
 @op()
@@ -72,7 +72,7 @@ def _walk(
     loss: Tensor | None, dx: Tensor | None, dwte: Tensor | None, scratch: Scratch | None,
 ) -> None:  # fmt: skip
     (n, c), v, acc = x.shape, wte.shape[0], accumulation_dtype(x.dtype)
-    check_tensor("wte", wte, (v, c), x.dtype, x.device)
+    check_param("wte", wte, (v, c), x)
     check_targets(targets, n, v, x.device)
     for name, other, shape, dtype in (
         ("inv_total", inv_total, (), acc),
@@ -82,7 +82,7 @@ def _walk(
     ):
         if other is not None:
             check_tensor(name, other, shape, dtype, x.device)
-    buffers = views(scratch, embedding_mse_workspace(x), x.device, "embedding_mse")
+    buffers = views(scratch, embedding_mse_workspace(x, wte), x.device, "embedding_mse")
     if loss is not None:
         loss.zero_()
     for i in blocks(n, _rows(x)):
@@ -93,9 +93,8 @@ def _walk(
         scale.div_(c)
         chosen = torch.index_select(wte, 0, rows["index"], out=rows["chosen"])
         if "chosen32" in buffers:
-            e = rows["e"].copy_(x[i]).sub_(buffers["chosen32"][:m].copy_(chosen))
-        else:
-            e = torch.sub(x[i], chosen, out=rows["e"])
+            chosen = buffers["chosen32"][:m].copy_(chosen)
+        e = rows["e"].copy_(x[i]).sub_(chosen) if x.dtype != acc else torch.sub(x[i], chosen, out=rows["e"])
         if loss is not None:
             torch.linalg.vector_norm(e, dim=-1, out=distance).square_().mul_(scale)
             loss.add_(torch.sum(distance, 0, out=buffers["part"]))

@@ -1,16 +1,17 @@
 """y = x wᵀ + b, dense and one matrix per head.
 
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
-    dx = dy w    dw += dyᵀ x     db += Σ_n dy
+    dx = dy w    dw += dyᵀ x     db += Σ_n dy              adds=False: dw = dyᵀ x, db = Σ_n dy
 
-Rows may be strided, columns not. For bfloat16, dw and db are float32, and y may be (the logits of a loss). How a product
-is formed:
+Rows may be strided, columns not. For bfloat16, dw and db are float32; on a CPU so may w and b be, which are then rounded
+here, call by call: that moves less memory than to keep rounded copies. On CUDA y may be float32 (the logits of a loss).
+How a product is formed:
 
     float32, float64   straight. On a CPU as yᵀ = w xᵀ: `addmm(b, x, w.t())` copies w inside on aarch64.
     bfloat16, CUDA     straight, into float32 where the output is.
-    bfloat16, CPU      which can't write float32. With bf16 instructions: bf16 products, those for float32 outputs through
-                       tiles of the scratch. Without them torch's bf16 product is some hundred times slower than its float32
-                       one, so tiles of the operands are copied into float32; then dw is summed there too.
+    bfloat16, CPU      with bf16 instructions straight, but for dw: torch's bf16 product can't write float32, so it goes
+                       through tiles of the scratch. Without them it is some hundred times slower than its float32 one,
+                       so tiles of the operands are copied into float32; then dw is summed there too.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from torch import Tensor
 
 from .attention.checks import check_tensor
 from .dispatch import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
 
 ROWS, COLS = 512, 1024  # of a tile of y, where products go through tiles
 
@@ -39,32 +40,34 @@ def _half_on_cpu(x: Any) -> bool:
 
 def linear_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold; nothing for a forward but for bfloat16 on a CPU."""
-    return _workspace(x, x.shape[0], *w.shape, backward=backward)
+    return _workspace(x, w, *w.shape, backward=backward)
 
 
-def _workspace(x: Any, n: int, cout: int, cin: int, *, backward: bool) -> Shapes:
-    acc = accumulation_dtype(x.dtype)
-    half = _half_on_cpu(x)
+def _workspace(x: Any, w: Any, cout: int, cin: int, *, backward: bool) -> Shapes:
+    n, acc, half = x.shape[0], accumulation_dtype(x.dtype), _half_on_cpu(x)
     shapes: Shapes = {"db": ((cout,), acc), "ones": ((n,), acc if half else x.dtype)} if backward else {}
     if not half:
         return shapes
-    rows, cols = min(n, ROWS), min(cout, COLS)
-    shapes["y32"] = ((rows, cols), acc)
-    if _has_bf16_products():
-        shapes["y16"] = ((rows, cols), x.dtype)
-        return shapes | ({"dw16": ((cols, cin), x.dtype), "dw32": ((cols, cin), acc)} if backward else {})
-    shapes |= {"x32": ((rows, cin), acc), "w32": ((cols, cin), acc)}
-    return shapes | ({"dx32": ((rows, cin), acc)} if backward else {})
+    rows, cols, wide = min(n, ROWS), min(cout, COLS), w.dtype == acc
+    if not _has_bf16_products():
+        shapes |= {"x32": ((rows, cin), acc), "y32": ((rows, cols), acc)}
+        shapes |= {} if wide else {"w32": ((cols, cin), acc)}
+        return shapes | ({"dx32": ((rows, cin), acc)} if backward else {})
+    if wide:
+        shapes |= {"w16": ((cout, cin), x.dtype)} | ({} if backward else {"b16": ((cout,), x.dtype)})
+    if backward:
+        shapes |= {"y32": ((rows, cols), acc), "dw16": ((cols, cin), x.dtype), "dw32": ((cols, cin), acc)}
+    return shapes
 
 
 @op()
 def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch | None = None) -> None:
-    """y = x wᵀ + b. A float32 y of a bfloat16 x takes no b."""
+    """y = x wᵀ + b. On CUDA a float32 y of a bfloat16 x takes no b."""
     (n, cin), cout = x.shape, w.shape[0]
-    check_tensor("w", w, (cout, cin), x.dtype, x.device)
+    check_param("w", w, (cout, cin), x)
     if b is not None:
-        check_tensor("b", b, (cout,), x.dtype, x.device)
-    wide = b is None and y.dtype == accumulation_dtype(x.dtype)
+        check_param("b", b, (cout,), x)
+    wide = b is None and x.device.type != "cpu" and y.dtype == accumulation_dtype(x.dtype)
     check_tensor("y", y, (n, cout), y.dtype if wide else x.dtype, x.device)
     if _half_on_cpu(x):
         _half_fwd(x, w, b, y=y, scratch=views(scratch, linear_workspace(x, w, backward=False), x.device, "linear"))
@@ -83,12 +86,12 @@ def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Sc
 
 @op(accumulates=("dw", "db"))
 def linear_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *,
+    dy: Tensor, x: Tensor, w: Tensor, adds: bool = True, *,
     dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """dx = dy w   dw += dyᵀ x   db += Σ_n dy"""
+    """dx = dy w   dw += dyᵀ x   db += Σ_n dy; adds=False: dw and db are overwritten."""
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
-    check_tensor("w", w, (cout, cin), x.dtype, x.device)
+    check_param("w", w, (cout, cin), x)
     check_tensor("dy", dy, (n, cout), x.dtype, x.device)
     for name, grad, shape, dtype in (
         ("dx", dx, (n, cin), x.dtype),
@@ -100,64 +103,71 @@ def linear_bwd(
     needed = linear_workspace(x, w, backward=True)
     if db is None:
         del needed["db"], needed["ones"]
+    elif not adds:
+        db.zero_()
     scratch = views(scratch, needed, x.device, "linear")
     if _half_on_cpu(x):
-        _half_bwd(dy, x, w, dx=dx, dw=dw, db=db, scratch=scratch)
+        _half_bwd(dy, x, w, adds, dx=dx, dw=dw, db=db, scratch=scratch)
         return
     if dx is not None:
         torch.mm(dy, w, out=dx)
     if dw is not None:
-        if dw.dtype == dy.dtype:
-            dw.addmm_(dy.t(), x)
-        else:
-            torch.addmm(dw, dy.t(), x, out_dtype=dw.dtype, out=dw)
+        _product(dy.t(), x, adds, out=dw)
     if db is not None:
         add_column_sums(dy, scratch["ones"].fill_(1.0), sums=db, part=scratch["db"])
 
 
+def _product(a: Tensor, b: Tensor, adds: bool, *, out: Tensor) -> None:
+    """out += a b, or = a b; a wider out is CUDA's."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b) if adds else torch.mm(a, b, out=out)
+    elif adds:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
+
+
 def _half_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
-    """Tiles of y, in bfloat16 or in float32."""
-    if _has_bf16_products() and y.dtype == x.dtype:
-        torch.mm(x, w.t(), out=y) if b is None else torch.addmm(b, x, w.t(), out=y)
+    if _has_bf16_products():
+        torch.mm(x, _in(scratch, "w16", w).t(), out=y)
+        if b is not None:
+            y.add_(_in(scratch, "b16", b))  # addmm(b, …) would copy b into y, and read it again
         return
     for i in blocks(x.shape[0], ROWS):
+        x32 = _in(scratch, "x32", x[i])
         for j in blocks(w.shape[0], COLS):
-            out = y[i, j]
-            if _has_bf16_products():
-                out.copy_(torch.mm(x[i], w[j].t(), out=_tile(scratch["y16"], out)))
-                continue
-            x32, w32 = _tile(scratch["x32"], x[i]).copy_(x[i]), _tile(scratch["w32"], w[j]).copy_(w[j])
-            y32 = _tile(scratch["y32"], out)
+            y32 = _tile(scratch["y32"], y[i, j])
             y32.zero_() if b is None else y32.copy_(b[j])
-            y32.t().addmm_(w32, x32.t())
-            out.copy_(y32)
+            y32.t().addmm_(_in(scratch, "w32", w[j]), x32.t())
+            y[i, j].copy_(y32)
 
 
 def _half_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, db: Tensor | None, scratch: Scratch
-) -> None:
+    dy: Tensor, x: Tensor, w: Tensor, adds: bool, *,
+    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, scratch: Scratch,
+) -> None:  # fmt: skip
     if db is not None:
         ones = scratch["ones"].fill_(1.0)
         for i in blocks(dy.shape[0], ROWS):
             for j in blocks(dy.shape[1], COLS):
-                dy32 = _tile(scratch["y32"], dy[i, j]).copy_(dy[i, j])
+                dy32 = _in(scratch, "y32", dy[i, j])
                 add_column_sums(dy32, ones[: dy32.shape[0]], sums=db[j], part=scratch["db"][j])
     if _has_bf16_products():
         if dx is not None:
-            torch.mm(dy, w, out=dx)
+            torch.mm(dy, _in(scratch, "w16", w), out=dx)
         if dw is not None:
             for j in blocks(w.shape[0], COLS):
-                dw16, dw32 = _tile(scratch["dw16"], w[j]), _tile(scratch["dw32"], w[j])
-                dw[j].add_(dw32.copy_(torch.mm(dy[:, j].t(), x, out=dw16)))
+                dw16 = torch.mm(dy[:, j].t(), x, out=_tile(scratch["dw16"], w[j]))
+                dw[j].add_(_in(scratch, "dw32", dw16)) if adds else dw[j].copy_(dw16)
         return
     for i in blocks(dy.shape[0], ROWS):
-        x32, dx32 = _tile(scratch["x32"], x[i]).copy_(x[i]), _tile(scratch["dx32"], x[i]).zero_()
+        x32, dx32 = _in(scratch, "x32", x[i]), _tile(scratch["dx32"], x[i]).zero_()
         for j in blocks(w.shape[0], COLS):
-            dy32 = _tile(scratch["y32"], dy[i, j]).copy_(dy[i, j])
+            dy32 = _in(scratch, "y32", dy[i, j])
             if dx is not None:
-                dx32.addmm_(dy32, _tile(scratch["w32"], w[j]).copy_(w[j]))
+                dx32.addmm_(dy32, _in(scratch, "w32", w[j]))
             if dw is not None:
-                dw[j].addmm_(dy32.t(), x32)
+                _product(dy32.t(), x32, adds or i.start > 0, out=dw[j])
         if dx is not None:
             dx[i].copy_(dx32)
 
@@ -181,9 +191,14 @@ def _tile(buffer: Tensor, like: Tensor) -> Tensor:
     return buffer.view(-1)[: like.numel()].view(like.shape)
 
 
+def _in(scratch: Scratch, name: str, x: Tensor) -> Tensor:
+    """x in the dtype of a buffer: its copy there, or x itself where the scratch needs no such buffer."""
+    return _tile(scratch[name], x).copy_(x) if name in scratch else x
+
+
 def per_head_linear_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
     """What `scratch` must hold: a head's, for heads follow one another."""
-    return _workspace(x, x.shape[0], *w.shape[1:], backward=backward)
+    return _workspace(x, w, *w.shape[1:], backward=backward)
 
 
 @op()
@@ -198,16 +213,16 @@ def per_head_linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, sc
 
 @op(accumulates=("dw", "db"))
 def per_head_linear_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *,
+    dy: Tensor, x: Tensor, w: Tensor, adds: bool = True, *,
     dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """Each head's `linear_bwd`: dx overwrites, dw (H, D, D) and db (H, D) accumulate."""
+    """Each head's `linear_bwd`: dx overwrites, dw (H, D, D) and db (H, D) accumulate unless adds is False."""
     _check_heads(x, w, dy=dy, dx=dx, db=db)
     d = w.shape[1]
     for h in range(w.shape[0]):
         own = slice(h * d, (h + 1) * d)
         linear_bwd(
-            dy[:, own], x[:, own], w[h],
+            dy[:, own], x[:, own], w[h], adds,
             dx=None if dx is None else dx[:, own], dw=None if dw is None else dw[h], db=None if db is None else db[h],
             scratch=scratch,
         )  # fmt: skip

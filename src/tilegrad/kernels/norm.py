@@ -4,11 +4,12 @@
     RMS norm     mean = 0           rstd = 1 / √(Σ_c x² / C + eps)            x̂ = x ∘ rstd            y = x̂ ∘ w
 
     g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
-    dw += Σ_n dy ∘ x̂   db += Σ_n dy
+    dw += Σ_n dy ∘ x̂   db += Σ_n dy        (adds=False: dw = …, db = …; dx always accumulates)
 
 Sums over columns and rows are matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read memory once.
 dx accumulates, for the norm stands on a branch of the residual stream. Rows are worked on in blocks that stay in cache,
-in the accumulation dtype; bfloat16 is copied into the scratch, where alone a dtype changes without an allocation.
+in the accumulation dtype; bfloat16 is copied into the scratch, where alone a dtype changes without an allocation. On a
+CPU w and b may have that dtype already.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor
 from .attention.checks import check_tensor
 from .dispatch import op
 from .linear import add_column_sums
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # elements of a block of rows
 
@@ -62,11 +63,11 @@ def layernorm_fwd(
 
 @op(accumulates=("dx", "dw", "db"))
 def layernorm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, *,
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, adds: bool = True, *,
     dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy"""
-    _bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, scratch=scratch)
+    _bwd(dy, x, w, mean, rstd, adds, dx=dx, dw=dw, db=db, scratch=scratch)
 
 
 @op()
@@ -77,11 +78,11 @@ def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, sc
 
 @op(accumulates=("dx", "dw"))
 def rmsnorm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, *,
+    dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, adds: bool = True, *,
     dx: Tensor | None = None, dw: Tensor | None = None, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂"""
-    _bwd(dy, x, w, None, rstd, dx=dx, dw=dw, db=None, scratch=scratch)
+    _bwd(dy, x, w, None, rstd, adds, dx=dx, dw=dw, db=None, scratch=scratch)
 
 
 def _fwd(
@@ -114,7 +115,7 @@ def _fwd(
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, *,
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, adds: bool, *,
     dx: Tensor | None, dw: Tensor | None, db: Tensor | None, scratch: Scratch | None,
 ) -> None:  # fmt: skip
     n, c = x.shape
@@ -123,6 +124,8 @@ def _bwd(
     for name, grad in (("dw", dw), ("db", db)):
         if grad is not None:
             check_tensor(name, grad, (c,), acc, x.device)
+            if not adds:
+                grad.zero_()
     scratch = views(scratch, norm_workspace(x, backward=True), x.device, "norm")
     w32, total = scratch["w"].copy_(w) if "w" in scratch else w, scratch["sum"]
     for i in blocks(n, _rows(x)):
@@ -143,9 +146,12 @@ def _bwd(
         if dx is None:
             continue
         torch.mv(work, w32, out=sum_gx).mul_(ri).mul_(ri).div_(-c)
-        step = torch.mul(xi, sum_gx[:, None], out=centred).addcmul_(dyi, w32)
-        if mean is not None:
-            step.sub_(torch.mv(dyi, w32, out=sum_g).div_(c)[:, None])
+        if mean is None:
+            step = torch.mul(xi, sum_gx[:, None], out=centred)
+        else:
+            torch.mv(dyi, w32, out=sum_g).div_(-c)
+            step = torch.addcmul(sum_g[:, None], xi, sum_gx[:, None], out=centred)
+        step.addcmul_(dyi, w32)
         if dx.dtype == acc:
             dx[i].addcmul_(step, ri[:, None])
         else:
@@ -155,8 +161,10 @@ def _bwd(
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None) -> None:
     n, c = x.shape
     for name, other in others.items():
-        if other is not None:
-            check_tensor(name, other, (c,) if name in ("w", "b") else (n, c), x.dtype, x.device)
+        if other is not None and name in ("w", "b"):
+            check_param(name, other, (c,), x)
+        elif other is not None:
+            check_tensor(name, other, (n, c), x.dtype, x.device)
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is not None:
             check_tensor(name, statistic, (n,), accumulation_dtype(x.dtype), x.device)

@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .attention.checks import check_tensor
+
 Scratch = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -20,6 +22,12 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums, row statistics and parameter gradients: float64 for float64, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    """A parameter has the dtype of the x it meets, or on a CPU that of sums: the op rounds it, and no copy need be kept."""
+    wide = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
+    check_tensor(name, p, shape, p.dtype if wide else x.dtype, x.device)
 
 
 def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str) -> Scratch:

@@ -17,24 +17,28 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """`value` is what ops read, in the compute dtype; `grad` accumulates and `master` is what the optimizer updates, both
-    float32 or better. `master` is the same buffer as `value` unless the compute dtype is shorter."""
+    """`value` is what ops read, `grad` what they add to and `master` what the optimizer updates, the two float32 or better.
+    `master` is the same buffer as `value`, but for a shorter compute dtype on CUDA: on a CPU the ops round what they read.
+    Where `adds` is False, the first op of a backward that forms `grad` overwrites it."""
 
     name: str
     value: Any
     grad: Any
     master: Any
+    adds: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Handles of a program on b sequences of t tokens. Buffers of one name are one buffer."""
+    """Handles of a program on b sequences of t tokens. Buffers of one name are one buffer. `adds`: parameter gradients are
+    added to; else the program is the first of a step, and writes them."""
 
     config: ModelConfig
     b: int
     t: int
     dtype: torch.dtype
     device: torch.device
+    adds: bool = True
     params: dict[str, Param] = field(default_factory=dict)
 
     @property
@@ -53,13 +57,13 @@ class Declare:
             layer = _layer_of(name)
             master = self._handle(name, shape, self.wide, BufferType.TEMP, "params", layer)
             grad = self._handle(f"d {name}", shape, self.wide, BufferType.TEMP, "grads", layer)
-            short = self.dtype != self.wide
+            short = self.dtype != self.wide and self.device.type != "cpu"
             value = (
                 self._handle(f"{name} (compute)", shape, self.dtype, BufferType.TEMP, "params", layer)
                 if short
                 else master
             )
-            self.params[name] = Param(name, value, grad, master)
+            self.params[name] = Param(name, value, grad, master, self.adds)
         return self.params[name]
 
     def rows(self, name: str, columns: int, type: BufferType = BufferType.TEMP) -> Handle:

@@ -59,7 +59,7 @@ class Head:
             forward = cross_entropy_workspace(x, w.value, backward=False)
             backward = cross_entropy_workspace(x, w.value, backward=True)
         else:
-            forward = backward = embedding_mse_workspace(x)
+            forward = backward = embedding_mse_workspace(x, w.value)
         return cls(
             w=w,
             kind=c.loss,
@@ -78,16 +78,22 @@ class Head:
     def backward(self, n: Any) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         if self.kind == "cross_entropy":
-            cross_entropy_bwd(*given, dx=self.dn, dw=self.w.grad, scratch=scratch)
+            cross_entropy_bwd(*given, self.w.adds, dx=self.dn, dw=self.w.grad, scratch=scratch)
         else:
+            self._clear()
             embedding_mse_bwd(*given, dx=self.dn, dwte=self.w.grad, scratch=scratch)
 
     def step(self, n: Any) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         if self.kind == "cross_entropy":
-            cross_entropy_step(*given, loss=self.loss, dx=self.dn, dw=self.w.grad, scratch=scratch)
+            cross_entropy_step(*given, self.w.adds, loss=self.loss, dx=self.dn, dw=self.w.grad, scratch=scratch)
         else:
+            self._clear()
             embedding_mse_step(*given, loss=self.loss, dx=self.dn, dwte=self.w.grad, scratch=scratch)
+
+    def _clear(self) -> None:
+        if not self.w.adds:
+            zero_fwd(x=self.w.grad)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,10 +110,12 @@ class Transformer:
     dx: Any
     embedding_scratch: Scratch
     params: dict[str, Param]
+    scattered: tuple[Param, ...]  # those whose gradient `embedding_bwd` alone forms
 
     def stream(self) -> Any:
         """tokens → ln_f's output."""
-        embedding_fwd(self.tokens, self.wte.value, self.wpe.value if self.wpe else None, x=self.x[0])
+        wte, wpe = self.wte.value, self.wpe.value if self.wpe else None
+        embedding_fwd(self.tokens, wte, wpe, x=self.x[0], scratch=self.embedding_scratch)
         if self.drop:
             self.drop.forward(self.x[0])
         for block, x, y in zip(self.blocks, self.x, self.x[1:], strict=False):
@@ -132,16 +140,20 @@ class Transformer:
             block.backward(x, dx=self.dx)
         if self.drop:
             self.drop.backward(self.dx, dx=self.dx)
+        for p in self.scattered:
+            if not p.adds:
+                zero_fwd(x=p.grad)
         dwpe = self.wpe.grad if self.wpe else None
         embedding_bwd(self.dx, self.tokens, dwte=self.wte.grad, dwpe=dwpe, scratch=self.embedding_scratch)
 
 
 def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
-    recompute: Sequence[frozenset[str]] = (),
+    recompute: Sequence[frozenset[str]] = (), *, adds: bool = True,
 ) -> Transformer:  # fmt: skip
-    """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends."""
-    at = Declare(config, b, t, dtype, torch.device(device))
+    """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends. adds=False:
+    its backward overwrites the parameters' gradients."""
+    at = Declare(config, b, t, dtype, torch.device(device), adds)
     c, n_layer = config.n_embd, config.n_layer
     wte = at.param("wte.weight", config.vocab_size, c)
     wpe = at.param("wpe.weight", config.block_size, c) if config.position == "learned" else None
@@ -160,6 +172,7 @@ def declare(
         seeds=seeds,
         x=x,
         dx=at.rows("dx", c),
-        embedding_scratch=at.scratch("embedding_bwd", embedding_workspace(x[0])),
+        embedding_scratch=at.scratch("embedding", embedding_workspace(x[0])),
         params=at.params,
+        scattered=tuple(p for p in (wpe, None if config.tie_embeddings else wte) if p),
     )

@@ -69,7 +69,7 @@ class Engine:
         self.recompute = choose_recompute(*form, memory_budget)
         self.plan: MemoryPlan = plan_model(*form, self.recompute)
         self.arenas = Arenas(self.plan)
-        self._bound: dict[tuple[int, int, bool], Transformer] = {}
+        self._bound: dict[tuple[int, int, bool, bool], Transformer] = {}
         self._pending: Transformer | None = None
         self._total = self._count = 0
         self.steps = self.draws = self.skipped = self.skipped_in_a_row = 0
@@ -109,21 +109,17 @@ class Engine:
         self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor], learning_rate: float | None = None
     ) -> float:
         """Forward and backward of one batch, or of a list of micro-batches as if they were one: gradients add to what is
-        there. With a learning rate it zeroes them first and ends with `optimizer_step`. Returns the mean loss."""
-        batches = list(zip(_listed(tokens), _listed(targets), strict=True))
-        total = sum(self._targets_in(y) for _, y in batches)
-        if learning_rate is not None:
-            self.zero_gradients()
-        loss = 0.0
-        for x, y in batches:
-            model = self._load(x, y, total)
-            model.step()
-            loss += self._mean_loss(model) * (self._count / total if total else 0.0)
-        self._pending = None
-        self.loss = loss
-        if learning_rate is not None:
-            self.optimizer_step(learning_rate)
+        there. With a learning rate they take its place, and it ends with `optimizer_step`. Returns the mean loss."""
+        if learning_rate is None:
+            return self._accumulate(tokens, targets, adds=True)
+        loss = self.gradients(tokens, targets)
+        self.optimizer_step(learning_rate)
         return loss
+
+    def gradients(self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> float:
+        """`zero_gradients` and `step`, without the passes over memory that zeros would take: the first micro-batch writes
+        the gradients."""
+        return self._accumulate(tokens, targets, adds=False)
 
     def zero_gradients(self) -> None:
         self.arenas.bytes["grads"].zero_()
@@ -170,18 +166,36 @@ class Engine:
 
     # ── inside ──
 
-    def _model(self, b: int, t: int, *, training: bool = True) -> Transformer:
+    def _accumulate(
+        self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor], *, adds: bool
+    ) -> float:
+        batches = list(zip(_listed(tokens), _listed(targets), strict=True))
+        total = sum(self._targets_in(y) for _, y in batches)
+        if not batches and not adds:
+            self.zero_gradients()
+        loss = 0.0
+        for i, (x, y) in enumerate(batches):
+            model = self._load(x, y, total, adds=adds or i > 0)
+            model.step()
+            loss += self._mean_loss(model) * (self._count / total if total else 0.0)
+        self._pending = None
+        self.loss = loss
+        return loss
+
+    def _model(self, b: int, t: int, *, training: bool = True, adds: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences of t tokens."""
-        key = b, t, training
+        key = b, t, training, adds
         if key not in self._bound:
             config = self.config if training else replace(self.config, dropout=0.0)
-            handles = declare(config, b, t, self.dtype, self.device, self.recompute)
+            handles = declare(config, b, t, self.dtype, self.device, self.recompute, adds=adds)
             self._bound[key] = bind(handles, self.arenas.view)
         return self._bound[key]
 
-    def _load(self, tokens: Tensor, targets: Tensor, total: int | None, *, training: bool = True) -> Transformer:
+    def _load(
+        self, tokens: Tensor, targets: Tensor, total: int | None, *, training: bool = True, adds: bool = True
+    ) -> Transformer:
         b, t = self._check_batch(tokens, targets)
-        model = self._model(b, t, training=training)
+        model = self._model(b, t, training=training, adds=adds)
         model.tokens.copy_(tokens)
         model.head.targets.view(b, t).copy_(targets)
         self._count = self._targets_in(targets)
@@ -200,12 +214,12 @@ class Engine:
         return self.loss
 
     def _round_weights(self, model: Transformer) -> None:
-        """The compute copies of the weights, made anew when a master has changed."""
-        version = self.arenas.bytes["params"]._version if self.dtype == torch.bfloat16 else None
-        if version is None or version == self._rounded:
+        """The compute copies of the weights, where there are any, made anew when a master has changed."""
+        if self._rounded == self.arenas.bytes["params"]._version:
             return
         for p in model.params.values():
-            copy_fwd(p.master, y=p.value)
+            if p.value.dtype != p.master.dtype:
+                copy_fwd(p.master, y=p.value)
         self._rounded = self.arenas.bytes["params"]._version
 
     def _flatten(self) -> None:
