@@ -75,7 +75,45 @@ def test_a_wrong_kernel_has_no_time_and_no_speed_up(
 def test_speed_ups_pair_equal_shapes() -> None:
     a, b = Shape(1, 1, 8, 8), Shape(1, 1, 16, 8)
     rows = [Row(a, "forward", "x", 1.0), Row(a, "forward", "y", 3.0), Row(b, "forward", "x", 1.0)]
-    assert attention.speedups(rows, "x", "y", "forward") == [3.0]
+    assert attention.speedups(rows, "x", "y", "forward") == {a: 3.0}
+
+
+def test_packed_shapes_stand_before_a_dense_one_of_equal_work() -> None:
+    shapes = attention.PRESETS["varlen"]
+    for packed, dense in zip(shapes[::2], shapes[1::2], strict=True):
+        assert sum(packed.lengths) == 32768 and (packed.d, packed.causal) == (dense.d, dense.causal)
+        assert packed.flops(backward=True) == pytest.approx(dense.flops(backward=True), rel=0.1)
+    rows = [Row(shapes[0], "forward", "x", 2.0), Row(shapes[1], "forward", "x", 1.0)]
+    (rate,) = attention.packed_rates(rows, "x", "forward")
+    assert rate == pytest.approx(0.5, rel=0.1)
+
+
+def test_packed_sequences_are_checked_and_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed, dense = Shape(0, 2, 0, 16, causal=True, lengths=(40, 0, 24)), Shape(2, 2, 32, 16, causal=True)
+    monkeypatch.setitem(attention.PRESETS, "laptop", (packed, dense))
+    assert bench_attention(device="cpu", dtype="float32", repeats=2) == 0
+    out = capsys.readouterr().out
+    assert "3 packed H2 T≤40 D16 causal" in out and "tiled, backward: packed at" in out
+
+
+def test_a_kernel_that_refuses_a_shape_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilegrad.kernels import dispatch
+
+    picky = dispatch.Kernel("picky", "tiled", lambda problem: "takes no causal mask" if problem.mask.causal else None)
+    monkeypatch.setattr(attention, "ATTENTION", (picky, *attention.ATTENTION))
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["picky", "tiled"], peers=False) == 0
+    out = capsys.readouterr().out
+    assert "picky: takes no causal mask" in out and "tiled" in out
+
+
+def test_the_thirty_cells() -> None:
+    cells = attention.PRESETS["training"]
+    assert len(cells) == 30 and {shape.b * shape.t for shape in cells} == {16384}
+    assert {shape.h * shape.d for shape in cells} == {2048} and {shape.d for shape in cells} == {64, 128, 256}
 
 
 def test_plot(tmp_path: Path) -> None:

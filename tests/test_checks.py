@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import tilegrad
-from tilegrad.kernels.attention import checks
+from tilegrad.kernels import dispatch
+from tilegrad.kernels.attention import checks, contract
 
 Q = torch.zeros(2, 4, 6, 8)
 K = torch.zeros(2, 2, 5, 8)
@@ -160,3 +161,53 @@ def test_values_of_lengths_are_read_on_a_device_only_when_asked(monkeypatch: pyt
     monkeypatch.setenv("TILEGRAD_CHECK", "1")
     with pytest.raises(NotImplementedError):
         checks.check_lengths(q, q, mask)
+
+
+def forward(q: torch.Tensor, mask: tilegrad.Mask, kernel: str | None = None) -> None:
+    tilegrad.attention_fwd(q, K, K, mask, o=torch.empty_like(q), lse=None, kernel=kernel, scratch=SCRATCH)
+
+
+SCRATCH = {
+    name: torch.empty(shape, dtype=dtype)
+    for name, (shape, dtype) in tilegrad.attention_workspace(Q, K, K, tilegrad.Mask(), backward=False).items()
+}
+
+
+def test_a_form_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    checked = []
+    monkeypatch.setattr(contract, "check_tensors", lambda *call: checked.append(call))
+    monkeypatch.setattr(contract, "_plans", {})
+    for _ in range(3):
+        forward(torch.zeros(2, 4, 6, 8), tilegrad.Mask(causal=True))
+    assert len(checked) == 1
+    forward(torch.zeros(2, 4, 6, 9)[..., :8], tilegrad.Mask(causal=True))
+    forward(Q, tilegrad.Mask(causal=True, scale=0.5))
+    forward(Q, tilegrad.Mask(causal=True), kernel="tiled")
+    assert len(checked) == 4
+
+
+def test_a_remembered_form_lets_nothing_wrong_through() -> None:
+    for _ in range(2):
+        forward(Q, tilegrad.Mask(causal=True, scale=1.0, window=(1, 0)))
+    bad = [{"causal": 1}, {"scale": True}, {"window": (True, 0)}, {"seed": 1.5}, {"softcap": "0"}, {"window": [1, [0]]}]
+    for change in bad:
+        with pytest.raises((TypeError, ValueError), match=next(iter(change))):
+            forward(Q, tilegrad.Mask(**({"causal": True, "scale": 1.0, "window": (1, 0)} | change)))
+    with pytest.raises(ValueError, match="q: got strides"):
+        forward(torch.zeros(2, 4, 8, 6).mT, tilegrad.Mask(causal=True, scale=1.0, window=(1, 0)))
+
+
+def test_another_table_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+    forward(Q, tilegrad.Mask())
+    nothing = dispatch.Kernel("nothing", "tiled", lambda problem: "takes nothing")
+    monkeypatch.setattr(dispatch, "ATTENTION", (nothing,))
+    with pytest.raises(ValueError, match="no kernel takes this call"):
+        forward(Q, tilegrad.Mask())
+
+
+def test_plans_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(contract, "_plans", {})
+    monkeypatch.setattr(contract, "MOST_PLANS", 2)
+    for scale in (0.1, 0.2, 0.3):
+        forward(Q, tilegrad.Mask(scale=scale))
+    assert len(contract._plans) == 1

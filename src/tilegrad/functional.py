@@ -17,7 +17,7 @@ from torch import Tensor
 
 from .kernels import dispatch
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
-from .kernels.attention.contract import lse_dtype, output_shapes
+from .kernels.attention.contract import bwd_plan, fwd_plan, lse_dtype, output_shapes
 from .kernels.attention.mask import Mask, Window
 from .kernels.dispatch import Explanation
 
@@ -183,15 +183,21 @@ def _new_scratch(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device:
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
 
 
+def _readable(do: Tensor) -> Tensor:
+    """do with rows that every kernel can read, each contiguous and at a multiple of 16 bytes; copied only where it is not."""
+    elements = 16 // do.element_size()
+    steps = [stride for stride, n in zip(do.stride()[:-1], do.shape, strict=False) if n > 1]
+    plain = do.stride(-1) == 1 and all(stride and stride % elements == 0 for stride in steps)
+    return do if plain and do.data_ptr() % 16 == 0 else do.contiguous()
+
+
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *fields, _, kernel = rest
     mask = _mask(*fields)
-    check_tensors(q, k, v, mask)
+    plan = fwd_plan(q, k, v, mask, None, None, kernel)
     check_lengths(q, k, mask)
     o, lse = _new_outputs(q, v, mask)
-    module = dispatch.select(q, k, v, mask, kernel=kernel, deterministic=False).load()
-    scratch = _new_scratch(module.workspace(q, k, v, mask, backward=False, deterministic=False), q.device)
-    module.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
+    plan.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=_new_scratch(plan.scratch, q.device))
     return o, lse
 
 
@@ -202,10 +208,10 @@ def _bwd(
     mask = _mask(*fields)
     grads = _new_gradients(q, k, v, mask, wanted)
     outputs = {name: x if want else None for name, x, want in zip(_GRADIENTS, grads, wanted, strict=True)}
-    module = dispatch.select(q, k, v, mask, kernel=kernel, deterministic=deterministic).load()
-    scratch = _new_scratch(module.workspace(q, k, v, mask, backward=True, deterministic=deterministic), q.device)
-    do = do if do.stride(-1) == 1 else do.contiguous()
-    module.bwd(q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, deterministic=deterministic)
+    do = _readable(do)
+    plan = bwd_plan(q, k, v, mask, {"o": o, "lse": lse, "do": do, "dlse": dlse, **outputs}, kernel, deterministic)
+    scratch = _new_scratch(plan.scratch, q.device)
+    plan.module.bwd(q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, deterministic=deterministic)
     return tuple(grads)
 
 

@@ -3,12 +3,15 @@
 Every kernel is checked against the float64 oracle before it is timed, on a small ragged problem of the same head
 dimension and band; one that fails has no time and no speed-up. Times are medians with the 20th and 80th percentile of
 `repeats` rounds; in a round each kernel runs once, so that a change of the machine's speed falls on all. TFLOP/s are by
-cost.py: a kernel that recomputes is not credited for it.
+cost.py: a kernel that recomputes is not credited for it. A kernel that refuses a shape is left out, with its reason. Packed
+sequences stand beside a dense shape of as many tokens and as much work.
 """
 
 from __future__ import annotations
 
+import itertools
 import json as json_format
+import math
 import platform
 import subprocess
 import time
@@ -37,7 +40,7 @@ ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError, ValueError)
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A problem: T tokens in each of B sequences; window = keys seen to the left, with causal."""
+    """A problem: T tokens in each of B sequences; window = keys seen to the left, with causal; lengths: packed."""
 
     b: int
     h: int
@@ -47,14 +50,22 @@ class Shape:
     window: int | None = None
     hkv: int = 0  # 0: as many as h
     tq: int = 0  # 0: t
+    lengths: tuple[int, ...] = ()
 
-    @property
-    def mask(self) -> Mask:
-        return Mask(causal=self.causal, window=None if self.window is None else (self.window - 1, 0))
+    def mask(self, device: torch.device) -> Mask:
+        window = None if self.window is None else (self.window - 1, 0)
+        if not self.lengths:
+            return Mask(causal=self.causal, window=window)
+        ends = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=device)
+        longest = max(self.lengths)
+        return Mask(
+            self.causal, window, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest
+        )
 
     @property
     def band(self) -> tuple[int | None, int | None]:
-        return self.mask.band
+        left = None if self.window is None else self.window - 1
+        return left, 0 if self.causal or self.window is not None else None
 
     @property
     def rows(self) -> int:
@@ -62,18 +73,23 @@ class Shape:
 
     def flops(self, backward: bool) -> int:
         left, right = self.band
-        return cost.attention_flops(
-            self.b, self.h, self.rows, self.t, self.d, self.d, left=left, right=right, backward=backward
+        sequences = [(1, n, n) for n in self.lengths] or [(self.b, self.rows, self.t)]
+        return sum(
+            cost.attention_flops(b, self.h, tq, tk, self.d, self.d, left=left, right=right, backward=backward)
+            for b, tq, tk in sequences
         )
 
     def bytes(self, element_bytes: int, backward: bool) -> int:
+        b, tq, tk = (1, sum(self.lengths), sum(self.lengths)) if self.lengths else (self.b, self.rows, self.t)
         return cost.attention_bytes(
-            self.b, self.h, self.hkv or self.h, self.rows, self.t, self.d, self.d, element_bytes, backward=backward
+            b, self.h, self.hkv or self.h, tq, tk, self.d, self.d, element_bytes, backward=backward
         )
 
     def __str__(self) -> str:
         what = f"window {self.window}" if self.window else "causal" if self.causal else "full"
         heads = f"{self.h}/{self.hkv}" if self.hkv else f"{self.h}"
+        if self.lengths:
+            return f"{len(self.lengths)} packed H{heads} T≤{max(self.lengths)} D{self.d} {what}"
         return f"B{self.b} H{heads} {f'{self.tq}×' if self.tq else 'T'}{self.t} D{self.d} {what}"
 
 
@@ -83,11 +99,29 @@ def _tokens(lengths: Sequence[int], tokens: int, hidden: int, dims: Sequence[int
     )
 
 
+def _packed(tokens: int, hidden: int, dims: Sequence[int] = (64, 128)) -> tuple[Shape, ...]:
+    """Log-normal lengths of median 1024 (σ = 0.8) that add up to `tokens`, each shape before a dense one of equal work."""
+    g = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        drawn = round(1024 * math.exp(0.8 * float(torch.randn((), generator=g))))
+        lengths.append(min(max(drawn, 16), tokens - sum(lengths)))
+    b = round(tokens**2 / sum(n * n for n in lengths))
+    shapes = []
+    for d in dims:
+        for causal in (False, True):
+            shapes.append(Shape(0, hidden // d, 0, d, causal, lengths=tuple(lengths)))
+            shapes.append(Shape(b, hidden // d, tokens // b, d, causal))
+    return tuple(shapes)
+
+
 PRESETS: dict[str, tuple[Shape, ...]] = {
-    "training": _tokens((1024, 2048, 4096, 8192, 16384), 16384, 2048),
+    "training": _tokens((1024, 2048, 4096, 8192, 16384), 16384, 2048, (64, 128, 256)),
     "short": _tokens((4096, 16384), 16384, 2048),
     "window": (Shape(1, 16, 65536, 128, window=1024),),
     "wide": _tokens((2048, 16384), 16384, 2048, (256,)),
+    "gqa": tuple(Shape(16384 // t, 32, t, 128, True, hkv=4) for t in (1024, 4096, 16384)),
+    "varlen": _packed(32768, 2048),
     "decode": tuple(Shape(b, 32, t, 128, hkv=8, tq=1) for b, t in ((1, 65536), (16, 8192))),
     "laptop": _tokens((256, 1024), 1024, 512, (64,)),
 }
@@ -117,24 +151,25 @@ class Inputs:
         g = torch.Generator(device).manual_seed(0)
 
         def new(h: int, t: int) -> Tensor:
-            return torch.randn(shape.b, h, t, shape.d, generator=g, device=device, dtype=torch.float32).to(dtype)
+            form = (sum(shape.lengths), h, shape.d) if shape.lengths else (shape.b, h, t, shape.d)
+            return torch.randn(form, generator=g, device=device, dtype=torch.float32).to(dtype)
 
         kv = shape.hkv or shape.h
-        self.shape, self.mask = shape, shape.mask
+        self.shape, self.mask = shape, shape.mask(device)
         self.q, self.k, self.v, self.do = (
             new(h, t) for h, t in ((shape.h, shape.rows), (kv, shape.t), (kv, shape.t), (shape.h, shape.rows))
         )
 
-    def ours(self, kernel: str) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
+    def ours(self, kernel: str, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
         """Forward and backward of a kernel of the table, nothing allocated inside, and the tensors they write."""
         q, k, v, mask = self.q, self.k, self.v, self.mask
-        module = select(q, k, v, mask, kernel=kernel, deterministic=True).load()
+        module = select(q, k, v, mask, kernel=kernel, deterministic=deterministic).load()
         o_shape, lse_shape = output_shapes(q, v, mask)
         scratch = [
             {
                 name: torch.empty(shape, dtype=dtype, device=q.device)
                 for name, (shape, dtype) in module.workspace(
-                    q, k, v, mask, backward=backward, deterministic=True
+                    q, k, v, mask, backward=backward, deterministic=deterministic
                 ).items()
             }
             for backward in (False, True)
@@ -148,7 +183,7 @@ class Inputs:
         def backward() -> None:
             module.bwd(
                 q, k, v, out["o"], out["lse"], self.do, None, mask, dq=out["dq"], dk=out["dk"], dv=out["dv"],
-                dbias=None, dsinks=None, scratch=scratch[1], deterministic=True,
+                dbias=None, dsinks=None, scratch=scratch[1], deterministic=deterministic,
             )  # fmt: skip
 
         return forward, backward, out
@@ -175,6 +210,8 @@ class Inputs:
 def _peer_function(name: str, shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     """Raises one of ERRORS_OF_A_PEER where there is none."""
     gqa = bool(shape.hkv)
+    if shape.lengths:
+        raise NotImplementedError("takes no packed sequences here")
     if name == "flex":
         if shape.t not in FLEX_LENGTHS or device.type != "cuda":
             raise NotImplementedError(f"compiled on CUDA only, at T in {FLEX_LENGTHS}")
@@ -223,18 +260,26 @@ def peers_on(device: torch.device) -> tuple[str, ...]:
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """Kernels of the table that take a plain call there unasked."""
-    q = torch.empty(1, 1, 16, 16, device=device, dtype=dtype)
+    q = torch.empty(1, 1, 1024, 64, device=device, dtype=dtype)
     problem = Problem(q, q, q, Mask(), deterministic=True)
     names = tuple(row.name for row in ATTENTION if row.by_name_only is None and row.refuses(problem) is None)
     return tuple(name for name in names if name != "tiled") or names if device.type == "cuda" else names
 
 
-def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device) -> str:
+def refusal(kernel: str, inputs: Inputs, deterministic: bool) -> str | None:
+    """Why a kernel of the table does not take this problem, or None."""
+    problem = Problem(inputs.q, inputs.k, inputs.v, inputs.mask, deterministic)
+    return next(row for row in ATTENTION if row.name == kernel).refuses(problem)
+
+
+def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device, deterministic: bool = False) -> str:
     """'' if the kernel is no worse than twice the whole-matrix formula in its dtype (tests/tolerance.py), else the reason."""
     t = min(shape.t, 500) + 13
     window = None if shape.window is None else min(shape.window, 100)
-    small = Inputs(Shape(1, 2, t, shape.d, shape.causal, window, tq=min(shape.tq, t)), dtype, device)
-    forward, backward, got = small.ours(kernel)
+    kv = shape.hkv and 1
+    lengths = (t, 77, 300) if shape.lengths else ()
+    small = Inputs(Shape(1, 2, t, shape.d, shape.causal, window, kv, min(shape.tq, t), lengths), dtype, device)
+    forward, backward, got = small.ours(kernel, deterministic)
     for x in got.values():
         x.fill_(float("nan"))
     forward()
@@ -284,20 +329,25 @@ def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) ->
 
 
 def measure(
-    shape: Shape, dtype: torch.dtype, device: torch.device, kernels: Sequence[str], peers: Sequence[str], repeats: int
-) -> list[Row]:
+    shape: Shape, dtype: torch.dtype, device: torch.device, kernels: Sequence[str], peers: Sequence[str], repeats: int,
+    deterministic: bool = False,
+) -> list[Row]:  # fmt: skip
     inputs = Inputs(shape, dtype, device)
     forward: dict[str, Thunk] = {}
     backward: dict[str, Thunk] = {}
     notes: dict[str, str] = {}
     for name in (*kernels, *peers):
         own = name in kernels
-        wrong = check(name, shape, dtype, device) if own else ""
+        refused = refusal(name, inputs, deterministic) if own else None
+        if refused:
+            notes[name] = refused
+            continue
+        wrong = check(name, shape, dtype, device, deterministic) if own else ""
         if wrong:
             notes[name] = f"WRONG: {wrong}"
             continue
         try:
-            f, b, _ = inputs.ours(name) if own else inputs.peer(name)
+            f, b, _ = inputs.ours(name, deterministic) if own else inputs.peer(name)
             f()
             b()
         except ERRORS_OF_A_PEER as error:
@@ -340,14 +390,21 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> list[float]:
+def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dict[Shape, float]:
     """How many times faster `kernel` is than `peer`, on each shape that has both."""
     times = {(row.shape, row.kernel): row.ms for row in rows if row.direction == direction and row.ms}
-    return [
-        theirs / ours
+    return {
+        shape: theirs / ours
         for (shape, name), ours in times.items()
         if name == kernel and (theirs := times.get((shape, peer))) is not None
-    ]
+    }
+
+
+def packed_rates(rows: Sequence[Row], kernel: str, direction: str) -> list[float]:
+    """TFLOP/s of packed sequences over those of the dense shape that follows, as `_packed` pairs them."""
+    rates = {row.shape: row.tflops for row in rows if (row.kernel, row.direction) == (kernel, direction) and row.tflops}
+    pairs = itertools.pairwise(rates)
+    return [rates[a] / rates[b] for a, b in pairs if a.lengths and not b.lengths]
 
 
 def _geometric_mean(values: Sequence[float]) -> float:
@@ -369,15 +426,43 @@ def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) ->
         if row.ms is not None
     ]
     text = [table(("shape", "pass", "kernel", "ms", "p20", "p80", "TFLOP/s"), lines)]
-    means = [
-        [kernel, peer, direction, f"{_geometric_mean(ratios):.2f}×", str(len(ratios))]
+    directions = ("forward", "backward")
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    others = (*(k for k in kernels if len(kernels) > 1), *peers)
+    found = {
+        (kernel, peer, direction): ratios
         for kernel in kernels
-        for peer in peers
-        for direction in ("forward", "backward")
-        if (ratios := speedups(rows, kernel, peer, direction))
-    ]
-    if means:
-        text += ["", table(("kernel", "faster than", "pass", "geometric mean", "shapes"), means)]
+        for peer in others
+        for direction in directions
+        if kernel != peer and (ratios := speedups(rows, kernel, peer, direction))
+    }
+    if found:
+        compared = list(dict.fromkeys((kernel, peer) for kernel, peer, _ in found))
+        cells = [
+            [str(shape), direction]
+            + [
+                f"{found[kernel, peer, direction][shape]:.3f}×"
+                if shape in found.get((kernel, peer, direction), {})
+                else "–"
+                for kernel, peer in compared
+            ]
+            for direction in directions
+            for shape in shapes
+            if any(shape in ratios for (_, _, way), ratios in found.items() if way == direction)
+        ]
+        text += ["", table(("shape", "pass", *(f"{kernel} / {peer}" for kernel, peer in compared)), cells)]
+        means = [
+            [kernel, peer, direction, f"{_geometric_mean([*r.values()]):.3f}×", f"{min(r.values()):.3f}×", str(len(r))]
+            for (kernel, peer, direction), r in found.items()
+        ]
+        text += ["", table(("kernel", "faster than", "pass", "geometric mean", "least", "shapes"), means)]
+    for kernel in kernels:
+        for direction in directions:
+            if rates := packed_rates(rows, kernel, direction):
+                text += [
+                    "",
+                    f"{kernel}, {direction}: packed at {', '.join(f'{x:.2f}' for x in rates)} of the dense rate",
+                ]
     notes = sorted({f"{row.kernel}: {row.note}" for row in rows if row.note})
     return "\n".join([*text, "", *notes])
 
@@ -385,7 +470,7 @@ def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) ->
 def bench_attention(
     *, device: str | None = None, dtype: str = "bfloat16", kernels: Sequence[str] | None = None, preset: str | None = None,
     peers: bool = True, repeats: int = 30, json: bool = False, out: str | None = None, plot: str | None = None,
-    profile: bool = False, tune: bool = False,
+    profile: bool = False, tune: bool = False, deterministic: bool = False,
 ) -> int:  # fmt: skip
     """Prints times (a table, or JSON lines); `out` appends the JSON lines to a file. Exit code 1 if a kernel is wrong."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -403,7 +488,7 @@ def bench_attention(
         raise ValueError(
             f"kernels: got {sorted(unknown)}; accepted: names among {', '.join(row.name for row in ATTENTION)}"
         )
-    about = environment(where, kind)
+    about = environment(where, kind) | {"deterministic": deterministic}
     if tune:
         from tilegrad.bench.tune import tune_tiles
 
@@ -411,7 +496,7 @@ def bench_attention(
     theirs = peers_on(where) if peers else ()
     rows: list[Row] = []
     for shape in PRESETS[preset]:
-        new = measure(shape, kind, where, ours, theirs, repeats)
+        new = measure(shape, kind, where, ours, theirs, repeats, deterministic)
         rows += new
         for line in _json_lines(new, about):
             if json:

@@ -9,15 +9,19 @@ import math
 import os
 from collections.abc import Callable
 from itertools import pairwise
+from types import NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
 from .mask import Mask
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 256
+TMA_BYTES = 16  # what an address must be a multiple of
+NUMBERS = frozenset((bool, int, float, NoneType))
 
 
 class Inputs(NamedTuple):
@@ -260,3 +264,22 @@ def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, 
     if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
         got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
         raise ValueError(f"{name}: got {got}; accepted: {dtype} {shape} on {device}")
+
+
+def form_of(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Any) -> tuple[object, ...] | None:
+    """All that the checks and the choice of a kernel depend on; None for what has no such form (handles, lists, a seed). Values
+    of tensors are no part of it, and an option counts with its type, for 1 is not True."""
+    form = [*call]
+    for x in (*tensors, mask.bias, mask.alibi_slopes, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k):
+        if x is None:
+            form.append(None)
+        elif type(x) is Tensor or type(x) is Parameter:
+            form += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_BYTES, x.requires_grad)
+        else:
+            return None
+    window = (None, None) if mask.window is None else mask.window
+    if mask.seed is not None or type(window) is not tuple:
+        return None
+    options = (mask.causal, mask.scale, mask.softcap, mask.dropout_p, mask.max_seqlen_q, mask.max_seqlen_k, *window)
+    types = tuple(map(type, options))
+    return (*form, options, types) if NUMBERS.issuperset(types) else None

@@ -7,18 +7,23 @@ parameter's gradient. An output given as None is not computed. `scratch` holds w
     packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
 
 lse is float32, float64 for float64 inputs. The equations are in mask.py (scores) and reference.py (the rest).
+
+A call is checked and a kernel chosen for it once for each form (shapes, strides, dtypes, devices, options): `Plan` is what
+is remembered, and a training step or a decoding loop pays for a look into a dictionary.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from types import ModuleType
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from .. import dispatch
 from ..dispatch import op, select
 from ..scratch import Scratch, Shapes, accumulation_dtype
-from .checks import check_lengths, check_options, check_tensor, check_tensors
+from .checks import check_lengths, check_options, check_tensor, check_tensors, form_of
 from .mask import Mask
 
 lse_dtype = accumulation_dtype  # lse is a row statistic
@@ -40,22 +45,93 @@ def attention_workspace(
     return chosen.load().workspace(q, k, v, mask, backward=backward, deterministic=deterministic)  # type: ignore[no-any-return]
 
 
+class Plan(NamedTuple):
+    """The kernel of a form of call, out of which table, and the scratch it needs."""
+
+    module: ModuleType
+    table: object
+    scratch: Shapes
+
+
+Form = tuple[object, ...] | None
+MOST_PLANS = 4096
+_plans: dict[Form, Plan] = {}
+
+
+def _remembered(form: Form) -> Plan | None:
+    plan = None if form is None else _plans.get(form)
+    return plan if plan is not None and plan.table is dispatch.ATTENTION else None
+
+
+def _remember(form: Form, module: ModuleType, scratch: Shapes) -> Plan:
+    plan = Plan(module, dispatch.ATTENTION, scratch)
+    if form is not None:
+        if len(_plans) >= MOST_PLANS:
+            _plans.clear()
+        _plans[form] = plan
+    return plan
+
+
+def fwd_plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, kernel: str | None
+) -> Plan:
+    """Checks a forward's tensors and chooses its kernel, once for each form."""
+    form = form_of(("fwd", kernel), (q, k, v, o, lse), mask)
+    plan = _remembered(form)
+    if plan is not None:
+        return plan
+    check_options(q, k, v, mask)
+    check_tensors(q, k, v, mask)
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    for name, x, shape, dtype in (("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype))):
+        if x is not None:
+            check_tensor(name, x, shape, dtype, q.device)
+    module = select(q, k, v, mask, kernel=kernel, deterministic=False).load()
+    return _remember(form, module, module.workspace(q, k, v, mask, backward=False, deterministic=False))
+
+
 @op()
 def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *,
     o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """o and lse of the call. lse is what the backward needs beside o."""
+    plan = fwd_plan(q, k, v, mask, o, lse, kernel)
+    check_lengths(q, k, mask)
+    plan.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=_checked_scratch(scratch, plan.scratch, q.device))
+
+
+def bwd_plan(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, others: dict[str, Tensor | None], kernel: str | None, deterministic: bool
+) -> Plan:  # fmt: skip
+    """The same for a backward; `others` are o, lse, do, dlse and the gradients by name."""
+    form = form_of(("bwd", kernel, deterministic), (q, k, v, *others.values()), mask)
+    plan = _remembered(form)
+    if plan is not None:
+        return plan
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    check_lengths(q, k, mask)
     o_shape, lse_shape = output_shapes(q, v, mask)
-    for name, x, shape, dtype in (("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype))):
+    bias, sinks = mask.float_bias, mask.sinks
+    for name, like in (("dbias", bias), ("dsinks", sinks)):
+        if others[name] is not None and like is None:
+            raise ValueError(f"{name}: got a tensor; accepted: None, for this call has no {name[1:]} with a gradient")
+    for name, shape, dtype in (
+        ("o", o_shape, q.dtype),
+        ("lse", lse_shape, lse_dtype(q.dtype)),
+        ("do", o_shape, q.dtype),
+        ("dlse", lse_shape, lse_dtype(q.dtype)),
+        ("dq", tuple(q.shape), q.dtype),
+        ("dk", tuple(k.shape), q.dtype),
+        ("dv", tuple(v.shape), q.dtype),
+        ("dbias", tuple(bias.shape) if bias is not None else (), bias.dtype if bias is not None else q.dtype),
+        ("dsinks", (q.shape[1],), sinks.dtype if sinks is not None else q.dtype),
+    ):
+        x = others[name]
         if x is not None:
             check_tensor(name, x, shape, dtype, q.device)
-    module = select(q, k, v, mask, kernel=kernel, deterministic=False).load()
-    needed = module.workspace(q, k, v, mask, backward=False, deterministic=False)
-    module.fwd(q, k, v, mask, o=o, lse=lse, scratch=_checked_scratch(scratch, needed, q.device))
+    module = select(q, k, v, mask, kernel=kernel, deterministic=deterministic).load()
+    return _remember(form, module, module.workspace(q, k, v, mask, backward=True, deterministic=deterministic))
 
 
 @op(accumulates=("dsinks",))
@@ -65,33 +141,13 @@ def attention_bwd(
     scratch: Scratch | None = None, kernel: str | None = None, deterministic: bool = False,
 ) -> None:  # fmt: skip
     """Gradients of L given do = ∂L/∂o and dlse = ∂L/∂lse (None = 0)."""
-    check_options(q, k, v, mask)
-    check_tensors(q, k, v, mask)
+    grads = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
+    others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **grads}
+    plan = bwd_plan(q, k, v, mask, others, kernel, deterministic)
     check_lengths(q, k, mask)
-    o_shape, lse_shape = output_shapes(q, v, mask)
-    bias, sinks = mask.float_bias, mask.sinks
-    for name, x, like in (("dbias", dbias, bias), ("dsinks", dsinks, sinks)):
-        if x is not None and like is None:
-            raise ValueError(f"{name}: got a tensor; accepted: None, for this call has no {name[1:]} with a gradient")
-    for name, x, shape, dtype in (
-        ("o", o, o_shape, q.dtype),
-        ("lse", lse, lse_shape, lse_dtype(q.dtype)),
-        ("do", do, o_shape, q.dtype),
-        ("dlse", dlse, lse_shape, lse_dtype(q.dtype)),
-        ("dq", dq, tuple(q.shape), q.dtype),
-        ("dk", dk, tuple(k.shape), q.dtype),
-        ("dv", dv, tuple(v.shape), q.dtype),
-        ("dbias", dbias, tuple(bias.shape) if bias is not None else (), bias.dtype if bias is not None else q.dtype),
-        ("dsinks", dsinks, (q.shape[1],), sinks.dtype if sinks is not None else q.dtype),
-    ):
-        if x is not None:
-            check_tensor(name, x, shape, dtype, q.device)
-    module = select(q, k, v, mask, kernel=kernel, deterministic=deterministic).load()
-    needed = module.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
-    module.bwd(
-        q, k, v, o, lse, do, dlse, mask,
-        dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks,
-        scratch=_checked_scratch(scratch, needed, q.device), deterministic=deterministic,
+    plan.module.bwd(
+        q, k, v, o, lse, do, dlse, mask, **grads,
+        scratch=_checked_scratch(scratch, plan.scratch, q.device), deterministic=deterministic,
     )  # fmt: skip
 
 
