@@ -1,99 +1,98 @@
-"""The GPU tests of the Triton kernels, and speed, as one program, for machines without pytest or hypothesis:
+"""Random shapes of the Triton kernels on a GPU, as a program:
 
-    python tests/triton_on_gpu.py [folder for results] [seconds for random shapes] [bench presets …]
+    python tests/triton_on_gpu.py 2000
+    compute-sanitizer --tool racecheck python tests/triton_on_gpu.py 20 --one-process
 
-Prints a verdict for every specification (in a process of its own, so that one that faults spoils no other), then for
-random shapes, repeats and tensors beyond 2³¹ elements; then `tilegrad bench attention` against every peer.
+Each specification of triton_specs.py has a process of its own, which compiles it and runs its share of the shapes: all
+cores compile, and one that faults spoils no other. A sanitizer watches one process, with T ≤ 256.
 """
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
+import os
 import random
 import sys
 import time
-import types
-from concurrent.futures import ProcessPoolExecutor
-from pathlib import Path
-from typing import Any
+from collections import Counter
+from concurrent.futures import ProcessPoolExecutor, as_completed
+from typing import NamedTuple
 
-HERE = Path(__file__).parent
-sys.path[:0] = [str(HERE), str(HERE.parent / "src")]
+import torch
+from cases import build, oracle, run, whole_matrices
+from tolerance import assert_no_worse
+from triton_specs import Spec, specs
 
-import torch  # noqa: E402
-
-
-class _Absent(types.ModuleType):
-    """Stands for pytest or hypothesis where only their decorators are named."""
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return _Absent(name)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        return args[0] if len(args) == 1 and callable(args[0]) and not kwargs else self
-
-    def __or__(self, other: Any) -> Any:
-        return self
+SANITIZED_T = 256
 
 
-for _name in ("pytest", "hypothesis", "hypothesis.strategies"):
-    try:
-        __import__(_name)
-    except ImportError:
-        sys.modules[_name] = _Absent(_name)
+class Verdict(NamedTuple):
+    """Of one specification: which shapes were red and why, and how often each kernel was specialised."""
 
-import test_triton  # noqa: E402
-from triton_specs import specs  # noqa: E402
-
-
-def verdict(number: int) -> str:
-    try:
-        for seed in (number, number + 1000):
-            test_triton.check(specs()[number].case(random.Random(seed), "cuda"), seed)
-    except (AssertionError, RuntimeError, ValueError) as error:
-        return f"{number}: {type(error).__name__}: {str(error)[:200]}"
-    return ""
+    number: int
+    shapes: int
+    red: list[str]
+    specialised: Counter[str]
+    seconds: float
 
 
-def main(folder: Path, seconds: float, presets: list[str]) -> int:
-    failed = 0
-    count = len(specs())
-    with ProcessPoolExecutor(16, mp_context=multiprocessing.get_context("spawn"), max_tasks_per_child=1) as pool:
-        bad = [line for line in pool.map(verdict, range(count)) if line]
-    print(f"{count - len(bad)} of {count} specifications pass", *bad, sep="\n", flush=True)
-    broken = {int(line.split(":")[0]) for line in bad}
-    failed += len(bad)
-    began, shapes = time.perf_counter(), 0
-    for n in range(2000):
-        if time.perf_counter() - began > seconds:
-            break
-        if n % count in broken:
-            continue
-        shapes += 1
+def check_spec(number: int, seeds: list[int], t: int = 300) -> Verdict:
+    from tilegrad.kernels.attention import triton_attention
+
+    torch.set_num_threads(1)
+    spec, red, before, began = specs()[number], [], set(triton_attention.fits), time.perf_counter()
+    for seed in seeds:
+        case = spec.case(random.Random(seed), "cuda", t=t)
+        call = build(case, seed)
         try:
-            test_triton.check(specs()[n % count].case(random.Random(n), "cuda"), n)
-        except AssertionError as error:
-            failed += 1
-            print(f"shape {n}: {error}", flush=True)
-    print(f"{shapes} random shapes", flush=True)
-    for test in (test_triton.test_200_repeats_are_bit_equal, test_triton.test_more_than_2_to_the_31_elements):
-        try:
-            test()
-        except (AssertionError, RuntimeError) as error:
-            failed += 1
-            print(f"{test.__name__}: {type(error).__name__} {str(error)[:200]}", flush=True)
-        else:
-            print(f"{test.__name__}: ok", flush=True)
-    from tilegrad.bench.attention import bench_attention
+            assert_no_worse(run(call, "triton"), oracle(call), whole_matrices(call), case.dtype)
+        except (AssertionError, RuntimeError, ValueError) as error:
+            red.append(f"specification {number}, seed {seed}: {type(error).__name__}: {str(error)[:200]}; {case}")
+    new = [fit.kernel for key, fit in triton_attention.fits.items() if key not in before]
+    return Verdict(number, len(seeds), red, Counter(new), time.perf_counter() - began)
 
-    for preset in presets:
-        failed += bench_attention(device="cuda", preset=preset, repeats=15, out=str(folder / "attention.jsonl"))
-    return 1 if failed else 0
+
+def _work(number: int) -> int:
+    """Roughly how long it takes to compile: the longest start first."""
+    of = dict(specs()[number].values)
+    return max(of["dims"]) * (4 if of["dtype"] == torch.float32 else 1) * (2 if of["bias"] else 1)  # type: ignore[call-overload]
+
+
+def random_shapes(count: int) -> list[Verdict]:
+    every = specs()
+    numbers = sorted(range(len(every)), key=_work, reverse=True)
+    context = multiprocessing.get_context("spawn")
+    with ProcessPoolExecutor(os.cpu_count(), mp_context=context, max_tasks_per_child=1) as pool:
+        futures = [pool.submit(check_spec, n, list(range(n, count, len(every)))) for n in numbers]
+        return [future.result() for future in as_completed(futures)]
+
+
+def one_process(count: int) -> list[Verdict]:
+    """Specifications in even steps, one shape each."""
+    every: list[Spec] = specs()
+    return [check_spec(n * len(every) // count, [n], SANITIZED_T) for n in range(count)]
+
+
+def report(verdicts: list[Verdict], seconds: float) -> int:
+    """Prints what was red; 1 if anything was."""
+    red = [line for verdict in verdicts for line in verdict.red]
+    specialised: Counter[str] = sum((verdict.specialised for verdict in verdicts), Counter())
+    print(*red, sep="\n")
+    print(
+        f"{sum(v.shapes for v in verdicts) - len(red)} of {sum(v.shapes for v in verdicts)} random shapes of "
+        f"{len({v.number for v in verdicts})} specifications pass, in {seconds:.0f} s; specialised: "
+        + ", ".join(f"{name} {n}" for name, n in sorted(specialised.items()))
+    )
+    print("slowest:", *(f"{v.number} {v.seconds:.0f} s" for v in sorted(verdicts, key=lambda v: -v.seconds)[:5]))
+    return 1 if red else 0
 
 
 if __name__ == "__main__":
-    torch.manual_seed(0)
-    given = sys.argv[1:]
-    sys.exit(main(Path((*given, ".")[0]), float((*given[1:], "60")[0]), given[2:] or ["window", "training"]))
+    parser = argparse.ArgumentParser()
+    parser.add_argument("count", type=int)
+    parser.add_argument("--one-process", action="store_true")
+    given = parser.parse_args()
+    start = time.perf_counter()
+    found = one_process(given.count) if given.one_process else random_shapes(given.count)
+    sys.exit(report(found, time.perf_counter() - start))

@@ -18,7 +18,7 @@ from .contract import output_shapes
 from .mask import Mask, four_dims
 from .philox import threshold
 from .tiles import INTERPRETER, UNALIGNED, Tile, candidates
-from .triton_bwd import _dbias_kernel, _delta_kernel, _dkdv_kernel, _dq_kernel, _dsinks_kernel
+from .triton_bwd import _dbias_kernel, _dbias_rows_kernel, _delta_kernel, _dkdv_kernel, _dq_kernel, _dsinks_kernel
 from .triton_fwd import _attention_fwd_kernel, _combine_kernel
 
 Scratch = dict[str, Tensor]
@@ -134,7 +134,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
     one, one_lse = (parts[0], lse_parts[0]) if splits > 1 and parts is not None and lse_parts is not None else (o, lse)
     arguments = (
         {"q": q, "k": k, "v": v, "o": parts, "lse": lse_parts, "sinks": mask.sinks, "splits": splits}
-        | _features(sizes, mask, scratch)
+        | _features(sizes, mask, scratch, _exact(q))
         | _strides(mask.varlen, q=q, k=k, v=v, o=one)
         | _row_strides(mask.varlen, lse=one_lse)
         | {"o_s": 0 if parts is None else parts.stride(0), "lse_s": 0 if lse_parts is None else lse_parts.stride(0)}
@@ -170,7 +170,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
                 | {"tq": sizes.tq, "splits": splits}
             )
             _combine_kernel[(row_tiles * sizes.hq * sizes.batch,)](
-                **arguments, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=DECODE_ROWS
+                **arguments, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=DECODE_ROWS, EXACT=_exact(q)
             )
 
 
@@ -183,12 +183,17 @@ def bwd(
     rows = {"delta": scratch["delta"], "lse2": scratch["lse2"]}
     rows |= {name: x for name, x in _row_strides(mask.varlen, rows=rows["delta"]).items() if name != "rows_t"}
     arguments = {"q": q, "k": k, "v": v, "do": do, "scale": mask.scale_for(sizes.d)} | rows
-    arguments |= _features(sizes, mask, scratch) | _strides(mask.varlen, q=q, k=k, v=v, do=do)
+    arguments |= _features(sizes, mask, scratch, _exact(q)) | _strides(mask.varlen, q=q, k=k, v=v, do=do)
 
     def columns(tile: Tile) -> tuple[Arguments, tuple[int]]:
         col_tiles = _ceil_div(sizes.tk, tile.n)
-        copies = max(1, 32 * tile.warps // tile.m)
-        return {"col_tiles": col_tiles, "COPIES": copies}, (col_tiles * sizes.hkv * sizes.batch,)
+        edge = max(16, tile.m // 2)
+        more = {
+            "EDGE": edge,
+            "COPIES": max(1, 32 * tile.warps // tile.m),
+            "EDGE_COPIES": max(1, 32 * tile.warps // edge),
+        }
+        return {"col_tiles": col_tiles} | more, (col_tiles * sizes.hkv * sizes.batch,)
 
     def row_grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m)
@@ -197,7 +202,8 @@ def bwd(
     with torch.cuda.device_of(q):
         _delta(o, lse, do, dlse, mask, sizes, rows)
         if dk is not None or dv is not None:
-            more: Arguments = {"dk": dk, "dv": dv} | _strides(mask.varlen, dk=dk, dv=dv)
+            more: Arguments = {"dk": dk, "dv": dv, "inv_factor": 1.0 / arguments["factor"]}
+            more |= _strides(mask.varlen, dk=dk, dv=dv)
             constants = _constants(sizes, mask, q, k, v, do, dk, dv)
             constants["ALIKE"] = sizes.d == sizes.dv and _bht(q, mask.varlen)[2] == _bht(do, mask.varlen)[2]
             _launch(_dkdv_kernel, "dkdv", sizes, q, columns, arguments | more, constants)
@@ -205,12 +211,15 @@ def bwd(
             more = {"dq": dq} | _strides(mask.varlen, dq=dq)
             _launch(_dq_kernel, "dq", sizes, q, row_grid, arguments | more, _constants(sizes, mask, q, k, v, do, dq))
         if dbias is not None and dbias.numel():
-            _dbias(arguments, sizes, mask, dbias, _constants(sizes, mask, q, k, v, do))
+            if four_dims(dbias).shape[-1] > 1:
+                _dbias(arguments, sizes, dbias, _constants(sizes, mask, q, k, v, do))
+            else:
+                _dbias_rows(dlse, mask, sizes, rows, dbias, _exact(q))
         if dsinks is not None and mask.sinks is not None:
             strides = {"sinks_h": mask.sinks.stride(0), "dsinks_h": dsinks.stride(0)}
             _dsinks_kernel[(sizes.hq,)](
                 **rows, **strides, sinks=mask.sinks, cu_seqlens_q=mask.cu_seqlens_q, dsinks=dsinks,
-                batch=sizes.batch, tq=sizes.tq, BLOCK=1024,
+                batch=sizes.batch, tq=sizes.tq, BLOCK=1024, EXACT=_exact(q),
             )  # fmt: skip
 
 
@@ -225,29 +234,47 @@ def _delta(
     _delta_kernel[(row_tiles * sizes.hq * sizes.batch,)](
         **arguments, heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, DV=sizes.dv, BLOCK_DV=sizes.block_dv,
         BLOCK_M=ROWS, ALIGN=_align(mask.varlen, o, do), WIDE=_wide(mask.varlen, o, do),
+        EXACT=_exact(o),
     )  # fmt: skip
 
 
-def _dbias(arguments: Arguments, sizes: Sizes, mask: Mask, dbias: Tensor, constants: Arguments) -> None:
-    """The grid is the bias's own tiles; a dimension it is broadcast in is walked by each program."""
-    dbias = four_dims(dbias)
-    wide_b, wide_h, wide_i, wide_j = (n > 1 for n in dbias.shape)
-    names = ("dbias_b", "dbias_h", "dbias_i", "dbias_j")
-    steps = {"b_step": sizes.batch if wide_b else 1, "h_step": sizes.hq if wide_h else 1, "batch": sizes.batch}
-    more = {"dbias": dbias} | dict(zip(names, dbias.stride(), strict=True)) | steps
+def _dbias(arguments: Arguments, sizes: Sizes, dbias: Tensor, constants: Arguments) -> None:
+    more, wide_i = _own_tiles(dbias, sizes)
     dropped = ("cu_seqlens_q", "cu_seqlens_k", "scale")
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m) if wide_i else 1
-        col_tiles = _ceil_div(sizes.tk, tile.n) if wide_j else 1
-        count = row_tiles * col_tiles * steps["b_step"] * steps["h_step"]
+        col_tiles = _ceil_div(sizes.tk, tile.n)
+        count = row_tiles * col_tiles * more["b_step"] * more["h_step"]
         return {"row_tiles": row_tiles, "col_tiles": col_tiles}, (count,)
 
     _launch(
         _dbias_kernel, "dq", sizes, arguments["q"], grid,
-        {name: x for name, x in (arguments | more).items() if name not in dropped},
-        constants | {"SUM_ROWS": not wide_i, "SUM_COLUMNS": not wide_j},
+        {name: x for name, x in (arguments | more).items() if name not in dropped}, constants | {"SUM_ROWS": not wide_i},
     )  # fmt: skip
+
+
+def _dbias_rows(
+    dlse: Tensor | None, mask: Mask, sizes: Sizes, rows: Arguments, dbias: Tensor, exact: bool
+) -> None:  # fmt: skip
+    """dbias of a bias that is broadcast over columns."""
+    more, wide_i = _own_tiles(dbias, sizes)
+    del more["dbias_j"]
+    row_tiles = _ceil_div(sizes.tq, ROWS) if wide_i else 1
+    _dbias_rows_kernel[(row_tiles * more["b_step"] * more["h_step"],)](
+        **rows, **more, **_row_strides(False, dlse=dlse), dlse=dlse, sinks=mask.sinks,
+        sinks_h=0 if mask.sinks is None else mask.sinks.stride(0), heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq,
+        BLOCK=ROWS, SUM_ROWS=not wide_i, EXACT=exact,
+    )  # fmt: skip
+
+
+def _own_tiles(dbias: Tensor, sizes: Sizes) -> tuple[Arguments, bool]:
+    """The grid is the bias's own tiles; a dimension it is broadcast in is walked by each program. And whether it has rows."""
+    dbias = four_dims(dbias)
+    wide_b, wide_h, wide_i, _ = (n > 1 for n in dbias.shape)
+    strides = dict(zip(("dbias_b", "dbias_h", "dbias_i", "dbias_j"), dbias.stride(), strict=True))
+    steps = {"b_step": sizes.batch if wide_b else 1, "h_step": sizes.hq if wide_h else 1, "batch": sizes.batch}
+    return {"dbias": dbias} | strides | steps, wide_i
 
 
 def _launch(
@@ -305,9 +332,10 @@ def _meta(tile: Tile) -> Arguments:
     return {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages}
 
 
-def _features(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
+def _features(sizes: Sizes, mask: Mask, scratch: Scratch, exact: bool) -> Arguments:
     """What every kernel is told about the scores, in its own names."""
     bias, slopes, seed = mask.bias, mask.alibi_slopes, mask.seed
+    unit = 1.0 if exact else LOG2E
     strides = dict.fromkeys(("bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h"), 0)
     if bias is not None:
         bias = four_dims(bias.view(torch.uint8) if bias.dtype == torch.bool else bias)
@@ -323,18 +351,22 @@ def _features(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
         "inv_keep": 1.0 / (1.0 - mask.dropout_p),
         "heads": sizes.hq, "group": sizes.hq // sizes.hkv, "tq": sizes.tq, "tk": sizes.tk,
         "left": sizes.left, "right": sizes.right,
-        "factor": max(abs(mask.scale_for(sizes.d)) * LOG2E, LEAST_FACTOR),
-        "softcap": mask.softcap * LOG2E if mask.softcap else None,
+        "factor": max(abs(mask.scale_for(sizes.d)) * unit, LEAST_FACTOR),
+        "softcap": mask.softcap * unit if mask.softcap else None,
     }  # fmt: skip
 
 
-def _constants(sizes: Sizes, mask: Mask, *tensors: Tensor | None) -> Arguments:
-    tf32 = torch.backends.cuda.matmul.fp32_precision == "tf32"
+def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> Arguments:
     return {
         "D": sizes.d, "DV": sizes.dv, "BLOCK_D": sizes.block_d, "BLOCK_DV": sizes.block_dv,
-        "ALIGN": _align(mask.varlen, *tensors), "WIDE": _wide(mask.varlen, *tensors),
-        "NEGATIVE": mask.scale_for(sizes.d) < 0.0, "PRECISION": "tf32" if tf32 else "ieee",
+        "ALIGN": _align(mask.varlen, q, *others), "WIDE": _wide(mask.varlen, q, *others),
+        "NEGATIVE": mask.scale_for(sizes.d) < 0.0, "EXACT": _exact(q),
     }  # fmt: skip
+
+
+def _exact(q: Tensor) -> bool:
+    """float32, and torch does not allow tf32 in its stead."""
+    return q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
 def _bht(x: Tensor, varlen: bool) -> tuple[int, int, int]:

@@ -5,7 +5,9 @@
               sᵀ = k qᵀ   dpᵀ = v doᵀ   dv += rᵀ do   dk += dxᵀ q
     dq      a program owns a tile of rows and walks the columns they see
               s = q kᵀ    dp = do vᵀ    dq += dx k
-    dbias   a program owns a tile of the bias itself and walks everything that the bias is broadcast over
+    dbias   a program owns a tile of the bias itself and walks everything that the bias is broadcast over; one that is
+            broadcast over columns shifts whole rows, of which softmax sees nothing, but lse and the sink do:
+              Σⱼ ds = Σⱼ p ∘ dp − delta Σⱼ p = (delta + dlse) − delta (1 − p_sink) = dlse + p_sink · delta
     dsinks  a program owns a head and walks its rows: dsink −= Σ exp(sink − lse) · delta
 
 r, ds and dx of a tile are in triton_mask.py; scale, and 1/(1 − dropout_p) of dv, are applied once, at the end. Scores are
@@ -20,21 +22,23 @@ import triton
 import triton.language as tl
 
 from .triton_mask import (
-    LOG2E,
     Head,
     at,
     band_tiles,
+    inner,
     kept,
     lengths,
     load_row,
     load_tile,
     nth_tile,
+    power,
     probabilities,
+    product,
     score_gradient,
     steps,
     store_tile,
     tile_offsets,
-    to_base_2,
+    to_base,
     uncapped,
 )
 
@@ -50,6 +54,7 @@ def _delta_kernel(
     delta, lse2,
     o_b, o_h, o_t, do_b, do_h, do_t, lse_b, lse_h, lse_t, dlse_b, dlse_h, dlse_t, rows_b, rows_h, heads, row_tiles, tq,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % row_tiles * BLOCK_M
     h = tl.program_id(0) // row_tiles % heads
@@ -77,17 +82,21 @@ def _delta_kernel(
     tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d, 0.0), mask=inside)
     tl.store(
         at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
-        tl.where(some, to_base_2(lse_row), float("inf")),
+        tl.where(some, to_base(lse_row, EXACT), float("inf")),
         mask=inside,
     )
 
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, q, do, lse2, delta, q_offsets, do_offsets, q_t, do_t, j, head, first, full, full_end, last,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
-    COPIES: tl.constexpr, DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, q, do, lse2, delta, q_t, do_t, j, head, inv_factor, first, full, full_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr, COPIES: tl.constexpr, ALIKE: tl.constexpr,
+    DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, WIDE)
+    do_offsets = q_offsets if ALIKE else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, WIDE)
+    PLAIN: tl.constexpr = not EXACT and head.softcap is None and head.bias is None and head.slope is None
     tiles = full_end - full
     if MASKED:
         tiles = full - first + last - full_end
@@ -97,15 +106,23 @@ def _add_rows(
         q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
         do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
         lse2_row = load_row(lse2, rows, head.tq, float("inf"), COPIES, CHECKED=MASKED)
-        s = tl.dot(k, q_tile.T, input_precision=PRECISION)
+        s_start = None
+        if PLAIN:
+            s_start = lse2_row * -inv_factor
+            lse2_row = 0.0
+        s = inner(k, q_tile, s_start, EXACT)
         delta_row = load_row(delta, rows, head.tq, 0.0, COPIES, CHECKED=MASKED)
-        dp = tl.dot(v, do_tile.T, input_precision=PRECISION)
-        p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, MASKED)
+        dp_start = None
+        if not EXACT and head.seed is None:
+            dp_start = -delta_row
+            delta_row = 0.0
+        dp = inner(v, do_tile, dp_start, EXACT)
+        p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, EXACT, MASKED)
         dx = uncapped(score_gradient(p, dp, delta_row, keep, head), t, head)
         if DV_WANTED:
-            dv = tl.dot(kept(p, keep, head).to(do_tile.dtype), do_tile, dv, input_precision=PRECISION)
+            dv = product(kept(p, keep, head).to(do_tile.dtype), do_tile, dv, EXACT)
         if DK_WANTED:
-            dk = tl.dot(dx.to(q_tile.dtype), q_tile, dk, input_precision=PRECISION)
+            dk = product(dx.to(q_tile.dtype), q_tile, dk, EXACT)
     return dk, dv
 
 
@@ -115,11 +132,11 @@ def _dkdv_kernel(
     dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    heads, group, col_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
+    heads, group, col_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, inv_factor, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
-    COPIES: tl.constexpr, ALIKE: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
+    COPIES: tl.constexpr, ALIKE: tl.constexpr, EDGE: tl.constexpr, EDGE_COPIES: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % col_tiles * BLOCK_N
     kv_head = tl.program_id(0) // col_tiles % (heads // group)
@@ -131,8 +148,6 @@ def _dkdv_kernel(
     j = start + tl.arange(0, BLOCK_N)[:, None]
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
     v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
-    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
-    do_offsets = q_offsets if ALIKE else tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
     k_tile = load_tile(at(k, k_b, k_h, k_t, b, kv_head, start_k + start, ALIGN), k_offsets, tk - start, D, CHECKED=True)
     v_tile = load_tile(
         at(v, v_b, v_h, v_t, b, kv_head, start_k + start, ALIGN), v_offsets, tk - start, DV, CHECKED=True
@@ -145,7 +160,8 @@ def _dkdv_kernel(
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     stop = tl.minimum(start + BLOCK_N, tk)
-    first, full, full_end, last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
+    _first, full, full_end, _last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
+    first, _full, _full_end, last = band_tiles(start, stop, tq - tk, right, left, tq, EDGE)
     for g in range(0, group):
         h = kv_head * group + g
         q_head = at(q, q_b, q_h, q_t, b, h, start_q, ALIGN)
@@ -154,19 +170,24 @@ def _dkdv_kernel(
         delta_head = at(delta, rows_b, rows_h, 1, b, h, start_q, 1)
         slope = None
         if slopes is not None:
-            slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32) * LOG2E
+            slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
         bias_head = None
         if bias is not None:
             bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
         head = Head(
             b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
         )
-        for MASKED in tl.static_range(2):
-            dk_acc, dv_acc = _add_rows(
-                dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_offsets, do_offsets, q_t, do_t,
-                j, head, first, full, full_end, last,
-                D, DV, BLOCK_M, ALIGN, PRECISION, COPIES, dk is not None, dv is not None, MASKED,
-            )  # fmt: skip
+        dk_acc, dv_acc = _add_rows(
+            dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_t, do_t,
+            j, head, inv_factor, full, full, full_end, full_end,
+            D, DV, BLOCK_M, ALIGN, WIDE, EXACT, COPIES, ALIKE, dk is not None, dv is not None, MASKED=False,
+        )  # fmt: skip
+        dk_acc, dv_acc = _add_rows(
+            dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_t, do_t,
+            j, head, inv_factor,
+            first, tl.minimum(full * (BLOCK_M // EDGE), last), tl.minimum(full_end * (BLOCK_M // EDGE), last), last,
+            D, DV, EDGE, ALIGN, WIDE, EXACT, EDGE_COPIES, ALIKE, dk is not None, dv is not None, MASKED=True,
+        )  # fmt: skip
 
     if dk is not None:
         dk = at(dk, dk_b, dk_h, dk_t, b, kv_head, start_k + start, ALIGN)
@@ -179,7 +200,7 @@ def _dkdv_kernel(
 @triton.jit
 def _add_columns(
     dq, q, do, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, full, full_end, last,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, EXACT: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     tiles = full_end - full
@@ -190,11 +211,11 @@ def _add_columns(
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
-        s = tl.dot(q, k_tile.T, input_precision=PRECISION)
-        dp = tl.dot(do, v_tile.T, input_precision=PRECISION)
-        p, keep, t = probabilities(s, lse2[:, None], i, j, head, MASKED)
+        s = inner(q, k_tile, None, EXACT)
+        dp = inner(do, v_tile, None, EXACT)
+        p, keep, t = probabilities(s, lse2[:, None], i, j, head, EXACT, MASKED)
         dx = uncapped(score_gradient(p, dp, delta[:, None], keep, head), t, head)
-        dq = tl.dot(dx.to(k_tile.dtype), k_tile, dq, input_precision=PRECISION)
+        dq = product(dx.to(k_tile.dtype), k_tile, dq, EXACT)
     return dq
 
 
@@ -207,7 +228,7 @@ def _dq_kernel(
     heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
@@ -234,7 +255,7 @@ def _dq_kernel(
     delta = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=0.0)
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32) * LOG2E
+        slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
     if bias is not None:
         bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
     if seed is not None:
@@ -249,7 +270,7 @@ def _dq_kernel(
     for MASKED in tl.static_range(2):
         acc = _add_columns(
             acc, q_tile, do_tile, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, rows[:, None], head,
-            first, full, full_end, last, D, DV, BLOCK_N, ALIGN, PRECISION, MASKED,
+            first, full, full_end, last, D, DV, BLOCK_N, ALIGN, EXACT, MASKED,
         )  # fmt: skip
 
     dq = at(dq, dq_b, dq_h, dq_t, b, h, start_q + start, ALIGN)
@@ -265,22 +286,26 @@ def _dbias_kernel(
     batch, heads, group, row_tiles, col_tiles, b_step, h_step, tq, tk, left, right, threshold: tl.uint32,
     factor, softcap, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM_ROWS: tl.constexpr, SUM_COLUMNS: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM_ROWS: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     own_n = tl.program_id(0) % col_tiles
     own_m = tl.program_id(0) // col_tiles % row_tiles
     own_h = tl.program_id(0) // col_tiles // row_tiles % h_step
     own_b = tl.program_id(0) // col_tiles // row_tiles // h_step
-    m_end = own_m + 1
-    if SUM_ROWS:
-        m_end = (tq + BLOCK_M - 1) // BLOCK_M
+    col = own_n * BLOCK_N
+    stop = tl.minimum(col + BLOCK_N, tk)
+    first, _full, _full_end, last = band_tiles(col, stop, tq - tk, right, left, tq, BLOCK_M)
+    if not SUM_ROWS:
+        first = tl.maximum(first, own_m)
+        last = tl.minimum(last, own_m + 1)
 
     acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
     q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
     do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
     v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    j = col + tl.arange(0, BLOCK_N)[None, :]
     if seed is not None:
         seed = tl.load(seed)
 
@@ -288,50 +313,71 @@ def _dbias_kernel(
         for h in range(own_h, heads, h_step):
             slope = None
             if slopes is not None:
-                slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32) * LOG2E
+                slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
             bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
             head = Head(
                 b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
             )
-            for m in range(own_m, m_end):
+            k_tile = load_tile(at(k, k_b, k_h, k_t, b, h // group, col, ALIGN), k_offsets, tk - col, D, CHECKED=True)
+            v_tile = load_tile(at(v, v_b, v_h, v_t, b, h // group, col, ALIGN), v_offsets, tk - col, DV, CHECKED=True)
+            if NEGATIVE:
+                k_tile = -k_tile
+            for m in range(first, last):
                 row = m * BLOCK_M
                 rows = row + tl.arange(0, BLOCK_M)
                 q_tile = load_tile(at(q, q_b, q_h, q_t, b, h, row, ALIGN), q_offsets, tq - row, D, CHECKED=True)
                 do_tile = load_tile(at(do, do_b, do_h, do_t, b, h, row, ALIGN), do_offsets, tq - row, DV, CHECKED=True)
-                if NEGATIVE:
-                    q_tile = -q_tile
                 lse2_row = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 delta_row = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
-                stop = tl.minimum(row + BLOCK_M, tq)
-                first, _full, _full_end, last = band_tiles(row, stop, tk - tq, left, right, tk, BLOCK_N)
-                if not SUM_COLUMNS:
-                    first = tl.maximum(first, own_n)
-                    last = tl.minimum(last, own_n + 1)
-                for n in range(first, last):
-                    col = n * BLOCK_N
-                    j = col + tl.arange(0, BLOCK_N)[None, :]
-                    k_tile = load_tile(
-                        at(k, k_b, k_h, k_t, b, h // group, col, ALIGN), k_offsets, tk - col, D, CHECKED=True
-                    )
-                    v_tile = load_tile(
-                        at(v, v_b, v_h, v_t, b, h // group, col, ALIGN), v_offsets, tk - col, DV, CHECKED=True
-                    )
-                    s = tl.dot(q_tile, k_tile.T, input_precision=PRECISION)
-                    dp = tl.dot(do_tile, v_tile.T, input_precision=PRECISION)
-                    p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, MASKED=True)
-                    acc += score_gradient(p, dp, delta_row[:, None], keep, head)
+                s = inner(q_tile, k_tile, None, EXACT)
+                dp = inner(do_tile, v_tile, None, EXACT)
+                p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, EXACT, MASKED=True)
+                acc += score_gradient(p, dp, delta_row[:, None], keep, head)
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
     i = own_m * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    j = own_n * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
     if SUM_ROWS:
         acc = tl.sum(acc, 0, keep_dims=True)
         i = tl.zeros([1, 1], tl.int32)
-    if SUM_COLUMNS:
-        acc = tl.sum(acc, 1, keep_dims=True)
-        j = tl.zeros([1, 1], tl.int32)
-    inside = ((i < tq) | SUM_ROWS) & ((j < tk) | SUM_COLUMNS)
+    inside = ((i < tq) | SUM_ROWS) & (j < tk)
     tl.store(dbias + i.to(tl.int64) * dbias_i + j * dbias_j, acc.to(dbias.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _dbias_rows_kernel(
+    lse2, delta, dlse, sinks,
+    dbias,
+    rows_b, rows_h, dlse_b, dlse_h, dlse_t, sinks_h, dbias_b, dbias_h, dbias_i,
+    batch, heads, row_tiles, b_step, h_step, tq,
+    BLOCK: tl.constexpr, SUM_ROWS: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    own_m = tl.program_id(0) % row_tiles
+    own_h = tl.program_id(0) // row_tiles % h_step
+    own_b = tl.program_id(0) // row_tiles // h_step
+    m_end = own_m + 1
+    if SUM_ROWS:
+        m_end = (tq + BLOCK - 1) // BLOCK
+
+    acc = tl.zeros([BLOCK], tl.float32)
+    for b in range(own_b, batch, b_step):
+        for h in range(own_h, heads, h_step):
+            for m in range(own_m, m_end):
+                rows = m * BLOCK + tl.arange(0, BLOCK)
+                z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
+                if dlse is not None:
+                    some = z < float("inf")
+                    acc += tl.load(at(dlse, dlse_b, dlse_h, dlse_t, b, h, rows, 1), mask=some, other=0.0)
+                if sinks is not None:
+                    sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
+                    d = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
+                    acc += power(sink - z, EXACT) * d
+
+    dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
+    i = own_m * BLOCK + tl.arange(0, BLOCK)
+    if SUM_ROWS:
+        acc = tl.sum(acc, 0, keep_dims=True)
+        i = tl.zeros([1], tl.int32)
+    tl.store(dbias + i.to(tl.int64) * dbias_i, acc.to(dbias.dtype.element_ty), mask=(i < tq) | SUM_ROWS)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -339,10 +385,10 @@ def _dsinks_kernel(
     lse2, delta, sinks, cu_seqlens_q,
     dsinks,
     rows_b, rows_h, sinks_h, dsinks_h, batch, tq,
-    BLOCK: tl.constexpr,
+    BLOCK: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
-    sink = to_base_2(tl.load(sinks + h * sinks_h).to(tl.float32))
+    sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
@@ -350,6 +396,6 @@ def _dsinks_kernel(
             rows = start + tl.arange(0, BLOCK)
             z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))
             d = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=0.0)
-            acc -= tl.math.exp2(sink - z) * d
+            acc -= power(sink - z, EXACT) * d
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

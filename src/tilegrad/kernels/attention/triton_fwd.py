@@ -21,21 +21,25 @@ import triton
 import triton.language as tl
 
 from .triton_mask import (
-    LOG2E,
     LOWEST,
     Head,
     at,
     band_tiles,
+    from_base,
+    inner,
     keeps,
     lengths,
     load_tile,
-    log2_scores,
+    logarithm,
     nth_tile,
+    power,
+    product,
+    quotient,
+    scores,
     steps,
     store_tile,
     tile_offsets,
-    to_base_2,
-    to_base_e,
+    to_base,
 )
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
@@ -46,7 +50,7 @@ SIZES += ["heads", "row_tiles", "tq", "tk", "left", "right", "threshold", "split
 @triton.jit
 def _attend(
     acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, full, full_end, last,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, EXACT: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
     tiles = full_end - full
@@ -56,17 +60,17 @@ def _attend(
         start = nth_tile(n, first, full, full_end, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
-        s = tl.dot(q, k_tile.T, input_precision=PRECISION)
-        x, factor, _tanh = log2_scores(s, i, j, head, MASKED)
+        s = inner(q, k_tile, None, EXACT)
+        x, factor, _tanh = scores(s, i, j, head, EXACT, MASKED)
         new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
-        p = tl.math.exp2(x * factor - new_max[:, None])
-        alpha = tl.math.exp2(row_max - new_max)
+        p = power(x * factor - new_max[:, None], EXACT)
+        alpha = power(row_max - new_max, EXACT)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if head.seed is not None:
             p = tl.where(keeps(i, j, head), p, 0.0)
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
-        acc = tl.dot(p.to(v_tile.dtype), v_tile, acc, input_precision=PRECISION)
+        acc = product(p.to(v_tile.dtype), v_tile, acc, EXACT)
         row_max = new_max
     return acc, row_max, row_sum
 
@@ -80,7 +84,7 @@ def _attention_fwd_kernel(
     sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits, factor, softcap, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, PRECISION: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
@@ -104,7 +108,7 @@ def _attention_fwd_kernel(
     v = at(v, v_b, v_h, v_t, b, h // group, start_k, ALIGN)
     slope = None
     if slopes is not None:
-        slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32) * LOG2E
+        slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
     if bias is not None:
         bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
     if seed is not None:
@@ -113,10 +117,10 @@ def _attention_fwd_kernel(
     row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sinks is not None:
-        sink = to_base_2(tl.load(sinks + h * sinks_h).to(tl.float32))
+        sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
         sink = tl.where(split == 0, sink, float("-inf"))
         row_max = tl.maximum(row_max, sink)
-        row_sum = tl.math.exp2(sink - row_max)
+        row_sum = power(sink - row_max, EXACT)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     stop = tl.minimum(start + BLOCK_M, tq)
@@ -130,7 +134,7 @@ def _attention_fwd_kernel(
     for MASKED in tl.static_range(2):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q_tile, k, v, k_offsets, v_offsets, k_t, v_t, i, head,
-            first, full, full_end, last, D, DV, BLOCK_N, ALIGN, PRECISION, MASKED,
+            first, full, full_end, last, D, DV, BLOCK_N, ALIGN, EXACT, MASKED,
         )  # fmt: skip
 
     some = row_sum > 0.0
@@ -138,11 +142,11 @@ def _attention_fwd_kernel(
     if o is not None:
         o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, ALIGN) + steps(split, o_s, ALIGN)
-        store_tile(o, o_offsets, acc * (inv_keep / row_sum)[:, None], tq - start, DV)
+        store_tile(o, o_offsets, acc * quotient(inv_keep, row_sum, EXACT)[:, None], tq - start, DV)
     if lse is not None:
         rows = start + tl.arange(0, BLOCK_M)
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
-        value = tl.where(some, to_base_e(row_max + tl.math.log2(row_sum)), float("-inf"))
+        value = tl.where(some, from_base(row_max + logarithm(row_sum, EXACT), EXACT), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=rows < tq)
 
 
@@ -152,7 +156,7 @@ def _combine_kernel(
     o, lse,
     parts_b, parts_h, parts_t, parts_s, lse_parts_b, lse_parts_h, lse_parts_t, lse_parts_s, o_b, o_h, o_t, lse_b, lse_h, lse_t,
     heads, row_tiles, tq, splits,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % row_tiles * BLOCK_M
     h = tl.program_id(0) // row_tiles % heads
@@ -171,11 +175,11 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     for split in tl.range(0, splits):
-        x = to_base_2(tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")))
+        x = to_base(tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")), EXACT)
         part = load_tile(parts + steps(split, parts_s, 1), part_offsets, tq - start, DV, CHECKED=True)
         new_max = tl.maximum(row_max, x)
-        alpha = tl.math.exp2(row_max - new_max)
-        weight = tl.math.exp2(x - new_max)
+        alpha = power(row_max - new_max, EXACT)
+        weight = power(x - new_max, EXACT)
         row_sum = row_sum * alpha + weight
         acc = acc * alpha[:, None] + part * weight[:, None]
         row_max = new_max
@@ -184,8 +188,10 @@ def _combine_kernel(
     row_sum = tl.where(some, row_sum, 1.0)
     if o is not None:
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, 1)
-        store_tile(o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), acc / row_sum[:, None], tq - start, DV)
+        store_tile(
+            o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), quotient(acc, row_sum[:, None], EXACT), tq - start, DV
+        )
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
-        value = tl.where(some, to_base_e(row_max + tl.math.log2(row_sum)), float("-inf"))
+        value = tl.where(some, from_base(row_max + logarithm(row_sum, EXACT), EXACT), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=inside)

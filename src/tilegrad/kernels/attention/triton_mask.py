@@ -7,6 +7,10 @@ function here serves both. Scores leave in base 2, x = log2(e) · s, so that exp
     softcap c, bias, ALiBi  x = c₂ tanh(factor/c₂ · q·k) + log2(e) · bias − slope₂ · |i + Tk − Tq − j|        factor = 1
     hidden                  x = −inf                      only in tiles that the band's edge or the end of k crosses
 
+EXACT, for float32 whose products are IEEE's: scores stay in base e, with factor = |scale| and no log2(e) anywhere, and exp,
+log, tanh and quotients are rounded like torch's; the device's own exp2, log2 and division miss by two units or more, and an
+error of a score or of lse is an error of every p. Below, a "base" is 2, or e where EXACT.
+
 A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · s) = factor · max(s).
 
 Tiles of BLOCK columns that a run of rows sees, counted from 0:   [0 … first · full … · full_end … last)
@@ -26,6 +30,10 @@ LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # what float32 cuts off
 LN2_LOW = tl.constexpr(-1.904654323148236e-09)
+LN2_HEAD = tl.constexpr(0.693359375)  # 9 bits of ln 2: its product with an exponent is exact
+LN2_TAIL = tl.constexpr(-2.1219444005469057e-04)
+LEAST_EXPONENT = tl.constexpr(-87.0)  # exp below it counts as 0
+CHAIN = tl.constexpr(32)  # terms that a float32 product adds one after the other
 LOWEST = tl.constexpr(-1e38)  # where a running maximum starts: finite, so that a row that sees nothing makes no NaN
 
 
@@ -39,25 +47,85 @@ class Head(NamedTuple):
     left: Any
     right: Any
     factor: Any
-    softcap: Any  # c · log2(e)
+    softcap: Any  # c in the base, c · log2(e) or c
     bias: Any  # at this head
     bias_i: Any
     bias_j: Any
-    slope: Any  # · log2(e)
+    slope: Any  # in the base
     seed: Any
     threshold: Any
     inv_keep: Any  # 1 / (1 − dropout_p)
 
 
 @triton.jit
-def to_base_2(x):
+def to_base(x, EXACT: tl.constexpr):
     """x · log2(e), rounded once: an error in lse is an error in every p of its row."""
-    return x * LOG2E + x * LOG2E_LOW
+    return x if EXACT else x * LOG2E + x * LOG2E_LOW
 
 
 @triton.jit
-def to_base_e(x):
-    return x * LN2 + x * LN2_LOW
+def from_base(x, EXACT: tl.constexpr):
+    return x if EXACT else x * LN2 + x * LN2_LOW
+
+
+@triton.jit
+def power(x, EXACT: tl.constexpr):
+    """exp2(x); where EXACT exp(x) = 2ⁿ exp(f), |f| ≤ ln 2 / 2, with the polynomial (exp(f) − 1 − f) / f². Error 0.7 units."""
+    if EXACT:
+        bounded = tl.maximum(x, LEAST_EXPONENT)
+        n = tl.floor(bounded * LOG2E + 0.5)
+        f = (bounded - n * LN2_HEAD) - n * LN2_TAIL
+        y = 0.008368780836462975 + f * 0.001381446490995586
+        y = 0.1666651964187622 + f * (0.04166839271783829 + f * y)
+        y = 1.0 + (f + f * f * (0.4999999403953552 + f * y))
+        y *= ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        return tl.where(x > LEAST_EXPONENT, y, 0.0)
+    else:
+        return tl.math.exp2(x)
+
+
+@triton.jit
+def logarithm(x, EXACT: tl.constexpr):
+    """log2(x); where EXACT log(x), by one step of Newton from there."""
+    y = tl.math.log2(x)
+    if EXACT:
+        y = y * LN2
+        y += x * power(-y, EXACT) - 1.0
+    return y
+
+
+@triton.jit
+def quotient(x, y, EXACT: tl.constexpr):
+    return tl.math.div_rn(x, y) if EXACT else x / y
+
+
+@triton.jit
+def plus(a, b):
+    """a + b; of a product written so, Triton makes one that adds to b term by term, and rounds as often."""
+    return tl.fma(a, 1.0, b)
+
+
+@triton.jit
+def product(a, b, acc, EXACT: tl.constexpr):
+    """acc + a b"""
+    if EXACT:
+        return plus(tl.dot(a, b, input_precision="ieee"), acc)
+    else:
+        return tl.dot(a, b, acc)
+
+
+@triton.jit
+def inner(a, b, start, EXACT: tl.constexpr):
+    """start + a bᵀ, start None or a row; where EXACT as sums of CHAIN terms, and start must be None."""
+    if EXACT and a.shape[1] > CHAIN:
+        CHAINS: tl.constexpr = a.shape[1] // CHAIN
+        a_chains = tl.permute(tl.reshape(a, [a.shape[0], CHAINS, CHAIN]), [1, 0, 2])
+        b_chains = tl.permute(tl.reshape(b, [b.shape[0], CHAINS, CHAIN]), [1, 2, 0])
+        return tl.sum(tl.dot(a_chains, b_chains, input_precision="ieee"), 0)
+    elif start is None:
+        return tl.dot(a, b.T, input_precision="ieee" if EXACT else "tf32")
+    else:
+        return tl.dot(a, b.T, tl.broadcast_to(start, [a.shape[0], b.shape[0]]))
 
 
 @triton.jit
@@ -161,27 +229,33 @@ def nth_tile(n, first, full, full_end, MASKED: tl.constexpr):
 
 
 @triton.jit
-def tanh(x):
-    """Odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. Relative error 3e-7."""
+def tanh(x, EXACT: tl.constexpr):
+    """Odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. Relative error 3e-7, 2e-7 where EXACT."""
     y = x * x
-    near = 0.020696379244327545 - 0.005768859293311834 * y
-    near = -0.05375746265053749 + y * near
-    near = 0.13331660628318787 + y * near
-    near = -0.333332896232605 + y * near
-    far = 1.0 - 2.0 / (1.0 + tl.math.exp2(tl.minimum(tl.maximum(x, -20.0), 20.0) * (2.0 * LOG2E)))
+    if EXACT:
+        near = -0.008262742310762405 + y * 0.0022269717883318663
+        near = -0.0539521649479866 + y * (0.021732719615101814 + y * near)
+        near = -0.3333333134651184 + y * (0.13333246111869812 + y * near)
+    else:
+        near = 0.020696379244327545 - 0.005768859293311834 * y
+        near = -0.05375746265053749 + y * near
+        near = 0.13331660628318787 + y * near
+        near = -0.333332896232605 + y * near
+    twice = tl.minimum(tl.maximum(x, -20.0), 20.0) * (2.0 if EXACT else 2.0 * LOG2E)
+    far = 1.0 - quotient(2.0, 1.0 + power(twice, EXACT), EXACT)
     return tl.where(tl.abs(x) < 0.6, x + x * (y * near), far)
 
 
 @triton.jit
-def log2_scores(s, i, j, head, MASKED: tl.constexpr):
-    """(x, factor, tanh): base-2 scores are x · factor; tanh is the softcap's."""
+def scores(s, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr):
+    """(x, factor, tanh): scores in the base are x · factor; tanh is the softcap's."""
     x = s
     t = s
     factor = head.factor
     if head.softcap is not None or head.bias is not None or head.slope is not None:
         factor = head.factor * 0.0 + 1.0
         if head.softcap is not None:
-            t = tanh(s * (head.factor / head.softcap))
+            t = tanh(s * quotient(head.factor, head.softcap, EXACT), EXACT)
             x = head.softcap * t
         else:
             x = s * head.factor
@@ -191,7 +265,7 @@ def log2_scores(s, i, j, head, MASKED: tl.constexpr):
             if head.bias.dtype.element_ty == tl.uint8:
                 x = tl.where(bias != 0, x, float("-inf"))
             else:
-                x += bias.to(tl.float32) * LOG2E
+                x += bias.to(tl.float32) if EXACT else bias.to(tl.float32) * LOG2E
         if head.slope is not None:
             x -= head.slope * tl.abs(i + (head.tk - head.tq) - j).to(tl.float32)
     if MASKED:
@@ -212,10 +286,10 @@ def keeps(i, j, head):
 
 
 @triton.jit
-def probabilities(s, lse2, i, j, head, MASKED: tl.constexpr):
-    """(p, keep, tanh) of a tile in the backward: p = exp2(x − lse2); keep and tanh only where the call has them."""
-    x, factor, t = log2_scores(s, i, j, head, MASKED)
-    p = tl.math.exp2(x * factor - lse2)
+def probabilities(s, lse2, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr):
+    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh only where the call has them."""
+    x, factor, t = scores(s, i, j, head, EXACT, MASKED)
+    p = power(x * factor - lse2, EXACT)
     keep = p >= 0.0
     if head.seed is not None:
         keep = keeps(i, j, head)
