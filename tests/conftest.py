@@ -8,6 +8,8 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tilegrad.kernels.attention import native_build
+
 settings.register_profile(
     "tilegrad", derandomize=True, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
 )
@@ -21,6 +23,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
+    elif native_build.compiler() and isinstance(native_build.library(), str):
+        native_build.build()  # sources change between installs
+        native_build.library.cache_clear()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -25,7 +25,20 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "check": {"functional", "kernels", "table"},
     "bench": {"kernels", "model", "memory", "train", "functional", "plain", "table"},
     "progress": {"memory", "table"},
-    "cli": {"model", "train", "gradcheck", "check", "bench", "memory", "kernels", "functional", "table", "progress"},
+    "doctor": {"kernels"},
+    "cli": {
+        "model",
+        "train",
+        "gradcheck",
+        "check",
+        "bench",
+        "memory",
+        "kernels",
+        "functional",
+        "table",
+        "progress",
+        "doctor",
+    },
 }
 FREE = {"__init__", "__main__"}  # the front door: names of everything, loaded on first use
 STANDARD_LIBRARY_ONLY = {"memory/plan.py"}

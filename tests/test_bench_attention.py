@@ -48,8 +48,10 @@ def test_json_lines_carry_device_versions_and_commit(tmp_path: Path, capsys: pyt
     assert bench_attention(device="cpu", dtype="float32", repeats=2, json=True, out=str(file)) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [json.loads(line) for line in file.read_text().splitlines()]
+    ours = attention.kernels_on(torch.device("cpu"), torch.float32)
+    assert "tiled" in ours
     assert {(line["kernel"], line["direction"]) for line in lines} == {
-        (kernel, direction) for kernel in ("tiled", "sdpa") for direction in ("forward", "backward")
+        (kernel, direction) for kernel in (*ours, "sdpa") for direction in ("forward", "backward")
     }
     assert all({"device", "torch", "triton", "commit", "date", "tflops", "p20_ms"} <= line.keys() for line in lines)
 

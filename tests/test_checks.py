@@ -136,16 +136,16 @@ def test_every_row_of_the_table_has_its_case() -> None:
 def test_contracts_name_a_wrong_output_or_scratch() -> None:
     q, mask = Q, tilegrad.Mask()
     o, lse = torch.empty(2, 4, 6, 8), torch.empty(2, 4, 6)
-    shapes = tilegrad.attention_workspace(q, K, K, mask, backward=False)
+    shapes = tilegrad.attention_workspace(q, K, K, mask, backward=False, kernel="tiled")
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     with pytest.raises(ValueError, match=r"o: got torch.float32 \(2, 4, 6\)"):
         tilegrad.attention_fwd(q, K, K, mask, o=lse, lse=lse, scratch=scratch)
     with pytest.raises(ValueError, match=r"lse: got torch\.float64"):
         tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse.double(), scratch=scratch)
     with pytest.raises(ValueError, match="scratch: got no 'q'; accepted: every buffer that attention_workspace"):
-        tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse)
+        tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse, kernel="tiled")
     with pytest.raises(ValueError, match=r"scratch\['s'\]: got"):
-        tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse, scratch=scratch | {"s": o})
+        tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse, scratch=scratch | {"s": o}, kernel="tiled")
     with pytest.raises(
         ValueError, match="dbias: got a tensor; accepted: None, for this call has no bias with a gradient"
     ):
@@ -169,7 +169,10 @@ def forward(q: torch.Tensor, mask: tilegrad.Mask, kernel: str | None = None) -> 
 
 SCRATCH = {
     name: torch.empty(shape, dtype=dtype)
-    for name, (shape, dtype) in tilegrad.attention_workspace(Q, K, K, tilegrad.Mask(), backward=False).items()
+    for kernel in (None, "tiled")
+    for name, (shape, dtype) in tilegrad.attention_workspace(
+        Q, K, K, tilegrad.Mask(), backward=False, kernel=kernel
+    ).items()
 }
 
 

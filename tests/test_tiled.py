@@ -74,14 +74,14 @@ def test_an_output_given_as_none_is_not_computed() -> None:
     call = build(Case(causal=True, bias="hqk", sinks=True))
     want = run(call, "tiled")
     q, k, v, mask = call.q, call.k, call.v, call.mask
-    shapes = attention_workspace(q, k, v, mask, backward=True)
+    shapes = attention_workspace(q, k, v, mask, backward=True, kernel="tiled")
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     for alone in ("dq", "dk", "dv", "dbias", "dsinks"):
         outputs = {
             name: torch.zeros_like(want[name]) if name == alone else None
             for name in ("dq", "dk", "dv", "dbias", "dsinks")
         }
-        attention_bwd(q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch)
+        attention_bwd(q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch, kernel="tiled")
         assert torch.equal(outputs[alone], want[alone]), alone
 
 
@@ -91,10 +91,10 @@ def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
     call = build(Case(sinks=True))
     first = run(call, "tiled")
     q, k, v, mask = call.q, call.k, call.v, call.mask
-    shapes = attention_workspace(q, k, v, mask, backward=True)
+    shapes = attention_workspace(q, k, v, mask, backward=True, kernel="tiled")
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     again = {name: first[name].clone() for name in ("dq", "dk", "dv", "dsinks")}
-    attention_bwd(q, k, v, first["o"], first["lse"], call.do, None, mask, **again, scratch=scratch)
+    attention_bwd(q, k, v, first["o"], first["lse"], call.do, None, mask, **again, scratch=scratch, kernel="tiled")
     assert torch.equal(again["dsinks"], 2 * first["dsinks"])
     assert all(torch.equal(again[name], first[name]) for name in ("dq", "dk", "dv"))
 
@@ -165,13 +165,13 @@ def test_nothing_is_allocated(name: str) -> None:
     q, k, v, mask = call.q, call.k, call.v, call.mask
     scratch = {}
     for backward in (False, True):
-        shapes = attention_workspace(q, k, v, mask, backward=backward)
+        shapes = attention_workspace(q, k, v, mask, backward=backward, kernel="tiled")
         scratch[backward] = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     outputs = {name: torch.empty_like(x) for name, x in want.items()}
     o, lse = outputs.pop("o"), outputs.pop("lse")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
-        attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[False])
-        attention_bwd(q, k, v, o, lse, call.do, call.dlse, mask, **outputs, scratch=scratch[True])
+        attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[False], kernel="tiled")
+        attention_bwd(q, k, v, o, lse, call.do, call.dlse, mask, **outputs, scratch=scratch[True], kernel="tiled")
     allocated = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]" and e.nbytes() > 0]
     assert max(allocated, default=0) <= 1024, sorted(allocated)[-5:]
 

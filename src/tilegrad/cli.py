@@ -165,6 +165,12 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
+def _doctor(args: argparse.Namespace) -> int:
+    from .doctor import doctor
+
+    return doctor(build=args.build)
+
+
 def _bench_memory(args: argparse.Namespace) -> int:
     from .bench.memory import bench_memory
 
@@ -280,6 +286,9 @@ def _add_checks(commands: Commands) -> None:
     gradcheck.add_argument(
         "--kernel", metavar="NAME", help="for attention: this kernel instead of the one the table chooses"
     )
+
+    doctor = _add(commands, "doctor", "what this installation can run, and what to do where it can't", _doctor)
+    doctor.add_argument("--build", action="store_true", help="compile the native CPU kernel (needs a C++ compiler)")
 
     bench = _add(commands, "bench", "measure, against the peers that are there").add_subparsers(
         metavar="WHAT", required=True

@@ -95,7 +95,7 @@ def explain(
     """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
 
     >>> import torch, tilegrad
-    >>> told = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32, dtype=torch.float64), causal=True)
+    >>> told = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32, dtype=torch.float64), dropout_p=0.1)
     >>> told.kernel, told.reasons["reference"]
     ('tiled', 'holds whole T×T matrices: the oracle, only by name')
     """

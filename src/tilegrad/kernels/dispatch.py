@@ -78,8 +78,22 @@ def _triton_refuses(problem: Problem) -> str | None:
     return None if major >= 8 else f"needs compute capability 8.0 or newer, and {device} has {major}.{minor}"
 
 
+def _native_refuses(problem: Problem) -> str | None:
+    if problem.q.device.type != "cpu":
+        return f"runs on the CPU, not on {problem.q.device.type}"
+    if problem.mask.bias is not None:
+        return "takes no bias"
+    if problem.mask.dropout_p:
+        return "takes no dropout"
+    from .attention.native_build import library
+
+    found = library()
+    return found if isinstance(found, str) else None
+
+
 ATTENTION: tuple[Kernel, ...] = (
     Kernel("triton", "triton_attention", _triton_refuses),
+    Kernel("native", "native", _native_refuses),
     Kernel("tiled", "tiled", _takes_all),
     Kernel("reference", "reference", _takes_all, by_name_only="holds whole T×T matrices: the oracle, only by name"),
 )

@@ -9,7 +9,7 @@ Saved: x (the norm's output), q k v after rope, o, lse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -94,9 +94,10 @@ class AttentionLayer:
         mask = mask_of(c, seed)
 
         def scratch(backward: bool) -> Scratch:
-            shapes = rows_workspace(
-                b, t, c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device, mask, backward=backward
-            )
+            form = (b, t, c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device)
+            shapes = rows_workspace(*form, mask, backward=backward)
+            if mask.dropout_p and not backward:  # evaluation drops nothing, and another kernel may run it
+                shapes = rows_workspace(*form, replace(mask, dropout_p=0.0), backward=False) | shapes
             return at.scratch(f"attention{'_bwd' if backward else ''}", shapes, _SCORES)
 
         return cls(

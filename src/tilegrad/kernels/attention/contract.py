@@ -8,8 +8,9 @@ parameter's gradient. An output given as None is not computed. `scratch` holds w
 
 lse is float32, float64 for float64 inputs. The equations are in mask.py (scores) and reference.py (the rest).
 
-A call is checked and a kernel chosen for it once for each form (shapes, strides, dtypes, devices, options): `Plan` is what
-is remembered, and a training step or a decoding loop pays for a look into a dictionary.
+A call is checked and a kernel chosen for it once for each form (shapes, strides, dtypes, devices, options, and the number
+of threads, with which scratch on the CPU grows): `Plan` is what is remembered, and a training step or a decoding loop
+pays for a look into a dictionary.
 """
 
 from __future__ import annotations
@@ -76,7 +77,7 @@ def fwd_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, kernel: str | None
 ) -> Plan:
     """Checks a forward's tensors and chooses its kernel, once for each form."""
-    form = form_of(("fwd", kernel), (q, k, v, o, lse), mask)
+    form = form_of(("fwd", kernel, torch.get_num_threads()), (q, k, v, o, lse), mask)
     plan = _remembered(form)
     if plan is not None:
         return plan
@@ -105,7 +106,7 @@ def bwd_plan(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, others: dict[str, Tensor | None], kernel: str | None, deterministic: bool
 ) -> Plan:  # fmt: skip
     """The same for a backward; `others` are o, lse, do, dlse and the gradients by name."""
-    form = form_of(("bwd", kernel, deterministic), (q, k, v, *others.values()), mask)
+    form = form_of(("bwd", kernel, deterministic, torch.get_num_threads()), (q, k, v, *others.values()), mask)
     plan = _remembered(form)
     if plan is not None:
         return plan

@@ -1,0 +1,31 @@
+"""Builds the native kernel into the wheel where there is a C++ compiler; without one the wheel is pure Python.
+
+An editable install builds it into the source tree. `tilegrad doctor` says which of these happened.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sysconfig
+from pathlib import Path
+from typing import Any
+
+from hatchling.builders.hooks.plugin.interface import BuildHookInterface
+
+BUILDER = "src/tilegrad/kernels/attention/native_build.py"
+
+
+class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
+    def initialize(self, version: str, build_data: dict[str, Any]) -> None:
+        spec = importlib.util.spec_from_file_location("native_build", Path(self.root) / BUILDER)
+        assert spec is not None and spec.loader is not None
+        native_build = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(native_build)
+        try:
+            library = native_build.build()
+        except RuntimeError as error:
+            self.app.display_warning(f"tilegrad without its native CPU kernel: {error}")
+            return
+        build_data["artifacts"].append(str(library.relative_to(self.root)))
+        build_data["pure_python"] = False
+        build_data["tag"] = f"py3-none-{sysconfig.get_platform().replace('-', '_').replace('.', '_')}"

@@ -1,0 +1,52 @@
+// One call of attention as it crosses the C ABI: sizes, views with strides in elements, options, scratch.
+//
+//   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)
+//
+// Packed sequences: B of them, stride b = 0, and ends_q, ends_k (B + 1) say where each begins; tq, tk are the longest.
+// native.py fills `Call` as one array of 64-bit integers: every field is one, in this order.
+#pragma once
+
+#include <cstdint>
+
+namespace tilegrad {
+
+enum Dtype : int64_t { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+
+struct View {
+    char* data;  // null: absent
+    int64_t b, h, t, d;
+};
+
+struct Call {
+    int64_t dtype, b, hq, hkv, tq, tk, d, dv;
+    int64_t left, right;  // the band of mask.py; −1: open
+    int64_t threads, isa;
+    int64_t sinks_dtype, slopes_dtype;
+    const int32_t *ends_q, *ends_k;
+    char* scratch;
+    int64_t scratch_bytes;
+    View q, k, v, o, lse;                           // o and lse: written by the forward, read by the backward
+    View do_, dlse, dq, dk, dv_, dsinks;            // of the backward
+    View sinks, slopes;                             // (Hq,) in h; slopes may have b
+    double scale, softcap;
+};
+
+// One sequence of the batch: its first row in q and in k, and its lengths.
+struct Sequence {
+    int64_t q0, k0, tq, tk;
+};
+
+static inline Sequence sequence(const Call& call, int64_t b) {
+    if (!call.ends_q) return {0, 0, call.tq, call.tk};
+    return {call.ends_q[b], call.ends_k[b], call.ends_q[b + 1] - call.ends_q[b], call.ends_k[b + 1] - call.ends_k[b]};
+}
+
+// What each instruction set offers; a call's dtype picks the kernel in it.
+struct Kernels {
+    int64_t (*scratch_bytes)(const Call&, bool backward);
+    void (*prepare)(const Call&, bool backward);            // by the caller, before the team starts
+    void (*work)(const Call&, bool backward, int worker);   // by every thread of the team
+    void (*finish)(const Call&, bool backward);             // by the caller, after it
+};
+
+}  // namespace tilegrad

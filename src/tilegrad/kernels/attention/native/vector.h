@@ -1,0 +1,145 @@
+// Vectors of one register of the instruction set this file is compiled for, and the functions that softmax needs.
+//
+// Everything lives in namespace ISA, so that the same source compiled for several instruction sets into one library has
+// no symbol in common: nothing of the C++ library is instantiated here, for the linker would keep one copy for all.
+#pragma once
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+#if defined(__aarch64__)
+#include <arm_neon.h>
+#endif
+
+#ifndef ISA
+#error "compile with -DISA=name"
+#endif
+
+namespace tilegrad {
+namespace ISA {
+
+#if defined(__AVX512F__)
+constexpr int WIDTH = 64;
+#elif defined(__AVX2__)
+constexpr int WIDTH = 32;
+#else
+constexpr int WIDTH = 16;
+#endif
+
+template <class T>
+struct Lanes;
+
+template <>
+struct Lanes<float> {
+    static constexpr int N = WIDTH / 4;
+    typedef float V __attribute__((vector_size(WIDTH)));
+    typedef float U __attribute__((vector_size(WIDTH), aligned(4), may_alias));
+    typedef int32_t I __attribute__((vector_size(WIDTH)));
+    typedef int32_t Integer;
+};
+
+template <>
+struct Lanes<double> {
+    static constexpr int N = WIDTH / 8;
+    typedef double V __attribute__((vector_size(WIDTH)));
+    typedef double U __attribute__((vector_size(WIDTH), aligned(8), may_alias));
+    typedef int64_t I __attribute__((vector_size(WIDTH)));
+    typedef int64_t Integer;
+};
+
+template <class T> using Vec = typename Lanes<T>::V;
+template <class T> using Ints = typename Lanes<T>::I;
+using V32 = Vec<float>;
+using V64 = Vec<double>;
+using I32 = Ints<float>;
+
+template <class T> inline Vec<T> load(const T* p) { return *reinterpret_cast<const typename Lanes<T>::U*>(p); }
+template <class T> inline void store(T* p, Vec<T> v) { *reinterpret_cast<typename Lanes<T>::U*>(p) = v; }
+template <class T> inline Vec<T> all(T x) { return Vec<T>{} + x; }
+
+// The larger of two; NaN in `b` stays.
+template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
+#if defined(__aarch64__)
+inline V32 larger(V32 a, V32 b) { return (V32)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
+#endif
+
+template <class T>
+inline Ints<T> iota() {
+    Ints<T> i;
+    for (int n = 0; n < Lanes<T>::N; ++n) i[n] = n;
+    return i;
+}
+
+template <class T>
+inline T sum(Vec<T> v) {
+    for (int n = Lanes<T>::N / 2; n; n /= 2)
+        for (int i = 0; i < n; ++i) v[i] += v[i + n];
+    return v[0];
+}
+
+template <class T>
+inline T maximum(Vec<T> v) {
+    for (int n = Lanes<T>::N / 2; n; n /= 2)
+        for (int i = 0; i < n; ++i) v[i] = v[i] > v[i + n] ? v[i] : v[i + n];
+    return v[0];
+}
+
+#if defined(__aarch64__)
+template <> inline float sum<float>(V32 v) { return vaddvq_f32((float32x4_t)v); }
+template <> inline float maximum<float>(V32 v) { return vmaxvq_f32((float32x4_t)v); }
+#endif
+
+// exp(x) for x ≤ 88, about one unit in the last place; exactly 0 below −88 and for −inf; NaN stays.
+//   x = n ln2 + r, |r| ≤ ln2/2;  n falls out of the low bits of x/ln2 + 1.5·2²³ + 127, already biased as an exponent
+inline V32 exponential(V32 x) {
+    constexpr float SHIFT = 12582912.0f + 127.0f;
+    x = larger(all(-88.0f), x);
+    V32 shifted = x * 1.44269504f + SHIFT;
+    V32 n = shifted - SHIFT;
+    V32 r = x - n * 0.693359375f;
+    r = r + n * 2.12194440e-4f;
+    V32 p = r * 1.38145406e-3f + 8.36874545e-3f;
+    p = p * r + 4.16683890e-2f;
+    p = p * r + 1.66665211e-1f;
+    p = p * r + 4.99999940e-1f;
+    p = p * r + 1.0f;
+    p = p * r + 1.0f;
+    return p * (V32)((I32)shifted << 23);
+}
+
+inline V64 exponential(V64 x) {
+    for (int n = 0; n < Lanes<double>::N; ++n) x[n] = __builtin_exp(x[n]);
+    return x;
+}
+
+// tanh(x): an odd polynomial below 0.625, else 1 − 2 / (exp(2|x|) + 1) with x's sign.
+inline V32 hyperbolic_tangent(V32 x) {
+    V32 a = x < 0.0f ? -x : x;
+    V32 y = x * x;
+    V32 p = y * -5.70498872745e-3f + 2.06390887954e-2f;
+    p = p * y - 5.37397155531e-2f;
+    p = p * y + 1.33314422036e-1f;
+    p = p * y - 3.33332819422e-1f;
+    V32 small = p * y * x + x;
+    V32 doubled = 2.0f * a;
+    V32 big = 1.0f - 2.0f / (exponential(doubled < 40.0f ? doubled : all(40.0f)) + 1.0f);
+    big = x < 0.0f ? -big : big;
+    return a < 0.625f ? small : big;
+}
+
+inline V64 hyperbolic_tangent(V64 x) {
+    for (int n = 0; n < Lanes<double>::N; ++n) x[n] = __builtin_tanh(x[n]);
+    return x;
+}
+
+inline float logarithm(float x) { return __builtin_logf(x); }
+inline double logarithm(double x) { return __builtin_log(x); }
+template <class T> inline T scalar_exponential(T x) { return exponential(all(x))[0]; }
+
+inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
+inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
+inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
+
+}  // namespace ISA
+}  // namespace tilegrad

@@ -1,0 +1,122 @@
+"""The native kernel's library: where it lies, how it is built, and why it is missing.
+
+One shared library beside this file, built by the C++ compiler alone: at install (hatch_build.py) or by
+`tilegrad doctor --build`. The kernels are compiled once for each instruction set of the processor's family, each into a
+namespace of its own. The library carries a digest of the sources and flags it was built from: one built from others is
+not used. This file needs the standard library only.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+SOURCES = Path(__file__).parent / "native"
+MACHINE = platform.machine().lower()
+LIBRARY = Path(__file__).parent / f"native_{MACHINE}.so"
+TARGETS: dict[str, dict[str, Sequence[str]]] = {  # instruction set → the compiler's flags for it
+    "x86_64": {
+        "portable": (),
+        "avx2": ("-mavx2", "-mfma", "-mf16c"),
+        "avx512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
+    },
+    # Scheduling before registers are given out costs the products a fifth: GCC then copies accumulators about.
+    "aarch64": {"portable": ("-fno-schedule-insns",)},
+}
+PORTABLE: dict[str, Sequence[str]] = {"portable": ()}
+FLAGS = (
+    "-std=c++17",
+    "-O3",
+    "-fPIC",
+    "-fvisibility=hidden",
+    "-ffp-contract=fast",
+    "-fno-math-errno",
+    "-Wall",
+    "-Wextra",
+)
+HOW = "with a C++ compiler (Debian: apt install g++) run: tilegrad doctor --build"
+
+
+def targets() -> dict[str, Sequence[str]]:
+    return TARGETS.get(MACHINE, PORTABLE)
+
+
+def compiler() -> str | None:
+    """$CXX, or the first there is of c++, g++, clang++."""
+    names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
+    return next((path for path in map(shutil.which, names) if path), None)
+
+
+@functools.cache
+def digest() -> str:
+    """Of everything that the library is made from."""
+    parts = [repr((FLAGS, sorted(targets().items()))).encode()]
+    parts += [path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
+    return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
+
+
+def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str]]:
+    """One compilation each. `folder` gets the objects."""
+    for name in ("native", "team", "turns"):
+        source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{name}.o")
+        yield [cxx, *flags, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
+    for isa, own in targets().items():
+        double = ["-DWITH_DOUBLE"] if isa == "portable" else []
+        source = str(SOURCES / "kernels.cpp")
+        yield [cxx, *flags, *own, *double, f"-DISA={isa}", "-c", source, "-o", str(folder / f"kernels_{isa}.o")]
+
+
+def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
+    """Compile into `folder`; raises RuntimeError with the compiler's words."""
+    commands = list(_commands(cxx, flags, folder))
+    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+        list(pool.map(_run, commands))
+    return [command[-1] for command in commands]
+
+
+def _run(command: Sequence[str]) -> None:
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-4000:]}")
+
+
+def build(to: Path = LIBRARY) -> Path:
+    """Compile and link; a process that reads the old library keeps it."""
+    cxx = compiler()
+    if cxx is None:
+        raise RuntimeError("no C++ compiler: none of $CXX, c++, g++, clang++ is there (Debian: apt install g++)")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        made = folder / to.name
+        _run([cxx, "-shared", "-pthread", *objects(cxx, folder), "-o", str(made)])
+        beside = to.with_name(f".{to.name}.{os.getpid()}")
+        shutil.copy(made, beside)
+        beside.replace(to)
+    return to
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The library, or why there is none and what to do."""
+    if os.name != "posix":
+        return f"runs on POSIX systems only, not {os.name}"
+    if not LIBRARY.exists():
+        return f"was not built at install; {HOW}"
+    if digest().encode() not in LIBRARY.read_bytes():  # looked at before it is loaded: a process loads a path once
+        return f"was built from other sources than those here; {HOW}"
+    try:
+        found = ctypes.CDLL(str(LIBRARY))
+    except OSError as error:
+        return f"can't be loaded ({error}); {HOW}"
+    for name in ("supported", "scratch"):
+        getattr(found, f"tilegrad_native_{name}").restype = ctypes.c_int64
+    return found
