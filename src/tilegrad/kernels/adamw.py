@@ -6,7 +6,7 @@
     params −= lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
 
 One pass (torch's fused AdamW) over each of the two parts. Its clipping factor is float32, and on aarch64 it is 1.3 times
-as slow with one; there, and for float64, grads is divided before, in a pass of its own. On a CPU a factor of 1 is left
+as slow with one; there, and for float64, grads is scaled before, in a pass of its own. On a CPU a factor of 1 is left
 out. Where norm is not finite, nothing changes: not params, m, v, and not the step count t. That is decided on the
 device, so nothing waits for it. grads is left clipped.
 """
@@ -75,7 +75,7 @@ def adamw_step(
     clips = not (on_cpu and grad_scale.item() == 1.0)
     before = params.dtype == torch.float64 or (on_cpu and _SLOW_FACTOR)
     if clips and before:
-        grads.div_(grad_scale)
+        grads.mul_(grad_scale.reciprocal_())
     for part, decay in ((slice(0, decayed), weight_decay), (slice(decayed, p), 0.0)):
         if part.start < part.stop:
             torch._fused_adamw_(

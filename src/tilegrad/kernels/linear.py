@@ -24,7 +24,7 @@ from torch import Tensor
 
 from .attention.checks import check_tensor
 from .dispatch import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, rows_of, views
 
 ROWS, COLS = 512, 1024  # of a tile of y, where products go through tiles
 
@@ -180,7 +180,7 @@ def add_column_sums(x: Tensor, factors: Tensor, *, sums: Tensor, part: Tensor) -
     """
     if x.device.type == "cpu":
         for i in blocks(x.shape[0], ROWS):
-            sums.add_(torch.mv(x[i].t(), factors[i], out=part))
+            sums.add_(torch.mv(rows_of(x, i).t(), rows_of(factors, i), out=part))
     elif sums.dtype == x.dtype:
         sums[None].addmm_(factors[None], x)
     else:

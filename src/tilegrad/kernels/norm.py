@@ -22,7 +22,7 @@ from torch import Tensor
 from .attention.checks import check_tensor
 from .dispatch import op
 from .linear import add_column_sums
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, rows_of, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # elements of a block of rows
 
@@ -42,8 +42,8 @@ def norm_workspace(x: Any, *, backward: bool) -> Shapes:
         "centred": ((rows, c), acc),
         "work": ((rows, c), acc),
         "sum": ((c,), acc),
-        "rows": ((3, rows), acc),
     }
+    shapes |= {name: ((rows,), acc) for name in ("sum_g", "sum_gx", "ones")}
     return shapes | ({"dy": ((rows, c), acc), "w": ((c,), acc)} if half else {})
 
 
@@ -97,21 +97,20 @@ def _fwd(
     w32 = scratch["w"].copy_(w) if "w" in scratch else w
     b32 = scratch["b"].copy_(b) if "b" in scratch and b is not None else b
     for i in blocks(n, _rows(x)):
-        xi, ri = _load(x[i], "x", scratch), rstd[i]
-        yi = scratch["y"][: xi.shape[0]] if "y" in scratch else y[i]
-        if mean is None:
-            centred = xi
-        else:
-            torch.sum(xi, -1, out=mean[i]).div_(c)
-            centred = torch.sub(xi, mean[i, None], out=yi)
+        xi, ri = _load(rows_of(x, i), "x", scratch), rows_of(rstd, i)
+        yi = scratch["y"][: xi.shape[0]] if "y" in scratch else rows_of(y, i)
+        centred = xi
+        if mean is not None:
+            mi = torch.mean(xi, -1, out=rows_of(mean, i))
+            centred = torch.sub(xi, mi.unsqueeze(1), out=yi)
         torch.linalg.vector_norm(centred, dim=-1, out=ri).square_().div_(c).add_(eps).rsqrt_()
-        torch.mul(centred, ri[:, None], out=yi)
+        torch.mul(centred, ri.unsqueeze(1), out=yi)
         if b32 is None:
             yi.mul_(w32)
         else:
             torch.addcmul(b32, yi, w32, out=yi)
         if "y" in scratch:
-            y[i].copy_(yi)
+            rows_of(y, i).copy_(yi)
 
 
 def _bwd(
@@ -130,32 +129,31 @@ def _bwd(
     w32, total = scratch["w"].copy_(w) if "w" in scratch else w, scratch["sum"]
     for i in blocks(n, _rows(x)):
         m = i.stop - i.start
-        centred, work = scratch["centred"][:m], scratch["work"][:m]
-        sum_g, sum_gx, ones = scratch["rows"][:, :m].unbind()
-        dyi, ri = _load(dy[i], "dy", scratch), rstd[i]
+        centred, work, sum_g, sum_gx, ones = (
+            rows_of(scratch[name], slice(0, m)) for name in ("centred", "work", "sum_g", "sum_gx", "ones")
+        )
+        dyi, ri = _load(rows_of(dy, i), "dy", scratch), rows_of(rstd, i)
         if db is not None:
             add_column_sums(dyi, ones.fill_(1.0), sums=db, part=total)
         if dw is None and dx is None:
             continue
-        xi = centred.copy_(x[i]) if x.dtype != acc else x[i]
+        xi = centred.copy_(rows_of(x, i)) if x.dtype != acc else rows_of(x, i)
         if mean is not None:
-            xi = torch.sub(xi, mean[i, None], out=centred)
+            xi = torch.sub(xi, rows_of(mean, i).unsqueeze(1), out=centred)
         torch.mul(dyi, xi, out=work)
         if dw is not None:
             add_column_sums(work, ri, sums=dw, part=total)
         if dx is None:
             continue
         torch.mv(work, w32, out=sum_gx).mul_(ri).mul_(ri).div_(-c)
-        if mean is None:
-            step = torch.mul(xi, sum_gx[:, None], out=centred)
-        else:
-            torch.mv(dyi, w32, out=sum_g).div_(-c)
-            step = torch.addcmul(sum_g[:, None], xi, sum_gx[:, None], out=centred)
-        step.addcmul_(dyi, w32)
+        step = torch.mul(xi, sum_gx.unsqueeze(1), out=centred).addcmul_(dyi, w32)
+        if mean is not None:
+            step.sub_(torch.mv(dyi, w32, out=sum_g).div_(c).unsqueeze(1))
+        dxi = rows_of(dx, i)
         if dx.dtype == acc:
-            dx[i].addcmul_(step, ri[:, None])
+            dxi.addcmul_(step, ri.unsqueeze(1))
         else:
-            dx[i].copy_(work.copy_(dx[i]).addcmul_(step, ri[:, None]))
+            dxi.copy_(work.copy_(dxi).addcmul_(step, ri.unsqueeze(1)))
 
 
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None) -> None:

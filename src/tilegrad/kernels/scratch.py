@@ -34,17 +34,20 @@ def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str) -> Scra
     """The declared buffers as views of the caller's."""
     out = {}
     for name, (shape, dtype) in needed.items():
-        accepted = (
-            f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}: {op}_workspace(…) names all"
-        )
-        if scratch is None or name not in scratch:
-            raise ValueError(f"scratch: {op} got no {name!r}; accepted: {accepted}")
-        x = scratch[name]
-        if x.dtype != dtype or x.device != device or x.numel() < prod(shape) or not x.is_contiguous():
+        x = None if scratch is None else scratch.get(name)
+        if x is None or x.dtype != dtype or x.device != device or x.numel() < prod(shape) or not x.is_contiguous():
+            accepted = f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}: {op}_workspace(…) names all"
+            if x is None:
+                raise ValueError(f"scratch: {op} got no {name!r}; accepted: {accepted}")
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}"
             raise ValueError(f"scratch[{name!r}]: {op} got {got}; accepted: {accepted}")
-        out[name] = x.view(-1)[: prod(shape)].view(shape)
+        out[name] = x if x.shape == shape else x.view(-1)[: prod(shape)].view(shape)
     return out
+
+
+def rows_of(x: Tensor, i: slice) -> Tensor:
+    """x[i], rows i; x itself where these are all of them: of a small op, indexing is a good part of the time."""
+    return x if i.start == 0 and i.stop == x.shape[0] else x[i]
 
 
 def blocks(n: int, size: int) -> Iterator[slice]:
