@@ -43,7 +43,7 @@ def norm_workspace(x: Any, *, backward: bool) -> Shapes:
         "work": ((rows, c), acc),
         "sum": ((c,), acc),
     }
-    shapes |= {name: ((rows,), acc) for name in ("sum_g", "sum_gx", "ones")}
+    shapes |= dict.fromkeys(("sum_g", "sum_gx", "ones"), ((rows,), acc))
     return shapes | ({"dy": ((rows, c), acc), "w": ((c,), acc)} if half else {})
 
 

@@ -36,7 +36,8 @@ def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str) -> Scra
     for name, (shape, dtype) in needed.items():
         x = None if scratch is None else scratch.get(name)
         if x is None or x.dtype != dtype or x.device != device or x.numel() < prod(shape) or not x.is_contiguous():
-            accepted = f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}: {op}_workspace(…) names all"
+            accepted = f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}"
+            accepted += f": {op}_workspace(…) names all"
             if x is None:
                 raise ValueError(f"scratch: {op} got no {name!r}; accepted: {accepted}")
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}"
