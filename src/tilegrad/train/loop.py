@@ -123,8 +123,7 @@ class _Run:
         )  # fmt: skip
         pairs = [self.batches.next() for _ in range(t.gradient_accumulation)]
         begin = time.perf_counter()
-        engine.zero_gradients()
-        self.train_loss = engine.step([x for x, _ in pairs], [y for _, y in pairs])
+        self.train_loss = engine.gradients([x for x, _ in pairs], [y for _, y in pairs])
         norm = engine.optimizer_step(rate)
         seconds = time.perf_counter() - begin
         numbers = {
