@@ -4,7 +4,7 @@
     compute-sanitizer --tool racecheck python tests/triton_on_gpu.py 20 --one-process
 
 Each specification of triton_specs.py has a process of its own, which compiles it and runs its share of the shapes: all
-cores compile, and one that faults spoils no other. A sanitizer watches one process, with T ≤ 256.
+cores compile, and one that faults spoils no other. A sanitizer watches one process, with T ≤ 96.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from cases import build, oracle, run, whole_matrices
 from tolerance import assert_no_worse
 from triton_specs import Spec, specs
 
-SANITIZED_T = 256
+SANITIZED_T = 96
 
 
 class Verdict(NamedTuple):

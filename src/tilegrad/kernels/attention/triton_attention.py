@@ -30,6 +30,7 @@ LEAST_FACTOR = 1e-30  # a scale of 0 stays positive, so that −inf · factor is
 ROWS = 64  # of a tile in the kernels without products
 MOST_SPLITS = 64
 LEAST_BLOCK = 32  # columns that the narrowest head is padded to
+EDGE_ELEMENTS = 4096  # of a tile of q that an edge of the band crosses, in the kernel of dk and dv
 DECODE_ROWS = 16  # up to here the forward uses the tile `decode`
 
 
@@ -187,7 +188,7 @@ def bwd(
 
     def columns(tile: Tile) -> tuple[Arguments, tuple[int]]:
         col_tiles = _ceil_div(sizes.tk, tile.n)
-        edge = max(16, tile.m // 2)
+        edge = max(16, min(tile.m // 2, EDGE_ELEMENTS // sizes.block_d))
         more = {
             "EDGE": edge,
             "COPIES": max(1, 32 * tile.warps // tile.m),

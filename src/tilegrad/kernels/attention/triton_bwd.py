@@ -31,10 +31,10 @@ from .triton_mask import (
     load_row,
     load_tile,
     nth_tile,
-    power,
     probabilities,
     product,
     score_gradient,
+    sink_probability,
     steps,
     store_tile,
     tile_offsets,
@@ -73,13 +73,14 @@ def _delta_kernel(
     )
     lse_row = tl.load(at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(rows, lse_t, 1), mask=inside, other=0.0)
 
-    d = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    SUMS: tl.constexpr = tl.float64 if EXACT else tl.float32
+    d = tl.sum(o_tile.to(SUMS) * do_tile.to(SUMS), 1)
     if dlse is not None:
         dlse = at(dlse, dlse_b, dlse_h, dlse_t, b, h, start_q, 1)
         d -= tl.load(dlse + steps(rows, dlse_t, 1), mask=inside, other=0.0)
     some = lse_row > float("-inf")
 
-    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d, 0.0), mask=inside)
+    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d.to(tl.float32), 0.0), mask=inside)
     tl.store(
         at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
         tl.where(some, to_base(lse_row, EXACT), float("inf")),
@@ -370,7 +371,7 @@ def _dbias_rows_kernel(
                 if sinks is not None:
                     sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
                     d = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
-                    acc += power(sink - z, EXACT) * d
+                    acc += sink_probability(sink, z, EXACT) * d
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
     i = own_m * BLOCK + tl.arange(0, BLOCK)
@@ -396,6 +397,6 @@ def _dsinks_kernel(
             rows = start + tl.arange(0, BLOCK)
             z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))
             d = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=0.0)
-            acc -= power(sink - z, EXACT) * d
+            acc -= sink_probability(sink, z, EXACT) * d
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

@@ -297,6 +297,16 @@ def probabilities(s, lse2, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr
 
 
 @triton.jit
+def sink_probability(sink, lse2, EXACT: tl.constexpr):
+    """exp(sink − lse); where EXACT with what the difference is rounded by: all terms of dsinks are as small as it."""
+    x = sink - lse2
+    p = power(x, EXACT)
+    if EXACT:
+        p += p * tl.where(lse2 < float("inf"), sink - (x + lse2), 0.0)
+    return p
+
+
+@triton.jit
 def kept(p, keep, head):
     """r = p ∘ keep"""
     if head.seed is not None:
