@@ -15,6 +15,7 @@ import pytest
 
 import tilegrad
 from tilegrad import functional
+from tilegrad.kernels.attention import native_build
 from tilegrad.model import config, shared_attention
 from tilegrad.train import engine
 
@@ -94,6 +95,9 @@ def test_what_is_built_installs_and_runs(tmp_path: Path, kind: str) -> None:
     if kind == "wheel":
         names = zipfile.ZipFile(built).namelist()
         assert "tilegrad/py.typed" in names and not any(n.startswith("tests") for n in names)
+        has_library = any(n.endswith(".so") for n in names)
+        assert has_library == (native_build.compiler() is not None)
+        assert built.name.endswith("-none-any.whl") != has_library
     target = tmp_path / "site"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, built], check=True)
     code = (

@@ -1,12 +1,14 @@
 """Attention on the CPU in C++: registers and tiles by hand for each instruction set, one library, no torch inside.
 
-The walks are in native/forward.h and native/backward.h, the equations in mask.py and reference.py. Cost: two products per
-tile forward, five backward, each pair of positions once; tiles that the band hides are skipped, strips of an edge's tiles
-too. Sums are float32 (float64 for float64) whatever the inputs. Scratch is O(threads · (T·G·(2·D + Dv) + tile · D)) with
-G = Hq / Hkv, and never T×T. Results are the same bits on any number of threads: native/turns.h says why.
+The walks are in native/forward.h and native/backward.h (amx_forward.h and amx_backward.h for bfloat16 where a processor has
+AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward, each pair of positions
+once; tiles that the band hides are skipped, strips of an edge's tiles too. Sums are float32 (float64 for float64) whatever
+the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T. Results are the same bits on
+any number of threads: native/turns.h says why.
 
-Threads follow torch.get_num_threads(). The instruction set is the best the processor has; TILEGRAD_ISA=portable, avx2,
-avx512 or amx asks for another, which runs or raises.
+Threads are torch's own, as many as torch.get_num_threads() says (native/team.h), and the GIL is free meanwhile. The
+instruction set is the best that the processor has; TILEGRAD_ISA=portable, avx2, avx512 or amx asks for another, which runs or
+raises.
 """
 
 from __future__ import annotations
@@ -14,6 +16,9 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
+import re
+import struct
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -25,44 +30,31 @@ from .native_build import library
 
 ISAS = ("portable", "avx2", "avx512", "amx")
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_SIZES = (
-    "dtype",
-    "b",
-    "hq",
-    "hkv",
-    "tq",
-    "tk",
-    "d",
-    "dv",
-    "left",
-    "right",
-    "threads",
-    "isa",
-    "sinks_dtype",
-    "slopes_dtype",
-)
-_POINTERS = ("ends_q", "ends_k", "scratch", "scratch_bytes")
-_VIEWS = ("q", "k", "v", "o", "lse", "do", "dlse", "dq", "dk", "dv_", "dsinks", "sinks", "slopes")
-
-
-class _Call(ctypes.Structure):
-    """`Call` of native/call.h, field by field."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in (*_SIZES, *_POINTERS)),
-        *((f"{view}_{field}", ctypes.c_int64) for view in _VIEWS for field in ("data", "b", "h", "t", "d")),
-        ("scale", ctypes.c_double),
-        ("softcap", ctypes.c_double),
-    )
-
-
+_CALL = struct.Struct("18q65q2d")  # `Call` of native/call.h: sizes, pointers, 13 views, scale and softcap
 _ABSENT = (0, 0, 0, 0, 0)
 
 
+@functools.cache
 def _library() -> ctypes.CDLL:
+    """The library, on torch's own threads where its OpenMP runtime can be found."""
     found = library()
     assert not isinstance(found, str), found
+    runtime = _openmp()
+    if runtime is not None:
+        found.tilegrad_native_join(ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p))
     return found
+
+
+def _openmp() -> ctypes.CDLL | None:
+    """The OpenMP runtime that torch has loaded; every one of them has GNU's entry points."""
+    maps = Path("/proc/self/maps")
+    lines = maps.read_text().splitlines() if maps.exists() else []
+    paths = {line[line.index("/") :] for line in lines if re.search(r"/lib(gomp|iomp5|omp)\b[^/]*\.so", line)}
+    torchs = sorted(path for path in paths if "torch" in path) or sorted(paths)
+    if len(torchs) != 1:
+        return None
+    runtime = ctypes.CDLL(torchs[0])
+    return runtime if hasattr(runtime, "GOMP_parallel") else None
 
 
 @functools.cache
@@ -94,9 +86,9 @@ def _sizes(q: Any, k: Any, v: Any, mask: Mask) -> tuple[int, ...]:
 
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     """Grows with every size and with the number of threads."""
-    call = _Call(*_sizes(q, k, v, mask), softcap=mask.softcap)
+    call = _CALL.pack(*_sizes(q, k, v, mask), *(0,) * 69, 1.0, mask.softcap)
     dtype = accumulation_dtype(q.dtype)
-    needed_bytes = _library().tilegrad_native_scratch(ctypes.byref(call), backward) + 64  # to begin at a cache line
+    needed_bytes = _library().tilegrad_native_scratch(call, backward) + 64  # to begin at a cache line
     return {"native": ((needed_bytes // dtype.itemsize,), dtype)}
 
 
@@ -134,13 +126,13 @@ def _run(
     packed, work = mask.varlen, scratch["native"]
     start = -work.data_ptr() % 64
     ends = (0 if x is None else x.data_ptr() for x in (mask.cu_seqlens_q, mask.cu_seqlens_k))
-    call = _Call(
+    call = _CALL.pack(
         *_sizes(q, k, v, mask), *ends, work.data_ptr() + start, work.nbytes - start,
         *_rows(q, packed), *_rows(k, packed), *_rows(v, packed), *_rows(o, packed), *_statistic(lse, packed),
         *_rows(do, packed), *_statistic(dlse, packed), *_rows(dq, packed), *_rows(dk, packed), *_rows(dv, packed),
         *_by_head(dsinks), *_by_head(mask.sinks), *_by_head(mask.alibi_slopes), mask.scale_for(q.shape[-1]), mask.softcap,
     )  # fmt: skip
-    _library().tilegrad_native_run(ctypes.byref(call), backward)
+    _library().tilegrad_native_run(call, backward)
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:

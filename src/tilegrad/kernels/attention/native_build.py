@@ -23,11 +23,13 @@ from pathlib import Path
 SOURCES = Path(__file__).parent / "native"
 MACHINE = platform.machine().lower()
 LIBRARY = Path(__file__).parent / f"native_{MACHINE}.so"
+AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
 TARGETS: dict[str, dict[str, Sequence[str]]] = {  # instruction set → the compiler's flags for it
     "x86_64": {
         "portable": (),
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
-        "avx512": ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mprefer-vector-width=512"),
+        "avx512": AVX512,
+        "amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     },
     # Scheduling before registers are given out costs the products a fifth: GCC then copies accumulators about.
     "aarch64": {"portable": ("-fno-schedule-insns",)},
@@ -40,14 +42,18 @@ FLAGS = (
     "-fvisibility=hidden",
     "-ffp-contract=fast",
     "-fno-math-errno",
-    "-Wall",
-    "-Wextra",
+    "-fno-strict-aliasing",
 )
 HOW = "with a C++ compiler (Debian: apt install g++) run: tilegrad doctor --build"
 
 
-def targets() -> dict[str, Sequence[str]]:
-    return TARGETS.get(MACHINE, PORTABLE)
+def targets(cxx: str) -> dict[str, Sequence[str]]:
+    """Those whose flags this compiler knows: an old one builds a library without the newest instruction sets."""
+    return {isa: flags for isa, flags in TARGETS.get(MACHINE, PORTABLE).items() if _knows(cxx, flags)}
+
+
+def _knows(cxx: str, flags: Sequence[str]) -> bool:
+    return not subprocess.run([cxx, *flags, "-E", "-x", "c++", os.devnull], capture_output=True).returncode
 
 
 def compiler() -> str | None:
@@ -59,17 +65,19 @@ def compiler() -> str | None:
 @functools.cache
 def digest() -> str:
     """Of everything that the library is made from."""
-    parts = [repr((FLAGS, sorted(targets().items()))).encode()]
+    parts = [repr((FLAGS, TARGETS)).encode()]
     parts += [path.read_bytes() for path in sorted(SOURCES.iterdir()) if path.suffix in (".h", ".cpp")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str]]:
     """One compilation each. `folder` gets the objects."""
+    isas = targets(cxx)
+    withs = [f"-DWITH_{isa}" for isa in isas]
     for name in ("native", "team", "turns"):
         source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{name}.o")
-        yield [cxx, *flags, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
-    for isa, own in targets().items():
+        yield [cxx, *flags, *withs, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
+    for isa, own in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
         source = str(SOURCES / "kernels.cpp")
         yield [cxx, *flags, *own, *double, f"-DISA={isa}", "-c", source, "-o", str(folder / f"kernels_{isa}.o")]
@@ -78,7 +86,7 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
 def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
     """Compile into `folder`; raises RuntimeError with the compiler's words."""
     commands = list(_commands(cxx, flags, folder))
-    with ThreadPoolExecutor(len(os.sched_getaffinity(0))) as pool:
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))
     return [command[-1] for command in commands]
 
@@ -99,8 +107,11 @@ def build(to: Path = LIBRARY) -> Path:
         made = folder / to.name
         _run([cxx, "-shared", "-pthread", *objects(cxx, folder), "-o", str(made)])
         beside = to.with_name(f".{to.name}.{os.getpid()}")
-        shutil.copy(made, beside)
-        beside.replace(to)
+        try:
+            shutil.copy(made, beside)
+            beside.replace(to)
+        except OSError as error:
+            raise RuntimeError(f"{to} can't be written: {error}") from error
     return to
 
 
@@ -117,6 +128,9 @@ def library() -> ctypes.CDLL | str:
         found = ctypes.CDLL(str(LIBRARY))
     except OSError as error:
         return f"can't be loaded ({error}); {HOW}"
-    for name in ("supported", "scratch"):
-        getattr(found, f"tilegrad_native_{name}").restype = ctypes.c_int64
+    found.tilegrad_native_supported.restype = ctypes.c_int64
+    found.tilegrad_native_scratch.restype = ctypes.c_int64
+    found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    found.tilegrad_native_run.restype = None
     return found

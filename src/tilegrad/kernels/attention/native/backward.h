@@ -17,10 +17,70 @@
 
 #include "product.h"
 #include "rows.h"
-#include "turns.h"
+#include "walk.h"
 
 namespace tilegrad {
 namespace ISA {
+
+// What the backward knows of each row of an open head.
+template <class T>
+struct Statistics {
+    T *lse, *delta;  // lse = +huge for rows that see nothing, and delta = 0: p = ds = 0
+    int32_t *lo, *hi;
+
+    void carve(Carver& carver, int64_t rows) {
+        lse = carver.take<T>(rows);
+        delta = carver.take<T>(rows);
+        lo = carver.take<int32_t>(rows);
+        hi = carver.take<int32_t>(rows);
+    }
+
+    // `o` and `g` hold one row of o and of do at a time.
+    void fill(const Call& call, const Format<T>& format, const Head& head, int64_t padded, T* o, T* g) {
+        const int64_t rows = head.rows();
+        const T huge = sizeof(T) == 4 ? T(__FLT_MAX__) : T(__DBL_MAX__);
+        for (int64_t r = 0; r < rows; ++r) {
+            const int64_t h = head.query_head(r), t = r / head.group + head.s.q0;
+            format.load(o, at(call.o, format.bytes, head.b, h, t), call.dv, call.o.d);
+            format.load(g, at(call.do_, format.bytes, head.b, h, t), call.dv, call.do_.d);
+            lse[r] = *reinterpret_cast<const T*>(at(call.lse, sizeof(T), head.b, h, t));
+            delta[r] = dot(o, g, call.dv);
+            if (call.dlse.data) delta[r] -= *reinterpret_cast<const T*>(at(call.dlse, sizeof(T), head.b, h, t));
+            if (lse[r] == -T(__builtin_inf())) {
+                lse[r] = huge;
+                delta[r] = 0;
+            }
+            seen_by(call, head, r, lo + r, hi + r);
+        }
+        for (int64_t r = rows; r < padded; ++r) {
+            lse[r] = huge;
+            delta[r] = 0;
+            lo[r] = rows ? lo[rows - 1] : 0;
+            hi[r] = rows ? hi[rows - 1] : 0;
+        }
+    }
+
+    static T dot(const T* a, const T* b, int64_t n) {
+        constexpr int L = Lanes<T>::N;
+        Vec<T> products{};
+        T total = 0;
+        int64_t i = 0;
+        for (; i + L <= n; i += L) products += load(a + i) * load(b + i);
+        for (; i < n; ++i) total += a[i] * b[i];
+        return total + sum<T>(products);
+    }
+
+    // −Σ exp(sink − lse) · delta of each query head of this kv head, to dsinks (B, Hq).
+    void sink_gradients(const Call& call, const Head& head, double* dsinks) const {
+        for (int64_t g = 0; g < head.group; ++g) {
+            double total = 0;
+            const T sink = T(sink_of(call, head, g));
+            for (int64_t r = g; r < head.rows(); r += head.group)
+                total -= double(scalar_exponential(sink - lse[r])) * double(delta[r]);
+            dsinks[head.b * call.hq + head.query_head(g)] = total;
+        }
+    }
+};
 
 template <class T>
 struct Backward {
@@ -28,32 +88,22 @@ struct Backward {
 
     // A head that is being worked on.
     struct Open {
-        T *q, *g, *dq;                             // (rows, D), (rows, Dv), (rows, D); g = do
-        T *lse, *delta;                            // lse = +huge for rows that see nothing: p = 0
-        int32_t *lo, *hi;
-        int32_t* turn;                             // for each block of rows
+        T *q, *g, *dq;  // (rows, D), (rows, Dv), (rows, D); g = do
+        Statistics<T> rows;
+        int32_t* turn;  // for each block of rows
     };
 
     const Call& call;
     const Format<T> format = format_of<T>(call.dtype);
     const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
     const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk;
-
+    const bool plain = call.softcap == 0 && !call.slopes.data;
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), MR);
 
-    Board* board;    // shared: the board, dsinks, then one slot after the other
-    double* dsinks;  // (B, Hq)
-    char* first_slot;
-    int64_t slot_bytes;
+    Slots slots;
     T *k, *kt, *v, *vt, *dk, *dv_, *p, *ds;  // buffers of this thread
 
-    Backward(const Call& call, Carver& carver, int64_t worker) : call(call) {
-        board = reinterpret_cast<Board*>(carver.take<char>(board_bytes(slots(call))));
-        dsinks = carver.take<double>(call.b * call.hq);
-        Carver slot{nullptr};
-        carve(slot);
-        slot_bytes = slot.used;
-        first_slot = carver.take<char>(slot_bytes * slots(call));
+    Backward(const Call& call, Carver& carver, int64_t worker) : call(call), slots(call, carver, slot_bytes()) {
         for (int64_t w = 0; w <= worker; ++w) {
             k = carver.take<T>(TILE * d);
             kt = carver.take<T>(d * TILE);
@@ -71,69 +121,29 @@ struct Backward {
         x.q = carver.take<T>(max_rows * d);
         x.g = carver.take<T>(max_rows * dv);
         x.dq = carver.take<T>(max_rows * d);
-        x.lse = carver.take<T>(max_rows);
-        x.delta = carver.take<T>(max_rows);
-        x.lo = carver.take<int32_t>(max_rows);
-        x.hi = carver.take<int32_t>(max_rows);
+        x.rows.carve(carver, max_rows);
         x.turn = carver.take<int32_t>((max_rows + TILE - 1) / TILE);
         return x;
     }
 
-    static int64_t slots(const Call& call) { return at_least(1, at_most(call.threads, call.b * call.hkv)); }
-
-    void work() {
-        for (Task task = next_task(board, -1); task.kind != Task::DONE; task = next_task(board, task.slot)) {
-            const Head head = head_of(call, task.head);
-            Carver carver{first_slot + task.slot * slot_bytes};
-            const Open x = carve(carver);
-            if (task.kind == Task::OPEN) {
-                open_head(head, x);
-                const int64_t tiles = want_ds || want_dv ? (head.s.tk + TILE - 1) / TILE : 0;
-                opened(board, task.slot, tiles);
-                if (tiles) continue;
-            } else {
-                columns(head, x, int32_t(task.tile));
-                if (!finished(board, task.slot)) continue;
-            }
-            close_head(head, x);
-            closed(board, task.slot);
-        }
+    int64_t slot_bytes() const {
+        Carver slot{nullptr};
+        carve(slot);
+        return slot.used;
     }
 
-    void open_head(const Head& head, const Open& x) {
+    int64_t tiles(const Head& head) const { return want_ds || want_dv ? (head.s.tk + TILE - 1) / TILE : 0; }
+
+    void open_head(const Head& head, Open x) {
         const int64_t rows = head.rows(), padded = round_up(rows, MR);
         pack_rows(x.q, d, call.q, format, head, 0, rows, padded, call.d);
         pack_rows(x.g, dv, call.do_, format, head, 0, rows, padded, call.dv);
         memset(x.dq, 0, padded * d * sizeof(T));
-        const T huge = sizeof(T) == 4 ? T(__FLT_MAX__) : T(__DBL_MAX__);
-        T* o = v;  // one row at a time
-        for (int64_t r = 0; r < rows; ++r) {
-            const int64_t h = head.query_head(r), t = r / head.group + head.s.q0;
-            format.load(o, at(call.o, format.bytes, head.b, h, t), call.dv, call.o.d);
-            const T* g = x.g + r * dv;
-            Vec<T> products{};
-            T delta = 0;
-            int64_t i = 0;
-            for (; i + L <= call.dv; i += L) products += load(o + i) * load(g + i);
-            for (; i < call.dv; ++i) delta += o[i] * g[i];
-            delta += sum<T>(products);
-            const T lse = *reinterpret_cast<const T*>(at(call.lse, sizeof(T), head.b, h, t));
-            const bool empty = lse == -T(__builtin_inf());
-            if (call.dlse.data) delta -= *reinterpret_cast<const T*>(at(call.dlse, sizeof(T), head.b, h, t));
-            x.lse[r] = empty ? huge : lse;
-            x.delta[r] = empty ? 0 : delta;
-            seen_by(call, head, r, x.lo + r, x.hi + r);
-        }
-        for (int64_t r = rows; r < padded; ++r) {
-            x.lse[r] = huge;
-            x.delta[r] = 0;
-            x.lo[r] = rows ? x.lo[rows - 1] : 0;
-            x.hi[r] = rows ? x.hi[rows - 1] : 0;
-        }
-        for (int64_t r0 = 0; r0 < rows; r0 += TILE) x.turn[r0 / TILE] = x.lo[r0] / TILE;
+        x.rows.fill(call, format, head, padded, v, vt);
+        for (int64_t r0 = 0; r0 < rows; r0 += TILE) x.turn[r0 / TILE] = x.rows.lo[r0] / TILE;
     }
 
-    void columns(const Head& head, const Open& x, int32_t tile) {
+    void tile(const Head& head, const Open& x, int32_t tile) {
         const int64_t j0 = tile * TILE, n = at_most(TILE, head.s.tk - j0);
         pack_columns(k, d, call.k, format, head, j0, n, TILE, call.d);
         pack_columns(v, dv, call.v, format, head, j0, n, TILE, call.dv);
@@ -145,7 +155,7 @@ struct Backward {
         for (int64_t r0 = seeing.begin / TILE * TILE; r0 < seeing.end; r0 += TILE) {
             const int64_t m = at_most(TILE, head.rows() - r0);
             const int64_t last = r0 + round_up(m, MR) - 1;
-            if (n == TILE && m == TILE && x.lo[last] <= j0 && x.hi[r0] >= j0 + n)
+            if (n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
                 whole_block(head, x, r0, tile);
             else
                 edge_block(head, x, r0, m, tile, n);
@@ -176,7 +186,7 @@ struct Backward {
 
     void edge_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
         const int64_t j0 = tile * TILE;
-        const int32_t *lo = x.lo + r0, *hi = x.hi + r0;
+        const int32_t *lo = x.rows.lo + r0, *hi = x.rows.hi + r0;
         auto first = [&](int64_t r) { return at_least(0, lo[r] - j0) / L * L; };
         auto end = [&](int64_t r) { return at_most(n, hi[r + MR - 1] - j0); };
         memset(p, 0, TILE * TILE * sizeof(T));
@@ -211,49 +221,27 @@ struct Backward {
     template <bool EDGE>
     void weights(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
         T *row = p + r * TILE, *drow = ds + r * TILE;
-        const T lse = x.lse[r0 + r], delta = x.delta[r0 + r];
-        Score<T> score{T(call.scale), T(call.softcap), 0, 0, int32_t(x.lo[r0 + r] - j0), int32_t(x.hi[r0 + r] - j0)};
-        if (call.softcap == 0 && !call.slopes.data) {
-            for (int64_t j = begin; j < stop; j += L) {
-                Vec<T> s = load(row + j) * score.scale - lse;
-                Vec<T> e = exponential(EDGE ? score.hide(s, j) : s);
-                store(row + j, e);
-                store(drow + j, e * (load(drow + j) - delta));
-            }
-            return;
-        }
         const int64_t of = at_most(r0 + r, head.rows() - 1);
-        score.slope = T(slope_of(call, head, of));
-        score.position = T(head.position(of));
-        for (int64_t j = begin; j < stop; j += L) {
-            Vec<T> derivative = all(T(1));
-            Vec<T> e = exponential(score.template minus<EDGE>(lse, load(row + j), j, j0, &derivative));
+        const Vec<T> lse = all(x.rows.lse[r0 + r]), delta = all(x.rows.delta[r0 + r]);
+        const Score<T> score(call, T(slope_of(call, head, of)), T(head.position(of)), x.rows.lo[of], x.rows.hi[of]);
+        Ints<T> column = iota<T>() + typename Lanes<T>::Integer(j0 + begin);
+        for (int64_t j = begin; j < stop; j += L, column += L) {
+            Vec<T> derivative = all(T(1)), s = load(row + j);
+            s = plain ? s * score.scale - lse : score.minus(lse, s, column, &derivative);
+            const Vec<T> e = exponential(EDGE ? score.hide(s, column) : s);
+            Vec<T> de = e * (load(drow + j) - delta);
+            if (!plain) de *= derivative;
             store(row + j, e);
-            store(drow + j, e * (load(drow + j) - delta) * derivative);
+            store(drow + j, de);
         }
     }
 
-    void close_head(const Head& head, const Open& x) {
+    void close_head(const Head& head, const Open& x, double* dsinks) {
+        if (call.dsinks.data) x.rows.sink_gradients(call, head, dsinks);
+        if (!want_dq) return;
         for (int64_t r = 0; r < head.rows(); ++r) {
             const int64_t h = head.query_head(r), t = r / head.group + head.s.q0;
-            if (want_dq)
-                format.store(const_cast<char*>(at(call.dq, format.bytes, head.b, h, t)), x.dq + r * d, call.d, call.dq.d, T(call.scale));
-        }
-        if (!call.dsinks.data) return;
-        for (int64_t g = 0; g < head.group; ++g) {
-            double total = 0;
-            const T sink = T(sink_of(call, head, g));
-            for (int64_t r = g; r < head.rows(); r += head.group)
-                total -= double(scalar_exponential(sink - x.lse[r])) * double(x.delta[r]);
-            dsinks[head.b * call.hq + head.query_head(g)] = total;
-        }
-    }
-
-    void add_dsinks() {
-        for (int64_t h = 0; h < call.hq; ++h) {
-            double total = 0;
-            for (int64_t b = 0; b < call.b; ++b) total += dsinks[b * call.hq + h];
-            add_number(call.dsinks.data, call.sinks_dtype, h * call.dsinks.h, total);
+            format.store(const_cast<char*>(at(call.dq, format.bytes, head.b, h, t)), x.dq + r * d, call.d, call.dq.d, T(call.scale));
         }
     }
 };

@@ -3,7 +3,7 @@
 //   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)
 //
 // Packed sequences: B of them, stride b = 0, and ends_q, ends_k (B + 1) say where each begins; tq, tk are the longest.
-// native.py fills `Call` as one array of 64-bit integers: every field is one, in this order.
+// native.py packs `Call` field by field, in this order: 64-bit integers, then two doubles.
 #pragma once
 
 #include <cstdint>
@@ -46,7 +46,7 @@ struct Kernels {
     int64_t (*scratch_bytes)(const Call&, bool backward);
     void (*prepare)(const Call&, bool backward);            // by the caller, before the team starts
     void (*work)(const Call&, bool backward, int worker);   // by every thread of the team
-    void (*finish)(const Call&, bool backward);             // by the caller, after it
+    void (*add_dsinks)(const Call&);                        // by the caller, after a backward with sinks
 };
 
 }  // namespace tilegrad

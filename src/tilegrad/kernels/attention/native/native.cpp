@@ -3,8 +3,9 @@
 #include "call.h"
 #include "team.h"
 
-#if defined(__x86_64__)
-#include <cpuid.h>
+#if defined(WITH_amx)
+#include <sys/syscall.h>
+#include <unistd.h>
 #endif
 
 namespace tilegrad {
@@ -13,32 +14,57 @@ namespace portable {
 Kernels float_kernels();
 Kernels double_kernels();
 }  // namespace portable
-#if defined(__x86_64__)
 namespace avx2 { Kernels float_kernels(); }
 namespace avx512 { Kernels float_kernels(); }
-#endif
+namespace amx { Kernels bfloat16_kernels(); }
 
 namespace {
 
 enum Isa : int64_t { PORTABLE, AVX2, AVX512, AMX };
 
-int64_t supported() {
+#if defined(WITH_amx)
+// Linux lets a process use the tiles' eight kilobytes of registers only after it has asked.
+bool may_use_tiles() {
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+#endif
+
+// WITH_…: compiled into this library.
+int64_t find_supported() {
     int64_t isa = 1 << PORTABLE;
-#if defined(__x86_64__)
+#if defined(WITH_avx2)
     __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma")) isa |= 1 << AVX2;
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) isa |= 1 << AVX2;
+#endif
+#if defined(WITH_avx512)
     if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
         __builtin_cpu_supports("avx512dq"))
         isa |= 1 << AVX512;
 #endif
+#if defined(WITH_amx)
+    if ((isa >> AVX512 & 1) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-tile") &&
+        __builtin_cpu_supports("amx-bf16") && may_use_tiles())
+        isa |= 1 << AMX;
+#endif
     return isa;
 }
 
-Kernels kernels(const Call& call, int64_t isa) {
+int64_t supported() {
+    static const int64_t isa = find_supported();
+    return isa;
+}
+
+Kernels kernels([[maybe_unused]] const Call& call, [[maybe_unused]] int64_t isa) {
     if (call.dtype == FLOAT64) return portable::double_kernels();
-#if defined(__x86_64__)
+#if defined(WITH_amx)
+    if (isa == AMX && call.dtype == BFLOAT16) return amx::bfloat16_kernels();
+#endif
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return avx512::float_kernels();
+#endif
+#if defined(WITH_avx2)
     if (isa == AVX2) return avx2::float_kernels();
-    if (isa == AVX512 || isa == AMX) return avx512::float_kernels();
 #endif
     return portable::float_kernels();
 }
@@ -57,6 +83,9 @@ EXPORT extern const char tilegrad_native_digest[] = DIGEST;
 
 // Bits of Isa that this machine can run.
 EXPORT int64_t tilegrad_native_supported() { return tilegrad::supported(); }
+
+// Use the threads of this OpenMP runtime: its GOMP_parallel.
+EXPORT void tilegrad_native_join(tilegrad::Parallel parallel) { tilegrad::join(parallel); }
 
 // Enough for any instruction set of this machine.
 EXPORT int64_t tilegrad_native_scratch(const Call* call, int64_t backward) {
@@ -84,6 +113,6 @@ EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
             c.kernels.work(c.call, c.backward, worker);
         },
         &context);
-    kernels.finish(*call, backward);
+    if (backward && call->dsinks.data) kernels.add_dsinks(*call);
 }
 }

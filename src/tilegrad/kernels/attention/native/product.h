@@ -12,9 +12,9 @@ namespace ISA {
 
 // Registers of c: the rest must hold b and a. Tiles are multiples of MR and of NV · lanes.
 #if defined(__AVX512F__)
-constexpr int MR = 12, NV = 2, TILE = 96;
+constexpr int MR = 8, NV = 2, TILE = 64;
 #elif defined(__AVX2__)
-constexpr int MR = 6, NV = 2, TILE = 96;
+constexpr int MR = 4, NV = 3, TILE = 96;
 #elif defined(__aarch64__)
 constexpr int MR = 8, NV = 2, TILE = 64;
 #else

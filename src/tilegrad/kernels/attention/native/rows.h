@@ -71,40 +71,6 @@ void pack_columns(T* to, int64_t ld, const View& x, const Format<T>& format, con
     memset(to + n * ld, 0, (padded - n) * ld * sizeof(T));
 }
 
-// The options that act on a score, for one row: c · tanh(s / c), − slope · |distance|, −inf where not seen.
-template <class T>
-struct Score {
-    T scale, softcap;
-    T slope, position;
-    int32_t lo, hi;  // columns of the tile
-
-    // s − shift, s of mask.py, from a product x = q·k, columns j … j + lanes of a tile that begins at j0;
-    // *derivative = ds/dx / scale. One rounding fewer where the shift goes into the last multiply.
-    template <bool EDGE>
-    Vec<T> minus(T shift, Vec<T> x, int64_t j, int64_t j0, Vec<T>* derivative) const {
-        Vec<T> s;
-        if (softcap != 0) {
-            Vec<T> t = hyperbolic_tangent(x * (scale / softcap));
-            s = t * softcap - shift;
-            if (derivative) *derivative = 1 - t * t;
-        } else {
-            s = x * scale - shift;
-        }
-        if (slope != 0) {
-            Vec<T> column = __builtin_convertvector(iota<T>(), Vec<T>) + T(j + j0);
-            Vec<T> distance = position - column;
-            s = s - slope * (distance < 0 ? -distance : distance);
-        }
-        return EDGE ? hide(s, j) : s;
-    }
-
-    Vec<T> hide(Vec<T> s, int64_t j) const {
-        typedef typename Lanes<T>::Integer Integer;
-        Ints<T> column = iota<T>() + Integer(j);
-        return (column >= Integer(lo)) & (column < Integer(hi)) ? s : all(-T(__builtin_inf()));
-    }
-};
-
 inline double slope_of(const Call& call, const Head& head, int64_t r) {
     if (!call.slopes.data) return 0;
     return number(call.slopes.data, call.slopes_dtype, head.b * call.slopes.b + head.query_head(r) * call.slopes.h);
@@ -126,6 +92,91 @@ struct Carver {
         return p;
     }
 };
+
+// What is known of each row of a block, for vectors whose lanes are rows.
+template <class T>
+struct RowLanes {
+    int32_t *lo, *hi;
+    T *slope, *position, *alpha;
+
+    void carve(Carver& carver, int64_t rows) {
+        lo = carver.take<int32_t>(rows);
+        hi = carver.take<int32_t>(rows);
+        slope = carver.take<T>(rows);
+        position = carver.take<T>(rows);
+        alpha = carver.take<T>(rows);
+    }
+
+    // Rows beyond m repeat the last.
+    void fill(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded) {
+        for (int64_t r = 0; r < padded; ++r) {
+            const int64_t row = r0 + at_most(r, m - 1);
+            seen_by(call, head, row, lo + r, hi + r);
+            slope[r] = T(slope_of(call, head, row));
+            position[r] = T(head.position(row));
+        }
+    }
+};
+
+// The options that act on a score: c · tanh(s / c), − slope · |distance|, −inf where not seen. Lanes are rows, and a column is
+// the same in all of them, or the other way round.
+template <class T>
+struct Score {
+    typedef typename Lanes<T>::Integer Integer;
+    T scale, softcap;
+    Vec<T> slope, position;
+    Ints<T> lo, hi;
+
+    Score(const Call& call, const RowLanes<T>& rows, int64_t r)  // lanes are rows r …
+        : scale(T(call.scale)), softcap(T(call.softcap)), slope(load(rows.slope + r)), position(load(rows.position + r)) {
+        for (int n = 0; n < Lanes<T>::N; ++n) {
+            lo[n] = rows.lo[r + n];
+            hi[n] = rows.hi[r + n];
+        }
+    }
+
+    Score(const Call& call, T slope, T position, int32_t lo, int32_t hi)  // lanes are columns of one row
+        : scale(T(call.scale)), softcap(T(call.softcap)), slope(all(slope)), position(all(position)), lo(Ints<T>{} + lo), hi(Ints<T>{} + hi) {}
+
+    // s − shift, s of mask.py, from products x = q·k; *derivative = ds/dx / scale.
+    Vec<T> minus(Vec<T> shift, Vec<T> x, Ints<T> column, Vec<T>* derivative) const {
+        Vec<T> s, slope_of_cap = all(T(1));
+        if (softcap != 0) {
+            const Vec<T> t = hyperbolic_tangent(x * (scale / softcap));
+            s = t * softcap - shift;  // one rounding for both
+            slope_of_cap = 1 - t * t;
+        } else {
+            s = x * scale - shift;
+        }
+        if (derivative) *derivative = slope_of_cap;
+        const Vec<T> distance = position - __builtin_convertvector(column, Vec<T>);
+        return s - slope * (distance < 0 ? -distance : distance);
+    }
+
+    Vec<T> hide(Vec<T> s, Ints<T> column) const {
+        return (lo <= column) & (hi > column) ? s : all(-T(__builtin_inf()));
+    }
+
+    static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
+};
+
+// row_max and row_sum of rows that have seen nothing but their sink; scores are counted in units of 1 / `unit`.
+template <class T>
+void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum, T unit) {
+    const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
+    for (int64_t r = 0; r < padded; ++r) {
+        const T sink = call.sinks.data ? T(sink_of(call, head, r0 + at_most(r, m - 1))) * unit : lowest;
+        row_max[r] = sink > lowest ? sink : lowest;
+        row_sum[r] = sink > lowest ? 1 : 0;
+    }
+}
+
+template <class T>
+void write_row(const Call& call, const Format<T>& format, const Head& head, int64_t r, const T* o, T factor, T lse) {
+    const int64_t h = head.query_head(r), t = r / head.group + head.s.q0;
+    if (call.o.data) format.store(const_cast<char*>(at(call.o, format.bytes, head.b, h, t)), o, call.dv, call.o.d, factor);
+    if (call.lse.data) *reinterpret_cast<T*>(const_cast<char*>(at(call.lse, sizeof(T), head.b, h, t))) = lse;
+}
 
 }  // namespace ISA
 }  // namespace tilegrad

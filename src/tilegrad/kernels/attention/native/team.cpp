@@ -1,6 +1,6 @@
-// A pool that sleeps between calls. One call has it at a time; a call that finds it busy (another Python thread's) runs on
-// its own thread alone, with the same result. Its threads take no signals, and are never joined: they hold nothing when
-// idle. After fork() a child has no threads: it starts a pool of its own.
+// The pool sleeps between calls. One call has it at a time; a call that finds it busy (another Python thread's) runs on its
+// own thread alone, with the same result. Its threads take no signals, and are never joined: they hold nothing when idle.
+// After fork() a child has no threads: it starts a pool of its own.
 
 #include "team.h"
 
@@ -78,19 +78,39 @@ struct Pool {
 };
 
 Pool* pool = nullptr;
+Parallel openmp = nullptr;
 pthread_once_t once = PTHREAD_ONCE_INIT;
 
-void new_pool() { pool = new Pool; }
-
 void start() {
-    new_pool();
-    pthread_atfork(nullptr, nullptr, new_pool);
+    pool = new Pool;
+    pthread_atfork(nullptr, nullptr, [] {
+        pool = new Pool;
+        openmp = nullptr;
+    });
 }
+
+struct Numbered {
+    void (*fn)(void*, int);
+    void* context;
+    std::atomic<int> next{0};
+};
 
 }  // namespace
 
+void join(Parallel parallel) { openmp = parallel; }
+
 void run_team(int n, void (*fn)(void*, int), void* context) {
     pthread_once(&once, start);
+    if (n > 1 && openmp) {
+        Numbered numbered{fn, context};
+        openmp(
+            [](void* data) {
+                auto& x = *static_cast<Numbered*>(data);
+                x.fn(x.context, x.next.fetch_add(1));
+            },
+            &numbered, unsigned(n), 0);
+        return;
+    }
     std::unique_lock<std::mutex> lock(pool->busy, std::defer_lock);
     if (n > 1 && lock.try_lock()) pool->run(n, fn, context);
     else fn(context, 0);
