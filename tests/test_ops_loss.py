@@ -86,7 +86,7 @@ def run(loss: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: float)
 def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """About `size` elements at once."""
     monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 4 * size)
-    monkeypatch.setitem(cross_entropy.BLOCK, "cpu", size // 3)
+    monkeypatch.setattr(cross_entropy, "BLOCK", size // 3)
     monkeypatch.setitem(embedding_mse.BLOCK, "cpu", size)
 
 

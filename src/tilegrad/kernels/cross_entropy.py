@@ -31,7 +31,7 @@ from .linear import linear_bwd, linear_fwd, linear_workspace
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
-BLOCK = {"cpu": 1 << 20, "cuda": 1 << 26}  # logits that become probabilities at once
+BLOCK = 1 << 20  # bfloat16 logits that pass through float32 at once
 _EVEN = 256  # a chunk of more rows has a multiple of these
 _aten = torch.ops.aten
 
@@ -55,7 +55,9 @@ def _chunks(x: Tensor, w: Tensor) -> Iterator[slice]:
 
 
 def _block_rows(x: Any, w: Any) -> int:
-    return int(max(1, min(_rows(x, w), BLOCK[torch.device(x.device).type] // max(w.shape[0], 1))))
+    """Rows of a chunk that become probabilities at once: all, but where they pass through float32."""
+    rows, narrow = _rows(x, w), _logits_dtype(x) != accumulation_dtype(x.dtype)
+    return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if narrow else rows
 
 
 def cross_entropy_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
