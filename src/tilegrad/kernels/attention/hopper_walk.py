@@ -1,7 +1,8 @@
 """Who walks which tile in Hopper's backward: the order of tiles, and the two partitions that only move data.
 
-A program takes tiles of columns in turns. `_load` works out which, and tells the others through a ring of records in
-shared memory; the MMA partition has no registers to spare for it. For packed sequences only tiles that exist are taken.
+A program takes tiles of columns one after the other, the next where it is needed next: `taken` counts them for all
+programs. `load` takes a tile, works out which rows see it, and tells the others by a record in shared memory; the partition
+that multiplies has no registers to spare for it. Of packed sequences only tiles that exist are taken.
 
 Rings hand buffers over by pairs of barriers, "full" (waited for by the reader) and "empty" (waited for by the writer): the
 n-th use of a ring of S buffers is buffer n % S in phase n // S, and every partition counts uses for itself.
