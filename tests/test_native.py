@@ -94,6 +94,23 @@ def test_empty_batch_and_no_heads_rows_or_columns(isa: str) -> None:
 
 
 @needs_library
+@pytest.mark.parametrize("wrong", [8, 9])  # left and right of the band
+def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    right_sizes = native._sizes
+
+    def wider(*call: object) -> tuple[int, ...]:
+        sizes = list(right_sizes(*call))  # type: ignore[arg-type]
+        sizes[wrong] += 1
+        return tuple(sizes)
+
+    case = Case(tq=200, tk=200, window=(150, 0))
+    check(case, ISAS[-1])
+    monkeypatch.setattr(native, "_sizes", wider)
+    with pytest.raises(AssertionError, match="error"):
+        check(case, ISAS[-1])
+
+
+@needs_library
 def test_gradients_of_an_infinite_dlse_in_rows_that_see_nothing() -> None:
     call = build(Case(causal=True, tq=6, tk=4, dlse=True))
     assert call.dlse is not None

@@ -71,6 +71,18 @@ inline void load_half_row(Half* to, const char* from, int64_t n, int64_t stride)
 
 constexpr Format<Half> AS_IT_IS{2, load_half_row, nullptr};
 
+inline void store_half_row(char* to, const float* from, int64_t n, int64_t stride, float factor) {
+    if (stride != 1) return store_row<float, BFloat16>(to, from, n, stride, factor);
+    const __m512 times = _mm512_set1_ps(factor);
+    for (int64_t i = 0; i < n; i += 16) {
+        const __mmask16 there = n - i < 16 ? __mmask16((1u << (n - i)) - 1) : __mmask16(0xffff);
+        const __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, from + i), times);
+        _mm256_mask_storeu_epi16(to + 2 * i, there, (__m256i)_mm512_cvtneps_pbh(x));
+    }
+}
+
+constexpr Format<float> HALF_ROWS{2, load_row<float, BFloat16>, store_half_row};
+
 // to[r/2][c][2] = from[r][c], m rows of n, both even.
 inline void pairs_of_rows(Half* to, const Half* from, int64_t m, int64_t n) {
     for (int64_t r = 0; r < m; r += 2) {

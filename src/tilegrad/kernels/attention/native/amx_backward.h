@@ -94,7 +94,7 @@ struct AmxBackward {
             pairs_of_rows(x.g_rows + r0 * dv, pairs, padded, dv);
         }
         memset(x.dq, 0, round_up(rows, ROWS) * d * sizeof(float));
-        x.rows.fill(call, format_of<float>(BFLOAT16), head, round_up(rows, STRIP), row, row + ROWS / 2 * at_least(d, dv));
+        x.rows.fill(call, HALF_ROWS, head, round_up(rows, STRIP), row, row + ROWS / 2 * at_least(d, dv));
         x.lanes.fill(call, head, 0, rows, round_up(rows, STRIP));
         for (int64_t r = 0; r < round_up(rows, STRIP); ++r) x.lse2[r] = x.rows.lse[r] * LOG2E;
         for (int64_t r0 = 0; r0 < rows; r0 += ROWS) x.turn[r0 / ROWS] = int32_t(x.rows.lo[r0] / COLUMNS);
@@ -112,12 +112,11 @@ struct AmxBackward {
         memset(dv_, 0, padded * dv * sizeof(float));
         const Run seeing = rows_seeing(call, head, j0, j0 + n);
         for (int64_t r0 = seeing.begin / ROWS * ROWS; r0 < seeing.end; r0 += ROWS) block(head, x, r0, tile, n);
-        const Format<float> format = format_of<float>(BFLOAT16);
         for (int64_t j = 0; j < n; ++j) {
             const int64_t t = head.s.k0 + j0 + j;
             if (want_dk)
-                format.store(const_cast<char*>(at(call.dk, 2, head.b, head.kv, t)), dk + j * d, call.d, call.dk.d, float(call.scale));
-            if (want_dv) format.store(const_cast<char*>(at(call.dv_, 2, head.b, head.kv, t)), dv_ + j * dv, call.dv, call.dv_.d, 1);
+                HALF_ROWS.store(const_cast<char*>(at(call.dk, 2, head.b, head.kv, t)), dk + j * d, call.d, call.dk.d, float(call.scale));
+            if (want_dv) HALF_ROWS.store(const_cast<char*>(at(call.dv_, 2, head.b, head.kv, t)), dv_ + j * dv, call.dv, call.dv_.d, 1);
         }
     }
 
@@ -216,12 +215,11 @@ struct AmxBackward {
     void close_head(const Head& head, const Open& x, double* dsinks) {
         if (call.dsinks.data) x.rows.sink_gradients(call, head, dsinks);
         if (!want_dq) return;
-        const Format<float> format = format_of<float>(BFLOAT16);
         for (int64_t r0 = 0; r0 < head.rows(); r0 += ROWS) {
             transpose(row, d, x.dq + r0 * d, ROWS, d, ROWS);
             for (int64_t r = r0; r < at_most(r0 + ROWS, head.rows()); ++r) {
-                const int64_t h = head.query_head(r), t = r / head.group + head.s.q0;
-                format.store(const_cast<char*>(at(call.dq, 2, head.b, h, t)), row + (r - r0) * d, call.d, call.dq.d, float(call.scale));
+                const int64_t h = head.query_head(r), t = head.token(r);
+                HALF_ROWS.store(const_cast<char*>(at(call.dq, 2, head.b, h, t)), row + (r - r0) * d, call.d, call.dq.d, float(call.scale));
             }
         }
     }

@@ -40,7 +40,7 @@ struct Statistics {
         const int64_t rows = head.rows();
         const T huge = sizeof(T) == 4 ? T(__FLT_MAX__) : T(__DBL_MAX__);
         for (int64_t r = 0; r < rows; ++r) {
-            const int64_t h = head.query_head(r), t = r / head.group + head.s.q0;
+            const int64_t h = head.query_head(r), t = head.token(r);
             format.load(o, at(call.o, format.bytes, head.b, h, t), call.dv, call.o.d);
             format.load(g, at(call.do_, format.bytes, head.b, h, t), call.dv, call.do_.d);
             lse[r] = *reinterpret_cast<const T*>(at(call.lse, sizeof(T), head.b, h, t));
@@ -240,7 +240,7 @@ struct Backward {
         if (call.dsinks.data) x.rows.sink_gradients(call, head, dsinks);
         if (!want_dq) return;
         for (int64_t r = 0; r < head.rows(); ++r) {
-            const int64_t h = head.query_head(r), t = r / head.group + head.s.q0;
+            const int64_t h = head.query_head(r), t = head.token(r);
             format.store(const_cast<char*>(at(call.dq, format.bytes, head.b, h, t)), x.dq + r * d, call.d, call.dq.d, T(call.scale));
         }
     }

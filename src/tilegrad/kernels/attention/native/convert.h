@@ -110,11 +110,11 @@ inline const char* at(const View& x, int64_t bytes, int64_t b, int64_t h, int64_
 
 // to[n][m] = from[m][n], rows `to_ld` and `from_ld` long; 4 × 4 blocks of float through registers.
 inline void transpose(float* to, int64_t to_ld, const float* from, int64_t from_ld, int64_t m, int64_t n) {
+    int64_t i = 0;
+#if !defined(__clang__)  // whose name for the shuffle is another; it finds them by itself
     typedef float Four __attribute__((vector_size(16)));
     typedef float Unaligned __attribute__((vector_size(16), aligned(4), may_alias));
     typedef int32_t Index __attribute__((vector_size(16)));
-    int64_t i = 0;
-#if !defined(__clang__)
     for (; i + 4 <= m; i += 4) {
         int64_t j = 0;
         for (; j + 4 <= n; j += 4) {

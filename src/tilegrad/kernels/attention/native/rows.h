@@ -19,8 +19,10 @@ struct Head {
     Sequence s;
 
     int64_t rows() const { return s.tq * group; }
-    int64_t query_head(int64_t r) const { return kv * group + r % group; }
-    int64_t position(int64_t r) const { return r / group + s.tk - s.tq; }
+    int64_t index(int64_t r) const { return group == 1 ? r : r / group; }  // i; a division is worth going round
+    int64_t token(int64_t r) const { return index(r) + s.q0; }
+    int64_t position(int64_t r) const { return index(r) + s.tk - s.tq; }
+    int64_t query_head(int64_t r) const { return group == 1 ? kv : kv * group + r % group; }
 };
 
 inline Head head_of(const Call& call, int64_t index) {
@@ -52,8 +54,7 @@ void pack_rows(T* to, int64_t ld, const View& x, const Format<T>& format, const 
                int64_t d) {
     for (int64_t r = 0; r < n; ++r) {
         T* row = to + r * ld;
-        int64_t t = (r0 + r) / head.group + head.s.q0;
-        format.load(row, at(x, format.bytes, head.b, head.query_head(r0 + r), t), d, x.d);
+        format.load(row, at(x, format.bytes, head.b, head.query_head(r0 + r), head.token(r0 + r)), d, x.d);
         for (int64_t i = d; i < ld; ++i) row[i] = 0;
     }
     memset(to + n * ld, 0, (padded - n) * ld * sizeof(T));
@@ -154,7 +155,7 @@ struct Score {
     }
 
     Vec<T> hide(Vec<T> s, Ints<T> column) const {
-        return (lo <= column) & (hi > column) ? s : all(-T(__builtin_inf()));
+        return ((lo <= column) & (hi > column)) ? s : all(-T(__builtin_inf()));
     }
 
     static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
@@ -173,7 +174,7 @@ void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64
 
 template <class T>
 void write_row(const Call& call, const Format<T>& format, const Head& head, int64_t r, const T* o, T factor, T lse) {
-    const int64_t h = head.query_head(r), t = r / head.group + head.s.q0;
+    const int64_t h = head.query_head(r), t = head.token(r);
     if (call.o.data) format.store(const_cast<char*>(at(call.o, format.bytes, head.b, h, t)), o, call.dv, call.o.d, factor);
     if (call.lse.data) *reinterpret_cast<T*>(const_cast<char*>(at(call.lse, sizeof(T), head.b, h, t))) = lse;
 }
