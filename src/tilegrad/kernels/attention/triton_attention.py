@@ -30,7 +30,6 @@ LEAST_FACTOR = 1e-30  # a scale of 0 stays positive, so that −inf · factor is
 ROWS = 64  # of a tile in the kernels without products
 MOST_SPLITS = 64
 LEAST_BLOCK = 32  # columns that the narrowest head is padded to
-EDGE_ELEMENTS = 4096  # of a tile of q that an edge of the band crosses, in the kernel of dk and dv
 DECODE_ROWS = 16  # up to here the forward uses the tile `decode`
 
 
@@ -188,13 +187,8 @@ def bwd(
 
     def columns(tile: Tile) -> tuple[Arguments, tuple[int]]:
         col_tiles = _ceil_div(sizes.tk, tile.n)
-        edge = max(16, min(tile.m // 2, EDGE_ELEMENTS // sizes.block_d))
-        more = {
-            "EDGE": edge,
-            "COPIES": max(1, 32 * tile.warps // tile.m),
-            "EDGE_COPIES": max(1, 32 * tile.warps // edge),
-        }
-        return {"col_tiles": col_tiles} | more, (col_tiles * sizes.hkv * sizes.batch,)
+        copies = max(1, 32 * tile.warps // tile.m)
+        return {"col_tiles": col_tiles, "COPIES": copies}, (col_tiles * sizes.hkv * sizes.batch,)
 
     def row_grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m)
@@ -203,8 +197,7 @@ def bwd(
     with torch.cuda.device_of(q):
         _delta(o, lse, do, dlse, mask, sizes, rows)
         if dk is not None or dv is not None:
-            more: Arguments = {"dk": dk, "dv": dv, "inv_factor": 1.0 / arguments["factor"]}
-            more |= _strides(mask.varlen, dk=dk, dv=dv)
+            more: Arguments = {"dk": dk, "dv": dv} | _strides(mask.varlen, dk=dk, dv=dv)
             constants = _constants(sizes, mask, q, k, v, do, dk, dv)
             constants["ALIKE"] = sizes.d == sizes.dv and _bht(q, mask.varlen)[2] == _bht(do, mask.varlen)[2]
             _launch(_dkdv_kernel, "dkdv", sizes, q, columns, arguments | more, constants)

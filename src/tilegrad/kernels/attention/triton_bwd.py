@@ -31,10 +31,10 @@ from .triton_mask import (
     load_row,
     load_tile,
     nth_tile,
+    power,
     probabilities,
     product,
     score_gradient,
-    sink_probability,
     steps,
     store_tile,
     tile_offsets,
@@ -73,14 +73,13 @@ def _delta_kernel(
     )
     lse_row = tl.load(at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(rows, lse_t, 1), mask=inside, other=0.0)
 
-    SUMS: tl.constexpr = tl.float64 if EXACT else tl.float32
-    d = tl.sum(o_tile.to(SUMS) * do_tile.to(SUMS), 1)
+    d = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
     if dlse is not None:
         dlse = at(dlse, dlse_b, dlse_h, dlse_t, b, h, start_q, 1)
         d -= tl.load(dlse + steps(rows, dlse_t, 1), mask=inside, other=0.0)
     some = lse_row > float("-inf")
 
-    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d.to(tl.float32), 0.0), mask=inside)
+    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d, 0.0), mask=inside)
     tl.store(
         at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
         tl.where(some, to_base(lse_row, EXACT), float("inf")),
@@ -90,14 +89,10 @@ def _delta_kernel(
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, q, do, lse2, delta, q_t, do_t, j, head, inv_factor, first, full, full_end, last,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-    EXACT: tl.constexpr, COPIES: tl.constexpr, ALIKE: tl.constexpr,
-    DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, q, do, lse2, delta, q_offsets, do_offsets, q_t, do_t, j, head, first, full, full_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, EXACT: tl.constexpr,
+    COPIES: tl.constexpr, DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, WIDE)
-    do_offsets = q_offsets if ALIKE else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, WIDE)
-    PLAIN: tl.constexpr = not EXACT and head.softcap is None and head.bias is None and head.slope is None
     tiles = full_end - full
     if MASKED:
         tiles = full - first + last - full_end
@@ -107,17 +102,9 @@ def _add_rows(
         q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
         do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
         lse2_row = load_row(lse2, rows, head.tq, float("inf"), COPIES, CHECKED=MASKED)
-        s_start = None
-        if PLAIN:
-            s_start = lse2_row * -inv_factor
-            lse2_row = 0.0
-        s = inner(k, q_tile, s_start, EXACT)
+        s = inner(k, q_tile, EXACT)
         delta_row = load_row(delta, rows, head.tq, 0.0, COPIES, CHECKED=MASKED)
-        dp_start = None
-        if not EXACT and head.seed is None:
-            dp_start = -delta_row
-            delta_row = 0.0
-        dp = inner(v, do_tile, dp_start, EXACT)
+        dp = inner(v, do_tile, EXACT)
         p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, EXACT, MASKED)
         dx = uncapped(score_gradient(p, dp, delta_row, keep, head), t, head)
         if DV_WANTED:
@@ -133,11 +120,11 @@ def _dkdv_kernel(
     dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    heads, group, col_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, inv_factor, scale,
+    heads, group, col_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
-    COPIES: tl.constexpr, ALIKE: tl.constexpr, EDGE: tl.constexpr, EDGE_COPIES: tl.constexpr,
+    COPIES: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % col_tiles * BLOCK_N
     kv_head = tl.program_id(0) // col_tiles % (heads // group)
@@ -149,6 +136,8 @@ def _dkdv_kernel(
     j = start + tl.arange(0, BLOCK_N)[:, None]
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
     v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
+    do_offsets = q_offsets if ALIKE else tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
     k_tile = load_tile(at(k, k_b, k_h, k_t, b, kv_head, start_k + start, ALIGN), k_offsets, tk - start, D, CHECKED=True)
     v_tile = load_tile(
         at(v, v_b, v_h, v_t, b, kv_head, start_k + start, ALIGN), v_offsets, tk - start, DV, CHECKED=True
@@ -161,8 +150,7 @@ def _dkdv_kernel(
     dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
 
     stop = tl.minimum(start + BLOCK_N, tk)
-    _first, full, full_end, _last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
-    first, _full, _full_end, last = band_tiles(start, stop, tq - tk, right, left, tq, EDGE)
+    first, full, full_end, last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
     for g in range(0, group):
         h = kv_head * group + g
         q_head = at(q, q_b, q_h, q_t, b, h, start_q, ALIGN)
@@ -178,17 +166,12 @@ def _dkdv_kernel(
         head = Head(
             b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
         )
-        dk_acc, dv_acc = _add_rows(
-            dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_t, do_t,
-            j, head, inv_factor, full, full, full_end, full_end,
-            D, DV, BLOCK_M, ALIGN, WIDE, EXACT, COPIES, ALIKE, dk is not None, dv is not None, MASKED=False,
-        )  # fmt: skip
-        dk_acc, dv_acc = _add_rows(
-            dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_t, do_t,
-            j, head, inv_factor,
-            first, tl.minimum(full * (BLOCK_M // EDGE), last), tl.minimum(full_end * (BLOCK_M // EDGE), last), last,
-            D, DV, EDGE, ALIGN, WIDE, EXACT, EDGE_COPIES, ALIKE, dk is not None, dv is not None, MASKED=True,
-        )  # fmt: skip
+        for MASKED in tl.static_range(2):
+            dk_acc, dv_acc = _add_rows(
+                dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_offsets, do_offsets, q_t, do_t,
+                j, head, first, full, full_end, last,
+                D, DV, BLOCK_M, ALIGN, EXACT, COPIES, dk is not None, dv is not None, MASKED,
+            )  # fmt: skip
 
     if dk is not None:
         dk = at(dk, dk_b, dk_h, dk_t, b, kv_head, start_k + start, ALIGN)
@@ -212,8 +195,8 @@ def _add_columns(
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
-        s = inner(q, k_tile, None, EXACT)
-        dp = inner(do, v_tile, None, EXACT)
+        s = inner(q, k_tile, EXACT)
+        dp = inner(do, v_tile, EXACT)
         p, keep, t = probabilities(s, lse2[:, None], i, j, head, EXACT, MASKED)
         dx = uncapped(score_gradient(p, dp, delta[:, None], keep, head), t, head)
         dq = product(dx.to(k_tile.dtype), k_tile, dq, EXACT)
@@ -330,8 +313,8 @@ def _dbias_kernel(
                 do_tile = load_tile(at(do, do_b, do_h, do_t, b, h, row, ALIGN), do_offsets, tq - row, DV, CHECKED=True)
                 lse2_row = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 delta_row = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
-                s = inner(q_tile, k_tile, None, EXACT)
-                dp = inner(do_tile, v_tile, None, EXACT)
+                s = inner(q_tile, k_tile, EXACT)
+                dp = inner(do_tile, v_tile, EXACT)
                 p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, EXACT, MASKED=True)
                 acc += score_gradient(p, dp, delta_row[:, None], keep, head)
 
@@ -371,7 +354,7 @@ def _dbias_rows_kernel(
                 if sinks is not None:
                     sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
                     d = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
-                    acc += sink_probability(sink, z, EXACT) * d
+                    acc += power(sink - z, EXACT) * d
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
     i = own_m * BLOCK + tl.arange(0, BLOCK)
@@ -397,6 +380,6 @@ def _dsinks_kernel(
             rows = start + tl.arange(0, BLOCK)
             z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))
             d = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=0.0)
-            acc -= sink_probability(sink, z, EXACT) * d
+            acc -= power(sink - z, EXACT) * d
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

@@ -60,7 +60,7 @@ def _attend(
         start = nth_tile(n, first, full, full_end, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
-        s = inner(q, k_tile, None, EXACT)
+        s = inner(q, k_tile, EXACT)
         x, factor, _tanh = scores(s, i, j, head, EXACT, MASKED)
         new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
         p = power(x * factor - new_max[:, None], EXACT)

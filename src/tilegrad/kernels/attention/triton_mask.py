@@ -115,17 +115,15 @@ def product(a, b, acc, EXACT: tl.constexpr):
 
 
 @triton.jit
-def inner(a, b, start, EXACT: tl.constexpr):
-    """start + a bᵀ, start None or a row; where EXACT as sums of CHAIN terms, and start must be None."""
+def inner(a, b, EXACT: tl.constexpr):
+    """a bᵀ; where EXACT as sums of CHAIN terms."""
     if EXACT and a.shape[1] > CHAIN:
         CHAINS: tl.constexpr = a.shape[1] // CHAIN
         a_chains = tl.permute(tl.reshape(a, [a.shape[0], CHAINS, CHAIN]), [1, 0, 2])
         b_chains = tl.permute(tl.reshape(b, [b.shape[0], CHAINS, CHAIN]), [1, 2, 0])
         return tl.sum(tl.dot(a_chains, b_chains, input_precision="ieee"), 0)
-    elif start is None:
-        return tl.dot(a, b.T, input_precision="ieee" if EXACT else "tf32")
     else:
-        return tl.dot(a, b.T, tl.broadcast_to(start, [a.shape[0], b.shape[0]]))
+        return tl.dot(a, b.T, input_precision="ieee" if EXACT else "tf32")
 
 
 @triton.jit
@@ -294,16 +292,6 @@ def probabilities(s, lse2, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr
     if head.seed is not None:
         keep = keeps(i, j, head)
     return p, keep, t
-
-
-@triton.jit
-def sink_probability(sink, lse2, EXACT: tl.constexpr):
-    """exp(sink − lse); where EXACT with what the difference is rounded by: all terms of dsinks are as small as it."""
-    x = sink - lse2
-    p = power(x, EXACT)
-    if EXACT:
-        p += p * tl.where(lse2 < float("inf"), sink - (x + lse2), 0.0)
-    return p
 
 
 @triton.jit
