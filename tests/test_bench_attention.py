@@ -107,7 +107,7 @@ def test_a_kernel_that_refuses_a_shape_is_left_out_with_its_reason(
 
     picky = dispatch.Kernel("picky", "tiled", lambda problem: "takes no causal mask" if problem.mask.causal else None)
     monkeypatch.setattr(attention, "ATTENTION", (picky, *attention.ATTENTION))
-    assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["picky", "tiled"], peers=False) == 0
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["picky", "tiled"], peers=()) == 0
     out = capsys.readouterr().out
     assert "picky: takes no causal mask" in out and "tiled" in out
 
@@ -132,6 +132,7 @@ def test_plot(tmp_path: Path) -> None:
         ({"preset": "none"}, "preset: got 'none'"),
         ({"repeats": 1}, "repeats: got 1"),
         ({"kernels": ["x"]}, "kernels: got"),
+        ({"peers": ["x"]}, "peers: got \\['x'\\]; accepted: names among sdpa"),
         ({"tune": True}, "device: got cpu; accepted: a CUDA device"),
     ],
 )

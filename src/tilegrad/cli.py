@@ -194,8 +194,9 @@ def _bench_attention(args: argparse.Namespace) -> int:
     from .bench.attention import bench_attention
 
     return bench_attention(
-        device=args.device, dtype=args.dtype, kernels=args.kernels, preset=args.preset, peers=not args.no_peers,
+        device=args.device, dtype=args.dtype, kernels=args.kernels, preset=args.preset, peers=args.peers,
         repeats=args.repeats, json=args.json, out=args.out, plot=args.plot, profile=args.profile, tune=args.tune,
+        deterministic=args.deterministic,
     )  # fmt: skip
 
 
@@ -303,9 +304,10 @@ def _add_checks(commands: Commands) -> None:
     attention.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
     attention.add_argument("--kernels", nargs="+", metavar="NAME", help="default: those that run there")
     attention.add_argument(
-        "--preset", metavar="NAME", help="which shapes: training, short, window, wide, decode or laptop"
+        "--preset", metavar="NAME", help="which shapes: training, short, wide, window, gqa, varlen, decode or laptop"
     )
-    attention.add_argument("--no-peers", action="store_true", help="leave SDPA and FlexAttention out")
+    attention.add_argument("--peers", nargs="*", metavar="NAME", help="default: all that are there; no name: none")
+    attention.add_argument("--deterministic", action="store_true", help="the backward's deterministic mode")
     attention.add_argument(
         "--repeats", type=int, default=30, metavar="N", help="interleaved rounds (default: %(default)s)"
     )

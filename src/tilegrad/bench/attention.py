@@ -469,10 +469,11 @@ def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) ->
 
 def bench_attention(
     *, device: str | None = None, dtype: str = "bfloat16", kernels: Sequence[str] | None = None, preset: str | None = None,
-    peers: bool = True, repeats: int = 30, json: bool = False, out: str | None = None, plot: str | None = None,
+    peers: Sequence[str] | None = None, repeats: int = 30, json: bool = False, out: str | None = None, plot: str | None = None,
     profile: bool = False, tune: bool = False, deterministic: bool = False,
 ) -> int:  # fmt: skip
-    """Prints times (a table, or JSON lines); `out` appends the JSON lines to a file. Exit code 1 if a kernel is wrong."""
+    """Prints times and ratios (or JSON lines); `out` appends the JSON lines to a file. `peers`: None = all that are there.
+    Exit code 1 if a kernel is wrong."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
@@ -493,7 +494,9 @@ def bench_attention(
         from tilegrad.bench.tune import tune_tiles
 
         return tune_tiles(where, kind)
-    theirs = peers_on(where) if peers else ()
+    theirs = peers_on(where) if peers is None else tuple(peers)
+    if set(theirs) - set(peers_on(where)):
+        raise ValueError(f"peers: got {list(theirs)}; accepted: names among {', '.join(peers_on(where))}")
     rows: list[Row] = []
     for shape in PRESETS[preset]:
         new = measure(shape, kind, where, ours, theirs, repeats, deterministic)

@@ -78,6 +78,42 @@ def _triton_refuses(problem: Problem) -> str | None:
     return None if major >= 8 else f"needs compute capability 8.0 or newer, and {device} has {major}.{minor}"
 
 
+FEW_ROWS, FEW_TILES = 16, 64  # up to here triton shares the columns of a row among programs
+
+
+def _hopper_refuses(problem: Problem) -> str | None:
+    q, k, v, mask, _ = problem
+    d, dv, dtype = q.shape[-1], v.shape[-1], str(q.dtype).removeprefix("torch.")
+    if not _has_triton():
+        return "needs Triton, which is not installed (pip install triton)"
+    if q.device.type != "cuda":
+        return f"needs a Hopper GPU, not {q.device.type}"
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if (major, minor) != (9, 0):
+        return f"needs compute capability 9.0, and {q.device} has {major}.{minor}"
+    if dtype not in ("float16", "bfloat16"):
+        return f"takes float16 and bfloat16, not {dtype}"
+    if d != dv or d % 8 or d < 16:
+        return f"takes one head dimension of 16 to 256 in steps of 8, not {d} for q and {dv} for v"
+    for name in ("bias", "alibi_slopes"):
+        if getattr(mask, name) is not None:
+            return f"takes no {name}"
+    if mask.dropout_p:
+        return "takes no dropout"
+    tq, tk = (mask.max_seqlen_q, mask.max_seqlen_k) if mask.varlen else (q.shape[2], k.shape[2])
+    batch = mask.cu_seqlens_q.shape[0] - 1 if mask.varlen else q.shape[0]
+    if tk == 0 or 0 in k.shape or 0 in q.shape:
+        return "takes no empty tensors"
+    if tq <= FEW_ROWS or 4 * tq <= tk and -(-tq // 128) * q.shape[1] * batch <= FEW_TILES:
+        return "leaves few rows with many columns to triton, which shares the columns among programs"
+    from .attention.hopper_tma import refusal
+
+    reasons = (refusal(name, x, mask.varlen) for name, x in (("q", q), ("k", k), ("v", v)))
+    return next((reason for reason in reasons if reason), None)
+
+
 def _native_refuses(problem: Problem) -> str | None:
     if problem.q.device.type != "cpu":
         return f"runs on the CPU, not on {problem.q.device.type}"
@@ -92,6 +128,7 @@ def _native_refuses(problem: Problem) -> str | None:
 
 
 ATTENTION: tuple[Kernel, ...] = (
+    Kernel("hopper", "hopper_attention", _hopper_refuses),
     Kernel("triton", "triton_attention", _triton_refuses),
     Kernel("native", "native", _native_refuses),
     Kernel("tiled", "tiled", _takes_all),

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes
 from .hopper_fwd import ROWS, _attention_fwd_kernel
-from .hopper_tma import launch, refusal, tile_descriptor
+from .hopper_tma import Launch, current, prepare, refusal, tile_descriptor
 from .mask import Mask
 from .triton_attention import LEAST_FACTOR, LOG2E, Sizes, multiprocessors, sizes_of
 
@@ -28,16 +28,16 @@ class Tiling(NamedTuple):
     columns: int
     slots: int
     q_slots: int
-    pin: bool = True
-    ahead: bool = False
 
 
-TILINGS = {
-    32: Tiling(2, 128, 2, 2, False),
-    64: Tiling(3, 128, 3, 2, False),
-    128: Tiling(2, 128, 2, 2, False),
-    256: Tiling(2, 64, 2, 1, False),
+TILINGS = {  # by the head dimension, padded
+    32: Tiling(2, 128, 2, 2),
+    64: Tiling(3, 128, 3, 2),
+    128: Tiling(2, 128, 2, 2),
+    256: Tiling(2, 64, 2, 1),
 }
+MOST_LAUNCHES = 1024
+_launches: dict[tuple[object, ...], Launch] = {}
 
 
 def _wave(sizes: Sizes, row_tiles: int, programs: int, columns: int) -> int:
@@ -66,29 +66,39 @@ def _balanced_wave(row_tiles: int, heads: int, tk: int, most: int, programs: int
     return min(sorted(waves, reverse=True), key=slowest)
 
 
-def check_addressable(varlen: bool, **tensors: Tensor | None) -> None:
-    """Tensors beside q, k and v, which the table looks at."""
-    for name, x in tensors.items():
-        reason = None if x is None else refusal(name, x, varlen)
-        if reason:
-            raise ValueError(f"{reason}; kernel='triton' writes it as it is")
-
-
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
+    if o is lse is None:
+        return
+    tensors = (q, k, v, o, lse, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
+    strides = (q.stride(), k.stride(), v.stride(), o is not None and o.stride(), lse is not None and lse.stride())
+    cu, sinks = mask.cu_seqlens_q, mask.sinks
+    lengths = None if cu is None else (cu.shape, mask.max_seqlen_q, mask.max_seqlen_k)
+    options = (mask.band, mask.scale, mask.softcap, lengths, None if sinks is None else (sinks.dtype, sinks.stride()))
+    key = (addresses, q.shape, k.shape, strides, options, q.dtype, q.device)
+    with current(q.device):
+        launch = _launches.get(key)
+        if launch is None:
+            if len(_launches) >= MOST_LAUNCHES:
+                _launches.clear()
+            launch = _launches[key] = _prepare_fwd(q, k, v, mask, o, lse)
+        launch()
+
+
+def _prepare_fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None) -> Launch:
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
+    unfit = None if o is None else refusal("o", o, varlen)
+    if unfit:
+        raise ValueError(f"{unfit}; kernel='triton' writes it as it is")
     tiling = TILINGS[sizes.block_d]
     rows = ROWS.value * tiling.warpgroups
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
-    if not tiles or o is lse is None:
-        return
-    check_addressable(varlen, o=o)
     programs = tiles if varlen else min(tiles, multiprocessors(q.device))
     scale, sinks = mask.scale_for(sizes.d), mask.sinks
     constants = (
-        tiling.warpgroups, tiling.columns, sizes.block_d, sizes.d, tiling.slots, tiling.q_slots, scale < 0.0, tiling.pin,
-        tiling.ahead,
+        tiling.warpgroups, tiling.columns, sizes.block_d, sizes.d, tiling.slots, tiling.q_slots, scale < 0.0
     )  # fmt: skip
     key = (
         q.dtype, varlen, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
@@ -104,12 +114,11 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
         None if o is None else tile_descriptor(o, varlen, ROWS.value, sizes.block_d),
         o if varlen else None, lse,
         o_h, o_t, lse_b, lse_h, lse_t, 0 if sinks is None else sinks.stride(0),
-        sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, _wave(sizes, row_tiles, programs, tiling.columns), sizes.tq, sizes.tk,
-        sizes.left, sizes.right, max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None,
-        *constants,
+        sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, _wave(sizes, row_tiles, programs, tiling.columns),
+        sizes.tq, sizes.tk, sizes.left, sizes.right,
+        max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
     )  # fmt: skip
-    with torch.cuda.device_of(q):
-        launch(_attention_fwd_kernel, key, programs, arguments, num_warps=4)
+    return prepare(_attention_fwd_kernel, key, programs, arguments, num_warps=4)
 
 
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:

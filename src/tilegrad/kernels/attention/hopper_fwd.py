@@ -1,25 +1,26 @@
 """Attention's forward on Hopper (sm_90a, Gluon): programs that stay, each a loader and two or three warpgroups that multiply.
 
-The equations are triton_fwd.py's; a warpgroup owns BLOCK_M = 64 rows of a tile and walks the columns last to first, so
-that the tiles which the causal edge crosses come first and all others pay for no mask:
+The equations are triton_fwd.py's; a warpgroup owns 64 rows of a tile and walks the columns last to first, so that the tiles
+which the causal edge crosses come first. Only tiles that an edge crosses are masked, and a warpgroup passes by those that
+none of its rows sees:
 
-    s₀ = q k₀ᵀ      p₀ = softmax step of s₀
-    for each further tile n of columns:
-      issue sₙ = q kₙᵀ        issue acc += pₙ₋₁ vₙ₋₁        wait for sₙ
-      pₙ = softmax step of sₙ while acc is still being added to     wait for acc      acc ∘= alpha
-    acc += p v of the last      o = acc / row_sum
+    s = q kᵀ of the first tile of columns        p = softmax step of s
+    for each further tile of columns:
+      issue s = q kᵀ        issue acc += p v of the one before        wait for s
+      p = softmax step of s        wait for acc        acc ∘= alpha
+    acc += p v of the last        o = acc / row_sum
 
-**Handshake.** Shared memory holds rings of slots: q (one tile of rows a slot), k and v (one tile of columns a slot). Each
-slot has two mbarriers. The loader, one warp, waits until a slot is free (every warpgroup that reads it has arrived), tells
-`ready` how many bytes will come and starts the TMA copies. A warpgroup waits for `ready`, multiplies and arrives at `free`.
-The n-th use of a slot is phase n & 1 of both; a wait for the phase before the first returns at once. o leaves through the
-slot of its own q, which is free then; the slot goes back to the loader when the copy out has been read, in the next tile.
+**Handshake.** Shared memory holds rings of slots: q (rows of one warpgroup), k and v (one tile of columns). Each slot has two
+mbarriers. The loader, one warp, waits until a slot is free (every warpgroup that reads it has arrived), tells `ready` how many
+bytes will come and starts the TMA copies. A warpgroup waits for `ready`, multiplies and arrives at `free`. The n-th use of a
+slot is phase n & 1 of both; a wait for the phase before the first returns at once. o leaves through the slot of its own q,
+which has served then; the slot goes back to the loader when the copy out has been read, in the next tile if there are two.
 
-**Order.** A program takes tile after tile of rows, the same list for its loader and its warpgroups: while the last products
-of a tile drain, q and k of the next are on their way. Tiles are dealt out in rounds, forth and back, so that under a causal
-edge a program with long tiles in one round has short ones in the next. `wave` heads are walked together, chosen so that
-their k and v stay in L2. Packed sequences are cut into slots of tiles, sequence b from slot cu_seqlens_q[b] / rows + b on, which
-needs no sums over lengths; a slot without rows is skipped.
+**Order.** A program takes tile after tile of rows, the same list in its loader and its warpgroups: while the last products of a
+tile drain, q and k of the next are on their way. Tiles are dealt out in rounds, forth and back, so that under a causal edge a
+program with long tiles in one round has short ones in the next. `wave` heads are walked together, chosen so that their k and v
+stay in L2. Packed sequences are cut into slots of tiles, sequence b from slot cu_seqlens_q[b] / rows + b on, which needs no
+sums over lengths; each slot has a program of its own, and one without rows does nothing.
 
 Rows beyond the end are cut off by TMA; those of packed sequences, where the next sequence follows, by predicated stores.
 """
@@ -166,9 +167,7 @@ def _tile(turn, work, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
         if work.right is not None:
             m = work.row_tiles - 1 - m
     start = m * TILE
-    first, _, _, last = band_tiles(
-        start, gl.minimum(start + TILE, tq), tk - tq, work.left, work.right, tk, BLOCK_N
-    )
+    first, _, _, last = band_tiles(start, gl.minimum(start + TILE, tq), tk - tq, work.left, work.right, tk, BLOCK_N)
     return Tile(b, h, start, start_q, start_k, tq, tk, first, gl.maximum(last, first + 1))
 
 
@@ -221,17 +220,6 @@ def _pass_by(tiles, turn, rings):
         mbarrier.arrive(rings.v_free.index(slot), count=1)
         turn += 1
     return turn
-
-
-@gluon.jit
-def _after(x):
-    """x ≥ 0 through a store that never happens: ptxas keeps the exponentials before it ahead of the wait that follows,
-    which it otherwise moves up (a wait for products has no operands), and nothing would overlap with them."""
-    return gl.inline_asm_elementwise(
-        "{ .reg .pred p; .reg .b32 at; mov.b32 at, 0; setp.lt.f32 p, $1, 0f00000000; "
-        "@p st.volatile.shared.f32 [at], $1; mov.b32 $0, $1; }",
-        "=r,r", [x], dtype=gl.float32, is_pure=False, pack=1,
-    )  # fmt: skip
 
 
 @gluon.jit
@@ -295,13 +283,23 @@ def _store_rows(o, tile, start, out, D: gl.constexpr):
 
 
 @gluon.jit
+def _start_rows(tile, work, S: gl.constexpr):
+    """(row_max, row_sum) before the first column: nothing, or the sink."""
+    row_max = gl.full((ROWS,), LOWEST, gl.float32, layout=gl.SliceLayout(1, S))
+    row_sum = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S))
+    if work.sinks is not None:
+        sink = to_base(gl.load(work.sinks + tile.h * work.sinks_h).to(gl.float32), EXACT=False)
+        row_max = gl.maximum(row_max, sink)
+        row_sum = gl.exp2(sink - row_max)
+    return row_max, row_sum
+
+
+@gluon.jit
 def _own_columns(W: gl.constexpr, tile, work, BLOCK_N: gl.constexpr):
     """(first, full, full_end, last) of this warpgroup's rows, at least one tile; one beyond the end takes just one."""
     start = tile.start + W * ROWS
     stop = gl.minimum(start + ROWS, tile.tq)
-    first, full, full_end, last = band_tiles(
-        start, stop, tile.tk - tile.tq, work.left, work.right, tile.tk, BLOCK_N
-    )
+    first, full, full_end, last = band_tiles(start, stop, tile.tk - tile.tq, work.left, work.right, tile.tk, BLOCK_N)
     if work.left is None and work.right is None:
         first = tile.first
         last = tile.last
@@ -333,125 +331,108 @@ def _first_product(W: gl.constexpr, n, turn, last, tile, work, rings, WARPGROUPS
 @gluon.jit
 def _attend(
     W: gl.constexpr, rings, work, out, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    D: gl.constexpr, NEGATIVE: gl.constexpr, PACKED: gl.constexpr, PIN: gl.constexpr, AHEAD: gl.constexpr,
+    D: gl.constexpr, NEGATIVE: gl.constexpr, PACKED: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = rings.q.dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
     O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    TILE: gl.constexpr = ROWS * WARPGROUPS
     Q_SLOTS: gl.constexpr = rings.q_ready.shape[0] // WARPGROUPS
     SLOTS: gl.constexpr = rings.k.shape[0]
     nothing = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S)
     rounds = _rounds(work)
-    tile = _tile(0, work, ROWS * WARPGROUPS, BLOCK_N)
+    tile = _tile(0, work, TILE, BLOCK_N)
     first, full, full_end, last = _own_columns(W, tile, work, BLOCK_N)
     turn = 0
-    s = nothing
-    if AHEAD:
-        s, turn = _first_product(W, 0, turn, last, tile, work, rings, WARPGROUPS, S)
-        s = warpgroup_mma_wait(0, deps=(s,))
     for n in range(rounds):
         if PACKED:
-            tile = _tile(n, work, ROWS * WARPGROUPS, BLOCK_N)
+            tile = _tile(n, work, TILE, BLOCK_N)
             first, full, full_end, last = _own_columns(W, tile, work, BLOCK_N)
         if not PACKED or tile.start < tile.tq:
-                start = tile.start + W * ROWS
-                i = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))[:, None]
-                row_max = gl.full((ROWS,), LOWEST, gl.float32, layout=gl.SliceLayout(1, S))
-                row_sum = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S))
-                if work.sinks is not None:
-                    sink = to_base(gl.load(work.sinks + tile.h * work.sinks_h).to(gl.float32), EXACT=False)
-                    row_max = gl.maximum(row_max, sink)
-                    row_sum = gl.exp2(sink - row_max)
-                acc = gl.zeros((ROWS, BLOCK_D), gl.float32, layout=O)
-                q_slot = n % Q_SLOTS * WARPGROUPS + W
-                q = rings.q.index(q_slot).reshape([ROWS, BLOCK_D])
+            start = tile.start + W * ROWS
+            i = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))[:, None]
+            row_max, row_sum = _start_rows(tile, work, S)
+            acc = gl.zeros((ROWS, BLOCK_D), gl.float32, layout=O)
+            q_slot = n % Q_SLOTS * WARPGROUPS + W
+            q = rings.q.index(q_slot).reshape([ROWS, BLOCK_D])
 
-                if not AHEAD:
-                    s, turn = _first_product(W, n, turn, last, tile, work, rings, WARPGROUPS, S)
-                    s = warpgroup_mma_wait(0, deps=(s,))
-                mbarrier.arrive(rings.k_free.index(turn % SLOTS), count=1)
-                if Q_SLOTS > 1:
-                    tma.store_wait(0)
-                    mbarrier.arrive(rings.q_free.index((n + 1) % Q_SLOTS * WARPGROUPS + W), count=1, pred=n > 0)
+            s, turn = _first_product(W, n, turn, last, tile, work, rings, WARPGROUPS, S)
+            s = warpgroup_mma_wait(0, deps=(s,))
+            mbarrier.arrive(rings.k_free.index(turn % SLOTS), count=1)
+            if Q_SLOTS > 1:
+                tma.store_wait(0)
+                mbarrier.arrive(rings.q_free.index((n + 1) % Q_SLOTS * WARPGROUPS + W), count=1, pred=n > 0)
+            x, factor = _log2_scores(s, work, NEGATIVE)
+            at = last - 1
+            if (at < full) | (at >= full_end):
+                x = _hide(x, i, at * BLOCK_N, tile, work, BLOCK_N)
+            new_max = gl.maximum(row_max, gl.max(x, 1) * factor)
+            p = gl.exp2(x * factor - new_max[:, None])
+            row_sum = row_sum * gl.exp2(row_max - new_max) + gl.sum(p, 1)
+            row_max = new_max
+            p = gl.convert_layout(p.to(dtype), P)
+            for j in range(1, last - first):
+                before = turn % SLOTS
+                before_phase = turn // SLOTS & 1
+                turn += 1
+                slot = turn % SLOTS
+                mbarrier.wait(rings.k_ready.index(slot), turn // SLOTS & 1)
+                k = rings.k.index(slot).reshape([BLOCK_N, BLOCK_D])
+                s = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+                mbarrier.wait(rings.v_ready.index(before), before_phase)
+                v = rings.v.index(before).reshape([BLOCK_N, BLOCK_D])
+                acc = warpgroup_mma(p, v, acc, is_async=True)
+                s = warpgroup_mma_wait(1, deps=(s,))
+                mbarrier.arrive(rings.k_free.index(slot), count=1)
                 x, factor = _log2_scores(s, work, NEGATIVE)
-                at = last - 1
+                at = last - 1 - j
                 if (at < full) | (at >= full_end):
                     x = _hide(x, i, at * BLOCK_N, tile, work, BLOCK_N)
                 new_max = gl.maximum(row_max, gl.max(x, 1) * factor)
-                p = gl.exp2(x * factor - new_max[:, None])
-                row_sum = row_sum * gl.exp2(row_max - new_max) + gl.sum(p, 1)
+                alpha = gl.exp2(row_max - new_max)
+                p_next = gl.exp2(x * factor - new_max[:, None])
+                row_sum = row_sum * alpha + gl.sum(p_next, 1)
                 row_max = new_max
-                p = gl.convert_layout(p.to(dtype), P)
-                for j in range(1, last - first):
-                    before = turn % SLOTS
-                    before_phase = turn // SLOTS & 1
-                    turn += 1
-                    slot = turn % SLOTS
-                    mbarrier.wait(rings.k_ready.index(slot), turn // SLOTS & 1)
-                    k = rings.k.index(slot).reshape([BLOCK_N, BLOCK_D])
-                    s = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                    mbarrier.wait(rings.v_ready.index(before), before_phase)
-                    v = rings.v.index(before).reshape([BLOCK_N, BLOCK_D])
-                    acc = warpgroup_mma(p, v, acc, is_async=True)
-                    s = warpgroup_mma_wait(1, deps=(s,))
-                    mbarrier.arrive(rings.k_free.index(slot), count=1)
-                    x, factor = _log2_scores(s, work, NEGATIVE)
-                    at = last - 1 - j
-                    if (at < full) | (at >= full_end):
-                        x = _hide(x, i, at * BLOCK_N, tile, work, BLOCK_N)
-                    new_max = gl.maximum(row_max, gl.max(x, 1) * factor)
-                    alpha = gl.exp2(row_max - new_max)
-                    p_new = gl.exp2(x * factor - new_max[:, None])
-                    new_sum = gl.sum(p_new, 1)
-                    if PIN:
-                        new_sum = _after(new_sum)
-                    row_sum = row_sum * alpha + new_sum
-                    row_max = new_max
-                    acc = warpgroup_mma_wait(0, deps=(acc,))
-                    mbarrier.arrive(rings.v_free.index(before), count=1)
-                    acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-                    p = gl.convert_layout(p_new.to(dtype), P)
-                slot = turn % SLOTS
-                mbarrier.wait(rings.v_ready.index(slot), turn // SLOTS & 1)
-                v = rings.v.index(slot).reshape([BLOCK_N, BLOCK_D])
-                acc = warpgroup_mma(p, v, acc, is_async=True)
-                beyond = first - tile.first
-                following = tile
-                if not PACKED:
-                    following = _tile(n + 1, work, ROWS * WARPGROUPS, BLOCK_N)
-                    first, full, full_end, last = _own_columns(W, following, work, BLOCK_N)
                 acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(rings.v_free.index(slot), count=1)
-                turn += 1
-                if work.left is not None:
-                    turn = _pass_by(beyond, turn, rings)
+                mbarrier.arrive(rings.v_free.index(before), count=1)
+                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+                p = gl.convert_layout(p_next.to(dtype), P)
+            slot = turn % SLOTS
+            mbarrier.wait(rings.v_ready.index(slot), turn // SLOTS & 1)
+            v = rings.v.index(slot).reshape([BLOCK_N, BLOCK_D])
+            acc = warpgroup_mma(p, v, acc, is_async=True)
+            beyond = first - tile.first
+            following = tile
+            if not PACKED:  # found while the last product runs
+                following = _tile(n + 1, work, TILE, BLOCK_N)
+                first, full, full_end, last = _own_columns(W, following, work, BLOCK_N)
+            acc = warpgroup_mma_wait(0, deps=(acc,))
+            mbarrier.arrive(rings.v_free.index(slot), count=1)
+            turn += 1
+            if work.left is not None:
+                turn = _pass_by(beyond, turn, rings)
 
-                if AHEAD and n + 1 < rounds:
-                    s_next, turn = _first_product(W, n + 1, turn, last, following, work, rings, WARPGROUPS, S)
-                    _write(acc, row_max, row_sum, tile, start, rings.q.index(q_slot), out, PACKED, D)
-                    s = warpgroup_mma_wait(0, deps=(s_next,))
-                else:
-                    _write(acc, row_max, row_sum, tile, start, rings.q.index(q_slot), out, PACKED, D)
-                if Q_SLOTS == 1:
-                    tma.store_wait(0)
-                    mbarrier.arrive(rings.q_free.index(q_slot), count=1)
-                tile = following
+            _write(acc, row_max, row_sum, tile, start, rings.q.index(q_slot), out, PACKED, D)
+            if Q_SLOTS == 1:
+                tma.store_wait(0)
+                mbarrier.arrive(rings.q_free.index(q_slot), count=1)
+            tile = following
     tma.store_wait(0)
 
 
 TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "lse"]  # not o: TMA has it aligned
-SIZES = ["o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h", "batch", "heads", "group", "row_tiles", "wave", "tq", "tk", "left", "right"]
+SIZES = ["o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h", "batch", "heads", "group", "row_tiles", "wave", "tq", "tk"]
 
 
-@gluon.jit(do_not_specialize=TENSORS + SIZES)
+@gluon.jit(do_not_specialize=[*TENSORS, *SIZES, "left", "right"])
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, sinks,
     o_desc, o, lse,
     o_h: gl.int64, o_t: gl.int64, lse_b: gl.int64, lse_h: gl.int64, lse_t: gl.int64, sinks_h: gl.int64,
     batch, heads, group, row_tiles, wave, tq, tk, left, right, factor, softcap,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
-    Q_SLOTS: gl.constexpr, NEGATIVE: gl.constexpr, PIN: gl.constexpr, AHEAD: gl.constexpr,
+    Q_SLOTS: gl.constexpr, NEGATIVE: gl.constexpr,
 ):  # fmt: skip
     PACKED: gl.constexpr = cu_seqlens_q is not None
     dtype: gl.constexpr = q_desc.dtype
@@ -476,19 +457,33 @@ def _attention_fwd_kernel(
         mbarrier.init(rings.v_ready.index(slot), count=1)
         mbarrier.init(rings.v_free.index(slot), count=WARPGROUPS)
     work = Work(
-        cu_seqlens_q, cu_seqlens_k, sinks, sinks_h, batch, heads, group, row_tiles, wave, tq, tk, left, right, factor, softcap
+        cu_seqlens_q,
+        cu_seqlens_k,
+        sinks,
+        sinks_h,
+        batch,
+        heads,
+        group,
+        row_tiles,
+        wave,
+        tq,
+        tk,
+        left,
+        right,
+        factor,
+        softcap,
     )
     out = Out(o_desc, o, lse, o_h, o_t, lse_b, lse_h, lse_t)
     if WARPGROUPS == 2:
         gl.warp_specialize([
-            (_attend, (0, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED, PIN, AHEAD)),
-            (_attend, (1, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED, PIN, AHEAD)),
+            (_attend, (0, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
+            (_attend, (1, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
             (_load, (q_desc, k_desc, v_desc, rings, work, WARPGROUPS, BLOCK_N, PACKED)),
         ], [4, 1], [232, 40])  # fmt: skip
     else:
         gl.warp_specialize([
-            (_attend, (0, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED, PIN, AHEAD)),
-            (_attend, (1, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED, PIN, AHEAD)),
-            (_attend, (2, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED, PIN, AHEAD)),
+            (_attend, (0, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
+            (_attend, (1, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
+            (_attend, (2, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
             (_load, (q_desc, k_desc, v_desc, rings, work, WARPGROUPS, BLOCK_N, PACKED)),
         ], [4, 4, 1], [160, 160, 24])  # fmt: skip

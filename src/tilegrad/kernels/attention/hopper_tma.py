@@ -7,17 +7,22 @@ Nothing is copied: (B, T, H, D) and one third of a fused qkv buffer are strides 
 give zeros, writes and additions beyond it are dropped: that is how tails of T and of D are handled.
 """
 
+# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import functools
+import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 from triton._C.libtriton import ir
+from triton.backends.nvidia.driver import make_tensordesc_arg
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.runtime.driver import driver
 
 ALIGNED_BYTES = 16
 STRIDE_BYTES = 2**40
@@ -52,7 +57,9 @@ def refusal(name: str, x: Any, varlen: bool) -> str | None:
         return f"{name}: columns lie {strides[-1]} elements apart, and TMA needs them contiguous"
     for axis, n, stride in zip("BHT", sizes, strides, strict=False):
         if n > 1 and (stride == 0 or stride * size % ALIGNED_BYTES or stride * size >= STRIDE_BYTES):
-            return f"{name}: TMA can't step over {axis} by {stride} elements, only by multiples of {ALIGNED_BYTES} bytes"
+            return (
+                f"{name}: TMA can't step over {axis} by {stride} elements, only by multiples of {ALIGNED_BYTES} bytes"
+            )
     if hasattr(x, "data_ptr") and x.data_ptr() % ALIGNED_BYTES:
         return f"{name}: begins at no multiple of {ALIGNED_BYTES} bytes, which TMA needs"
     return None
@@ -87,6 +94,13 @@ def row_descriptor(x: Tensor, rows: int) -> Descriptor:
     return Descriptor(x, [x.numel()], [1], [rows], layout_of((rows,), x.dtype))
 
 
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a device the current one; nothing where it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
+
+
 compiled_kernels: dict[tuple[Any, ...], Any] = {}
 
 
@@ -102,3 +116,39 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, .
         compiled_kernels[key] = kernel[(grid,)](*arguments, num_warps=num_warps)
     else:
         compiled[(grid, 1, 1)](*arguments)
+
+
+class Launch:
+    """A kernel with its arguments, ready to run any number of times: tensor maps encoded, addresses taken, and nothing of
+    Triton's in Python left between a call and the driver. It holds addresses, not tensors: whoever keeps one keeps it under
+    the addresses, sizes and strides it was made of."""
+
+    __slots__ = ("_arguments", "_device", "_grid", "_start", "_stream")
+
+    def __init__(self, compiled: Any, grid: int, arguments: tuple[Any, ...], device: int) -> None:
+        launcher, maps = compiled.run, iter(compiled.metadata.tensordesc_meta or ())
+        flat: list[Any] = []
+        for x in arguments:
+            if isinstance(x, Descriptor):
+                flat += make_tensordesc_arg(x, next(maps))
+            else:
+                flat.append(x.data_ptr() if isinstance(x, Tensor) else x)
+        self._start = launcher.launch
+        if inspect.isfunction(self._start):  # Triton's wrapper, which encodes descriptors anew at each call
+            self._start = inspect.getclosurevars(self._start).nonlocals["launcher"]
+        self._device, self._grid, self._stream = device, grid, driver.active.get_current_stream
+        options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        self._arguments = (compiled.function, *options, compiled.packed_metadata, None, None, None, *flat)
+
+    def __call__(self) -> None:
+        self._start(self._grid, 1, 1, self._stream(self._device), *self._arguments)
+
+
+def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, ...], num_warps: int) -> Launch:
+    """The launch of kernel[(grid,)](*arguments) on the current device; `key` as for `launch`."""
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    key = (kernel, device, *key)
+    compiled = compiled_kernels.get(key)
+    if compiled is None:
+        compiled = compiled_kernels[key] = kernel.warmup(*arguments, grid=(grid,), num_warps=num_warps)
+    return Launch(compiled, grid, arguments, device)

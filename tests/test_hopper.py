@@ -1,0 +1,387 @@
+"""The Hopper kernels without a GPU: through the real compiler, and which calls they take.
+
+A driver that only names the architecture takes the place of CUDA's, and a launch compiles instead: argument specialisation,
+tilings, Gluon and ptxas are the real ones. hopper_on_gpu.py is their other side, on a Hopper GPU.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from cases import Case, build
+
+from tilegrad import Mask
+from tilegrad.kernels import dispatch
+from tilegrad.kernels.attention.contract import output_shapes
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a GPU that is not there")
+
+SHARED_MEMORY_BYTES = 232_448
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+HEADS = ("_attention_fwd_kernel", "_hopper_bwd_kernel")  # with products
+# Spilled outside the inner loops: addresses and limits that the compiler works out once for all tiles.
+SPILL_BYTES = {("_hopper_bwd_kernel", 64): 300, ("_hopper_bwd_kernel", 128): 32, ("_hopper_bwd_kernel", 256): 96}
+
+
+class Compiled(NamedTuple):
+    spilled_bytes: int
+    warnings: list[str]  # ptxas's C75xx: products of warpgroups are run one after another
+    shared_bytes: int
+    ptx: str
+
+
+Compile = Callable[..., dict[str, Compiled]]
+prepared: list[tuple[Any, ...]] = []  # what launches would have been made of
+
+
+def through_ptxas(compiled: Any, folder: Path) -> Compiled:
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    command = [BIN / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", folder / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    return Compiled(spilled, re.findall(r"C75\d\d", said), compiled.metadata.shared, compiled.asm["ptx"])
+
+
+@pytest.fixture
+def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
+    """compile_call(case): every kernel of a forward and, unless told, a backward; Triton itself stops before ptxas."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from tilegrad.kernels.attention import hopper_attention, hopper_bwd, hopper_tma
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 90  # a device of its own: Triton remembers the target of each
+
+        def get_current_stream(self, device: int) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        @property
+        def utils(self) -> Any:
+            return Utils()
+
+    class Utils:
+        def fill_tma_descriptor(self, *of: Any) -> tuple[Any, ...]:
+            return "map", *of
+
+    found: dict[str, Compiled] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found[self.__name__] = compiled
+        return compiled
+
+    def call_of(
+        case: Case, *, backward: bool = True, ptxas: bool = True, deterministic: bool = False
+    ) -> dict[str, Compiled]:
+        call = build(case)
+        q, k, v, mask = call.q, call.k, call.v, call.mask
+        o_shape, lse_shape = output_shapes(q, v, mask)
+        o, lse = q.new_empty(o_shape), q.new_empty(lse_shape, dtype=torch.float32)
+        found.clear()
+        monkeypatch.setattr(hopper_tma, "compiled_kernels", {})
+        monkeypatch.setattr(hopper_attention, "_launches", {})
+        hopper_attention.fwd(q, k, v, mask, o=o, lse=lse, scratch={})
+        if backward:
+            shapes = hopper_attention.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
+            hopper_attention.bwd(
+                q, k, v, o, lse, call.do, call.dlse, mask, dq=torch.empty_like(q), dk=torch.empty_like(k),
+                dv=torch.empty_like(v), dbias=None, dsinks=None if mask.sinks is None else torch.empty_like(mask.sinks),
+                scratch={name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()},
+                deterministic=deterministic,
+            )  # fmt: skip
+        if not ptxas:
+            return dict(found)
+        return {name: through_ptxas(compiled, tmp_path) for name, compiled in found.items() if name in HEADS}
+
+    driver.set_active(Driver())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *args: b"")
+    monkeypatch.setattr(hopper_tma, "Launch", lambda *call: prepared.append(call) or (lambda: None))
+    for module in (hopper_attention, hopper_bwd):
+        monkeypatch.setattr(module, "multiprocessors", lambda device: 132)
+    yield call_of
+    driver._active = None
+
+
+def case(d: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Case:
+    return Case(b=1, hkv=2, tq=256, tk=256, d=d, dv=d, dtype=dtype, causal=causal, **more)
+
+
+def check(found: dict[str, Compiled], d: int) -> None:
+    for name, kernel in found.items():
+        assert not kernel.warnings, f"{name}: {kernel.warnings}"
+        assert kernel.spilled_bytes <= SPILL_BYTES.get((name, d), 0), f"{name} spills {kernel.spilled_bytes} bytes"
+        assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
+        assert all(word in kernel.ptx for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"))
+
+
+@interpreted
+@without_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_no_spills_and_no_products_in_a_row(compile_call: Compile, d: int, causal: bool) -> None:
+    found = compile_call(case(d, causal))
+    assert found.keys() == set(HEADS)
+    check(found, d)
+
+
+FEATURES: dict[str, Case] = {
+    "window, groups, fused": case(128, False, window=(40, 7), group=3, layout="fused"),
+    "softcap, negative scale": case(64, True, softcap=2.0, scale=-0.2, dlse=True),
+    "sinks, odd head dimension": case(40, True, torch.float16, sinks=True, layout="bthd"),
+    "packed, window": case(256, True, window=(100, None), lengths=((100, 200), (0, 7), (300, 33)), sinks=True),
+}
+
+
+@interpreted
+@without_gpu
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_compile(compile_call: Compile, name: str) -> None:
+    found = compile_call(FEATURES[name], ptxas=False, deterministic="packed" in name)
+    assert set(HEADS) <= found.keys()
+
+
+@interpreted
+@without_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [16, 32, 40, 64, 96, 128, 160, 192, 256])
+def test_the_whole_matrix(compile_call: Compile, d: int, dtype: torch.dtype) -> None:
+    bands: list[dict[str, Any]] = [{}, {"window": (40, 7)}, {"window": (90, None)}]
+    more: list[dict[str, Any]] = [{}, {"lengths": ((100, 200), (300, 33))}]
+    for causal, band, packed, deterministic in itertools.product((False, True), bands, more, (False, True)):
+        found = compile_call(case(d, causal, dtype, **band, **packed), deterministic=deterministic)
+        for name, kernel in found.items():
+            assert not kernel.warnings, f"{name}: {kernel.warnings}"
+            assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
+        if d in (64, 128, 256) and not band:
+            check(found, d)
+
+
+@interpreted
+@without_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_prepared_launch_passes_what_tritons_own_passes(
+    compile_call: Compile, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
+    from tilegrad.kernels.attention import hopper_tma
+
+    lengths: dict[str, Any] = {"lengths": ((100, 200), (300, 33)), "sinks": True} if packed else {}
+    prepared.clear()
+    compile_call(case(64, causal=True, **lengths), backward=False, ptxas=False)
+    ((compiled, grid, arguments, _),) = prepared
+    passed: list[tuple[Any, ...]] = []
+    maps = compiled.metadata.tensordesc_meta
+    assert len(maps) == 4
+    triton_s = wrap_handle_tensordesc(lambda *all_of_it: passed.append(all_of_it), dict(compiled.src.signature), maps)
+    triton_s(grid, 1, 1, 0, 7, False, False, None, None, (4, 1, 0), None, None, None, *arguments)
+
+    launcher = SimpleNamespace(launch=triton_s, launch_cooperative_grid=False, launch_pdl=False)
+    ready = SimpleNamespace(run=launcher, metadata=compiled.metadata, function=7, packed_metadata=(4, 1, 0))
+    monkeypatch.undo()
+    hopper_tma.Launch(ready, grid, arguments, 90)()
+    theirs, ours = passed
+    assert ours == tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in theirs)
+    assert sum(isinstance(x, tuple) and x[:1] == ("map",) for x in ours) == 4
+
+
+class Program(NamedTuple):
+    """Stands for Gluon where a device function runs as plain Python: which program of how many."""
+
+    here: int
+    programs: int
+
+    def program_id(self, axis: int) -> int:
+        return self.here
+
+    def num_programs(self, axis: int) -> int:
+        return self.programs
+
+    def where(self, condition: bool, x: int, y: int) -> int:
+        return x if condition else y
+
+    minimum, maximum = staticmethod(min), staticmethod(max)
+
+
+@interpreted
+def test_every_tile_of_rows_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention import hopper_fwd
+
+    monkeypatch.setattr(hopper_fwd, "_place", hopper_fwd._place.fn)
+    monkeypatch.setattr(hopper_fwd, "band_tiles", lambda *of: (0, 0, 0, 1))
+    dice = random.Random(0)
+    for _ in range(60):
+        batch, heads, tq, right = (
+            dice.randint(1, 3),
+            dice.randint(1, 5),
+            dice.randint(1, 900),
+            dice.choice((None, 0, 40)),
+        )
+        row_tiles, wave = -(-tq // 128), dice.randint(1, batch * heads)
+        work = hopper_fwd.Work(None, None, None, 0, batch, heads, 1, row_tiles, wave, tq, tq, None, right, 1.0, None)
+        tiles = row_tiles * heads * batch
+        programs = min(tiles, dice.randint(1, 9))
+        seen = []
+        for here in range(programs):
+            monkeypatch.setattr(hopper_fwd, "gl", Program(here, programs))
+            rounds = [n for n in range(-(-tiles // programs)) if n * programs + hopper_fwd._place(n) < tiles]
+            seen += [hopper_fwd._tile.fn(n, work, 128, 128)[:3] for n in rounds]
+        everything = itertools.product(range(batch), range(heads), range(0, 128 * row_tiles, 128))
+        assert sorted(seen) == sorted(everything)
+
+
+@interpreted
+def test_tiles_are_dealt_out_evenly() -> None:
+    """Causal: the program with the most work has at most 4 % more than the average, and k and v of a wave fit L2."""
+    from tilegrad.kernels.attention import hopper_attention as module
+    from tilegrad.kernels.attention.triton_attention import Sizes
+
+    for d, t in itertools.product((64, 128, 256), (1024, 2048, 4096, 8192, 16384)):
+        sizes = Sizes(16384 // t, 2048 // d, 2048 // d, t, t, d, d, None, 0)
+        tiling = module.TILINGS[sizes.block_d]
+        row_tiles, heads = -(-t // (64 * tiling.warpgroups)), sizes.batch * sizes.hq
+        wave = module._wave(sizes, row_tiles, 132, tiling.columns)
+        assert 1 <= wave <= heads
+        assert wave == heads or wave * 4 * t * d <= module.KEPT_BYTES
+        work = [0.0] * 132
+        dealt = [
+            m
+            for begin in range(0, heads, wave)
+            for m in range(row_tiles, 0, -1)
+            for _ in range(min(wave, heads - begin))
+        ]
+        for index, m in enumerate(dealt):
+            turn, place = divmod(index, 132)
+            work[place if turn % 2 == 0 else 131 - place] += 1 + m * t / row_tiles / tiling.columns
+        assert max(work) <= 1.06 * sum(work) / 132, (d, t, wave)
+
+
+class Handle(NamedTuple):
+    """Stands for a tensor on a GPU that is not there."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.bfloat16
+    device: torch.device = torch.device("cuda")
+    strides: tuple[int, ...] = ()
+    address: int = 0
+
+    def stride(self) -> tuple[int, ...]:
+        return self.strides or torch.empty(self.shape, device="meta").stride()
+
+    def element_size(self) -> int:
+        return self.dtype.itemsize
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+X = Handle((2, 4, 512, 64))
+WIDE = Handle((2, 4, 512, 72))
+TAKEN: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({}, {}),
+    ({}, {"causal": True, "window": (5, None), "softcap": 2.0, "scale": -1.0, "sinks": X}),
+    ({"q": WIDE, "k": WIDE, "v": WIDE}, {}),
+    ({"q": X._replace(strides=(512 * 768, 64, 768, 1)), "k": X, "v": X._replace(address=4096)}, {}),
+    ({"q": X._replace(shape=(1, 4, 512, 64), strides=(0, 64, 768, 1)), "k": X, "v": X}, {}),
+]
+REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
+    ({"q": X._replace(device=torch.device("cpu"))}, {}, "needs a Hopper GPU, not cpu"),
+    ({"q": X._replace(dtype=torch.float32)}, {}, "takes float16 and bfloat16, not float32"),
+    ({"q": Handle((2, 4, 512, 36))}, {}, "16 to 256 in steps of 8, not 36 for q and 64 for v"),
+    ({"q": Handle((2, 4, 512, 8)), "v": Handle((2, 4, 512, 8))}, {}, "not 8 for q"),
+    ({"v": WIDE}, {}, "takes one head dimension"),
+    ({}, {"bias": X}, "takes no bias"),
+    ({}, {"alibi_slopes": X}, "takes no alibi_slopes"),
+    ({}, {"dropout_p": 0.1}, "takes no dropout"),
+    ({"k": Handle((2, 4, 0, 64)), "v": Handle((2, 4, 0, 64))}, {}, "takes no empty tensors"),
+    ({"q": Handle((2, 4, 16, 64))}, {}, "leaves few rows with many columns to triton"),
+    ({"q": Handle((1, 4, 100, 64))}, {}, "leaves few rows with many columns to triton"),
+    ({"q": X._replace(strides=(512 * 770, 64, 770, 1))}, {}, "q: TMA can't step over T by 770 elements"),
+    ({"k": X._replace(strides=(0, 64, 256, 1))}, {}, "k: TMA can't step over B by 0 elements"),
+    ({"v": X._replace(address=8)}, {}, "v: begins at no multiple of 16 bytes"),
+]
+
+
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+
+
+def explained(tensors: dict[str, Any], options: dict[str, Any]) -> dispatch.Explanation:
+    q, k, v = ({"q": X, "k": X, "v": X} | tensors).values()
+    return dispatch.explain(q, k, v, Mask(**options), kernel=None, deterministic=False)
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("tensors", "options"), TAKEN)
+def test_takes(tensors: dict[str, Any], options: dict[str, Any]) -> None:
+    assert explained(tensors, options).kernel == "hopper"
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(("tensors", "options", "reason"), REFUSED, ids=[reason for _, _, reason in REFUSED])
+def test_refuses_with_a_reason(tensors: dict[str, Any], options: dict[str, Any], reason: str) -> None:
+    told = explained(tensors, options)
+    assert told.kernel != "hopper" and reason in told.reasons["hopper"]
+
+
+def test_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
+    told = explained({}, {})
+    assert told.kernel == "triton" and "needs compute capability 9.0, and cuda has 10.0" in told.reasons["hopper"]
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_packed_sequences_are_taken() -> None:
+    packed = Handle((4096, 4, 64))
+    ends = Handle((9,), torch.int32)
+    mask = Mask(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=512, max_seqlen_k=512)  # type: ignore[arg-type]
+    assert dispatch.explain(packed, packed, packed, mask, kernel=None, deterministic=True).kernel == "hopper"
+
+
+@interpreted
+def test_an_output_that_tma_cannot_address_is_named() -> None:
+    from tilegrad.kernels.attention import hopper_attention
+
+    call = build(case(64, True))
+    odd = torch.empty(1, 2, 256, 65, dtype=torch.bfloat16)[..., :64]
+    with pytest.raises(ValueError, match=r"o: TMA can't step over T by 65 elements.*kernel='triton' writes it"):
+        hopper_attention.fwd(call.q, call.k, call.v, call.mask, o=odd, lse=None, scratch={})
+
+
+def test_random_shapes_cover_every_pair_of_features() -> None:
+    import hopper_on_gpu
+
+    chosen = hopper_on_gpu.specifications()
+    assert len(chosen) <= 80
+    for (a, xs), (b, ys) in itertools.combinations(hopper_on_gpu.AXES.items(), 2):
+        assert {(spec[a], spec[b]) for spec in chosen} == set(itertools.product(xs, ys))
+    for n, spec in enumerate(chosen * 3):
+        drawn = hopper_on_gpu.case_of(spec, random.Random(n))
+        assert drawn.d == drawn.dv == spec["d"] and bool(drawn.lengths) == spec["packed"]
