@@ -71,17 +71,7 @@ inline void load_half_row(Half* to, const char* from, int64_t n, int64_t stride)
 
 constexpr Format<Half> AS_IT_IS{2, load_half_row, nullptr};
 
-inline void store_half_row(char* to, const float* from, int64_t n, int64_t stride, float factor) {
-    if (stride != 1) return store_row<float, BFloat16>(to, from, n, stride, factor);
-    const __m512 times = _mm512_set1_ps(factor);
-    for (int64_t i = 0; i < n; i += 16) {
-        const __mmask16 there = n - i < 16 ? __mmask16((1u << (n - i)) - 1) : __mmask16(0xffff);
-        const __m512 x = _mm512_mul_ps(_mm512_maskz_loadu_ps(there, from + i), times);
-        _mm256_mask_storeu_epi16(to + 2 * i, there, (__m256i)_mm512_cvtneps_pbh(x));
-    }
-}
-
-constexpr Format<float> HALF_ROWS{2, load_row<float, BFloat16>, store_half_row};
+constexpr Format<float> HALF_ROWS = format<float, BFloat16>();
 
 // to[r/2][c][2] = from[r][c], m rows of n, both even.
 inline void pairs_of_rows(Half* to, const Half* from, int64_t m, int64_t n) {
@@ -112,9 +102,9 @@ inline void columns_of_pairs(Half* to, int64_t ld, const Half* pairs, int64_t pa
 
 inline __m256i to_half(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
-// 2ˣ to 3e−6, which is under 1/1000 of a bfloat16's last place; exactly 0 below −126 and for −inf; NaN stays.
+// 2ˣ to 3e−6, which is under 1/1000 of a bfloat16's last place; 0 for −inf; NaN stays.
 inline __m512 exponential_of_2(__m512 x) {
-    const __mmask16 normal = _mm512_cmp_ps_mask(x, _mm512_set1_ps(-126.0f), _CMP_NLT_UQ);
+    x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     const __m512 r = _mm512_sub_ps(x, n);
     __m512 p = _mm512_set1_ps(9.58285e-3f);
@@ -122,7 +112,7 @@ inline __m512 exponential_of_2(__m512 x) {
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(2.4024099e-1f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(6.9312419e-1f));
     p = _mm512_fmadd_ps(p, r, _mm512_set1_ps(1.0f));
-    return _mm512_maskz_scalef_ps(normal, p, n);
+    return _mm512_scalef_ps(p, n);
 }
 
 // The order of 16-bit lanes that puts two halves of a register side by side.

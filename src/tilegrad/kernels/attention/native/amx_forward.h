@@ -89,7 +89,7 @@ struct AmxForward {
         for (int64_t r = 0; r < m; ++r) {
             if (r % STRIP == 0) transpose(o, dv, acc + r * dv, STRIP, dv, STRIP);
             const float factor = row_sum[r] == 0 ? 0 : 1 / row_sum[r], lse = row_max[r] * LN2 + logarithm(row_sum[r]);
-            write_row(call, HALF_ROWS, head, r0 + r, o + r % STRIP * dv, factor, lse);
+            write_row(call, HALF_ROWS, head, r0 + r, o + r % STRIP * dv, lse, factor);
         }
     }
 

@@ -74,9 +74,9 @@ struct Statistics {
     void sink_gradients(const Call& call, const Head& head, double* dsinks) const {
         for (int64_t g = 0; g < head.group; ++g) {
             double total = 0;
-            const T sink = T(sink_of(call, head, g));
+            const double sink = sink_of(call, head, g);
             for (int64_t r = g; r < head.rows(); r += head.group)
-                total -= double(scalar_exponential(sink - lse[r])) * double(delta[r]);
+                total -= __builtin_exp(sink - double(lse[r])) * double(delta[r]);
             dsinks[head.b * call.hq + head.query_head(g)] = total;
         }
     }

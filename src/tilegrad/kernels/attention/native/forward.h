@@ -74,8 +74,10 @@ struct Forward {
         const int64_t first = lanes.lo[0], last = lanes.hi[m - 1];
         for (int64_t j0 = first; j0 < last; j0 += TILE) columns(head, padded, j0, at_most(TILE, last - j0));
         for (int64_t r = 0; r < m; ++r) {
-            const T factor = row_sum[r] == 0 ? 0 : 1 / row_sum[r];
-            write_row(call, format, head, r0 + r, acc + r * dv, factor, row_max[r] + logarithm(row_sum[r]));
+            T* o = acc + r * dv;
+            if (row_sum[r] != 0)  // divided, not multiplied by 1 / row_sum: its rounding would be the whole row's
+                for (int64_t i = 0; i < dv; i += L) store(o + i, load(o + i) / row_sum[r]);
+            write_row(call, format, head, r0 + r, o, row_max[r] + logarithm(row_sum[r]));
         }
     }
 

@@ -173,7 +173,7 @@ void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64
 }
 
 template <class T>
-void write_row(const Call& call, const Format<T>& format, const Head& head, int64_t r, const T* o, T factor, T lse) {
+void write_row(const Call& call, const Format<T>& format, const Head& head, int64_t r, const T* o, T lse, T factor = 1) {
     const int64_t h = head.query_head(r), t = head.token(r);
     if (call.o.data) format.store(const_cast<char*>(at(call.o, format.bytes, head.b, h, t)), o, call.dv, call.o.d, factor);
     if (call.lse.data) *reinterpret_cast<T*>(const_cast<char*>(at(call.lse, sizeof(T), head.b, h, t))) = lse;

@@ -85,16 +85,8 @@ inline T sum(Vec<T> v) {
     return v[0];
 }
 
-template <class T>
-inline T maximum(Vec<T> v) {
-    for (int n = Lanes<T>::N / 2; n; n /= 2)
-        for (int i = 0; i < n; ++i) v[i] = v[i] > v[i + n] ? v[i] : v[i + n];
-    return v[0];
-}
-
 #if defined(__aarch64__)
 template <> inline float sum<float>(V32 v) { return vaddvq_f32((float32x4_t)v); }
-template <> inline float maximum<float>(V32 v) { return vmaxvq_f32((float32x4_t)v); }
 #endif
 
 // exp(x) for x ≤ 88, about one unit in the last place; exactly 0 below −88 and for −inf; NaN stays.
@@ -142,7 +134,6 @@ inline V64 hyperbolic_tangent(V64 x) {
 
 inline float logarithm(float x) { return __builtin_logf(x); }
 inline double logarithm(double x) { return __builtin_log(x); }
-template <class T> inline T scalar_exponential(T x) { return exponential(all(x))[0]; }
 
 // While it lives, results too small for a normal number are 0: x86 takes a hundred cycles for each that is not.
 struct NoSubnormals {
