@@ -178,7 +178,7 @@ def test_the_whole_matrix(compile_call: Compile, d: int, dtype: torch.dtype) -> 
         for name, kernel in found.items():
             assert not kernel.warnings, f"{name}: {kernel.warnings}"
             assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
-        if d in (64, 128, 256) and not band:
+        if d in (64, 128, 256) and not (band or packed or deterministic):
             check(found, d)
 
 
