@@ -21,12 +21,13 @@ from tolerance import assert_no_worse
 import tilegrad
 from tilegrad import attention_bwd, attention_fwd, attention_workspace
 from tilegrad.cli import main
-from tilegrad.kernels.attention import contract, native, native_build
+from tilegrad.kernels import native_build, native_library
+from tilegrad.kernels.attention import contract, native
 from tilegrad.kernels.attention.mask import Mask
 
 HERE = Path(__file__).parent
 MISSING = native_build.library()
-ISAS = () if isinstance(MISSING, str) else native.supported()
+ISAS = () if isinstance(MISSING, str) else native_library.supported()
 needs_library = pytest.mark.skipif(not ISAS, reason=f"the native kernel {MISSING}")
 needs_compiler = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
 
@@ -240,7 +241,9 @@ print(before > 1, len(os.listdir("/proc/self/task")) - before)
 
 
 @needs_library
-@pytest.mark.skipif(not Path("/proc/self/task").exists() or native._openmp() is None, reason="needs /proc and OpenMP")
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists() or native_library.openmp() is None, reason="needs /proc and OpenMP"
+)
 def test_it_runs_on_torchs_own_threads() -> None:
     done = python(THREADS)
     assert done.stdout == "True 0\n", done.stderr

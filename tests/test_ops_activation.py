@@ -7,15 +7,8 @@ import torch
 from ops import DTYPES, acc, allocated_bytes, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import activation, residual, rope
-from tilegrad.kernels.activation import (
-    KINDS,
-    activation_bwd,
-    activation_fwd,
-    activation_workspace,
-    swiglu_bwd,
-    swiglu_fwd,
-)
+from tilegrad.kernels import activation, residual, rope, rowwise
+from tilegrad.kernels.activation import KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
 from tilegrad.kernels.residual import add_fwd, copy_fwd, dropout_bwd, dropout_fwd, dropout_workspace, zero_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 
@@ -30,20 +23,21 @@ def swiglu(gate: Tensor, up: Tensor) -> dict[str, Tensor]:
     return {"a": gate * torch.sigmoid(gate) * up}
 
 
+@pytest.fixture(params=["native", "torch"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gelu of contiguous float32 is the native library's; without one it is torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(rowwise, "takes", lambda x: False)
+
+
 def run(kind: str, h: Tensor, da: Tensor) -> dict[str, Tensor]:
     a, dh = torch.full_like(h, torch.nan), torch.full_like(h, torch.nan)
     activation_fwd(h, kind, a=a)
-    activation_bwd(da, h, kind, dh=dh, scratch=poisoned(activation_workspace(h, kind)))
+    activation_bwd(da, h, kind, dh=dh)
     return {"a": a, "dh": dh}
 
 
-@pytest.fixture(params=[False, True], ids=["torch's gelu'", "gelu' by σ"])
-def slow_tanh(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(activation, "_SLOW_TANH", request.param)
-    monkeypatch.setattr(activation, "BLOCK", 1000)
-
-
-@pytest.mark.usefixtures("slow_tanh")
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_activations(kind: str, dtype: torch.dtype) -> None:
@@ -52,11 +46,11 @@ def test_activations(kind: str, dtype: torch.dtype) -> None:
         got = run(kind, h, da)
         assert_true(got, FORMULAS[kind], {"h": h}, {"a": da})
         in_place = da.clone()
-        activation_bwd(in_place, h, kind, dh=in_place, scratch=poisoned(activation_workspace(h, kind)))
+        activation_bwd(in_place, h, kind, dh=in_place)
         assert torch.equal(in_place, got["dh"])
 
 
-@pytest.mark.usefixtures("slow_tanh")
+@pytest.mark.usefixtures("where")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_far_out_activations_saturate_without_nan(kind: str, dtype: torch.dtype) -> None:
@@ -155,17 +149,16 @@ def test_dropout_is_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torc
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+def test_nothing_is_allocated(dtype: torch.dtype) -> None:
     x, da, a, b = (randn(64, 128, dtype=dtype, seed=i) for i in range(4))
     cos, sin = tables(10000.0, 32, 64, acc(dtype))
     heads, turned = x.view(1, 64, 4, 32), a.view(1, 64, 4, 32)
-    monkeypatch.setattr(activation, "_SLOW_TANH", True)
-    scratch = poisoned(rope_workspace(heads) | dropout_workspace(x) | activation_workspace(x, "gelu"))
+    scratch = poisoned(rope_workspace(heads) | dropout_workspace(x))
 
     def call() -> None:
         for kind in KINDS:
             activation_fwd(x, kind, a=a)
-            activation_bwd(da, x, kind, dh=a, scratch=scratch)
+            activation_bwd(da, x, kind, dh=a)
         swiglu_fwd(x, da, a=a)
         swiglu_bwd(da, x, da, dgate=a, dup=b)
         add_fwd(x, da, y=a)

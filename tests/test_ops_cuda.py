@@ -11,14 +11,7 @@ from ops import DTYPES, acc, poisoned, randn
 from tolerance import assert_no_worse
 from torch import Tensor
 
-from tilegrad.kernels.activation import (
-    KINDS,
-    activation_bwd,
-    activation_fwd,
-    activation_workspace,
-    swiglu_bwd,
-    swiglu_fwd,
-)
+from tilegrad.kernels.activation import KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
 from tilegrad.kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
 from tilegrad.kernels.cross_entropy import cross_entropy_step, cross_entropy_workspace
 from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
@@ -73,11 +66,10 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
 
         return out | stats | sums, call
     if op in KINDS:
-        s = scratch(activation_workspace(x, op))
 
         def call() -> None:
             activation_fwd(x, op, a=out["y"])
-            activation_bwd(dy, x, op, dh=out["dx"], scratch=s)
+            activation_bwd(dy, x, op, dh=out["dx"])
 
         return out, call
     if op == "swiglu":

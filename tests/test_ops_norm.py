@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from ops import DTYPES, RAGGED, acc, allocated_bytes, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import norm
+from tilegrad.kernels import norm, rowwise
 from tilegrad.kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace, rmsnorm_bwd, rmsnorm_fwd
 
 EPS = 1e-5
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """float32 rows are the native library's; without one they are torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(rowwise, "takes", lambda x: False)
+    return str(request.param)
 
 
 def layernorm(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
@@ -121,6 +131,27 @@ def test_a_large_mean_does_not_cancel() -> None:
     assert_true(run(inputs, dy, rms=False), layernorm, inputs, {"y": dy})
 
 
+@pytest.mark.parametrize("rms", [False, True])
+def test_the_same_bits_on_1_2_and_4_threads(rms: bool) -> None:
+    inputs, dy = build(113, 63, torch.float32, bias=not rms)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            results.append(run(inputs, dy, rms=rms))
+    finally:
+        torch.set_num_threads(before)
+    first, *others = results
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_columns_apart_are_an_error() -> None:
+    inputs, dy = build(20, 30, torch.float32, bias=True)
+    inputs["x"] = randn(30, 20, dtype=torch.float32).t()
+    with pytest.raises(ValueError, match=r"x: got strides \(1, 20\); accepted: any with the last one 1"):
+        run(inputs, dy, rms=False)
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("rms", [False, True])
 def test_nothing_is_allocated(dtype: torch.dtype, rms: bool) -> None:
@@ -145,12 +176,17 @@ def test_nothing_is_allocated(dtype: torch.dtype, rms: bool) -> None:
 def test_canary_a_forgotten_block_of_rows_is_seen(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool
 ) -> None:
-    right = norm.blocks
+    right, native = norm.blocks, rowwise.norm_bwd
+
+    def but_the_last(dy: Tensor, x: Tensor, *others: Any, dx: Tensor, **sums: Tensor | None) -> None:
+        native(dy[:-1], x[:-1], *others, dx=dx[:-1], **sums)
+
     monkeypatch.setitem(norm.BLOCK, "cpu", 480)
     check(63, 48, dtype, rms=rms, bias=False)
     inputs, dy = build(63, 48, dtype, bias=False)
     want = run(inputs, dy, rms=rms)
     monkeypatch.setattr(norm, "blocks", lambda n, size: list(right(n, size))[:-1])
+    monkeypatch.setattr(rowwise, "norm_bwd", but_the_last)
     got = run(inputs, dy, rms=rms)
     formula = rmsnorm if rms else layernorm
     for name in ("dx", "dw"):

@@ -15,7 +15,7 @@ import pytest
 
 import tilegrad
 from tilegrad import functional
-from tilegrad.kernels.attention import native_build
+from tilegrad.kernels import native_build
 from tilegrad.model import config, shared_attention
 from tilegrad.train import engine
 

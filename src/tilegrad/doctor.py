@@ -13,7 +13,7 @@ from importlib import metadata
 import torch
 
 from . import __version__
-from .kernels.attention import native_build
+from .kernels import native_build
 from .kernels.attention.mask import Mask
 from .kernels.dispatch import ATTENTION, Problem
 
@@ -52,7 +52,7 @@ def _native() -> str:
     found = native_build.library()
     if isinstance(found, str):
         return f"missing: it {found}"
-    from .kernels.attention.native import supported
+    from .kernels.native_library import supported
 
     return f"{native_build.LIBRARY}, instruction sets {', '.join(supported())} (TILEGRAD_ISA asks for one)"
 

@@ -121,7 +121,7 @@ def _native_refuses(problem: Problem) -> str | None:
         return "takes no bias"
     if problem.mask.dropout_p:
         return "takes no dropout"
-    from .attention.native_build import library
+    from .native_build import library
 
     found = library()
     return found if isinstance(found, str) else None

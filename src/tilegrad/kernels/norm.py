@@ -7,9 +7,9 @@
     dw += Σ_n dy ∘ x̂   db += Σ_n dy        (adds=False: dw = …, db = …; dx always accumulates)
 
 Sums over columns and rows are matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read memory once.
-dx accumulates, for the norm stands on a branch of the residual stream. Rows are worked on in blocks that stay in cache,
-in the accumulation dtype; bfloat16 is copied into the scratch, where alone a dtype changes without an allocation. On a
-CPU w and b may have that dtype already.
+dx accumulates, for the norm stands on a branch of the residual stream. float32 on a CPU is in rowwise.py where there is a
+native library; else rows are worked on in blocks that stay in cache, in the accumulation dtype; bfloat16 is copied into
+the scratch, where alone a dtype changes without an allocation. On a CPU w and b may have that dtype already.
 """
 
 from __future__ import annotations
@@ -19,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import rowwise
 from .attention.checks import check_tensor
 from .dispatch import op
 from .linear import add_column_sums
@@ -36,6 +37,8 @@ def norm_workspace(x: Any, *, backward: bool) -> Shapes:
     """Of layer norm and RMS norm. Name → (shape, dtype) of what `scratch` must hold."""
     c, rows, acc = x.shape[1], _rows(x), accumulation_dtype(x.dtype)
     half = x.dtype != acc
+    if rowwise.takes(x):
+        return {}
     if not backward:
         return {"x": ((rows, c), acc), "y": ((rows, c), acc), "w": ((c,), acc), "b": ((c,), acc)} if half else {}
     shapes: Shapes = {
@@ -93,6 +96,9 @@ def _fwd(
     if not eps > 0.0:
         raise ValueError(f"eps: got {eps!r}; accepted: a number > 0")
     _check(x, mean, rstd, w=w, b=b, y=y)
+    if rowwise.takes(x):
+        rowwise.norm_fwd(x, w, b, eps, y=y, mean=mean, rstd=rstd)
+        return
     scratch = views(scratch, norm_workspace(x, backward=False), x.device, "norm")
     w32 = scratch["w"].copy_(w) if "w" in scratch else w
     b32 = scratch["b"].copy_(b) if "b" in scratch and b is not None else b
@@ -123,8 +129,12 @@ def _bwd(
     for name, grad in (("dw", dw), ("db", db)):
         if grad is not None:
             check_tensor(name, grad, (c,), acc, x.device)
-            if not adds:
-                grad.zero_()
+    if rowwise.takes(x):
+        rowwise.norm_bwd(dy, x, w, mean, rstd, adds, dx=dx, dw=dw, db=db)
+        return
+    for grad in (dw, db):
+        if grad is not None and not adds:
+            grad.zero_()
     scratch = views(scratch, norm_workspace(x, backward=True), x.device, "norm")
     w32, total = scratch["w"].copy_(w) if "w" in scratch else w, scratch["sum"]
     for i in blocks(n, _rows(x)):
@@ -158,11 +168,17 @@ def _bwd(
 
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None) -> None:
     n, c = x.shape
-    for name, other in others.items():
-        if other is not None and name in ("w", "b"):
+    for name, other in (("x", x), *others.items()):
+        if other is None:
+            continue
+        if name in ("w", "b"):
             check_param(name, other, (c,), x)
-        elif other is not None:
+        else:
             check_tensor(name, other, (n, c), x.dtype, x.device)
+        if other.stride(-1) != 1 and c > 1:
+            raise ValueError(f"{name}: got strides {other.stride()}; accepted: any with the last one 1 (.contiguous())")
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is not None:
             check_tensor(name, statistic, (n,), accumulation_dtype(x.dtype), x.device)
+            if statistic.stride(0) != 1 and n > 1:
+                raise ValueError(f"{name}: got strides {statistic.stride()}; accepted: contiguous")

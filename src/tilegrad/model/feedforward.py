@@ -11,9 +11,9 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from ..kernels.activation import activation_bwd, activation_fwd, activation_workspace, swiglu_bwd, swiglu_fwd
+from ..kernels.activation import activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
 from ..kernels.residual import add_fwd
-from .layer import Declare, Scratch
+from .layer import Declare
 from .linear import LinearLayer
 
 
@@ -29,7 +29,6 @@ class FeedForward:
     da: Any
     dh: Any
     dx_part: Any  # swiglu only
-    backward_scratch: Scratch
 
     @classmethod
     def declare(cls, at: Declare, name: str) -> FeedForward:
@@ -46,9 +45,6 @@ class FeedForward:
             da=at.rows(f"{name}.da", f),
             dh=at.rows(f"{name}.dh", f) if swiglu else at.rows(f"{name}.da", f),
             dx_part=at.rows("scratch.dx_part", c) if swiglu else None,
-            backward_scratch=at.scratch(
-                "activation", activation_workspace(at.rows(f"{name}.h", f), at.config.activation)
-            ),
         )
 
     def hidden(self, x: Any) -> None:
@@ -70,7 +66,7 @@ class FeedForward:
         if self.gate:
             swiglu_bwd(self.da, self.g, self.h, dgate=self.da, dup=self.dh)
         else:
-            activation_bwd(self.da, self.h, self.activation, dh=self.dh, scratch=self.backward_scratch)
+            activation_bwd(self.da, self.h, self.activation, dh=self.dh)
         self.up.backward(self.dh, x, dx=dx)
         if self.gate:
             self.gate.backward(self.da, x, dx=self.dx_part)

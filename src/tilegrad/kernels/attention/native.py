@@ -13,62 +13,19 @@ raises.
 
 from __future__ import annotations
 
-import ctypes
-import functools
-import os
-import re
 import struct
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..native_library import isa, native
 from ..scratch import Scratch, Shapes, accumulation_dtype
 from .mask import Mask
-from .native_build import library
 
-ISAS = ("portable", "avx2", "avx512", "amx")
 _DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
 _CALL = struct.Struct("18q65q2d")  # `Call` of native/call.h: sizes, pointers, 13 views, scale and softcap
 _ABSENT = (0, 0, 0, 0, 0)
-
-
-@functools.cache
-def _library() -> ctypes.CDLL:
-    """The library, on torch's own threads where its OpenMP runtime can be found."""
-    found = library()
-    assert not isinstance(found, str), found
-    runtime = _openmp()
-    if runtime is not None:
-        found.tilegrad_native_join(ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p))
-    return found
-
-
-def _openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded; every one of them has GNU's entry points."""
-    maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
-    paths = {line[line.index("/") :] for line in lines if re.search(r"/lib(gomp|iomp5|omp)\b[^/]*\.so", line)}
-    torchs = sorted(path for path in paths if "torch" in path) or sorted(paths)
-    if len(torchs) != 1:
-        return None
-    runtime = ctypes.CDLL(torchs[0])
-    return runtime if hasattr(runtime, "GOMP_parallel") else None
-
-
-@functools.cache
-def supported() -> tuple[str, ...]:
-    """Instruction sets that the library and this processor share, the best last."""
-    bits = _library().tilegrad_native_supported()
-    return tuple(isa for n, isa in enumerate(ISAS) if bits >> n & 1)
-
-
-def _isa() -> int:
-    asked = os.environ.get("TILEGRAD_ISA")
-    if asked and asked not in supported():
-        raise ValueError(f"TILEGRAD_ISA: got {asked!r}; accepted: one of {', '.join(map(repr, supported()))} here")
-    return ISAS.index(asked or supported()[-1])
 
 
 def _sizes(q: Any, k: Any, v: Any, mask: Mask) -> tuple[int, ...]:
@@ -81,14 +38,14 @@ def _sizes(q: Any, k: Any, v: Any, mask: Mask) -> tuple[int, ...]:
     left, right = (-1 if side is None else side for side in mask.band)
     sinks, slopes = (0 if x is None else _DTYPES[x.dtype] for x in (mask.sinks, mask.alibi_slopes))
     dtype = _DTYPES[q.dtype]
-    return dtype, b, hq, hkv, tq, tk, d, v.shape[-1], left, right, torch.get_num_threads(), _isa(), sinks, slopes
+    return dtype, b, hq, hkv, tq, tk, d, v.shape[-1], left, right, torch.get_num_threads(), isa(), sinks, slopes
 
 
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     """Grows with every size and with the number of threads."""
     call = _CALL.pack(*_sizes(q, k, v, mask), *(0,) * 69, 1.0, mask.softcap)
     dtype = accumulation_dtype(q.dtype)
-    needed_bytes = _library().tilegrad_native_scratch(call, backward) + 64  # to begin at a cache line
+    needed_bytes = native().tilegrad_native_scratch(call, backward) + 64  # to begin at a cache line
     return {"native": ((needed_bytes // dtype.itemsize,), dtype)}
 
 
@@ -132,7 +89,7 @@ def _run(
         *_rows(do, packed), *_statistic(dlse, packed), *_rows(dq, packed), *_rows(dk, packed), *_rows(dv, packed),
         *_by_head(dsinks), *_by_head(mask.sinks), *_by_head(mask.alibi_slopes), mask.scale_for(q.shape[-1]), mask.softcap,
     )  # fmt: skip
-    _library().tilegrad_native_run(call, backward)
+    native().tilegrad_native_run(call, backward)
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:

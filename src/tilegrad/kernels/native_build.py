@@ -1,4 +1,4 @@
-"""The native kernel's library: where it lies, how it is built, and why it is missing.
+"""The native library: where it lies, how it is built, and why it is missing.
 
 One shared library beside this file, built by the C++ compiler alone: at install (hatch_build.py) or by
 `tilegrad doctor --build`. The kernels are compiled once for each instruction set of the processor's family, each into a
@@ -79,8 +79,9 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
         yield [cxx, *flags, *withs, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
     for isa, own in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
-        source = str(SOURCES / "kernels.cpp")
-        yield [cxx, *flags, *own, *double, f"-DISA={isa}", "-c", source, "-o", str(folder / f"kernels_{isa}.o")]
+        for name in ("kernels",) if isa == "amx" else ("kernels", "rowwise"):  # rows have no use for tiles
+            source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{name}_{isa}.o")
+            yield [cxx, *flags, *own, *double, f"-DISA={isa}", "-c", source, "-o", target]
 
 
 def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
@@ -133,4 +134,7 @@ def library() -> ctypes.CDLL | str:
     found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.restype = None
+    for name in ("norm_fwd", "norm_bwd", "gelu"):
+        function = getattr(found, f"tilegrad_native_{name}")
+        function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found

@@ -1,6 +1,7 @@
 // The C ABI, and the choice of instruction set.
 
 #include "call.h"
+#include "rowwise.h"
 #include "team.h"
 
 #if defined(WITH_amx)
@@ -13,9 +14,16 @@ namespace tilegrad {
 namespace portable {
 Kernels float_kernels();
 Kernels double_kernels();
+Rowwise rowwise();
 }  // namespace portable
-namespace avx2 { Kernels float_kernels(); }
-namespace avx512 { Kernels float_kernels(); }
+namespace avx2 {
+Kernels float_kernels();
+Rowwise rowwise();
+}  // namespace avx2
+namespace avx512 {
+Kernels float_kernels();
+Rowwise rowwise();
+}  // namespace avx512
 namespace amx { Kernels bfloat16_kernels(); }
 
 namespace {
@@ -69,10 +77,41 @@ Kernels kernels([[maybe_unused]] const Call& call, [[maybe_unused]] int64_t isa)
     return portable::float_kernels();
 }
 
+Rowwise rowwise([[maybe_unused]] int64_t isa) {
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return avx512::rowwise();
+#endif
+#if defined(WITH_avx2)
+    if (isa == AVX2) return avx2::rowwise();
+#endif
+    return portable::rowwise();
+}
+
+// fn(call, begin, end) over 0 … n, in runs of whole `unit`s, one for each thread.
+template <class T>
+void share_out(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, int64_t, int64_t)) {
+    struct Context {
+        const T& call;
+        void (*fn)(const T&, int64_t, int64_t);
+        int64_t n, run, next;
+    } context{call, fn, n, ((n + unit - 1) / unit + call.threads - 1) / call.threads * unit, 0};
+    if (!n) return;
+    run_team(
+        int(call.threads),
+        [](void* p, int) {
+            auto& c = *static_cast<Context*>(p);
+            for (int64_t i; (i = __atomic_fetch_add(&c.next, c.run, __ATOMIC_RELAXED)) < c.n;)
+                c.fn(c.call, i, i + c.run < c.n ? i + c.run : c.n);
+        },
+        &context);
+}
+
 }  // namespace
 }  // namespace tilegrad
 
 using tilegrad::Call;
+using tilegrad::Gelu;
+using tilegrad::Norm;
 
 extern "C" {
 
@@ -114,5 +153,20 @@ EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
         },
         &context);
     if (backward && call->dsinks.data) kernels.add_dsinks(*call);
+}
+
+EXPORT void tilegrad_native_norm_fwd(const Norm* call) {
+    tilegrad::share_out(*call, call->n, 1, tilegrad::rowwise(call->isa).norm_fwd);
+}
+
+EXPORT void tilegrad_native_norm_bwd(const Norm* call) {
+    const tilegrad::Rowwise rows = tilegrad::rowwise(call->isa);
+    if (call->dx.data) tilegrad::share_out(*call, call->n, 1, rows.norm_rows);
+    if (call->dw || call->db) tilegrad::share_out(*call, call->c, 4 * rows.lanes, rows.norm_columns);
+}
+
+EXPORT void tilegrad_native_gelu(const Gelu* call) {
+    const tilegrad::Rowwise rows = tilegrad::rowwise(call->isa);
+    tilegrad::share_out(*call, call->n, rows.lanes, rows.gelu);
 }
 }

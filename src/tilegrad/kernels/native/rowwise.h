@@ -1,0 +1,37 @@
+// One call of an op on rows, as it crosses the C ABI: float32, strides in elements.
+#pragma once
+
+#include <cstdint>
+
+namespace tilegrad {
+
+struct Rows {
+    float* data;      // null: absent
+    int64_t stride;   // from row to row; a row's numbers lie side by side
+};
+
+// kernels/norm.py: x, y, dy, dx (n, c)   w, b, dw, db (c)   mean, rstd (n)
+struct Norm {
+    int64_t n, c, threads, isa, adds;   // adds: dw += …, db += …
+    Rows x, y, dy, dx;                  // y: of the forward; dy, dx: of the backward
+    float *w, *b, *mean, *rstd, *dw, *db;
+    double eps;
+};
+
+// kernels/activation.py: h, a, da, dh, n numbers each
+struct Gelu {
+    int64_t n, threads, isa;
+    float *h, *a, *da, *dh;   // a: of the forward; da, dh: of the backward
+};
+
+// What each instruction set offers. Ranges are of rows (norm_rows), of columns (norm_columns) or of numbers (gelu); which
+// thread takes which range changes no bit.
+struct Rowwise {
+    void (*norm_fwd)(const Norm&, int64_t begin, int64_t end);
+    void (*norm_rows)(const Norm&, int64_t begin, int64_t end);
+    void (*norm_columns)(const Norm&, int64_t begin, int64_t end);
+    void (*gelu)(const Gelu&, int64_t begin, int64_t end);
+    int64_t lanes;
+};
+
+}  // namespace tilegrad
