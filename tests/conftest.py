@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import warnings
 
 import pytest
 import torch
@@ -24,7 +25,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     elif native_build.compiler() and isinstance(native_build.library(), str):
-        native_build.build()  # sources change between installs
+        try:
+            native_build.build()  # sources change between installs
+        except RuntimeError as error:
+            warnings.warn(f"tests run without the native library: {error}", stacklevel=1)
         native_build.library.cache_clear()
 
 

@@ -74,6 +74,7 @@ PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: got -1"),
     ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q: got 3; accepted: at least 4, the length of sequence 1"),
     ({"cu_seqlens_q": torch.tensor([0, 7, 6], dtype=torch.int32)}, ValueError, "cu_seqlens_q: got 7 and then 6, at 1"),
+    ({"cu_seqlens_q": torch.arange(0, 9, dtype=torch.int32)[::3]}, ValueError, "accepted: contiguous int32 cumulative"),
     ({"cu_seqlens_k": torch.tensor([0, 2, 5], dtype=torch.int32)}, ValueError, "got 0 … 5; accepted: .* ends at 6"),
     ({"cu_seqlens_k": torch.tensor([1, 2, 6], dtype=torch.int32)}, ValueError, "cu_seqlens_k: got 1 … 6"),
 ]  # fmt: skip

@@ -36,6 +36,21 @@ def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
     return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_another_number_of_threads_is_an_error_and_not_a_wrong_gradient() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        engine = Engine(ModelConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=32), 2, 32)
+        text = torch.randint(0, 64, (2, 33))
+        torch.set_num_threads(3)
+        with pytest.raises(RuntimeError, match=r"threads: got .* = 3; accepted: 1, .*torch.set_num_threads\(1\)"):
+            engine.gradients(text[:, :-1], text[:, 1:])
+        torch.set_num_threads(1)
+        assert engine.gradients(text[:, :-1], text[:, 1:]) > 0
+    finally:
+        torch.set_num_threads(before)
+
+
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.3), replace(CONFIG, loss="embedding_mse")])
 def test_step_and_forward_then_backward_give_the_same_bits(config: ModelConfig) -> None:
     tokens, targets = batch(config, 3, 9)

@@ -61,6 +61,14 @@ def test_far_out_activations_saturate_without_nan(kind: str, dtype: torch.dtype)
         assert want is None or abs(x - want) < 1e-30
 
 
+@pytest.mark.usefixtures("where")
+def test_gelu_far_to_the_left_is_zero() -> None:
+    h = torch.tensor([-3e38, -1e36, -1e19, -50.0])
+    a = torch.empty_like(h)
+    activation_fwd(h, "gelu", a=a)
+    assert a.abs().max() < 1e-30
+
+
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_swiglu(dtype: torch.dtype) -> None:
     for shape in ((1, 1), (63, 5), (113, 64)):

@@ -150,6 +150,11 @@ def test_columns_apart_are_an_error() -> None:
     inputs["x"] = randn(30, 20, dtype=torch.float32).t()
     with pytest.raises(ValueError, match=r"x: got strides \(1, 20\); accepted: any with the last one 1"):
         run(inputs, dy, rms=False)
+    inputs, dy = build(20, 30, torch.float32, bias=False)
+    x, w, rstd = inputs["x"], inputs["w"], torch.ones(20)
+    assert x is not None and w is not None
+    with pytest.raises(ValueError, match=r"dw: got strides \(2,\)"):
+        rmsnorm_bwd(dy, x, w, rstd, dw=torch.zeros(30, 2)[:, 0], scratch=poisoned(norm_workspace(x, backward=True)))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -304,7 +304,9 @@ def _add_checks(commands: Commands) -> None:
     attention.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
     attention.add_argument("--kernels", nargs="+", metavar="NAME", help="default: those that run there")
     attention.add_argument(
-        "--preset", metavar="NAME", help="which shapes: training, short, wide, window, gqa, varlen, decode or laptop"
+        "--preset",
+        metavar="NAME",
+        help="which shapes: training, short, wide, window, gqa, varlen, decode, laptop, cpu or cpu-window",
     )
     attention.add_argument("--peers", nargs="*", metavar="NAME", help="default: all that are there; no name: none")
     attention.add_argument("--deterministic", action="store_true", help="the backward's deterministic mode")

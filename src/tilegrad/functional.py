@@ -188,7 +188,7 @@ def _readable(do: Tensor) -> Tensor:
     elements = 16 // do.element_size()
     steps = [stride for stride, n in zip(do.stride()[:-1], do.shape, strict=False) if n > 1]
     plain = do.stride(-1) == 1 and all(stride and stride % elements == 0 for stride in steps)
-    return do if plain and do.data_ptr() % 16 == 0 else do.contiguous()
+    return do if plain and do.data_ptr() % 16 == 0 else do.clone(memory_format=torch.contiguous_format)
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -210,6 +210,7 @@ def _bwd(
     outputs = {name: x if want else None for name, x, want in zip(_GRADIENTS, grads, wanted, strict=True)}
     do = _readable(do)
     plan = bwd_plan(q, k, v, mask, {"o": o, "lse": lse, "do": do, "dlse": dlse, **outputs}, kernel, deterministic)
+    check_lengths(q, k, mask)
     scratch = _new_scratch(plan.scratch, q.device)
     plan.module.bwd(q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, deterministic=deterministic)
     return tuple(grads)

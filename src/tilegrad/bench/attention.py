@@ -124,6 +124,12 @@ PRESETS: dict[str, tuple[Shape, ...]] = {
     "varlen": _packed(32768, 2048),
     "decode": tuple(Shape(b, 32, t, 128, hkv=8, tq=1) for b, t in ((1, 65536), (16, 8192))),
     "laptop": _tokens((256, 1024), 1024, 512, (64,)),
+    "cpu": tuple(
+        Shape(b, h, t, d, causal)
+        for b, h, t, d in ((1, 8, 1024, 64), (2, 12, 1024, 64), (1, 8, 4096, 64), (1, 8, 4096, 128))
+        for causal in (False, True)
+    ),
+    "cpu-window": tuple(Shape(1, 2, t, 64, window=256) for t in (8192, 16384)),
 }
 
 

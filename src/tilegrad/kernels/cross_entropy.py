@@ -135,6 +135,8 @@ def _walk(
     if loss is not None:
         loss.zero_()
     gradients = dx is not None or dw is not None
+    if dw is not None and not adds and not x.shape[0]:
+        dw.zero_()
     for i in _chunks(x, w):
         m = i.stop - i.start
         rows = {name: buffers[name][:m] for name in ("logits", "index", "valid")}

@@ -21,6 +21,8 @@ from dataclasses import dataclass
 from types import ModuleType
 from typing import Any, NamedTuple, ParamSpec
 
+from . import native_library
+
 P = ParamSpec("P")
 
 
@@ -121,14 +123,14 @@ def _native_refuses(problem: Problem) -> str | None:
         return "takes no bias"
     if problem.mask.dropout_p:
         return "takes no dropout"
-    from .native_build import library
-
-    found = library()
+    if max(*problem.q.shape, *problem.k.shape) >= 2**31:
+        return "takes fewer than 2³¹ rows and columns"
+    found = native_library.library()
     return found if isinstance(found, str) else None
 
 
 ATTENTION: tuple[Kernel, ...] = (
-    Kernel("hopper", "hopper_attention", _hopper_refuses),
+    Kernel("hopper", "hopper_attention", _hopper_refuses, by_name_only="only by name, until proven on a GPU"),
     Kernel("triton", "triton_attention", _triton_refuses),
     Kernel("native", "native", _native_refuses),
     Kernel("tiled", "tiled", _takes_all),

@@ -160,6 +160,8 @@ def _half_bwd(
                 dw16 = torch.mm(dy[:, j].t(), x, out=_tile(scratch["dw16"], w[j]))
                 dw[j].add_(_in(scratch, "dw32", dw16)) if adds else dw[j].copy_(dw16)
         return
+    if dw is not None and not adds and not dy.shape[0]:
+        dw.zero_()
     for i in blocks(dy.shape[0], ROWS):
         x32, dx32 = _in(scratch, "x32", x[i]), _tile(scratch["dx32"], x[i]).zero_()
         for j in blocks(w.shape[0], COLS):

@@ -47,13 +47,22 @@ FLAGS = (
 HOW = "with a C++ compiler (Debian: apt install g++) run: tilegrad doctor --build"
 
 
+ASKED = {  # what native.cpp asks the processor for
+    "avx2": ("avx2", "fma", "f16c"),
+    "avx512": ("avx512f", "avx512vl", "avx512bw", "avx512dq"),
+    "amx": ("avx512bf16", "amx-tile", "amx-bf16"),
+}
+
+
 def targets(cxx: str) -> dict[str, Sequence[str]]:
-    """Those whose flags this compiler knows: an old one builds a library without the newest instruction sets."""
-    return {isa: flags for isa, flags in TARGETS.get(MACHINE, PORTABLE).items() if _knows(cxx, flags)}
+    """Those that this compiler knows: an old one builds a library without the newest instruction sets."""
+    return {isa: flags for isa, flags in TARGETS.get(MACHINE, PORTABLE).items() if _knows(cxx, isa, flags)}
 
 
-def _knows(cxx: str, flags: Sequence[str]) -> bool:
-    return not subprocess.run([cxx, *flags, "-E", "-x", "c++", os.devnull], capture_output=True).returncode
+def _knows(cxx: str, isa: str, flags: Sequence[str]) -> bool:
+    asked = " && ".join(f'__builtin_cpu_supports("{name}")' for name in ASKED.get(isa, ())) or "true"
+    command = [cxx, *flags, "-fsyntax-only", "-x", "c++", "-"]
+    return not subprocess.run(command, input=f"bool f() {{ return {asked}; }}".encode(), capture_output=True).returncode
 
 
 def compiler() -> str | None:
@@ -102,7 +111,9 @@ def build(to: Path = LIBRARY) -> Path:
     """Compile and link; a process that reads the old library keeps it."""
     cxx = compiler()
     if cxx is None:
-        raise RuntimeError("no C++ compiler: none of $CXX, c++, g++, clang++ is there (Debian: apt install g++)")
+        given = os.environ.get("CXX")
+        found = f"$CXX, {given!r}, is no program" if given else "none of c++, g++, clang++ is there"
+        raise RuntimeError(f"no C++ compiler: {found} (Debian: apt install g++)")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = folder / to.name

@@ -1,6 +1,7 @@
 """The native library at run time: on torch's own threads, with the best instruction set that the processor has.
 
-TILEGRAD_ISA=portable, avx2, avx512 or amx asks for another, which runs or raises.
+TILEGRAD_ISA=portable, avx2, avx512 or amx asks for another; one that is not there raises. float64 has the portable version
+only, and AMX is for bfloat16's products: other dtypes then run on AVX-512.
 """
 
 from __future__ import annotations
@@ -11,9 +12,11 @@ import os
 import re
 from pathlib import Path
 
-from .native_build import library
+from .native_build import library as library
 
 ISAS = ("portable", "avx2", "avx512", "amx")
+_children: list[int] = []  # process ids of forked children, in them
+os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
 
 
 @functools.cache
@@ -28,7 +31,10 @@ def native() -> ctypes.CDLL:
 
 
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded; every one of them has GNU's entry points."""
+    """The OpenMP runtime that torch has loaded; every one of them has GNU's entry points. None in a forked child: there its
+    threads are gone, and it waits for them."""
+    if _children:
+        return None
     maps = Path("/proc/self/maps")
     lines = maps.read_text().splitlines() if maps.exists() else []
     paths = {line[line.index("/") :] for line in lines if re.search(r"/lib(gomp|iomp5|omp)\b[^/]*\.so", line)}

@@ -129,6 +129,7 @@ def _bwd(
     for name, grad in (("dw", dw), ("db", db)):
         if grad is not None:
             check_tensor(name, grad, (c,), acc, x.device)
+            _check_stride(name, grad)
     if rowwise.takes(x):
         rowwise.norm_bwd(dy, x, w, mean, rstd, adds, dx=dx, dw=dw, db=db)
         return
@@ -175,10 +176,13 @@ def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None
             check_param(name, other, (c,), x)
         else:
             check_tensor(name, other, (n, c), x.dtype, x.device)
-        if other.stride(-1) != 1 and c > 1:
-            raise ValueError(f"{name}: got strides {other.stride()}; accepted: any with the last one 1 (.contiguous())")
+        _check_stride(name, other)
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is not None:
             check_tensor(name, statistic, (n,), accumulation_dtype(x.dtype), x.device)
-            if statistic.stride(0) != 1 and n > 1:
-                raise ValueError(f"{name}: got strides {statistic.stride()}; accepted: contiguous")
+            _check_stride(name, statistic)
+
+
+def _check_stride(name: str, x: Tensor) -> None:
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")

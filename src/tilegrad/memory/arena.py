@@ -98,6 +98,9 @@ class Arenas:
 
     def _bytes(self, handle: Handle) -> torch.Tensor:
         start = self.plan.arenas[handle.role].offsets[handle.name]
+        planned = self.plan.trace.handles[handle.name].nbytes
+        if handle.nbytes > planned:
+            raise ValueError(f"{handle.name}: got {handle.nbytes} bytes; accepted: at most the {planned} of the plan")
         return self.bytes[handle.role][start : start + handle.nbytes]
 
 

@@ -70,6 +70,7 @@ class Engine:
         self.plan: MemoryPlan = plan_model(*form, self.recompute)
         self.arenas = Arenas(self.plan)
         self._bound: dict[tuple[int, int, bool, bool], Transformer] = {}
+        self._threads = torch.get_num_threads()
         self._pending: Transformer | None = None
         self._total = self._count = 0
         self.steps = self.draws = self.skipped = self.skipped_in_a_row = 0
@@ -184,6 +185,11 @@ class Engine:
 
     def _model(self, b: int, t: int, *, training: bool = True, adds: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences of t tokens."""
+        if torch.get_num_threads() != self._threads and self.device.type == "cpu":
+            raise RuntimeError(
+                f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {self._threads}, for which "
+                f"this engine's memory was planned (torch.set_num_threads({self._threads}), or a new engine)"
+            )
         key = b, t, training, adds
         if key not in self._bound:
             config = self.config if training else replace(self.config, dropout=0.0)

@@ -147,8 +147,9 @@ def _last_stride(name: str) -> Check:
 def _lengths(name: str) -> Check:
     return Check(
         name,
-        lambda c: c.of(name) is None or c.of(name).dtype == torch.int32 and len(c.of(name).shape) == 1 <= c.of(name).shape[0],
-        "int32 cumulative lengths, (B + 1,)", lambda c: f"{c.of(name).dtype}, {_shape(name)(c)}",
+        lambda c: c.of(name) is None or c.of(name).dtype == torch.int32 and len(c.of(name).shape) == 1 <= c.of(name).shape[0]
+        and (not isinstance(c.of(name), Tensor) or c.of(name).is_contiguous()),
+        "contiguous int32 cumulative lengths, (B + 1,)", lambda c: f"{c.of(name).dtype}, {_shape(name)(c)}",
     )  # fmt: skip
 
 

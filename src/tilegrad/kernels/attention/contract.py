@@ -159,4 +159,6 @@ def _checked_scratch(scratch: Scratch | None, needed: Shapes, device: torch.devi
         if name not in scratch:
             raise ValueError(f"scratch: got no {name!r}; accepted: every buffer that attention_workspace(…) names")
         check_tensor(f"scratch[{name!r}]", scratch[name], shape, dtype, device)
+        if not scratch[name].is_contiguous():
+            raise ValueError(f"scratch[{name!r}]: got strides {scratch[name].stride()}; accepted: contiguous")
     return {name: scratch[name] for name in needed}

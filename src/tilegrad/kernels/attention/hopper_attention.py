@@ -45,7 +45,7 @@ def _wave(sizes: Sizes, row_tiles: int, programs: int, columns: int) -> int:
     if sizes.right is None or sizes.left is not None:
         return 1
     heads = sizes.batch * sizes.hq
-    head_bytes = 4 * sizes.tk * sizes.d * sizes.hkv // sizes.hq
+    head_bytes = max(1, 4 * sizes.tk * sizes.d * sizes.hkv // sizes.hq)
     return _balanced_wave(row_tiles, heads, sizes.tk, min(heads, max(1, KEPT_BYTES // head_bytes)), programs, columns)
 
 
@@ -54,7 +54,7 @@ def _balanced_wave(row_tiles: int, heads: int, tk: int, most: int, programs: int
     """Of 1 … `most` heads, or all where rows are so many that k and v need not stay in L2, the number whose slowest program
     has the least to do, as hopper_fwd.py deals the tiles out."""
     rounds = -(-row_tiles * heads // programs)
-    work = 1 + torch.linspace(1.0, tk / columns, row_tiles).flip(0)
+    work = 1 + torch.linspace(1.0, tk / columns, row_tiles, device="cpu").flip(0)
     waves = {max(1, most * part // 16) for part in range(2, 17)} | ({heads} if row_tiles >= 40 else set())
 
     def slowest(wave: int) -> float:
@@ -96,7 +96,8 @@ def _prepare_fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, 
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
     programs = tiles if varlen else min(tiles, multiprocessors(q.device))
-    scale, sinks = mask.scale_for(sizes.d), mask.sinks
+    wave = 1 if varlen else _wave(sizes, row_tiles, programs, tiling.columns)
+    scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
     constants = (
         tiling.warpgroups, tiling.columns, sizes.block_d, sizes.d, tiling.slots, tiling.q_slots, scale < 0.0
     )  # fmt: skip
@@ -114,7 +115,7 @@ def _prepare_fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, 
         None if o is None else tile_descriptor(o, varlen, ROWS.value, sizes.block_d),
         o if varlen else None, lse,
         o_h, o_t, lse_b, lse_h, lse_t, 0 if sinks is None else sinks.stride(0),
-        sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, _wave(sizes, row_tiles, programs, tiling.columns),
+        sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, wave,
         sizes.tq, sizes.tk, sizes.left, sizes.right,
         max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
     )  # fmt: skip

@@ -53,7 +53,24 @@ PADDING = 128  # rows of shift and delta are padded to multiples of it
 SEMAPHORES = 4  # of PADDING rows, enough for the smallest tile
 L2_BYTES = 40 * 2**20
 
-SIZES = ["rows_b", "rows_h", "batch", "kv_heads", "group", "tq", "tk", "left", "right", "span", "row_tiles", "d"]
+SIZES = [
+    "dk_h",
+    "dk_t",
+    "dv_h",
+    "dv_t",
+    "rows_b",
+    "rows_h",
+    "batch",
+    "kv_heads",
+    "group",
+    "tq",
+    "tk",
+    "left",
+    "right",
+    "span",
+    "row_tiles",
+    "d",
+]
 POINTERS = ["taken", "dk_ptr", "dv_ptr", "semaphores", "cu_seqlens_q", "cu_seqlens_k"]
 
 
@@ -61,9 +78,9 @@ POINTERS = ["taken", "dk_ptr", "dv_ptr", "semaphores", "cu_seqlens_q", "cu_seqle
 def _hopper_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, cu_seqlens_q, cu_seqlens_k,
     dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, semaphores, taken,
-    dk_h: gl.int64, dk_t: gl.int64, dv_h: gl.int64, dv_t: gl.int64,
+    dk_h, dk_t, dv_h, dv_t,
     rows_b, rows_h, batch, kv_heads, group, tq, tk, left, right, span, row_tiles, d,
-    scale: gl.float32, unit: gl.float32, cap, cap_inner,
+    scale, unit, cap, cap_inner,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, Q_SLOTS: gl.constexpr, DO_SLOTS: gl.constexpr,
     DQ_SLOTS: gl.constexpr, SLICES: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
@@ -215,7 +232,7 @@ def launch(
         )  # fmt: skip
         return
     tile = NARROW if cap and width < 256 else TILES[width]
-    scale = mask.scale_for(sizes.d)
+    scale = float(mask.scale_for(sizes.d))
     unit = 1.0 if cap else math.copysign(max(abs(scale) * LOG2E, LEAST_FACTOR), scale)
     acc, shift, delta = scratch["dq_acc"], scratch["shift"], scratch["delta"]
     acc_b, acc_h = (0, acc.stride(0)) if varlen else acc.stride()[:2]

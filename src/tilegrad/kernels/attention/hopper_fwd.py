@@ -316,7 +316,7 @@ def _first_product(W: gl.constexpr, n, turn, last, tile, work, rings, WARPGROUPS
     SLOTS: gl.constexpr = rings.k.shape[0]
     BLOCK_N: gl.constexpr = rings.k.shape[3]
     BLOCK_D: gl.constexpr = rings.k.shape[4]
-    if work.right is not None:
+    if work.left is not None or work.right is not None:
         turn = _pass_by(tile.last - last, turn, rings)
     q_slot = n % Q_SLOTS * WARPGROUPS + W
     slot = turn % SLOTS
@@ -429,7 +429,7 @@ SIZES = ["o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h", "batch", "heads", "
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, sinks,
     o_desc, o, lse,
-    o_h: gl.int64, o_t: gl.int64, lse_b: gl.int64, lse_h: gl.int64, lse_t: gl.int64, sinks_h: gl.int64,
+    o_h, o_t, lse_b, lse_h, lse_t, sinks_h,
     batch, heads, group, row_tiles, wave, tq, tk, left, right, factor, softcap,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
     Q_SLOTS: gl.constexpr, NEGATIVE: gl.constexpr,

@@ -272,8 +272,8 @@ def _hand_over(
         if not is_whole(tile, call, BLOCK_N):
             j = tile.n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))[:, None]
             c = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-            head = x + tile.kv_head * x_h + tile.start_k * x_t
-            gl.store(head + j * x_t + c, acc.to(dtype), mask=(j < tile.tk) & (c < d))
+            head = x + gl.cast(tile.kv_head, gl.int64) * x_h + gl.cast(tile.start_k, gl.int64) * x_t
+            gl.store(head + gl.cast(j, gl.int64) * x_t + c, acc.to(dtype), mask=(j < tile.tk) & (c < d))
     out_s = acquire(dq_ring, dq_use, DQ_SLOTS)
     H_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_N, D], dtype)
     out_s._reinterpret(dtype, [1, 1, BLOCK_N, D], H_L).reshape([BLOCK_N, D]).store(acc.to(dtype))

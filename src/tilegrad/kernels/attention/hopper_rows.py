@@ -2,7 +2,7 @@
 
     rows     shift, delta of every row, padding rows too; dq_acc = 0, semaphores = 0, taken = 0
     dq       dq = scale · dq_acc, in the tensor's dtype
-    dsinks   dsinks[h] −= Σ exp(sink − lse) · delta over the rows of head h
+    dsinks   dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h; delta is the negative one of hopper_bwd.py
 
 All are bound by memory. What shift, delta and dq_acc are is said in hopper_bwd.py.
 """
@@ -88,14 +88,14 @@ def _hopper_dq_kernel(
     tl.store(dq + tl.multiple_of(t * dq_t, 8)[:, None] + c, (acc * scale).to(dq.dtype.element_ty), mask=both)
 
 
-@triton.jit(do_not_specialize=ROW_SIZES)
+@triton.jit(do_not_specialize=[*ROW_SIZES, "batch"])
 def _hopper_dsinks_kernel(
     shift, delta, sinks, cu_seqlens_q,
     dsinks,
     sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, heads, batch, tq, unit,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dsinks[h] −= Σ exp(sink − lse) · delta over the rows of head h."""
+    """dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h."""
     h = tl.program_id(0)
     sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), False)
     acc = tl.zeros([BLOCK], tl.float32)

@@ -108,7 +108,7 @@ def launch(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, .
     """kernel[(grid,)](*arguments): the first time through Triton, then straight to what it compiled for `key`.
 
     The key must tell apart whatever changes the code: dtypes, boxes, constexprs, which arguments are None. The kernel
-    specialises on nothing else (do_not_specialize; strides annotated as 64-bit), else a stale kernel would run.
+    specialises on nothing else (do_not_specialize, numbers with a type), else a stale kernel would run.
     """
     key = (kernel, torch.cuda.current_device() if torch.cuda.is_available() else -1, *key)
     compiled = compiled_kernels.get(key)

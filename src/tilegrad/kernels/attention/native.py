@@ -6,9 +6,8 @@ once; tiles that the band hides are skipped, strips of an edge's tiles too. Sums
 the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T. Results are the same bits on
 any number of threads: native/turns.h says why.
 
-Threads are torch's own, as many as torch.get_num_threads() says (native/team.h), and the GIL is free meanwhile. The
-instruction set is the best that the processor has; TILEGRAD_ISA=portable, avx2, avx512 or amx asks for another, which runs or
-raises.
+Threads are torch's own, as many as torch.get_num_threads() says (native/team.h), and the GIL is free meanwhile.
+native_library.py chooses the instruction set.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ def _sizes(q: Any, k: Any, v: Any, mask: Mask) -> tuple[int, ...]:
     else:
         b, (_, hq, d), hkv = mask.cu_seqlens_q.shape[0] - 1, q.shape, k.shape[1]
         tq, tk = mask.max_seqlen_q, mask.max_seqlen_k
-    left, right = (-1 if side is None else side for side in mask.band)
+    left, right = (-1 if side is None or side >= tq + tk else side for side in mask.band)
     sinks, slopes = (0 if x is None else _DTYPES[x.dtype] for x in (mask.sinks, mask.alibi_slopes))
     dtype = _DTYPES[q.dtype]
     return dtype, b, hq, hkv, tq, tk, d, v.shape[-1], left, right, torch.get_num_threads(), isa(), sinks, slopes

@@ -167,8 +167,8 @@ void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64
     const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
     for (int64_t r = 0; r < padded; ++r) {
         const T sink = call.sinks.data ? T(sink_of(call, head, r0 + at_most(r, m - 1))) * unit : lowest;
-        row_max[r] = sink > lowest ? sink : lowest;
-        row_sum[r] = sink > lowest ? 1 : 0;
+        row_max[r] = sink < lowest ? lowest : sink;  // NaN stays
+        row_sum[r] = sink <= lowest ? 0 : 1;
     }
 }
 

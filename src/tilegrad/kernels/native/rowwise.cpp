@@ -129,7 +129,7 @@ constexpr float FAR = 80.0f;
 inline V32 gelu_fwd(V32 h) {
     V32 z = (h * h + K) * h * C;
     V32 e = exponential(-z > FAR ? all(FAR) : -z);
-    return h / (1.0f + e);
+    return -z > FAR ? V32{} : h / (1.0f + e);
 }
 
 // gelu' = σ(z) + h z' σ(z) σ(−z),  h z' = 3 C (h² + K/3) h,  σ(−z) = e σ(z);  0 far to the left

@@ -97,7 +97,10 @@ struct Numbered {
 
 }  // namespace
 
-void join(Parallel parallel) { openmp = parallel; }
+void join(Parallel parallel) {
+    pthread_once(&once, start);
+    openmp = parallel;
+}
 
 void run_team(int n, void (*fn)(void*, int), void* context) {
     pthread_once(&once, start);
