@@ -106,7 +106,7 @@ def preset_run(name: str) -> RunConfig:
     model = PRESETS[name]
     if name == "tiny":
         settings = TrainConfig(
-            steps=380, batch_size=8, seq_len=128, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=30,
+            steps=640, batch_size=8, seq_len=128, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=30,
             eval_interval=100, eval_batches=12, checkpoint_interval=200, log_interval=20,
         )  # fmt: skip
         return RunConfig(model, settings)
