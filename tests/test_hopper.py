@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -254,6 +255,31 @@ def test_every_tile_of_rows_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> No
             seen += [hopper_fwd._tile.fn(n, work, 128, 128)[:3] for n in rounds]
         everything = itertools.product(range(batch), range(heads), range(0, 128 * row_tiles, 128))
         assert sorted(seen) == sorted(everything)
+
+
+@interpreted
+@pytest.mark.parametrize("right", [None, 7])
+@pytest.mark.parametrize("left", [None, 90])
+def test_a_warpgroup_hands_back_every_tile_that_was_loaded(
+    monkeypatch: pytest.MonkeyPatch, left: int | None, right: int | None
+) -> None:
+    """Rows beyond the end see nothing and still pass by what the loader brings: else it waits for ever."""
+    from tilegrad.kernels.attention import hopper_fwd
+
+    monkeypatch.setattr(hopper_fwd, "gl", MagicMock(where=Program(0, 1).where, minimum=min, maximum=max))
+    monkeypatch.setattr(hopper_fwd, "ROWS", 64)
+    monkeypatch.setattr(hopper_fwd, "band_tiles", lambda *of: (1 if left is None else 2, 2, 2, 5))
+    for name in ("mbarrier", "warpgroup_mma"):
+        monkeypatch.setattr(hopper_fwd, name, MagicMock())
+    monkeypatch.setattr(hopper_fwd, "_pass_by", lambda tiles, turn, rings: turn + tiles)
+    rings, work = MagicMock(), MagicMock(left=left, right=right)
+    rings.q_ready.shape, rings.k.shape = [2], [2, 1, 1, 128, 64]
+    tile = MagicMock(start=0, tq=64, tk=900, first=1, last=7)
+    for warpgroup in (0, 1):  # the second one's rows lie beyond the end
+        first, _, _, last = hopper_fwd._own_columns.fn(warpgroup, tile, work, 128)
+        _, turn = hopper_fwd._first_product.fn(warpgroup, 0, 0, last, tile, work, rings, 2, None)
+        passed_by = 0 if left is None else first - tile.first
+        assert turn + (last - first) + passed_by == tile.last - tile.first
 
 
 @interpreted
