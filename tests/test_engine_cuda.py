@@ -30,9 +30,10 @@ def test_gradients_equal_autograd_in_float64(config: ModelConfig) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.1)])
 def test_it_trains_as_on_the_cpu(config: ModelConfig, dtype: torch.dtype) -> None:
-    tokens, targets = batch(config, 4, 16, ignored=0.0)
-    here, there = (Engine(config, 4, 16, device=device, dtype=dtype) for device in ("cpu", "cuda"))
-    for b, t in ((4, 16), (2, 7), (4, 16)):
+    config = replace(config, n_embd=64, block_size=150)
+    tokens, targets = batch(config, 4, 150, ignored=0.0)
+    here, there = (Engine(config, 4, 150, device=device, dtype=dtype) for device in ("cpu", "cuda"))
+    for b, t in ((4, 150), (2, 7), (3, 41), (4, 150)):
         x, y = tokens[:b, :t], targets[:b, :t]
         a = here.step(x, y, learning_rate=1e-3)
         assert there.step(x.cuda(), y.cuda(), learning_rate=1e-3) == pytest.approx(
@@ -57,11 +58,13 @@ def test_allocated_bytes_are_the_plan_and_a_step_allocates_little() -> None:
     assert torch.cuda.max_memory_allocated() - before <= 256 * tokens.numel()
 
 
-def test_the_same_bits_twice() -> None:
-    tokens, targets = batch(CONFIG, 4, 16)
+@pytest.mark.parametrize("t", [16, 200])  # few rows go to triton
+def test_the_same_bits_twice(t: int) -> None:
+    config = replace(CONFIG, n_embd=64, block_size=200)
+    tokens, targets = batch(config, 4, t)
     grads = []
     for _ in range(2):
-        engine = Engine(CONFIG, 4, 16, device="cuda", dtype=torch.bfloat16)
+        engine = Engine(config, 4, 200, device="cuda", dtype=torch.bfloat16)
         engine.step(tokens.cuda(), targets.cuda())
         grads.append({name: g.clone() for name, g in engine.grads.items()})
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])

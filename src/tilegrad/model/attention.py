@@ -25,7 +25,9 @@ from ..kernels.attention.rows import (
     rows_attention_fwd,
     rows_workspace,
 )
+from ..kernels.dispatch import FEW_ROWS
 from ..kernels.residual import add_fwd
+from ..kernels.scratch import Shapes
 from ..memory.types import BufferType
 from .config import ModelConfig
 from .layer import Declare, Scratch
@@ -94,10 +96,12 @@ class AttentionLayer:
         mask = mask_of(c, seed)
 
         def scratch(backward: bool) -> Scratch:
-            form = (b, t, c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device)
-            shapes = rows_workspace(*form, mask, backward=backward)
-            if mask.dropout_p and not backward:  # evaluation drops nothing, and another kernel may run it
-                shapes = rows_workspace(*form, replace(mask, dropout_p=0.0), backward=False) | shapes
+            form = (c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device)
+            dropless = mask if backward else replace(mask, dropout_p=0.0)
+            shapes: Shapes = {}  # of every kernel that may run: for few rows, and for evaluation, which drops nothing
+            for rows in (min(t, FEW_ROWS), t):
+                for kind in (dropless, mask):
+                    shapes |= rows_workspace(b, rows, *form, kind, backward=backward)
             return at.scratch(f"attention{'_bwd' if backward else ''}", shapes, _SCORES)
 
         return cls(

@@ -225,7 +225,9 @@ class SharedAttention:
         do, dq, dk, dv = (self._heads(lease[n]) for n in ("grad_attn_output", "grad_Q", "grad_K", "grad_V"))
         if not self.materialize:
             scratch = self._scratch(lease, "attention")
-            attention_bwd(q, k, v, o, self.lse, do, None, self.mask, dq=dq, dk=dk, dv=dv, scratch=scratch)
+            attention_bwd(
+                q, k, v, o, self.lse, do, None, self.mask, dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=True
+            )
             return
         scale = self.mask.scale_for(q.shape[-1])
         grad_weights, grad_scores = lease["grad_weights"], lease["grad_scores"]
@@ -245,7 +247,7 @@ class SharedAttention:
         """Every backward buffer of the layer: the seven by name, and the scratch of its ops."""
         b, t, c, h = self.batch_size, self.seq_len, self.d_model, self.n_head
         x, q = self._rows(self.Q), self._heads(self.Q)
-        scratch = {} if self.materialize else attention_workspace(q, q, q, self.mask, backward=True)
+        scratch = {} if self.materialize else attention_workspace(q, q, q, self.mask, backward=True, deterministic=True)
         tile = scratch.pop("dp", ((0,), self.dtype))
         matrices = ("grad_weights", "grad_scores") if self.materialize else ("grad_scores",)
         needs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {

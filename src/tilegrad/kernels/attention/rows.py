@@ -3,7 +3,7 @@
     qkv (B, T, (Hq + 2·Hkv)·D), the columns of q, then k, then v         o, do (B, T, Hq·D)        lse (B, Hq, T)
 
 Views of these are what the attention contract takes, so nothing is copied; as ops of their own they let a memory trace
-see one buffer where the contract sees three.
+see one buffer where the contract sees three. The backward is deterministic: a run that is resumed goes on to the bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def rows_workspace(
 ) -> Shapes:  # fmt: skip
     q = _Form((b, n_head, t, head_dim), dtype, device)
     k = _Form((b, n_kv_head, t, head_dim), dtype, device)
-    return attention_workspace(q, k, k, mask, backward=backward)
+    return attention_workspace(q, k, k, mask, backward=backward, deterministic=backward)
 
 
 class _Form:
@@ -64,7 +64,10 @@ def qkv_attention_bwd(
 ) -> None:  # fmt: skip
     q, k, v = split(qkv, n_head, n_kv_head)
     dq, dk, dv = split(dqkv, n_head, n_kv_head)
-    attention_bwd(q, k, v, _heads(o, n_head), lse, _heads(do, n_head), None, mask, dq=dq, dk=dk, dv=dv, scratch=scratch)
+    attention_bwd(
+        q, k, v, _heads(o, n_head), lse, _heads(do, n_head), None, mask,
+        dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=True,
+    )  # fmt: skip
 
 
 def qkv_rope_workspace(b: int, t: int, rotated: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Shapes:
@@ -119,5 +122,5 @@ def rows_attention_bwd(
     heads = _heads(q, n_head), _heads(k, n_kv_head), _heads(v, n_kv_head)
     attention_bwd(
         *heads, _heads(o, n_head), lse, _heads(do, n_head), None, mask,
-        dq=_heads(dq, n_head), dk=_heads(dk, n_kv_head), dv=_heads(dv, n_kv_head), scratch=scratch,
+        dq=_heads(dq, n_head), dk=_heads(dk, n_kv_head), dv=_heads(dv, n_kv_head), scratch=scratch, deterministic=True,
     )  # fmt: skip
