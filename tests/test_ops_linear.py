@@ -7,7 +7,7 @@ import torch
 from ops import DTYPES, RAGGED, acc, allocated_bytes, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import linear
+from tilegrad.kernels import linear, rowwise
 from tilegrad.kernels.linear import (
     linear_bwd,
     linear_fwd,
@@ -16,6 +16,13 @@ from tilegrad.kernels.linear import (
     per_head_linear_fwd,
     per_head_linear_workspace,
 )
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias's gradient is the native library's; without one it is torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(rowwise, "takes", lambda x: False)
 
 
 def dense(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
@@ -199,6 +206,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         (lambda: linear_fwd(x, w, randn(6), y=randn(4, 5)), r"b: got .*accepted: .*\(5,\)"),
         (lambda: linear_fwd(x, w, None, y=randn(4, 5).float()), r"y: got .*float32"),
         (lambda: linear_bwd(randn(4, 5), x, w, dw=randn(5, 6).float()), "dw: got .*float32.*accepted: .*float64"),
+        (lambda: linear_bwd(randn(5, 4).t(), x, w, db=randn(5)), r"dy: got strides \(1, 4\); accepted: .*last one 1"),
         (lambda: linear_bwd(randn(4, 5), x, w, db=randn(5)), "scratch: linear got no 'db'"),
         (lambda: linear_bwd(randn(4, 5), x, w, db=randn(5), scratch={"db": randn(4)}), r"scratch\['db'\].*at least 5"),
         (lambda: per_head_linear_fwd(x, randn(2, 2, 2), None, y=randn(4, 6)), r"w: got \(2, 2, 2\).*H·D = 6"),

@@ -17,7 +17,7 @@ EPS = 1e-5
 
 @pytest.fixture(autouse=True, params=["native", "torch"])
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
-    """float32 rows are the native library's; without one they are torch's."""
+    """Rows of float32 and bfloat16 are the native library's; without one they are torch's."""
     if request.param == "torch":
         monkeypatch.setattr(rowwise, "takes", lambda x: False)
     return str(request.param)
@@ -132,8 +132,9 @@ def test_a_large_mean_does_not_cancel() -> None:
 
 
 @pytest.mark.parametrize("rms", [False, True])
-def test_the_same_bits_on_1_2_and_4_threads(rms: bool) -> None:
-    inputs, dy = build(113, 63, torch.float32, bias=not rms)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_on_1_2_and_4_threads(rms: bool, dtype: torch.dtype) -> None:
+    inputs, dy = build(113, 63, dtype, bias=not rms)
     before, results = torch.get_num_threads(), []
     try:
         for threads in (1, 2, 4):

@@ -22,9 +22,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import rowwise
 from .attention.checks import check_tensor
 from .dispatch import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, rows_of, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_columns, check_param, rows_of, views
 
 ROWS, COLS = 512, 1024  # of a tile of y, where products go through tiles
 
@@ -45,7 +46,8 @@ def linear_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
 
 def _workspace(x: Any, w: Any, cout: int, cin: int, *, backward: bool) -> Shapes:
     n, acc, half = x.shape[0], accumulation_dtype(x.dtype), _half_on_cpu(x)
-    shapes: Shapes = {"db": ((cout,), acc), "ones": ((n,), acc if half else x.dtype)} if backward else {}
+    sums = backward and not rowwise.takes(x)
+    shapes: Shapes = {"db": ((cout,), acc), "ones": ((n,), acc if half else x.dtype)} if sums else {}
     if not half:
         return shapes
     rows, cols, wide = min(n, ROWS), min(cout, COLS), w.dtype == acc
@@ -56,8 +58,8 @@ def _workspace(x: Any, w: Any, cout: int, cin: int, *, backward: bool) -> Shapes
     if wide:
         shapes |= {"w16": ((cout, cin), x.dtype)} | ({} if backward else {"b16": ((cout,), x.dtype)})
     if backward:
-        shapes |= {"y32": ((rows, cols), acc), "dw16": ((cols, cin), x.dtype), "dw32": ((cols, cin), acc)}
-    return shapes
+        shapes |= {"dw16": ((cols, cin), x.dtype), "dw32": ((cols, cin), acc)}
+    return shapes | ({"y32": ((rows, cols), acc)} if sums else {})
 
 
 @op()
@@ -100,21 +102,39 @@ def linear_bwd(
     ):
         if grad is not None:
             check_tensor(name, grad, shape, dtype, x.device)
+    for name, grad in (("dy", dy), ("db", db)):
+        if grad is not None:
+            check_columns(name, grad)
     needed = linear_workspace(x, w, backward=True)
     if db is None:
-        del needed["db"], needed["ones"]
-    elif not adds:
-        db.zero_()
+        needed = {name: buffer for name, buffer in needed.items() if name not in ("db", "ones")}
     scratch = views(scratch, needed, x.device, "linear")
+    if db is not None:
+        _add_bias_gradient(dy, adds, db=db, scratch=scratch)
     if _half_on_cpu(x):
-        _half_bwd(dy, x, w, adds, dx=dx, dw=dw, db=db, scratch=scratch)
+        _half_bwd(dy, x, w, adds, dx=dx, dw=dw, scratch=scratch)
         return
     if dx is not None:
         torch.mm(dy, w, out=dx)
     if dw is not None:
         _product(dy.t(), x, adds, out=dw)
-    if db is not None:
-        add_column_sums(dy, scratch["ones"].fill_(1.0), sums=db, part=scratch["db"])
+
+
+def _add_bias_gradient(dy: Tensor, adds: bool, *, db: Tensor, scratch: Scratch) -> None:
+    """db += Σ_n dy, or = where adds is False."""
+    if rowwise.takes(dy):
+        rowwise.column_sums(dy, adds, sums=db)
+        return
+    if not adds:
+        db.zero_()
+    ones = scratch["ones"].fill_(1.0)
+    if not _half_on_cpu(dy):
+        add_column_sums(dy, ones, sums=db, part=scratch["db"])
+        return
+    for i in blocks(dy.shape[0], ROWS):
+        for j in blocks(dy.shape[1], COLS):
+            dy32 = _in(scratch, "y32", dy[i, j])
+            add_column_sums(dy32, ones[: dy32.shape[0]], sums=db[j], part=scratch["db"][j])
 
 
 def _product(a: Tensor, b: Tensor, adds: bool, *, out: Tensor) -> None:
@@ -143,15 +163,8 @@ def _half_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scr
 
 
 def _half_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, adds: bool, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, scratch: Scratch,
-) -> None:  # fmt: skip
-    if db is not None:
-        ones = scratch["ones"].fill_(1.0)
-        for i in blocks(dy.shape[0], ROWS):
-            for j in blocks(dy.shape[1], COLS):
-                dy32 = _in(scratch, "y32", dy[i, j])
-                add_column_sums(dy32, ones[: dy32.shape[0]], sums=db[j], part=scratch["db"][j])
+    dy: Tensor, x: Tensor, w: Tensor, adds: bool, *, dx: Tensor | None, dw: Tensor | None, scratch: Scratch
+) -> None:
     if _has_bf16_products():
         if dx is not None:
             torch.mm(dy, _in(scratch, "w16", w), out=dx)

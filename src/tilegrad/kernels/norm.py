@@ -7,9 +7,10 @@
     dw += Σ_n dy ∘ x̂   db += Σ_n dy        (adds=False: dw = …, db = …; dx always accumulates)
 
 Sums over columns and rows are matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read memory once.
-dx accumulates, for the norm stands on a branch of the residual stream. float32 on a CPU is in rowwise.py where there is a
-native library; else rows are worked on in blocks that stay in cache, in the accumulation dtype; bfloat16 is copied into
-the scratch, where alone a dtype changes without an allocation. On a CPU w and b may have that dtype already.
+dx accumulates, for the norm stands on a branch of the residual stream. On a CPU float32 and
+bfloat16 are in rowwise.py where there is a native library; else rows are worked on in blocks that stay in cache, in the
+accumulation dtype; bfloat16 is copied into the scratch, where alone a dtype changes without an allocation. On a CPU w and
+b may have that dtype already.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from . import rowwise
 from .attention.checks import check_tensor
 from .dispatch import op
 from .linear import add_column_sums
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, rows_of, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_columns, check_param, rows_of, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # elements of a block of rows
 
@@ -96,6 +97,8 @@ def _fwd(
     if not eps > 0.0:
         raise ValueError(f"eps: got {eps!r}; accepted: a number > 0")
     _check(x, mean, rstd, w=w, b=b, y=y)
+    if b is not None:
+        check_tensor("b", b, (c,), w.dtype, x.device)
     if rowwise.takes(x):
         rowwise.norm_fwd(x, w, b, eps, y=y, mean=mean, rstd=rstd)
         return
@@ -129,7 +132,7 @@ def _bwd(
     for name, grad in (("dw", dw), ("db", db)):
         if grad is not None:
             check_tensor(name, grad, (c,), acc, x.device)
-            _check_stride(name, grad)
+            check_columns(name, grad)
     if rowwise.takes(x):
         rowwise.norm_bwd(dy, x, w, mean, rstd, adds, dx=dx, dw=dw, db=db)
         return
@@ -176,13 +179,8 @@ def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None
             check_param(name, other, (c,), x)
         else:
             check_tensor(name, other, (n, c), x.dtype, x.device)
-        _check_stride(name, other)
+        check_columns(name, other)
     for name, statistic in (("mean", mean), ("rstd", rstd)):
         if statistic is not None:
             check_tensor(name, statistic, (n,), accumulation_dtype(x.dtype), x.device)
-            _check_stride(name, statistic)
-
-
-def _check_stride(name: str, x: Tensor) -> None:
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")
+            check_columns(name, statistic)

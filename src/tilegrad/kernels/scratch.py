@@ -30,6 +30,12 @@ def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None
     check_tensor(name, p, shape, p.dtype if wide else x.dtype, x.device)
 
 
+def check_columns(name: str, x: Tensor) -> None:
+    """A row's numbers lie side by side."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")
+
+
 def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str) -> Scratch:
     """The declared buffers as views of the caller's."""
     out = {}

@@ -43,6 +43,26 @@ inline void convert(double& to, double x) { to = x; }
 inline void convert(BFloat16& to, float x) { to = BFloat16::of(x); }
 inline void convert(Float16& to, float x) { to = Float16::of(x); }
 
+// A register of float from side-by-side elements, and back.
+inline V32 widen(const float* p) { return load(p); }
+inline void narrow(float* p, V32 v) { store(p, v); }
+
+typedef uint32_t U32 __attribute__((vector_size(WIDTH)));
+typedef uint16_t U16 __attribute__((vector_size(WIDTH / 2)));
+typedef uint16_t U16Unaligned __attribute__((vector_size(WIDTH / 2), aligned(2), may_alias));
+
+inline V32 widen(const BFloat16* p) {
+    const U16 bits = *reinterpret_cast<const U16Unaligned*>(p);
+    return (V32)(__builtin_convertvector(bits, U32) << 16);
+}
+
+inline void narrow(BFloat16* p, V32 v) {  // BFloat16::of
+    const U32 u = (U32)v;
+    const U32 rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
+    const U32 bits = (u & 0x7fffffff) > 0x7f800000 ? (u >> 16) | 0x40 : rounded;
+    *reinterpret_cast<U16Unaligned*>(p) = __builtin_convertvector(bits, U16);
+}
+
 // A dtype: rows of n elements `stride` apart, to and from packed rows of T.
 template <class T>
 struct Format {

@@ -1,4 +1,5 @@
-// One call of an op on rows, as it crosses the C ABI: float32, strides in elements.
+// One call of an op on rows, as it crosses the C ABI: float32 or bfloat16, sums and parameters' gradients in float32,
+// strides in elements.
 #pragma once
 
 #include <cstdint>
@@ -6,22 +7,24 @@
 namespace tilegrad {
 
 struct Rows {
-    float* data;      // null: absent
+    char* data;       // null: absent
     int64_t stride;   // from row to row; a row's numbers lie side by side
 };
 
 // kernels/norm.py: x, y, dy, dx (n, c)   w, b, dw, db (c)   mean, rstd (n)
 struct Norm {
     int64_t n, c, threads, isa, adds;   // adds: dw += …, db += …
-    Rows x, y, dy, dx;                  // y: of the forward; dy, dx: of the backward
-    float *w, *b, *mean, *rstd, *dw, *db;
+    int64_t dtype, param_dtype;         // of x, y, dy, dx; of w, b
+    Rows x, y, dy, dx;                  // y: of the forward; dy, dx: of the backward; no x: db alone
+    char *w, *b;
+    float *mean, *rstd, *dw, *db;
     double eps;
 };
 
 // kernels/activation.py: h, a, da, dh, n numbers each
 struct Gelu {
-    int64_t n, threads, isa;
-    float *h, *a, *da, *dh;   // a: of the forward; da, dh: of the backward
+    int64_t n, threads, isa, dtype;
+    char *h, *a, *da, *dh;   // a: of the forward; da, dh: of the backward
 };
 
 // What each instruction set offers. Ranges are of rows (norm_rows), of columns (norm_columns) or of numbers (gelu); which
