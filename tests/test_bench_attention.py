@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilegrad.bench import attention, cost
-from tilegrad.bench.attention import Row, Shape, bench_attention
+from tilegrad.bench import attention, comparison, cost
+from tilegrad.bench.attention import bench_attention
+from tilegrad.bench.comparison import Row
+from tilegrad.bench.shapes import Shape
 
 
 @pytest.fixture(autouse=True)
@@ -76,8 +78,12 @@ def test_a_wrong_kernel_has_no_time_and_no_speed_up(
 
 def test_speed_ups_pair_equal_shapes() -> None:
     a, b = Shape(1, 1, 8, 8), Shape(1, 1, 16, 8)
-    rows = [Row(a, "forward", "x", 1.0), Row(a, "forward", "y", 3.0), Row(b, "forward", "x", 1.0)]
-    assert attention.speedups(rows, "x", "y", "forward") == {a: 3.0}
+    rows = [
+        Row(a, "forward", "x", 2.0, rounds_ms=(1.0, 2.0, 4.0)),
+        Row(a, "forward", "y", 6.0, rounds_ms=(3.0, 8.0, 4.0)),
+        Row(b, "forward", "x", 1.0, rounds_ms=(1.0, 1.0, 1.0)),
+    ]
+    assert comparison.speedups(rows, "x", "y", "forward") == {a: (3.0, 2.0, 3.5)}  # ratios 3, 4, 1
 
 
 def test_packed_shapes_stand_before_a_dense_one_of_equal_work() -> None:
@@ -86,7 +92,7 @@ def test_packed_shapes_stand_before_a_dense_one_of_equal_work() -> None:
         assert sum(packed.lengths) == 32768 and (packed.d, packed.causal) == (dense.d, dense.causal)
         assert packed.flops(backward=True) == pytest.approx(dense.flops(backward=True), rel=0.1)
     rows = [Row(shapes[0], "forward", "x", 2.0), Row(shapes[1], "forward", "x", 1.0)]
-    (rate,) = attention.packed_rates(rows, "x", "forward")
+    (rate,) = comparison.packed_rates(rows, "x", "forward")
     assert rate == pytest.approx(0.5, rel=0.1)
 
 

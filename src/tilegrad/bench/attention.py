@@ -2,22 +2,21 @@
 
 Every kernel is checked against the float64 oracle before it is timed, on a small ragged problem of the same head
 dimension and band; one that fails has no time and no speed-up. Times are medians with the 20th and 80th percentile of
-`repeats` rounds; in a round each kernel runs once, so that a change of the machine's speed falls on all. TFLOP/s are by
+`repeats` rounds; in a round each kernel runs once, so that a change of the machine's speed falls on all, and a speed-up is
+the median of the rounds' ratios, with quartiles. TFLOP/s are by
 cost.py: a kernel that recomputes is not credited for it. A kernel that refuses a shape is left out, with its reason. Packed
 sequences stand beside a dense shape of as many tokens and as much work.
 """
 
 from __future__ import annotations
 
-import itertools
 import json as json_format
-import math
 import platform
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from statistics import quantiles
 from typing import Any
@@ -26,128 +25,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilegrad.bench import cost
+from tilegrad.bench.comparison import Row, plot_bars, report
+from tilegrad.bench.shapes import PRESETS, Shape
 from tilegrad.kernels.attention import Mask, reference
 from tilegrad.kernels.attention.contract import lse_dtype, output_shapes
 from tilegrad.kernels.dispatch import ATTENTION, Problem, select
-from tilegrad.table import table
 
 Thunk = Callable[[], object]
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling FlexAttention takes longer than timing it
 AHEAD_BYTES = 1 << 30
 ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError, ValueError)
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """A problem: T tokens in each of B sequences; window = keys seen to the left, with causal; lengths: packed."""
-
-    b: int
-    h: int
-    t: int
-    d: int
-    causal: bool = False
-    window: int | None = None
-    hkv: int = 0  # 0: as many as h
-    tq: int = 0  # 0: t
-    lengths: tuple[int, ...] = ()
-
-    def mask(self, device: torch.device) -> Mask:
-        window = None if self.window is None else (self.window - 1, 0)
-        if not self.lengths:
-            return Mask(causal=self.causal, window=window)
-        ends = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=device)
-        longest = max(self.lengths)
-        return Mask(
-            self.causal, window, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest
-        )
-
-    @property
-    def band(self) -> tuple[int | None, int | None]:
-        left = None if self.window is None else self.window - 1
-        return left, 0 if self.causal or self.window is not None else None
-
-    @property
-    def rows(self) -> int:
-        return self.tq or self.t
-
-    def flops(self, backward: bool) -> int:
-        left, right = self.band
-        sequences = [(1, n, n) for n in self.lengths] or [(self.b, self.rows, self.t)]
-        return sum(
-            cost.attention_flops(b, self.h, tq, tk, self.d, self.d, left=left, right=right, backward=backward)
-            for b, tq, tk in sequences
-        )
-
-    def bytes(self, element_bytes: int, backward: bool) -> int:
-        b, tq, tk = (1, sum(self.lengths), sum(self.lengths)) if self.lengths else (self.b, self.rows, self.t)
-        return cost.attention_bytes(
-            b, self.h, self.hkv or self.h, tq, tk, self.d, self.d, element_bytes, backward=backward
-        )
-
-    def __str__(self) -> str:
-        what = f"window {self.window}" if self.window else "causal" if self.causal else "full"
-        heads = f"{self.h}/{self.hkv}" if self.hkv else f"{self.h}"
-        if self.lengths:
-            return f"{len(self.lengths)} packed H{heads} T≤{max(self.lengths)} D{self.d} {what}"
-        return f"B{self.b} H{heads} {f'{self.tq}×' if self.tq else 'T'}{self.t} D{self.d} {what}"
-
-
-def _tokens(lengths: Sequence[int], tokens: int, hidden: int, dims: Sequence[int] = (64, 128)) -> tuple[Shape, ...]:
-    return tuple(
-        Shape(tokens // t, hidden // d, t, d, causal) for d in dims for causal in (False, True) for t in lengths
-    )
-
-
-def _packed(tokens: int, hidden: int, dims: Sequence[int] = (64, 128)) -> tuple[Shape, ...]:
-    """Log-normal lengths of median 1024 (σ = 0.8) that add up to `tokens`, each shape before a dense one of equal work."""
-    g = torch.Generator().manual_seed(0)
-    lengths: list[int] = []
-    while sum(lengths) < tokens:
-        drawn = round(1024 * math.exp(0.8 * float(torch.randn((), generator=g))))
-        lengths.append(min(max(drawn, 16), tokens - sum(lengths)))
-    b = round(tokens**2 / sum(n * n for n in lengths))
-    shapes = []
-    for d in dims:
-        for causal in (False, True):
-            shapes.append(Shape(0, hidden // d, 0, d, causal, lengths=tuple(lengths)))
-            shapes.append(Shape(b, hidden // d, tokens // b, d, causal))
-    return tuple(shapes)
-
-
-PRESETS: dict[str, tuple[Shape, ...]] = {
-    "training": _tokens((1024, 2048, 4096, 8192, 16384), 16384, 2048, (64, 128, 256)),
-    "short": _tokens((4096, 16384), 16384, 2048),
-    "window": (Shape(1, 16, 65536, 128, window=1024),),
-    "wide": _tokens((2048, 16384), 16384, 2048, (256,)),
-    "gqa": tuple(Shape(16384 // t, 32, t, 128, True, hkv=4) for t in (1024, 4096, 16384)),
-    "varlen": _packed(32768, 2048),
-    "decode": tuple(Shape(b, 32, t, 128, hkv=8, tq=1) for b, t in ((1, 65536), (16, 8192))),
-    "laptop": _tokens((256, 1024), 1024, 512, (64,)),
-    "cpu": tuple(
-        Shape(b, h, t, d, causal)
-        for b, h, t, d in ((1, 8, 1024, 64), (2, 12, 1024, 64), (1, 8, 4096, 64), (1, 8, 4096, 128))
-        for causal in (False, True)
-    ),
-    "cpu-window": tuple(Shape(1, 2, t, 64, window=256) for t in (8192, 16384)),
-}
-
-
-@dataclass(frozen=True, slots=True)
-class Row:
-    """One line of the result."""
-
-    shape: Shape
-    direction: str
-    kernel: str
-    ms: float | None  # median; None where it did not run, and `note` says why
-    p20_ms: float | None = None
-    p80_ms: float | None = None
-    note: str = ""
-
-    @property
-    def tflops(self) -> float | None:
-        return None if self.ms is None else self.shape.flops(self.direction == "backward") / self.ms / 1e9
 
 
 class Inputs:
@@ -368,7 +255,7 @@ def measure(
     for direction, thunks in (("forward", forward), ("backward", backward)):
         for name, ms in interleaved(thunks, repeats, device).items():
             deciles = quantiles(ms, n=10, method="inclusive")
-            rows.append(Row(shape, direction, name, deciles[4], deciles[1], deciles[7]))
+            rows.append(Row(shape, direction, name, deciles[4], deciles[1], deciles[7], rounds_ms=tuple(ms)))
     rows += [Row(shape, "both", name, None, note=note) for name, note in notes.items()]
     return rows
 
@@ -394,83 +281,6 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
         "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
         "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
     }  # fmt: skip
-
-
-def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dict[Shape, float]:
-    """How many times faster `kernel` is than `peer`, on each shape that has both."""
-    times = {(row.shape, row.kernel): row.ms for row in rows if row.direction == direction and row.ms}
-    return {
-        shape: theirs / ours
-        for (shape, name), ours in times.items()
-        if name == kernel and (theirs := times.get((shape, peer))) is not None
-    }
-
-
-def packed_rates(rows: Sequence[Row], kernel: str, direction: str) -> list[float]:
-    """TFLOP/s of packed sequences over those of the dense shape that follows, as `_packed` pairs them."""
-    rates = {row.shape: row.tflops for row in rows if (row.kernel, row.direction) == (kernel, direction) and row.tflops}
-    pairs = itertools.pairwise(rates)
-    return [rates[a] / rates[b] for a, b in pairs if a.lengths and not b.lengths]
-
-
-def _geometric_mean(values: Sequence[float]) -> float:
-    return float(torch.tensor(values, dtype=torch.float64).log().mean().exp())
-
-
-def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) -> str:
-    lines = [
-        [
-            str(row.shape),
-            row.direction,
-            row.kernel,
-            f"{row.ms:.3f}",
-            f"{row.p20_ms:.3f}",
-            f"{row.p80_ms:.3f}",
-            f"{row.tflops:.3g}",
-        ]
-        for row in rows
-        if row.ms is not None
-    ]
-    text = [table(("shape", "pass", "kernel", "ms", "p20", "p80", "TFLOP/s"), lines)]
-    directions = ("forward", "backward")
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    others = (*(k for k in kernels if len(kernels) > 1), *peers)
-    found = {
-        (kernel, peer, direction): ratios
-        for kernel in kernels
-        for peer in others
-        for direction in directions
-        if kernel != peer and (ratios := speedups(rows, kernel, peer, direction))
-    }
-    if found:
-        compared = list(dict.fromkeys((kernel, peer) for kernel, peer, _ in found))
-        cells = [
-            [str(shape), direction]
-            + [
-                f"{found[kernel, peer, direction][shape]:.3f}×"
-                if shape in found.get((kernel, peer, direction), {})
-                else "–"
-                for kernel, peer in compared
-            ]
-            for direction in directions
-            for shape in shapes
-            if any(shape in ratios for (_, _, way), ratios in found.items() if way == direction)
-        ]
-        text += ["", table(("shape", "pass", *(f"{kernel} / {peer}" for kernel, peer in compared)), cells)]
-        means = [
-            [kernel, peer, direction, f"{_geometric_mean([*r.values()]):.3f}×", f"{min(r.values()):.3f}×", str(len(r))]
-            for (kernel, peer, direction), r in found.items()
-        ]
-        text += ["", table(("kernel", "faster than", "pass", "geometric mean", "least", "shapes"), means)]
-    for kernel in kernels:
-        for direction in directions:
-            if rates := packed_rates(rows, kernel, direction):
-                text += [
-                    "",
-                    f"{kernel}, {direction}: packed at {', '.join(f'{x:.2f}' for x in rates)} of the dense rate",
-                ]
-    notes = sorted({f"{row.kernel}: {row.note}" for row in rows if row.note})
-    return "\n".join([*text, "", *notes])
 
 
 def bench_attention(
@@ -521,34 +331,10 @@ def bench_attention(
 
         print_roofline(PRESETS[preset], kind, where, ours)
     if plot:
-        _plot(rows, about, plot)
+        plot_bars(rows, about, plot)
     return 1 if any(row.note.startswith("WRONG") for row in rows) else 0
 
 
 def _json_lines(rows: Sequence[Row], about: dict[str, Any]) -> Iterator[str]:
     for row in rows:
         yield json_format.dumps(asdict(row) | {"tflops": row.tflops} | about)
-
-
-def _plot(rows: Sequence[Row], about: dict[str, Any], path: str) -> None:
-    """Bars of TFLOP/s, one group for each shape, forward above backward."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    shapes = list(dict.fromkeys(row.shape for row in rows))
-    names = list(dict.fromkeys(row.kernel for row in rows if row.ms is not None))
-    figure, axes = pyplot.subplots(2, 1, figsize=(max(8, 1.2 * len(shapes)), 8), sharex=True)
-    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
-        for n, name in enumerate(names):
-            speed = {row.shape: row.tflops for row in rows if row.kernel == name and row.direction == direction}
-            x = [i + (n - len(names) / 2) * 0.8 / len(names) for i in range(len(shapes))]
-            axis.bar(x, [speed.get(shape) or 0.0 for shape in shapes], 0.8 / len(names), label=name, align="edge")
-        axis.set_ylabel(f"{direction}, TFLOP/s")
-        axis.legend(ncols=len(names), fontsize=8)
-    axes[1].set_xticks(range(len(shapes)), [str(shape).replace(" ", "\n", 2) for shape in shapes], fontsize=7)
-    axes[0].set_title(f"attention, {about['dtype']}, {about['device']}, torch {about['torch']}, {about['date']}")
-    figure.tight_layout()
-    figure.savefig(path, dpi=150)
-    pyplot.close(figure)

@@ -15,7 +15,8 @@ from statistics import median
 
 import torch
 
-from tilegrad.bench.attention import Inputs, Shape, interleaved
+from tilegrad.bench.attention import Inputs, interleaved
+from tilegrad.bench.shapes import Shape
 from tilegrad.table import table
 
 COUNTERS = (
@@ -101,7 +102,7 @@ def print_roofline(
 def counters(shape: Shape, dtype: torch.dtype, kernel: str) -> str:
     """ncu's counters for one forward and backward, in a process of its own."""
     code = (
-        "import torch; from tilegrad.bench.attention import Inputs, Shape\n"
+        "import torch; from tilegrad.bench.attention import Inputs\nfrom tilegrad.bench.shapes import Shape\n"
         f"forward, backward, _ = Inputs({shape!r}, {dtype}, torch.device('cuda')).ours({kernel!r})\n"
         "forward(); backward(); torch.cuda.synchronize()"
     )

@@ -17,7 +17,8 @@ from statistics import median
 
 import torch
 
-from tilegrad.bench.attention import Inputs, Shape, Thunk, check, interleaved
+from tilegrad.bench.attention import Inputs, Thunk, check, interleaved
+from tilegrad.bench.shapes import Shape
 from tilegrad.kernels.attention import tiles
 from tilegrad.kernels.attention.tiles import Tile, Tiles
 from tilegrad.table import table

@@ -1,0 +1,146 @@
+"""What was measured of attention, and who was faster: the table, the ratios, the bars."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from statistics import quantiles
+from typing import Any, NamedTuple
+
+import torch
+
+from tilegrad.bench.shapes import Shape
+from tilegrad.table import table
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One line of the result."""
+
+    shape: Shape
+    direction: str
+    kernel: str
+    ms: float | None  # median; None where it did not run, and `note` says why
+    p20_ms: float | None = None
+    p80_ms: float | None = None
+    note: str = ""
+    rounds_ms: tuple[float, ...] = ()  # of each round
+
+    @property
+    def tflops(self) -> float | None:
+        return None if self.ms is None else self.shape.flops(self.direction == "backward") / self.ms / 1e9
+
+
+class Ratio(NamedTuple):
+    """Of two kernels' times in the same rounds."""
+
+    median: float
+    q1: float
+    q3: float
+
+    def __str__(self) -> str:
+        return f"{self.median:.3f}× [{self.q1:.2f} {self.q3:.2f}]"
+
+
+def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dict[Shape, Ratio]:
+    """How many times faster `kernel` is than `peer`, on each shape that has both: quartiles over the rounds."""
+    times = {(row.shape, row.kernel): row.rounds_ms for row in rows if row.direction == direction and row.rounds_ms}
+    found = {}
+    for (shape, name), ours in times.items():
+        theirs = times.get((shape, peer))
+        if name == kernel and theirs is not None:
+            ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+            q1, median, q3 = quantiles(ratios, n=4, method="inclusive")
+            found[shape] = Ratio(median, q1, q3)
+    return found
+
+
+def packed_rates(rows: Sequence[Row], kernel: str, direction: str) -> list[float]:
+    """TFLOP/s of packed sequences over those of the dense shape that follows, as `_packed` pairs them."""
+    rates = {row.shape: row.tflops for row in rows if (row.kernel, row.direction) == (kernel, direction) and row.tflops}
+    pairs = itertools.pairwise(rates)
+    return [rates[a] / rates[b] for a, b in pairs if a.lengths and not b.lengths]
+
+
+def _geometric_mean(values: Sequence[float]) -> float:
+    return float(torch.tensor(values, dtype=torch.float64).log().mean().exp())
+
+
+def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) -> str:
+    lines = [
+        [
+            str(row.shape),
+            row.direction,
+            row.kernel,
+            f"{row.ms:.3f}",
+            f"{row.p20_ms:.3f}",
+            f"{row.p80_ms:.3f}",
+            f"{row.tflops:.3g}",
+        ]
+        for row in rows
+        if row.ms is not None
+    ]
+    text = [table(("shape", "pass", "kernel", "ms", "p20", "p80", "TFLOP/s"), lines)]
+    directions = ("forward", "backward")
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    others = (*(k for k in kernels if len(kernels) > 1), *peers)
+    found = {
+        (kernel, peer, direction): ratios
+        for kernel in kernels
+        for peer in others
+        for direction in directions
+        if kernel != peer and (ratios := speedups(rows, kernel, peer, direction))
+    }
+    if found:
+        compared = list(dict.fromkeys((kernel, peer) for kernel, peer, _ in found))
+        cells = [
+            [str(shape), direction]
+            + [
+                str(found[kernel, peer, direction][shape]) if shape in found.get((kernel, peer, direction), {}) else "–"
+                for kernel, peer in compared
+            ]
+            for direction in directions
+            for shape in shapes
+            if any(shape in ratios for (_, _, way), ratios in found.items() if way == direction)
+        ]
+        text += ["", table(("shape", "pass", *(f"{kernel} / {peer}" for kernel, peer in compared)), cells)]
+        medians = {names: [ratio.median for ratio in ratios.values()] for names, ratios in found.items()}
+        means = [
+            [*names, f"{_geometric_mean(ratios):.3f}×", f"{min(ratios):.3f}×", str(len(ratios))]
+            for names, ratios in medians.items()
+        ]
+        text += ["", table(("kernel", "faster than", "pass", "geometric mean", "least", "shapes"), means)]
+    for kernel in kernels:
+        for direction in directions:
+            if rates := packed_rates(rows, kernel, direction):
+                text += [
+                    "",
+                    f"{kernel}, {direction}: packed at {', '.join(f'{x:.2f}' for x in rates)} of the dense rate",
+                ]
+    notes = sorted({f"{row.kernel}: {row.note}" for row in rows if row.note})
+    return "\n".join([*text, "", *notes])
+
+
+def plot_bars(rows: Sequence[Row], about: dict[str, Any], path: str) -> None:
+    """Bars of TFLOP/s, one group for each shape, forward above backward."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    shapes = list(dict.fromkeys(row.shape for row in rows))
+    names = list(dict.fromkeys(row.kernel for row in rows if row.ms is not None))
+    figure, axes = pyplot.subplots(2, 1, figsize=(max(8, 1.2 * len(shapes)), 8), sharex=True)
+    for axis, direction in zip(axes, ("forward", "backward"), strict=True):
+        for n, name in enumerate(names):
+            speed = {row.shape: row.tflops for row in rows if row.kernel == name and row.direction == direction}
+            x = [i + (n - len(names) / 2) * 0.8 / len(names) for i in range(len(shapes))]
+            axis.bar(x, [speed.get(shape) or 0.0 for shape in shapes], 0.8 / len(names), label=name, align="edge")
+        axis.set_ylabel(f"{direction}, TFLOP/s")
+        axis.legend(ncols=len(names), fontsize=8)
+    axes[1].set_xticks(range(len(shapes)), [str(shape).replace(" ", "\n", 2) for shape in shapes], fontsize=7)
+    axes[0].set_title(f"attention, {about['dtype']}, {about['device']}, torch {about['torch']}, {about['date']}")
+    figure.tight_layout()
+    figure.savefig(path, dpi=150)
+    pyplot.close(figure)

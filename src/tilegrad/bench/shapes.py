@@ -1,0 +1,108 @@
+"""The problems that attention is measured on, by name."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tilegrad.bench import cost
+from tilegrad.kernels.attention import Mask
+
+
+@dataclass(frozen=True, slots=True)
+class Shape:
+    """A problem: T tokens in each of B sequences; window = keys seen to the left, with causal; lengths: packed."""
+
+    b: int
+    h: int
+    t: int
+    d: int
+    causal: bool = False
+    window: int | None = None
+    hkv: int = 0  # 0: as many as h
+    tq: int = 0  # 0: t
+    lengths: tuple[int, ...] = ()
+
+    def mask(self, device: torch.device) -> Mask:
+        window = None if self.window is None else (self.window - 1, 0)
+        if not self.lengths:
+            return Mask(causal=self.causal, window=window)
+        ends = torch.tensor([0, *itertools.accumulate(self.lengths)], dtype=torch.int32, device=device)
+        longest = max(self.lengths)
+        return Mask(
+            self.causal, window, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest
+        )
+
+    @property
+    def band(self) -> tuple[int | None, int | None]:
+        left = None if self.window is None else self.window - 1
+        return left, 0 if self.causal or self.window is not None else None
+
+    @property
+    def rows(self) -> int:
+        return self.tq or self.t
+
+    def flops(self, backward: bool) -> int:
+        left, right = self.band
+        sequences = [(1, n, n) for n in self.lengths] or [(self.b, self.rows, self.t)]
+        return sum(
+            cost.attention_flops(b, self.h, tq, tk, self.d, self.d, left=left, right=right, backward=backward)
+            for b, tq, tk in sequences
+        )
+
+    def bytes(self, element_bytes: int, backward: bool) -> int:
+        b, tq, tk = (1, sum(self.lengths), sum(self.lengths)) if self.lengths else (self.b, self.rows, self.t)
+        return cost.attention_bytes(
+            b, self.h, self.hkv or self.h, tq, tk, self.d, self.d, element_bytes, backward=backward
+        )
+
+    def __str__(self) -> str:
+        what = f"window {self.window}" if self.window else "causal" if self.causal else "full"
+        heads = f"{self.h}/{self.hkv}" if self.hkv else f"{self.h}"
+        if self.lengths:
+            return f"{len(self.lengths)} packed H{heads} T≤{max(self.lengths)} D{self.d} {what}"
+        return f"B{self.b} H{heads} {f'{self.tq}×' if self.tq else 'T'}{self.t} D{self.d} {what}"
+
+
+def _tokens(lengths: Sequence[int], tokens: int, hidden: int, dims: Sequence[int] = (64, 128)) -> tuple[Shape, ...]:
+    return tuple(
+        Shape(tokens // t, hidden // d, t, d, causal) for d in dims for causal in (False, True) for t in lengths
+    )
+
+
+def _packed(tokens: int, hidden: int, dims: Sequence[int] = (64, 128)) -> tuple[Shape, ...]:
+    """Log-normal lengths of median 1024 (σ = 0.8) that add up to `tokens`, each shape before a dense one of equal work."""
+    g = torch.Generator().manual_seed(0)
+    lengths: list[int] = []
+    while sum(lengths) < tokens:
+        drawn = round(1024 * math.exp(0.8 * float(torch.randn((), generator=g))))
+        lengths.append(min(max(drawn, 16), tokens - sum(lengths)))
+    b = round(tokens**2 / sum(n * n for n in lengths))
+    shapes = []
+    for d in dims:
+        for causal in (False, True):
+            shapes.append(Shape(0, hidden // d, 0, d, causal, lengths=tuple(lengths)))
+            shapes.append(Shape(b, hidden // d, tokens // b, d, causal))
+    return tuple(shapes)
+
+
+PRESETS: dict[str, tuple[Shape, ...]] = {
+    "training": _tokens((1024, 2048, 4096, 8192, 16384), 16384, 2048, (64, 128, 256)),
+    "short": _tokens((4096, 16384), 16384, 2048),
+    "window": (Shape(1, 16, 65536, 128, window=1024),),
+    "wide": _tokens((2048, 16384), 16384, 2048, (256,)),
+    "gqa": tuple(Shape(16384 // t, 32, t, 128, True, hkv=4) for t in (1024, 4096, 16384)),
+    "varlen": _packed(32768, 2048),
+    "decode": tuple(Shape(b, 32, t, 128, hkv=8, tq=1) for b, t in ((1, 65536), (16, 8192))),
+    "laptop": _tokens((256, 1024), 1024, 512, (64,)),
+    "cpu": tuple(
+        Shape(b, h, t, d, causal)
+        for b, h, t, d in ((1, 8, 1024, 64), (2, 12, 1024, 64), (1, 8, 4096, 64), (1, 8, 4096, 128))
+        for causal in (False, True)
+    ),
+    "cpu-window": tuple(Shape(1, 2, t, 64, window=256) for t in (8192, 16384)),
+}
