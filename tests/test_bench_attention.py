@@ -118,6 +118,14 @@ def test_a_kernel_that_refuses_a_shape_is_left_out_with_its_reason(
     assert "picky: takes no causal mask" in out and "tiled" in out
 
 
+def test_a_window_of_sdpa_is_a_matrix() -> None:
+    inputs = attention.Inputs(Shape(1, 2, 40, 16, window=7), torch.float64, torch.device("cpu"))
+    (forward, _, ours), (_, backward, theirs) = inputs.ours("tiled"), inputs.peer("sdpa")
+    forward()
+    backward()
+    torch.testing.assert_close(ours["o"], theirs["o"])
+
+
 def test_the_thirty_cells() -> None:
     cells = attention.PRESETS["training"]
     assert len(cells) == 30 and {shape.b * shape.t for shape in cells} == {16384}

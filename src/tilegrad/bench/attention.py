@@ -109,6 +109,9 @@ def _peer_function(name: str, shape: Shape, device: torch.device) -> Callable[..
         if shape.t not in FLEX_LENGTHS or device.type != "cuda":
             raise NotImplementedError(f"compiled on CUDA only, at T in {FLEX_LENGTHS}")
         return _flex(shape, device)
+    if name == "sdpa" and shape.window is not None and not shape.tq:
+        sees = torch.ones(shape.t, shape.t, dtype=torch.bool, device=device).tril_().triu_(1 - shape.window)
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)
     if shape.window is not None or (shape.tq and shape.causal):
         raise NotImplementedError("has no such band without a matrix")
     if name == "sdpa":
