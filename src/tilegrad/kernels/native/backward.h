@@ -60,14 +60,14 @@ struct Statistics {
         }
     }
 
+    // In double: what is left of it after dp − delta is the gradient.
     static T dot(const T* a, const T* b, int64_t n) {
-        constexpr int L = Lanes<T>::N;
-        Vec<T> products{};
-        T total = 0;
+        double sums[4] = {};
         int64_t i = 0;
-        for (; i + L <= n; i += L) products += load(a + i) * load(b + i);
-        for (; i < n; ++i) total += a[i] * b[i];
-        return total + sum<T>(products);
+        for (; i + 4 <= n; i += 4)
+            for (int u = 0; u < 4; ++u) sums[u] += double(a[i + u]) * double(b[i + u]);
+        for (; i < n; ++i) sums[0] += double(a[i]) * double(b[i]);
+        return T((sums[0] + sums[1]) + (sums[2] + sums[3]));
     }
 
     // −Σ exp(sink − lse) · delta of each query head of this kv head, to dsinks (B, Hq).

@@ -117,12 +117,17 @@ struct Forward {
             largest = larger(largest, z);
         }
         const Vec<T> new_max = larger(old_max, largest * factor);
-        Vec<T> total{};
-        for (int64_t y = 0; y < n; ++y) {
+        auto weigh = [&](int64_t y) {
             const Vec<T> p = exponential(load(scores + y * STRIP) * factor - new_max);
             store(scores + y * STRIP, p);
-            total += p;
-        }
+            return p;
+        };
+        Vec<T> totals[4] = {};  // four short sums round less than a long one
+        int64_t y = 0;
+        for (; y + 4 <= n; y += 4)
+            for (int u = 0; u < 4; ++u) totals[u] += weigh(y + u);
+        for (; y < n; ++y) totals[0] += weigh(y);
+        const Vec<T> total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
         const Vec<T> alpha = exponential(old_max - new_max);
         store(lanes.alpha + x, alpha);
         store(row_sum + x, load(row_sum + x) * alpha + total);

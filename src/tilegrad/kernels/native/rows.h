@@ -143,9 +143,9 @@ struct Score {
     Vec<T> minus(Vec<T> shift, Vec<T> x, Ints<T> column, Vec<T>* derivative) const {
         Vec<T> s, slope_of_cap = all(T(1));
         if (softcap != 0) {
-            const Vec<T> t = hyperbolic_tangent(x * (scale / softcap));
-            s = t * softcap - shift;  // one rounding for both
-            slope_of_cap = 1 - t * t;
+            const Tanh<T> t = hyperbolic_tangent(x * (scale / softcap));
+            s = t.value * softcap - shift;  // one rounding for both
+            slope_of_cap = t.slope;
         } else {
             s = x * scale - shift;
         }

@@ -112,8 +112,14 @@ inline V64 exponential(V64 x) {
     return x;
 }
 
-// tanh(x): an odd polynomial below 0.625, else 1 − 2 / (exp(2|x|) + 1) with x's sign.
-inline V32 hyperbolic_tangent(V32 x) {
+// tanh(x) and 1 − tanh²(x): an odd polynomial below 0.625, else of e = exp(−2|x|): (1 − e) / (1 + e) with x's sign, and
+// 4 e / (1 + e)², where 1 − tanh² itself would lose what tanh has lost already.
+template <class T>
+struct Tanh {
+    Vec<T> value, slope;
+};
+
+inline Tanh<float> hyperbolic_tangent(V32 x) {
     V32 a = x < 0.0f ? -x : x;
     V32 y = x * x;
     V32 p = y * -5.70498872745e-3f + 2.06390887954e-2f;
@@ -121,15 +127,21 @@ inline V32 hyperbolic_tangent(V32 x) {
     p = p * y + 1.33314422036e-1f;
     p = p * y - 3.33332819422e-1f;
     V32 small = p * y * x + x;
-    V32 doubled = 2.0f * a;
-    V32 big = 1.0f - 2.0f / (exponential(doubled < 40.0f ? doubled : all(40.0f)) + 1.0f);
+    V32 e = exponential(-2.0f * a);
+    V32 r = 1.0f / (1.0f + e);
+    V32 big = 1.0f - 2.0f * e * r;
     big = x < 0.0f ? -big : big;
-    return a < 0.625f ? small : big;
+    return {a < 0.625f ? small : big, a < 0.625f ? 1.0f - small * small : 4.0f * e * r * r};
 }
 
-inline V64 hyperbolic_tangent(V64 x) {
-    for (int n = 0; n < Lanes<double>::N; ++n) x[n] = __builtin_tanh(x[n]);
-    return x;
+inline Tanh<double> hyperbolic_tangent(V64 x) {
+    V64 slope;
+    for (int n = 0; n < Lanes<double>::N; ++n) {
+        const double cosh = __builtin_cosh(x[n]);
+        slope[n] = 1.0 / (cosh * cosh);
+        x[n] = __builtin_tanh(x[n]);
+    }
+    return {x, slope};
 }
 
 inline float logarithm(float x) { return __builtin_logf(x); }
