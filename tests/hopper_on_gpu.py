@@ -93,6 +93,7 @@ def wrong(spec: dict[str, object], seed: int) -> str:
     for module in (hopper_attention, hopper_bwd):  # every other time so few programs that each has many tiles
         module.multiprocessors = (lambda device: 3) if seed % 2 else multiprocessors
     hopper_attention._launches.clear()
+    hopper_bwd._prepared.clear()
     try:
         got = run(call, "hopper", deterministic=bool(spec["deterministic"]))
         assert_no_worse(got, oracle(call), whole_matrices(call), case.dtype)

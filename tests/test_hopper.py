@@ -31,8 +31,6 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for
 SHARED_MEMORY_BYTES = 232_448
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HEADS = ("_attention_fwd_kernel", "_hopper_bwd_kernel")  # with products
-# Spilled outside the inner loops: addresses and limits that the compiler works out once for all tiles.
-SPILL_BYTES = {("_hopper_bwd_kernel", 64): 300, ("_hopper_bwd_kernel", 128): 32, ("_hopper_bwd_kernel", 256): 96}
 
 
 class Compiled(NamedTuple):
@@ -104,6 +102,7 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
         found.clear()
         monkeypatch.setattr(hopper_tma, "compiled_kernels", {})
         monkeypatch.setattr(hopper_attention, "_launches", {})
+        monkeypatch.setattr(hopper_bwd, "_prepared", {})
         hopper_attention.fwd(q, k, v, mask, o=o, lse=lse, scratch={})
         if backward:
             shapes = hopper_attention.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
@@ -132,10 +131,10 @@ def case(d: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **more: Any)
     return Case(b=1, hkv=2, tq=256, tk=256, d=d, dv=d, dtype=dtype, causal=causal, **more)
 
 
-def check(found: dict[str, Compiled], d: int) -> None:
+def check(found: dict[str, Compiled]) -> None:
     for name, kernel in found.items():
         assert not kernel.warnings, f"{name}: {kernel.warnings}"
-        assert kernel.spilled_bytes <= SPILL_BYTES.get((name, d), 0), f"{name} spills {kernel.spilled_bytes} bytes"
+        assert not kernel.spilled_bytes, f"{name} spills {kernel.spilled_bytes} bytes"
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
         assert all(word in kernel.ptx for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"))
 
@@ -147,13 +146,14 @@ def check(found: dict[str, Compiled], d: int) -> None:
 def test_no_spills_and_no_products_in_a_row(compile_call: Compile, d: int, causal: bool) -> None:
     found = compile_call(case(d, causal))
     assert found.keys() == set(HEADS)
-    check(found, d)
+    check(found)
 
 
 FEATURES: dict[str, Case] = {
     "window, groups, fused": case(128, False, window=(40, 7), group=3, layout="fused"),
     "softcap, negative scale": case(64, True, softcap=2.0, scale=-0.2, dlse=True),
     "sinks, odd head dimension": case(40, True, torch.float16, sinks=True, layout="bthd"),
+    "few tiles, shared": Case(b=1, hkv=1, group=4, tq=1024, tk=130, d=64, dv=64, dtype=torch.bfloat16),
     "packed, window": case(256, True, window=(100, None), lengths=((100, 200), (0, 7), (300, 33)), sinks=True),
 }
 
@@ -180,7 +180,7 @@ def test_the_whole_matrix(compile_call: Compile, d: int, dtype: torch.dtype) -> 
             assert not kernel.warnings, f"{name}: {kernel.warnings}"
             assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
         if d in (64, 128, 256) and not (band or packed or deterministic):
-            check(found, d)
+            check(found)
 
 
 @interpreted

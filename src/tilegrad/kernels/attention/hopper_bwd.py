@@ -1,11 +1,11 @@
 """Attention's backward for Hopper (sm_90a), in Gluon: one fused walk of five products, dq added up in float32 by TMA.
 
-    rows    shift = −lse·log2(e)/unit   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0         padding rows: p = 0
+    begin   shift = −lse·log2(e)/unit   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0         padding rows: p = 0
     main    a program owns columns j of a kv head and walks the query heads of its group and the rows i that see them
               sᵀ = k qᵀ            pᵀ = exp2(unit · (sᵀ + shift))       hidden pairs 0
               dpᵀ = v doᵀ          dsᵀ = pᵀ ∘ (dpᵀ + delta)
               dv += pᵀ do          dk += dsᵀ q          dq_acc[i] += ds k
-    dq      dq = scale · dq_acc, in the tensor's dtype
+    finish  dq = scale · dq_acc, in the tensor's dtype
 
 unit = scale · log2(e), at least 1e-30 large. With a softcap c: t = tanh(sᵀ · scale / c), pᵀ = exp2(c·log2(e)·t + shift) with
 unit = 1, and ds gains the factor 1 − t².
@@ -13,20 +13,23 @@ unit = 1, and ds gains the factor 1 − t².
 **Partitions** of the main kernel: eight warps multiply (hopper_products.py), one loads, one adds dq to memory and stores dk
 and dv (hopper_walk.py). Slots of shared memory go from one to the other in rings:
 
-    q, do with shift, delta          load → multiply      two slots each (do of D > 128: one)
+    q, do with shift, delta, notes   load → multiply      two slots each (do of D > 128: one)
     k, v                             load → multiply      one each, filled again while dv and dk of the tile before drain
     dq (float32), later dv, dk       multiply → reduce
     records of tiles                 load → both
 
 **Order.** Programs stay on their multiprocessors and take tiles of columns one by one, so a tile's loads overlap the end of
 the tile before. Where the band makes the first columns the longest, those of several heads come first, of as many as
-stay in L2 together.
+stay in L2 together. Where tiles are too few for the device, several programs share the rows of each, add dk and dv
+in float32, and the last of them stores. Tiles of rows that an edge crosses are masked, the others not.
 
-**Deterministic**: additions to a tile of dq take turns in the order in which tiles of columns are taken. A semaphore for each
-tile of rows counts turns. A program only waits for tiles taken before its own, so the wait ends.
+**Packed sequences** are bounded by TMA itself (`packed_descriptor`): rows of the next sequence, NaN or not, are never read.
 
-10·Tq·Tk·D FLOPs a head, half of it if causal. Two kinds of call are left to Triton's backward, which needs less scratch: those
-with gradients of some inputs only, and those whose o, do, dq, dk or dv TMA can't address.
+**Deterministic**: additions to a tile of dq take turns in the order in which tiles of columns are taken; the first stores. A
+counter for each tile of rows counts turns. A program only waits for tiles taken before its own, so the wait ends.
+
+10·Tq·Tk·D FLOPs a head, half of it if causal. Launches are kept by the addresses, sizes and strides of the call: a training
+step makes the same ones again.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -40,132 +43,100 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from . import triton_attention
-from .hopper_products import multiply, multiply_wide
-from .hopper_rows import _hopper_dq_kernel, _hopper_dsinks_kernel, _hopper_rows_kernel
-from .hopper_tma import launch as launch_kernel
-from .hopper_tma import refusal, row_descriptor, tile_descriptor
-from .hopper_walk import FIELDS, Call, Ring, barriers, load, reduce
+from .hopper_attention import MOST_LAUNCHES
+from .hopper_products import Factors, Sums, multiply
+from .hopper_rows import _hopper_begin_kernel, _hopper_dsinks_kernel, _hopper_finish_kernel
+from .hopper_tma import Descriptor, Launch, current, layout_of, prepare, refusal, row_descriptor, tile_descriptor
+from .hopper_walk import RECORD, RECORDS, WRAP, Call, Inputs, Ring, barriers, load, reduce, ring
 from .mask import Mask
-from .triton_attention import LEAST_FACTOR, LOG2E, Scratch, Shapes, Sizes, _bht, multiprocessors
+from .triton_attention import LEAST_FACTOR, LOG2E, Scratch, Shapes, Sizes, multiprocessors
 
 PADDING = 128  # rows of shift and delta are padded to multiples of it
-SEMAPHORES = 4  # of PADDING rows, enough for the smallest tile
-L2_BYTES = 40 * 2**20
+BLOCK = 64  # rows of a program before and after the products
+L2_BYTES = 24 * 2**20
+SHARED_TILES = 66  # at most so many tiles of columns are shared among programs
+MOST_SPLITS = 32
+START = 6  # a program's start at a tile and its end there take as long as so many tiles of rows
 
 SIZES = [
-    "dk_h",
-    "dk_t",
-    "dv_h",
-    "dv_t",
     "rows_b",
     "rows_h",
     "batch",
     "kv_heads",
+    "all_heads",
     "group",
     "tq",
     "tk",
     "left",
     "right",
     "span",
+    "splits",
     "row_tiles",
-    "d",
 ]
-POINTERS = ["taken", "dk_ptr", "dv_ptr", "semaphores", "cu_seqlens_q", "cu_seqlens_k"]
+POINTERS = ["arrived", "turns", "taken", "cu_seqlens_q", "cu_seqlens_k"]
 
 
 @gluon.jit(do_not_specialize=SIZES + POINTERS)
 def _hopper_bwd_kernel(
     q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, cu_seqlens_q, cu_seqlens_k,
-    dq_desc, dk_desc, dv_desc, dk_ptr, dv_ptr, semaphores, taken,
-    dk_h, dk_t, dv_h, dv_t,
-    rows_b, rows_h, batch, kv_heads, group, tq, tk, left, right, span, row_tiles, d,
+    dq_desc, dk_desc, dv_desc, sums, arrived, turns, taken,
+    rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, span, splits, row_tiles,
     scale, unit, cap, cap_inner,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, Q_SLOTS: gl.constexpr, DO_SLOTS: gl.constexpr,
-    DQ_SLOTS: gl.constexpr, SLICES: gl.constexpr, DESCENDING: gl.constexpr,
+    DQ_SLOTS: gl.constexpr, SLICES: gl.constexpr, OUT_SLOTS: gl.constexpr, HALVES: gl.constexpr,
+    REGISTERS: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
-    DS_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-    RECORD_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
-    call = Call(cu_seqlens_q, cu_seqlens_k, batch, kv_heads, group, tq, tk, left, right, span)
-    q_s = gl.allocate_shared_memory(dtype, [Q_SLOTS, 1, 1, BLOCK_M, D], q_desc.layout)
-    do_s = gl.allocate_shared_memory(dtype, [DO_SLOTS, 1, 1, BLOCK_M, D], do_desc.layout)
-    k_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, D], k_desc.layout)
-    v_s = gl.allocate_shared_memory(dtype, [1, 1, 1, BLOCK_N, D], v_desc.layout)
-    shift_s = gl.allocate_shared_memory(gl.float32, [Q_SLOTS, BLOCK_M], shift_desc.layout)
-    delta_s = gl.allocate_shared_memory(gl.float32, [DO_SLOTS, BLOCK_M], delta_desc.layout)
-    ds_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DS_L)
-    dq_s = gl.allocate_shared_memory(gl.float32, [DQ_SLOTS, 1, 1, BLOCK_M, D // SLICES], dq_desc.layout)
-    tiles_s = gl.allocate_shared_memory(gl.int32, [2 * FIELDS, 1], RECORD_L)
-    q_ring = Ring(q_s, barriers(Q_SLOTS, 1), barriers(Q_SLOTS, 1))
-    do_ring = Ring(do_s, barriers(DO_SLOTS, 1), barriers(DO_SLOTS, 1))
-    k_ring = Ring(k_s, barriers(1, 1), barriers(1, 1))
-    v_ring = Ring(v_s, barriers(1, 1), barriers(1, 1))
-    dq_ring = Ring(dq_s, barriers(DQ_SLOTS, 1), barriers(DQ_SLOTS, 1))
-    tiles_ring = Ring(tiles_s, barriers(2, 1), barriers(2, 2))
+    SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+    NUMBERS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
+    call = Call(cu_seqlens_q, cu_seqlens_k, batch, kv_heads, all_heads, group, tq, tk, left, right, span, splits)
+    factors = Factors(scale, unit, cap, cap_inner)
+
+    inputs = Inputs(
+        ring(q_desc, Q_SLOTS), ring(do_desc, DO_SLOTS), ring(k_desc, 1), ring(v_desc, 1),
+        gl.allocate_shared_memory(gl.float32, [Q_SLOTS, BLOCK_M], shift_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [DO_SLOTS, BLOCK_M], delta_desc.layout),
+        gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 1], NUMBERS_L),
+    )  # fmt: skip
+    dq_ring = ring(dq_desc, DQ_SLOTS)
+    ds_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], SCORES_L)
+    p_s = ds_s  # of D > 128 only
     if D > 128:
-        p_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], DS_L)
-        gl.warp_specialize(
-            [
+        p_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], SCORES_L)
+    records_s = gl.allocate_shared_memory(gl.int32, [RECORDS * RECORD, 1], NUMBERS_L)
+    records = Ring(records_s, barriers(RECORDS, 1), barriers(RECORDS, 2))
+    gl.warp_specialize(
+        [
+            (
+                multiply,
                 (
-                    multiply_wide,
-                    (
-                        dk_ptr, dv_ptr, dk_h, dk_t, dv_h, dv_t, d, call, q_ring, do_ring, shift_s, delta_s, k_ring, v_ring,
-                        p_s, ds_s, dq_ring, tiles_ring, scale, unit, cap, cap_inner,
-                        BLOCK_M, BLOCK_N, D, Q_SLOTS, DO_SLOTS, DQ_SLOTS, SLICES,
-                    ),
+                    Sums(sums, arrived), call, inputs, p_s, ds_s, dq_ring, records, factors,
+                    SLICES, OUT_SLOTS, HALVES,
                 ),
+            ),
+            (
+                load,
                 (
-                    load,
-                    (
-                        q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, q_ring, do_ring, shift_s, delta_s,
-                        k_ring, v_ring, tiles_ring, taken, rows_b, rows_h, BLOCK_M, BLOCK_N, Q_SLOTS, DO_SLOTS, DESCENDING,
-                    ),
+                    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, inputs, records, taken, rows_b, rows_h,
+                    BLOCK_M, BLOCK_N, DESCENDING,
                 ),
+            ),
+            (
+                reduce,
                 (
-                    reduce,
-                    (
-                        dq_desc, dk_desc, dv_desc, call, dq_ring, tiles_ring, semaphores, row_tiles,
-                        BLOCK_M, BLOCK_N, D, SLICES, DQ_SLOTS, DESCENDING,
-                    ),
+                    dq_desc, dk_desc, dv_desc, call, dq_ring, records, turns, row_tiles, rows_b, rows_h,
+                    dtype, BLOCK_M, BLOCK_N, D, SLICES, OUT_SLOTS, DESCENDING,
                 ),
-            ],
-            [1, 1],
-            [24, 24],
-        )  # fmt: skip
-    else:
-        gl.warp_specialize(
-            [
-                (
-                    multiply,
-                    (
-                        dk_ptr, dv_ptr, dk_h, dk_t, dv_h, dv_t, d, call, q_ring, do_ring, shift_s, delta_s, k_ring, v_ring,
-                        ds_s, dq_ring, tiles_ring, scale, unit, cap, cap_inner,
-                        BLOCK_M, BLOCK_N, D, Q_SLOTS, DQ_SLOTS,
-                    ),
-                ),
-                (
-                    load,
-                    (
-                        q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, q_ring, do_ring, shift_s, delta_s,
-                        k_ring, v_ring, tiles_ring, taken, rows_b, rows_h, BLOCK_M, BLOCK_N, Q_SLOTS, DO_SLOTS, DESCENDING,
-                    ),
-                ),
-                (
-                    reduce,
-                    (
-                        dq_desc, dk_desc, dv_desc, call, dq_ring, tiles_ring, semaphores, row_tiles,
-                        BLOCK_M, BLOCK_N, D, SLICES, DQ_SLOTS, DESCENDING,
-                    ),
-                ),
-            ],
-            [1, 1],
-            [24, 24],
-        )  # fmt: skip
+            ),
+        ],
+        [1, 1],
+        [REGISTERS, REGISTERS],
+    )  # fmt: skip
 
 
 class Tile(NamedTuple):
-    """How the main kernel walks: rows and columns of a tile, slots of q, do and dq, slices of dq's columns."""
+    """How the main kernel walks: rows and columns of a tile, slots of q, do and dq, slices of dq's columns, slots of dq that a
+    tile of dk or dv takes, whether rows are walked in halves, and registers of the threads that move data."""
 
     m: int
     n: int
@@ -173,14 +144,21 @@ class Tile(NamedTuple):
     do_slots: int
     dq_slots: int
     slices: int
+    out_slots: int
+    halves: bool
+    registers: int
 
 
-NARROW = Tile(64, 128, 2, 2, 2, 1)
-TILES = {64: Tile(128, 128, 2, 2, 2, 1), 128: NARROW, 256: Tile(64, 64, 2, 1, 1, 2)}
+TILES = {
+    64: Tile(128, 128, 2, 2, 2, 1, 1, True, 24),
+    128: Tile(64, 128, 2, 2, 2, 1, 1, False, 24),
+    256: Tile(64, 64, 2, 1, 2, 4, 2, False, 40),
+}
+CAPPED = TILES | {64: Tile(64, 128, 2, 2, 2, 1, 1, False, 24)}  # a softcap takes registers
 
 
 def width_of(d: int) -> int:
-    """Columns of the tiles: the head dimension padded to a multiple of 128 bytes that is a power of two."""
+    """Columns of the tiles: the head dimension padded to a power of two of at least 128 bytes."""
     return 64 if d <= 64 else 128 if d <= 128 else 256
 
 
@@ -188,104 +166,184 @@ def _ceil_div(a: int, b: int) -> int:
     return -(-a // b)
 
 
-def _padded(sizes: Sizes) -> int:
-    return _ceil_div(sizes.tq, PADDING) * PADDING
+def _tiles(sizes: Sizes, total_k: int | None) -> int:
+    """Tiles of columns; of packed sequences at most."""
+    n = TILES[width_of(sizes.d)].n
+    if total_k is not None:
+        return sizes.hkv * (total_k // n + sizes.batch)
+    return sizes.hkv * sizes.batch * _ceil_div(sizes.tk, n)
 
 
 def workspace(q: Any, sizes: Sizes, varlen: bool, deterministic: bool) -> Shapes:
-    """What `launch` works in: dq in float32, two rows, and semaphores where additions take turns."""
-    packed = (q.shape[0] // PADDING + sizes.batch) * PADDING if varlen else 0
-    rows = (sizes.hq, packed) if varlen else (sizes.batch, sizes.hq, _padded(sizes))
-    acc = (sizes.hq, q.shape[0], sizes.d) if varlen else (sizes.batch, sizes.hq, sizes.tq, sizes.d)
-    shapes: Shapes = {"dq_acc": (acc, torch.float32), "shift": (rows, torch.float32), "delta": (rows, torch.float32)}
-    shapes["taken"] = ((1,), torch.int32)
-    if deterministic:
-        tiles = sizes.batch * sizes.hq * (_padded(sizes) // PADDING) * SEMAPHORES
-        shapes["semaphores"] = ((tiles,), torch.int32)
+    """dq in float32, two rows, counters, and unless deterministic float32 dk and dv of tiles that several programs may share.
+    A smaller batch never needs more."""
+    padded = _ceil_div(sizes.tq, PADDING) * PADDING
+    rows: tuple[int, ...] = (sizes.batch, sizes.hq, padded)
+    if varlen:
+        rows = (sizes.hq, (q.shape[0] // PADDING + sizes.batch) * PADDING)
+    shapes: Shapes = {
+        "dq_acc": ((*rows, sizes.d), torch.float32),
+        "shift": (rows, torch.float32),
+        "delta": (rows, torch.float32),
+    }
+    shapes["counters"] = ((1 + SHARED_TILES + sizes.batch * sizes.hq * padded // BLOCK,), torch.int32)
+    if not deterministic:
+        tile, width = TILES[width_of(sizes.d)], width_of(sizes.d)
+        shapes["sums"] = ((max(1, min(SHARED_TILES, _tiles(sizes, None))), 2, tile.n, width), torch.float32)
     return shapes
 
 
-def _heads_in_flight(sizes: Sizes, tile: Tile, deterministic: bool) -> int:
+def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
+    """Programs that share each tile of columns where tiles are too few for the device: as many as end soonest."""
+    if not 0 < tiles <= min(SHARED_TILES, programs // 2):
+        return 1
+    rows = sizes.tq if sizes.left is None else min(sizes.tq, sizes.left + BLOCK)
+    steps = sizes.hq // sizes.hkv * _ceil_div(rows, m)
+
+    def duration(splits: int) -> int:
+        adding_up = START if splits > 1 else 0
+        return _ceil_div(tiles * splits, programs) * (_ceil_div(steps, splits) + START) + adding_up
+
+    return min(range(1, min(MOST_SPLITS, steps) + 1), key=duration)
+
+
+def heads_together(sizes: Sizes) -> int:
     """kv heads whose tiles of columns are taken together. One, except where the band makes the first columns the
     longest: then as many as stay in L2 with their q, do and dq_acc, so that the longest of all of them come first."""
-    if deterministic or sizes.right is None or sizes.left is not None:
+    if sizes.right is None or sizes.left is not None:
         return 1
-    head_bytes = (sizes.hq // sizes.hkv) * sizes.tq * sizes.d * 8
-    return max(1, min(L2_BYTES // max(1, head_bytes), sizes.batch * sizes.hkv))
+    head_bytes = max(1, sizes.hq // sizes.hkv * sizes.tq * sizes.d * 8)
+    return max(1, min(L2_BYTES // head_bytes, sizes.batch * sizes.hkv))
+
+
+def packed_descriptor(x: Tensor, rows: int, columns: int) -> Descriptor:
+    """Packed (total, H, D) in boxes of `rows`, bounded by the sequence: reads beyond its end give zeros, writes and additions
+    are dropped, though the next sequence lies there.
+
+    Row r of the n rows from s on is at (W, s + n, h, W − n + r, c): an end at W = 2³⁰ for every sequence. Addresses come
+    out right because they are taken modulo 2⁶⁴: W·(2³⁴ − t) + (s + n)·t + (W − n + r)·t = 2⁶⁴ + (s + r)·t for rows t apart.
+    """
+    box = (1, 1, 1, rows, columns)
+    (_, h, d), (x_t, x_h, _) = x.shape, x.stride()
+    sizes, most = WRAP.value, 2**31 - 2**16
+    strides = [2**34 - x_t, x_t, x_h if h > 1 else x_t, x_t, 1]
+    return Descriptor(x, [most, most, h, sizes, d], strides, list(box), layout_of(box, x.dtype))
+
+
+def _descriptor(x: Tensor, varlen: bool, rows: int, columns: int) -> Descriptor:
+    return packed_descriptor(x, rows, columns) if varlen else tile_descriptor(x, varlen, rows, columns)
+
+
+def _rows_descriptor(acc: Tensor, rows: int, columns: int) -> Descriptor:
+    """dq_acc (…, D) as one run of rows."""
+    d = acc.shape[-1]
+    return Descriptor(acc, [acc.numel() // d, d], [d, 1], [rows, columns], layout_of((rows, columns), acc.dtype))
+
+
+_prepared: dict[tuple[Any, ...], tuple[Launch, ...]] = {}
 
 
 def launch(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes, *,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None, scratch: Scratch, deterministic: bool,
 ) -> None:  # fmt: skip
-    varlen, cap, width = mask.varlen, mask.softcap, width_of(sizes.d)
     if not q.numel() or not k.numel():
         for x in (dq, dk, dv):
             if x is not None:
                 x.zero_()
         return
-    if dq is None or dk is None or dv is None or any(refusal("", x, varlen) for x in (o, do, dq, dk, dv)):
-        delta, lse2 = scratch["dq_acc"].view(-1)[: 2 * lse.numel()].view(2, *lse.shape)
-        triton_attention.bwd(
-            q, k, v, o, lse, do, dlse, mask, dq=dq, dk=dk, dv=dv, dbias=None, dsinks=dsinks,
-            scratch={"delta": delta, "lse2": lse2}, deterministic=deterministic,
-        )  # fmt: skip
-        return
-    tile = NARROW if cap and width < 256 else TILES[width]
-    scale = float(mask.scale_for(sizes.d))
+    strided = (q, k, v, o, do, dq, dk, dv, lse, dlse)
+    others = (dsinks, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, *scratch.values())
+    key = (
+        tuple([None if x is None else x.data_ptr() for x in strided + others]),
+        tuple([None if x is None else x.stride() for x in strided]),
+        sizes, q.shape[0], k.shape[0], q.dtype, q.device, mask.scale, mask.softcap, deterministic,
+        tuple([None if x is None else (x.dtype, x.stride()) for x in (dsinks, mask.sinks)]),
+    )  # fmt: skip
+    with current(q.device):
+        launches = _prepared.get(key)
+        if launches is None:
+            if len(_prepared) >= MOST_LAUNCHES:
+                _prepared.clear()
+            launches = _prepared[key] = _prepare(
+                q, k, v, o, lse, do, dlse, mask, sizes, dq, dk, dv, dsinks, scratch, deterministic
+            )
+        for each in launches:
+            each()
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None, scratch: Scratch, deterministic: bool,
+) -> tuple[Launch, ...]:  # fmt: skip
+    varlen, d, cap, scale, width = mask.varlen, sizes.d, mask.softcap, float(mask.scale_for(sizes.d)), width_of(sizes.d)
+    for name, x in (("o", o), ("do", do), ("dq", dq), ("dk", dk), ("dv", dv)):
+        unfit = None if x is None else refusal(name, x, varlen)
+        if unfit:
+            raise ValueError(f"{unfit}; kernel='triton' takes it as it is")
+    tile = (CAPPED if cap else TILES)[width]
+    programs, tiles = multiprocessors(q.device), _tiles(sizes, k.shape[0] if varlen else None)
+    splits = 1 if deterministic else splits_for(sizes, tiles, programs, tile.m)
+    shared = splits > 1
     unit = 1.0 if cap else math.copysign(max(abs(scale) * LOG2E, LEAST_FACTOR), scale)
-    acc, shift, delta = scratch["dq_acc"], scratch["shift"], scratch["delta"]
-    acc_b, acc_h = (0, acc.stride(0)) if varlen else acc.stride()[:2]
-    rows_b, rows_h = (PADDING, shift.stride(0)) if varlen else shift.stride()[:2]
-    semaphores = scratch["semaphores"] if deterministic else None
-    blocks = _padded(sizes) // PADDING
     descending = deterministic and sizes.right is not None
-    absent = (*(x is None for x in (dlse, semaphores, sizes.left, sizes.right)), varlen)
-    dtype = q.dtype
-    with torch.cuda.device_of(q):
-        launch_kernel(
-            _hopper_rows_kernel, (dtype, *absent, width, sizes.d), blocks * sizes.hq * sizes.batch * 2,
-            (
-                o, do, lse, dlse, mask.cu_seqlens_q, shift, delta, acc, semaphores, scratch["taken"],
-                *_bht(o, varlen), *_bht(do, varlen), *_row(lse, varlen), *_row(dlse, varlen), acc_b, acc_h,
-                rows_b, rows_h, sizes.hq, blocks * 2, sizes.tq, unit, sizes.d, width, PADDING // 2, PADDING, SEMAPHORES // 2,
-            ), 4,
+    cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
+    acc, shift, delta, counters = scratch["dq_acc"], scratch["shift"], scratch["delta"], scratch["counters"]
+    arrived, turns = counters[1:], counters[1 + SHARED_TILES :]
+    sums = scratch["sums"] if shared else None
+    summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
+    rows_b, rows_h = (PADDING, shift.stride(0)) if varlen else shift.stride()[:2]
+    row_tiles = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK
+    code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, shared, d, tile)
+
+    begin = prepare(
+        _hopper_begin_kernel, code, row_tiles * sizes.hq * sizes.batch,
+        (
+            o, do, lse, dlse, cu_q, shift, delta, None if deterministic else acc, counters, sums,
+            *_bht(o, varlen), *_bht(do, varlen), *_row(lse, varlen), *_row(dlse, varlen),
+            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, unit, d, width, BLOCK, PADDING,
+        ), num_warps=4,
+    )  # fmt: skip
+    main = prepare(
+        _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None),
+        min(tiles * splits, programs),
+        (
+            _descriptor(q, varlen, tile.m, width), _descriptor(k, varlen, tile.n, width),
+            _descriptor(v, varlen, tile.n, width), _descriptor(do, varlen, tile.m, width),
+            row_descriptor(shift, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
+            _rows_descriptor(acc, tile.m, width // tile.slices),
+            None if dk is None else _descriptor(dk, varlen, tile.n, width),
+            None if dv is None else _descriptor(dv, varlen, tile.n, width),
+            sums, arrived if shared else None, turns if deterministic else None, counters,
+            rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
+            sizes.left, sizes.right,
+            1 if deterministic else heads_together(sizes), splits if shared else None,
+            row_tiles, scale, unit, cap * LOG2E if cap else None, scale / cap if cap else None,
+            tile.m, tile.n, width, *tile[2:], descending,
+        ), num_warps=8,
+    )  # fmt: skip
+    launches = [begin, main]
+    if dq is not None:
+        finish = (
+            acc, turns if deterministic else None, cu_q, dq, *_bht(dq, varlen), rows_b, rows_h,
+            sizes.hq, row_tiles, sizes.tq, scale, d, width, BLOCK, tile.m,
         )  # fmt: skip
-        per_head = k.shape[0] // tile.n + sizes.batch if varlen else _ceil_div(sizes.tk, tile.n) * sizes.batch
-        tiles = sizes.hkv * per_head
-        transposed = acc.transpose(0, 1) if varlen else acc
-        launch_kernel(
-            _hopper_bwd_kernel, (dtype, *absent, width, tile, bool(cap), descending), min(tiles, multiprocessors(q.device)),
-            (
-                tile_descriptor(q, varlen, tile.m, width), tile_descriptor(k, varlen, tile.n, width),
-                tile_descriptor(v, varlen, tile.n, width), tile_descriptor(do, varlen, tile.m, width),
-                row_descriptor(shift, tile.m), row_descriptor(delta, tile.m), mask.cu_seqlens_q, mask.cu_seqlens_k,
-                tile_descriptor(transposed, varlen, tile.m, width // tile.slices), tile_descriptor(dk, varlen, tile.n, width),
-                tile_descriptor(dv, varlen, tile.n, width), dk, dv, semaphores, scratch["taken"],
-                *_bht(dk, varlen)[1:], *_bht(dv, varlen)[1:], rows_b, rows_h,
-                sizes.batch, sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk, sizes.left, sizes.right,
-                _heads_in_flight(sizes, tile, deterministic), blocks * SEMAPHORES, sizes.d,
-                scale, unit, cap * LOG2E if cap else None, scale / cap if cap else None,
-                tile.m, tile.n, width, *tile[2:], descending,
-            ), 8,
-        )  # fmt: skip
-        launch_kernel(
-            _hopper_dq_kernel, (dtype, varlen, width, sizes.d), blocks * sizes.hq * sizes.batch * 2,
-            (
-                acc, mask.cu_seqlens_q, dq, acc_b, acc_h, *_bht(dq, varlen), sizes.hq, blocks * 2, sizes.tq, scale,
-                sizes.d, width, PADDING // 2,
-            ), 4,
-        )  # fmt: skip
-        if dsinks is not None and mask.sinks is not None:
-            launch_kernel(
-                _hopper_dsinks_kernel, (dtype, varlen, mask.sinks.dtype, dsinks.dtype), sizes.hq,
-                (
-                    shift, delta, mask.sinks, mask.cu_seqlens_q, dsinks, mask.sinks.stride(0), dsinks.stride(0),
-                    rows_b, rows_h, sizes.hq, sizes.batch, sizes.tq, unit, 1024,
-                ), 4,
-            )  # fmt: skip
+        launches.append(prepare(_hopper_finish_kernel, code, row_tiles * sizes.hq * sizes.batch, finish, num_warps=4))
+    if dsinks is not None and mask.sinks is not None:
+        sums_of = (shift, delta, mask.sinks, cu_q, dsinks, mask.sinks.stride(0), dsinks.stride(0))
+        dtypes = (varlen, mask.sinks.dtype, dsinks.dtype)
+        heads_of = (*sums_of, rows_b, rows_h, sizes.batch, sizes.tq, unit, 1024)
+        launches.append(prepare(_hopper_dsinks_kernel, dtypes, sizes.hq, heads_of, num_warps=4))
+    return tuple(launches)
+
+
+def _bht(x: Tensor | None, varlen: bool) -> tuple[int, int, int]:
+    """Strides over sequences, heads and rows; packed sequences have no stride between them."""
+    if x is None:
+        return 0, 0, 0
+    return (0, x.stride(1), x.stride(0)) if varlen else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def _row(x: Tensor | None, varlen: bool) -> tuple[int, ...]:
-    """Strides of lse and its like over sequences, heads and rows."""
+    """The same for lse and its like."""
     return (0, 0, 0) if x is None else (0, *x.stride()) if varlen else x.stride()

@@ -2,20 +2,52 @@
 
 Scores are held transposed, sᵀ (columns, rows): pᵀ and dsᵀ then are the left operands of dv += pᵀ do and dk += dsᵀ q as the
 tensor cores left them in registers. Only ds, for dq = ds k, goes through shared memory. For head dimensions beyond 128,
-whose dk and dv fill the registers, p does so too (`multiply_wide`). Tiles of rows that an edge crosses are masked, in a loop
-of their own.
+whose dk and dv fill the registers, p does so too (`_add_rows_wide`).
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
+from typing import Any, NamedTuple
+
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_walk import END, acquire, await_full, hear, is_whole, record, release, row_tile
+from .hopper_walk import (
+    CROSSED,
+    FIELDS,
+    LAST,
+    NOTE_BITS,
+    RECORD,
+    RECORDS,
+    acquire,
+    await_full,
+    hear,
+    out_slot,
+    read,
+    recall,
+    release,
+    write,
+)
 
 NOWHERE = gl.constexpr(2**30)  # a column that no row sees
+
+
+class Factors(NamedTuple):
+    """What products are multiplied by; cap is None without a softcap."""
+
+    scale: Any
+    unit: Any
+    cap: Any
+    cap_inner: Any
+
+
+class Sums(NamedTuple):
+    """Float32 dk, dv of shared tiles, and how many programs have added to each."""
+
+    dkdv: Any
+    arrived: Any
 
 
 @gluon.jit
@@ -29,13 +61,13 @@ def _tanh(x):
 
 
 @gluon.jit
-def _hide(x, i, turn, call, tiles_ring, LAYOUT: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
-    """−inf where a row of the i-th row tile does not see a column of the turn's tile, or there is no such column."""
-    tile = record(tiles_ring, turn, call)
-    j = tile.n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))
+def _hide(x, row, turn, call, records):
+    """−inf where a row of x (columns, rows), the first of which is `row`, does not see a column of the turn's tile, or
+    there is no such column."""
+    tile = recall(records, turn, call)
+    j = tile.n * x.shape[0] + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     j = gl.where(j < tile.tk, j, NOWHERE)[:, None]
-    ahead = row_tile(tile, i) * BLOCK_M + tile.tk - tile.tq
-    at = ahead + gl.arange(0, BLOCK_M, layout=gl.SliceLayout(0, LAYOUT))[None, :]
+    at = row + tile.tk - tile.tq + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :]
     seen = j < NOWHERE
     if call.right is not None:
         seen = j <= at + call.right
@@ -45,44 +77,62 @@ def _hide(x, i, turn, call, tiles_ring, LAYOUT: gl.constexpr, BLOCK_M: gl.conste
 
 
 @gluon.jit
+def _probabilities(x, shift, note, row, turn, call, records, factors):
+    """(p, t) out of products x; t = tanh where the call has a softcap."""
+    t = x
+    if factors.cap is None:
+        x = x * factors.unit + (shift * factors.unit)[None, :]
+    else:
+        t = _tanh(x * factors.cap_inner)
+        x = t * factors.cap + shift[None, :]
+    if note & CROSSED != 0:
+        x = _hide(x, row, turn, call, records)
+    return gl.exp2(x), t
+
+
+@gluon.jit
+def _score_gradient(p, dp, t, delta, factors):
+    """dsᵀ = pᵀ ∘ (dpᵀ + delta), and through the softcap."""
+    ds = p * (dp + delta[None, :])
+    if factors.cap is not None:
+        ds = ds * (1.0 - t * t)
+    return ds
+
+
+@gluon.jit
+def _send(dq, dq_ring, dq_use):
+    """dq of a tile of rows, or a slice of it, to `reduce`."""
+    acquire(dq_ring, dq_use).store(dq)
+    fence_async_shared()
+    release(dq_ring.full, dq_use)
+
+
+@gluon.jit
 def _add_rows(
-    dk, dv, use, turn, i, call, q_ring, do_ring, shift_s, delta_s, k, v, ds_s, dq_ring, tiles_ring,
-    unit, cap, cap_inner,
-    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, DQ_SLOTS: gl.constexpr,
-    MASKED: gl.constexpr,
+    dk, dv, use, dq_use, turn, call, inputs, k, v, p_s, ds_s, dq_ring, records, factors,
+    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of one more tile of rows; its dq goes to `reduce`."""
     dtype: gl.constexpr = k.dtype
+    BLOCK_N: gl.constexpr = k.shape[0]
+    D: gl.constexpr = k.shape[1]
+    BLOCK_M: gl.constexpr = ds_s.shape[1]
+    SLOTS: gl.constexpr = inputs.notes.shape[0]
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV_L, k_width=2)
     ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
-    shift_s = shift_s.index(use % SLOTS)
-    delta_s = delta_s.index(use % SLOTS)
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
 
-    q = await_full(q_ring, use, SLOTS).reshape([BLOCK_M, D])
-    if cap is None:  # shift as the accumulator's first value costs no registers and no addition
-        seed = shift_s.load(ROW_L)[None, :] + zero
-        s_token = warpgroup_mma(k, q.permute((1, 0)), seed, is_async=True)
-    else:
-        s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    do = await_full(do_ring, use, SLOTS).reshape([BLOCK_M, D])
+    q = await_full(inputs.q, use).reshape([BLOCK_M, D])
+    note = read(inputs.notes, use % SLOTS)
+    s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    do = await_full(inputs.do, use).reshape([BLOCK_M, D])
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    shift = inputs.shift.index(use % SLOTS).load(ROW_L)
     x = warpgroup_mma_wait(1, deps=(s_token,))
-    if cap is None:
-        x = x * unit
-    else:
-        t = _tanh(x * cap_inner)
-        x = t * cap + shift_s.load(ROW_L)[None, :]
-    if MASKED:
-        x = _hide(x, i, turn, call, tiles_ring, ST_L, BLOCK_M, BLOCK_N)
-    p = gl.exp2(x)
+    p, t = _probabilities(x, shift, note, (note >> NOTE_BITS) * BLOCK_M, turn, call, records, factors)
     p16 = p.to(dtype)
-    delta = delta_s.load(ROW_L)
-    ds = p * (warpgroup_mma_wait(0, deps=(dp_token,)) + delta[None, :])
-    if cap is not None:
-        ds = ds * (1.0 - t * t)
-    ds16 = ds.to(dtype)
+    delta = inputs.delta.index(use % SLOTS).load(ROW_L)
+    ds16 = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors).to(dtype)
     ds_s.store(ds16)
 
     dv_token = warpgroup_mma(gl.convert_layout(p16, A_L), do, dv, is_async=True)
@@ -92,114 +142,112 @@ def _add_rows(
     dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv_token,))
     dq = warpgroup_mma_wait(1, deps=(dq_token,))
-    dq_use = use + 2 * turn
-    dq_s = acquire(dq_ring, dq_use, DQ_SLOTS).reshape([BLOCK_M, D])
-    dq_s.store(dq)
-    fence_async_shared()
-    release(dq_ring.full, dq_use, DQ_SLOTS)
-    release(do_ring.empty, use, SLOTS)
+    _send(dq, dq_ring, dq_use)
+    release(inputs.do.empty, use)
     dk = warpgroup_mma_wait(0, deps=(dk_token,))
-    release(q_ring.empty, use, SLOTS)
-    return dk, dv
+    release(inputs.q.empty, use)
+    return dk, dv, note
 
 
 @gluon.jit
-def multiply(
-    dk_ptr, dv_ptr, dk_h, dk_t, dv_h, dv_t, d, call, q_ring, do_ring, shift_s, delta_s, k_ring, v_ring, ds_s, dq_ring,
-    tiles_ring, scale, unit, cap, cap_inner,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr, DQ_SLOTS: gl.constexpr,
+def _add_rows_in_halves(
+    dk, dv, use, dq_use, turn, call, inputs, k, v, p_s, ds_s, dq_ring, records, factors,
+    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
-    """The partition with all products. Eight warps: two warpgroups share the columns of sᵀ, dpᵀ, dk, dv."""
-    WARPS: gl.constexpr = gl.num_warps()
-    WM: gl.constexpr = BLOCK_M // 16 if BLOCK_M // 16 < WARPS else WARPS
-    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, BLOCK_M, 16])
-    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WARPS, 1], [16, D, 16])
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [WM, WARPS // WM], [16, D // (WARPS // WM), 16])
-    k = k_ring.buffer.index(0).reshape([BLOCK_N, D])
-    v = v_ring.buffer.index(0).reshape([BLOCK_N, D])
-    use = 0
-    turn = 0
-    count = hear(tiles_ring, turn, call).count
-    while count != END:
-        dk = gl.zeros((BLOCK_N, D), gl.float32, layout=KV_L)
-        dv = gl.zeros((BLOCK_N, D), gl.float32, layout=KV_L)
-        masked = record(tiles_ring, turn, call).masked
-        await_full(k_ring, turn, 1)
-        await_full(v_ring, turn, 1)
-        for _g in range(0, call.group):
-            for i in range(0, masked):
-                dk, dv = _add_rows(
-                    dk, dv, use, turn, i, call,
-                    q_ring, do_ring, shift_s, delta_s, k, v, ds_s, dq_ring, tiles_ring, unit, cap, cap_inner,
-                    ST_L, KV_L, DQ_L, BLOCK_M, BLOCK_N, D, SLOTS, DQ_SLOTS, True,
-                )  # fmt: skip
-                use += 1
-            for i in range(masked, count):
-                dk, dv = _add_rows(
-                    dk, dv, use, turn, i, call,
-                    q_ring, do_ring, shift_s, delta_s, k, v, ds_s, dq_ring, tiles_ring, unit, cap, cap_inner,
-                    ST_L, KV_L, DQ_L, BLOCK_M, BLOCK_N, D, SLOTS, DQ_SLOTS, False,
-                )  # fmt: skip
-                use += 1
-        release(k_ring.empty, turn, 1)
-        release(v_ring.empty, turn, 1)
-        tile = record(tiles_ring, turn, call)
-        dq_use = use + 2 * turn
-        _hand_over(dv_ptr, dv, dv_h, dv_t, d, tile, call, dq_ring, dq_use, KV_L, BLOCK_N, D, DQ_SLOTS)
-        _hand_over(dk_ptr, dk * scale, dk_h, dk_t, d, tile, call, dq_ring, dq_use + 1, KV_L, BLOCK_N, D, DQ_SLOTS)
-        release(tiles_ring.empty, turn, 2)
-        turn += 1
-        count = hear(tiles_ring, turn, call).count
+    """The same with the exponentials of one half of the rows beside the products of the other."""
+    dtype: gl.constexpr = k.dtype
+    BLOCK_N: gl.constexpr = k.shape[0]
+    D: gl.constexpr = k.shape[1]
+    BLOCK_M: gl.constexpr = ds_s.shape[1]
+    HALF: gl.constexpr = BLOCK_M // 2
+    SLOTS: gl.constexpr = inputs.notes.shape[0]
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV_L, k_width=2)
+    ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
+    shift_s = inputs.shift.index(use % SLOTS)
+    delta_s = inputs.delta.index(use % SLOTS)
+    zero = gl.zeros((BLOCK_N, HALF), gl.float32, layout=ST_L)
+
+    q = await_full(inputs.q, use).reshape([BLOCK_M, D])
+    note = read(inputs.notes, use % SLOTS)
+    q0 = q.slice(0, HALF, 0)
+    q1 = q.slice(HALF, HALF, 0)
+    s0 = warpgroup_mma(k, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    do = await_full(inputs.do, use).reshape([BLOCK_M, D])
+    do0 = do.slice(0, HALF, 0)
+    do1 = do.slice(HALF, HALF, 0)
+    dp0 = warpgroup_mma(v, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s1 = warpgroup_mma(k, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp1 = warpgroup_mma(v, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
+
+    row = (note >> NOTE_BITS) * BLOCK_M
+    shift = shift_s.slice(0, HALF, 0).load(ROW_L)
+    p, t = _probabilities(warpgroup_mma_wait(3, deps=(s0,)), shift, note, row, turn, call, records, factors)
+    p16 = p.to(dtype)
+    delta = delta_s.slice(0, HALF, 0).load(ROW_L)
+    ds0 = _score_gradient(p, warpgroup_mma_wait(2, deps=(dp0,)), t, delta, factors).to(dtype)
+    ds_s.slice(0, HALF, 1).store(ds0)
+    dv = warpgroup_mma(gl.convert_layout(p16, A_L), do0, dv, is_async=True)
+
+    row = (note >> NOTE_BITS) * BLOCK_M + HALF
+    shift = shift_s.slice(HALF, HALF, 0).load(ROW_L)
+    p, t = _probabilities(warpgroup_mma_wait(2, deps=(s1,)), shift, note, row, turn, call, records, factors)
+    p16 = p.to(dtype)
+    delta = delta_s.slice(HALF, HALF, 0).load(ROW_L)
+    ds1 = _score_gradient(p, warpgroup_mma_wait(1, deps=(dp1,)), t, delta, factors).to(dtype)
+    ds_s.slice(HALF, HALF, 1).store(ds1)
+    dv = warpgroup_mma(gl.convert_layout(p16, A_L), do1, dv, is_async=True)
+
+    fence_async_shared()
+    zero_dq = gl.zeros((BLOCK_M, D), gl.float32, layout=DQ_L)
+    dq_token = warpgroup_mma(ds_s.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds0, A_L), q0, dk, is_async=True)
+    dk = warpgroup_mma(gl.convert_layout(ds1, A_L), q1, dk, is_async=True)
+    dv = warpgroup_mma_wait(3, deps=(dv,))
+    dq = warpgroup_mma_wait(2, deps=(dq_token,))
+    _send(dq, dq_ring, dq_use)
+    release(inputs.do.empty, use)
+    dk = warpgroup_mma_wait(0, deps=(dk,))
+    release(inputs.q.empty, use)
+    return dk, dv, note
 
 
 @gluon.jit
 def _add_rows_wide(
-    dk, dv, use, turn, i, call, q_ring, do_ring, shift_s, delta_s, k, v, p_s, ds_s, dq_ring, tiles_ring,
-    unit, cap, cap_inner,
-    ST_L: gl.constexpr, DQ_L: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
-    Q_SLOTS: gl.constexpr, DO_SLOTS: gl.constexpr, DQ_SLOTS: gl.constexpr, SLICES: gl.constexpr, MASKED: gl.constexpr,
+    dk, dv, use, dq_use, turn, call, inputs, k, v, p_s, ds_s, dq_ring, records, factors,
+    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr, SLICES: gl.constexpr,
 ):  # fmt: skip
     """The same with p and ds through shared memory and dq in SLICES of its columns."""
     dtype: gl.constexpr = k.dtype
+    BLOCK_N: gl.constexpr = k.shape[0]
+    WIDTH: gl.constexpr = k.shape[1] // SLICES
+    BLOCK_M: gl.constexpr = ds_s.shape[1]
     ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
-    WIDTH: gl.constexpr = D // SLICES
-    shift_s = shift_s.index(use % Q_SLOTS)
-    delta_s = delta_s.index(use % DO_SLOTS)
+    shift_s = inputs.shift.index(use % inputs.shift.shape[0])
+    delta_s = inputs.delta.index(use % inputs.delta.shape[0])
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
 
-    q = await_full(q_ring, use, Q_SLOTS).reshape([BLOCK_M, D])
+    q = await_full(inputs.q, use).reshape([BLOCK_M, k.shape[1]])
+    note = read(inputs.notes, use % inputs.notes.shape[0])
     s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
     shift = shift_s.load(ROW_L)
-    do = await_full(do_ring, use, DO_SLOTS).reshape([BLOCK_M, D])
+    do = await_full(inputs.do, use).reshape([BLOCK_M, k.shape[1]])
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     x = warpgroup_mma_wait(1, deps=(s_token,))
-    if cap is None:
-        x = x * unit + (shift * unit)[None, :]
-    else:
-        t = _tanh(x * cap_inner)
-        x = t * cap + shift[None, :]
-    if MASKED:
-        x = _hide(x, i, turn, call, tiles_ring, ST_L, BLOCK_M, BLOCK_N)
-    p = gl.exp2(x)
+    p, t = _probabilities(x, shift, note, (note >> NOTE_BITS) * BLOCK_M, turn, call, records, factors)
     p_s.store(p.to(dtype))
     delta = delta_s.load(ROW_L)
-    ds = p * (warpgroup_mma_wait(0, deps=(dp_token,)) + delta[None, :])
-    if cap is not None:
-        ds = ds * (1.0 - t * t)
+    ds = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors)
     ds_s.store(ds.to(dtype))
     fence_async_shared()
 
     zero_dq = gl.zeros((BLOCK_M, WIDTH), gl.float32, layout=DQ_L)
-    dq_use = use * SLICES + 2 * turn
     dv_token = warpgroup_mma(p_s, do, dv, is_async=True)
     dq_token = warpgroup_mma(ds_s.permute((1, 0)), k.slice(0, WIDTH, 1), zero_dq, use_acc=False, is_async=True)
     dv = warpgroup_mma_wait(1, deps=(dv_token,))
     dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    release(do_ring.empty, use, DO_SLOTS)
+    release(inputs.do.empty, use)
     dk_token = warpgroup_mma(ds_s, q, dk, is_async=True)
-    acquire(dq_ring, dq_use, DQ_SLOTS).reshape([BLOCK_M, WIDTH]).store(dq)
-    fence_async_shared()
-    release(dq_ring.full, dq_use, DQ_SLOTS)
+    _send(dq, dq_ring, dq_use)
     for part in gl.static_range(1, SLICES):
         k_part = k.slice(part * WIDTH, WIDTH, 1)
         dq_token = warpgroup_mma(ds_s.permute((1, 0)), k_part, zero_dq, use_acc=False, is_async=True)
@@ -207,75 +255,93 @@ def _add_rows_wide(
             dk = warpgroup_mma_wait(1, deps=(dk_token,))
         dq = warpgroup_mma_wait(0, deps=(dq_token,))
         if part == SLICES - 1:
-            release(q_ring.empty, use, Q_SLOTS)
-        acquire(dq_ring, dq_use + part, DQ_SLOTS).reshape([BLOCK_M, WIDTH]).store(dq)
-        fence_async_shared()
-        release(dq_ring.full, dq_use + part, DQ_SLOTS)
-    return dk, dv
+            release(inputs.q.empty, use)
+        _send(dq, dq_ring, dq_use + part)
+    return dk, dv, note
 
 
 @gluon.jit
-def multiply_wide(
-    dk_ptr, dv_ptr, dk_h, dk_t, dv_h, dv_t, d, call, q_ring, do_ring, shift_s, delta_s, k_ring, v_ring, p_s, ds_s,
-    dq_ring, tiles_ring, scale, unit, cap, cap_inner,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, Q_SLOTS: gl.constexpr, DO_SLOTS: gl.constexpr,
-    DQ_SLOTS: gl.constexpr, SLICES: gl.constexpr,
+def _hand_over(acc, like, call, dq_ring, dq_use, OUT_SLOTS: gl.constexpr):
+    """dk or dv to `reduce`."""
+    dtype: gl.constexpr = like.dtype
+    for part in gl.static_range(OUT_SLOTS):
+        acquire(dq_ring, dq_use + part)
+    out_s = out_slot(dq_ring, dq_use, call, dtype, acc.shape[0], acc.shape[1], OUT_SLOTS)
+    out_s.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(dtype))
+    fence_async_shared()
+    for part in gl.static_range(OUT_SLOTS):
+        release(dq_ring.full, dq_use + part)
+
+
+@gluon.jit
+def _add_up(dk, dv, tile, call, sums):
+    """(dk, dv, whether this program is the last) of a shared tile: added to those of the programs that came before."""
+    L: gl.constexpr = dk.type.layout
+    BLOCK_N: gl.constexpr = dk.shape[0]
+    D: gl.constexpr = dk.shape[1]
+    j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, L))[:, None]
+    c = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
+    at = j * D + c
+    dk_sum = sums.dkdv + tile.index * (2 * BLOCK_N * D)
+    dv_sum = dk_sum + BLOCK_N * D
+    gl.atomic_add(dk_sum + at, dk, sem="relaxed")
+    gl.atomic_add(dv_sum + at, dv, sem="relaxed")
+    gl.thread_barrier()
+    last = gl.atomic_add(sums.arrived + tile.index, 1, sem="acq_rel") == call.splits - 1
+    gl.thread_barrier()
+    if last:
+        dk = gl.load(dk_sum + at, cache_modifier=".cg")
+        dv = gl.load(dv_sum + at, cache_modifier=".cg")
+    return dk, dv, last
+
+
+@gluon.jit
+def multiply(
+    sums, call, inputs, p_s, ds_s, dq_ring, records, factors,
+    SLICES: gl.constexpr, OUT_SLOTS: gl.constexpr, HALVES: gl.constexpr,
 ):  # fmt: skip
-    """The partition with all products for D > 128: two warpgroups share the head's columns of dk, dv, dq."""
-    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, BLOCK_M // 2, 16])
-    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // 2, 16])
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 2], [16, D // SLICES // 2, 16])
-    k = k_ring.buffer.index(0).reshape([BLOCK_N, D])
-    v = v_ring.buffer.index(0).reshape([BLOCK_N, D])
+    """The partition with all products. Eight warps: two warpgroups share the columns of sᵀ, dpᵀ, dk, dv; of D > 128 the
+    rows of sᵀ, dpᵀ and the head's columns of dk, dv, dq."""
+    BLOCK_N: gl.constexpr = ds_s.shape[0]
+    BLOCK_M: gl.constexpr = ds_s.shape[1]
+    D: gl.constexpr = inputs.k.slots.shape[-1]
+    WIDE: gl.constexpr = D > 128
+    ST_WARPS: gl.constexpr = [4, 2] if WIDE else [8, 1]
+    DQ_WARPS: gl.constexpr = [8, 1] if BLOCK_M == 128 else [4, 2]
+    ST_L: gl.constexpr = gl.NVMMADistributedLayout(
+        [3, 0], ST_WARPS, [16, BLOCK_M // 2 if WIDE or HALVES else BLOCK_M, 16]
+    )
+    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], ST_WARPS, [16, D // ST_WARPS[1], 16])
+    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], DQ_WARPS, [16, D // SLICES // DQ_WARPS[1], 16])
+    ADD: gl.constexpr = _add_rows_wide if WIDE else _add_rows_in_halves if HALVES else _add_rows
+    k = inputs.k.slots.index(0).reshape([BLOCK_N, D])
+    v = inputs.v.slots.index(0).reshape([BLOCK_N, D])
     use = 0
     turn = 0
-    count = hear(tiles_ring, turn, call).count
-    while count != END:
+    tile = hear(records, turn, call)
+    while tile.b >= 0:
         dk = gl.zeros((BLOCK_N, D), gl.float32, layout=KV_L)
         dv = gl.zeros((BLOCK_N, D), gl.float32, layout=KV_L)
-        masked = record(tiles_ring, turn, call).masked
-        await_full(k_ring, turn, 1)
-        await_full(v_ring, turn, 1)
-        for _g in range(0, call.group):
-            for i in range(0, masked):
-                dk, dv = _add_rows_wide(
-                    dk, dv, use, turn, i, call, q_ring, do_ring, shift_s, delta_s, k, v, p_s, ds_s, dq_ring, tiles_ring,
-                    unit, cap, cap_inner, ST_L, DQ_L, BLOCK_M, BLOCK_N, D, Q_SLOTS, DO_SLOTS, DQ_SLOTS, SLICES, True,
-                )  # fmt: skip
-                use += 1
-            for i in range(masked, count):
-                dk, dv = _add_rows_wide(
-                    dk, dv, use, turn, i, call, q_ring, do_ring, shift_s, delta_s, k, v, p_s, ds_s, dq_ring, tiles_ring,
-                    unit, cap, cap_inner, ST_L, DQ_L, BLOCK_M, BLOCK_N, D, Q_SLOTS, DO_SLOTS, DQ_SLOTS, SLICES, False,
-                )  # fmt: skip
-                use += 1
-        release(k_ring.empty, turn, 1)
-        release(v_ring.empty, turn, 1)
-        tile = record(tiles_ring, turn, call)
-        dq_use = use * SLICES + 2 * turn
-        _hand_over(dv_ptr, dv, dv_h, dv_t, d, tile, call, dq_ring, dq_use, KV_L, BLOCK_N, D, DQ_SLOTS)
-        _hand_over(dk_ptr, dk * scale, dk_h, dk_t, d, tile, call, dq_ring, dq_use + 1, KV_L, BLOCK_N, D, DQ_SLOTS)
-        release(tiles_ring.empty, turn, 2)
+        await_full(inputs.k, turn)
+        await_full(inputs.v, turn)
+        more = tile.begin < tile.end
+        while more:
+            dk, dv, note = ADD(
+                dk, dv, use, use * SLICES + turn * 2 * OUT_SLOTS, turn, call, inputs, k, v, p_s, ds_s, dq_ring, records,
+                factors, ST_L, KV_L, DQ_L, SLICES,
+            )  # fmt: skip
+            use += 1
+            more = note & LAST == 0
+        release(inputs.k.empty, turn)
+        release(inputs.v.empty, turn)
+        tile = recall(records, turn, call)
+        dq_use = use * SLICES + turn * 2 * OUT_SLOTS
+        dk = dk * factors.scale
+        if call.splits is not None:
+            dk, dv, wanted = _add_up(dk, dv, tile, call, sums)
+            write(records.slots, turn % RECORDS * RECORD + FIELDS, gl.where(wanted, 1, 0))
+        _hand_over(dv, k, call, dq_ring, dq_use, OUT_SLOTS)
+        _hand_over(dk, k, call, dq_ring, dq_use + OUT_SLOTS, OUT_SLOTS)
+        release(records.empty, turn)
         turn += 1
-        count = hear(tiles_ring, turn, call).count
-
-
-@gluon.jit
-def _hand_over(
-    x, acc, x_h, x_t, d, tile, call, dq_ring, dq_use,
-    LAYOUT: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DQ_SLOTS: gl.constexpr,
-):  # fmt: skip
-    """dk or dv to `reduce`. Of a packed sequence's last tile the rows that are its own are stored here: those behind them
-    belong to the next sequence."""
-    dtype: gl.constexpr = x.dtype.element_ty
-    if call.cu_seqlens_q is not None:  # noqa: SIM102 (known when compiled; the other is not)
-        if not is_whole(tile, call, BLOCK_N):
-            j = tile.n * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, LAYOUT))[:, None]
-            c = gl.arange(0, D, layout=gl.SliceLayout(0, LAYOUT))[None, :]
-            head = x + gl.cast(tile.kv_head, gl.int64) * x_h + gl.cast(tile.start_k, gl.int64) * x_t
-            gl.store(head + gl.cast(j, gl.int64) * x_t + c, acc.to(dtype), mask=(j < tile.tk) & (c < d))
-    out_s = acquire(dq_ring, dq_use, DQ_SLOTS)
-    H_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([1, 1, BLOCK_N, D], dtype)
-    out_s._reinterpret(dtype, [1, 1, BLOCK_N, D], H_L).reshape([BLOCK_N, D]).store(acc.to(dtype))
-    fence_async_shared()
-    release(dq_ring.full, dq_use, DQ_SLOTS)
+        tile = hear(records, turn, call)

@@ -1,7 +1,7 @@
 """What Hopper's backward does row by row, before and after its products.
 
-    rows     shift, delta of every row, padding rows too; dq_acc = 0, semaphores = 0, taken = 0
-    dq       dq = scale · dq_acc, in the tensor's dtype
+    begin    shift, delta of every row, padding rows too; counters = 0, sums = 0, dq_acc = 0
+    finish   dq = scale · dq_acc, in the tensor's dtype; 0 for rows that no tile of columns came to
     dsinks   dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h; delta is the negative one of hopper_bwd.py
 
 All are bound by memory. What shift, delta and dq_acc are is said in hopper_bwd.py.
@@ -16,38 +16,52 @@ import triton.language as tl
 from .hopper_walk import first_row
 from .triton_mask import lengths, to_base
 
-ROW_SIZES = ["rows_b", "rows_h", "heads", "row_tiles", "tq"]
+SIZES = ["rows_b", "rows_h", "heads", "row_tiles", "tq", "batch", "sinks_h", "dsinks_h", "counted", "summed"]
+SIZES += [f"{x}_{axis}" for x in ("o", "do", "lse", "dlse", "dq") for axis in "bht"]
+POINTERS = ["lse", "dlse", "cu_seqlens_q", "counters", "turns", "sums", "sinks", "dsinks"]
 
 
-@triton.jit(do_not_specialize=[*ROW_SIZES, "lse", "dlse", "cu_seqlens_q"])
-def _hopper_rows_kernel(
+@triton.jit
+def _rows_of(x, x_b, x_h, x_t, b, h, t, ALIGN: tl.constexpr):
+    """Addresses of rows t of a head, each a multiple of ALIGN elements."""
+    return x + tl.multiple_of(b * x_b, ALIGN) + tl.multiple_of(h * x_h, ALIGN) + tl.multiple_of(t * x_t, ALIGN)[:, None]
+
+
+@triton.jit
+def _clear(x, size, CHUNK: tl.constexpr):
+    """x = 0, by all programs."""
+    for start in range(tl.program_id(0) * CHUNK, size, tl.num_programs(0) * CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        tl.store(x + at, tl.zeros([CHUNK], x.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize=SIZES + POINTERS)
+def _hopper_begin_kernel(
     o, do, lse, dlse, cu_seqlens_q,
-    shift, delta, dq_acc, semaphores, taken,
+    shift, delta, dq_acc, counters, sums,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, do_b: tl.int64, do_h: tl.int64, do_t: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_t: tl.int64,
-    acc_b: tl.int64, acc_h: tl.int64,
-    rows_b, rows_h, heads, row_tiles, tq, unit,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr, PER_BLOCK: tl.constexpr,
+    rows_b, rows_h, heads, row_tiles, tq, counted, summed, unit,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
     b = tl.program_id(0) // row_tiles // heads
+    _clear(counters, counted, 1024)
+    if sums is not None:
+        _clear(sums, summed, 1024)
     start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
-    if tl.program_id(0) == 0:
-        tl.store(taken, 0)
     start = tile * BLOCK
     if start >= tl.cdiv(tq, PADDING) * PADDING:
         return
 
     rows = start + tl.arange(0, BLOCK)
     inside = rows < tq
+    t = (start_q + rows).to(tl.int64)
     c = tl.arange(0, BLOCK_D)[None, :]
     both = inside[:, None] & (c < D)
-    t = (start_q + rows).to(tl.int64)
-    o += tl.multiple_of(b * o_b, 8) + tl.multiple_of(h * o_h, 8)
-    do += tl.multiple_of(b * do_b, 8) + tl.multiple_of(h * do_h, 8)
-    o_tile = tl.load(o + tl.multiple_of(t * o_t, 8)[:, None] + c, mask=both, other=0.0).to(tl.float32)
-    do_tile = tl.load(do + tl.multiple_of(t * do_t, 8)[:, None] + c, mask=both, other=0.0).to(tl.float32)
+    o_tile = tl.load(_rows_of(o, o_b, o_h, o_t, b, h, t, 8) + c, mask=both, other=0.0).to(tl.float32)
+    do_tile = tl.load(_rows_of(do, do_b, do_h, do_t, b, h, t, 8) + c, mask=both, other=0.0).to(tl.float32)
     lse_row = tl.load(lse + b * lse_b + h * lse_h + t * lse_t, mask=inside, other=float("-inf"))
     d = tl.sum(o_tile * do_tile, 1)
     if dlse is not None:
@@ -58,53 +72,53 @@ def _hopper_rows_kernel(
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
     tl.store(shift + at, tl.where(some, -to_base(lse_row, False) / unit, nothing))
     tl.store(delta + at, tl.where(some, -d, 0.0))
-    acc = dq_acc + b * acc_b + h * acc_h + tl.multiple_of(t * D, 8)[:, None] + c
-    tl.store(acc, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=both)
-    if semaphores is not None:
-        tl.store(semaphores + (b * heads + h) * row_tiles * PER_BLOCK + tile * PER_BLOCK + tl.arange(0, PER_BLOCK), 0)
+    if dq_acc is not None:
+        tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=c < D)
 
 
-@triton.jit(do_not_specialize=ROW_SIZES)
-def _hopper_dq_kernel(
-    dq_acc, cu_seqlens_q,
+@triton.jit(do_not_specialize=SIZES + POINTERS)
+def _hopper_finish_kernel(
+    dq_acc, turns, cu_seqlens_q,
     dq,
-    acc_b: tl.int64, acc_h: tl.int64, dq_b: tl.int64, dq_h: tl.int64, dq_t: tl.int64,
-    heads, row_tiles, tq, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr,
+    dq_b: tl.int64, dq_h: tl.int64, dq_t: tl.int64,
+    rows_b, rows_h, heads, row_tiles, tq, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0) % row_tiles * BLOCK
+    tile = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
     b = tl.program_id(0) // row_tiles // heads
     start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
-    if start >= tq:
+    if tile * BLOCK >= tq:
         return
 
-    rows = start + tl.arange(0, BLOCK)
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    t = (start_q + rows).to(tl.int64)
     c = tl.arange(0, BLOCK_D)[None, :]
     both = (rows < tq)[:, None] & (c < D)
-    t = (start_q + rows).to(tl.int64)
-    acc = tl.load(dq_acc + b * acc_b + h * acc_h + tl.multiple_of(t * D, 8)[:, None] + c, mask=both, other=0.0)
-    dq += tl.multiple_of(b * dq_b, 8) + tl.multiple_of(h * dq_h, 8)
-    tl.store(dq + tl.multiple_of(t * dq_t, 8)[:, None] + c, (acc * scale).to(dq.dtype.element_ty), mask=both)
+    at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
+    came = both
+    if turns is not None:
+        came = both & (tl.load(turns + (b * heads + h) * row_tiles + tile * BLOCK // BLOCK_M) > 0)
+    sums = tl.load(dq_acc + at.to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
+    tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=both)
 
 
-@triton.jit(do_not_specialize=[*ROW_SIZES, "batch"])
+@triton.jit(do_not_specialize=SIZES + POINTERS)
 def _hopper_dsinks_kernel(
     shift, delta, sinks, cu_seqlens_q,
     dsinks,
-    sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, heads, batch, tq, unit,
+    sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, batch, tq, unit,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h."""
     h = tl.program_id(0)
     sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), False)
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
+        at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-            z = tl.load(shift + at, mask=rows < t, other=0.0) * unit
-            acc += tl.math.exp2(sink + z) * tl.load(delta + at, mask=rows < t, other=0.0)
+            z = tl.load(shift + at + rows, mask=rows < t, other=0.0) * unit
+            acc += tl.math.exp2(sink + z) * tl.load(delta + at + rows, mask=rows < t, other=0.0)
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

@@ -1,11 +1,11 @@
 """Who walks which tile in Hopper's backward: the order of tiles, and the two partitions that only move data.
 
 A program takes tiles of columns one after the other, the next where it is needed next: `taken` counts them for all
-programs. `load` takes a tile, works out which rows see it, and tells the others by a record in shared memory; the partition
-that multiplies has no registers to spare for it. Of packed sequences only tiles that exist are taken.
+programs. `load` takes a tile, works out which rows see it, and tells the others by a record in shared memory; with every
+tile of rows it leaves a note. So the partition that multiplies holds none of this in registers.
 
-Rings hand buffers over by pairs of barriers, "full" (waited for by the reader) and "empty" (waited for by the writer): the
-n-th use of a ring of S buffers is buffer n % S in phase n // S, and every partition counts uses for itself.
+A ring hands buffers over by pairs of barriers, "full" (the reader waits for it) and "empty" (the writer does): the n-th use
+of a ring of S slots is slot n % S in phase n // S, and every partition counts uses for itself.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -19,8 +19,13 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
 from .hopper_tma import tma_reduce_add
 
-FIELDS = gl.constexpr(16)  # of a record, a power of two; ColumnTile has 12
-END = gl.constexpr(-1)  # as a count: there are no more tiles
+RECORDS = gl.constexpr(2)
+FIELDS = gl.constexpr(15)  # of a ColumnTile
+RECORD = gl.constexpr(16)  # words of one and, behind it, whether dk and dv of the tile are to be stored
+CROSSED = gl.constexpr(1)  # in a note on a tile of rows: an edge crosses it
+LAST = gl.constexpr(2)  # it is the last of its tile of columns
+NOTE_BITS = gl.constexpr(2)  # above these, its number
+WRAP = gl.constexpr(2**30)  # of packed sequences: the row at which every one of them ends, see packed_descriptor
 
 
 class Call(NamedTuple):
@@ -30,17 +35,20 @@ class Call(NamedTuple):
     cu_seqlens_k: Any
     batch: Any
     kv_heads: Any
+    all_heads: Any  # batch · kv_heads
     group: Any
     tq: Any
     tk: Any
     left: Any
     right: Any
     span: Any  # kv heads walked together
+    splits: Any  # programs that share the rows of a tile of columns; None: one
 
 
 class ColumnTile(NamedTuple):
-    """BLOCK_N columns of one kv head from n · BLOCK_N on, and the tiles of rows that see them: `count` from `first` on. An
-    edge crosses `crossed` of them at the beginning and `masked` in all: these are walked first, then the others."""
+    """BLOCK_N columns of one kv head from n · BLOCK_N on, and the tiles of rows that see them: `count` from `first` on for
+    each query head of the group. An edge crosses `crossed` of them at the beginning and `masked` in all: these are walked
+    first, then the others. Of all these steps the program takes begin … end; b is −1 when no tile is left."""
 
     b: Any
     kv_head: Any
@@ -54,14 +62,29 @@ class ColumnTile(NamedTuple):
     inner: Any  # how many no edge crosses
     masked: Any
     count: Any
+    begin: Any
+    end: Any
+    index: Any  # of the tile among all that are taken
 
 
 class Ring(NamedTuple):
-    """Buffers with their two barriers."""
+    """Slots with their two barriers."""
 
-    buffer: Any
+    slots: Any
     full: Any
     empty: Any
+
+
+class Inputs(NamedTuple):
+    """What `load` fills: rings of tiles, and rows and notes that come with q and do."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    shift: Any
+    delta: Any
+    notes: Any
 
 
 @gluon.jit
@@ -73,26 +96,86 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def acquire(ring, use, SLOTS: gl.constexpr):
-    """The writer's: the buffer of a use, once its last reader is done."""
-    mbarrier.wait(ring.empty.index(use % SLOTS), ((use // SLOTS) & 1) ^ 1)
-    return ring.buffer.index(use % SLOTS)
+def ring(desc, SLOTS: gl.constexpr):
+    """Slots for boxes of a descriptor."""
+    slots = gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)  # noqa: RUF005 (in a kernel)
+    return Ring(slots, barriers(SLOTS, 1), barriers(SLOTS, 1))
 
 
 @gluon.jit
-def await_full(ring, use, SLOTS: gl.constexpr):
-    """The reader's: the buffer of a use, once it is written."""
-    mbarrier.wait(ring.full.index(use % SLOTS), (use // SLOTS) & 1)
-    return ring.buffer.index(use % SLOTS)
+def acquire(ring, use):
+    """The writer's: the slot of a use, once its readers are done."""
+    S: gl.constexpr = ring.empty.shape[0]
+    mbarrier.wait(ring.empty.index(use % S), ((use // S) & 1) ^ 1)
+    return ring.slots.index(use % S)
 
 
 @gluon.jit
-def release(bars, use, SLOTS: gl.constexpr):
-    mbarrier.arrive(bars.index(use % SLOTS), count=1)
+def await_full(ring, use):
+    """The reader's: the slot of a use, once it is written."""
+    S: gl.constexpr = ring.full.shape[0]
+    mbarrier.wait(ring.full.index(use % S), (use // S) & 1)
+    return ring.slots.index(use % S)
 
 
 @gluon.jit
-def row_tile(tile, i):
+def release(bars, use):
+    S: gl.constexpr = bars.shape[0]
+    mbarrier.arrive(bars.index(use % S), count=1)
+
+
+@gluon.jit
+def write(numbers, i, value):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    numbers.index(i).store(gl.full([1], value, gl.int32, layout=L))
+
+
+@gluon.jit
+def read(numbers, i):
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(numbers.index(i).load(L), 0)
+
+
+@gluon.jit
+def _tell(records, turn, tile, VARLEN: gl.constexpr):
+    """Write the record of a turn."""
+    mbarrier.wait(records.empty.index(turn % RECORDS), ((turn // RECORDS) & 1) ^ 1)
+    for i in gl.static_range(FIELDS):
+        if VARLEN or (i < 3 or i > 6):
+            write(records.slots, turn % RECORDS * RECORD + i, tile[i])
+    release(records.full, turn)
+
+
+@gluon.jit
+def hear(records, turn, call):
+    """Wait for the record of a turn. It stays until `release(records.empty, …)`."""
+    mbarrier.wait(records.full.index(turn % RECORDS), (turn // RECORDS) & 1)
+    return recall(records, turn, call)
+
+
+@gluon.jit
+def recall(records, turn, call):
+    """The record of a turn, read again: what is read when it is needed holds no registers before."""
+    at = turn % RECORDS * RECORD
+    start_q = 0
+    start_k = 0
+    tq = call.tq
+    tk = call.tk
+    if call.cu_seqlens_q is not None:
+        start_q = read(records.slots, at + 3)
+        start_k = read(records.slots, at + 4)
+        tq = read(records.slots, at + 5)
+        tk = read(records.slots, at + 6)
+    return ColumnTile(
+        read(records.slots, at), read(records.slots, at + 1), read(records.slots, at + 2), start_q, start_k, tq, tk,
+        read(records.slots, at + 7), read(records.slots, at + 8), read(records.slots, at + 9),
+        read(records.slots, at + 10), read(records.slots, at + 11), read(records.slots, at + 12),
+        read(records.slots, at + 13), read(records.slots, at + 14),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _row_tile(tile, i):
     """The i-th tile of rows of the walk."""
     crossed = tile.first + i + gl.where(i < tile.crossed, 0, tile.inner)
     return gl.where(i < tile.masked, crossed, tile.first + tile.crossed + i - tile.masked)
@@ -103,13 +186,15 @@ def _dense_place(t, call, col_tiles):
     """(head, n) of the t-th tile: `span` heads together, and of these all first columns, then all second ones …"""
     run = t // (call.span * col_tiles)
     within = t - run * call.span * col_tiles
-    width = gl.minimum(call.span, call.batch * call.kv_heads - run * call.span)
+    width = gl.minimum(call.span, call.all_heads - run * call.span)
     n = within // width
     return run * call.span + within - n * width, n
 
 
 @gluon.jit
-def _column_tile(b, kv_head, n, start_q, start_k, tq, tk, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr):
+def _column_tile(
+    b, kv_head, n, start_q, start_k, tq, tk, call, part, index, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
+):
     start = n * BLOCK_N
     stop = gl.minimum(start + BLOCK_N, tk)
     shift = tq - tk
@@ -130,207 +215,241 @@ def _column_tile(b, kv_head, n, start_q, start_k, tq, tk, call, BLOCK_M: gl.cons
     full_end = gl.maximum(full, full_end)
     inner = full_end - full
     count = last - first
-    return ColumnTile(b, kv_head, n, start_q, start_k, tq, tk, first, full - first, inner, count - inner, count)
-
-
-@gluon.jit
-def _tell(ring, turn, tile, VARLEN: gl.constexpr):
-    """Write the record of a turn."""
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    mbarrier.wait(ring.empty.index(turn % 2), ((turn // 2) & 1) ^ 1)
-    for i in gl.static_range(12):
-        if VARLEN or (i < 3 or i > 6):
-            ring.buffer.index(turn % 2 * FIELDS + i).store(gl.full([1], tile[i], gl.int32, layout=L))
-    release(ring.full, turn, 2)
-
-
-@gluon.jit
-def _field(ring, turn, I: gl.constexpr):
-    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
-    return gl.max(ring.buffer.index(turn % 2 * FIELDS + I).load(L), 0)
-
-
-@gluon.jit
-def hear(ring, turn, call):
-    """Wait for the record of a turn. It stays until `release(ring.empty, …)`."""
-    mbarrier.wait(ring.full.index(turn % 2), (turn // 2) & 1)
-    return record(ring, turn, call)
-
-
-@gluon.jit
-def record(ring, turn, call):
-    """The record of a turn, read again: what is not needed in between holds no registers."""
-    start_q = 0
-    start_k = 0
-    tq = call.tq
-    tk = call.tk
-    if call.cu_seqlens_q is not None:
-        start_q = _field(ring, turn, 3)
-        start_k = _field(ring, turn, 4)
-        tq = _field(ring, turn, 5)
-        tk = _field(ring, turn, 6)
+    begin = n * 0
+    end = count * call.group
+    if call.splits is not None:
+        begin = end * part // call.splits
+        end = end * (part + 1) // call.splits
     return ColumnTile(
-        _field(ring, turn, 0), _field(ring, turn, 1), _field(ring, turn, 2), start_q, start_k, tq, tk,
-        _field(ring, turn, 7), _field(ring, turn, 8), _field(ring, turn, 9), _field(ring, turn, 10),
-        _field(ring, turn, 11),
-    )  # fmt: skip
+        b, kv_head, n, start_q, start_k, tq, tk, first, full - first, inner, count - inner, count, begin, end, index
+    )
+
+
+@gluon.jit
+def _take(taken, call):
+    """(tile, part of it) that is next."""
+    t = gl.atomic_add(taken, 1)
+    part = 0
+    if call.splits is not None:
+        part = t % call.splits
+        t = t // call.splits
+    return t, part
 
 
 @gluon.jit
 def first_row(b, start_q, rows_b, VARLEN: gl.constexpr):
-    """Where sequence b begins in shift and delta. Packed sequences are padded to multiples of rows_b there."""
+    """Where sequence b begins in shift and delta. Packed sequences are padded to multiples of rows_b there, for TMA reads
+    a row of numbers only from multiples of 16 bytes on."""
     return (start_q + b * rows_b) // rows_b * rows_b if VARLEN else b * rows_b
 
 
 @gluon.jit
+def _at(call, b, start, size, h, row, column):
+    """Coordinates of a row of sequence b for TMA; of packed sequences in the axes of packed_descriptor."""
+    if call.cu_seqlens_q is None:
+        return b, h, row, column
+    else:
+        return WRAP, start + size, h, WRAP - size + row, column
+
+
+@gluon.jit
+def _load_columns(k_desc, v_desc, call, tile, inputs, turn, BLOCK_N: gl.constexpr):
+    at = _at(call, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N, 0)
+    k_s = acquire(inputs.k, turn)
+    mbarrier.expect(inputs.k.full.index(0), k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, at, inputs.k.full.index(0), k_s)
+    v_s = acquire(inputs.v, turn)
+    mbarrier.expect(inputs.v.full.index(0), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, at, inputs.v.full.index(0), v_s)
+
+
+@gluon.jit
 def _load_tile(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, tile, turn, use, q_ring, do_ring, shift_s, delta_s,
-    k_ring, v_ring, tiles_ring, rows_b, rows_h,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, Q_SLOTS: gl.constexpr, DO_SLOTS: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, tile, turn, use, inputs, records, rows_b, rows_h,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
-    """q and do of every row tile, and behind the first of them k and v, whose buffers are free later."""
+    """q and do of every tile of rows, and behind the first q, k and v: their slots are free later than q's."""
     VARLEN: gl.constexpr = call.cu_seqlens_q is not None
-    _tell(tiles_ring, turn, tile, VARLEN)
-    b = 0 if VARLEN else tile.b
-    for g in range(0, call.group):
+    Q_SLOTS: gl.constexpr = inputs.q.full.shape[0]
+    DO_SLOTS: gl.constexpr = inputs.do.full.shape[0]
+    _tell(records, turn, tile, VARLEN)
+    row = first_row(tile.b, tile.start_q, rows_b, VARLEN)
+    g = tile.begin // gl.maximum(tile.count, 1)
+    i = tile.begin - g * tile.count
+    for step in range(tile.begin, tile.end):
         h = tile.kv_head * call.group + g
-        row = h * rows_h + first_row(tile.b, tile.start_q, rows_b, VARLEN)
-        for i in range(0, tile.count):
-            m = row_tile(tile, i) * BLOCK_M
-            q_s = acquire(q_ring, use, Q_SLOTS)
-            full = q_ring.full.index(use % Q_SLOTS)
-            mbarrier.expect(full, q_desc.block_type.nbytes + shift_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(q_desc, [b, h, tile.start_q + m, 0], full, q_s)
-            tma.async_copy_global_to_shared(shift_desc, [row + m], full, shift_s.index(use % Q_SLOTS))
-            if (g == 0) & (i == 0):
-                _load_columns(k_desc, v_desc, tile, b, k_ring, v_ring, turn, BLOCK_N)
-            do_s = acquire(do_ring, use, DO_SLOTS)
-            full = do_ring.full.index(use % DO_SLOTS)
-            mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(do_desc, [b, h, tile.start_q + m, 0], full, do_s)
-            tma.async_copy_global_to_shared(delta_desc, [row + m], full, delta_s.index(use % DO_SLOTS))
-            use += 1
-    if tile.count == 0:
-        _load_columns(k_desc, v_desc, tile, b, k_ring, v_ring, turn, BLOCK_N)
+        m = _row_tile(tile, i)
+        at = _at(call, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M, 0)
+        note = gl.where(step == tile.end - 1, LAST, 0) + gl.where(i < tile.masked, CROSSED, 0)
+        q_s = acquire(inputs.q, use)
+        write(inputs.notes, use % Q_SLOTS, (m << NOTE_BITS) + note)
+        full = inputs.q.full.index(use % Q_SLOTS)
+        mbarrier.expect(full, q_desc.block_type.nbytes + shift_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, at, full, q_s)
+        shift_s = inputs.shift.index(use % Q_SLOTS)
+        tma.async_copy_global_to_shared(shift_desc, [h * rows_h + row + m * BLOCK_M], full, shift_s)
+        if step == tile.begin:
+            _load_columns(k_desc, v_desc, call, tile, inputs, turn, BLOCK_N)
+        do_s = acquire(inputs.do, use)
+        full = inputs.do.full.index(use % DO_SLOTS)
+        mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_desc, at, full, do_s)
+        delta_s = inputs.delta.index(use % DO_SLOTS)
+        tma.async_copy_global_to_shared(delta_desc, [h * rows_h + row + m * BLOCK_M], full, delta_s)
+        use += 1
+        i += 1
+        g = gl.where(i == tile.count, g + 1, g)
+        i = gl.where(i == tile.count, 0, i)
+    if tile.begin == tile.end:
+        _load_columns(k_desc, v_desc, call, tile, inputs, turn, BLOCK_N)
     return use
 
 
 @gluon.jit
-def _load_columns(k_desc, v_desc, tile, b, k_ring, v_ring, turn, BLOCK_N: gl.constexpr):
-    at = [b, tile.kv_head, tile.start_k + tile.n * BLOCK_N, 0]
-    k_s = acquire(k_ring, turn, 1)
-    mbarrier.expect(k_ring.full.index(0), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, at, k_ring.full.index(0), k_s)
-    v_s = acquire(v_ring, turn, 1)
-    mbarrier.expect(v_ring.full.index(0), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, at, v_ring.full.index(0), v_s)
-
-
-@gluon.jit
 def load(
-    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, q_ring, do_ring, shift_s, delta_s, k_ring, v_ring,
-    tiles_ring, taken, rows_b, rows_h, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
-    Q_SLOTS: gl.constexpr, DO_SLOTS: gl.constexpr, DESCENDING: gl.constexpr,
+    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, inputs, records, taken, rows_b, rows_h,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
-    """The partition that takes tiles, loads them and tells the others. `taken` counts the tiles that programs took."""
+    """The partition that takes tiles, tells the others and loads."""
+    VARLEN: gl.constexpr = call.cu_seqlens_q is not None
     turn = 0
     use = 0
-    t = gl.atomic_add(taken, 1)
-    if call.cu_seqlens_q is None:
-        col_tiles = (call.tk + BLOCK_N - 1) // BLOCK_N
-        tiles = col_tiles * call.kv_heads * call.batch
-        while t < tiles:
-            head, n = _dense_place(t, call, col_tiles)
-            if DESCENDING:
-                n = col_tiles - 1 - n
-            b = head // call.kv_heads
-            tile = _column_tile(b, head - b * call.kv_heads, n, 0, 0, call.tq, call.tk, call, BLOCK_M, BLOCK_N)
-            use = _load_tile(
-                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, tile, turn, use, q_ring, do_ring,
-                shift_s, delta_s, k_ring, v_ring, tiles_ring, rows_b, rows_h, BLOCK_M, BLOCK_N, Q_SLOTS, DO_SLOTS,
-            )  # fmt: skip
-            turn += 1
-            t = gl.atomic_add(taken, 1)
-    else:
-        before = 0
-        for b in range(0, call.batch):
+    before = 0
+    t, part = _take(taken, call)
+    sequences = call.batch if VARLEN else 1
+    for b in range(0, sequences):
+        start_q = 0
+        start_k = 0
+        tq = call.tq
+        tk = call.tk
+        heads = call.kv_heads
+        if VARLEN:
             start_q = gl.load(call.cu_seqlens_q + b)
             start_k = gl.load(call.cu_seqlens_k + b)
             tq = gl.load(call.cu_seqlens_q + b + 1) - start_q
             tk = gl.load(call.cu_seqlens_k + b + 1) - start_k
-            col_tiles = (tk + BLOCK_N - 1) // BLOCK_N
-            after = before + col_tiles * call.kv_heads
-            while t < after:
+        else:
+            heads = call.all_heads
+        col_tiles = (tk + BLOCK_N - 1) // BLOCK_N
+        after = before + col_tiles * heads
+        while t < after:
+            if VARLEN:
+                b_of = b
                 kv_head = (t - before) // col_tiles
                 n = t - before - kv_head * col_tiles
-                if DESCENDING:
-                    n = col_tiles - 1 - n
-                tile = _column_tile(b, kv_head, n, start_q, start_k, tq, tk, call, BLOCK_M, BLOCK_N)
-                use = _load_tile(
-                    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, tile, turn, use, q_ring, do_ring,
-                    shift_s, delta_s, k_ring, v_ring, tiles_ring, rows_b, rows_h, BLOCK_M, BLOCK_N, Q_SLOTS, DO_SLOTS,
-                )  # fmt: skip
-                turn += 1
-                t = gl.atomic_add(taken, 1)
-            before = after
-    end = ColumnTile(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, END)
-    _tell(tiles_ring, turn, end, call.cu_seqlens_q is not None)
+            else:
+                head, n = _dense_place(t, call, col_tiles)
+                b_of = head // call.kv_heads
+                kv_head = head - b_of * call.kv_heads
+            if DESCENDING:
+                n = col_tiles - 1 - n
+            tile = _column_tile(b_of, kv_head, n, start_q, start_k, tq, tk, call, part, t, BLOCK_M, BLOCK_N)
+            use = _load_tile(
+                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, tile, turn, use, inputs, records,
+                rows_b, rows_h, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            turn += 1
+            t, part = _take(taken, call)
+        before = after
+    _tell(records, turn, ColumnTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), VARLEN)
 
 
 @gluon.jit
 def reduce(
-    dq_desc, dk_desc, dv_desc, call, dq_ring, tiles_ring, semaphores, row_tiles,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLICES: gl.constexpr, SLOTS: gl.constexpr,
-    DESCENDING: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, call, dq_ring, records, turns, row_tiles, rows_b, rows_h,
+    DTYPE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLICES: gl.constexpr,
+    OUT_SLOTS: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
-    """The partition that adds each row tile's dq to memory; behind a column tile's last, its dv and dk come the same way."""
-    VARLEN: gl.constexpr = call.cu_seqlens_q is not None
+    """The partition that brings the dq of every tile of rows to memory; behind the last of them come dv and dk."""
     turn = 0
     use = 0
-    tile = hear(tiles_ring, turn, call)
-    while tile.count != END:
-        b = 0 if VARLEN else tile.b
-        for g in range(0, call.group):
-            h = tile.kv_head * call.group + g
-            for i in range(0, tile.count):
-                m = row_tile(tile, i)
-                if semaphores is not None:
-                    semaphore = semaphores + ((tile.b * call.kv_heads * call.group + h) * row_tiles + m)
-                    _wait_until(semaphore, _before(m, tile, call, BLOCK_M, BLOCK_N, DESCENDING))
-                for part in gl.static_range(SLICES):
-                    dq_s = await_full(dq_ring, use, SLOTS)
-                    tma_reduce_add(dq_desc, [b, h, tile.start_q + m * BLOCK_M, part * (D // SLICES)], dq_s)
-                    tma.store_wait(0)
-                    release(dq_ring.empty, use, SLOTS)
-                    use += 1
-                if semaphores is not None:
-                    _settle()
-                    gl.atomic_add(semaphore, 1, sem="release")
-        at = [b, tile.kv_head, tile.start_k + tile.n * BLOCK_N, 0]
-        whole = is_whole(tile, call, BLOCK_N)
-        for part in gl.static_range(2):
-            out_s = await_full(dq_ring, use, SLOTS)
-            out_s = out_s._reinterpret(dk_desc.dtype, [1, 1, BLOCK_N, D], dk_desc.layout)
-            if whole:
-                if part == 0:
-                    tma.async_copy_shared_to_global(dv_desc, at, out_s)
-                else:
-                    tma.async_copy_shared_to_global(dk_desc, at, out_s)
-                tma.store_wait(0)
-            release(dq_ring.empty, use, SLOTS)
-            use += 1
-        release(tiles_ring.empty, turn, 2)
+    tile = hear(records, turn, call)
+    while tile.b >= 0:
+        use = _reduce_rows(
+            dq_desc, call, tile, dq_ring, use, turns, row_tiles, rows_b, rows_h,
+            BLOCK_M, BLOCK_N, D, SLICES, DESCENDING,
+        )  # fmt: skip
+        at = _at(call, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N, 0)
+        use = _store(dv_desc, at, call, dq_ring, use, records, turn, DTYPE, BLOCK_N, D, OUT_SLOTS)
+        use = _store(dk_desc, at, call, dq_ring, use, records, turn, DTYPE, BLOCK_N, D, OUT_SLOTS)
+        release(records.empty, turn)
         turn += 1
-        tile = hear(tiles_ring, turn, call)
+        tile = hear(records, turn, call)
 
 
 @gluon.jit
-def is_whole(tile, call, BLOCK_N: gl.constexpr):
-    """True if TMA may store the tile: it drops what lies beyond a tensor's end, but not beyond a packed sequence's."""
-    if call.cu_seqlens_q is None:
-        return tile.n >= 0
+def _reduce_rows(
+    dq_desc, call, tile, dq_ring, use, turns, row_tiles, rows_b, rows_h,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLICES: gl.constexpr, DESCENDING: gl.constexpr,
+):  # fmt: skip
+    """dq of every tile of rows of a tile of columns, added to memory; with `turns` in order, and the first is stored. A slot is
+    given back when the next addition is under way."""
+    gl.static_assert(dq_ring.full.shape[0] > 1)
+    row = first_row(tile.b, tile.start_q, rows_b, call.cu_seqlens_q is not None)
+    g = tile.begin // gl.maximum(tile.count, 1)
+    i = tile.begin - g * tile.count
+    for step in range(tile.begin, tile.end):
+        h = tile.kv_head * call.group + g
+        m = _row_tile(tile, i)
+        before = 1
+        if turns is not None:
+            before = _before(m, tile, call, BLOCK_M, BLOCK_N, DESCENDING)
+            counter = turns + ((tile.b * call.kv_heads * call.group + h) * row_tiles + m)
+            if before > 0:
+                _wait_until(counter, before)
+        for part in gl.static_range(SLICES):
+            dq_s = await_full(dq_ring, use)
+            at = [h * rows_h + row + m * BLOCK_M, part * (D // SLICES)]
+            if before == 0:
+                tma.async_copy_shared_to_global(dq_desc, at, dq_s)
+            else:
+                tma_reduce_add(dq_desc, at, dq_s)
+            if (step > tile.begin) | (part > 0):
+                tma.store_wait(1)
+                release(dq_ring.empty, use - 1)
+            use += 1
+        if turns is not None:
+            _settle()
+            gl.atomic_add(counter, 1, sem="release")
+        i += 1
+        g = gl.where(i == tile.count, g + 1, g)
+        i = gl.where(i == tile.count, 0, i)
+    if tile.begin < tile.end:
+        tma.store_wait(0)
+        release(dq_ring.empty, use - 1)
+    return use
+
+
+@gluon.jit
+def out_slot(dq_ring, use, call, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, OUT_SLOTS: gl.constexpr):
+    """A slot of dq, or all of them, as a tile of dk or dv."""
+    BOX: gl.constexpr = [1, 1, BLOCK_N, D] if call.cu_seqlens_q is None else [1, 1, 1, BLOCK_N, D]
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)
+    if OUT_SLOTS == 1:
+        return dq_ring.slots.index(use % dq_ring.full.shape[0])._reinterpret(DTYPE, BOX, L)
     else:
-        return (tile.n + 1) * BLOCK_N <= tile.tk
+        gl.static_assert(dq_ring.full.shape[0] == OUT_SLOTS)
+        return dq_ring.slots._reinterpret(DTYPE, [1] + BOX, L).index(0)  # noqa: RUF005 (in a kernel)
+
+
+@gluon.jit
+def _store(
+    desc, at, call, dq_ring, use, records, turn,
+    DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, OUT_SLOTS: gl.constexpr,
+):  # fmt: skip
+    """dk or dv to memory; of a shared tile only if the program is the last of those that share it."""
+    for part in gl.static_range(OUT_SLOTS):
+        await_full(dq_ring, use + part)
+    if desc is not None:
+        wanted = 1
+        if call.splits is not None:
+            wanted = read(records.slots, turn % RECORDS * RECORD + FIELDS)
+        if wanted != 0:
+            tma.async_copy_shared_to_global(desc, at, out_slot(dq_ring, use, call, DTYPE, BLOCK_N, D, OUT_SLOTS))
+            tma.store_wait(0)
+    for part in gl.static_range(OUT_SLOTS):
+        release(dq_ring.empty, use + part)
+    return use + OUT_SLOTS
 
 
 @gluon.jit
@@ -350,14 +469,14 @@ def _before(m, tile, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCEND
 
 
 @gluon.jit
-def _wait_until(semaphore, value):
-    while gl.atomic_add(semaphore, 0, sem="acquire") != value:
+def _wait_until(counter, value):
+    while gl.atomic_add(counter, 0, sem="acquire") < value:
         pass
 
 
 @gluon.jit
 def _settle():
-    """Until this thread's additions by TMA are in memory, not only read from shared memory."""
+    """Until what this thread stored or added by TMA is in memory, not only read from shared memory."""
     gl.inline_asm_elementwise(
         "cp.async.bulk.wait_group 0; fence.proxy.async; fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r",
         [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
