@@ -126,6 +126,49 @@ def test_interpreted_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 @interpreted
+def test_interpreted_dk_and_dv_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention import triton_attention
+
+    key = (tiles.INTERPRETER, 32, 64, False)
+    together = tiles.TABLE[key]
+    want = run(build(BASE), "triton")
+    monkeypatch.setattr(triton_attention, "fits", {})
+    tiles.set_row(key, together._replace(dk=together.dkdv, dv=together.dkdv))
+    try:
+        got = run(build(BASE), "triton")
+    finally:
+        tiles.set_row(key, together)
+    assert {fit.kernel for fit in triton_attention.fits.values()} == {"fwd", "dk", "dv", "dq"}
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@interpreted
+def test_interpreted_more_sequences_than_a_grid_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention import triton_attention
+
+    for case in (replace(BASE, b=3, tq=20, tk=17), FEATURES["packed"]):
+        want = run(build(case), "triton")
+        monkeypatch.setattr(triton_attention, "MOST_SEQUENCES", 2)
+        got = run(build(case), "triton")
+        monkeypatch.undo()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@interpreted
+def test_interpreted_bias_whose_columns_lie_beyond_32_bits() -> None:
+    """Of a transposed bias (its memory is never touched between the columns, so it costs none)."""
+    tq, tk, step = 20, 34, 2**26
+    memory = torch.empty(tk * step, dtype=torch.bool)
+    bias = memory.as_strided((1, 1, tq, tk), (0, 0, 1, step))
+    call = build(replace(BASE, tq=tq, tk=tk, bias="QK"))
+    assert call.mask.bias is not None
+    bias.copy_(call.mask.bias)
+    want = run(call, "triton")
+    got = run(replace(call, mask=replace(call.mask, bias=bias)), "triton")
+    assert memory.numel() > 2**31 and all(torch.equal(got[name], want[name]) for name in want)
+
+
+@interpreted
 def test_interpreted_output_given_as_none_is_not_computed() -> None:
     from tilegrad import attention_bwd, attention_workspace
 

@@ -23,7 +23,6 @@ pytestmark = pytest.mark.skipif(
 )
 
 SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
-SPILL_BYTES = {"_attention_fwd_kernel": 0, "_delta_kernel": 0, "_dq_kernel": 0, "_dkdv_kernel": 128}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -65,7 +64,8 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Com
     def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
         compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
         if not warmup:
-            found[self.__name__] = resources(self.__name__, compiled, tmp_path)
+            name = self.__name__ if self.__name__ not in found else f"{self.__name__} again"
+            found[name] = resources(name, compiled, tmp_path)
         return compiled
 
     def compile_call(architecture: int, case: Case, *, backward: bool = True) -> dict[str, Compiled]:
@@ -119,19 +119,20 @@ def check(found: dict[str, Compiled], architecture: int) -> None:
 
 
 def check_tuned(found: dict[str, Compiled]) -> None:
-    """dk, dv holds two accumulators: its fastest tiles spill some loop invariants, the others nothing."""
     for name, kernel in found.items():
-        assert kernel.spilled_bytes <= SPILL_BYTES[name], f"{name} spills {kernel.spilled_bytes} bytes"
-    for name in ("_attention_fwd_kernel", "_dq_kernel"):
-        assert "HGMMA" in found[name].sass, f"{name} does not use Hopper's products of warpgroups"
-    for name in ("_attention_fwd_kernel", "_dkdv_kernel", "_dq_kernel"):
-        assert "LDGSTS" in found[name].sass, f"{name} does not copy ahead"
+        assert not kernel.spilled_bytes, f"{name} spills {kernel.spilled_bytes} bytes"
+        if name != "_delta_kernel":
+            assert "HGMMA" in kernel.sass, f"{name} does not use Hopper's products of warpgroups"
+            assert "LDGSTS" in kernel.sass, f"{name} does not copy ahead"
+            products, waits = kernel.sass.count("HGMMA"), len(re.findall(r"HGMMA.*gsb0", kernel.sass))
+            assert waits < products / 2, f"{name} waits after {waits} of {products} products: ptxas has serialised them"
 
 
 @pytest.mark.parametrize("d", [64, 128, 256])
 def test_hopper(compile_for: Compile, d: int) -> None:
     found = compile_for(90, case(d, causal=True))
-    assert found.keys() == {"_attention_fwd_kernel", "_delta_kernel", "_dkdv_kernel", "_dq_kernel"}
+    apart = {"_dkdv_kernel again"} if d == 256 else set()
+    assert found.keys() == {"_attention_fwd_kernel", "_delta_kernel", "_dkdv_kernel", "_dq_kernel"} | apart
     check(found, 90)
     check_tuned(found)
 
@@ -167,7 +168,7 @@ def test_the_whole_matrix(
 ) -> None:  # fmt: skip
     found = compile_for(architecture, case(d, causal, dtype))
     check(found, architecture)
-    if architecture == 90 and dtype == torch.bfloat16 and d in (64, 128, 256):
+    if architecture == 90 and dtype != torch.float32 and d in (64, 128, 256):
         check_tuned(found)
 
 

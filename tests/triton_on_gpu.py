@@ -63,22 +63,28 @@ def random_shapes(count: int) -> list[Verdict]:
     every = specs()
     numbers = sorted(range(len(every)), key=_work, reverse=True)
     context = multiprocessing.get_context("spawn")
-    with ProcessPoolExecutor(os.cpu_count(), mp_context=context, max_tasks_per_child=1) as pool:
+    with ProcessPoolExecutor(len(os.sched_getaffinity(0)), mp_context=context, max_tasks_per_child=1) as pool:
         futures = [pool.submit(check_spec, n, list(range(n, count, len(every)))) for n in numbers]
-        return [future.result() for future in as_completed(futures)]
+        return [_shown(future.result()) for future in as_completed(futures)]
 
 
 def one_process(count: int) -> list[Verdict]:
     """Specifications in even steps, one shape each."""
     every: list[Spec] = specs()
-    return [check_spec(n * len(every) // count, [n], SANITIZED_T) for n in range(count)]
+    return [_shown(check_spec(n * len(every) // count, [n], SANITIZED_T)) for n in range(count)]
+
+
+def _shown(verdict: Verdict) -> Verdict:
+    """Printed as it comes: a run that is cut off has said what it found."""
+    passed = f"{verdict.shapes - len(verdict.red)} of {verdict.shapes} in {verdict.seconds:.0f} s"
+    print(*verdict.red, f"specification {verdict.number}: {passed}", sep="\n", flush=True)
+    return verdict
 
 
 def report(verdicts: list[Verdict], seconds: float) -> int:
-    """Prints what was red; 1 if anything was."""
+    """Prints the sums; 1 if anything was red."""
     red = [line for verdict in verdicts for line in verdict.red]
     specialised: Counter[str] = sum((verdict.specialised for verdict in verdicts), Counter())
-    print(*red, sep="\n")
     print(
         f"{sum(v.shapes for v in verdicts) - len(red)} of {sum(v.shapes for v in verdicts)} random shapes of "
         f"{len({v.number for v in verdicts})} specifications pass, in {seconds:.0f} s; specialised: "

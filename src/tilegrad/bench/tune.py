@@ -1,9 +1,10 @@
 """`tilegrad bench attention --tune`: times candidate tiles of the Triton kernels and writes kernels/attention/tiles.py.
 
 Every candidate is compiled first, in as many processes as there are cores (Triton keeps what it compiled on disk), then
-timed interleaved at T = 4096 and 16k tokens, hidden 2048. A kernel's time is that of the contract that needs it alone:
-the forward, the backward of dk and dv, the backward of dq. A tile that does not fit the device is not taken, and one that
-spills registers only where it is a tenth faster than any that does not; the tiles taken pass the check against the oracle.
+timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. A kernel's time is that of the contract
+that needs it alone: the forward, the backward of dk and dv, of dk, of dv, of dq; dk and dv are walked apart where that is
+faster. A tile that does not fit the device, or that spills registers, is not taken where another does neither; the tiles
+taken pass the check against the oracle.
 """
 
 from __future__ import annotations
@@ -24,21 +25,14 @@ from tilegrad.kernels.attention.tiles import Tile, Tiles
 from tilegrad.table import table
 
 Key = tuple[int, int, int, bool]
-T, TOKENS, HIDDEN = 4096, 16384, 2048
+T, TOKENS, HIDDEN = {16: 4096, 32: 2048}, {16: 16384, 32: 4096}, 2048
 REPEATS = 10
-SPILL_HANDICAP = 1.1
-KERNELS = ("fwd", "dkdv", "dq")
 
-
-FLOAT32 = (
-    (16, 16, 4, 1),
-    (16, 32, 4, 2),
-    (32, 16, 4, 2),
-    (32, 32, 4, 1),
-    (32, 32, 4, 2),
-    (64, 32, 4, 1),
-    (64, 32, 8, 1),
-)
+FLOAT32 = dict.fromkeys(
+    ("fwd", "dkdv", "dq"),
+    ((16, 16, 4, 1), (16, 16, 8, 1), (16, 32, 4, 1), (16, 32, 8, 1), (32, 16, 4, 1), (32, 16, 8, 1), (32, 32, 8, 1),
+     (64, 32, 8, 1)),
+)  # fmt: skip
 NARROW = {  # head dimensions up to 128
     "fwd": ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 128, 4, 3),
             (64, 64, 4, 3), (64, 32, 4, 3)),
@@ -50,21 +44,26 @@ NARROW = {  # head dimensions up to 128
 WIDE = {
     "fwd": ((128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2)),
     "dkdv": ((64, 64, 8, 2), (32, 64, 8, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 64, 8, 2)),
+    "dk": ((64, 128, 8, 1), (32, 128, 8, 3), (32, 128, 8, 2), (64, 64, 4, 2), (32, 64, 4, 2)),
+    "dv": ((64, 128, 8, 2), (32, 128, 8, 3), (64, 64, 4, 2), (128, 128, 8, 1)),
     "dq": ((128, 32, 8, 2), (128, 32, 8, 3), (64, 64, 8, 2), (64, 32, 8, 3), (64, 32, 4, 2)),
 }
 
 
-def candidates(kernel: str, bits: int, head_dim: int) -> tuple[Tile, ...]:
-    rows = FLOAT32 if bits == 32 else (WIDE if head_dim > 128 else NARROW)[kernel]
-    return tuple(Tile(*row) for row in rows)
+def candidates(bits: int, head_dim: int) -> dict[str, tuple[Tile, ...]]:
+    """Of each kernel."""
+    rows = FLOAT32 if bits == 32 else WIDE if head_dim > 128 else NARROW
+    return {kernel: tuple(Tile(*tile) for tile in tiles) for kernel, tiles in rows.items()}
 
 
 def with_tile(row: Tiles, kernel: str, tile: Tile) -> Tiles:
-    return row._replace(**{kernel: tile})
+    """`row` with one tile changed, and dk and dv walked apart if it is theirs."""
+    apart = tile if kernel in ("dk", "dv") else None
+    return row._replace(dk=apart, dv=apart)._replace(**{kernel: tile})
 
 
-def shape_for(head_dim: int, band: bool, t: int = T, tokens: int = TOKENS) -> Shape:
-    return Shape(tokens // t, max(1, HIDDEN // head_dim), t, head_dim, causal=band)
+def shape_for(bits: int, head_dim: int, band: bool) -> Shape:
+    return Shape(TOKENS[bits] // T[bits], max(1, HIDDEN // head_dim), T[bits], head_dim, causal=band)
 
 
 def _thunk(inputs: Inputs, kernel: str) -> Thunk:
@@ -77,9 +76,7 @@ def _thunk(inputs: Inputs, kernel: str) -> Thunk:
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     shapes = module.workspace(q, k, v, mask, backward=True, deterministic=True)
     scratch = {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in shapes.items()}
-    wanted = (
-        {"dq": out["dq"], "dk": None, "dv": None} if kernel == "dq" else {"dq": None, "dk": out["dk"], "dv": out["dv"]}
-    )
+    wanted = {name: out[name] if name in (kernel, kernel[:2], kernel[2:]) else None for name in ("dq", "dk", "dv")}
     forward()
     return lambda: module.bwd(
         q, k, v, out["o"], out["lse"], inputs.do, None, mask, **wanted, dbias=None, dsinks=None,
@@ -97,7 +94,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
     _, _, head_dim, band = key
     tile = getattr(row, kernel)
     try:
-        _thunk(Inputs(shape_for(head_dim, band, 256, 256), dtype, torch.device(device)), kernel)()
+        _thunk(Inputs(Shape(1, 1, 256, head_dim, causal=band), dtype, torch.device(device)), kernel)()
     except (OutOfResources, ValueError) as error:
         return 0, str(error)
     fit = [fit for fit in module.fits.values() if fit.kernel == kernel][-1]
@@ -105,7 +102,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
 
 
 def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)) -> int:
-    """Times every candidate, prints the best three of each kernel and rewrites the table of tiles.py."""
+    """Times every candidate, prints the best of each kernel and rewrites the table of tiles.py."""
     from tilegrad.kernels.attention.triton_attention import architecture
 
     if device.type != "cuda":
@@ -113,7 +110,7 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
     bits = 8 * dtype.itemsize
     keys = [(architecture(device), bits, d, band) for d in head_dims for band in (False, True)]
     start = {key: tiles.row(*key) for key in keys}
-    jobs = [(key, kernel, tile) for key in keys for kernel in KERNELS for tile in candidates(kernel, bits, key[2])]
+    jobs = [(key, kernel, tile) for key in keys for kernel, found in candidates(bits, key[2]).items() for tile in found]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=context) as pool:
         rows = [with_tile(start[key], kernel, tile) for key, kernel, tile in jobs]
@@ -125,20 +122,20 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
     spills = {job: words for job, (words, wrong) in zip(jobs, compiled, strict=True) if not wrong}
     lines: list[list[object]] = []
     for key in keys:
-        inputs = Inputs(shape_for(key[2], key[3]), dtype, device)
-        best = start[key]
-        for kernel in KERNELS:
+        inputs = Inputs(shape_for(*key[1:]), dtype, device)
+        best: dict[str, tuple[float, Tile]] = {}
+        for kernel in candidates(bits, key[2]):
             thunks: dict[str, Thunk] = {}
             fit = {str(tuple(job[2])): job for job in spills if job[:2] == (key, kernel)}
             for name, job in fit.items():
-                thunks[name] = _run_with(key, with_tile(best, kernel, job[2]), _thunk(inputs, kernel))
+                thunks[name] = _run_with(key, with_tile(start[key], kernel, job[2]), _thunk(inputs, kernel))
             times = {name: median(ms) for name, ms in interleaved(thunks, REPEATS, device).items()}
-            ranked = sorted(times, key=lambda name: times[name] * (SPILL_HANDICAP if spills[fit[name]] else 1.0))
+            ranked = sorted(times, key=lambda name: (spills[fit[name]] > 0, times[name]))
             if ranked:
-                best = with_tile(best, kernel, fit[ranked[0]][2])
-            lines += [[str(key), kernel, name, f"{times[name]:.3f}", spills[fit[name]]] for name in ranked[:3]]
-        tiles.set_row(key, best)
-        wrong = check("triton", shape_for(key[2], key[3]), dtype, device)
+                best[kernel] = times[ranked[0]], fit[ranked[0]][2]
+            lines += [[str(key), kernel, name, f"{times[name]:.3f}", spills[fit[name]]] for name in sorted(times)]
+        tiles.set_row(key, _taken(start[key], best))
+        wrong = check("triton", shape_for(*key[1:]), dtype, device)
         if wrong:
             tiles.set_row(key, start[key])
             lines.append([str(key), "WRONG", wrong, "", ""])
@@ -149,6 +146,17 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
         f"\n{len(jobs)} candidates, {len(spills)} fit, {sum(not n for n in spills.values())} without spills; wrote {path.name}"
     )
     return 0
+
+
+def _taken(row: Tiles, best: dict[str, tuple[float, Tile]]) -> Tiles:
+    """dk and dv apart only where the two take less than dkdv."""
+    for kernel, (_, tile) in best.items():
+        if kernel not in ("dk", "dv"):
+            row = row._replace(**{kernel: tile})
+    if {"dk", "dv", "dkdv"} <= best.keys():
+        apart = best["dk"][0] + best["dv"][0] < best["dkdv"][0]
+        row = row._replace(dk=best["dk"][1] if apart else None, dv=best["dv"][1] if apart else None)
+    return row
 
 
 def _run_with(key: Key, row: Tiles, run: Thunk) -> Thunk:
@@ -174,4 +182,4 @@ def _rewritten(lines: list[str]) -> Iterator[str]:
 
 
 def _row_text(row: Tiles) -> str:
-    return f"Tiles({', '.join(f'Tile{tuple(tile)}' for tile in row)})"
+    return f"Tiles({', '.join(f'Tile{tuple(tile)}' for tile in row if tile is not None)})"

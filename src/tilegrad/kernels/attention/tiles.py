@@ -20,12 +20,15 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One tile for each kernel; `decode` is the forward for at most 16 rows."""
+    """One tile for each kernel; `decode` is the forward for at most 16 rows. Where `dk` and `dv` are given they are walked
+    apart, with the scores computed once more: a wide head leaves no registers for two accumulators."""
 
     fwd: Tile
     decode: Tile
     dkdv: Tile
     dq: Tile
+    dk: Tile | None = None
+    dv: Tile | None = None
 
 
 INTERPRETER = 0
@@ -43,22 +46,36 @@ TABLE: dict[tuple[int, int, int, bool], Tiles] = {
     (80, 16, 128, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
     (80, 16, 256, False): Tiles(Tile(64, 64, 4, 1), Tile(16, 64, 4, 2), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
     (80, 32, 64, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
-    (80, 32, 128, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 32, 4, 1), Tile(32, 32, 4, 1)),
-    (80, 32, 256, False): Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 4, 1), Tile(16, 32, 8, 1), Tile(32, 16, 8, 1)),
-    (90, 16, 64, False): Tiles(Tile(128, 64, 8, 3), Tile(16, 128, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 3)),
-    (90, 16, 64, True): Tiles(Tile(64, 64, 4, 3), Tile(16, 128, 4, 3), Tile(128, 64, 4, 2), Tile(64, 64, 4, 3)),
-    (90, 16, 128, False): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
+    (80, 32, 128, False): Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
+    (80, 32, 256, False): Tiles(Tile(16, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),
+    (90, 16, 64, False): Tiles(Tile(128, 64, 8, 3), Tile(16, 128, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (90, 16, 64, True): Tiles(Tile(64, 64, 4, 3), Tile(16, 128, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (90, 16, 128, False): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
     (90, 16, 128, True): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
-    (90, 16, 256, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 2), Tile(32, 32, 4, 2), Tile(128, 32, 8, 3)),
-    (90, 16, 256, True): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 2), Tile(32, 32, 4, 2), Tile(128, 32, 8, 3)),
+    (90, 16, 256, False): Tiles(
+        Tile(128, 64, 8, 2),
+        Tile(16, 64, 4, 2),
+        Tile(32, 64, 8, 2),
+        Tile(128, 32, 8, 3),
+        Tile(32, 128, 8, 3),
+        Tile(64, 128, 8, 2),
+    ),
+    (90, 16, 256, True): Tiles(
+        Tile(128, 64, 8, 2),
+        Tile(16, 64, 4, 2),
+        Tile(32, 64, 8, 2),
+        Tile(128, 32, 8, 3),
+        Tile(32, 128, 8, 3),
+        Tile(64, 128, 8, 2),
+    ),
     # table ends
 }
 
 
 @functools.cache
 def candidates(kernel: str, architecture: int, bits: int, head_dim: int, band: bool) -> tuple[Tile, ...]:
-    """Tiles to try in order. `head_dim` is padded; those under 64 use the row of 64."""
-    own = row(architecture, bits, max(64, head_dim), band)
+    """Tiles to try in order. `head_dim` is padded."""
+    own = row(architecture, bits, head_dim, band)
     tile: Tile = getattr(own, kernel)
     return (tile, *(t for t in SMALLER if t.m <= tile.m and t.n <= tile.n and t != tile))
 
@@ -67,8 +84,10 @@ def set_row(key: tuple[int, int, int, bool], tiles: Tiles) -> None:
     """Change the table of this process; only tuning does."""
     TABLE[key] = tiles
     candidates.cache_clear()
+    row.cache_clear()
 
 
+@functools.cache
 def row(architecture: int, bits: int, head_dim: int, band: bool) -> Tiles:
     """The nearest row: bits and head dimension first, then the newest architecture not above, then the band."""
 

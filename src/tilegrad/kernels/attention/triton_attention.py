@@ -17,7 +17,7 @@ from torch import Tensor
 from .contract import output_shapes
 from .mask import Mask, four_dims
 from .philox import threshold
-from .tiles import INTERPRETER, UNALIGNED, Tile, candidates
+from .tiles import INTERPRETER, UNALIGNED, Tile, candidates, row
 from .triton_bwd import _dbias_kernel, _dbias_rows_kernel, _delta_kernel, _dkdv_kernel, _dq_kernel, _dsinks_kernel
 from .triton_fwd import _attention_fwd_kernel, _combine_kernel
 
@@ -29,6 +29,7 @@ LOG2E = 1.4426950408889634
 LEAST_FACTOR = 1e-30  # a scale of 0 stays positive, so that −inf · factor is −inf
 ROWS = 64  # of a tile in the kernels without products
 MOST_SPLITS = 64
+MOST_SEQUENCES = 65535  # that the third axis of a grid counts
 LEAST_BLOCK = 32  # columns that the narrowest head is padded to
 DECODE_ROWS = 16  # up to here the forward uses the tile `decode`
 
@@ -88,8 +89,16 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 
 def tiles_for(kernel: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
+    return candidates(kernel, *_row_of(sizes, dtype, device))
+
+
+def _apart(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
+    return row(*_row_of(sizes, dtype, device)).dk is not None
+
+
+def _row_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, bool]:
     band = sizes.left is not None or sizes.right is not None
-    return candidates(kernel, architecture(device), 8 * dtype.itemsize, max(sizes.block_d, sizes.block_dv), band)
+    return architecture(device), 8 * dtype.itemsize, max(sizes.block_d, sizes.block_dv), band
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -185,22 +194,17 @@ def bwd(
     arguments = {"q": q, "k": k, "v": v, "do": do, "scale": mask.scale_for(sizes.d)} | rows
     arguments |= _features(sizes, mask, scratch, _exact(q)) | _strides(mask.varlen, q=q, k=k, v=v, do=do)
 
-    def columns(tile: Tile) -> tuple[Arguments, tuple[int]]:
-        col_tiles = _ceil_div(sizes.tk, tile.n)
-        copies = max(1, 32 * tile.warps // tile.m)
-        return {"col_tiles": col_tiles, "COPIES": copies}, (col_tiles * sizes.hkv * sizes.batch,)
-
     def row_grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m)
         return {"row_tiles": row_tiles}, (row_tiles * sizes.hq * sizes.batch,)
 
     with torch.cuda.device_of(q):
         _delta(o, lse, do, dlse, mask, sizes, rows)
-        if dk is not None or dv is not None:
-            more: Arguments = {"dk": dk, "dv": dv} | _strides(mask.varlen, dk=dk, dv=dv)
-            constants = _constants(sizes, mask, q, k, v, do, dk, dv)
-            constants["ALIKE"] = sizes.d == sizes.dv and _bht(q, mask.varlen)[2] == _bht(do, mask.varlen)[2]
-            _launch(_dkdv_kernel, "dkdv", sizes, q, columns, arguments | more, constants)
+        if _apart(sizes, q.dtype, q.device):
+            _columns("dk", arguments, sizes, mask, dk=dk, dv=None)
+            _columns("dv", arguments, sizes, mask, dk=None, dv=dv)
+        else:
+            _columns("dkdv", arguments, sizes, mask, dk=dk, dv=dv)
         if dq is not None:
             more = {"dq": dq} | _strides(mask.varlen, dq=dq)
             _launch(_dq_kernel, "dq", sizes, q, row_grid, arguments | more, _constants(sizes, mask, q, k, v, do, dq))
@@ -230,6 +234,26 @@ def _delta(
         BLOCK_M=ROWS, ALIGN=_align(mask.varlen, o, do), WIDE=_wide(mask.varlen, o, do),
         EXACT=_exact(o),
     )  # fmt: skip
+
+
+def _columns(
+    kernel: str, arguments: Arguments, sizes: Sizes, mask: Mask, *, dk: Tensor | None, dv: Tensor | None
+) -> None:  # fmt: skip
+    if dk is None and dv is None:
+        return
+    q, k, v, do = (arguments[name] for name in ("q", "k", "v", "do"))
+    more = {"dk": dk, "dv": dv, "inv_factor": 1.0 / arguments["factor"]} | _strides(mask.varlen, dk=dk, dv=dv)
+    constants = _constants(sizes, mask, q, k, v, do, dk, dv)
+    constants["ALIKE"] = sizes.d == sizes.dv and _bht(q, mask.varlen)[2] == _bht(do, mask.varlen)[2]
+    more |= {name: arguments[name] for name in arguments if name != "heads"}
+    for first_b in range(0, sizes.batch, MOST_SEQUENCES):
+
+        def grid(
+            tile: Tile, count: int = min(MOST_SEQUENCES, sizes.batch - first_b)
+        ) -> tuple[Arguments, tuple[int, ...]]:
+            return {"COPIES": max(1, 32 * tile.warps // tile.m)}, (_ceil_div(sizes.tk, tile.n), sizes.hkv, count)
+
+        _launch(_dkdv_kernel, kernel, sizes, q, grid, more | {"first_b": first_b}, constants)
 
 
 def _dbias(arguments: Arguments, sizes: Sizes, dbias: Tensor, constants: Arguments) -> None:

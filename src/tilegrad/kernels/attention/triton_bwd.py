@@ -31,10 +31,11 @@ from .triton_mask import (
     load_row,
     load_tile,
     nth_tile,
-    power,
+    one_of,
     probabilities,
     product,
     score_gradient,
+    sink_probability,
     steps,
     store_tile,
     tile_offsets,
@@ -45,7 +46,7 @@ from .triton_mask import (
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "do", "lse", "dlse", "rows", "dq", "dk", "dv") for axis in "bht"]
 SIZES += [f"{x}_{axis}" for x in ("bias", "dbias") for axis in "bhij"]
 SIZES += ["slopes_b", "slopes_h", "sinks_h", "dsinks_h", "b_step", "h_step", "batch", "heads", "row_tiles", "col_tiles"]
-SIZES += ["tq", "tk", "left", "right", "threshold"]
+SIZES += ["first_b", "tq", "tk", "left", "right", "threshold"]
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -73,13 +74,14 @@ def _delta_kernel(
     )
     lse_row = tl.load(at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(rows, lse_t, 1), mask=inside, other=0.0)
 
-    d = tl.sum(o_tile.to(tl.float32) * do_tile.to(tl.float32), 1)
+    SUMS: tl.constexpr = tl.float64 if EXACT else tl.float32
+    d = tl.sum(o_tile.to(SUMS) * do_tile.to(SUMS), 1)
     if dlse is not None:
         dlse = at(dlse, dlse_b, dlse_h, dlse_t, b, h, start_q, 1)
         d -= tl.load(dlse + steps(rows, dlse_t, 1), mask=inside, other=0.0)
     some = lse_row > float("-inf")
 
-    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d, 0.0), mask=inside)
+    tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d.to(tl.float32), 0.0), mask=inside)
     tl.store(
         at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
         tl.where(some, to_base(lse_row, EXACT), float("inf")),
@@ -89,22 +91,44 @@ def _delta_kernel(
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, q, do, lse2, delta, q_offsets, do_offsets, q_t, do_t, j, head, first, full, full_end, last,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, EXACT: tl.constexpr,
-    COPIES: tl.constexpr, DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
+    dk, dv, k, v, q, do, lse2, delta, q_t, do_t, j, head, inv_factor, first, full, full_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
+    EXACT: tl.constexpr, COPIES: tl.constexpr, ALIKE: tl.constexpr,
+    DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
+    """Both products may start from a row of their own: s from −lse, in units of factor, and dp from −delta. lse2 and delta are
+    read a tile ahead, for Triton copies nothing so narrow ahead. What a turn could keep for the next is computed anew, and
+    the few tiles with a mask are not copied ahead: there are no registers for either."""
+    q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, WIDE)
+    do_offsets = q_offsets if ALIKE else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, WIDE)
+    S_STARTS: tl.constexpr = not EXACT and head.softcap is None and head.bias is None and head.slope is None
+    DP_STARTS: tl.constexpr = not EXACT and head.seed is None
     tiles = full_end - full
     if MASKED:
         tiles = full - first + last - full_end
-    for m in tl.range(0, tiles):
+    rows = nth_tile(0, first, full, full_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
+    next_lse2 = load_row(lse2, rows, head.tq, float("inf"), COPIES)
+    next_delta = load_row(delta, rows, head.tq, 0.0, COPIES)
+    for m in tl.range(0, tiles, num_stages=1 if MASKED else None, disable_licm=True):
         start = nth_tile(m, first, full, full_end, MASKED) * BLOCK_M
         rows = start + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
         do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
-        lse2_row = load_row(lse2, rows, head.tq, float("inf"), COPIES, CHECKED=MASKED)
-        s = inner(k, q_tile, EXACT)
-        delta_row = load_row(delta, rows, head.tq, 0.0, COPIES, CHECKED=MASKED)
-        dp = inner(v, do_tile, EXACT)
+        lse2_row = one_of(next_lse2)
+        delta_row = one_of(next_delta)
+        next_rows = nth_tile(m + 1, first, full, full_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
+        next_lse2 = load_row(lse2, next_rows, head.tq, float("inf"), COPIES)
+        next_delta = load_row(delta, next_rows, head.tq, 0.0, COPIES)
+        s_start = None
+        dp_start = None
+        if S_STARTS:
+            s_start = lse2_row * -inv_factor
+            lse2_row = 0.0
+        if DP_STARTS:
+            dp_start = -delta_row
+            delta_row = 0.0
+        s = inner(k, q_tile, s_start, EXACT)
+        dp = inner(v, do_tile, dp_start, EXACT)
         p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, EXACT, MASKED)
         dx = uncapped(score_gradient(p, dp, delta_row, keep, head), t, head)
         if DV_WANTED:
@@ -120,15 +144,15 @@ def _dkdv_kernel(
     dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    heads, group, col_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
+    first_b, group, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, inv_factor, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
     COPIES: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
-    start = tl.program_id(0) % col_tiles * BLOCK_N
-    kv_head = tl.program_id(0) // col_tiles % (heads // group)
-    b = tl.program_id(0) // col_tiles // (heads // group)
+    start = tl.program_id(0) * BLOCK_N
+    kv_head = tl.program_id(1)
+    b = first_b + tl.program_id(2)
     start_q, start_k, tq, tk = lengths(cu_seqlens_q, cu_seqlens_k, b, tq, tk)
     if cu_seqlens_q is not None and start >= tk:
         return
@@ -136,8 +160,6 @@ def _dkdv_kernel(
     j = start + tl.arange(0, BLOCK_N)[:, None]
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
     v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
-    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
-    do_offsets = q_offsets if ALIKE else tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
     k_tile = load_tile(at(k, k_b, k_h, k_t, b, kv_head, start_k + start, ALIGN), k_offsets, tk - start, D, CHECKED=True)
     v_tile = load_tile(
         at(v, v_b, v_h, v_t, b, kv_head, start_k + start, ALIGN), v_offsets, tk - start, DV, CHECKED=True
@@ -168,9 +190,9 @@ def _dkdv_kernel(
         )
         for MASKED in tl.static_range(2):
             dk_acc, dv_acc = _add_rows(
-                dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_offsets, do_offsets, q_t, do_t,
-                j, head, first, full, full_end, last,
-                D, DV, BLOCK_M, ALIGN, EXACT, COPIES, dk is not None, dv is not None, MASKED,
+                dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_t, do_t,
+                j, head, inv_factor, first, full, full_end, last,
+                D, DV, BLOCK_M, ALIGN, WIDE, EXACT, COPIES, ALIKE, dk is not None, dv is not None, MASKED,
             )  # fmt: skip
 
     if dk is not None:
@@ -195,8 +217,8 @@ def _add_columns(
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
-        s = inner(q, k_tile, EXACT)
-        dp = inner(do, v_tile, EXACT)
+        s = inner(q, k_tile, None, EXACT)
+        dp = inner(do, v_tile, None, EXACT)
         p, keep, t = probabilities(s, lse2[:, None], i, j, head, EXACT, MASKED)
         dx = uncapped(score_gradient(p, dp, delta[:, None], keep, head), t, head)
         dq = product(dx.to(k_tile.dtype), k_tile, dq, EXACT)
@@ -313,8 +335,8 @@ def _dbias_kernel(
                 do_tile = load_tile(at(do, do_b, do_h, do_t, b, h, row, ALIGN), do_offsets, tq - row, DV, CHECKED=True)
                 lse2_row = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 delta_row = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
-                s = inner(q_tile, k_tile, EXACT)
-                dp = inner(do_tile, v_tile, EXACT)
+                s = inner(q_tile, k_tile, None, EXACT)
+                dp = inner(do_tile, v_tile, None, EXACT)
                 p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, EXACT, MASKED=True)
                 acc += score_gradient(p, dp, delta_row[:, None], keep, head)
 
@@ -324,7 +346,7 @@ def _dbias_kernel(
         acc = tl.sum(acc, 0, keep_dims=True)
         i = tl.zeros([1, 1], tl.int32)
     inside = ((i < tq) | SUM_ROWS) & (j < tk)
-    tl.store(dbias + i.to(tl.int64) * dbias_i + j * dbias_j, acc.to(dbias.dtype.element_ty), mask=inside)
+    tl.store(dbias + i.to(tl.int64) * dbias_i + j.to(tl.int64) * dbias_j, acc.to(dbias.dtype.element_ty), mask=inside)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -342,7 +364,7 @@ def _dbias_rows_kernel(
     if SUM_ROWS:
         m_end = (tq + BLOCK - 1) // BLOCK
 
-    acc = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float64 if EXACT else tl.float32)
     for b in range(own_b, batch, b_step):
         for h in range(own_h, heads, h_step):
             for m in range(own_m, m_end):
@@ -354,7 +376,7 @@ def _dbias_rows_kernel(
                 if sinks is not None:
                     sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
                     d = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
-                    acc += power(sink - z, EXACT) * d
+                    acc += sink_probability(sink, z, EXACT) * d
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
     i = own_m * BLOCK + tl.arange(0, BLOCK)
@@ -373,13 +395,13 @@ def _dsinks_kernel(
 ):  # fmt: skip
     h = tl.program_id(0)
     sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
-    acc = tl.zeros([BLOCK], tl.float32)
+    acc = tl.zeros([BLOCK], tl.float64 if EXACT else tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
             z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))
             d = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=0.0)
-            acc -= power(sink - z, EXACT) * d
-    total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
+            acc -= sink_probability(sink, z, EXACT) * d
+    total = tl.load(dsinks + h * dsinks_h).to(acc.dtype) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

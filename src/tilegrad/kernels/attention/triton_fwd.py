@@ -25,12 +25,11 @@ from .triton_mask import (
     Head,
     at,
     band_tiles,
-    from_base,
     inner,
     keeps,
     lengths,
     load_tile,
-    logarithm,
+    log_sum,
     nth_tile,
     power,
     product,
@@ -60,7 +59,7 @@ def _attend(
         start = nth_tile(n, first, full, full_end, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
-        s = inner(q, k_tile, EXACT)
+        s = inner(q, k_tile, None, EXACT)
         x, factor, _tanh = scores(s, i, j, head, EXACT, MASKED)
         new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
         p = power(x * factor - new_max[:, None], EXACT)
@@ -146,7 +145,7 @@ def _attention_fwd_kernel(
     if lse is not None:
         rows = start + tl.arange(0, BLOCK_M)
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
-        value = tl.where(some, from_base(row_max + logarithm(row_sum, EXACT), EXACT), float("-inf"))
+        value = tl.where(some, log_sum(row_max, row_sum, EXACT), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=rows < tq)
 
 
@@ -193,5 +192,5 @@ def _combine_kernel(
         )
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
-        value = tl.where(some, from_base(row_max + logarithm(row_sum, EXACT), EXACT), float("-inf"))
+        value = tl.where(some, log_sum(row_max, row_sum, EXACT), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=inside)

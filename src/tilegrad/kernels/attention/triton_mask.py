@@ -85,13 +85,12 @@ def power(x, EXACT: tl.constexpr):
 
 
 @triton.jit
-def logarithm(x, EXACT: tl.constexpr):
-    """log2(x); where EXACT log(x), by one step of Newton from there."""
-    y = tl.math.log2(x)
+def log_sum(row_max, row_sum, EXACT: tl.constexpr):
+    """lse = log(exp(row_max) row_sum) in base e; where EXACT rounded once."""
     if EXACT:
-        y = y * LN2
-        y += x * power(-y, EXACT) - 1.0
-    return y
+        return (row_max.to(tl.float64) + tl.log(row_sum.to(tl.float64))).to(tl.float32)
+    else:
+        return from_base(row_max + tl.math.log2(row_sum), EXACT)
 
 
 @triton.jit
@@ -115,15 +114,17 @@ def product(a, b, acc, EXACT: tl.constexpr):
 
 
 @triton.jit
-def inner(a, b, EXACT: tl.constexpr):
-    """a bᵀ; where EXACT as sums of CHAIN terms."""
+def inner(a, b, start, EXACT: tl.constexpr):
+    """start + a bᵀ, start None or a row; where EXACT as sums of CHAIN terms, and start must be None."""
     if EXACT and a.shape[1] > CHAIN:
         CHAINS: tl.constexpr = a.shape[1] // CHAIN
         a_chains = tl.permute(tl.reshape(a, [a.shape[0], CHAINS, CHAIN]), [1, 0, 2])
         b_chains = tl.permute(tl.reshape(b, [b.shape[0], CHAINS, CHAIN]), [1, 2, 0])
         return tl.sum(tl.dot(a_chains, b_chains, input_precision="ieee"), 0)
-    else:
+    elif start is None:
         return tl.dot(a, b.T, input_precision="ieee" if EXACT else "tf32")
+    else:
+        return tl.dot(a, b.T, tl.broadcast_to(start, [a.shape[0], b.shape[0]]))
 
 
 @triton.jit
@@ -166,14 +167,17 @@ def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
 
 
 @triton.jit
-def load_row(x, rows, end, other, COPIES: tl.constexpr, CHECKED: tl.constexpr):
-    """x[rows] as (1, M); `other` from `end` on. Read COPIES times over, one element a thread: Triton takes a load of
-    fewer elements than threads for cheap and has every thread read all it needs, 16 words of M = 64, through shared memory."""
+def load_row(x, rows, end, other, COPIES: tl.constexpr):
+    """x[rows] as (COPIES, M), one element a thread; `other` from `end` on. Triton takes a load of fewer elements than
+    threads for cheap and has every thread read all it needs, 16 words of M = 64, through shared memory."""
     offsets = rows[None, :] + tl.zeros([COPIES, 1], tl.int32)
-    row = tl.load(x + offsets, mask=offsets < end, other=other) if CHECKED else tl.load(x + offsets)
-    if COPIES > 1:
-        row = tl.max(row, 0, keep_dims=True)
-    return row
+    return tl.load(x + offsets, mask=offsets < end, other=other)
+
+
+@triton.jit
+def one_of(copies):
+    """(COPIES, M) → (1, M)"""
+    return tl.max(copies, 0, keep_dims=True) if copies.shape[0] > 1 else copies
 
 
 @triton.jit
@@ -259,7 +263,8 @@ def scores(s, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr):
             x = s * head.factor
         if head.bias is not None:
             inside = (i < head.tq) & (j < head.tk)
-            bias = tl.load(head.bias + i.to(tl.int64) * head.bias_i + j * head.bias_j, mask=inside, other=0)
+            offsets = i.to(tl.int64) * head.bias_i + j.to(tl.int64) * head.bias_j
+            bias = tl.load(head.bias + offsets, mask=inside, other=0)
             if head.bias.dtype.element_ty == tl.uint8:
                 x = tl.where(bias != 0, x, float("-inf"))
             else:
@@ -292,6 +297,15 @@ def probabilities(s, lse2, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr
     if head.seed is not None:
         keep = keeps(i, j, head)
     return p, keep, t
+
+
+@triton.jit
+def sink_probability(sink, lse2, EXACT: tl.constexpr):
+    """exp(sink − lse); where EXACT in float64, for a gradient is a single sum over them."""
+    if EXACT:
+        return tl.exp(sink.to(tl.float64) - lse2.to(tl.float64))
+    else:
+        return power(sink - lse2, EXACT)
 
 
 @triton.jit
