@@ -4,7 +4,8 @@
     compute-sanitizer --tool racecheck python tests/triton_on_gpu.py 20 --one-process
 
 Each specification of triton_specs.py has a process of its own, which compiles it and runs its share of the shapes: all
-cores compile, and one that faults spoils no other. A sanitizer watches one process, with T ≤ 96.
+cores compile, and one that faults spoils no other. A sanitizer watches one process, with T ≤ 96 and the oracle on the CPU:
+it would take its time with every kernel of the oracle's.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import time
 from collections import Counter
 from concurrent.futures import ProcessPoolExecutor, as_completed
+from dataclasses import replace
 from typing import NamedTuple
 
 import torch
@@ -37,16 +39,17 @@ class Verdict(NamedTuple):
     seconds: float
 
 
-def check_spec(number: int, seeds: list[int], t: int = 300) -> Verdict:
+def check_spec(number: int, seeds: list[int], t: int = 300, oracle_on: str = "cuda") -> Verdict:
     from tilegrad.kernels.attention import triton_attention
 
     torch.set_num_threads(1)
     spec, red, before, began = specs()[number], [], set(triton_attention.fits), time.perf_counter()
     for seed in seeds:
         case = spec.case(random.Random(seed), "cuda", t=t)
-        call = build(case, seed)
+        call, same = build(case, seed), build(replace(case, device=oracle_on), seed)
         try:
-            assert_no_worse(run(call, "triton"), oracle(call), whole_matrices(call), case.dtype)
+            got = {name: x.to(oracle_on) for name, x in run(call, "triton").items()}
+            assert_no_worse(got, oracle(same), whole_matrices(same), case.dtype)
         except (AssertionError, RuntimeError, ValueError) as error:
             red.append(f"specification {number}, seed {seed}: {type(error).__name__}: {str(error)[:200]}; {case}")
     new = [fit.kernel for key, fit in triton_attention.fits.items() if key not in before]
@@ -71,7 +74,7 @@ def random_shapes(count: int) -> list[Verdict]:
 def one_process(count: int) -> list[Verdict]:
     """Specifications in even steps, one shape each."""
     every: list[Spec] = specs()
-    return [_shown(check_spec(n * len(every) // count, [n], SANITIZED_T)) for n in range(count)]
+    return [_shown(check_spec(n * len(every) // count, [n], SANITIZED_T, "cpu")) for n in range(count)]
 
 
 def _shown(verdict: Verdict) -> Verdict:
