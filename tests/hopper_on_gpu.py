@@ -3,6 +3,7 @@
 python tests/hopper_on_gpu.py shapes 2000       random shapes against the oracle, a process for each specification
 python tests/hopper_on_gpu.py repeats 1000      deterministic, bit-equal
 python tests/hopper_on_gpu.py calls 10000       random shapes one after another: nothing hangs
+python tests/hopper_on_gpu.py neighbours        NaN stays in its packed sequence; gradients that are not wanted
 python tests/hopper_on_gpu.py host              microseconds of Python for a call; capture in a CUDA graph
 compute-sanitizer python tests/hopper_on_gpu.py one-process 20
 """
@@ -23,6 +24,7 @@ from dataclasses import replace
 import torch
 from cases import Call, Case, build, oracle, run, whole_matrices
 from tolerance import assert_no_worse
+from torch import Tensor
 
 from tilegrad import attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels.attention import hopper_attention, hopper_bwd
@@ -212,6 +214,54 @@ def calls(count: int) -> int:
     return 0
 
 
+def _gradients(call: Call, o: Tensor, lse: Tensor, absent: str = "") -> dict[str, Tensor | None]:
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    shapes = attention_workspace(q, k, v, mask, backward=True, kernel="hopper", deterministic=True)
+    scratch = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in shapes.items()}
+    grads = {
+        name: None if name == absent else torch.full_like(x, float("nan"))
+        for name, x in (("dq", q), ("dk", k), ("dv", v))
+    }
+    attention_bwd(
+        q, k, v, o, lse, call.do, call.dlse, mask, **grads, scratch=scratch, kernel="hopper", deterministic=True
+    )  # fmt: skip
+    return grads
+
+
+def neighbours(_: int) -> int:
+    """Backward: what is NaN in one packed sequence leaves the others' gradients as they are to the bit, and so does a gradient
+    that is not wanted."""
+    failed = 0
+    for d in (128, 256):
+        case = replace(BASE, d=d, dv=d, causal=False, lengths=((100, 70), (90, 200), (33, 77)))
+        call = build(case)
+        exact = oracle(call)
+        o, lse = exact["o"].to(case.dtype), exact["lse"].float()
+        wanted = _gradients(call, o, lse)
+        for absent in ("dq", "dk", "dv") if d == 128 else ():
+            some = _gradients(call, o, lse, absent)
+            same = all(torch.equal(x, wanted[name]) for name, x in some.items() if x is not None)  # type: ignore[arg-type]
+            failed += not same
+            print(f"D{d} without {absent}: {'the same' if same else 'OTHER RESULTS'}", flush=True)
+        for x, rows in (
+            (call.q, (100, 190)),
+            (call.do, (100, 190)),
+            (o, (100, 190)),
+            (call.k, (70, 270)),
+            (call.v, (70, 270)),
+        ):
+            x[slice(*rows)] = float("nan")
+        lse[:, 100:190] = float("nan")
+        got = _gradients(call, o, lse)
+        for name, (begin, end) in {"dq": (100, 190), "dk": (70, 270), "dv": (70, 270)}.items():
+            before, after = wanted[name], got[name]
+            assert before is not None and after is not None
+            same = torch.equal(before[:begin], after[:begin]) and torch.equal(before[end:], after[end:])
+            failed += not same
+            print(f"D{d} {name} beside NaN: {'the same' if same else 'OTHER RESULTS'}", flush=True)
+    return failed
+
+
 def _microseconds(run: Callable[[], None], count: int = 200) -> float:
     best = float("inf")
     for _ in range(7):
@@ -249,13 +299,20 @@ def host(_: int) -> int:
     return allocations + (not same)
 
 
-COMMANDS = {"shapes": shapes, "repeats": repeats, "calls": calls, "host": host, "one-process": one_process}
+COMMANDS = {
+    "shapes": shapes,
+    "repeats": repeats,
+    "calls": calls,
+    "neighbours": neighbours,
+    "host": host,
+    "one-process": one_process,
+}
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("command", choices=COMMANDS)
     parser.add_argument("count", type=int, nargs="?", default=0)
     given = parser.parse_args()
-    if given.count < 4 and given.command != "host":
+    if given.count < 4 and given.command not in ("host", "neighbours"):
         parser.error(f"count: got {given.count}; accepted: at least 4")
     raise SystemExit(1 if COMMANDS[given.command](given.count) else 0)
