@@ -7,24 +7,29 @@ tilings, Gluon and ptxas are the real ones. hopper_on_gpu.py is their other side
 from __future__ import annotations
 
 import itertools
+import math
 import random
 import re
 import subprocess
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
-from unittest.mock import MagicMock
 
 import pytest
 import torch
-from cases import Case, build
+from cases import Call, Case, build
+from tolerance import assert_no_worse
 
 from tilegrad import Mask
 from tilegrad.kernels import dispatch
+from tilegrad.kernels.attention import reference
 from tilegrad.kernels.attention.contract import output_shapes
 
 triton = pytest.importorskip("triton", reason="needs Triton")
+from gluon_in_python import in_python as emulation  # noqa: E402
+
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a GPU that is not there")
 
@@ -103,7 +108,9 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
         monkeypatch.setattr(hopper_tma, "compiled_kernels", {})
         monkeypatch.setattr(hopper_attention, "_launches", {})
         monkeypatch.setattr(hopper_bwd, "_prepared", {})
-        hopper_attention.fwd(q, k, v, mask, o=o, lse=lse, scratch={})
+        shapes = hopper_attention.workspace(q, k, v, mask, backward=False, deterministic=False)
+        scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        hopper_attention.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
         if backward:
             shapes = hopper_attention.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
             hopper_attention.bwd(
@@ -212,6 +219,16 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
     assert sum(isinstance(x, tuple) and x[:1] == ("map",) for x in ours) == 4
 
 
+class Lengths(NamedTuple):
+    """Stands for a pointer to cumulative lengths, and for one of them."""
+
+    ends: tuple[int, ...]
+    at: int = 0
+
+    def __add__(self, n: int) -> Lengths:  # type: ignore[override]
+        return self._replace(at=self.at + n)
+
+
 class Program(NamedTuple):
     """Stands for Gluon where a device function runs as plain Python: which program of how many."""
 
@@ -227,59 +244,170 @@ class Program(NamedTuple):
     def where(self, condition: bool, x: int, y: int) -> int:
         return x if condition else y
 
+    def load(self, pointer: Lengths) -> int:
+        return pointer.ends[pointer.at]
+
     minimum, maximum = staticmethod(min), staticmethod(max)
 
 
-@interpreted
-def test_every_tile_of_rows_is_taken_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilegrad.kernels.attention import hopper_fwd
+@pytest.fixture
+def in_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[Program], Any]:
+    """in_python(program): the forward's device functions, whose walk is then that program's."""
+    from tilegrad.kernels.attention import hopper_fwd, triton_mask
 
-    monkeypatch.setattr(hopper_fwd, "_place", hopper_fwd._place.fn)
-    monkeypatch.setattr(hopper_fwd, "band_tiles", lambda *of: (0, 0, 0, 1))
+    monkeypatch.setattr(triton_mask, "tl", Program(0, 1))
+    monkeypatch.setattr(hopper_fwd, "band_tiles", triton_mask.band_tiles.fn)
+    monkeypatch.setattr(hopper_fwd, "ROWS", 64)
+
+    def sequence_of(slot: int, work: Any, tile: int) -> int:
+        return max(b for b in range(work.batch) if work.cu_seqlens_q.ends[b] // tile + b <= slot)
+
+    monkeypatch.setattr(hopper_fwd, "_sequence_of", sequence_of)
+
+    def module(program: Program) -> Any:
+        monkeypatch.setattr(hopper_fwd, "gl", program)
+        return hopper_fwd
+
+    return module
+
+
+def work_of(fwd: Any, **more: Any) -> Any:
+    nothing = dict.fromkeys(fwd.Work._fields)
+    return fwd.Work(**nothing | {"batch": 1, "heads": 1, "group": 1, "row_tiles": 1, "wave": 1} | more)
+
+
+@interpreted
+def test_every_tile_of_rows_is_taken_once(in_python: Callable[[Program], Any]) -> None:
     dice = random.Random(0)
     for _ in range(60):
-        batch, heads, tq, right = (
-            dice.randint(1, 3),
-            dice.randint(1, 5),
-            dice.randint(1, 900),
-            dice.choice((None, 0, 40)),
-        )
+        batch, heads, tq = dice.randint(1, 3), dice.randint(1, 5), dice.randint(1, 900)
         row_tiles, wave = -(-tq // 128), dice.randint(1, batch * heads)
-        work = hopper_fwd.Work(None, None, None, 0, batch, heads, 1, row_tiles, wave, tq, tq, None, right, 1.0, None)
         tiles = row_tiles * heads * batch
         programs = min(tiles, dice.randint(1, 9))
         seen = []
         for here in range(programs):
-            monkeypatch.setattr(hopper_fwd, "gl", Program(here, programs))
-            rounds = [n for n in range(-(-tiles // programs)) if n * programs + hopper_fwd._place(n) < tiles]
-            seen += [hopper_fwd._tile.fn(n, work, 128, 128)[:3] for n in rounds]
-        everything = itertools.product(range(batch), range(heads), range(0, 128 * row_tiles, 128))
+            fwd = in_python(Program(here, programs))
+            work = work_of(fwd, batch=batch, heads=heads, row_tiles=row_tiles, wave=wave, tq=tq, tk=tq)
+            taken = (fwd._next_index.fn(n, work) for n in range(-(-tiles // programs)))
+            seen += [fwd._tile.fn(index, work, 128, 128)[:3] for index in taken if index < fwd._tiles.fn(work)]
+        everything = itertools.product(range(batch), range(heads), range(tq - 128 * row_tiles, tq, 128))
         assert sorted(seen) == sorted(everything)
 
 
 @interpreted
-@pytest.mark.parametrize("right", [None, 7])
-@pytest.mark.parametrize("left", [None, 90])
-def test_a_warpgroup_hands_back_every_tile_that_was_loaded(
-    monkeypatch: pytest.MonkeyPatch, left: int | None, right: int | None
-) -> None:
-    """Rows beyond the end see nothing and still pass by what the loader brings: else it waits for ever."""
-    from tilegrad.kernels.attention import hopper_fwd
+def test_every_row_of_packed_sequences_is_taken_once(in_python: Callable[[Program], Any]) -> None:
+    dice, fwd = random.Random(0), in_python(Program(0, 1))
+    for _ in range(60):
+        lengths = [dice.choice((0, 1, dice.randint(0, 700))) for _ in range(dice.randint(1, 9))]
+        ends = Lengths((0, *itertools.accumulate(lengths)))
+        row_tiles = sum(lengths) // 192 + len(lengths)
+        work = work_of(fwd, batch=len(lengths), row_tiles=row_tiles, cu_seqlens_q=ends, cu_seqlens_k=ends)
+        rows = []
+        for slot in range(row_tiles):
+            tile = fwd._tile.fn(slot, work, 192, 128)
+            rows += [(tile.b, i) for i in range(max(tile.start, 0), tile.start + 192)]
+        assert sorted(rows) == [(b, i) for b, n in enumerate(lengths) for i in range(n)]
 
-    monkeypatch.setattr(hopper_fwd, "gl", MagicMock(where=Program(0, 1).where, minimum=min, maximum=max))
-    monkeypatch.setattr(hopper_fwd, "ROWS", 64)
-    monkeypatch.setattr(hopper_fwd, "band_tiles", lambda *of: (1 if left is None else 2, 2, 2, 5))
-    for name in ("mbarrier", "warpgroup_mma"):
-        monkeypatch.setattr(hopper_fwd, name, MagicMock())
-    monkeypatch.setattr(hopper_fwd, "_pass_by", lambda tiles, turn, rings: turn + tiles)
-    rings, work = MagicMock(), MagicMock(left=left, right=right)
-    rings.q_ready.shape, rings.k.shape = [2], [2, 1, 1, 128, 64]
-    tile = MagicMock(start=0, tq=64, tk=900, first=1, last=7)
-    for warpgroup in (0, 1):  # the second one's rows lie beyond the end
-        first, _, _, last = hopper_fwd._own_columns.fn(warpgroup, tile, work, 128)
-        _, turn = hopper_fwd._first_product.fn(warpgroup, 0, 0, last, tile, work, rings, 2, None)
-        passed_by = 0 if left is None else first - tile.first
-        assert turn + (last - first) + passed_by == tile.last - tile.first
+
+@interpreted
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("right", [None, 0, 7])
+@pytest.mark.parametrize("left", [None, 0, 90])
+def test_a_warpgroup_sees_what_its_rows_see_and_hands_back_every_tile(
+    in_python: Callable[[Program], Any], left: int | None, right: int | None, warpgroups: int
+) -> None:
+    dice, fwd = random.Random(0), in_python(Program(0, 1))
+    rows = 64 * warpgroups
+    for _ in range(25):
+        tq, tk, columns = dice.randint(1, 400), dice.randint(1, 400), dice.choice((64, 128))
+        work = work_of(fwd, row_tiles=-(-tq // rows), tq=tq, tk=tk, left=left, right=right)
+        for index, warpgroup in itertools.product(range(work.row_tiles), range(warpgroups)):
+            tile = fwd._tile.fn(index, work, rows, columns)
+            span = fwd._span.fn(warpgroup, tile, work, rows, columns)
+            behind = span.first - tile.first
+            assert min(span.before, behind) >= 0 < span.last - span.first
+            assert span.before + (span.last - span.first) + behind == tile.last - tile.first
+            start = tile.start + 64 * warpgroup
+            own = range(max(start, 0), max(start + 64, 0))
+            seen = {(i, j) for i in own for j in range(tk) if sees(i + tk - tq - j, left, right)}
+            assert all(span.first <= j // columns < span.last for _, j in seen)
+            unmasked = range(max(span.full, span.first), min(span.full_end, span.last))
+            assert seen >= {(i, j) for i in own for n in unmasked for j in range(columns * n, columns * (n + 1))}
+
+
+def sees(gap: int, left: int | None, right: int | None) -> bool:
+    return (left is None or gap <= left) and (right is None or gap >= -right)
+
+
+def emulated(call: Call, programs: int) -> dict[str, torch.Tensor]:
+    """o and lse of the forward, in plain Python."""
+    from tilegrad.kernels.attention import hopper_attention, hopper_fwd, triton_mask
+
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
+    with pytest.MonkeyPatch.context() as patch, emulation(hopper_fwd, triton_mask) as launch:
+        patch.setattr(hopper_attention, "multiprocessors", lambda device: programs)
+        patch.setattr(hopper_attention, "_launches", {})
+        patch.setattr(
+            hopper_attention, "prepare",
+            lambda kernel, key, grid, arguments, num_warps: lambda: launch(kernel, grid, arguments),
+        )  # fmt: skip
+        needed = hopper_attention.workspace(q, k, v, mask, backward=False, deterministic=False)
+        scratch = {name: torch.full(shape, 7, dtype=dtype) for name, (shape, dtype) in needed.items()}
+        hopper_attention.fwd(q, k, v, mask, **out, scratch=scratch)
+    return out
+
+
+def check_emulated(case: Case, programs: int) -> None:
+    call = build(case)
+    got = emulated(call, programs)
+    exact = dict(zip(got, reference.forward(call.q.double(), call.k.double(), call.v.double(), call.mask), strict=True))
+    yardstick = dict(zip(got, reference.forward(call.q, call.k, call.v, call.mask), strict=True))
+    assert_no_worse(got, exact, yardstick, case.dtype)
+
+
+RAGGED = replace(case(128, causal=False), tq=300, tk=333, hkv=1)
+EMULATED: dict[str, Case] = {
+    "full": RAGGED,
+    "causal, three warpgroups": replace(RAGGED, d=64, dv=64, causal=True),
+    "one slot of q": replace(RAGGED, d=256, dv=256),
+    "a warpgroup without rows": replace(RAGGED, causal=True, tq=130, tk=900),
+    "no column seen": replace(RAGGED, causal=True, tq=400, tk=100, sinks=True),
+    "open window": replace(RAGGED, window=(100, None), group=2, layout="fused"),
+    "softcap, negative scale": replace(RAGGED, window=(40, 7), softcap=2.0, scale=-0.2, dtype=torch.float16),
+    "packed": replace(RAGGED, d=40, dv=40, causal=True, lengths=((300, 300), (0, 50), (77, 200), (40, 0), (1, 1))),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("name", EMULATED)
+def test_in_plain_python_the_forward_agrees_with_the_oracle(name: str, programs: int) -> None:
+    check_emulated(EMULATED[name], programs)
+
+
+@interpreted
+@pytest.mark.slow
+def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
+    import hopper_on_gpu
+
+    for n, spec in enumerate(hopper_on_gpu.specifications() * 2):
+        drawn = hopper_on_gpu.case_of(spec, random.Random(n))
+        check_emulated(replace(drawn, b=min(drawn.b, 2), device="cpu"), 1 + n % 3)
+
+
+@interpreted
+def test_nan_of_a_packed_sequence_stays_there() -> None:
+    call = build(replace(RAGGED, lengths=((200, 190), (77, 77), (150, 333))))
+    clean = emulated(call, 2)
+    for x, start in ((call.q, 200), (call.k, 190), (call.v, 190)):
+        x[start : start + 77] = math.nan
+    spoilt = emulated(call, 2)
+    others = [*range(200), *range(277, 427)]
+    assert torch.equal(spoilt["o"][others], clean["o"][others])
+    assert torch.equal(spoilt["lse"][:, others], clean["lse"][:, others])
+    assert spoilt["o"][200:277].isnan().all()
 
 
 @interpreted

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes
 from .hopper_fwd import ROWS, _attention_fwd_kernel
-from .hopper_tma import Launch, current, prepare, refusal, tile_descriptor
+from .hopper_tma import Launch, current, four_dims, prepare, refusal, tile_descriptor
 from .mask import Mask
 from .triton_attention import LEAST_FACTOR, LOG2E, Sizes, multiprocessors, sizes_of
 
@@ -69,7 +69,8 @@ def _balanced_wave(row_tiles: int, heads: int, tk: int, most: int, programs: int
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
     if o is lse is None:
         return
-    tensors = (q, k, v, o, lse, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    taken = scratch["taken"] if mask.varlen else None
+    tensors = (q, k, v, o, lse, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, taken)
     addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
     strides = (q.stride(), k.stride(), v.stride(), o is not None and o.stride(), lse is not None and lse.stride())
     cu, sinks = mask.cu_seqlens_q, mask.sinks
@@ -81,11 +82,15 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
         if launch is None:
             if len(_launches) >= MOST_LAUNCHES:
                 _launches.clear()
-            launch = _launches[key] = _prepare_fwd(q, k, v, mask, o, lse)
+            launch = _launches[key] = _prepare_fwd(q, k, v, mask, o, lse, taken)
+        if taken is not None:
+            taken.zero_()
         launch()
 
 
-def _prepare_fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None) -> Launch:
+def _prepare_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, taken: Tensor | None
+) -> Launch:
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
     unfit = None if o is None else refusal("o", o, varlen)
@@ -95,27 +100,27 @@ def _prepare_fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, 
     rows = ROWS.value * tiling.warpgroups
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
-    programs = tiles if varlen else min(tiles, multiprocessors(q.device))
+    programs = min(tiles, multiprocessors(q.device))
     wave = 1 if varlen else _wave(sizes, row_tiles, programs, tiling.columns)
     scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
+    lse_strides = (0, 0, 0) if lse is None else (0, *lse.stride()) if varlen else lse.stride()
+    o_strides = (0, 0, 0) if o is None else four_dims(o, varlen)[1][:3]
+    strides = (*o_strides, *lse_strides, 0 if sinks is None else sinks.stride(0))
     constants = (
         tiling.warpgroups, tiling.columns, sizes.block_d, sizes.d, tiling.slots, tiling.q_slots, scale < 0.0
     )  # fmt: skip
     key = (
         q.dtype, varlen, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
-        sizes.right is None, mask.softcap == 0.0, constants,
+        sizes.right is None, mask.softcap == 0.0, constants, *(stride >= 2**31 for stride in strides),
     )  # fmt: skip
-    lse_b, lse_h, lse_t = (0, 0, 0) if lse is None else (0, *lse.stride()) if varlen else lse.stride()
-    o_t, o_h = o.stride()[:2] if o is not None and varlen else (0, 0)
     arguments = (
         tile_descriptor(q, varlen, ROWS.value, sizes.block_d),
         tile_descriptor(k, varlen, tiling.columns, sizes.block_d),
         tile_descriptor(v, varlen, tiling.columns, sizes.block_d),
         mask.cu_seqlens_q, mask.cu_seqlens_k, sinks,
         None if o is None else tile_descriptor(o, varlen, ROWS.value, sizes.block_d),
-        o if varlen else None, lse,
-        o_h, o_t, lse_b, lse_h, lse_t, 0 if sinks is None else sinks.stride(0),
-        sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, wave,
+        o, lse, taken,
+        *strides, sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, wave,
         sizes.tq, sizes.tk, sizes.left, sizes.right,
         max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
     )  # fmt: skip
@@ -126,7 +131,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
     from . import hopper_bwd
 
     if not backward:
-        return {}
+        return {"taken": ((1,), torch.int32)} if mask.varlen else {}
     return hopper_bwd.workspace(q, sizes_of(q, k, v, mask), mask.varlen, deterministic)
 
 

@@ -16,13 +16,19 @@ bytes will come and starts the TMA copies. A warpgroup waits for `ready`, multip
 slot is phase n & 1 of both; a wait for the phase before the first returns at once. o leaves through the slot of its own q,
 which has served then; the slot goes back to the loader when the copy out has been read, in the next tile if there are two.
 
-**Order.** A program takes tile after tile of rows, the same list in its loader and its warpgroups: while the last products of a
-tile drain, q and k of the next are on their way. Tiles are dealt out in rounds, forth and back, so that under a causal edge a
-program with long tiles in one round has short ones in the next. `wave` heads are walked together, chosen so that their k and v
-stay in L2. Packed sequences are cut into slots of tiles, sequence b from slot cu_seqlens_q[b] / rows + b on, which needs no
-sums over lengths; each slot has a program of its own, and one without rows does nothing.
+**Order.** A program takes tile after tile of rows, and while the last products of one drain, q and k of the next are on their
+way. The loader decides: before it loads a tile it leaves a note of it for the warpgroups, in a ring of its own. It is never
+more than two tiles ahead of the slowest (q's slots), so of four notes none is overwritten that is still read; and a warpgroup
+has to hand back every tile of columns before it waits for the next note, else both wait for ever.
+Dense tiles are dealt out in rounds, forth and back, so that under a causal edge a program with long tiles in one round
+has short ones in the next; `wave` heads are walked together, chosen so that their k and v stay in L2. Packed sequences are cut
+into slots of tiles, sequence b from slot cu_seqlens_q[b] / rows + b on, which needs no sums over lengths; programs take them
+one by one from a counter and skip those without rows.
 
-Rows beyond the end are cut off by TMA; those of packed sequences, where the next sequence follows, by predicated stores.
+**Edges.** Tiles of rows are counted from the end of a sequence: the one that is not full is the first, which has the least to
+do under a causal edge. Its rows before row 0 are zeros, or of the sequence before, and are not written: by predicated stores,
+for TMA writes nothing from before the beginning. Columns beyond the end are hidden; those of packed sequences, which belong
+to the next one, are cleared in v.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -45,6 +51,8 @@ from . import triton_mask
 LOWEST = gl.constexpr(-1e38)
 ROWS = gl.constexpr(64)  # of a warpgroup
 SEQUENCES = gl.constexpr(128)  # looked at together for the one that owns a slot
+NOTES = gl.constexpr(4)  # of tiles of rows, kept at once
+END = gl.constexpr(-(2**30))  # where rows start in the note after the last
 
 band_tiles = gluon.jit(triton_mask.band_tiles.fn)
 tanh = gluon.jit(triton_mask.tanh.fn)
@@ -59,6 +67,7 @@ class Work(NamedTuple):
     cu_seqlens_k: Any
     sinks: Any
     sinks_h: Any
+    taken: Any  # counter of packed tiles
     batch: Any
     heads: Any
     group: Any
@@ -82,10 +91,13 @@ class Rings(NamedTuple):
     k_free: Any
     v_ready: Any
     v_free: Any
+    notes: Any
+    note_ready: Any
 
 
 class Tile(NamedTuple):
-    """Rows start … of head h of sequence b, and the columns' tiles first … last that they see."""
+    """Rows start … of head h of sequence b, which has tq rows from start_q on and tk columns from start_k on, and the columns'
+    tiles first … last that they see. A note is all of it but start_k."""
 
     b: Any
     h: Any
@@ -98,10 +110,24 @@ class Tile(NamedTuple):
     last: Any
 
 
+class Span(NamedTuple):
+    """Of a warpgroup: tiles that it passes by before the first that it takes; those it takes, first … last, without an edge
+    full … full_end; the column that its row 0 stands at; columns in all."""
+
+    before: Any
+    first: Any
+    full: Any
+    full_end: Any
+    last: Any
+    diagonal: Any
+    tk: Any
+
+
 class Out(NamedTuple):
     o_desc: Any
     o: Any
     lse: Any
+    o_b: Any
     o_h: Any
     o_t: Any
     lse_b: Any
@@ -110,21 +136,23 @@ class Out(NamedTuple):
 
 
 @gluon.jit
-def _rounds(work):
-    """Tiles of this program: one in each whole round, and perhaps one in the last."""
-    tiles = work.row_tiles * work.heads * work.batch
+def _next_index(n, work):
+    """Which tile this program takes in its n-th turn."""
     if work.cu_seqlens_q is not None:
-        tiles = work.row_tiles * work.heads
-    programs = gl.num_programs(0)
-    whole = tiles // programs
-    return whole + (_place(whole) < tiles - whole * programs).to(gl.int32)
+        return gl.atomic_add(work.taken, 1)
+    else:
+        here = gl.program_id(0)
+        programs = gl.num_programs(0)
+        return n * programs + gl.where(n % 2 == 0, here, programs - 1 - here)
 
 
 @gluon.jit
-def _place(turn):
-    """This program's place in a round: forth in even rounds, back in odd ones."""
-    here = gl.program_id(0)
-    return gl.where(turn % 2 == 0, here, gl.num_programs(0) - 1 - here)
+def _tiles(work):
+    """Tiles of rows of the whole call; of packed sequences the slots."""
+    tiles = work.row_tiles * work.heads
+    if work.cu_seqlens_q is None:
+        tiles = tiles * work.batch
+    return tiles
 
 
 @gluon.jit
@@ -140,8 +168,7 @@ def _sequence_of(slot, work, TILE: gl.constexpr):
 
 
 @gluon.jit
-def _tile(turn, work, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
-    index = turn * gl.num_programs(0) + _place(turn)
+def _tile(index, work, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
     start_q = index * 0
     start_k = index * 0
     tq = work.tq
@@ -156,29 +183,96 @@ def _tile(turn, work, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
         tk = gl.load(work.cu_seqlens_k + b + 1) - start_k
         m = slot - (start_q // TILE + b)
     else:
-        heads = work.heads * work.batch
-        turns = index // (work.row_tiles * work.wave)
-        begin = turns * work.wave
-        size = gl.minimum(work.wave, heads - begin)
+        begin = index // (work.row_tiles * work.wave) * work.wave
+        size = gl.minimum(work.wave, work.heads * work.batch - begin)
         rest = index - begin * work.row_tiles
         m = rest // size
         h = (begin + rest % size) % work.heads
         b = (begin + rest % size) // work.heads
-        if work.right is not None:
-            m = work.row_tiles - 1 - m
-    start = m * TILE
-    first, _, _, last = band_tiles(start, gl.minimum(start + TILE, tq), tk - tq, work.left, work.right, tk, BLOCK_N)
+    start = tq - (m + 1) * TILE
+    first, _, _, last = band_tiles(gl.maximum(start, 0), start + TILE, tk - tq, work.left, work.right, tk, BLOCK_N)
     return Tile(b, h, start, start_q, start_k, tq, tk, first, gl.maximum(last, first + 1))
+
+
+@gluon.jit
+def _span(W: gl.constexpr, tile, work, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """What rows of warpgroup W see, at least one tile; a warpgroup whose rows lie before row 0 takes just the last."""
+    start = tile.start + W * ROWS
+    first, full, full_end, last = band_tiles(
+        gl.maximum(start, 0), start + ROWS, tile.tk - tile.tq, work.left, work.right, tile.tk, BLOCK_N
+    )
+    first = gl.minimum(first, tile.last - 1)
+    last = gl.maximum(gl.minimum(last, tile.last), first + 1)
+    if W * ROWS + ROWS < TILE:
+        none = start + ROWS <= 0
+        last = gl.where(none, tile.last, last)
+        first = gl.where(none, tile.last - 1, first)
+    return Span(tile.last - last, first, full, full_end, last, start + tile.tk - tile.tq, tile.tk)
+
+
+@gluon.jit
+def _leave(note, slot, value):
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    note.index(slot).store(gl.full((1,), value, gl.int32, layout=ONE))
+
+
+@gluon.jit
+def _leave_note(n, tile, start, rings):
+    slot = n % NOTES
+    _leave(rings.notes.b, slot, tile.b)
+    _leave(rings.notes.h, slot, tile.h)
+    _leave(rings.notes.start, slot, start)
+    _leave(rings.notes.start_q, slot, tile.start_q)
+    _leave(rings.notes.tq, slot, tile.tq)
+    _leave(rings.notes.tk, slot, tile.tk)
+    _leave(rings.notes.first, slot, tile.first)
+    _leave(rings.notes.last, slot, tile.last)
+    mbarrier.arrive(rings.note_ready.index(slot), count=1)
+
+
+@gluon.jit
+def _read(note, slot):
+    """A number of a note; the maximum of one is a scalar."""
+    ONE: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(note.index(slot).load(ONE), 0)
+
+
+@gluon.jit
+def _read_note(n, rings, work):
+    slot = n % NOTES
+    start_q = n * 0
+    tq = work.tq
+    tk = work.tk
+    if work.cu_seqlens_q is not None:
+        start_q = _read(rings.notes.start_q, slot)
+        tq = _read(rings.notes.tq, slot)
+        tk = _read(rings.notes.tk, slot)
+    return Tile(
+        _read(rings.notes.b, slot), _read(rings.notes.h, slot), _read(rings.notes.start, slot), start_q, n * 0, tq, tk,
+        _read(rings.notes.first, slot), _read(rings.notes.last, slot),
+    )  # fmt: skip
+
+
+@gluon.jit
+def _next_span(W: gl.constexpr, n, rings, work, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
+    """This warpgroup's columns in turn n, and whether there is one."""
+    mbarrier.wait(rings.note_ready.index(n % NOTES), n // NOTES & 1)
+    tile = _read_note(n, rings, work)
+    return _span(W, tile, work, TILE, BLOCK_N), tile.start != END
 
 
 @gluon.jit
 def _load(q_desc, k_desc, v_desc, rings, work, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, PACKED: gl.constexpr):
     Q_SLOTS: gl.constexpr = rings.q_ready.shape[0] // WARPGROUPS
     SLOTS: gl.constexpr = rings.k.shape[0]
+    TILE: gl.constexpr = ROWS * WARPGROUPS
     turn = 0
-    for n in range(_rounds(work)):
-        tile = _tile(n, work, ROWS * WARPGROUPS, BLOCK_N)
-        if not PACKED or tile.start < tile.tq:
+    n = 0
+    index = _next_index(0, work)
+    while index < _tiles(work):
+        tile = _tile(index, work, TILE, BLOCK_N)
+        if not PACKED or tile.start > -TILE:
+            _leave_note(n, tile, tile.start, rings)
             b = tile.b
             if PACKED:
                 b = tile.b * 0
@@ -205,6 +299,11 @@ def _load(q_desc, k_desc, v_desc, rings, work, WARPGROUPS: gl.constexpr, BLOCK_N
                     v_desc, [b, tile.h // work.group, row, 0], rings.v_ready.index(slot), rings.v.index(slot)
                 )
                 turn += 1
+            n += 1
+        index = _next_index(n, work)
+    nothing = index * 0
+    end = Tile(nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    _leave_note(n, end, nothing + END, rings)
 
 
 @gluon.jit
@@ -223,8 +322,51 @@ def _pass_by(tiles, turn, rings):
 
 
 @gluon.jit
-def _log2_scores(x, work, NEGATIVE: gl.constexpr):
-    """(x, factor): base-2 scores are x · factor, factor > 0."""
+def _scores(q, turn, rings, S: gl.constexpr):
+    """q kᵀ with the k of a turn, on its way."""
+    SLOTS: gl.constexpr = rings.k.shape[0]
+    BLOCK_N: gl.constexpr = rings.k.shape[3]
+    BLOCK_D: gl.constexpr = rings.k.shape[4]
+    mbarrier.wait(rings.k_ready.index(turn % SLOTS), turn // SLOTS & 1)
+    k = rings.k.index(turn % SLOTS).reshape([BLOCK_N, BLOCK_D])
+    nothing = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S)
+    return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+
+
+@gluon.jit
+def _add_values(p, acc, turn, rows, rings, PACKED: gl.constexpr):
+    """acc + p v with the v of a turn, on its way. Of packed sequences only `rows` rows of it: p is 0 for those of the next
+    sequence, but 0 · NaN would not be."""
+    SLOTS: gl.constexpr = rings.v.shape[0]
+    BLOCK_N: gl.constexpr = rings.v.shape[3]
+    BLOCK_D: gl.constexpr = rings.v.shape[4]
+    mbarrier.wait(rings.v_ready.index(turn % SLOTS), turn // SLOTS & 1)
+    v = rings.v.index(turn % SLOTS).reshape([BLOCK_N, BLOCK_D])
+    if PACKED and rows < BLOCK_N:
+        _clear_rows(v, rows)
+    return warpgroup_mma(p, v, acc, is_async=True)
+
+
+@gluon.jit
+def _clear_rows(v, rows):
+    """v[rows:] = 0; each warpgroup for itself, with the same result."""
+    BLOCK_N: gl.constexpr = v.shape[0]
+    BLOCK_D: gl.constexpr = v.shape[1]
+    AT_ONCE: gl.constexpr = 2048 // BLOCK_D
+    COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
+    j = gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, COPY))[:, None]
+    for start in gl.static_range(0, BLOCK_N, AT_ONCE):
+        if rows < start + AT_ONCE:
+            part = v.slice(start, AT_ONCE, dim=0)
+            x = part.load(COPY)
+            part.store(gl.where(j < rows - start, x, gl.zeros_like(x)))
+    fence_async_shared()
+
+
+@gluon.jit
+def _softmax_step(s, row_max, row_sum, at, span, work, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr):
+    """(p, row_max, row_sum, alpha) after the scores s of tile `at` of columns."""
+    x = s
     factor = work.factor
     if work.softcap is not None:
         sign: gl.constexpr = -1.0 if NEGATIVE else 1.0
@@ -232,18 +374,31 @@ def _log2_scores(x, work, NEGATIVE: gl.constexpr):
         factor = work.factor * 0.0 + 1.0
     elif NEGATIVE:
         x = -x
-    return x, factor
+    if (at < span.full) | (at >= span.full_end):
+        place = span.diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
+        end = place * 0 + (span.tk - 1)
+        if work.right is not None:
+            end = gl.minimum(end, place + work.right)
+        j = at * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))[None, :]
+        x = gl.where(j <= end[:, None], x, float("-inf"))
+        if work.left is not None:
+            x = gl.where(j >= (place - work.left)[:, None], x, float("-inf"))
+    new_max = gl.maximum(row_max, gl.max(x, 1) * factor)
+    p = gl.exp2(x * factor - new_max[:, None])
+    alpha = gl.exp2(row_max - new_max)
+    return p, new_max, row_sum * alpha + gl.sum(p, 1), alpha
 
 
 @gluon.jit
-def _hide(x, i, start, tile, work, BLOCK_N: gl.constexpr):
-    j = start + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, x.type.layout))[None, :]
-    seen = j < tile.tk
-    if work.left is not None:
-        seen &= i + (tile.tk - tile.tq) - j <= work.left
-    if work.right is not None:
-        seen &= i + (tile.tk - tile.tq) - j >= -work.right
-    return gl.where(seen, x, float("-inf"))
+def _start_rows(n, rings, work, S: gl.constexpr):
+    """(row_max, row_sum) before the first column: nothing, or the sink."""
+    row_max = gl.full((ROWS,), LOWEST, gl.float32, layout=gl.SliceLayout(1, S))
+    row_sum = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S))
+    if work.sinks is not None:
+        sink = to_base(gl.load(work.sinks + _read(rings.notes.h, n % NOTES) * work.sinks_h).to(gl.float32), EXACT=False)
+        row_max = gl.maximum(row_max, sink)
+        row_sum = gl.exp2(sink - row_max)
+    return row_max, row_sum
 
 
 @gluon.jit
@@ -254,16 +409,16 @@ def _write(acc, row_max, row_sum, tile, start, slot, out, PACKED: gl.constexpr, 
         rows = start + gl.arange(0, ROWS, layout=row_sum.type.layout)
         value = gl.where(some, from_base(row_max + gl.log2(row_sum), EXACT=False), float("-inf"))
         lse = out.lse + gl.cast(tile.b, gl.int64) * out.lse_b + gl.cast(tile.h, gl.int64) * out.lse_h
-        gl.store(lse + (tile.start_q + rows).to(gl.int64) * out.lse_t, value, mask=rows < tile.tq)
+        gl.store(lse + (tile.start_q + rows).to(gl.int64) * out.lse_t, value, mask=rows >= 0)
     if out.o_desc is not None:
         BLOCK_D: gl.constexpr = acc.shape[1]
         scale = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, acc.type.layout))
         o = (acc * scale[:, None]).to(slot.dtype)
         slot.reshape([ROWS, BLOCK_D]).store(o)
-        if PACKED and start + ROWS > tile.tq:
+        fence_async_shared()
+        if start < 0:
             _store_rows(slot.reshape([ROWS, BLOCK_D]), tile, start, out, D)
         else:
-            fence_async_shared()
             b = tile.b
             if PACKED:
                 b = tile.b * 0
@@ -272,60 +427,17 @@ def _write(acc, row_max, row_sum, tile, start, slot, out, PACKED: gl.constexpr, 
 
 @gluon.jit
 def _store_rows(o, tile, start, out, D: gl.constexpr):
-    """Those rows of o that the sequence has, 16 bytes a thread."""
+    """Rows of o from row 0 on, 16 bytes a thread."""
     BLOCK_D: gl.constexpr = o.shape[1]
+    AT_ONCE: gl.constexpr = 2048 // BLOCK_D
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    i = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, COPY))[:, None]
     d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))[None, :]
-    at = out.o + gl.multiple_of(gl.cast(tile.h, gl.int64) * out.o_h, 8)
-    rows = gl.multiple_of((tile.start_q + i).to(gl.int64) * out.o_t, [8, 8])
-    gl.store(at + rows + d, o.load(COPY), mask=(i < tile.tq) & (d < D))
-
-
-@gluon.jit
-def _start_rows(tile, work, S: gl.constexpr):
-    """(row_max, row_sum) before the first column: nothing, or the sink."""
-    row_max = gl.full((ROWS,), LOWEST, gl.float32, layout=gl.SliceLayout(1, S))
-    row_sum = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S))
-    if work.sinks is not None:
-        sink = to_base(gl.load(work.sinks + tile.h * work.sinks_h).to(gl.float32), EXACT=False)
-        row_max = gl.maximum(row_max, sink)
-        row_sum = gl.exp2(sink - row_max)
-    return row_max, row_sum
-
-
-@gluon.jit
-def _own_columns(W: gl.constexpr, tile, work, BLOCK_N: gl.constexpr):
-    """(first, full, full_end, last) of this warpgroup's rows, at least one tile; one beyond the end takes just one."""
-    start = tile.start + W * ROWS
-    stop = gl.minimum(start + ROWS, tile.tq)
-    first, full, full_end, last = band_tiles(start, stop, tile.tk - tile.tq, work.left, work.right, tile.tk, BLOCK_N)
-    if work.left is None and work.right is None:
-        first = tile.first
-        last = tile.last
-    else:
-        first = gl.where(start < tile.tq, gl.minimum(first, tile.last - 1), tile.first)
-        last = gl.where(start < tile.tq, gl.maximum(gl.minimum(last, tile.last), first + 1), first + 1)
-    return first, full, full_end, last
-
-
-@gluon.jit
-def _first_product(W: gl.constexpr, n, turn, last, tile, work, rings, WARPGROUPS: gl.constexpr, S: gl.constexpr):
-    """q kᵀ of a tile's last columns, on its way, and the turn of its k."""
-    Q_SLOTS: gl.constexpr = rings.q_ready.shape[0] // WARPGROUPS
-    SLOTS: gl.constexpr = rings.k.shape[0]
-    BLOCK_N: gl.constexpr = rings.k.shape[3]
-    BLOCK_D: gl.constexpr = rings.k.shape[4]
-    if work.left is not None or work.right is not None:
-        turn = _pass_by(tile.last - last, turn, rings)
-    q_slot = n % Q_SLOTS * WARPGROUPS + W
-    slot = turn % SLOTS
-    mbarrier.wait(rings.q_ready.index(q_slot), n // Q_SLOTS & 1)
-    mbarrier.wait(rings.k_ready.index(slot), turn // SLOTS & 1)
-    q = rings.q.index(q_slot).reshape([ROWS, BLOCK_D])
-    k = rings.k.index(slot).reshape([BLOCK_N, BLOCK_D])
-    nothing = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S)
-    return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True), turn
+    head = out.o + gl.multiple_of(gl.cast(tile.b, gl.int64) * out.o_b, 8)
+    head += gl.multiple_of(gl.cast(tile.h, gl.int64) * out.o_h, 8)
+    for n in gl.static_range(0, ROWS, AT_ONCE):
+        i = start + n + gl.arange(0, AT_ONCE, layout=gl.SliceLayout(1, COPY))[:, None]
+        rows = gl.multiple_of((tile.start_q + i).to(gl.int64) * out.o_t, [8, 8])
+        gl.store(head + rows + d, o.slice(n, AT_ONCE, dim=0).load(COPY), mask=(i >= 0) & (d < D))
 
 
 @gluon.jit
@@ -340,96 +452,61 @@ def _attend(
     TILE: gl.constexpr = ROWS * WARPGROUPS
     Q_SLOTS: gl.constexpr = rings.q_ready.shape[0] // WARPGROUPS
     SLOTS: gl.constexpr = rings.k.shape[0]
-    nothing = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S)
-    rounds = _rounds(work)
-    tile = _tile(0, work, TILE, BLOCK_N)
-    first, full, full_end, last = _own_columns(W, tile, work, BLOCK_N)
-    turn = 0
-    for n in range(rounds):
-        if PACKED:
-            tile = _tile(n, work, TILE, BLOCK_N)
-            first, full, full_end, last = _own_columns(W, tile, work, BLOCK_N)
-        if not PACKED or tile.start < tile.tq:
-            start = tile.start + W * ROWS
-            i = start + gl.arange(0, ROWS, layout=gl.SliceLayout(1, S))[:, None]
-            row_max, row_sum = _start_rows(tile, work, S)
-            acc = gl.zeros((ROWS, BLOCK_D), gl.float32, layout=O)
-            q_slot = n % Q_SLOTS * WARPGROUPS + W
-            q = rings.q.index(q_slot).reshape([ROWS, BLOCK_D])
+    n = gl.to_tensor(0)
+    turn = gl.to_tensor(0)
+    span, more = _next_span(W, n, rings, work, TILE, BLOCK_N)
+    while more:
+        q_slot = n % Q_SLOTS * WARPGROUPS + W
+        q = rings.q.index(q_slot).reshape([ROWS, BLOCK_D])
+        row_max, row_sum = _start_rows(n, rings, work, S)
+        acc = gl.zeros((ROWS, BLOCK_D), gl.float32, layout=O)
 
-            s, turn = _first_product(W, n, turn, last, tile, work, rings, WARPGROUPS, S)
-            s = warpgroup_mma_wait(0, deps=(s,))
-            mbarrier.arrive(rings.k_free.index(turn % SLOTS), count=1)
-            if Q_SLOTS > 1:
-                tma.store_wait(0)
-                mbarrier.arrive(rings.q_free.index((n + 1) % Q_SLOTS * WARPGROUPS + W), count=1, pred=n > 0)
-            x, factor = _log2_scores(s, work, NEGATIVE)
-            at = last - 1
-            if (at < full) | (at >= full_end):
-                x = _hide(x, i, at * BLOCK_N, tile, work, BLOCK_N)
-            new_max = gl.maximum(row_max, gl.max(x, 1) * factor)
-            p = gl.exp2(x * factor - new_max[:, None])
-            row_sum = row_sum * gl.exp2(row_max - new_max) + gl.sum(p, 1)
-            row_max = new_max
-            p = gl.convert_layout(p.to(dtype), P)
-            for j in range(1, last - first):
-                before = turn % SLOTS
-                before_phase = turn // SLOTS & 1
-                turn += 1
-                slot = turn % SLOTS
-                mbarrier.wait(rings.k_ready.index(slot), turn // SLOTS & 1)
-                k = rings.k.index(slot).reshape([BLOCK_N, BLOCK_D])
-                s = warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
-                mbarrier.wait(rings.v_ready.index(before), before_phase)
-                v = rings.v.index(before).reshape([BLOCK_N, BLOCK_D])
-                acc = warpgroup_mma(p, v, acc, is_async=True)
-                s = warpgroup_mma_wait(1, deps=(s,))
-                mbarrier.arrive(rings.k_free.index(slot), count=1)
-                x, factor = _log2_scores(s, work, NEGATIVE)
-                at = last - 1 - j
-                if (at < full) | (at >= full_end):
-                    x = _hide(x, i, at * BLOCK_N, tile, work, BLOCK_N)
-                new_max = gl.maximum(row_max, gl.max(x, 1) * factor)
-                alpha = gl.exp2(row_max - new_max)
-                p_next = gl.exp2(x * factor - new_max[:, None])
-                row_sum = row_sum * alpha + gl.sum(p_next, 1)
-                row_max = new_max
-                acc = warpgroup_mma_wait(0, deps=(acc,))
-                mbarrier.arrive(rings.v_free.index(before), count=1)
-                acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
-                p = gl.convert_layout(p_next.to(dtype), P)
-            slot = turn % SLOTS
-            mbarrier.wait(rings.v_ready.index(slot), turn // SLOTS & 1)
-            v = rings.v.index(slot).reshape([BLOCK_N, BLOCK_D])
-            acc = warpgroup_mma(p, v, acc, is_async=True)
-            beyond = first - tile.first
-            following = tile
-            if not PACKED:  # found while the last product runs
-                following = _tile(n + 1, work, TILE, BLOCK_N)
-                first, full, full_end, last = _own_columns(W, following, work, BLOCK_N)
+        turn = _pass_by(span.before, turn, rings)
+        mbarrier.wait(rings.q_ready.index(q_slot), n // Q_SLOTS & 1)
+        s = warpgroup_mma_wait(0, deps=(_scores(q, turn, rings, S),))
+        mbarrier.arrive(rings.k_free.index(turn % SLOTS), count=1)
+        if Q_SLOTS > 1:
+            tma.store_wait(0)
+            mbarrier.arrive(rings.q_free.index((n + 1) % Q_SLOTS * WARPGROUPS + W), count=1, pred=n > 0)
+        p, row_max, row_sum, _ = _softmax_step(s, row_max, row_sum, span.last - 1, span, work, BLOCK_N, NEGATIVE)
+        p = gl.convert_layout(p.to(dtype), P)
+        for j in range(1, span.last - span.first):
+            s = _scores(q, turn + 1, rings, S)
+            at = span.last - 1 - j
+            acc = _add_values(p, acc, turn, span.tk - (at + 1) * BLOCK_N, rings, PACKED)
+            s = warpgroup_mma_wait(1, deps=(s,))
+            mbarrier.arrive(rings.k_free.index((turn + 1) % SLOTS), count=1)
+            p_next, row_max, row_sum, alpha = _softmax_step(s, row_max, row_sum, at, span, work, BLOCK_N, NEGATIVE)
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            mbarrier.arrive(rings.v_free.index(slot), count=1)
+            mbarrier.arrive(rings.v_free.index(turn % SLOTS), count=1)
+            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+            p = gl.convert_layout(p_next.to(dtype), P)
             turn += 1
-            if work.left is not None:
-                turn = _pass_by(beyond, turn, rings)
+        acc = _add_values(p, acc, turn, span.tk - span.first * BLOCK_N, rings, PACKED)
+        acc = warpgroup_mma_wait(0, deps=(acc,))
+        mbarrier.arrive(rings.v_free.index(turn % SLOTS), count=1)
+        tile = _read_note(n, rings, work)
+        turn = _pass_by(span.first - tile.first, turn + 1, rings)
+        span, more = _next_span(W, n + 1, rings, work, TILE, BLOCK_N)
 
-            _write(acc, row_max, row_sum, tile, start, rings.q.index(q_slot), out, PACKED, D)
-            if Q_SLOTS == 1:
-                tma.store_wait(0)
-                mbarrier.arrive(rings.q_free.index(q_slot), count=1)
-            tile = following
+        _write(acc, row_max, row_sum, tile, tile.start + W * ROWS, rings.q.index(q_slot), out, PACKED, D)
+        if Q_SLOTS == 1:
+            tma.store_wait(0)
+            mbarrier.arrive(rings.q_free.index(q_slot), count=1)
+        n += 1
     tma.store_wait(0)
 
 
-TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "lse"]  # not o: TMA has it aligned
-SIZES = ["o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h", "batch", "heads", "group", "row_tiles", "wave", "tq", "tk"]
+TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "lse", "taken"]  # not o: TMA has it aligned
+STRIDES = ["o_b", "o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h"]
+SIZES = ["batch", "heads", "group", "row_tiles", "wave", "tq", "tk", "left", "right"]
 
 
-@gluon.jit(do_not_specialize=[*TENSORS, *SIZES, "left", "right"])
+@gluon.jit(do_not_specialize=[*TENSORS, *STRIDES, *SIZES])
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, sinks,
-    o_desc, o, lse,
-    o_h, o_t, lse_b, lse_h, lse_t, sinks_h,
+    o_desc, o, lse, taken,
+    o_b, o_h, o_t, lse_b, lse_h, lse_t, sinks_h,
     batch, heads, group, row_tiles, wave, tq, tk, left, right, factor, softcap,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr, SLOTS: gl.constexpr,
     Q_SLOTS: gl.constexpr, NEGATIVE: gl.constexpr,
@@ -437,6 +514,21 @@ def _attention_fwd_kernel(
     PACKED: gl.constexpr = cu_seqlens_q is not None
     dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
+    notes = Tile(
+        b=gl.allocate_shared_memory(gl.int32, [NOTES, 1], word),
+        h=gl.allocate_shared_memory(gl.int32, [NOTES, 1], word),
+        start=gl.allocate_shared_memory(gl.int32, [NOTES, 1], word),
+        start_q=gl.allocate_shared_memory(gl.int32, [NOTES, 1], word),
+        start_k=None,
+        tq=gl.allocate_shared_memory(gl.int32, [NOTES, 1], word),
+        tk=gl.allocate_shared_memory(gl.int32, [NOTES, 1], word),
+        first=gl.allocate_shared_memory(gl.int32, [NOTES, 1], word),
+        last=gl.allocate_shared_memory(gl.int32, [NOTES, 1], word),
+    )
+    note_ready = gl.allocate_shared_memory(gl.int64, [NOTES, 1], barrier)
+    for slot in gl.static_range(NOTES):
+        mbarrier.init(note_ready.index(slot), count=1)
     rings = Rings(
         q=gl.allocate_shared_memory(dtype, [Q_SLOTS * WARPGROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout),
         k=gl.allocate_shared_memory(dtype, [SLOTS, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout),
@@ -447,6 +539,8 @@ def _attention_fwd_kernel(
         k_free=gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier),
         v_ready=gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier),
         v_free=gl.allocate_shared_memory(gl.int64, [SLOTS, 1], barrier),
+        notes=notes,
+        note_ready=note_ready,
     )
     for slot in gl.static_range(Q_SLOTS * WARPGROUPS):
         mbarrier.init(rings.q_ready.index(slot), count=1)
@@ -457,33 +551,26 @@ def _attention_fwd_kernel(
         mbarrier.init(rings.v_ready.index(slot), count=1)
         mbarrier.init(rings.v_free.index(slot), count=WARPGROUPS)
     work = Work(
-        cu_seqlens_q,
-        cu_seqlens_k,
-        sinks,
-        sinks_h,
-        batch,
-        heads,
-        group,
-        row_tiles,
-        wave,
-        tq,
-        tk,
-        left,
-        right,
-        factor,
-        softcap,
-    )
-    out = Out(o_desc, o, lse, o_h, o_t, lse_b, lse_h, lse_t)
-    if WARPGROUPS == 2:
+        cu_seqlens_q, cu_seqlens_k, sinks, sinks_h, taken, batch, heads, group, row_tiles, wave, tq, tk, left, right,
+        factor, softcap,
+    )  # fmt: skip
+    out = Out(o_desc, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
+    WIDE: gl.constexpr = BLOCK_D == 256 and right is not None  # else ptxas would spill a little there
+    if WARPGROUPS == 1:
+        gl.warp_specialize([
+            (_attend, (0, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
+            (_load, (q_desc, k_desc, v_desc, rings, work, WARPGROUPS, BLOCK_N, PACKED)),
+        ], [1], [40])  # fmt: skip
+    elif WARPGROUPS == 2:
         gl.warp_specialize([
             (_attend, (0, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
             (_attend, (1, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
             (_load, (q_desc, k_desc, v_desc, rings, work, WARPGROUPS, BLOCK_N, PACKED)),
-        ], [4, 1], [232, 40])  # fmt: skip
-    else:
+        ], [4, 1], [240 if WIDE else 232, 32 if WIDE else 40])  # fmt: skip
+    elif WARPGROUPS == 3:
         gl.warp_specialize([
             (_attend, (0, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
             (_attend, (1, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
             (_attend, (2, rings, work, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, PACKED)),
             (_load, (q_desc, k_desc, v_desc, rings, work, WARPGROUPS, BLOCK_N, PACKED)),
-        ], [4, 4, 1], [160, 160, 24])  # fmt: skip
+        ], [4, 4, 1], [160, 160, 32])  # fmt: skip
