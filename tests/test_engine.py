@@ -18,7 +18,7 @@ from torch import Tensor
 from tilegrad import Engine, ModelConfig, plain
 from tilegrad.kernels.dispatch import observe
 from tilegrad.memory.arena import Arenas, poison_dead
-from tilegrad.memory.trace import bind
+from tilegrad.memory.trace import Handle, bind
 from tilegrad.model.transformer import Transformer, declare
 from tilegrad.train.budget import plan_model
 from tilegrad.train.engine import NonFiniteError
@@ -127,23 +127,28 @@ def test_a_smaller_batch_uses_the_beginning_of_the_buffers() -> None:
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.1)])
-def test_every_smaller_batch_finds_its_scratch_where_few_rows_run_another_kernel(
+def test_every_smaller_batch_finds_its_scratch_where_another_kernel_runs_it(
     config: ModelConfig, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """On Hopper GPUs the table leaves few rows to triton, which works in other buffers."""
+    """On Hopper GPUs the table leaves few rows and dropout to triton, which works in other buffers."""
     pytest.importorskip("triton")
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    config, cuda = replace(config, n_embd=64, block_size=48), torch.device("cuda")
-    planned = plan_model(config, 3, 48, torch.bfloat16, cuda)
-    room = {name: handle.nbytes for name, handle in planned.trace.handles.items()}
-    for t in (1, 15, 16, 17, 48):
+    config, cuda = replace(config, n_embd=64, block_size=150), torch.device("cuda")
+    plan = plan_model(config, 3, 150, torch.bfloat16, cuda)
+
+    def fits(handle: Handle) -> Handle:  # as Arenas.view
+        planned = plan.trace.handles.get(handle.name)
+        assert planned is None or handle.nbytes <= planned.nbytes, handle.name
+        return handle
+
+    for t in (1, 15, 16, 17, 48, 150):
         for dropout in {config.dropout, 0.0}:
-            model = declare(replace(config, dropout=dropout), 2, t, torch.bfloat16, cuda)
+            model = bind(declare(replace(config, dropout=dropout), 3, t, torch.bfloat16, cuda), fits)
             calls: list[Any] = []
             with observe(calls.append):
                 model.step() if dropout == config.dropout else model.forward()
-            used = [x for call in calls for x in (*call.reads, *call.writes)]
-            assert not [x.name for x in used if x.nbytes > room.get(x.name, 0)]
+            used = {x.name for call in calls for x in (*call.reads, *call.writes)}
+            assert used <= plan.trace.handles.keys()
 
 
 def test_no_target_at_all() -> None:

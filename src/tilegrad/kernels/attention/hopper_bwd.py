@@ -184,7 +184,7 @@ def workspace(q: Any, sizes: Sizes, varlen: bool, deterministic: bool) -> Shapes
     shapes: Shapes = {
         "dq_acc": ((*rows, sizes.d), torch.float32),
         "shift": (rows, torch.float32),
-        "delta": (rows, torch.float32),
+        "padded_delta": (rows, torch.float32),
     }
     shapes["counters"] = ((1 + SHARED_TILES + sizes.batch * sizes.hq * padded // BLOCK,), torch.int32)
     if not deterministic:
@@ -288,7 +288,7 @@ def _prepare(
     unit = 1.0 if cap else math.copysign(max(abs(scale) * LOG2E, LEAST_FACTOR), scale)
     descending = deterministic and sizes.right is not None
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
-    acc, shift, delta, counters = scratch["dq_acc"], scratch["shift"], scratch["delta"], scratch["counters"]
+    acc, shift, delta, counters = scratch["dq_acc"], scratch["shift"], scratch["padded_delta"], scratch["counters"]
     arrived, turns = counters[1:], counters[1 + SHARED_TILES :]
     sums = scratch["sums"] if shared else None
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
