@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -61,11 +62,6 @@ def assert_true(
             assert (x - exact[name]).abs().max() <= 1e-12 * exact[name].abs().max(), name
 
 
-def allowed_bytes(dtype: torch.dtype) -> int:
-    """Numbers of a few bytes; where there are bf16 instructions, torch's bf16 product has oneDNN work in memory of its own."""
-    return 1 << 17 if dtype == torch.bfloat16 and linear._has_bf16_products() else 1024
-
-
 def allocated_bytes(fn: Callable[[], Any]) -> int:
     """The largest single allocation of a call."""
     from torch.profiler import ProfilerActivity, profile
@@ -75,3 +71,15 @@ def allocated_bytes(fn: Callable[[], Any]) -> int:
         fn()
     events = seen.profiler.kineto_results.events()
     return max((e.nbytes() for e in events if e.name() == "[memory]"), default=0)
+
+
+def allowed_bytes(dtype: torch.dtype, *products: tuple[int, int, int]) -> int:
+    """1 KiB of small numbers; where there are bf16 instructions, what torch's bare products (n, cin) · (cin, cout) and those
+    of their gradients allocate: oneDNN works in memory of its own."""
+    largest = 1024
+    if dtype == torch.bfloat16 and linear._has_bf16_products():
+        for n, cin, cout in products:
+            x, w, y = (torch.ones(shape, dtype=dtype) for shape in ((n, cin), (cout, cin), (n, cout)))
+            for a, b, out in ((x, w.t(), y), (y, w, x), (y.t(), x, w)):
+                largest = max(largest, allocated_bytes(functools.partial(torch.mm, a, b, out=out)))
+    return largest

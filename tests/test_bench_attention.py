@@ -120,10 +120,11 @@ def test_a_kernel_that_refuses_a_shape_is_left_out_with_its_reason(
 
 def test_a_window_of_sdpa_is_a_matrix() -> None:
     inputs = attention.Inputs(Shape(1, 2, 40, 16, window=7), torch.float64, torch.device("cpu"))
-    (forward, _, ours), (_, backward, theirs) = inputs.ours("tiled"), inputs.peer("sdpa")
-    forward()
-    backward()
-    torch.testing.assert_close(ours["o"], theirs["o"])
+    (forward, backward, ours), (_, their_backward, theirs) = inputs.ours("tiled"), inputs.peer("sdpa")
+    for run in (forward, backward, their_backward):
+        run()
+    for name in ("o", "dq", "dk", "dv"):
+        torch.testing.assert_close(ours[name], theirs[name])
 
 
 def test_the_thirty_cells() -> None:

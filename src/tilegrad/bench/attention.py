@@ -3,9 +3,9 @@
 Every kernel is checked against the float64 oracle before it is timed, on a small ragged problem of the same head
 dimension and band; one that fails has no time and no speed-up. Times are medians with the 20th and 80th percentile of
 `repeats` rounds; in a round each kernel runs once, so that a change of the machine's speed falls on all, and a speed-up is
-the median of the rounds' ratios, with quartiles. TFLOP/s are by
-cost.py: a kernel that recomputes is not credited for it. A kernel that refuses a shape is left out, with its reason. Packed
-sequences stand beside a dense shape of as many tokens and as much work.
+the median of the rounds' ratios, with quartiles. TFLOP/s are by cost.py: a kernel that recomputes is not credited for it.
+A kernel that refuses a shape is left out, with its reason. Packed sequences stand beside a dense shape of as many tokens
+and as much work.
 """
 
 from __future__ import annotations

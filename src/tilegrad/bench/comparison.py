@@ -57,7 +57,7 @@ def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dic
 
 
 def packed_rates(rows: Sequence[Row], kernel: str, direction: str) -> list[float]:
-    """TFLOP/s of packed sequences over those of the dense shape that follows, as `_packed` pairs them."""
+    """TFLOP/s of packed sequences over those of the dense shape that follows, as shapes.py pairs them."""
     rates = {row.shape: row.tflops for row in rows if (row.kernel, row.direction) == (kernel, direction) and row.tflops}
     pairs = itertools.pairwise(rates)
     return [rates[a] / rates[b] for a, b in pairs if a.lengths and not b.lengths]

@@ -5,8 +5,8 @@
     relu   a = max(h, 0)         dh = da where h > 0
     swiglu a = silu(gate) ∘ up   dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   silu(g) = g σ(g)
 
-The backward reads h, so a need not be kept. dh may be da itself, and dgate may be da. gelu of float32 and
-bfloat16 on a CPU is in rowwise.py where all lie contiguous.
+The backward reads h, so a need not be kept. dh may be da itself, and dgate may be da. gelu of float32 and bfloat16 on a CPU
+is in rowwise.py where all lie contiguous.
 """
 
 from __future__ import annotations

@@ -91,6 +91,10 @@ def _hopper_refuses(problem: Problem) -> str | None:
     if q.device.type != "cuda":
         return f"needs a Hopper GPU, not {q.device.type}"
     import torch
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        return f"calls the launcher of Triton 3.6, and {triton.__version__} is installed"
 
     major, minor = torch.cuda.get_device_capability(q.device)
     if (major, minor) != (9, 0):

@@ -3,8 +3,9 @@
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
     dx = dy w    dw += dyᵀ x     db += Σ_n dy              adds=False: dw = dyᵀ x, db = Σ_n dy
 
-Rows may be strided, columns not. For bfloat16, dw and db are float32; on a CPU so may w and b be, which are then rounded
-here, call by call: that moves less memory than to keep rounded copies. On CUDA y may be float32 (the logits of a loss).
+Rows may be strided, columns not. db is summed in rowwise.py where that takes dy, else as a product with ones. For bfloat16,
+dw and db are float32; on a CPU so may w and b be, which are then rounded here, call by call: that moves less memory than to
+keep rounded copies. On CUDA y may be float32 (the logits of a loss).
 How a product is formed:
 
     float32, float64   straight. On a CPU as yᵀ = w xᵀ: `addmm(b, x, w.t())` copies w inside on aarch64.
@@ -102,9 +103,9 @@ def linear_bwd(
     ):
         if grad is not None:
             check_tensor(name, grad, shape, dtype, x.device)
-    for name, grad in (("dy", dy), ("db", db)):
-        if grad is not None:
-            check_columns(name, grad)
+    if db is not None:
+        check_columns("dy", dy)
+        check_columns("db", db)
     needed = linear_workspace(x, w, backward=True)
     if db is None:
         needed = {name: buffer for name, buffer in needed.items() if name not in ("db", "ones")}

@@ -7,10 +7,9 @@
     dw += Σ_n dy ∘ x̂   db += Σ_n dy        (adds=False: dw = …, db = …; dx always accumulates)
 
 Sums over columns and rows are matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read memory once.
-dx accumulates, for the norm stands on a branch of the residual stream. On a CPU float32 and
-bfloat16 are in rowwise.py where there is a native library; else rows are worked on in blocks that stay in cache, in the
-accumulation dtype; bfloat16 is copied into the scratch, where alone a dtype changes without an allocation. On a CPU w and
-b may have that dtype already.
+dx accumulates, for the norm stands on a branch of the residual stream. On a CPU float32 and bfloat16 are in rowwise.py where
+there is a native library; else rows are worked on in blocks that stay in cache, in the accumulation dtype; bfloat16 is
+copied into the scratch, where alone a dtype changes without an allocation. On a CPU w and b may both have that dtype.
 """
 
 from __future__ import annotations
@@ -61,7 +60,7 @@ def layernorm_fwd(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
     y: Tensor, mean: Tensor, rstd: Tensor, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """y, mean and rstd. `scratch` is read for bfloat16 only."""
+    """y, mean and rstd. `scratch` is read for bfloat16 without a native library only."""
     _fwd(x, w, b, eps, y=y, mean=mean, rstd=rstd, scratch=scratch)
 
 
@@ -76,7 +75,7 @@ def layernorm_bwd(
 
 @op()
 def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, scratch: Scratch | None = None) -> None:
-    """y and rstd. `scratch` is read for bfloat16 only."""
+    """y and rstd. `scratch` is read for bfloat16 without a native library only."""
     _fwd(x, w, None, eps, y=y, mean=None, rstd=rstd, scratch=scratch)
 
 

@@ -1,5 +1,5 @@
-// Norms and gelu on rows of float32 or bfloat16: one walk over memory where a chain of torch ops has five to ten. Compiled
-// once for each instruction set. The equations are in kernels/norm.py and kernels/activation.py.
+// Norms, gelu and sums of columns on rows of float32 or bfloat16: one walk over memory where a chain of torch ops has five to
+// ten. Compiled once for each instruction set. The equations are in kernels/norm.py, activation.py and linear.py.
 
 #include "rowwise.h"
 
