@@ -6,7 +6,9 @@ parameter's gradient. An output given as None is not computed. `scratch` holds w
     q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
     packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
 
-lse is float32, float64 for float64 inputs. The equations are in mask.py (scores) and reference.py (the rest).
+lse is float32, float64 for float64 inputs. The table chooses by what is read, as a workspace is declared; where the chosen
+kernel can't write an output as it lies (hopper: rows off multiples of 16 bytes), it says so and names one that can.
+The equations are in mask.py (scores) and reference.py (the rest).
 
 A call is checked and a kernel chosen for it once for each form (shapes, strides, dtypes, devices, options, and the number
 of threads, with which scratch on the CPU grows): `Plan` is what is remembered, and a training step or a decoding loop
