@@ -42,7 +42,7 @@ UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 TABLE: dict[tuple[int, int, int, bool], Tiles] = {
     # table begins
     (0, 32, 64, False): Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
-    (80, 16, 64, False): Tiles(Tile(128, 64, 4, 3), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (80, 16, 64, False): Tiles(Tile(128, 64, 4, 3), Tile(16, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
     (80, 16, 128, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
     (80, 16, 256, False): Tiles(Tile(64, 64, 4, 1), Tile(16, 64, 4, 2), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
     (80, 32, 64, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
