@@ -74,12 +74,12 @@ def allocated_bytes(fn: Callable[[], Any]) -> int:
 
 
 def allowed_bytes(dtype: torch.dtype, *products: tuple[int, int, int]) -> int:
-    """1 KiB of small numbers; where there are bf16 instructions, what torch's bare products (n, cin) · (cin, cout) and those
-    of their gradients allocate: oneDNN works in memory of its own."""
+    """1 KiB of small numbers; where there are bf16 instructions, twice what torch's bare products (n, cin) · (cin, cout) and
+    those of their gradients allocate: oneDNN works in memory of its own, a little more or less of it for other n."""
     largest = 1024
     if dtype == torch.bfloat16 and linear._has_bf16_products():
         for n, cin, cout in products:
             x, w, y = (torch.ones(shape, dtype=dtype) for shape in ((n, cin), (cout, cin), (n, cout)))
             for a, b, out in ((x, w.t(), y), (y, w, x), (y.t(), x, w)):
-                largest = max(largest, allocated_bytes(functools.partial(torch.mm, a, b, out=out)))
+                largest = max(largest, 2 * allocated_bytes(functools.partial(torch.mm, a, b, out=out)))
     return largest
