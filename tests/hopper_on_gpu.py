@@ -111,7 +111,7 @@ def check_specification(number: int, seeds: list[int]) -> tuple[int, list[str]]:
 
 def shapes(count: int) -> int:
     every = specifications()
-    began, failed = time.perf_counter(), 0
+    began, seconds, ran, failed = time.perf_counter(), 0.0, 0, 0
     order = sorted(range(len(every)), key=lambda n: -int(every[n]["d"]))  # type: ignore[call-overload]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(os.cpu_count(), mp_context=context, max_tasks_per_child=1) as pool:
@@ -119,9 +119,10 @@ def shapes(count: int) -> int:
         for future in as_completed(futures):
             number, red = future.result()
             failed += len(red)
-            if red:
-                print(f"specification {number}: {len(red)} red, first {red[0]}", flush=True)
-    seconds = time.perf_counter() - began
+            ran += len(range(number, count, len(every)))
+            told = f"specification {number}: {len(red)} red, first {red[0]}; " if red else ""
+            seconds = time.perf_counter() - began
+            print(f"{told}{ran - failed} of {ran} shapes pass so far, {seconds:.0f} s", flush=True)
     print(f"{count - failed} of {count} shapes pass, {len(every)} specifications, {seconds:.0f} s", flush=True)
     return failed
 
