@@ -1,21 +1,36 @@
-"""How Hopper's backward divides its work, without a GPU: the device functions that choose tiles run here as plain Python.
+"""Hopper's backward without a GPU: how it divides its work, and what it computes where all its kernels run as plain Python.
 
-What the compiler makes of the kernels is in test_hopper.py, what they compute in hopper_on_gpu.py.
+What the compiler makes of the kernels is in test_hopper.py, what they compute on a GPU in hopper_on_gpu.py.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
+from collections.abc import Callable
+from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from cases import Call, Case, Tensors, build, oracle, whole_matrices
+from tolerance import assert_no_worse
 
 pytest.importorskip("triton", reason="needs Triton")
 
-from tilegrad.kernels.attention import hopper_bwd, hopper_walk
+import triton
+from gluon_in_python import in_python
+
+from tilegrad.kernels.attention import (
+    hopper_attention,
+    hopper_bwd,
+    hopper_products,
+    hopper_rows,
+    hopper_walk,
+    triton_mask,
+)
 from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.attention.triton_attention import Sizes
 
@@ -201,3 +216,146 @@ def test_a_tensor_that_tma_cannot_address_is_named(monkeypatch: pytest.MonkeyPat
     odd = torch.zeros(2, 4, 64, 65, dtype=torch.bfloat16)[..., :64]
     with pytest.raises(ValueError, match=rf"^{name}: TMA can't step over T by 65 elements.*kernel='triton' takes it"):
         backward(monkeypatch, **{name: odd})
+
+
+interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
+MODULES = (hopper_bwd, hopper_products, hopper_rows, hopper_walk, triton_mask)
+
+
+def emulated(
+    of: Call, o: torch.Tensor, lse: torch.Tensor, *, programs: int, deterministic: bool = False, seed: int = 0,
+    absent: tuple[str, ...] = (), broken: Callable[[pytest.MonkeyPatch], None] = lambda patch: None,
+) -> Tensors:  # fmt: skip
+    """The gradients of a call, in plain Python; `broken` changes device functions."""
+    q, k, v, mask = of.q, of.k, of.v, of.mask
+    shapes = hopper_attention.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
+    scratch = {
+        name: torch.full(shape, math.nan if dtype.is_floating_point else 7, dtype=dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
+    grads = {name: torch.full_like(x, math.nan) for name, x in (("dq", q), ("dk", k), ("dv", v)) if name not in absent}
+    if mask.sinks is not None:
+        grads["dsinks"] = torch.zeros_like(mask.sinks)
+    with pytest.MonkeyPatch.context() as outer, in_python(*MODULES, seed=seed) as launch:
+        outer.setattr(hopper_bwd, "_prepared", {})
+        outer.setattr(hopper_bwd, "multiprocessors", lambda device: programs)
+        outer.setattr(
+            hopper_bwd, "prepare",
+            lambda kernel, key, grid, arguments, num_warps: lambda: launch(kernel, grid, arguments),
+        )  # fmt: skip
+        broken(outer)
+        hopper_attention.bwd(
+            q, k, v, o, lse, of.do, of.dlse, mask, **dict.fromkeys(("dq", "dk", "dv", "dbias", "dsinks")) | grads,
+            scratch=scratch, deterministic=deterministic,
+        )  # fmt: skip
+    return grads
+
+
+class Known:
+    """A call with its results by the oracle."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case, self.call = case, build(case, seed)
+        self.exact, self.yardstick = oracle(self.call), whole_matrices(self.call)
+        self.o, self.lse = self.exact["o"].to(case.dtype), self.exact["lse"].float()
+
+    def check(self, **how: Any) -> Tensors:
+        got = emulated(self.call, self.o, self.lse, **how)
+        exact, yardstick = ({name: of[name] for name in got} for of in (self.exact, self.yardstick))
+        assert_no_worse(got, exact, yardstick, self.case.dtype)
+        return got
+
+
+RAGGED = Case(b=1, hkv=2, tq=150, tk=190, d=128, dv=128, dtype=torch.bfloat16)
+LENGTHS = ((70, 200), (0, 50), (77, 140), (40, 0), (150, 1))
+EMULATED: dict[str, Case] = {
+    "full": RAGGED,
+    "causal, in halves": replace(RAGGED, d=64, dv=64, causal=True, tq=200, tk=150, scale=-0.1, layout="fused"),
+    "wide, window": replace(RAGGED, d=256, dv=256, hkv=1, group=2, window=(70, 9)),
+    "softcap, negative scale": replace(
+        RAGGED, hkv=1, d=40, dv=40, causal=True, softcap=2.0, scale=-0.2, sinks=True, dlse=True, dtype=torch.float16
+    ),
+    "groups, open window": replace(RAGGED, hkv=1, group=3, d=96, dv=96, tk=130, window=(90, None), layout="bthd"),
+    "columns that no row sees": replace(RAGGED, hkv=1, tq=70, tk=300, window=(3, 0)),
+    "rows that see no column": replace(RAGGED, hkv=1, tq=260, tk=100, causal=True, sinks=True),
+    "scores far below 0": replace(RAGGED, hkv=1, tk=2, scale=9.0, dlse=True),
+    "packed": replace(RAGGED, hkv=1, group=2, d=64, dv=64, causal=True, sinks=True, lengths=LENGTHS),
+    "packed, wide": replace(RAGGED, hkv=1, d=192, dv=192, window=(40, 20), dlse=True, lengths=LENGTHS),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", EMULATED)
+def test_in_plain_python_gradients_agree_with_the_oracle_in_any_order(name: str) -> None:
+    """Deterministic ones are the same to the bit. 132 programs share tiles."""
+    known = Known(EMULATED[name])
+    known.check(programs=3)
+    known.check(programs=132, seed=1)
+    few = known.check(programs=3, deterministic=True)
+    many = known.check(programs=132, deterministic=True, seed=1)
+    assert all(torch.equal(few[x], many[x]) for x in few)
+
+
+@interpreted
+@pytest.mark.slow
+def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
+    import hopper_on_gpu
+
+    absences: list[tuple[str, ...]] = [(), (), ("dq",), ("dk",), ("dv",), ("dk", "dv")]
+    for n, spec in enumerate(hopper_on_gpu.specifications() * 2):
+        drawn = hopper_on_gpu.case_of(spec, random.Random(n))
+        Known(replace(drawn, b=min(drawn.b, 2), device="cpu"), n).check(
+            programs=(3, 132, 5, 1)[n % 4], deterministic=bool(spec["deterministic"]), seed=n, absent=absences[n % 6]
+        )
+
+
+@pytest.fixture(scope="module")
+def few_columns() -> Known:
+    return Known(replace(RAGGED, hkv=1, tq=300, tk=300, d=64, dv=64, causal=True))
+
+
+def without_wait(ring: Any, use: Any) -> Any:
+    return ring.slots.index(use % ring.full.shape[0])
+
+
+def nothing(*of: Any, **more: Any) -> None:
+    pass
+
+
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "a reader does not wait": (hopper_products, "await_full", without_wait),
+    "the loader does not wait": (hopper_walk, "acquire", without_wait),
+    "dq is read before it is there": (hopper_walk, "await_full", without_wait),
+    "no slot is handed back": (hopper_products, "release", nothing),
+    "no fence": (hopper_products, "fence_async_shared", nothing),
+    "a turn ends before its dq is in memory": (hopper_walk, "_settle", nothing),
+    "nobody waits for a turn": (hopper_walk, "_wait_until", nothing),
+    "another slot": (hopper_products, "read", lambda notes, i: hopper_walk.read(notes, i ^ 1)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", BROKEN)
+def test_in_plain_python_a_broken_kernel_shows(name: str, few_columns: Known) -> None:
+    with pytest.raises(AssertionError):
+        few_columns.check(programs=2, deterministic=True, broken=lambda patch: patch.setattr(*BROKEN[name]))
+
+
+@interpreted
+def test_nan_of_a_packed_sequence_stays_there_and_an_absent_gradient_changes_no_other() -> None:
+    known = Known(replace(RAGGED, hkv=1, d=64, dv=64, lengths=((70, 100), (77, 60), (90, 33))))
+    of = known.call
+    clean = emulated(of, known.o, known.lse, programs=3, deterministic=True)
+    for absent in ("dq", "dk", "dv"):
+        some = emulated(of, known.o, known.lse, programs=3, deterministic=True, absent=(absent,))
+        assert len(some) == 2 and all(torch.equal(x, clean[name]) for name, x in some.items())
+    for x in (of.q, of.do, known.o):
+        x[70:147] = math.nan
+    for x in (of.k, of.v):
+        x[100:160] = math.nan
+    known.lse[:, 70:147] = math.nan
+    spoilt = emulated(of, known.o, known.lse, programs=3, deterministic=True)
+    for name, (begin, end) in {"dq": (70, 147), "dk": (100, 160), "dv": (100, 160)}.items():
+        assert torch.equal(spoilt[name][:begin], clean[name][:begin]), name
+        assert torch.equal(spoilt[name][end:], clean[name][end:]), name
+        assert spoilt[name][begin:end].isnan().all()
