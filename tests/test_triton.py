@@ -126,16 +126,20 @@ def test_interpreted_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPat
 
 
 @interpreted
-def test_interpreted_dk_and_dv_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16]
+)  # in half precision products start from −lse and −delta
+def test_interpreted_dk_and_dv_apart(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     from tilegrad.kernels.attention import triton_attention
 
+    case = replace(BASE, dtype=dtype)
     key = (tiles.INTERPRETER, 32, 64, False)
     together = tiles.TABLE[key]
-    want = run(build(BASE), "triton")
+    want = run(build(case), "triton")
     monkeypatch.setattr(triton_attention, "fits", {})
     tiles.set_row(key, together._replace(dk=together.dkdv, dv=together.dkdv))
     try:
-        got = run(build(BASE), "triton")
+        got = run(build(case), "triton")
     finally:
         tiles.set_row(key, together)
     assert {fit.kernel for fit in triton_attention.fits.values()} == {"fwd", "dk", "dv", "dq"}
@@ -146,7 +150,8 @@ def test_interpreted_dk_and_dv_apart(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_interpreted_more_sequences_than_a_grid_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention import triton_attention
 
-    for case in (replace(BASE, b=3, tq=20, tk=17), FEATURES["packed"]):
+    small = replace(BASE, b=3, tq=20, tk=17)
+    for case in (small, replace(small, dtype=torch.float16), FEATURES["packed"]):
         want = run(build(case), "triton")
         monkeypatch.setattr(triton_attention, "MOST_SEQUENCES", 2)
         got = run(build(case), "triton")
@@ -190,6 +195,8 @@ def test_the_table_says_why_not() -> None:
     q = torch.randn(1, 1, 4, 4)
     assert "TRITON_INTERPRET=1" in tilegrad.explain(q, q, q).reasons["triton"]
     assert "float64" in tilegrad.explain(q.double(), q.double(), q.double()).reasons["triton"]
+    many = torch.zeros(1, 1, 1, 4).expand(1, 65536, 1, 4)
+    assert "up to 65535 kv heads" in tilegrad.explain(many, many, many).reasons["triton"]
     with pytest.raises(
         ValueError, match=r"kernel: got 'triton', which can't run this call.*'(native|tiled)' would run it"
     ):
@@ -206,6 +213,15 @@ def test_nothing_imports_triton_before_it_runs() -> None:
     )
     source = str(Path(__file__).parents[1] / "src")
     subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": source})
+
+
+def test_rows_are_aligned_where_their_beginning_is_too() -> None:
+    from tilegrad.kernels.attention.triton_attention import _align
+
+    memory = torch.empty(2 * 3 * 8 * 64 + 64, dtype=torch.float16)
+    aligned, shifted = (memory[n : n + 2 * 3 * 8 * 64].view(2, 3, 8, 64) for n in (0, 1))
+    assert (_align(False, aligned), _align(False, aligned, shifted), _align(False, aligned[..., :63])) == (8, 1, 8)
+    assert _align(False, torch.empty(2, 3, 8, 63, dtype=torch.float16)) == 1
 
 
 def test_tiles_of_an_unknown_architecture_are_those_of_the_nearest_below() -> None:

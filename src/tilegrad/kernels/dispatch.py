@@ -61,12 +61,17 @@ def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
 
 
+MOST_HEADS = 65535
+
+
 def _triton_refuses(problem: Problem) -> str | None:
     device, dtype = problem.q.device, str(problem.q.dtype)
     if not _has_triton():
         return "needs Triton, which is not installed (pip install triton)"
     if dtype == "torch.float64":
         return "takes float16, bfloat16 and float32, not float64"
+    if problem.k.shape[1] > MOST_HEADS:
+        return f"takes up to {MOST_HEADS} kv heads, an axis of CUDA's grid, not {problem.k.shape[1]}"
     if device.type == "cpu":
         in_interpreter = os.environ.get("TRITON_INTERPRET") == "1"
         return (

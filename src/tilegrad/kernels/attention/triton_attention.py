@@ -414,7 +414,8 @@ def _align(varlen: bool, *tensors: Tensor | None) -> int:
     """Elements that every row begins at a multiple of: 16 bytes of q's dtype, or 1."""
     given = [x for x in tensors if x is not None]
     elements = 16 // given[0].element_size()
-    return elements if all(stride % elements == 0 for x in given for stride in _bht(x, varlen)) else 1
+    steps = all(stride % elements == 0 for x in given for stride in _bht(x, varlen))
+    return elements if steps and all(x.data_ptr() % 16 == 0 for x in given) else 1
 
 
 def _wide(varlen: bool, *tensors: Tensor | None) -> bool:

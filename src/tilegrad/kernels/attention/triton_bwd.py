@@ -11,8 +11,8 @@
     dsinks  a program owns a head and walks its rows: dsink −= Σ exp(sink − lse) · delta
 
 r, ds and dx of a tile are in triton_mask.py; scale, and 1/(1 − dropout_p) of dv, are applied once, at the end. Scores are
-computed twice, in 7 products of 2·Tq·Tk·D FLOPs where one fused walk has 5: that is the price of no atomics and no
-float32 dq in memory. Scratch is two float32 rows, delta and lse2; (B, Hq, Tq) each.
+computed twice, in 7 products of 2·Tq·Tk·D FLOPs where one fused walk has 5 (8 where dk and dv are walked apart): that is the
+price of no atomics and no float32 dq in memory. Scratch is two float32 rows, delta and lse2; (B, Hq, Tq) each.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
