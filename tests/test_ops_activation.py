@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 import torch
-from ops import DTYPES, acc, allocated_bytes, assert_true, poisoned, randn
+from ops import DTYPES, acc, allocated_bytes, assert_rounded, assert_true, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels import activation, residual, rope, rowwise
@@ -67,6 +67,17 @@ def test_gelu_far_to_the_left_is_zero() -> None:
     a = torch.empty_like(h)
     activation_fwd(h, "gelu", a=a)
     assert a.abs().max() < 1e-30
+
+
+def test_gelu_of_bfloat16_is_rounded_to_the_nearest() -> None:
+    h, da = 3 * randn(63, 37, dtype=torch.bfloat16), randn(63, 37, dtype=torch.bfloat16, seed=1)
+    if not rowwise.takes(h):
+        pytest.skip("without the native library gelu is torch's own")
+    h[0, :2] = torch.nan
+    wide = run("gelu", h.float(), da.float())
+    for name, x in run("gelu", h, da).items():
+        assert bool(x[0, :2].isnan().all())
+        assert_rounded(x, wide[name])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from ops import DTYPES, RAGGED, acc, allocated_bytes, assert_true, poisoned, randn
+from ops import DTYPES, RAGGED, acc, allocated_bytes, assert_rounded, assert_true, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels import norm, rowwise
@@ -123,6 +123,15 @@ def test_float32_weights_of_bfloat16() -> None:
 def test_many_rows(dtype: torch.dtype, rms: bool) -> None:
     """Sums over rows stay as close as torch's own, which are pairwise."""
     check(4095, 64, dtype, rms=rms, bias=not rms)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_bfloat16_is_rounded_to_the_nearest(rms: bool) -> None:
+    inputs, dy = build(63, 77, torch.bfloat16, bias=not rms)
+    wide = run({name: None if x is None else x.float() for name, x in inputs.items()}, dy.float(), rms=rms)
+    got = run(inputs, dy, rms=rms)
+    for name in ("y", "dx"):
+        assert_rounded(got[name], wide[name])
 
 
 def test_a_large_mean_does_not_cancel() -> None:
