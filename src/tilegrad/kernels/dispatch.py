@@ -139,7 +139,7 @@ def _native_refuses(problem: Problem) -> str | None:
 
 
 ATTENTION: tuple[Kernel, ...] = (
-    Kernel("hopper", "hopper_attention", _hopper_refuses, by_name_only="only by name, until 2,000 shapes have run"),
+    Kernel("hopper", "hopper_attention", _hopper_refuses),
     Kernel("triton", "triton_attention", _triton_refuses),
     Kernel("native", "native", _native_refuses),
     Kernel("tiled", "tiled", _takes_all),
