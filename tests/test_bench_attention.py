@@ -86,6 +86,33 @@ def test_speed_ups_pair_equal_shapes() -> None:
     assert comparison.speedups(rows, "x", "y", "forward") == {a: (3.0, 2.0, 3.5)}  # ratios 3, 4, 1
 
 
+@pytest.mark.parametrize(
+    "shape", ["1,1,512,16,causal", "1,1,640,16,window=100", "1,1,640,16,window=300", "1,1,500,16,causal,tq=130"]
+)
+def test_a_block_mask_of_flex_attention_is_what_its_own_search_finds(shape: str) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mine = attention.block_mask_of(Shape.parse(shape), torch.device("cpu"))
+    theirs = create_block_mask(mine.mask_mod, None, None, *mine.seq_lengths, device="cpu")
+    assert mine.seq_lengths == theirs.seq_lengths
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (getattr(mine, f"{name}_{x}") for x in ("num_blocks", "indices"))
+        assert torch.equal(counts, getattr(theirs, f"{name}_num_blocks")), name
+        assert torch.equal(indices, getattr(theirs, f"{name}_indices")), name
+
+
+def test_a_shape_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from tilegrad.cli import main
+
+    assert Shape.parse("4,32,4096,64") == Shape(4, 32, 4096, 64)
+    assert Shape.parse("1,32,8192,128,causal,hkv=8,tq=1") == Shape(1, 32, 8192, 128, True, hkv=8, tq=1)
+    shapes = ["1,2,32,16,window=7", "2,1,32,16"]
+    common = ["bench", "attention", "--device", "cpu", "--dtype", "float32", "--repeats", "2", "--kernels", "tiled"]
+    assert main([*common, "--peers", "--shape", *shapes]) == 0
+    out = capsys.readouterr().out
+    assert all(str(Shape.parse(shape)) in out for shape in shapes) and "T64" not in out
+
+
 def test_packed_shapes_stand_before_a_dense_one_of_equal_work() -> None:
     shapes = attention.PRESETS["varlen"]
     for packed, dense in zip(shapes[::2], shapes[1::2], strict=True):
@@ -146,6 +173,10 @@ def test_plot(tmp_path: Path) -> None:
         ({"dtype": "int32"}, "dtype: got 'int32'"),
         ({"preset": "none"}, "preset: got 'none'"),
         ({"repeats": 1}, "repeats: got 1"),
+        ({"shapes": ["1,2,64"]}, "shapes: got '1,2,64' .*accepted: B,H,T,D and"),
+        ({"shapes": ["1,2,64,16,casual"]}, "shapes: got '1,2,64,16,casual' \\(unknown 'casual'\\)"),
+        ({"shapes": ["1,0,64,16"]}, "shapes: got '1,0,64,16' \\(not positive\\)"),
+        ({"shapes": ["1,2,64,16"], "preset": "laptop"}, "shapes: got .* and the preset 'laptop'; accepted: one of"),
         ({"kernels": ["x"]}, "kernels: got"),
         ({"peers": ["x"]}, "peers: got \\['x'\\]; accepted: names among sdpa"),
         ({"tune": True}, "device: got cpu; accepted: a CUDA device"),
@@ -166,6 +197,32 @@ def test_tuning_rewrites_only_the_rows_of_the_table() -> None:
     exec(compile(after, "tiles.py", "exec"), names)
     assert names["TABLE"] == tiles.TABLE
     assert after.split("# table begins")[0] == before.split("# table begins")[0]
+
+
+def test_tuning_takes_dk_and_dv_apart_only_where_both_were_timed_and_are_faster() -> None:
+    from tilegrad.bench.tune import _taken
+    from tilegrad.kernels.attention.tiles import Tile, Tiles
+
+    a, b, c, d = (Tile(n, 32, 4, 1) for n in (16, 32, 64, 128))
+    together, apart = Tiles(a, a, a, a), Tiles(a, a, a, a, a, a)
+    for row in (together, apart):
+        assert _taken(row, {"dkdv": (3.0, b), "dk": (1.5, c), "dv": (1.0, d)}) == Tiles(a, a, b, a, c, d)
+        assert _taken(row, {"dkdv": (2.0, b), "dk": (1.5, c), "dv": (1.0, d)}) == Tiles(a, a, b, a)
+        assert _taken(row, {"dkdv": (2.0, b)}) == Tiles(a, a, b, a)
+        assert _taken(row, {"dq": (2.0, b)}) == row._replace(dq=b)
+
+
+def test_the_roofline_of_dk_and_dv_walked_apart_has_a_product_more() -> None:
+    from tilegrad.bench.roofline import PROFILED, _by_part, demand
+
+    once = [("_dkdv_kernel", 3.0), ("_dq_kernel", 2.0), ("another", 9.0)]
+    assert _by_part(once * PROFILED) == pytest.approx({"dkdv": 3.0, "dq": 2.0})
+    assert _by_part([*once, ("_dkdv_kernel", 1.0)] * PROFILED) == pytest.approx({"dk, dv": 4.0, "dq": 2.0})
+    shape = Shape(2, 4, 128, 64, hkv=2)
+    product, tensor = 2 * 2 * 4 * 128 * 128 * 64, 2 * 4 * 128 * 64 * 2
+    together, apart = (demand(part, shape, 2) for part in ("dkdv", "dk, dv"))
+    assert (together[0], apart[0]) == (4 * product, 5 * product)
+    assert apart[1] - together[1] == 2 * tensor + tensor / 2  # q, do and k once more
 
 
 def test_the_check_sees_every_kernel_of_the_table() -> None:

@@ -196,7 +196,7 @@ def _bench_attention(args: argparse.Namespace) -> int:
     return bench_attention(
         device=args.device, dtype=args.dtype, kernels=args.kernels, preset=args.preset, peers=args.peers,
         repeats=args.repeats, json=args.json, out=args.out, plot=args.plot, profile=args.profile, tune=args.tune,
-        deterministic=args.deterministic,
+        deterministic=args.deterministic, shapes=args.shape,
     )  # fmt: skip
 
 
@@ -307,6 +307,12 @@ def _add_checks(commands: Commands) -> None:
         "--preset",
         metavar="NAME",
         help="which shapes: training, short, wide, window, gqa, varlen, decode, laptop, cpu or cpu-window",
+    )
+    attention.add_argument(
+        "--shape",
+        nargs="+",
+        metavar="B,H,T,D[,causal]",
+        help="these instead of a preset; behind D also window=N, hkv=N, tq=N",
     )
     attention.add_argument("--peers", nargs="*", metavar="NAME", help="default: all that are there; no name: none")
     attention.add_argument("--deterministic", action="store_true", help="the backward's deterministic mode")

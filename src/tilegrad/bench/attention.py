@@ -19,7 +19,7 @@ from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from statistics import quantiles
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -30,6 +30,9 @@ from tilegrad.bench.shapes import PRESETS, Shape
 from tilegrad.kernels.attention import Mask, reference
 from tilegrad.kernels.attention.contract import lse_dtype, output_shapes
 from tilegrad.kernels.dispatch import ATTENTION, Problem, select
+
+if TYPE_CHECKING:
+    from torch.nn.attention.flex_attention import BlockMask
 
 Thunk = Callable[[], object]
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling FlexAttention takes longer than timing it
@@ -132,22 +135,42 @@ def _peer_function(name: str, shape: Shape, device: torch.device) -> Callable[..
 
 
 def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import create_block_mask, flex_attention
+    from torch.nn.attention.flex_attention import flex_attention
 
     torch._dynamo.reset()  # each shape is compiled anew, and there is a limit on how often
     torch._functorch.config.donated_buffer = False  # the backward runs more than once
-    left, right = shape.band
-
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        gap = i + (shape.t - shape.rows) - j
-        seen = gap >= 0 if right == 0 else gap == gap
-        return seen if left is None else seen & (gap <= left)
-
-    block_mask = None
-    if shape.band != (None, None):
-        block_mask = torch.compile(create_block_mask)(sees, None, None, shape.rows, shape.t, device=str(device))
+    block_mask = None if shape.band == (None, None) else block_mask_of(shape, device)
     compiled = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=bool(shape.hkv))
+
+
+def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
+    """FlexAttention's mask of a band, from what each block of 128 × 128 sees. Its own create_block_mask goes through the
+    T × T pairs, and takes longer to compile than the kernel."""
+    from torch.nn.attention.flex_attention import BlockMask
+
+    size, shift = 128, shape.t - shape.rows
+    left = shape.band[0]
+
+    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        gap = i + shift - j
+        return gap >= 0 if left is None else (gap >= 0) & (gap <= left)
+
+    rows = torch.arange(0, shape.rows, size, device=device)[:, None]
+    columns = torch.arange(0, shape.t, size, device=device)
+    least = rows + shift - (columns + size).clamp(max=shape.t) + 1  # gap in a block
+    most = (rows + size).clamp(max=shape.rows) - 1 + shift - columns
+    whole = (rows + size <= shape.rows) & (columns + size <= shape.t)
+    reach = shape.t if left is None else left
+    full = (least >= 0) & (most <= reach) & whole
+    crossed = (most >= 0) & (least <= reach) & ~full
+
+    def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
+        indices = blocks.int().argsort(dim=-1, descending=True, stable=True)
+        return blocks.sum(-1, dtype=torch.int32)[None, None], indices.int()[None, None]
+
+    lengths = (shape.rows, shape.t)
+    return BlockMask.from_kv_blocks(*ordered(crossed), *ordered(full), size, mask_mod=sees, seq_lengths=lengths)
 
 
 def peers_on(device: torch.device) -> tuple[str, ...]:
@@ -289,17 +312,19 @@ def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
 def bench_attention(
     *, device: str | None = None, dtype: str = "bfloat16", kernels: Sequence[str] | None = None, preset: str | None = None,
     peers: Sequence[str] | None = None, repeats: int = 30, json: bool = False, out: str | None = None, plot: str | None = None,
-    profile: bool = False, tune: bool = False, deterministic: bool = False,
+    profile: bool = False, tune: bool = False, deterministic: bool = False, shapes: Sequence[str] | None = None,
 ) -> int:  # fmt: skip
-    """Prints times and ratios (or JSON lines); `out` appends the JSON lines to a file. `peers`: None = all that are there.
-    Exit code 1 if a kernel is wrong."""
+    """Prints times and ratios (or JSON lines); `out` appends the JSON lines to a file. `peers`: None = all that are there;
+    `shapes`, as Shape.parse reads them, take the preset's place. Exit code 1 if a kernel is wrong."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
         raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
-    preset = preset or ("training" if where.type == "cuda" else "laptop")
-    if preset not in PRESETS:
+    if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset: got {preset!r}; accepted: one of {', '.join(map(repr, PRESETS))}")
+    if shapes and preset:
+        raise ValueError(f"shapes: got {list(shapes)} and the preset {preset!r}; accepted: one of the two")
+    problems = tuple(map(_parsed, shapes or ())) or PRESETS[preset or _preset_on(where)]
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
     ours = tuple(kernels or kernels_on(where, kind))
@@ -317,7 +342,7 @@ def bench_attention(
     if set(theirs) - set(peers_on(where)):
         raise ValueError(f"peers: got {list(theirs)}; accepted: names among {', '.join(peers_on(where))}")
     rows: list[Row] = []
-    for shape in PRESETS[preset]:
+    for shape in problems:
         new = measure(shape, kind, where, ours, theirs, repeats, deterministic)
         rows += new
         for line in _json_lines(new, about):
@@ -332,10 +357,22 @@ def bench_attention(
     if profile:
         from tilegrad.bench.roofline import print_roofline
 
-        print_roofline(PRESETS[preset], kind, where, ours)
+        print_roofline(problems, kind, where, ours)
     if plot:
         plot_bars(rows, about, plot)
     return 1 if any(row.note.startswith("WRONG") for row in rows) else 0
+
+
+def _preset_on(device: torch.device) -> str:
+    return "training" if device.type == "cuda" else "laptop"
+
+
+def _parsed(text: str) -> Shape:
+    try:
+        return Shape.parse(text)
+    except ValueError as error:
+        accepted = "B,H,T,D and, as wanted, causal, window=N, hkv=N, tq=N, such as 4,32,4096,64,causal"
+        raise ValueError(f"shapes: got {text!r} ({error}); accepted: {accepted}") from None
 
 
 def _json_lines(rows: Sequence[Row], about: dict[str, Any]) -> Iterator[str]:

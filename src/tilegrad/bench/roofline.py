@@ -2,7 +2,8 @@
 
 The limits are measured: a product of two large matrices in the benchmark's dtype, a copy of a large buffer. A kernel's
 floor is the larger of FLOPs over the one and bytes over the other; its share is floor over time. FLOPs and bytes are what
-the kernel itself must do (the dk, dv kernel has four products, the dq kernel three).
+the kernel itself must do (the dk, dv kernel has four products, five in its two walks where dk and dv are walked apart, the
+dq kernel three).
 """
 
 from __future__ import annotations
@@ -44,11 +45,13 @@ def demand(kernel: str, shape: Shape, element_bytes: int) -> tuple[float, float]
     product = shape.flops(backward=False) / 2
     forward, backward = (shape.bytes(element_bytes, backward=x) for x in (False, True))
     q_bytes = shape.b * shape.h * shape.rows * shape.d * element_bytes
+    k_bytes = shape.b * (shape.hkv or shape.h) * shape.t * shape.d * element_bytes
     return {
         "forward": (2 * product, forward),
         "backward": (5 * product, backward),
         "fwd": (2 * product, forward),
         "dkdv": (4 * product, backward - 2 * q_bytes),
+        "dk, dv": (5 * product, backward + k_bytes),  # q, do and k are read twice
         "dq": (3 * product, forward + q_bytes),
         "delta": (0.0, 2 * q_bytes),
     }[kernel]
@@ -56,7 +59,7 @@ def demand(kernel: str, shape: Shape, element_bytes: int) -> tuple[float, float]
 
 def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
     """Milliseconds of the device kernels of a forward and a backward, by torch's profiler; dk and dv walked apart are two
-    launches of one kernel."""
+    launches of one kernel, and are named 'dk, dv'."""
     from torch.profiler import ProfilerActivity, profile
 
     forward, backward, _ = inputs.ours(kernel)
@@ -68,10 +71,17 @@ def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
             forward()
             backward()
         torch.cuda.synchronize()
+    return _by_part([(event.name, event.device_time_total / 1e3) for event in seen.events()])
+
+
+def _by_part(launches: Sequence[tuple[str, float]]) -> dict[str, float]:
+    """Of PROFILED forwards and backwards, as (kernel, ms)."""
     times = dict.fromkeys(KERNELS.values(), 0.0)
-    for event in seen.events():
-        if event.name in KERNELS:
-            times[KERNELS[event.name]] += event.device_time_total / 1e3 / PROFILED
+    for name, ms in launches:
+        if name in KERNELS:
+            times[KERNELS[name]] += ms / PROFILED
+    if sum(name == "_dkdv_kernel" for name, _ in launches) == 2 * PROFILED:
+        times["dk, dv"] = times.pop("dkdv")
     return {name: ms for name, ms in times.items() if ms}
 
 

@@ -2,9 +2,9 @@
 
 Every candidate is compiled first, in as many processes as there are cores (Triton keeps what it compiled on disk), then
 timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. A kernel's time is that of the contract
-that needs it alone: the forward, the backward of dk and dv, of dk, of dv, of dq; dk and dv are walked apart where that is
-faster. A tile that does not fit the device, or that spills registers, is not taken where another does neither; the tiles
-taken pass the check against the oracle.
+that needs it alone, less the delta kernel that every backward begins with: the forward, the backward of dk and dv, of dk,
+of dv, of dq; dk and dv are walked apart where that is faster. A tile that does not fit the device, or that spills
+registers, is not taken where another does neither; the tiles taken pass the check against the oracle.
 """
 
 from __future__ import annotations
@@ -67,7 +67,7 @@ def shape_for(bits: int, head_dim: int, band: bool) -> Shape:
 
 
 def _thunk(inputs: Inputs, kernel: str) -> Thunk:
-    """The contract that runs this kernel and, of those with products, no other."""
+    """The contract that runs this kernel and, of those with products, no other; 'delta' is a backward with none of them."""
     forward, _, out = inputs.ours("triton")
     if kernel == "fwd":
         return forward
@@ -124,12 +124,14 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
     for key in keys:
         inputs = Inputs(shape_for(*key[1:]), dtype, device)
         best: dict[str, tuple[float, Tile]] = {}
+        delta = median(interleaved({"delta": _thunk(inputs, "delta")}, REPEATS, device)["delta"])
         for kernel in candidates(bits, key[2]):
             thunks: dict[str, Thunk] = {}
             fit = {str(tuple(job[2])): job for job in spills if job[:2] == (key, kernel)}
             for name, job in fit.items():
                 thunks[name] = _run_with(key, with_tile(start[key], kernel, job[2]), _thunk(inputs, kernel))
-            times = {name: median(ms) for name, ms in interleaved(thunks, REPEATS, device).items()}
+            before = 0.0 if kernel == "fwd" else delta
+            times = {name: median(ms) - before for name, ms in interleaved(thunks, REPEATS, device).items()}
             ranked = sorted(times, key=lambda name: (spills[fit[name]] > 0, times[name]))
             if ranked:
                 best[kernel] = times[ranked[0]], fit[ranked[0]][2]
@@ -149,14 +151,14 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
 
 
 def _taken(row: Tiles, best: dict[str, tuple[float, Tile]]) -> Tiles:
-    """dk and dv apart only where the two take less than dkdv."""
+    """dk and dv apart only where both were timed and take less than dkdv."""
     for kernel, (_, tile) in best.items():
         if kernel not in ("dk", "dv"):
             row = row._replace(**{kernel: tile})
-    if {"dk", "dv", "dkdv"} <= best.keys():
-        apart = best["dk"][0] + best["dv"][0] < best["dkdv"][0]
-        row = row._replace(dk=best["dk"][1] if apart else None, dv=best["dv"][1] if apart else None)
-    return row
+    if "dkdv" not in best:
+        return row
+    apart = {"dk", "dv"} <= best.keys() and best["dk"][0] + best["dv"][0] < best["dkdv"][0]
+    return row._replace(dk=best["dk"][1] if apart else None, dv=best["dv"][1] if apart else None)
 
 
 def _run_with(key: Key, row: Tiles, run: Thunk) -> Thunk:
