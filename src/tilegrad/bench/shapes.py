@@ -6,6 +6,7 @@ import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -31,15 +32,15 @@ class Shape:
     def parse(cls, text: str) -> Shape:
         """B,H,T,D and, as wanted, causal, window=N, hkv=N, tq=N: '4,32,4096,64,causal'."""
         words = text.split(",")
-        given: dict[str, int] = dict(zip(("b", "h", "t", "d"), map(int, words[:4]), strict=True))
+        given: dict[str, Any] = dict(zip(("b", "h", "t", "d"), map(int, words[:4]), strict=True))
         for word in words[4:]:
             name, _, value = word.partition("=")
             if word != "causal" and name not in ("window", "hkv", "tq"):
                 raise ValueError(f"unknown {word!r}")
-            given[name] = int(value or 1)
+            given[name] = word == "causal" or int(value)
         if min(given.values()) < 1:
             raise ValueError("not positive")
-        return cls(**given | {"causal": "causal" in given})
+        return cls(**given)
 
     def mask(self, device: torch.device) -> Mask:
         window = None if self.window is None else (self.window - 1, 0)
