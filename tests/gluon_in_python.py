@@ -446,7 +446,7 @@ class Language(SimpleNamespace):
     exp2, log2, abs = staticmethod(torch.exp2), staticmethod(torch.log2), staticmethod(torch.abs)
     static_range, zeros_like = staticmethod(range), staticmethod(torch.zeros_like)
     BlockedLayout = SliceLayout = NVMMADistributedLayout = staticmethod(_no_layout)
-    DotOperandLayout = SwizzledSharedLayout = staticmethod(_no_layout)
+    DotOperandLayout = SwizzledSharedLayout = SharedLinearLayout = staticmethod(_no_layout)
     NVMMASharedLayout = SimpleNamespace(get_default_for=_no_layout)
     math = SimpleNamespace(exp2=torch.exp2, log2=torch.log2)
 

@@ -29,6 +29,7 @@ from tilegrad.kernels.attention import (
     hopper_products,
     hopper_rows,
     hopper_walk,
+    hopper_wide,
     triton_mask,
 )
 from tilegrad.kernels.attention.mask import Mask
@@ -219,7 +220,7 @@ def test_a_tensor_that_tma_cannot_address_is_named(monkeypatch: pytest.MonkeyPat
 
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
-MODULES = (hopper_bwd, hopper_products, hopper_rows, hopper_walk, triton_mask)
+MODULES = (hopper_bwd, hopper_products, hopper_rows, hopper_walk, hopper_wide, triton_mask)
 
 
 def emulated(

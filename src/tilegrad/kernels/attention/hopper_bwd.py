@@ -10,8 +10,9 @@
 unit = scale · log2(e), at least 1e-30 large. With a softcap c: t = tanh(sᵀ · scale / c), pᵀ = exp2(c·log2(e)·t + shift) with
 unit = 1, and ds gains the factor 1 − t².
 
-**Partitions** of the main kernel: eight warps multiply (hopper_products.py), one loads, one adds dq to memory and stores dk
-and dv (hopper_walk.py). Slots of shared memory go from one to the other in rings:
+**Partitions** of the main kernel: eight warps multiply (hopper_products.py; beyond D 128 two partitions of four, with a task
+each: hopper_wide.py), one loads, one adds dq to memory and stores dk and dv (hopper_walk.py). Slots of shared memory go from
+one to the other in rings:
 
     q, do with shift, delta, notes   load → multiply      two slots each (do of D > 128: one)
     k, v                             load → multiply      one each, filled again while dv and dk of the tile before drain
@@ -48,6 +49,7 @@ from .hopper_products import Factors, Sums, multiply
 from .hopper_rows import _hopper_begin_kernel, _hopper_dsinks_kernel, _hopper_finish_kernel
 from .hopper_tma import Descriptor, Launch, current, layout_of, prepare, refusal, row_descriptor, tile_descriptor
 from .hopper_walk import RECORD, RECORDS, WRAP, Call, Inputs, Ring, barriers, load, reduce, ring
+from .hopper_wide import OUT_SLOTS, SLICES, WIDE_REGISTERS, grade, new_exchange, weigh
 from .mask import Mask
 from .triton_attention import LEAST_FACTOR, LOG2E, Scratch, Shapes, Sizes, multiprocessors
 
@@ -87,51 +89,49 @@ def _hopper_bwd_kernel(
     REGISTERS: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
-    SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     NUMBERS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     call = Call(cu_seqlens_q, cu_seqlens_k, batch, kv_heads, all_heads, group, tq, tk, left, right, span, splits)
     factors = Factors(scale, unit, cap, cap_inner)
 
+    WIDE: gl.constexpr = D > 128
+    READERS: gl.constexpr = 2 if WIDE else 1  # partitions that multiply
     inputs = Inputs(
-        ring(q_desc, Q_SLOTS), ring(do_desc, DO_SLOTS), ring(k_desc, 1), ring(v_desc, 1),
+        ring(q_desc, Q_SLOTS, READERS), ring(do_desc, DO_SLOTS, READERS), ring(k_desc, 1, READERS), ring(v_desc, 1),
         gl.allocate_shared_memory(gl.float32, [Q_SLOTS, BLOCK_M], shift_desc.layout),
         gl.allocate_shared_memory(gl.float32, [DO_SLOTS, BLOCK_M], delta_desc.layout),
         gl.allocate_shared_memory(gl.int32, [Q_SLOTS, 1], NUMBERS_L),
     )  # fmt: skip
     dq_ring = ring(dq_desc, DQ_SLOTS)
-    ds_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], SCORES_L)
-    p_s = ds_s  # of D > 128 only
-    if D > 128:
-        p_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], SCORES_L)
     records_s = gl.allocate_shared_memory(gl.int32, [RECORDS * RECORD, 1], NUMBERS_L)
-    records = Ring(records_s, barriers(RECORDS, 1), barriers(RECORDS, 2))
-    gl.warp_specialize(
-        [
-            (
-                multiply,
-                (
-                    Sums(sums, arrived), call, inputs, p_s, ds_s, dq_ring, records, factors,
-                    SLICES, OUT_SLOTS, HALVES,
-                ),
-            ),
-            (
-                load,
-                (
-                    q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, inputs, records, taken, rows_b, rows_h,
-                    BLOCK_M, BLOCK_N, DESCENDING,
-                ),
-            ),
-            (
-                reduce,
-                (
-                    dq_desc, dk_desc, dv_desc, call, dq_ring, records, turns, row_tiles, rows_b, rows_h,
-                    dtype, BLOCK_M, BLOCK_N, D, SLICES, OUT_SLOTS, DESCENDING,
-                ),
-            ),
-        ],
-        [1, 1],
-        [REGISTERS, REGISTERS],
-    )  # fmt: skip
+    records = Ring(records_s, barriers(RECORDS, 1), barriers(RECORDS, READERS + 1))
+    if WIDE:
+        exchange = new_exchange(dtype, BLOCK_N, BLOCK_M)
+        gl.warp_specialize([
+            (weigh, (Sums(sums, arrived), call, inputs, exchange, dq_ring, records, factors)),
+            (grade, (Sums(sums, arrived), call, inputs, exchange, dq_ring, records, factors)),
+            (load, (
+                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, inputs, records, taken, rows_b, rows_h,
+                BLOCK_M, BLOCK_N, DESCENDING,
+            )),
+            (reduce, (
+                dq_desc, dk_desc, dv_desc, call, inputs, dq_ring, records, turns, row_tiles, rows_b, rows_h,
+                BLOCK_M, BLOCK_N, D, SLICES, OUT_SLOTS, DESCENDING,
+            )),
+        ], [4, 1, 1], [WIDE_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+    else:
+        SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
+        ds_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], SCORES_L)
+        gl.warp_specialize([
+            (multiply, (Sums(sums, arrived), call, inputs, ds_s, dq_ring, records, factors, HALVES)),
+            (load, (
+                q_desc, k_desc, v_desc, do_desc, shift_desc, delta_desc, call, inputs, records, taken, rows_b, rows_h,
+                BLOCK_M, BLOCK_N, DESCENDING,
+            )),
+            (reduce, (
+                dq_desc, dk_desc, dv_desc, call, inputs, dq_ring, records, turns, row_tiles, rows_b, rows_h,
+                BLOCK_M, BLOCK_N, D, SLICES, OUT_SLOTS, DESCENDING,
+            )),
+        ], [1, 1], [REGISTERS, REGISTERS])  # fmt: skip
 
 
 class Tile(NamedTuple):
@@ -152,7 +152,7 @@ class Tile(NamedTuple):
 TILES = {
     64: Tile(128, 128, 2, 2, 2, 1, 1, True, 24),
     128: Tile(64, 128, 2, 2, 2, 1, 1, False, 24),
-    256: Tile(64, 64, 2, 1, 2, 4, 2, False, 40),
+    256: Tile(64, 64, 2, 1, 2, SLICES.value, OUT_SLOTS.value, False, 24),
 }
 CAPPED = TILES | {64: Tile(64, 128, 2, 2, 2, 1, 1, False, 24)}  # a softcap takes registers
 
@@ -186,7 +186,7 @@ def workspace(q: Any, sizes: Sizes, varlen: bool, deterministic: bool) -> Shapes
         "shift": (rows, torch.float32),
         "padded_delta": (rows, torch.float32),
     }
-    shapes["counters"] = ((1 + SHARED_TILES + sizes.batch * sizes.hq * padded // BLOCK,), torch.int32)
+    shapes["counters"] = ((1 + 2 * SHARED_TILES + sizes.batch * sizes.hq * padded // BLOCK,), torch.int32)
     if not deterministic:
         tile, width = TILES[width_of(sizes.d)], width_of(sizes.d)
         shapes["sums"] = ((max(1, min(SHARED_TILES, _tiles(sizes, None))), 2, tile.n, width), torch.float32)
@@ -289,7 +289,7 @@ def _prepare(
     descending = deterministic and sizes.right is not None
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
     acc, shift, delta, counters = scratch["dq_acc"], scratch["shift"], scratch["padded_delta"], scratch["counters"]
-    arrived, turns = counters[1:], counters[1 + SHARED_TILES :]
+    arrived, turns = counters[1:], counters[1 + 2 * SHARED_TILES :]
     sums = scratch["sums"] if shared else None
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
     rows_b, rows_h = (PADDING, shift.stride(0)) if varlen else shift.stride()[:2]
@@ -320,7 +320,7 @@ def _prepare(
             1 if deterministic else heads_together(sizes), splits if shared else None,
             row_tiles, scale, unit, cap * LOG2E if cap else None, scale / cap if cap else None,
             tile.m, tile.n, width, *tile[2:], descending,
-        ), num_warps=8,
+        ), num_warps=4 if width > 128 else 8,
     )  # fmt: skip
     launches = [begin, main]
     if dq is not None:

@@ -1,8 +1,8 @@
 """The products of Hopper's backward, by eight warps: hopper_bwd.py has the equations, hopper_walk.py who does what.
 
 Scores are held transposed, sᵀ (columns, rows): pᵀ and dsᵀ then are the left operands of dv += pᵀ do and dk += dsᵀ q as the
-tensor cores left them in registers. Only ds, for dq = ds k, goes through shared memory. For head dimensions beyond 128,
-whose dk and dv fill the registers, p does so too (`_add_rows_wide`).
+tensor cores left them in registers. Only ds, for dq = ds k, goes through shared memory. Head dimensions beyond 128 are
+hopper_wide.py's.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -31,6 +31,8 @@ from .hopper_walk import (
     write,
 )
 
+DK = gl.constexpr(0)  # which sum, in memory and in records
+DV = gl.constexpr(1)
 NOWHERE = gl.constexpr(2**30)  # a column that no row sees
 
 
@@ -44,7 +46,7 @@ class Factors(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """Float32 dk, dv of shared tiles, and how many programs have added to each."""
+    """Float32 dk and dv of shared tiles, and how many programs have added to each."""
 
     dkdv: Any
     arrived: Any
@@ -77,7 +79,7 @@ def _hide(x, row, turn, call, records):
 
 
 @gluon.jit
-def _probabilities(x, shift, note, row, turn, call, records, factors):
+def probabilities(x, shift, note, row, turn, call, records, factors):
     """(p, t) out of products x; t = tanh where the call has a softcap."""
     t = x
     if factors.cap is None:
@@ -100,7 +102,7 @@ def _score_gradient(p, dp, t, delta, factors):
 
 
 @gluon.jit
-def _send(dq, dq_ring, dq_use):
+def send(dq, dq_ring, dq_use):
     """dq of a tile of rows, or a slice of it, to `reduce`."""
     acquire(dq_ring, dq_use).store(dq)
     fence_async_shared()
@@ -109,8 +111,8 @@ def _send(dq, dq_ring, dq_use):
 
 @gluon.jit
 def _add_rows(
-    dk, dv, use, dq_use, turn, call, inputs, k, v, p_s, ds_s, dq_ring, records, factors,
-    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr, SLICES: gl.constexpr,
+    dk, dv, use, dq_use, turn, call, inputs, k, v, ds_s, dq_ring, records, factors,
+    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr,
 ):  # fmt: skip
     """dk, dv of one more tile of rows; its dq goes to `reduce`."""
     dtype: gl.constexpr = k.dtype
@@ -129,7 +131,7 @@ def _add_rows(
     dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
     shift = inputs.shift.index(use % SLOTS).load(ROW_L)
     x = warpgroup_mma_wait(1, deps=(s_token,))
-    p, t = _probabilities(x, shift, note, (note >> NOTE_BITS) * BLOCK_M, turn, call, records, factors)
+    p, t = probabilities(x, shift, note, (note >> NOTE_BITS) * BLOCK_M, turn, call, records, factors)
     p16 = p.to(dtype)
     delta = inputs.delta.index(use % SLOTS).load(ROW_L)
     ds16 = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors).to(dtype)
@@ -142,7 +144,7 @@ def _add_rows(
     dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv_token,))
     dq = warpgroup_mma_wait(1, deps=(dq_token,))
-    _send(dq, dq_ring, dq_use)
+    send(dq, dq_ring, dq_use)
     release(inputs.do.empty, use)
     dk = warpgroup_mma_wait(0, deps=(dk_token,))
     release(inputs.q.empty, use)
@@ -151,8 +153,8 @@ def _add_rows(
 
 @gluon.jit
 def _add_rows_in_halves(
-    dk, dv, use, dq_use, turn, call, inputs, k, v, p_s, ds_s, dq_ring, records, factors,
-    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr, SLICES: gl.constexpr,
+    dk, dv, use, dq_use, turn, call, inputs, k, v, ds_s, dq_ring, records, factors,
+    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr,
 ):  # fmt: skip
     """The same with the exponentials of one half of the rows beside the products of the other."""
     dtype: gl.constexpr = k.dtype
@@ -181,7 +183,7 @@ def _add_rows_in_halves(
 
     row = (note >> NOTE_BITS) * BLOCK_M
     shift = shift_s.slice(0, HALF, 0).load(ROW_L)
-    p, t = _probabilities(warpgroup_mma_wait(3, deps=(s0,)), shift, note, row, turn, call, records, factors)
+    p, t = probabilities(warpgroup_mma_wait(3, deps=(s0,)), shift, note, row, turn, call, records, factors)
     p16 = p.to(dtype)
     delta = delta_s.slice(0, HALF, 0).load(ROW_L)
     ds0 = _score_gradient(p, warpgroup_mma_wait(2, deps=(dp0,)), t, delta, factors).to(dtype)
@@ -190,7 +192,7 @@ def _add_rows_in_halves(
 
     row = (note >> NOTE_BITS) * BLOCK_M + HALF
     shift = shift_s.slice(HALF, HALF, 0).load(ROW_L)
-    p, t = _probabilities(warpgroup_mma_wait(2, deps=(s1,)), shift, note, row, turn, call, records, factors)
+    p, t = probabilities(warpgroup_mma_wait(2, deps=(s1,)), shift, note, row, turn, call, records, factors)
     p16 = p.to(dtype)
     delta = delta_s.slice(HALF, HALF, 0).load(ROW_L)
     ds1 = _score_gradient(p, warpgroup_mma_wait(1, deps=(dp1,)), t, delta, factors).to(dtype)
@@ -204,7 +206,7 @@ def _add_rows_in_halves(
     dk = warpgroup_mma(gl.convert_layout(ds1, A_L), q1, dk, is_async=True)
     dv = warpgroup_mma_wait(3, deps=(dv,))
     dq = warpgroup_mma_wait(2, deps=(dq_token,))
-    _send(dq, dq_ring, dq_use)
+    send(dq, dq_ring, dq_use)
     release(inputs.do.empty, use)
     dk = warpgroup_mma_wait(0, deps=(dk,))
     release(inputs.q.empty, use)
@@ -212,56 +214,7 @@ def _add_rows_in_halves(
 
 
 @gluon.jit
-def _add_rows_wide(
-    dk, dv, use, dq_use, turn, call, inputs, k, v, p_s, ds_s, dq_ring, records, factors,
-    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr, SLICES: gl.constexpr,
-):  # fmt: skip
-    """The same with p and ds through shared memory and dq in SLICES of its columns."""
-    dtype: gl.constexpr = k.dtype
-    BLOCK_N: gl.constexpr = k.shape[0]
-    WIDTH: gl.constexpr = k.shape[1] // SLICES
-    BLOCK_M: gl.constexpr = ds_s.shape[1]
-    ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
-    shift_s = inputs.shift.index(use % inputs.shift.shape[0])
-    delta_s = inputs.delta.index(use % inputs.delta.shape[0])
-    zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
-
-    q = await_full(inputs.q, use).reshape([BLOCK_M, k.shape[1]])
-    note = read(inputs.notes, use % inputs.notes.shape[0])
-    s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    shift = shift_s.load(ROW_L)
-    do = await_full(inputs.do, use).reshape([BLOCK_M, k.shape[1]])
-    dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    x = warpgroup_mma_wait(1, deps=(s_token,))
-    p, t = _probabilities(x, shift, note, (note >> NOTE_BITS) * BLOCK_M, turn, call, records, factors)
-    p_s.store(p.to(dtype))
-    delta = delta_s.load(ROW_L)
-    ds = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors)
-    ds_s.store(ds.to(dtype))
-    fence_async_shared()
-
-    zero_dq = gl.zeros((BLOCK_M, WIDTH), gl.float32, layout=DQ_L)
-    dv_token = warpgroup_mma(p_s, do, dv, is_async=True)
-    dq_token = warpgroup_mma(ds_s.permute((1, 0)), k.slice(0, WIDTH, 1), zero_dq, use_acc=False, is_async=True)
-    dv = warpgroup_mma_wait(1, deps=(dv_token,))
-    dq = warpgroup_mma_wait(0, deps=(dq_token,))
-    release(inputs.do.empty, use)
-    dk_token = warpgroup_mma(ds_s, q, dk, is_async=True)
-    _send(dq, dq_ring, dq_use)
-    for part in gl.static_range(1, SLICES):
-        k_part = k.slice(part * WIDTH, WIDTH, 1)
-        dq_token = warpgroup_mma(ds_s.permute((1, 0)), k_part, zero_dq, use_acc=False, is_async=True)
-        if part == 1:
-            dk = warpgroup_mma_wait(1, deps=(dk_token,))
-        dq = warpgroup_mma_wait(0, deps=(dq_token,))
-        if part == SLICES - 1:
-            release(inputs.q.empty, use)
-        _send(dq, dq_ring, dq_use + part)
-    return dk, dv, note
-
-
-@gluon.jit
-def _hand_over(acc, like, call, dq_ring, dq_use, OUT_SLOTS: gl.constexpr):
+def hand_over(acc, like, call, dq_ring, dq_use, OUT_SLOTS: gl.constexpr):
     """dk or dv to `reduce`."""
     dtype: gl.constexpr = like.dtype
     for part in gl.static_range(OUT_SLOTS):
@@ -274,46 +227,35 @@ def _hand_over(acc, like, call, dq_ring, dq_use, OUT_SLOTS: gl.constexpr):
 
 
 @gluon.jit
-def _add_up(dk, dv, tile, call, sums):
-    """(dk, dv, whether this program is the last) of a shared tile: added to those of the programs that came before."""
-    L: gl.constexpr = dk.type.layout
-    BLOCK_N: gl.constexpr = dk.shape[0]
-    D: gl.constexpr = dk.shape[1]
-    j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, L))[:, None]
-    c = gl.arange(0, D, layout=gl.SliceLayout(0, L))[None, :]
-    at = j * D + c
-    dk_sum = sums.dkdv + tile.index * (2 * BLOCK_N * D)
-    dv_sum = dk_sum + BLOCK_N * D
-    gl.atomic_add(dk_sum + at, dk, sem="relaxed")
-    gl.atomic_add(dv_sum + at, dv, sem="relaxed")
+def add_up(x, which: gl.constexpr, turn, call, records, sums):
+    """dk or dv of a shared tile, added to that of the programs that came before; the last of them stores it."""
+    BLOCK_N: gl.constexpr = x.shape[0]
+    D: gl.constexpr = x.shape[1]
+    index = read(records.slots, turn % RECORDS * RECORD + FIELDS - 1)
+    j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, x.type.layout))[:, None]
+    c = gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    at = sums.dkdv + (2 * index + which) * (BLOCK_N * D) + j * D + c
+    gl.atomic_add(at, x, sem="relaxed")
     gl.thread_barrier()
-    last = gl.atomic_add(sums.arrived + tile.index, 1, sem="acq_rel") == call.splits - 1
+    last = gl.atomic_add(sums.arrived + 2 * index + which, 1, sem="acq_rel") == call.splits - 1
     gl.thread_barrier()
     if last:
-        dk = gl.load(dk_sum + at, cache_modifier=".cg")
-        dv = gl.load(dv_sum + at, cache_modifier=".cg")
-    return dk, dv, last
+        x = gl.load(at, cache_modifier=".cg")
+    write(records.slots, turn % RECORDS * RECORD + FIELDS + which, gl.where(last, 1, 0))
+    return x
 
 
 @gluon.jit
-def multiply(
-    sums, call, inputs, p_s, ds_s, dq_ring, records, factors,
-    SLICES: gl.constexpr, OUT_SLOTS: gl.constexpr, HALVES: gl.constexpr,
-):  # fmt: skip
-    """The partition with all products. Eight warps: two warpgroups share the columns of sᵀ, dpᵀ, dk, dv; of D > 128 the
-    rows of sᵀ, dpᵀ and the head's columns of dk, dv, dq."""
+def multiply(sums, call, inputs, ds_s, dq_ring, records, factors, HALVES: gl.constexpr):
+    """The partition with all products. Eight warps: two warpgroups share the columns of sᵀ, dpᵀ, dk, dv."""
     BLOCK_N: gl.constexpr = ds_s.shape[0]
     BLOCK_M: gl.constexpr = ds_s.shape[1]
     D: gl.constexpr = inputs.k.slots.shape[-1]
-    WIDE: gl.constexpr = D > 128
-    ST_WARPS: gl.constexpr = [4, 2] if WIDE else [8, 1]
     DQ_WARPS: gl.constexpr = [8, 1] if BLOCK_M == 128 else [4, 2]
-    ST_L: gl.constexpr = gl.NVMMADistributedLayout(
-        [3, 0], ST_WARPS, [16, BLOCK_M // 2 if WIDE or HALVES else BLOCK_M, 16]
-    )
-    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], ST_WARPS, [16, D // ST_WARPS[1], 16])
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], DQ_WARPS, [16, D // SLICES // DQ_WARPS[1], 16])
-    ADD: gl.constexpr = _add_rows_wide if WIDE else _add_rows_in_halves if HALVES else _add_rows
+    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M // 2 if HALVES else BLOCK_M, 16])
+    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
+    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], DQ_WARPS, [16, D // DQ_WARPS[1], 16])
+    ADD: gl.constexpr = _add_rows_in_halves if HALVES else _add_rows
     k = inputs.k.slots.index(0).reshape([BLOCK_N, D])
     v = inputs.v.slots.index(0).reshape([BLOCK_N, D])
     use = 0
@@ -327,21 +269,18 @@ def multiply(
         more = tile.begin < tile.end
         while more:
             dk, dv, note = ADD(
-                dk, dv, use, use * SLICES + turn * 2 * OUT_SLOTS, turn, call, inputs, k, v, p_s, ds_s, dq_ring, records,
-                factors, ST_L, KV_L, DQ_L, SLICES,
-            )  # fmt: skip
+                dk, dv, use, use + turn * 2, turn, call, inputs, k, v, ds_s, dq_ring, records, factors, ST_L, KV_L, DQ_L
+            )
             use += 1
             more = note & LAST == 0
         release(inputs.k.empty, turn)
         release(inputs.v.empty, turn)
-        tile = recall(records, turn, call)
-        dq_use = use * SLICES + turn * 2 * OUT_SLOTS
         dk = dk * factors.scale
         if call.splits is not None:
-            dk, dv, wanted = _add_up(dk, dv, tile, call, sums)
-            write(records.slots, turn % RECORDS * RECORD + FIELDS, gl.where(wanted, 1, 0))
-        _hand_over(dv, k, call, dq_ring, dq_use, OUT_SLOTS)
-        _hand_over(dk, k, call, dq_ring, dq_use + OUT_SLOTS, OUT_SLOTS)
+            dv = add_up(dv, DV, turn, call, records, sums)
+            dk = add_up(dk, DK, turn, call, records, sums)
+        hand_over(dv, k, call, dq_ring, use + turn * 2, 1)
+        hand_over(dk, k, call, dq_ring, use + turn * 2 + 1, 1)
         release(records.empty, turn)
         turn += 1
         tile = hear(records, turn, call)

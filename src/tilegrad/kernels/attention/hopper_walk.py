@@ -21,7 +21,7 @@ from .hopper_tma import tma_reduce_add
 
 RECORDS = gl.constexpr(2)
 FIELDS = gl.constexpr(15)  # of a ColumnTile
-RECORD = gl.constexpr(16)  # words of one and, behind it, whether dk and dv of the tile are to be stored
+RECORD = gl.constexpr(32)  # words of one; behind the fields, whether dk and dv of the tile are to be stored
 CROSSED = gl.constexpr(1)  # in a note on a tile of rows: an edge crosses it
 LAST = gl.constexpr(2)  # it is the last of its tile of columns
 NOTE_BITS = gl.constexpr(2)  # above these, its number
@@ -96,10 +96,10 @@ def barriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def ring(desc, SLOTS: gl.constexpr):
+def ring(desc, SLOTS: gl.constexpr, READERS: gl.constexpr = 1):
     """Slots for boxes of a descriptor."""
     slots = gl.allocate_shared_memory(desc.dtype, [SLOTS] + desc.block_type.shape, desc.layout)  # noqa: RUF005 (in a kernel)
-    return Ring(slots, barriers(SLOTS, 1), barriers(SLOTS, 1))
+    return Ring(slots, barriers(SLOTS, 1), barriers(SLOTS, READERS))
 
 
 @gluon.jit
@@ -356,11 +356,12 @@ def load(
 
 @gluon.jit
 def reduce(
-    dq_desc, dk_desc, dv_desc, call, dq_ring, records, turns, row_tiles, rows_b, rows_h,
-    DTYPE: gl.constexpr, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLICES: gl.constexpr,
+    dq_desc, dk_desc, dv_desc, call, inputs, dq_ring, records, turns, row_tiles, rows_b, rows_h,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLICES: gl.constexpr,
     OUT_SLOTS: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """The partition that brings the dq of every tile of rows to memory; behind the last of them come dv and dk."""
+    DTYPE: gl.constexpr = inputs.k.slots.dtype
     turn = 0
     use = 0
     tile = hear(records, turn, call)
@@ -370,8 +371,8 @@ def reduce(
             BLOCK_M, BLOCK_N, D, SLICES, DESCENDING,
         )  # fmt: skip
         at = _at(call, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N, 0)
-        use = _store(dv_desc, at, call, dq_ring, use, records, turn, DTYPE, BLOCK_N, D, OUT_SLOTS)
-        use = _store(dk_desc, at, call, dq_ring, use, records, turn, DTYPE, BLOCK_N, D, OUT_SLOTS)
+        use = _store(dv_desc, at, call, dq_ring, use, records, turn, 1, DTYPE, BLOCK_N, D, OUT_SLOTS)
+        use = _store(dk_desc, at, call, dq_ring, use, records, turn, 0, DTYPE, BLOCK_N, D, OUT_SLOTS)
         release(records.empty, turn)
         turn += 1
         tile = hear(records, turn, call)
@@ -434,7 +435,7 @@ def out_slot(dq_ring, use, call, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: 
 
 @gluon.jit
 def _store(
-    desc, at, call, dq_ring, use, records, turn,
+    desc, at, call, dq_ring, use, records, turn, which,
     DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, OUT_SLOTS: gl.constexpr,
 ):  # fmt: skip
     """dk or dv to memory; of a shared tile only if the program is the last of those that share it."""
@@ -443,7 +444,7 @@ def _store(
     if desc is not None:
         wanted = 1
         if call.splits is not None:
-            wanted = read(records.slots, turn % RECORDS * RECORD + FIELDS)
+            wanted = read(records.slots, turn % RECORDS * RECORD + FIELDS + which)
         if wanted != 0:
             tma.async_copy_shared_to_global(desc, at, out_slot(dq_ring, use, call, DTYPE, BLOCK_N, D, OUT_SLOTS))
             tma.store_wait(0)
