@@ -225,6 +225,18 @@ def test_the_roofline_of_dk_and_dv_walked_apart_has_a_product_more() -> None:
     assert apart[1] - together[1] == 2 * tensor + tensor / 2  # q, do and k once more
 
 
+def test_of_a_report_of_ncu_the_kernels_and_their_counters_are_shown() -> None:
+    from tilegrad.bench.roofline import COUNTERS, _counted
+
+    kernel, counter = "  _dq_kernel (64, 1, 1)x(128, 1, 1), CC 9.0", f"    {COUNTERS[1]}    %   61.1"
+    noise = [
+        '==PROF== Profiling "_dq_kernel": 0%....100% - 10 passes',
+        "    Section: Command line profiler metrics",
+        "",
+    ]
+    assert _counted("\n".join([*noise, kernel + "  ", noise[1], counter, *noise])) == f"{kernel}\n{counter}"
+
+
 def test_the_check_sees_every_kernel_of_the_table() -> None:
     shape = attention.PRESETS["laptop"][0]
     for kernel in ("tiled", "reference"):

@@ -22,7 +22,7 @@ from tilegrad.table import table
 
 COUNTERS = (
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",
-    "sm__inst_executed_pipe_tensor.avg.pct_of_peak_sustained_active",
+    "sm__pipe_tensor_op_hmma_cycles_active.avg.pct_of_peak_sustained_active",  # one instruction is many cycles
     "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     "sm__warps_active.avg.pct_of_peak_sustained_active",
     "launch__registers_per_thread",
@@ -119,9 +119,14 @@ def counters(shape: Shape, dtype: torch.dtype, kernel: str) -> str:
         f"forward, backward, _ = Inputs({shape!r}, {dtype}, torch.device('cuda')).ours({kernel!r})\n"
         "forward(); backward(); torch.cuda.synchronize()"
     )
-    command = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", f"regex:{'|'.join(KERNELS)}"]
+    command = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", "regex:^_"]  # ours
     done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"ncu gave no counters: {(done.stderr or done.stdout).strip().splitlines()[-1:]}"
-    wanted = (*KERNELS, *COUNTERS)
-    return "\n".join(line.rstrip() for line in done.stdout.splitlines() if any(name in line for name in wanted))
+    return _counted(done.stdout)
+
+
+def _counted(report: str) -> str:
+    """ncu's kernels and their counters, without the rest."""
+    lines = (line.rstrip() for line in report.splitlines())
+    return "\n".join(line for line in lines if line.lstrip().startswith(("_", *COUNTERS)))
