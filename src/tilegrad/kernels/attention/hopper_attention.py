@@ -19,6 +19,7 @@ from .mask import Mask
 from .triton_attention import LEAST_FACTOR, LOG2E, Sizes, multiprocessors, sizes_of
 
 KEPT_BYTES = 24 << 20  # of k and v that programs at work together should find in L2
+ALONE = 1.35  # warpgroups that share a multiprocessor and take as long as one that has it for itself
 
 
 class Tiling(NamedTuple):
@@ -36,34 +37,59 @@ TILINGS = {  # by the head dimension, padded
     128: Tiling(2, 128, 2, 2),
     256: Tiling(2, 64, 2, 1),
 }
+WINDOW_TILING = Tiling(3, 64, 4, 2)  # of a padded dimension of 128: less beyond a window's two edges
 MOST_LAUNCHES = 1024
 _launches: dict[tuple[object, ...], Launch] = {}
 
 
-def _wave(sizes: Sizes, row_tiles: int, programs: int, columns: int) -> int:
-    """Heads whose tiles are dealt out together, the longest first; 1 where all tiles are as long."""
-    if sizes.right is None or sizes.left is not None:
-        return 1
+def _tiling(sizes: Sizes, varlen: bool, programs: int) -> Tiling:
+    """The usual one; of 64 rows where the whole chip can have a tile each."""
+    tiling = TILINGS[sizes.block_d]
+    if varlen:
+        return tiling
+    if -(-sizes.tq // ROWS.value) * sizes.hq * sizes.batch <= programs:
+        return tiling._replace(warpgroups=1)
+    return WINDOW_TILING if sizes.block_d == 128 and sizes.left is not None else tiling
+
+
+def _wave(sizes: Sizes, row_tiles: int, programs: int, tiling: Tiling) -> int:
+    """Heads whose tiles are dealt out together, the longest first; of windows, as many as keep their k and v in L2."""
     heads = sizes.batch * sizes.hq
-    head_bytes = max(1, 4 * sizes.tk * sizes.d * sizes.hkv // sizes.hq)
-    return _balanced_wave(row_tiles, heads, sizes.tk, min(heads, max(1, KEPT_BYTES // head_bytes)), programs, columns)
+    window = sizes.tk if sizes.left is None else min(sizes.tk, sizes.left + ROWS.value * tiling.warpgroups)
+    most = min(heads, max(1, KEPT_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))
+    if sizes.left is not None or row_tiles * heads <= programs:
+        return most
+    return _balanced_wave(sizes.tq, sizes.tk, sizes.right, row_tiles, heads, most, programs, tiling)
 
 
 @functools.lru_cache(1024)
-def _balanced_wave(row_tiles: int, heads: int, tk: int, most: int, programs: int, columns: int) -> int:
-    """Of 1 … `most` heads, or all where rows are so many that k and v need not stay in L2, the number whose slowest program
-    has the least to do, as hopper_fwd.py deals the tiles out."""
+def _balanced_wave(
+    tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, tiling: Tiling
+) -> int:
+    """Of 1 … `most` heads, or all where rows under a causal edge are so many that k and v need not stay in L2, the number
+    whose slowest program has the least to do, as hopper_fwd.py deals the tiles out."""
+    steps = _tile_steps(tq, tk, right, row_tiles, tiling)
     rounds = -(-row_tiles * heads // programs)
-    work = 1 + torch.linspace(1.0, tk / columns, row_tiles, device="cpu").flip(0)
-    waves = {max(1, most * part // 16) for part in range(2, 17)} | ({heads} if row_tiles >= 40 else set())
+    waves = {max(1, most * part // 16) for part in range(17)}
+    if right is not None and row_tiles >= 40:
+        waves.add(heads)
 
     def slowest(wave: int) -> float:
         whole, rest = divmod(heads, wave)
-        dealt = torch.cat([work.repeat_interleave(wave).repeat(whole), work.repeat_interleave(rest)])
+        dealt = torch.cat([steps.repeat_interleave(wave).repeat(whole), steps.repeat_interleave(rest)])
         dealt = torch.nn.functional.pad(dealt, (0, rounds * programs - dealt.numel())).view(rounds, programs)
-        return float((dealt[::2].sum(0) + dealt[1::2].flip(1).sum(0)).max())
+        return round(float((dealt[::2].sum(0) + dealt[1::2].flip(1).sum(0)).max()), 3)
 
-    return min(sorted(waves, reverse=True), key=slowest)
+    return min(sorted(waves), key=slowest)
+
+
+def _tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, tiling: Tiling) -> Tensor:
+    """How long each tile of rows of a head takes, last rows first, in steps of all warpgroups over a tile of columns: one to
+    start and to end, and for each tile of columns the share of the warpgroups that have rows."""
+    end = tq - ROWS.value * tiling.warpgroups * torch.arange(row_tiles, device="cpu")
+    seen = torch.full_like(end, tk) if right is None else (end + (tk - tq + right)).clamp(1, tk)
+    at_work = (end / ROWS.value).ceil().clamp(ALONE, tiling.warpgroups) if tiling.warpgroups > 1 else 1
+    return 1 + (seen / tiling.columns).ceil() * at_work / tiling.warpgroups
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
@@ -96,12 +122,12 @@ def _prepare_fwd(
     unfit = None if o is None else refusal("o", o, varlen)
     if unfit:
         raise ValueError(f"{unfit}; kernel='triton' writes it as it is")
-    tiling = TILINGS[sizes.block_d]
+    tiling = _tiling(sizes, varlen, multiprocessors(q.device))
     rows = ROWS.value * tiling.warpgroups
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
     programs = min(tiles, multiprocessors(q.device))
-    wave = 1 if varlen else _wave(sizes, row_tiles, programs, tiling.columns)
+    wave = 1 if varlen else _wave(sizes, row_tiles, programs, tiling)
     scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
     lse_strides = (0, 0, 0) if lse is None else (0, *lse.stride()) if varlen else lse.stride()
     o_strides = (0, 0, 0) if o is None else four_dims(o, varlen)[1][:3]

@@ -139,7 +139,7 @@ class Out(NamedTuple):
 def _next_index(n, work):
     """Which tile this program takes in its n-th turn."""
     if work.cu_seqlens_q is not None:
-        return gl.atomic_add(work.taken, 1)
+        return gl.atomic_add(work.taken, 1, sem="relaxed")
     else:
         here = gl.program_id(0)
         programs = gl.num_programs(0)
