@@ -20,11 +20,11 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
 from .hopper_products import DK, DV, add_up, hand_over, probabilities, send
-from .hopper_walk import LAST, NOTE_BITS, Ring, acquire, await_full, barriers, hear, read, release
+from .hopper_walk import LAST, NOTE_BITS, await_full, barriers, hear, read, release
 
 SLICES = gl.constexpr(4)  # of dq's columns
 OUT_SLOTS = gl.constexpr(2)  # of dq, that a tile of dk or dv takes
-WIDE_REGISTERS = gl.constexpr(256)  # of a thread that multiplies
+WIDE_REGISTERS = gl.constexpr(256)  # of a thread of `grade`; `weigh` has what is left, 224
 # float32 (64, 64) as a warpgroup's accumulator has it: four numbers of each thread side by side
 THREADS_L = gl.constexpr(
     gl.SharedLinearLayout(
@@ -33,8 +33,16 @@ THREADS_L = gl.constexpr(
 )
 
 
+class Slot(NamedTuple):
+    """A ring of one slot whose writer need not ask whether it is empty."""
+
+    slots: Any
+    full: Any
+
+
 class Exchange(NamedTuple):
-    """Rings of one slot between the two: pᵀ and dsᵀ."""
+    """pᵀ and dsᵀ. pᵀ of the next tile of rows is stored when dsᵀ of this one has come, thus after pᵀ was read; dsᵀ when its own
+    pᵀ has come, thus after dq of the tile before."""
 
     p: Any
     ds: Any
@@ -45,23 +53,17 @@ def new_exchange(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constex
     SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     p = gl.allocate_shared_memory(gl.float32, [1, BLOCK_N, BLOCK_M], THREADS_L)
     ds = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], SCORES_L)
-    return Exchange(Ring(p, barriers(1, 1), barriers(1, 1)), Ring(ds, barriers(1, 1), barriers(1, 1)))
-
-
-@gluon.jit
-def _await_turn(dq_ring, dq_use, back):
-    """Until the use of a slot `back` uses before this one is filled, by whichever of the two: phases of a barrier have but two
-    names, so nobody may wait for a slot whose last use but one is still to come. Before use 0 it returns at once."""
-    await_full(dq_ring, dq_use + 2 * OUT_SLOTS - back)
+    return Exchange(Slot(p, barriers(1, 1)), Slot(ds, barriers(1, 1)))
 
 
 @gluon.jit
 def _end_tile(x, which: gl.constexpr, use, turn, call, inputs, dq_ring, records, sums):
-    """dk or dv of a tile of columns to `reduce`, dv first."""
+    """dk or dv of a tile of columns to `reduce`, dv first, through slots that the other has filled last: phases of a barrier have
+    but two names, so a slot's last use must be full before one asks whether it is empty. Before use 0 that returns at once."""
     if call.splits is not None:
         x = add_up(x, which, turn, call, records, sums)
     dq_use = use * SLICES + turn * 2 * OUT_SLOTS + (DV - which) * OUT_SLOTS
-    _await_turn(dq_ring, dq_use, 1)
+    await_full(dq_ring, dq_use + 2 * OUT_SLOTS - 1)
     hand_over(x, inputs.k.slots, call, dq_ring, dq_use, OUT_SLOTS)
     release(records.empty, turn)
 
@@ -113,7 +115,7 @@ def weigh(sums, call, inputs, exchange, dq_ring, records, factors):
             weight = p
             if factors.cap is not None:
                 weight = p * (1.0 - t * t)
-            acquire(exchange.p, use).store(weight)
+            exchange.p.slots.index(0).store(weight)
             release(exchange.p.full, use)
 
             do = await_full(inputs.do, use).reshape([BLOCK_M, D])
@@ -126,10 +128,8 @@ def weigh(sums, call, inputs, exchange, dq_ring, records, factors):
             dq_use = use * SLICES + turn * 2 * OUT_SLOTS
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
             dq_token = _gradient_of_rows(ds, k, 2, DQ_L)
-            _await_turn(dq_ring, dq_use, 2)
             send(dq, dq_ring, dq_use)
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
-            release(exchange.ds.empty, use)
             send(dq, dq_ring, dq_use + 2)
             use += 1
             more = note & LAST == 0
@@ -167,10 +167,9 @@ def grade(sums, call, inputs, exchange, dq_ring, records, factors):
             delta = inputs.delta.index(use % inputs.delta.shape[0]).load(gl.SliceLayout(0, ST_L))
             weight = await_full(exchange.p, use).load(ST_L)
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
-            release(exchange.p.empty, use)
             release(inputs.do.empty, use)
             ds16 = (weight * (dp + delta[None, :])).to(dtype)
-            acquire(exchange.ds, use).store(ds16)
+            exchange.ds.slots.index(0).store(ds16)
             fence_async_shared()
             release(exchange.ds.full, use)
             ds = _only_slot(exchange.ds, use)
