@@ -520,6 +520,13 @@ def test_refuses_with_a_reason(tensors: dict[str, Any], options: dict[str, Any],
     assert told.kernel != "hopper" and reason in told.reasons["hopper"]
 
 
+@pytest.mark.usefixtures("on_hopper")
+def test_under_the_interpreter_triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    told = explained({}, {})
+    assert told.kernel == "triton" and "no interpreter" in told.reasons["hopper"]
+
+
 def test_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (10, 0))
     told = explained({}, {})

@@ -93,6 +93,8 @@ def _hopper_refuses(problem: Problem) -> str | None:
     d, dv, dtype = q.shape[-1], v.shape[-1], str(q.dtype).removeprefix("torch.")
     if not _has_triton():
         return "needs Triton, which is not installed (pip install triton)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "is Gluon, which has no interpreter (TRITON_INTERPRET=1)"
     if q.device.type != "cuda":
         return f"needs a Hopper GPU, not {q.device.type}"
     import torch
