@@ -1,4 +1,4 @@
-"""Attention's forward on Hopper (sm_90a, Gluon): programs that stay, each a loader and two or three warpgroups that multiply.
+"""Attention's forward on Hopper (sm_90a, Gluon): programs that stay, each a loader and one to three warpgroups that multiply.
 
 The equations are triton_fwd.py's; a warpgroup owns 64 rows of a tile and walks the columns last to first, so that the tiles
 which the causal edge crosses come first. Only tiles that an edge crosses are masked, and a warpgroup passes by those that
@@ -20,7 +20,7 @@ which has served then; the slot goes back to the loader when the copy out has be
 way. The loader decides: before it loads a tile it leaves a note of it for the warpgroups, in a ring of its own. It is never
 more than two tiles ahead of the slowest (q's slots), so of four notes none is overwritten that is still read; and a warpgroup
 has to hand back every tile of columns before it waits for the next note, else both wait for ever.
-Dense tiles are dealt out in rounds, forth and back, so that under a causal edge a program with long tiles in one round
+Dense tiles are dealt out in rounds, forth and back, so that a program with long tiles (causal, or full of rows) in one round
 has short ones in the next; `wave` heads are walked together, chosen so that their k and v stay in L2. Packed sequences are cut
 into slots of tiles, sequence b from slot cu_seqlens_q[b] / rows + b on, which needs no sums over lengths; programs take them
 one by one from a counter and skip those without rows.
