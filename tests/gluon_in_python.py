@@ -524,9 +524,11 @@ class Language(SimpleNamespace):
         return old
 
     def inline_asm_elementwise(self, asm: str, *of: Any, **more: Any) -> None:
-        assert asm.startswith("cp.async.bulk.wait_group 0;"), asm
-        _store_wait(0)
-        task().schedule.land(task())
+        if asm.startswith("cp.async.bulk.wait_group 0;"):
+            _store_wait(0)
+            task().schedule.land(task())
+        else:
+            assert asm.startswith("fence.proxy.async.global;"), asm
 
     def allocate_shared_memory(self, dtype: torch.dtype, shape: list[int], layout: Any) -> Any:
         if layout == "mbarrier":

@@ -5,6 +5,7 @@ What the compiler makes of the kernels is in test_hopper.py, what they compute o
 
 from __future__ import annotations
 
+import heapq
 import itertools
 import math
 import random
@@ -176,10 +177,23 @@ def test_few_tiles_are_shared_and_many_are_not() -> None:
 
 
 def test_heads_go_together_only_where_columns_differ_in_length() -> None:
-    assert hopper_bwd.heads_together(sizes(8, right=None)) == 1
-    assert hopper_bwd.heads_together(sizes(8)) == 24
-    assert hopper_bwd.heads_together(sizes(1)) == 4
-    assert hopper_bwd.heads_together(sizes(8, t=65536)) == 1
+    assert hopper_bwd.heads_together(sizes(8, right=None), 132) == 1
+    assert hopper_bwd.heads_together(sizes(128), 132) == 24  # many tiles: as many heads as stay in L2
+    assert hopper_bwd.heads_together(sizes(1), 132) == 1  # a tile for each program in any order
+    assert hopper_bwd.heads_together(sizes(8, t=65536), 132) == 1  # one head fills L2
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "t"), [(16, 4, 8, 1024), (4, 4, 8, 4096), (1, 4, 8, 16384), (4, 16, 1, 4096)]
+)
+def test_programs_end_together_in_the_order_of_the_walk(batch: int, heads: int, group: int, t: int) -> None:
+    span = hopper_bwd.heads_together(Sizes(batch, heads * group, heads, t, t, 128, 128, None, 0), 132)
+    of = call(t, t, None, 0, group=group, batch=batch, kv_heads=heads, span=span)
+    ends = [0] * 132
+    for index in range(batch * heads * t // N):
+        _, n = hopper_walk._dense_place.fn(index, of, t // N)
+        heapq.heapreplace(ends, ends[0] + tile_of(of, n).end)
+    assert max(ends) < 1.04 * sum(ends) / 132  # one head after the other: 1.28, 1.28, 1.02, 1.07
 
 
 def backward(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[str]:

@@ -1,14 +1,14 @@
 """Attention's backward for Hopper (sm_90a), in Gluon: one fused walk of five products, dq added up in float32 by TMA.
 
-    begin   shift = −lse·log2(e)/unit   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0         padding rows: p = 0
+    begin   shift = −lse·log2(e)   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0              padding rows: p = 0
     main    a program owns columns j of a kv head and walks the query heads of its group and the rows i that see them
-              sᵀ = k qᵀ            pᵀ = exp2(unit · (sᵀ + shift))       hidden pairs 0
+              sᵀ = k qᵀ            pᵀ = exp2(unit · sᵀ + shift)         hidden pairs 0
               dpᵀ = v doᵀ          dsᵀ = pᵀ ∘ (dpᵀ + delta)
               dv += pᵀ do          dk += dsᵀ q          dq_acc[i] += ds k
     finish  dq = scale · dq_acc, in the tensor's dtype
 
-unit = scale · log2(e), at least 1e-30 large. With a softcap c: t = tanh(sᵀ · scale / c), pᵀ = exp2(c·log2(e)·t + shift) with
-unit = 1, and ds gains the factor 1 − t².
+unit = scale · log2(e), at least 1e-30 large. With a softcap c: t = tanh(sᵀ · scale / c), pᵀ = exp2(c·log2(e)·t + shift), and ds
+gains the factor 1 − t². Beyond D 64 shift is kept divided by unit and multiplied again: 1 % faster at D 128, 2 % slower at 64.
 
 **Partitions** of the main kernel: eight warps multiply (hopper_products.py; beyond D 128 two partitions of four, with a task
 each: hopper_wide.py), one loads, one adds dq to memory and stores dk and dv (hopper_walk.py). Slots of shared memory go from
@@ -20,9 +20,9 @@ one to the other in rings:
     records of tiles                 load → both
 
 **Order.** Programs stay on their multiprocessors and take tiles of columns one by one, so a tile's loads overlap the end of
-the tile before. Where the band makes the first columns the longest, those of several heads come first, of as many as
-stay in L2 together. Where tiles are too few for the device, several programs share the rows of each, add dk and dv
-in float32, and the last of them stores. Tiles of rows that an edge crosses are masked, the others not.
+the tile before. Where the band makes the first columns the longest, those of several heads come first: of no more than stay in
+L2, and so many that programs end together. Where tiles are too few for the device, several programs share the rows of each, add
+dk and dv in float32, and the last of them stores. Tiles of rows that an edge crosses are masked, the others not.
 
 **Packed sequences** are bounded by TMA itself (`packed_descriptor`): rows of the next sequence, NaN or not, are never read.
 
@@ -36,6 +36,8 @@ step makes the same ones again.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
+import functools
+import heapq
 import math
 from typing import Any, NamedTuple
 
@@ -55,9 +57,11 @@ from .triton_attention import LEAST_FACTOR, LOG2E, Scratch, Shapes, Sizes, multi
 
 PADDING = 128  # rows of shift and delta are padded to multiples of it
 BLOCK = 64  # rows of a program before and after the products
+DIVIDED = gl.constexpr(64)  # of wider heads shift is kept divided by unit
 L2_BYTES = 24 * 2**20
 SHARED_TILES = 66  # at most so many tiles of columns are shared among programs
 MOST_SPLITS = 32
+MANY = 24  # tiles of columns for each program
 START = 6  # a program's start at a tile and its end there take as long as so many tiles of rows
 
 SIZES = [
@@ -91,7 +95,7 @@ def _hopper_bwd_kernel(
     dtype: gl.constexpr = q_desc.dtype
     NUMBERS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     call = Call(cu_seqlens_q, cu_seqlens_k, batch, kv_heads, all_heads, group, tq, tk, left, right, span, splits)
-    factors = Factors(scale, unit, cap, cap_inner)
+    factors = Factors(scale, unit, cap, cap_inner, D > DIVIDED)
 
     WIDE: gl.constexpr = D > 128
     READERS: gl.constexpr = 2 if WIDE else 1  # partitions that multiply
@@ -207,13 +211,36 @@ def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
     return min(range(1, min(MOST_SPLITS, steps) + 1), key=duration)
 
 
-def heads_together(sizes: Sizes) -> int:
-    """kv heads whose tiles of columns are taken together. One, except where the band makes the first columns the
-    longest: then as many as stay in L2 with their q, do and dq_acc, so that the longest of all of them come first."""
+def heads_together(sizes: Sizes, programs: int) -> int:
+    """kv heads whose tiles of columns are taken together. One, except where the band makes the first columns the longest:
+    then those of several heads come first, of no more than stay in L2 with q, do and dq_acc of one query head each."""
     if sizes.right is None or sizes.left is not None:
         return 1
-    head_bytes = max(1, sizes.hq // sizes.hkv * sizes.tq * sizes.d * 8)
-    return max(1, min(L2_BYTES // head_bytes, sizes.batch * sizes.hkv))
+    heads, tile = sizes.batch * sizes.hkv, TILES[width_of(sizes.d)]
+    most = max(1, min(L2_BYTES // max(1, sizes.tq * sizes.d * 8), heads))
+    rows, before = _ceil_div(sizes.tq, tile.m), sizes.tq - sizes.tk - sizes.right
+    firsts = [max(0, n * tile.n + before) // tile.m for n in range(_ceil_div(sizes.tk, tile.n))]
+    steps = tuple([START + sizes.hq // sizes.hkv * max(0, rows - first) for first in firsts])
+    return _soonest(most, heads, steps, programs)
+
+
+@functools.lru_cache(1024)
+def _soonest(most: int, heads: int, steps: tuple[int, ...], programs: int) -> int:
+    """Of 1, 2, 4 … `most` heads together the fewest with which the last program ends within half a percent of the soonest, if
+    each takes the next tile when it is free. `steps`: of each of a head's tiles. Many tiles even out in any case."""
+    if heads * len(steps) > MANY * programs:
+        return most
+
+    def end(together: int) -> int:
+        ends = [0] * programs
+        for first in range(0, heads, together):
+            for length in steps:
+                for _ in range(min(together, heads - first)):
+                    heapq.heapreplace(ends, ends[0] + length)
+        return max(ends)
+
+    ends = {span: end(span) for span in sorted({min(1 << i, most) for i in range(most.bit_length() + 1)})}
+    return next(span for span in ends if ends[span] <= 1.005 * min(ends.values()))
 
 
 def packed_descriptor(x: Tensor, rows: int, columns: int) -> Descriptor:
@@ -286,6 +313,7 @@ def _prepare(
     splits = 1 if deterministic else splits_for(sizes, tiles, programs, tile.m)
     shared = splits > 1
     unit = 1.0 if cap else math.copysign(max(abs(scale) * LOG2E, LEAST_FACTOR), scale)
+    divisor = unit if width > DIVIDED.value else 1.0
     descending = deterministic and sizes.right is not None
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
     acc, shift, delta, counters = scratch["dq_acc"], scratch["shift"], scratch["padded_delta"], scratch["counters"]
@@ -301,7 +329,7 @@ def _prepare(
         (
             o, do, lse, dlse, cu_q, shift, delta, None if deterministic else acc, counters, sums,
             *_bht(o, varlen), *_bht(do, varlen), *_row(lse, varlen), *_row(dlse, varlen),
-            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, unit, d, width, BLOCK, PADDING,
+            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, width, BLOCK, PADDING,
         ), num_warps=4,
     )  # fmt: skip
     main = prepare(
@@ -317,7 +345,7 @@ def _prepare(
             sums, arrived if shared else None, turns if deterministic else None, counters,
             rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
             sizes.left, sizes.right,
-            1 if deterministic else heads_together(sizes), splits if shared else None,
+            1 if deterministic or varlen else heads_together(sizes, programs), splits if shared else None,
             row_tiles, scale, unit, cap * LOG2E if cap else None, scale / cap if cap else None,
             tile.m, tile.n, width, *tile[2:], descending,
         ), num_warps=4 if width > 128 else 8,
@@ -332,7 +360,7 @@ def _prepare(
     if dsinks is not None and mask.sinks is not None:
         sums_of = (shift, delta, mask.sinks, cu_q, dsinks, mask.sinks.stride(0), dsinks.stride(0))
         dtypes = (varlen, mask.sinks.dtype, dsinks.dtype)
-        heads_of = (*sums_of, rows_b, rows_h, sizes.batch, sizes.tq, unit, 1024)
+        heads_of = (*sums_of, rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024)
         launches.append(prepare(_hopper_dsinks_kernel, dtypes, sizes.hq, heads_of, num_warps=4))
     return tuple(launches)
 

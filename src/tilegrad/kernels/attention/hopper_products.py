@@ -37,12 +37,13 @@ NOWHERE = gl.constexpr(2**30)  # a column that no row sees
 
 
 class Factors(NamedTuple):
-    """What products are multiplied by; cap is None without a softcap."""
+    """What products are multiplied by; cap is None without a softcap. With `divided`, shift is to be multiplied by unit."""
 
     scale: Any
     unit: Any
     cap: Any
     cap_inner: Any
+    divided: Any
 
 
 class Sums(NamedTuple):
@@ -83,7 +84,9 @@ def probabilities(x, shift, note, row, turn, call, records, factors):
     """(p, t) out of products x; t = tanh where the call has a softcap."""
     t = x
     if factors.cap is None:
-        x = x * factors.unit + (shift * factors.unit)[None, :]
+        if factors.divided:
+            shift = shift * factors.unit
+        x = x * factors.unit + shift[None, :]
     else:
         t = _tanh(x * factors.cap_inner)
         x = t * factors.cap + shift[None, :]

@@ -41,7 +41,7 @@ def _hopper_begin_kernel(
     shift, delta, dq_acc, counters, sums,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, do_b: tl.int64, do_h: tl.int64, do_t: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_t: tl.int64,
-    rows_b, rows_h, heads, row_tiles, tq, counted, summed, unit,
+    rows_b, rows_h, heads, row_tiles, tq, counted, summed, divisor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % row_tiles
@@ -67,10 +67,10 @@ def _hopper_begin_kernel(
     if dlse is not None:
         d -= tl.load(dlse + b * dlse_b + h * dlse_h + t * dlse_t, mask=inside, other=0.0)
     some = lse_row > float("-inf")
-    nothing = tl.where(unit < 0.0, float("inf"), float("-inf"))
+    nothing = tl.where(divisor < 0.0, float("inf"), float("-inf"))
 
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    tl.store(shift + at, tl.where(some, -to_base(lse_row, False) / unit, nothing))
+    tl.store(shift + at, tl.where(some, -to_base(lse_row, False) / divisor, nothing))
     tl.store(delta + at, tl.where(some, -d, 0.0))
     if dq_acc is not None:
         tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=c < D)
@@ -107,7 +107,7 @@ def _hopper_finish_kernel(
 def _hopper_dsinks_kernel(
     shift, delta, sinks, cu_seqlens_q,
     dsinks,
-    sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, batch, tq, unit,
+    sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, batch, tq, divisor,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
@@ -118,7 +118,7 @@ def _hopper_dsinks_kernel(
         at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            z = tl.load(shift + at + rows, mask=rows < t, other=0.0) * unit
+            z = tl.load(shift + at + rows, mask=rows < t, other=0.0) * divisor
             acc += tl.math.exp2(sink + z) * tl.load(delta + at + rows, mask=rows < t, other=0.0)
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

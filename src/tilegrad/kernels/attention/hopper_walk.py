@@ -470,15 +470,23 @@ def _before(m, tile, call, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCEND
 
 
 @gluon.jit
+def _instructions(code: gl.constexpr):
+    """Of every thread of the warp, in their place among the others."""
+    gl.inline_asm_elementwise(
+        code + " mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
+    )  # fmt: skip
+
+
+@gluon.jit
 def _wait_until(counter, value):
+    """Until a counter has come so far, and what was in memory then is what TMA finds there."""
     while gl.atomic_add(counter, 0, sem="acquire") < value:
         pass
+    _instructions("fence.proxy.async.global;")
 
 
 @gluon.jit
 def _settle():
-    """Until what this thread stored or added by TMA is in memory, not only read from shared memory."""
-    gl.inline_asm_elementwise(
-        "cp.async.bulk.wait_group 0; fence.proxy.async; fence.acq_rel.gpu; mov.b32 $0, $1;", "=r,r",
-        [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1,
-    )  # fmt: skip
+    """Until what the warp stored or added by TMA is in memory, not only read from shared memory. The thread that sent it waits;
+    the one that tells other programs may be another, so they meet."""
+    _instructions("cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff;")
