@@ -78,6 +78,29 @@ def test_interpreted_feature(name: str) -> None:
     check(FEATURES[name])
 
 
+@interpreted
+@pytest.mark.parametrize("name", [name for name, case in FEATURES.items() if case.dtype == torch.float32])
+def test_interpreted_feature_where_float64_is_slow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention import triton_attention
+
+    want = run(build(FEATURES[name]), "triton")
+    monkeypatch.setattr(triton_attention, "FAST_FLOAT64", ())
+    check(FEATURES[name])
+    got = run(build(FEATURES[name]), "triton")
+    assert name == "no columns" or any(not torch.equal(got[x], want[x]) for x in want)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["plain", "decoding, split", "everything"])
+def test_interpreted_float32_is_rounded_once(name: str) -> None:
+    """o and lse are those of float64, rounded; but scale is a float32."""
+    call = build(replace(FEATURES[name], scale=-0.25))
+    got, exact = run(call, "triton"), oracle(call)
+    for x in ("o", "lse"):
+        unit = exact[x].abs().log2().floor().exp2() * torch.finfo(torch.float32).eps
+        assert ((got[x].double() - exact[x]).abs() <= 0.501 * unit).all(), x
+
+
 def in_small(spec: Spec, number: int) -> None:
     check(spec.case(random.Random(number), "cpu", t=51, small=True), seed=number)
 
@@ -226,7 +249,8 @@ def test_rows_are_aligned_where_their_beginning_is_too() -> None:
 
 def test_tiles_of_an_unknown_architecture_are_those_of_the_nearest_below() -> None:
     row = tiles.TABLE[90, 16, 128, True]
-    assert tiles.candidates("dq", 121, 16, 128, True)[0] == row.dq
+    assert tiles.candidates("dq", 103, 16, 128, True)[0] == row.dq
+    assert tiles.candidates("dq", 121, 16, 128, True)[0] == tiles.TABLE[120, 16, 128, False].dq
     assert tiles.candidates("dq", 75, 16, 64, False)[0] == tiles.TABLE[80, 16, 64, False].dq
     first, *others = tiles.candidates("fwd", 90, 16, 128, True)
     assert first == row.fwd and others

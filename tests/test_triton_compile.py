@@ -22,7 +22,7 @@ pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret or torch.cuda.is_available(), reason="compiles for GPUs that are not there"
 )
 
-SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448}
+SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 
 
@@ -137,11 +137,29 @@ def test_hopper(compile_for: Compile, d: int) -> None:
     check_tuned(found)
 
 
-@pytest.mark.parametrize("architecture", [80, 89, 100])
+@pytest.mark.parametrize("architecture", [80, 89, 100, 120])
 def test_other_architectures(compile_for: Compile, architecture: int) -> None:
     found = compile_for(architecture, case(64, causal=True), backward=False)
     check(found, architecture)
     assert f"code for sm_{architecture}" in found["_attention_fwd_kernel"].sass
+
+
+@pytest.mark.parametrize(("architecture", "wide"), [(90, True), (80, True), (89, False)])
+def test_float32_is_widened_where_float64_is_fast(compile_for: Compile, architecture: int, wide: bool) -> None:
+    found = compile_for(architecture, case(64, causal=True, dtype=torch.float32, bias="BHQK"), backward=wide)
+    check(found, architecture)
+    for name, kernel in found.items():
+        if name != "_delta_kernel":
+            assert ("DMMA" in kernel.sass) == wide, name
+            assert kernel.spilled_bytes <= 64, name
+
+
+def test_dk_and_dv_of_a_wide_head_stay_together_where_sums_are_not_in_registers() -> None:
+    from tilegrad.kernels.attention import tiles
+
+    for band in (False, True):
+        assert tiles.row(100, 16, 256, band).dk is None and tiles.row(120, 16, 256, band).dk is None
+        assert tiles.row(90, 16, 256, band).dk is not None
 
 
 def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,7 +179,7 @@ def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, m
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("d", "causal"), list(itertools.product((16, 64, 96, 128, 256), (False, True))))
-@pytest.mark.parametrize("architecture", [80, 89, 90, 100])
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_the_whole_matrix(
     compile_for: Compile, architecture: int, d: int, causal: bool, dtype: torch.dtype

@@ -25,7 +25,7 @@ from tilegrad.kernels.attention.tiles import Tile, Tiles
 from tilegrad.table import table
 
 Key = tuple[int, int, int, bool]
-T, TOKENS, HIDDEN = {16: 4096, 32: 2048}, {16: 16384, 32: 4096}, 2048
+T, TOKENS, HIDDEN = {16: 4096, 32: 2048, 64: 2048}, {16: 16384, 32: 4096, 64: 4096}, 2048
 REPEATS = 10
 
 FLOAT32 = dict.fromkeys(
@@ -33,6 +33,11 @@ FLOAT32 = dict.fromkeys(
     ((16, 16, 4, 1), (16, 16, 8, 1), (16, 32, 4, 1), (16, 32, 8, 1), (32, 16, 4, 1), (32, 16, 8, 1), (32, 32, 8, 1),
      (64, 32, 8, 1)),
 )  # fmt: skip
+FLOAT64 = {
+    "fwd": ((64, 32, 4, 2), (32, 64, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (128, 32, 8, 2), (32, 64, 8, 2)),
+    "dkdv": ((32, 32, 4, 2), (32, 16, 4, 2), (16, 32, 4, 2), (16, 16, 4, 2), (32, 32, 8, 2), (32, 16, 8, 1)),
+    "dq": ((64, 32, 4, 2), (32, 32, 4, 2), (16, 32, 4, 2), (32, 32, 8, 1), (32, 32, 8, 2), (16, 32, 8, 2)),
+}
 NARROW = {  # head dimensions up to 128
     "fwd": ((128, 128, 8, 2), (128, 128, 8, 3), (128, 64, 8, 3), (128, 64, 4, 3), (128, 32, 4, 3), (64, 128, 4, 3),
             (64, 64, 4, 3), (64, 32, 4, 3)),
@@ -52,7 +57,7 @@ WIDE = {
 
 def candidates(bits: int, head_dim: int) -> dict[str, tuple[Tile, ...]]:
     """Of each kernel."""
-    rows = FLOAT32 if bits == 32 else WIDE if head_dim > 128 else NARROW
+    rows = FLOAT64 if bits == 64 else FLOAT32 if bits == 32 else WIDE if head_dim > 128 else NARROW
     return {kernel: tuple(Tile(*tile) for tile in tiles) for kernel, tiles in rows.items()}
 
 
@@ -103,11 +108,11 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
 
 def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)) -> int:
     """Times every candidate, prints the best of each kernel and rewrites the table of tiles.py."""
-    from tilegrad.kernels.attention.triton_attention import architecture
+    from tilegrad.kernels.attention.triton_attention import architecture, product_bits
 
     if device.type != "cuda":
         raise ValueError(f"device: got {device}; accepted: a CUDA device, for tiles are tuned where they run")
-    bits = 8 * dtype.itemsize
+    bits = product_bits(dtype, device)
     keys = [(architecture(device), bits, d, band) for d in head_dims for band in (False, True)]
     start = {key: tiles.row(*key) for key in keys}
     jobs = [(key, kernel, tile) for key in keys for kernel, found in candidates(bits, key[2]).items() for tile in found]

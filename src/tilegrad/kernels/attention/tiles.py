@@ -1,9 +1,10 @@
 """How large a tile each kernel walks with: a committed table, written by `tilegrad bench attention --tune`.
 
 A row is chosen by architecture (90 = compute capability 9.0; the nearest one below, or the first there is), bits of the
-dtype, the head dimension padded to a power of two, and whether a band (causal or window) is there. Tests run what users
-run, and a captured step never tunes. Tiles below a row's own follow as `SMALLER`: a tile whose shared memory
-does not fit the device makes way for the next.
+numbers multiplied (64 where float32 is widened for its products), the head dimension padded to a power of two, and whether
+a band (causal or window) is there. Tests run what users run, and a captured step never tunes. Tiles below a row's own
+follow as `SMALLER`: a tile whose shared memory does not fit the device makes way for the next. Of 100 only the widest head
+has a row of its own, for sums are not in registers there; 120 multiplies as 80 does.
 """
 
 from __future__ import annotations
@@ -48,8 +49,11 @@ TABLE: dict[tuple[int, int, int, bool], Tiles] = {
     (80, 32, 64, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
     (80, 32, 128, False): Tiles(Tile(32, 32, 8, 1), Tile(16, 32, 4, 2), Tile(32, 32, 8, 1), Tile(32, 32, 8, 1)),
     (80, 32, 256, False): Tiles(Tile(16, 32, 8, 1), Tile(16, 32, 4, 1), Tile(32, 16, 8, 1), Tile(16, 16, 8, 1)),
-    (90, 16, 64, False): Tiles(Tile(128, 64, 8, 3), Tile(16, 128, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
-    (90, 16, 64, True): Tiles(Tile(64, 64, 4, 3), Tile(16, 128, 4, 3), Tile(64, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (80, 64, 64, False): Tiles(Tile(64, 32, 4, 2), Tile(16, 64, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 2)),
+    (80, 64, 128, False): Tiles(Tile(32, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 4, 2), Tile(32, 32, 4, 2)),
+    (80, 64, 256, False): Tiles(Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 8, 1), Tile(16, 32, 8, 1)),
+    (90, 16, 64, False): Tiles(Tile(128, 64, 8, 3), Tile(16, 128, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
+    (90, 16, 64, True): Tiles(Tile(64, 64, 4, 3), Tile(16, 128, 4, 3), Tile(128, 64, 4, 3), Tile(64, 64, 4, 3)),
     (90, 16, 128, False): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(64, 128, 8, 3), Tile(128, 64, 8, 3)),
     (90, 16, 128, True): Tiles(Tile(128, 128, 8, 3), Tile(16, 64, 4, 3), Tile(64, 64, 4, 2), Tile(128, 64, 8, 3)),
     (90, 16, 256, False): Tiles(
@@ -68,6 +72,11 @@ TABLE: dict[tuple[int, int, int, bool], Tiles] = {
         Tile(32, 128, 8, 3),
         Tile(64, 128, 8, 2),
     ),
+    (90, 64, 256, False): Tiles(Tile(16, 32, 4, 2), Tile(16, 32, 4, 2), Tile(32, 16, 8, 1), Tile(32, 32, 8, 1)),
+    (100, 16, 256, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 2), Tile(32, 64, 8, 2), Tile(64, 64, 8, 2)),
+    (120, 16, 64, False): Tiles(Tile(128, 64, 4, 3), Tile(16, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
+    (120, 16, 128, False): Tiles(Tile(128, 64, 8, 2), Tile(16, 64, 4, 3), Tile(64, 64, 8, 2), Tile(64, 64, 4, 2)),
+    (120, 16, 256, False): Tiles(Tile(64, 64, 4, 1), Tile(16, 64, 4, 2), Tile(32, 64, 8, 1), Tile(64, 32, 4, 1)),
     # table ends
 }
 

@@ -1,7 +1,8 @@
 """Attention in Triton: what a call is on the host, and the launches of triton_fwd.py and triton_bwd.py.
 
-float16, bfloat16 and float32 (IEEE products, tf32 only where torch.backends.cuda.matmul allows it). Sizes and strides are
-not specialised; features, head dimensions and whether rows begin at multiples of 16 bytes are. Nothing is allocated.
+float16, bfloat16 and float32 (tf32 only where torch.backends.cuda.matmul allows it; else multiplied and summed in float64
+and rounded once, or, on a device that is slow at float64, by IEEE's float32). Sizes and strides are not specialised;
+features, head dimensions and whether rows begin at multiples of 16 bytes are. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -31,6 +32,7 @@ ROWS = 64  # of a tile in the kernels without products
 MOST_SPLITS = 64
 MOST_SEQUENCES = 65535  # that the third axis of a grid counts
 LEAST_BLOCK = 32  # columns that the narrowest head is padded to
+FAST_FLOAT64 = (INTERPRETER, 80, 90, 100)  # half the rate of float32 or more; elsewhere at 1/32 and less
 DECODE_ROWS = 16  # up to here the forward uses the tile `decode`
 
 
@@ -98,7 +100,12 @@ def _apart(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
 
 def _row_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, bool]:
     band = sizes.left is not None or sizes.right is not None
-    return architecture(device), 8 * dtype.itemsize, max(sizes.block_d, sizes.block_dv), band
+    return architecture(device), product_bits(dtype, device), max(sizes.block_d, sizes.block_dv), band
+
+
+def product_bits(dtype: torch.dtype, device: torch.device) -> int:
+    """Of the numbers that are multiplied: float32 is widened to float64 where the device is quick at it."""
+    return 64 if _exact(dtype) and architecture(device) in FAST_FLOAT64 else 8 * dtype.itemsize
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -132,7 +139,8 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
         return shapes | {"delta": (lse_shape, torch.float32), "lse2": (lse_shape, torch.float32)}
     splits = splits_for(sizes, q.dtype, q.device)
     if splits > 1:
-        shapes |= {"o_parts": ((splits, *o_shape), torch.float32), "lse_parts": ((splits, *lse_shape), torch.float32)}
+        dtype = torch.float64 if product_bits(q.dtype, q.device) == 64 else torch.float32
+        shapes |= {"o_parts": ((splits, *o_shape), dtype), "lse_parts": ((splits, *lse_shape), dtype)}
     return shapes
 
 
@@ -143,7 +151,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
     one, one_lse = (parts[0], lse_parts[0]) if splits > 1 and parts is not None and lse_parts is not None else (o, lse)
     arguments = (
         {"q": q, "k": k, "v": v, "o": parts, "lse": lse_parts, "sinks": mask.sinks, "splits": splits}
-        | _features(sizes, mask, scratch, _exact(q))
+        | _features(sizes, mask, scratch, _exact(q.dtype))
         | _strides(mask.varlen, q=q, k=k, v=v, o=one)
         | _row_strides(mask.varlen, lse=one_lse)
         | {"o_s": 0 if parts is None else parts.stride(0), "lse_s": 0 if lse_parts is None else lse_parts.stride(0)}
@@ -179,7 +187,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
                 | {"tq": sizes.tq, "splits": splits}
             )
             _combine_kernel[(row_tiles * sizes.hq * sizes.batch,)](
-                **arguments, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=DECODE_ROWS, EXACT=_exact(q)
+                **arguments, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=DECODE_ROWS, EXACT=_exact(q.dtype)
             )
 
 
@@ -192,7 +200,7 @@ def bwd(
     rows = {"delta": scratch["delta"], "lse2": scratch["lse2"]}
     rows |= {name: x for name, x in _row_strides(mask.varlen, rows=rows["delta"]).items() if name != "rows_t"}
     arguments = {"q": q, "k": k, "v": v, "do": do, "scale": mask.scale_for(sizes.d)} | rows
-    arguments |= _features(sizes, mask, scratch, _exact(q)) | _strides(mask.varlen, q=q, k=k, v=v, do=do)
+    arguments |= _features(sizes, mask, scratch, _exact(q.dtype)) | _strides(mask.varlen, q=q, k=k, v=v, do=do)
 
     def row_grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
         row_tiles = _ceil_div(sizes.tq, tile.m)
@@ -212,12 +220,12 @@ def bwd(
             if four_dims(dbias).shape[-1] > 1:
                 _dbias(arguments, sizes, dbias, _constants(sizes, mask, q, k, v, do))
             else:
-                _dbias_rows(dlse, mask, sizes, rows, dbias, _exact(q))
+                _dbias_rows(dlse, mask, sizes, rows, dbias, _exact(q.dtype))
         if dsinks is not None and mask.sinks is not None:
             strides = {"sinks_h": mask.sinks.stride(0), "dsinks_h": dsinks.stride(0)}
             _dsinks_kernel[(sizes.hq,)](
                 **rows, **strides, sinks=mask.sinks, cu_seqlens_q=mask.cu_seqlens_q, dsinks=dsinks,
-                batch=sizes.batch, tq=sizes.tq, BLOCK=1024, EXACT=_exact(q),
+                batch=sizes.batch, tq=sizes.tq, BLOCK=1024, EXACT=_exact(q.dtype),
             )  # fmt: skip
 
 
@@ -232,7 +240,7 @@ def _delta(
     _delta_kernel[(row_tiles * sizes.hq * sizes.batch,)](
         **arguments, heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, DV=sizes.dv, BLOCK_DV=sizes.block_dv,
         BLOCK_M=ROWS, ALIGN=_align(mask.varlen, o, do), WIDE=_wide(mask.varlen, o, do),
-        EXACT=_exact(o),
+        EXACT=_exact(o.dtype),
     )  # fmt: skip
 
 
@@ -378,13 +386,14 @@ def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> A
     return {
         "D": sizes.d, "DV": sizes.dv, "BLOCK_D": sizes.block_d, "BLOCK_DV": sizes.block_dv,
         "ALIGN": _align(mask.varlen, q, *others), "WIDE": _wide(mask.varlen, q, *others),
-        "NEGATIVE": mask.scale_for(sizes.d) < 0.0, "EXACT": _exact(q),
+        "NEGATIVE": mask.scale_for(sizes.d) < 0.0, "EXACT": _exact(q.dtype),
+        "DOUBLE": product_bits(q.dtype, q.device) == 64,
     }  # fmt: skip
 
 
-def _exact(q: Tensor) -> bool:
+def _exact(dtype: torch.dtype) -> bool:
     """float32, and torch does not allow tf32 in its stead."""
-    return q.dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
 def _bht(x: Tensor, varlen: bool) -> tuple[int, int, int]:

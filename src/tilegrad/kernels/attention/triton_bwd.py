@@ -132,9 +132,9 @@ def _add_rows(
         p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, EXACT, MASKED)
         dx = uncapped(score_gradient(p, dp, delta_row, keep, head), t, head)
         if DV_WANTED:
-            dv = product(kept(p, keep, head).to(do_tile.dtype), do_tile, dv, EXACT)
+            dv = product(kept(p, keep, head), do_tile, dv, EXACT)
         if DK_WANTED:
-            dk = product(dx.to(q_tile.dtype), q_tile, dk, EXACT)
+            dk = product(dx, q_tile, dk, EXACT)
     return dk, dv
 
 
@@ -148,7 +148,7 @@ def _dkdv_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
-    COPIES: tl.constexpr, ALIKE: tl.constexpr,
+    DOUBLE: tl.constexpr, COPIES: tl.constexpr, ALIKE: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BLOCK_N
     kv_head = tl.program_id(1)
@@ -164,12 +164,15 @@ def _dkdv_kernel(
     v_tile = load_tile(
         at(v, v_b, v_h, v_t, b, kv_head, start_k + start, ALIGN), v_offsets, tk - start, DV, CHECKED=True
     )
+    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    if DOUBLE:
+        k_tile, v_tile = k_tile.to(SUMS), v_tile.to(SUMS)
     if NEGATIVE:
         k_tile = -k_tile
     if seed is not None:
         seed = tl.load(seed)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], tl.float32)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], tl.float32)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], SUMS)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], SUMS)
 
     stop = tl.minimum(start + BLOCK_N, tk)
     first, full, full_end, last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
@@ -221,7 +224,7 @@ def _add_columns(
         dp = inner(do, v_tile, None, EXACT)
         p, keep, t = probabilities(s, lse2[:, None], i, j, head, EXACT, MASKED)
         dx = uncapped(score_gradient(p, dp, delta[:, None], keep, head), t, head)
-        dq = product(dx.to(k_tile.dtype), k_tile, dq, EXACT)
+        dq = product(dx, k_tile, dq, EXACT)
     return dq
 
 
@@ -235,6 +238,7 @@ def _dq_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
+    DOUBLE: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
@@ -255,6 +259,9 @@ def _dq_kernel(
     do_tile = load_tile(
         at(do, do_b, do_h, do_t, b, h, start_q + start, ALIGN), do_offsets, tq - start, DV, CHECKED=True
     )
+    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    if DOUBLE:
+        q_tile, do_tile = q_tile.to(SUMS), do_tile.to(SUMS)
     if NEGATIVE:
         q_tile = -q_tile
     lse2 = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=float("inf"))
@@ -269,7 +276,7 @@ def _dq_kernel(
     head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
     k = at(k, k_b, k_h, k_t, b, h // group, start_k, ALIGN)
     v = at(v, v_b, v_h, v_t, b, h // group, start_k, ALIGN)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], SUMS)
 
     stop = tl.minimum(start + BLOCK_M, tq)
     first, full, full_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
@@ -294,6 +301,7 @@ def _dbias_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM_ROWS: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
+    DOUBLE: tl.constexpr,
 ):  # fmt: skip
     own_n = tl.program_id(0) % col_tiles
     own_m = tl.program_id(0) // col_tiles % row_tiles
@@ -306,7 +314,8 @@ def _dbias_kernel(
         first = tl.maximum(first, own_m)
         last = tl.minimum(last, own_m + 1)
 
-    acc = tl.zeros([BLOCK_M, BLOCK_N], tl.float32)
+    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    acc = tl.zeros([BLOCK_M, BLOCK_N], SUMS)
     q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
     do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
@@ -335,6 +344,8 @@ def _dbias_kernel(
                 do_tile = load_tile(at(do, do_b, do_h, do_t, b, h, row, ALIGN), do_offsets, tq - row, DV, CHECKED=True)
                 lse2_row = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 delta_row = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
+                if DOUBLE:
+                    q_tile, do_tile = q_tile.to(SUMS), do_tile.to(SUMS)
                 s = inner(q_tile, k_tile, None, EXACT)
                 dp = inner(do_tile, v_tile, None, EXACT)
                 p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, EXACT, MASKED=True)

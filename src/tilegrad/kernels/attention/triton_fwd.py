@@ -7,8 +7,8 @@
       row_sum = alpha · row_sum + Σ p    acc = alpha · acc + (p ∘ keep) v
     o = acc / row_sum / (1 − dropout_p)          lse = (row_max + log2 row_sum) · ln 2
 
-Where rows are few and columns many, `splits` programs share a row tile's columns. Each writes its own o and lse in float32
-and `_combine_kernel` adds them up in a fixed order: o = Σ exp(lse_s − lse) o_s.
+Where rows are few and columns many, `splits` programs share a row tile's columns. Each writes its own o and lse, in float32
+or in float64 where the sums are, and `_combine_kernel` adds them up in a fixed order: o = Σ exp(lse_s − lse) o_s.
 
 Reads q once, k and v once for each row tile (from L2, mostly); writes o and lse. 4·Tq·Tk·D FLOPs for each head, half if
 causal. Rows are walked last to first where the band closes the future, so that the longest programs start first.
@@ -25,15 +25,15 @@ from .triton_mask import (
     Head,
     at,
     band_tiles,
+    exponential,
     inner,
     keeps,
     lengths,
     load_tile,
     log_sum,
     nth_tile,
-    power,
     product,
-    quotient,
+    ratio,
     scores,
     steps,
     store_tile,
@@ -62,14 +62,14 @@ def _attend(
         s = inner(q, k_tile, None, EXACT)
         x, factor, _tanh = scores(s, i, j, head, EXACT, MASKED)
         new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
-        p = power(x * factor - new_max[:, None], EXACT)
-        alpha = power(row_max - new_max, EXACT)
+        p = exponential(x * factor - new_max[:, None], EXACT)
+        alpha = exponential(row_max - new_max, EXACT)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if head.seed is not None:
             p = tl.where(keeps(i, j, head), p, 0.0)
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
-        acc = product(p.to(v_tile.dtype), v_tile, acc, EXACT)
+        acc = product(p, v_tile, acc, EXACT)
         row_max = new_max
     return acc, row_max, row_sum
 
@@ -84,6 +84,7 @@ def _attention_fwd_kernel(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
+    DOUBLE: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
@@ -101,6 +102,9 @@ def _attention_fwd_kernel(
     k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
     v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
     q_tile = load_tile(at(q, q_b, q_h, q_t, b, h, start_q + start, ALIGN), q_offsets, tq - start, D, CHECKED=True)
+    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    if DOUBLE:
+        q_tile = q_tile.to(SUMS)
     if NEGATIVE:
         q_tile = -q_tile
     k = at(k, k_b, k_h, k_t, b, h // group, start_k, ALIGN)
@@ -113,14 +117,14 @@ def _attention_fwd_kernel(
     if seed is not None:
         seed = tl.load(seed)
     head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, SUMS)
+    row_sum = tl.zeros([BLOCK_M], SUMS)
     if sinks is not None:
         sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
         sink = tl.where(split == 0, sink, float("-inf"))
         row_max = tl.maximum(row_max, sink)
-        row_sum = power(sink - row_max, EXACT)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+        row_sum = exponential(sink - row_max, EXACT)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], SUMS)
 
     stop = tl.minimum(start + BLOCK_M, tq)
     first, full, full_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
@@ -141,7 +145,7 @@ def _attention_fwd_kernel(
     if o is not None:
         o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, ALIGN) + steps(split, o_s, ALIGN)
-        store_tile(o, o_offsets, acc * quotient(inv_keep, row_sum, EXACT)[:, None], tq - start, DV)
+        store_tile(o, o_offsets, acc * ratio(inv_keep, row_sum, EXACT)[:, None], tq - start, DV)
     if lse is not None:
         rows = start + tl.arange(0, BLOCK_M)
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
@@ -169,16 +173,16 @@ def _combine_kernel(
     part_offsets = tile_offsets(parts_t, BLOCK_M, BLOCK_DV, 1, True)
     parts = at(parts, parts_b, parts_h, parts_t, b, h, start_q + start, 1)
     lse_parts = at(lse_parts, lse_parts_b, lse_parts_h, lse_parts_t, b, h, start_q, 1) + steps(rows, lse_parts_t, 1)
-    row_max = tl.full([BLOCK_M], LOWEST, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    row_max = tl.full([BLOCK_M], LOWEST, lse_parts.dtype.element_ty)
+    row_sum = tl.zeros([BLOCK_M], row_max.dtype)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], row_max.dtype)
 
     for split in tl.range(0, splits):
         x = to_base(tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")), EXACT)
         part = load_tile(parts + steps(split, parts_s, 1), part_offsets, tq - start, DV, CHECKED=True)
         new_max = tl.maximum(row_max, x)
-        alpha = power(row_max - new_max, EXACT)
-        weight = power(x - new_max, EXACT)
+        alpha = exponential(row_max - new_max, EXACT)
+        weight = exponential(x - new_max, EXACT)
         row_sum = row_sum * alpha + weight
         acc = acc * alpha[:, None] + part * weight[:, None]
         row_max = new_max
@@ -188,7 +192,7 @@ def _combine_kernel(
     if o is not None:
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, 1)
         store_tile(
-            o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), quotient(acc, row_sum[:, None], EXACT), tq - start, DV
+            o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), ratio(acc, row_sum[:, None], EXACT), tq - start, DV
         )
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)

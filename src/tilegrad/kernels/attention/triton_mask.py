@@ -9,7 +9,8 @@ function here serves both. Scores leave in base 2, x = log2(e) · s, so that exp
 
 EXACT, for float32 whose products are IEEE's: scores stay in base e, with factor = |scale| and no log2(e) anywhere, and exp,
 log, tanh and quotients are rounded like torch's; the device's own exp2, log2 and division miss by two units or more, and an
-error of a score or of lse is an error of every p. Below, a "base" is 2, or e where EXACT.
+error of a score or of lse is an error of every p. Below, a "base" is 2, or e where EXACT. On a device that is quick at
+float64 the owner's tile and the sums are float64, and so is then all that is computed from them.
 
 A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · s) = factor · max(s).
 
@@ -85,10 +86,15 @@ def power(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def exponential(x, EXACT: tl.constexpr):
+    return tl.exp(x) if x.dtype == tl.float64 else power(x, EXACT)
+
+
+@triton.jit
 def log_sum(row_max, row_sum, EXACT: tl.constexpr):
-    """lse = log(exp(row_max) row_sum) in base e; where EXACT rounded once."""
+    """lse = log(exp(row_max) row_sum) in base e; where EXACT in float64."""
     if EXACT:
-        return (row_max.to(tl.float64) + tl.log(row_sum.to(tl.float64))).to(tl.float32)
+        return row_max.to(tl.float64) + tl.log(row_sum.to(tl.float64))
     else:
         return from_base(row_max + tl.math.log2(row_sum), EXACT)
 
@@ -99,6 +105,11 @@ def quotient(x, y, EXACT: tl.constexpr):
 
 
 @triton.jit
+def ratio(x, y, EXACT: tl.constexpr):
+    return x / y if y.dtype == tl.float64 else quotient(x, y, EXACT)
+
+
+@triton.jit
 def plus(a, b):
     """a + b; of a product written so, Triton makes one that adds to b term by term, and rounds as often."""
     return tl.fma(a, 1.0, b)
@@ -106,17 +117,21 @@ def plus(a, b):
 
 @triton.jit
 def product(a, b, acc, EXACT: tl.constexpr):
-    """acc + a b"""
-    if EXACT:
+    """acc + a b, with a in b's dtype, or all in float64 where acc is"""
+    if acc.dtype == tl.float64:
+        return tl.dot(a, b.to(tl.float64), acc, out_dtype=tl.float64)
+    elif EXACT:
         return plus(tl.dot(a, b, input_precision="ieee"), acc)
     else:
-        return tl.dot(a, b, acc)
+        return tl.dot(a.to(b.dtype), b, acc)
 
 
 @triton.jit
 def inner(a, b, start, EXACT: tl.constexpr):
     """start + a bᵀ, start None or a row; where EXACT as sums of CHAIN terms, and start must be None."""
-    if EXACT and a.shape[1] > CHAIN:
+    if a.dtype == tl.float64:
+        return tl.dot(a, b.to(tl.float64).T, out_dtype=tl.float64)
+    elif EXACT and a.shape[1] > CHAIN:
         CHAINS: tl.constexpr = a.shape[1] // CHAIN
         a_chains = tl.permute(tl.reshape(a, [a.shape[0], CHAINS, CHAIN]), [1, 0, 2])
         b_chains = tl.permute(tl.reshape(b, [b.shape[0], CHAINS, CHAIN]), [1, 2, 0])
@@ -249,6 +264,30 @@ def tanh(x, EXACT: tl.constexpr):
 
 
 @triton.jit
+def capped(s, head, EXACT: tl.constexpr):
+    """tanh(factor · s / c)"""
+    if s.dtype == tl.float64:
+        return 1.0 - 2.0 / (1.0 + tl.exp(s * (2.0 * tl.cast(head.factor, tl.float64) / head.softcap)))
+    else:
+        return tanh(s * quotient(head.factor, head.softcap, EXACT), EXACT)
+
+
+@triton.jit
+def load_bias(head, i, j, DOUBLE: tl.constexpr):
+    """0 outside. Triton 3.6 fails at a product in float64 that depends on a load of 8 bits, but looks no further back than
+    to a branch: so a bool mask then stands in one that is always taken."""
+    inside = (i < head.tq) & (j < head.tk)
+    offsets = i.to(tl.int64) * head.bias_i + j.to(tl.int64) * head.bias_j
+    if DOUBLE and head.bias.dtype.element_ty == tl.uint8:
+        bias = tl.zeros(offsets.shape, tl.uint8)
+        if head.tk > 0:
+            bias = tl.load(head.bias + offsets, mask=inside, other=0)
+    else:
+        bias = tl.load(head.bias + offsets, mask=inside, other=0)
+    return bias
+
+
+@triton.jit
 def scores(s, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr):
     """(x, factor, tanh): scores in the base are x · factor; tanh is the softcap's."""
     x = s
@@ -257,20 +296,18 @@ def scores(s, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr):
     if head.softcap is not None or head.bias is not None or head.slope is not None:
         factor = head.factor * 0.0 + 1.0
         if head.softcap is not None:
-            t = tanh(s * quotient(head.factor, head.softcap, EXACT), EXACT)
+            t = capped(s, head, EXACT)
             x = head.softcap * t
         else:
             x = s * head.factor
         if head.bias is not None:
-            inside = (i < head.tq) & (j < head.tk)
-            offsets = i.to(tl.int64) * head.bias_i + j.to(tl.int64) * head.bias_j
-            bias = tl.load(head.bias + offsets, mask=inside, other=0)
+            bias = load_bias(head, i, j, s.dtype == tl.float64)
             if head.bias.dtype.element_ty == tl.uint8:
                 x = tl.where(bias != 0, x, float("-inf"))
             else:
                 x += bias.to(tl.float32) if EXACT else bias.to(tl.float32) * LOG2E
         if head.slope is not None:
-            x -= head.slope * tl.abs(i + (head.tk - head.tq) - j).to(tl.float32)
+            x -= head.slope * tl.abs(i + (head.tk - head.tq) - j).to(x.dtype)
     if MASKED:
         seen = j < head.tk
         if head.left is not None:
@@ -292,7 +329,7 @@ def keeps(i, j, head):
 def probabilities(s, lse2, i, j, head, EXACT: tl.constexpr, MASKED: tl.constexpr):
     """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh only where the call has them."""
     x, factor, t = scores(s, i, j, head, EXACT, MASKED)
-    p = power(x * factor - lse2, EXACT)
+    p = exponential(x * factor - lse2, EXACT)
     keep = p >= 0.0
     if head.seed is not None:
         keep = keeps(i, j, head)
