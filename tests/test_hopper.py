@@ -186,6 +186,17 @@ def test_features_compile(compile_call: Compile, name: str) -> None:
 
 @interpreted
 @without_gpu
+def test_a_turn_is_told_after_the_warp_has_met(compile_call: Compile) -> None:
+    """One thread sends dq by TMA and waits for it, perhaps another counts the turn. Plain Python has no threads of a warp."""
+    found = compile_call(case(64, True), ptxas=False, deterministic=True)
+    ptx = found["_hopper_bwd_kernel"].asm["ptx"]  # type: ignore[attr-defined]
+    waited = ptx.index("cp.async.bulk.wait_group 0;")
+    assert "bar.warp.sync" in ptx[waited : ptx.index("atom.global.gpu.release", waited)]
+    assert ptx.count("fence.proxy.async.global") == 2  # before it is told, and when it is heard
+
+
+@interpreted
+@without_gpu
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("d", [16, 32, 40, 64, 96, 128, 160, 192, 256])
