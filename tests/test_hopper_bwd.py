@@ -162,6 +162,11 @@ def test_a_packed_sequence_ends_where_tma_stops() -> None:
         assert all(0 < stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in form.strides[:4])
 
 
+def test_one_packed_row_of_any_stride_has_strides_that_tma_takes() -> None:
+    x = torch.empty(5, 1, 73, dtype=torch.bfloat16)[:1, :, :72]
+    assert all(stride * 2 % 16 == 0 for stride in hopper_bwd.packed_descriptor(x, 64, 128).strides[:4])
+
+
 def test_few_tiles_are_shared_and_many_are_not() -> None:
     def splits(of: Sizes) -> int:
         return hopper_bwd.splits_for(of, hopper_bwd._tiles(of, None), 132, 64)

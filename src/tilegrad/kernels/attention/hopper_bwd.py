@@ -251,7 +251,8 @@ def packed_descriptor(x: Tensor, rows: int, columns: int) -> Descriptor:
     out right because they are taken modulo 2⁶⁴: W·(2³⁴ − t) + (s + n)·t + (W − n + r)·t = 2⁶⁴ + (s + r)·t for rows t apart.
     """
     box = (1, 1, 1, rows, columns)
-    (_, h, d), (x_t, x_h, _) = x.shape, x.stride()
+    (total, h, d), (x_t, x_h, _) = x.shape, x.stride()
+    x_t = x_t if total > 1 else h * d  # the stride of an axis of 1 means nothing, but TMA wants it in order
     sizes, most = WRAP.value, 2**31 - 2**16
     strides = [2**34 - x_t, x_t, x_h if h > 1 else x_t, x_t, 1]
     return Descriptor(x, [most, most, h, sizes, d], strides, list(box), layout_of(box, x.dtype))
