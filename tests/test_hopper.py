@@ -552,6 +552,17 @@ def test_packed_sequences_are_taken() -> None:
     assert dispatch.explain(packed, packed, packed, mask, kernel=None, deterministic=True).kernel == "hopper"
 
 
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("sequences", "longest", "kernel"), [(2048, 32, "triton"), (2048, 65, "hopper"), (8, 32, "hopper")]
+)
+def test_many_short_packed_sequences_are_left_to_triton(sequences: int, longest: int, kernel: str) -> None:
+    packed, ends = Handle((65536, 4, 64)), Handle((sequences + 1,), torch.int32)
+    mask = Mask(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)  # type: ignore[arg-type]
+    told = dispatch.explain(packed, packed, packed, mask, kernel=None, deterministic=False)
+    assert told.kernel == kernel
+
+
 @interpreted
 def test_an_output_that_tma_cannot_address_is_named() -> None:
     from tilegrad.kernels.attention import hopper_attention

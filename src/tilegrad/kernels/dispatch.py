@@ -86,6 +86,7 @@ def _triton_refuses(problem: Problem) -> str | None:
 
 
 FEW_ROWS, FEW_TILES = 16, 64  # up to here triton shares the columns of a row among programs
+SHORT, MANY_SEQUENCES = 64, 256  # packed: of so many so short ones Hopper's programs spend their time looking for rows
 
 
 def _hopper_refuses(problem: Problem) -> str | None:
@@ -121,6 +122,10 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return "takes no empty tensors"
     if tq <= FEW_ROWS or 4 * tq <= tk and -(-tq // 128) * q.shape[1] * batch <= FEW_TILES:
         return "leaves few rows with many columns to triton, which shares the columns among programs"
+    if mask.varlen and tq <= SHORT and batch > MANY_SEQUENCES:
+        return (
+            f"leaves more than {MANY_SEQUENCES} packed sequences of up to {SHORT} rows to triton, which is faster there"
+        )
     from .attention.hopper_tma import refusal
 
     reasons = (refusal(name, x, mask.varlen) for name, x in (("q", q), ("k", k), ("v", v)))
