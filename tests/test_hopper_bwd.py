@@ -361,6 +361,22 @@ def test_in_plain_python_a_broken_kernel_shows(name: str, few_columns: Known) ->
         few_columns.check(programs=2, deterministic=True, broken=lambda patch: patch.setattr(*BROKEN[name]))
 
 
+WIDE_BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "a reader does not wait": (hopper_wide, "await_full", without_wait),
+    "no slot is handed back": (hopper_wide, "release", nothing),
+    "no fence": (hopper_wide, "fence_async_shared", nothing),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", WIDE_BROKEN)
+def test_in_plain_python_a_broken_kernel_of_wide_heads_shows(name: str) -> None:
+    known = Known(replace(RAGGED, hkv=1, group=2, d=136, dv=136, causal=True, tk=200))
+    known.check(programs=2)
+    with pytest.raises(AssertionError):
+        known.check(programs=2, broken=lambda patch: patch.setattr(*WIDE_BROKEN[name]))
+
+
 @interpreted
 def test_nan_of_a_packed_sequence_stays_there_and_an_absent_gradient_changes_no_other() -> None:
     known = Known(replace(RAGGED, hkv=1, d=64, dv=64, lengths=((70, 100), (77, 60), (90, 33))))

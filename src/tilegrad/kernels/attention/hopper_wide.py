@@ -58,7 +58,7 @@ def new_exchange(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constex
 
 @gluon.jit
 def _end_tile(x, which: gl.constexpr, use, turn, call, inputs, dq_ring, records, sums):
-    """dk or dv of a tile of columns to `reduce`, dv first, through slots that the other has filled last. A barrier's phases have
+    """dk or dv of a tile of columns to `reduce`, dv first, through slots that the other has filled last. Phases have
     but two names, so a slot's last use must be full before one asks whether it is empty; before use 0 that returns at once."""
     if call.splits is not None:
         x = add_up(x, which, turn, call, records, sums)
