@@ -532,6 +532,14 @@ def test_refuses_with_a_reason(tensors: dict[str, Any], options: dict[str, Any],
 
 
 @pytest.mark.usefixtures("on_hopper")
+@pytest.mark.filterwarnings("error")
+def test_fake_tensors_are_not_asked_for_their_address() -> None:
+    with torch._subclasses.FakeTensorMode():
+        x = torch.empty(2, 4, 512, 64, dtype=torch.bfloat16, device="cuda")
+        assert explained({"q": x, "k": x, "v": x}, {}).kernel == "hopper"
+
+
+@pytest.mark.usefixtures("on_hopper")
 def test_under_the_interpreter_triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     told = explained({}, {})

@@ -46,7 +46,7 @@ def four_dims(x: Any, varlen: bool) -> tuple[list[int], list[int]]:
 
 
 def refusal(name: str, x: Any, varlen: bool) -> str | None:
-    """Why TMA can't address x, or None. Of a handle without strides and address only the columns are looked at."""
+    """Why TMA can't address x, or None. Of a handle only what it has is looked at; a fake tensor has no address."""
     size = x.element_size() if hasattr(x, "element_size") else x.dtype.itemsize
     if x.shape[-1] * size % ALIGNED_BYTES:
         return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"
@@ -60,7 +60,7 @@ def refusal(name: str, x: Any, varlen: bool) -> str | None:
             return (
                 f"{name}: TMA can't step over {axis} by {stride} elements, only by multiples of {ALIGNED_BYTES} bytes"
             )
-    if hasattr(x, "data_ptr") and x.data_ptr() % ALIGNED_BYTES:
+    if hasattr(x, "data_ptr") and not hasattr(x, "fake_mode") and x.data_ptr() % ALIGNED_BYTES:
         return f"{name}: begins at no multiple of {ALIGNED_BYTES} bytes, which TMA needs"
     return None
 
