@@ -16,8 +16,9 @@ one to the other in rings:
 
     q, do with shift, delta, notes   load → multiply      two slots each (do of D > 128: one)
     k, v                             load → multiply      one each, filled again while dv and dk of the tile before drain
+    p, ds of D > 128                 between the two that multiply
     dq (float32), later dv, dk       multiply → reduce
-    records of tiles                 load → both
+    records of tiles                 load → all others
 
 **Order.** Programs stay on their multiprocessors and take tiles of columns one by one, so a tile's loads overlap the end of
 the tile before. Where the band makes the first columns the longest, those of several heads come first: of no more than stay in
