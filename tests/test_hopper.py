@@ -173,6 +173,7 @@ FEATURES: dict[str, Case] = {
     "sinks, odd head dimension": case(40, True, torch.float16, sinks=True, layout="bthd"),
     "few tiles, shared": Case(b=1, hkv=1, group=4, tq=1024, tk=130, d=64, dv=64, dtype=torch.bfloat16),
     "packed, window": case(256, True, window=(100, None), lengths=((100, 200), (0, 7), (300, 33)), sinks=True),
+    "wide, softcap": case(256, True, softcap=2.0),
 }
 
 
@@ -420,9 +421,11 @@ def test_in_plain_python_few_tiles_agree_with_the_oracle() -> None:
 def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
     import hopper_on_gpu
 
-    for n, spec in enumerate(hopper_on_gpu.specifications() * 2):
+    every = hopper_on_gpu.specifications()
+    for n, spec in enumerate(every * 2):
         drawn = hopper_on_gpu.case_of(spec, random.Random(n))
-        check_emulated(replace(drawn, b=min(drawn.b, 2), device="cpu"), (1, 2, 3, 132)[n % 4])
+        programs = (1, 2, 3, 132)[(n + n // len(every)) % 4]
+        check_emulated(replace(drawn, b=min(drawn.b, 2), device="cpu"), programs)
 
 
 @interpreted
@@ -459,6 +462,24 @@ def test_tiles_are_dealt_out_evenly(right: int | None) -> None:
             turn, place = divmod(index, 132)
             work[place if turn % 2 == 0 else 131 - place] += m
         assert max(work) <= 1.06 * sum(work) / 132, (d, t, wave)
+
+
+def test_a_tile_takes_a_step_for_each_tile_of_columns_and_one_more() -> None:
+    from tilegrad.kernels.attention import hopper_attention as module
+
+    assert module._tile_steps(512, 512, 0, 4, module.TILINGS[128]).tolist() == [5, 4, 3, 2]
+
+
+def test_which_tiling_a_call_has() -> None:
+    from tilegrad.kernels.attention import hopper_attention as module
+    from tilegrad.kernels.attention.triton_attention import Sizes
+
+    def of(d: int, t: int = 4096, left: int | None = None, varlen: bool = False) -> object:
+        return module._tiling(Sizes(1, 16, 16, t, t, d, d, left, 0), varlen, 132)
+
+    assert of(128, left=1023) == module.WINDOW_TILING and of(64, left=1023) == of(64) == module.TILINGS[64]
+    assert of(64, t=512) == module.TILINGS[64]._replace(warpgroups=1) and of(64, t=576) == module.TILINGS[64]
+    assert of(64, t=512, varlen=True) == module.TILINGS[64] and of(128, left=1023, varlen=True) == module.TILINGS[128]
 
 
 class Handle(NamedTuple):
@@ -562,7 +583,8 @@ def test_packed_sequences_are_taken() -> None:
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(
-    ("sequences", "longest", "kernel"), [(2048, 32, "triton"), (2048, 65, "hopper"), (8, 32, "hopper")]
+    ("sequences", "longest", "kernel"),
+    [(257, 64, "triton"), (256, 64, "hopper"), (257, 65, "hopper"), (8, 32, "hopper")],
 )
 def test_many_short_packed_sequences_are_left_to_triton(sequences: int, longest: int, kernel: str) -> None:
     packed, ends = Handle((65536, 4, 64)), Handle((sequences + 1,), torch.int32)

@@ -32,14 +32,25 @@ class Shape:
     def parse(cls, text: str) -> Shape:
         """B,H,T,D and, as wanted, causal, window=N, hkv=N, tq=N: '4,32,4096,64,causal'."""
         words = text.split(",")
-        given: dict[str, Any] = dict(zip(("b", "h", "t", "d"), map(int, words[:4]), strict=True))
-        for word in words[4:]:
+        if len(words) < 4:
+            raise ValueError(f"{len(words)} of four numbers")
+        named = [*(f"{name}={word}" for name, word in zip("bhtd", words, strict=False)), *words[4:]]
+        given: dict[str, Any] = {}
+        for word in named:
             name, _, value = word.partition("=")
-            if word != "causal" and name not in ("window", "hkv", "tq"):
+            if word != "causal" and name not in ("b", "h", "t", "d", "window", "hkv", "tq"):
                 raise ValueError(f"unknown {word!r}")
+            if name in given:
+                raise ValueError(f"{name} twice")
+            if word != "causal" and not value.isdecimal():
+                raise ValueError(f"{value!r} is no positive number")
             given[name] = word == "causal" or int(value)
         if min(given.values()) < 1:
             raise ValueError("not positive")
+        if given["d"] > 256:
+            raise ValueError(f"D={given['d']}, beyond 256")
+        if given["h"] % given.get("hkv", 1):
+            raise ValueError(f"hkv={given['hkv']} does not divide H={given['h']}")
         return cls(**given)
 
     def mask(self, device: torch.device) -> Mask:

@@ -43,7 +43,7 @@ _launches: dict[tuple[object, ...], Launch] = {}
 
 
 def _tiling(sizes: Sizes, varlen: bool, programs: int) -> Tiling:
-    """The usual one; of 64 rows where the whole chip can have a tile each."""
+    """The usual one; of one warpgroup where there is a program for each of its tiles; narrow columns for a window at D 128."""
     tiling = TILINGS[sizes.block_d]
     if varlen:
         return tiling

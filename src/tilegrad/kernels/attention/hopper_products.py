@@ -16,6 +16,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .hopper_walk import (
     CROSSED,
+    DK,
+    DV,
     FIELDS,
     LAST,
     NOTE_BITS,
@@ -31,8 +33,6 @@ from .hopper_walk import (
     write,
 )
 
-DK = gl.constexpr(0)  # which sum, in memory and in records
-DV = gl.constexpr(1)
 NOWHERE = gl.constexpr(2**30)  # a column that no row sees
 
 

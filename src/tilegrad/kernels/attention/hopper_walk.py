@@ -2,7 +2,7 @@
 
 A program takes tiles of columns one after the other, the next where it is needed next: `taken` counts them for all
 programs. `load` takes a tile, works out which rows see it, and tells the others by a record in shared memory; with every
-tile of rows it leaves a note. So the partition that multiplies holds none of this in registers.
+tile of rows it leaves a note. So partitions that multiply hold none of this in registers.
 
 A ring hands buffers over by pairs of barriers, "full" (the reader waits for it) and "empty" (the writer does): the n-th use
 of a ring of S slots is slot n % S in phase n // S, and every partition counts uses for itself.
@@ -22,6 +22,8 @@ from .hopper_tma import tma_reduce_add
 RECORDS = gl.constexpr(2)
 FIELDS = gl.constexpr(15)  # of a ColumnTile
 RECORD = gl.constexpr(32)  # words of one; behind the fields, whether dk and dv of the tile are to be stored
+DK = gl.constexpr(0)  # which of the two, in records and in the sums of shared tiles
+DV = gl.constexpr(1)
 CROSSED = gl.constexpr(1)  # in a note on a tile of rows: an edge crosses it
 LAST = gl.constexpr(2)  # it is the last of its tile of columns
 NOTE_BITS = gl.constexpr(2)  # above these, its number
@@ -371,8 +373,8 @@ def reduce(
             BLOCK_M, BLOCK_N, D, SLICES, DESCENDING,
         )  # fmt: skip
         at = _at(call, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N, 0)
-        use = _store(dv_desc, at, call, dq_ring, use, records, turn, 1, DTYPE, BLOCK_N, D, OUT_SLOTS)
-        use = _store(dk_desc, at, call, dq_ring, use, records, turn, 0, DTYPE, BLOCK_N, D, OUT_SLOTS)
+        use = _store(dv_desc, at, call, dq_ring, use, records, turn, DV, DTYPE, BLOCK_N, D, OUT_SLOTS)
+        use = _store(dk_desc, at, call, dq_ring, use, records, turn, DK, DTYPE, BLOCK_N, D, OUT_SLOTS)
         release(records.empty, turn)
         turn += 1
         tile = hear(records, turn, call)

@@ -19,8 +19,8 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .hopper_products import DK, DV, add_up, hand_over, probabilities, send
-from .hopper_walk import LAST, NOTE_BITS, await_full, barriers, hear, read, release
+from .hopper_products import add_up, hand_over, probabilities, send
+from .hopper_walk import DK, DV, LAST, NOTE_BITS, await_full, barriers, hear, read, release
 
 SLICES = gl.constexpr(4)  # of dq's columns
 OUT_SLOTS = gl.constexpr(2)  # of dq, that a tile of dk or dv takes
@@ -58,8 +58,9 @@ def new_exchange(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constex
 
 @gluon.jit
 def _end_tile(x, which: gl.constexpr, use, turn, call, inputs, dq_ring, records, sums):
-    """dk or dv of a tile of columns to `reduce`, dv first, through slots that the other has filled last. Phases have
-    but two names, so a slot's last use must be full before one asks whether it is empty; before use 0 that returns at once."""
+    """dk or dv of a tile of columns to `reduce`, dv first. The slot's use before, dq_use − 1, is the other partition's: until it
+    is full, asking whether the slot is empty could hear of the use before that. dq_use + 2·OUT_SLOTS − 1 has its slot and
+    its phase and is never negative."""
     if call.splits is not None:
         x = add_up(x, which, turn, call, records, sums)
     dq_use = use * SLICES + turn * 2 * OUT_SLOTS + (DV - which) * OUT_SLOTS

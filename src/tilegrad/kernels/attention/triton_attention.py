@@ -1,7 +1,7 @@
 """Attention in Triton: what a call is on the host, and the launches of triton_fwd.py and triton_bwd.py.
 
-float16, bfloat16 and float32 (tf32 only where torch.backends.cuda.matmul allows it; else multiplied and summed in float64
-and rounded once, or, on a device that is slow at float64, by IEEE's float32). Sizes and strides are not specialised;
+float16, bfloat16 and float32 (tf32 only where torch.backends.cuda.matmul allows it; else multiplied and summed in float64,
+or, on a device that is slow at float64, by IEEE's float32). Sizes and strides are not specialised;
 features, head dimensions and whether rows begin at multiples of 16 bytes are. Nothing is allocated.
 """
 
