@@ -58,8 +58,8 @@ def new_exchange(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constex
 
 @gluon.jit
 def _end_tile(x, which: gl.constexpr, use, turn, call, inputs, dq_ring, records, sums):
-    """dk or dv of a tile of columns to `reduce`, dv first. The slot's use before, dq_use − 1, is the other partition's: until it
-    is full, asking whether the slot is empty could hear of the use before that. dq_use + 2·OUT_SLOTS − 1 has its slot and
+    """dk or dv of a tile of columns to `reduce`, dv first. The slot's use before, dq_use − 1, is the other partition's: until
+    it is full, asking whether the slot is empty could hear of the use before that. dq_use + 2·OUT_SLOTS − 1 has its slot and
     its phase and is never negative."""
     if call.splits is not None:
         x = add_up(x, which, turn, call, records, sums)
