@@ -58,6 +58,9 @@ from .triton_attention import LEAST_FACTOR, LOG2E, Scratch, Shapes, Sizes, multi
 
 PADDING = 128  # rows of shift and delta are padded to multiples of it
 BLOCK = 64  # rows of a program before and after the products
+Q_SLOTS = gl.constexpr(2)
+DQ_SLOTS = gl.constexpr(2)
+REGISTERS = gl.constexpr(24)  # of threads that move data
 DIVIDED = gl.constexpr(64)  # of wider heads shift is kept divided by unit
 L2_BYTES = 24 * 2**20
 SHARED_TILES = 66  # at most so many tiles of columns are shared among programs
@@ -89,9 +92,8 @@ def _hopper_bwd_kernel(
     dq_desc, dk_desc, dv_desc, sums, arrived, turns, taken,
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, span, splits, row_tiles,
     scale, unit, cap, cap_inner,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, Q_SLOTS: gl.constexpr, DO_SLOTS: gl.constexpr,
-    DQ_SLOTS: gl.constexpr, SLICES: gl.constexpr, OUT_SLOTS: gl.constexpr, HALVES: gl.constexpr,
-    REGISTERS: gl.constexpr, DESCENDING: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_SLOTS: gl.constexpr, SLICES: gl.constexpr,
+    OUT_SLOTS: gl.constexpr, HALVES: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     NUMBERS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -140,26 +142,23 @@ def _hopper_bwd_kernel(
 
 
 class Tile(NamedTuple):
-    """How the main kernel walks: rows and columns of a tile, slots of q, do and dq, slices of dq's columns, slots of dq that a
-    tile of dk or dv takes, whether rows are walked in halves, and registers of the threads that move data."""
+    """How the main kernel walks: rows and columns of a tile, slots of do, slices of dq's columns, slots of dq that a tile of dk or
+    dv takes, and whether rows are walked in halves."""
 
     m: int
     n: int
-    q_slots: int
     do_slots: int
-    dq_slots: int
     slices: int
     out_slots: int
     halves: bool
-    registers: int
 
 
 TILES = {
-    64: Tile(128, 128, 2, 2, 2, 1, 1, True, 24),
-    128: Tile(64, 128, 2, 2, 2, 1, 1, False, 24),
-    256: Tile(64, 64, 2, 1, 2, SLICES.value, OUT_SLOTS.value, False, 24),
+    64: Tile(128, 128, 2, 1, 1, True),
+    128: Tile(64, 128, 2, 1, 1, False),
+    256: Tile(64, 64, 1, SLICES.value, OUT_SLOTS.value, False),
 }
-CAPPED = TILES | {64: Tile(64, 128, 2, 2, 2, 1, 1, False, 24)}  # a softcap takes registers
+CAPPED = TILES | {64: Tile(64, 128, 2, 1, 1, False)}  # a softcap takes registers
 
 
 def width_of(d: int) -> int:

@@ -87,6 +87,7 @@ def power(x, EXACT: tl.constexpr):
 
 @triton.jit
 def exponential(x, EXACT: tl.constexpr):
+    """`power` of what may be float64."""
     return tl.exp(x) if x.dtype == tl.float64 else power(x, EXACT)
 
 
@@ -106,6 +107,7 @@ def quotient(x, y, EXACT: tl.constexpr):
 
 @triton.jit
 def ratio(x, y, EXACT: tl.constexpr):
+    """`quotient` of what may be float64."""
     return x / y if y.dtype == tl.float64 else quotient(x, y, EXACT)
 
 
