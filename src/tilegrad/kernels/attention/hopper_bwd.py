@@ -142,8 +142,8 @@ def _hopper_bwd_kernel(
 
 
 class Tile(NamedTuple):
-    """How the main kernel walks: rows and columns of a tile, slots of do, slices of dq's columns, slots of dq that a tile of dk or
-    dv takes, and whether rows are walked in halves."""
+    """How the main kernel walks: rows and columns of a tile, slots of do, slices of dq's columns, slots of dq that a tile of
+    dk or dv takes, and whether rows are walked in halves."""
 
     m: int
     n: int
