@@ -25,6 +25,9 @@ from .hopper_walk import DK, DV, LAST, NOTE_BITS, await_full, barriers, hear, re
 SLICES = gl.constexpr(4)  # of dq's columns
 OUT_SLOTS = gl.constexpr(2)  # of dq, that a tile of dk or dv takes
 WIDE_REGISTERS = gl.constexpr(256)  # of a thread of `grade`; `weigh` has what is left, 224
+ST_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sᵀ, dpᵀ and a slice of dq
+KV_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # of dk and dv
+A_L = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=KV_L.value, k_width=2))  # of pᵀ and dsᵀ beside do and q
 # float32 (64, 64) as a warpgroup's accumulator has it: four numbers of each thread side by side
 THREADS_L = gl.constexpr(
     gl.SharedLinearLayout(
@@ -70,11 +73,11 @@ def _end_tile(x, which: gl.constexpr, use, turn, call, inputs, dq_ring, records,
 
 
 @gluon.jit
-def _gradient_of_rows(ds, k, part: gl.constexpr, L: gl.constexpr):
+def _gradient_of_rows(ds, k, part: gl.constexpr):
     """A slice of dq = ds k, on its way."""
     WIDTH: gl.constexpr = k.shape[1] // SLICES
     BLOCK_M: gl.constexpr = ds.shape[1]
-    zero = gl.zeros((BLOCK_M, WIDTH), gl.float32, layout=L)
+    zero = gl.zeros((BLOCK_M, WIDTH), gl.float32, layout=ST_L)
     return warpgroup_mma(ds.permute((1, 0)), k.slice(part * WIDTH, WIDTH, 1), zero, use_acc=False, is_async=True)
 
 
@@ -91,11 +94,6 @@ def weigh(sums, call, inputs, exchange, dq_ring, records, factors):
     D: gl.constexpr = inputs.k.slots.shape[-1]
     BLOCK_M: gl.constexpr = inputs.shift.shape[1]
     dtype: gl.constexpr = inputs.k.slots.dtype
-    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // SLICES, 16])
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV_L, k_width=2)
-    SLOTS: gl.constexpr = inputs.notes.shape[0]
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
     use = 0
     turn = 0
@@ -108,8 +106,8 @@ def weigh(sums, call, inputs, exchange, dq_ring, records, factors):
             k = _only_slot(inputs.k, use)
             q = await_full(inputs.q, use).reshape([BLOCK_M, D])
             s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-            note = read(inputs.notes, use % SLOTS)
-            shift = inputs.shift.index(use % SLOTS).load(gl.SliceLayout(0, ST_L))
+            note = read(inputs.notes, use % inputs.notes.shape[0])
+            shift = inputs.shift.index(use % inputs.shift.shape[0]).load(gl.SliceLayout(0, ST_L))
             x = warpgroup_mma_wait(0, deps=(s_token,))
             release(inputs.q.empty, use)
             p, t = probabilities(x, shift, note, (note >> NOTE_BITS) * BLOCK_M, turn, call, records, factors)
@@ -123,12 +121,12 @@ def weigh(sums, call, inputs, exchange, dq_ring, records, factors):
             dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), A_L), do, dv, is_async=True)
             await_full(exchange.ds, use)
             ds = _only_slot(exchange.ds, use)
-            dq_token = _gradient_of_rows(ds, k, 0, DQ_L)
+            dq_token = _gradient_of_rows(ds, k, 0)
             dv = warpgroup_mma_wait(1, deps=(dv_token,))
             release(inputs.do.empty, use)
             dq_use = use * SLICES + turn * 2 * OUT_SLOTS
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
-            dq_token = _gradient_of_rows(ds, k, 2, DQ_L)
+            dq_token = _gradient_of_rows(ds, k, 2)
             send(dq, dq_ring, dq_use)
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
             send(dq, dq_ring, dq_use + 2)
@@ -147,10 +145,6 @@ def grade(sums, call, inputs, exchange, dq_ring, records, factors):
     D: gl.constexpr = inputs.k.slots.shape[-1]
     BLOCK_M: gl.constexpr = inputs.delta.shape[1]
     dtype: gl.constexpr = inputs.k.slots.dtype
-    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
-    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D // SLICES, 16])
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV_L, k_width=2)
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
     use = 0
     turn = 0
@@ -178,8 +172,8 @@ def grade(sums, call, inputs, exchange, dq_ring, records, factors):
             q = await_full(inputs.q, use).reshape([BLOCK_M, D])
             note = read(inputs.notes, use % inputs.notes.shape[0])
             dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
-            dq1_token = _gradient_of_rows(ds, k, 1, DQ_L)
-            dq3_token = _gradient_of_rows(ds, k, 3, DQ_L)
+            dq1_token = _gradient_of_rows(ds, k, 1)
+            dq3_token = _gradient_of_rows(ds, k, 3)
             dk = warpgroup_mma_wait(2, deps=(dk_token,))
             release(inputs.q.empty, use)
             dq_use = use * SLICES + turn * 2 * OUT_SLOTS
