@@ -276,20 +276,20 @@ class Program(NamedTuple):
 @pytest.fixture
 def in_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[Program], Any]:
     """in_python(program): the forward's device functions, whose walk is then that program's."""
-    from tilegrad.kernels.attention import hopper_fwd, triton_mask
+    from tilegrad.kernels.attention import hopper_deal, triton_mask
 
     monkeypatch.setattr(triton_mask, "tl", Program(0, 1))
-    monkeypatch.setattr(hopper_fwd, "band_tiles", triton_mask.band_tiles.fn)
-    monkeypatch.setattr(hopper_fwd, "ROWS", 64)
+    monkeypatch.setattr(hopper_deal, "band_tiles", triton_mask.band_tiles.fn)
+    monkeypatch.setattr(hopper_deal, "ROWS", 64)
 
     def sequence_of(slot: int, work: Any, tile: int) -> int:
         return max(b for b in range(work.batch) if work.cu_seqlens_q.ends[b] // tile + b <= slot)
 
-    monkeypatch.setattr(hopper_fwd, "_sequence_of", sequence_of)
+    monkeypatch.setattr(hopper_deal, "_sequence_of", sequence_of)
 
     def module(program: Program) -> Any:
-        monkeypatch.setattr(hopper_fwd, "gl", program)
-        return hopper_fwd
+        monkeypatch.setattr(hopper_deal, "gl", program)
+        return hopper_deal
 
     return module
 
@@ -364,12 +364,12 @@ def sees(gap: int, left: int | None, right: int | None) -> bool:
 
 def emulated(call: Call, programs: int) -> dict[str, torch.Tensor]:
     """o and lse of the forward, in plain Python."""
-    from tilegrad.kernels.attention import hopper_attention, hopper_fwd, triton_mask
+    from tilegrad.kernels.attention import hopper_attention, hopper_deal, hopper_fwd, triton_mask
 
     q, k, v, mask = call.q, call.k, call.v, call.mask
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
-    with pytest.MonkeyPatch.context() as patch, emulation(hopper_fwd, triton_mask) as launch:
+    with pytest.MonkeyPatch.context() as patch, emulation(hopper_deal, hopper_fwd, triton_mask) as launch:
         patch.setattr(hopper_attention, "multiprocessors", lambda device: programs)
         patch.setattr(hopper_attention, "_launches", {})
         patch.setattr(

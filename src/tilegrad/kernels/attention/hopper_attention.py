@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from ..scratch import Scratch, Shapes
-from .hopper_fwd import ROWS, _attention_fwd_kernel
+from .hopper_deal import ROWS
+from .hopper_fwd import _attention_fwd_kernel
 from .hopper_tma import Launch, current, four_dims, prepare, refusal, tile_descriptor
 from .mask import Mask
 from .triton_attention import LEAST_FACTOR, LOG2E, Sizes, multiprocessors, sizes_of
@@ -67,7 +68,7 @@ def _balanced_wave(
     tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, tiling: Tiling
 ) -> int:
     """Of 1 … `most` heads, or all where rows under a causal edge are so many that k and v need not stay in L2, the number
-    whose slowest program has the least to do, as hopper_fwd.py deals the tiles out."""
+    whose slowest program has the least to do, as hopper_deal.py deals the tiles out."""
     steps = _tile_steps(tq, tk, right, row_tiles, tiling)
     rounds = -(-row_tiles * heads // programs)
     waves = {max(1, most * part // 16) for part in range(17)}
