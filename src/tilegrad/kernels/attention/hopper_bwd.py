@@ -111,6 +111,7 @@ def _hopper_bwd_kernel(
     dq_ring = ring(dq_desc, DQ_SLOTS)
     records_s = gl.allocate_shared_memory(gl.int32, [RECORDS * RECORD, 1], NUMBERS_L)
     records = Ring(records_s, barriers(RECORDS, 1), barriers(RECORDS, READERS + 1))
+    # the lists below are alike, but a tuple that has a name loses its constants in Gluon
     if WIDE:
         exchange = new_exchange(dtype, BLOCK_N, BLOCK_M)
         gl.warp_specialize([
