@@ -12,7 +12,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-BUILDER = "src/tilegrad/kernels/native_build.py"
+BUILDER = "src/tilegrad/kernels/cpu/build.py"
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]

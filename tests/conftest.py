@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from tilegrad.kernels import native_build
+from tilegrad.kernels.cpu import build as native_build
 
 settings.register_profile(
     "tilegrad", derandomize=True, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)

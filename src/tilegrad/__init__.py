@@ -11,11 +11,11 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .functional import attention, attention_varlen, explain
-    from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace
+    from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
-    from .kernels.dispatch import Explanation
+    from .kernels.table import Explanation
     from .model.config import ModelConfig
-    from .model.shared_attention import free_attention, init_attention
+    from .shared_attention import free_attention, init_attention
     from .train.engine import Engine
 
 __version__ = "0.1.0.dev0"
@@ -24,15 +24,15 @@ _HOME = {
     "attention": "functional",
     "attention_varlen": "functional",
     "explain": "functional",
-    "attention_fwd": "kernels.attention.contract",
-    "attention_bwd": "kernels.attention.contract",
-    "attention_workspace": "kernels.attention.contract",
+    "attention_fwd": "kernels.attention.api",
+    "attention_bwd": "kernels.attention.api",
+    "attention_workspace": "kernels.attention.api",
     "Mask": "kernels.attention.mask",
-    "Explanation": "kernels.dispatch",
+    "Explanation": "kernels.table",
     "Engine": "train.engine",
     "ModelConfig": "model.config",
-    "init_attention": "model.shared_attention",
-    "free_attention": "model.shared_attention",
+    "init_attention": "shared_attention",
+    "free_attention": "shared_attention",
 }
 __all__ = [
     "Engine",

@@ -79,7 +79,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _print_result(result: RunResult) -> None:
-    from .memory.report import human
+    from .memory.planned.report import human
     from .table import table
 
     rows: list[tuple[str, str]] = [

@@ -13,9 +13,9 @@ from importlib import metadata
 import torch
 
 from . import __version__
-from .kernels import native_build
 from .kernels.attention.mask import Mask
-from .kernels.dispatch import ATTENTION, Problem
+from .kernels.attention.table import ATTENTION, Problem
+from .kernels.cpu import build as native_build
 
 
 def doctor(*, build: bool = False) -> int:
@@ -52,7 +52,7 @@ def _native() -> str:
     found = native_build.library()
     if isinstance(found, str):
         return f"missing: it {found}"
-    from .kernels.native_library import supported
+    from .kernels.cpu.library import supported
 
     return f"{native_build.LIBRARY}, instruction sets {', '.join(supported())} (TILEGRAD_ISA asks for one)"
 
@@ -76,5 +76,5 @@ def _cuda() -> str:
 def _order(device: str, dtype: torch.dtype) -> str:
     """Kernels that take a plain call there, in the table's order: the first runs."""
     q = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
-    problem = Problem(q, q, q, Mask(), deterministic=False)
-    return ", then ".join(row.name for row in ATTENTION if not row.by_name_only and row.refuses(problem) is None)
+    problem = Problem(q, q, q, Mask())
+    return ", then ".join(row.name for row in ATTENTION.rows if not row.by_name_only and row.refuses(problem) is None)

@@ -15,11 +15,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .kernels import dispatch
+from .kernels.attention import table
+from .kernels.attention.api import bwd_plan, fwd_plan, lse_dtype, output_shapes
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
-from .kernels.attention.contract import bwd_plan, fwd_plan, lse_dtype, output_shapes
 from .kernels.attention.mask import Mask, Window
-from .kernels.dispatch import Explanation
+from .kernels.table import Explanation
 
 
 def attention(
@@ -105,7 +105,7 @@ def explain(
     )  # fmt: skip
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    return dispatch.explain(q, k, v, mask, kernel=kernel, deterministic=_deterministic(deterministic))
+    return table.ATTENTION.explain(table.Problem(q, k, v, mask), kernel)
 
 
 def _deterministic(deterministic: bool | None) -> bool:

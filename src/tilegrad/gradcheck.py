@@ -15,9 +15,9 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import plain
+from . import reference_model as plain
 from .kernels.attention import reference
-from .kernels.attention.contract import attention_bwd, attention_fwd, attention_workspace
+from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
 from .kernels.attention.mask import Mask
 from .model.config import ModelConfig
 from .table import table

@@ -8,7 +8,7 @@ from contextlib import contextmanager
 from importlib.util import find_spec
 from typing import Any
 
-from .memory.report import human
+from .memory.planned.report import human
 
 
 def _line(n: dict[str, Any]) -> str:

@@ -25,11 +25,11 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from tilegrad.bench.comparison import Row, plot_bars, report
-from tilegrad.bench.shapes import PRESETS, Shape
-from tilegrad.kernels.attention import Mask, reference
-from tilegrad.kernels.attention.contract import lse_dtype, output_shapes
-from tilegrad.kernels.dispatch import ATTENTION, Problem, select
+from ..kernels.attention import Mask, reference
+from ..kernels.attention.api import lse_dtype, output_shapes
+from ..kernels.attention.table import ATTENTION, Problem
+from .comparison import Row, plot_bars, report
+from .shapes import PRESETS, Shape
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -59,7 +59,7 @@ class Inputs:
     def ours(self, kernel: str, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
         """Forward and backward of a kernel of the table, nothing allocated inside, and the tensors they write."""
         q, k, v, mask = self.q, self.k, self.v, self.mask
-        module = select(q, k, v, mask, kernel=kernel, deterministic=deterministic).load()
+        module = ATTENTION.select(Problem(q, k, v, mask), kernel).load()
         o_shape, lse_shape = output_shapes(q, v, mask)
         scratch = [
             {
@@ -180,15 +180,15 @@ def peers_on(device: torch.device) -> tuple[str, ...]:
 def kernels_on(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
     """Kernels of the table that take a plain call there unasked."""
     q = torch.empty(1, 1, 1024, 64, device=device, dtype=dtype)
-    problem = Problem(q, q, q, Mask(), deterministic=True)
-    names = tuple(row.name for row in ATTENTION if row.by_name_only is None and row.refuses(problem) is None)
+    problem = Problem(q, q, q, Mask())
+    names = tuple(row.name for row in ATTENTION.rows if row.by_name_only is None and row.refuses(problem) is None)
     return tuple(name for name in names if name != "tiled") or names if device.type == "cuda" else names
 
 
 def refusal(kernel: str, inputs: Inputs, deterministic: bool) -> str | None:
     """Why a kernel of the table does not take this problem, or None."""
-    problem = Problem(inputs.q, inputs.k, inputs.v, inputs.mask, deterministic)
-    return next(row for row in ATTENTION if row.name == kernel).refuses(problem)
+    problem = Problem(inputs.q, inputs.k, inputs.v, inputs.mask)
+    return next(row for row in ATTENTION.rows if row.name == kernel).refuses(problem)
 
 
 def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device, deterministic: bool = False) -> str:
@@ -328,14 +328,14 @@ def bench_attention(
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
     ours = tuple(kernels or kernels_on(where, kind))
-    unknown = set(ours) - {row.name for row in ATTENTION}
+    unknown = set(ours) - {row.name for row in ATTENTION.rows}
     if unknown:
         raise ValueError(
-            f"kernels: got {sorted(unknown)}; accepted: names among {', '.join(row.name for row in ATTENTION)}"
+            f"kernels: got {sorted(unknown)}; accepted: names among {', '.join(row.name for row in ATTENTION.rows)}"
         )
     about = environment(where, kind) | {"deterministic": deterministic}
     if tune:
-        from tilegrad.bench.tune import tune_tiles
+        from .tune import tune_tiles
 
         return tune_tiles(where, kind)
     theirs = peers_on(where) if peers is None else tuple(peers)
@@ -355,7 +355,7 @@ def bench_attention(
         print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None) + "\n")
         print(report(rows, ours, theirs))
     if profile:
-        from tilegrad.bench.roofline import print_roofline
+        from .roofline import print_roofline
 
         print_roofline(problems, kind, where, ours)
     if plot:

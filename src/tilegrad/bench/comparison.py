@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tilegrad.bench.shapes import Shape
-from tilegrad.table import table
+from ..table import table
+from .shapes import Shape
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,8 +17,8 @@ from statistics import median, quantiles
 
 import torch
 
-from tilegrad.bench.attention import environment
-from tilegrad.memory import AttentionBufferManager, BufferType
+from ..memory import AttentionBufferManager, BufferType
+from .attention import environment
 
 SHAPE = (2, 1024, 8, 64)
 OTHER_SHAPE = (2, 1000, 8, 64)

@@ -16,9 +16,9 @@ from statistics import median
 
 import torch
 
-from tilegrad.bench.attention import Inputs, interleaved
-from tilegrad.bench.shapes import Shape
-from tilegrad.table import table
+from ..table import table
+from .attention import Inputs, interleaved
+from .shapes import Shape
 
 COUNTERS = (
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",

@@ -10,8 +10,8 @@ from typing import Any
 
 import torch
 
-from tilegrad.bench import cost
-from tilegrad.kernels.attention import Mask
+from ..kernels.attention import Mask
+from . import cost
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,6 +1,6 @@
 """A whole training step against the same model in eager PyTorch: forward, backward, clipping, AdamW, on a CPU.
 
-The peer is `tilegrad.plain` under autograd with `torch.optim.AdamW(fused=True)`; for bfloat16 under `torch.autocast`.
+The peer is `tilegrad.reference_model` under autograd with `torch.optim.AdamW(fused=True)`; for bfloat16 under `torch.autocast`.
 Every figure comes from a fresh process:
 
     memory   one process per contender, malloc told to return what is freed (RETURN): peak resident bytes of two steps −
@@ -37,12 +37,12 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from tilegrad import plain
-from tilegrad.bench.attention import environment
-from tilegrad.model.config import PRESETS, ModelConfig
-from tilegrad.model.transformer import declare
-from tilegrad.table import table
-from tilegrad.train.engine import Engine
+from .. import reference_model as plain
+from ..model.config import PRESETS, ModelConfig
+from ..model.transformer import declare
+from ..table import table
+from ..train.engine import Engine
+from .attention import environment
 
 CELLS = (("float32", 1, 1024), ("float32", 4, 64), ("bfloat16", 1, 1024), ("bfloat16", 4, 64))
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}

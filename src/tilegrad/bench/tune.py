@@ -18,11 +18,11 @@ from statistics import median
 
 import torch
 
-from tilegrad.bench.attention import Inputs, Thunk, check, interleaved
-from tilegrad.bench.shapes import Shape
-from tilegrad.kernels.attention import tiles
-from tilegrad.kernels.attention.tiles import Tile, Tiles
-from tilegrad.table import table
+from ..kernels.attention.triton import tiles
+from ..kernels.attention.triton.tiles import Tile, Tiles
+from ..table import table
+from .attention import Inputs, Thunk, check, interleaved
+from .shapes import Shape
 
 Key = tuple[int, int, int, bool]
 T, TOKENS, HIDDEN = {16: 4096, 32: 2048, 64: 2048}, {16: 16384, 32: 4096, 64: 4096}, 2048
@@ -76,7 +76,7 @@ def _thunk(inputs: Inputs, kernel: str) -> Thunk:
     forward, _, out = inputs.ours("triton")
     if kernel == "fwd":
         return forward
-    from tilegrad.kernels.attention import triton_attention as module
+    from ..kernels.attention.triton import launch as module
 
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     shapes = module.workspace(q, k, v, mask, backward=True, deterministic=True)
@@ -93,7 +93,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
     """(words spilled, what is wrong), from a process of its own: the compiled kernel stays on disk."""
     from triton.runtime.errors import OutOfResources
 
-    from tilegrad.kernels.attention import triton_attention as module
+    from ..kernels.attention.triton import launch as module
 
     tiles.set_row(key, row)
     _, _, head_dim, band = key
@@ -108,7 +108,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
 
 def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)) -> int:
     """Times every candidate, prints the best of each kernel and rewrites the table of tiles.py."""
-    from tilegrad.kernels.attention.triton_attention import architecture, product_bits
+    from ..kernels.attention.triton.launch import architecture, product_bits
 
     if device.type != "cuda":
         raise ValueError(f"device: got {device}; accepted: a CUDA device, for tiles are tuned where they run")

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention.checks import check_tensor
-from .dispatch import op
+from .checks import check_tensor
+from .op import op
 from .scratch import Scratch, Shapes, accumulation_dtype, views
 
 _SLOW_FACTOR = platform.machine() == "aarch64"

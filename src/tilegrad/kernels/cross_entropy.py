@@ -25,10 +25,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention.checks import check_tensor
-from .dispatch import op
+from .checks import check_param, check_tensor
 from .linear import linear_bwd, linear_fwd, linear_workspace
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
+from .op import op
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
 BLOCK = 1 << 20  # bfloat16 logits that pass through float32 at once

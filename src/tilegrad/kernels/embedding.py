@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention.checks import check_tensor
-from .dispatch import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
+from .checks import check_param, check_tensor
+from .op import op
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
 

@@ -13,11 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention.checks import check_tensor
+from .checks import check_param, check_tensor
 from .cross_entropy import check_targets, mask_targets
-from .dispatch import op
 from .embedding import add_rows
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, check_param, views
+from .op import op
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows
 

@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention.checks import check_tensor
-from .attention.philox import WORK_BUFFERS, drop_mask, round_keys
-from .dispatch import op
+from .checks import check_tensor
+from .op import op
+from .philox import WORK_BUFFERS, drop_mask, round_keys
 from .scratch import Scratch, Shapes, blocks, views
 
 BLOCK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements whose mask is drawn at once

@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention.checks import check_tensor
-from .dispatch import op
+from .checks import check_tensor
+from .op import op
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements of a block of positions

@@ -13,8 +13,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .attention.checks import check_tensor
-
 Scratch = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 
@@ -22,18 +20,6 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """The dtype of sums, row statistics and parameter gradients: float64 for float64, float32 for the rest."""
     return torch.float64 if dtype == torch.float64 else torch.float32
-
-
-def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """A parameter has the dtype of the x it meets, or on a CPU that of sums: the op rounds it, and no copy need be kept."""
-    wide = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
-    check_tensor(name, p, shape, p.dtype if wide else x.dtype, x.device)
-
-
-def check_columns(name: str, x: Tensor) -> None:
-    """A row's numbers lie side by side."""
-    if x.stride(-1) != 1 and x.shape[-1] > 1:
-        raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")
 
 
 def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str) -> Scratch:

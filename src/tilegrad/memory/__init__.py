@@ -6,12 +6,12 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from tilegrad.memory.manager import AttentionBufferManager, create_attention_buffer_manager
-    from tilegrad.memory.types import BufferConfig, BufferStateError, BufferType
+    from .managed.manager import AttentionBufferManager, create_attention_buffer_manager
+    from .types import BufferConfig, BufferStateError, BufferType
 
 _HOMES = {
-    "AttentionBufferManager": "manager",
-    "create_attention_buffer_manager": "manager",
+    "AttentionBufferManager": "managed.manager",
+    "create_attention_buffer_manager": "managed.manager",
     "BufferConfig": "types",
     "BufferStateError": "types",
     "BufferType": "types",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from ..kernels.attention.mask import Mask
-from ..kernels.attention.rows import (
+from ..kernels.attention.qkv import (
     qkv_attention_bwd,
     qkv_attention_fwd,
     qkv_rope_bwd,
@@ -25,7 +25,7 @@ from ..kernels.attention.rows import (
     rows_attention_fwd,
     rows_workspace,
 )
-from ..kernels.dispatch import FEW_ROWS
+from ..kernels.attention.table import FEW_ROWS
 from ..kernels.residual import add_fwd
 from ..kernels.scratch import Shapes
 from ..memory.types import BufferType

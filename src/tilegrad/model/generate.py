@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..kernels.attention.contract import attention_fwd, attention_workspace
+from ..kernels.attention.api import attention_fwd, attention_workspace
 from ..kernels.rope import rope_table
-from ..memory.manager import AttentionBufferManager
+from ..memory.managed.manager import AttentionBufferManager
 from ..memory.types import BufferType
 from .attention import mask_of
 from .config import ModelConfig

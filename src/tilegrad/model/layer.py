@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..memory.trace import Handle, Role
+from ..memory.planned.trace import Handle, Role
 from ..memory.types import BufferType
 from .config import ModelConfig
 

@@ -14,19 +14,9 @@ from typing import Any
 
 import torch
 
-from ..kernels.cross_entropy import (
-    cross_entropy_bwd,
-    cross_entropy_fwd,
-    cross_entropy_step,
-    cross_entropy_workspace,
-)
+from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
-from ..kernels.embedding_mse import (
-    embedding_mse_bwd,
-    embedding_mse_fwd,
-    embedding_mse_step,
-    embedding_mse_workspace,
-)
+from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
 from ..kernels.residual import zero_fwd
 from .block import Block, Dropout
 from .config import ModelConfig

@@ -20,10 +20,10 @@ from dataclasses import replace
 import torch
 
 from ..kernels.adamw import adamw_workspace, global_norm_workspace
-from ..kernels.dispatch import observe
-from ..memory.arena import MemoryPlan, plan_memory
-from ..memory.report import MemoryReport, memory_report
-from ..memory.trace import Handle, trace
+from ..kernels.op import observe
+from ..memory.planned.arena import MemoryPlan, plan_memory
+from ..memory.planned.report import MemoryReport, memory_report
+from ..memory.planned.trace import Handle, trace
 from ..memory.types import BufferType
 from ..model.config import ModelConfig
 from ..model.layer import Param

@@ -24,7 +24,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
 
-from tilegrad.train.durable import sync
+from .atomic import sync
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")

@@ -23,8 +23,8 @@ from torch import Tensor
 from ..kernels.adamw import adamw_step, global_norm
 from ..kernels.residual import copy_fwd
 from ..kernels.rope import rope_table
-from ..memory.arena import Arenas, MemoryPlan
-from ..memory.trace import bind
+from ..memory.planned.arena import Arenas, MemoryPlan
+from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
 from ..model.transformer import Transformer, declare
 from .budget import choose_recompute, plan_model

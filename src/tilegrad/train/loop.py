@@ -27,7 +27,7 @@ from typing import Any
 
 import torch
 
-from ..memory.report import human
+from ..memory.planned.report import human
 from ..model.generate import generate
 from .budget import step_report
 from .checkpoint import latest_checkpoint, load_into, save_checkpoint

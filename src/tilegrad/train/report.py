@@ -10,7 +10,7 @@ from importlib import resources
 from itertools import accumulate
 from typing import Any
 
-from tilegrad.train.log import Record
+from .log import Record
 
 _CHARTS = (  # name in the records, heading, unit, whether the axis begins at 0
     ("loss", "Loss", "nats per token", False),
@@ -34,7 +34,7 @@ def run_report(
     level), the learning rate, the gradient norm and the tokens per second; what lives in memory during a step; a sample.
 
     records       as `read_log` gives them: kinds "train" and "validation" are drawn; null is a gap in the curve
-    memory_page   a page of `tilegrad.memory.report`: `memory_report(…).html()` or `timeline_page(…)`
+    memory_page   a page of `tilegrad.memory.planned.report`: `memory_report(…).html()` or `timeline_page(…)`
     Every value is in the page, and under the pointer; where points share a pixel, their lowest and highest are drawn.
     """
     charts = [

@@ -260,13 +260,6 @@ def check_lengths(q: Tensor, k: Tensor, mask: Mask) -> None:
             )
 
 
-def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:
-    """A tensor of the caller's whose form the call itself decides: outputs, their gradients, scratch."""
-    if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
-        got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
-        raise ValueError(f"{name}: got {got}; accepted: {dtype} {shape} on {device}")
-
-
 def form_of(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Any) -> tuple[object, ...] | None:
     """All that the checks and the choice of a kernel depend on; None for what has no such form (handles, lists, a seed). Values
     of tensors are no part of it, and an option counts with its type, for 1 is not True."""

@@ -27,8 +27,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..philox import WORK_BUFFERS, drop_mask, round_keys
 from .mask import Mask, distance, four_dims, packed, sees, sequences
-from .philox import WORK_BUFFERS, drop_mask, round_keys
 
 
 class Gradients(NamedTuple):

@@ -31,9 +31,9 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ..philox import WORK_BUFFERS, Key, drop_mask, round_keys
 from ..scratch import Scratch, Shapes, accumulation_dtype
 from .mask import Mask, four_dims, packed, sequences
-from .philox import WORK_BUFFERS, Key, drop_mask, round_keys
 
 TILE = 256  # rows, and columns, of a tile
 SLAB = 1 << 21  # scores held at once

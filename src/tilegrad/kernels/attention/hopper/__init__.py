@@ -1,0 +1,5 @@
+"""Attention on Hopper, in Gluon."""
+
+from .launch import bwd, fwd, workspace
+
+__all__ = ["bwd", "fwd", "workspace"]

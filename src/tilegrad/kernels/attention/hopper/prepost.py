@@ -1,0 +1,124 @@
+"""What Hopper's backward does row by row, before and after its products.
+
+    begin    shift, delta of every row, padding rows too; counters = 0, sums = 0, dq_acc = 0
+    finish   dq = scale · dq_acc, in the tensor's dtype; 0 for rows that no tile of columns came to
+    dsinks   dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h; delta is the negative one of backward.py
+
+All are bound by memory. What shift, delta and dq_acc are is said in backward.py.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from ..triton.scores import lengths, to_base
+from .backward_schedule import first_row
+
+SIZES = ["rows_b", "rows_h", "heads", "row_tiles", "tq", "batch", "sinks_h", "dsinks_h", "counted", "summed"]
+SIZES += [f"{x}_{axis}" for x in ("o", "do", "lse", "dlse", "dq") for axis in "bht"]
+POINTERS = ["lse", "dlse", "cu_seqlens_q", "counters", "turns", "sums", "sinks", "dsinks"]
+
+
+@triton.jit
+def _rows_of(x, x_b, x_h, x_t, b, h, t, ALIGN: tl.constexpr):
+    """Addresses of rows t of a head, each a multiple of ALIGN elements."""
+    return x + tl.multiple_of(b * x_b, ALIGN) + tl.multiple_of(h * x_h, ALIGN) + tl.multiple_of(t * x_t, ALIGN)[:, None]
+
+
+@triton.jit
+def _clear(x, size, CHUNK: tl.constexpr):
+    """x = 0, by all programs."""
+    for start in range(tl.program_id(0) * CHUNK, size, tl.num_programs(0) * CHUNK):
+        at = start + tl.arange(0, CHUNK)
+        tl.store(x + at, tl.zeros([CHUNK], x.dtype.element_ty), mask=at < size)
+
+
+@triton.jit(do_not_specialize=SIZES + POINTERS)
+def _hopper_begin_kernel(
+    o, do, lse, dlse, cu_seqlens_q,
+    shift, delta, dq_acc, counters, sums,
+    o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, do_b: tl.int64, do_h: tl.int64, do_t: tl.int64,
+    lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_t: tl.int64,
+    rows_b, rows_h, heads, row_tiles, tq, counted, summed, divisor,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) % row_tiles
+    h = tl.program_id(0) // row_tiles % heads
+    b = tl.program_id(0) // row_tiles // heads
+    _clear(counters, counted, 1024)
+    if sums is not None:
+        _clear(sums, summed, 1024)
+    start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
+    start = tile * BLOCK
+    if start >= tl.cdiv(tq, PADDING) * PADDING:
+        return
+
+    rows = start + tl.arange(0, BLOCK)
+    inside = rows < tq
+    t = (start_q + rows).to(tl.int64)
+    c = tl.arange(0, BLOCK_D)[None, :]
+    both = inside[:, None] & (c < D)
+    o_tile = tl.load(_rows_of(o, o_b, o_h, o_t, b, h, t, 8) + c, mask=both, other=0.0).to(tl.float32)
+    do_tile = tl.load(_rows_of(do, do_b, do_h, do_t, b, h, t, 8) + c, mask=both, other=0.0).to(tl.float32)
+    lse_row = tl.load(lse + b * lse_b + h * lse_h + t * lse_t, mask=inside, other=float("-inf"))
+    d = tl.sum(o_tile * do_tile, 1)
+    if dlse is not None:
+        d -= tl.load(dlse + b * dlse_b + h * dlse_h + t * dlse_t, mask=inside, other=0.0)
+    some = lse_row > float("-inf")
+    nothing = tl.where(divisor < 0.0, float("inf"), float("-inf"))
+
+    at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
+    tl.store(shift + at, tl.where(some, -to_base(lse_row, False) / divisor, nothing))
+    tl.store(delta + at, tl.where(some, -d, 0.0))
+    if dq_acc is not None:
+        tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=c < D)
+
+
+@triton.jit(do_not_specialize=SIZES + POINTERS)
+def _hopper_finish_kernel(
+    dq_acc, turns, cu_seqlens_q,
+    dq,
+    dq_b: tl.int64, dq_h: tl.int64, dq_t: tl.int64,
+    rows_b, rows_h, heads, row_tiles, tq, scale,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    tile = tl.program_id(0) % row_tiles
+    h = tl.program_id(0) // row_tiles % heads
+    b = tl.program_id(0) // row_tiles // heads
+    start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
+    if tile * BLOCK >= tq:
+        return
+
+    rows = tile * BLOCK + tl.arange(0, BLOCK)
+    t = (start_q + rows).to(tl.int64)
+    c = tl.arange(0, BLOCK_D)[None, :]
+    both = (rows < tq)[:, None] & (c < D)
+    at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
+    came = both
+    if turns is not None:
+        came = both & (tl.load(turns + (b * heads + h) * row_tiles + tile * BLOCK // BLOCK_M) > 0)
+    sums = tl.load(dq_acc + at.to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
+    tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=both)
+
+
+@triton.jit(do_not_specialize=SIZES + POINTERS)
+def _hopper_dsinks_kernel(
+    shift, delta, sinks, cu_seqlens_q,
+    dsinks,
+    sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, batch, tq, divisor,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    h = tl.program_id(0)
+    sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), False)
+    acc = tl.zeros([BLOCK], tl.float32)
+    for b in range(0, batch):
+        start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
+        at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None)
+        for start in range(0, t, BLOCK):
+            rows = start + tl.arange(0, BLOCK)
+            z = tl.load(shift + at + rows, mask=rows < t, other=0.0) * divisor
+            acc += tl.math.exp2(sink + z) * tl.load(delta + at + rows, mask=rows < t, other=0.0)
+    total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
+    tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

@@ -1,0 +1,126 @@
+"""The table of attention's kernels: the first row that takes a call runs it."""
+
+from __future__ import annotations
+
+import functools
+import importlib.util
+import os
+from typing import Any, NamedTuple
+
+from ..cpu import library
+from ..table import Kernel, Table, takes_all
+
+
+class Problem(NamedTuple):
+    """A call of attention as the table sees it; only shapes, dtypes, devices and options are read."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Any
+
+
+@functools.cache
+def _has_triton() -> bool:
+    return importlib.util.find_spec("triton") is not None
+
+
+MOST_HEADS = 65535
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    device, dtype = problem.q.device, str(problem.q.dtype)
+    if not _has_triton():
+        return "needs Triton, which is not installed (pip install triton)"
+    if dtype == "torch.float64":
+        return "takes float16, bfloat16 and float32, not float64"
+    if problem.k.shape[1] > MOST_HEADS:
+        return f"takes up to {MOST_HEADS} kv heads, an axis of CUDA's grid, not {problem.k.shape[1]}"
+    if device.type == "cpu":
+        in_interpreter = os.environ.get("TRITON_INTERPRET") == "1"
+        return (
+            None if in_interpreter else "needs a CUDA device; on the CPU only Triton's interpreter, TRITON_INTERPRET=1"
+        )
+    if device.type != "cuda":
+        return f"needs a CUDA device, not {device.type}"
+    import torch
+
+    major, minor = torch.cuda.get_device_capability(device)
+    return None if major >= 8 else f"needs compute capability 8.0 or newer, and {device} has {major}.{minor}"
+
+
+FEW_ROWS, FEW_TILES = 16, 64  # up to here triton shares the columns of a row among programs
+SHORT, MANY_SEQUENCES = 64, 256  # packed: of so many so short ones Hopper's programs spend their time looking for rows
+
+
+def _hopper_refuses(problem: Problem) -> str | None:
+    q, k, v, mask = problem
+    d, dv, dtype = q.shape[-1], v.shape[-1], str(q.dtype).removeprefix("torch.")
+    if not _has_triton():
+        return "needs Triton, which is not installed (pip install triton)"
+    if os.environ.get("TRITON_INTERPRET") == "1":
+        return "is Gluon, which has no interpreter (TRITON_INTERPRET=1)"
+    if q.device.type != "cuda":
+        return f"needs a Hopper GPU, not {q.device.type}"
+    import torch
+    import triton
+
+    if not triton.__version__.startswith("3.6."):
+        return f"calls the launcher of Triton 3.6, and {triton.__version__} is installed"
+
+    major, minor = torch.cuda.get_device_capability(q.device)
+    if (major, minor) != (9, 0):
+        return f"needs compute capability 9.0, and {q.device} has {major}.{minor}"
+    if dtype not in ("float16", "bfloat16"):
+        return f"takes float16 and bfloat16, not {dtype}"
+    if d != dv or d % 8 or d < 16:
+        return f"takes one head dimension of 16 to 256 in steps of 8, not {d} for q and {dv} for v"
+    for name in ("bias", "alibi_slopes"):
+        if getattr(mask, name) is not None:
+            return f"takes no {name}"
+    if mask.dropout_p:
+        return "takes no dropout"
+    tq, tk = (mask.max_seqlen_q, mask.max_seqlen_k) if mask.varlen else (q.shape[2], k.shape[2])
+    batch = mask.cu_seqlens_q.shape[0] - 1 if mask.varlen else q.shape[0]
+    if tk == 0 or 0 in k.shape or 0 in q.shape:
+        return "takes no empty tensors"
+    if tq <= FEW_ROWS or 4 * tq <= tk and -(-tq // 128) * q.shape[1] * batch <= FEW_TILES:
+        return "leaves few rows with many columns to triton, which shares the columns among programs"
+    if mask.varlen and tq <= SHORT and batch > MANY_SEQUENCES:
+        return (
+            f"leaves more than {MANY_SEQUENCES} packed sequences of up to {SHORT} rows to triton, which is faster there"
+        )
+    from .hopper.tma import refusal
+
+    reasons = (refusal(name, x, mask.varlen) for name, x in (("q", q), ("k", k), ("v", v)))
+    return next((reason for reason in reasons if reason), None)
+
+
+def _native_refuses(problem: Problem) -> str | None:
+    if problem.q.device.type != "cpu":
+        return f"runs on the CPU, not on {problem.q.device.type}"
+    if problem.mask.bias is not None:
+        return "takes no bias"
+    if problem.mask.dropout_p:
+        return "takes no dropout"
+    if max(*problem.q.shape, *problem.k.shape) >= 2**31:
+        return "takes fewer than 2³¹ rows and columns"
+    found = library.library()
+    return found if isinstance(found, str) else None
+
+
+ATTENTION = Table(
+    "attention",
+    (
+        Kernel("hopper", "attention.hopper", _hopper_refuses),
+        Kernel("triton", "attention.triton", _triton_refuses),
+        Kernel("native", "attention.cpu", _native_refuses),
+        Kernel("tiled", "attention.tiled", takes_all),
+        Kernel(
+            "reference",
+            "attention.reference",
+            takes_all,
+            by_name_only="holds whole T×T matrices: the oracle, only by name",
+        ),
+    ),
+)

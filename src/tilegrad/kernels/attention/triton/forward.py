@@ -1,0 +1,200 @@
+"""Attention's forward in Triton: one program owns a tile of rows of one head and walks the columns they see.
+
+    row_max = sink, row_sum = 1 (or lowest, 0)
+    for each tile of columns, first those that no edge crosses, then the others with a mask:
+      x = scores in base 2 (scores.py)
+      new_max = max(row_max, max x)      p = exp2(x − new_max)      alpha = exp2(row_max − new_max)
+      row_sum = alpha · row_sum + Σ p    acc = alpha · acc + (p ∘ keep) v
+    o = acc / row_sum / (1 − dropout_p)          lse = (row_max + log2 row_sum) · ln 2
+
+Where rows are few and columns many, `splits` programs share a row tile's columns. Each writes its own o and lse, in float32
+or in float64 where the sums are, and `_combine_kernel` adds them up in a fixed order: o = Σ exp(lse_s − lse) o_s.
+
+Reads q once, k and v once for each row tile (from L2, mostly); writes o and lse. 4·Tq·Tk·D FLOPs for each head, half if
+causal. Rows are walked last to first where the band closes the future, so that the longest programs start first.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .scores import (
+    LOWEST,
+    Head,
+    at,
+    band_tiles,
+    exponential,
+    inner,
+    keeps,
+    lengths,
+    load_tile,
+    log_sum,
+    nth_tile,
+    product,
+    ratio,
+    scores,
+    steps,
+    store_tile,
+    tile_offsets,
+    to_base,
+)
+
+SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
+SIZES += ["bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h", "sinks_h"]
+SIZES += ["heads", "row_tiles", "tq", "tk", "left", "right", "threshold", "splits"]
+
+
+@triton.jit
+def _attend(
+    acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, full, full_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, EXACT: tl.constexpr,
+    MASKED: tl.constexpr,
+):  # fmt: skip
+    tiles = full_end - full
+    if MASKED:
+        tiles = full - first + last - full_end
+    for n in tl.range(0, tiles):
+        start = nth_tile(n, first, full, full_end, MASKED) * BLOCK_N
+        j = start + tl.arange(0, BLOCK_N)[None, :]
+        k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
+        s = inner(q, k_tile, None, EXACT)
+        x, factor, _tanh = scores(s, i, j, head, EXACT, MASKED)
+        new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
+        p = exponential(x * factor - new_max[:, None], EXACT)
+        alpha = exponential(row_max - new_max, EXACT)
+        row_sum = row_sum * alpha + tl.sum(p, 1)
+        acc = acc * alpha[:, None]
+        if head.seed is not None:
+            p = tl.where(keeps(i, j, head), p, 0.0)
+        v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
+        acc = product(p, v_tile, acc, EXACT)
+        row_max = new_max
+    return acc, row_max, row_sum
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _attention_fwd_kernel(
+    q, k, v, cu_seqlens_q, cu_seqlens_k, bias, slopes, sinks, seed,
+    o, lse,
+    q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h,
+    o_b, o_h, o_t, o_s, lse_b, lse_h, lse_t, lse_s,
+    sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits, factor, softcap, inv_keep,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
+    DOUBLE: tl.constexpr,
+):  # fmt: skip
+    m = tl.program_id(0) % row_tiles
+    h = tl.program_id(0) // row_tiles % heads
+    b = tl.program_id(0) // row_tiles // heads
+    split = tl.program_id(1)
+    if right is not None:
+        m = row_tiles - 1 - m
+    start_q, start_k, tq, tk = lengths(cu_seqlens_q, cu_seqlens_k, b, tq, tk)
+    start = m * BLOCK_M
+    if cu_seqlens_q is not None and start >= tq:
+        return
+
+    i = start + tl.arange(0, BLOCK_M)[:, None]
+    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
+    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
+    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    q_tile = load_tile(at(q, q_b, q_h, q_t, b, h, start_q + start, ALIGN), q_offsets, tq - start, D, CHECKED=True)
+    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
+    if DOUBLE:
+        q_tile = q_tile.to(SUMS)
+    if NEGATIVE:
+        q_tile = -q_tile
+    k = at(k, k_b, k_h, k_t, b, h // group, start_k, ALIGN)
+    v = at(v, v_b, v_h, v_t, b, h // group, start_k, ALIGN)
+    slope = None
+    if slopes is not None:
+        slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
+    if bias is not None:
+        bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
+    if seed is not None:
+        seed = tl.load(seed)
+    head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
+    row_max = tl.full([BLOCK_M], LOWEST, SUMS)
+    row_sum = tl.zeros([BLOCK_M], SUMS)
+    if sinks is not None:
+        sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
+        sink = tl.where(split == 0, sink, float("-inf"))
+        row_max = tl.maximum(row_max, sink)
+        row_sum = exponential(sink - row_max, EXACT)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], SUMS)
+
+    stop = tl.minimum(start + BLOCK_M, tq)
+    first, full, full_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
+    share = (last - first + splits - 1) // splits
+    begin = tl.minimum(first + split * share, last)
+    end = tl.minimum(begin + share, last)
+    first, last = begin, end
+    full = tl.minimum(tl.maximum(full, begin), end)
+    full_end = tl.minimum(tl.maximum(full_end, begin), end)
+    for MASKED in tl.static_range(2):
+        acc, row_max, row_sum = _attend(
+            acc, row_max, row_sum, q_tile, k, v, k_offsets, v_offsets, k_t, v_t, i, head,
+            first, full, full_end, last, D, DV, BLOCK_N, ALIGN, EXACT, MASKED,
+        )  # fmt: skip
+
+    some = row_sum > 0.0
+    row_sum = tl.where(some, row_sum, 1.0)
+    if o is not None:
+        o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+        o = at(o, o_b, o_h, o_t, b, h, start_q + start, ALIGN) + steps(split, o_s, ALIGN)
+        store_tile(o, o_offsets, acc * ratio(inv_keep, row_sum, EXACT)[:, None], tq - start, DV)
+    if lse is not None:
+        rows = start + tl.arange(0, BLOCK_M)
+        lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
+        value = tl.where(some, log_sum(row_max, row_sum, EXACT), float("-inf"))
+        tl.store(lse + steps(rows, lse_t, 1), value, mask=rows < tq)
+
+
+@triton.jit(do_not_specialize=SIZES)
+def _combine_kernel(
+    parts, lse_parts, cu_seqlens_q,
+    o, lse,
+    parts_b, parts_h, parts_t, parts_s, lse_parts_b, lse_parts_h, lse_parts_t, lse_parts_s, o_b, o_h, o_t, lse_b, lse_h, lse_t,
+    heads, row_tiles, tq, splits,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr,
+):  # fmt: skip
+    start = tl.program_id(0) % row_tiles * BLOCK_M
+    h = tl.program_id(0) // row_tiles % heads
+    b = tl.program_id(0) // row_tiles // heads
+    start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
+    if cu_seqlens_q is not None and start >= tq:
+        return
+
+    rows = start + tl.arange(0, BLOCK_M)
+    inside = rows < tq
+    part_offsets = tile_offsets(parts_t, BLOCK_M, BLOCK_DV, 1, True)
+    parts = at(parts, parts_b, parts_h, parts_t, b, h, start_q + start, 1)
+    lse_parts = at(lse_parts, lse_parts_b, lse_parts_h, lse_parts_t, b, h, start_q, 1) + steps(rows, lse_parts_t, 1)
+    row_max = tl.full([BLOCK_M], LOWEST, lse_parts.dtype.element_ty)
+    row_sum = tl.zeros([BLOCK_M], row_max.dtype)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], row_max.dtype)
+
+    for split in tl.range(0, splits):
+        x = to_base(tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")), EXACT)
+        part = load_tile(parts + steps(split, parts_s, 1), part_offsets, tq - start, DV, CHECKED=True)
+        new_max = tl.maximum(row_max, x)
+        alpha = exponential(row_max - new_max, EXACT)
+        weight = exponential(x - new_max, EXACT)
+        row_sum = row_sum * alpha + weight
+        acc = acc * alpha[:, None] + part * weight[:, None]
+        row_max = new_max
+
+    some = row_sum > 0.0
+    row_sum = tl.where(some, row_sum, 1.0)
+    if o is not None:
+        o = at(o, o_b, o_h, o_t, b, h, start_q + start, 1)
+        store_tile(
+            o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), ratio(acc, row_sum[:, None], EXACT), tq - start, DV
+        )
+    if lse is not None:
+        lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
+        value = tl.where(some, log_sum(row_max, row_sum, EXACT), float("-inf"))
+        tl.store(lse + steps(rows, lse_t, 1), value, mask=inside)

@@ -1,0 +1,29 @@
+"""Checks of a tensor that any op makes: form, parameters, columns side by side."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .scratch import accumulation_dtype
+
+
+def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:
+    """A tensor of the caller's whose form the call itself decides: outputs, their gradients, scratch."""
+    if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
+        got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
+        raise ValueError(f"{name}: got {got}; accepted: {dtype} {shape} on {device}")
+
+
+def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    """A parameter has the dtype of the x it meets, or on a CPU that of sums: the op rounds it, and no copy need be kept."""
+    wide = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
+    check_tensor(name, p, shape, p.dtype if wide else x.dtype, x.device)
+
+
+def check_columns(name: str, x: Tensor) -> None:
+    """A row's numbers lie side by side."""
+    if x.stride(-1) != 1 and x.shape[-1] > 1:
+        raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")

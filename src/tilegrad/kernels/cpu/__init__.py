@@ -1,0 +1,1 @@
+"""The native CPU library: how it is built and loaded."""

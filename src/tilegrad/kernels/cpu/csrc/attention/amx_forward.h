@@ -1,0 +1,157 @@
+// The forward of forward.h on AMX tiles, for bfloat16. Like the backward's, its heads are open in slots (turns.h), so that
+// k and v are packed once for all rows of a head:
+//
+//   open a head:     k as it lies, v transposed
+//   block of rows:   q as pairs of columns
+//     for each tile of columns, for each strip of 32 rows:
+//       sᵀ = k qᵀ                               float32
+//       pᵀ = 2^(s·scale·log2 e − row_max)       rounded to bfloat16, as pairs of rows; lanes are rows
+//       accᵀ = alpha ∘ accᵀ + vᵀ pᵀ             float32
+//
+// row_max is kept in base 2. A row that sees nothing of a tile has p = 0 there.
+#pragma once
+
+#include "attention/amx.h"
+#include "attention/walk.h"
+
+namespace tilegrad {
+namespace ISA {
+
+struct AmxForward {
+    static constexpr int64_t ROWS = 256, COLUMNS = 128;
+
+    struct Open {
+        Half* k;   // [columns][D]
+        Half* vt;  // [tile][Dv][COLUMNS]
+    };
+
+    const Call& call;
+    const int64_t d = round_up(call.d, STRIP), dv = round_up(call.dv, STRIP);  // padded
+    const bool plain = call.softcap == 0 && !call.slopes.data && call.scale > 0;
+    const int64_t max_columns = round_up(call.tk, COLUMNS);
+
+    Slots slots;
+    // Buffers of a thread.
+    Half *rows_of_q, *q, *v, *pairs, *p;
+    float *s, *acc, *o, *row_max, *row_sum;
+    RowLanes<float> lanes;
+
+    AmxForward(const Call& call, Carver& carver, int64_t worker) : call(call), slots(call, carver, slot_bytes()) {
+        const int64_t rows = at_most(ROWS, round_up(call.tq * (call.hq / call.hkv), STRIP));
+        for (int64_t w = 0; w <= worker; ++w) {
+            rows_of_q = carver.take<Half>(STRIP * d);
+            q = carver.take<Half>(rows * d);
+            v = carver.take<Half>(COLUMNS * dv);
+            pairs = carver.take<Half>(COLUMNS * dv);
+            p = carver.take<Half>(COLUMNS * STRIP);
+            s = carver.take<float>(COLUMNS * STRIP);
+            acc = carver.take<float>(rows * dv);
+            o = carver.take<float>(STRIP * dv);
+            row_max = carver.take<float>(rows);
+            row_sum = carver.take<float>(rows);
+            lanes.carve(carver, rows);
+        }
+    }
+
+    Open carve(Carver& carver) const { return {carver.take<Half>(max_columns * d), carver.take<Half>(max_columns * dv)}; }
+
+    int64_t slot_bytes() const {
+        Carver slot{nullptr};
+        carve(slot);
+        return slot.used;
+    }
+
+    int64_t tiles(const Head& head) const { return (head.rows() + ROWS - 1) / ROWS; }
+
+    void open_head(const Head& head, const Open& x) {
+        const int64_t tk = head.s.tk;
+        for (int64_t j0 = 0; j0 < tk; j0 += COLUMNS) {
+            const int64_t n = at_most(COLUMNS, tk - j0), padded = round_up(n, STRIP);
+            pack_columns(x.k + j0 * d, d, call.k, AS_IT_IS, head, j0, n, padded, call.d);
+            pack_columns(v, dv, call.v, AS_IT_IS, head, j0, n, padded, call.dv);
+            pairs_of_columns(pairs, COLUMNS, v, padded, dv);
+            columns_of_pairs(x.vt + j0 * dv, COLUMNS, pairs, COLUMNS, padded, dv);
+        }
+    }
+
+    // Blocks are numbered from the end of the sequence, where causal rows have the most to do.
+    void tile(const Head& head, const Open& x, int32_t number) {
+        const int64_t r0 = (tiles(head) - 1 - number) * ROWS, m = at_most(ROWS, head.rows() - r0), padded = round_up(m, STRIP);
+        for (int64_t r = 0; r < m; r += STRIP) {
+            pack_rows(rows_of_q, d, call.q, AS_IT_IS, head, r0 + r, at_most(STRIP, m - r), STRIP, call.d);
+            pairs_of_columns(q + r * d, STRIP, rows_of_q, STRIP, d);
+        }
+        lanes.fill(call, head, r0, m, padded);
+        start_rows(call, head, r0, m, padded, row_max, row_sum, LOG2E);
+        memset(acc, 0, padded * dv * sizeof(float));
+        for (int64_t j0 = lanes.lo[0] / COLUMNS * COLUMNS; j0 < lanes.hi[m - 1]; j0 += COLUMNS)
+            for (int64_t r = 0; r < m; r += STRIP) strip(head, x, r, j0);
+        for (int64_t r = 0; r < m; ++r) {
+            if (r % STRIP == 0) transpose(o, dv, acc + r * dv, STRIP, dv, STRIP);
+            const float factor = row_sum[r] == 0 ? 0 : 1 / row_sum[r], lse = row_max[r] * LN2 + logarithm(row_sum[r]);
+            write_row(call, HALF_ROWS, head, r0 + r, o + r % STRIP * dv, lse, factor);
+        }
+    }
+
+    void close_head(const Head&, const Open&, double*) {}
+
+    void strip(const Head& head, const Open& x, int64_t r, int64_t j0) {
+        const int64_t n = at_most(COLUMNS, head.s.tk - j0);
+        const int64_t begin = at_least(0, lanes.lo[r] - j0) / STRIP * STRIP, end = at_most(n, lanes.hi[r + STRIP - 1] - j0);
+        if (begin >= end) return;
+        const int64_t stop = round_up(end, STRIP);
+        for (int64_t j = begin; j < stop; j += STRIP)
+            tile_product<false>(s + j * STRIP, STRIP, x.k + (j0 + j) * d, d, q + r * d, 2 * STRIP, d);
+        const bool whole = lanes.lo[r + STRIP - 1] <= j0 + begin && lanes.hi[r] >= j0 + stop;
+        bool rescale = false;
+        for (int64_t y = 0; y < STRIP; y += 16)
+            rescale |= whole ? softmax<false>(r, y, j0, begin, stop) : softmax<true>(r, y, j0, begin, stop);
+        float* out = acc + r * dv;
+        if (rescale)
+            for (int64_t y = 0; y < STRIP; y += 16) {
+                const V32 alpha = load(lanes.alpha + r + y);
+                for (int64_t i = y; i < dv * STRIP; i += STRIP) store(out + i, load(out + i) * alpha);
+            }
+        for (int64_t i = 0; i < dv; i += STRIP)
+            tile_product<true>(out + i * STRIP, STRIP, x.vt + j0 * dv + i * COLUMNS + begin, COLUMNS, p + begin * STRIP, 2 * STRIP,
+                               stop - begin);
+    }
+
+    // Rows r + y …, 16 of them: columns begin … stop of scores → p; maxima, sums and alphas. True if any maximum rose.
+    template <bool EDGE>
+    bool softmax(int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
+        const Score<float> score(call, lanes, r + y);
+        const __m512 times = _mm512_set1_ps(plain ? float(call.scale) * LOG2E : LOG2E);
+        const __m512 old_max = _mm512_loadu_ps(row_max + r + y), nothing = _mm512_set1_ps(-__builtin_inff());
+        float* scores = s + y;
+        __m512 largest = nothing, largest2 = nothing;
+        if (!plain || EDGE)
+            for (int64_t j = begin; j < stop; ++j) {
+                V32 z = load(scores + j * STRIP);
+                if (!plain) z = score.minus(V32{}, z, score.same(j0 + j), nullptr);
+                store(scores + j * STRIP, EDGE ? score.hide(z, score.same(j0 + j)) : z);
+            }
+        for (int64_t j = begin; j < stop; j += 2) {
+            largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + j * STRIP));
+            largest2 = _mm512_max_ps(largest2, _mm512_loadu_ps(scores + (j + 1) * STRIP));
+        }
+        const __m512 new_max = _mm512_max_ps(_mm512_mul_ps(_mm512_max_ps(largest, largest2), times), old_max);
+        __m512 total = _mm512_setzero_ps(), total2 = total;
+        const __m512i paired = _mm512_loadu_si512(PAIRED);
+        for (int64_t j = begin; j < stop; j += 2) {
+            const __m512 a = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j * STRIP), times, new_max));
+            const __m512 b = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (j + 1) * STRIP), times, new_max));
+            total = _mm512_add_ps(total, a);
+            total2 = _mm512_add_ps(total2, b);
+            _mm512_storeu_si512(p + j * STRIP + 2 * y, _mm512_permutexvar_epi16(paired, (__m512i)_mm512_cvtne2ps_pbh(b, a)));
+        }
+        const __m512 alpha = exponential_of_2(_mm512_sub_ps(old_max, new_max));
+        _mm512_storeu_ps(lanes.alpha + r + y, alpha);
+        _mm512_storeu_ps(row_sum + r + y, _mm512_fmadd_ps(_mm512_loadu_ps(row_sum + r + y), alpha, _mm512_add_ps(total, total2)));
+        _mm512_storeu_ps(row_max + r + y, new_max);
+        return _mm512_cmpneq_ps_mask(old_max, new_max) != 0;
+    }
+};
+
+}  // namespace ISA
+}  // namespace tilegrad

@@ -1,0 +1,250 @@
+// Backward: a thread owns a tile of columns (dk, dv) and walks the blocks of rows that see it; dq is added in turns.
+//
+//   open a head:     q, do packed; delta = rowsum(do ∘ o) − dlse; dq = 0
+//   tile of columns: k, kᵀ, vᵀ packed; dk = dv = 0
+//     for each block of rows:
+//       p  = exp(s − lse)           s = scores of q kᵀ
+//       ds = p ∘ (do vᵀ − delta)    ∘ (1 − tanh²) with a softcap
+//       dv += pᵀ do
+//       dk += dsᵀ q
+//       dq += ds k                  when it is this tile's turn: turns.h
+//     dk · scale and dv are written
+//   close a head:    dq · scale is written; dsink = −Σ exp(sink − lse) · delta of each query head is kept for the end
+//
+// Five products per tile, each pair of positions once. In blocks that the band's edge crosses, strips of MR rows or
+// columns skip what they do not see.
+#pragma once
+
+#include "simd/product.h"
+#include "simd/rows.h"
+#include "attention/walk.h"
+
+namespace tilegrad {
+namespace ISA {
+
+// What the backward knows of each row of an open head.
+template <class T>
+struct Statistics {
+    T *lse, *delta;  // lse = +huge for rows that see nothing, and delta = 0: p = ds = 0
+    int32_t *lo, *hi;
+
+    void carve(Carver& carver, int64_t rows) {
+        lse = carver.take<T>(rows);
+        delta = carver.take<T>(rows);
+        lo = carver.take<int32_t>(rows);
+        hi = carver.take<int32_t>(rows);
+    }
+
+    // `o` and `g` hold one row of o and of do at a time.
+    void fill(const Call& call, const Format<T>& format, const Head& head, int64_t padded, T* o, T* g) {
+        const int64_t rows = head.rows();
+        const T huge = sizeof(T) == 4 ? T(__FLT_MAX__) : T(__DBL_MAX__);
+        for (int64_t r = 0; r < rows; ++r) {
+            const int64_t h = head.query_head(r), t = head.token(r);
+            format.load(o, at(call.o, format.bytes, head.b, h, t), call.dv, call.o.d);
+            format.load(g, at(call.do_, format.bytes, head.b, h, t), call.dv, call.do_.d);
+            lse[r] = *reinterpret_cast<const T*>(at(call.lse, sizeof(T), head.b, h, t));
+            delta[r] = dot(o, g, call.dv);
+            if (call.dlse.data) delta[r] -= *reinterpret_cast<const T*>(at(call.dlse, sizeof(T), head.b, h, t));
+            if (lse[r] == -T(__builtin_inf())) {
+                lse[r] = huge;
+                delta[r] = 0;
+            }
+            seen_by(call, head, r, lo + r, hi + r);
+        }
+        for (int64_t r = rows; r < padded; ++r) {
+            lse[r] = huge;
+            delta[r] = 0;
+            lo[r] = rows ? lo[rows - 1] : 0;
+            hi[r] = rows ? hi[rows - 1] : 0;
+        }
+    }
+
+    // In double: what is left of it after dp − delta is the gradient.
+    static T dot(const T* a, const T* b, int64_t n) {
+        double sums[4] = {};
+        int64_t i = 0;
+        for (; i + 4 <= n; i += 4)
+            for (int u = 0; u < 4; ++u) sums[u] += double(a[i + u]) * double(b[i + u]);
+        for (; i < n; ++i) sums[0] += double(a[i]) * double(b[i]);
+        return T((sums[0] + sums[1]) + (sums[2] + sums[3]));
+    }
+
+    // −Σ exp(sink − lse) · delta of each query head of this kv head, to dsinks (B, Hq).
+    void sink_gradients(const Call& call, const Head& head, double* dsinks) const {
+        for (int64_t g = 0; g < head.group; ++g) {
+            double total = 0;
+            const double sink = sink_of(call, head, g);
+            for (int64_t r = g; r < head.rows(); r += head.group)
+                total -= __builtin_exp(sink - double(lse[r])) * double(delta[r]);
+            dsinks[head.b * call.hq + head.query_head(g)] = total;
+        }
+    }
+};
+
+template <class T>
+struct Backward {
+    static constexpr int L = Lanes<T>::N;
+
+    // A head that is being worked on.
+    struct Open {
+        T *q, *g, *dq;  // (rows, D), (rows, Dv), (rows, D); g = do
+        Statistics<T> rows;
+        int32_t* turn;  // for each block of rows
+    };
+
+    const Call& call;
+    const Format<T> format = format_of<T>(call.dtype);
+    const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
+    const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk;
+    const bool plain = call.softcap == 0 && !call.slopes.data;
+    const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), MR);
+
+    Slots slots;
+    T *k, *kt, *v, *vt, *dk, *dv_, *p, *ds;  // buffers of this thread
+
+    Backward(const Call& call, Carver& carver, int64_t worker) : call(call), slots(call, carver, slot_bytes()) {
+        for (int64_t w = 0; w <= worker; ++w) {
+            k = carver.take<T>(TILE * d);
+            kt = carver.take<T>(d * TILE);
+            v = carver.take<T>(TILE * dv);
+            vt = carver.take<T>(dv * TILE);
+            dk = carver.take<T>(TILE * d);
+            dv_ = carver.take<T>(TILE * dv);
+            p = carver.take<T>(TILE * TILE);
+            ds = carver.take<T>(TILE * TILE);
+        }
+    }
+
+    Open carve(Carver& carver) const {
+        Open x;
+        x.q = carver.take<T>(max_rows * d);
+        x.g = carver.take<T>(max_rows * dv);
+        x.dq = carver.take<T>(max_rows * d);
+        x.rows.carve(carver, max_rows);
+        x.turn = carver.take<int32_t>((max_rows + TILE - 1) / TILE);
+        return x;
+    }
+
+    int64_t slot_bytes() const {
+        Carver slot{nullptr};
+        carve(slot);
+        return slot.used;
+    }
+
+    int64_t tiles(const Head& head) const { return want_ds || want_dv ? (head.s.tk + TILE - 1) / TILE : 0; }
+
+    void open_head(const Head& head, Open x) {
+        const int64_t rows = head.rows(), padded = round_up(rows, MR);
+        pack_rows(x.q, d, call.q, format, head, 0, rows, padded, call.d);
+        pack_rows(x.g, dv, call.do_, format, head, 0, rows, padded, call.dv);
+        memset(x.dq, 0, padded * d * sizeof(T));
+        x.rows.fill(call, format, head, padded, v, vt);
+        for (int64_t r0 = 0; r0 < rows; r0 += TILE) x.turn[r0 / TILE] = x.rows.lo[r0] / TILE;
+    }
+
+    void tile(const Head& head, const Open& x, int32_t tile) {
+        const int64_t j0 = tile * TILE, n = at_most(TILE, head.s.tk - j0);
+        pack_columns(k, d, call.k, format, head, j0, n, TILE, call.d);
+        pack_columns(v, dv, call.v, format, head, j0, n, TILE, call.dv);
+        transpose(kt, TILE, k, d, round_up(n, L), d);
+        transpose(vt, TILE, v, dv, round_up(n, L), dv);
+        memset(dk, 0, TILE * d * sizeof(T));
+        memset(dv_, 0, TILE * dv * sizeof(T));
+        const Run seeing = rows_seeing(call, head, j0, j0 + n);
+        for (int64_t r0 = seeing.begin / TILE * TILE; r0 < seeing.end; r0 += TILE) {
+            const int64_t m = at_most(TILE, head.rows() - r0);
+            const int64_t last = r0 + round_up(m, MR) - 1;
+            if (n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
+                whole_block(head, x, r0, tile);
+            else
+                edge_block(head, x, r0, m, tile, n);
+        }
+        for (int64_t j = 0; j < n; ++j) {
+            const int64_t t = head.s.k0 + j0 + j;
+            if (want_dk) write(call.dk, head, t, dk + j * d, call.d, T(call.scale));
+            if (want_dv) write(call.dv_, head, t, dv_ + j * dv, call.dv, 1);
+        }
+    }
+
+    void write(const View& x, const Head& head, int64_t t, const T* row, int64_t n, T factor) {
+        format.store(const_cast<char*>(at(x, format.bytes, head.b, head.kv, t)), row, n, x.d, factor);
+    }
+
+    void whole_block(const Head& head, const Open& x, int64_t r0, int32_t tile) {
+        const T *q = x.q + r0 * d, *g = x.g + r0 * dv;
+        product<T, ROWS>(p, TILE, q, d, kt, TILE, TILE, TILE, d, false);
+        if (want_ds) product<T, ROWS>(ds, TILE, g, dv, vt, TILE, TILE, TILE, dv, false);
+        for (int64_t r = 0; r < TILE; ++r) weights<false>(head, x, r0, r, tile * TILE, 0, TILE);
+        if (want_dv) product<T, TRANSPOSED>(dv_, dv, p, TILE, g, dv, TILE, dv, TILE, true);
+        if (want_dk) product<T, TRANSPOSED>(dk, d, ds, TILE, q, d, TILE, d, TILE, true);
+        if (!want_dq) return;
+        wait_for_turn(x.turn + r0 / TILE, tile);
+        product<T, ROWS>(x.dq + r0 * d, d, ds, TILE, k, d, TILE, d, TILE, true);
+        end_turn(x.turn + r0 / TILE, tile);
+    }
+
+    void edge_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
+        const int64_t j0 = tile * TILE;
+        const int32_t *lo = x.rows.lo + r0, *hi = x.rows.hi + r0;
+        auto first = [&](int64_t r) { return at_least(0, lo[r] - j0) / L * L; };
+        auto end = [&](int64_t r) { return at_most(n, hi[r + MR - 1] - j0); };
+        memset(p, 0, TILE * TILE * sizeof(T));
+        memset(ds, 0, TILE * TILE * sizeof(T));
+        for (int64_t r = 0; r < m; r += MR) {
+            const int64_t begin = first(r), stop = round_up(end(r), L);
+            if (begin >= end(r)) continue;
+            const T *q = x.q + (r0 + r) * d, *g = x.g + (r0 + r) * dv;
+            product<T, ROWS>(p + r * TILE + begin, TILE, q, d, kt + begin, TILE, MR, stop - begin, d, false);
+            if (want_ds) product<T, ROWS>(ds + r * TILE + begin, TILE, g, dv, vt + begin, TILE, MR, stop - begin, dv, false);
+            for (int64_t y = r; y < r + MR; ++y) weights<true>(head, x, r0, y, j0, begin, stop);
+        }
+        for (int64_t j = 0; j < n; j += MR) {  // rows a … b see some of columns j … j + MR
+            int64_t a = 0, b = m;
+            while (a < m && hi[a] <= j0 + j) ++a;
+            while (b > a && lo[b - 1] >= j0 + j + MR) --b;
+            const T *q = x.q + (r0 + a) * d, *g = x.g + (r0 + a) * dv;
+            if (want_dv) product<T, TRANSPOSED>(dv_ + j * dv, dv, p + a * TILE + j, TILE, g, dv, MR, dv, b - a, true);
+            if (want_dk) product<T, TRANSPOSED>(dk + j * d, d, ds + a * TILE + j, TILE, q, d, MR, d, b - a, true);
+        }
+        if (!want_dq) return;
+        wait_for_turn(x.turn + r0 / TILE, tile);
+        for (int64_t r = 0; r < m; r += MR) {
+            const int64_t begin = first(r), stop = end(r);
+            if (begin < stop)
+                product<T, ROWS>(x.dq + (r0 + r) * d, d, ds + r * TILE + begin, TILE, k + begin * d, d, MR, d, stop - begin, true);
+        }
+        end_turn(x.turn + r0 / TILE, tile);
+    }
+
+    // One row: products → p and ds.
+    template <bool EDGE>
+    void weights(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
+        T *row = p + r * TILE, *drow = ds + r * TILE;
+        const int64_t of = at_most(r0 + r, head.rows() - 1);
+        const Vec<T> lse = all(x.rows.lse[r0 + r]), delta = all(x.rows.delta[r0 + r]);
+        const Score<T> score(call, T(slope_of(call, head, of)), T(head.position(of)), x.rows.lo[of], x.rows.hi[of]);
+        Ints<T> column = iota<T>() + typename Lanes<T>::Integer(j0 + begin);
+        for (int64_t j = begin; j < stop; j += L, column += L) {
+            Vec<T> derivative = all(T(1)), s = load(row + j);
+            s = plain ? s * score.scale - lse : score.minus(lse, s, column, &derivative);
+            const Vec<T> e = exponential(EDGE ? score.hide(s, column) : s);
+            Vec<T> de = e * (load(drow + j) - delta);
+            if (!plain) de *= derivative;
+            store(row + j, e);
+            store(drow + j, de);
+        }
+    }
+
+    void close_head(const Head& head, const Open& x, double* dsinks) {
+        if (call.dsinks.data) x.rows.sink_gradients(call, head, dsinks);
+        if (!want_dq) return;
+        for (int64_t r = 0; r < head.rows(); ++r) {
+            const int64_t h = head.query_head(r), t = head.token(r);
+            format.store(const_cast<char*>(at(call.dq, format.bytes, head.b, h, t)), x.dq + r * d, call.d, call.dq.d, T(call.scale));
+        }
+    }
+};
+
+}  // namespace ISA
+}  // namespace tilegrad

@@ -1,0 +1,140 @@
+// Forward: a thread owns a block of rows and walks the columns that the block sees, a tile at a time.
+//
+//   row_max = sink, row_sum = 1  (or lowest, 0)
+//   for each tile of columns:                k and v are packed once for the block
+//     for each strip of rows:                STRIP rows are a few registers wide
+//       sᵀ = k qᵀ                            only columns that the strip sees; TILE × STRIP stay in the first cache
+//       new_max = max(row_max, max s)
+//       p = exp(s − new_max)
+//       alpha = exp(row_max − new_max)
+//       row_sum = alpha · row_sum + Σ p
+//       acc = alpha · acc + p v
+//   o = acc / row_sum        lse = row_max + log row_sum
+//
+// Scores are held transposed, so that lanes are rows: maxima and sums go down a register, never across one, and pᵀ lies as
+// the second product reads it. Each row has one owner and one order of sums: results do not depend on the number of threads.
+#pragma once
+
+#include "simd/product.h"
+#include "simd/rows.h"
+
+namespace tilegrad {
+namespace ISA {
+
+template <class T>
+struct Forward {
+    static constexpr int L = Lanes<T>::N;
+    static constexpr int64_t STRIP = NV * L % MR == 0 ? NV * L : MR;
+    static constexpr int64_t ROWS_OF_BLOCK = (256 / STRIP) * STRIP;
+    static_assert(STRIP % MR == 0 && STRIP % L == 0 && TILE % MR == 0, "strips and tiles are made of blocks of registers");
+
+    const Call& call;
+    const Format<T> format = format_of<T>(call.dtype);
+    const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
+    const bool plain = call.softcap == 0 && !call.slopes.data && call.scale > 0;
+
+    // Buffers of a thread.
+    T *rows_of_q, *qt, *k, *v, *s, *acc, *row_max, *row_sum;
+    RowLanes<T> lanes;
+
+    Forward(const Call& call, Carver& carver) : call(call) {
+        const int64_t rows = at_most(ROWS_OF_BLOCK, round_up(call.tq * (call.hq / call.hkv), STRIP));
+        rows_of_q = carver.take<T>(STRIP * d);
+        qt = carver.take<T>(rows * d);
+        k = carver.take<T>(TILE * d);
+        v = carver.take<T>(TILE * dv);
+        s = carver.take<T>(TILE * STRIP);
+        acc = carver.take<T>(rows * dv);
+        row_max = carver.take<T>(rows);
+        row_sum = carver.take<T>(rows);
+        lanes.carve(carver, rows);
+    }
+
+    static int64_t blocks(const Call& call) {  // of the longest sequence
+        return (call.tq * (call.hq / call.hkv) + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
+    }
+
+    // Blocks are numbered from the end of the sequence, where causal rows have the most to do.
+    void item(int64_t index) {
+        const int64_t n_blocks = blocks(call), n_heads = call.b * call.hkv;
+        const Head head = head_of(call, index % n_heads);
+        const int64_t r0 = (n_blocks - 1 - index / n_heads) * ROWS_OF_BLOCK;
+        if (r0 < head.rows()) rows(head, r0, at_most(ROWS_OF_BLOCK, head.rows() - r0));
+    }
+
+    void rows(const Head& head, int64_t r0, int64_t m) {
+        const int64_t padded = round_up(m, STRIP);
+        for (int64_t r = 0; r < m; r += STRIP) {
+            pack_rows(rows_of_q, d, call.q, format, head, r0 + r, at_most(STRIP, m - r), STRIP, call.d);
+            transpose(qt + r * d, STRIP, rows_of_q, d, STRIP, d);
+        }
+        lanes.fill(call, head, r0, m, padded);
+        start_rows(call, head, r0, m, padded, row_max, row_sum, T(1));
+        memset(acc, 0, padded * dv * sizeof(T));
+        const int64_t first = lanes.lo[0], last = lanes.hi[m - 1];
+        for (int64_t j0 = first; j0 < last; j0 += TILE) columns(head, padded, j0, at_most(TILE, last - j0));
+        for (int64_t r = 0; r < m; ++r) {
+            T* o = acc + r * dv;
+            if (row_sum[r] != 0)  // divided, not multiplied by 1 / row_sum: its rounding would be the whole row's
+                for (int64_t i = 0; i < dv; i += L) store(o + i, load(o + i) / row_sum[r]);
+            write_row(call, format, head, r0 + r, o, row_max[r] + logarithm(row_sum[r]));
+        }
+    }
+
+    void columns(const Head& head, int64_t m, int64_t j0, int64_t n) {
+        const int64_t padded = round_up(n, MR);
+        pack_columns(k, d, call.k, format, head, j0, n, padded, call.d);
+        pack_columns(v, dv, call.v, format, head, j0, n, padded, call.dv);
+        for (int64_t r = 0; r < m; r += STRIP) {
+            const int64_t begin = at_least(0, lanes.lo[r] - j0), end = at_most(n, lanes.hi[r + STRIP - 1] - j0);
+            if (begin >= end) continue;
+            const int64_t a = begin / MR * MR;
+            product<T, ROWS>(s, STRIP, k + a * d, d, qt + r * d, STRIP, round_up(end - a, MR), STRIP, d, false);
+            const bool whole = lanes.lo[r + STRIP - 1] <= j0 + a && lanes.hi[r] >= j0 + end;
+            bool rescale = false;
+            for (int64_t x = r; x < r + STRIP; x += L)
+                rescale |= whole ? softmax<false>(x, s + x - r, j0 + a, end - a) : softmax<true>(x, s + x - r, j0 + a, end - a);
+            T* out = acc + r * dv;
+            if (rescale)
+                for (int64_t x = 0; x < STRIP; ++x)
+                    for (int64_t i = x * dv; i < (x + 1) * dv; i += L) store(out + i, load(out + i) * lanes.alpha[r + x]);
+            product<T, TRANSPOSED>(out, dv, s, STRIP, v + a * dv, dv, STRIP, dv, end - a, true);
+        }
+    }
+
+    // Rows x … x + lanes: n columns of scores from j on → p; the rows' maxima, sums and alphas. True if any maximum rose.
+    template <bool EDGE>
+    bool softmax(int64_t x, T* scores, int64_t j, int64_t n) {
+        const Score<T> score(call, lanes, x);
+        const T factor = plain ? score.scale : T(1);
+        const Vec<T> old_max = load(row_max + x);
+        Vec<T> largest = all(-T(__builtin_inf()));
+        for (int64_t y = 0; y < n; ++y) {
+            Vec<T> z = load(scores + y * STRIP);
+            if (!plain) z = score.minus(Vec<T>{}, z, score.same(j + y), nullptr);
+            if (EDGE) z = score.hide(z, score.same(j + y));
+            if (EDGE || !plain) store(scores + y * STRIP, z);
+            largest = larger(largest, z);
+        }
+        const Vec<T> new_max = larger(old_max, largest * factor);
+        auto weigh = [&](int64_t y) {
+            const Vec<T> p = exponential(load(scores + y * STRIP) * factor - new_max);
+            store(scores + y * STRIP, p);
+            return p;
+        };
+        Vec<T> totals[4] = {};  // four short sums round less than a long one
+        int64_t y = 0;
+        for (; y + 4 <= n; y += 4)
+            for (int u = 0; u < 4; ++u) totals[u] += weigh(y + u);
+        for (; y < n; ++y) totals[0] += weigh(y);
+        const Vec<T> total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
+        const Vec<T> alpha = exponential(old_max - new_max);
+        store(lanes.alpha + x, alpha);
+        store(row_sum + x, load(row_sum + x) * alpha + total);
+        store(row_max + x, new_max);
+        return any<T>(new_max != old_max);
+    }
+};
+
+}  // namespace ISA
+}  // namespace tilegrad

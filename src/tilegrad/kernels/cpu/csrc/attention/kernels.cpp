@@ -1,0 +1,107 @@
+// The kernels of one instruction set: compiled once for each, with -DISA=name and the compiler's flags for it.
+
+#include "attention/backward.h"
+#include "attention/forward.h"
+#if defined(__AMX_BF16__)
+#include "attention/amx_backward.h"
+#include "attention/amx_forward.h"
+#endif
+
+namespace tilegrad {
+namespace ISA {
+namespace {
+
+#if !defined(__AMX_BF16__)
+struct TileConfiguration {
+    TileConfiguration() {}
+};
+#endif
+
+// A kernel whose blocks need nothing of each other: a counter of items, then the buffers of one thread after the other.
+template <class Kernel>
+struct Counted {
+    static int64_t* counter(Carver& carver) { return carver.take<int64_t>(1); }
+
+    static int64_t scratch_bytes(const Call& call) {
+        Carver shared{nullptr}, thread{nullptr};
+        counter(shared);
+        Kernel(call, thread);
+        return shared.used + thread.used * call.threads;
+    }
+
+    static void prepare(const Call& call) {
+        Carver carver{call.scratch};
+        *counter(carver) = 0;
+    }
+
+    static void work(const Call& call, int worker) {
+        Carver carver{call.scratch}, thread{nullptr};
+        int64_t* next = counter(carver);
+        Kernel(call, thread);
+        carver.used += worker * thread.used;
+        Kernel kernel(call, carver);
+        const int64_t items = Kernel::blocks(call) * call.b * call.hkv;
+        for (int64_t i; (i = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < items;) kernel.item(i);
+    }
+};
+
+// A kernel with heads open in slots.
+template <class Kernel>
+struct Walked {
+    static int64_t scratch_bytes(const Call& call) {
+        Carver carver{nullptr};
+        Kernel(call, carver, call.threads - 1);
+        return carver.used;
+    }
+
+    static Slots shared(const Call& call) {
+        Carver carver{call.scratch};
+        return Kernel(call, carver, 0).slots;
+    }
+
+    static void prepare(const Call& call) {
+        const Slots slots = shared(call);
+        new_board(reinterpret_cast<char*>(slots.board), slots.n, call.b * call.hkv);
+    }
+
+    static void work(const Call& call, int worker) {
+        Carver carver{call.scratch};
+        Kernel kernel(call, carver, worker);
+        walk(call, kernel);
+    }
+};
+
+template <class F, class B>
+constexpr Kernels of() {
+    return {
+        [](const Call& c, bool backward) { return backward ? B::scratch_bytes(c) : F::scratch_bytes(c); },
+        [](const Call& c, bool backward) { backward ? B::prepare(c) : F::prepare(c); },
+        [](const Call& c, bool backward, int worker) {
+            const NoSubnormals flushed;
+            const TileConfiguration tiles;
+            backward ? B::work(c, worker) : F::work(c, worker);
+        },
+        [](const Call& c) {
+            const double* dsinks = B::shared(c).dsinks;
+            for (int64_t h = 0; h < c.hq; ++h) {
+                double total = 0;
+                for (int64_t b = 0; b < c.b; ++b) total += dsinks[b * c.hq + h];
+                add_number(c.dsinks.data, c.sinks_dtype, h * c.dsinks.h, total);
+            }
+        },
+    };
+}
+
+}  // namespace
+
+#if defined(__AMX_BF16__)
+Kernels bfloat16_kernels() { return of<Walked<AmxForward>, Walked<AmxBackward>>(); }
+#else
+Kernels float_kernels() { return of<Counted<Forward<float>>, Walked<Backward<float>>>(); }
+#endif
+#if defined(WITH_DOUBLE)
+Kernels double_kernels() { return of<Counted<Forward<double>>, Walked<Backward<double>>>(); }
+#endif
+
+}  // namespace ISA
+}  // namespace tilegrad

@@ -1,0 +1,172 @@
+// The C ABI, and the choice of instruction set.
+
+#include "attention/call.h"
+#include "rows/rowwise.h"
+#include "threads/team.h"
+
+#if defined(WITH_amx)
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
+
+namespace tilegrad {
+
+namespace portable {
+Kernels float_kernels();
+Kernels double_kernels();
+Rowwise rowwise();
+}  // namespace portable
+namespace avx2 {
+Kernels float_kernels();
+Rowwise rowwise();
+}  // namespace avx2
+namespace avx512 {
+Kernels float_kernels();
+Rowwise rowwise();
+}  // namespace avx512
+namespace amx { Kernels bfloat16_kernels(); }
+
+namespace {
+
+enum Isa : int64_t { PORTABLE, AVX2, AVX512, AMX };
+
+#if defined(WITH_amx)
+// Linux lets a process use the tiles' eight kilobytes of registers only after it has asked.
+bool may_use_tiles() {
+    constexpr long REQUEST = 0x1023, TILE_DATA = 18;
+    return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
+}
+#endif
+
+// WITH_…: compiled into this library.
+int64_t find_supported() {
+    int64_t isa = 1 << PORTABLE;
+#if defined(WITH_avx2)
+    __builtin_cpu_init();
+    if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) isa |= 1 << AVX2;
+#endif
+#if defined(WITH_avx512)
+    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512vl") && __builtin_cpu_supports("avx512bw") &&
+        __builtin_cpu_supports("avx512dq"))
+        isa |= 1 << AVX512;
+#endif
+#if defined(WITH_amx)
+    if ((isa >> AVX512 & 1) && __builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("amx-tile") &&
+        __builtin_cpu_supports("amx-bf16") && may_use_tiles())
+        isa |= 1 << AMX;
+#endif
+    return isa;
+}
+
+int64_t supported() {
+    static const int64_t isa = find_supported();
+    return isa;
+}
+
+Kernels kernels([[maybe_unused]] const Call& call, [[maybe_unused]] int64_t isa) {
+    if (call.dtype == FLOAT64) return portable::double_kernels();
+#if defined(WITH_amx)
+    if (isa == AMX && call.dtype == BFLOAT16) return amx::bfloat16_kernels();
+#endif
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return avx512::float_kernels();
+#endif
+#if defined(WITH_avx2)
+    if (isa == AVX2) return avx2::float_kernels();
+#endif
+    return portable::float_kernels();
+}
+
+Rowwise rowwise([[maybe_unused]] int64_t isa) {
+#if defined(WITH_avx512)
+    if (isa >= AVX512) return avx512::rowwise();
+#endif
+#if defined(WITH_avx2)
+    if (isa == AVX2) return avx2::rowwise();
+#endif
+    return portable::rowwise();
+}
+
+// fn(call, begin, end) over 0 … n, in runs of whole `unit`s, one for each thread.
+template <class T>
+void share_out(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, int64_t, int64_t)) {
+    struct Context {
+        const T& call;
+        void (*fn)(const T&, int64_t, int64_t);
+        int64_t n, run, next;
+    } context{call, fn, n, ((n + unit - 1) / unit + call.threads - 1) / call.threads * unit, 0};
+    if (!n) return;
+    run_team(
+        int(call.threads),
+        [](void* p, int) {
+            auto& c = *static_cast<Context*>(p);
+            for (int64_t i; (i = __atomic_fetch_add(&c.next, c.run, __ATOMIC_RELAXED)) < c.n;)
+                c.fn(c.call, i, i + c.run < c.n ? i + c.run : c.n);
+        },
+        &context);
+}
+
+}  // namespace
+}  // namespace tilegrad
+
+using tilegrad::Call;
+using tilegrad::Gelu;
+using tilegrad::Norm;
+
+extern "C" {
+
+#define EXPORT __attribute__((visibility("default")))
+
+// What this library was built from.
+EXPORT extern const char tilegrad_native_digest[] = DIGEST;
+
+// Bits of Isa that this machine can run.
+EXPORT int64_t tilegrad_native_supported() { return tilegrad::supported(); }
+
+// Use the threads of this OpenMP runtime: its GOMP_parallel.
+EXPORT void tilegrad_native_join(tilegrad::Parallel parallel) { tilegrad::join(parallel); }
+
+// Enough for any instruction set of this machine.
+EXPORT int64_t tilegrad_native_scratch(const Call* call, int64_t backward) {
+    int64_t most = 0;
+    for (int64_t isa = 0; tilegrad::supported() >> isa; ++isa) {
+        if (!(tilegrad::supported() >> isa & 1)) continue;
+        const int64_t bytes = tilegrad::kernels(*call, isa).scratch_bytes(*call, backward);
+        if (bytes > most) most = bytes;
+    }
+    return most;
+}
+
+EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
+    const tilegrad::Kernels kernels = tilegrad::kernels(*call, call->isa);
+    struct Context {
+        const Call& call;
+        const tilegrad::Kernels& kernels;
+        bool backward;
+    } context{*call, kernels, bool(backward)};
+    kernels.prepare(*call, backward);
+    tilegrad::run_team(
+        int(call->threads),
+        [](void* p, int worker) {
+            auto& c = *static_cast<Context*>(p);
+            c.kernels.work(c.call, c.backward, worker);
+        },
+        &context);
+    if (backward && call->dsinks.data) kernels.add_dsinks(*call);
+}
+
+EXPORT void tilegrad_native_norm_fwd(const Norm* call) {
+    tilegrad::share_out(*call, call->n, 1, tilegrad::rowwise(call->isa).norm_fwd);
+}
+
+EXPORT void tilegrad_native_norm_bwd(const Norm* call) {
+    const tilegrad::Rowwise rows = tilegrad::rowwise(call->isa);
+    if (call->dx.data) tilegrad::share_out(*call, call->n, 1, rows.norm_rows);
+    if (call->dw || call->db) tilegrad::share_out(*call, call->c, 4 * rows.lanes, rows.norm_columns);
+}
+
+EXPORT void tilegrad_native_gelu(const Gelu* call) {
+    const tilegrad::Rowwise rows = tilegrad::rowwise(call->isa);
+    tilegrad::share_out(*call, call->n, rows.lanes, rows.gelu);
+}
+}

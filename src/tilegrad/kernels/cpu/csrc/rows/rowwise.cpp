@@ -1,0 +1,198 @@
+// Norms, gelu and sums of columns on rows of float32 or bfloat16: one walk over memory where a chain of torch ops has five to
+// ten. Compiled once for each instruction set. The equations are in kernels/norm.py, activation.py and linear.py.
+
+#include "rows/rowwise.h"
+
+#include "simd/convert.h"
+
+namespace tilegrad {
+namespace ISA {
+namespace {
+
+constexpr int N = Lanes<float>::N;
+constexpr int64_t BLOCK = 64;  // rows whose sum is rounded on its own
+
+// Σ f(c) over the columns, in four chains; the tail one by one.
+template <class Vector, class Scalar>
+inline float sum_of(int64_t c, Vector vector, Scalar scalar) {
+    V32 s[4] = {};
+    int64_t i = 0;
+    for (; i + 4 * N <= c; i += 4 * N)
+        for (int u = 0; u < 4; ++u) s[u] += vector(i + u * N);
+    for (; i + N <= c; i += N) s[0] += vector(i);
+    float total = sum<float>((s[0] + s[1]) + (s[2] + s[3]));
+    for (; i < c; ++i) total += scalar(i);
+    return total;
+}
+
+// Rows of E, parameters of P; both become float in registers.
+template <class E, class P>
+struct NormOf {
+    static E* row(const Rows& x, int64_t r) { return reinterpret_cast<E*>(x.data) + r * x.stride; }
+    static const P* params(const char* p) { return reinterpret_cast<const P*>(p); }
+
+    static void fwd(const Norm& call, int64_t begin, int64_t end) {
+        const int64_t c = call.c;
+        const P *w = params(call.w), *b = params(call.b);
+        for (int64_t r = begin; r < end; ++r) {
+            const E* x = row(call.x, r);
+            E* y = row(call.y, r);
+            float mean = 0.0f;
+            if (call.mean) {
+                mean = sum_of(c, [&](int64_t i) { return widen(x + i); }, [&](int64_t i) { return float(x[i]); }) / c;
+                call.mean[r] = mean;
+            }
+            const float squares = sum_of(
+                c, [&](int64_t i) { V32 d = widen(x + i) - mean; return d * d; },
+                [&](int64_t i) { float d = x[i] - mean; return d * d; });
+            const float rstd = 1.0f / __builtin_sqrtf(squares / c + float(call.eps));
+            call.rstd[r] = rstd;
+            int64_t i = 0;
+            for (; i + N <= c; i += N) {
+                V32 v = (widen(x + i) - mean) * rstd * widen(w + i);
+                narrow(y + i, b ? v + widen(b + i) : v);
+            }
+            for (; i < c; ++i) convert(y[i], (x[i] - mean) * rstd * w[i] + (b ? float(b[i]) : 0.0f));
+        }
+    }
+
+    // dx += rstd (g − Σ g / C − x̂ Σ (g x̂) / C),  g = dy w
+    static void rows(const Norm& call, int64_t begin, int64_t end) {
+        const int64_t c = call.c;
+        const P* w = params(call.w);
+        for (int64_t r = begin; r < end; ++r) {
+            const E *x = row(call.x, r), *dy = row(call.dy, r);
+            E* dx = row(call.dx, r);
+            const float mean = call.mean ? call.mean[r] : 0.0f, rstd = call.rstd[r];
+            const float gx = rstd / c * sum_of(
+                c, [&](int64_t i) { return widen(dy + i) * widen(w + i) * (widen(x + i) - mean); },
+                [&](int64_t i) { return dy[i] * w[i] * (x[i] - mean); });
+            const float g = !call.mean ? 0.0f : 1.0f / c * sum_of(
+                c, [&](int64_t i) { return widen(dy + i) * widen(w + i); }, [&](int64_t i) { return dy[i] * w[i]; });
+            const float slope = gx * rstd;
+            int64_t i = 0;
+            for (; i + N <= c; i += N) {
+                V32 step = widen(dy + i) * widen(w + i) - g - (widen(x + i) - mean) * slope;
+                narrow(dx + i, widen(dx + i) + step * rstd);
+            }
+            for (; i < c; ++i) convert(dx[i], dx[i] + (dy[i] * w[i] - g - (x[i] - mean) * slope) * rstd);
+        }
+    }
+
+    // dw += Σ_n dy x̂,  db += Σ_n dy  for W vectors of columns, or for one column
+    template <int W, bool DW>
+    static void add_columns(const Norm& call, int64_t i) {
+        V32 dw[W] = {}, db[W] = {};
+        for (int64_t first = 0; first < call.n; first += BLOCK) {
+            V32 block_w[W] = {}, block_b[W] = {};
+            for (int64_t r = first; r < at_most(first + BLOCK, call.n); ++r) {
+                const E *x = DW ? row(call.x, r) + i : nullptr, *dy = row(call.dy, r) + i;
+                const float mean = DW && call.mean ? call.mean[r] : 0.0f, rstd = DW ? call.rstd[r] : 0.0f;
+                for (int u = 0; u < W; ++u) {
+                    if (DW) block_w[u] += widen(dy + u * N) * ((widen(x + u * N) - mean) * rstd);
+                    block_b[u] += widen(dy + u * N);
+                }
+            }
+            for (int u = 0; u < W; ++u) {
+                dw[u] += block_w[u];
+                db[u] += block_b[u];
+            }
+        }
+        for (int u = 0; u < W; ++u) {
+            if (DW) store(call.dw + i + u * N, call.adds ? load(call.dw + i + u * N) + dw[u] : dw[u]);
+            if (call.db) store(call.db + i + u * N, call.adds ? load(call.db + i + u * N) + db[u] : db[u]);
+        }
+    }
+
+    static void add_column(const Norm& call, int64_t i) {
+        float dw = 0.0f, db = 0.0f;
+        for (int64_t first = 0; first < call.n; first += BLOCK) {
+            float block_w = 0.0f, block_b = 0.0f;
+            for (int64_t r = first; r < at_most(first + BLOCK, call.n); ++r) {
+                const float dy = row(call.dy, r)[i];
+                if (call.dw) block_w += dy * ((row(call.x, r)[i] - (call.mean ? call.mean[r] : 0.0f)) * call.rstd[r]);
+                block_b += dy;
+            }
+            dw += block_w;
+            db += block_b;
+        }
+        if (call.dw) call.dw[i] = call.adds ? call.dw[i] + dw : dw;
+        if (call.db) call.db[i] = call.adds ? call.db[i] + db : db;
+    }
+
+    template <bool DW>
+    static void walk_columns(const Norm& call, int64_t begin, int64_t end) {
+        int64_t i = begin;
+        for (; i + 4 * N <= end; i += 4 * N) add_columns<4, DW>(call, i);
+        for (; i + N <= end; i += N) add_columns<1, DW>(call, i);
+        for (; i < end; ++i) add_column(call, i);
+    }
+
+    static void columns(const Norm& call, int64_t begin, int64_t end) {
+        call.dw ? walk_columns<true>(call, begin, end) : walk_columns<false>(call, begin, end);
+    }
+};
+
+template <class Walk>
+inline void with_dtypes(const Norm& call, Walk walk) {
+    if (call.dtype == FLOAT32) walk(NormOf<float, float>{});
+    else if (call.param_dtype == FLOAT32) walk(NormOf<BFloat16, float>{});
+    else walk(NormOf<BFloat16, BFloat16>{});
+}
+
+void norm_fwd(const Norm& call, int64_t begin, int64_t end) {
+    with_dtypes(call, [&](auto norm) { norm.fwd(call, begin, end); });
+}
+void norm_rows(const Norm& call, int64_t begin, int64_t end) {
+    with_dtypes(call, [&](auto norm) { norm.rows(call, begin, end); });
+}
+void norm_columns(const Norm& call, int64_t begin, int64_t end) {
+    with_dtypes(call, [&](auto norm) { norm.columns(call, begin, end); });
+}
+
+constexpr float C = 2.0f * 0.7978845608028654f * 0.044715f, K = 1.0f / 0.044715f;
+
+// a = h σ(z),  z = C (h² + K) h,  σ(z) = 1 / (1 + e),  e = exp(−z), which is kept finite
+constexpr float FAR = 80.0f;
+
+inline V32 gelu_fwd(V32 h) {
+    V32 z = (h * h + K) * h * C;
+    V32 e = exponential(-z > FAR ? all(FAR) : -z);
+    return -z > FAR ? V32{} : h / (1.0f + e);
+}
+
+// gelu' = σ(z) + h z' σ(z) σ(−z),  h z' = 3 C (h² + K/3) h,  σ(−z) = e σ(z);  0 far to the left
+inline V32 gelu_slope(V32 h) {
+    V32 z = (h * h + K) * h * C;
+    V32 e = exponential(-z > FAR ? all(FAR) : -z);
+    V32 s = 1.0f / (1.0f + e);
+    V32 slope = s + (h * h + K / 3.0f) * h * (3.0f * C) * s * (e * s);
+    return -z > FAR ? V32{} : slope;
+}
+
+template <class E>
+void gelu_of(const Gelu& call, int64_t begin, int64_t end) {
+    const E *h = reinterpret_cast<const E*>(call.h), *da = reinterpret_cast<const E*>(call.da);
+    E* out = reinterpret_cast<E*>(call.a ? call.a : call.dh);
+    int64_t i = begin;
+    for (; i + N <= end; i += N)
+        narrow(out + i, call.a ? gelu_fwd(widen(h + i)) : widen(da + i) * gelu_slope(widen(h + i)));
+    float tail_h[N] = {}, tail_da[N] = {};
+    for (int64_t j = i; j < end; ++j) {
+        tail_h[j - i] = h[j];
+        if (!call.a) tail_da[j - i] = da[j];
+    }
+    const V32 tail = call.a ? gelu_fwd(load(tail_h)) : load(tail_da) * gelu_slope(load(tail_h));
+    for (int64_t j = i; j < end; ++j) convert(out[j], tail[j - i]);
+}
+
+void gelu(const Gelu& call, int64_t begin, int64_t end) {
+    call.dtype == FLOAT32 ? gelu_of<float>(call, begin, end) : gelu_of<BFloat16>(call, begin, end);
+}
+
+}  // namespace
+
+Rowwise rowwise() { return {norm_fwd, norm_rows, norm_columns, gelu, N}; }
+
+}  // namespace ISA
+}  // namespace tilegrad

@@ -1,0 +1,91 @@
+// c (+)= a b on packed tiles: c (M, N), b (K, N) row-major; a either (M, K) row-major or (K, M), that is transposed.
+//
+// A block of MR × NV registers of c stays in registers while k runs: MR·NV accumulators hide the latency of the multiply,
+// NV loads of b and MR numbers of a feed them. A tile's sum starts at zero and is added to c as one number: a sum over T
+// rows rounds like √(T/TILE) + √TILE terms, not like √T. M is a multiple of MR, N of the lanes; K is any.
+#pragma once
+
+#include "simd/vector.h"
+
+namespace tilegrad {
+namespace ISA {
+
+// Registers of c: the rest must hold b and a. Tiles are multiples of MR and of NV · lanes.
+#if defined(__AVX512F__)
+constexpr int MR = 8, NV = 2, TILE = 64;
+#elif defined(__AVX2__)
+constexpr int MR = 4, NV = 3, TILE = 96;
+#elif defined(__aarch64__)
+constexpr int MR = 8, NV = 2, TILE = 64;
+#else
+constexpr int MR = 4, NV = 2, TILE = 64;
+#endif
+
+enum Order { ROWS, TRANSPOSED };  // of a
+
+template <class T, int NV_, Order ORDER>
+inline __attribute__((always_inline)) void block(
+    T* __restrict__ c, int64_t ldc, const T* __restrict__ a, int64_t lda, const T* __restrict__ b, int64_t ldb, int64_t k_end,
+    bool add) {
+    constexpr int L = Lanes<T>::N;
+    Vec<T> acc[MR][NV_];
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NV_; ++n) acc[m][n] = Vec<T>{};
+    int64_t k = 0;
+#if defined(__aarch64__)
+    // The multiply takes one lane of a register: a's numbers are loaded a register at a time.
+    typedef T Four __attribute__((vector_size(16), aligned(alignof(T)), may_alias));
+    constexpr int A = 16 / sizeof(T);
+    if (ORDER == TRANSPOSED) {
+        for (; k < k_end; ++k) {
+            Vec<T> bk[NV_];
+            for (int n = 0; n < NV_; ++n) bk[n] = load(b + k * ldb + n * L);
+            for (int m = 0; m < MR; m += A) {
+                Vec<T> ak = *reinterpret_cast<const Four*>(a + k * lda + m);
+#pragma GCC unroll 4
+                for (int x = 0; x < A; ++x)
+                    for (int n = 0; n < NV_; ++n) acc[m + x][n] += bk[n] * ak[x];
+            }
+        }
+    } else {
+        for (; k + A <= k_end; k += A) {
+            Vec<T> am[MR];
+            for (int m = 0; m < MR; ++m) am[m] = *reinterpret_cast<const Four*>(a + m * lda + k);
+#pragma GCC unroll 4
+            for (int x = 0; x < A; ++x) {
+                Vec<T> bk[NV_];
+                for (int n = 0; n < NV_; ++n) bk[n] = load(b + (k + x) * ldb + n * L);
+                for (int m = 0; m < MR; ++m)
+                    for (int n = 0; n < NV_; ++n) acc[m][n] += bk[n] * am[m][x];
+            }
+        }
+    }
+#endif
+    for (; k < k_end; ++k) {
+        Vec<T> bk[NV_];
+        for (int n = 0; n < NV_; ++n) bk[n] = load(b + k * ldb + n * L);
+        for (int m = 0; m < MR; ++m) {
+            T x = ORDER == TRANSPOSED ? a[k * lda + m] : a[m * lda + k];
+            for (int n = 0; n < NV_; ++n) acc[m][n] += bk[n] * x;
+        }
+    }
+    for (int m = 0; m < MR; ++m)
+        for (int n = 0; n < NV_; ++n) store(c + m * ldc + n * L, add ? load(c + m * ldc + n * L) + acc[m][n] : acc[m][n]);
+}
+
+template <class T, Order ORDER>
+void product(T* c, int64_t ldc, const T* a, int64_t lda, const T* b, int64_t ldb, int64_t m_end, int64_t n_end, int64_t k_end,
+             bool add) {
+    constexpr int L = Lanes<T>::N;
+    const int64_t step = ORDER == TRANSPOSED ? 1 : lda;
+    int64_t n = 0;
+    for (; n + NV * L <= n_end; n += NV * L)
+        for (int64_t m = 0; m < m_end; m += MR)
+            block<T, NV, ORDER>(c + m * ldc + n, ldc, a + m * step, lda, b + n, ldb, k_end, add);
+    for (; n < n_end; n += L)
+        for (int64_t m = 0; m < m_end; m += MR)
+            block<T, 1, ORDER>(c + m * ldc + n, ldc, a + m * step, lda, b + n, ldb, k_end, add);
+}
+
+}  // namespace ISA
+}  // namespace tilegrad

@@ -1,0 +1,183 @@
+// The rows of a kv head, and what each row sees.
+//
+// G = Hq / Hkv query heads share a kv head. Their rows are one run, r = i·G + g: neighbours stand at the same or the next
+// position, so what the rows of a tile see is still one run of columns, and grouped heads need no walk of their own.
+//
+//   distance(r, j) = i + Tk − Tq − j          row r sees [lo, hi): −right ≤ distance ≤ left
+//
+// lo and hi never fall as r grows. A tile is *whole* for a strip of rows if all of them see all of its columns.
+#pragma once
+
+#include "simd/convert.h"
+
+namespace tilegrad {
+namespace ISA {
+
+// A kv head of one sequence.
+struct Head {
+    int64_t b, kv, group;
+    Sequence s;
+
+    int64_t rows() const { return s.tq * group; }
+    int64_t index(int64_t r) const { return group == 1 ? r : r / group; }  // i; a division is worth going round
+    int64_t token(int64_t r) const { return index(r) + s.q0; }
+    int64_t position(int64_t r) const { return index(r) + s.tk - s.tq; }
+    int64_t query_head(int64_t r) const { return group == 1 ? kv : kv * group + r % group; }
+};
+
+inline Head head_of(const Call& call, int64_t index) {
+    int64_t b = index / call.hkv;
+    return {b, index % call.hkv, call.hq / call.hkv, sequence(call, b)};
+}
+
+inline void seen_by(const Call& call, const Head& head, int64_t r, int32_t* lo, int32_t* hi) {
+    int64_t at = head.position(r), tk = head.s.tk;
+    *lo = int32_t(call.left < 0 ? 0 : at_most(tk, at_least(0, at - call.left)));
+    *hi = int32_t(call.right < 0 ? tk : at_least(0, at_most(tk, at + call.right + 1)));
+}
+
+struct Run {
+    int64_t begin, end;
+};
+
+// Rows that see some column of [j0, j1), as one run.
+inline Run rows_seeing(const Call& call, const Head& head, int64_t j0, int64_t j1) {
+    int64_t shift = head.s.tk - head.s.tq;
+    int64_t first = call.right < 0 ? 0 : at_least(0, j0 - shift - call.right);
+    int64_t last = call.left < 0 ? head.s.tq : at_most(head.s.tq, j1 - shift + call.left);
+    return {first * head.group, at_least(first, last) * head.group};
+}
+
+// Rows r0 … r0 + n of a tensor with query heads, packed; `padded` − n rows of zeros follow.
+template <class T>
+void pack_rows(T* to, int64_t ld, const View& x, const Format<T>& format, const Head& head, int64_t r0, int64_t n, int64_t padded,
+               int64_t d) {
+    for (int64_t r = 0; r < n; ++r) {
+        T* row = to + r * ld;
+        format.load(row, at(x, format.bytes, head.b, head.query_head(r0 + r), head.token(r0 + r)), d, x.d);
+        for (int64_t i = d; i < ld; ++i) row[i] = 0;
+    }
+    memset(to + n * ld, 0, (padded - n) * ld * sizeof(T));
+}
+
+// Columns j0 … j0 + n of k or v, in the same way.
+template <class T>
+void pack_columns(T* to, int64_t ld, const View& x, const Format<T>& format, const Head& head, int64_t j0, int64_t n, int64_t padded,
+                  int64_t d) {
+    for (int64_t j = 0; j < n; ++j) {
+        T* row = to + j * ld;
+        format.load(row, at(x, format.bytes, head.b, head.kv, head.s.k0 + j0 + j), d, x.d);
+        for (int64_t i = d; i < ld; ++i) row[i] = 0;
+    }
+    memset(to + n * ld, 0, (padded - n) * ld * sizeof(T));
+}
+
+inline double slope_of(const Call& call, const Head& head, int64_t r) {
+    if (!call.slopes.data) return 0;
+    return number(call.slopes.data, call.slopes_dtype, head.b * call.slopes.b + head.query_head(r) * call.slopes.h);
+}
+
+inline double sink_of(const Call& call, const Head& head, int64_t r) {
+    return number(call.sinks.data, call.sinks_dtype, head.query_head(r) * call.sinks.h);
+}
+
+// Takes runs of the scratch, each beginning at a cache line; with no memory it only counts.
+struct Carver {
+    char* at;
+    int64_t used = 0;
+
+    template <class T>
+    T* take(int64_t n) {
+        T* p = at ? reinterpret_cast<T*>(at + used) : nullptr;
+        used += round_up(n * int64_t(sizeof(T)), 64);
+        return p;
+    }
+};
+
+// What is known of each row of a block, for vectors whose lanes are rows.
+template <class T>
+struct RowLanes {
+    int32_t *lo, *hi;
+    T *slope, *position, *alpha;
+
+    void carve(Carver& carver, int64_t rows) {
+        lo = carver.take<int32_t>(rows);
+        hi = carver.take<int32_t>(rows);
+        slope = carver.take<T>(rows);
+        position = carver.take<T>(rows);
+        alpha = carver.take<T>(rows);
+    }
+
+    // Rows beyond m repeat the last.
+    void fill(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded) {
+        for (int64_t r = 0; r < padded; ++r) {
+            const int64_t row = r0 + at_most(r, m - 1);
+            seen_by(call, head, row, lo + r, hi + r);
+            slope[r] = T(slope_of(call, head, row));
+            position[r] = T(head.position(row));
+        }
+    }
+};
+
+// The options that act on a score: c · tanh(s / c), − slope · |distance|, −inf where not seen. Lanes are rows, and a column is
+// the same in all of them, or the other way round.
+template <class T>
+struct Score {
+    typedef typename Lanes<T>::Integer Integer;
+    T scale, softcap;
+    Vec<T> slope, position;
+    Ints<T> lo, hi;
+
+    Score(const Call& call, const RowLanes<T>& rows, int64_t r)  // lanes are rows r …
+        : scale(T(call.scale)), softcap(T(call.softcap)), slope(load(rows.slope + r)), position(load(rows.position + r)) {
+        for (int n = 0; n < Lanes<T>::N; ++n) {
+            lo[n] = rows.lo[r + n];
+            hi[n] = rows.hi[r + n];
+        }
+    }
+
+    Score(const Call& call, T slope, T position, int32_t lo, int32_t hi)  // lanes are columns of one row
+        : scale(T(call.scale)), softcap(T(call.softcap)), slope(all(slope)), position(all(position)), lo(Ints<T>{} + lo), hi(Ints<T>{} + hi) {}
+
+    // s − shift, s of mask.py, from products x = q·k; *derivative = ds/dx / scale.
+    Vec<T> minus(Vec<T> shift, Vec<T> x, Ints<T> column, Vec<T>* derivative) const {
+        Vec<T> s, slope_of_cap = all(T(1));
+        if (softcap != 0) {
+            const Tanh<T> t = hyperbolic_tangent(x * (scale / softcap));
+            s = t.value * softcap - shift;  // one rounding for both
+            slope_of_cap = t.slope;
+        } else {
+            s = x * scale - shift;
+        }
+        if (derivative) *derivative = slope_of_cap;
+        const Vec<T> distance = position - __builtin_convertvector(column, Vec<T>);
+        return s - slope * (distance < 0 ? -distance : distance);
+    }
+
+    Vec<T> hide(Vec<T> s, Ints<T> column) const {
+        return ((lo <= column) & (hi > column)) ? s : all(-T(__builtin_inf()));
+    }
+
+    static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
+};
+
+// row_max and row_sum of rows that have seen nothing but their sink; scores are counted in units of 1 / `unit`.
+template <class T>
+void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum, T unit) {
+    const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
+    for (int64_t r = 0; r < padded; ++r) {
+        const T sink = call.sinks.data ? T(sink_of(call, head, r0 + at_most(r, m - 1))) * unit : lowest;
+        row_max[r] = sink < lowest ? lowest : sink;  // NaN stays
+        row_sum[r] = sink <= lowest ? 0 : 1;
+    }
+}
+
+template <class T>
+void write_row(const Call& call, const Format<T>& format, const Head& head, int64_t r, const T* o, T lse, T factor = 1) {
+    const int64_t h = head.query_head(r), t = head.token(r);
+    if (call.o.data) format.store(const_cast<char*>(at(call.o, format.bytes, head.b, h, t)), o, call.dv, call.o.d, factor);
+    if (call.lse.data) *reinterpret_cast<T*>(const_cast<char*>(at(call.lse, sizeof(T), head.b, h, t))) = lse;
+}
+
+}  // namespace ISA
+}  // namespace tilegrad

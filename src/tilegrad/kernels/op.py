@@ -1,0 +1,82 @@
+"""How every op of the package is called, and how a call is observed.
+
+An op is a function in the style of the first law: positional tensors are read, keyword-only tensors are written. `@op`
+marks it. While an observer is set, a call is handed to it as a `Call` instead of being run: the memory trace reads live
+ranges off it, the poisoner runs it and then spoils what is dead. Without an observer a call is the function.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, ParamSpec
+
+P = ParamSpec("P")
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """One call of an op: the tensors (or handles) it reads, writes, and adds to. `run` executes it."""
+
+    name: str
+    reads: tuple[Any, ...]
+    writes: tuple[Any, ...]
+    accumulates: tuple[Any, ...]  # a part of writes whose old value counts as read
+    run: Callable[[], None]
+
+
+Observer = Callable[[Call], None]
+_observer: ContextVar[Observer | None] = ContextVar("tilegrad_observer", default=None)
+
+
+@contextmanager
+def observe(observer: Observer) -> Iterator[None]:
+    """Hand every op called inside to `observer` instead of running it."""
+    token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+def op(*, accumulates: tuple[str, ...] = ()) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Mark a function as an op; `accumulates` names the written arguments that are added to, not overwritten."""
+
+    def mark(fn: Callable[P, None]) -> Callable[P, None]:
+        @functools.wraps(fn)
+        def call(*reads: P.args, **writes: P.kwargs) -> None:
+            observer = _observer.get()
+            if observer is None:
+                fn(*reads, **writes)
+                return
+            token = _observer.set(None)  # an op that calls ops is one op
+            try:
+                observer(
+                    Call(
+                        fn.__name__,
+                        reads=tuple(_tensors(reads)),
+                        writes=tuple(_tensors(writes.values())),
+                        accumulates=tuple(_tensors(writes.get(name) for name in accumulates)),
+                        run=functools.partial(fn, *reads, **writes),
+                    )
+                )
+            finally:
+                _observer.reset(token)
+
+        return call
+
+    return mark
+
+
+def _tensors(values: Any) -> Iterator[Any]:
+    """Tensors and handles among arguments; a mask or a scratch dictionary stands for the tensors inside it."""
+    for value in values:
+        if hasattr(value, "shape") and hasattr(value, "dtype"):
+            yield value
+        elif hasattr(value, "tensors"):
+            yield from value.tensors
+        elif isinstance(value, dict):
+            yield from _tensors(value.values())

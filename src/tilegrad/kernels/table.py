@@ -1,0 +1,83 @@
+"""Which kernel of an op runs: a table for each op that has more than one, and the first row that takes a call runs it.
+
+A row is refused with a reason, and nothing falls back silently: a kernel asked for by name runs or raises. The names of
+the rows are public.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import ModuleType
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class Kernel:
+    """A row. `refuses` says why this kernel can't run a problem, or None; `by_name_only` why it is never chosen unasked.
+
+    `module`, a dotted name below tilegrad.kernels, offers the functions that the op's `__init__` names.
+    """
+
+    name: str
+    module: str
+    refuses: Callable[[Any], str | None]
+    by_name_only: str | None = None
+
+    def load(self) -> ModuleType:
+        return importlib.import_module(f"{__package__}.{self.module}")
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Which kernel would run, and for every kernel of the table the reason; printed, a table."""
+
+    kernel: str
+    reasons: dict[str, str]
+
+    def __str__(self) -> str:
+        width = max(map(len, self.reasons))
+        return "\n".join(
+            f"{'→' if name == self.kernel else ' '} {name:<{width}}  {reason}" for name, reason in self.reasons.items()
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """The kernels of `op`, the preferred ones first."""
+
+    op: str
+    rows: tuple[Kernel, ...]
+
+    def select(self, problem: Any, kernel: str | None = None) -> Kernel:
+        """The row that runs this problem, or an error that says why none does and what would."""
+        for row in self.rows:
+            wanted = row.by_name_only is None if kernel is None else row.name == kernel
+            if wanted and row.refuses(problem) is None:
+                return row
+        refusals = {row.name: row.refuses(problem) for row in self.rows}
+        if kernel is None:
+            raise ValueError(f"{self.op}: no kernel takes this call: {refusals}")
+        if kernel not in refusals:
+            raise ValueError(f"kernel: got {kernel!r}; accepted: None or one of {', '.join(map(repr, refusals))}")
+        other = self.select(problem).name
+        raise ValueError(
+            f"kernel: got {kernel!r}, which can't run this call: {refusals[kernel]}; {other!r} would run it"
+        )
+
+    def explain(self, problem: Any, kernel: str | None = None) -> Explanation:
+        """What `select` chooses, with a reason for every row."""
+        chosen = self.select(problem, kernel).name
+        reasons = {
+            row.name: row.refuses(problem) or row.by_name_only or f"takes this call too; {chosen} goes before it"
+            for row in self.rows
+        }
+        reasons[chosen] = (
+            "runs: the first of the table that takes this call" if kernel is None else "runs: asked for by name"
+        )
+        return Explanation(chosen, reasons)
+
+
+def takes_all(problem: Any) -> None:
+    return None

@@ -1,0 +1,1 @@
+"""Managed memory: typed buffers handed out on demand."""

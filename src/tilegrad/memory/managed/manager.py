@@ -1,0 +1,483 @@
+"""`AttentionBufferManager`: typed buffers that are handed out, come back, and are handed out again.
+
+    allocate    exact key cached → its tensor as it is;  another key of the size class → the same bytes, re-shaped;
+                else a strategy's new memory, after cached buffers made room
+    deallocate  the only holder → cached;  any other holder → quarantined: forgotten, never handed out
+
+A cached buffer is bytes of one (type, device): it serves every shape and dtype of at least 1/1.25 of its size. What is
+cached leaves, least recently freed first, before in use + cached passes the most bytes ever asked for at one time,
+beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and when memory gets tight.
+
+One lock guards everything (`acquire` and `release` by name on the hot path: half the cost of `with`). It is
+re-entrant, because a finalizer may free a buffer while it is held; what is freed while the cache is being searched or
+trimmed waits until that is done.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import weakref
+from collections import deque
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any, ClassVar, ParamSpec, TypeVar
+
+import torch
+from torch import Tensor
+
+from ..types import DEFAULT_CONFIGS, BufferConfig, BufferStateError, BufferType
+from .cache import BufferCache, one_device, one_type
+from .pattern import PatternLearner, demand
+from .pressure import PressureSource, memory_pressure
+from .profile import Life, Profile, ScopeStats, chrome_trace
+from .slab import MIB
+from .slot import Key, Lane, Slot, references, storage_use_count, use_count
+from .strategies import Strategies
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+_CPU = torch.device("cpu")
+_MAX_EVENTS = 1 << 16
+_SQUARE = (BufferType.SCORES, BufferType.WEIGHTS)
+_ATTENTION = (BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT, *_SQUARE)
+
+_mode_stack_depth = torch._C._len_torch_function_stack
+
+
+def default_device() -> torch.device:
+    """torch's default device; the depth of the mode stack says in 0.1 µs that nobody changed it."""
+    return torch.get_default_device() if _mode_stack_depth() else _CPU
+
+
+class AttentionBufferManager:
+    """Hands out typed buffers and caches them; see the module's text for the rules.
+
+    enable_preallocation   one buffer of each type's typical size is cached from the start
+    lightweight            no profiling, no stats per scope; a stale handle whose buffer was handed out again passes
+    debug                  freed buffers are filled with NaN or 0xCB, and `allocate` raises if one was written since
+    pressure               device → the used share of its memory, in [0, 1]; see `tilegrad.memory.managed.pressure`
+    """
+
+    _shared: ClassVar[dict[str, AttentionBufferManager]] = {}
+    _shared_lock = threading.Lock()
+
+    def __init__(
+        self,
+        enable_reuse: bool = True,
+        enable_preallocation: bool = False,
+        enable_profiling: bool = False,
+        custom_configs: Mapping[BufferType, BufferConfig] | None = None,
+        max_bytes: int | None = None,
+        device: torch.device | str | None = None,
+        lightweight: bool = False,
+        *,
+        debug: bool = False,
+        pressure: PressureSource = memory_pressure,
+        strategies: Strategies | None = None,
+    ) -> None:
+        for name, asked in (("enable_profiling", enable_profiling), ("debug", debug)):
+            if lightweight and asked:
+                raise ValueError(f"{name}=True needs a tracked manager; pass lightweight=False")
+        if enable_preallocation and not enable_reuse:
+            raise ValueError("enable_preallocation=True with enable_reuse=False: nothing is kept; enable reuse")
+        if max_bytes is not None and max_bytes < 0:
+            raise ValueError(f"max_bytes={max_bytes!r}: must be None (no limit) or at least 0")
+        configs = {**DEFAULT_CONFIGS, **{one_type(t): c for t, c in (custom_configs or {}).items()}}
+        for type, config in configs.items():
+            if not isinstance(config, BufferConfig):
+                raise TypeError(f"custom_configs[{type.name}]={config!r}: must be a BufferConfig")
+        self._reuse, self._tracked, self._debug = enable_reuse, not lightweight, debug
+        self._device = None if device is None else one_device(device)
+        self._lock = threading.RLock()
+        self._cache = BufferCache(
+            configs,
+            reuse=enable_reuse,
+            max_bytes=max_bytes,
+            pressure=pressure,
+            strategies=strategies or Strategies(),
+        )
+        self._busy = False
+        self._deferred: deque[tuple[Tensor, BufferType | None]] = deque()
+        self._events: deque[tuple[Key, int]] = deque(maxlen=_MAX_EVENTS)
+        self._learner: PatternLearner[Key] = PatternLearner()
+        self._following = False
+        self._scope: ContextVar[str] = ContextVar("scope", default="")
+        self._scopes: dict[str, ScopeStats] = {}
+        self._profile = Profile() if enable_profiling else None
+        weakref.finalize(self, self._cache.clear, None).atexit = False
+        if enable_preallocation:
+            where = self._device or default_device()
+            typical = {t: int(c.typical_size_mb * MIB) for t, c in configs.items()}
+            self._cache.ready({Key(t, (n,), torch.uint8, where): 1 for t, n in typical.items()})
+
+    @classmethod
+    def shared(cls, name: str) -> AttentionBufferManager:
+        """The process's tracked manager of that name, made on first use."""
+        with cls._shared_lock:
+            if name not in cls._shared:
+                cls._shared[name] = cls()
+            return cls._shared[name]
+
+    def allocate(
+        self,
+        type: BufferType,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        zero_init: bool | None = None,
+    ) -> Tensor:
+        """A contiguous buffer; uninitialised unless `zero_init`, by default what the type's config says."""
+        began = self._now() if self._tracked else 0
+        if device is None:
+            device = self._device
+            if device is None:
+                device = torch.get_default_device() if _mode_stack_depth() else _CPU
+        cache = self._cache
+        lock = self._lock
+        lock.acquire()
+        try:
+            if cache.dropped:
+                self._exclusive(self._reap)
+            try:
+                lane = cache.lanes[type, shape, dtype, device]
+            except (KeyError, TypeError):
+                lane = self._exclusive(cache.lane, type, shape, dtype, device)
+            slots = lane.slots
+            if slots:
+                slot, hit = slots.pop(), True
+                pool = lane.pool
+                del pool.free[slot]
+                pool.hits += 1
+            else:
+                slot, hit = self._find(lane)
+            if self._tracked:
+                slot = self._track(slot, hit, began)
+            tensor, slot.tensor = slot.tensor, None
+            assert tensor is not None
+            cache.in_use += slot.nbytes
+            if slot.slack:
+                cache.slack += slot.slack
+            self._events.append(lane.took)
+            if slot.freed is not None:
+                slot.await_freed(tensor)
+        finally:
+            lock.release()
+        if zero_init or (zero_init is None and slot.zero):
+            tensor.zero_()
+        return tensor
+
+    def deallocate(self, tensor: Tensor, type: BufferType | None = None) -> None:
+        """Takes the buffer back. The tensor is dead from here on, even if a variable still names it."""
+        began = self._now() if self._tracked else 0
+        cache = self._cache
+        lock = self._lock
+        lock.acquire()
+        try:
+            if self._busy:
+                self._deferred.append((tensor, type))
+                return
+            try:
+                slot = cache.slots[id(tensor)]
+            except KeyError:
+                raise self._not_in_use(tensor) from None
+            if slot.tensor is not None or slot.handle is None or slot.handle() is not tensor:
+                if slot.is_dying(tensor):
+                    return
+                raise self._not_in_use(tensor)
+            lane, pool = slot.lane, slot.pool
+            if type is not None and type is not pool.type and one_type(type) is not pool.type:
+                raise BufferStateError(f"type={type!r}: this buffer is {pool.type.name}; pass that type or none")
+            if tensor.requires_grad:
+                raise BufferStateError(
+                    f"a {pool.type.name} buffer with {'grad_fn' if tensor.grad_fn else 'requires_grad=True'} belongs "
+                    "to a graph; drop it instead, the graph frees it"
+                )
+            cache.in_use -= slot.nbytes
+            if slot.slack:
+                cache.slack -= slot.slack
+            self._events.append(lane.gave)
+            if self._tracked:
+                self._note_given(slot, began)
+            if (
+                use_count(tensor) != 1
+                or storage_use_count(slot.cdata) != slot.alone
+                or tensor.data_ptr() != slot.ptr
+                or references(tensor.untyped_storage()) != slot.storage_refs
+            ):
+                cache.quarantine(slot)
+                return
+            if tensor.shape != lane.shape or not tensor.is_contiguous():
+                slot.restore_layout(tensor)
+            slot.tensor = tensor
+            if pool.on_cuda:
+                slot.mark_freed()
+            if self._debug:
+                slot.poison_bytes()
+            lane.slots.append(slot)
+            free = pool.free
+            free[slot] = None
+            slot.stamp = cache.clock = clock = cache.clock + 1
+            if len(free) > pool.limit or not clock & 255 or (cache.bounded and cache.is_over()):
+                self._exclusive(cache.trim)
+        finally:
+            lock.release()
+
+    @contextmanager
+    def buffer(
+        self,
+        type: BufferType,
+        shape: Sequence[int],
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        zero_init: bool | None = None,
+    ) -> Iterator[Tensor]:
+        """`allocate` for the length of a block."""
+        tensor = self.allocate(type, shape, dtype, device, zero_init)
+        try:
+            yield tensor
+        finally:
+            self.deallocate(tensor, type)
+
+    def preallocate_buffers(
+        self,
+        batch_size: int,
+        seq_len: int,
+        num_heads: int,
+        head_dim: int,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        *,
+        types: Collection[BufferType] = _ATTENTION,
+    ) -> None:
+        """Makes sure that one buffer of each type is cached: (B, T, H, D), and (B, H, T, T) for SCORES and WEIGHTS."""
+        if not self._reuse:
+            raise ValueError("preallocate_buffers needs enable_reuse=True: nothing is kept without it")
+        sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_heads": num_heads, "head_dim": head_dim}
+        for name, size in sizes.items():
+            if not isinstance(size, int) or size < 1:
+                raise ValueError(f"{name}={size!r}: must be an integer of at least 1")
+        where = self._device or default_device() if device is None else one_device(device)
+        row, square = (batch_size, seq_len, num_heads, head_dim), (batch_size, num_heads, seq_len, seq_len)
+        wanted = {Key(one_type(t), square if t in _SQUARE else row, dtype, where): 1 for t in types}
+        nbytes = sum(key.nbytes for key in wanted)
+        if nbytes > self._cache.max_bytes:
+            raise ValueError(f"preallocate_buffers: {nbytes} bytes do not fit max_bytes={self._cache.max_bytes}")
+        with self._lock:
+            self._exclusive(self._cache.ready, wanted)
+
+    def clear_cache(self, type: BufferType | None = None) -> None:
+        """Gives every cached buffer (of one type) back to the system; buffers in use are untouched."""
+        only = None if type is None else one_type(type)
+        with self._lock:
+            self._exclusive(self._reap)
+            self._exclusive(self._cache.clear, only)
+
+    def end_iteration(self) -> None:
+        """Marks the end of an iteration. After three alike, what the next one needs is cached when this returns."""
+        with self._lock:
+            self._exclusive(self._reap)
+            self._learner.observe(demand(self._events) if len(self._events) < _MAX_EVENTS else {})
+            self._events.clear()
+            self._exclusive(self._cache.feel_pressure)
+            if self._reuse:
+                self._following = self._exclusive(self._cache.follow, self._learner.plan)
+
+    @contextmanager
+    def scope(self, module_name: str) -> Iterator[None]:
+        """Counts what is allocated inside under that name (the innermost); a lightweight manager keeps no such count."""
+        token = self._scope.set(module_name)
+        try:
+            yield
+        finally:
+            self._scope.reset(token)
+
+    def get_stats(self) -> dict[str, Any]:
+        """Counts and bytes. `bytes_reserved` = in use + cached + idle in slabs, all real; `bytes_peak` is its peak;
+        `bytes_live` is what was asked for of the buffers in use."""
+        with self._lock:
+            self._exclusive(self._reap)
+            cache, pools = self._cache, list(self._cache.pools.values())
+            hits, misses = sum(p.hits for p in pools), sum(p.misses for p in pools)
+            return {
+                "cache_hits": hits,
+                "cache_misses": misses,
+                "cache_hit_rate": hits / (hits + misses) if hits + misses else 0.0,
+                "bytes_in_use": cache.in_use,
+                "bytes_live": cache.in_use - cache.slack,
+                "bytes_cached": cache.cached,
+                "bytes_reserved": cache.reserved(),
+                "bytes_peak": cache.peak,
+                "evictions": sum(p.evictions for p in pools),
+                "quarantined": sum(p.quarantined for p in pools),
+                "strategies": dict(cache.strategies.counts),
+                "fragmentation": cache.strategies.fragmentation(),
+                "pinned": any(p.pinned for p in pools),
+                "cache_limits": {str(d): limit.max_bytes for d, limit in cache.limits.items()},
+                "pattern": {
+                    "alike": self._learner.alike,
+                    "broken": self._learner.broken,
+                    "learned": bool(self._learner.plan),
+                    "followed": self._following,
+                },
+                "per_type": {str(type): self._type_stats(type) for type in BufferType},
+                "per_scope": {name: asdict(stats) for name, stats in self._scopes.items()},
+            }
+
+    def _type_stats(self, type: BufferType) -> dict[str, Any]:
+        pools = [pool for pool in self._cache.pools.values() if pool.type is type]
+        in_use = [slot for slot in list(self._cache.slots.values()) if slot.tensor is None and slot.pool.type is type]
+        stats = {
+            "cache_hits": sum(p.hits for p in pools),
+            "cache_misses": sum(p.misses for p in pools),
+            "evictions": sum(p.evictions for p in pools),
+            "quarantined": sum(p.quarantined for p in pools),
+            "buffers_in_use": len(in_use),
+            "buffers_cached": sum(len(p.free) for p in pools),
+            "bytes_in_use": sum(slot.nbytes for slot in in_use),
+            "bytes_cached": sum(slot.nbytes for p in pools for slot in list(p.free)),
+            "pinned": any(p.pinned for p in pools),
+        }
+        return stats if self._profile is None else {**stats, **self._profile.type_stats(type)}
+
+    def export_trace(self, path: str | Path) -> None:
+        """Writes every buffer's life as Chrome trace JSON (chrome://tracing, Perfetto)."""
+        with self._lock:
+            trace = chrome_trace(self._profiled("export_trace"))
+        Path(path).write_text(json.dumps(trace), encoding="utf-8")
+
+    def export_html(self, path: str | Path) -> None:
+        """Writes every buffer's life as one page that needs nothing from the network."""
+        from ..planned.report import Span, timeline_page
+
+        with self._lock:
+            profile = self._profiled("export_html")
+            now, lives = profile.now(), profile.lives()
+        spans = [
+            Span(
+                name=life.label,
+                type=life.type,
+                first=life.first_ns / 1e6,
+                last=(now if life.last_ns is None else life.last_ns) / 1e6,
+                nbytes=life.nbytes,
+                role=life.strategy,
+                layer=life.scope,
+            )
+            for life in lives
+        ]
+        stats = self.get_stats()
+        facts = {
+            "buffers": str(len(lives)),
+            "cache hit rate": f"{stats['cache_hit_rate']:.1%}",
+            "peak": f"{stats['bytes_peak'] / MIB:.1f} MiB",
+            "in use": f"{stats['bytes_in_use'] / MIB:.1f} MiB",
+            "cached": f"{stats['bytes_cached'] / MIB:.1f} MiB",
+            "quarantined": str(stats["quarantined"]),
+        }
+        if profile.lives_dropped:
+            facts["not shown"] = f"{profile.lives_dropped} buffers"
+        page = timeline_page("Attention buffers", spans, unit="ms", facts=facts)
+        Path(path).write_text(page, encoding="utf-8")
+
+    def _profiled(self, caller: str) -> Profile:
+        if self._profile is None:
+            raise ValueError(f"{caller} has nothing to write: make the manager with enable_profiling=True")
+        return self._profile
+
+    def _exclusive(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+        """Runs one step on the cache; buffers that finalizers free meanwhile are taken back after it."""
+        if self._busy:
+            return act(*args, **kwargs)
+        self._busy = True
+        try:
+            return act(*args, **kwargs)
+        finally:
+            self._busy = False
+            self._take_deferred()
+
+    def _now(self) -> int:
+        return 0 if self._profile is None else self._profile.now()
+
+    def _find(self, lane: Lane) -> tuple[Slot, bool]:
+        self._busy = True
+        try:
+            return self._cache.find(lane)
+        finally:
+            self._busy = False
+            if self._deferred:
+                self._take_deferred()
+
+    def _take_deferred(self) -> None:
+        while self._deferred:
+            self.deallocate(*self._deferred.popleft())
+
+    def _reap(self) -> None:
+        for slot in self._cache.reap():
+            self._events.append(slot.lane.gave)
+            if self._tracked:
+                self._note_given(slot, None)
+
+    def _track(self, slot: Slot, hit: bool, began_ns: int) -> Slot:
+        """Notes a slot that is handed out, after looking at it again if it was cached.
+
+        If someone took hold of its bytes since it was freed, it is quarantined and another made. If a variable still
+        names its tensor, a new one over the same bytes is handed out, so that freeing the old one again is caught."""
+        cache = self._cache
+        if hit:
+            if self._debug:
+                cache.check_poison(slot)
+            if slot.held_elsewhere():
+                cache.quarantine(slot)
+                slot.pool.hits -= 1
+                slot.pool.misses += 1
+                self._exclusive(cache.make_room, slot.lane.nbytes)
+                slot, hit = self._exclusive(cache.make, slot.lane), False
+            elif slot.named_elsewhere():
+                del cache.slots[slot.ident]
+                slot.renew()
+                cache.adopt(slot)
+        slot.scope = self._scope.get()
+        if slot.scope:
+            self._scopes.setdefault(slot.scope, ScopeStats()).take(slot.lane.nbytes, hit=hit)
+        if self._profile is not None:
+            key = slot.lane.key
+            label = f"{key.type.name} {key.shape} {str(key.dtype).removeprefix('torch.')}"
+            life = Life(key.type, label, slot.scope, slot.block.strategy, slot.lane.nbytes, began_ns, None)
+            self._profile.begin(slot, life, began_ns=began_ns)
+        return slot
+
+    def _not_in_use(self, tensor: object) -> BufferStateError:
+        if not isinstance(tensor, Tensor):
+            return BufferStateError(f"tensor={tensor!r}: must be a tensor from this manager's allocate")
+        slot = self._cache.slots.get(id(tensor))
+        if slot is not None and slot.tensor is tensor:
+            return BufferStateError(f"this {slot.pool.type.name} buffer was deallocated already; free it once")
+        return BufferStateError(
+            f"tensor of shape {tuple(tensor.shape)} is not a buffer in use of this manager: it came from elsewhere, is "
+            "a view of a buffer, or was deallocated before; pass the tensor that allocate returned, once"
+        )
+
+    def _note_given(self, slot: Slot, began_ns: int | None) -> None:
+        if slot.scope:
+            self._scopes[slot.scope].bytes_in_use -= slot.lane.nbytes
+        if self._profile is not None:
+            self._profile.end(slot, began_ns=began_ns)
+
+
+def create_attention_buffer_manager(
+    enable_reuse: bool = True,
+    enable_preallocation: bool = False,
+    enable_profiling: bool = False,
+    lightweight: bool = True,
+) -> AttentionBufferManager:
+    """A manager for everyday use. Profiling needs tracking: `enable_profiling=True` makes a tracked manager."""
+    return AttentionBufferManager(
+        enable_reuse=enable_reuse,
+        enable_preallocation=enable_preallocation,
+        enable_profiling=enable_profiling,
+        lightweight=lightweight and not enable_profiling,
+    )

@@ -1,0 +1,254 @@
+"""One buffer of the manager, in use or cached: its bytes, the tensor that names them, and who else holds them.
+
+While a slot is in use the caller owns the tensor and the slot knows it by a weak reference only. Three counts say
+whether anyone but the caller holds a buffer when it comes back:
+
+    tensor._use_count()        graphs that saved it, DLPack exports, views of it (their base)
+    the storage's use count    aliases: views, detach(), numpy()
+    the storage's references   a storage object that someone took
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from ..types import BufferConfig, BufferStateError, BufferType
+from .slab import Block
+from .strategies import Request
+
+storage_use_count = torch._C._storage_Use_Count
+use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
+references = sys.getrefcount
+_NAN_DTYPES = {torch.float16, torch.bfloat16, torch.float32, torch.float64, torch.complex64, torch.complex128}
+_POISON_BYTE = 0xCB
+SLACK = 1.25
+
+
+class Key(NamedTuple):
+    type: BufferType
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+class Handle(weakref.ref[Tensor]):
+    """The manager's only hold on a tensor in use; dies into the manager's list of dropped buffers."""
+
+    __slots__ = ("slot",)
+    slot: Slot
+
+
+@dataclass(slots=True, eq=False)
+class Pool:
+    """The cached buffers of one (type, device), least recently freed first."""
+
+    type: BufferType
+    device: torch.device
+    config: BufferConfig
+    pinned: bool
+    on_cuda: bool
+    limit: int
+    free: dict[Slot, None] = field(default_factory=dict)
+    hits: int = 0
+    misses: int = 0
+    evictions: int = 0
+    quarantined: int = 0
+
+
+class Lane:
+    """The cached buffers whose tensor has one exact key; `took` and `gave` are its events for pattern learning."""
+
+    __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
+
+    def __init__(self, key: Key, pool: Pool) -> None:
+        self.key, self.pool = key, pool
+        self.shape, self.dtype, self.nbytes = key.shape, key.dtype, key.nbytes
+        self.most = int(SLACK * key.nbytes)
+        self.slots: list[Slot] = []
+        self.took = (key, 1)
+        self.gave = (key, -1)
+
+
+def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides, step = [], 1
+    for n in reversed(shape):
+        strides.append(step)
+        step *= max(n, 1)
+    return tuple(reversed(strides))
+
+
+def shaped(storage: torch.UntypedStorage, key: Key) -> Tensor:
+    """A contiguous tensor from the storage's first byte on; no view, and usable in and out of inference mode."""
+    with torch.inference_mode(False), torch.no_grad():
+        tensor = torch.empty(0, dtype=key.dtype, device=key.device)
+        return tensor.set_(storage, 0, key.shape, contiguous_strides(key.shape))
+
+
+def hollow(tensor: Tensor) -> None:
+    """Takes a dead tensor's storage away, so that a variable that still names it holds no memory of ours."""
+    tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+
+
+class Slot:
+    __slots__ = (
+        "alone",
+        "block",
+        "cdata",
+        "freed",
+        "handle",
+        "ident",
+        "lane",
+        "nbytes",
+        "poison",
+        "pool",
+        "ptr",
+        "request",
+        "scope",
+        "slack",
+        "stamp",
+        "storage",
+        "storage_bytes",
+        "storage_refs",
+        "tensor",
+        "zero",
+    )
+
+    def __init__(self, lane: Lane, request: Request, base: Tensor, block: Block) -> None:
+        self.pool, self.lane, self.request, self.block = lane.pool, lane, request, block
+        self.nbytes = block.nbytes
+        self.slack = block.nbytes - lane.nbytes
+        self.zero = lane.pool.config.zero_init
+        self.stamp = 0
+        self.scope = ""
+        self.poison: torch.dtype | None = None
+        self.freed: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
+        self.ident = 0
+        self.storage = StorageWeakRef(base.untyped_storage())
+        self.storage_bytes = base.numel()
+        self.cdata: int = self.storage.cdata
+        self.ptr = base.data_ptr()
+        self.tensor: Tensor | None = shaped(base.untyped_storage(), lane.key)
+        self.handle: Handle | None = None
+
+    def learn_alone(self) -> None:
+        """Reads the counts that mean 'nobody else'; called once, when only this slot holds the bytes."""
+        assert self.tensor is not None
+        self.storage_refs = references(self.tensor.untyped_storage())
+        self.alone = storage_use_count(self.cdata)
+
+    def watch(self, dropped: Callable[[weakref.ref[Tensor]], object]) -> None:
+        """Calls `dropped` with the handle when the tensor dies in the caller's hands."""
+        assert self.tensor is not None
+        self.ident = id(self.tensor)
+        self.handle = Handle(self.tensor, dropped)
+        self.handle.slot = self
+
+    def is_dying(self, tensor: Tensor) -> bool:
+        """Whether a finalizer passes the tensor that this slot lost: the collector clears weak references before it
+        calls the finalizers of a cycle. The buffer counts as dropped then."""
+        return self.handle is not None and self.handle() is None and tensor.untyped_storage()._cdata == self.cdata
+
+    def held_elsewhere(self) -> bool:
+        """Whether anything but variables holds the cached bytes; `deallocate` spells the same out for speed."""
+        tensor = self.tensor
+        assert tensor is not None
+        return (
+            use_count(tensor) != 1
+            or storage_use_count(self.cdata) != self.alone
+            or tensor.data_ptr() != self.ptr
+            or references(tensor.untyped_storage()) != self.storage_refs
+        )
+
+    def restore_layout(self, tensor: Tensor) -> None:
+        """Undoes a resize_ or t_ of the caller."""
+        shape = self.lane.key.shape
+        tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
+
+    def retarget(self, lane: Lane) -> bool:
+        """Makes the cached tensor one of another shape or dtype over the same bytes; True if that took a new object."""
+        old = self.tensor
+        assert old is not None
+        same_dtype = lane.dtype is self.lane.dtype
+        self.lane, self.slack = lane, self.nbytes - lane.nbytes
+        if same_dtype and not old.requires_grad:
+            old.resize_(lane.shape)
+            return False
+        self.tensor = shaped(old.untyped_storage(), lane.key)
+        hollow(old)
+        return True
+
+    def named_elsewhere(self) -> bool:
+        """Whether a variable outside still names the cached tensor."""
+        return references(self.tensor) > 2
+
+    def renew(self) -> None:
+        """Puts a new tensor over the bytes; whoever still names the old one then holds an empty tensor."""
+        assert self.tensor is not None
+        old, self.tensor = self.tensor, self.tensor.data
+        hollow(old)
+
+    def poison_bytes(self) -> None:
+        assert self.tensor is not None
+        raw = self._raw()
+        raw.fill_(_POISON_BYTE)
+        self.poison = self.tensor.dtype
+        if self.poison in _NAN_DTYPES:
+            self.tensor.fill_(float("nan"))
+
+    def check_poison(self) -> None:
+        """Raises if a byte changed since the buffer was freed."""
+        if self.poison is None or self.tensor is None:
+            return
+        raw, dtype = self._raw(), self.poison
+        self.poison = None
+        expected = torch.full_like(raw, _POISON_BYTE)
+        if dtype in _NAN_DTYPES:
+            used = self.lane.nbytes
+            nan = torch.full((used // dtype.itemsize,), float("nan"), dtype=dtype, device=raw.device)
+            expected[:used] = nan.view(torch.uint8)
+        changed = (raw != expected).nonzero()
+        if len(changed):
+            key = self.lane.key
+            raise BufferStateError(
+                f"a {key.type.name} buffer {key.shape} {key.dtype} was written after deallocate: {len(changed)} bytes "
+                f"changed, the first at byte {int(changed[0])}; stop using a tensor once it is deallocated"
+            )
+
+    def _raw(self) -> Tensor:
+        assert self.tensor is not None
+        storage = self.tensor.untyped_storage()
+        return shaped(storage, Key(self.lane.key.type, (storage.nbytes(),), torch.uint8, self.lane.key.device))
+
+    def mark_freed(self) -> None:
+        """Notes where this stream's work on the buffer ends."""
+        stream = torch.cuda.current_stream(self.pool.device)
+        event = torch.cuda.Event()
+        event.record(stream)
+        self.freed = (stream, event)
+
+    def await_freed(self, tensor: Tensor) -> None:
+        """Makes the current stream wait for the work of the stream that freed the buffer, if that is another."""
+        assert self.freed is not None
+        stream, event = self.freed
+        self.freed = None
+        current = torch.cuda.current_stream(self.pool.device)
+        if current == stream:
+            return
+        current.wait_event(event)
+        if self.block.region is not None:
+            self.block.region.record_stream(current)
+        else:
+            tensor.record_stream(current)

@@ -1,0 +1,1 @@
+"""Planned memory: every byte known before the first step."""

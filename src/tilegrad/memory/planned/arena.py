@@ -1,0 +1,141 @@
+"""A planned program's memory: one allocation per role, and every buffer a view of one.
+
+`plan_memory` packs what a trace found. Persistent roles lie one buffer after the other in the order of declaration, so
+params, grads and each optimizer moment of one model have the same layout and a slice of the arena is a bucket of
+gradients; activations share addresses wherever their ranges allow. `Arenas` then allocates exactly `peak_bytes`.
+
+Debugging by poison: `Arenas.poison` before a step and `poison_dead` during one spoil every byte that holds no value.
+The result of a step cannot change by it; where it does, a lifetime in the plan is wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from types import MappingProxyType
+
+import torch
+
+from .plan import Plan, plan
+from .trace import ROLES, Call, Handle, Observe, Role, Trace, watch_streams
+
+_POISON_FLOAT = 0xFF  # all ones is a NaN in every IEEE-like format
+_POISON_INT = 0xCB  # out of range as an index, and rare as data
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPlan:
+    """Every byte of a program before the first is allocated."""
+
+    trace: Trace
+    arenas: Mapping[Role, Plan]
+    device: torch.device
+
+    @property
+    def peak_bytes(self) -> int:
+        """What is allocated: the sum of all arenas, for as long as they exist."""
+        return sum(arena.arena_bytes for arena in self.arenas.values())
+
+
+def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -> MemoryPlan:
+    """One plan per role that the trace holds. `align` is 64 bytes, on CUDA 256, unless given."""
+    devices = {handle.device for handle in trace.handles.values()}
+    if len(devices) > 1:
+        raise ValueError(
+            f"the traced program has buffers on {', '.join(sorted(map(str, devices)))}: an arena lies on one device, "
+            "trace one program for each"
+        )
+    device = devices.pop() if devices else torch.device("cpu")
+    if align is None:
+        align = 256 if device.type == "cuda" else 64
+    arenas = {
+        role: plan(requests, align=align, share=share and role == "activations")
+        for role in ROLES
+        if (requests := trace.requests(role))
+    }
+    return MemoryPlan(trace, MappingProxyType(arenas), device)
+
+
+class Arenas:
+    """The memory of a plan, zeroed. `view` is what `bind` needs to turn the traced handles into tensors."""
+
+    def __init__(self, memory: MemoryPlan) -> None:
+        self.plan = memory
+        self.bytes: Mapping[Role, torch.Tensor] = MappingProxyType(
+            {
+                role: torch.zeros(arena.arena_bytes, dtype=torch.uint8, device=memory.device)
+                for role, arena in memory.arenas.items()
+            }
+        )
+        for role, allocation in self.bytes.items():
+            align = memory.arenas[role].align
+            if allocation.data_ptr() % align:
+                raise ValueError(
+                    f"align={align} is more than an allocation on {memory.device} has: plan with a smaller alignment"
+                )
+
+    @property
+    def nbytes(self) -> int:
+        return sum(allocation.untyped_storage().nbytes() for allocation in self.bytes.values())
+
+    def view(self, handle: Handle) -> torch.Tensor | Handle:
+        """The tensor of a planned buffer. A handle that the program never touched has no memory and stays a handle."""
+        arena = self.plan.arenas.get(handle.role)
+        if arena is None or handle.name not in arena.offsets:
+            return handle
+        return self._bytes(handle).view(handle.dtype).view(handle.shape)
+
+    def poison(self, role: Role = "activations") -> None:
+        """Fill an arena with NaN, in whatever float format it is read. Integers read as −1."""
+        if role in self.bytes:
+            self.bytes[role].fill_(_POISON_FLOAT)
+
+    def poison_value(self, handle: Handle) -> None:
+        """Spoil one buffer: NaN, or 0xCB in each byte of integers and booleans."""
+        is_float = handle.dtype.is_floating_point or handle.dtype.is_complex
+        self._bytes(handle).fill_(_POISON_FLOAT if is_float else _POISON_INT)
+
+    def _bytes(self, handle: Handle) -> torch.Tensor:
+        start = self.plan.arenas[handle.role].offsets[handle.name]
+        planned = self.plan.trace.handles[handle.name].nbytes
+        if handle.nbytes > planned:
+            raise ValueError(f"{handle.name}: got {handle.nbytes} bytes; accepted: at most the {planned} of the plan")
+        return self.bytes[handle.role][start : start + handle.nbytes]
+
+
+@contextmanager
+def poison_dead(arenas: Arenas, observe: Observe) -> Iterator[None]:
+    """Inside, each op runs and then every value whose range ended there is spoiled. Run the whole traced program, bound
+    to `arenas`, inside: a program that takes another path than its trace did raises."""
+    trace = arenas.plan.trace
+    ending: dict[int, list[Handle]] = {}
+    for handle in trace.handles.values():
+        if handle.role == "activations":
+            for _, last in trace.live[handle.name]:
+                ending.setdefault(last, []).append(handle)
+    clock = 0
+
+    def tick(op: str) -> None:
+        nonlocal clock
+        expected = trace.ops[clock] if clock < len(trace.ops) else "the end"
+        if op != expected:
+            raise RuntimeError(
+                f"op number {clock} is {op!r}, in the trace {expected!r}: trace and plan this program anew"
+            )
+        for handle in ending.get(clock, ()):
+            arenas.poison_value(handle)
+        clock += 1
+
+    def run(call: Call) -> None:
+        call.run()
+        tick(call.name)
+
+    def mark(event: str, stream: str) -> None:
+        if event == "wait":
+            tick(f"wait {stream}")
+
+    with observe(run), watch_streams(mark):
+        yield
+    if clock != len(trace.ops):
+        raise RuntimeError(f"the program ended after {clock} of {len(trace.ops)} traced ops: run all of it")

@@ -1,0 +1,264 @@
+"""A program run on handles → when each of its buffers holds a value that is still needed.
+
+The plan is a trace of the program, not a second description of it: `trace` runs the same functions that later train,
+with handles in place of tensors, under the observe hook that reports each op as a call with `name`, `reads`, `writes`
+and `accumulates`. A range [first, last] of op indices holds one value, by these rules:
+
+    read          the value is needed until here; reading what was never written is an error
+    overwrite     a new value begins here, and the old one ended at its last read
+    accumulate    a read and a write: the value goes on. So does one that is read and written in place
+    persistent    params, grads, optimizer and inputs hold their value for the whole program
+    side stream   what an op on it touches stays alive until the stream is waited for
+
+An op overwrites all of an output. One that writes a part of it declares that output as accumulated.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Literal, Protocol, TypeVar
+
+import torch
+
+from ..types import BufferType
+from .plan import Request
+
+Role = Literal["params", "grads", "optimizer", "inputs", "activations"]
+ROLES: tuple[Role, ...] = ("params", "grads", "optimizer", "inputs", "activations")
+Range = tuple[int, int]
+T = TypeVar("T")
+_CPU = torch.device("cpu")
+
+
+@dataclass(frozen=True, slots=True)
+class Handle:
+    """A buffer before it exists. Two handles of one name are one buffer, whatever their shapes."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    type: BufferType
+    role: Role = "activations"
+    layer: str = ""
+    device: torch.device = _CPU
+
+    def __post_init__(self) -> None:
+        if any(size < 0 for size in self.shape):
+            raise ValueError(f"handle {self.name!r} has shape={self.shape}: sizes cannot be negative")
+        if self.role not in ROLES:
+            raise ValueError(f"handle {self.name!r} has role={self.role!r}: choose one of {', '.join(ROLES)}")
+
+    @property
+    def nbytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def view(self, *shape: int) -> Handle:
+        """The same buffer in another shape, by torch's rule for a contiguous tensor."""
+        try:
+            view = torch.empty(self.shape, device="meta").view(*shape)
+        except RuntimeError as error:
+            raise ValueError(f"handle {self.name!r} of shape {self.shape} has no view {shape}: {error}") from None
+        return dataclasses.replace(self, shape=tuple(view.shape))
+
+
+class Call(Protocol):
+    """What the trace needs to know of one call of an op."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def reads(self) -> tuple[Any, ...]: ...
+    @property
+    def writes(self) -> tuple[Any, ...]: ...
+    @property
+    def accumulates(self) -> tuple[Any, ...]: ...
+    @property
+    def run(self) -> Callable[[], None]: ...
+
+
+Observe = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
+
+
+@dataclass(frozen=True, slots=True)
+class Trace:
+    """`ops` in the order they ran, the buffers by name in the order they came, and the ranges of each."""
+
+    ops: tuple[str, ...]
+    handles: Mapping[str, Handle]
+    live: Mapping[str, tuple[Range, ...]]
+
+    def requests(self, role: Role) -> tuple[Request, ...]:
+        return tuple(Request(h.name, h.nbytes, self.live[h.name]) for h in self.handles.values() if h.role == role)
+
+
+def trace(program: Callable[[], object], observe: Observe, tree: object = ()) -> Trace:
+    """Run `program` on handles. Persistent handles in `tree` count whether or not the program touches them, and come
+    first, in its order: parameters and their gradients then lie in their arenas in the order of declaration."""
+    recorder = _Recorder()
+    for handle in handles(tree):
+        if handle.role != "activations":
+            recorder.declare(handle)
+    with observe(recorder.call), watch_streams(recorder.mark):
+        program()
+    return recorder.finish()
+
+
+def handles(tree: object) -> Iterator[Handle]:
+    """Every handle in a tree of dataclasses, tuples, lists and dicts, in order."""
+    if isinstance(tree, Handle):
+        yield tree
+    else:
+        for child in _children(tree):
+            yield from handles(child)
+
+
+def bind(tree: T, view: Callable[[Handle], object]) -> T:
+    """The same tree with `view(handle)` in place of each handle. What holds no handle is kept as it is."""
+    if isinstance(tree, Handle):
+        return view(tree)  # type: ignore[return-value]
+    old = _children(tree)
+    new = [bind(child, view) for child in old]
+    if all(a is b for a, b in zip(old, new, strict=True)):
+        return tree
+    if isinstance(tree, dict):
+        return type(tree)(zip(tree, new, strict=True))
+    if isinstance(tree, tuple) and hasattr(tree, "_fields"):
+        return type(tree)(*new)
+    if isinstance(tree, list | tuple):
+        return type(tree)(new)
+    names = (field.name for field in dataclasses.fields(tree))  # type: ignore[arg-type]
+    return dataclasses.replace(tree, **dict(zip(names, new, strict=True)))  # type: ignore[type-var]
+
+
+def _children(tree: object) -> list[Any]:
+    if isinstance(tree, dict):
+        return list(tree.values())
+    if isinstance(tree, list | tuple):
+        return list(tree)
+    if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+    return []
+
+
+_streams: ContextVar[Callable[[str, str], None] | None] = ContextVar("tilegrad_streams", default=None)
+
+
+@contextmanager
+def watch_streams(mark: Callable[[str, str], None]) -> Iterator[None]:
+    """Report "start", "issued" and "wait" with the name of the side stream to `mark`."""
+    token = _streams.set(mark)
+    try:
+        yield
+    finally:
+        _streams.reset(token)
+
+
+@contextmanager
+def start(stream: str) -> Iterator[None]:
+    """Ops called inside run on a side stream, behind everything called before. A mark for the trace and no more: with
+    real tensors it does nothing, and the op itself knows the stream it runs on."""
+    mark = _streams.get()
+    if mark:
+        mark("start", stream)
+    yield
+    if mark:
+        mark("issued", stream)
+
+
+def wait(stream: str) -> None:
+    """What follows runs behind all ops started on the side stream. A mark for the trace and no more, like `start`."""
+    mark = _streams.get()
+    if mark:
+        mark("wait", stream)
+
+
+class _Recorder:
+    def __init__(self) -> None:
+        self.ops: list[str] = []
+        self.handles: dict[str, Handle] = {}
+        self.live: dict[str, list[list[int]]] = {}
+        self.stream: str | None = None
+        self.in_flight: dict[str, dict[str, bool]] = {}  # side stream → buffers it touches → whether it writes them
+
+    def declare(self, handle: Handle) -> None:
+        known = self.handles.setdefault(handle.name, handle)
+        mine, theirs = dataclasses.replace(handle, shape=()), dataclasses.replace(known, shape=())
+        if mine != theirs or handle.nbytes != known.nbytes:
+            raise ValueError(f"two buffers are named {handle.name!r}: {known} and {handle}. Rename one")
+
+    def call(self, call: Call) -> None:
+        for handle in (*call.reads, *call.writes):
+            if not isinstance(handle, Handle):
+                raise TypeError(
+                    f"op {call.name!r} was traced with a {type(handle).__name__}: a traced program runs on handles only"
+                )
+            self.declare(handle)
+        read = {handle.name for handle in (*call.reads, *call.accumulates)}
+        written = {handle.name for handle in call.writes}
+        self._check_streams(call.name, read, written)
+        touched = self.in_flight[self.stream] if self.stream is not None else {}
+        going_on = read | (written & touched.keys())  # what a side stream has touched is alive until the wait
+        for name in sorted(going_on):
+            self._go_on(name, call.name)
+        for name in sorted(written - going_on):
+            if self.handles[name].role == "activations":
+                self.live.setdefault(name, []).append([len(self.ops), len(self.ops)])
+        for name in read | written:
+            touched[name] = touched.get(name, False) or name in written
+        self.ops.append(call.name)
+
+    def _go_on(self, name: str, op: str) -> None:
+        if self.handles[name].role != "activations":
+            return
+        if name not in self.live:
+            raise ValueError(
+                f"op {op!r} (number {len(self.ops)}) reads {name!r}, which nothing has written: write it first, "
+                "or give it the role of a persistent buffer"
+            )
+        self.live[name][-1][1] = len(self.ops)
+
+    def _check_streams(self, op: str, read: set[str], written: set[str]) -> None:
+        for stream, touched in self.in_flight.items():
+            if stream == self.stream:
+                continue
+            for name, in_write in touched.items():
+                if name in written or (in_write and name in read):
+                    raise ValueError(
+                        f"op {op!r} (number {len(self.ops)}) {'writes' if name in written else 'reads'} {name!r} while "
+                        f"side stream {stream!r} still {'writes' if in_write else 'reads'} it: "
+                        f"call wait({stream!r}) before"
+                    )
+
+    def mark(self, event: str, stream: str) -> None:
+        if event == "start":
+            if self.stream is not None:
+                raise ValueError(f"start({stream!r}) inside start({self.stream!r}): leave one before entering another")
+            self.in_flight.setdefault(stream, {})
+            self.stream = stream
+        elif event == "issued":
+            self.stream = None
+        else:
+            if stream not in self.in_flight or self.stream == stream:
+                raise ValueError(f"wait({stream!r}) has nothing to wait for: call it after `with start({stream!r})`")
+            for name in self.in_flight.pop(stream):
+                if name in self.live:
+                    self.live[name][-1][1] = len(self.ops)
+            self.ops.append(f"wait {stream}")
+
+    def finish(self) -> Trace:
+        if self.in_flight:
+            raise ValueError(
+                f"the program ends with side streams {sorted(self.in_flight)} in flight: wait() for each of them"
+            )
+        whole = ((0, max(len(self.ops) - 1, 0)),)
+        live = {
+            name: whole if handle.role != "activations" else tuple((first, last) for first, last in self.live[name])
+            for name, handle in self.handles.items()
+        }
+        return Trace(tuple(self.ops), MappingProxyType(self.handles), MappingProxyType(live))

@@ -1,0 +1,420 @@
+"""Hopper's backward without a GPU: how it divides its work, and what it computes where all its kernels run as plain Python.
+
+What the compiler makes of the kernels is in test_hopper.py, what they compute on a GPU in hopper_on_gpu.py.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.cases import Call, Case, Tensors, build, oracle, whole_matrices
+from support.tolerance import assert_no_worse
+
+pytest.importorskip("triton", reason="needs Triton")
+
+import triton
+from support.gluon.emulator import in_python
+
+from tilegrad.kernels.attention.hopper import (
+    backward as hopper_bwd,
+)
+from tilegrad.kernels.attention.hopper import (
+    backward_mma as hopper_products,
+)
+from tilegrad.kernels.attention.hopper import (
+    backward_schedule as hopper_walk,
+)
+from tilegrad.kernels.attention.hopper import (
+    backward_wide as hopper_wide,
+)
+from tilegrad.kernels.attention.hopper import (
+    launch as hopper_attention,
+)
+from tilegrad.kernels.attention.hopper import (
+    prepost as hopper_rows,
+)
+from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.attention.triton import scores as triton_mask
+from tilegrad.kernels.attention.triton.launch import Sizes, sizes_of
+
+M, N = 64, 128
+
+
+@pytest.fixture(autouse=True)
+def plain(monkeypatch: pytest.MonkeyPatch) -> None:
+    numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y)
+    monkeypatch.setattr(hopper_walk, "gl", numbers)
+
+
+def call(tq: int, tk: int, left: int | None, right: int | None, group: int = 1, **more: Any) -> hopper_walk.Call:
+    form: dict[str, Any] = {"batch": 1, "kv_heads": 1, "span": 1, "splits": None} | more
+    form["all_heads"] = form["batch"] * form["kv_heads"]
+    return hopper_walk.Call(None, None, group=group, tq=tq, tk=tk, left=left, right=right, **form)
+
+
+def tile_of(of: hopper_walk.Call, n: int, part: int = 0) -> hopper_walk.ColumnTile:
+    return hopper_walk._column_tile.fn(0, 0, n, 0, 0, of.tq, of.tk, of, part, n, M, N)
+
+
+def walked(tile: hopper_walk.ColumnTile) -> list[tuple[int, bool]]:
+    """(tile of rows, whether it is masked) of one query head, in order."""
+    return [(hopper_walk._row_tile.fn(tile, i), i < tile.masked) for i in range(tile.count)]
+
+
+def random_calls(count: int) -> list[hopper_walk.Call]:
+    dice = random.Random(0)
+    sides = (None, 0, 1, 63, 64, 100, 300)
+    return [
+        call(dice.randint(1, 700), dice.randint(1, 700), dice.choice(sides), dice.choice(sides)) for _ in range(count)
+    ]
+
+
+def test_every_tile_with_a_pair_that_sees_each_other_is_walked_once_and_edges_are_masked() -> None:
+    for of in random_calls(300):
+        mask = Mask(window=(of.left, of.right))
+        for n in range(-(-of.tk // N)):
+            columns = range(n * N, min(n * N + N, of.tk))
+            seen = mask.rows_of(columns, of.tq, of.tk)
+            steps = walked(tile_of(of, n))
+            tiles = [m for m, _ in steps]
+            assert len(set(tiles)) == len(tiles)
+            assert set(tiles) >= {row // M for row in seen}, (of, n)
+            for m, masked in steps:
+                whole = len(columns) == N and mask.whole(range(m * M, m * M + M), columns, of.tq, of.tk)
+                assert masked or whole, (of, n, m)
+                assert 0 <= m * M < of.tq
+
+
+@pytest.mark.parametrize("descending", [False, True])
+def test_a_tile_of_rows_is_stored_first_and_then_added_to_in_turns_without_gaps(descending: bool) -> None:
+    for of in random_calls(200):
+        turns: dict[int, list[int]] = {}
+        count = -(-of.tk // N)
+        for n in range(count - 1, -1, -1) if descending else range(count):
+            tile = tile_of(of, n)
+            for m, _ in walked(tile):
+                turns.setdefault(m, []).append(hopper_walk._before.fn(m, tile, of, M, N, descending))
+        for m, order in turns.items():
+            assert order == list(range(len(order))), (of, m, order)
+
+
+@pytest.mark.parametrize("group", [1, 3])
+@pytest.mark.parametrize("splits", [2, 3, 7, 40])
+def test_programs_that_share_a_tile_have_all_of_its_steps(splits: int, group: int) -> None:
+    of = call(700, 1300, None, 0, group=group, splits=splits)
+    for n in range(11):
+        parts = [tile_of(of, n, part) for part in range(splits)]
+        assert parts[0].begin == 0 and parts[-1].end == group * parts[0].count
+        assert all(one.end == following.begin for one, following in itertools.pairwise(parts))
+
+
+@pytest.mark.parametrize("span", [1, 3, 6, 7])
+def test_every_head_has_every_tile_and_long_ones_come_first(span: int) -> None:
+    of = call(512, 512, None, 0, batch=3, kv_heads=2, span=span)
+    places = [hopper_walk._dense_place.fn(t, of, 4) for t in range(24)]
+    assert sorted(places) == [(head, n) for head in range(6) for n in range(4)]
+    first = [n for _, n in places[: 4 * min(span, 6)]]
+    assert first == sorted(first)
+
+
+def sizes(batch: int, t: int = 1024, d: int = 128, group: int = 1, right: int | None = 0) -> Sizes:
+    return Sizes(batch, 4 * group, 4, t, t, d, d, None, right)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_smaller_batch_needs_no_more_scratch(deterministic: bool) -> None:
+    def elements(batch: int) -> dict[str, int]:
+        q = torch.empty(batch, 4, 1024, 128, device="meta")
+        shapes = hopper_bwd.workspace(q, sizes(batch), False, deterministic)
+        return {name: torch.Size(shape).numel() for name, (shape, _) in shapes.items()}
+
+    for batch in range(1, 9):
+        small, large = elements(batch), elements(batch + 1)
+        assert all(small[name] <= large[name] for name in small)
+
+
+def test_packed_rows_do_not_overlap_and_begin_where_tma_can_read() -> None:
+    padding = hopper_bwd.PADDING
+    for lengths in ((5, 300, 0, 129, 1, 200), (128,), (1, 1, 1), (127, 129, 256)):
+        starts = [sum(lengths[:b]) for b in range(len(lengths))]
+        begins = [hopper_walk.first_row.fn(b, start, padding, True) for b, start in enumerate(starts)]
+        ends = [begin + -(-n // padding) * padding for begin, n in zip(begins, lengths, strict=True)]
+        q = torch.empty(sum(lengths), 4, 64, device="meta")
+        shapes = hopper_bwd.workspace(q, sizes(len(lengths), t=max(lengths)), True, False)
+        assert all(begin % padding == 0 for begin in begins)
+        assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["shift"][0][1]], strict=True))
+        assert shapes["shift"][0][1] % padding == 0  # so that every head does
+
+
+def test_a_packed_sequence_ends_where_tma_stops() -> None:
+    of = call(0, 0, None, None)._replace(cu_seqlens_q=torch.empty(0))
+    dice = random.Random(0)
+    for _ in range(200):
+        total, heads, d = dice.randint(300, 10**6), dice.randint(1, 8), 8 * dice.randint(2, 32)
+        x = torch.empty_strided((total, heads, d), (3 * heads * d, d, 1), device="meta", dtype=torch.bfloat16)
+        start = dice.randrange(total)
+        size, h, row = dice.randint(1, total - start), dice.randrange(heads), dice.randrange(2 * total)
+        form = hopper_bwd.packed_descriptor(x, 64, 64)
+        at = [getattr(c, "value", c) for c in hopper_walk._at.fn(of, 0, start, size, h, row, 0)]
+        address = 2 * sum(c * stride for c, stride in zip(at, form.strides, strict=True)) % 2**64
+        inside = all(0 <= c < n for c, n in zip(at, form.shape, strict=True))
+        assert address == 2 * ((start + row) * x.stride(0) + h * x.stride(1))
+        assert inside == (row < size)
+        assert all(0 < stride * 2 < 2**40 and stride * 2 % 16 == 0 for stride in form.strides[:4])
+
+
+def test_one_packed_row_of_any_stride_has_strides_that_tma_takes() -> None:
+    x = torch.empty(5, 1, 73, dtype=torch.bfloat16)[:1, :, :72]
+    assert all(stride * 2 % 16 == 0 for stride in hopper_bwd.packed_descriptor(x, 64, 128).strides[:4])
+
+
+def test_few_tiles_are_shared_and_many_are_not() -> None:
+    def splits(of: Sizes) -> int:
+        return hopper_bwd.splits_for(of, hopper_bwd._tiles(of, None), 132, 64)
+
+    assert splits(sizes(1)) > 1
+    assert splits(sizes(16)) == 1
+    assert splits(sizes(1, t=128)) == 1  # too few rows
+    assert splits(sizes(1, t=128, group=16)) > 1
+    for batch in range(1, 9):  # every tile that is shared has a place for its sums
+        of = sizes(batch)
+        q = torch.empty(batch, 4, 1024, 128, device="meta")
+        assert splits(of) == 1 or hopper_bwd._tiles(of, None) <= hopper_bwd.workspace(q, of, False, False)["sums"][0][0]
+
+
+def test_heads_go_together_only_where_columns_differ_in_length() -> None:
+    assert hopper_bwd.heads_together(sizes(8, right=None), 132) == 1
+    assert hopper_bwd.heads_together(sizes(128), 132) == 24  # many tiles: as many heads as stay in L2
+    assert hopper_bwd.heads_together(sizes(1), 132) == 1  # a tile for each program in any order
+    assert hopper_bwd.heads_together(sizes(8, t=65536), 132) == 1  # one head fills L2
+
+
+@pytest.mark.parametrize(
+    ("batch", "heads", "group", "t"), [(16, 4, 8, 1024), (4, 4, 8, 4096), (1, 4, 8, 16384), (4, 16, 1, 4096)]
+)
+def test_programs_end_together_in_the_order_of_the_walk(batch: int, heads: int, group: int, t: int) -> None:
+    span = hopper_bwd.heads_together(Sizes(batch, heads * group, heads, t, t, 128, 128, None, 0), 132)
+    of = call(t, t, None, 0, group=group, batch=batch, kv_heads=heads, span=span)
+    ends = [0] * 132
+    for index in range(batch * heads * t // N):
+        _, n = hopper_walk._dense_place.fn(index, of, t // N)
+        heapq.heapreplace(ends, ends[0] + tile_of(of, n).end)
+    assert max(ends) < 1.04 * sum(ends) / 132  # one head after the other: 1.28, 1.28, 1.02, 1.07
+
+
+def backward(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[str]:
+    """Names of the kernels of a call that launches nothing."""
+    names: list[str] = []
+
+    def prepare(kernel: Any, *form: Any, **more: Any) -> Any:
+        names.append(kernel.__name__)
+        return lambda: None
+
+    monkeypatch.setattr(hopper_bwd, "prepare", prepare)
+    q = torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16)
+    lse, mask, of = torch.zeros(2, 4, 64), Mask(causal=True), sizes(2, t=64, d=64)
+    shapes = hopper_bwd.workspace(q, of, False, False)
+    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    tensors = {"o": q, "do": q, "dq": q, "dk": q, "dv": q} | given
+    for _ in range(2):
+        hopper_bwd.launch(
+            q, q, q, tensors["o"], lse, tensors["do"], None, mask, of, dq=tensors["dq"], dk=tensors["dk"],
+            dv=tensors["dv"], dsinks=None, scratch=scratch, deterministic=False,
+        )  # fmt: skip
+    return names
+
+
+def test_launches_are_kept_and_an_output_that_is_not_wanted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hopper_bwd, "_prepared", {})
+    every = ["_hopper_begin_kernel", "_hopper_bwd_kernel", "_hopper_finish_kernel"]
+    assert backward(monkeypatch) == every
+    assert backward(monkeypatch, dk=None) == every
+    assert backward(monkeypatch, dq=None) == every[:2]
+
+
+@pytest.mark.parametrize("name", ["o", "do", "dq", "dk", "dv"])
+def test_a_tensor_that_tma_cannot_address_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    odd = torch.zeros(2, 4, 64, 65, dtype=torch.bfloat16)[..., :64]
+    with pytest.raises(ValueError, match=rf"^{name}: TMA can't step over T by 65 elements.*kernel='triton' takes it"):
+        backward(monkeypatch, **{name: odd})
+
+
+interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
+MODULES = (hopper_bwd, hopper_products, hopper_rows, hopper_walk, hopper_wide, triton_mask)
+
+
+def emulated(
+    of: Call, o: torch.Tensor, lse: torch.Tensor, *, programs: int, deterministic: bool = False, seed: int = 0,
+    absent: tuple[str, ...] = (), broken: Callable[[pytest.MonkeyPatch], None] = lambda patch: None,
+) -> Tensors:  # fmt: skip
+    """The gradients of a call, in plain Python; `broken` changes device functions."""
+    q, k, v, mask = of.q, of.k, of.v, of.mask
+    shapes = hopper_attention.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
+    scratch = {
+        name: torch.full(shape, math.nan if dtype.is_floating_point else 7, dtype=dtype)
+        for name, (shape, dtype) in shapes.items()
+    }
+    grads = {name: torch.full_like(x, math.nan) for name, x in (("dq", q), ("dk", k), ("dv", v)) if name not in absent}
+    if mask.sinks is not None:
+        grads["dsinks"] = torch.zeros_like(mask.sinks)
+    with pytest.MonkeyPatch.context() as outer, in_python(*MODULES, seed=seed) as launch:
+        outer.setattr(hopper_bwd, "_prepared", {})
+        outer.setattr(hopper_bwd, "multiprocessors", lambda device: programs)
+        outer.setattr(
+            hopper_bwd, "prepare",
+            lambda kernel, key, grid, arguments, num_warps: lambda: launch(kernel, grid, arguments),
+        )  # fmt: skip
+        broken(outer)
+        hopper_attention.bwd(
+            q, k, v, o, lse, of.do, of.dlse, mask, **dict.fromkeys(("dq", "dk", "dv", "dbias", "dsinks")) | grads,
+            scratch=scratch, deterministic=deterministic,
+        )  # fmt: skip
+    return grads
+
+
+class Known:
+    """A call with its results by the oracle."""
+
+    def __init__(self, case: Case, seed: int = 0) -> None:
+        self.case, self.call = case, build(case, seed)
+        self.exact, self.yardstick = oracle(self.call), whole_matrices(self.call)
+        self.o, self.lse = self.exact["o"].to(case.dtype), self.exact["lse"].float()
+
+    def check(self, **how: Any) -> Tensors:
+        got = emulated(self.call, self.o, self.lse, **how)
+        exact, yardstick = ({name: of[name] for name in got} for of in (self.exact, self.yardstick))
+        assert_no_worse(got, exact, yardstick, self.case.dtype)
+        return got
+
+
+RAGGED = Case(b=1, hkv=2, tq=150, tk=190, d=128, dv=128, dtype=torch.bfloat16)
+LENGTHS = ((70, 200), (0, 50), (77, 140), (40, 0), (150, 1))
+EMULATED: dict[str, Case] = {
+    "full": RAGGED,
+    "causal, in halves": replace(RAGGED, d=64, dv=64, causal=True, tq=200, tk=150, scale=-0.1, layout="fused"),
+    "wide, window": replace(RAGGED, d=256, dv=256, hkv=1, group=2, window=(70, 9)),
+    "softcap, negative scale": replace(
+        RAGGED, hkv=1, d=40, dv=40, causal=True, softcap=2.0, scale=-0.2, sinks=True, dlse=True, dtype=torch.float16
+    ),
+    "groups, open window": replace(RAGGED, hkv=1, group=3, d=96, dv=96, tk=130, window=(90, None), layout="bthd"),
+    "columns that no row sees": replace(RAGGED, hkv=1, tq=70, tk=300, window=(3, 0)),
+    "rows that see no column": replace(RAGGED, hkv=1, tq=260, tk=100, causal=True, sinks=True),
+    "scores far below 0": replace(RAGGED, hkv=1, tk=2, scale=9.0, dlse=True),
+    "packed": replace(RAGGED, hkv=1, group=2, d=64, dv=64, causal=True, sinks=True, lengths=LENGTHS),
+    "packed, wide": replace(RAGGED, hkv=1, d=192, dv=192, window=(40, 20), dlse=True, lengths=LENGTHS),
+    "wide, shared": replace(RAGGED, hkv=1, group=4, tq=200, tk=100, d=136, dv=136, dlse=True),
+    "wide, softcap": replace(
+        RAGGED, hkv=1, tq=100, tk=130, d=136, dv=136, causal=True, softcap=2.0, scale=-0.2, dlse=True
+    ),
+}
+SHARED = ("groups, open window", "wide, shared")  # with 132 programs
+
+
+@interpreted
+@pytest.mark.parametrize("name", EMULATED)
+def test_in_plain_python_gradients_agree_with_the_oracle_in_any_order(name: str) -> None:
+    """Deterministic ones are the same to the bit. Some share tiles among programs."""
+    known = Known(EMULATED[name])
+    known.check(programs=3)
+    if name in SHARED:
+        of = sizes_of(known.call.q, known.call.k, known.call.v, known.call.mask)
+        assert hopper_bwd.splits_for(of, hopper_bwd._tiles(of, None), 132, 64) > 1
+    known.check(programs=132, seed=1)
+    few = known.check(programs=3, deterministic=True)
+    many = known.check(programs=132, deterministic=True, seed=1)
+    assert all(torch.equal(few[x], many[x]) for x in few)
+
+
+@interpreted
+@pytest.mark.slow
+def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
+    import hopper_on_gpu
+
+    absences: list[tuple[str, ...]] = [(), (), ("dq",), ("dk",), ("dv",), ("dk", "dv")]
+    every = hopper_on_gpu.specifications()
+    for n, spec in enumerate(every * 2):
+        turn = n + n // len(every)  # another number of programs in the second pass
+        drawn = hopper_on_gpu.case_of(spec, random.Random(n))
+        Known(replace(drawn, b=min(drawn.b, 2), device="cpu"), n).check(
+            programs=(3, 132, 5, 1)[turn % 4],
+            deterministic=bool(spec["deterministic"]),
+            seed=n,
+            absent=absences[turn % 6],
+        )
+
+
+@pytest.fixture(scope="module")
+def few_columns() -> Known:
+    return Known(replace(RAGGED, hkv=1, tq=300, tk=300, d=64, dv=64, causal=True))
+
+
+def without_wait(ring: Any, use: Any) -> Any:
+    return ring.slots.index(use % ring.full.shape[0])
+
+
+def nothing(*of: Any, **more: Any) -> None:
+    pass
+
+
+BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "a reader does not wait": (hopper_products, "await_full", without_wait),
+    "the loader does not wait": (hopper_walk, "acquire", without_wait),
+    "dq is read before it is there": (hopper_walk, "await_full", without_wait),
+    "no slot is handed back": (hopper_products, "release", nothing),
+    "no fence": (hopper_products, "fence_async_shared", nothing),
+    "a turn ends before its dq is in memory": (hopper_walk, "_settle", nothing),
+    "nobody waits for a turn": (hopper_walk, "_wait_until", nothing),
+    "another slot": (hopper_products, "read", lambda notes, i: hopper_walk.read(notes, i ^ 1)),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", BROKEN)
+def test_in_plain_python_a_broken_kernel_shows(name: str, few_columns: Known) -> None:
+    with pytest.raises(AssertionError):
+        few_columns.check(programs=2, deterministic=True, broken=lambda patch: patch.setattr(*BROKEN[name]))
+
+
+WIDE_BROKEN: dict[str, tuple[Any, str, Any]] = {
+    "a reader does not wait": (hopper_wide, "await_full", without_wait),
+    "no slot is handed back": (hopper_wide, "release", nothing),
+    "no fence": (hopper_wide, "fence_async_shared", nothing),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", WIDE_BROKEN)
+def test_in_plain_python_a_broken_kernel_of_wide_heads_shows(name: str) -> None:
+    known = Known(replace(RAGGED, hkv=1, group=2, d=136, dv=136, causal=True, tk=200))
+    known.check(programs=2)
+    with pytest.raises(AssertionError):
+        known.check(programs=2, broken=lambda patch: patch.setattr(*WIDE_BROKEN[name]))
+
+
+@interpreted
+def test_nan_of_a_packed_sequence_stays_there_and_an_absent_gradient_changes_no_other() -> None:
+    known = Known(replace(RAGGED, hkv=1, d=64, dv=64, lengths=((70, 100), (77, 60), (90, 33))))
+    of = known.call
+    clean = emulated(of, known.o, known.lse, programs=3, deterministic=True)
+    for absent in ("dq", "dk", "dv"):
+        some = emulated(of, known.o, known.lse, programs=3, deterministic=True, absent=(absent,))
+        assert len(some) == 2 and all(torch.equal(x, clean[name]) for name, x in some.items())
+    for x in (of.q, of.do, known.o):
+        x[70:147] = math.nan
+    for x in (of.k, of.v):
+        x[100:160] = math.nan
+    known.lse[:, 70:147] = math.nan
+    spoilt = emulated(of, known.o, known.lse, programs=3, deterministic=True)
+    for name, (begin, end) in {"dq": (70, 147), "dk": (100, 160), "dv": (100, 160)}.items():
+        assert torch.equal(spoilt[name][:begin], clean[name][:begin]), name
+        assert torch.equal(spoilt[name][end:], clean[name][end:]), name
+        assert spoilt[name][begin:end].isnan().all()

@@ -1,0 +1,485 @@
+"""The native kernel against the oracle on every instruction set there is; threads, forks, sanitizers, and life without it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases import Call, Case, build, cases, oracle, run, whole_matrices
+from support.tolerance import assert_no_worse
+
+import tilegrad
+from tilegrad import attention_bwd, attention_fwd, attention_workspace
+from tilegrad.cli import main
+from tilegrad.kernels.attention import api as contract
+from tilegrad.kernels.attention import cpu as native
+from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.cpu import build as native_build
+from tilegrad.kernels.cpu import library as native_library
+
+HERE = Path(__file__).parents[1]
+MISSING = native_build.library()
+ISAS = () if isinstance(MISSING, str) else native_library.supported()
+needs_library = pytest.mark.skipif(not ISAS, reason=f"the native kernel {MISSING}")
+needs_compiler = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
+
+
+@pytest.fixture
+def threads() -> Iterator[None]:
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def check(case: Case, isa: str, seed: int = 0) -> None:
+    case = replace(case, bias="", dropout_p=0.0)  # what the kernel takes
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TILEGRAD_ISA", isa)
+        call = build(case, seed)
+        assert_no_worse(run(call, "native"), oracle(call), whole_matrices(call), case.dtype)
+
+
+@needs_library
+@settings(max_examples=300)
+@given(case=cases(), isa=st.sampled_from(ISAS or ("none",)))
+def test_random_calls(case: Case, isa: str) -> None:
+    check(case, isa)
+
+
+@pytest.mark.slow
+@needs_library
+@settings(max_examples=2000)
+@given(case=cases(), isa=st.sampled_from(ISAS or ("none",)), seed=st.integers(1, 9))
+def test_many_random_calls(case: Case, isa: str, seed: int) -> None:
+    check(case, isa, seed)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("t", [1, 63, 113, 1023])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ragged_lengths(isa: str, t: int, dtype: torch.dtype) -> None:
+    check(Case(b=1, hkv=1, group=2, tq=t, tk=t, causal=True, dtype=dtype, sinks=True, dlse=True), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("d", [1, 2, 63, 96, 97, 128, 255, 256])
+def test_head_dimensions(isa: str, d: int) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        check(Case(d=d, dv=d, causal=True, dtype=dtype), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_bands_over_many_tiles(isa: str) -> None:
+    for window in ((0, 0), (100, 3), (None, 70), (250, None)):
+        for tq, tk in ((300, 300), (130, 400), (400, 130)):
+            for dtype in (torch.float32, torch.bfloat16):
+                check(Case(b=1, hkv=1, group=2, tq=tq, tk=tk, window=window, dtype=dtype), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_empty_batch_and_no_heads_rows_or_columns(isa: str) -> None:
+    for case in (
+        Case(b=0), Case(tq=0), Case(tk=0, sinks=True, dlse=True), Case(lengths=((0, 0),)), Case(lengths=((3, 0), (0, 4))),
+    ):  # fmt: skip
+        check(case, isa)
+
+
+@needs_library
+@pytest.mark.parametrize("wrong", [8, 9])  # left and right of the band
+def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    right_sizes = native._sizes
+
+    def wider(*call: object) -> tuple[int, ...]:
+        sizes = list(right_sizes(*call))  # type: ignore[arg-type]
+        sizes[wrong] += 1
+        return tuple(sizes)
+
+    case = Case(tq=200, tk=200, window=(150, 0))
+    check(case, ISAS[-1])
+    monkeypatch.setattr(native, "_sizes", wider)
+    with pytest.raises(AssertionError, match="error"):
+        check(case, ISAS[-1])
+
+
+@needs_library
+def test_gradients_of_an_infinite_dlse_in_rows_that_see_nothing() -> None:
+    call = build(Case(causal=True, tq=6, tk=4, dlse=True))
+    assert call.dlse is not None
+    call.dlse[:, :, :2] = torch.inf
+    assert not any(x.isnan().any() for x in run(call, "native").values())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nan_is_not_hidden(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGRAD_ISA", isa)
+    call = build(Case(tq=70, tk=70, d=32, dv=32, dtype=dtype))
+    call.q[0, 0, 66, 3] = torch.nan
+    got = run(call, "native")
+    assert got["o"][0, 0, 66].isnan().all() and got["dq"][0, 0, 66].isnan().all() and got["dk"][0, 0].isnan().any()
+    assert not got["o"][0, 0, :66].isnan().any() and not got["o"][1].isnan().any()
+
+
+@needs_library
+def test_strides_of_outputs_and_of_do_are_any() -> None:
+    call = build(Case(causal=True))
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    do = torch.ones(()).expand(call.do.shape)  # what o.sum().backward() hands in
+    want = run(replace_do(call, do.contiguous()), "native")
+    wide = {name: torch.full((*x.shape, 2), torch.nan)[..., 0] for name, x in want.items()}
+    scratch = [
+        {
+            n: torch.empty(s, dtype=t)
+            for n, (s, t) in attention_workspace(q, k, v, mask, backward=b, kernel="native").items()
+        }
+        for b in (False, True)
+    ]
+    attention_fwd(q, k, v, mask, o=wide["o"], lse=wide["lse"], scratch=scratch[0], kernel="native")
+    grads = {name: wide[name] for name in ("dq", "dk", "dv")}
+    attention_bwd(q, k, v, wide["o"], wide["lse"], do, None, mask, **grads, scratch=scratch[1], kernel="native")
+    assert all(torch.equal(wide[name], want[name]) for name in want)
+
+
+def replace_do(call: Call, do: torch.Tensor) -> Call:
+    return replace(call, do=do)
+
+
+@needs_library
+def test_an_output_given_as_none_is_not_computed() -> None:
+    call = build(Case(causal=True, sinks=True, tq=80, tk=90))
+    want = run(call, "native")
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    shapes = attention_workspace(q, k, v, mask, backward=True, kernel="native")
+    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    names = ("dq", "dk", "dv", "dsinks")
+    for alone in names:
+        outputs = {name: torch.zeros_like(want[name]) if name == alone else None for name in names}
+        attention_bwd(
+            q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch, kernel="native"
+        )  # fmt: skip
+        assert torch.equal(outputs[alone], want[alone]), alone
+
+
+@needs_library
+def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
+    call = build(Case(sinks=True))
+    first = run(call, "native")
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    shapes = attention_workspace(q, k, v, mask, backward=True, kernel="native")
+    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    again = {name: first[name].clone() for name in ("dq", "dk", "dv", "dsinks")}
+    attention_bwd(q, k, v, first["o"], first["lse"], call.do, None, mask, **again, scratch=scratch, kernel="native")
+    assert torch.equal(again["dsinks"], 2 * first["dsinks"])
+    assert all(torch.equal(again[name], first[name]) for name in ("dq", "dk", "dv"))
+
+
+SHAPES = {
+    "few long heads": Case(b=1, hkv=1, tq=700, tk=700, d=32, dv=32, causal=True, sinks=True, dlse=True),
+    "many short heads": Case(b=3, hkv=3, group=2, tq=70, tk=50, window=(30, 10)),
+    "packed": Case(lengths=((100, 200), (0, 30), (260, 131)), group=3, causal=True, softcap=2.0, alibi="bh"),
+    "half": Case(b=1, hkv=2, tq=500, tk=500, d=64, dv=64, causal=True, dtype=torch.bfloat16, sinks=True),
+}
+
+
+@pytest.mark.usefixtures("threads")
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("name", SHAPES)
+def test_the_same_bits_on_1_2_4_and_9_threads(isa: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGRAD_ISA", isa)
+    call = build(SHAPES[name])
+    results = []
+    for n in (1, 2, 4, 9, 2, 4):
+        torch.set_num_threads(n)
+        results.append(run(call, "native", deterministic=True))
+    for other in results[1:]:
+        assert all(torch.equal(other[key], x) for key, x in results[0].items())
+
+
+@needs_library
+@pytest.mark.usefixtures("threads")
+def test_several_python_threads_at_once() -> None:
+    torch.set_num_threads(3)
+    calls = [build(case, seed) for seed, case in enumerate(SHAPES.values())]
+    want = [run(call, "native") for call in calls]
+    wrong: list[int] = []
+
+    def work(n: int) -> None:
+        for _ in range(5):
+            got = run(calls[n], "native")
+            if not all(torch.equal(got[key], x) for key, x in want[n].items()):
+                wrong.append(n)
+
+    workers = [threading.Thread(target=work, args=(n % len(calls),)) for n in range(6)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join(120)
+        assert not worker.is_alive()
+    assert not wrong
+
+
+THREADS = """
+import os, torch
+from support.cases import Case, build, run
+torch.set_num_threads(3)
+call = build(Case(b=2, hkv=3, tq=300, tk=300, d=32, dv=32, causal=True))
+torch.ones(1 << 20).exp()
+before = len(os.listdir("/proc/self/task"))
+run(call, "native")
+print(before > 1, len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+@needs_library
+@pytest.mark.skipif(
+    not Path("/proc/self/task").exists() or native_library.openmp() is None, reason="needs /proc and OpenMP"
+)
+def test_it_runs_on_torchs_own_threads() -> None:
+    done = python(THREADS)
+    assert done.stdout == "True 0\n", done.stderr
+
+
+FORK = """
+import os, torch
+from support.cases import Case, build, run
+from tilegrad.kernels.attention import native
+torch.set_num_threads(4)
+call = build(Case(b=1, hkv=3, tq=300, tk=300, d=32, dv=32, causal=True))
+want = {name: x.numpy().tobytes() for name, x in run(call, "native").items()}
+q, k, v, mask = call.q, call.k, call.v, call.mask
+scratch = [
+    {n: torch.empty(s, dtype=t) for n, (s, t) in native.workspace(q, k, v, mask, backward=b, deterministic=True).items()}
+    for b in (False, True)
+]
+o, lse, grads = torch.empty(q.shape), torch.empty(q.shape[:3]), {name: torch.empty(q.shape) for name in ("dq", "dk", "dv")}
+
+def same():  # torch's own threads do not survive a fork: only ours run here
+    native.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
+    native.bwd(q, k, v, o, lse, call.do, None, mask, **grads, dbias=None, dsinks=None, scratch=scratch[1], deterministic=True)
+    return all(x.numpy().tobytes() == want[name] for name, x in {"o": o, "lse": lse, **grads}.items())
+
+for _ in range(3):
+    child = os.fork()
+    if child == 0:
+        os._exit(0 if same() and same() else 1)
+    assert same()
+    assert os.waitpid(child, 0)[1] == 0
+print("same")
+"""
+
+
+def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    path = os.pathsep.join((str(HERE), *sys.path))
+    return subprocess.run(
+        [sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": path} | environment, capture_output=True, text=True,
+        timeout=120,
+    )  # fmt: skip
+
+
+@needs_library
+def test_after_fork_parent_and_child_go_on() -> None:
+    done = python(FORK)
+    assert done.stdout == "same\n", done.stderr
+
+
+FIRST_IN_A_CHILD = """
+import os, torch
+import tilegrad
+torch.set_num_threads(2)
+x = torch.randn(512, 512)
+x @ x  # torch's threads are there, and gone after the fork
+q = torch.randn(1, 2, 300, 64)
+tilegrad.attention
+if os.environ["PARENT"] == "loaded":
+    tilegrad.attention_workspace(q, q, q, tilegrad.Mask(), backward=False, kernel="native")
+child = os.fork()
+if child == 0:
+    tilegrad.attention(q, q, q, kernel="native")
+    os._exit(0)
+print(os.waitpid(child, 0)[1])
+"""
+
+
+@needs_library
+@pytest.mark.parametrize("parent", ["imported", "loaded"])
+def test_a_forked_child_may_be_the_first_to_run_a_kernel(parent: str) -> None:
+    done = python(FIRST_IN_A_CHILD, PARENT=parent)
+    assert done.stdout == "0\n", done.stderr
+
+
+@needs_library
+def test_a_window_wider_than_any_tensor_is_open() -> None:
+    call = build(Case())
+    for window in ((2**63 - 1, None), (None, 2**63 - 1), (2**63 - 1, 2**63 - 1)):
+        wide = run(replace(call, mask=replace(call.mask, window=window)), "native")
+        assert all(torch.equal(wide[name], x) for name, x in run(call, "native").items()), window
+
+
+@needs_library
+def test_a_sink_that_is_nan_is_seen() -> None:
+    call = build(Case(sinks=True))
+    call.mask.sinks[0] = torch.nan
+    assert run(call, "native")["o"][:, 0].isnan().all()
+
+
+INTERRUPT = """
+import signal, threading, time, os, torch
+from support.cases import Case, build, run
+torch.set_num_threads(2)
+call = build(Case(b=1, hkv=2, tq=1500, tk=1500, d=64, dv=64))
+want = run(call, "native")
+interrupted = 0
+for n in range(6):
+    try:
+        threading.Timer(0.002 + 0.01 * n, os.kill, (os.getpid(), signal.SIGINT)).start()
+        run(call, "native")
+        time.sleep(2)
+    except KeyboardInterrupt:
+        interrupted += 1
+assert interrupted == 6
+assert all(torch.equal(run(call, "native")[name], x) for name, x in want.items())
+print("same")
+"""
+
+
+@needs_library
+def test_an_interrupt_corrupts_nothing() -> None:
+    done = python(INTERRUPT)
+    assert done.stdout == "same\n", done.stderr
+
+
+@needs_library
+@pytest.mark.usefixtures("threads")
+def test_scratch_grows_with_every_size_and_never_as_t_squared() -> None:
+    def numbers(b: int, t: int, n: int = 2) -> int:
+        torch.set_num_threads(n)
+        q, k = torch.empty(b, 12, t, 64), torch.empty(b, 4, t, 64)
+        ((shape, _),) = attention_workspace(q, k, k, Mask(causal=True), backward=True, kernel="native").values()
+        return shape[0]
+
+    assert numbers(1, 16) <= numbers(1, 17) <= numbers(2, 17) <= numbers(2, 1024) <= numbers(2, 1024, 4)
+    assert numbers(1, 8192) - numbers(1, 4096) <= 2 * 4096 * 3 * (4 * 64 + 8)
+    assert numbers(1, 8192) < 8192 * 8192 / 4
+
+
+@needs_library
+def test_an_instruction_set_that_is_not_there_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TILEGRAD_ISA", "mmx")
+    with pytest.raises(ValueError, match=r"TILEGRAD_ISA: got 'mmx'; accepted: one of 'portable'"):
+        run(build(Case()), "native")
+
+
+@needs_library
+def test_it_is_the_default_on_the_cpu_and_says_what_it_refuses() -> None:
+    call = build(Case())
+    assert tilegrad.explain(call.q, call.k, call.v).kernel == "native"
+    told = tilegrad.explain(call.q, call.k, call.v, dropout_p=0.1)
+    assert told.kernel == "tiled" and told.reasons["native"] == "takes no dropout"
+    told = tilegrad.explain(call.q, call.k, call.v, bias=torch.zeros(33))
+    assert told.kernel == "tiled" and told.reasons["native"] == "takes no bias"
+
+
+def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    monkeypatch.setattr(contract, "_plans", {})
+    native_build.library.cache_clear()
+    try:
+        call = build(Case())
+        told = tilegrad.explain(call.q, call.k, call.v)
+        assert told.kernel == "tiled" and "run: tilegrad doctor --build" in told.reasons["native"]
+        with pytest.raises(
+            ValueError, match=r"'native', which can't run this call: was not built.*'tiled' would run it"
+        ):
+            tilegrad.attention(call.q, call.k, call.v, kernel="native")
+        assert main(["doctor"]) == 0
+        out = capsys.readouterr().out
+        assert "missing: it was not built at install" in out and "apt install g++" in out and "attention: tiled" in out
+        assert main(["doctor", "--build"]) == 1
+        assert "no C++ compiler" in capsys.readouterr().err
+        (tmp_path / "none.so").write_text(f"not a library of {native_build.digest()}")
+        native_build.library.cache_clear()
+        assert "can't be loaded" in tilegrad.explain(call.q, call.k, call.v).reasons["native"]
+    finally:
+        monkeypatch.undo()
+        native_build.library.cache_clear()
+
+
+@needs_library
+def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(native_build, "digest", lambda: "other")
+    native_build.library.cache_clear()
+    try:
+        assert "was built from other sources" in str(native_build.library())
+    finally:
+        native_build.library.cache_clear()
+
+
+@needs_library
+def test_doctor_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert str(native_build.LIBRARY) in out and "portable" in out and "float32 attention: native, then tiled" in out
+
+
+@needs_compiler
+def test_no_symbol_is_shared_by_two_instruction_sets(tmp_path: Path) -> None:
+    """A function compiled for a newer processor must never be the one that the linker keeps for all."""
+    cxx = native_build.compiler()
+    assert cxx is not None
+    if shutil.which("nm") is None:
+        pytest.skip("needs nm")
+    compiled = native_build.objects(cxx, tmp_path, ("-std=c++17", "-O1", "-fPIC"))
+    owner: dict[str, str] = {}
+    for name in compiled:
+        lines = subprocess.run(["nm", "--defined-only", name], capture_output=True, text=True, check=True).stdout
+        for _, kind, symbol in (line.split() for line in lines.splitlines()):
+            if kind in "WVu" and not symbol.startswith("DW.ref."):
+                assert owner.setdefault(symbol, name) == name or not any(
+                    "_" in Path(n).stem for n in (name, owner[symbol])
+                ), symbol
+
+
+def driver(folder: Path, *flags: str) -> Path:
+    cxx = native_build.compiler()
+    assert cxx is not None
+    compiled = native_build.objects(cxx, folder, (*native_build.FLAGS, "-g", *flags))
+    program = folder / "native_driver"
+    subprocess.run(
+        [cxx, "-std=c++17", "-g", *flags, f"-I{native_build.SOURCES}", HERE / "support" / "native_driver.cpp", *compiled, "-pthread",
+         "-o", program], check=True,
+    )  # fmt: skip
+    return program
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.parametrize("sanitizer", ["address,undefined", "thread"])
+def test_sanitizers_find_nothing(tmp_path: Path, sanitizer: str) -> None:
+    program = driver(tmp_path, "-O1", f"-fsanitize={sanitizer}", "-fno-sanitize-recover=all")
+    done = subprocess.run([program], env=os.environ | {"CALLS": "150"}, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+
+
+@pytest.mark.slow
+@needs_compiler
+@pytest.mark.skipif(shutil.which("valgrind") is None, reason="needs valgrind")
+def test_valgrind_finds_nothing(tmp_path: Path) -> None:
+    program = driver(tmp_path)
+    done = subprocess.run(
+        ["valgrind", "-q", "--error-exitcode=9", program, "portable", "avx2"], env=os.environ | {"CALLS": "25"},
+        capture_output=True, text=True, timeout=1800,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]

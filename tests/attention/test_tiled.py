@@ -1,0 +1,203 @@
+"""The tiled kernel against the oracle: random calls of every feature, ragged tiles, memory, determinism."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases import Case, build, cases, oracle, run, whole_matrices
+from support.tolerance import assert_no_worse
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tilegrad.kernels.attention import api as contract
+from tilegrad.kernels.attention import tiled
+from tilegrad.kernels.attention.mask import Mask
+
+
+def check(case: Case, tile: int, slab: int, seed: int = 0) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tiled, "TILE", tile)
+        patch.setattr(tiled, "SLAB", slab)
+        patch.setattr(contract, "_plans", {})  # remembered for other tiles
+        call = build(case, seed)
+        assert_no_worse(run(call, "tiled"), oracle(call), whole_matrices(call), case.dtype)
+
+
+@settings(max_examples=320)
+@given(case=cases(), tile=st.sampled_from((16, 64, 256)), slab=st.sampled_from((1, 2000, 1 << 21)))
+def test_random_calls(case: Case, tile: int, slab: int) -> None:
+    check(case, tile, slab)
+
+
+@pytest.mark.slow
+@settings(max_examples=2000)
+@given(
+    case=cases(), tile=st.sampled_from((16, 32, 64, 256)), slab=st.sampled_from((1, 500, 9000)), seed=st.integers(1, 9)
+)
+def test_many_random_calls(case: Case, tile: int, slab: int, seed: int) -> None:
+    check(case, tile, slab, seed)
+
+
+@pytest.mark.parametrize("t", [1, 63, 113, 1023])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_ragged_lengths_at_the_real_tile_size(t: int, dtype: torch.dtype) -> None:
+    check(Case(b=1, group=2, tq=t, tk=t, causal=True, dtype=dtype, sinks=True, dlse=True), tiled.TILE, tiled.SLAB)
+
+
+@pytest.mark.parametrize("d", [1, 2, 63, 96, 97, 128, 255, 256])
+def test_head_dimensions(d: int) -> None:
+    check(Case(d=d, dv=d, causal=True), 16, tiled.SLAB)
+
+
+def test_empty_batch_and_no_heads_rows_or_columns() -> None:
+    for case in (
+        Case(b=0),
+        Case(tq=0),
+        Case(tk=0, sinks=True, dlse=True),
+        Case(lengths=((0, 0),)),
+        Case(lengths=((3, 0), (0, 4))),
+    ):
+        check(case, tiled.TILE, tiled.SLAB)
+
+
+def test_gradients_of_an_infinite_dlse_in_rows_that_see_nothing() -> None:
+    call = build(Case(causal=True, tq=6, tk=4, dlse=True))
+    assert call.dlse is not None
+    call.dlse[:, :, :2] = torch.inf
+    assert not any(x.isnan().any() for x in run(call, "tiled").values())
+
+
+def test_an_output_given_as_none_is_not_computed() -> None:
+    from tilegrad import attention_bwd, attention_workspace
+
+    call = build(Case(causal=True, bias="hqk", sinks=True))
+    want = run(call, "tiled")
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    shapes = attention_workspace(q, k, v, mask, backward=True, kernel="tiled")
+    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    for alone in ("dq", "dk", "dv", "dbias", "dsinks"):
+        outputs = {
+            name: torch.zeros_like(want[name]) if name == alone else None
+            for name in ("dq", "dk", "dv", "dbias", "dsinks")
+        }
+        attention_bwd(q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch, kernel="tiled")
+        assert torch.equal(outputs[alone], want[alone]), alone
+
+
+def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
+    from tilegrad import attention_bwd, attention_workspace
+
+    call = build(Case(sinks=True))
+    first = run(call, "tiled")
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    shapes = attention_workspace(q, k, v, mask, backward=True, kernel="tiled")
+    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    again = {name: first[name].clone() for name in ("dq", "dk", "dv", "dsinks")}
+    attention_bwd(q, k, v, first["o"], first["lse"], call.do, None, mask, **again, scratch=scratch, kernel="tiled")
+    assert torch.equal(again["dsinks"], 2 * first["dsinks"])
+    assert all(torch.equal(again[name], first[name]) for name in ("dq", "dk", "dv"))
+
+
+def test_scratch_of_a_call_holds_every_shorter_call() -> None:
+    from tilegrad import attention_workspace
+
+    def numbers(b: int, t: int, backward: bool) -> dict[str, int]:
+        q, k = torch.empty(b, 12, t, 64, device="meta"), torch.empty(b, 4, t, 64, device="meta")
+        shapes = attention_workspace(q, k, k, Mask(causal=True), backward=backward)
+        return {name: shape[0] for name, (shape, _) in shapes.items()}
+
+    for backward in (False, True):
+        for b, t in ((64, 1024), (7, 300), (3, 65)):
+            whole = numbers(b, t, backward)
+            for shorter in ((b, t - 1), (b, t // 3), (b, 16), (b, 1), (1, t), (max(1, b // 2), 128)):
+                if shorter[1] <= t:
+                    part = numbers(*shorter, backward)
+                    assert all(part[name] <= whole[name] for name in part), shorter
+
+
+def test_same_bits_run_to_run() -> None:
+    call = build(Case(tq=70, tk=90, causal=True, bias="hk", sinks=True, dropout_p=0.2, dlse=True))
+    first = run(call, "tiled", deterministic=True)
+    for _ in range(5):
+        again = run(call, "tiled", deterministic=True)
+        assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+class LargestTensor(TorchDispatchMode):
+    """The number of elements of the largest storage that any op inside touches."""
+
+    elements = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        out = func(*args, **(kwargs or {}))
+        for x in out if isinstance(out, tuple | list) else (out,):
+            if isinstance(x, torch.Tensor):
+                self.elements = max(self.elements, x.untyped_storage().nbytes() // x.element_size())
+        return out
+
+
+def test_no_matrix_of_t_by_t_exists_at_8192() -> None:
+    t = 8192
+    call = build(Case(b=1, hkv=1, tq=t, tk=t, d=8, dv=8, causal=True))
+    with LargestTensor() as seen:
+        run(call, "tiled")
+    assert 0 < seen.elements <= t * tiled.TILE < t * t // 16
+
+
+FEATURES = {
+    "causal": Case(causal=True),
+    "half": Case(causal=True, dtype=torch.bfloat16),
+    "all": Case(causal=True, window=(40, 2), softcap=3.0, bias="hk", alibi="bh", sinks=True, dropout_p=0.2, dlse=True),
+    "groups, bool bias": Case(group=2, bias="BQK", dtype=torch.float16),
+}
+
+
+@pytest.mark.parametrize("name", FEATURES)
+def test_nothing_is_allocated(name: str) -> None:
+    """The allocator's own events, for what is larger than the scalars that torch wraps."""
+    from torch.profiler import ProfilerActivity, profile
+
+    from tilegrad import attention_bwd, attention_fwd, attention_workspace
+
+    call = build(replace(FEATURES[name], tq=300, tk=280))
+    want = run(call, "tiled")
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    scratch = {}
+    for backward in (False, True):
+        shapes = attention_workspace(q, k, v, mask, backward=backward, kernel="tiled")
+        scratch[backward] = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    outputs = {name: torch.empty_like(x) for name, x in want.items()}
+    o, lse = outputs.pop("o"), outputs.pop("lse")
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[False], kernel="tiled")
+        attention_bwd(q, k, v, o, lse, call.do, call.dlse, mask, **outputs, scratch=scratch[True], kernel="tiled")
+    allocated = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]" and e.nbytes() > 0]
+    assert max(allocated, default=0) <= 1024, sorted(allocated)[-5:]
+
+
+def wrong_scores(slab: tiled.Slab, *args: object, **kwargs: object) -> torch.Tensor:
+    s = right_scores(slab, *args, **kwargs)  # type: ignore[arg-type]
+    if args[2].start > 0 and args[3].start > 0:  # type: ignore[attr-defined]
+        s[0, 0, 0] += 0.05
+    return s
+
+
+right_scores = tiled.Slab.scores
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_canary_one_wrong_score_in_one_tile_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    case = Case(tq=40, tk=40, dtype=dtype)
+    check(case, 16, tiled.SLAB)
+    monkeypatch.setattr(tiled.Slab, "scores", wrong_scores)
+    with pytest.raises(AssertionError, match="error"):
+        check(case, 16, tiled.SLAB)
+
+
+def test_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Mask, "rows_of", lambda self, columns, tq, tk: range(columns.start // 2, tq - 16))
+    with pytest.raises(AssertionError, match="error"):
+        check(Case(tq=64, tk=64), 16, tiled.SLAB)

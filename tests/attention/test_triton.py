@@ -1,0 +1,303 @@
+"""The Triton kernels against the oracle: in the interpreter (a process of its own, for it is chosen at import), on a GPU.
+
+The compiler's side of them, without a GPU, is in test_triton_compile.py.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.cases import Case, build, oracle, run, whole_matrices
+from support.tolerance import assert_no_worse
+from support.triton_specs import Spec, specs
+from triton_on_gpu import random_shapes
+
+import tilegrad
+from tilegrad.kernels.attention.triton import tiles
+
+pytest.importorskip("triton", reason="needs Triton")
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
+IN_CI = 14  # specifications of specs() that the interpreter has time for; all of them are in the slow set
+
+
+def check(case: Case, seed: int = 0) -> None:
+    call = build(case, seed)
+    assert_no_worse(run(call, "triton"), oracle(call), whole_matrices(call), case.dtype)
+
+
+def in_the_interpreter(*arguments: str) -> None:
+    """This file again, in a process where Triton interprets."""
+    quiet = ["-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning"]  # numpy's, in the interpreter
+    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *quiet, __file__, *arguments]
+    environment = os.environ | {"TRITON_INTERPRET": "1"}
+    for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
+        del environment[name]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
+    assert " passed" in done.stdout, done.stdout[-2000:]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
+def test_in_the_interpreter() -> None:
+    in_the_interpreter("-k", "interpreted")
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
+def test_every_specification_in_the_interpreter() -> None:
+    in_the_interpreter("-k", "every_pair", "--slow")
+
+
+BASE = Case(b=1, hkv=1, tq=37, tk=45)
+FEATURES = {
+    "plain": replace(BASE, b=2, hkv=2),
+    "half, causal, groups": replace(BASE, causal=True, group=2, dtype=torch.float16),
+    "rows that see nothing": replace(BASE, tq=50, tk=20, causal=True, dlse=True, sinks=True),
+    "packed": replace(BASE, lengths=((5, 9), (0, 3), (40, 33), (7, 0)), causal=True),
+    "decoding, split": replace(BASE, tq=3, tk=113, causal=True, sinks=True, dropout_p=0.25, group=2),
+    "no columns": replace(BASE, tk=0, sinks=True, dlse=True),
+    "scale 0": replace(BASE, scale=0.0, causal=True),
+    "everything": replace(
+        BASE, causal=True, window=(20, 3), softcap=3.0, bias="hk", alibi="bh", sinks=True, dropout_p=0.2, dlse=True,
+        scale=-0.3, layout="fused", d=5, dv=19,
+    ),
+}  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("name", FEATURES)
+def test_interpreted_feature(name: str) -> None:
+    check(FEATURES[name])
+
+
+@interpreted
+@pytest.mark.parametrize("name", [name for name, case in FEATURES.items() if case.dtype == torch.float32])
+def test_interpreted_feature_where_float64_is_slow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention.triton import launch as triton_attention
+
+    want = run(build(FEATURES[name]), "triton")
+    monkeypatch.setattr(triton_attention, "FAST_FLOAT64", ())
+    check(FEATURES[name])
+    got = run(build(FEATURES[name]), "triton")
+    assert name == "no columns" or any(not torch.equal(got[x], want[x]) for x in want)
+
+
+@interpreted
+@pytest.mark.parametrize("name", ["plain", "decoding, split", "everything"])
+def test_interpreted_float32_is_rounded_once(name: str) -> None:
+    """o and lse are those of float64, rounded; but scale is a float32."""
+    call = build(replace(FEATURES[name], scale=-0.25))
+    got, exact = run(call, "triton"), oracle(call)
+    for x in ("o", "lse"):
+        unit = exact[x].abs().log2().floor().exp2() * torch.finfo(torch.float32).eps
+        assert ((got[x].double() - exact[x]).abs() <= 0.501 * unit).all(), x
+
+
+def in_small(spec: Spec, number: int) -> None:
+    check(spec.case(random.Random(number), "cpu", t=51, small=True), seed=number)
+
+
+@interpreted
+@pytest.mark.parametrize("number", range(IN_CI))
+def test_interpreted_pairs_of_features(number: int) -> None:
+    in_small(specs()[number], number)
+
+
+@interpreted
+@pytest.mark.slow
+def test_every_pair_of_features() -> None:
+    for number, spec in enumerate(specs()):
+        in_small(spec, number)
+
+
+@interpreted
+def test_interpreted_canary_one_wrong_score_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention.triton import forward as triton_fwd
+
+    right = triton_fwd.scores
+
+    def wrong(s, i, j, head, EXACT, MASKED):  # type: ignore[no-untyped-def]
+        x, factor, t = right(s, i, j, head, EXACT, MASKED)
+        return x + 0.05 * ((i == 33) & (j == 16)), factor, t
+
+    monkeypatch.setattr(triton_fwd, "scores", wrong)
+    with pytest.raises(AssertionError, match="error"):
+        check(BASE)
+
+
+@interpreted
+def test_interpreted_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention.triton import backward as triton_bwd
+
+    right = triton_bwd.band_tiles
+
+    def wrong(start, stop, shift, back, ahead, size, BLOCK):  # type: ignore[no-untyped-def]
+        first, full, full_end, last = right(start, stop, shift, back, ahead, size, BLOCK)
+        return first, full, full_end, last - (start == 32)
+
+    monkeypatch.setattr(triton_bwd, "band_tiles", wrong)
+    with pytest.raises(AssertionError, match="error"):
+        check(BASE)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.float16]
+)  # in half precision products start from −lse and −delta
+def test_interpreted_dk_and_dv_apart(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    from tilegrad.kernels.attention.triton import launch as triton_attention
+
+    case = replace(BASE, dtype=dtype)
+    key = (tiles.INTERPRETER, 32, 64, False)
+    together = tiles.TABLE[key]
+    want = run(build(case), "triton")
+    monkeypatch.setattr(triton_attention, "fits", {})
+    tiles.set_row(key, together._replace(dk=together.dkdv, dv=together.dkdv))
+    try:
+        got = run(build(case), "triton")
+    finally:
+        tiles.set_row(key, together)
+    assert {fit.kernel for fit in triton_attention.fits.values()} == {"fwd", "dk", "dv", "dq"}
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@interpreted
+def test_interpreted_more_sequences_than_a_grid_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention.triton import launch as triton_attention
+
+    small = replace(BASE, b=3, tq=20, tk=17)
+    for case in (small, replace(small, dtype=torch.float16), FEATURES["packed"]):
+        want = run(build(case), "triton")
+        monkeypatch.setattr(triton_attention, "MOST_SEQUENCES", 2)
+        got = run(build(case), "triton")
+        monkeypatch.undo()
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@interpreted
+def test_interpreted_bias_whose_columns_lie_beyond_32_bits() -> None:
+    """Of a transposed bias (its memory is never touched between the columns, so it costs none)."""
+    tq, tk, step = 20, 34, 2**26
+    memory = torch.empty(tk * step, dtype=torch.bool)
+    bias = memory.as_strided((1, 1, tq, tk), (0, 0, 1, step))
+    call = build(replace(BASE, tq=tq, tk=tk, bias="QK"))
+    assert call.mask.bias is not None
+    bias.copy_(call.mask.bias)
+    want = run(call, "triton")
+    got = run(replace(call, mask=replace(call.mask, bias=bias)), "triton")
+    assert memory.numel() > 2**31 and all(torch.equal(got[name], want[name]) for name in want)
+
+
+@interpreted
+def test_interpreted_output_given_as_none_is_not_computed() -> None:
+    from tilegrad import attention_bwd, attention_workspace
+
+    call = build(replace(BASE, tq=18, tk=20, bias="hqk", sinks=True, dropout_p=0.2))
+    call = replace(call, mask=replace(call.mask, seed=2**64 - 5))  # an int, so that the scratch holds the seed
+    want = run(call, "triton")
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    shapes = attention_workspace(q, k, v, mask, backward=True)
+    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    names = ("dq", "dk", "dv", "dbias", "dsinks")
+    for alone in names:
+        outputs = {name: torch.zeros_like(want[name]) if name == alone else None for name in names}
+        attention_bwd(q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch)
+        assert torch.equal(outputs[alone], want[alone]), alone
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is about the compiler")
+def test_the_table_says_why_not() -> None:
+    q = torch.randn(1, 1, 4, 4)
+    assert "TRITON_INTERPRET=1" in tilegrad.explain(q, q, q).reasons["triton"]
+    assert "float64" in tilegrad.explain(q.double(), q.double(), q.double()).reasons["triton"]
+    many = torch.zeros(1, 1, 1, 4).expand(1, 65536, 1, 4)
+    assert "up to 65535 kv heads" in tilegrad.explain(many, many, many).reasons["triton"]
+    with pytest.raises(
+        ValueError, match=r"kernel: got 'triton', which can't run this call.*'(native|tiled)' would run it"
+    ):
+        tilegrad.attention(q, q, q, kernel="triton")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is about the compiler")
+def test_nothing_imports_triton_before_it_runs() -> None:
+    code = (
+        "import sys, torch, tilegrad\n"
+        "q = torch.randn(1, 1, 4, 4)\n"
+        "tilegrad.attention(q, q, q); tilegrad.explain(q, q, q)\n"
+        "assert 'tilegrad.kernels.attention.triton.launch' not in sys.modules"
+    )
+    source = str(Path(__file__).parents[2] / "src")
+    subprocess.run([sys.executable, "-c", code], check=True, env=os.environ | {"PYTHONPATH": source})
+
+
+def test_rows_are_aligned_where_their_beginning_is_too() -> None:
+    from tilegrad.kernels.attention.triton.launch import _align
+
+    memory = torch.empty(2 * 3 * 8 * 64 + 64, dtype=torch.float16)
+    aligned, shifted = (memory[n : n + 2 * 3 * 8 * 64].view(2, 3, 8, 64) for n in (0, 1))
+    assert (_align(False, aligned), _align(False, aligned, shifted), _align(False, aligned[..., :63])) == (8, 1, 8)
+    assert _align(False, torch.empty(2, 3, 8, 63, dtype=torch.float16)) == 1
+
+
+def test_tiles_of_an_unknown_architecture_are_those_of_the_nearest_below() -> None:
+    row = tiles.TABLE[90, 16, 128, True]
+    assert tiles.candidates("dq", 103, 16, 128, True)[0] == row.dq
+    assert tiles.candidates("dq", 121, 16, 128, True)[0] == tiles.TABLE[120, 16, 128, False].dq
+    assert tiles.candidates("dq", 75, 16, 64, False)[0] == tiles.TABLE[80, 16, 64, False].dq
+    first, *others = tiles.candidates("fwd", 90, 16, 128, True)
+    assert first == row.fwd and others
+    assert all(tile.m <= first.m and tile.n <= first.n for tile in others)
+
+
+# On a GPU
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_2000_random_shapes_over_80_specialisations() -> None:
+    verdicts = random_shapes(2000)
+    assert not [line for verdict in verdicts for line in verdict.red]
+    assert sum(verdict.specialised["fwd"] + verdict.specialised["decode"] for verdict in verdicts) <= 80
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_200_repeats_are_bit_equal() -> None:
+    case = Case(
+        tq=300, tk=400, d=64, dv=64, group=2, causal=True, bias="hk", sinks=True, dropout_p=0.2, dlse=True,
+        dtype=torch.bfloat16, device="cuda",
+    )  # fmt: skip
+    for shape in (case, replace(case, tq=2, tk=5000, b=1)):
+        call = build(shape)
+        first = run(call, "triton", deterministic=True)
+        for _ in range(200):
+            again = run(call, "triton", deterministic=True)
+            assert all(torch.equal(first[name], again[name]) for name in first)
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+def test_more_than_2_to_the_31_elements() -> None:
+    """B·H·T·D = 2³¹ + 2²⁰: the last head, beyond 32 bits, is what that head gives alone."""
+    b, t, d = 8193, 2048, 128
+    g = torch.Generator("cuda").manual_seed(0)
+    q, k, v, do = (torch.randn(b, 1, t, d, generator=g, device="cuda", dtype=torch.bfloat16) for _ in range(4))
+    assert q.numel() > 2**31
+    last = slice(b - 1, b)
+    names = ("q", "k", "v")
+    whole = dict(zip(names, (x.requires_grad_() for x in (q, k, v)), strict=True))
+    alone = {name: x.detach()[last].clone().requires_grad_() for name, x in whole.items()}
+    results = []
+    for inputs, grad in ((whole, do), (alone, do[last])):
+        o = tilegrad.attention(inputs["q"], inputs["k"], inputs["v"], causal=True, kernel="triton")
+        o.backward(grad)
+        results.append([o.detach()[-1:], *(inputs[name].grad[-1:] for name in names)])
+    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))

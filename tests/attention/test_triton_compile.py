@@ -1,0 +1,201 @@
+"""The Triton kernels through the real compiler, without a GPU: registers, spills and shared memory of what would run.
+
+A driver that only names an architecture takes the place of CUDA's, and a launch compiles instead: argument
+specialisation, tile choice and ptxas are the real ones.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.cases import Case, build
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.skipif(
+    triton.knobs.runtime.interpret or torch.cuda.is_available(), reason="compiles for GPUs that are not there"
+)
+
+SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+
+
+class Compiled(NamedTuple):
+    kernel: str
+    registers: int
+    spilled_bytes: int
+    shared_bytes: int
+    sass: str
+
+
+def resources(name: str, compiled: Any, folder: Path) -> Compiled:
+    cubin = folder / f"{name}.cubin"
+    cubin.write_bytes(compiled.asm["cubin"])
+
+    def dump(flag: str) -> str:
+        return subprocess.run([BIN / "cuobjdump", flag, cubin], capture_output=True, text=True, check=True).stdout
+
+    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
+    assert usage is not None
+    return Compiled(name, int(usage[1]), int(usage[2]), compiled.metadata.shared, dump("-sass"))
+
+
+Compile = Callable[..., dict[str, Compiled]]
+
+
+@pytest.fixture
+def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
+    """compile_for(architecture, case): every kernel that a forward and, unless told, a backward would launch."""
+    from triton.backends.compiler import GPUTarget
+    from triton.runtime.driver import driver  # its own default fails where there is no GPU, so it is put back by hand
+    from triton.runtime.jit import JITFunction
+
+    from tilegrad.kernels.attention.triton import launch as triton_attention
+
+    found: dict[str, Compiled] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
+        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
+        if not warmup:
+            name = self.__name__ if self.__name__ not in found else f"{self.__name__} again"
+            found[name] = resources(name, compiled, tmp_path)
+        return compiled
+
+    def compile_call(architecture: int, case: Case, *, backward: bool = True) -> dict[str, Compiled]:
+        class Driver:
+            def get_current_target(self) -> Any:
+                return GPUTarget("cuda", architecture, 32)
+
+            def get_current_device(self) -> int:
+                return architecture  # a device of its own: Triton remembers the target of each
+
+            def get_current_stream(self, device: int) -> int:
+                return 0
+
+            def get_active_torch_device(self) -> torch.device:
+                return torch.device("cpu")
+
+        driver.set_active(Driver())
+        monkeypatch.setattr(triton_attention, "architecture", lambda device: architecture)
+        monkeypatch.setattr(triton_attention, "multiprocessors", lambda device: 100)
+        monkeypatch.setattr(triton_attention, "shared_memory_bytes", lambda device: SHARED_MEMORY_BYTES[architecture])
+        monkeypatch.setattr(triton_attention, "fits", {})
+        call = build(case)
+        q, k, v, mask = call.q, call.k, call.v, call.mask
+        o, lse = torch.empty_like(q), torch.empty(q.shape[:3])
+        grads = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+        dbias = None if mask.float_bias is None else torch.empty_like(mask.float_bias)
+        dsinks = None if mask.sinks is None else torch.empty_like(mask.sinks)
+        shapes = [triton_attention.workspace(q, k, v, mask, backward=x, deterministic=True) for x in (False, True)]
+        scratch = [{name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in each.items()} for each in shapes]
+        triton_attention.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
+        if backward:
+            triton_attention.bwd(
+                q, k, v, o, lse, call.do, call.dlse, mask, **grads, dbias=dbias, dsinks=dsinks, scratch=scratch[1],
+                deterministic=True,
+            )  # fmt: skip
+        return found
+
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    yield compile_call
+    driver._active = None
+
+
+def case(d: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Case:
+    return Case(b=1, hkv=2, tq=256, tk=256, d=d, dv=d, dtype=dtype, causal=causal, **more)
+
+
+def check(found: dict[str, Compiled], architecture: int) -> None:
+    for kernel in found.values():
+        assert kernel.registers <= 255
+        assert kernel.shared_bytes <= SHARED_MEMORY_BYTES[architecture]
+
+
+def check_tuned(found: dict[str, Compiled]) -> None:
+    for name, kernel in found.items():
+        assert not kernel.spilled_bytes, f"{name} spills {kernel.spilled_bytes} bytes"
+        if name != "_delta_kernel":
+            assert "HGMMA" in kernel.sass, f"{name} does not use Hopper's products of warpgroups"
+            assert "LDGSTS" in kernel.sass, f"{name} does not copy ahead"
+            products, waits = kernel.sass.count("HGMMA"), len(re.findall(r"HGMMA.*gsb0", kernel.sass))
+            assert waits < products / 2, f"{name} waits after {waits} of {products} products: ptxas has serialised them"
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_hopper(compile_for: Compile, d: int) -> None:
+    found = compile_for(90, case(d, causal=True))
+    apart = {"_dkdv_kernel again"} if d == 256 else set()
+    assert found.keys() == {"_attention_fwd_kernel", "_delta_kernel", "_dkdv_kernel", "_dq_kernel"} | apart
+    check(found, 90)
+    check_tuned(found)
+
+
+@pytest.mark.parametrize("architecture", [80, 89, 100, 120])
+def test_other_architectures(compile_for: Compile, architecture: int) -> None:
+    found = compile_for(architecture, case(64, causal=True), backward=False)
+    check(found, architecture)
+    assert f"code for sm_{architecture}" in found["_attention_fwd_kernel"].sass
+
+
+@pytest.mark.parametrize(("architecture", "wide"), [(90, True), (80, True), (89, False), (100, False)])
+def test_float32_is_widened_where_float64_is_fast(compile_for: Compile, architecture: int, wide: bool) -> None:
+    found = compile_for(architecture, case(64, causal=True, dtype=torch.float32, bias="BHQK"), backward=wide)
+    check(found, architecture)
+    for name, kernel in found.items():
+        if name != "_delta_kernel":
+            assert ("DMMA" in kernel.sass) == wide, name
+            assert kernel.spilled_bytes <= 64, name
+
+
+def test_dk_and_dv_of_a_wide_head_stay_together_where_sums_are_not_in_registers() -> None:
+    from tilegrad.kernels.attention.triton import tiles
+
+    for band in (False, True):
+        assert tiles.row(100, 16, 256, band).dk is None and tiles.row(120, 16, 256, band).dk is None
+        assert tiles.row(90, 16, 256, band).dk is not None
+
+
+def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.kernels.attention.triton import launch as triton_attention
+    from tilegrad.kernels.attention.triton import tiles
+
+    own = tiles.row(90, 16, 64, True).fwd
+    monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 45_000)
+    check(compile_for(90, case(64, causal=True), backward=False), 90)
+    (fit,) = triton_attention.fits.values()
+    assert fit.tile in tiles.SMALLER and fit.tile != own
+    monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 1000)
+    monkeypatch.setattr(triton_attention, "tiles_for", lambda *args: (own,))
+    with pytest.raises(ValueError, match=r"device: got cpu, which gives a program 1000 bytes.*'tiled' needs none"):
+        compile_for(90, case(64, causal=True), backward=False)
+    assert triton_attention.fits == {}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("d", "causal"), list(itertools.product((16, 64, 96, 128, 256), (False, True))))
+@pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_the_whole_matrix(
+    compile_for: Compile, architecture: int, d: int, causal: bool, dtype: torch.dtype
+) -> None:  # fmt: skip
+    found = compile_for(architecture, case(d, causal, dtype))
+    check(found, architecture)
+    if architecture == 90 and dtype != torch.float32 and d in (64, 128, 256):
+        check_tuned(found)
+
+
+@pytest.mark.slow
+def test_every_feature_at_once(compile_for: Compile) -> None:
+    found = compile_for(
+        90,
+        case(64, causal=True, window=(90, 2), softcap=3.0, bias="hk", alibi="bh", sinks=True, dropout_p=0.2, dlse=True),
+    )
+    check(found, 90)
+    assert found.keys() >= {"_dbias_kernel", "_dsinks_kernel"}

@@ -1,0 +1,249 @@
+"""The attention benchmark: its formulas, its check that comes before any number, and what it prints."""
+
+from __future__ import annotations
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilegrad.bench import attention, comparison, cost
+from tilegrad.bench.attention import bench_attention
+from tilegrad.bench.comparison import Row
+from tilegrad.bench.shapes import Shape
+
+
+@pytest.fixture(autouse=True)
+def one_small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(attention.PRESETS, "laptop", (Shape(1, 2, 64, 16, causal=True),))
+
+
+def test_visible_pairs_are_those_that_the_band_leaves() -> None:
+    for tq, tk in itertools.product((0, 1, 5, 8, 13), repeat=2):
+        for left, right in itertools.product((None, 0, 1, 4, 20), repeat=2):
+            gaps = [i + tk - tq - j for i in range(tq) for j in range(tk)]
+            seen = sum((left is None or gap <= left) and (right is None or gap >= -right) for gap in gaps)
+            assert cost.visible_pairs(tq, tk, left, right) == seen
+
+
+def test_flops_and_bytes_of_a_known_call() -> None:
+    full = {"batch": 2, "heads": 3, "tq": 100, "tk": 100, "d": 64, "dv": 64}
+    assert cost.attention_flops(**full) == 4 * 2 * 3 * 100 * 100 * 64
+    assert cost.attention_flops(**full, backward=True) == 10 * 2 * 3 * 100 * 100 * 64
+    assert cost.attention_flops(**full, right=0) == 4 * 2 * 3 * (100 * 101 // 2) * 64
+    tensor = 2 * 3 * 100 * 64 * 2
+    assert cost.attention_bytes(2, 3, 3, 100, 100, 64, 64, 2) == 4 * tensor + 4 * 2 * 3 * 100
+    assert cost.attention_bytes(2, 3, 3, 100, 100, 64, 64, 2, backward=True) == 8 * tensor + 4 * 2 * 3 * 100
+
+
+def test_table_on_the_cpu(capsys: pytest.CaptureFixture[str]) -> None:
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, profile=True) == 0
+    out = capsys.readouterr().out
+    assert "B1 H2 T64 D16 causal" in out and "tiled" in out and "sdpa" in out
+    assert "geometric mean" in out and "of its limit" in out
+
+
+def test_json_lines_carry_device_versions_and_commit(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lines.jsonl"
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, json=True, out=str(file)) == 0
+    lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
+    assert lines == [json.loads(line) for line in file.read_text().splitlines()]
+    ours = attention.kernels_on(torch.device("cpu"), torch.float32)
+    assert "tiled" in ours
+    assert {(line["kernel"], line["direction"]) for line in lines} == {
+        (kernel, direction) for kernel in (*ours, "sdpa") for direction in ("forward", "backward")
+    }
+    assert all({"device", "torch", "triton", "commit", "date", "tflops", "p20_ms"} <= line.keys() for line in lines)
+
+
+def test_a_wrong_kernel_has_no_time_and_no_speed_up(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilegrad.kernels.attention import tiled
+
+    right = tiled.fwd
+
+    def wrong(*args: object, **outputs: object) -> None:
+        right(*args, **outputs)  # type: ignore[arg-type]
+        outputs["o"][..., 0] += 0.01  # type: ignore[index]
+
+    monkeypatch.setattr(tiled, "fwd", wrong)
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["tiled"]) == 1
+    out = capsys.readouterr().out
+    assert "WRONG" in out and "geometric mean" not in out
+    assert not [line for line in out.splitlines() if "tiled" in line and "WRONG" not in line]
+
+
+def test_speed_ups_pair_equal_shapes() -> None:
+    a, b = Shape(1, 1, 8, 8), Shape(1, 1, 16, 8)
+    rows = [
+        Row(a, "forward", "x", 2.0, rounds_ms=(1.0, 2.0, 4.0)),
+        Row(a, "forward", "y", 6.0, rounds_ms=(3.0, 8.0, 4.0)),
+        Row(b, "forward", "x", 1.0, rounds_ms=(1.0, 1.0, 1.0)),
+    ]
+    assert comparison.speedups(rows, "x", "y", "forward") == {a: (3.0, 2.0, 3.5)}  # ratios 3, 4, 1
+
+
+@pytest.mark.parametrize(
+    "shape", ["1,1,512,16,causal", "1,1,640,16,window=100", "1,1,640,16,window=300", "1,1,500,16,causal,tq=130"]
+)
+def test_a_block_mask_of_flex_attention_is_what_its_own_search_finds(shape: str) -> None:
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    mine = attention.block_mask_of(Shape.parse(shape), torch.device("cpu"))
+    theirs = create_block_mask(mine.mask_mod, None, None, *mine.seq_lengths, device="cpu")
+    assert mine.seq_lengths == theirs.seq_lengths
+    for name in ("kv", "full_kv", "q", "full_q"):
+        counts, indices = (getattr(mine, f"{name}_{x}") for x in ("num_blocks", "indices"))
+        assert torch.equal(counts, getattr(theirs, f"{name}_num_blocks")), name
+        assert torch.equal(indices, getattr(theirs, f"{name}_indices")), name
+
+
+def test_a_shape_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
+    from tilegrad.cli import main
+
+    assert Shape.parse("4,32,4096,64") == Shape(4, 32, 4096, 64)
+    assert Shape.parse("1,32,8192,128,causal,hkv=8,tq=1") == Shape(1, 32, 8192, 128, True, hkv=8, tq=1)
+    shapes = ["1,2,32,16,window=7", "2,1,32,16"]
+    common = ["bench", "attention", "--device", "cpu", "--dtype", "float32", "--repeats", "2", "--kernels", "tiled"]
+    assert main([*common, "--peers", "--shape", *shapes]) == 0
+    out = capsys.readouterr().out
+    assert all(str(Shape.parse(shape)) in out for shape in shapes) and "T64" not in out
+
+
+def test_packed_shapes_stand_before_a_dense_one_of_equal_work() -> None:
+    shapes = attention.PRESETS["varlen"]
+    for packed, dense in zip(shapes[::2], shapes[1::2], strict=True):
+        assert sum(packed.lengths) == 32768 and (packed.d, packed.causal) == (dense.d, dense.causal)
+        assert packed.flops(backward=True) == pytest.approx(dense.flops(backward=True), rel=0.1)
+    rows = [Row(shapes[0], "forward", "x", 2.0), Row(shapes[1], "forward", "x", 1.0)]
+    (rate,) = comparison.packed_rates(rows, "x", "forward")
+    assert rate == pytest.approx(0.5, rel=0.1)
+
+
+def test_packed_sequences_are_checked_and_timed(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    packed, dense = Shape(0, 2, 0, 16, causal=True, lengths=(40, 0, 24)), Shape(2, 2, 32, 16, causal=True)
+    monkeypatch.setitem(attention.PRESETS, "laptop", (packed, dense))
+    assert bench_attention(device="cpu", dtype="float32", repeats=2) == 0
+    out = capsys.readouterr().out
+    assert "3 packed H2 T≤40 D16 causal" in out and "tiled, backward: packed at" in out
+
+
+def test_a_kernel_that_refuses_a_shape_is_left_out_with_its_reason(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilegrad.kernels.table import Kernel, Table
+
+    picky = Kernel("picky", "attention.tiled", lambda problem: "takes no causal mask" if problem.mask.causal else None)
+    monkeypatch.setattr(attention, "ATTENTION", Table("attention", (picky, *attention.ATTENTION.rows)))
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["picky", "tiled"], peers=()) == 0
+    out = capsys.readouterr().out
+    assert "picky: takes no causal mask" in out and "tiled" in out
+
+
+def test_a_window_of_sdpa_is_a_matrix() -> None:
+    inputs = attention.Inputs(Shape(1, 2, 40, 16, window=7), torch.float64, torch.device("cpu"))
+    (forward, backward, ours), (_, their_backward, theirs) = inputs.ours("tiled"), inputs.peer("sdpa")
+    for run in (forward, backward, their_backward):
+        run()
+    for name in ("o", "dq", "dk", "dv"):
+        torch.testing.assert_close(ours[name], theirs[name])
+
+
+def test_the_thirty_cells() -> None:
+    cells = attention.PRESETS["training"]
+    assert len(cells) == 30 and {shape.b * shape.t for shape in cells} == {16384}
+    assert {shape.h * shape.d for shape in cells} == {2048} and {shape.d for shape in cells} == {64, 128, 256}
+
+
+def test_plot(tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib", reason="needs matplotlib")
+    picture = tmp_path / "bars.png"
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, json=True, plot=str(picture)) == 0
+    assert picture.stat().st_size > 1000
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"dtype": "int32"}, "dtype: got 'int32'"),
+        ({"preset": "none"}, "preset: got 'none'"),
+        ({"repeats": 1}, "repeats: got 1"),
+        ({"shapes": ["1,2,64"]}, "shapes: got '1,2,64' \\(3 of four numbers\\); accepted: B,H,T,D and"),
+        ({"shapes": ["1,2,x,16"]}, "\\('x' is no positive number\\)"),
+        ({"shapes": ["1,2,64,16,window="]}, "\\('' is no positive number\\)"),
+        ({"shapes": ["1,2,64,16,window=4,window=5"]}, "\\(window twice\\)"),
+        ({"shapes": ["1,3,64,16,hkv=2"]}, "\\(hkv=2 does not divide H=3\\)"),
+        ({"shapes": ["1,2,64,16,hkv=4"]}, "\\(hkv=4 does not divide H=2\\)"),
+        ({"shapes": ["1,2,64,300"]}, "\\(D=300, beyond 256\\)"),
+        ({"shapes": ["1,2,64,16,casual"]}, "shapes: got '1,2,64,16,casual' \\(unknown 'casual'\\)"),
+        ({"shapes": ["1,0,64,16"]}, "shapes: got '1,0,64,16' \\(not positive\\)"),
+        ({"shapes": ["1,2,64,16"], "preset": "laptop"}, "shapes: got .* and the preset 'laptop'; accepted: one of"),
+        ({"kernels": ["x"]}, "kernels: got"),
+        ({"peers": ["x"]}, "peers: got \\['x'\\]; accepted: names among sdpa"),
+        ({"tune": True}, "device: got cpu; accepted: a CUDA device"),
+    ],
+)
+def test_bad_arguments_say_what_is_accepted(arguments: dict[str, object], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        bench_attention(device="cpu", **arguments)  # type: ignore[arg-type]
+
+
+def test_tuning_rewrites_only_the_rows_of_the_table() -> None:
+    from tilegrad.bench.tune import _rewritten
+    from tilegrad.kernels.attention.triton import tiles
+
+    before = Path(tiles.__file__).read_text()
+    after = "\n".join(_rewritten(before.split("\n")))
+    names: dict[str, object] = {}
+    exec(compile(after, "tiles.py", "exec"), names)
+    assert names["TABLE"] == tiles.TABLE
+    assert after.split("# table begins")[0] == before.split("# table begins")[0]
+
+
+def test_tuning_takes_dk_and_dv_apart_only_where_both_were_timed_and_are_faster() -> None:
+    from tilegrad.bench.tune import _taken
+    from tilegrad.kernels.attention.triton.tiles import Tile, Tiles
+
+    a, b, c, d = (Tile(n, 32, 4, 1) for n in (16, 32, 64, 128))
+    together, apart = Tiles(a, a, a, a), Tiles(a, a, a, a, a, a)
+    for row in (together, apart):
+        assert _taken(row, {"dkdv": (3.0, b), "dk": (1.5, c), "dv": (1.0, d)}) == Tiles(a, a, b, a, c, d)
+        assert _taken(row, {"dkdv": (2.0, b), "dk": (1.5, c), "dv": (1.0, d)}) == Tiles(a, a, b, a)
+        assert _taken(row, {"dkdv": (2.0, b)}) == Tiles(a, a, b, a)
+        assert _taken(row, {"dq": (2.0, b)}) == row._replace(dq=b)
+
+
+def test_the_roofline_of_dk_and_dv_walked_apart_has_a_product_more() -> None:
+    from tilegrad.bench.roofline import PROFILED, _by_part, demand
+
+    once = [("_dkdv_kernel", 3.0), ("_dq_kernel", 2.0), ("another", 9.0)]
+    assert _by_part(once * PROFILED) == pytest.approx({"dkdv": 3.0, "dq": 2.0})
+    assert _by_part([*once, ("_dkdv_kernel", 1.0)] * PROFILED) == pytest.approx({"dk, dv": 4.0, "dq": 2.0})
+    shape = Shape(2, 4, 128, 64, hkv=2)
+    product, tensor = 2 * 2 * 4 * 128 * 128 * 64, 2 * 4 * 128 * 64 * 2
+    together, apart = (demand(part, shape, 2) for part in ("dkdv", "dk, dv"))
+    assert (together[0], apart[0]) == (4 * product, 5 * product)
+    assert apart[1] - together[1] == 2 * tensor + tensor / 2  # q, do and k once more
+
+
+def test_of_a_report_of_ncu_the_kernels_and_their_counters_are_shown() -> None:
+    from tilegrad.bench.roofline import COUNTERS, _counted
+
+    kernel, counter = "  _dq_kernel (64, 1, 1)x(128, 1, 1), CC 9.0", f"    {COUNTERS[1]}    %   61.1"
+    noise = [
+        '==PROF== Profiling "_dq_kernel": 0%....100% - 10 passes',
+        "    Section: Command line profiler metrics",
+        "",
+    ]
+    assert _counted("\n".join([*noise, kernel + "  ", noise[1], counter, *noise])) == f"{kernel}\n{counter}"
+
+
+def test_the_check_sees_every_kernel_of_the_table() -> None:
+    shape = attention.PRESETS["laptop"][0]
+    for kernel in ("tiled", "reference"):
+        assert attention.check(kernel, shape, torch.float32, torch.device("cpu")) == ""

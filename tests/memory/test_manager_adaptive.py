@@ -1,0 +1,309 @@
+"""The manager's four enhancements: adaptive cache size, pattern learning, sharing across modules, profiling."""
+
+import json
+import re
+import threading
+
+import pytest
+import torch
+
+from tilegrad.memory import AttentionBufferManager, BufferType
+from tilegrad.memory.managed.pattern import PatternLearner, demand
+from tilegrad.memory.managed.pressure import AdaptiveLimit, memory_pressure
+
+Q, K, V, OUT, SCORES = BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT, BufferType.SCORES
+CPU = torch.device("cpu")
+MIB = 1 << 20
+
+
+class Pressure:
+    def __init__(self):
+        self.level = 0.0
+
+    def __call__(self, device):
+        return self.level
+
+
+@pytest.fixture
+def pressure():
+    return Pressure()
+
+
+def fill(manager, count=8):
+    held = [manager.allocate(Q, (MIB,), torch.uint8) for _ in range(count)]
+    for t in held:
+        manager.deallocate(t)
+
+
+def test_the_cache_shrinks_under_pressure_and_grows_back(pressure):
+    manager = AttentionBufferManager(pressure=pressure)
+    fill(manager)
+    assert manager.get_stats()["bytes_cached"] == 8 * MIB
+    pressure.level = 0.9
+    manager.end_iteration()
+    assert manager.get_stats()["bytes_cached"] == 4 * MIB
+    assert manager.get_stats()["cache_limits"] == {"cpu": 4 * MIB}
+    fill(manager)
+    assert manager.get_stats()["bytes_cached"] == 4 * MIB
+    pressure.level = 0.99
+    manager.end_iteration()
+    fill(manager)
+    assert manager.get_stats()["bytes_cached"] == 0
+    pressure.level = 0.8
+    manager.end_iteration()
+    assert manager.get_stats()["cache_limits"] == {"cpu": 0}
+    pressure.level = 0.5
+    seen = []
+    for _ in range(6):
+        manager.end_iteration()
+        fill(manager)
+        seen.append(manager.get_stats()["bytes_cached"] // MIB)
+    assert seen[0] < 8
+    assert seen == sorted(seen)
+    assert seen[-1] == 8
+    assert manager.get_stats()["cache_limits"] == {}
+
+
+def test_pressure_is_felt_without_end_iteration(pressure, monkeypatch):
+    monkeypatch.setattr("tilegrad.memory.managed.cache._PRESSURE_EVERY_S", 0.0)
+    manager = AttentionBufferManager(pressure=pressure, lightweight=True)
+    fill(manager)
+    pressure.level = 0.99
+    for _ in range(256):
+        manager.deallocate(manager.allocate(Q, (MIB,), torch.uint8))
+    assert manager.get_stats()["bytes_cached"] == 0
+
+
+def test_a_source_that_is_no_share_is_refused(pressure):
+    manager = AttentionBufferManager(pressure=pressure)
+    manager.allocate(Q, (4,))
+    pressure.level = 85.0
+    with pytest.raises(ValueError, match=r"returned 85.0: must be a share"):
+        manager.end_iteration()
+
+
+def test_adaptive_limit_starts_and_ends_without_one():
+    limit = AdaptiveLimit()
+    limit.feel(0.84, 100)
+    assert limit.max_bytes is None
+    for level, expected in ((0.85, 50), (0.8, 50), (0.86, 20), (0.7, 40), (0.7, 80), (0.7, None)):
+        limit.feel(level, 40 if expected == 20 else 100)
+        assert limit.max_bytes == expected
+
+
+def write(root, **files):
+    for name, text in files.items():
+        path = root / name.replace("__", "/")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text)
+
+
+@pytest.mark.parametrize("version", [1, 2])
+def test_pressure_of_the_nearest_limit(tmp_path, version):
+    root = tmp_path
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 900 kB\n")
+    assert memory_pressure(CPU, root) == pytest.approx(0.1)
+    group = root / ("sys/fs/cgroup/memory/a/b" if version == 1 else "sys/fs/cgroup/a/b")
+    group.mkdir(parents=True)
+    names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+    if version == 2:
+        names = ("memory.max", "memory.current", "inactive_file")
+    line = "4:memory:/a/b" if version == 1 else "0::/a/b"
+    (root / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n")
+    unlimited = str(1 << 62) if version == 1 else "max"
+    (group / names[0]).write_text(unlimited + "\n")
+    (group / names[1]).write_text("500\n")
+    assert memory_pressure(CPU, root) == pytest.approx(0.1)
+    (group.parent / names[0]).write_text("1000\n")
+    (group.parent / names[1]).write_text("950\n")
+    (group.parent / "memory.stat").write_text(f"anon 1\n{names[2]} 250\n")
+    assert memory_pressure(CPU, root) == pytest.approx(0.7)
+
+
+def test_the_real_source_gives_a_share():
+    assert 0 < memory_pressure(CPU) < 1
+
+
+def test_demand_counts_what_is_held_beyond_the_start():
+    events = [("a", 1), ("a", 1), ("b", -1), ("a", -1), ("a", 1), ("b", 1), ("c", 1), ("c", -1)]
+    assert demand(events) == {"a": (3, 2), "b": (1, 0), "c": (1, 1)}
+
+
+def test_three_alike_are_a_pattern():
+    learner = PatternLearner()
+    for seen in ({"a": (1, 1)}, {"a": (2, 1)}, {"a": (2, 1)}):
+        learner.observe(seen)
+        assert learner.plan == {}
+    learner.observe({"a": (2, 1)})
+    assert learner.plan == {"a": 1}
+    learner.observe({})
+    assert (learner.plan, learner.broken) == ({}, 1)
+
+
+def iteration(manager, length, layers=12):
+    """Twelve queries at once (more than are cached), scores one at a time, an output that the caller keeps no longer."""
+    held = [manager.allocate(Q, (length, 64)) for _ in range(layers)]
+    for _ in range(3):
+        manager.deallocate(manager.allocate(SCORES, (8, length, 64)))
+    manager.allocate(OUT, (length, 64))
+    for t in held:
+        manager.deallocate(t)
+    manager.end_iteration()
+
+
+def misses(manager):
+    return manager.get_stats()["cache_misses"]
+
+
+@pytest.mark.parametrize("lightweight", [True, False])
+def test_a_learned_pattern_misses_nothing(lightweight, pressure):
+    manager = AttentionBufferManager(lightweight=lightweight, pressure=pressure)
+    counts = []
+    for _ in range(8):
+        before = misses(manager)
+        iteration(manager, 1000)
+        counts.append(misses(manager) - before)
+    assert counts[0] > 0
+    assert counts[2] > 0, "without the pattern an iteration of this kind always misses"
+    assert counts[3:] == [0] * 5
+    assert manager.get_stats()["pattern"] == {"alike": 8, "broken": 0, "learned": True, "followed": True}
+
+
+def test_a_broken_pattern_falls_back_and_another_is_learned(pressure):
+    manager = AttentionBufferManager(pressure=pressure)
+    for _ in range(5):
+        iteration(manager, 1000)
+    iteration(manager, 3000)
+    stats = manager.get_stats()
+    assert stats["pattern"] == {"alike": 1, "broken": 1, "learned": False, "followed": False}
+    assert stats["per_type"]["query"]["buffers_cached"] <= 10
+    assert stats["bytes_in_use"] == 0
+    for _ in range(2):
+        iteration(manager, 3000)
+    before = misses(manager)
+    iteration(manager, 3000)
+    assert misses(manager) == before
+
+
+def test_a_pattern_beyond_max_bytes_is_not_followed(pressure):
+    manager = AttentionBufferManager(max_bytes=MIB, pressure=pressure)
+    for _ in range(4):
+        iteration(manager, 1000)
+    stats = manager.get_stats()
+    assert (stats["pattern"]["learned"], stats["pattern"]["followed"]) == (True, False)
+    assert stats["bytes_cached"] <= MIB
+
+
+def test_an_iteration_too_long_to_write_down_is_no_pattern(pressure, monkeypatch):
+    monkeypatch.setattr("tilegrad.memory.managed.manager._MAX_EVENTS", 16)
+    manager = AttentionBufferManager(pressure=pressure)
+    for _ in range(5):
+        iteration(manager, 1000)
+    assert manager.get_stats()["pattern"]["learned"] is False
+
+
+def test_scopes_count_apart_and_share_buffers():
+    manager = AttentionBufferManager.shared("test scopes")
+    with manager.scope("layer.0"):
+        t = manager.allocate(Q, (1000,))
+        assert manager.get_stats()["per_scope"]["layer.0"]["bytes_in_use"] == 4000
+    manager.deallocate(t)
+    with manager.scope("layer.1"):
+        with manager.scope("layer.1.mlp"):
+            inner = manager.allocate(K, (1000,))
+        manager.deallocate(manager.allocate(Q, (1000,)))
+    manager.deallocate(inner)
+    scopes = manager.get_stats()["per_scope"]
+    zero = {"allocations": 1, "cache_hits": 0, "bytes_allocated": 4000, "bytes_in_use": 0, "bytes_peak": 4000}
+    assert scopes == {"layer.0": zero, "layer.1": {**zero, "cache_hits": 1}, "layer.1.mlp": zero}
+
+
+def test_scopes_of_threads_do_not_mix():
+    manager = AttentionBufferManager()
+    inside, done = threading.Event(), threading.Event()
+
+    def other():
+        with manager.scope("other"):
+            inside.set()
+            done.wait(5)
+
+    thread = threading.Thread(target=other)
+    thread.start()
+    inside.wait(5)
+    manager.allocate(Q, (4,))
+    done.set()
+    thread.join()
+    assert manager.get_stats()["per_scope"] == {}
+
+
+def test_a_lightweight_manager_keeps_no_scopes():
+    manager = AttentionBufferManager(lightweight=True)
+    with manager.scope("layer"):
+        manager.allocate(Q, (4,))
+    assert manager.get_stats()["per_scope"] == {}
+
+
+@pytest.fixture
+def profiled():
+    manager = AttentionBufferManager(enable_profiling=True)
+    with manager.scope("layer.0"):
+        a, b = manager.allocate(Q, (1000,)), manager.allocate(Q, (2000,))
+        manager.deallocate(a)
+        manager.deallocate(b)
+        manager.allocate(OUT, (3000,))
+    manager.kept = manager.allocate(K, (10,))
+    return manager
+
+
+def test_profile_per_type(profiled):
+    per_type = profiled.get_stats()["per_type"]
+    row = per_type["query"]
+    assert (row["count"], row["bytes"], row["high_water_bytes"]) == (2, 12_000, 12_000)
+    assert row["time_ms"] > 0
+    assert row["mean_lifetime_ms"] > 0
+    assert per_type["output"]["mean_lifetime_ms"] > 0, "a dropped buffer ends too"
+    assert per_type["key"]["mean_lifetime_ms"] == 0
+    assert per_type["value"]["count"] == 0
+
+
+def test_chrome_trace(profiled, tmp_path):
+    profiled.get_stats()
+    profiled.export_trace(tmp_path / "trace.json")
+    trace = json.loads((tmp_path / "trace.json").read_text())
+    begins = [e for e in trace["traceEvents"] if e["ph"] == "b"]
+    ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "e"}
+    assert [e["name"] for e in begins] == [
+        "QUERY (1000,) float32",
+        "QUERY (2000,) float32",
+        "OUTPUT (3000,) float32",
+        "KEY (10,) float32",
+    ]
+    assert [e["args"]["freed"] for e in begins] == [True, True, True, False]
+    assert [e["args"]["scope"] for e in begins] == ["layer.0"] * 3 + [""]
+    assert all(ends[e["id"]]["ts"] >= e["ts"] for e in begins)
+    levels = [e["args"]["QUERY"] for e in trace["traceEvents"] if e["ph"] == "C"]
+    assert max(levels) == 12_000
+    assert levels[-1] == 0
+
+
+def test_lives_beyond_the_limit_are_counted(profiled, monkeypatch, tmp_path):
+    monkeypatch.setattr("tilegrad.memory.managed.profile.MAX_LIVES", 3)
+    profiled.get_stats()
+    profiled.deallocate(profiled.kept)
+    profiled.export_trace(tmp_path / "t.json")
+    assert json.loads((tmp_path / "t.json").read_text())["otherData"] == {"lives_dropped": 1}
+
+
+def test_html_page_needs_nothing_from_the_network(profiled, tmp_path):
+    profiled.export_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    assert "QUERY (1000,) float32" in page
+    assert "layer.0" in page
+    assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)
+
+
+def test_exports_without_profiling_name_the_remedy(tmp_path):
+    for export in ("export_trace", "export_html"):
+        with pytest.raises(ValueError, match="enable_profiling=True"):
+            getattr(AttentionBufferManager(), export)(tmp_path / "x")

@@ -1,0 +1,273 @@
+"""The four strategies: which one is used, and that each does what it says."""
+
+import random
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilegrad.memory import AttentionBufferManager, BufferConfig, BufferType
+from tilegrad.memory.managed import numa
+from tilegrad.memory.managed.slab import MIB, BestFitSlab, BucketSlab, size_class
+from tilegrad.memory.managed.strategies import NumaAware, Strategies
+from tilegrad.memory.types import DEFAULT_CONFIGS
+
+CPU = torch.device("cpu")
+Q, SCORES = BufferType.QUERY, BufferType.SCORES
+needs_numa = pytest.mark.skipif(not numa.supported(), reason="NUMA calls are known for Linux on x86_64 and aarch64")
+
+
+def resident_kib():
+    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmRSS"))
+    return int(line.split()[1])
+
+
+@pytest.mark.parametrize(
+    ("type", "nbytes", "strategy"),
+    [
+        (Q, MIB - 1, "bucketed"),
+        (Q, MIB, "direct"),
+        (Q, 2 * MIB, "direct"),
+        (Q, 2 * MIB + 1, "fragment_aware"),
+        (BufferType.TEMP, MIB + 1, "fragment_aware"),
+        (SCORES, MIB // 2, "direct"),
+        (SCORES, 8 * MIB + 1, "fragment_aware"),
+        (SCORES, 16 * MIB, "fragment_aware"),
+        (SCORES, 16 * MIB + 1, "numa_aware"),
+        (BufferType.CACHE, 17 * MIB, "numa_aware"),
+        (Q, 17 * MIB, "fragment_aware"),
+        (BufferType.MASK, 0, "direct"),
+    ],
+)
+@needs_numa
+def test_the_first_that_applies_is_used_and_counted(type, nbytes, strategy):
+    manager = AttentionBufferManager(strategies=Strategies(NumaAware(min_nodes=1)))
+    manager.allocate(type, (nbytes,), torch.uint8, zero_init=False)
+    assert {name: n for name, n in manager.get_stats()["strategies"].items() if n} == {strategy: 1}
+
+
+def test_numa_needs_more_than_one_node():
+    manager = AttentionBufferManager(strategies=Strategies(NumaAware(lambda: [0])))
+    manager.allocate(SCORES, (17 * MIB,), torch.uint8)
+    assert manager.get_stats()["strategies"]["fragment_aware"] == 1
+
+
+@pytest.mark.parametrize("alignment", [64, 256, 4096, 1 << 16])
+@pytest.mark.parametrize("nbytes", [100, 10_000, MIB + 1, 9 * MIB])
+@pytest.mark.parametrize("bucketed", [True, False])
+def test_alignment_is_real(alignment, nbytes, bucketed):
+    config = BufferConfig(1.0, "high", "persistent", prefer_bucketed=bucketed, alignment=alignment)
+    manager = AttentionBufferManager(custom_configs={BufferType.MASK: config})
+    held = [manager.allocate(BufferType.MASK, (nbytes + 7 * n,), torch.bool) for n in range(4)]
+    assert [t.data_ptr() % alignment for t in held] == [0] * 4
+    for t in held:
+        t.fill_(True)
+    assert all(bool(t.all()) for t in held)
+
+
+def test_an_unaligned_block_is_refused(monkeypatch):
+    monkeypatch.setattr(BucketSlab, "_aligned_top", lambda self, shelf, alignment: shelf.top + 8)
+    manager = AttentionBufferManager()
+    with pytest.raises(RuntimeError, match="not aligned to 64"):
+        manager.allocate(Q, (16,))
+
+
+@pytest.mark.parametrize("n", [1, 63, 64, 65, 1000, 1024, 1025, 4097, 99_999, MIB - 1])
+def test_size_classes_waste_less_than_a_sixteenth(n):
+    size = size_class(n)
+    assert n <= size
+    assert size_class(size) == size
+    assert size % 64 == 0
+    assert size < max(n + 64, n * (1 + 1 / 16) + 64)
+
+
+def test_small_buffers_are_parts_of_one_slab():
+    manager = AttentionBufferManager()
+    held = [manager.allocate(t, (1000,)) for t in (Q, BufferType.KEY, BufferType.TEMP) for _ in range(3)]
+    addresses = sorted(t.data_ptr() for t in held)
+    assert [b - a for a, b in pairwise(addresses)] == [size_class(4000)] * 8
+    assert {t.untyped_storage().nbytes() for t in held} == {size_class(4000)}
+
+
+def test_a_freed_class_is_used_again():
+    slab = BucketSlab(CPU, pinned=False)
+    blocks = [slab.take(1000, 64) for _ in range(3)]
+    address = blocks[1][0].data_ptr()
+    slab.give_back(blocks.pop(1)[1], 64)
+    assert slab.idle_bytes == 1024
+    assert slab.take(990, 64)[0].data_ptr() == address
+    assert slab.idle_bytes == 0
+
+
+def test_best_fit_merges_neighbours_and_measures_holes():
+    slab = BestFitSlab(CPU, pinned=False)
+    taken = [slab.take(n * MIB, 64) for n in (3, 2, 4, 1, 2)]
+    assert slab.fragmentation() == (0, 12 * MIB)
+    start = taken[0][0].data_ptr()
+    for index in (1, 3):
+        slab.give_back(taken[index][1], 64)
+    assert slab.fragmentation() == (3 * MIB, 12 * MIB)
+    assert slab.take(MIB, 64)[0].data_ptr() == start + 9 * MIB
+    slab.give_back(taken[2][1], 64)
+    assert slab.take(6 * MIB, 64)[0].data_ptr() == start + 3 * MIB
+    other = BestFitSlab(CPU, pinned=False)
+    taken = [other.take(n * MIB, 64) for n in (3, 2, 4, 1)]
+    start = taken[0][0].data_ptr()
+    for index in (2, 1):
+        other.give_back(taken[index][1], 64)
+    assert other.take(6 * MIB, 64)[0].data_ptr() == start + 3 * MIB
+
+
+def test_fragmentation_is_in_the_stats():
+    manager = AttentionBufferManager()
+    held = [manager.allocate(Q, (n * MIB,), torch.uint8) for n in (3, 3, 3)]
+    manager.deallocate(held.pop(1))
+    manager.clear_cache()
+    assert manager.get_stats()["fragmentation"] == pytest.approx(1 / 3)
+
+
+@pytest.mark.parametrize("seed", range(5))
+def test_slabs_never_overlap_and_lose_nothing(seed):
+    dice = random.Random(seed)
+    for slab in (BestFitSlab(CPU, pinned=False), BucketSlab(CPU, pinned=False)):
+        held = {}
+        for step in range(400):
+            if held and dice.random() < 0.45:
+                _, block, alignment = held.pop(dice.choice(list(held)))
+                slab.give_back(block, alignment)
+            else:
+                alignment = dice.choice([64, 64, 4096, 8192])
+                n = dice.randrange(1, 200_000)
+                base, block = slab.take(n, alignment)
+                assert base.numel() >= n
+                assert base.data_ptr() % alignment == 0
+                held[step] = (base, block, alignment)
+            spans = sorted((b.data_ptr(), b.data_ptr() + b.numel()) for b, _, _ in held.values())
+            assert all(last <= first for (_, last), (first, _) in pairwise(spans))
+        for _, block, alignment in held.values():
+            slab.give_back(block, alignment)
+        held.clear()
+        assert slab.idle_bytes == 0
+    assert BestFitSlab(CPU, pinned=False).fragmentation() == (0, 0)
+
+
+def test_what_leaves_the_cache_leaves_the_process():
+    manager = AttentionBufferManager()
+    t = manager.allocate(Q, (64 * MIB,), torch.uint8)
+    before = resident_kib()
+    t.fill_(1)
+    assert resident_kib() - before > 60 * 1024
+    manager.deallocate(t)
+    manager.clear_cache()
+    assert resident_kib() - before < 4 * 1024
+    assert manager.get_stats()["bytes_reserved"] == 0
+
+
+@needs_numa
+def test_numa_memory_is_bound_and_the_kernel_says_so():
+    manager = AttentionBufferManager(strategies=Strategies(NumaAware(min_nodes=1)))
+    t = manager.allocate(SCORES, (17 * MIB,), torch.uint8)
+    t.fill_(1)
+    for address in (t.data_ptr(), t.data_ptr() + t.numel() - 1):
+        assert numa.bound_nodes(address) == [numa.page_node(address)]
+        assert numa.page_node(address) in numa.nodes()
+    plain = torch.ones(17 * MIB, dtype=torch.uint8)
+    assert numa.bound_nodes(plain.data_ptr()) == []
+    manager.deallocate(t)
+    again = manager.allocate(SCORES, (17 * MIB,), torch.uint8)
+    assert manager.get_stats()["cache_hits"] == 1
+    assert float(again[-1]) == 1
+
+
+@needs_numa
+@pytest.mark.parametrize("broken", ["bind", "bound_nodes"])
+def test_where_the_kernel_refuses_the_next_strategy_is_used(monkeypatch, broken):
+    def refuses(*_):
+        raise PermissionError(1, "mbind: Operation not permitted")
+
+    monkeypatch.setattr(numa, broken, refuses if broken == "bind" else lambda address: [])
+    manager = AttentionBufferManager(strategies=Strategies(NumaAware(min_nodes=1)))
+    with pytest.warns(UserWarning, match="NUMA binding is not possible here"):
+        manager.allocate(SCORES, (17 * MIB,), torch.uint8)
+    manager.allocate(SCORES, (17 * MIB,), torch.uint8)
+    counts = manager.get_stats()["strategies"]
+    assert (counts["numa_aware"], counts["fragment_aware"]) == (0, 2)
+
+
+def test_node_lists(tmp_path):
+    assert numa.nodes(tmp_path) == [0]
+    folder = tmp_path / "devices/system/node"
+    folder.mkdir(parents=True)
+    (folder / "online").write_text("0-2,5\n")
+    assert numa.nodes(tmp_path) == [0, 1, 2, 5]
+    (folder / "has_memory").write_text("1\n")
+    assert numa.nodes(tmp_path) == [1]
+
+
+def test_custom_config_changes_the_strategy():
+    config = BufferConfig(16.0, "high", "iteration", prefer_bucketed=False, prefer_numa=True, zero_init=False)
+    manager = AttentionBufferManager(custom_configs={SCORES: config})
+    manager.allocate(SCORES, (9 * MIB,), torch.uint8)
+    assert manager.get_stats()["strategies"]["direct"] == 1
+    assert DEFAULT_CONFIGS[SCORES].typical_size_mb == 4
+
+
+gpu = pytest.mark.gpu
+
+
+@gpu
+def test_comm_is_pinned_where_cuda_exists():
+    manager = AttentionBufferManager()
+    for n in (1000, MIB, 5 * MIB):
+        assert manager.allocate(BufferType.COMM, (n,), torch.uint8).is_pinned()
+    assert manager.get_stats()["per_type"]["comm"]["pinned"] is True
+
+
+@gpu
+def test_cuda_spellings_are_one_key():
+    manager = AttentionBufferManager()
+    for device in ("cuda", "cuda:0", torch.device("cuda"), torch.device("cuda", 0)):
+        manager.deallocate(manager.allocate(Q, (2, 1024, 8, 64), device=device))
+    assert manager.get_stats()["cache_hits"] == 3
+
+
+@gpu
+@pytest.mark.parametrize("nbytes", [1000, MIB + 4, 9 * MIB, 40 * MIB])
+def test_cuda_buffers_come_back_and_are_given_back(nbytes):
+    manager = AttentionBufferManager(device="cuda", debug=True)
+    before = torch.cuda.memory_allocated()
+    t = manager.allocate(Q, (nbytes // 4,), zero_init=True)
+    assert float(t.sum()) == 0
+    address = t.data_ptr()
+    manager.deallocate(t)
+    del t
+    t = manager.allocate(Q, (nbytes // 4,))
+    assert t.data_ptr() == address
+    assert bool(t.isnan().all())
+    view = t[:1]
+    manager.deallocate(t)
+    assert manager.get_stats()["quarantined"] == 1
+    del t, view
+    manager.clear_cache()
+    assert torch.cuda.memory_allocated() == before
+
+
+@gpu
+@pytest.mark.parametrize("nbytes", [4096, 2 * MIB, 64 * MIB])
+def test_a_buffer_freed_on_one_stream_waits_on_another(nbytes):
+    manager = AttentionBufferManager(device="cuda", lightweight=True)
+    first, second = torch.cuda.Stream(), torch.cuda.Stream()
+    with torch.cuda.stream(first):
+        t = manager.allocate(Q, (nbytes // 4,))
+        address = t.data_ptr()
+        torch.cuda._sleep(200_000_000)
+        t.fill_(1)
+        manager.deallocate(t)
+        del t
+    with torch.cuda.stream(second):
+        t = manager.allocate(Q, (nbytes // 4,))
+        assert t.data_ptr() == address
+        t.fill_(2)
+    torch.cuda.synchronize()
+    assert float(t.min()) == 2

@@ -1,0 +1,165 @@
+"""Every parameter's gradient against autograd, over random configurations; names, shapes and initial values."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tilegrad import Engine, ModelConfig
+from tilegrad import reference_model as plain
+from tilegrad.model.config import PRESETS
+
+
+def batch(config: ModelConfig, b: int, t: int, seed: int = 0, ignored: float = 0.2) -> tuple[Tensor, Tensor]:
+    g = torch.Generator().manual_seed(seed)
+    tokens, targets = (torch.randint(0, config.vocab_size, (b, t), generator=g) for _ in range(2))
+    targets[torch.rand(b, t, generator=g) < ignored] = -1
+    targets[0, 0] = 1
+    return tokens, targets
+
+
+def assert_equal_gradients(got: dict[str, Tensor], exact: dict[str, Tensor], limit: float) -> None:
+    """max|a − n| / max(max|a|, max|n|, 1e-6 · the model's largest gradient) for each tensor."""
+    assert got.keys() == exact.keys()
+    largest = max(float(g.abs().max()) for g in exact.values())
+    for name, gradient in exact.items():
+        assert got[name].shape == gradient.shape
+        scale = max(float(gradient.abs().max()), float(got[name].abs().max()), 1e-6 * largest)
+        error = float((got[name] - gradient).abs().max()) / scale
+        assert error <= limit, f"{name}: relative error {error:.2e}"
+
+
+def check(config: ModelConfig, b: int, t: int, seed: int) -> None:
+    tokens, targets = batch(config, b, t, seed)
+    engine = Engine(config, b, t, dtype=torch.float64, seed=seed)
+    for p in engine.params.values():  # away from the initial values, where many gradients are nearly 0
+        p.add_(
+            torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(seed + p.numel())), alpha=0.2
+        )
+    value = engine.step(tokens, targets)
+    expected, exact = plain.gradients(engine.params, tokens, targets, config)
+    assert value == pytest.approx(expected.item(), rel=1e-12)
+    assert_equal_gradients(engine.grads, exact, 1e-10)
+
+
+@st.composite
+def configs(draw: st.DrawFn) -> ModelConfig:
+    pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
+    projection, loss = pick("dense", "dense", "per_head"), pick("cross_entropy", "cross_entropy", "embedding_mse")
+    n_kv_head = pick(1, 2, 4, None) if projection == "dense" else None
+    return ModelConfig(
+        vocab_size=pick(7, 33), block_size=16, n_layer=pick(1, 2, 3), n_head=4, n_embd=pick(8, 24), n_kv_head=n_kv_head,
+        ffn_dim=pick(None, 10), activation=pick("gelu", "tanh", "relu", "swiglu"), norm=pick("layernorm", "rmsnorm"),
+        position=pick("learned", "rope"), bias=pick(True, False),
+        tie_embeddings=True if loss == "embedding_mse" else pick(True, False), projection=projection, loss=loss,
+        window=pick(None, None, 1, 3), norm_eps=pick(1e-5, 1e-2), rope_theta=pick(10000.0, 50.0),
+    )  # fmt: skip
+
+
+@settings(max_examples=100)
+@given(config=configs(), b=st.integers(1, 3), t=st.sampled_from((1, 2, 7, 13)), seed=st.integers(0, 5))
+def test_gradients_of_random_models_equal_autograd(config: ModelConfig, b: int, t: int, seed: int) -> None:
+    check(config, b, t, seed)
+
+
+@pytest.mark.parametrize("preset", ["gpt2", "llama-135m"])
+def test_the_shapes_of_gpt2_and_llama(preset: str) -> None:
+    small = replace(
+        PRESETS[preset], vocab_size=50, block_size=8, n_layer=2, n_embd=PRESETS[preset].n_head * 4, ffn_dim=20
+    )
+    check(small, 2, 8, 0)
+
+
+def test_canary_a_wrong_backward_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.model import feedforward
+
+    right = feedforward.activation_bwd
+
+    def wrong(da: Any, h: Any, kind: str, *, dh: Any) -> None:
+        right(da, h, kind, dh=dh)
+        if isinstance(dh, Tensor):
+            dh[0, 0] *= 1.00001
+
+    monkeypatch.setattr(feedforward, "activation_bwd", wrong)
+    with pytest.raises(AssertionError, match="relative error"):
+        check(ModelConfig(vocab_size=7, block_size=8, n_layer=1, n_head=2, n_embd=8), 2, 5, 0)
+
+
+def test_parameter_names_and_shapes() -> None:
+    config = ModelConfig(vocab_size=11, block_size=6, n_layer=1, n_head=4, n_embd=8, n_kv_head=2, tie_embeddings=False)
+    shapes = {name: tuple(p.shape) for name, p in Engine(config, 1, 4).params.items()}
+    assert shapes == {
+        "wte.weight": (11, 8), "wpe.weight": (6, 8),
+        "blocks.0.ln1.weight": (8,), "blocks.0.ln1.bias": (8,),
+        "blocks.0.attn.qkv.weight": (16, 8), "blocks.0.attn.qkv.bias": (16,),
+        "blocks.0.attn.proj.weight": (8, 8), "blocks.0.attn.proj.bias": (8,),
+        "blocks.0.ln2.weight": (8,), "blocks.0.ln2.bias": (8,),
+        "blocks.0.ffn.up.weight": (32, 8), "blocks.0.ffn.up.bias": (32,),
+        "blocks.0.ffn.down.weight": (8, 32), "blocks.0.ffn.down.bias": (8,),
+        "ln_f.weight": (8,), "ln_f.bias": (8,), "lm_head.weight": (11, 8),
+    }  # fmt: skip
+    per_head = replace(config, n_kv_head=None, projection="per_head", activation="swiglu", bias=True)
+    names = {name: tuple(p.shape) for name, p in Engine(per_head, 1, 4).params.items()}
+    assert names["blocks.0.attn.q.weight"] == (4, 2, 2) and names["blocks.0.attn.v.bias"] == (4, 2)
+    assert names["blocks.0.ffn.gate.weight"] == (32, 8) and "blocks.0.attn.qkv.weight" not in names
+
+
+def test_initial_values() -> None:
+    config = ModelConfig(vocab_size=400, block_size=64, n_layer=8, n_head=4, n_embd=64)
+    params = Engine(config, 1, 4, seed=3).params
+    assert params["wte.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    assert params["blocks.0.ffn.up.weight"].std().item() == pytest.approx(0.02, rel=0.05)
+    for name in ("attn.proj", "ffn.down"):
+        assert params[f"blocks.5.{name}.weight"].std().item() == pytest.approx(0.02 / math.sqrt(16), rel=0.05)
+    assert (params["blocks.0.ln1.weight"] == 1).all() and (params["blocks.0.attn.qkv.bias"] == 0).all()
+    again, other = Engine(config, 1, 4, seed=3).params, Engine(config, 1, 4, seed=4).params
+    assert torch.equal(params["wte.weight"], again["wte.weight"])
+    assert not torch.equal(params["wte.weight"], other["wte.weight"])
+
+
+def test_presets() -> None:
+    def count(name: str) -> int:
+        from tilegrad.model.transformer import declare
+
+        return sum(p.master.nbytes // 4 for p in declare(PRESETS[name], 1, 1, torch.float32, "cpu").params.values())
+
+    assert count("gpt2") == 124_439_808
+    assert count("gpt2-medium") == 354_823_168
+    assert count("gpt2-xl") == 1_557_611_200
+    assert count("llama-135m") == 134_515_008
+
+
+BAD = [
+    ({"vocab_size": 0}, "vocab_size: got 0; accepted: an int ≥ 1"),
+    ({"n_layer": 1.5}, "n_layer: got 1.5"),
+    ({"n_head": 3}, r"n_head: got 3; accepted: a divisor of n_embd \(8\)"),
+    ({"n_embd": 1024, "n_head": 2}, "n_head: got 2; .* ≤ 256"),
+    ({"n_kv_head": 3}, r"n_kv_head: got 3; accepted: a divisor of n_head \(4\)"),
+    ({"n_kv_head": 2, "projection": "per_head"}, "n_kv_head: got 2; .*per_head"),
+    ({"activation": "gelu2"}, "activation: got 'gelu2'; accepted: 'gelu' or 'tanh' or 'relu' or 'swiglu'"),
+    ({"norm": None}, "norm: got None"),
+    ({"bias": 1}, "bias: got 1; accepted: True or False"),
+    ({"loss": "embedding_mse", "tie_embeddings": False}, "tie_embeddings: got False; accepted: True with loss"),
+    ({"window": 0}, "window: got 0; accepted: None or an int ≥ 1"),
+    ({"dropout": 1.0}, "dropout: got 1.0"),
+    ({"position": "rope", "n_embd": 12}, "position: got 'rope'; .*odd"),
+]
+
+
+@pytest.mark.parametrize(("change", "message"), BAD, ids=[m for _, m in BAD])
+def test_a_bad_value_says_which_and_what_is_allowed(change: dict[str, Any], message: str) -> None:
+    good = {"vocab_size": 5, "block_size": 8, "n_layer": 1, "n_head": 4, "n_embd": 8}
+    with pytest.raises(ValueError, match=message):
+        ModelConfig(**(good | change))
+
+
+def test_an_unknown_key_is_an_error() -> None:
+    with pytest.raises(ValueError, match="n_heads: got a key that ModelConfig does not have"):
+        ModelConfig.from_dict({"vocab_size": 5, "n_heads": 2})

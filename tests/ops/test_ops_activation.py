@@ -1,0 +1,232 @@
+"""Activations, rotary positions, residual sums and dropout: elementwise ops against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.ops import DTYPES, acc, allocated_bytes, assert_rounded, assert_true, poisoned, randn
+from torch import Tensor
+
+from tilegrad.kernels import activation, residual, rope
+from tilegrad.kernels.activation import KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
+from tilegrad.kernels.cpu import rowwise
+from tilegrad.kernels.residual import add_fwd, copy_fwd, dropout_bwd, dropout_fwd, dropout_workspace, zero_fwd
+from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
+
+FORMULAS = {
+    "gelu": lambda h: {"a": 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))},
+    "tanh": lambda h: {"a": torch.tanh(h)},
+    "relu": lambda h: {"a": torch.relu(h)},
+}
+
+
+def swiglu(gate: Tensor, up: Tensor) -> dict[str, Tensor]:
+    return {"a": gate * torch.sigmoid(gate) * up}
+
+
+@pytest.fixture(params=["native", "torch"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """gelu of contiguous float32 is the native library's; without one it is torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(rowwise, "takes", lambda x: False)
+
+
+def run(kind: str, h: Tensor, da: Tensor) -> dict[str, Tensor]:
+    a, dh = torch.full_like(h, torch.nan), torch.full_like(h, torch.nan)
+    activation_fwd(h, kind, a=a)
+    activation_bwd(da, h, kind, dh=dh)
+    return {"a": a, "dh": dh}
+
+
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_activations(kind: str, dtype: torch.dtype) -> None:
+    for shape in ((1, 1), (63, 5), (113, 64)):
+        h, da = 3 * randn(*shape, dtype=dtype), randn(*shape, dtype=dtype, seed=1)
+        got = run(kind, h, da)
+        assert_true(got, FORMULAS[kind], {"h": h}, {"a": da})
+        in_place = da.clone()
+        activation_bwd(in_place, h, kind, dh=in_place)
+        assert torch.equal(in_place, got["dh"])
+
+
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_far_out_activations_saturate_without_nan(kind: str, dtype: torch.dtype) -> None:
+    h = torch.tensor([-1e4, -200.0, -45.0, 0.0, 45.0, 200.0, 1e4], dtype=dtype)
+    got = run(kind, h, torch.ones_like(h))
+    far = [0.0, 0.0, 0.0, None, *([0.0] * 3 if kind == "tanh" else [1.0] * 3)]
+    for x, want in zip(got["dh"].tolist(), far, strict=True):
+        assert want is None or abs(x - want) < 1e-30
+
+
+@pytest.mark.usefixtures("where")
+def test_gelu_far_to_the_left_is_zero() -> None:
+    h = torch.tensor([-3e38, -1e36, -1e19, -50.0])
+    a = torch.empty_like(h)
+    activation_fwd(h, "gelu", a=a)
+    assert a.abs().max() < 1e-30
+
+
+def test_gelu_of_bfloat16_is_rounded_to_the_nearest() -> None:
+    h, da = 3 * randn(63, 37, dtype=torch.bfloat16), randn(63, 37, dtype=torch.bfloat16, seed=1)
+    if not rowwise.takes(h):
+        pytest.skip("without the native library gelu is torch's own")
+    h[0, :2] = torch.nan
+    wide = run("gelu", h.float(), da.float())
+    for name, x in run("gelu", h, da).items():
+        assert bool(x[0, :2].isnan().all())
+        assert_rounded(x, wide[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_swiglu(dtype: torch.dtype) -> None:
+    for shape in ((1, 1), (63, 5), (113, 64)):
+        wide = 3 * randn(shape[0], 2 * shape[1], dtype=dtype)
+        gate, up, da = wide[:, : shape[1]], wide[:, shape[1] :], randn(*shape, dtype=dtype, seed=1)
+        out = {name: torch.full_like(da, torch.nan) for name in ("a", "dgate", "dup")}
+        swiglu_fwd(gate, up, a=out["a"])
+        swiglu_bwd(da, gate, up, dgate=out["dgate"], dup=out["dup"])
+        assert_true(out, swiglu, {"gate": gate, "up": up}, {"a": da})
+        in_place, dup = da.clone(), torch.empty_like(da)
+        swiglu_bwd(in_place, gate, up, dgate=in_place, dup=dup)
+        assert torch.equal(in_place, out["dgate"]) and torch.equal(dup, out["dup"])
+
+
+def tables(theta: float, d: int, t: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    cos, sin = torch.empty(t, d // 2, dtype=dtype), torch.empty(t, d // 2, dtype=dtype)
+    rope_table(theta, d, t, cos=cos, sin=sin)
+    return cos, sin
+
+
+def rotate_half(x: Tensor) -> dict[str, Tensor]:
+    """Llama's own words: x cos + rotate_half(x) sin, with cos and sin repeated for both halves."""
+    t, d = x.shape[1], x.shape[3]
+    frequency = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
+    angle = torch.arange(t, dtype=torch.float64)[:, None] * frequency
+    angle = torch.cat((angle, angle), -1)[:, None]
+    turned = torch.cat((-x[..., d // 2 :], x[..., : d // 2]), -1)
+    return {"y": x * angle.cos().to(x.dtype) + turned * angle.sin().to(x.dtype)}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("block", [300, 1 << 16])
+def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int) -> None:
+    monkeypatch.setitem(rope.BLOCK, "cpu", block)
+    for b, t, h, d in ((1, 1, 1, 2), (2, 63, 3, 10), (1, 113, 2, 64)):
+        fused = randn(b, t, 3 * h * d, dtype=dtype)
+        x, dy = fused[..., h * d : 2 * h * d].view(b, t, h, d), randn(b, t, h, d, dtype=dtype, seed=1)
+        cos, sin = tables(10000.0, d, t + 3, acc(dtype))
+        y, dx = torch.full_like(dy, torch.nan), torch.full_like(dy, torch.nan)
+        scratch = poisoned(rope_workspace(x))
+        rope_fwd(x, cos, sin, y=y, scratch=scratch)
+        rope_bwd(dy, cos, sin, dx=dx, scratch=scratch)
+        assert_true({"y": y, "dx": dx}, rotate_half, {"x": x}, {"y": dy})
+        rope_fwd(x, cos, sin, y=x, scratch=scratch)
+        rope_bwd(dy, cos, sin, dx=dy, scratch=scratch)
+        assert torch.equal(x, y) and torch.equal(dy, dx)
+
+
+def test_add_copy_zero() -> None:
+    x, f = randn(5, 7), randn(5, 7, seed=1)
+    want = x + f
+    add_fwd(x, f, y=x)
+    assert torch.equal(x, want)
+    half = torch.empty(7, 5, dtype=torch.bfloat16).t()
+    copy_fwd(x, y=half)
+    assert torch.equal(half, want.to(torch.bfloat16))
+    zero_fwd(x=x)
+    assert not x.any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dropout_is_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    from tilegrad.kernels.philox import philox, round_keys, threshold
+
+    n, c, p, seed, layer = 113, 63, 0.3, 2**40 + 5, 7
+    counter = [
+        torch.arange(c).expand(n, c).clone(), torch.arange(n)[:, None].expand(n, c).clone(),
+        torch.full((n, c), layer), torch.full((n, c), 0xFFFFFFFF),
+    ]  # fmt: skip
+    philox(counter, round_keys(seed), (torch.empty(n, c, dtype=torch.int64), torch.empty(n, c, dtype=torch.int64)))
+    kept = counter[0] >= threshold(p)
+    assert 0.68 < kept.double().mean() < 0.72
+    x = randn(n, c, dtype=dtype)
+    for block in (100, 1 << 15):
+        monkeypatch.setitem(residual.BLOCK, "cpu", block)
+        scratch = poisoned(dropout_workspace(x))
+        y, dx = torch.full_like(x, torch.nan), x.clone()
+        dropout_fwd(x, seed, p, layer, y=y, scratch=scratch)
+        dropout_bwd(dx, torch.tensor(seed), p, layer, dx=dx, scratch=scratch)
+        assert torch.equal(y, torch.where(kept, x * (1 / (1 - p)), 0.0).to(dtype)) and torch.equal(dx, y)
+    other = torch.empty_like(x)
+    dropout_fwd(x, seed, p, layer + 1, y=other, scratch=scratch)
+    assert not torch.equal(other, y)
+    dropout_fwd(x, seed, 0.0, layer, y=other)
+    assert torch.equal(other, x)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_allocated(dtype: torch.dtype) -> None:
+    x, da, a, b = (randn(64, 128, dtype=dtype, seed=i) for i in range(4))
+    cos, sin = tables(10000.0, 32, 64, acc(dtype))
+    heads, turned = x.view(1, 64, 4, 32), a.view(1, 64, 4, 32)
+    scratch = poisoned(rope_workspace(heads) | dropout_workspace(x))
+
+    def call() -> None:
+        for kind in KINDS:
+            activation_fwd(x, kind, a=a)
+            activation_bwd(da, x, kind, dh=a)
+        swiglu_fwd(x, da, a=a)
+        swiglu_bwd(da, x, da, dgate=a, dup=b)
+        add_fwd(x, da, y=a)
+        copy_fwd(x, y=a)
+        zero_fwd(x=a)
+        rope_fwd(heads, cos, sin, y=turned, scratch=scratch)
+        rope_bwd(heads, cos, sin, dx=turned, scratch=scratch)
+        dropout_fwd(x, 5, 0.1, 0, y=a, scratch=scratch)
+
+    assert allocated_bytes(call) <= 1024
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_canary_one_wrong_element_is_seen(dtype: torch.dtype) -> None:
+    h, da = randn(63, 5, dtype=dtype), randn(63, 5, dtype=dtype, seed=1)
+    for kind in KINDS:
+        for name in ("a", "dh"):
+            got = run(kind, h, da)
+            got[name][62, 4] += 0.2
+            with pytest.raises(AssertionError, match=f"{name}: error"):
+                assert_true(got, FORMULAS[kind], {"h": h}, {"a": da})
+
+
+def test_canary_a_rope_that_turns_neighbours_is_seen() -> None:
+    x, dy = randn(1, 9, 1, 8), randn(1, 9, 1, 8, seed=1)
+    cos, sin = tables(10000.0, 8, 9, torch.float64)
+    y, order = torch.empty_like(x), [0, 2, 4, 6, 1, 3, 5, 7]
+    rope_fwd(x[..., order].contiguous(), cos, sin, y=y, scratch=poisoned(rope_workspace(x)))
+    with pytest.raises(AssertionError, match="y: error"):
+        assert_true({"y": y}, rotate_half, {"x": x}, {"y": dy})
+
+
+def test_bad_inputs_say_what_is_accepted() -> None:
+    x, odd = randn(4, 6), randn(1, 2, 1, 3)
+    cos = torch.empty(1, 1)
+    for fn, match in (
+        (lambda: activation_fwd(x, "swish", a=x), "kind: got 'swish'; accepted: one of 'gelu', 'tanh', 'relu'"),
+        (lambda: activation_bwd(x, x, "gelu", dh=randn(4, 5)), r"dh: got .*accepted: .*\(4, 6\)"),
+        (lambda: swiglu_fwd(x, randn(4, 5), a=x), r"up: got .*accepted: .*\(4, 6\)"),
+        (lambda: add_fwd(x, x.float(), y=x), "f: got .*float32.*accepted: .*float64"),
+        (lambda: dropout_fwd(x, 0, 1.0, 0, y=x), "dropout_p: got 1.0; accepted: a number p, 0 ≤ p < 1"),
+        (lambda: dropout_fwd(x, 0, 0.5, -1, y=x), "layer_counter: got -1"),
+        (lambda: dropout_fwd(x, 0, 0.5, 0, y=x), "scratch: dropout got no 'index'"),
+        (lambda: rope_fwd(odd, cos, cos, y=odd), "x: got .*accepted: an even head dimension"),
+        (lambda: rope_table(0.0, 4, 1, cos=cos, sin=cos), "theta: got 0.0"),
+        (lambda: rope_table(1e4, 3, 1, cos=cos, sin=cos), "d: got 3; accepted: an even head dimension"),
+        (lambda: rope_fwd(randn(1, 2, 1, 2), cos.double(), cos.double(), y=randn(1, 2, 1, 2)), r"cos: got .*\(2, 1\)"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fn()
+    assert activation.KINDS == KINDS

@@ -1,0 +1,154 @@
+"""AdamW and the global norm against torch's own."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.ops import allocated_bytes, poisoned, randn
+from torch import Tensor
+
+from tilegrad.kernels import adamw
+from tilegrad.kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
+
+DTYPES = (torch.float64, torch.float32)
+DECAYED, PLAIN = (5, 37), (63,)
+P, SPLIT = 5 * 37 + 63, 5 * 37
+
+
+class Arenas:
+    """Flat params, grads, m, v, and the call of a step."""
+
+    def __init__(self, dtype: torch.dtype, max_norm: float = 1.0) -> None:
+        self.params, self.m, self.v = randn(P, dtype=dtype), torch.zeros(P, dtype=dtype), torch.zeros(P, dtype=dtype)
+        self.norm, self.step, self.max_norm = torch.zeros((), dtype=dtype), torch.zeros(()), max_norm
+        self.scratch = poisoned(adamw_workspace(self.params) | global_norm_workspace(self.params))
+
+    def update(self, grads: Tensor, learning_rate: float | Tensor) -> None:
+        global_norm(grads, norm=self.norm, scratch=self.scratch)
+        adamw_step(
+            self.norm, learning_rate, SPLIT, 0.1, self.max_norm,
+            params=self.params, grads=grads, m=self.m, v=self.v, step=self.step, scratch=self.scratch,
+        )  # fmt: skip
+
+    def state(self) -> list[Tensor]:
+        return [x.clone() for x in (self.params, self.m, self.v, self.step)]
+
+
+def torch_adamw(params: Tensor, gradients: list[Tensor], rates: list[float], max_norm: float) -> Tensor:
+    leaves = [params[:SPLIT].clone().requires_grad_(), params[SPLIT:].clone().requires_grad_()]
+    groups = [{"params": leaves[:1], "weight_decay": 0.1}, {"params": leaves[1:], "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8, foreach=False, fused=False)
+    for g, rate in zip(gradients, rates, strict=True):
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        leaves[0].grad, leaves[1].grad = g[:SPLIT].clone(), g[SPLIT:].clone()
+        torch.nn.utils.clip_grad_norm_(leaves, max_norm, foreach=False)
+        optimizer.step()
+    return torch.cat([leaf.detach() for leaf in leaves])
+
+
+def compare(dtype: torch.dtype, max_norm: float, learning_rate_tensor: bool = False) -> float:
+    """Largest error after 12 steps, in units of the largest parameter and the dtype's eps."""
+    arenas, rates = Arenas(dtype, max_norm), [1e-2 * (0.8**i) for i in range(12)]
+    gradients = [randn(P, dtype=dtype, seed=i + 1) * (0.01 if i % 3 else 2.0) for i in range(12)]
+    want = torch_adamw(arenas.params, gradients, rates, max_norm)
+    for g, rate in zip(gradients, rates, strict=True):
+        arenas.update(g.clone(), torch.tensor(rate) if learning_rate_tensor else rate)
+    assert arenas.step == 12
+    return float((arenas.params - want).abs().max() / want.abs().max()) / torch.finfo(dtype).eps
+
+
+@pytest.mark.parametrize("slow_factor", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("max_norm", [1.0, 1e3, float("inf")])
+def test_equal_to_torch(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, max_norm: float, slow_factor: bool
+) -> None:
+    monkeypatch.setattr(adamw, "_SLOW_FACTOR", slow_factor)
+    assert compare(dtype, max_norm) <= 16
+
+
+def test_learning_rate_may_be_a_tensor() -> None:
+    assert compare(torch.float32, 1.0, learning_rate_tensor=True) <= 16
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf")])
+def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, bad: float) -> None:
+    arenas = Arenas(dtype)
+    arenas.update(randn(P, dtype=dtype, seed=1), 1e-2)
+    before, broken = arenas.state(), randn(P, dtype=dtype, seed=2)
+    broken[P - 1] = bad
+    arenas.update(broken, 1e-2)
+    assert not arenas.norm.isfinite()
+    assert all(torch.equal(x, y) for x, y in zip(before, arenas.state(), strict=True))
+    arenas.update(randn(P, dtype=dtype, seed=3), 1e-2)
+    assert arenas.step == 2 and not torch.equal(before[0], arenas.params)
+
+
+def test_state_resumed_gives_the_same_bits() -> None:
+    a, b = Arenas(torch.float32), Arenas(torch.float32)
+    for i in range(4):
+        a.update(randn(P, dtype=torch.float32, seed=i), 1e-2)
+        if i == 1:
+            for to, x in zip((b.params, b.m, b.v, b.step), a.state(), strict=True):
+                to.copy_(x)
+        elif i > 1:
+            b.update(randn(P, dtype=torch.float32, seed=i), 1e-2)
+    assert all(torch.equal(x, y) for x, y in zip(a.state(), b.state(), strict=True))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", [1, 63, 64, 128, 1000])
+def test_global_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int) -> None:
+    monkeypatch.setattr(adamw, "BLOCK", 64)
+    g, norm = randn(n, dtype=dtype), torch.zeros((), dtype=dtype)
+    global_norm(g, norm=norm, scratch=poisoned(global_norm_workspace(g)))
+    want = g.double().square().sum().sqrt()
+    assert (norm.double() - want).abs() <= 8 * torch.finfo(dtype).eps * want
+
+
+def test_nothing_is_allocated() -> None:
+    for dtype in DTYPES:
+        n = 3 * adamw.BLOCK + 5
+        x = randn(n, dtype=dtype)
+        m, v, g, norm, step = torch.zeros_like(x), torch.zeros_like(x), x.clone(), x.new_zeros(()), torch.zeros(())
+        scratch = poisoned(adamw_workspace(x) | global_norm_workspace(x))
+        assert allocated_bytes(lambda: global_norm(g, norm=norm, scratch=scratch)) <= 1024  # noqa: B023
+        assert allocated_bytes(
+            lambda: adamw_step(norm, 1e-3, n // 2, params=x, grads=g, m=m, v=v, step=step, scratch=scratch)  # noqa: B023
+        ) <= 1024  # fmt: skip
+
+
+@pytest.mark.parametrize("broken", ["step", "decayed"])
+def test_canary_a_wrong_step_count_or_decay_is_seen(monkeypatch: pytest.MonkeyPatch, broken: str) -> None:
+    right = adamw_step
+
+    def wrong(norm, learning_rate, decayed, *scalars, step, **outputs):  # type: ignore[no-untyped-def]
+        if broken == "step":
+            right(norm, learning_rate, decayed, *scalars, step=step + 1, **outputs)
+            step.add_(1.0)
+        else:
+            right(norm, learning_rate, decayed - 1, *scalars, step=step, **outputs)
+
+    monkeypatch.setitem(globals(), "adamw_step", wrong)
+    assert compare(torch.float64, 1.0) > 1e6
+
+
+def test_bad_inputs_say_what_is_accepted() -> None:
+    x, norm, step = randn(6), randn(), torch.zeros(())
+    arenas = {"params": x, "grads": x, "m": x, "v": x, "step": step}
+    for fn, match in (
+        (lambda: adamw_step(norm, 1e-3, 7, **arenas), "decayed: got 7; accepted: 0 … 6"),
+        (lambda: adamw_step(norm, 1e-3, 6, 0.1, 0.0, **arenas), "max_norm: got 0.0; accepted: a number > 0"),
+        (lambda: adamw_step(norm, 1e-3, 6, **arenas | {"m": randn(5)}), r"m: got .*\(5,\).*accepted: .*\(6,\)"),
+        (
+            lambda: adamw_step(norm, 1e-3, 6, **arenas | {"step": step.double()}),
+            "step: got .*float64.*accepted: .*float32",
+        ),
+        (lambda: adamw_step(norm, 1e-3, 6, **arenas), "scratch: adamw got no 'grad_scale'"),
+        (lambda: global_norm(x, norm=norm.float()), "norm: got .*float32"),
+        (lambda: global_norm(x.to(torch.bfloat16), norm=norm), "grads: got .*bfloat16.*accepted: .*float32"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fn()

@@ -1,0 +1,118 @@
+"""Token and position embeddings against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.ops import DTYPES, acc, allocated_bytes, assert_true, poisoned, randn
+from torch import Tensor
+
+from tilegrad.kernels import embedding
+from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
+
+
+def build(b: int, t: int, c: int, v: int, dtype: torch.dtype, *, positions: bool):  # type: ignore[no-untyped-def]
+    tokens = torch.randint(0, v, (b, t), generator=torch.Generator().manual_seed(b * t))
+    inputs = {"wte": randn(v, c, dtype=dtype), "wpe": randn(t + 5, c, dtype=dtype) if positions else None}
+
+    def formula(wte: Tensor, wpe: Tensor | None) -> dict[str, Tensor]:
+        x = wte[tokens] if wpe is None else wte[tokens] + wpe[:t]
+        return {"x": x.view(b * t, c)}
+
+    return tokens, inputs, formula, randn(b * t, c, dtype=dtype, seed=1)
+
+
+def run(tokens: Tensor, inputs: dict[str, Tensor | None], dx: Tensor) -> dict[str, Tensor]:
+    out = {"x": torch.full_like(dx, torch.nan)}
+    embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=out["x"], scratch=poisoned(embedding_workspace(dx)))
+    for name, w in inputs.items():
+        if w is not None:
+            out[f"d{name}"] = torch.zeros_like(w, dtype=acc(w.dtype))
+    scratch = poisoned(embedding_workspace(dx))
+    embedding_bwd(dx, tokens, dwte=out["dwte"], dwpe=out.get("dwpe"), scratch=scratch)
+    return out
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("positions", [False, True])
+@pytest.mark.parametrize("block", [100, 1 << 16])
+def test_embedding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, positions: bool, block: int) -> None:
+    monkeypatch.setitem(embedding.BLOCK, "cpu", block)
+    for b, t, c, v in ((1, 1, 1, 1), (3, 63, 17, 20), (2, 113, 64, 300)):
+        tokens, inputs, formula, dx = build(b, t, c, v, dtype, positions=positions)
+        assert_true(run(tokens, inputs, dx), formula, inputs, {"x": dx})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_accumulate_in_the_same_bits_and_none_is_not_computed(dtype: torch.dtype) -> None:
+    tokens, inputs, _, dx = build(3, 63, 17, 20, dtype, positions=True)
+    once = run(tokens, inputs, dx)
+    again = run(tokens, inputs, dx)
+    assert all(torch.equal(once[name], again[name]) for name in once)
+    scratch = poisoned(embedding_workspace(dx))
+    embedding_bwd(dx, tokens, dwte=again["dwte"], scratch=scratch)
+    assert torch.allclose(again["dwte"], 2 * once["dwte"]) and torch.equal(again["dwpe"], once["dwpe"])
+    embedding_bwd(dx, tokens, dwte=None, dwpe=again["dwpe"], scratch=scratch)
+    assert torch.allclose(again["dwpe"], 2 * once["dwpe"]) and torch.allclose(again["dwte"], 2 * once["dwte"])
+
+
+@pytest.mark.parametrize("block", [100, 1 << 16])
+@pytest.mark.parametrize("positions", [False, True])
+def test_float32_weights_of_bfloat16_are_summed_and_then_rounded(
+    monkeypatch: pytest.MonkeyPatch, positions: bool, block: int
+) -> None:
+    monkeypatch.setitem(embedding.BLOCK, "cpu", block)
+    tokens, inputs, formula, dx = build(3, 63, 17, 20, torch.float32, positions=positions)
+    x = torch.full_like(dx, torch.nan, dtype=torch.bfloat16)
+    embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=x, scratch=poisoned(embedding_workspace(x)))
+    assert torch.equal(x, formula(**inputs)["x"].bfloat16())
+
+
+def test_bfloat16_rows_are_summed_in_float32() -> None:
+    dx = torch.full((4096, 8), 1.0, dtype=torch.bfloat16)
+    dwte, dwpe = torch.zeros(3, 8), torch.zeros(1, 8)
+    embedding_bwd(
+        dx, torch.ones(4096, 1, dtype=torch.int64), dwte=dwte, dwpe=dwpe, scratch=poisoned(embedding_workspace(dx))
+    )
+    assert torch.equal(dwte[1], torch.full((8,), 4096.0)) and torch.equal(dwpe[0], dwte[1]) and not dwte[0].any()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_allocated(dtype: torch.dtype) -> None:
+    tokens, inputs, _, dx = build(4, 50, 64, 30, dtype, positions=True)
+    x, dwte, dwpe = dx.clone(), inputs["wte"].to(acc(dtype)), inputs["wpe"].to(acc(dtype))
+    scratch = poisoned(embedding_workspace(dx))
+    assert allocated_bytes(lambda: embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=x)) <= 1024
+    wide = {name: w.to(acc(dtype)) for name, w in inputs.items()}
+    assert allocated_bytes(lambda: embedding_fwd(tokens, wide["wte"], wide["wpe"], x=x, scratch=scratch)) <= 1024
+    assert allocated_bytes(lambda: embedding_bwd(dx, tokens, dwte=dwte, dwpe=dwpe, scratch=scratch)) <= 1024
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("name", ["dwte", "dwpe"])
+def test_canary_one_forgotten_row_is_seen(dtype: torch.dtype, name: str) -> None:
+    tokens, inputs, formula, dx = build(3, 63, 17, 20, dtype, positions=True)
+    broken = dx.clone()
+    broken[100] = 0.0
+    got = run(tokens, inputs, broken)
+    with pytest.raises(AssertionError, match=f"{name}: error"):
+        assert_true({name: got[name]}, formula, inputs, {"x": dx})
+
+
+def test_bad_inputs_say_what_is_accepted() -> None:
+    tokens, wte, x = torch.zeros(2, 3, dtype=torch.int64), randn(5, 4), randn(6, 4)
+    for fn, match in (
+        (
+            lambda: embedding_fwd(tokens.int(), wte, None, x=x),
+            "tokens: got torch.int32.*accepted: a contiguous torch.int64",
+        ),
+        (lambda: embedding_fwd(tokens.t(), wte, None, x=x), "tokens: got .*strides"),
+        (lambda: embedding_fwd(tokens, wte, None, x=randn(5, 4)), r"x: got .*\(5, 4\).*accepted: .*\(6, 4\)"),
+        (lambda: embedding_fwd(tokens, wte.float(), None, x=x), "wte: got .*float32"),
+        (lambda: embedding_fwd(tokens, wte, randn(2, 4), x=x), r"wpe: got .*accepted: .*\(3, 4\)"),
+        (lambda: embedding_bwd(x, tokens, dwte=wte.float()), "dwte: got .*float32.*accepted: .*float64"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fn()
+    with pytest.raises((IndexError, RuntimeError), match="index out of range"):
+        embedding_fwd(tokens + 5, wte, None, x=x)

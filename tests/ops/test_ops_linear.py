@@ -1,0 +1,217 @@
+"""Linear layers, dense and per head, against autograd."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from support.ops import DTYPES, RAGGED, acc, allocated_bytes, allowed_bytes, assert_true, poisoned, randn
+from torch import Tensor
+
+from tilegrad.kernels import linear
+from tilegrad.kernels.cpu import rowwise
+from tilegrad.kernels.linear import (
+    linear_bwd,
+    linear_fwd,
+    linear_workspace,
+    per_head_linear_bwd,
+    per_head_linear_fwd,
+    per_head_linear_workspace,
+)
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The bias's gradient is the native library's; without one it is torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(rowwise, "takes", lambda x: False)
+
+
+def dense(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
+    return {"y": torch.nn.functional.linear(x, w, b)}
+
+
+def per_head(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
+    y = torch.einsum("nhi,hoi->nho", x.view(-1, *w.shape[:2]), w)
+    return {"y": (y if b is None else y + b).flatten(1)}
+
+
+def run(inputs: dict[str, Tensor | None], dy: Tensor, *, heads: bool = False) -> dict[str, Tensor]:
+    """Forward and backward with poisoned outputs; gradients that accumulate start at 0."""
+    x, w, b = inputs["x"], inputs["w"], inputs["b"]
+    assert x is not None and w is not None
+    fwd, bwd, workspace = (
+        (per_head_linear_fwd, per_head_linear_bwd, per_head_linear_workspace)
+        if heads
+        else (linear_fwd, linear_bwd, linear_workspace)
+    )
+    out = {"y": torch.full_like(dy, torch.nan), "dx": torch.full_like(x, torch.nan)}
+    out["dw"] = torch.zeros_like(w, dtype=acc(w.dtype))
+    if b is not None:
+        out["db"] = torch.zeros_like(b, dtype=acc(b.dtype))
+    fwd(x, w, b, y=out["y"], scratch=poisoned(workspace(x, w, backward=False)))
+    bwd(dy, x, w, dx=out["dx"], dw=out["dw"], db=out.get("db"), scratch=poisoned(workspace(x, w, backward=True)))
+    return out
+
+
+def check(n: int, cin: int, cout: int, dtype: torch.dtype, bias: bool) -> None:
+    inputs = {
+        "x": randn(n, cin, dtype=dtype),
+        "w": randn(cout, cin, dtype=dtype),
+        "b": randn(cout, dtype=dtype) if bias else None,
+    }
+    dy = randn(n, cout, dtype=dtype, seed=1)
+    assert_true(run(inputs, dy), dense, inputs, {"y": dy})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", RAGGED)
+def test_dense(dtype: torch.dtype, n: int) -> None:
+    check(n, 37, 50, dtype, bias=True)
+    check(n, 64, 1, dtype, bias=False)
+
+
+def test_many_rows() -> None:
+    """Sums over rows stay as close as torch's own, which are pairwise."""
+    check(4095, 8, 100, torch.float32, bias=True)
+
+
+@pytest.mark.parametrize("tiles", [(16, 32), (7, 5)])
+@pytest.mark.parametrize("products", [False, True])
+def test_half_in_tiles_with_and_without_bf16_products(
+    monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, int], products: bool
+) -> None:
+    monkeypatch.setattr(linear, "ROWS", tiles[0])
+    monkeypatch.setattr(linear, "COLS", tiles[1])
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    check(33, 20, 67, torch.bfloat16, bias=True)
+    check(33, 20, 67, torch.bfloat16, bias=False)
+
+
+@pytest.mark.parametrize("products", [False, True])
+def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, products: bool) -> None:
+    """As close as weights rounded before, and the same bits where products are bf16."""
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    monkeypatch.setattr(linear, "COLS", 16)
+    x, dy = randn(19, 30, dtype=torch.bfloat16), randn(19, 40, dtype=torch.bfloat16, seed=1)
+    wide = {"x": x, "w": randn(40, 30, dtype=torch.float32), "b": randn(40, dtype=torch.float32)}
+    rounded = {name: value.bfloat16() for name, value in wide.items()}
+    got, want = run(wide, dy), run(rounded, dy)
+    assert_true(got, dense, rounded, {"y": dy})
+    assert not products or all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("products", [False, True])
+def test_gradients_that_do_not_add_overwrite(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: bool, heads: bool
+) -> None:
+    monkeypatch.setattr(linear, "ROWS", 8)
+    monkeypatch.setattr(linear, "COLS", 5)
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    h, d = 3, 7
+    x, dy = randn(20, h * d, dtype=dtype), randn(20, h * d, dtype=dtype, seed=1)
+    w = randn(h, d, d, dtype=dtype) if heads else randn(h * d, h * d, dtype=dtype)
+    want = run({"x": x, "w": w, "b": w[..., 0]}, dy, heads=heads)
+    bwd, workspace = (per_head_linear_bwd, per_head_linear_workspace) if heads else (linear_bwd, linear_workspace)
+    got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db")}
+    bwd(dy, x, w, False, **got, scratch=poisoned(workspace(x, w, backward=True)))
+    assert all(torch.equal(got[name], want[name]) for name in got)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("bias", [False, True])
+def test_per_head(dtype: torch.dtype, bias: bool) -> None:
+    h, d, n = 3, 21, 63
+    inputs = {
+        "x": randn(n, h * d, dtype=dtype),
+        "w": randn(h, d, d, dtype=dtype),
+        "b": randn(h, d, dtype=dtype) if bias else None,
+    }
+    dy = randn(n, h * d, dtype=dtype, seed=1)
+    assert_true(run(inputs, dy, heads=True), per_head, inputs, {"y": dy})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_strided_rows(dtype: torch.dtype) -> None:
+    """The q part of a fused projection is a view with longer rows; so may x, y, dy and dx be."""
+    x, dy = randn(30, 90, dtype=dtype)[:, 20:57], randn(30, 200, dtype=dtype, seed=1)[:, 100:150]
+    inputs = {"x": x, "w": randn(50, 37, dtype=dtype), "b": randn(50, dtype=dtype)}
+    w, b = inputs["w"], inputs["b"]
+    out = {
+        "y": torch.full((30, 64), torch.nan, dtype=dtype)[:, 3:53],
+        "dx": torch.full((30, 64), torch.nan, dtype=dtype)[:, 3:40],
+        "dw": torch.zeros(50, 37, dtype=acc(dtype)),
+        "db": torch.zeros(50, dtype=acc(dtype)),
+    }
+    scratch = poisoned(linear_workspace(x, w, backward=True) | linear_workspace(x, w, backward=False))
+    linear_fwd(x, w, b, y=out["y"], scratch=scratch)
+    linear_bwd(dy, x, w, dx=out["dx"], dw=out["dw"], db=out["db"], scratch=scratch)
+    assert_true(out, dense, inputs, {"y": dy})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameter_gradients_accumulate_and_none_is_not_computed(dtype: torch.dtype) -> None:
+    inputs = {"x": randn(20, 30, dtype=dtype), "w": randn(40, 30, dtype=dtype), "b": randn(40, dtype=dtype)}
+    dy = randn(20, 40, dtype=dtype, seed=1)
+    once = run(inputs, dy)
+    scratch = poisoned(linear_workspace(inputs["x"], inputs["w"], backward=True))
+    for name in ("dx", "dw", "db"):
+        again = once[name].clone()
+        linear_bwd(dy, inputs["x"], inputs["w"], **{name: again}, scratch=scratch)
+        want = once[name] if name == "dx" else 2 * once[name]
+        assert (again - want).abs().max() <= 1e-6 * want.abs().max(), name
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_allocated(dtype: torch.dtype) -> None:
+    n, h, d = 60, 4, 32
+    allowed = allowed_bytes(dtype, (n, h * d, 96), (n, d, d))
+    x, w, b, dy = (
+        randn(n, h * d, dtype=dtype),
+        randn(96, h * d, dtype=dtype),
+        randn(96, dtype=dtype),
+        randn(n, 96, dtype=dtype),
+    )
+    y, dx, dw, db = dy.clone(), x.clone(), w.to(acc(dtype)), b.to(acc(dtype))
+    scratch = poisoned(linear_workspace(x, w, backward=True) | linear_workspace(x, w, backward=False))
+    assert allocated_bytes(lambda: linear_fwd(x, w, b, y=y, scratch=scratch)) <= allowed
+    assert allocated_bytes(lambda: linear_fwd(x, w, None, y=y, scratch=scratch)) <= allowed
+    assert allocated_bytes(lambda: linear_bwd(dy, x, w, dx=dx, dw=dw, db=db, scratch=scratch)) <= allowed
+    ws, bs = randn(h, d, d, dtype=dtype), randn(h, d, dtype=dtype)
+    dws, dbs, y = ws.to(acc(dtype)), bs.to(acc(dtype)), x.clone()
+    scratch = poisoned(
+        per_head_linear_workspace(x, ws, backward=True) | per_head_linear_workspace(x, ws, backward=False)
+    )
+    assert allocated_bytes(lambda: per_head_linear_fwd(x, ws, bs, y=y, scratch=scratch)) <= allowed
+    assert allocated_bytes(lambda: per_head_linear_bwd(y, x, ws, dx=dx, dw=dws, db=dbs, scratch=scratch)) <= allowed
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_canary_one_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    right = linear.linear_bwd
+
+    def wrong(dy: Tensor, x: Tensor, w: Tensor, **outputs: Tensor) -> None:
+        w = w.clone()
+        w[-1, 0] += 0.5
+        right(dy, x, w, **outputs)
+
+    monkeypatch.setitem(globals(), "linear_bwd", wrong)
+    with pytest.raises(AssertionError, match="dx: error"):
+        check(63, 37, 50, dtype, bias=True)
+
+
+def test_bad_inputs_say_what_is_accepted() -> None:
+    x, w = randn(4, 6), randn(5, 6)
+    for fn, match in (
+        (lambda: linear_fwd(x, randn(5, 7), None, y=randn(4, 5)), r"w: got .*\(5, 7\).*accepted: .*\(5, 6\)"),
+        (lambda: linear_fwd(x, w, randn(6), y=randn(4, 5)), r"b: got .*accepted: .*\(5,\)"),
+        (lambda: linear_fwd(x, w, None, y=randn(4, 5).float()), r"y: got .*float32"),
+        (lambda: linear_bwd(randn(4, 5), x, w, dw=randn(5, 6).float()), "dw: got .*float32.*accepted: .*float64"),
+        (lambda: linear_bwd(randn(5, 4).t(), x, w, db=randn(5)), r"dy: got strides \(1, 4\); accepted: .*last one 1"),
+        (lambda: linear_bwd(randn(4, 5), x, w, db=randn(5)), "scratch: linear got no 'db'"),
+        (lambda: linear_bwd(randn(4, 5), x, w, db=randn(5), scratch={"db": randn(4)}), r"scratch\['db'\].*at least 5"),
+        (lambda: per_head_linear_fwd(x, randn(2, 2, 2), None, y=randn(4, 6)), r"w: got \(2, 2, 2\).*H·D = 6"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fn()

@@ -1,0 +1,262 @@
+"""Cross-entropy and embedding_mse against autograd on whole matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from support.ops import DTYPES, acc, allocated_bytes, allowed_bytes, assert_true, poisoned, randn
+from torch import Tensor
+
+from tilegrad.kernels import cross_entropy, embedding_mse, linear
+from tilegrad.kernels.cross_entropy import (
+    cross_entropy_bwd,
+    cross_entropy_fwd,
+    cross_entropy_step,
+    cross_entropy_workspace,
+)
+from tilegrad.kernels.embedding_mse import (
+    embedding_mse_bwd,
+    embedding_mse_fwd,
+    embedding_mse_step,
+    embedding_mse_workspace,
+)
+
+LOSSES = ("cross_entropy", "embedding_mse")
+
+
+def formula_of(loss: str, targets: Tensor, inv_total: float) -> Callable[..., dict[str, Tensor]]:
+    kept = targets >= 0
+
+    def formula(x: Tensor, w: Tensor) -> dict[str, Tensor]:
+        if loss == "cross_entropy":
+            logp = torch.log_softmax(x[kept] @ w.t(), -1)
+            each = -logp[torch.arange(int(kept.sum())), targets[kept]]
+        else:
+            each = (x[kept] - w[targets[kept]]).square().mean(-1)
+        return {"loss": each.sum() * inv_total}
+
+    return formula
+
+
+def build(n: int, c: int, v: int, dtype: torch.dtype) -> tuple[dict[str, Tensor], Tensor]:
+    targets = torch.randint(0, v, (n,), generator=torch.Generator().manual_seed(n))
+    targets[::5] = -1
+    targets[-1] = v - 1
+    return {"x": randn(n, c, dtype=dtype), "w": randn(v, c, dtype=dtype, seed=1)}, targets
+
+
+def call(
+    kind: str, part: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: Tensor, **outputs: Tensor
+) -> None:
+    x, w = inputs["x"], inputs["w"]
+    if kind == "cross_entropy":
+        fn = {"fwd": cross_entropy_fwd, "bwd": cross_entropy_bwd, "step": cross_entropy_step}[part]
+        scratch = poisoned(cross_entropy_workspace(x, w, backward=part != "fwd"))
+    else:
+        fn = {"fwd": embedding_mse_fwd, "bwd": embedding_mse_bwd, "step": embedding_mse_step}[part]
+        scratch = poisoned(embedding_mse_workspace(x, w))
+        if "dw" in outputs:
+            outputs["dwte"] = outputs.pop("dw")
+    fn(x, w, targets, inv_total, **outputs, scratch=scratch)
+
+
+def outputs_of(inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+    x, w = inputs["x"], inputs["w"]
+    a = acc(x.dtype)
+    return {
+        "loss": torch.tensor(torch.nan, dtype=a),
+        "dx": torch.full_like(x, torch.nan),
+        "dw": torch.zeros_like(w, dtype=a),
+    }
+
+
+def run(loss: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: float) -> dict[str, Tensor]:
+    """The fused step; forward and backward alone must give the same."""
+    inv = torch.tensor(inv_total, dtype=acc(inputs["x"].dtype))
+    out, alone = outputs_of(inputs), outputs_of(inputs)
+    call(loss, "step", inputs, targets, inv, **out)
+    call(loss, "fwd", inputs, targets, inv, loss=alone["loss"])
+    call(loss, "bwd", inputs, targets, inv, dx=alone["dx"], dw=alone["dw"])
+    assert all(torch.equal(out[name], alone[name]) for name in out)
+    return out
+
+
+def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
+    """About `size` elements at once."""
+    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 4 * size)
+    monkeypatch.setattr(cross_entropy, "BLOCK", size // 3)
+    monkeypatch.setitem(embedding_mse.BLOCK, "cpu", size)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("chunk", [1, 1000, 1 << 24])
+def test_losses(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype, chunk: int) -> None:
+    small_chunks(monkeypatch, chunk)
+    for n, c, v in ((1, 3, 2), (63, 16, 50), (113, 24, 63)):
+        inputs, targets = build(n, c, v, dtype)
+        got = run(loss, inputs, targets, 1 / 64)
+        assert_true(got, formula_of(loss, targets, 1 / 64), inputs, {"loss": torch.ones(())})
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_no_target_at_all(loss: str, dtype: torch.dtype) -> None:
+    inputs, targets = build(20, 8, 30, dtype)
+    out = run(loss, inputs, torch.full_like(targets, -1), 0.0)
+    assert not out["loss"].any() and not out["dx"].any() and not out["dw"].any()
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_gradient_of_the_weights_accumulates_and_the_others_overwrite(loss: str) -> None:
+    inputs, targets = build(63, 16, 50, torch.float64)
+    once = run(loss, inputs, targets, 0.1)
+    again = {name: x.clone() for name, x in once.items()}
+    inv = torch.tensor(0.1, dtype=torch.float64)
+    call(loss, "step", inputs, targets, inv, **again)
+    assert torch.allclose(again["dw"], 2 * once["dw"], rtol=1e-12)
+    assert torch.equal(again["dx"], once["dx"]) and torch.equal(again["loss"], once["loss"])
+    for name in ("dx", "dw"):
+        alone = outputs_of(inputs)[name]
+        call(loss, "bwd", inputs, targets, inv, **{name: alone})
+        assert torch.equal(alone, once[name])
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_gradient_of_the_weights_that_does_not_add_overwrites(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    small_chunks(monkeypatch, 1000)
+    inputs, targets = build(63, 16, 50, dtype)
+    want, inv = run("cross_entropy", inputs, targets, 0.1), torch.tensor(0.1, dtype=acc(dtype))
+    scratch = poisoned(cross_entropy_workspace(inputs["x"], inputs["w"], backward=True))
+    for fn in (cross_entropy_step, cross_entropy_bwd):
+        got = outputs_of(inputs)
+        got["dw"].fill_(torch.nan)
+        if fn is cross_entropy_bwd:
+            got["loss"] = want["loss"]
+            fn(inputs["x"], inputs["w"], targets, inv, False, dx=got["dx"], dw=got["dw"], scratch=scratch)
+        else:
+            fn(inputs["x"], inputs["w"], targets, inv, False, **got, scratch=scratch)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("products", [False, True])
+def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, loss: str, products: bool) -> None:
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    small_chunks(monkeypatch, 1000)
+    inputs, targets = build(63, 16, 50, torch.bfloat16)
+    wide = {"x": inputs["x"], "w": inputs["w"].float()}
+    got, want = run(loss, wide, targets, 1 / 64), run(loss, inputs, targets, 1 / 64)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+def test_chunks_are_few_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 4 * 50 * 300)
+    for n, want in ((256, [256]), (257, [129, 128]), (600, [200, 200, 200]), (1, [1])):
+        x, w = torch.empty(n, 4), torch.empty(50, 4)
+        assert [i.stop - i.start for i in cross_entropy._chunks(x, w)] == want
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_micro_batches_add_up_to_one_batch(loss: str) -> None:
+    inputs, targets = build(60, 16, 50, torch.float64)
+    whole = run(loss, inputs, targets, 0.05)
+    parts = [
+        run(loss, {"x": inputs["x"][i], "w": inputs["w"]}, targets[i], 0.05) for i in (slice(0, 13), slice(13, 60))
+    ]
+    assert torch.allclose(sum(part["loss"] for part in parts), whole["loss"], rtol=1e-13)
+    assert torch.allclose(sum(part["dw"] for part in parts), whole["dw"], rtol=1e-12, atol=1e-15)
+    assert torch.allclose(torch.cat([part["dx"] for part in parts]), whole["dx"], rtol=1e-12, atol=1e-15)
+
+
+def test_very_large_logits_and_an_impossible_target() -> None:
+    inputs, targets = build(63, 16, 50, torch.float32)
+    inputs["x"] *= 200.0
+    got = run("cross_entropy", inputs, targets, 1 / 64)
+    assert got["loss"] > 100 and got["dx"].isfinite().all()
+    assert_true(got, formula_of("cross_entropy", targets, 1 / 64), inputs, {"loss": torch.ones(())})
+
+
+def test_the_whole_logits_matrix_never_exists() -> None:
+    x, w = torch.empty(4096, 64, device="meta"), torch.empty(50304, 64, device="meta")
+    handles = [
+        type("Handle", (), {"shape": t.shape, "dtype": t.dtype, "device": torch.device("cpu")})() for t in (x, w)
+    ]
+    shapes = cross_entropy_workspace(*handles, backward=True)
+    largest = max(torch.Size(shape).numel() * dtype.itemsize for shape, dtype in shapes.values())
+    assert largest <= 1 << 26 < 4096 * 50304 * 4
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_scratch_of_a_large_batch_serves_a_small_one(
+    monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype
+) -> None:
+    small_chunks(monkeypatch, 50 * 37)
+    inputs, _ = build(113, 16, 50, dtype)
+    scratch = poisoned(
+        cross_entropy_workspace(inputs["x"], inputs["w"], backward=True)
+        if loss == "cross_entropy"
+        else embedding_mse_workspace(inputs["x"], inputs["w"])
+    )
+    inv = torch.tensor(1 / 64, dtype=acc(dtype))
+    for n in (1, 30, 38, 74, 113):
+        inputs, targets = build(n, 16, 50, dtype)
+        want, got = run(loss, inputs, targets, 1 / 64), outputs_of(inputs)
+        if loss == "cross_entropy":
+            cross_entropy_step(inputs["x"], inputs["w"], targets, inv, **got, scratch=scratch)
+        else:
+            got["dwte"] = got.pop("dw")
+            want["dwte"] = want.pop("dw")
+            embedding_mse_step(inputs["x"], inputs["w"], targets, inv, **got, scratch=scratch)
+        assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_nothing_is_allocated(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
+    small_chunks(monkeypatch, 100 * 120)
+    inputs, targets = build(300, 64, 120, dtype)
+    x, w, out, inv = inputs["x"], inputs["w"], outputs_of(inputs), torch.tensor(0.1, dtype=acc(dtype))
+    if loss == "cross_entropy":
+        scratch = poisoned(cross_entropy_workspace(x, w, backward=True))
+        step = lambda: cross_entropy_step(x, w, targets, inv, **out, scratch=scratch)  # noqa: E731
+    else:
+        scratch = poisoned(embedding_mse_workspace(x, w))
+        step = lambda: embedding_mse_step(  # noqa: E731
+            x, w, targets, inv, loss=out["loss"], dx=out["dx"], dwte=out["dw"], scratch=scratch
+        )
+    products = ((100, 64, 120),) if loss == "cross_entropy" else ()
+    assert allocated_bytes(step) <= allowed_bytes(dtype, *products)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_canary_one_wrong_target_is_seen(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
+    inputs, targets = build(63, 16, 50, dtype)
+    wrong = targets.clone()
+    wrong[62] = 0
+    got = run(loss, inputs, wrong, 1 / 64)
+    for name in ("dx", "dw") if dtype == torch.bfloat16 else ("loss", "dx", "dw"):  # one of 50 is lost in bf16's loss
+        with pytest.raises(AssertionError, match=f"{name}: error"):
+            assert_true({name: got[name]}, formula_of(loss, targets, 1 / 64), inputs, {"loss": torch.ones(())})
+
+
+def test_bad_inputs_say_what_is_accepted() -> None:
+    inputs, targets = build(4, 6, 5, torch.float64)
+    inv, x = torch.tensor(1.0, dtype=torch.float64), inputs["x"]
+    out = outputs_of(inputs)
+    for loss in LOSSES:
+        for targets_given, inv_given, dx, match in (
+            (torch.full((4,), -100), inv, x.clone(), "targets: got -100; accepted: 0 … 4, or −1 for none"),
+            (torch.full((4,), 5), inv, x.clone(), "targets: got 5; accepted: 0 … 4"),
+            (targets.int(), inv, x.clone(), "targets: got torch.int32"),
+            (targets, inv.float(), x.clone(), "inv_total: got .*float32.*accepted: .*float64"),
+            (targets, inv, randn(4, 5), r"dx: got .*\(4, 5\).*accepted: .*\(4, 6\)"),
+        ):
+            with pytest.raises(ValueError, match=match):
+                call(loss, "bwd", inputs, targets_given, inv_given, dx=dx, dw=out["dw"])

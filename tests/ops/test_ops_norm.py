@@ -1,0 +1,224 @@
+"""Layer norm and RMS norm against autograd."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support.ops import DTYPES, RAGGED, acc, allocated_bytes, assert_rounded, assert_true, poisoned, randn
+from torch import Tensor
+
+from tilegrad.kernels import norm
+from tilegrad.kernels.cpu import rowwise
+from tilegrad.kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace, rmsnorm_bwd, rmsnorm_fwd
+
+EPS = 1e-5
+
+
+@pytest.fixture(autouse=True, params=["native", "torch"])
+def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Rows of float32 and bfloat16 are the native library's; without one they are torch's."""
+    if request.param == "torch":
+        monkeypatch.setattr(rowwise, "takes", lambda x: False)
+    return str(request.param)
+
+
+def layernorm(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
+    mean = x.mean(-1, keepdim=True)
+    rstd = ((x - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+    y = (x - mean) * rstd * w
+    return {"y": y if b is None else y + b, "mean": mean[:, 0], "rstd": rstd[:, 0]}
+
+
+def rmsnorm(x: Tensor, w: Tensor, b: None) -> dict[str, Tensor]:
+    rstd = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return {"y": x * rstd * w, "rstd": rstd[:, 0]}
+
+
+def run(inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> dict[str, Tensor]:
+    x, w, b = inputs["x"], inputs["w"], inputs["b"]
+    assert x is not None and w is not None
+    n, c = x.shape
+    forward, backward = (poisoned(norm_workspace(x, backward=backward)) for backward in (False, True))
+    out = {"y": torch.full((n, c), torch.nan, dtype=x.dtype), "rstd": torch.full((n,), torch.nan, dtype=acc(x.dtype))}
+    grads = {"dx": torch.zeros(n, c, dtype=x.dtype), "dw": torch.zeros(c, dtype=acc(x.dtype))}
+    if rms:
+        rmsnorm_fwd(x, w, EPS, **out, scratch=forward)
+        rmsnorm_bwd(dy, x, w, out["rstd"], **grads, scratch=backward)
+        return out | grads
+    out["mean"] = torch.full((n,), torch.nan, dtype=acc(x.dtype))
+    if b is not None:
+        grads["db"] = torch.zeros(c, dtype=acc(x.dtype))
+    layernorm_fwd(x, w, b, EPS, **out, scratch=forward)
+    layernorm_bwd(dy, x, w, out["mean"], out["rstd"], **grads, scratch=backward)
+    return out | grads
+
+
+def build(n: int, c: int, dtype: torch.dtype, *, bias: bool) -> tuple[dict[str, Tensor | None], Tensor]:
+    x = randn(n, 2 * c, dtype=dtype)[:, c:] + 0.5
+    b = randn(c, dtype=dtype, seed=2) if bias else None
+    return {"x": x, "w": randn(c, dtype=dtype), "b": b}, randn(n, c, dtype=dtype, seed=1)
+
+
+def check(n: int, c: int, dtype: torch.dtype, *, rms: bool, bias: bool) -> None:
+    inputs, dy = build(n, c, dtype, bias=bias)
+    assert_true(run(inputs, dy, rms=rms), rmsnorm if rms else layernorm, inputs, {"y": dy})
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("n", RAGGED)
+@pytest.mark.parametrize("block", [100, 1 << 16])
+def test_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, block: int) -> None:
+    monkeypatch.setitem(norm.BLOCK, "cpu", block)
+    for c in (16, 63, 113):
+        check(n, c, dtype, rms=True, bias=False)
+        check(n, c, dtype, rms=False, bias=True)
+    check(n, 48, dtype, rms=False, bias=False)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_all_gradients_accumulate_and_none_is_not_computed(dtype: torch.dtype, rms: bool) -> None:
+    inputs, dy = build(20, 30, dtype, bias=not rms)
+    x, w, once = inputs["x"], inputs["w"], run(inputs, dy, rms=rms)
+    assert x is not None and w is not None
+    scratch = poisoned(norm_workspace(x, backward=True))
+    for name in ("dx", "dw") if rms else ("dx", "dw", "db"):
+        again = once[name].clone()
+        if rms:
+            rmsnorm_bwd(dy, x, w, once["rstd"], **{name: again}, scratch=scratch)
+        else:
+            layernorm_bwd(dy, x, w, once["mean"], once["rstd"], **{name: again}, scratch=scratch)
+        assert (again - 2 * once[name]).abs().max() <= 2 * torch.finfo(again.dtype).eps * again.abs().max(), name
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_parameter_gradients_that_do_not_add_overwrite(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool
+) -> None:
+    monkeypatch.setitem(norm.BLOCK, "cpu", 100)
+    inputs, dy = build(20, 30, dtype, bias=not rms)
+    x, w, want = inputs["x"], inputs["w"], run(inputs, dy, rms=rms)
+    assert x is not None and w is not None
+    got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db") if name in want}
+    scratch, dx = poisoned(norm_workspace(x, backward=True)), want["dx"].clone()
+    if rms:
+        rmsnorm_bwd(dy, x, w, want["rstd"], False, dx=dx, **got, scratch=scratch)
+    else:
+        layernorm_bwd(dy, x, w, want["mean"], want["rstd"], False, dx=dx, **got, scratch=scratch)
+    assert all(torch.equal(got[name], want[name]) for name in got)
+    assert not torch.equal(dx, want["dx"]), "the residual stream adds all the same"
+
+
+def test_float32_weights_of_bfloat16() -> None:
+    inputs, dy = build(63, 48, torch.bfloat16, bias=True)
+    wide = {name: x if name == "x" else x.float() for name, x in inputs.items() if x is not None}
+    got, want = run(wide, dy, rms=False), run(inputs, dy, rms=False)
+    assert all(torch.equal(got[name], want[name]) for name in want)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_many_rows(dtype: torch.dtype, rms: bool) -> None:
+    """Sums over rows stay as close as torch's own, which are pairwise."""
+    check(4095, 64, dtype, rms=rms, bias=not rms)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_bfloat16_is_rounded_to_the_nearest(rms: bool) -> None:
+    inputs, dy = build(63, 77, torch.bfloat16, bias=not rms)
+    wide = run({name: None if x is None else x.float() for name, x in inputs.items()}, dy.float(), rms=rms)
+    got = run(inputs, dy, rms=rms)
+    for name in ("y", "dx"):
+        assert_rounded(got[name], wide[name])
+
+
+def test_a_large_mean_does_not_cancel() -> None:
+    inputs, dy = build(63, 48, torch.float32, bias=True)
+    inputs["x"] = inputs["x"] + 1000.0
+    assert_true(run(inputs, dy, rms=False), layernorm, inputs, {"y": dy})
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_same_bits_on_1_2_and_4_threads(rms: bool, dtype: torch.dtype) -> None:
+    inputs, dy = build(113, 63, dtype, bias=not rms)
+    before, results = torch.get_num_threads(), []
+    try:
+        for threads in (1, 2, 4):
+            torch.set_num_threads(threads)
+            results.append(run(inputs, dy, rms=rms))
+    finally:
+        torch.set_num_threads(before)
+    first, *others = results
+    assert all(torch.equal(first[name], other[name]) for other in others for name in first)
+
+
+def test_columns_apart_are_an_error() -> None:
+    inputs, dy = build(20, 30, torch.float32, bias=True)
+    inputs["x"] = randn(30, 20, dtype=torch.float32).t()
+    with pytest.raises(ValueError, match=r"x: got strides \(1, 20\); accepted: any with the last one 1"):
+        run(inputs, dy, rms=False)
+    inputs, dy = build(20, 30, torch.float32, bias=False)
+    x, w, rstd = inputs["x"], inputs["w"], torch.ones(20)
+    assert x is not None and w is not None
+    with pytest.raises(ValueError, match=r"dw: got strides \(2,\)"):
+        rmsnorm_bwd(dy, x, w, rstd, dw=torch.zeros(30, 2)[:, 0], scratch=poisoned(norm_workspace(x, backward=True)))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("rms", [False, True])
+def test_nothing_is_allocated(dtype: torch.dtype, rms: bool) -> None:
+    inputs, dy = build(300, 96, dtype, bias=not rms)
+    x, w, b = inputs["x"], inputs["w"], inputs["b"]
+    out = run(inputs, dy, rms=rms)
+    scratch = poisoned(norm_workspace(x, backward=False) | norm_workspace(x, backward=True))
+
+    def call() -> None:
+        if rms:
+            rmsnorm_fwd(x, w, EPS, y=out["y"], rstd=out["rstd"], scratch=scratch)
+            rmsnorm_bwd(dy, x, w, out["rstd"], dx=out["dx"], dw=out["dw"], scratch=scratch)
+        else:
+            layernorm_fwd(x, w, b, EPS, y=out["y"], mean=out["mean"], rstd=out["rstd"], scratch=scratch)
+            layernorm_bwd(dy, x, w, out["mean"], out["rstd"], dx=out["dx"], dw=out["dw"], db=out["db"], scratch=scratch)
+
+    assert allocated_bytes(call) <= 1024
+
+
+@pytest.mark.parametrize("rms", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_canary_a_forgotten_block_of_rows_is_seen(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool
+) -> None:
+    right, native = norm.blocks, rowwise.norm_bwd
+
+    def but_the_last(dy: Tensor, x: Tensor, *others: Any, dx: Tensor, **sums: Tensor | None) -> None:
+        native(dy[:-1], x[:-1], *others, dx=dx[:-1], **sums)
+
+    monkeypatch.setitem(norm.BLOCK, "cpu", 480)
+    check(63, 48, dtype, rms=rms, bias=False)
+    inputs, dy = build(63, 48, dtype, bias=False)
+    want = run(inputs, dy, rms=rms)
+    monkeypatch.setattr(norm, "blocks", lambda n, size: list(right(n, size))[:-1])
+    monkeypatch.setattr(rowwise, "norm_bwd", but_the_last)
+    got = run(inputs, dy, rms=rms)
+    formula = rmsnorm if rms else layernorm
+    for name in ("dx", "dw"):
+        assert_true({name: want[name]}, formula, inputs, {"y": dy})
+        with pytest.raises(AssertionError, match=f"{name}: error"):
+            assert_true({name: got[name]}, formula, inputs, {"y": dy})
+
+
+def test_bad_inputs_say_what_is_accepted() -> None:
+    x, w, rows = randn(4, 6), randn(6), randn(4)
+    for fn, match in (
+        (lambda: layernorm_fwd(x, w, None, 0.0, y=x, mean=rows, rstd=rows), "eps: got 0.0; accepted: a number > 0"),
+        (lambda: rmsnorm_fwd(x, randn(5), EPS, y=x, rstd=rows), r"w: got .*\(5,\).*accepted: .*\(6,\)"),
+        (lambda: rmsnorm_fwd(x, w, EPS, y=x, rstd=rows.float()), "rstd: got .*float32.*accepted: .*float64"),
+        (lambda: rmsnorm_bwd(x, x, w, rows, dx=x.clone()), "scratch: norm got no 'centred'"),
+        (lambda: rmsnorm_bwd(x, x, w, rows, dx=x.clone(), dw=randn(7)), r"dw: got .*\(7,\)"),
+    ):
+        with pytest.raises(ValueError, match=match):
+            fn()

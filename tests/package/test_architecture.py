@@ -1,0 +1,228 @@
+"""The import graph is the architecture; this file is its only statement that a machine reads."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2] / "src" / "tilegrad"
+MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it may import
+    "memory": set(),
+    "kernels": set(),
+    "table": set(),
+    "functional": {"kernels"},
+    "model": {"kernels", "memory"},
+    "shared_attention": {"kernels", "memory"},
+    "train": {"model", "kernels", "memory"},
+    "reference_model": {"model"},
+    "gradcheck": {"kernels", "model", "memory", "train", "reference_model", "table"},
+    "check": {"functional", "kernels", "table"},
+    "bench": {"kernels", "model", "memory", "train", "functional", "reference_model", "table"},
+    "progress": {"memory", "table"},
+    "doctor": {"kernels"},
+    "cli": {
+        "model",
+        "train",
+        "gradcheck",
+        "check",
+        "bench",
+        "memory",
+        "kernels",
+        "functional",
+        "table",
+        "progress",
+        "doctor",
+    },
+}
+FREE = {"__init__", "__main__"}  # the front door: names of everything, loaded on first use
+STANDARD_LIBRARY_ONLY = {"memory/planned/plan.py"}
+
+
+def _modules(path: Path, root: Path) -> set[str]:
+    """Dotted names that `path` imports, relative ones resolved; lazily or not, for typing or not."""
+    package = ["tilegrad", *path.relative_to(root).parent.parts]
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *((node.module or "").split(".") if node.module else [])])
+            found |= {module} if module.count(".") else {f"{module}.{alias.name}" for alias in node.names}
+    return found
+
+
+def violations(root: Path) -> list[str]:
+    out = []
+    for path in sorted(root.rglob("*.py")):
+        here = path.relative_to(root)
+        part = here.parts[0].removesuffix(".py")
+        modules = _modules(path, root)
+        if str(here) in STANDARD_LIBRARY_ONLY:
+            foreign = {m.split(".")[0] for m in modules} - sys.stdlib_module_names
+            out += [f"{here} imports {name}; it may import the standard library only" for name in sorted(foreign)]
+        if part in FREE:
+            continue
+        if part not in MAY_IMPORT:
+            out.append(f"{here}: {part} has no row in MAY_IMPORT")
+            continue
+        ours = {m.split(".")[1] for m in modules if m.startswith("tilegrad.")} - {part, "__version__"}
+        out += [
+            f"{here} imports tilegrad.{other}; {part} may import {sorted(MAY_IMPORT[part]) or 'nothing of ours'}"
+            for other in sorted(ours - MAY_IMPORT[part])
+        ]
+    return out
+
+
+def test_imports_point_one_way() -> None:
+    assert not violations(ROOT), "\n".join(violations(ROOT))
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "from tilegrad.memory.planned import plan",
+        "from tilegrad import memory",
+        "import tilegrad.memory.planned.plan",
+        "from ..memory.planned import plan",
+        "from .. import memory",
+        "from ...memory.planned.plan import Plan",
+    ],
+)
+def test_canary_an_arrow_the_wrong_way_is_seen(tmp_path: Path, line: str) -> None:
+    deep = line.startswith("from ...")
+    file = tmp_path / "kernels" / ("attention/tiled.py" if deep else "op.py")
+    file.parent.mkdir(parents=True)
+    file.write_text(f"def f():\n    {line}\n")
+    assert violations(tmp_path) == [
+        f"{file.relative_to(tmp_path)} imports tilegrad.memory; kernels may import nothing of ours"
+    ]
+
+
+def test_canary_torch_in_the_planner_is_seen(tmp_path: Path) -> None:
+    (tmp_path / "memory" / "planned").mkdir(parents=True)
+    (tmp_path / "memory" / "planned" / "plan.py").write_text("import torch\n")
+    assert violations(tmp_path) == ["memory/planned/plan.py imports torch; it may import the standard library only"]
+
+
+def _name(path: Path, root: Path) -> str:
+    parts = ("tilegrad", *path.relative_to(root).with_suffix("").parts)
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def _loads(path: Path, root: Path, known: set[str]) -> set[str]:
+    """Modules of ours that are loaded while `path` is: its imports outside functions and not for typing alone."""
+    package = ["tilegrad", *path.relative_to(root).parent.parts]
+    found: set[str] = set()
+    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+            continue
+        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+            continue
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            base = package[: len(package) - node.level + 1] if node.level else []
+            module = ".".join([*base, *((node.module or "").split(".") if node.module else [])])
+            found |= {f"{module}.{a.name}" if f"{module}.{a.name}" in known else module for a in node.names}
+        waiting += ast.iter_child_nodes(node)
+    return found & known
+
+
+def cycles(root: Path) -> list[str]:
+    """Modules that load one another. A package counts as its __init__, and what loads a module loads the packages around it,
+    but for a package that the module itself is in: it is being loaded already."""
+    files = {_name(path, root): path for path in root.rglob("*.py")}
+    graph: dict[str, set[str]] = {}
+    for name, path in files.items():
+        loads = _loads(path, root, set(files))
+        around = {".".join(m.split(".")[:n]) for m in loads for n in range(2, m.count(".") + 1)} & set(files)
+        graph[name] = {m for m in loads | around if not f"{name}.".startswith(f"{m}.")}
+    done: set[str] = set()
+    found: list[str] = []
+
+    def visit(name: str, path: tuple[str, ...]) -> None:
+        if name in path:
+            found.append(" → ".join((*path[path.index(name) :], name)))
+        elif name not in done:
+            for other in sorted(graph[name]):
+                visit(other, (*path, name))
+            done.add(name)
+
+    for name in sorted(graph):
+        visit(name, ())
+    return found
+
+
+def test_no_module_imports_itself_through_others() -> None:
+    assert not cycles(ROOT), "\n".join(cycles(ROOT))
+
+
+def test_canary_a_cycle_between_modules_is_seen(tmp_path: Path) -> None:
+    """The one that there was: scratch → attention.checks, whose package loads contract, which loads scratch."""
+    (tmp_path / "kernels" / "attention").mkdir(parents=True)
+    (tmp_path / "kernels" / "__init__.py").write_text("")
+    (tmp_path / "kernels" / "scratch.py").write_text("from .attention.checks import check_tensor\n")
+    (tmp_path / "kernels" / "attention" / "__init__.py").write_text("from .contract import fwd\n")
+    (tmp_path / "kernels" / "attention" / "checks.py").write_text("check_tensor = 1\n")
+    (tmp_path / "kernels" / "attention" / "contract.py").write_text("from ..scratch import Scratch\n")
+    found = cycles(tmp_path)
+    assert len(found) == 1 and "kernels.scratch" in found[0] and "attention.contract" in found[0]
+
+
+def test_every_module_imports_alone() -> None:
+    """Each in a process of its own, as its first: forked, for a process with torch loaded starts at once."""
+    names = sorted(_name(path, ROOT) for path in ROOT.rglob("*.py") if path.name != "__main__.py")
+    code = (
+        "import importlib, os, sys, torch\n"
+        "for name in sys.argv[1:]:\n"
+        "    if (child := os.fork()) == 0:\n"
+        "        importlib.import_module(name)\n"
+        "        os._exit(0)\n"
+        "    assert os.waitpid(child, 0)[1] == 0, name\n"
+    )
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
+    done = subprocess.run([sys.executable, "-c", code, *names], capture_output=True, text=True, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
+def run_python(code: str, *flags: str) -> subprocess.CompletedProcess[str]:
+    environment = os.environ | {"PYTHONPATH": str(ROOT.parent)}
+    return subprocess.run(
+        [sys.executable, *flags, "-c", code], capture_output=True, text=True, check=True, env=environment
+    )
+
+
+def test_import_loads_no_torch_and_touches_no_gpu() -> None:
+    run_python("import tilegrad, sys; assert 'torch' not in sys.modules")
+    run_python(
+        "import tilegrad, torch\n"
+        "tilegrad.attention, tilegrad.Mask, tilegrad.attention_fwd\n"
+        "assert not torch.cuda.is_initialized()"
+    )
+
+
+def test_own_modules_import_in_a_fifth_of_a_second() -> None:
+    """Everything that the public names and the command line load; a GPU's kernels are loaded when one is used."""
+    loaded = (
+        "import sys, tilegrad, tilegrad.cli\nfor name in tilegrad.__all__: getattr(tilegrad, name)\nprint(*sys.modules)"
+    )
+    names = [name for name in run_python(loaded).stdout.split() if name.startswith("tilegrad")]
+    assert len(names) > 30
+    best = float("inf")
+    for _ in range(8):  # the best of a few: a busy machine is not a slow import
+        lines = run_python("import torch\n" + "\n".join(f"import {n}" for n in names), "-X", "importtime").stderr
+        own = [int(t) for t in re.findall(r"import time:\s+(\d+) \|\s+\d+ \|\s+tilegrad", lines)]
+        assert len(own) >= len(names), "every module of ours was timed"
+        best = min(best, sum(own))
+        if best < 200_000:
+            break
+    assert best < 200_000, f"{best / 1000:.0f} ms"

@@ -1,0 +1,114 @@
+"""What is shipped: the wheel and the sdist install and run, and the documentation's code does what it says."""
+
+from __future__ import annotations
+
+import doctest
+import re
+import subprocess
+import sys
+import tomllib
+import zipfile
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+import tilegrad
+from tilegrad import functional, shared_attention
+from tilegrad.kernels.cpu import build as native_build
+from tilegrad.model import config
+from tilegrad.train import engine
+
+HERE = Path(__file__).parents[2]
+
+
+def test_version_is_stated_once_and_the_same() -> None:
+    project = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]
+    assert project["version"] == tilegrad.__version__
+
+
+def test_public_names_are_there_and_documented() -> None:
+    for name in tilegrad.__all__:
+        assert getattr(tilegrad, name).__doc__, name
+    assert set(tilegrad.__all__) <= set(dir(tilegrad))
+    with pytest.raises(AttributeError, match="atention"):
+        tilegrad.atention  # noqa: B018
+
+
+@pytest.mark.parametrize("module", [functional, shared_attention, config, engine])
+def test_examples_in_docstrings(module: ModuleType) -> None:
+    done = doctest.testmod(module)
+    assert done.failed == 0
+    assert done.attempted >= 2
+
+
+@pytest.mark.parametrize("document", ["README.md", "docs/memory.md", "docs/training.md"])
+def test_code_in_documents_runs(document: str) -> None:
+    blocks = re.findall(r"```python\n(.*?)```", (HERE / document).read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(compile(block, document, "exec"), {})
+
+
+def test_the_readme_is_one_page() -> None:
+    assert len((HERE / "README.md").read_text().splitlines()) <= 90
+
+
+@pytest.mark.parametrize(
+    "document", [*sorted(p.name for p in (HERE / "docs").glob("*.md")), "README.md", "CONTRIBUTING.md"]
+)
+def test_every_file_and_test_that_a_document_names_exists(document: str) -> None:
+    path = HERE / document if document.isupper() or document[0].isupper() else HERE / "docs" / document
+    text = path.read_text()
+    missing = []
+    for name in re.findall(r"`((?:src|tests|docs|benchmarks|kernels|memory|model|train|bench)/[\w./]+)`", text):
+        if not any((base / name).exists() for base in (HERE, HERE / "src" / "tilegrad")):
+            missing.append(name)
+    tests = "\n".join(p.read_text() for p in (HERE / "tests").rglob("*.py"))
+    missing += [
+        name
+        for name in re.findall(r"`(test_\w+)`", text)
+        if f"def {name}(" not in tests and not any((HERE / "tests").rglob(f"{name}.py"))
+    ]
+    missing += [link for link in re.findall(r"\]\(((?!https?:)[^)#]+)", text) if not (path.parent / link).exists()]
+    assert not missing
+
+
+def test_nothing_names_a_machine() -> None:
+    files = subprocess.run(["git", "ls-files"], cwd=HERE, capture_output=True, text=True)
+    if files.returncode:
+        pytest.skip("not a git checkout")
+    pattern = re.compile(r"/(?:root|home/\w+|work)/")
+    for name in files.stdout.split():
+        path = HERE / name
+        if path.suffix in (".py", ".md", ".toml", ".txt", ".json", ".html", "") and path.is_file():
+            assert not pattern.search(path.read_text()), name
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["wheel", "sdist"])
+def test_what_is_built_installs_and_runs(tmp_path: Path, kind: str) -> None:
+    subprocess.run(
+        [sys.executable, "-m", "build", f"--{kind}", "--outdir", tmp_path, HERE], check=True, capture_output=True
+    )
+    (built,) = tmp_path.iterdir()
+    if kind == "wheel":
+        names = zipfile.ZipFile(built).namelist()
+        assert "tilegrad/py.typed" in names and not any(n.startswith("tests") for n in names)
+        has_library = any(n.endswith(".so") for n in names)
+        assert has_library == (native_build.compiler() is not None)
+        assert built.name.endswith("-none-any.whl") != has_library
+    target = tmp_path / "site"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, built], check=True)
+    code = (
+        "import tilegrad, torch, sys; assert tilegrad.__file__.startswith(sys.argv[1]), tilegrad.__file__;"
+        "print(tilegrad.attention(*torch.randn(3, 1, 2, 4, 8)).shape)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code, target],
+        env={"PYTHONPATH": str(target)},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert done.stdout == "torch.Size([1, 2, 4, 8])\n", done.stderr

@@ -1,0 +1,183 @@
+"""Random calls of attention, and how to run one: shared by the tests of every kernel."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from hypothesis import strategies as st
+from torch import Tensor
+
+from tilegrad import Mask, attention_bwd, attention_fwd, attention_workspace
+from tilegrad.kernels.attention import reference
+from tilegrad.kernels.attention.api import lse_dtype, output_shapes
+
+Tensors = dict[str, Tensor]
+
+
+@dataclass(frozen=True)
+class Case:
+    """Sizes and features of a call. `lengths` makes it packed sequences; `layout` is how q, k, v lie in memory."""
+
+    b: int = 2
+    hkv: int = 2
+    group: int = 1
+    tq: int = 33
+    tk: int = 33
+    d: int = 16
+    dv: int = 16
+    dtype: torch.dtype = torch.float32
+    causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    scale: float | None = None
+    softcap: float = 0.0
+    bias: str = ""  # which of "bhqk" are kept, others broadcast; upper case adds a bool mask instead
+    bias_dtype: torch.dtype = torch.float32
+    alibi: str = ""  # "h" or "bh"
+    sinks: bool = False
+    dropout_p: float = 0.0
+    dlse: bool = False
+    layout: str = "bhtd"  # "bthd": transposed views; "fused": views of one qkv buffer
+    lengths: tuple[tuple[int, int], ...] = ()
+    device: str = "cpu"
+
+    @property
+    def hq(self) -> int:
+        return self.hkv * self.group
+
+
+@dataclass(frozen=True)
+class Call:
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    do: Tensor
+    dlse: Tensor | None
+    mask: Mask
+
+    def to(self, dtype: torch.dtype) -> Call:
+        """The same call with q, k, v and do in another dtype; the mask keeps its own."""
+        q, k, v, do = (x.to(dtype) for x in (self.q, self.k, self.v, self.do))
+        return Call(q, k, v, do, None if self.dlse is None else self.dlse.to(lse_dtype(dtype)), self.mask)
+
+
+def build(case: Case, seed: int = 0) -> Call:
+    g = torch.Generator().manual_seed(seed)
+
+    def randn(*shape: int, dtype: torch.dtype = case.dtype) -> Tensor:
+        return torch.randn(*shape, generator=g, dtype=torch.float64).to(dtype).to(case.device)
+
+    if case.lengths:
+        tq, tk = (sum(pair[side] for pair in case.lengths) for side in (0, 1))
+        shapes = [(tq, case.hq, case.d), (tk, case.hkv, case.d), (tk, case.hkv, case.dv), (tq, case.hq, case.dv)]
+        q, k, v, do = (randn(*shape) for shape in shapes)
+    else:
+        q, k, v, do = (
+            _laid_out(randn(case.b, h, t, d), case.layout)
+            for h, t, d in (
+                (case.hq, case.tq, case.d),
+                (case.hkv, case.tk, case.d),
+                (case.hkv, case.tk, case.dv),
+                (case.hq, case.tq, case.dv),
+            )
+        )
+    extra: dict[str, object] = {}
+    if case.bias:
+        full = dict(zip("bhqk", (case.b, case.hq, case.tq, case.tk), strict=True))
+        bias = randn(*(full[x] if x in case.bias.lower() else 1 for x in "bhqk"), dtype=case.bias_dtype)
+        extra["bias"] = bias > -0.5 if case.bias.isupper() else bias
+    batches = len(case.lengths) or case.b
+    if case.alibi:
+        extra["alibi_slopes"] = (
+            randn(*((batches,) if "b" in case.alibi else ()), case.hq, dtype=torch.float32).abs() / 8
+        )
+    if case.sinks:
+        extra["sinks"] = randn(case.hq, dtype=torch.float32)
+    if case.dropout_p:
+        extra["seed"] = torch.tensor(0x1234_5678_9ABC_DEF0 + seed, device=case.device)
+    if case.lengths:
+        for name, side in (("q", 0), ("k", 1)):
+            ends = torch.tensor([0, *(pair[side] for pair in case.lengths)]).cumsum(0).int().to(case.device)
+            extra[f"cu_seqlens_{name}"] = ends
+            extra[f"max_seqlen_{name}"] = max(pair[side] for pair in case.lengths)
+    mask = Mask(case.causal, case.window, case.scale, case.softcap, dropout_p=case.dropout_p, **extra)  # type: ignore[arg-type]
+    _, lse_shape = output_shapes(q, v, mask)
+    dlse = randn(*lse_shape, dtype=lse_dtype(case.dtype)) if case.dlse else None
+    return Call(q, k, v, do, dlse, mask)
+
+
+def _laid_out(x: Tensor, layout: str) -> Tensor:
+    if layout == "bthd":
+        return x.transpose(1, 2).contiguous().transpose(1, 2)
+    if layout == "fused":
+        b, h, t, d = x.shape
+        buffer = x.new_full((b, t, 3, h, d), float("nan"))
+        buffer[:, :, 1] = x.transpose(1, 2)
+        return buffer[:, :, 1].transpose(1, 2)
+    return x
+
+
+def run(call: Call, kernel: str | None, *, deterministic: bool = False) -> Tensors:
+    """Forward and backward through the contracts; every buffer starts as NaN, so what is not written shows."""
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+
+    def new(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+        x = torch.empty(shape, dtype=dtype, device=q.device)
+        return x.fill_(float("nan")) if dtype.is_floating_point else x.fill_(1)
+
+    def scratch(backward: bool) -> Tensors:
+        shapes = attention_workspace(q, k, v, mask, backward=backward, kernel=kernel, deterministic=deterministic)
+        return {name: new(*form) for name, form in shapes.items()}
+
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    o, lse = new(o_shape, q.dtype), new(lse_shape, lse_dtype(q.dtype))
+    attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch(False), kernel=kernel)
+    grads = {name: new(tuple(x.shape), x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
+    if mask.float_bias is not None:
+        grads["dbias"] = new(tuple(mask.float_bias.shape), mask.float_bias.dtype)
+    if mask.sinks is not None:
+        grads["dsinks"] = torch.zeros_like(mask.sinks)
+    attention_bwd(
+        q, k, v, o, lse, call.do, call.dlse, mask, **grads,
+        scratch=scratch(True), kernel=kernel, deterministic=deterministic,
+    )  # fmt: skip
+    return {"o": o, "lse": lse, **grads}
+
+
+def whole_matrices(call: Call) -> Tensors:
+    """The oracle's formula in the call's own dtype: the oracle for float64, the yardstick for shorter ones."""
+    o, lse = reference.forward(call.q, call.k, call.v, call.mask)
+    g = reference.backward(call.q, call.k, call.v, call.do, call.dlse, call.mask)
+    return {"o": o, "lse": lse} | {name: x for name, x in g._asdict().items() if x is not None}
+
+
+def oracle(call: Call) -> Tensors:
+    return whole_matrices(call.to(torch.float64))
+
+
+_T = st.sampled_from((0, 1, 2, 5, 16, 17, 31, 33, 63, 64, 65, 113))
+_D = st.sampled_from((1, 3, 8, 16, 40, 64, 97))
+_SIDE = st.sampled_from((None, 0, 1, 3, 16, 40))
+
+
+@st.composite
+def cases(draw: st.DrawFn) -> Case:
+    """Every feature with every other; sizes small enough for whole float64 matrices, ragged on purpose."""
+    dtype = draw(st.sampled_from((torch.float64, torch.float32, torch.bfloat16, torch.float16)))
+    d = draw(_D)
+    case = Case(
+        b=draw(st.integers(1, 3)), hkv=draw(st.integers(1, 3)), group=draw(st.sampled_from((1, 1, 2, 3))),
+        tq=draw(_T), tk=draw(_T), d=d, dv=draw(st.sampled_from((d, d, 5, 24))), dtype=dtype,
+        causal=draw(st.booleans()), window=draw(st.sampled_from((None, None, 0)) ),
+        scale=draw(st.sampled_from((None, None, 0.3, -0.2))), softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
+        alibi=draw(st.sampled_from(("", "", "h", "bh"))), sinks=draw(st.booleans()),
+        dropout_p=draw(st.sampled_from((0.0, 0.0, 0.25))), dlse=draw(st.booleans()),
+        layout=draw(st.sampled_from(("bhtd", "bthd", "fused"))),
+    )  # fmt: skip
+    if case.window is not None:
+        case = replace(case, window=(draw(_SIDE), draw(_SIDE)))
+    if draw(st.integers(0, 3)) == 0:
+        lengths = st.tuples(st.integers(0, 40), st.integers(0, 40))
+        return replace(case, lengths=tuple(draw(st.lists(lengths, min_size=1, max_size=4))))
+    bias = draw(st.sampled_from(("", "", "bhqk", "hqk", "qk", "bk", "h", "BHQK", "BK", "QK")))
+    return replace(case, bias=bias, bias_dtype=draw(st.sampled_from((torch.float32, dtype))))

@@ -1,0 +1,95 @@
+"""What the tests of the ops share: truth by autograd, poisoned scratch, the allocator's events."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from support.tolerance import assert_no_worse
+from tilegrad.kernels import linear
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16)
+RAGGED = (1, 63, 113)
+Formula = Callable[..., Mapping[str, Tensor]]
+
+
+def acc(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed * 1000003 + sum(shape) + len(shape))
+    return torch.randn(shape, generator=generator, dtype=torch.float64).to(dtype)
+
+
+def poisoned(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
+    """Scratch as a caller may leave it: NaN, or the largest integer."""
+    return {
+        name: torch.full(
+            shape, torch.nan if dtype.is_floating_point else 1 if dtype == torch.bool else 2**62, dtype=dtype
+        )
+        for name, (shape, dtype) in shapes.items()
+    }
+
+
+def truth(
+    formula: Formula, inputs: Mapping[str, Tensor | None], douts: Mapping[str, Tensor], dtype: torch.dtype
+) -> dict[str, Tensor]:
+    """The formula's outputs, and the gradients of Σ out · dout as d‹input›, all in `dtype`."""
+    leaves = {name: None if x is None else x.detach().to(dtype).requires_grad_() for name, x in inputs.items()}
+    outputs = formula(**leaves)
+    given = [leaf for leaf in leaves.values() if leaf is not None]
+    loss = sum((outputs[name] * dout.to(dtype)).sum() for name, dout in douts.items())
+    assert isinstance(loss, Tensor)
+    grads = torch.autograd.grad(loss, given)
+    names = [f"d{name}" for name, leaf in leaves.items() if leaf is not None]
+    return {name: x.detach() for name, x in (*outputs.items(), *zip(names, grads, strict=True))}
+
+
+def assert_true(
+    got: Mapping[str, Tensor], formula: Formula, inputs: Mapping[str, Tensor | None], douts: Mapping[str, Tensor]
+) -> None:
+    """`got` (a part of outputs and gradients) under the closeness rule; float64 within 1e-12 of each tensor's largest too."""
+    dtype = next(x.dtype for x in inputs.values() if x is not None)
+    exact, yardstick = truth(formula, inputs, douts, torch.float64), truth(formula, inputs, douts, dtype)
+    assert_no_worse(got, {name: exact[name] for name in got}, yardstick, dtype)
+    if dtype == torch.float64:
+        for name, x in got.items():
+            assert (x - exact[name]).abs().max() <= 1e-12 * exact[name].abs().max(), name
+
+
+def allocated_bytes(fn: Callable[[], Any]) -> int:
+    """The largest single allocation of a call."""
+    from torch.profiler import ProfilerActivity, profile
+
+    fn()
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        fn()
+    events = seen.profiler.kineto_results.events()
+    return max((e.nbytes() for e in events if e.name() == "[memory]"), default=0)
+
+
+def allowed_bytes(dtype: torch.dtype, *products: tuple[int, int, int]) -> int:
+    """1 KiB of small numbers; where there are bf16 instructions, twice what torch's bare products (n, cin) · (cin, cout) and
+    those of their gradients allocate: oneDNN works in memory of its own, a little more or less of it for other n."""
+    largest = 1024
+    if dtype == torch.bfloat16 and linear._has_bf16_products():
+        for n, cin, cout in products:
+            x, w, y = (torch.ones(shape, dtype=dtype) for shape in ((n, cin), (cout, cin), (n, cout)))
+            for a, b, out in ((x, w.t(), y), (y, w, x), (y.t(), x, w)):
+                largest = max(largest, 2 * allocated_bytes(functools.partial(torch.mm, a, b, out=out)))
+    return largest
+
+
+def assert_rounded(x: Tensor, wide: Tensor) -> None:
+    """x is `wide` rounded to the nearest, but for the rare number where another last bit of `wide` decides. The closeness rule
+    would not tell that from cutting off, which pulls every step of a training run the same way."""
+    assert torch.equal(x.isnan(), wide.isnan())
+    same = (x == wide.to(x.dtype)) | x.isnan()
+    assert float(same.double().mean()) >= 0.99, (
+        f"{float(same.double().mean()):.3f} of the numbers are rounded to the nearest"
+    )

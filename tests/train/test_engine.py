@@ -1,0 +1,380 @@
+"""The engine: steps, micro-batches, planned memory, budgets, the optimizer and its guard."""
+
+from __future__ import annotations
+
+import math
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.ops import allowed_bytes
+from test_model import assert_equal_gradients, batch
+from torch import Tensor
+
+from tilegrad import Engine, ModelConfig
+from tilegrad import reference_model as plain
+from tilegrad.kernels.op import observe
+from tilegrad.memory.planned.arena import Arenas, poison_dead
+from tilegrad.memory.planned.trace import Handle, bind
+from tilegrad.model.transformer import Transformer, declare
+from tilegrad.train.budget import plan_model
+from tilegrad.train.engine import NonFiniteError
+
+CONFIG = ModelConfig(vocab_size=31, block_size=16, n_layer=3, n_head=4, n_embd=16)
+LLAMA = replace(
+    CONFIG, n_kv_head=2, activation="swiglu", norm="rmsnorm", position="rope", bias=False, tie_embeddings=False
+)
+
+
+def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    return {name: x.clone() for name, x in tensors.items()}
+
+
+def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_another_number_of_threads_is_an_error_and_not_a_wrong_gradient() -> None:
+    before = torch.get_num_threads()
+    try:
+        torch.set_num_threads(1)
+        engine = Engine(ModelConfig(vocab_size=64, block_size=32, n_layer=2, n_head=2, n_embd=32), 2, 32)
+        text = torch.randint(0, 64, (2, 33))
+        torch.set_num_threads(3)
+        with pytest.raises(RuntimeError, match=r"threads: got .* = 3; accepted: 1, .*torch.set_num_threads\(1\)"):
+            engine.gradients(text[:, :-1], text[:, 1:])
+        torch.set_num_threads(1)
+        assert engine.gradients(text[:, :-1], text[:, 1:]) > 0
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.3), replace(CONFIG, loss="embedding_mse")])
+def test_step_and_forward_then_backward_give_the_same_bits(config: ModelConfig) -> None:
+    tokens, targets = batch(config, 3, 9)
+    engine = Engine(config, 3, 9)
+    engine.step(tokens, targets)
+    fused = clones(engine.grads)
+    engine.zero_gradients()
+    engine.draws = 0
+    engine.forward(tokens, targets)
+    engine.backward()
+    assert equal(fused, engine.grads)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+@pytest.mark.parametrize(
+    "config",
+    [
+        CONFIG,
+        LLAMA,
+        replace(CONFIG, loss="embedding_mse"),
+        replace(CONFIG, projection="per_head", tie_embeddings=False),
+        replace(LLAMA, position="learned", bias=True),
+    ],
+)
+def test_gradients_take_the_place_of_what_was_there(config: ModelConfig, dtype: torch.dtype) -> None:
+    """The same as zeros and a step, whatever stood there: also in rows that no token or position reaches."""
+    engine = Engine(config, 4, 12, dtype=dtype)
+    parts = [batch(config, b, t, seed) for seed, (b, t) in enumerate(((2, 7), (4, 12), (1, 5)))]
+    for tokens, targets in (parts[0], ([x for x, _ in parts], [y for _, y in parts])):
+        engine.zero_gradients()
+        loss, want = engine.step(tokens, targets), clones(engine.grads)
+        for g in engine.grads.values():
+            g.fill_(math.nan)
+        assert engine.gradients(tokens, targets) == loss
+        assert_equal_gradients(engine.grads, want, 1e-13 if dtype == torch.float64 else 1e-6)
+    engine.gradients([], [])
+    assert not any(g.any() for g in engine.grads.values())
+
+
+def test_micro_batches_of_unequal_length_give_the_gradient_of_one_batch() -> None:
+    engine = Engine(CONFIG, 4, 12, dtype=torch.float64)
+    parts = [batch(CONFIG, b, t, seed) for seed, (b, t) in enumerate(((4, 12), (1, 5), (2, 7)))]
+    loss = engine.step([x for x, _ in parts], [y for _, y in parts])
+    leaves = {name: p.clone().requires_grad_() for name, p in engine.params.items()}
+    counts = [int((y >= 0).sum()) for _, y in parts]
+    sums = [plain.loss(leaves, x, y, CONFIG) * n for (x, y), n in zip(parts, counts, strict=True)]
+    expected = sum(sums) / sum(counts)
+    assert loss == pytest.approx(expected.item(), rel=1e-12)
+    exact = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values())), strict=True))
+    assert_equal_gradients(engine.grads, exact, 1e-10)
+
+
+def test_total_targets_scales_the_gradient_and_not_the_loss() -> None:
+    engine, (tokens, targets) = Engine(CONFIG, 2, 8, dtype=torch.float64), batch(CONFIG, 2, 8)
+    count = int((targets >= 0).sum())
+    alone = engine.forward(tokens, targets)
+    engine.backward()
+    once = clones(engine.grads)
+    engine.zero_gradients()
+    assert engine.forward(tokens, targets, total_targets=4 * count) == pytest.approx(alone, rel=1e-14)
+    engine.backward()
+    for name, gradient in once.items():
+        torch.testing.assert_close(4 * engine.grads[name], gradient, rtol=1e-12, atol=1e-14)
+    with pytest.raises(ValueError, match="total_targets: got 1"):
+        engine.forward(tokens, targets, total_targets=1)
+
+
+def test_a_smaller_batch_uses_the_beginning_of_the_buffers() -> None:
+    tokens, targets = batch(CONFIG, 2, 5)
+    large, small = Engine(CONFIG, 7, 16), Engine(CONFIG, 2, 5)
+    assert large.step(tokens, targets) == small.step(tokens, targets)
+    assert equal(large.grads, small.grads)
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.1)])
+def test_every_smaller_batch_finds_its_scratch_where_another_kernel_runs_it(
+    config: ModelConfig, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Hopper GPUs the table leaves few rows and dropout to triton, which works in other buffers."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    config, cuda = replace(config, n_embd=64, block_size=150), torch.device("cuda")
+    plan = plan_model(config, 3, 150, torch.bfloat16, cuda)
+
+    def fits(handle: Handle) -> Handle:  # as Arenas.view
+        planned = plan.trace.handles.get(handle.name)
+        assert planned is None or handle.nbytes <= planned.nbytes, handle.name
+        return handle
+
+    for t in (1, 15, 16, 17, 48, 150):
+        for dropout in {config.dropout, 0.0}:
+            model = bind(declare(replace(config, dropout=dropout), 3, t, torch.bfloat16, cuda), fits)
+            calls: list[Any] = []
+            with observe(calls.append):
+                model.step() if dropout == config.dropout else model.forward()
+            used = {x.name for call in calls for x in (*call.reads, *call.writes)}
+            assert used <= plan.trace.handles.keys()
+
+
+def test_no_target_at_all() -> None:
+    engine, (tokens, _) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
+    assert engine.forward(tokens, torch.full_like(tokens, -1)) == 0.0
+    engine.backward()
+    assert engine.step(tokens, torch.full_like(tokens, -1)) == 0.0
+    assert not any(g.any() for g in engine.grads.values())
+
+
+def test_backward_needs_a_forward_of_its_own() -> None:
+    engine, (tokens, targets) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
+    with pytest.raises(RuntimeError, match="call forward"):
+        engine.backward()
+    engine.forward(tokens, targets)
+    engine.backward()
+    with pytest.raises(RuntimeError, match="call forward"):
+        engine.backward()
+    engine.forward(tokens, targets)
+    engine.step(tokens, targets)
+    with pytest.raises(RuntimeError, match="call forward"):
+        engine.backward()
+
+
+def test_bad_batches_are_named() -> None:
+    engine, (tokens, targets) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
+    wrong = tokens.clone()
+    wrong[1, 3] = 31
+    with pytest.raises(ValueError, match=r"tokens: got 31 at \[1, 3\]; accepted: 0 … 30"):
+        engine.forward(wrong, targets)
+    wrong[1, 3] = -100
+    with pytest.raises(ValueError, match=r"targets: got -100 at \[1, 3\] \(torch's −100 means nothing here\)"):
+        engine.forward(tokens, wrong)
+    with pytest.raises(ValueError, match=r"tokens: got shape \(3, 5\)"):
+        engine.forward(tokens.repeat(2, 1)[:3], targets)
+    with pytest.raises(ValueError, match="targets: got shape"):
+        engine.forward(tokens, targets[:, 1:])
+    with pytest.raises(ValueError, match=r"tokens: got torch\.float32"):
+        engine.forward(tokens.float(), targets)
+    with pytest.raises(ValueError, match="seq_len: got 17; accepted: at most block_size, 16"):
+        Engine(CONFIG, 2, 17)
+    with pytest.raises(ValueError, match=r"dtype: got torch\.float16"):
+        Engine(CONFIG, 2, 5, dtype=torch.float16)
+
+
+def test_ten_steps_equal_autograd_with_torch_adamw() -> None:
+    engine = Engine(CONFIG, 2, 8, dtype=torch.float64, seed=1)
+    leaves = {name: torch.nn.Parameter(p.clone()) for name, p in engine.params.items()}
+    decayed = [p for p in leaves.values() if p.ndim >= 2]
+    others = [p for p in leaves.values() if p.ndim < 2]
+    groups: list[dict[str, Any]] = [{"params": decayed, "weight_decay": 0.1}, {"params": others, "weight_decay": 0.0}]
+    optimizer = torch.optim.AdamW(groups, betas=(0.9, 0.95), eps=1e-8)
+    for step in range(10):
+        tokens, targets = batch(CONFIG, 2, 8, seed=step)
+        rate = 1e-2 / (1 + step)
+        loss = engine.step(tokens, targets, learning_rate=rate)
+        expected = plain.loss(leaves, tokens, targets, CONFIG)
+        optimizer.zero_grad()
+        expected.backward()
+        torch.nn.utils.clip_grad_norm_(leaves.values(), 1.0)
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        optimizer.step()
+        assert loss == pytest.approx(expected.item(), rel=1e-9)
+    for name, p in engine.params.items():
+        torch.testing.assert_close(p, leaves[name].detach(), rtol=1e-7, atol=1e-9)
+
+
+def test_a_b_c_learns_b_c_d() -> None:
+    config = ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    engine = Engine(config, 2, 4)
+    text = torch.tensor([[0, 1, 2, 3]])
+    losses = [engine.step(text[:, :-1], text[:, 1:], learning_rate=1e-2) for _ in range(100)]
+    assert losses[-1] < 0.05 < losses[0]
+
+
+def test_arena_bytes_are_the_plan() -> None:
+    for config in (CONFIG, LLAMA):
+        for dtype in (torch.float32, torch.float64, torch.bfloat16):
+            engine = Engine(config, 2, 9, dtype=dtype)
+            assert engine.arenas.nbytes == engine.plan.peak_bytes
+
+
+def run(model: Transformer) -> None:
+    """The program that was traced."""
+    model.step()
+    model.forward()
+    model.backward()
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.2, projection="per_head")])
+def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
+    tokens, targets = batch(config, 2, 9)
+    device = torch.device("cpu")
+    results = []
+    for share, poisoned in ((True, False), (False, False), (True, True)):
+        plan = plan_model(config, 2, 9, torch.float32, device, share=share)
+        arenas = Arenas(plan)
+        engine = Engine(config, 2, 9)
+        model = bind(declare(config, 2, 9, torch.float32, device), arenas.view)
+        for name, p in model.params.items():
+            p.master.copy_(engine.params[name])
+        model.tokens.copy_(tokens)
+        model.head.targets.copy_(targets.view(-1))
+        model.head.inv_total.fill_(0.1)
+        for seed in model.seeds:
+            seed.fill_(7)
+        if poisoned:
+            arenas.poison()
+            with poison_dead(arenas, observe):
+                run(model)
+        else:
+            run(model)
+        results.append({name: p.grad.clone() for name, p in model.params.items()})
+    assert equal(results[0], results[1]) and equal(results[0], results[2])
+    assert all(g.isfinite().all() for g in results[2].values())
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.2)])
+def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) -> None:
+    tokens, targets = batch(config, 4, 16)
+    free = Engine(config, 4, 16)
+    free.step(tokens, targets)
+    with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
+        Engine(config, 4, 16, memory_budget=1)
+    found = re.search(r"at least ([\d,]+), with", str(error.value))
+    assert found
+    smallest = int(found[1].replace(",", ""))
+    peaks = []
+    everything = plan_model(config, 4, 16, torch.float32, torch.device("cpu")).peak_bytes
+    assert free.plan.peak_bytes < everything
+    for budget in torch.linspace(smallest, everything, 7).long().tolist():
+        engine = Engine(config, 4, 16, memory_budget=budget)
+        assert engine.plan.peak_bytes <= budget
+        engine.step(tokens, targets)
+        assert equal(engine.grads, free.grads), engine.recompute
+        peaks.append(engine.plan.peak_bytes)
+    assert peaks[0] < peaks[-1] and Engine(config, 4, 16, memory_budget=smallest).recompute[0] == {"block"}
+    assert not any(Engine(config, 4, 16, memory_budget=everything).recompute)
+
+
+def test_without_a_budget_activations_are_recomputed_where_they_are_large() -> None:
+    large, few = replace(CONFIG, vocab_size=4000), Engine(replace(CONFIG, vocab_size=4000), 1, 4)
+    assert not any(few.recompute)
+    many = Engine(large, 16, 16)
+    assert all(block == {"activation"} for block in many.recompute)
+    for engine in (few, many):
+        everything = plan_model(large, engine.batch_size, engine.seq_len, torch.float32, torch.device("cpu"))
+        kept = everything.arenas["activations"].arena_bytes
+        assert (kept <= (everything.peak_bytes - kept) / 4) == (not any(engine.recompute))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_loss_or_gradient_that_is_not_finite_changes_nothing_and_stops_after_ten(dtype: torch.dtype) -> None:
+    config = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps
+    engine, (tokens, targets) = Engine(config, 2, 5, dtype=dtype), batch(config, 2, 5)
+    engine.step(tokens, targets, learning_rate=1e-3)
+    before = clones(engine.tensors())
+    for times in range(9):
+        engine.zero_gradients()
+        engine.step(tokens, targets)
+        engine.grads["ln_f.weight"][3] = math.inf if times % 2 else math.nan
+        assert not math.isfinite(engine.optimizer_step(1e-3))
+    assert engine.skipped == 9 and equal(before, engine.tensors())
+    engine.grads["ln_f.weight"][3] = math.nan
+    with pytest.raises(NonFiniteError, match="10 steps in a row"):
+        engine.optimizer_step(1e-3)
+    assert equal(before, engine.tensors())
+    engine.step(tokens, targets, learning_rate=1e-3)
+    assert engine.skipped_in_a_row == 0 and not equal(before, engine.tensors())
+
+
+def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
+    tokens, targets = batch(CONFIG, 2, 9, ignored=0.0)
+    exact, short = Engine(CONFIG, 2, 9), Engine(CONFIG, 2, 9, dtype=torch.bfloat16)
+    assert short.params["wte.weight"].dtype == short.grads["wte.weight"].dtype == torch.float32
+    assert short.step(tokens, targets) == pytest.approx(exact.step(tokens, targets), rel=1e-2)
+    for name, g in exact.grads.items():
+        assert torch.dist(short.grads[name], g) <= 0.1 * g.norm() + 1e-4, name
+    short.optimizer_step(1e-2)  # a step of the optimizer is rounded anew too
+    first = short.forward(tokens, targets)
+    short.params["wte.weight"].mul_(3.0)  # a master that changed is rounded anew
+    assert short.forward(tokens, targets) != first
+
+
+@pytest.mark.parametrize(
+    ("config", "dtype"),
+    [
+        (CONFIG, torch.float32),
+        (LLAMA, torch.float32),
+        (CONFIG, torch.bfloat16),
+        (replace(CONFIG, dropout=0.1), torch.float32),
+    ],
+)
+def test_no_allocation_during_a_step(config: ModelConfig, dtype: torch.dtype) -> None:
+    from torch.profiler import ProfilerActivity, profile
+
+    tokens, targets = batch(config, 4, 16)
+    engine = Engine(config, 4, 16, dtype=dtype)
+    engine.step(tokens, targets, learning_rate=1e-3)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        engine.step(tokens, targets, learning_rate=1e-3)
+    allocated = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]" and e.nbytes() > 0]
+    widths = ((16, 48), (16, 16), (16, 64), (64, 16), (16, config.vocab_size))
+    allowed = allowed_bytes(dtype, *((4 * 16, *width) for width in widths))
+    assert max(allocated, default=0) <= allowed, sorted(allocated)[-5:]
+
+
+@pytest.mark.slow
+def test_resident_memory_grows_by_no_more_than_the_plan_at_gpt2() -> None:
+    """In a process of its own: growth from before the engine to the peak after two steps, against plan + 64 MB."""
+    code = """
+import resource, torch
+from tilegrad import Engine
+from tilegrad.model.config import PRESETS
+small = Engine(PRESETS["tiny"], 1, 16)
+small.step(torch.zeros(1, 16, dtype=torch.int64), torch.zeros(1, 16, dtype=torch.int64), learning_rate=1e-3)
+before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+engine = Engine(PRESETS["gpt2"], 1, 256)
+tokens = torch.randint(0, 50257, (1, 256))
+for _ in range(2):
+    engine.step(tokens, tokens, learning_rate=1e-4)
+grown = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 - before
+print(grown, engine.plan.peak_bytes)
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    grown, planned = map(int, out.split())
+    assert 0.5 * planned < grown <= planned + 64 * 2**20

@@ -1,0 +1,194 @@
+"""The log survives what kills a run, and the report shows the log and stands alone."""
+
+from __future__ import annotations
+
+import html
+import importlib.util
+import json
+import math
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tilegrad.memory.planned.report import Span, timeline_page
+from tilegrad.memory.types import BufferType
+from tilegrad.train import log
+from tilegrad.train.log import RunLog, read_log
+from tilegrad.train.report import run_report
+
+
+def test_records_come_back_in_order(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "log.jsonl"
+    with RunLog(path) as run:
+        run.append(1, "train", {"loss": 0.1 + 0.2, "tokens": 7, "note": "a\nb"})
+        assert read_log(path) == [{"step": 1, "kind": "train", "loss": 0.1 + 0.2, "tokens": 7, "note": "a\nb"}]
+        run.append(1, "validation", {"loss": math.nan, "other": -math.inf})
+    assert read_log(path)[1] == {"step": 1, "kind": "validation", "loss": None, "other": None}
+    run.close()
+    for line in path.read_text().splitlines():
+        json.loads(line, parse_constant=pytest.fail)
+
+
+def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with RunLog(path) as run:
+        run.append(1, "train", {"loss": 3.0})
+        run.append(2, "train", {"loss": 2.0})
+    whole = path.read_bytes()
+    for cut in range(1, len(whole) // 2):
+        path.write_bytes(whole[:-cut])
+        assert [r["step"] for r in read_log(path)] == [1], cut
+        with RunLog(path) as run:
+            run.append(3, "train", {"loss": 1.0})
+        assert [r["step"] for r in read_log(path)] == [1, 3], cut
+    path.write_bytes(b'{"st')
+    with RunLog(path) as run:
+        run.append(1, "train", {})
+    assert read_log(path) == [{"step": 1, "kind": "train"}]
+
+
+@pytest.mark.parametrize("line", ["{", "[]", "3", '{"step": 1}', "", "\\xff"])
+def test_a_damaged_line_inside_is_named(tmp_path: Path, line: str) -> None:
+    path = tmp_path / "log.jsonl"
+    path.write_text(f'{{"step": 1, "kind": "train"}}\n{line}\n{{"step": 2, "kind": "train"}}\n')
+    with pytest.raises(ValueError, match=r"log\.jsonl: line 2 is not a record"):
+        read_log(path)
+
+
+def test_what_was_logged_after_the_step_of_a_resume_does_not_count(tmp_path: Path) -> None:
+    path = tmp_path / "log.jsonl"
+    with RunLog(path) as run:
+        for step in (1, 2, 3, 4):
+            run.append(step, "train", {"loss": float(step)})
+        run.append(2, "validation", {"loss": 9.0})
+    with RunLog(path) as run:
+        run.append(2, "resume", {})
+        run.append(3, "train", {"loss": 30.0})
+    assert [(r["step"], r["kind"], r.get("loss")) for r in read_log(path)] == [
+        (1, "train", 1.0), (2, "train", 2.0), (2, "validation", 9.0), (2, "resume", None), (3, "train", 30.0),
+    ]  # fmt: skip
+    assert len(path.read_text().splitlines()) == 7, "nothing that was written is rewritten"
+
+
+def test_tensorboard_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    assert not log.tensorboard_installed()
+    with pytest.raises(ImportError, match=r"pip install 'tilegrad\[tensorboard\]'"):
+        RunLog(tmp_path / "log.jsonl", tensorboard=tmp_path / "tensorboard")
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensorboard_has_every_number(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with RunLog(tmp_path / "log.jsonl", tensorboard=tmp_path / "curves") as run:
+        run.append(3, "train", {"loss": 1.5, "note": "text"})
+        run.append(4, "train", {"loss": 1.25})
+        run.append(4, "validation", {"loss": 1.75})
+    found = EventAccumulator(str(tmp_path / "curves")).Reload()
+    assert sorted(found.Tags()["scalars"]) == ["loss/train", "loss/validation"]
+    assert [(e.step, e.value) for e in found.Scalars("loss/train")] == [(3, 1.5), (4, 1.25)]
+
+
+class Page(HTMLParser):
+    """Text by element, attributes by element, and every attribute that could reach for the network."""
+
+    def __init__(self, page: str) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.text: dict[str, list[str]] = {}
+        self.attributes: dict[str, dict[str, str | None]] = {}
+        self.links: list[str] = []
+        self.feed(page)
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes[tag] = dict(attrs)
+        self.links += [f"{tag} {name}" for name, _ in attrs if name in {"src", "href", "action", "data", "srcset"}]
+
+    def handle_data(self, data: str) -> None:
+        if self.tags and data.strip():
+            self.text.setdefault(self.tags[-1], []).append(data.strip())
+
+    def curves(self, chart: int) -> dict[str, list[tuple[int, float | None]]]:
+        data: list[dict[str, Any]] = json.loads(self.text["script"][0])
+        return {line["name"]: list(zip(line["x"], line["y"], strict=True)) for line in data[chart]["series"]}
+
+
+MEMORY = timeline_page("step", [Span("x", BufferType.TEMP, 0, 1, 64)], unit="op", facts={"device": "cpu"})
+RECORDS: list[dict[str, Any]] = [
+    {"step": s, "kind": "train", "loss": 5.0 - s / 4, "learning_rate": s * 1e-4}
+    | {"gradient_norm": 1.0 + s, "tokens_per_second": 100.0}
+    for s in range(1, 11)
+]
+RECORDS.insert(5, {"step": 5, "kind": "validation", "loss": 4.5})
+RECORDS.append({"step": 10, "kind": "validation", "loss": 2.75})
+FACTS = {"device": "cpu", "parameters": "1,024"}
+
+
+def page(**change: Any) -> str:
+    return run_report(**({"title": "a run", "records": RECORDS, "facts": FACTS, "sample": "the whale"} | change))
+
+
+def test_the_page_has_every_value_of_the_log() -> None:
+    found = Page(page(unigram_entropy=3.125, memory_page=MEMORY))
+    assert found.curves(0) == {
+        "train": [(s, 5.0 - s / 4) for s in range(1, 11)],
+        "validation": [(5, 4.5), (10, 2.75)],
+    }
+    assert found.curves(1) == {"": [(s, s * 1e-4) for s in range(1, 11)]}
+    assert found.curves(2) == {"": [(s, 1.0 + s) for s in range(1, 11)]}
+    assert found.curves(3) == {"": [(s, 100.0) for s in range(1, 11)]}
+    assert json.loads(found.text["script"][0])[0]["levels"] == [{"name": "unigram entropy", "y": 3.125}]
+    assert found.text["h1"] == ["a run"] and found.text["pre"] == ["the whale"]
+    assert {"cpu", "1,024"} <= set(found.text["dd"])
+    assert found.tags.count("canvas") == 8
+    assert found.attributes["iframe"]["srcdoc"] == MEMORY
+
+
+def test_a_resumed_step_is_drawn_once_and_a_bad_one_is_a_gap() -> None:
+    records = [{"step": s, "kind": "train", "loss": y} for s, y in ((1, 4.0), (2, 9.0), (2, 3.0), (3, None))]
+    assert Page(page(records=records)).curves(0) == {"train": [(1, 4.0), (2, 3.0), (3, None)]}
+    assert Page(page(records=records)).curves(1) == {"": []}
+
+
+def test_the_running_mean_of_a_long_run() -> None:
+    losses: list[float | None] = [math.sin(s) + 3 for s in range(300)]
+    losses[100] = None
+    found = Page(page(records=[{"step": s, "kind": "train", "loss": y} for s, y in enumerate(losses)])).curves(0)
+    assert list(found) == ["train", "mean of 5"]
+    assert [y for _, y in found["train"]] == losses
+    for step, mean in found["mean of 5"]:
+        known = [y for y in losses[max(0, step - 2) : step + 3] if y is not None]
+        assert mean == pytest.approx(sum(known) / len(known), rel=1e-9)
+
+
+def test_a_run_of_nothing_has_a_page() -> None:
+    found = Page(page(records=[], sample="", facts={}))
+    assert found.curves(0) == {"train": []}
+    assert "pre" not in found.tags and "iframe" not in found.tags
+
+
+def test_the_page_reaches_for_nothing() -> None:
+    text = page(unigram_entropy=3.0, memory_page=MEMORY)
+    found = Page(text)
+    assert not found.links
+    for word in ("http:", "https:", "//cdn", "@import", "url(", "fetch(", "import("):
+        assert word not in text
+    assert "prefers-color-scheme: dark" in text
+    assert "<!--" not in text
+
+
+def test_the_page_escapes_all_text() -> None:
+    evil = '</script></pre></iframe><img src=x onerror="alert(1)"><!--data-->&'
+    clean = Page(page(memory_page="a"))
+    records = [*RECORDS, {"step": 11, "kind": "train", "loss": evil}]  # a log that someone edited
+    facts = {evil: evil, "parameters": evil}
+    found = Page(page(title=evil, records=records, facts=facts, sample=evil, memory_page=evil))
+    assert found.tags == clean.tags
+    assert found.text["h1"] == found.text["pre"] == [evil]
+    assert found.attributes["iframe"]["srcdoc"] == evil
+    assert html.escape(evil) in page(title=evil)
