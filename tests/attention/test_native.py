@@ -456,9 +456,9 @@ def driver(folder: Path, *flags: str) -> Path:
     cxx = native_build.compiler()
     assert cxx is not None
     compiled = native_build.objects(cxx, folder, (*native_build.FLAGS, "-g", *flags))
-    program = folder / "native_driver"
+    program, source = folder / "native_driver", HERE / "support" / "native_driver.cpp"
     subprocess.run(
-        [cxx, "-std=c++17", "-g", *flags, f"-I{native_build.SOURCES}", HERE / "support" / "native_driver.cpp", *compiled, "-pthread",
+        [cxx, "-std=c++17", "-g", *flags, f"-I{native_build.SOURCES}", source, *compiled, "-pthread",
          "-o", program], check=True,
     )  # fmt: skip
     return program

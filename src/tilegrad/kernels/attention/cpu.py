@@ -3,8 +3,8 @@
 The walks are in forward.h and backward.h of cpu/csrc/attention (amx_forward.h and amx_backward.h for bfloat16 where a
 processor has AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward, each
 pair of positions once; tiles that the band hides are skipped, strips of an edge's tiles too. Sums are float32 (float64 for
-float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T. Results are the same bits on
-any number of threads: cpu/csrc/threads/turns.h says why.
+float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T. Results are
+the same bits on any number of threads: cpu/csrc/threads/turns.h says why.
 
 Threads are torch's own, as many as torch.get_num_threads() says (cpu/csrc/threads/team.h), and the GIL is free meanwhile.
 cpu/library.py chooses the instruction set.
