@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilegrad.bench import attention, comparison, cost
+from tilegrad.bench import attention, calls, comparison, cost
 from tilegrad.bench.attention import bench_attention
 from tilegrad.bench.comparison import Row
 from tilegrad.bench.shapes import Shape
@@ -50,7 +50,7 @@ def test_json_lines_carry_device_versions_and_commit(tmp_path: Path, capsys: pyt
     assert bench_attention(device="cpu", dtype="float32", repeats=2, json=True, out=str(file)) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert lines == [json.loads(line) for line in file.read_text().splitlines()]
-    ours = attention.kernels_on(torch.device("cpu"), torch.float32)
+    ours = calls.kernels_on(torch.device("cpu"), torch.float32)
     assert "tiled" in ours
     assert {(line["kernel"], line["direction"]) for line in lines} == {
         (kernel, direction) for kernel in (*ours, "sdpa") for direction in ("forward", "backward")
@@ -92,7 +92,7 @@ def test_speed_ups_pair_equal_shapes() -> None:
 def test_a_block_mask_of_flex_attention_is_what_its_own_search_finds(shape: str) -> None:
     from torch.nn.attention.flex_attention import create_block_mask
 
-    mine = attention.block_mask_of(Shape.parse(shape), torch.device("cpu"))
+    mine = calls.block_mask_of(Shape.parse(shape), torch.device("cpu"))
     theirs = create_block_mask(mine.mask_mod, None, None, *mine.seq_lengths, device="cpu")
     assert mine.seq_lengths == theirs.seq_lengths
     for name in ("kv", "full_kv", "q", "full_q"):
@@ -139,14 +139,16 @@ def test_a_kernel_that_refuses_a_shape_is_left_out_with_its_reason(
     from tilegrad.kernels.table import Kernel, Table
 
     picky = Kernel("picky", "attention.tiled", lambda problem: "takes no causal mask" if problem.mask.causal else None)
-    monkeypatch.setattr(attention, "ATTENTION", Table("attention", (picky, *attention.ATTENTION.rows)))
+    table = Table("attention", (picky, *attention.ATTENTION.rows))
+    for module in (attention, calls):
+        monkeypatch.setattr(module, "ATTENTION", table)
     assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["picky", "tiled"], peers=()) == 0
     out = capsys.readouterr().out
     assert "picky: takes no causal mask" in out and "tiled" in out
 
 
 def test_a_window_of_sdpa_is_a_matrix() -> None:
-    inputs = attention.Inputs(Shape(1, 2, 40, 16, window=7), torch.float64, torch.device("cpu"))
+    inputs = calls.Inputs(Shape(1, 2, 40, 16, window=7), torch.float64, torch.device("cpu"))
     (forward, backward, ours), (_, their_backward, theirs) = inputs.ours("tiled"), inputs.peer("sdpa")
     for run in (forward, backward, their_backward):
         run()
@@ -246,4 +248,4 @@ def test_of_a_report_of_ncu_the_kernels_and_their_counters_are_shown() -> None:
 def test_the_check_sees_every_kernel_of_the_table() -> None:
     shape = attention.PRESETS["laptop"][0]
     for kernel in ("tiled", "reference"):
-        assert attention.check(kernel, shape, torch.float32, torch.device("cpu")) == ""
+        assert calls.check(kernel, shape, torch.float32, torch.device("cpu")) == ""

@@ -11,240 +11,19 @@ and as much work.
 from __future__ import annotations
 
 import json as json_format
-import platform
-import subprocess
-import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict
-from pathlib import Path
 from statistics import quantiles
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
 
-from ..kernels.attention import Mask, reference
-from ..kernels.attention.api import lse_dtype, output_shapes
-from ..kernels.attention.table import ATTENTION, Problem
+from ..kernels.attention.table import ATTENTION
+from .calls import ERRORS_OF_A_PEER, Inputs, check, kernels_on, peers_on, refusal
 from .comparison import Row, plot_bars, report
+from .environment import environment
 from .shapes import PRESETS, Shape
-
-if TYPE_CHECKING:
-    from torch.nn.attention.flex_attention import BlockMask
-
-Thunk = Callable[[], object]
-FLEX_LENGTHS = (4096, 16384, 65536)  # compiling FlexAttention takes longer than timing it
-AHEAD_BYTES = 1 << 30
-ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError, ValueError)
-
-
-class Inputs:
-    """q, k, v and do of a shape, and what the contracts write."""
-
-    def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
-        g = torch.Generator(device).manual_seed(0)
-
-        def new(h: int, t: int) -> Tensor:
-            form = (sum(shape.lengths), h, shape.d) if shape.lengths else (shape.b, h, t, shape.d)
-            return torch.randn(form, generator=g, device=device, dtype=torch.float32).to(dtype)
-
-        kv = shape.hkv or shape.h
-        self.shape, self.mask = shape, shape.mask(device)
-        self.q, self.k, self.v, self.do = (
-            new(h, t) for h, t in ((shape.h, shape.rows), (kv, shape.t), (kv, shape.t), (shape.h, shape.rows))
-        )
-
-    def ours(self, kernel: str, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """Forward and backward of a kernel of the table, nothing allocated inside, and the tensors they write."""
-        q, k, v, mask = self.q, self.k, self.v, self.mask
-        module = ATTENTION.select(Problem(q, k, v, mask), kernel).load()
-        o_shape, lse_shape = output_shapes(q, v, mask)
-        scratch = [
-            {
-                name: torch.empty(shape, dtype=dtype, device=q.device)
-                for name, (shape, dtype) in module.workspace(
-                    q, k, v, mask, backward=backward, deterministic=deterministic
-                ).items()
-            }
-            for backward in (False, True)
-        ]
-        out = {"o": q.new_empty(o_shape), "lse": q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))}
-        out |= {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
-
-        def forward() -> None:
-            module.fwd(q, k, v, mask, o=out["o"], lse=out["lse"], scratch=scratch[0])
-
-        def backward() -> None:
-            module.bwd(
-                q, k, v, out["o"], out["lse"], self.do, None, mask, dq=out["dq"], dk=out["dk"], dv=out["dv"],
-                dbias=None, dsinks=None, scratch=scratch[1], deterministic=deterministic,
-            )  # fmt: skip
-
-        return forward, backward, out
-
-    def peer(self, name: str) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """The same of SDPA's backends and FlexAttention, through their own autograd call."""
-        attend = _peer_function(name, self.shape, self.q.device)
-        leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
-        out: dict[str, Tensor] = {}
-        o = attend(*leaves)
-        out["o"] = o.detach()
-
-        def forward() -> None:
-            with torch.no_grad():
-                attend(self.q, self.k, self.v)
-
-        def backward() -> None:
-            grads = torch.autograd.grad(o, leaves, self.do, retain_graph=True)
-            out.update(zip(("dq", "dk", "dv"), grads, strict=True))
-
-        return forward, backward, out
-
-
-def _peer_function(name: str, shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    """Raises one of ERRORS_OF_A_PEER where there is none."""
-    gqa = bool(shape.hkv)
-    if shape.lengths:
-        raise NotImplementedError("takes no packed sequences here")
-    if name == "flex":
-        if shape.t not in FLEX_LENGTHS or device.type != "cuda":
-            raise NotImplementedError(f"compiled on CUDA only, at T in {FLEX_LENGTHS}")
-        return _flex(shape, device)
-    if name == "sdpa" and shape.window is not None and not shape.tq:
-        sees = torch.ones(shape.t, shape.t, dtype=torch.bool, device=device).tril_().triu_(1 - shape.window)
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)
-    if shape.window is not None or (shape.tq and shape.causal):
-        raise NotImplementedError("has no such band without a matrix")
-    if name == "sdpa":
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=gqa)
-    from torch.nn.attention import SDPBackend, sdpa_kernel
-
-    backend = {
-        "sdpa-flash": SDPBackend.FLASH_ATTENTION,
-        "sdpa-cudnn": SDPBackend.CUDNN_ATTENTION,
-        "sdpa-efficient": SDPBackend.EFFICIENT_ATTENTION,
-    }[name]
-
-    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with sdpa_kernel(backend):
-            return F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=gqa)
-
-    return attend
-
-
-def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    from torch.nn.attention.flex_attention import flex_attention
-
-    torch._dynamo.reset()  # each shape is compiled anew, and there is a limit on how often
-    torch._functorch.config.donated_buffer = False  # the backward runs more than once
-    block_mask = None if shape.band == (None, None) else block_mask_of(shape, device)
-    compiled = torch.compile(flex_attention, dynamic=False)
-    return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=bool(shape.hkv))
-
-
-def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of a band, from what each block of 128 × 128 sees. Its own create_block_mask goes through the
-    T × T pairs, and takes longer to compile than the kernel."""
-    from torch.nn.attention.flex_attention import BlockMask
-
-    size, shift = 128, shape.t - shape.rows
-    left = shape.band[0]
-
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
-        gap = i + shift - j
-        return gap >= 0 if left is None else (gap >= 0) & (gap <= left)
-
-    rows = torch.arange(0, shape.rows, size, device=device)[:, None]
-    columns = torch.arange(0, shape.t, size, device=device)
-    least = rows + shift - (columns + size).clamp(max=shape.t) + 1  # gap in a block
-    most = (rows + size).clamp(max=shape.rows) - 1 + shift - columns
-    whole = (rows + size <= shape.rows) & (columns + size <= shape.t)
-    reach = shape.t if left is None else left
-    full = (least >= 0) & (most <= reach) & whole
-    crossed = (most >= 0) & (least <= reach) & ~full
-
-    def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        indices = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None], indices.int()[None, None]
-
-    lengths = (shape.rows, shape.t)
-    return BlockMask.from_kv_blocks(*ordered(crossed), *ordered(full), size, mask_mod=sees, seq_lengths=lengths)
-
-
-def peers_on(device: torch.device) -> tuple[str, ...]:
-    return ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex") if device.type == "cuda" else ("sdpa",)
-
-
-def kernels_on(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Kernels of the table that take a plain call there unasked."""
-    q = torch.empty(1, 1, 1024, 64, device=device, dtype=dtype)
-    problem = Problem(q, q, q, Mask())
-    names = tuple(row.name for row in ATTENTION.rows if row.by_name_only is None and row.refuses(problem) is None)
-    return tuple(name for name in names if name != "tiled") or names if device.type == "cuda" else names
-
-
-def refusal(kernel: str, inputs: Inputs, deterministic: bool) -> str | None:
-    """Why a kernel of the table does not take this problem, or None."""
-    problem = Problem(inputs.q, inputs.k, inputs.v, inputs.mask)
-    return next(row for row in ATTENTION.rows if row.name == kernel).refuses(problem)
-
-
-def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device, deterministic: bool = False) -> str:
-    """'' if the kernel is no worse than twice the whole-matrix formula in its dtype (tests/tolerance.py), else the reason."""
-    t = min(shape.t, 500) + 13
-    window = None if shape.window is None else min(shape.window, 100)
-    kv = shape.hkv and 1
-    lengths = (t, 77, 300) if shape.lengths else ()
-    small = Inputs(Shape(1, 2, t, shape.d, shape.causal, window, kv, min(shape.tq, t), lengths), dtype, device)
-    forward, backward, got = small.ours(kernel, deterministic)
-    for x in got.values():
-        x.fill_(float("nan"))
-    forward()
-    backward()
-
-    def whole(dtype: torch.dtype) -> dict[str, Tensor]:
-        q, k, v, do = (x.to(dtype) for x in (small.q, small.k, small.v, small.do))
-        o, lse = reference.forward(q, k, v, small.mask)
-        g = reference.backward(q, k, v, do, None, small.mask)
-        return {"o": o, "lse": lse, "dq": g.dq, "dk": g.dk, "dv": g.dv}
-
-    exact, yardstick = whole(torch.float64), whole(dtype)
-    for name, x in got.items():
-        x64 = exact[name]
-        error, of_yardstick = (float((y.double() - x64).abs().max()) for y in (x, yardstick[name]))
-        allowed = 2 * of_yardstick + 4 * torch.finfo(dtype).eps * float(x64.abs().max())
-        if not error <= allowed:
-            return f"{name} is off by {error:.1e}, allowed {allowed:.1e}"
-    return ""
-
-
-def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) -> dict[str, list[float]]:
-    """Milliseconds of each thunk in each round, after two rounds to warm up.
-
-    On CUDA a write of AHEAD_BYTES goes before each: it empties the caches, and while it runs the host gets ahead, so that
-    the time is the device's, not Python's.
-    """
-    ahead = torch.empty(AHEAD_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
-    ms: dict[str, list[float]] = {name: [] for name in thunks}
-    for round_ in range(-2, repeats):
-        for name, run in thunks.items():
-            if device.type == "cuda":
-                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-                ahead.zero_()
-                start.record()
-                run()
-                end.record()
-                end.synchronize()
-                took = start.elapsed_time(end)
-            else:
-                began = time.perf_counter()
-                run()
-                took = 1e3 * (time.perf_counter() - began)
-            if round_ >= 0:
-                ms[name].append(took)
-    return ms
+from .timing import Thunk, interleaved
 
 
 def measure(
@@ -257,7 +36,7 @@ def measure(
     notes: dict[str, str] = {}
     for name in (*kernels, *peers):
         own = name in kernels
-        refused = refusal(name, inputs, deterministic) if own else None
+        refused = refusal(name, inputs) if own else None
         if refused:
             notes[name] = refused
             continue
@@ -284,29 +63,6 @@ def measure(
             rows.append(Row(shape, direction, name, deciles[4], deciles[1], deciles[7], rounds_ms=tuple(ms)))
     rows += [Row(shape, "both", name, None, note=note) for name, note in notes.items()]
     return rows
-
-
-def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    import tilegrad
-
-    commit = ""
-    with suppress(OSError, subprocess.CalledProcessError):
-        where = Path(__file__).parent
-        commit = subprocess.run(
-            ["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True, check=True
-        ).stdout.strip()
-    triton_version = None
-    with suppress(ImportError):
-        import triton
-
-        triton_version = triton.__version__
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
-    return {
-        "device": name, "dtype": str(dtype).removeprefix("torch."), "tilegrad": tilegrad.__version__,
-        "commit": commit or "unknown", "torch": torch.__version__, "triton": triton_version,
-        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
-        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
-    }  # fmt: skip
 
 
 def bench_attention(

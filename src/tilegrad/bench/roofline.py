@@ -17,8 +17,9 @@ from statistics import median
 import torch
 
 from ..table import table
-from .attention import Inputs, interleaved
+from .calls import Inputs
 from .shapes import Shape
+from .timing import interleaved
 
 COUNTERS = (
     "sm__throughput.avg.pct_of_peak_sustained_elapsed",

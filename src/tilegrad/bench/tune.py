@@ -21,8 +21,9 @@ import torch
 from ..kernels.attention.triton import tiles
 from ..kernels.attention.triton.tiles import Tile, Tiles
 from ..table import table
-from .attention import Inputs, Thunk, check, interleaved
+from .calls import Inputs, check
 from .shapes import Shape
+from .timing import Thunk, interleaved
 
 Key = tuple[int, int, int, bool]
 T, TOKENS, HIDDEN = {16: 4096, 32: 2048, 64: 2048}, {16: 16384, 32: 4096, 64: 4096}, 2048

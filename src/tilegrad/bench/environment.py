@@ -1,0 +1,35 @@
+"""What a result was measured on: device, versions, commit, date."""
+
+from __future__ import annotations
+
+import platform
+import subprocess
+import time
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .. import __version__
+
+
+def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+    commit = ""
+    with suppress(OSError, subprocess.CalledProcessError):
+        where = Path(__file__).parent
+        commit = subprocess.run(
+            ["git", "describe", "--always", "--dirty"], cwd=where, capture_output=True, text=True, check=True
+        ).stdout.strip()
+    triton_version = None
+    with suppress(ImportError):
+        import triton
+
+        triton_version = triton.__version__
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
+    return {
+        "device": name, "dtype": str(dtype).removeprefix("torch."), "tilegrad": __version__,
+        "commit": commit or "unknown", "torch": torch.__version__, "triton": triton_version,
+        "cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version() if device.type == "cuda" else None,
+        "python": platform.python_version(), "date": time.strftime("%Y-%m-%d"),
+    }  # fmt: skip

@@ -1,0 +1,38 @@
+"""Times of calls, interleaved: in a round each runs once, so that a change of the machine's speed falls on all."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+import torch
+
+Thunk = Callable[[], object]
+AHEAD_BYTES = 1 << 30
+
+
+def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) -> dict[str, list[float]]:
+    """Milliseconds of each thunk in each round, after two rounds to warm up.
+
+    On CUDA a write of AHEAD_BYTES goes before each: it empties the caches, and while it runs the host gets ahead, so that
+    the time is the device's, not Python's.
+    """
+    ahead = torch.empty(AHEAD_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
+    ms: dict[str, list[float]] = {name: [] for name in thunks}
+    for round_ in range(-2, repeats):
+        for name, run in thunks.items():
+            if device.type == "cuda":
+                start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+                ahead.zero_()
+                start.record()
+                run()
+                end.record()
+                end.synchronize()
+                took = start.elapsed_time(end)
+            else:
+                began = time.perf_counter()
+                run()
+                took = 1e3 * (time.perf_counter() - began)
+            if round_ >= 0:
+                ms[name].append(took)
+    return ms
