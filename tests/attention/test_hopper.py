@@ -426,7 +426,7 @@ def test_in_plain_python_few_tiles_agree_with_the_oracle() -> None:
 @interpreted
 @pytest.mark.slow
 def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
-    import hopper_on_gpu
+    from gpu import hopper_on_gpu
 
     every = hopper_on_gpu.specifications()
     for n, spec in enumerate(every * 2):
@@ -611,7 +611,7 @@ def test_an_output_that_tma_cannot_address_is_named() -> None:
 
 
 def test_random_shapes_cover_every_pair_of_features() -> None:
-    import hopper_on_gpu
+    from gpu import hopper_on_gpu
 
     chosen = hopper_on_gpu.specifications()
     assert len(chosen) <= 80

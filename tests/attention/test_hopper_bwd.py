@@ -337,7 +337,7 @@ def test_in_plain_python_gradients_agree_with_the_oracle_in_any_order(name: str)
 @interpreted
 @pytest.mark.slow
 def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
-    import hopper_on_gpu
+    from gpu import hopper_on_gpu
 
     absences: list[tuple[str, ...]] = [(), (), ("dq",), ("dk",), ("dv",), ("dk", "dv")]
     every = hopper_on_gpu.specifications()

@@ -252,7 +252,7 @@ def test_it_runs_on_torchs_own_threads() -> None:
 FORK = """
 import os, torch
 from support.cases import Case, build, run
-from tilegrad.kernels.attention import native
+from tilegrad.kernels.attention import cpu as native
 torch.set_num_threads(4)
 call = build(Case(b=1, hkv=3, tq=300, tk=300, d=32, dv=32, causal=True))
 want = {name: x.numpy().tobytes() for name, x in run(call, "native").items()}

@@ -14,10 +14,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from gpu.triton_on_gpu import random_shapes
 from support.cases import Case, build, oracle, run, whole_matrices
 from support.tolerance import assert_no_worse
 from support.triton_specs import Spec, specs
-from triton_on_gpu import random_shapes
 
 import tilegrad
 from tilegrad.kernels.attention.triton import tiles
