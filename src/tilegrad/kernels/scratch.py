@@ -1,20 +1,39 @@
-"""What an op works in: buffers of the caller's that hold nothing between calls.
+"""Scratch: buffers of the caller's that an op works in, and that hold nothing between calls.
 
-`<op>_workspace(…)` declares them as name → (shape, dtype) from shapes, dtypes and devices alone, so handles will do. An
-op views the beginning of what it is given in the shape it needs: buffers planned for a large batch serve a small one.
+`<op>_workspace(…)` declares them as name → (shape, dtype) from shapes, dtypes and devices alone, so a `Form` or a handle
+will do. `new_scratch` allocates what was declared. An op takes its `views` of it: the beginning of each buffer, in the
+shape that the call needs. Buffers declared for a large batch therefore serve a small one.
+
+Names. Of an op with more than one kernel, each kernel names its buffers as it likes, and `below` puts them below the
+kernel's own name: "delta" of kernel "hopper" is "hopper.delta" to the caller, and no two kernels meet in one buffer.
+An op that calls another op keeps that op's scratch below the op's name, by the same two functions:
+
+    declare   shapes |= below("linear", linear_workspace(…))          Table.workspace does it for the kernels of a table
+    hand on   linear_fwd(…, scratch=of("linear", scratch))            views(…, kernel="hopper") does it, and checks
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
 from math import prod
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Scratch = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+T = TypeVar("T")
+
+
+@dataclass(frozen=True, slots=True)
+class Form:
+    """The shape, dtype and device of a tensor that need not exist."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    device: torch.device
 
 
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
@@ -22,10 +41,34 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str) -> Scratch:
-    """The declared buffers as views of the caller's."""
+def below(owner: str, shapes: Mapping[str, T]) -> dict[str, T]:
+    """The buffers of `owner`, a kernel or an op, under the names that its caller knows: owner.name."""
+    return {f"{owner}.{name}": value for name, value in shapes.items()}
+
+
+def of(owner: str, scratch: Mapping[str, T]) -> dict[str, T]:
+    """The reverse of `below`: what lies below `owner`, under the owner's own names."""
+    return {name[len(owner) + 1 :]: value for name, value in scratch.items() if name.startswith(f"{owner}.")}
+
+
+def larger(a: Shapes, b: Shapes) -> Shapes:
+    """Buffers that serve calls of a and calls of b: of one name the larger."""
+    for name in a.keys() & b.keys():
+        if a[name][1] != b[name][1]:
+            raise ValueError(f"scratch[{name!r}]: got {a[name][1]} and {b[name][1]}; accepted: one dtype for a name")
+    return a | {name: new for name, new in b.items() if name not in a or prod(new[0]) >= prod(a[name][0])}
+
+
+def new_scratch(shapes: Shapes, device: torch.device | str) -> Scratch:
+    """Buffers as declared, their contents undefined."""
+    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+
+
+def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str, *, kernel: str | None = None) -> Scratch:
+    """The needed buffers as views of the caller's, which may be larger; a kernel's are looked for below its name."""
     out = {}
-    for name, (shape, dtype) in needed.items():
+    for own, (shape, dtype) in needed.items():
+        name = own if kernel is None else f"{kernel}.{own}"
         x = None if scratch is None else scratch.get(name)
         if x is None or x.dtype != dtype or x.device != device or x.numel() < prod(shape) or not x.is_contiguous():
             accepted = f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}"
@@ -34,8 +77,14 @@ def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str) -> Scra
                 raise ValueError(f"scratch: {op} got no {name!r}; accepted: {accepted}")
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}"
             raise ValueError(f"scratch[{name!r}]: {op} got {got}; accepted: {accepted}")
-        out[name] = x if x.shape == shape else x.view(-1)[: prod(shape)].view(shape)
+        out[own] = x if x.shape == shape else x.view(-1)[: prod(shape)].view(shape)
     return out
+
+
+def rows_per_block(x: Any, elements: Mapping[str, int]) -> int:
+    """Rows of x (N, C) that are worked on at once: about `elements[device type]` elements, at least a row, at most N."""
+    n, c = x.shape
+    return int(max(1, min(n, elements[torch.device(x.device).type] // max(c, 1))))
 
 
 def rows_of(x: Tensor, i: slice) -> Tensor:

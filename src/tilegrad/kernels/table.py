@@ -2,15 +2,21 @@
 
 A row is refused with a reason, and nothing falls back silently: a kernel asked for by name runs or raises. The names of
 the rows are public.
+
+A problem is a call as its table sees it: a NamedTuple whose fields are the positional arguments of a kernel's `workspace`.
+Only shapes, dtypes, devices and options of it are read, so a kernel can be chosen before a tensor exists.
 """
 
 from __future__ import annotations
 
+import functools
 import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
 from typing import Any
+
+from .scratch import Shapes, below, larger
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,7 +32,12 @@ class Kernel:
     by_name_only: str | None = None
 
     def load(self) -> ModuleType:
-        return importlib.import_module(f"{__package__}.{self.module}")
+        return _load(self.module)
+
+
+@functools.cache
+def _load(module: str) -> ModuleType:
+    return importlib.import_module(f"{__package__}.{module}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,6 +88,17 @@ class Table:
             "runs: the first of the table that takes this call" if kernel is None else "runs: asked for by name"
         )
         return Explanation(chosen, reasons)
+
+    def workspace(self, *problems: Any, kernel: str | None = None, **options: Any) -> Shapes:
+        """Scratch of every kernel that may run one of `problems`, each kernel's below its name: what serves them all.
+
+        `options` (backward=…, deterministic=…) are the keywords of a kernel's `workspace`.
+        """
+        shapes: Shapes = {}
+        for problem in problems:
+            row = self.select(problem, kernel)
+            shapes = larger(shapes, below(row.name, row.load().workspace(*problem, **options)))
+        return shapes
 
 
 def takes_all(problem: Any) -> None:

@@ -1,0 +1,99 @@
+"""Scratch and the tables of kernels: names that never collide, one validator, selection with reasons."""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from tilegrad.kernels.scratch import Form, below, larger, new_scratch, of, rows_per_block, views
+from tilegrad.kernels.table import Kernel, Table, takes_all
+
+
+class Problem(NamedTuple):
+    x: Any
+
+
+def refuses_many_rows(problem: Problem) -> str | None:
+    return "takes up to 8 rows" if problem.x.shape[0] > 8 else None
+
+
+@pytest.fixture
+def table(monkeypatch: pytest.MonkeyPatch) -> Table:
+    """Two kernels whose buffers have one name: float32 rows of the one, integers of the other."""
+    for name, dtype in (("few", torch.float32), ("many", torch.int64)):
+        module = ModuleType(f"tilegrad.kernels.test_{name}")
+        module.workspace = lambda x, *, backward, dtype=dtype: {"work": ((x.shape[0],), dtype)} if backward else {}  # type: ignore[attr-defined]
+        monkeypatch.setitem(sys.modules, module.__name__, module)
+    rows = (Kernel("few", "test_few", refuses_many_rows), Kernel("many", "test_many", takes_all))
+    return Table("test", (*rows, Kernel("oracle", "test_many", takes_all, by_name_only="slow: only by name")))
+
+
+def form(n: int) -> Problem:
+    return Problem(Form((n, 4), torch.float32, torch.device("cpu")))
+
+
+def test_canary_two_kernels_with_one_name_do_not_share_a_buffer(table: Table) -> None:
+    shapes = table.workspace(form(4), form(100), backward=True)
+    assert shapes == {"few.work": ((4,), torch.float32), "many.work": ((100,), torch.int64)}
+    scratch = new_scratch(shapes, "cpu")
+    for name in ("few", "many"):
+        (row,) = (row for row in table.rows if row.name == name)
+        needed = row.load().workspace(form(3).x, backward=True)
+        mine = views(scratch, needed, torch.device("cpu"), "test", kernel=name)
+        assert mine["work"].data_ptr() == scratch[f"{name}.work"].data_ptr() and mine["work"].shape == (3,)
+
+
+def test_the_scratch_of_several_problems_serves_each(table: Table) -> None:
+    for order in ((2, 7), (7, 2)):
+        assert table.workspace(*map(form, order), backward=True) == {"few.work": ((7,), torch.float32)}
+    assert table.workspace(form(2), form(100), backward=False) == {}
+    assert table.workspace(form(2), kernel="many", backward=True) == {"many.work": ((2,), torch.int64)}
+    with pytest.raises(ValueError, match=r"scratch\['a'\]: got torch.int64 and torch.int8; accepted: one dtype"):
+        larger({"a": ((1,), torch.int64)}, {"a": ((2,), torch.int8)})
+
+
+def test_the_first_row_that_takes_a_problem_runs_and_a_name_runs_or_raises(table: Table) -> None:
+    assert [table.select(form(n)).name for n in (8, 9)] == ["few", "many"]
+    assert [table.select(form(8), name).name for name in ("few", "many", "oracle")] == ["few", "many", "oracle"]
+    with pytest.raises(
+        ValueError, match="got 'few', which can't run this call: takes up to 8 rows; 'many' would run it"
+    ):
+        table.select(form(9), "few")
+    with pytest.raises(ValueError, match="kernel: got 'none'; accepted: None or one of 'few', 'many', 'oracle'"):
+        table.select(form(9), "none")
+    told = table.explain(form(9))
+    assert (
+        told.kernel == "many" and told.reasons["few"] == "takes up to 8 rows" and told.reasons["oracle"][:4] == "slow"
+    )
+
+
+def test_names_below_an_owner_and_back() -> None:
+    assert below("linear", {"x": 1, "native.y": 2}) == {"linear.x": 1, "linear.native.y": 2}
+    assert of("linear", {"linear.x": 1, "linear.native.y": 2, "linear_2.x": 3, "x": 4}) == {"x": 1, "native.y": 2}
+
+
+def test_a_buffer_may_be_larger_but_not_smaller_other_or_strided() -> None:
+    needed, cpu = {"a": ((2, 3), torch.float32)}, torch.device("cpu")
+    large = torch.arange(10.0)
+    assert torch.equal(views({"a": large}, needed, cpu, "test")["a"], large[:6].view(2, 3))
+    for wrong in (torch.empty(5), torch.empty(10, dtype=torch.int32), torch.empty(10, 2)[:, 0]):
+        with pytest.raises(
+            ValueError, match=r"scratch\['k.a'\]: test got .*accepted: a contiguous torch.float32 tensor of"
+        ):
+            views({"k.a": wrong}, needed, cpu, "test", kernel="k")
+    for nothing in (None, {}, {"a": large}):
+        with pytest.raises(ValueError, match=r"scratch: test got no 'k.a'; accepted: .*test_workspace\(…\) names all"):
+            views(nothing, needed, cpu, "test", kernel="k")
+
+
+def test_rows_per_block() -> None:
+    sizes = {"cpu": 100}
+    got = [
+        rows_per_block(Form(shape, torch.float32, torch.device("cpu")), sizes)
+        for shape in ((7, 10), (70, 10), (70, 101), (0, 0))
+    ]
+    assert got == [7, 10, 1, 1]
