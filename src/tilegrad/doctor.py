@@ -14,7 +14,8 @@ import torch
 
 from . import __version__
 from .kernels.attention.mask import Mask
-from .kernels.attention.table import ATTENTION, Problem
+from .kernels.attention.problem import Problem
+from .kernels.attention.table import ATTENTION
 from .kernels.cpu import build as native_build
 
 

@@ -16,9 +16,10 @@ import torch
 from torch import Tensor
 
 from .kernels.attention import table
-from .kernels.attention.api import bwd_plan, fwd_plan, lse_dtype, output_shapes
+from .kernels.attention.api import bwd_plan, fwd_plan
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
 from .kernels.attention.mask import Mask, Window
+from .kernels.attention.problem import Problem, lse_dtype, output_shapes, rows_aligned
 from .kernels.table import Explanation
 
 
@@ -105,7 +106,7 @@ def explain(
     )  # fmt: skip
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    return table.ATTENTION.explain(table.Problem(q, k, v, mask), kernel)
+    return table.ATTENTION.explain(Problem(q, k, v, mask), kernel)
 
 
 def _deterministic(deterministic: bool | None) -> bool:
@@ -184,11 +185,8 @@ def _new_scratch(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device:
 
 
 def _readable(do: Tensor) -> Tensor:
-    """do with rows that every kernel can read, each contiguous and at a multiple of 16 bytes; copied only where it is not."""
-    elements = 16 // do.element_size()
-    steps = [stride for stride, n in zip(do.stride()[:-1], do.shape, strict=False) if n > 1]
-    plain = do.stride(-1) == 1 and all(stride and stride % elements == 0 for stride in steps)
-    return do if plain and do.data_ptr() % 16 == 0 else do.clone(memory_format=torch.contiguous_format)
+    """do with rows that every kernel can read; copied only where they are not."""
+    return do if rows_aligned(do) else do.clone(memory_format=torch.contiguous_format)
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

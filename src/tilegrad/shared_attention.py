@@ -27,9 +27,10 @@ from safetensors import safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace, lse_dtype
+from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
 from .kernels.attention.checks import MAX_HEAD_DIM
 from .kernels.attention.mask import Mask, distance, sees
+from .kernels.attention.problem import lse_dtype
 from .kernels.linear import linear_bwd, linear_fwd, linear_workspace
 from .memory.managed.workspace import Lease, Workspace
 from .memory.types import BufferStateError

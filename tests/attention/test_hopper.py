@@ -24,8 +24,8 @@ from support.tolerance import assert_no_worse
 
 from tilegrad import Mask
 from tilegrad.kernels.attention import reference
-from tilegrad.kernels.attention.api import output_shapes
-from tilegrad.kernels.attention.table import ATTENTION, Problem
+from tilegrad.kernels.attention.problem import Problem, Sizes, output_shapes
+from tilegrad.kernels.attention.table import ATTENTION
 from tilegrad.kernels.table import Explanation
 
 triton = pytest.importorskip("triton", reason="needs Triton")
@@ -453,7 +453,6 @@ def test_nan_of_a_packed_sequence_stays_there() -> None:
 def test_tiles_are_dealt_out_evenly(right: int | None) -> None:
     """The program with the most work has at most 6 % more than the average, and k and v of a wave fit L2."""
     from tilegrad.kernels.attention.hopper import launch as module
-    from tilegrad.kernels.attention.triton.launch import Sizes
 
     for d, t in itertools.product((64, 128, 256), (1024, 2048, 4096, 8192, 16384)):
         sizes = Sizes(16384 // t, 2048 // d, 2048 // d, t, t, d, d, None, right)
@@ -479,7 +478,6 @@ def test_a_tile_takes_a_step_for_each_tile_of_columns_and_one_more() -> None:
 
 def test_which_tiling_a_call_has() -> None:
     from tilegrad.kernels.attention.hopper import launch as module
-    from tilegrad.kernels.attention.triton.launch import Sizes
 
     def of(d: int, t: int = 4096, left: int | None = None, varlen: bool = False) -> object:
         return module._tiling(Sizes(1, 16, 16, t, t, d, d, left, 0), varlen, 132)

@@ -43,8 +43,8 @@ from tilegrad.kernels.attention.hopper import (
     prepost as hopper_rows,
 )
 from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.attention.problem import Sizes, sizes_of
 from tilegrad.kernels.attention.triton import scores as triton_mask
-from tilegrad.kernels.attention.triton.launch import Sizes, sizes_of
 
 M, N = 64, 128
 

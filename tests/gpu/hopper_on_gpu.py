@@ -27,9 +27,9 @@ from support.tolerance import assert_no_worse
 from torch import Tensor
 
 from tilegrad import attention_bwd, attention_fwd, attention_workspace
-from tilegrad.kernels.attention.api import output_shapes
 from tilegrad.kernels.attention.hopper import backward as hopper_bwd
 from tilegrad.kernels.attention.hopper import launch as hopper_attention
+from tilegrad.kernels.attention.problem import output_shapes
 from tilegrad.kernels.attention.triton.launch import multiprocessors
 
 AXES: dict[str, tuple[object, ...]] = {

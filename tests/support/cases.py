@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tilegrad import Mask, attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels.attention import reference
-from tilegrad.kernels.attention.api import lse_dtype, output_shapes
+from tilegrad.kernels.attention.problem import lse_dtype, output_shapes
 
 Tensors = dict[str, Tensor]
 

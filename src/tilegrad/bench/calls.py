@@ -10,8 +10,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.attention import Mask, reference
-from ..kernels.attention.api import lse_dtype, output_shapes
-from ..kernels.attention.table import ATTENTION, Problem
+from ..kernels.attention.problem import Problem, lse_dtype, output_shapes
+from ..kernels.attention.table import ATTENTION
 from .shapes import Shape
 from .timing import Thunk
 

@@ -15,6 +15,7 @@ from typing import Any
 import torch
 
 from ..kernels.attention.mask import Mask
+from ..kernels.attention.problem import FEW_ROWS
 from ..kernels.attention.qkv import (
     qkv_attention_bwd,
     qkv_attention_fwd,
@@ -25,7 +26,6 @@ from ..kernels.attention.qkv import (
     rows_attention_fwd,
     rows_workspace,
 )
-from ..kernels.attention.table import FEW_ROWS
 from ..kernels.residual import add_fwd
 from ..kernels.scratch import Shapes
 from ..memory.types import BufferType

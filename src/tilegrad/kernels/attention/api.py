@@ -25,18 +25,11 @@ from torch import Tensor
 
 from ..checks import check_tensor
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype
+from ..scratch import Scratch, Shapes
 from . import table
 from .checks import check_lengths, check_options, check_tensors, form_of
 from .mask import Mask
-
-lse_dtype = accumulation_dtype  # lse is a row statistic
-
-
-def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of o and lse."""
-    o = (*q.shape[:-1], v.shape[-1])
-    return o, (q.shape[1], q.shape[0]) if mask.varlen else tuple(q.shape[:-1])
+from .problem import Problem, lse_dtype, output_shapes
 
 
 def attention_workspace(
@@ -45,7 +38,7 @@ def attention_workspace(
     """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes and devices: handles will do."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    chosen = table.ATTENTION.select(table.Problem(q, k, v, mask), kernel)
+    chosen = table.ATTENTION.select(Problem(q, k, v, mask), kernel)
     return chosen.load().workspace(q, k, v, mask, backward=backward, deterministic=deterministic)  # type: ignore[no-any-return]
 
 
@@ -90,7 +83,7 @@ def fwd_plan(
     for name, x, shape, dtype in (("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype))):
         if x is not None:
             check_tensor(name, x, shape, dtype, q.device)
-    module = table.ATTENTION.select(table.Problem(q, k, v, mask), kernel).load()
+    module = table.ATTENTION.select(Problem(q, k, v, mask), kernel).load()
     return _remember(form, module, module.workspace(q, k, v, mask, backward=False, deterministic=False))
 
 
@@ -134,7 +127,7 @@ def bwd_plan(
         x = others[name]
         if x is not None:
             check_tensor(name, x, shape, dtype, q.device)
-    module = table.ATTENTION.select(table.Problem(q, k, v, mask), kernel).load()
+    module = table.ATTENTION.select(Problem(q, k, v, mask), kernel).load()
     return _remember(form, module, module.workspace(q, k, v, mask, backward=True, deterministic=deterministic))
 
 

@@ -17,10 +17,10 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from .mask import Mask
+from .problem import ALIGNED_BYTES
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 256
-TMA_BYTES = 16  # what an address must be a multiple of
 NUMBERS = frozenset((bool, int, float, NoneType))
 
 
@@ -268,7 +268,7 @@ def form_of(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Any) -> tu
         if x is None:
             form.append(None)
         elif type(x) is Tensor or type(x) is Parameter:
-            form += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % TMA_BYTES, x.requires_grad)
+            form += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED_BYTES, x.requires_grad)
         else:
             return None
     window = (None, None) if mask.window is None else mask.window

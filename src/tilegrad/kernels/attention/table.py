@@ -5,19 +5,10 @@ from __future__ import annotations
 import functools
 import importlib.util
 import os
-from typing import Any, NamedTuple
 
 from ..cpu import library
 from ..table import Kernel, Table, takes_all
-
-
-class Problem(NamedTuple):
-    """A call of attention as the table sees it; only shapes, dtypes, devices and options are read."""
-
-    q: Any
-    k: Any
-    v: Any
-    mask: Any
+from .problem import FEW_ROWS, Problem, tma_refusal
 
 
 @functools.cache
@@ -49,7 +40,7 @@ def _triton_refuses(problem: Problem) -> str | None:
     return None if major >= 8 else f"needs compute capability 8.0 or newer, and {device} has {major}.{minor}"
 
 
-FEW_ROWS, FEW_TILES = 16, 64  # up to here triton shares the columns of a row among programs
+FEW_TILES = 64  # up to here triton shares the columns of a row among programs
 SHORT, MANY_SEQUENCES = 64, 256  # packed: of so many so short ones Hopper's programs spend their time looking for rows
 
 
@@ -80,19 +71,17 @@ def _hopper_refuses(problem: Problem) -> str | None:
             return f"takes no {name}"
     if mask.dropout_p:
         return "takes no dropout"
-    tq, tk = (mask.max_seqlen_q, mask.max_seqlen_k) if mask.varlen else (q.shape[2], k.shape[2])
-    batch = mask.cu_seqlens_q.shape[0] - 1 if mask.varlen else q.shape[0]
-    if tk == 0 or 0 in k.shape or 0 in q.shape:
+    sizes = problem.sizes
+    if sizes.tk == 0 or 0 in k.shape or 0 in q.shape:
         return "takes no empty tensors"
-    if tq <= FEW_ROWS or 4 * tq <= tk and -(-tq // 128) * q.shape[1] * batch <= FEW_TILES:
+    row_tiles = -(-sizes.tq // 128) * sizes.hq * sizes.batch
+    if sizes.tq <= FEW_ROWS or 4 * sizes.tq <= sizes.tk and row_tiles <= FEW_TILES:
         return "leaves few rows with many columns to triton, which shares the columns among programs"
-    if mask.varlen and tq <= SHORT and batch > MANY_SEQUENCES:
+    if sizes.varlen and sizes.tq <= SHORT and sizes.batch > MANY_SEQUENCES:
         return (
             f"leaves more than {MANY_SEQUENCES} packed sequences of up to {SHORT} rows to triton, which is faster there"
         )
-    from .hopper.tma import refusal
-
-    reasons = (refusal(name, x, mask.varlen) for name, x in (("q", q), ("k", k), ("v", v)))
+    reasons = (tma_refusal(name, x, mask.varlen) for name, x in (("q", q), ("k", k), ("v", v)))
     return next((reason for reason in reasons if reason), None)
 
 

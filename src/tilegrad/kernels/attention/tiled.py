@@ -26,7 +26,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -34,25 +33,10 @@ from torch import Tensor
 from ..philox import WORK_BUFFERS, Key, drop_mask, round_keys
 from ..scratch import Scratch, Shapes, accumulation_dtype
 from .mask import Mask, four_dims, packed, sequences
+from .problem import Sizes, sizes_of
 
 TILE = 256  # rows, and columns, of a tile
 SLAB = 1 << 21  # scores held at once
-
-
-class Sizes(NamedTuple):
-    """Of a dense call, or of packed sequences as long as the longest."""
-
-    b: int
-    hq: int
-    hkv: int
-    tq: int
-    tk: int
-
-
-def _sizes(q: Tensor, k: Tensor, mask: Mask) -> Sizes:
-    if mask.varlen:
-        return Sizes(1, q.shape[1], k.shape[1], mask.max_seqlen_q, mask.max_seqlen_k)
-    return Sizes(q.shape[0], q.shape[1], k.shape[1], q.shape[2], k.shape[2])
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +50,14 @@ class Cut:
     group: int
 
     @classmethod
-    def of(cls, size: Sizes) -> Cut:
+    def of(cls, sizes: Sizes) -> Cut:
         """The largest slab whose scores fit in SLAB: whole sequences, or heads of one. Lengths count as the next power
-        of two, so that `workspace` can bound the slabs of all shorter calls."""
-        group = size.hq // size.hkv
-        m, n = (min(TILE, 1 << max(0, t - 1).bit_length()) for t in (size.tq, size.tk))
-        heads = min(size.hkv, max(1, SLAB // (group * m * n)))
-        batches = min(size.b, SLAB // (size.hq * m * n)) if heads == size.hkv else 1
-        return cls(max(1, min(m, size.tq)), max(1, min(n, size.tk)), max(1, batches), heads, group)
+        of two, so that `workspace` can bound the slabs of all shorter calls. Packed sequences are worked on one by one."""
+        m, n = (min(TILE, 1 << max(0, t - 1).bit_length()) for t in (sizes.tq, sizes.tk))
+        heads = min(sizes.hkv, max(1, SLAB // (sizes.group * m * n)))
+        whole = heads == sizes.hkv and not sizes.varlen
+        batches = min(sizes.batch, SLAB // (sizes.hq * m * n)) if whole else 1
+        return cls(max(1, min(m, sizes.tq)), max(1, min(n, sizes.tk)), max(1, batches), heads, sizes.group)
 
     def slabs(self, sequences: int, kv_heads: int) -> Iterator[tuple[range, range]]:
         for b in range(0, sequences, self.batches):
@@ -88,45 +72,44 @@ def _tiles(span: range) -> Iterator[range]:
 
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     """Grows with every size: a call on fewer or shorter sequences fits into the scratch of a larger one."""
-    size = _sizes(q, k, mask)
+    sizes = sizes_of(q, k, v, mask)
     needs: Shapes = {}
-    longest = max(size.tq, size.tk, 1)
+    longest = max(sizes.tq, sizes.tk, 1)
     for t in {min(1 << power, longest) for power in range(TILE.bit_length())} | {longest}:
-        shorter = size._replace(tq=min(t, size.tq), tk=min(t, size.tk))
-        for name, (shape, dtype) in _scratch_of(shorter, q, v, mask, backward).items():
+        shorter = sizes._replace(tq=min(t, sizes.tq), tk=min(t, sizes.tk))
+        for name, (shape, dtype) in _scratch_of(shorter, q.dtype, mask, backward=backward).items():
             needs[name] = max(shape, needs.get(name, (shape, dtype))[0]), dtype
     return needs
 
 
-def _scratch_of(size: Sizes, q: Tensor, v: Tensor, mask: Mask, backward: bool) -> Shapes:
-    cut, acc = Cut.of(size), accumulation_dtype(q.dtype)
-    d, dv = q.shape[-1], v.shape[-1]
-    b = mask.cu_seqlens_q.shape[0] - 1 if mask.cu_seqlens_q is not None else size.b
+def _scratch_of(sizes: Sizes, dtype: torch.dtype, mask: Mask, *, backward: bool) -> Shapes:
+    cut, acc = Cut.of(sizes), accumulation_dtype(dtype)
+    d, dv = sizes.d, sizes.dv
     cols = cut.batches * cut.heads * cut.n
     rows = cut.batches * cut.heads * cut.group * cut.m
-    all_rows = cut.batches * cut.heads * cut.group * size.tq
+    all_rows = cut.batches * cut.heads * cut.group * sizes.tq
     scores = rows * cut.n
-    sizes = {"q": rows * d, "k_t": cols * d, "s": scores}
+    lengths = {"q": rows * d, "k_t": cols * d, "s": scores}
     if backward:
-        sizes |= {"k": cols * d, "v_t": cols * dv}
-        sizes |= {"do": rows * dv, "o": rows * dv, "dp": scores, "dq": rows * d, "dk": cols * d, "dv": cols * dv}
-        sizes |= {"delta": all_rows, "lse": all_rows}
+        lengths |= {"k": cols * d, "v_t": cols * dv}
+        lengths |= {"do": rows * dv, "o": rows * dv, "dp": scores, "dq": rows * d, "dk": cols * d, "dv": cols * dv}
+        lengths |= {"delta": all_rows, "lse": all_rows}
         if mask.sinks is not None:
-            sizes |= {"dsinks": size.hq, "dsinks_part": cut.heads * cut.group}
-        if q.dtype != acc:
-            sizes["dq_sum"] = all_rows * d
+            lengths |= {"dsinks": sizes.hq, "dsinks_part": cut.heads * cut.group}
+        if dtype != acc:
+            lengths["dq_sum"] = all_rows * d
         if mask.softcap:
-            sizes["tanh"] = scores
+            lengths["tanh"] = scores
         if mask.float_bias is not None and mask.float_bias.dtype != acc:
-            sizes["dbias"] = mask.float_bias.numel()
+            lengths["dbias"] = mask.float_bias.numel()
     else:
-        sizes |= {"v": cols * dv, "acc": rows * dv, "row_max": rows, "row_sum": rows, "new_max": rows, "alpha": rows}
+        lengths |= {"v": cols * dv, "acc": rows * dv, "row_max": rows, "row_sum": rows, "new_max": rows, "alpha": rows}
     if mask.float_bias is not None:
-        sizes["bias"] = scores
+        lengths["bias"] = scores
     if mask.alibi_slopes is not None:
-        sizes |= {"slopes": cut.batches * cut.heads * cut.group, "distance": cut.m * cut.n}
-    shapes: Shapes = {name: ((length,), acc) for name, length in sizes.items()}
-    shapes["index"] = ((max(size.tq, size.tk, size.hq, b),), torch.int64)
+        lengths |= {"slopes": cut.batches * cut.heads * cut.group, "distance": cut.m * cut.n}
+    shapes: Shapes = {name: ((length,), acc) for name, length in lengths.items()}
+    shapes["index"] = ((max(sizes.tq, sizes.tk, sizes.hq, sizes.batch),), torch.int64)
     shapes["gap"] = ((cut.m * cut.n,), torch.int64)
     shapes["hidden"] = ((2 * cut.m * cut.n,), torch.bool)
     if backward:
@@ -140,7 +123,7 @@ def _scratch_of(size: Sizes, q: Tensor, v: Tensor, mask: Mask, backward: bool) -
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    cut = Cut.of(_sizes(q, k, mask))
+    cut = Cut.of(sizes_of(q, k, v, mask))
     keys = _round_keys(mask, scratch)
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
         _fwd(q, k, v, mask, 0, cut, keys, o=o, lse=lse, scratch=scratch)
@@ -156,7 +139,7 @@ def bwd(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
     scratch: Scratch, deterministic: bool,
 ) -> None:  # fmt: skip
-    cut = Cut.of(_sizes(q, k, mask))
+    cut = Cut.of(sizes_of(q, k, v, mask))
     keys = _round_keys(mask, scratch)
     dbias_sum = None
     if dbias is not None:

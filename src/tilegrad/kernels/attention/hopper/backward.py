@@ -47,14 +47,16 @@ from torch import Tensor
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
+from ...scratch import Scratch, Shapes
 from ..mask import Mask
-from ..triton.launch import LEAST_FACTOR, LOG2E, Scratch, Shapes, Sizes, multiprocessors
+from ..problem import LOG2E, Sizes, tma_refusal
+from ..triton.launch import LEAST_FACTOR, multiprocessors
 from .backward_mma import Factors, Sums, multiply
 from .backward_schedule import RECORD, RECORDS, WRAP, Call, Inputs, Ring, barriers, load, reduce, ring
 from .backward_wide import OUT_SLOTS, SLICES, WIDE_REGISTERS, grade, new_exchange, weigh
 from .launch import MOST_LAUNCHES
 from .prepost import _hopper_begin_kernel, _hopper_dsinks_kernel, _hopper_finish_kernel
-from .tma import Descriptor, Launch, current, layout_of, prepare, refusal, row_descriptor, tile_descriptor
+from .tma import Descriptor, Launch, current, layout_of, prepare, row_descriptor, tile_descriptor
 
 PADDING = 128  # rows of shift and delta are padded to multiples of it
 BLOCK = 64  # rows of a program before and after the products
@@ -307,7 +309,7 @@ def _prepare(
 ) -> tuple[Launch, ...]:  # fmt: skip
     varlen, d, cap, scale, width = mask.varlen, sizes.d, mask.softcap, float(mask.scale_for(sizes.d)), width_of(sizes.d)
     for name, x in (("o", o), ("do", do), ("dq", dq), ("dk", dk), ("dv", dv)):
-        unfit = None if x is None else refusal(name, x, varlen)
+        unfit = None if x is None else tma_refusal(name, x, varlen)
         if unfit:
             raise ValueError(f"{unfit}; kernel='triton' takes it as it is")
     tile = (CAPPED if cap else TILES)[width]

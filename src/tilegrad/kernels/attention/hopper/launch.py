@@ -14,10 +14,11 @@ from torch import Tensor
 
 from ...scratch import Scratch, Shapes
 from ..mask import Mask
-from ..triton.launch import LEAST_FACTOR, LOG2E, Sizes, multiprocessors, sizes_of
+from ..problem import LOG2E, Sizes, four_dims, sizes_of, tma_refusal
+from ..triton.launch import LEAST_FACTOR, multiprocessors
 from .forward import _attention_fwd_kernel
 from .forward_schedule import ROWS
-from .tma import Launch, current, four_dims, prepare, refusal, tile_descriptor
+from .tma import Launch, current, prepare, tile_descriptor
 
 KEPT_BYTES = 24 << 20  # of k and v that programs at work together should find in L2
 ALONE = 1.35  # warpgroups that share a multiprocessor and take as long as one that has it for itself
@@ -120,7 +121,7 @@ def _prepare_fwd(
 ) -> Launch:
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
-    unfit = None if o is None else refusal("o", o, varlen)
+    unfit = None if o is None else tma_refusal("o", o, varlen)
     if unfit:
         raise ValueError(f"{unfit}; kernel='triton' writes it as it is")
     tiling = _tiling(sizes, varlen, multiprocessors(q.device))

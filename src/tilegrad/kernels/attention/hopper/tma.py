@@ -24,8 +24,7 @@ from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.runtime.driver import driver
 
-ALIGNED_BYTES = 16
-STRIDE_BYTES = 2**40
+from ..problem import ALIGNED_BYTES, four_dims
 
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
@@ -37,34 +36,6 @@ def tma_reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
-def four_dims(x: Any, varlen: bool) -> tuple[list[int], list[int]]:
-    """(sizes, strides) over sequences, heads, rows, columns."""
-    if varlen:
-        (total, h, d), (x_t, x_h, x_d) = x.shape, x.stride()
-        return [1, h, total, d], [0, x_h, x_t, x_d]
-    return list(x.shape), list(x.stride())
-
-
-def refusal(name: str, x: Any, varlen: bool) -> str | None:
-    """Why TMA can't address x, or None. Of a handle only what it has is looked at; a fake tensor has no address."""
-    size = x.element_size() if hasattr(x, "element_size") else x.dtype.itemsize
-    if x.shape[-1] * size % ALIGNED_BYTES:
-        return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"
-    if not hasattr(x, "stride"):
-        return None
-    sizes, strides = four_dims(x, varlen)
-    if strides[-1] != 1:
-        return f"{name}: columns lie {strides[-1]} elements apart, and TMA needs them contiguous"
-    for axis, n, stride in zip("BHT", sizes, strides, strict=False):
-        if n > 1 and (stride == 0 or stride * size % ALIGNED_BYTES or stride * size >= STRIDE_BYTES):
-            return (
-                f"{name}: TMA can't step over {axis} by {stride} elements, only by multiples of {ALIGNED_BYTES} bytes"
-            )
-    if hasattr(x, "data_ptr") and not hasattr(x, "fake_mode") and x.data_ptr() % ALIGNED_BYTES:
-        return f"{name}: begins at no multiple of {ALIGNED_BYTES} bytes, which TMA needs"
-    return None
-
-
 @functools.cache
 def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
     """The layout in shared memory that TMA writes and wgmma reads."""
@@ -74,7 +45,7 @@ def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
-    """Triton's descriptor without its checks at each call: `refusal` made them."""
+    """Triton's descriptor without its checks at each call: `problem.tma_refusal` made them."""
 
     def __post_init__(self) -> None:
         pass

@@ -16,8 +16,9 @@ import triton
 from torch import Tensor
 
 from ...philox import threshold
-from ..api import output_shapes
+from ...scratch import Scratch, Shapes
 from ..mask import Mask, four_dims
+from ..problem import ALIGNED_BYTES, FEW_ROWS, LOG2E, Sizes, output_shapes, sizes_of
 from .backward import (
     _dbias_kernel,
     _dbias_rows_kernel,
@@ -29,51 +30,13 @@ from .backward import (
 from .forward import _attention_fwd_kernel, _combine_kernel
 from .tiles import INTERPRETER, UNALIGNED, Tile, candidates, row
 
-Scratch = dict[str, Tensor]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Arguments = dict[str, Any]
 
-LOG2E = 1.4426950408889634
 LEAST_FACTOR = 1e-30  # a scale of 0 stays positive, so that −inf · factor is −inf
 ROWS = 64  # of a tile in the kernels without products
 MOST_SPLITS = 64
 MOST_SEQUENCES = 65535  # that the third axis of a grid counts
-LEAST_BLOCK = 32  # columns that the narrowest head is padded to
 FAST_FLOAT64 = (INTERPRETER, 80, 90)  # half float32's rate or more; 100 too, but Triton 3.6 does not compile it there
-DECODE_ROWS = 16  # up to here the forward uses the tile `decode`
-
-
-class Sizes(NamedTuple):
-    """Tq and Tk are the longest lengths for packed sequences; left and right are None where nothing lies beyond them."""
-
-    batch: int
-    hq: int
-    hkv: int
-    tq: int
-    tk: int
-    d: int
-    dv: int
-    left: int | None
-    right: int | None
-
-    @property
-    def block_d(self) -> int:
-        return max(LEAST_BLOCK, 1 << (self.d - 1).bit_length())
-
-    @property
-    def block_dv(self) -> int:
-        return max(LEAST_BLOCK, 1 << (self.dv - 1).bit_length())
-
-
-def sizes_of(q: Any, k: Any, v: Any, mask: Mask) -> Sizes:
-    if mask.cu_seqlens_q is not None:
-        batch, tq, tk = mask.cu_seqlens_q.shape[0] - 1, mask.max_seqlen_q, mask.max_seqlen_k
-    else:
-        batch, tq, tk = q.shape[0], q.shape[2], k.shape[2]
-    left, right = mask.band
-    left = None if left is None or left >= tk - 1 else left
-    right = None if right is None or right >= tq - 1 else right
-    return Sizes(batch, q.shape[1], k.shape[1], tq, tk, q.shape[-1], v.shape[-1], left, right)
 
 
 @functools.cache
@@ -120,7 +83,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def _forward_kernel(sizes: Sizes) -> str:
-    return "decode" if sizes.tq <= DECODE_ROWS else "fwd"
+    return "decode" if sizes.tq <= FEW_ROWS else "fwd"
 
 
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
@@ -180,7 +143,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
             _constants(sizes, mask, q, k, v, one),
         )
         if splits > 1:
-            row_tiles = _ceil_div(sizes.tq, DECODE_ROWS)
+            row_tiles = _ceil_div(sizes.tq, FEW_ROWS)
             arguments = (
                 {"parts": parts, "lse_parts": lse_parts, "cu_seqlens_q": mask.cu_seqlens_q, "o": o, "lse": lse}
                 | _strides(mask.varlen, parts=one, o=o)
@@ -194,7 +157,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
                 | {"tq": sizes.tq, "splits": splits}
             )
             _combine_kernel[(row_tiles * sizes.hq * sizes.batch,)](
-                **arguments, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=DECODE_ROWS, EXACT=_exact(q.dtype)
+                **arguments, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=FEW_ROWS, EXACT=_exact(q.dtype)
             )
 
 
@@ -427,11 +390,11 @@ def _row_strides(varlen: bool, **tensors: Tensor | None) -> Arguments:
 
 
 def _align(varlen: bool, *tensors: Tensor | None) -> int:
-    """Elements that every row begins at a multiple of: 16 bytes of q's dtype, or 1."""
+    """Elements that every row begins at a multiple of: ALIGNED_BYTES in q's dtype, or 1."""
     given = [x for x in tensors if x is not None]
-    elements = 16 // given[0].element_size()
+    elements = ALIGNED_BYTES // given[0].element_size()
     steps = all(stride % elements == 0 for x in given for stride in _bht(x, varlen))
-    return elements if steps and all(x.data_ptr() % 16 == 0 for x in given) else 1
+    return elements if steps and all(x.data_ptr() % ALIGNED_BYTES == 0 for x in given) else 1
 
 
 def _wide(varlen: bool, *tensors: Tensor | None) -> bool:

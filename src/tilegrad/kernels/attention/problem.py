@@ -1,0 +1,139 @@
+"""A call of attention before any kernel: its sizes, the shapes of its outputs, and where its rows begin in memory.
+
+    dense    q (B, Hq, Tq, D)    k (B, Hkv, Tk, D)    v (B, Hkv, Tk, Dv)    o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
+    packed   q (total_q, Hq, D)  k (total_k, Hkv, D)  v (total_k, Hkv, Dv)  o (total_q, Hq, Dv) lse (Hq, total_q)
+
+Only shapes, strides, dtypes, devices, addresses and options are read, so that a handle of a memory trace is as good as a
+tensor. No Triton is needed here.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..scratch import accumulation_dtype
+from .mask import Mask
+
+FEW_ROWS = 16  # up to here a call is decoding: the Triton kernel shares the columns of a row among programs
+LEAST_BLOCK = 32  # columns that GPU kernels pad the narrowest head to
+ALIGNED_BYTES = 16  # what rows begin at multiples of: TMA needs it, vector loads are faster with it
+STRIDE_BYTES = 2**40  # what TMA can step over
+LOG2E = 1.4426950408889634  # log2(e): exp(x) = exp2(x · log2 e), and GPU kernels keep scores in the log2 domain
+
+lse_dtype = accumulation_dtype  # lse is a row statistic
+
+
+class Problem(NamedTuple):
+    """A call of attention as the table of kernels reads it."""
+
+    q: Any
+    k: Any
+    v: Any
+    mask: Mask
+
+    @property
+    def sizes(self) -> Sizes:
+        return sizes_of(*self)
+
+
+class Sizes(NamedTuple):
+    """Of packed sequences, tq and tk are the longest lengths, and batch is their number.
+
+    left and right are the band of mask.py, None where nothing is masked out on that side.
+    """
+
+    batch: int
+    hq: int
+    hkv: int
+    tq: int
+    tk: int
+    d: int
+    dv: int
+    left: int | None
+    right: int | None
+    total_q: int | None = None  # rows of all packed sequences; None for a dense call
+    total_k: int | None = None
+
+    @property
+    def varlen(self) -> bool:
+        return self.total_q is not None
+
+    @property
+    def group(self) -> int:
+        """Query heads per kv head."""
+        return self.hq // self.hkv
+
+    @property
+    def block_d(self) -> int:
+        """D padded to a power of two, at least LEAST_BLOCK."""
+        return max(LEAST_BLOCK, 1 << (self.d - 1).bit_length())
+
+    @property
+    def block_dv(self) -> int:
+        return max(LEAST_BLOCK, 1 << (self.dv - 1).bit_length())
+
+
+def sizes_of(q: Any, k: Any, v: Any, mask: Mask) -> Sizes:
+    hq, d = q.shape[1], q.shape[-1]
+    hkv, dv = k.shape[1], v.shape[-1]
+    cu, total_q, total_k = mask.cu_seqlens_q, None, None
+    if cu is None:
+        batch, tq, tk = q.shape[0], q.shape[2], k.shape[2]
+    else:
+        batch, tq, tk = cu.shape[0] - 1, mask.max_seqlen_q, mask.max_seqlen_k
+        total_q, total_k = q.shape[0], k.shape[0]
+    left, right = mask.band
+    left = None if left is None or left >= tk - 1 else left
+    right = None if right is None or right >= tq - 1 else right
+    return Sizes(batch, hq, hkv, tq, tk, d, dv, left, right, total_q, total_k)
+
+
+def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of o and lse."""
+    o = (*q.shape[:-1], v.shape[-1])
+    return o, (q.shape[1], q.shape[0]) if mask.varlen else tuple(q.shape[:-1])
+
+
+def four_dims(x: Any, varlen: bool) -> tuple[list[int], list[int]]:
+    """(sizes, strides) over sequences, heads, rows, columns; packed sequences are one sequence of all rows."""
+    if varlen:
+        (total, h, d), (x_t, x_h, x_d) = x.shape, x.stride()
+        return [1, h, total, d], [0, x_h, x_t, x_d]
+    return list(x.shape), list(x.stride())
+
+
+def _aligned_step(n: int, stride: int, itemsize: int) -> bool:
+    """An axis of n > 1 has a stride, of a multiple of ALIGNED_BYTES."""
+    return n <= 1 or stride != 0 and stride * itemsize % ALIGNED_BYTES == 0
+
+
+def rows_aligned(x: Tensor) -> bool:
+    """Every row is contiguous, none is another's, and each begins at a multiple of ALIGNED_BYTES."""
+    axes = zip(x.shape[:-1], x.stride(), strict=False)
+    return (
+        x.stride(-1) == 1
+        and x.data_ptr() % ALIGNED_BYTES == 0
+        and all(_aligned_step(n, stride, x.element_size()) for n, stride in axes)
+    )
+
+
+def tma_refusal(name: str, x: Any, varlen: bool) -> str | None:
+    """Why TMA can't address x, or None. Of a handle only what it has is looked at; a fake tensor has no address."""
+    itemsize = x.dtype.itemsize
+    if x.shape[-1] * itemsize % ALIGNED_BYTES:
+        return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"
+    if not hasattr(x, "stride"):
+        return None
+    sizes, strides = four_dims(x, varlen)
+    if strides[-1] != 1:
+        return f"{name}: columns lie {strides[-1]} elements apart, and TMA needs them contiguous"
+    for axis, n, stride in zip("BHT", sizes, strides, strict=False):
+        if not _aligned_step(n, stride, itemsize) or n > 1 and stride * itemsize >= STRIDE_BYTES:
+            return (
+                f"{name}: TMA can't step over {axis} by {stride} elements, only by multiples of {ALIGNED_BYTES} bytes"
+            )
+    if hasattr(x, "data_ptr") and not hasattr(x, "fake_mode") and x.data_ptr() % ALIGNED_BYTES:
+        return f"{name}: begins at no multiple of {ALIGNED_BYTES} bytes, which TMA needs"
+    return None
