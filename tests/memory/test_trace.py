@@ -11,6 +11,7 @@ import pytest
 import torch
 from support import tanh_stack
 
+from tilegrad.kernels.linear import linear_bwd
 from tilegrad.kernels.op import observe, op
 from tilegrad.memory.planned.trace import Handle, Role, Trace, bind, handles, start, trace, wait
 from tilegrad.memory.types import BufferType
@@ -28,8 +29,8 @@ def write(*, out: Any) -> None: ...
 def copy(x: Any, *, out: Any) -> None: ...
 
 
-@op(accumulates=("into",))
-def add_to(x: Any, *, into: Any) -> None: ...
+@op(accumulates=("into",), adds=("stream",))
+def add_to(x: Any, *, into: Any, stream: Any = None, accumulate: bool = True) -> None: ...
 
 
 @op()
@@ -78,6 +79,33 @@ def test_accumulation_and_in_place_go_on_with_the_range() -> None:
         copy(a, out=b)
 
     assert live(program) == {"a": ((0, 5),), "b": ((1, 3), (5, 5))}
+
+
+def test_a_gradient_that_does_not_accumulate_is_overwritten_and_the_residual_stream_is_added_to() -> None:
+    def program(accumulate: bool) -> None:
+        write(out=a)
+        write(out=b)
+        write(out=c)
+        use(b)
+        add_to(a, into=b, stream=c, accumulate=accumulate)
+        use(b)
+
+    assert live(lambda: program(True)) == {"a": ((0, 4),), "b": ((1, 5),), "c": ((2, 4),)}
+    assert live(lambda: program(False)) == {"a": ((0, 4),), "b": ((1, 3), (4, 5)), "c": ((2, 4),)}
+
+
+def test_the_first_micro_batch_does_not_read_the_gradient_of_a_weight() -> None:
+    """Of a gradient that is no persistent buffer the trace sees where its value begins."""
+    x, w, dy, dw = (buffer(name, 4, 4) for name in ("x", "w", "dy", "dw"))
+
+    def program() -> None:
+        for tensor in (x, w, dy):
+            write(out=tensor)
+        linear_bwd(dy, x, w, dw=dw, accumulate=False)
+        linear_bwd(dy, x, w, dw=dw, accumulate=True)
+        linear_bwd(dy, x, w, dw=dw, accumulate=False)
+
+    assert traced(program).live["dw"] == ((3, 4), (5, 5))
 
 
 def test_reading_what_was_never_written_names_buffer_and_op() -> None:

@@ -56,6 +56,16 @@ def test_gradients_accumulate_in_the_same_bits_and_none_is_not_computed(dtype: t
     assert torch.allclose(again["dwpe"], 2 * once["dwpe"]) and torch.allclose(again["dwte"], 2 * once["dwte"])
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_gradients_that_do_not_accumulate_overwrite(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
+    monkeypatch.setitem(embedding.BLOCK, "cpu", 100)
+    tokens, inputs, _, dx = build(3, 63, 17, 200, dtype, positions=True)
+    want = run(tokens, inputs, dx)
+    got = {name: torch.full_like(want[name], torch.nan) for name in ("dwte", "dwpe")}
+    embedding_bwd(dx, tokens, **got, accumulate=False, scratch=poisoned(embedding_workspace(dx)))
+    assert all(torch.equal(got[name], want[name]) for name in got)
+
+
 @pytest.mark.parametrize("block", [100, 1 << 16])
 @pytest.mark.parametrize("positions", [False, True])
 def test_float32_weights_of_bfloat16_are_summed_and_then_rounded(

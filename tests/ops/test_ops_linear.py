@@ -115,7 +115,7 @@ def test_gradients_that_do_not_add_overwrite(
     want = run({"x": x, "w": w, "b": w[..., 0]}, dy, heads=heads)
     bwd, workspace = (per_head_linear_bwd, per_head_linear_workspace) if heads else (linear_bwd, linear_workspace)
     got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db")}
-    bwd(dy, x, w, False, **got, scratch=poisoned(workspace(x, w, backward=True)))
+    bwd(dy, x, w, **got, accumulate=False, scratch=poisoned(workspace(x, w, backward=True)))
     assert all(torch.equal(got[name], want[name]) for name in got)
 
 

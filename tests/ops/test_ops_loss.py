@@ -48,7 +48,7 @@ def build(n: int, c: int, v: int, dtype: torch.dtype) -> tuple[dict[str, Tensor]
 
 
 def call(
-    kind: str, part: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: Tensor, **outputs: Tensor
+    kind: str, part: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: Tensor, **outputs: Tensor | bool
 ) -> None:
     x, w = inputs["x"], inputs["w"]
     if kind == "cross_entropy":
@@ -124,23 +124,18 @@ def test_gradient_of_the_weights_accumulates_and_the_others_overwrite(loss: str)
         assert torch.equal(alone, once[name])
 
 
+@pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_a_gradient_of_the_weights_that_does_not_add_overwrites(
-    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+def test_a_gradient_of_the_weights_that_does_not_accumulate_overwrites(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, loss: str
 ) -> None:
     small_chunks(monkeypatch, 1000)
     inputs, targets = build(63, 16, 50, dtype)
-    want, inv = run("cross_entropy", inputs, targets, 0.1), torch.tensor(0.1, dtype=acc(dtype))
-    scratch = poisoned(cross_entropy_workspace(inputs["x"], inputs["w"], backward=True))
-    for fn in (cross_entropy_step, cross_entropy_bwd):
-        got = outputs_of(inputs)
-        got["dw"].fill_(torch.nan)
-        if fn is cross_entropy_bwd:
-            got["loss"] = want["loss"]
-            fn(inputs["x"], inputs["w"], targets, inv, False, dx=got["dx"], dw=got["dw"], scratch=scratch)
-        else:
-            fn(inputs["x"], inputs["w"], targets, inv, False, **got, scratch=scratch)
-        assert all(torch.equal(got[name], want[name]) for name in want)
+    want, inv = run(loss, inputs, targets, 0.1), torch.tensor(0.1, dtype=acc(dtype))
+    for part, names in (("step", ("loss", "dx", "dw")), ("bwd", ("dx", "dw"))):
+        got = {name: torch.full_like(want[name], torch.nan) for name in names}
+        call(loss, part, inputs, targets, inv, accumulate=False, **got)
+        assert all(torch.equal(got[name], want[name]) for name in names)
 
 
 @pytest.mark.parametrize("loss", LOSSES)

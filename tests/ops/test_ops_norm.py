@@ -105,9 +105,9 @@ def test_parameter_gradients_that_do_not_add_overwrite(
     got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db") if name in want}
     scratch, dx = poisoned(norm_workspace(x, backward=True)), want["dx"].clone()
     if rms:
-        rmsnorm_bwd(dy, x, w, want["rstd"], False, dx=dx, **got, scratch=scratch)
+        rmsnorm_bwd(dy, x, w, want["rstd"], dx=dx, **got, accumulate=False, scratch=scratch)
     else:
-        layernorm_bwd(dy, x, w, want["mean"], want["rstd"], False, dx=dx, **got, scratch=scratch)
+        layernorm_bwd(dy, x, w, want["mean"], want["rstd"], dx=dx, **got, accumulate=False, scratch=scratch)
     assert all(torch.equal(got[name], want[name]) for name in got)
     assert not torch.equal(dx, want["dx"]), "the residual stream adds all the same"
 

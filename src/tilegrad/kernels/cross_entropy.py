@@ -9,7 +9,7 @@ inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that mi
 Walk: a chunk of rows at a time, whose logits become p in place. Then
 
     logsumexp(l) = max l − log max p          for max p ≥ 1/V, which is never small
-    dx = inv_total ∘ ((p − onehot) w)         dw += (p − onehot)ᵀ (inv_total ∘ x)         (adds=False: dw = …)
+    dx = inv_total ∘ ((p − onehot) w)         dw += (p − onehot)ᵀ (inv_total ∘ x)         (accumulate=False: dw = …)
 
 so that the factor passes over C columns instead of V. Logits are float32 (float64 for float64). For bfloat16 on a CPU,
 whose products can't write float32, they and p − onehot are bfloat16, and a block of rows that stays in cache passes
@@ -92,30 +92,31 @@ def cross_entropy_fwd(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, scratch: Scratch | None = None
 ) -> None:
     """loss (0-d), overwritten."""
-    _walk(x, w, targets, inv_total, True, loss=loss, dx=None, dw=None, backward=False, scratch=scratch)
+    _walk(x, w, targets, inv_total, loss=loss, dx=None, dw=None, accumulate=True, backward=False, scratch=scratch)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_bwd(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, adds: bool = True, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, scratch: Scratch | None = None,
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """dx overwritten, dw added to (adds=False: overwritten); the logits are formed again."""
-    _walk(x, w, targets, inv_total, adds, loss=None, dx=dx, dw=dw, backward=True, scratch=scratch)
+    """dx overwritten, dw added to (accumulate=False: overwritten); the logits are formed again."""
+    _walk(x, w, targets, inv_total, loss=None, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_step(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, adds: bool = True, *,
-    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, scratch: Scratch | None = None,
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """Forward and backward at once."""
-    _walk(x, w, targets, inv_total, adds, loss=loss, dx=dx, dw=dw, backward=True, scratch=scratch)
+    _walk(x, w, targets, inv_total, loss=loss, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch)
 
 
 def _walk(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, adds: bool, *,
-    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, backward: bool, scratch: Scratch | None,
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, backward: bool, scratch: Scratch | None,
 ) -> None:  # fmt: skip
     (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (v, c), x)
@@ -135,7 +136,7 @@ def _walk(
     if loss is not None:
         loss.zero_()
     gradients = dx is not None or dw is not None
-    if dw is not None and not adds and not x.shape[0]:
+    if dw is not None and not accumulate and not x.shape[0]:
         dw.zero_()
     for i in _chunks(x, w):
         m = i.stop - i.start
@@ -146,7 +147,8 @@ def _walk(
             _probabilities(rows, j, scale, buffers, loss=loss, gradients=gradients)
         if gradients:
             dxi = None if dx is None else dx[i]
-            _chunk_bwd(rows["logits"], x[i], w, scale, adds or i.start > 0, buffers, linear, dx=dxi, dw=dw)
+            going_on = accumulate or i.start > 0
+            _chunk_bwd(rows["logits"], x[i], w, scale, buffers, linear, dx=dxi, dw=dw, accumulate=going_on)
 
 
 def check_targets(targets: Tensor, n: int, v: int, device: torch.device) -> None:
@@ -187,8 +189,8 @@ def _probabilities(
 
 
 def _chunk_bwd(
-    dl: Tensor, x: Tensor, w: Tensor, scale: Tensor, adds: bool, buffers: Scratch, linear: Scratch, *,
-    dx: Tensor | None, dw: Tensor | None,
+    dl: Tensor, x: Tensor, w: Tensor, scale: Tensor, buffers: Scratch, linear: Scratch, *,
+    dx: Tensor | None, dw: Tensor | None, accumulate: bool,
 ) -> None:  # fmt: skip
     """dl is p − onehot."""
     m = x.shape[0]
@@ -196,7 +198,7 @@ def _chunk_bwd(
         dl = buffers["dlogits"][:m].copy_(dl)
     if dw is not None:
         _scaled(x, scale, buffers, y=buffers["x_scaled"][:m])
-        linear_bwd(dl, buffers["x_scaled"][:m], w, adds, dw=dw, scratch=linear)
+        linear_bwd(dl, buffers["x_scaled"][:m], w, dw=dw, accumulate=accumulate, scratch=linear)
     if dx is not None:
         linear_bwd(dl, x, w, dx=dx, scratch=linear)
         _scaled(dx, scale, buffers, y=dx)

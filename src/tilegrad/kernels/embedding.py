@@ -1,6 +1,7 @@
 """Token and position embeddings.       tokens (B, T) int64   wte (V, C)   wpe (T_max, C)   x (N, C), N = B·T
 
     x[b·T + t] = wte[tokens[b, t]] + wpe[t]        dwte[tokens[b, t]] += dx[b·T + t]        dwpe[t] += Σ_b dx[b·T + t]
+                                               (accumulate=False: dwte and dwpe are overwritten, with 0 where no row is added)
 
 Sums are formed in the gradients' dtype (float32; float64 for float64) and in an order that does not change from run to
 run: on a CPU tokens follow one another, on CUDA `index_put_` sorts them first (which takes some 50 bytes per token from
@@ -68,19 +69,24 @@ def embedding_workspace(x: Any) -> Shapes:
 
 @op(accumulates=("dwte", "dwpe"))
 def embedding_bwd(
-    dx: Tensor, tokens: Tensor, *, dwte: Tensor | None, dwpe: Tensor | None = None, scratch: Scratch | None = None
-) -> None:
-    """dwte[tokens] += dx   dwpe[:T] += Σ_b dx"""
+    dx: Tensor, tokens: Tensor, *,
+    dwte: Tensor | None = None, dwpe: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """dwte[tokens] += dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zero before."""
     _check(tokens, dx, "dx")
     (b, t), c, acc = tokens.shape, dx.shape[1], accumulation_dtype(dx.dtype)
     scratch = views(scratch, embedding_workspace(dx), dx.device, "embedding")
     if dwte is not None:
         check_tensor("dwte", dwte, (dwte.shape[0], c), acc, dx.device)
         flat = tokens.view(-1)
+        if not accumulate:
+            dwte.zero_()
         for i in blocks(dx.shape[0], _rows(dx)):
             add_rows(flat[i], scratch["x32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=dwte)
     if dwpe is not None:
         check_tensor("dwpe", dwpe, (max(t, dwpe.shape[0]), c), acc, dx.device)
+        if not accumulate:
+            dwpe.zero_()
         for n in range(b):
             for i in blocks(t, _rows(dx)):
                 part = dx[n * t + i.start : n * t + i.stop]

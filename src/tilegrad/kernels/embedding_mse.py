@@ -1,7 +1,7 @@
 """Squared distance to the target's embedding.       x (N, C)   wte (V, C)   targets (N,) int64, −1 = ignored
 
     e = x − wte[target]      loss = Σ over targets of Σ_c e² / C · inv_total
-    dx = 2 e / C · inv_total (0 in rows without a target)        dwte[target] −= dx
+    dx = 2 e / C · inv_total (0 in rows without a target)        dwte[target] −= dx (accumulate=False: from 0)
 
 Rows are worked on in blocks, in the accumulation dtype.
 """
@@ -46,30 +46,31 @@ def embedding_mse_fwd(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, scratch: Scratch | None = None
 ) -> None:
     """loss (0-d), overwritten."""
-    _walk(x, wte, targets, inv_total, loss=loss, dx=None, dwte=None, scratch=scratch)
+    _walk(x, wte, targets, inv_total, loss=loss, dx=None, dwte=None, accumulate=True, scratch=scratch)
 
 
 @op(accumulates=("dwte",))
 def embedding_mse_bwd(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
-    dx: Tensor | None = None, dwte: Tensor | None = None, scratch: Scratch | None = None,
+    dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """dx overwritten, dwte added to."""
-    _walk(x, wte, targets, inv_total, loss=None, dx=dx, dwte=dwte, scratch=scratch)
+    """dx overwritten, dwte added to (accumulate=False: overwritten)."""
+    _walk(x, wte, targets, inv_total, loss=None, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
 
 
 @op(accumulates=("dwte",))
 def embedding_mse_step(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, dx: Tensor | None = None, dwte: Tensor | None = None, scratch: Scratch | None = None,
+    loss: Tensor, dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """Forward and backward at once."""
-    _walk(x, wte, targets, inv_total, loss=loss, dx=dx, dwte=dwte, scratch=scratch)
+    _walk(x, wte, targets, inv_total, loss=loss, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
 
 
 def _walk(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, dwte: Tensor | None, scratch: Scratch | None,
+    loss: Tensor | None, dx: Tensor | None, dwte: Tensor | None, accumulate: bool, scratch: Scratch | None,
 ) -> None:  # fmt: skip
     (n, c), v, acc = x.shape, wte.shape[0], accumulation_dtype(x.dtype)
     check_param("wte", wte, (v, c), x)
@@ -85,6 +86,8 @@ def _walk(
     buffers = views(scratch, embedding_mse_workspace(x, wte), x.device, "embedding_mse")
     if loss is not None:
         loss.zero_()
+    if dwte is not None and not accumulate:
+        dwte.zero_()
     for i in blocks(n, _rows(x)):
         m = i.stop - i.start
         rows = {name: buffers[name][:m] for name in ("e", "chosen", "index", "valid")}

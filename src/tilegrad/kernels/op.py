@@ -42,8 +42,11 @@ def observe(observer: Observer) -> Iterator[None]:
         _observer.reset(token)
 
 
-def op(*, accumulates: tuple[str, ...] = ()) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Mark a function as an op; `accumulates` names the written arguments that are added to, not overwritten."""
+def op(
+    *, accumulates: tuple[str, ...] = (), adds: tuple[str, ...] = ()
+) -> Callable[[Callable[P, None]], Callable[P, None]]:
+    """Mark a function as an op. Written arguments are overwritten, but for those named by `accumulates` (parameter
+    gradients: added to unless the call says accumulate=False) and by `adds` (the residual stream: always added to)."""
 
     def mark(fn: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(fn)
@@ -53,13 +56,14 @@ def op(*, accumulates: tuple[str, ...] = ()) -> Callable[[Callable[P, None]], Ca
                 fn(*reads, **writes)
                 return
             token = _observer.set(None)  # an op that calls ops is one op
+            added = (*adds, *(accumulates if writes.get("accumulate", True) else ()))
             try:
                 observer(
                     Call(
                         fn.__name__,
                         reads=tuple(_tensors(reads)),
                         writes=tuple(_tensors(writes.values())),
-                        accumulates=tuple(_tensors(writes.get(name) for name in accumulates)),
+                        accumulates=tuple(_tensors(writes.get(name) for name in added)),
                         run=functools.partial(fn, *reads, **writes),
                     )
                 )

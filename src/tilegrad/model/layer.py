@@ -19,26 +19,26 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 class Param:
     """`value` is what ops read, `grad` what they add to and `master` what the optimizer updates, the two float32 or better.
     `master` is the same buffer as `value`, but for a shorter compute dtype on CUDA: on a CPU the ops round what they read.
-    Where `adds` is False, the first op of a backward that forms `grad` overwrites it."""
+    Where `accumulate` is False, the first op of a backward that forms `grad` overwrites it."""
 
     name: str
     value: Any
     grad: Any
     master: Any
-    adds: bool
+    accumulate: bool
 
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Handles of a program on b sequences of t tokens. Buffers of one name are one buffer. `adds`: parameter gradients are
-    added to; else the program is the first of a step, and writes them."""
+    """Handles of a program on b sequences of t tokens. Buffers of one name are one buffer. `accumulate`: parameter
+    gradients are added to; else the program is the first of a step, and overwrites them."""
 
     config: ModelConfig
     b: int
     t: int
     dtype: torch.dtype
     device: torch.device
-    adds: bool = True
+    accumulate: bool = True
     params: dict[str, Param] = field(default_factory=dict)
 
     @property
@@ -63,7 +63,7 @@ class Declare:
                 if short
                 else master
             )
-            self.params[name] = Param(name, value, grad, master, self.adds)
+            self.params[name] = Param(name, value, grad, master, self.accumulate)
         return self.params[name]
 
     def rows(self, name: str, columns: int, type: BufferType = BufferType.TEMP) -> Handle:

@@ -58,4 +58,5 @@ class LinearLayer:
 
     def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
         run, db = per_head_linear_bwd if self.per_head else linear_bwd, self.b.grad if self.b else None
-        run(dy, x, self.w.value, self.w.adds, dx=dx, dw=self.w.grad, db=db, scratch=self.backward_scratch)
+        accumulate, scratch = self.w.accumulate, self.backward_scratch
+        run(dy, x, self.w.value, dx=dx, dw=self.w.grad, db=db, accumulate=accumulate, scratch=scratch)

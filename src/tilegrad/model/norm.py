@@ -50,9 +50,9 @@ class NormLayer:
         return self.y
 
     def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
-        w, dw, scratch = self.w.value, self.w.grad, self.backward_scratch
+        w, dw, accumulate, scratch = self.w.value, self.w.grad, self.w.accumulate, self.backward_scratch
         if self.mean is not None:
             db = self.b.grad if self.b else None
-            layernorm_bwd(dy, x, w, self.mean, self.rstd, self.w.adds, dx=dx, dw=dw, db=db, scratch=scratch)
+            layernorm_bwd(dy, x, w, self.mean, self.rstd, dx=dx, dw=dw, db=db, accumulate=accumulate, scratch=scratch)
         else:
-            rmsnorm_bwd(dy, x, w, self.rstd, self.w.adds, dx=dx, dw=dw, scratch=scratch)
+            rmsnorm_bwd(dy, x, w, self.rstd, dx=dx, dw=dw, accumulate=accumulate, scratch=scratch)

@@ -68,22 +68,17 @@ class Head:
     def backward(self, n: Any) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         if self.kind == "cross_entropy":
-            cross_entropy_bwd(*given, self.w.adds, dx=self.dn, dw=self.w.grad, scratch=scratch)
+            cross_entropy_bwd(*given, dx=self.dn, dw=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
         else:
-            self._clear()
-            embedding_mse_bwd(*given, dx=self.dn, dwte=self.w.grad, scratch=scratch)
+            embedding_mse_bwd(*given, dx=self.dn, dwte=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
 
     def step(self, n: Any) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
+        loss, dx, dw, accumulate = self.loss, self.dn, self.w.grad, self.w.accumulate
         if self.kind == "cross_entropy":
-            cross_entropy_step(*given, self.w.adds, loss=self.loss, dx=self.dn, dw=self.w.grad, scratch=scratch)
+            cross_entropy_step(*given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, scratch=scratch)
         else:
-            self._clear()
-            embedding_mse_step(*given, loss=self.loss, dx=self.dn, dwte=self.w.grad, scratch=scratch)
-
-    def _clear(self) -> None:
-        if not self.w.adds:
-            zero_fwd(x=self.w.grad)
+            embedding_mse_step(*given, loss=loss, dx=dx, dwte=dw, accumulate=accumulate, scratch=scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,7 +95,6 @@ class Transformer:
     dx: Any
     embedding_scratch: Scratch
     params: dict[str, Param]
-    scattered: tuple[Param, ...]  # those whose gradient `embedding_bwd` alone forms
 
     def stream(self) -> Any:
         """tokens → ln_f's output."""
@@ -130,20 +124,22 @@ class Transformer:
             block.backward(x, dx=self.dx)
         if self.drop:
             self.drop.backward(self.dx, dx=self.dx)
-        for p in self.scattered:
-            if not p.adds:
-                zero_fwd(x=p.grad)
-        dwpe = self.wpe.grad if self.wpe else None
-        embedding_bwd(self.dx, self.tokens, dwte=self.wte.grad, dwpe=dwpe, scratch=self.embedding_scratch)
+        scratch = self.embedding_scratch
+        if self.wpe:
+            accumulate = self.wpe.accumulate
+            embedding_bwd(self.dx, self.tokens, dwpe=self.wpe.grad, accumulate=accumulate, scratch=scratch)
+        tied = self.head.w.name == self.wte.name  # then the head has written the gradient
+        accumulate = tied or self.wte.accumulate
+        embedding_bwd(self.dx, self.tokens, dwte=self.wte.grad, accumulate=accumulate, scratch=scratch)
 
 
 def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
-    recompute: Sequence[frozenset[str]] = (), *, adds: bool = True,
+    recompute: Sequence[frozenset[str]] = (), *, accumulate: bool = True,
 ) -> Transformer:  # fmt: skip
-    """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends. adds=False:
-    its backward overwrites the parameters' gradients."""
-    at = Declare(config, b, t, dtype, torch.device(device), adds)
+    """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends.
+    accumulate=False: its backward overwrites the parameters' gradients."""
+    at = Declare(config, b, t, dtype, torch.device(device), accumulate)
     c, n_layer = config.n_embd, config.n_layer
     wte = at.param("wte.weight", config.vocab_size, c)
     wpe = at.param("wpe.weight", config.block_size, c) if config.position == "learned" else None
@@ -164,5 +160,4 @@ def declare(
         dx=at.rows("dx", c),
         embedding_scratch=at.scratch("embedding", embedding_workspace(x[0])),
         params=at.params,
-        scattered=tuple(p for p in (wpe, None if config.tie_embeddings else wte) if p),
     )

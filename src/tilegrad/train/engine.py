@@ -112,7 +112,7 @@ class Engine:
         """Forward and backward of one batch, or of a list of micro-batches as if they were one: gradients add to what is
         there. With a learning rate they take its place, and it ends with `optimizer_step`. Returns the mean loss."""
         if learning_rate is None:
-            return self._accumulate(tokens, targets, adds=True)
+            return self._accumulate(tokens, targets, accumulate=True)
         loss = self.gradients(tokens, targets)
         self.optimizer_step(learning_rate)
         return loss
@@ -120,7 +120,7 @@ class Engine:
     def gradients(self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> float:
         """`zero_gradients` and `step`, without the passes over memory that zeros would take: the first micro-batch writes
         the gradients."""
-        return self._accumulate(tokens, targets, adds=False)
+        return self._accumulate(tokens, targets, accumulate=False)
 
     def zero_gradients(self) -> None:
         self.arenas.bytes["grads"].zero_()
@@ -168,40 +168,40 @@ class Engine:
     # ── inside ──
 
     def _accumulate(
-        self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor], *, adds: bool
+        self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor], *, accumulate: bool
     ) -> float:
         batches = list(zip(_listed(tokens), _listed(targets), strict=True))
         total = sum(self._targets_in(y) for _, y in batches)
-        if not batches and not adds:
+        if not batches and not accumulate:
             self.zero_gradients()
         loss = 0.0
         for i, (x, y) in enumerate(batches):
-            model = self._load(x, y, total, adds=adds or i > 0)
+            model = self._load(x, y, total, accumulate=accumulate or i > 0)
             model.step()
             loss += self._mean_loss(model) * (self._count / total if total else 0.0)
         self._pending = None
         self.loss = loss
         return loss
 
-    def _model(self, b: int, t: int, *, training: bool = True, adds: bool = True) -> Transformer:
+    def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences of t tokens."""
         if torch.get_num_threads() != self._threads and self.device.type == "cpu":
             raise RuntimeError(
                 f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {self._threads}, for which "
                 f"this engine's memory was planned (torch.set_num_threads({self._threads}), or a new engine)"
             )
-        key = b, t, training, adds
+        key = b, t, training, accumulate
         if key not in self._bound:
             config = self.config if training else replace(self.config, dropout=0.0)
-            handles = declare(config, b, t, self.dtype, self.device, self.recompute, adds=adds)
+            handles = declare(config, b, t, self.dtype, self.device, self.recompute, accumulate=accumulate)
             self._bound[key] = bind(handles, self.arenas.view)
         return self._bound[key]
 
     def _load(
-        self, tokens: Tensor, targets: Tensor, total: int | None, *, training: bool = True, adds: bool = True
+        self, tokens: Tensor, targets: Tensor, total: int | None, *, training: bool = True, accumulate: bool = True
     ) -> Transformer:
         b, t = self._check_batch(tokens, targets)
-        model = self._model(b, t, training=training, adds=adds)
+        model = self._model(b, t, training=training, accumulate=accumulate)
         model.tokens.copy_(tokens)
         model.head.targets.view(b, t).copy_(targets)
         self._count = self._targets_in(targets)

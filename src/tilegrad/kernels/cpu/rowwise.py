@@ -49,23 +49,23 @@ def norm_fwd(
 
 
 def norm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, adds: bool, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None,
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, *,
+    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, accumulate: bool,
 ) -> None:  # fmt: skip
-    """dx += …   dw and db += …, or = … where adds is False."""
+    """dx += …   dw and db += …, or = … where accumulate is False."""
     call = _NORM.pack(
-        *x.shape, torch.get_num_threads(), isa(), adds, _DTYPES[x.dtype], _DTYPES[w.dtype],
+        *x.shape, torch.get_num_threads(), isa(), accumulate, _DTYPES[x.dtype], _DTYPES[w.dtype],
         *_rows(x), *_rows(None), *_rows(dy), *_rows(dx),
         _data(w), 0, _data(mean), _data(rstd), _data(dw), _data(db), 0.0,
     )  # fmt: skip
     native().tilegrad_native_norm_bwd(call)
 
 
-def column_sums(x: Tensor, adds: bool, *, sums: Tensor) -> None:
-    """sums += Σ_n x, or = where adds is False.       x (N, C)   sums (C,), float32"""
+def column_sums(x: Tensor, *, sums: Tensor, accumulate: bool) -> None:
+    """sums += Σ_n x, or = where accumulate is False.       x (N, C)   sums (C,), float32"""
     dtype = _DTYPES[x.dtype]
     call = _NORM.pack(
-        *x.shape, torch.get_num_threads(), isa(), adds, dtype, dtype,
+        *x.shape, torch.get_num_threads(), isa(), accumulate, dtype, dtype,
         *_rows(None), *_rows(None), *_rows(x), *_rows(None), 0, 0, 0, 0, 0, _data(sums), 0.0,
     )  # fmt: skip
     native().tilegrad_native_norm_bwd(call)

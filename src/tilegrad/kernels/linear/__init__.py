@@ -1,7 +1,7 @@
 """y = x wᵀ + b, dense and one matrix per head.
 
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
-    dx = dy w    dw += dyᵀ x     db += Σ_n dy              adds=False: dw = dyᵀ x, db = Σ_n dy
+    dx = dy w    dw += dyᵀ x     db += Σ_n dy              accumulate=False: dw = dyᵀ x, db = Σ_n dy
 
 Rows may be strided, columns not. db is summed in rowwise.py where that takes dy, else as a product with ones. For bfloat16,
 dw and db are float32; on a CPU so may w and b be, which are then rounded here, call by call: that moves less memory than to
@@ -89,10 +89,11 @@ def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Sc
 
 @op(accumulates=("dw", "db"))
 def linear_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, adds: bool = True, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """dx = dy w   dw += dyᵀ x   db += Σ_n dy; adds=False: dw and db are overwritten."""
+    """dx = dy w   dw += dyᵀ x   db += Σ_n dy; accumulate=False: dw and db are overwritten."""
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (cout, cin), x)
     check_tensor("dy", dy, (n, cout), x.dtype, x.device)
@@ -111,22 +112,22 @@ def linear_bwd(
         needed = {name: buffer for name, buffer in needed.items() if name not in ("db", "ones")}
     scratch = views(scratch, needed, x.device, "linear")
     if db is not None:
-        _add_bias_gradient(dy, adds, db=db, scratch=scratch)
+        _add_bias_gradient(dy, db=db, accumulate=accumulate, scratch=scratch)
     if _half_on_cpu(x):
-        _half_bwd(dy, x, w, adds, dx=dx, dw=dw, scratch=scratch)
+        _half_bwd(dy, x, w, dx=dx, dw=dw, accumulate=accumulate, scratch=scratch)
         return
     if dx is not None:
         torch.mm(dy, w, out=dx)
     if dw is not None:
-        _product(dy.t(), x, adds, out=dw)
+        _product(dy.t(), x, out=dw, accumulate=accumulate)
 
 
-def _add_bias_gradient(dy: Tensor, adds: bool, *, db: Tensor, scratch: Scratch) -> None:
-    """db += Σ_n dy, or = where adds is False."""
+def _add_bias_gradient(dy: Tensor, *, db: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    """db += Σ_n dy, or = where accumulate is False."""
     if rowwise.takes(dy):
-        rowwise.column_sums(dy, adds, sums=db)
+        rowwise.column_sums(dy, sums=db, accumulate=accumulate)
         return
-    if not adds:
+    if not accumulate:
         db.zero_()
     ones = scratch["ones"].fill_(1.0)
     if not _half_on_cpu(dy):
@@ -138,11 +139,11 @@ def _add_bias_gradient(dy: Tensor, adds: bool, *, db: Tensor, scratch: Scratch) 
             add_column_sums(dy32, ones[: dy32.shape[0]], sums=db[j], part=scratch["db"][j])
 
 
-def _product(a: Tensor, b: Tensor, adds: bool, *, out: Tensor) -> None:
+def _product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
     """out += a b, or = a b; a wider out is CUDA's."""
     if out.dtype == a.dtype:
-        out.addmm_(a, b) if adds else torch.mm(a, b, out=out)
-    elif adds:
+        out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
+    elif accumulate:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
     else:
         torch.mm(a, b, out_dtype=out.dtype, out=out)
@@ -164,7 +165,7 @@ def _half_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scr
 
 
 def _half_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, adds: bool, *, dx: Tensor | None, dw: Tensor | None, scratch: Scratch
+    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch
 ) -> None:
     if _has_bf16_products():
         if dx is not None:
@@ -172,9 +173,9 @@ def _half_bwd(
         if dw is not None:
             for j in blocks(w.shape[0], COLS):
                 dw16 = torch.mm(dy[:, j].t(), x, out=_tile(scratch["dw16"], w[j]))
-                dw[j].add_(_in(scratch, "dw32", dw16)) if adds else dw[j].copy_(dw16)
+                dw[j].add_(_in(scratch, "dw32", dw16)) if accumulate else dw[j].copy_(dw16)
         return
-    if dw is not None and not adds and not dy.shape[0]:
+    if dw is not None and not accumulate and not dy.shape[0]:
         dw.zero_()
     for i in blocks(dy.shape[0], ROWS):
         x32, dx32 = _in(scratch, "x32", x[i]), _tile(scratch["dx32"], x[i]).zero_()
@@ -183,7 +184,7 @@ def _half_bwd(
             if dx is not None:
                 dx32.addmm_(dy32, _in(scratch, "w32", w[j]))
             if dw is not None:
-                _product(dy32.t(), x32, adds or i.start > 0, out=dw[j])
+                _product(dy32.t(), x32, out=dw[j], accumulate=accumulate or i.start > 0)
         if dx is not None:
             dx[i].copy_(dx32)
 
@@ -229,18 +230,19 @@ def per_head_linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, sc
 
 @op(accumulates=("dw", "db"))
 def per_head_linear_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, adds: bool = True, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """Each head's `linear_bwd`: dx overwrites, dw (H, D, D) and db (H, D) accumulate unless adds is False."""
+    """Each head's `linear_bwd`: dx overwrites, dw (H, D, D) and db (H, D) accumulate unless accumulate=False."""
     _check_heads(x, w, dy=dy, dx=dx, db=db)
     d = w.shape[1]
     for h in range(w.shape[0]):
         own = slice(h * d, (h + 1) * d)
         linear_bwd(
-            dy[:, own], x[:, own], w[h], adds,
+            dy[:, own], x[:, own], w[h],
             dx=None if dx is None else dx[:, own], dw=None if dw is None else dw[h], db=None if db is None else db[h],
-            scratch=scratch,
+            accumulate=accumulate, scratch=scratch,
         )  # fmt: skip
 
 

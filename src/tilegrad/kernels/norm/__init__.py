@@ -4,10 +4,10 @@
     RMS norm     mean = 0           rstd = 1 / √(Σ_c x² / C + eps)            x̂ = x ∘ rstd            y = x̂ ∘ w
 
     g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
-    dw += Σ_n dy ∘ x̂   db += Σ_n dy        (adds=False: dw = …, db = …; dx always accumulates)
+    dw += Σ_n dy ∘ x̂   db += Σ_n dy        (accumulate=False: dw = …, db = …; dx is added to all the same)
 
 Sums over columns and rows are matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read memory once.
-dx accumulates, for the norm stands on a branch of the residual stream. On a CPU float32 and bfloat16 are in rowwise.py where
+dx is added to, for the norm stands on a branch of the residual stream. On a CPU float32 and bfloat16 are in rowwise.py where
 there is a native library; else rows are worked on in blocks that stay in cache, in the accumulation dtype; bfloat16 is
 copied into the scratch, where alone a dtype changes without an allocation. On a CPU w and b may both have that dtype.
 """
@@ -64,13 +64,14 @@ def layernorm_fwd(
     _fwd(x, w, b, eps, y=y, mean=mean, rstd=rstd, scratch=scratch)
 
 
-@op(accumulates=("dx", "dw", "db"))
+@op(adds=("dx",), accumulates=("dw", "db"))
 def layernorm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, adds: bool = True, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, scratch: Scratch | None = None,
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy"""
-    _bwd(dy, x, w, mean, rstd, adds, dx=dx, dw=dw, db=db, scratch=scratch)
+    _bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, accumulate=accumulate, scratch=scratch)
 
 
 @op()
@@ -79,13 +80,13 @@ def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, sc
     _fwd(x, w, None, eps, y=y, mean=None, rstd=rstd, scratch=scratch)
 
 
-@op(accumulates=("dx", "dw"))
+@op(adds=("dx",), accumulates=("dw",))
 def rmsnorm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, adds: bool = True, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, scratch: Scratch | None = None,
+    dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂"""
-    _bwd(dy, x, w, None, rstd, adds, dx=dx, dw=dw, db=None, scratch=scratch)
+    _bwd(dy, x, w, None, rstd, dx=dx, dw=dw, db=None, accumulate=accumulate, scratch=scratch)
 
 
 def _fwd(
@@ -122,8 +123,8 @@ def _fwd(
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, adds: bool, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, scratch: Scratch | None,
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, *,
+    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, accumulate: bool, scratch: Scratch | None,
 ) -> None:  # fmt: skip
     n, c = x.shape
     acc = accumulation_dtype(x.dtype)
@@ -133,10 +134,10 @@ def _bwd(
             check_tensor(name, grad, (c,), acc, x.device)
             check_columns(name, grad)
     if rowwise.takes(x):
-        rowwise.norm_bwd(dy, x, w, mean, rstd, adds, dx=dx, dw=dw, db=db)
+        rowwise.norm_bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, accumulate=accumulate)
         return
     for grad in (dw, db):
-        if grad is not None and not adds:
+        if grad is not None and not accumulate:
             grad.zero_()
     scratch = views(scratch, norm_workspace(x, backward=True), x.device, "norm")
     w32, total = scratch["w"].copy_(w) if "w" in scratch else w, scratch["sum"]
