@@ -10,6 +10,7 @@ import torch
 from hypothesis import HealthCheck, settings
 
 from tilegrad.kernels.cpu import build as native_build
+from tilegrad.kernels.cpu import library as native_library
 
 settings.register_profile(
     "tilegrad", derandomize=True, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
@@ -24,12 +25,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 def pytest_configure(config: pytest.Config) -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
-    elif native_build.compiler() and isinstance(native_build.library(), str):
+    elif native_build.compiler() and isinstance(native_library.library(), str):
         try:
             native_build.build()  # sources change between installs
         except RuntimeError as error:
             warnings.warn(f"tests run without the native library: {error}", stacklevel=1)
-        native_build.library.cache_clear()
+        native_library.library.cache_clear()
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

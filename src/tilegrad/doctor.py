@@ -17,6 +17,7 @@ from .kernels.attention.mask import Mask
 from .kernels.attention.problem import Problem
 from .kernels.attention.table import ATTENTION
 from .kernels.cpu import build as native_build
+from .kernels.cpu import library as native_library
 
 
 def doctor(*, build: bool = False) -> int:
@@ -27,7 +28,7 @@ def doctor(*, build: bool = False) -> int:
         except RuntimeError as error:
             print(f"tilegrad: the native kernel was not built: {error}", file=sys.stderr)
             return 1
-        native_build.library.cache_clear()
+        native_library.library.cache_clear()
     width = max(len(name) for name, _ in report())
     for name, line in report():
         print(f"{name:<{width}}  {line}")
@@ -50,12 +51,12 @@ def report() -> Iterator[tuple[str, str]]:
 
 
 def _native() -> str:
-    found = native_build.library()
+    found = native_library.library()
     if isinstance(found, str):
         return f"missing: it {found}"
-    from .kernels.cpu.library import supported
-
-    return f"{native_build.LIBRARY}, instruction sets {', '.join(supported())} (TILEGRAD_ISA asks for one)"
+    return (
+        f"{native_build.LIBRARY}, instruction sets {', '.join(native_library.supported())} (TILEGRAD_ISA asks for one)"
+    )
 
 
 def _triton() -> str:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
+import re
 import shutil
 import subprocess
 import sys
 import threading
 from collections.abc import Iterator
+from ctypes import sizeof
 from dataclasses import replace
 from pathlib import Path
 
@@ -24,11 +27,12 @@ from tilegrad.cli import main
 from tilegrad.kernels.attention import api as contract
 from tilegrad.kernels.attention import cpu as native
 from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.cpu import abi
 from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library as native_library
 
 HERE = Path(__file__).parents[1]
-MISSING = native_build.library()
+MISSING = native_library.library()
 ISAS = () if isinstance(MISSING, str) else native_library.supported()
 needs_library = pytest.mark.skipif(not ISAS, reason=f"the native kernel {MISSING}")
 needs_compiler = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
@@ -95,14 +99,13 @@ def test_empty_batch_and_no_heads_rows_or_columns(isa: str) -> None:
 
 
 @needs_library
-@pytest.mark.parametrize("wrong", [8, 9])  # left and right of the band
-def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+@pytest.mark.parametrize("wrong", ["left", "right"])  # of the band
+def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: str) -> None:
     right_sizes = native._sizes
 
-    def wider(*call: object) -> tuple[int, ...]:
-        sizes = list(right_sizes(*call))  # type: ignore[arg-type]
-        sizes[wrong] += 1
-        return tuple(sizes)
+    def wider(*call: object) -> dict[str, int]:
+        sizes = right_sizes(*call)  # type: ignore[arg-type]
+        return sizes | {wrong: sizes[wrong] + 1}
 
     case = Case(tq=200, tk=200, window=(150, 0))
     check(case, ISAS[-1])
@@ -395,7 +398,7 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
     monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setattr(contract, "_plans", {})
-    native_build.library.cache_clear()
+    native_library.library.cache_clear()
     try:
         call = build(Case())
         told = tilegrad.explain(call.q, call.k, call.v)
@@ -410,21 +413,68 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
         assert main(["doctor", "--build"]) == 1
         assert "no C++ compiler" in capsys.readouterr().err
         (tmp_path / "none.so").write_text(f"not a library of {native_build.digest()}")
-        native_build.library.cache_clear()
+        native_library.library.cache_clear()
         assert "can't be loaded" in tilegrad.explain(call.q, call.k, call.v).reasons["native"]
     finally:
         monkeypatch.undo()
-        native_build.library.cache_clear()
+        native_library.library.cache_clear()
 
 
 @needs_library
 def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(native_build, "digest", lambda: "other")
-    native_build.library.cache_clear()
+    native_library.library.cache_clear()
     try:
-        assert "was built from other sources" in str(native_build.library())
+        assert "was built from other sources" in str(native_library.library())
     finally:
-        native_build.library.cache_clear()
+        native_library.library.cache_clear()
+
+
+def _without(structure: type[ctypes.Structure], name: str) -> type[ctypes.Structure]:
+    fields = [field for field in structure._fields_ if field[0] != name]
+    return type(structure.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+
+def _swapped(structure: type[ctypes.Structure], a: str, b: str) -> type[ctypes.Structure]:
+    other = {a: b, b: a}
+    fields = [(other.get(name, name), kind) for name, kind in structure._fields_]  # type: ignore[misc]
+    return type(structure.__name__, (ctypes.Structure,), {"_fields_": fields})
+
+
+@needs_library
+@pytest.mark.parametrize(
+    ("other", "reason"),
+    [
+        (_without(abi.Call, "hq"), "Call: field hkv at 24, here at 16"),
+        (_without(abi.Call, "softcap"), f"Call: its end at {sizeof(abi.Call)}, here at {sizeof(abi.Call) - 8}"),
+        (_swapped(abi.Call, "scale", "softcap"), r"Call: field softcap at \d+, here at \d+"),
+        (_without(abi.View, "t"), "View: field d at 32, here at 24"),
+        (_without(abi.Norm, "eps"), "Norm: its end at"),
+        (_swapped(abi.Gelu, "da", "dh"), r"Gelu: field dh at 56, here at 48"),
+    ],
+)
+def test_canary_a_library_with_another_layout_is_refused(
+    monkeypatch: pytest.MonkeyPatch, other: type[ctypes.Structure], reason: str
+) -> None:
+    found = native_library.library()
+    assert not isinstance(found, str) and abi.mismatch(found) is None
+    structures = [other if other.__name__ == structure.__name__ else structure for structure in abi.STRUCTURES]
+    monkeypatch.setattr(abi, "STRUCTURES", tuple(structures))
+    native_library.library.cache_clear()
+    try:
+        assert re.search(f"was built with another layout of {reason}", str(native_library.library()))
+    finally:
+        native_library.library.cache_clear()
+
+
+def test_packed_fields_are_where_the_structure_has_them() -> None:
+    views = {name: tuple(range(10 * n, 10 * n + 5)) for n, name in enumerate(("q", "dv_", "slopes"), 1)}
+    call = abi.Call.from_buffer_copy(abi.pack_call(dtype=2, scratch_bytes=7, softcap=0.5, **views))
+    assert (call.dtype, call.scratch_bytes, call.softcap, call.scale, call.isa) == (2, 7, 0.5, 0.0, 0)
+    assert all((x.data, x.b, x.h, x.t, x.d) == views[name] for name in views for x in [getattr(call, name)])
+    assert call.k.data is None
+    with pytest.raises(TypeError, match="heads"):
+        abi.pack_call(heads=1)
 
 
 @needs_library

@@ -1,51 +1,54 @@
 """Attention on the CPU in C++: registers and tiles by hand for each instruction set, one library, no torch inside.
 
-The walks are in forward.h and backward.h of cpu/csrc/attention (amx_forward.h and amx_backward.h for bfloat16 where a
-processor has AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward, each
-pair of positions once; tiles that the band hides are skipped, strips of an edge's tiles too. Sums are float32 (float64 for
-float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T. Results are
-the same bits on any number of threads: cpu/csrc/threads/turns.h says why.
+The loops over tiles are in forward.h and backward.h of cpu/csrc/attention (amx_forward.h and amx_backward.h for bfloat16
+where a processor has AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward,
+each pair of positions once; tiles that the band masks out are skipped, strips of an edge's tiles too. Sums are float32
+(float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T.
+Results are the same bits on any number of threads: cpu/csrc/threads/turns.h says why.
 
 Threads are torch's own, as many as torch.get_num_threads() says (cpu/csrc/threads/team.h), and the GIL is free meanwhile.
-cpu/library.py chooses the instruction set.
+cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
 """
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..cpu.abi import DTYPES, pack_call
 from ..cpu.library import isa, native
 from ..scratch import Scratch, Shapes, accumulation_dtype
 from .mask import Mask
 
-_DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}
-_CALL = struct.Struct("18q65q2d")  # `Call` of cpu/csrc/attention/call.h: sizes, pointers, 13 views, scale and softcap
-_ABSENT = (0, 0, 0, 0, 0)
+_ABSENT = (0, 0, 0, 0, 0)  # the view of no tensor
 
 
-def _sizes(q: Any, k: Any, v: Any, mask: Mask) -> tuple[int, ...]:
+def _sizes(q: Any, k: Any, v: Any, mask: Mask) -> dict[str, Any]:
     if mask.cu_seqlens_q is None:
         b, hq, tq, d = q.shape
-        hkv, tk = k.shape[1], k.shape[2]
+        _, hkv, tk, dv = v.shape
     else:
-        b, (_, hq, d), hkv = mask.cu_seqlens_q.shape[0] - 1, q.shape, k.shape[1]
+        b, (_, hq, d), (_, hkv, dv) = mask.cu_seqlens_q.shape[0] - 1, q.shape, v.shape
         tq, tk = mask.max_seqlen_q, mask.max_seqlen_k
-    left, right = (-1 if side is None or side >= tq + tk else side for side in mask.band)
-    sinks, slopes = (0 if x is None else _DTYPES[x.dtype] for x in (mask.sinks, mask.alibi_slopes))
-    dtype = _DTYPES[q.dtype]
-    return dtype, b, hq, hkv, tq, tk, d, v.shape[-1], left, right, torch.get_num_threads(), isa(), sinks, slopes
+    left, right = mask.band
+    return {
+        "dtype": DTYPES[q.dtype], "b": b, "hq": hq, "hkv": hkv, "tq": tq, "tk": tk, "d": d, "dv": dv,
+        "left": -1 if left is None or left >= tq + tk else left,
+        "right": -1 if right is None or right >= tq + tk else right,
+        "threads": torch.get_num_threads(), "isa": isa(),
+        "sinks_dtype": 0 if mask.sinks is None else DTYPES[mask.sinks.dtype],
+        "slopes_dtype": 0 if mask.alibi_slopes is None else DTYPES[mask.alibi_slopes.dtype],
+        "scale": mask.scale_for(d), "softcap": mask.softcap,
+    }  # fmt: skip
 
 
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     """Grows with every size and with the number of threads."""
-    call = _CALL.pack(*_sizes(q, k, v, mask), *(0,) * 69, 1.0, mask.softcap)
     dtype = accumulation_dtype(q.dtype)
-    needed_bytes = native().tilegrad_native_scratch(call, backward) + 64  # to begin at a cache line
-    return {"native": ((needed_bytes // dtype.itemsize,), dtype)}
+    needed_bytes = native().tilegrad_native_scratch(pack_call(**_sizes(q, k, v, mask)), backward)
+    return {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: to begin at a cache line
 
 
 def _rows(x: Tensor | None, varlen: bool) -> tuple[int, ...]:
@@ -74,25 +77,27 @@ def _by_head(x: Tensor | None) -> tuple[int, ...]:
     return (x.data_ptr(), *((0,) if x.ndim == 1 else ()), *x.stride(), 0, 0)
 
 
-def _run(
-    backward: bool, q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor | None, mask: Mask, scratch: Scratch, *,
-    do: Tensor | None = None, dlse: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
-    dv: Tensor | None = None, dsinks: Tensor | None = None,
-) -> None:  # fmt: skip
-    packed, work = mask.varlen, scratch["native"]
-    start = -work.data_ptr() % 64
-    ends = (0 if x is None else x.data_ptr() for x in (mask.cu_seqlens_q, mask.cu_seqlens_k))
-    call = _CALL.pack(
-        *_sizes(q, k, v, mask), *ends, work.data_ptr() + start, work.nbytes - start,
-        *_rows(q, packed), *_rows(k, packed), *_rows(v, packed), *_rows(o, packed), *_statistic(lse, packed),
-        *_rows(do, packed), *_statistic(dlse, packed), *_rows(dq, packed), *_rows(dk, packed), *_rows(dv, packed),
-        *_by_head(dsinks), *_by_head(mask.sinks), *_by_head(mask.alibi_slopes), mask.scale_for(q.shape[-1]), mask.softcap,
-    )  # fmt: skip
-    native().tilegrad_native_run(call, backward)
+def _data(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()
+
+
+def _fields(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor | None, mask: Mask, scratch: Scratch
+) -> dict[str, Any]:
+    """The fields of `Call` that both directions have."""
+    varlen, work = mask.varlen, scratch["native"]
+    data = work.data_ptr()
+    start = -data % 64
+    return {
+        **_sizes(q, k, v, mask), "ends_q": _data(mask.cu_seqlens_q), "ends_k": _data(mask.cu_seqlens_k),
+        "scratch": data + start, "scratch_bytes": work.nbytes - start,
+        "q": _rows(q, varlen), "k": _rows(k, varlen), "v": _rows(v, varlen), "o": _rows(o, varlen),
+        "lse": _statistic(lse, varlen), "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes),
+    }  # fmt: skip
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    _run(False, q, k, v, o, lse, mask, scratch)
+    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch)), False)
 
 
 def bwd(
@@ -100,4 +105,9 @@ def bwd(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
     scratch: Scratch, deterministic: bool,
 ) -> None:  # fmt: skip
-    _run(True, q, k, v, o, lse, mask, scratch, do=do, dlse=dlse, dq=dq, dk=dk, dv=dv, dsinks=dsinks)
+    varlen = mask.varlen
+    gradients = {
+        "do_": _rows(do, varlen), "dlse": _statistic(dlse, varlen), "dsinks": _by_head(dsinks),
+        "dq": _rows(dq, varlen), "dk": _rows(dk, varlen), "dv_": _rows(dv, varlen),
+    }  # fmt: skip
+    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch) | gradients), True)

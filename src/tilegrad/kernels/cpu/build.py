@@ -8,7 +8,6 @@ not used. This file needs the standard library only.
 
 from __future__ import annotations
 
-import ctypes
 import functools
 import hashlib
 import os
@@ -127,27 +126,3 @@ def build(to: Path = LIBRARY) -> Path:
         except OSError as error:
             raise RuntimeError(f"{to} can't be written: {error}") from error
     return to
-
-
-@functools.cache
-def library() -> ctypes.CDLL | str:
-    """The library, or why there is none and what to do."""
-    if os.name != "posix":
-        return f"runs on POSIX systems only, not {os.name}"
-    if not LIBRARY.exists():
-        return f"was not built at install; {HOW}"
-    if digest().encode() not in LIBRARY.read_bytes():  # looked at before it is loaded: a process loads a path once
-        return f"was built from other sources than those here; {HOW}"
-    try:
-        found = ctypes.CDLL(str(LIBRARY))
-    except OSError as error:
-        return f"can't be loaded ({error}); {HOW}"
-    found.tilegrad_native_supported.restype = ctypes.c_int64
-    found.tilegrad_native_scratch.restype = ctypes.c_int64
-    found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
-    found.tilegrad_native_run.restype = None
-    for name in ("norm_fwd", "norm_bwd", "gelu"):
-        function = getattr(found, f"tilegrad_native_{name}")
-        function.argtypes, function.restype = (ctypes.c_char_p,), None
-    return found

@@ -12,11 +12,40 @@ import os
 import re
 from pathlib import Path
 
-from .build import library as library
+from . import build
+from .abi import mismatch
 
 ISAS = ("portable", "avx2", "avx512", "amx")
 _children: list[int] = []  # process ids of forked children, in them
 os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
+
+
+@functools.cache
+def library() -> ctypes.CDLL | str:
+    """The library, or why there is none and what to do."""
+    if os.name != "posix":
+        return f"runs on POSIX systems only, not {os.name}"
+    if not build.LIBRARY.exists():
+        return f"was not built at install; {build.HOW}"
+    built_from = build.LIBRARY.read_bytes()  # before it is loaded: a process loads a path once
+    if build.digest().encode() not in built_from:
+        return f"was built from other sources than those here; {build.HOW}"
+    try:
+        found = ctypes.CDLL(str(build.LIBRARY))
+    except OSError as error:
+        return f"can't be loaded ({error}); {build.HOW}"
+    other = mismatch(found)
+    if other is not None:
+        return f"was built with {other} (cpu/abi.py)"
+    found.tilegrad_native_supported.restype = ctypes.c_int64
+    found.tilegrad_native_scratch.restype = ctypes.c_int64
+    found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
+    found.tilegrad_native_run.restype = None
+    for name in ("norm_fwd", "norm_bwd", "gelu"):
+        function = getattr(found, f"tilegrad_native_{name}")
+        function.argtypes, function.restype = (ctypes.c_char_p,), None
+    return found
 
 
 @functools.cache

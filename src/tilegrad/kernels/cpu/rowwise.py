@@ -7,16 +7,15 @@ numbers for gelu) are shared out to torch.get_num_threads() threads; which threa
 
 from __future__ import annotations
 
-import struct
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .build import library
-from .library import isa, native
+from .abi import DTYPES, pack_gelu, pack_norm
+from .library import isa, library, native
 
-_DTYPES = {torch.float32: 0, torch.bfloat16: 2}  # `Dtype` of cpu/csrc/attention/call.h
+_DTYPES = {dtype: DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
 
 
 def takes(x: Any) -> bool:
@@ -24,13 +23,8 @@ def takes(x: Any) -> bool:
     return x.dtype in _DTYPES and torch.device(x.device).type == "cpu" and not isinstance(library(), str)
 
 
-# `Norm` of cpu/csrc/rows/rowwise.h: sizes, dtypes, x y dy dx with strides, w b mean rstd dw db, eps
-_NORM = struct.Struct("5q2q8q6qd")
-_GELU = struct.Struct("8q")  # `Gelu`: n, threads, isa, dtype, h, a, da, dh
-
-
-def _rows(x: Tensor | None) -> tuple[int, int]:
-    return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
+def _rows(x: Tensor) -> tuple[int, int]:
+    return x.data_ptr(), x.stride(0)
 
 
 def _data(x: Tensor | None) -> int:
@@ -41,9 +35,10 @@ def norm_fwd(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> None:
     """y, rstd, and mean unless it is an RMS norm's None."""
-    call = _NORM.pack(
-        *x.shape, torch.get_num_threads(), isa(), False, _DTYPES[x.dtype], _DTYPES[w.dtype],
-        *_rows(x), *_rows(y), *_rows(None), *_rows(None), _data(w), _data(b), _data(mean), _data(rstd), 0, 0, eps,
+    n, c = x.shape
+    call = pack_norm(
+        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), dtype=_DTYPES[x.dtype], param_dtype=_DTYPES[w.dtype],
+        x=_rows(x), y=_rows(y), w=_data(w), b=_data(b), mean=_data(mean), rstd=_data(rstd), eps=eps,
     )  # fmt: skip
     native().tilegrad_native_norm_fwd(call)
 
@@ -53,31 +48,37 @@ def norm_bwd(
     dx: Tensor | None, dw: Tensor | None, db: Tensor | None, accumulate: bool,
 ) -> None:  # fmt: skip
     """dx += …   dw and db += …, or = … where accumulate is False."""
-    call = _NORM.pack(
-        *x.shape, torch.get_num_threads(), isa(), accumulate, _DTYPES[x.dtype], _DTYPES[w.dtype],
-        *_rows(x), *_rows(None), *_rows(dy), *_rows(dx),
-        _data(w), 0, _data(mean), _data(rstd), _data(dw), _data(db), 0.0,
+    n, c = x.shape
+    call = pack_norm(
+        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), accumulate=accumulate, dtype=_DTYPES[x.dtype],
+        param_dtype=_DTYPES[w.dtype], x=_rows(x), dy=_rows(dy), dx=(0, 0) if dx is None else _rows(dx),
+        w=_data(w), mean=_data(mean), rstd=_data(rstd), dw=_data(dw), db=_data(db),
     )  # fmt: skip
     native().tilegrad_native_norm_bwd(call)
 
 
 def column_sums(x: Tensor, *, sums: Tensor, accumulate: bool) -> None:
     """sums += Σ_n x, or = where accumulate is False.       x (N, C)   sums (C,), float32"""
+    n, c = x.shape
     dtype = _DTYPES[x.dtype]
-    call = _NORM.pack(
-        *x.shape, torch.get_num_threads(), isa(), accumulate, dtype, dtype,
-        *_rows(None), *_rows(None), *_rows(x), *_rows(None), 0, 0, 0, 0, 0, _data(sums), 0.0,
+    call = pack_norm(
+        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), accumulate=accumulate, dtype=dtype, param_dtype=dtype,
+        dy=_rows(x), db=_data(sums),
     )  # fmt: skip
     native().tilegrad_native_norm_bwd(call)
 
 
 def gelu_fwd(h: Tensor, *, a: Tensor) -> None:
     """a = gelu(h), both contiguous."""
-    call = _GELU.pack(h.numel(), torch.get_num_threads(), isa(), _DTYPES[h.dtype], _data(h), _data(a), 0, 0)
+    n, dtype = h.numel(), _DTYPES[h.dtype]
+    call = pack_gelu(n=n, threads=torch.get_num_threads(), isa=isa(), dtype=dtype, h=_data(h), a=_data(a))
     native().tilegrad_native_gelu(call)
 
 
 def gelu_bwd(da: Tensor, h: Tensor, *, dh: Tensor) -> None:
     """dh = da ∘ gelu'(h), all contiguous."""
-    call = _GELU.pack(h.numel(), torch.get_num_threads(), isa(), _DTYPES[h.dtype], _data(h), 0, _data(da), _data(dh))
+    n, dtype = h.numel(), _DTYPES[h.dtype]
+    call = pack_gelu(
+        n=n, threads=torch.get_num_threads(), isa=isa(), dtype=dtype, h=_data(h), da=_data(da), dh=_data(dh)
+    )
     native().tilegrad_native_gelu(call)

@@ -1,6 +1,7 @@
 // The C ABI, and the choice of instruction set.
 
 #include "attention/call.h"
+#include "layout.h"
 #include "rows/rowwise.h"
 #include "threads/team.h"
 
@@ -119,6 +120,9 @@ extern "C" {
 
 // What this library was built from.
 EXPORT extern const char tilegrad_native_digest[] = DIGEST;
+
+// Fields of the structures below, up to one without a name.
+EXPORT const tilegrad::Place* tilegrad_native_layout() { return tilegrad::LAYOUT; }
 
 // Bits of Isa that this machine can run.
 EXPORT int64_t tilegrad_native_supported() { return tilegrad::supported(); }

@@ -3,7 +3,7 @@
 //   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)
 //
 // Packed sequences: B of them, stride b = 0, and ends_q, ends_k (B + 1) say where each begins; tq, tk are the longest.
-// native.py packs `Call` field by field, in this order: 64-bit integers, then two doubles.
+// cpu/abi.py defines `View` and `Call` a second time, and layout.h lists their fields: the three are compared at loading.
 #pragma once
 
 #include <cstdint>

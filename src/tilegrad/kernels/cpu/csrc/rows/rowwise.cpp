@@ -99,8 +99,8 @@ struct NormOf {
             }
         }
         for (int u = 0; u < W; ++u) {
-            if (DW) store(call.dw + i + u * N, call.adds ? load(call.dw + i + u * N) + dw[u] : dw[u]);
-            if (call.db) store(call.db + i + u * N, call.adds ? load(call.db + i + u * N) + db[u] : db[u]);
+            if (DW) store(call.dw + i + u * N, call.accumulate ? load(call.dw + i + u * N) + dw[u] : dw[u]);
+            if (call.db) store(call.db + i + u * N, call.accumulate ? load(call.db + i + u * N) + db[u] : db[u]);
         }
     }
 
@@ -116,8 +116,8 @@ struct NormOf {
             dw += block_w;
             db += block_b;
         }
-        if (call.dw) call.dw[i] = call.adds ? call.dw[i] + dw : dw;
-        if (call.db) call.db[i] = call.adds ? call.db[i] + db : db;
+        if (call.dw) call.dw[i] = call.accumulate ? call.dw[i] + dw : dw;
+        if (call.db) call.db[i] = call.accumulate ? call.db[i] + db : db;
     }
 
     template <bool DW>

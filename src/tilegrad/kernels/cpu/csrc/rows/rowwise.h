@@ -1,5 +1,5 @@
 // One call of an op on rows, as it crosses the C ABI: float32 or bfloat16, sums and parameters' gradients in float32,
-// strides in elements.
+// strides in elements. cpu/abi.py defines these structures a second time, and layout.h lists their fields.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@ struct Rows {
 
 // kernels/norm.py: x, y, dy, dx (n, c)   w, b, dw, db (c)   mean, rstd (n)
 struct Norm {
-    int64_t n, c, threads, isa, adds;   // adds: dw += …, db += …
+    int64_t n, c, threads, isa, accumulate;   // accumulate: dw += …, db += …
     int64_t dtype, param_dtype;         // of x, y, dy, dx; of w, b
     Rows x, y, dy, dx;                  // y: of the forward; dy, dx: of the backward; no x: db alone
     char *w, *b;

@@ -1,0 +1,114 @@
+"""The structures that cross the C ABI of the native library: one argument of each of its functions.
+
+Call = `Call` of csrc/attention/call.h, Norm and Gelu = those of csrc/rows/rowwise.h, field by field. The library says where
+its compiler put each field (csrc/layout.h), and loading compares (`mismatch`). Packing is derived from the same
+definitions: struct.Struct fills a structure in half the time that ctypes takes for it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import struct
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # `Dtype` of csrc/attention/call.h
+
+_INT, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
+_CODES = {_INT: "q", _POINTER: "P", _DOUBLE: "d"}  # of struct.Struct
+
+
+def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class View(ctypes.Structure):
+    """Strides are in elements."""
+
+    _fields_ = [*_fields("data", _POINTER), *_fields("b h t d", _INT)]
+
+
+class Rows(ctypes.Structure):
+    _fields_ = [*_fields("data", _POINTER), *_fields("stride", _INT)]
+
+
+class Call(ctypes.Structure):
+    _fields_ = [
+        *_fields("dtype b hq hkv tq tk d dv left right threads isa sinks_dtype slopes_dtype", _INT),
+        *_fields("ends_q ends_k scratch", _POINTER),
+        *_fields("scratch_bytes", _INT),
+        *_fields("q k v o lse do_ dlse dq dk dv_ dsinks sinks slopes", View),
+        *_fields("scale softcap", _DOUBLE),
+    ]
+
+
+class Norm(ctypes.Structure):
+    _fields_ = [
+        *_fields("n c threads isa accumulate dtype param_dtype", _INT),
+        *_fields("x y dy dx", Rows),
+        *_fields("w b mean rstd dw db", _POINTER),
+        *_fields("eps", _DOUBLE),
+    ]
+
+
+class Gelu(ctypes.Structure):
+    _fields_ = [*_fields("n threads isa dtype", _INT), *_fields("h a da dh", _POINTER)]
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu)
+
+
+def _format(structure: type[ctypes.Structure]) -> str:
+    return "".join(_CODES.get(kind) or _format(kind) for _, kind in structure._fields_)  # type: ignore[misc, arg-type]
+
+
+def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
+    """pack(field=…, …) → the structure's bytes.
+
+    A sub-structure is given as the tuple of its fields. A field left out is 0, a sub-structure left out is absent.
+    """
+    whole = struct.Struct(_format(structure))
+    assert whole.size == ctypes.sizeof(structure)
+    parts = {name: (0,) * len(kind._fields_) for name, kind in structure._fields_ if kind not in _CODES}  # type: ignore
+    names = [field[0] for field in structure._fields_]
+    parameters = ", ".join(f"{name}={parts.get(name, 0)}" for name in names)
+    arguments = ", ".join(f"*{name}" if name in parts else name for name in names)
+    function: Callable[..., bytes] = eval(f"lambda {parameters}: pack({arguments})", {"pack": whole.pack})
+    return function
+
+
+pack_call, pack_norm, pack_gelu = packer(Call), packer(Norm), packer(Gelu)
+
+
+class _Place(ctypes.Structure):
+    """A field of a structure, or, with an empty name, its end. `Place` of csrc/layout.h."""
+
+    _fields_ = [("structure", ctypes.c_char_p), ("field", ctypes.c_char_p), ("offset", ctypes.c_int64)]
+
+
+def _places() -> Iterator[tuple[tuple[str, str], int]]:
+    for structure in STRUCTURES:
+        for field in structure._fields_:
+            yield (structure.__name__, field[0]), getattr(structure, field[0]).offset
+        yield (structure.__name__, ""), ctypes.sizeof(structure)
+
+
+def mismatch(library: ctypes.CDLL) -> str | None:
+    """The first field that the library has elsewhere than these definitions; None where all agree."""
+    library.tilegrad_native_layout.restype = ctypes.POINTER(_Place)
+    places = itertools.takewhile(lambda place: place.structure, iter(library.tilegrad_native_layout()))
+    theirs = {(place.structure.decode(), place.field.decode()): place.offset for place in places}
+    ours = dict(_places())
+    for structure, field in ours | theirs:
+        there, here = theirs.get((structure, field)), ours.get((structure, field))
+        if there != here:
+            what = f"field {field}" if field else "its end"
+            return f"another layout of {structure}: {what} {_at(there)}, here {_at(here)}"
+    return None
+
+
+def _at(offset: int | None) -> str:
+    return "missing" if offset is None else f"at {offset}"

@@ -1,0 +1,40 @@
+// Where this compiler puts each field of the structures that cross the C ABI. cpu/abi.py compares before the first call.
+#pragma once
+
+#include <cstddef>
+#include <cstdint>
+
+#include "attention/call.h"
+#include "rows/rowwise.h"
+
+namespace tilegrad {
+
+struct Place {
+    const char *structure, *field;  // field "": the end of the structure
+    int64_t offset;                 // bytes
+};
+
+#define AT(S, field) {#S, #field, int64_t(offsetof(S, field))}
+#define END(S) {#S, "", int64_t(sizeof(S))}
+
+constexpr Place LAYOUT[] = {
+    AT(View, data), AT(View, b), AT(View, h), AT(View, t), AT(View, d), END(View),
+    AT(Rows, data), AT(Rows, stride), END(Rows),
+    AT(Call, dtype), AT(Call, b), AT(Call, hq), AT(Call, hkv), AT(Call, tq), AT(Call, tk), AT(Call, d), AT(Call, dv),
+    AT(Call, left), AT(Call, right), AT(Call, threads), AT(Call, isa), AT(Call, sinks_dtype), AT(Call, slopes_dtype),
+    AT(Call, ends_q), AT(Call, ends_k), AT(Call, scratch), AT(Call, scratch_bytes),
+    AT(Call, q), AT(Call, k), AT(Call, v), AT(Call, o), AT(Call, lse),
+    AT(Call, do_), AT(Call, dlse), AT(Call, dq), AT(Call, dk), AT(Call, dv_), AT(Call, dsinks),
+    AT(Call, sinks), AT(Call, slopes), AT(Call, scale), AT(Call, softcap), END(Call),
+    AT(Norm, n), AT(Norm, c), AT(Norm, threads), AT(Norm, isa), AT(Norm, accumulate), AT(Norm, dtype), AT(Norm, param_dtype),
+    AT(Norm, x), AT(Norm, y), AT(Norm, dy), AT(Norm, dx), AT(Norm, w), AT(Norm, b), AT(Norm, mean), AT(Norm, rstd),
+    AT(Norm, dw), AT(Norm, db), AT(Norm, eps), END(Norm),
+    AT(Gelu, n), AT(Gelu, threads), AT(Gelu, isa), AT(Gelu, dtype),
+    AT(Gelu, h), AT(Gelu, a), AT(Gelu, da), AT(Gelu, dh), END(Gelu),
+    {nullptr, nullptr, 0},
+};
+
+#undef AT
+#undef END
+
+}  // namespace tilegrad
