@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import TYPE_CHECKING, Any, TextIO, TypeAlias
 
 from . import __version__
 
@@ -50,6 +51,15 @@ def _run_of(args: argparse.Namespace) -> RunConfig:
     from .train.config import preset_run, read_run
 
     run = read_run(Path(args.config), args.preset) if args.config else preset_run(args.preset or "tiny")
+    settings = _settings(args)
+    if "steps" in settings:
+        settings["warmup_steps"] = min(run.train.warmup_steps, settings["steps"] // 10)
+    data = replace(run.data, files=tuple(args.data)) if args.data else run.data
+    return replace(run, train=replace(run.train, **settings), data=data)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of [train]."""
     settings = {
         name: getattr(args, name)
         for name in ("steps", "batch_size", "seq_len", "learning_rate", "device", "seed", "memory_budget")
@@ -57,25 +67,78 @@ def _run_of(args: argparse.Namespace) -> RunConfig:
     }
     if args.dtype is not None:
         settings["dtype"] = DTYPES[args.dtype]
-    if "steps" in settings:
-        settings["warmup_steps"] = min(run.train.warmup_steps, settings["steps"] // 10)
-    data = replace(run.data, files=tuple(args.data)) if args.data else run.data
-    return replace(run, train=replace(run.train, **settings), data=data)
+    return settings
 
 
 def _train(args: argparse.Namespace) -> int:
-    from .progress import watch
-    from .train.loop import train
-
     folder = Path(args.out or f"runs/{Path(args.config).stem if args.config else args.preset or 'tiny'}")
-    resume: Path | bool = False if args.resume is None else True if args.resume == "latest" else Path(args.resume)
-    run = _run_of(args)
-    with watch() as show:
-        result = train(run, folder, resume=resume, show=show)
-    _print_result(result)
-    if result.stopped_by:
-        print(f"Stopped by {result.stopped_by}; go on with: tilegrad train … --out {folder} --resume")
-    return 0
+    if args.resume is None:
+        return _follow(_run_of(args), folder)[1]
+    from .train.folder import locate, own_run
+
+    given = folder if args.resume is True else Path(args.resume)
+    home, checkpoint = locate(given)
+    if args.out and home.resolve() != folder.resolve():
+        raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
+    return _follow(_resumed_run(args, own_run(home, checkpoint)), home, checkpoint or True)[1]
+
+
+def _resumed_run(args: argparse.Namespace, own: RunConfig) -> RunConfig:
+    """The run's own, with what the flags and the keys of --config say; what may not change is refused by name."""
+    from .train.config import preset_run, read_run, read_toml, resumed
+
+    asked: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}}
+    if args.config:
+        plain = read_run(Path(args.config), args.preset).plain()
+        for section, values in read_toml(Path(args.config)).items():
+            names = plain[section] if "preset" in values else values
+            asked[section] |= {name: plain[section][name] for name in names}
+    if args.preset and preset_run(args.preset).model != own.model and not args.config:
+        raise ValueError(f"preset: got {args.preset!r}; accepted: none when resuming, for the run has its own model")
+    asked["train"] |= _settings(args)
+    if args.data:
+        asked["data"]["files"] = list(args.data)
+    return resumed(own, asked)
+
+
+def _follow(run: RunConfig, folder: Path, resume: Path | bool = False) -> tuple[RunResult | None, int]:
+    """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done."""
+    from .progress import watch
+    from .train.folder import resume_command
+    from .train.loop import RunEnded, train
+
+    try:
+        with watch() as show:
+            result = train(run, folder, resume=resume, show=show)
+    except RunEnded as error:
+        _complain(error)
+        return None, 1
+    if result.stopped_by is None:
+        _print_result(result)
+        return result, 0
+    try:
+        _print_result(result)
+        sys.stdout.flush()
+    except OSError:
+        _silence(sys.stdout)
+    _complain(f"stopped by {result.stopped_by}; go on with: {resume_command(folder)}")
+    return result, 128 + signal.Signals[result.stopped_by]
+
+
+def _complain(sentence: object) -> None:
+    try:
+        print(f"tilegrad: {sentence}", file=sys.stderr, flush=True)
+    except OSError:
+        _silence(sys.stderr)
+    try:
+        sys.stdout.flush()
+    except OSError:
+        _silence(sys.stdout)
+
+
+def _silence(stream: TextIO) -> None:
+    """Nothing reads it any more: what is left to be written goes nowhere, and fails nowhere, not even at exit."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())
 
 
 def _print_result(result: RunResult) -> None:
@@ -95,9 +158,7 @@ def _print_result(result: RunResult) -> None:
 
 
 def _demo(args: argparse.Namespace) -> int:
-    from .progress import watch
     from .train.config import preset_run
-    from .train.loop import train
 
     start = time.perf_counter()
     folder, number = Path("runs/demo"), 1
@@ -108,27 +169,29 @@ def _demo(args: argparse.Namespace) -> int:
     print(
         "Training the tiny preset on Moby-Dick, byte by byte: every gradient by hand, every byte of memory planned.\n"
     )
-    with watch() as show:
-        result = train(run, folder, show=show)
-    _print_result(result)
+    result, code = _follow(run, folder)
+    if result is None or result.stopped_by:
+        print("The demo was stopped before its end: whether it learned is open.")
+        return code
     learned = result.validation_loss is not None and result.validation_loss < result.unigram_entropy - 0.3
     verdict = "learned: the loss is well below the unigram entropy" if learned else "did NOT learn as it should"
     print(f"It {verdict}. {time.perf_counter() - start:.0f} s in all.")
-    return 0 if learned or result.stopped_by else 1
+    return 0 if learned else 1
 
 
 def _generate(args: argparse.Namespace) -> int:
     from .model.config import ModelConfig
     from .model.generate import generate
     from .train.checkpoint import latest_checkpoint, load_checkpoint
-    from .train.data import load_tokenizer
+    from .train.folder import own_tokenizer
     from .train.loop import decode_known
 
     folder = Path(args.run_folder)
     path = latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").exists() else None
     if path is None:
         raise ValueError(f"{folder}: got no checkpoint; accepted: the folder of a run (tilegrad train --out {folder})")
-    checkpoint, tokenizer = load_checkpoint(path), load_tokenizer(folder / "data" / "tokenizer.json")
+    checkpoint = load_checkpoint(path)
+    tokenizer = own_tokenizer(folder, checkpoint.state)
     config = ModelConfig.from_dict(checkpoint.state["run"]["model"])
     prompt = [int(token) for token in tokenizer.encode(args.prompt)]
     options: dict[str, Any] = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
@@ -234,8 +297,9 @@ def _add_training(commands: Commands) -> None:
     )
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/NAME)")
     train.add_argument(
-        "--resume", nargs="?", const="latest", metavar="CHECKPOINT",
-        help="go on from the newest checkpoint of --out, or from this one",
+        "--resume", nargs="?", const=True, metavar="RUN",
+        help="go on with the run in this folder (default: --out) from its newest checkpoint, or from the checkpoint given "
+        "here; all else is the run's own, and of the flags only those may differ that change no past step",
     )  # fmt: skip
     for name, kind in (("steps", int), ("batch-size", int), ("seq-len", int), ("learning-rate", float), ("seed", int)):
         train.add_argument(
@@ -360,10 +424,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return run(args)
     except (ValueError, FileNotFoundError) as error:  # what a user gave is wrong, and the message says what is accepted
-        print(f"tilegrad: {error}", file=sys.stderr)
+        _complain(error)
         return 2
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe went away; nothing is left to say, not even at exit
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    except BrokenPipeError:  # the reader of a pipe went away, and nothing is left to say
+        _silence(sys.stdout)
+        return 1
+    except OSError as error:  # a full disk, a folder that may not be written
+        _complain(error)
         return 1

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
@@ -40,6 +40,8 @@ def _message(event: str, n: dict[str, Any]) -> str | None:
         below = n["unigram_entropy"] - n["loss"]
         where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
         return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {where}"
+    if event == "stop":
+        return f"{n['signal']} after step {n['step']:,}: saving"
     return None
 
 
@@ -68,7 +70,9 @@ def _rich(out: Any) -> Iterator[Any]:
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     columns = (BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
-    with Progress(*columns, console=Console(file=out, highlight=False)) as bar:
+    bar = Progress(*columns, console=Console(file=out, highlight=False))
+    bar.start()
+    try:
         task = bar.add_task("", total=None)
 
         def show(event: str, numbers: dict[str, Any]) -> None:
@@ -81,3 +85,6 @@ def _rich(out: Any) -> Iterator[Any]:
                 bar.update(task, completed=numbers["step"], description=_short(numbers))
 
         yield show
+    finally:
+        with suppress(OSError):  # of a terminal that is gone
+            bar.stop()

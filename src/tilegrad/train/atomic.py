@@ -18,12 +18,21 @@ def sync(path: Path) -> None:
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
     """Write `path` under a temporary name beside it, put it on disk, then rename it: a reader sees what was there before
-    or all of `pieces`. One writer for one path at a time."""
+    or all of `pieces`. Where the disk refuses, what was written goes again. One writer for one path at a time."""
     staged = path.with_name(f".{path.name}.staged")
-    with staged.open("wb") as file:
-        for piece in pieces:
-            file.write(piece)
-        file.flush()
-        os.fsync(file.fileno())
-    staged.replace(path)
-    sync(path.parent)
+    try:
+        with staged.open("wb") as file:
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+        staged.replace(path)
+        sync(path.parent)
+    except OSError as error:
+        staged.unlink(missing_ok=True)
+        raise named(error, path) from error
+
+
+def named(error: OSError, path: Path) -> OSError:
+    """The error with the path that it is about: a failed write does not know it."""
+    return OSError(error.errno, error.strerror or str(error), str(path))

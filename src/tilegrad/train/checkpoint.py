@@ -6,13 +6,15 @@
 
 A checkpoint is staged under a hidden name, every file put on disk, then renamed, then the rename put on disk; an old one
 is renamed to a hidden name before it is deleted. So what has a checkpoint's name was once whole, and a process killed at
-any moment loses at most the checkpoint it was saving. Hidden leftovers go with the next save. One writer for one folder.
+any moment, or a full disk, loses at most the checkpoint that was being saved: older ones go only after it has its name.
+Hidden leftovers go with the next save. One writer for one folder.
 """
 
 from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 import shutil
 from collections.abc import Mapping
@@ -21,10 +23,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .atomic import sync
+from tilegrad.train.atomic import named, sync
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
@@ -69,23 +71,39 @@ def save_checkpoint(
     saved = _saved(folder)
     number = 1 + (_parse(saved[-1])[0] if saved else 0)
     path, staged = folder / f"{number:06d}-step-{step}", folder / _STAGED
-    staged.mkdir()
-    save_file(dict(tensors), staged / _TENSORS)
-    content = {
-        "format": _FORMAT,
-        "version": _VERSION,
-        "step": step,
-        "files": {_TENSORS: {"bytes": (staged / _TENSORS).stat().st_size, "sha256": _sha256(staged / _TENSORS)}},
-        "state": dict(state),
-    }
-    manifest = json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False)
-    (staged / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-    for file in (staged / _TENSORS, staged / _MANIFEST, staged):
-        sync(file)
-    staged.rename(path)
-    sync(folder)
+    try:
+        staged.mkdir()
+        _save_tensors(tensors, staged / _TENSORS)
+        content = {
+            "format": _FORMAT,
+            "version": _VERSION,
+            "step": step,
+            "files": {_TENSORS: {"bytes": (staged / _TENSORS).stat().st_size, "sha256": _sha256(staged / _TENSORS)}},
+            "state": dict(state),
+        }
+        manifest = json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False)
+        (staged / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+        for file in (staged / _TENSORS, staged / _MANIFEST, staged):
+            sync(file)
+        staged.rename(path)
+        sync(folder)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise named(error, path) from error
     _retire(folder, keep)
     return path
+
+
+def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
+    """`save_file`, whose own error hides the system's."""
+    try:
+        save_file(dict(tensors), path)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1] or number[2])
+        raise OSError(code, os.strerror(code)) from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
@@ -129,6 +147,23 @@ def latest_checkpoint(folder: Path) -> Path | None:
         previous = next((path for path in reversed(saved[:-1]) if _is_good(path)), None)
         raise DamagedCheckpoint(error.path, error.reason, previous) from error
     return saved[-1]
+
+
+def newest_name(folder: Path) -> Path | None:
+    """The newest checkpoint, not looked into; None where none was saved."""
+    saved = _saved(folder)
+    return saved[-1] if saved else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the path has a checkpoint's name, or is one."""
+    return _NAME.fullmatch(path.name) is not None or (path / _MANIFEST).is_file()
+
+
+def read_state(path: Path) -> dict[str, Any]:
+    """What was saved beside the tensors, which are not read: their sizes are checked, not every byte."""
+    state: dict[str, Any] = _manifest(path)["state"]
+    return state
 
 
 def rng_state(generator: torch.Generator) -> str:

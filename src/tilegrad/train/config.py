@@ -12,6 +12,7 @@ files = ["book.txt"]     # none: the text that ships with the package
 from __future__ import annotations
 
 import tomllib
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,10 @@ import torch
 
 from ..model.config import PRESETS, ModelConfig
 
+MAY_CHANGE = frozenset({  # of [train], when a run goes on: the schedule's ends, what is said and kept, where it runs
+    "steps", "learning_rate", "min_learning_rate", "eval_interval", "eval_batches", "checkpoint_interval",
+    "keep_checkpoints", "log_interval", "sample_tokens", "memory_budget", "device",
+})  # fmt: skip
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -123,11 +128,29 @@ def preset_run(name: str) -> RunConfig:
 
 def read_run(path: Path, preset: str | None = None) -> RunConfig:
     """A run from its TOML file. `preset` stands in for one that [model] does not name."""
+    return run_from(read_toml(path), str(path), preset)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
     try:
-        content = tomllib.loads(path.read_text(encoding="utf-8"))
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except tomllib.TOMLDecodeError as error:
         raise ValueError(f"{path}: is not TOML: {error}") from error
-    return run_from(content, str(path), preset)
+
+
+def resumed(own: RunConfig, asked: Mapping[str, Mapping[str, Any]]) -> RunConfig:
+    """The run `own` as it goes on: with what is asked for, by section. What is not in MAY_CHANGE is refused where it is
+    another than the run's own."""
+    changes = {}
+    for section, values in asked.items():
+        for name, value in values.items():
+            mine = own.plain()[section][name]
+            if value == mine:
+                continue
+            if section != "train" or name not in MAY_CHANGE:
+                raise ValueError(f"{name}: got {value!r}; accepted: the run's own, {mine!r}, when resuming")
+            changes[name] = value
+    return replace(own, train=replace(own.train, **changes))
 
 
 def run_from(content: dict[str, Any], where: str, preset: str | None = None) -> RunConfig:

@@ -253,6 +253,30 @@ def _prepared(folder: Path, source: str, kind: str, vocab_size: int) -> tuple[To
     return (file, tokenizer) if isinstance(tokenizer, ByteTokenizer) == (kind == "bytes") else None
 
 
+def load_prepared(folder: Path) -> tuple[TokenFile, Tokenizer]:
+    """What `prepare` left in `folder`, as it is; refused where the tokenizer is not the one that made the tokens."""
+    for name in ("tokens.bin", "tokenizer.json"):
+        if not (folder / name).is_file():
+            raise FileNotFoundError(f"{folder / name}: missing; the run's own is needed")
+    file = open_tokens(folder / "tokens.bin")
+    found = sha256_of(folder / "tokenizer.json")
+    if found != file.tokenizer_sha256:
+        raise ValueError(
+            f"{folder / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: the one that made tokens.bin, "
+            f"{file.tokenizer_sha256[:12]}…"
+        )
+    return file, load_tokenizer(folder / "tokenizer.json")
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def tokens_sha256(tokens: Tokens) -> str:
+    return hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()
+
+
 def _sha256(text: str) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()
 
@@ -298,7 +322,7 @@ class Batches:
         self.seq_len = seq_len
         self.seed = seed
         self._tokens = tokens
-        self._sha256 = hashlib.sha256(np.ascontiguousarray(tokens).data).hexdigest()
+        self._sha256 = tokens_sha256(tokens)
         self._move(0, 0)
 
     @property

@@ -7,9 +7,12 @@ import json
 import math
 import os
 from collections.abc import Mapping
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any
+
+from tilegrad.train.atomic import named
 
 Record = dict[str, Any]
 
@@ -28,30 +31,39 @@ class RunLog:
         self._tensorboard = None if tensorboard is None else _summary_writer(tensorboard)
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
+        self._path = path
         self._file = path.open("a", encoding="utf-8")
 
     def append(self, step: int, kind: str, values: Mapping[str, object]) -> None:
         record = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}
-        self._file.write(json.dumps(record, allow_nan=False) + "\n")
-        self._file.flush()
+        try:
+            self._file.write(json.dumps(record, allow_nan=False) + "\n")
+            self._file.flush()
+        except OSError as error:
+            raise named(error, self._path) from error
         if self._tensorboard is not None:
             for name, value in values.items():
                 if isinstance(value, int | float):
                     self._tensorboard.add_scalar(f"{name}/{kind}", value, step)
 
     def close(self) -> None:
-        if not self._file.closed:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-            self._file.close()
+        if self._file.closed:
+            return
+        try:
+            with self._file:
+                self._file.flush()
+                os.fsync(self._file.fileno())
             if self._tensorboard is not None:
                 self._tensorboard.close()
+        except OSError as error:
+            raise named(error, self._path) from error
 
     def __enter__(self) -> RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self.close()
+        with suppress(OSError) if error is not None else nullcontext():  # the first error is the one to hear of
+            self.close()
 
 
 def read_log(path: Path) -> list[Record]:

@@ -1,28 +1,22 @@
 """A training run, from text to report: data → step → log → evaluation → checkpoint, resumable to the bit.
 
-A run is a folder:
-    run.json              the configuration that ran
-    data/                 tokens and tokenizer
-    log.jsonl             what happened, a line each
-    checkpoints/          the last few, each whole
-    report.html           curves, memory, a sample; needs nothing from outside
-
-SIGTERM and Ctrl-C end the run after the step in hand: it is saved, reported, and can be resumed.
+Every check comes before the first write into the run's folder (`folder.py`). SIGTERM, SIGHUP, Ctrl-C and a closed output
+end the run after the step in hand: it is saved, reported, and can be resumed. A full disk, or ten steps in a row that are
+not finite, end it with `RunEnded`, which says what is saved.
 """
 
 from __future__ import annotations
 
-import json
+import errno
 import math
 import resource
-import signal
+import shutil
 import sys
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from types import FrameType
 from typing import Any
 
 import torch
@@ -30,19 +24,24 @@ import torch
 from ..memory.planned.report import human
 from ..model.generate import generate
 from .budget import step_report
-from .checkpoint import latest_checkpoint, load_into, save_checkpoint
-from .config import DTYPES, RunConfig
-from .data import Batches, Tokenizer, batches_in_order, default_text, prepare, split, unigram_entropy
-from .engine import Engine
+from .checkpoint import load_into, read_state, save_checkpoint
+from .config import DTYPES, RunConfig, resumed
+from .data import Batches, TokenFile, Tokenizer, batches_in_order, default_text, prepare, split, unigram_entropy
+from .atomic import named, write_whole
+from .engine import Engine, NonFiniteError
+from .folder import checkpoint_of, claimed, locate, own_data, own_run, resume_command, write_run
 from .log import RunLog, read_log, tensorboard_installed
 from .report import run_report
 from .schedule import learning_rate
+from .signals import stop_on_signals
 
 Show = Callable[[str, dict[str, Any]], None]  # what happened ("start", "train", "validation", …), and its numbers
 
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
+    """`stopped_by`: the signal that ended the run before its last step, SIGPIPE where its output was closed; else None."""
+
     folder: Path
     steps: int
     train_loss: float
@@ -55,31 +54,67 @@ class RunResult:
     stopped_by: str | None
 
 
+class RunEnded(RuntimeError):
+    """A run that could not go on. The message says why, what is saved, and how to resume."""
+
+
 def train(
-    run: RunConfig, folder: Path, *, resume: Path | bool = False, show: Show = lambda event, numbers: None
+    run: RunConfig | None,
+    folder: Path,
+    *,
+    resume: Path | bool = False,
+    show: Show = lambda event, numbers: None,
 ) -> RunResult:
-    """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one."""
+    """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one. A resumed run is
+    the folder's own, with its own tokens: of `run` only what is in `MAY_CHANGE` may differ, and None changes nothing."""
     if sys.platform != "linux":
         raise ValueError(f"platform: got {sys.platform}; accepted: linux, where a run reads its own memory from /proc")
-    checkpoints = folder / "checkpoints"
-    if not resume and checkpoints.exists() and any(checkpoints.iterdir()):
+    if not resume:
+        if run is None:
+            raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
+        with claimed(folder):
+            return _new(run, folder, show).go()
+    home, given = locate(resume) if isinstance(resume, Path) else (folder, None)
+    if home.resolve() != folder.resolve():
+        raise ValueError(f"resume: got {resume}; accepted: {folder}, or a checkpoint in it")
+    own_run(folder, given)  # a folder without a checkpoint is not claimed, for that would make it
+    with claimed(folder):
+        return _resumed(run, folder, checkpoint_of(folder, given), show).go()
+
+
+def _new(run: RunConfig, folder: Path, show: Show) -> _Run:
+    """A run that has not begun. What was written for it goes again where it is refused."""
+    checkpoints, data = folder / "checkpoints", folder / "data"
+    if checkpoints.exists() and any(checkpoints.iterdir()):
         raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
-    source = resume if isinstance(resume, Path) else latest_checkpoint(checkpoints) if resume else None
-    if resume and source is None:
-        raise ValueError(f"{folder}: got no checkpoint to resume from; accepted: a folder of a run that saved one")
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "run.json").write_text(json.dumps(run.plain(), indent=1) + "\n", encoding="utf-8")
-    with RunLog(folder / "log.jsonl", tensorboard=folder / "tensorboard" if tensorboard_installed() else None) as log:
-        return _Run(run, folder, log, show).go(source)
+    _check_device(run.train.device)
+    files = [Path(name) for name in run.data.files] or [default_text()]
+    existed = data.exists()
+    try:
+        tokens, tokenizer = prepare(files, data, tokenizer=run.data.tokenizer, vocab_size=run.data.vocab_size)
+        return _Run(run, folder, tokens, tokenizer, show)
+    except BaseException:
+        if not existed:
+            shutil.rmtree(data, ignore_errors=True)
+        raise
+
+
+def _resumed(run: RunConfig | None, folder: Path, checkpoint: Path, show: Show) -> _Run:
+    """The folder's run, as it was at the checkpoint. Nothing is written."""
+    own, state = own_run(folder, checkpoint), read_state(checkpoint)
+    run = own if run is None else resumed(own, run.plain())
+    if run.train.steps < state["engine"]["steps"]:
+        raise ValueError(f"steps: got {run.train.steps}; accepted: at least {state['engine']['steps']}, which are done")
+    _check_device(run.train.device)
+    session = _Run(run, folder, *own_data(folder, state), show)
+    session.restore(checkpoint)
+    return session
 
 
 class _Run:
-    def __init__(self, run: RunConfig, folder: Path, log: RunLog, show: Show) -> None:
-        self.run, self.folder, self.log, self.show = run, folder, log, show
-        files = [Path(name) for name in run.data.files] or [default_text()]
-        tokens, self.tokenizer = prepare(
-            files, folder / "data", tokenizer=run.data.tokenizer, vocab_size=run.data.vocab_size
-        )
+    def __init__(self, run: RunConfig, folder: Path, tokens: TokenFile, tokenizer: Tokenizer, show: Show) -> None:
+        self.run, self.folder, self.tokenizer, self.show = run, folder, tokenizer, show
+        self.tokenizer_sha256 = tokens.tokenizer_sha256
         self.training, self.validation = split(tokens.tokens, run.data.validation_fraction)
         self.entropy = unigram_entropy(tokens.tokens)
         t = run.train
@@ -93,30 +128,93 @@ class _Run:
         self.resident_before = before
         self.validation_loss: float | None = None
         self.train_loss = math.nan
+        self.resumed_from: Path | None = None
+        self.saved: tuple[int, Path] | None = None  # the step of the newest checkpoint, and where it is
+        self.finite = self._position()
 
-    def go(self, resume: Path | None) -> RunResult:
+    def restore(self, path: Path) -> None:
+        state = read_state(path)
+        self.batches.restore(state["data"])
+        load_into(path, self.engine.tensors())
+        self.engine.restore(state["engine"])
+        self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
+        self.validation_loss = state["validation_loss"]
+        self.resumed_from, self.saved = path, (self.engine.steps, path)
+        self.finite = self._position()
+
+    def go(self) -> RunResult:
+        write_run(self.folder, self.run)
+        tensorboard = self.folder / "tensorboard" if tensorboard_installed() else None
+        with (
+            RunLog(self.folder / "log.jsonl", tensorboard=tensorboard) as self.log,
+            stop_on_signals() as self.stopped,
+        ):
+            try:
+                return self._go()
+            except NonFiniteError as error:
+                self._rewind()
+                raise self._ended(str(error)) from error
+            except OSError as error:
+                raise self._ended(f"{error.filename}: {error.strerror}") from error
+
+    def _go(self) -> RunResult:
         t, engine = self.run.train, self.engine
-        if resume is not None:
-            self._restore(resume)
-        self.show("start", {
+        if self.resumed_from is not None:
+            self.log.append(engine.steps, "resume", {"checkpoint": self.resumed_from.name})
+        self._tell("start", {
             "parameters": sum(p.numel() for p in engine.params.values()), "tokens": len(self.training),
             "planned_bytes": engine.plan.peak_bytes, "unigram_entropy": self.entropy, "step": engine.steps, "steps": t.steps,
-            "folder": str(self.folder), "resumed_from": None if resume is None else str(resume),
+            "folder": str(self.folder), "resumed_from": None if self.resumed_from is None else str(self.resumed_from),
         })  # fmt: skip
-        with _stop_on_signals() as stopped:
-            while engine.steps < t.steps and not stopped:
-                self._step()
-                if t.eval_interval and engine.steps % t.eval_interval == 0 and engine.steps < t.steps:
-                    self._evaluate()
-                if t.checkpoint_interval and engine.steps % t.checkpoint_interval == 0 and engine.steps < t.steps:
-                    self._save()
-            if not stopped:
+        while engine.steps < t.steps and not self.stopped:
+            self._step()
+            if t.eval_interval and engine.steps % t.eval_interval == 0 and engine.steps < t.steps:
                 self._evaluate()
+            if t.checkpoint_interval and engine.steps % t.checkpoint_interval == 0 and engine.steps < t.steps:
+                self._save()
+        stopped_by = self.stopped[0] if self.stopped else None
+        if stopped_by is None:
+            self._evaluate()
+        else:
+            self._tell("stop", {"step": engine.steps, "signal": stopped_by})
+        self._save()
+        return self._finish(stopped_by)
+
+    def _tell(self, event: str, numbers: dict[str, Any]) -> None:
+        """`show`; where nobody can see it any more, the run stops, and is silent from then on."""
+        try:
+            self.show(event, numbers)
+        except OSError as error:
+            self.show = lambda event, numbers: None
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise named(error, Path("output")) from error
+            self.stopped.append("SIGPIPE" if error.errno == errno.EPIPE else "SIGHUP")
+
+    def _ended(self, reason: str) -> RunEnded:
+        """Save and report what can be, and say what was."""
+        with suppress(OSError):
             self._save()
-            return self._finish(stopped[0] if stopped else None)
+        with suppress(OSError):
+            self._finish(None)
+            reason += f"; the report: {self.folder / 'report.html'}"
+        if self.saved is None:
+            return RunEnded(f"{reason}; nothing could be saved")
+        step, path = self.saved
+        return RunEnded(f"{reason}; saved: {path}, after {step:,} steps; go on with: {resume_command(self.folder)}")
+
+    def _position(self) -> tuple[dict[str, Any], dict[str, Any], float]:
+        return self.engine.state(), self.batches.state(), self.train_loss
+
+    def _rewind(self) -> None:
+        """To before the first of the steps in a row that were not finite: they changed neither weights nor moments."""
+        engine, data, self.train_loss = self.finite
+        self.engine.restore(engine)
+        self.batches.restore(data)
 
     def _step(self) -> None:
         t, engine = self.run.train, self.engine
+        if not engine.skipped_in_a_row:
+            self.finite = self._position()
         rate = learning_rate(
             engine.steps, peak=t.learning_rate, floor=min(t.min_learning_rate, t.learning_rate),
             warmup_steps=t.warmup_steps, total_steps=t.steps,
@@ -132,7 +230,7 @@ class _Run:
         }  # fmt: skip
         self.log.append(engine.steps, "train", numbers)
         if engine.steps % t.log_interval == 0 or engine.steps in (1, t.steps):
-            self.show(
+            self._tell(
                 "train", numbers | {"step": engine.steps, "steps": t.steps, "planned_bytes": engine.plan.peak_bytes}
             )
 
@@ -147,13 +245,16 @@ class _Run:
             count += n
         self.validation_loss = total / count
         self.log.append(engine.steps, "validation", {"loss": self.validation_loss})
-        self.show("validation", {"step": engine.steps, "loss": self.validation_loss, "unigram_entropy": self.entropy})
+        self._tell("validation", {"step": engine.steps, "loss": self.validation_loss, "unigram_entropy": self.entropy})
 
     def _save(self) -> None:
         engine = self.engine
+        if self.saved is not None and self.saved[0] == engine.steps:
+            return
         state = {
             "engine": engine.state(),
             "data": self.batches.state(),
+            "tokenizer_sha256": self.tokenizer_sha256,
             "run": self.run.plain(),
             "train_loss": _number(self.train_loss),
             "validation_loss": _number(self.validation_loss),
@@ -162,20 +263,8 @@ class _Run:
         path = save_checkpoint(
             self.folder / "checkpoints", engine.steps, engine.tensors(), state, keep=self.run.train.keep_checkpoints
         )
-        self.show("checkpoint", {"step": engine.steps, "path": str(path)})
-
-    def _restore(self, path: Path) -> None:
-        checkpoint = load_into(path, self.engine.tensors())
-        state = checkpoint.state
-        if state["run"]["model"] != self.run.plain()["model"]:
-            raise ValueError(
-                f"{path}: is of another model; accepted: the [model] it was saved with, {state['run']['model']}"
-            )
-        self.engine.restore(state["engine"])
-        self.batches.restore(state["data"])
-        self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
-        self.validation_loss = state["validation_loss"]
-        self.log.append(self.engine.steps, "resume", {"checkpoint": path.name})
+        self.saved = engine.steps, path
+        self._tell("checkpoint", {"step": engine.steps, "path": str(path)})
 
     def _finish(self, stopped_by: str | None) -> RunResult:
         engine, t = self.engine, self.run.train
@@ -197,7 +286,7 @@ class _Run:
             unigram_entropy=self.entropy, memory_page=memory.html(),
         )  # fmt: skip
         report = self.folder / "report.html"
-        report.write_text(page, encoding="utf-8")
+        write_whole(report, [page.encode("utf-8")])
         return RunResult(
             self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
             self._measured(), sample, report, stopped_by,
@@ -208,7 +297,7 @@ class _Run:
         n = min(self.run.train.sample_tokens, self.run.model.block_size - room)
         source = self.validation if len(self.validation) >= room else self.training
         prompt = [int(token) for token in source[: min(room, 32)]]
-        if not n or not prompt:
+        if not n or not prompt or self.engine.skipped_in_a_row or not math.isfinite(self.train_loss):
             return ""
         tokens = generate(
             self.run.model, self.engine.params, prompt, n, temperature=0.8, top_k=50, seed=self.run.train.seed
@@ -229,26 +318,14 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
     return text
 
 
-@contextmanager
-def _stop_on_signals() -> Iterator[list[str]]:
-    """Inside, SIGTERM and SIGINT put their name into the list instead of ending the process; a second SIGINT does."""
-    stopped: list[str] = []
-
-    def note(number: int, frame: FrameType | None) -> None:
-        if stopped and number == signal.SIGINT:
-            raise KeyboardInterrupt
-        stopped.append(signal.Signals(number).name)
-
+def _check_device(device: str) -> None:
     try:
-        before = {number: signal.signal(number, note) for number in (signal.SIGTERM, signal.SIGINT)}
-    except ValueError:  # signals can be caught in the main thread only: elsewhere the caller stops the run
-        yield stopped
-        return
-    try:
-        yield stopped
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        torch.empty(0, device=device)
+    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
+        reason = str(error).splitlines()[0].rstrip(".")
+        raise ValueError(
+            f"device: got {device!r} ({reason}); accepted: cpu, or a device that torch has here"
+        ) from error
 
 
 def _warm_up(device: str) -> None:

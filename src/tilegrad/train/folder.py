@@ -1,0 +1,144 @@
+"""A run's folder: what it holds, who may train in it, and what a resumed run takes from it.
+
+run.json              the configuration that ran last
+data/                 tokens.bin and tokenizer.json: a resumed run needs no other text
+log.jsonl             what happened, a line each
+checkpoints/          the last few, each whole
+report.html           curves, memory, a sample; needs nothing from outside
+run.lock              while a process trains there: its id, and the kernel's lock on it
+"""
+
+from __future__ import annotations
+
+import fcntl
+import json
+import os
+import shlex
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, newest_name, read_state
+from .config import RunConfig, resumed, run_from
+from .data import TokenFile, Tokenizer, load_prepared, load_tokenizer, sha256_of, split, tokens_sha256
+from .atomic import write_whole
+
+
+def locate(path: Path) -> tuple[Path, Path | None]:
+    """(folder, checkpoint) of what was given to resume: a run's folder, or one of the checkpoints in it."""
+    return (path.parent.parent, path) if is_checkpoint(path) else (path, None)
+
+
+def checkpoint_of(folder: Path, given: Path | None) -> Path:
+    """The checkpoint to go on from: the one that is given, or the newest, every byte of it checked."""
+    if given is not None and given.resolve().parent != (folder / "checkpoints").resolve():
+        raise ValueError(f"resume: got {given}; accepted: a checkpoint of {folder}")
+    return given or latest_checkpoint(folder / "checkpoints") or _newest(folder)
+
+
+def _newest(folder: Path) -> Path:
+    newest = newest_name(folder / "checkpoints")
+    if newest is None:
+        raise ValueError(f"{folder}: got no checkpoint to resume from; accepted: a folder of a run that saved one")
+    return newest
+
+
+def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
+    """The configuration of the run in `folder`. Of run.json counts what may change between two parts of a run; the rest
+    must be what the checkpoint says, by default the newest."""
+    source = checkpoint or _newest(folder)
+    try:
+        saved = run_from(read_state(source)["run"], f"{source}/manifest.json")
+    except DamagedCheckpoint:
+        if checkpoint is None:
+            latest_checkpoint(folder / "checkpoints")  # raises with the good one before it
+        raise
+    file = folder / "run.json"
+    if not file.exists():
+        return saved
+    try:
+        content = json.loads(file.read_bytes())
+        return resumed(saved, run_from(content, "configuration").plain())
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}; without this file, the checkpoint's own configuration counts") from error
+
+
+def resume_command(folder: Path) -> str:
+    """What goes on with the run, as a shell reads it."""
+    return f"tilegrad train --resume {shlex.quote(str(folder))}"
+
+
+def write_run(folder: Path, run: RunConfig) -> None:
+    write_whole(folder / "run.json", [json.dumps(run.plain(), indent=1).encode("utf-8") + b"\n"])
+
+
+def own_data(folder: Path, state: Mapping[str, Any]) -> tuple[TokenFile, Tokenizer]:
+    """The run's own tokens and tokenizer, refused where a checkpoint with this state was trained with others."""
+    tokens, tokenizer = load_prepared(folder / "data")
+    _check_tokenizer(folder, state, tokens.tokenizer_sha256)
+    return tokens, tokenizer
+
+
+def own_tokenizer(folder: Path, state: Mapping[str, Any]) -> Tokenizer:
+    """The run's own tokenizer, refused where a checkpoint with this state was trained with another. A checkpoint that does
+    not say with which is compared by its tokens."""
+    file = folder / "data" / "tokenizer.json"
+    if not file.is_file():
+        raise FileNotFoundError(f"{file}: no such tokenizer; the run's own is needed")
+    if "tokenizer_sha256" not in state:
+        tokens, tokenizer = load_prepared(folder / "data")
+        training, _ = split(tokens.tokens, state["run"]["data"]["validation_fraction"])
+        if tokens_sha256(training) != state["data"]["tokens_sha256"]:
+            raise ValueError(f"{tokens.path}: got other tokens than those of the checkpoint; accepted: the run's own")
+        return tokenizer
+    _check_tokenizer(folder, state, sha256_of(file))
+    return load_tokenizer(file)
+
+
+def _check_tokenizer(folder: Path, state: Mapping[str, Any], found: str) -> None:
+    saved = state.get("tokenizer_sha256", found)
+    if saved != found:
+        raise ValueError(
+            f"{folder / 'data' / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: that of the weights, "
+            f"{saved[:12]}…"
+        )
+
+
+@contextmanager
+def claimed(folder: Path) -> Iterator[None]:
+    """Inside, no other process trains in `folder`, which is made where it is missing, and goes again if it is left empty.
+    The kernel gives the lock back when the process ends, however it ends."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    try:
+        descriptor = _locked(folder / "run.lock")
+        try:
+            yield
+        finally:
+            (folder / "run.lock").unlink(missing_ok=True)
+            os.close(descriptor)
+    finally:
+        for path in missing:
+            if any(path.iterdir()):
+                break
+            path.rmdir()
+
+
+def _locked(path: Path) -> int:
+    """A descriptor of the file `path`, which holds this process's id, locked until it is closed."""
+    while True:
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            who = os.read(descriptor, 32).decode("ascii", errors="replace").strip() or "unknown"
+            os.close(descriptor)
+            raise ValueError(
+                f"{path.parent}: got a second training while process {who} trains there; accepted: one at a time"
+            ) from None
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+            os.truncate(descriptor, 0)
+            os.write(descriptor, f"{os.getpid()}\n".encode("ascii"))
+            return descriptor
+        os.close(descriptor)  # of a run that ended, and took the name away, between our two calls
