@@ -156,6 +156,79 @@ def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "got 'step' in [train]; accepted:" in capsys.readouterr().err
 
 
+SMALL = (
+    "[model]\npreset = 'tiny'\nn_layer = 1\nn_embd = 16\n"
+    "[train]\nsteps = 3\nwarmup_steps = 1\nbatch_size = 2\nseq_len = 8\nsample_tokens = 5\neval_batches = 1\n"
+)
+
+
+@pytest.fixture
+def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text(SMALL)
+    assert main(["train", "--config", "run.toml", "--out", "my run"]) == 0
+    return Path("my run")
+
+
+def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("run.toml").unlink()
+    assert main(["train", "--resume", str(trained), "--steps", "5"]) == 0
+    assert "step      5 of 5" in capsys.readouterr().out
+    assert main(["train", "--out", str(trained), "--resume", "--steps", "6", "--learning-rate", "1e-4"]) == 0
+    assert "step      6 of 6" in capsys.readouterr().out
+    ran = json.loads((trained / "run.json").read_text())
+    assert (ran["model"]["n_layer"], ran["train"]["steps"], ran["train"]["learning_rate"]) == (1, 6, 1e-4)
+    oldest = min((trained / "checkpoints").iterdir())
+    assert main(["train", "--resume", str(oldest)]) == 0
+    assert f"resumed from {oldest} at step 3" in capsys.readouterr().out
+    newest = max((trained / "checkpoints").iterdir())
+    assert main(["train", "--resume", str(newest), "--out", str(trained)]) == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "message"),
+    [
+        (["--batch-size", "4"], "batch_size: got 4; accepted: the run's own, 2, when resuming"),
+        (["--seq-len", "4"], "seq_len: got 4; accepted: the run's own, 8, when resuming"),
+        (["--seed", "4"], "seed: got 4; accepted: the run's own, 0, when resuming"),
+        (["--dtype", "bf16"], "dtype: got 'bfloat16'; accepted: the run's own, 'float32', when resuming"),
+        (["--data", "a.txt"], "files: got ['a.txt']; accepted: the run's own, [], when resuming"),
+        (["--preset", "gpt2"], "preset: got 'gpt2'; accepted: none when resuming, for the run has its own model"),
+        (["--config", "other.toml"], "n_embd: got 32; accepted: the run's own, 16, when resuming"),
+        (["--config", "heads.toml"], "n_head: got 2; accepted: the run's own, 4, when resuming"),
+        (["--out", "other"], "out: got other; accepted: the run's own, my run, when resuming"),
+        (["--steps", "2"], "steps: got 2; accepted: at least 3, which are done"),
+    ],
+)
+def test_what_may_not_change_is_refused_by_name(
+    trained: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    Path("other.toml").write_text(SMALL.replace("n_embd = 16", "n_embd = 32"))
+    Path("heads.toml").write_text("[model]\nn_head = 2\n")
+    before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
+    assert main(["train", "--resume", str(trained), *flags]) == 2
+    assert capsys.readouterr().err == f"tilegrad: {message}\n"
+    assert {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()} == before
+    assert not Path("other").exists()
+
+
+def test_a_resume_without_a_run_makes_no_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for flags in (["--resume"], ["--resume", "none"], ["--resume", "none/checkpoints/000001-step-5"]):
+        assert main(["train", *flags]) == 2
+    assert main(["train", "--data", "none.txt"]) == 2 and main(["train", "--device", "cuda:99"]) == 2
+    assert list(tmp_path.iterdir()) == [] and "Traceback" not in capsys.readouterr().err
+
+
+def test_generate_refuses_a_tokenizer_of_another_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["generate", str(trained), "--max-tokens", "2"]) == 0
+    (trained / "data" / "tokenizer.json").write_text('{"model": {"type":   "bytes"}}')
+    assert main(["generate", str(trained), "--max-tokens", "2"]) == 2
+    assert "tokenizer.json: got a tokenizer of sha256" in capsys.readouterr().err
+
+
 def test_the_demo_trains_and_says_whether_it_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

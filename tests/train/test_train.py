@@ -99,6 +99,164 @@ def test_what_would_lose_or_mix_runs_is_refused(run: RunConfig, tmp_path: Path) 
         train(replace(run, model=replace(MODEL, n_embd=32)), tmp_path / "run", resume=True)
 
 
+def contents(folder: Path) -> dict[str, bytes]:
+    """Every file, byte for byte."""
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+def test_resume_needs_nothing_but_the_folder(run: RunConfig, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    train(replace(run, train=replace(run.train, steps=6)), folder)
+    Path(run.data.files[0]).unlink()
+    assert train(None, folder, resume=True).steps == 6
+    longer = replace(run, train=replace(run.train, steps=8, learning_rate=5e-4, log_interval=3, checkpoint_interval=0))
+    assert train(longer, folder, resume=folder).steps == 8
+    assert json.loads((folder / "run.json").read_text()) == longer.plain()
+    with pytest.raises(ValueError, match="run: got None; accepted: a RunConfig, or None when resuming"):
+        train(None, tmp_path / "new")
+
+
+def test_a_finished_run_is_not_saved_again(run: RunConfig, tmp_path: Path) -> None:
+    train(run, tmp_path / "run")
+    saved = contents(tmp_path / "run" / "checkpoints")
+    train(None, tmp_path / "run", resume=True)
+    assert contents(tmp_path / "run" / "checkpoints") == saved
+
+
+def other_tokenizer(folder: Path) -> None:
+    (folder / "data" / "tokenizer.json").write_text('{"model": {"type": "bytes"} }')
+
+
+def other_data(folder: Path) -> None:
+    """Tokens and tokenizer of another text, that go together but not with the weights."""
+    from tilegrad.train.data import prepare
+
+    text = folder.parent / "other.txt"
+    text.write_text("call me ishmael. some years ago, never mind how long precisely. " * 40)
+    prepare([text], folder / "data")
+
+
+def longer_checkpoint(folder: Path) -> None:
+    from tilegrad.train.checkpoint import save_checkpoint
+
+    found = load_checkpoint(max((folder / "checkpoints").iterdir()))
+    save_checkpoint(folder / "checkpoints", 9, found.tensors | {"more": torch.zeros(1)}, found.state)
+
+
+def edited(folder: Path) -> None:
+    content = json.loads((folder / "run.json").read_text())
+    content["train"]["seed"] = 7
+    (folder / "run.json").write_text(json.dumps(content))
+
+
+def torn(folder: Path) -> None:
+    os.truncate(folder / "run.json", 100)
+
+
+def no_manifest(folder: Path) -> None:
+    (max((folder / "checkpoints").iterdir()) / "manifest.json").unlink()
+
+
+SPOILT: dict[str, tuple[Any, dict[str, Any], str]] = {
+    "batch_size": (None, {"batch_size": 4}, "batch_size: got 4; accepted: the run's own, 3, when resuming"),
+    "seed": (None, {"seed": 1}, "seed: got 1; accepted: the run's own, 0"),
+    "dtype": (None, {"dtype": "bfloat16"}, "dtype: got 'bfloat16'; accepted: the run's own, 'float32'"),
+    "warmup": (None, {"warmup_steps": 1}, "warmup_steps: got 1; accepted: the run's own, 2"),
+    "fewer steps": (None, {"steps": 7}, "steps: got 7; accepted: at least 8, which are done"),
+    "device": (None, {"device": "cuda:99"}, "device: got 'cuda:99' "),
+    "tokenizer": (other_tokenizer, {}, "tokenizer.json: got a tokenizer of sha256 .*; accepted: the one that made tokens.bin"),
+    "data": (other_data, {}, "tokens_sha256: the saved position has"),
+    "no tokens": (lambda f: (f / "data" / "tokens.bin").unlink(), {}, "tokens.bin: missing; the run's own is needed"),
+    "tensors": (longer_checkpoint, {}, r"only in the checkpoint: \['more'\]"),
+    "edited": (edited, {}, "run.json: seed: got 7; accepted: the run's own, 0"),
+    "torn": (torn, {}, "run.json: .*; without this file, the checkpoint's own configuration counts"),
+    "no manifest": (no_manifest, {}, "manifest.json is missing; the one before it is good: .*step-4"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", SPOILT)
+def test_a_refused_resume_writes_nothing(run: RunConfig, tmp_path: Path, name: str) -> None:
+    spoil, changes, message = SPOILT[name]
+    folder = tmp_path / "run"
+    train(run, folder)
+    if spoil:
+        spoil(folder)
+    before = contents(folder)
+    asked = replace(run, train=replace(run.train, **changes)) if changes else None
+    with pytest.raises(ValueError if name != "no tokens" else FileNotFoundError, match=message):
+        train(asked, folder, resume=True)
+    assert contents(folder) == before
+
+
+def without_digest(folder: Path) -> None:
+    """A checkpoint as it was before the tokenizer's digest was saved in it."""
+    from tilegrad.train.checkpoint import save_checkpoint
+
+    found = load_checkpoint(max((folder / "checkpoints").iterdir()))
+    assert found.state.pop("tokenizer_sha256")
+    save_checkpoint(folder / "checkpoints", found.step, found.tensors, found.state)
+
+
+def test_a_tokenizer_that_is_not_the_weights_own_is_refused(run: RunConfig, tmp_path: Path) -> None:
+    from tilegrad.train.checkpoint import read_state
+    from tilegrad.train.data import ByteTokenizer
+    from tilegrad.train.folder import own_data, own_tokenizer
+
+    folder = tmp_path / "run"
+    train(run, folder)
+    state = read_state(max((folder / "checkpoints").iterdir()))
+    assert own_tokenizer(folder, state) == ByteTokenizer() == own_data(folder, state)[1]
+    with pytest.raises(ValueError, match="accepted: that of the weights, 0000"):
+        own_data(folder, state | {"tokenizer_sha256": 64 * "0"})
+    other_tokenizer(folder)
+    with pytest.raises(ValueError, match="accepted: that of the weights"):
+        own_tokenizer(folder, state)
+
+
+def test_a_checkpoint_without_the_digest_still_loads(run: RunConfig, tmp_path: Path) -> None:
+    from tilegrad.train.checkpoint import read_state
+    from tilegrad.train.data import ByteTokenizer
+    from tilegrad.train.folder import own_tokenizer
+
+    folder = tmp_path / "run"
+    train(replace(run, train=replace(run.train, steps=6)), folder)
+    without_digest(folder)
+    state = read_state(max((folder / "checkpoints").iterdir()))
+    assert own_tokenizer(folder, state) == ByteTokenizer()
+    assert train(run, folder, resume=True).steps == 8
+    other_data(folder)
+    with pytest.raises(ValueError, match="got other tokens than those of the checkpoint"):
+        own_tokenizer(folder, state)
+
+
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception]]] = {
+    "no file": ({}, {"files": ("none.txt",)}, FileNotFoundError),
+    "a device": ({"device": "cuda:99"}, {}, ValueError),
+    "a budget": ({"memory_budget": 1000}, {}, ValueError),
+    "little text": ({"batch_size": 2, "seq_len": 16}, {"files": ("short.txt",)}, ValueError),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_refused_run_leaves_no_folder(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("short.txt").write_text("short")
+    settings, data, error = REFUSED[name]
+    bad = replace(run, train=replace(run.train, **settings), data=replace(run.data, **data))
+    there = sorted(tmp_path.rglob("*"))
+    with pytest.raises(error):
+        train(bad, Path("runs/deep/run"))
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        train(run, Path("runs/deep/run"), resume=True)
+    assert sorted(tmp_path.rglob("*")) == there
+    Path("mine").mkdir()
+    with pytest.raises(error):
+        train(bad, Path("mine"))
+    assert list(Path("mine").iterdir()) == []
+
+
 def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None:
     config = tmp_path / "run.toml"
     config.write_text(
