@@ -170,8 +170,10 @@ def _demo(args: argparse.Namespace) -> int:
         "Training the tiny preset on Moby-Dick, byte by byte: every gradient by hand, every byte of memory planned.\n"
     )
     result, code = _follow(run, folder)
-    if result is None or result.stopped_by:
-        print("The demo was stopped before its end: whether it learned is open.")
+    if result is None:
+        return code
+    if result.stopped_by:
+        print(f"It was stopped after {result.steps} of {run.train.steps} steps.")
         return code
     learned = result.validation_loss is not None and result.validation_loss < result.unigram_entropy - 0.3
     verdict = "learned: the loss is well below the unigram entropy" if learned else "did NOT learn as it should"

@@ -19,10 +19,10 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from .atomic import write_whole
 from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, newest_name, read_state
 from .config import RunConfig, resumed, run_from
 from .data import TokenFile, Tokenizer, load_prepared, load_tokenizer, sha256_of, split, tokens_sha256
-from .atomic import write_whole
 
 
 def locate(path: Path) -> tuple[Path, Path | None]:

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
-from tilegrad.train.atomic import named
+from .atomic import named
 
 Record = dict[str, Any]
 

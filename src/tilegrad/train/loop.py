@@ -23,11 +23,11 @@ import torch
 
 from ..memory.planned.report import human
 from ..model.generate import generate
+from .atomic import named, write_whole
 from .budget import step_report
 from .checkpoint import load_into, read_state, save_checkpoint
 from .config import DTYPES, RunConfig, resumed
 from .data import Batches, TokenFile, Tokenizer, batches_in_order, default_text, prepare, split, unigram_entropy
-from .atomic import named, write_whole
 from .engine import Engine, NonFiniteError
 from .folder import checkpoint_of, claimed, locate, own_data, own_run, resume_command, write_run
 from .log import RunLog, read_log, tensorboard_installed
@@ -153,7 +153,7 @@ class _Run:
                 return self._go()
             except NonFiniteError as error:
                 self._rewind()
-                raise self._ended(str(error)) from error
+                raise self._ended(f"{error}; the checkpoint is from before them") from error
             except OSError as error:
                 raise self._ended(f"{error.filename}: {error.strerror}") from error
 
@@ -195,7 +195,7 @@ class _Run:
         with suppress(OSError):
             self._save()
         with suppress(OSError):
-            self._finish(None)
+            self._finish(None, sample="")
             reason += f"; the report: {self.folder / 'report.html'}"
         if self.saved is None:
             return RunEnded(f"{reason}; nothing could be saved")
@@ -266,9 +266,9 @@ class _Run:
         self.saved = engine.steps, path
         self._tell("checkpoint", {"step": engine.steps, "path": str(path)})
 
-    def _finish(self, stopped_by: str | None) -> RunResult:
+    def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, t = self.engine, self.run.train
-        sample = self._sample()
+        sample = self._sample() if sample is None else sample
         memory = step_report(
             engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step"
         )
@@ -297,11 +297,13 @@ class _Run:
         n = min(self.run.train.sample_tokens, self.run.model.block_size - room)
         source = self.validation if len(self.validation) >= room else self.training
         prompt = [int(token) for token in source[: min(room, 32)]]
-        if not n or not prompt or self.engine.skipped_in_a_row or not math.isfinite(self.train_loss):
+        if not n or not prompt or not math.isfinite(self.train_loss):
             return ""
-        tokens = generate(
-            self.run.model, self.engine.params, prompt, n, temperature=0.8, top_k=50, seed=self.run.train.seed
-        )
+        options: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": self.run.train.seed}
+        try:
+            tokens = list(generate(self.run.model, self.engine.params, prompt, n, **options))
+        except RuntimeError:  # torch, of probabilities that are not finite: these weights write nothing
+            return ""
         return decode_known(self.tokenizer, [*prompt, *tokens])
 
     def _measured(self) -> int:

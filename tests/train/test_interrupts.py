@@ -1,0 +1,372 @@
+"""A run that is stopped, by a signal, a closed output, a full disk or a loss that is not finite, keeps what it has learned."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import pty
+import resource
+import shlex
+import signal
+import subprocess
+import sys
+import termios
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import tilegrad
+from tilegrad import ModelConfig, progress
+from tilegrad.cli import main
+from tilegrad.train import checkpoint, config, loop
+from tilegrad.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.train.engine import Engine
+from tilegrad.train.log import read_log
+from tilegrad.train.loop import RunEnded, train
+
+TOML = """
+[model]
+vocab_size = 256
+block_size = 16
+n_layer = 1
+n_head = 2
+n_embd = 16
+[train]
+steps = 100000
+batch_size = 2
+seq_len = 12
+log_interval = 1
+eval_batches = 1
+sample_tokens = 4
+[data]
+files = ["text.txt"]
+"""
+RUN = RunConfig(
+    ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),
+    TrainConfig(
+        steps=12, batch_size=2, seq_len=12, warmup_steps=2, eval_interval=0, eval_batches=1, checkpoint_interval=4,
+        log_interval=1, sample_tokens=4,
+    ),
+    DataConfig(files=("text.txt",)),
+)  # fmt: skip
+Show = Callable[[str, dict[str, Any]], None]
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    Path("run.toml").write_text(TOML)
+    monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
+
+
+def newest(folder: str = "run") -> Checkpoint:
+    path = latest_checkpoint(Path(folder) / "checkpoints")
+    assert path is not None
+    return load_checkpoint(path)
+
+
+def at_step(step: int, act: Callable[[], object]) -> Show:
+    def show(event: str, numbers: dict[str, Any]) -> None:
+        if event == "train" and numbers["step"] == step:
+            act()
+
+    return show
+
+
+def watched_by(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def watch() -> Iterator[Show]:
+        yield show
+
+    monkeypatch.setattr(progress, "watch", watch)
+
+
+def send(*numbers: signal.Signals) -> Callable[[], None]:
+    return lambda: [os.kill(os.getpid(), number) for number in numbers] and None
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_saves_and_its_hint_is_the_command_that_works(
+    number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    watched_by(at_step(3, send(number)), monkeypatch)
+    assert main(["train", "--config", "run.toml", "--out", "my run"]) == code
+    error = capsys.readouterr().err
+    assert error == f"tilegrad: stopped by {number.name}; go on with: tilegrad train --resume 'my run'\n"
+    assert newest("my run").step == 3 and Path("my run/report.html").exists()
+    assert signal.getsignal(number) != signal.SIG_IGN and not Path("my run/run.lock").exists()
+    for file in ("run.toml", "text.txt"):
+        Path(file).unlink()
+    watched_by(at_step(5, send(number)), monkeypatch)
+    program, *arguments = shlex.split(error.partition("go on with: ")[2])
+    assert program == "tilegrad" and main(arguments) == code
+    assert newest("my run").step == 5
+    assert main(["generate", "my run", "--prompt", "the", "--max-tokens", "2"]) == 0
+
+
+def test_two_interruptions_cost_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(RUN, Path("whole"))
+    train(RUN, Path("run"), show=at_step(3, send(signal.SIGHUP)))
+    train(None, Path("run"), resume=True, show=at_step(6, send(signal.SIGINT)))
+    assert train(None, Path("run"), resume=True).stopped_by is None
+    a, b = newest("whole").tensors, newest().tensors
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    losses = [[r["loss"] for r in read_log(Path(f) / "log.jsonl") if r["kind"] == "train"] for f in ("whole", "run")]
+    assert losses[0] == losses[1] and len(losses[0]) == 12
+
+
+def test_a_hangup_that_is_ignored_stays_ignored() -> None:
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        result = train(RUN, Path("run"), show=at_step(3, send(signal.SIGHUP)))
+        assert (result.steps, result.stopped_by, signal.getsignal(signal.SIGHUP)) == (12, None, signal.SIG_IGN)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_a_signal_after_the_last_step_ends_a_run_that_is_done() -> None:
+    def show(event: str, numbers: dict[str, Any]) -> None:
+        if event == "validation":
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    assert train(RUN, Path("run"), show=show).stopped_by is None
+    assert train(None, Path("run"), resume=True).steps == 12
+
+
+def interrupted_save(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`times` more Ctrl-C while the tensors are written."""
+    save_file = checkpoint.save_file
+
+    def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
+        send(*[signal.SIGINT] * times)()
+        save_file(tensors, path)
+
+    monkeypatch.setattr(checkpoint, "save_file", save)
+
+
+def test_a_second_ctrl_c_within_the_save_loses_nothing(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    watched_by(at_step(3, send(signal.SIGINT)), monkeypatch)
+    interrupted_save(1, monkeypatch)
+    assert main(["train", "--config", "run.toml", "--out", "run"]) == 130
+    assert "saving; a third Ctrl-C ends at once and loses what was not saved" in capfd.readouterr().err
+    assert newest().step == 3 and Path("run/report.html").exists()
+
+
+def test_a_third_ctrl_c_ends_at_once_and_leaves_the_last_good_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(replace(RUN, train=replace(RUN.train, steps=4)), Path("run"))
+    watched_by(at_step(7, send(signal.SIGINT)), monkeypatch)
+    interrupted_save(2, monkeypatch)
+    assert main(["train", "--resume", "run", "--steps", "90"]) == 130
+    assert newest().step == 4 and not Path("run/run.lock").exists()
+    monkeypatch.undo()
+
+
+def start(**options: Any) -> subprocess.Popen[str]:
+    command = [sys.executable, "-m", "tilegrad", "train", "--config", "run.toml", "--out", "run"]
+    here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    return subprocess.Popen(command, text=True, env=here, **(pipes | options))
+
+
+def test_a_broken_pipe_saves() -> None:
+    process = start()
+    assert process.stdout is not None and process.stderr is not None
+    next(line for line in process.stdout if line.startswith("step      3"))
+    process.stdout.close()
+    assert process.wait(timeout=60) == 141
+    assert process.stderr.read() == "tilegrad: stopped by SIGPIPE; go on with: tilegrad train --resume run\n"
+    process.stderr.close()
+    assert newest().step >= 3 and Path("run/report.html").exists()
+
+
+def test_a_terminal_that_is_gone_saves() -> None:
+    master, slave = pty.openpty()
+    terminal = {"stdin": slave, "stdout": slave, "stderr": slave, "start_new_session": True}
+    process = start(**terminal, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))
+    os.close(slave)
+    seen = b""
+    while b"tok/s" not in seen:
+        seen += os.read(master, 4096)
+    os.close(master)
+    assert process.wait(timeout=60) == 129
+    assert newest().step >= 1 and Path("run/report.html").exists()
+
+
+def test_an_output_on_a_full_disk_saves() -> None:
+    with open("/dev/full", "w") as full:
+        process = start(stdout=full)
+    _, error = process.communicate(timeout=60)
+    assert process.returncode == 1 and error.count("\n") == 1, error
+    assert error.startswith("tilegrad: output: No space left on device; the report: run/report.html; saved: run/check")
+    assert newest().step == 0
+
+
+def limit_file_size(size: int) -> None:
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, resource.getrlimit(resource.RLIMIT_FSIZE)[1]))
+
+
+@pytest.fixture
+def no_limit_afterwards() -> Iterator[None]:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
+
+
+def test_a_disk_that_takes_no_more_leaves_the_last_good_checkpoint(no_limit_afterwards: None) -> None:
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
+    fill = at_step(6, lambda: limit_file_size(Path("run/log.jsonl").stat().st_size + 10))
+    with pytest.raises(RunEnded) as ended:
+        train(RUN, Path("run"), show=fill)
+    limit_file_size(before)
+    assert str(ended.value) == (
+        "run/log.jsonl: File too large; saved: run/checkpoints/000001-step-4, after 4 steps; "
+        "go on with: tilegrad train --resume run"
+    )
+    assert newest().step == 4 and sorted(p.name for p in Path("run/checkpoints").iterdir()) == ["000001-step-4"]
+    assert not list(Path("run").glob(".*"))
+    assert train(None, Path("run"), resume=True).steps == 12
+
+
+def full(*arguments: object, **options: object) -> None:
+    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+
+def test_a_log_that_cannot_be_written_saves_the_steps_that_were_made(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilegrad.train.log import RunLog
+
+    append = RunLog.append
+
+    def fails_at_6(self: RunLog, step: int, kind: str, values: Any) -> None:
+        if step == 6:
+            with monkeypatch.context() as patch:
+                patch.setattr(self, "_file", type("Full", (), {"write": full, "closed": True}))
+                append(self, step, kind, values)
+        append(self, step, kind, values)
+
+    monkeypatch.setattr(RunLog, "append", fails_at_6)
+    watched_by(lambda event, numbers: None, monkeypatch)
+    assert main(["train", "--config", "run.toml", "--out", "run"]) == 1
+    error = capsys.readouterr().err
+    assert error == (
+        "tilegrad: run/log.jsonl: No space left on device; the report: run/report.html; "
+        "saved: run/checkpoints/000001-step-6, after 6 steps; go on with: tilegrad train --resume run\n"
+    )
+    assert newest().step == 6
+
+
+def test_a_save_that_fails_is_named_as_the_system_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    train(replace(RUN, train=replace(RUN.train, steps=4, keep_checkpoints=1)), Path("run"))
+
+    def no_space(tensors: object, path: Path) -> None:
+        path.write_bytes(b"half")
+        raise checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    longer = replace(RUN, train=replace(RUN.train, keep_checkpoints=1))
+    with pytest.raises(RunEnded, match=r"000002-step-8: No space left on device; .*step-4, after 4 steps") as ended:
+        train(longer, Path("run"), resume=True)
+    assert isinstance(ended.value.__cause__, OSError) and ended.value.__cause__.errno == errno.ENOSPC
+    assert [p.name for p in Path("run/checkpoints").iterdir()] == ["000001-step-4"] and newest().step == 4
+
+
+def test_a_report_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(loop, "write_whole", lambda path, pieces: full())
+    with pytest.raises(RunEnded, match=r"No space left on device; saved: run/checkpoints/.*-step-12, after 12 steps"):
+        train(RUN, Path("run"))
+    assert newest().step == 12
+
+
+def poisoned_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    gradients = Engine.gradients
+
+    def poisoned(self: Engine, *arguments: Any) -> float:
+        loss = gradients(self, *arguments)
+        if self.steps >= step:
+            self.loss = loss = float("nan")
+        return loss
+
+    monkeypatch.setattr(Engine, "gradients", poisoned)
+
+
+def test_a_loss_that_is_not_finite_leaves_a_checkpoint_from_before_it_and_a_report(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    run = replace(RUN, train=replace(RUN.train, steps=30, checkpoint_interval=7))
+    train(run, Path("whole"))
+    with monkeypatch.context() as patch:
+        poisoned_after(5, patch)
+        with pytest.raises(RunEnded, match=r"not finite in 10 steps in a row .*; the checkpoint is from before them; "):
+            train(run, Path("run"))
+        watched_by(lambda event, numbers: None, patch)
+        assert main(["train", "--resume", "run"]) == 1
+    error = capsys.readouterr().err
+    assert error.count("\n") == 1 and "step-5, after 5 steps; go on with: tilegrad train --resume run" in error
+    found = newest()
+    assert found.step == 5 and found.state["engine"]["skipped"] == 0 and Path("run/report.html").exists()
+    assert train(None, Path("run"), resume=True).steps == 30
+    a, b = newest("whole").tensors, newest().tensors
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_learning_rate_that_breaks_the_model_is_reported_without_a_sample() -> None:
+    run = replace(RUN, train=replace(RUN.train, steps=20, learning_rate=1e30, warmup_steps=0))
+    with pytest.raises(RunEnded, match="not finite"):
+        train(run, Path("run"))
+    assert newest().step == 1 and Path("run/report.html").exists()
+    stopped = train(run, Path("stopped"), show=at_step(1, send(signal.SIGINT)))
+    assert (stopped.steps, stopped.sample, stopped.stopped_by) == (1, "", "SIGINT")
+
+
+def test_a_second_training_in_one_folder_is_refused() -> None:
+    refusals: list[str] = []
+
+    def second() -> None:
+        for resume in (False, True):
+            with pytest.raises(ValueError, match="accepted: one at a time") as error:
+                train(RUN, Path("run"), resume=resume)
+            refusals.append(str(error.value))
+
+    assert train(RUN, Path("run"), show=at_step(6, second)).steps == 12
+    assert (
+        refusals
+        == [f"run: got a second training while process {os.getpid()} trains there; accepted: one at a time"] * 2
+    )
+    assert not Path("run/run.lock").exists()
+
+
+HOLDER = "import fcntl, os, sys, time; f = open('run/run.lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(os.getpid(), file=f, flush=True); print(flush=True); time.sleep(60)"  # noqa: E501  # fmt: skip
+
+
+def test_the_lock_of_a_killed_process_is_nobodys() -> None:
+    Path("run").mkdir()
+    process = subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE)
+    assert process.stdout is not None and process.stdout.readline()
+    with pytest.raises(ValueError, match=f"while process {process.pid} trains there"):
+        train(RUN, Path("run"))
+    assert [p.name for p in Path("run").iterdir()] == ["run.lock"]
+    process.kill()
+    process.communicate()
+    assert train(RUN, Path("run")).steps == 12 and not Path("run/run.lock").exists()
+
+
+def test_an_interrupted_demo_says_that_it_was_stopped(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(config, "preset_run", lambda name: replace(RUN, data=DataConfig()))
+    watched_by(at_step(2, send(signal.SIGINT)), monkeypatch)
+    assert main(["demo"]) == 130
+    out, error = capsys.readouterr()
+    assert "It was stopped after 2 of 12 steps." in out and "learn" not in out.replace("to learn from", "")
+    assert error == "tilegrad: stopped by SIGINT; go on with: tilegrad train --resume runs/demo\n"
