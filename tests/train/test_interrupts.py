@@ -346,7 +346,14 @@ def test_a_second_training_in_one_folder_is_refused() -> None:
     assert not Path("run/run.lock").exists()
 
 
-HOLDER = "import fcntl, os, sys, time; f = open('run/run.lock', 'w'); fcntl.flock(f, fcntl.LOCK_EX); print(os.getpid(), file=f, flush=True); print(flush=True); time.sleep(60)"  # noqa: E501  # fmt: skip
+HOLDER = """
+import fcntl, os, time
+file = open("run/run.lock", "w")
+fcntl.flock(file, fcntl.LOCK_EX)
+print(os.getpid(), file=file, flush=True)
+print("locked", flush=True)
+time.sleep(60)
+"""
 
 
 def test_the_lock_of_a_killed_process_is_nobodys() -> None:

@@ -155,7 +155,7 @@ class _Run:
                 self._rewind()
                 raise self._ended(f"{error}; the checkpoint is from before them") from error
             except OSError as error:
-                raise self._ended(f"{error.filename}: {error.strerror}") from error
+                raise self._ended(f"{error.filename or self.folder}: {error.strerror}") from error
 
     def _go(self) -> RunResult:
         t, engine = self.run.train, self.engine
