@@ -16,10 +16,11 @@ import torch
 from torch import Tensor
 
 from .kernels.attention import table
-from .kernels.attention.api import bwd_plan, fwd_plan
+from .kernels.attention.api import select_bwd, select_fwd
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
 from .kernels.attention.mask import Mask, Window
 from .kernels.attention.problem import Problem, lse_dtype, output_shapes, rows_aligned
+from .kernels.scratch import new_scratch
 from .kernels.table import Explanation
 
 
@@ -36,16 +37,16 @@ def attention(
 
     scale         times q·k; None = 1/√D
     softcap       c > 0: s = c·tanh(s/c)
-    bias          added; broadcastable to (B, Hq, Tq, Tk), float32 or q's dtype; bool: True = sees, without gradient
+    bias          added; broadcastable to (B, Hq, Tq, Tk), float32 or q's dtype; bool: True = attends, without gradient
     alibi_slopes  − slope[h]·|i + Tk − Tq − j|; (Hq,) or (B, Hq), no gradient
-    causal        query i sees keys j ≤ i + Tk − Tq
+    causal        query i attends to keys j ≤ i + Tk − Tq
     window        (left, right): i + Tk − Tq − left ≤ j ≤ i + Tk − Tq + right; None = open on that side
     sinks         (Hq,): one logit per head that joins the softmax's denominator and has no value
     dropout_p     drops weights after the softmax; which ones is a pure function of seed (an int, a 0-d int64 tensor
                   read on the device, or None = drawn from torch's generator), the same in every kernel
 
-    A row that sees no key gives 0. return_lse adds the natural-log logsumexp (B, Hq, Tq) in float32 (float64 for float64),
-    differentiable. deterministic=True promises bit-equal results; None follows torch.use_deterministic_algorithms.
+    A row that attends to no key gives 0. return_lse adds the natural-log logsumexp (B, Hq, Tq) in float32 (float64 for
+    float64), differentiable. deterministic=True promises bit-equal results; None follows torch.use_deterministic_algorithms.
     kernel names a kernel, which runs or raises; `explain` says which would run and why.
 
     >>> import torch, tilegrad
@@ -95,11 +96,14 @@ def explain(
 ) -> Explanation:  # fmt: skip
     """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
 
+    return_lse and deterministic are accepted so that a call can be copied; they change nothing.
+
     >>> import torch, tilegrad
     >>> told = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32, dtype=torch.float64), dropout_p=0.1)
     >>> told.kernel, told.reasons["reference"]
     ('tiled', 'holds whole T×T matrices: the oracle, only by name')
     """
+    del return_lse, deterministic
     mask = Mask(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed if seed is not None else 0,
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -180,10 +184,6 @@ def _new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence
     ]
 
 
-def _new_scratch(shapes: dict[str, tuple[tuple[int, ...], torch.dtype]], device: torch.device) -> dict[str, Tensor]:
-    return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
-
-
 def _readable(do: Tensor) -> Tensor:
     """do with rows that every kernel can read; copied only where they are not."""
     return do if rows_aligned(do) else do.clone(memory_format=torch.contiguous_format)
@@ -192,10 +192,10 @@ def _readable(do: Tensor) -> Tensor:
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *fields, _, kernel = rest
     mask = _mask(*fields)
-    plan = fwd_plan(q, k, v, mask, None, None, kernel)
+    selected = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
     check_lengths(q, k, mask)
     o, lse = _new_outputs(q, v, mask)
-    plan.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=_new_scratch(plan.scratch, q.device))
+    selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=new_scratch(selected.scratch, q.device))
     return o, lse
 
 
@@ -207,10 +207,11 @@ def _bwd(
     grads = _new_gradients(q, k, v, mask, wanted)
     outputs = {name: x if want else None for name, x, want in zip(_GRADIENTS, grads, wanted, strict=True)}
     do = _readable(do)
-    plan = bwd_plan(q, k, v, mask, {"o": o, "lse": lse, "do": do, "dlse": dlse, **outputs}, kernel, deterministic)
+    others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **outputs}
+    selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
     check_lengths(q, k, mask)
-    scratch = _new_scratch(plan.scratch, q.device)
-    plan.module.bwd(q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, deterministic=deterministic)
+    scratch = new_scratch(selected.scratch, q.device)
+    selected.module.bwd(q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, deterministic=deterministic)
     return tuple(grads)
 
 
@@ -220,10 +221,9 @@ def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tens
     return _new_outputs(q, v, mask)
 
 
-def _bwd_fake(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    return tuple(_new_gradients(q, k, v, _mask(*rest[:-3]), rest[-1]))
+def _bwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, _, _, *fields, _, _, wanted = rest  # o, lse, do, dlse; deterministic, kernel
+    return tuple(_new_gradients(q, k, v, _mask(*fields), wanted))
 
 
 def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
@@ -247,7 +247,7 @@ def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tup
     return (dq, dk, dv, dbias, None, dsinks, *none[6:])
 
 
-def _no_second_derivative(ctx: Any, *grads: Tensor | None) -> tuple[None, ...]:
+def _no_second_derivative(*_: Any) -> tuple[None, ...]:
     raise NotImplementedError(
         "tilegrad attention has no second derivative: its backward is not differentiable; "
         "call backward or grad without create_graph=True"

@@ -29,7 +29,7 @@ from torch import Tensor
 
 from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
 from .kernels.attention.checks import MAX_HEAD_DIM
-from .kernels.attention.mask import Mask, distance, sees
+from .kernels.attention.mask import Mask, attends, distance
 from .kernels.attention.problem import lse_dtype
 from .kernels.linear import linear_bwd, linear_fwd, linear_workspace
 from .memory.managed.workspace import Lease, Workspace
@@ -241,15 +241,15 @@ class SharedAttention:
 
     def _scores(self, q: Tensor, k: Tensor) -> Tensor:
         index = torch.arange(self.seq_len, device=self.device)
-        seen = sees(self.mask, distance(index, index, self.seq_len, self.seq_len))
-        return (self.mask.scale_for(q.shape[-1]) * (q @ k.mT)).masked_fill_(~seen, -torch.inf)
+        attended = attends(self.mask, distance(index, index, self.seq_len, self.seq_len))
+        return (self.mask.scale_for(q.shape[-1]) * (q @ k.mT)).masked_fill_(~attended, -torch.inf)
 
     def _needs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
         """Every backward buffer of the layer: the seven by name, and the scratch of its ops."""
         b, t, c, h = self.batch_size, self.seq_len, self.d_model, self.n_head
         x, q = self._rows(self.Q), self._heads(self.Q)
         scratch = {} if self.materialize else attention_workspace(q, q, q, self.mask, backward=True, deterministic=True)
-        tile = scratch.pop("dp", ((0,), self.dtype))
+        tile = scratch.pop("tiled.dp", ((0,), self.dtype))
         matrices = ("grad_weights", "grad_scores") if self.materialize else ("grad_scores",)
         needs: dict[str, tuple[tuple[int, ...], torch.dtype]] = {
             name: ((b, t, c), self.dtype) for name in SHARED if name not in ("grad_weights", "grad_scores")
@@ -261,7 +261,7 @@ class SharedAttention:
     def _scratch(self, lease: Lease, op: str) -> dict[str, Tensor]:
         scratch = {n.removeprefix(f"{op}."): lease[n] for n in self._needs() if n.startswith(f"{op}.")}
         if op == "attention":
-            scratch["dp"] = lease["grad_scores"]
+            scratch["tiled.dp"] = lease["grad_scores"]
         return scratch
 
     def _live(self) -> Lease:

@@ -1,16 +1,20 @@
-"""Bad input: every row of the table of checks raises its own message, and nothing else does."""
+"""Bad input: every requirement of checks.py raises its own message, and nothing else does."""
 
 from __future__ import annotations
 
+import ast
+import inspect
 import math
+import sys
 from typing import Any
 
 import pytest
 import torch
 
 import tilegrad
-from tilegrad.kernels.attention import api as contract
-from tilegrad.kernels.attention import checks, table
+from tilegrad.kernels import cache
+from tilegrad.kernels.attention import api, checks, table
+from tilegrad.kernels.scratch import new_scratch
 from tilegrad.kernels.table import Kernel, Table
 
 Q = torch.zeros(2, 4, 6, 8)
@@ -103,51 +107,72 @@ def test_packed(change: dict[str, Any], error: type[Exception], message: str) ->
         tilegrad.attention_varlen(**(arguments | change))
 
 
-def test_every_row_of_the_table_has_its_case() -> None:
-    """Each row fails for some case above: a row that nothing trips is dead."""
-    tripped: set[int] = set()
-    rows = (*checks.OPTIONS, *checks.TENSORS)
-    packed = {"q": P, "k": P, "v": P, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q": 4, "max_seqlen_k": 4}
-    bare = [({"dropout_p": 0.1}, {}), ({"bias": torch.zeros(1)}, packed), ({"sinks": Q[0, 0, 0].to("meta")}, {})]
-    bare += [({"alibi_slopes": Q[0, 0, 0].to("meta")}, {}), ({"seed": torch.zeros((), device="meta")}, {})]
-    bare += [({"cu_seqlens_q": ENDS.to("meta")}, packed), ({"cu_seqlens_k": ENDS.to("meta")}, packed)]
-    bare += [
-        ({"k": [1]}, {}),
-        ({"v": [1]}, {}),
-        ({"v": K[0]}, {}),
-        ({"k": K.to("meta")}, {}),
-        ({"cu_seqlens_k": 1}, packed),
-    ]
-    bare += [
-        ({"k": torch.zeros(2, 2, 5, 300)}, {}),
-        ({"k": K.mT.contiguous().mT}, {}),
-        ({"v": K.mT.contiguous().mT}, {}),
-    ]
-    bare += [({"alibi_slopes": 1.0}, {}), ({"max_seqlen_k": None}, packed)]
-    for change, base in [*((c, {}) for c, _, _ in DENSE), *((c, packed) for c, _, _ in PACKED), *bare]:
+PACKED_CALL = {"q": P, "k": P, "v": P, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q": 4, "max_seqlen_k": 4}
+META = torch.zeros(8, device="meta")
+MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
+    ({"k": [1]}, {}),
+    ({"v": [1]}, {}),
+    ({"alibi_slopes": 1.0}, {}),
+    ({"dropout_p": 0.1}, {}),
+    ({"v": K[0]}, {}),
+    ({"k": K.to("meta")}, {}),
+    ({"sinks": META}, {}),
+    ({"alibi_slopes": META}, {}),
+    ({"seed": META}, {}),
+    ({"k": torch.zeros(2, 2, 5, 300)}, {}),
+    ({"k": K.mT.contiguous().mT}, {}),
+    ({"v": K.mT.contiguous().mT}, {}),
+    ({"bias": torch.zeros(1)}, PACKED_CALL),
+    ({"cu_seqlens_k": 1}, PACKED_CALL),
+    ({"max_seqlen_k": None}, PACKED_CALL),
+    ({"cu_seqlens_q": ENDS.to("meta")}, PACKED_CALL),
+    ({"cu_seqlens_k": ENDS.to("meta")}, PACKED_CALL),
+]
+
+
+def test_every_requirement_has_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A requirement is a `require(…)` of the source and the argument it is made of; one that nothing fails is dead."""
+    made: set[tuple[int, str]] = set()
+    failed: set[tuple[int, str]] = set()
+    require = checks.require
+
+    def recorded(ok: bool, name: str, *rest: Any, **options: Any) -> None:
+        requirement = sys._getframe(1).f_lineno, name
+        made.add(requirement)
+        if not ok:
+            failed.add(requirement)
+        require(ok, name, *rest, **options)
+
+    monkeypatch.setattr(checks, "require", recorded)
+    for change, base in [*((c, {}) for c, _, _ in DENSE), *((c, PACKED_CALL) for c, _, _ in PACKED), *MORE]:
         values: dict[str, Any] = {"q": Q, "k": K, "v": K} | base | change
         q, k, v = (values.pop(x) for x in ("q", "k", "v"))
-        inputs = checks.Inputs(q, k, v, tilegrad.Mask(**values))
-        for index, row in enumerate(rows):
-            if not row.holds(inputs):
-                tripped.add(index)
-                break
-    assert not [rows[i] for i in set(range(len(rows))) - tripped]
+        mask = tilegrad.Mask(**values)
+        try:
+            checks.check_options(q, k, v, mask)
+            checks.check_tensors(q, k, v, mask)
+        except (TypeError, ValueError):
+            continue
+    calls = (node for node in ast.walk(ast.parse(inspect.getsource(checks))) if isinstance(node, ast.Call))
+    lines = {node.lineno for node in calls if isinstance(node.func, ast.Name) and node.func.id == "require"}
+    assert lines == {line for line, _ in made} and len(lines) > 30
+    assert not made - failed
 
 
-def test_contracts_name_a_wrong_output_or_scratch() -> None:
+def test_a_wrong_output_or_scratch_is_named() -> None:
     q, mask = Q, tilegrad.Mask()
     o, lse = torch.empty(2, 4, 6, 8), torch.empty(2, 4, 6)
     shapes = tilegrad.attention_workspace(q, K, K, mask, backward=False, kernel="tiled")
-    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    scratch = new_scratch(shapes, "cpu")
     with pytest.raises(ValueError, match=r"o: got torch.float32 \(2, 4, 6\)"):
         tilegrad.attention_fwd(q, K, K, mask, o=lse, lse=lse, scratch=scratch)
     with pytest.raises(ValueError, match=r"lse: got torch\.float64"):
         tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse.double(), scratch=scratch)
-    with pytest.raises(ValueError, match="scratch: got no 'q'; accepted: every buffer that attention_workspace"):
+    with pytest.raises(ValueError, match=r"scratch: attention got no 'tiled.q'; accepted: .*attention_workspace"):
         tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse, kernel="tiled")
-    with pytest.raises(ValueError, match=r"scratch\['s'\]: got"):
-        tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse, scratch=scratch | {"s": o}, kernel="tiled")
+    for wrong in (lse[:1, :1], torch.empty_like(scratch["tiled.s"], dtype=torch.float64), Q.mT):
+        with pytest.raises(ValueError, match=r"scratch\['tiled.s'\]: attention got"):
+            tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse, scratch=scratch | {"tiled.s": wrong}, kernel="tiled")
     with pytest.raises(
         ValueError, match="dbias: got a tensor; accepted: None, for this call has no bias with a gradient"
     ):
@@ -170,18 +195,18 @@ def forward(q: torch.Tensor, mask: tilegrad.Mask, kernel: str | None = None) -> 
 
 
 SCRATCH = {
-    name: torch.empty(shape, dtype=dtype)
+    name: buffer
     for kernel in (None, "tiled")
-    for name, (shape, dtype) in tilegrad.attention_workspace(
-        Q, K, K, tilegrad.Mask(), backward=False, kernel=kernel
+    for name, buffer in new_scratch(
+        tilegrad.attention_workspace(Q, K, K, tilegrad.Mask(), backward=False, kernel=kernel), "cpu"
     ).items()
 }
 
 
-def test_a_form_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
-    monkeypatch.setattr(contract, "check_tensors", lambda *call: checked.append(call))
-    monkeypatch.setattr(contract, "_plans", {})
+    monkeypatch.setattr(api, "check_tensors", lambda *call: checked.append(call))
+    monkeypatch.setattr(api, "_selected", {})
     for _ in range(3):
         forward(torch.zeros(2, 4, 6, 8), tilegrad.Mask(causal=True))
     assert len(checked) == 1
@@ -191,7 +216,7 @@ def test_a_form_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(checked) == 4
 
 
-def test_a_remembered_form_lets_nothing_wrong_through() -> None:
+def test_a_remembered_signature_lets_nothing_wrong_through() -> None:
     for _ in range(2):
         forward(Q, tilegrad.Mask(causal=True, scale=1.0, window=(1, 0)))
     bad = [{"causal": 1}, {"scale": True}, {"window": (True, 0)}, {"seed": 1.5}, {"softcap": "0"}, {"window": [1, [0]]}]
@@ -202,7 +227,7 @@ def test_a_remembered_form_lets_nothing_wrong_through() -> None:
         forward(torch.zeros(2, 4, 8, 6).mT, tilegrad.Mask(causal=True, scale=1.0, window=(1, 0)))
 
 
-def test_another_table_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_table_selects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     forward(Q, tilegrad.Mask())
     nothing = Kernel("nothing", "attention.tiled", lambda problem: "takes nothing")
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (nothing,)))
@@ -210,9 +235,9 @@ def test_another_table_is_another_plan(monkeypatch: pytest.MonkeyPatch) -> None:
         forward(Q, tilegrad.Mask())
 
 
-def test_plans_do_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(contract, "_plans", {})
-    monkeypatch.setattr(contract, "MOST_PLANS", 2)
+def test_what_is_remembered_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(api, "_selected", {})
+    monkeypatch.setattr(cache, "MOST_ENTRIES", 2)
     for scale in (0.1, 0.2, 0.3):
         forward(Q, tilegrad.Mask(scale=scale))
-    assert len(contract._plans) == 1
+    assert len(api._selected) == 1

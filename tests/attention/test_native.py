@@ -397,7 +397,7 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
 ) -> None:
     monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
-    monkeypatch.setattr(contract, "_plans", {})
+    monkeypatch.setattr(contract, "_selected", {})
     native_library.library.cache_clear()
     try:
         call = build(Case())

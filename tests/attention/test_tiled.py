@@ -12,8 +12,7 @@ from support.cases import Case, build, cases, oracle, run, whole_matrices
 from support.tolerance import assert_no_worse
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilegrad.kernels.attention import api as contract
-from tilegrad.kernels.attention import tiled
+from tilegrad.kernels.attention import api, tiled
 from tilegrad.kernels.attention.mask import Mask
 
 
@@ -21,7 +20,7 @@ def check(case: Case, tile: int, slab: int, seed: int = 0) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiled, "TILE", tile)
         patch.setattr(tiled, "SLAB", slab)
-        patch.setattr(contract, "_plans", {})  # remembered for other tiles
+        patch.setattr(api, "_selected", {})  # remembered for other tiles
         call = build(case, seed)
         assert_no_worse(run(call, "tiled"), oracle(call), whole_matrices(call), case.dtype)
 

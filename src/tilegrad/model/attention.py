@@ -9,31 +9,29 @@ Saved: x (the norm's output), q k v after rope, o, lse.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from ..kernels.attention.mask import Mask
-from ..kernels.attention.problem import FEW_ROWS
 from ..kernels.attention.qkv import (
+    q_k_v_attention_bwd,
+    q_k_v_attention_fwd,
     qkv_attention_bwd,
     qkv_attention_fwd,
+    qkv_attention_workspace,
     qkv_rope_bwd,
     qkv_rope_fwd,
     qkv_rope_workspace,
-    rows_attention_bwd,
-    rows_attention_fwd,
-    rows_workspace,
 )
 from ..kernels.residual import add_fwd
-from ..kernels.scratch import Shapes
 from ..memory.types import BufferType
 from .config import ModelConfig
 from .layer import Declare, Scratch
 from .linear import LinearLayer
 
-_SCORES = {"s": BufferType.SCORES, "dp": BufferType.SCORES, "tanh": BufferType.SCORES, "hidden": BufferType.MASK}
+_SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
 
 
 def mask_of(config: ModelConfig, seed: Any = None) -> Mask:
@@ -60,10 +58,10 @@ class Rope:
         return cls(cos, sin, rotated, c.head_dim, at.scratch(f"rope{rotated}", shapes))
 
     def forward(self, x: Any) -> None:
-        qkv_rope_fwd(x, self.cos, self.sin, self.rotated, self.head_dim, qkv=x, scratch=self.scratch)
+        qkv_rope_fwd(self.cos, self.sin, self.rotated, self.head_dim, qkv=x, scratch=self.scratch)
 
     def backward(self, dx: Any) -> None:
-        qkv_rope_bwd(dx, self.cos, self.sin, self.rotated, self.head_dim, dqkv=dx, scratch=self.scratch)
+        qkv_rope_bwd(self.cos, self.sin, self.rotated, self.head_dim, dqkv=dx, scratch=self.scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,11 +95,7 @@ class AttentionLayer:
 
         def scratch(backward: bool) -> Scratch:
             form = (c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device)
-            dropless = mask if backward else replace(mask, dropout_p=0.0)
-            shapes: Shapes = {}  # of every kernel that may run: for few rows, and for evaluation, which drops nothing
-            for rows in (min(t, FEW_ROWS), t):
-                for kind in (dropless, mask):
-                    shapes |= rows_workspace(b, rows, *form, kind, backward=backward)
+            shapes = qkv_attention_workspace(b, t, *form, mask, backward=backward)
             return at.scratch(f"attention{'_bwd' if backward else ''}", shapes, _SCORES)
 
         return cls(
@@ -139,7 +133,7 @@ class AttentionLayer:
             qkv_attention_fwd(views[0], self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
         else:
             q, k, v = views
-            rows_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
+            q_k_v_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
 
     def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
         self.proj.backward(dy, self.o, dx=self.do)
@@ -150,7 +144,7 @@ class AttentionLayer:
             qkv_attention_bwd(qkv, o, self.lse, do, self.mask, *heads, dqkv=dqkv, scratch=scratch)
         else:
             (q, k, v), (dq, dk, dv), scratch = views, dviews, self.backward_scratch
-            rows_attention_bwd(q, k, v, o, self.lse, do, self.mask, *heads, dq=dq, dk=dk, dv=dv, scratch=scratch)
+            q_k_v_attention_bwd(q, k, v, o, self.lse, do, self.mask, *heads, dq=dq, dk=dk, dv=dv, scratch=scratch)
         if self.rope:
             for rows in self.drows[:2]:
                 self.rope.backward(self._by_sequence(rows))

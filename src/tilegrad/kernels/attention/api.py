@@ -1,4 +1,4 @@
-"""The attention op's contract: three functions that never allocate, whichever kernel runs.
+"""The attention op: three functions that never allocate, whichever kernel runs.
 
 Positional tensors are read, keyword-only tensors are written. Outputs overwrite; `dsinks` accumulates, for it is a
 parameter's gradient. An output given as None is not computed. `scratch` holds what `attention_workspace` declares.
@@ -6,30 +6,32 @@ parameter's gradient. An output given as None is not computed. `scratch` holds w
     q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
     packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
 
-lse is float32, float64 for float64 inputs. The table chooses by what is read, as a workspace is declared; where the chosen
+lse is float32, float64 for float64 inputs. The table selects by what is read, as a workspace is declared; where the selected
 kernel can't write an output as it lies (hopper: rows off multiples of 16 bytes), it says so and names one that can.
 The equations are in mask.py (scores) and reference.py (the rest).
 
-A call is checked and a kernel chosen for it once for each form (shapes, strides, dtypes, devices, options, and the number
-of threads, with which scratch on the CPU grows): `Plan` is what is remembered, and a training step or a decoding loop
-pays for a look into a dictionary.
+A call is checked and a kernel selected once for each signature (shapes, strides, dtypes, devices, options, and the number of
+threads, with which scratch on the CPU grows). A training step or a decoding loop then pays for a dictionary lookup.
 """
 
 from __future__ import annotations
 
-from types import ModuleType
+from types import ModuleType, NoneType
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import Parameter
 
+from ..cache import remember
 from ..checks import check_tensor
 from ..op import op
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, views
+from ..table import Table
 from . import table
-from .checks import check_lengths, check_options, check_tensors, form_of
+from .checks import check_lengths, check_options, check_tensors
 from .mask import Mask
-from .problem import Problem, lse_dtype, output_shapes
+from .problem import ALIGNED_BYTES, Problem, lse_dtype, output_shapes
 
 
 def attention_workspace(
@@ -38,53 +40,78 @@ def attention_workspace(
     """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes and devices: handles will do."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    chosen = table.ATTENTION.select(Problem(q, k, v, mask), kernel)
-    return chosen.load().workspace(q, k, v, mask, backward=backward, deterministic=deterministic)  # type: ignore[no-any-return]
+    problem = Problem(q, k, v, mask)
+    return table.ATTENTION.workspace(problem, kernel=kernel, backward=backward, deterministic=deterministic)
 
 
-class Plan(NamedTuple):
-    """The kernel of a form of call, out of which table, and the scratch it needs."""
+class Selected(NamedTuple):
+    """The kernel that `table` selected for a signature, its functions, and the scratch it needs under its own names."""
 
+    table: Table
+    kernel: str
     module: ModuleType
-    table: object
     scratch: Shapes
 
-
-Form = tuple[object, ...] | None
-MOST_PLANS = 4096
-_plans: dict[Form, Plan] = {}
+    def views(self, scratch: Scratch | None, device: torch.device) -> Scratch:
+        return views(scratch, self.scratch, device, "attention", kernel=self.kernel)
 
 
-def _remembered(form: Form) -> Plan | None:
-    plan = None if form is None else _plans.get(form)
-    return plan if plan is not None and plan.table is table.ATTENTION else None
+Signature = tuple[object, ...]
+NUMBERS = frozenset((bool, int, float, NoneType))
+_selected: dict[Signature, Selected] = {}
 
 
-def _remember(form: Form, module: ModuleType, scratch: Shapes) -> Plan:
-    plan = Plan(module, table.ATTENTION, scratch)
-    if form is not None:
-        if len(_plans) >= MOST_PLANS:
-            _plans.clear()
-        _plans[form] = plan
-    return plan
+def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Any) -> Signature | None:
+    """All that the checks and the selection of a kernel depend on; None where a call has none (handles, lists, a seed).
+
+    Values of tensors are no part of it. An option counts with its type, for 1 is not True.
+    """
+    key = [*call]
+    for x in (*tensors, mask.bias, mask.alibi_slopes, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k):
+        if x is None:
+            key.append(None)
+        elif type(x) is Tensor or type(x) is Parameter:
+            key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED_BYTES, x.requires_grad)
+        else:
+            return None
+    window = (None, None) if mask.window is None else mask.window
+    if mask.seed is not None or type(window) is not tuple:
+        return None
+    options = (mask.causal, mask.scale, mask.softcap, mask.dropout_p, mask.max_seqlen_q, mask.max_seqlen_k, *window)
+    types = tuple(map(type, options))
+    return (*key, options, types) if NUMBERS.issuperset(types) else None
 
 
-def fwd_plan(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, kernel: str | None
-) -> Plan:
-    """Checks a forward's tensors and chooses its kernel, once for each form."""
-    form = form_of(("fwd", kernel, torch.get_num_threads()), (q, k, v, o, lse), mask)
-    plan = _remembered(form)
-    if plan is not None:
-        return plan
+def _recall(key: Signature | None) -> Selected | None:
+    found = None if key is None else _selected.get(key)
+    return found if found is not None and found.table is table.ATTENTION else None
+
+
+def _select(
+    key: Signature | None, problem: Problem, kernel: str | None, *, backward: bool, deterministic: bool
+) -> Selected:
+    row = table.ATTENTION.select(problem, kernel)
+    module = row.load()
+    scratch = module.workspace(*problem, backward=backward, deterministic=deterministic)
+    selected = Selected(table.ATTENTION, row.name, module, scratch)
+    return selected if key is None else remember(_selected, key, selected)
+
+
+def select_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, kernel: str | None
+) -> Selected:
+    """Checks a forward's tensors and selects its kernel, once for each signature."""
+    key = signature(("fwd", kernel, torch.get_num_threads()), (q, k, v, o, lse), mask)
+    selected = _recall(key)
+    if selected is not None:
+        return selected
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
     o_shape, lse_shape = output_shapes(q, v, mask)
     for name, x, shape, dtype in (("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype))):
         if x is not None:
             check_tensor(name, x, shape, dtype, q.device)
-    module = table.ATTENTION.select(Problem(q, k, v, mask), kernel).load()
-    return _remember(form, module, module.workspace(q, k, v, mask, backward=False, deterministic=False))
+    return _select(key, Problem(q, k, v, mask), kernel, backward=False, deterministic=False)
 
 
 @op()
@@ -93,19 +120,20 @@ def attention_fwd(
     o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """o and lse of the call. lse is what the backward needs beside o."""
-    plan = fwd_plan(q, k, v, mask, o, lse, kernel)
+    selected = select_fwd(q, k, v, mask, o=o, lse=lse, kernel=kernel)
     check_lengths(q, k, mask)
-    plan.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=_checked_scratch(scratch, plan.scratch, q.device))
+    selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=selected.views(scratch, q.device))
 
 
-def bwd_plan(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, others: dict[str, Tensor | None], kernel: str | None, deterministic: bool
-) -> Plan:  # fmt: skip
+def select_bwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, others: dict[str, Tensor | None], *,
+    kernel: str | None, deterministic: bool,
+) -> Selected:  # fmt: skip
     """The same for a backward; `others` are o, lse, do, dlse and the gradients by name."""
-    form = form_of(("bwd", kernel, deterministic, torch.get_num_threads()), (q, k, v, *others.values()), mask)
-    plan = _remembered(form)
-    if plan is not None:
-        return plan
+    key = signature(("bwd", kernel, deterministic, torch.get_num_threads()), (q, k, v, *others.values()), mask)
+    selected = _recall(key)
+    if selected is not None:
+        return selected
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
     o_shape, lse_shape = output_shapes(q, v, mask)
@@ -127,8 +155,7 @@ def bwd_plan(
         x = others[name]
         if x is not None:
             check_tensor(name, x, shape, dtype, q.device)
-    module = table.ATTENTION.select(Problem(q, k, v, mask), kernel).load()
-    return _remember(form, module, module.workspace(q, k, v, mask, backward=True, deterministic=deterministic))
+    return _select(key, Problem(q, k, v, mask), kernel, backward=True, deterministic=deterministic)
 
 
 @op(accumulates=("dsinks",))
@@ -140,21 +167,9 @@ def attention_bwd(
     """Gradients of L given do = ∂L/∂o and dlse = ∂L/∂lse (None = 0)."""
     grads = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
     others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **grads}
-    plan = bwd_plan(q, k, v, mask, others, kernel, deterministic)
+    selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
     check_lengths(q, k, mask)
-    plan.module.bwd(
+    selected.module.bwd(
         q, k, v, o, lse, do, dlse, mask, **grads,
-        scratch=_checked_scratch(scratch, plan.scratch, q.device), deterministic=deterministic,
+        scratch=selected.views(scratch, q.device), deterministic=deterministic,
     )  # fmt: skip
-
-
-def _checked_scratch(scratch: Scratch | None, needed: Shapes, device: torch.device) -> Scratch:
-    """The declared buffers out of `scratch`, checked; others in it are left alone."""
-    scratch = scratch or {}
-    for name, (shape, dtype) in needed.items():
-        if name not in scratch:
-            raise ValueError(f"scratch: got no {name!r}; accepted: every buffer that attention_workspace(…) names")
-        check_tensor(f"scratch[{name!r}]", scratch[name], shape, dtype, device)
-        if not scratch[name].is_contiguous():
-            raise ValueError(f"scratch[{name!r}]: got strides {scratch[name].stride()}; accepted: contiguous")
-    return {name: scratch[name] for name in needed}

@@ -1,14 +1,14 @@
-"""Which pairs see each other, and how scores change: one frozen value that every kernel of the op reads.
+"""Which rows attend to which columns, and how scores change: one frozen value that every kernel of the op reads.
 
 Rows i < Tq, columns j < Tk. Both ends are aligned at the bottom right, so row i stands at column i + Tk − Tq:
 
     distance(i, j) = i + Tk − Tq − j
-    sees(i, j)     = −right ≤ distance ≤ left          None = open on that side; causal closes the right side at 0
+    attends(i, j)  = −right ≤ distance ≤ left          None = open on that side; causal closes the right side at 0
     s(i, j)        = scale · q_i·k_j                   scale defaults to 1/√D
                    → c · tanh(s / c)                   softcap c > 0
-                   → s + bias(i, j)                    a bool bias hides where it is False, −inf hides too
+                   → s + bias(i, j)                    a bool bias masks out where it is False, −inf does too
                    → s − alibi_slopes[h] · |distance|
-                   → −∞ where not seen
+                   → −∞ where masked out
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Mask:
 
     @property
     def band(self) -> Window:
-        """(left, right): the largest distance seen to either side of the diagonal."""
+        """(left, right): the largest distance attended to on either side of the diagonal."""
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
 
@@ -74,21 +74,21 @@ class Mask:
         return self.alibi_slopes[None] if self.alibi_slopes.ndim == 1 else self.alibi_slopes[batch.start : batch.stop]
 
     def columns_of(self, rows: range, tq: int, tk: int) -> range:
-        """The columns that some row of `rows` sees, as one range."""
+        """The columns that some row of `rows` attends to, as one range."""
         left, right = self.band
         first = 0 if left is None else max(0, rows.start + tk - tq - left)
         last = tk if right is None else min(tk, rows.stop + tk - tq + right)
         return range(first, max(first, last))
 
     def rows_of(self, columns: range, tq: int, tk: int) -> range:
-        """The rows that see some column of `columns`, as one range."""
+        """The rows that attend to some column of `columns`, as one range."""
         left, right = self.band
         first = 0 if right is None else max(0, columns.start - (tk - tq) - right)
         last = tq if left is None else min(tq, columns.stop - (tk - tq) + left)
         return range(first, max(first, last))
 
     def whole(self, rows: range, columns: range, tq: int, tk: int) -> bool:
-        """True if the band hides nothing of this tile."""
+        """True if the band masks nothing out of this tile."""
         left, right = self.band
         nearest = rows.start + tk - tq - (columns.stop - 1)
         farthest = rows.stop - 1 + tk - tq - columns.start
@@ -100,15 +100,15 @@ def distance(rows: Tensor, columns: Tensor, tq: int, tk: int) -> Tensor:
     return rows[:, None] + (tk - tq) - columns
 
 
-def sees(mask: Mask, gap: Tensor) -> Tensor:
+def attends(mask: Mask, gap: Tensor) -> Tensor:
     """The band as a bool matrix over distances `gap`."""
     left, right = mask.band
-    seen = torch.ones_like(gap, dtype=torch.bool)
+    inside = torch.ones_like(gap, dtype=torch.bool)
     if left is not None:
-        seen &= gap <= left
+        inside &= gap <= left
     if right is not None:
-        seen &= gap >= -right
-    return seen
+        inside &= gap >= -right
+    return inside
 
 
 def four_dims(bias: Tensor) -> Tensor:

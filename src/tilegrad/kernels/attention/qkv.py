@@ -2,12 +2,14 @@
 
     qkv (B, T, (Hq + 2·Hkv)·D), the columns of q, then k, then v         o, do (B, T, Hq·D)        lse (B, Hq, T)
 
-Views of these are what the attention contract takes, so nothing is copied; as ops of their own they let a memory trace
-see one buffer where the contract sees three. The backward is deterministic: a run that is resumed goes on to the bit.
+`qkv_attention_*` takes the one buffer, `q_k_v_attention_*` the three. Views of them are what the op of api.py takes, so
+nothing is copied; as ops of their own they let a memory trace see the buffers that the model holds. The backward is
+deterministic: a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -15,9 +17,11 @@ from torch import Tensor
 
 from ..op import op
 from ..rope import rope_bwd, rope_fwd, rope_workspace
-from ..scratch import Scratch, Shapes
-from .api import attention_bwd, attention_fwd, attention_workspace
+from ..scratch import Form, Scratch, Shapes
+from . import table
+from .api import attention_bwd, attention_fwd
 from .mask import Mask
+from .problem import FEW_ROWS, Problem
 
 
 def _heads(x: Any, n_head: int) -> Any:
@@ -33,20 +37,19 @@ def split(qkv: Any, n_head: int, n_kv_head: int) -> tuple[Any, Any, Any]:
     return heads[:, :n_head], heads[:, n_head : n_head + n_kv_head], heads[:, n_head + n_kv_head :]
 
 
-def rows_workspace(
+def qkv_attention_workspace(
     b: int, t: int, n_head: int, n_kv_head: int, head_dim: int, dtype: torch.dtype, device: torch.device, mask: Mask, *,
     backward: bool,
 ) -> Shapes:  # fmt: skip
-    q = _Form((b, n_head, t, head_dim), dtype, device)
-    k = _Form((b, n_kv_head, t, head_dim), dtype, device)
-    return attention_workspace(q, k, k, mask, backward=backward, deterministic=backward)
-
-
-class _Form:
-    """The shape, dtype and device of a tensor that need not exist."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> None:
-        self.shape, self.dtype, self.device = shape, dtype, device
+    """Scratch of every kernel that may run up to t rows: the table may have another for few rows, and another for a forward
+    that drops nothing, as evaluation does."""
+    masks = (mask,) if backward else (mask, replace(mask, dropout_p=0.0))
+    problems = []
+    for rows in (min(t, FEW_ROWS), t):
+        q = Form((b, n_head, rows, head_dim), dtype, device)
+        k = Form((b, n_kv_head, rows, head_dim), dtype, device)
+        problems += [Problem(q, k, k, each) for each in masks]
+    return table.ATTENTION.workspace(*problems, backward=backward, deterministic=backward)
 
 
 @op()
@@ -71,23 +74,19 @@ def qkv_attention_bwd(
 
 
 def qkv_rope_workspace(b: int, t: int, rotated: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Shapes:
-    return rope_workspace(_Form((b, t, rotated, head_dim), dtype, device))
+    return rope_workspace(Form((b, t, rotated, head_dim), dtype, device))
 
 
-@op()
-def qkv_rope_fwd(
-    x: Tensor, cos: Tensor, sin: Tensor, rotated: int, head_dim: int, *, qkv: Tensor, scratch: Scratch
-) -> None:
-    """Turn the first `rotated` heads of the rows (q's and k's) by their positions, in place: qkv is x."""
+@op(accumulates=("qkv",))
+def qkv_rope_fwd(cos: Tensor, sin: Tensor, rotated: int, head_dim: int, *, qkv: Tensor, scratch: Scratch) -> None:
+    """Rotate the first `rotated` heads of each row (q's and k's) by its position, in place."""
     heads = _rotated(qkv, rotated, head_dim)
     rope_fwd(heads, cos, sin, y=heads, scratch=scratch)
 
 
-@op()
-def qkv_rope_bwd(
-    dy: Tensor, cos: Tensor, sin: Tensor, rotated: int, head_dim: int, *, dqkv: Tensor, scratch: Scratch
-) -> None:
-    """Turn their gradients back, in place: dqkv is dy."""
+@op(accumulates=("dqkv",))
+def qkv_rope_bwd(cos: Tensor, sin: Tensor, rotated: int, head_dim: int, *, dqkv: Tensor, scratch: Scratch) -> None:
+    """Rotate their gradients back, in place."""
     heads = _rotated(dqkv, rotated, head_dim)
     rope_bwd(heads, cos, sin, dx=heads, scratch=scratch)
 
@@ -98,7 +97,7 @@ def _rotated(qkv: Tensor, rotated: int, head_dim: int) -> Tensor:
 
 
 @op()
-def rows_attention_fwd(
+def q_k_v_attention_fwd(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -115,7 +114,7 @@ def rows_attention_fwd(
 
 
 @op()
-def rows_attention_bwd(
+def q_k_v_attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int, *,
     dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip

@@ -17,7 +17,7 @@ Backward, with do = ∂L/∂o and dlse = ∂L/∂lse:
 
 `forward` and `backward` work in the dtype they are given: in float64 they are the oracle, in a shorter dtype the
 yardstick of tests/tolerance.py. As a kernel they run in float64 and round once; they allocate, and are chosen by name only.
-A row that sees no key has p = 0 and lse = −inf (the sink's logit where there is one).
+A row that attends to no key has p = 0 and lse = −inf (the sink's logit where there is one).
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ import torch
 from torch import Tensor
 
 from ..philox import WORK_BUFFERS, drop_mask, round_keys
-from .mask import Mask, distance, four_dims, packed, sees, sequences
+from .mask import Mask, attends, distance, four_dims, packed, sequences
 
 
 class Gradients(NamedTuple):
@@ -75,10 +75,10 @@ def softmax(q: Tensor, k: Tensor, mask: Mask, batch: range) -> Softmax:
     slopes = mask.slopes(batch)
     if slopes is not None:
         s = s - slopes.to(s.dtype)[..., None, None] * gap.abs()
-    seen = sees(mask, gap)
+    attended = attends(mask, gap)
     if mask.bool_bias is not None:
-        seen = seen & mask.bool_bias
-    s = s.masked_fill(~seen, -torch.inf)
+        attended = attended & mask.bool_bias
+    s = s.masked_fill(~attended, -torch.inf)
     if mask.sinks is not None:
         s = torch.cat([s, mask.sinks.to(s.dtype)[:, None, None].expand(b, h, tq, 1)], dim=-1)
     s32 = s.to(torch.promote_types(s.dtype, torch.float32))

@@ -1,12 +1,12 @@
 """Attention on tiles in plain torch ops: O(T) memory, every feature, every device, nothing allocated.
 
-Walk. A *slab* is a run of sequences × kv heads that is worked on at once. G = Hq / Hkv query heads share a kv head and
+Blocks. A *slab* is a run of sequences × kv heads that is worked on at once. G = Hq / Hkv query heads share a kv head and
 their rows are stacked, so a tile of scores is (slab, G·M, N), and the gradient of a kv head sums over its query heads by
-itself. Hidden tiles are skipped by range; only tiles that the band crosses pay for the mask.
+itself. Tiles that the band masks out are skipped by range; only tiles on its edges pay for the mask.
 
     forward, for each tile of rows:                      backward, for each tile of columns:
-      row_max = sink, row_sum = 1 (or lowest, 0)           for each tile of rows that sees it:
-      for each tile of columns it sees:                      p  = exp(s − lse)
+      row_max = sink, row_sum = 1 (or lowest, 0)           for each tile of rows that attends:
+      for each tile of columns in band:                      p  = exp(s − lse)
         s = scores                                           dp = do vᵀ ∘ keep / (1 − dropout_p)
         new_max = max(row_max, max s)                        ds = p ∘ (dp − delta)
         p = exp(s − new_max)                                 dv += (p ∘ keep)ᵀ do / (1 − dropout_p)
@@ -14,9 +14,9 @@ itself. Hidden tiles are skipped by range; only tiles that the band crosses pay 
         row_sum = alpha · row_sum + Σ p                      ds ∘= 1 − tanh²
         acc = alpha · acc + (p ∘ keep) v                     dq += scale · ds k
       o = acc / row_sum / (1 − dropout_p)                    dk += scale · dsᵀ q
-      lse = row_max + log row_sum                        delta = rowsum(do ∘ o) − dlse, before the walk
+      lse = row_max + log row_sum                        delta = rowsum(do ∘ o) − dlse, before the loop
 
-Rows start at the dtype's lowest number, not at −inf: a row that sees nothing ends at row_sum = 0, o = 0, lse = −inf
+Rows start at the dtype's lowest number, not at −inf: a row that attends to nothing ends at row_sum = 0, o = 0, lse = −inf
 with no NaN on the way. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so
 sums are formed there and any strides do. Scratch is O(slab · tile + T · D); no T×T matrix exists.
 """
@@ -111,11 +111,11 @@ def _scratch_of(sizes: Sizes, dtype: torch.dtype, mask: Mask, *, backward: bool)
     shapes: Shapes = {name: ((length,), acc) for name, length in lengths.items()}
     shapes["index"] = ((max(sizes.tq, sizes.tk, sizes.hq, sizes.batch),), torch.int64)
     shapes["gap"] = ((cut.m * cut.n,), torch.int64)
-    shapes["hidden"] = ((2 * cut.m * cut.n,), torch.bool)
+    shapes["masked_out"] = ((2 * cut.m * cut.n,), torch.bool)
     if backward:
         shapes["empty"] = ((all_rows,), torch.bool)
     if mask.bool_bias is not None:
-        shapes["hides"] = ((scores,), torch.bool)
+        shapes["bias_masked"] = ((scores,), torch.bool)
     if mask.dropout_p:
         shapes["philox"] = ((WORK_BUFFERS * scores,), torch.int64)
         shapes["dropped"] = ((scores,), torch.bool)
@@ -240,17 +240,17 @@ class Slab:
                 slopes = self.buffer("slopes", *slopes.shape).copy_(slopes)
                 by_head.addcmul_(self.buffer("distance", *gap.shape).copy_(gap).abs_(), slopes, value=-1.0)
             if not whole:
-                by_head.masked_fill_(self.hidden(gap), -torch.inf)
+                by_head.masked_fill_(self.masked_out(gap), -torch.inf)
         if mask.bool_bias is not None:
-            sees = self.bias_tile(four_dims(mask.bool_bias), i, j)
-            hides = self.buffer("hides", *sees.shape)
-            by_head.masked_fill_(torch.logical_not(sees, out=hides), -torch.inf)
+            attends = self.bias_tile(four_dims(mask.bool_bias), i, j)
+            masked = self.buffer("bias_masked", *attends.shape)
+            by_head.masked_fill_(torch.logical_not(attends, out=masked), -torch.inf)
         return s
 
-    def hidden(self, gap: Tensor) -> Tensor:
-        """True where the band hides a pair, (M, N)."""
+    def masked_out(self, gap: Tensor) -> Tensor:
+        """True where the band masks a pair out, (M, N)."""
         left, right = self.mask.band
-        far, near = self.buffer("hidden", 2, *gap.shape).unbind()
+        far, near = self.buffer("masked_out", 2, *gap.shape).unbind()
         far.zero_() if left is None else torch.gt(gap, left, out=far)
         near.zero_() if right is None else torch.lt(gap, -right, out=near)
         return far.logical_or_(near)
@@ -359,7 +359,7 @@ def _bwd(
 def _bwd_delta(
     slab: Slab, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *, lse_rows: Tensor, delta: Tensor
 ) -> None:
-    """delta = rowsum(do ∘ o) − dlse, 0 in rows that see nothing; lse at least the lowest number, so that exp(s − lse) = 0."""
+    """delta = rowsum(do ∘ o) − dlse, 0 in rows that attend to nothing. lse is at least the lowest number: exp(s − lse) = 0."""
     every = range(slab.tq)
     lse_rows.copy_(slab.rows(lse, every))
     for i in _tiles(every):
