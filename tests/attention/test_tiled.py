@@ -8,8 +8,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import Case, build, cases, oracle, run, whole_matrices
-from support.tolerance import assert_no_worse
+from support.cases import Case, build, cases, check_call, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegrad.kernels.attention import api, tiled
@@ -22,7 +21,7 @@ def check(case: Case, tile: int, slab: int, seed: int = 0) -> None:
         patch.setattr(tiled, "SLAB", slab)
         patch.setattr(api, "_selected", {})  # remembered for other tiles
         call = build(case, seed)
-        assert_no_worse(run(call, "tiled"), oracle(call), whole_matrices(call), case.dtype)
+        check_call(call, run(call, "tiled"))
 
 
 @settings(max_examples=320)
@@ -200,3 +199,23 @@ def test_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Mask, "rows_of", lambda self, columns, tq, tk: range(columns.start // 2, tq - 16))
     with pytest.raises(AssertionError, match="error"):
         check(Case(tq=64, tk=64), 16, tiled.SLAB)
+
+
+WRONG = {"o": 1.005, "lse": 1.005, "dq": 1.01, "dk": 1.01, "dv": 1.01}
+BF16 = Case(tq=113, tk=113, d=64, dv=64, causal=True, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_canary_a_factor_in_bfloat16_is_seen(name: str) -> None:
+    call = build(BF16)
+    got = run(call, "tiled")
+    check_call(call, got)
+    with pytest.raises(AssertionError, match=f"{name}: factor"):
+        check_call(call, got | {name: got[name] * WRONG[name]})
+
+
+def test_canary_a_scale_a_thousandth_off_is_seen_in_bfloat16() -> None:
+    call = build(BF16)
+    mask = replace(call.mask, scale=1.001 * call.mask.scale_for(BF16.d))
+    with pytest.raises(AssertionError, match="lse"):
+        check_call(call, run(replace(call, mask=mask), "tiled"))

@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from gpu.triton_on_gpu import random_shapes
-from support.cases import Case, build, oracle, run, whole_matrices
-from support.tolerance import assert_no_worse
+from support.cases import Case, build, check_call, oracle, run
 from support.triton_specs import Spec, specs
 
 import tilegrad
@@ -30,7 +29,7 @@ IN_CI = 14  # specifications of specs() that the interpreter has time for; all o
 
 def check(case: Case, seed: int = 0) -> None:
     call = build(case, seed)
-    assert_no_worse(run(call, "triton"), oracle(call), whole_matrices(call), case.dtype)
+    check_call(call, run(call, "triton"))
 
 
 def in_the_interpreter(*arguments: str) -> None:

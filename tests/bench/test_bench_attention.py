@@ -13,6 +13,7 @@ from tilegrad.bench import attention, calls, comparison, cost
 from tilegrad.bench.attention import bench_attention
 from tilegrad.bench.comparison import Row
 from tilegrad.bench.shapes import Shape
+from tilegrad.kernels.attention import tiled
 
 
 @pytest.fixture(autouse=True)
@@ -245,7 +246,23 @@ def test_of_a_report_of_ncu_the_kernels_and_their_counters_are_shown() -> None:
     assert _counted("\n".join([*noise, kernel + "  ", noise[1], counter, *noise])) == f"{kernel}\n{counter}"
 
 
-def test_the_check_sees_every_kernel_of_the_table() -> None:
-    shape = attention.PRESETS["laptop"][0]
+CHECKED = (
+    Shape(2, 4, 100, 32, causal=True),
+    Shape(1, 4, 90, 16, window=20, hkv=2),
+    Shape(2, 2, 90, 16, tq=3),
+    Shape(0, 2, 0, 16, causal=True, lengths=(30, 80, 50)),
+)
+
+
+@pytest.mark.parametrize("scores", [1 << 22, 1000])
+@pytest.mark.parametrize("shape", CHECKED, ids=str)
+def test_the_check_takes_right_kernels_and_sees_a_wrong_scale(
+    monkeypatch: pytest.MonkeyPatch, shape: Shape, scores: int
+) -> None:
+    monkeypatch.setitem(calls.CHECKED_SCORES, "cpu", scores)
     for kernel in ("tiled", "reference"):
-        assert calls.check(kernel, shape, torch.float32, torch.device("cpu")) == ""
+        for dtype in (torch.float32, torch.bfloat16):
+            assert calls.check(kernel, shape, dtype, torch.device("cpu")) == ""
+    scores_of = tiled.Slab.scores
+    monkeypatch.setattr(tiled.Slab, "scores", lambda slab, q, *given, **kept: scores_of(slab, 1.01 * q, *given, **kept))
+    assert "lse" in calls.check("tiled", shape, torch.bfloat16, torch.device("cpu"))

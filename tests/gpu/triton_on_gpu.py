@@ -22,8 +22,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
-from support.cases import build, oracle, run, whole_matrices
-from support.tolerance import assert_no_worse
+from support.cases import build, check_call, run
 from support.triton_specs import Spec, specs
 
 SANITIZED_T = 96
@@ -48,8 +47,7 @@ def check_spec(number: int, seeds: list[int], t: int = 300, oracle_on: str = "cu
         case = spec.case(random.Random(seed), "cuda", t=t)
         call, same = build(case, seed), build(replace(case, device=oracle_on), seed)
         try:
-            got = {name: x.to(oracle_on) for name, x in run(call, "triton").items()}
-            assert_no_worse(got, oracle(same), whole_matrices(same), case.dtype)
+            check_call(same, {name: x.to(oracle_on) for name, x in run(call, "triton").items()})
         except (AssertionError, RuntimeError, ValueError) as error:
             red.append(f"specification {number}, seed {seed}: {type(error).__name__}: {str(error)[:200]}; {case}")
     new = [fit.kernel for key, fit in triton_attention.fits.items() if key not in before]

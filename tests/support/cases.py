@@ -10,7 +10,9 @@ from torch import Tensor
 
 from tilegrad import Mask, attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels.attention import reference
+from tilegrad.kernels.attention.bounds import bounds as attention_bounds
 from tilegrad.kernels.attention.problem import lse_dtype, output_shapes
+from tilegrad.kernels.closeness import Bound, assert_close
 
 Tensors = dict[str, Tensor]
 
@@ -54,11 +56,6 @@ class Call:
     do: Tensor
     dlse: Tensor | None
     mask: Mask
-
-    def to(self, dtype: torch.dtype) -> Call:
-        """The same call with q, k, v and do in another dtype; the mask keeps its own."""
-        q, k, v, do = (x.to(dtype) for x in (self.q, self.k, self.v, self.do))
-        return Call(q, k, v, do, None if self.dlse is None else self.dlse.to(lse_dtype(dtype)), self.mask)
 
 
 def build(case: Case, seed: int = 0) -> Call:
@@ -144,15 +141,22 @@ def run(call: Call, kernel: str | None, *, deterministic: bool = False) -> Tenso
     return {"o": o, "lse": lse, **grads}
 
 
-def whole_matrices(call: Call) -> Tensors:
-    """The oracle's formula in the call's own dtype: the oracle for float64, the yardstick for shorter ones."""
-    o, lse = reference.forward(call.q, call.k, call.v, call.mask)
-    g = reference.backward(call.q, call.k, call.v, call.do, call.dlse, call.mask)
+def oracle(call: Call) -> Tensors:
+    """By whole matrices in float64, on the call's device."""
+    q, k, v, do = (x.double() for x in (call.q, call.k, call.v, call.do))
+    o, lse = reference.forward(q, k, v, call.mask)
+    g = reference.backward(q, k, v, do, None if call.dlse is None else call.dlse.double(), call.mask)
     return {"o": o, "lse": lse} | {name: x for name, x in g._asdict().items() if x is not None}
 
 
-def oracle(call: Call) -> Tensors:
-    return whole_matrices(call.to(torch.float64))
+def bounds(call: Call, exact: Tensors) -> dict[str, Bound]:
+    return attention_bounds(call.q, call.k, call.v, call.do, call.dlse, call.mask, exact)
+
+
+def check_call(call: Call, got: Tensors) -> None:
+    """`got`, all results of a call or some of them, under the closeness rule."""
+    exact = oracle(call)
+    assert_close(got, {name: exact[name] for name in got}, bounds(call, exact))
 
 
 _T = st.sampled_from((0, 1, 2, 5, 16, 17, 31, 33, 63, 64, 65, 113))

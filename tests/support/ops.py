@@ -9,8 +9,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from support.tolerance import assert_no_worse
 from tilegrad.kernels import linear
+from tilegrad.kernels.closeness import Bound, assert_close
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 RAGGED = (1, 63, 113)
@@ -51,15 +51,15 @@ def truth(
 
 
 def assert_true(
-    got: Mapping[str, Tensor], formula: Formula, inputs: Mapping[str, Tensor | None], douts: Mapping[str, Tensor]
+    got: Mapping[str, Tensor],
+    formula: Formula,
+    inputs: Mapping[str, Tensor | None],
+    douts: Mapping[str, Tensor],
+    bounds: Mapping[str, Bound],
 ) -> None:
-    """`got` (a part of outputs and gradients) under the closeness rule; float64 within 1e-12 of each tensor's largest too."""
-    dtype = next(x.dtype for x in inputs.values() if x is not None)
-    exact, yardstick = truth(formula, inputs, douts, torch.float64), truth(formula, inputs, douts, dtype)
-    assert_no_worse(got, {name: exact[name] for name in got}, yardstick, dtype)
-    if dtype == torch.float64:
-        for name, x in got.items():
-            assert (x - exact[name]).abs().max() <= 1e-12 * exact[name].abs().max(), name
+    """`got` (a part of outputs and gradients) under the closeness rule."""
+    exact = truth(formula, inputs, douts, torch.float64)
+    assert_close(got, {name: exact[name] for name in got}, bounds)
 
 
 def allocated_bytes(fn: Callable[[], Any]) -> int:

@@ -1,0 +1,98 @@
+"""The closeness rule: a result against its float64 oracle, within what the algorithm may round. Tests, bench and doctor share it.
+
+A kernel's docstring and its op's `bounds` say which intermediate numbers are rounded to the short dtype, once each; all else
+is formed in the accumulator. u, a and z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (float32;
+float64 for float64) and of the output's own dtype. Roundings are independent and uniform, of variance u² x² / 3, so the
+variance σ² of each number's error follows from the formula line by line. The accumulator's share is a · B, where B is Σ|terms|,
+times √n for a sum of n terms. With e = x − x64, three tests for each tensor of n numbers:
+
+    max     |e| ≤ 6 σ + a B + 1.01 z |x64|                                      for each number
+    mean    rms(e) ≤ (1.5 + 6/√n) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
+    slope   |⟨e, x64⟩| ≤ 6 · sd⟨e, x64⟩ + Σ (a B / 3) |x64|                      a wrong factor has a sign, rounding has none
+
+Infinities must stand in the same places, NaN nowhere. Nothing is measured against another kernel or against the largest number
+of a call, and no tensor is an exception. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+SIGMAS = 6.0
+
+
+class Bound(NamedTuple):
+    """How far the numbers of one tensor may lie from the oracle's, before the output itself is rounded."""
+
+    sigma: Tensor  # standard deviation of each number's error, float64, shaped as the output
+    accumulated: Tensor  # a B, likewise
+    slope: Tensor | None = None  # sd⟨e, x64⟩ where numbers share roundings; None: Σ σ² x64², each has its own
+
+
+def roundoff(dtype: torch.dtype) -> float:
+    return torch.finfo(dtype).eps / 2
+
+
+def accumulator(dtype: torch.dtype) -> torch.dtype:
+    return torch.float64 if dtype == torch.float64 else torch.float32
+
+
+def rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """The variance of one rounding of x to `dtype`: (u max(|x|, tiny))² / 3, and 0 of a 0."""
+    return (x.abs().clamp(min=torch.finfo(dtype).tiny) * roundoff(dtype)).square().masked_fill(x == 0, 0.0) / 3
+
+
+def complaints(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds: Mapping[str, Bound]) -> list[str]:
+    """What the rule says against `got`; nothing where it holds."""
+    if got.keys() != exact.keys():
+        return [f"tensors: got {sorted(got)}; accepted: {sorted(exact)}"]
+    return [line for name, x in got.items() for line in _complaints(name, x, exact[name], bounds[name])]
+
+
+def assert_close(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds: Mapping[str, Bound]) -> None:
+    found = complaints(got, exact, bounds)
+    assert not found, "; ".join(found)
+
+
+class Ratios(NamedTuple):
+    """Of each test, the error over what is allowed; above 1 is red."""
+
+    max: float
+    mean: float
+    slope: float
+
+
+def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
+    """Of the finite numbers."""
+    seen = torch.isfinite(x64)
+    y, sigma, acc = x64[seen], bound.sigma[seen], bound.accumulated[seen]
+    if not y.numel():
+        return Ratios(0.0, 0.0, 0.0)
+    e, out = x[seen].double() - y, roundoff(x.dtype) * y.abs().clamp(min=torch.finfo(x.dtype).tiny)
+    typical = sigma.square() + (acc / 3).square() + out.square() / 3
+    shared = (sigma * y).square().sum() if bound.slope is None else bound.slope.square()
+    along = SIGMAS * (shared + (out * y).square().sum() / 3).sqrt() + (acc / 3 * y.abs()).sum()
+    least = torch.finfo(torch.float64).tiny  # nothing is divided by 0
+    return Ratios(
+        float((e.abs() / (SIGMAS * sigma + acc + 1.01 * out).clamp(min=least)).max()),
+        float((e.square().mean() / typical.mean().clamp(min=least)).sqrt()) / (1.5 + SIGMAS / math.sqrt(e.numel())),
+        float((e * y).sum().abs() / along.clamp(min=least)),
+    )
+
+
+def _complaints(name: str, x: Tensor, x64: Tensor, bound: Bound) -> list[str]:
+    if x.shape != x64.shape:
+        return [f"{name}: shape {tuple(x.shape)}; accepted: {tuple(x64.shape)}"]
+    if x.isnan().any():
+        return [f"{name}: NaN"]
+    if not torch.equal(x.isinf(), x64.isinf()):
+        return [f"{name}: infinities stand elsewhere"]
+    of = zip(
+        ("largest error", "root mean square error", "factor of x64 in the error"), ratios(x, x64, bound), strict=True
+    )
+    return [f"{name}: {what} {ratio:.2f} × its bound" for what, ratio in of if not ratio <= 1]

@@ -1,0 +1,292 @@
+"""What each op may round, beside its oracle: σ and a B of tilegrad/kernels/closeness.py.
+
+An op's function here is its algorithm in numbers that carry their error along: `Number` has the exact value, the variance of what
+was rounded to the short dtype so far (`rounded`, nowhere else), and B, the accumulator's roundings. To first order, for f(x, y):
+
+    var(f) = (∂f/∂x)² var(x) + (∂f/∂y)² var(y)        B(f) = |∂f/∂x| B(x) + |∂f/∂y| B(y) + |f|        a sum of n terms: √n Σ|terms|
+
+The last rounding of an output is the rule's own. The exact values are not used: the oracle is autograd's, of another formula.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from tilegrad.kernels import cross_entropy as cross_entropy_op
+from tilegrad.kernels import linear as linear_op
+from tilegrad.kernels.closeness import Bound, accumulator, rounding, roundoff
+
+Operand = "Number | Tensor | float"
+ELEMENTARY = 4.0  # units that exp, tanh and σ err by: vector libraries promise 3.5 to 4
+
+
+@dataclass(frozen=True)
+class Number:
+    x: Tensor
+    var: Tensor
+    b: Tensor
+
+    def rounded(self, dtype: torch.dtype) -> Number:
+        return Number(self.x, self.var + rounding(self.x, dtype), self.b)
+
+    def fn(self, value: Tensor, slope: Tensor, roundings: float) -> Number:
+        """value = f(x), slope = f'(x); the function itself errs by `roundings` units."""
+        return Number(value, slope**2 * self.var, slope.abs() * self.b + roundings * value.abs())
+
+    def __add__(self, other: Operand) -> Number:
+        y = of(other, self)
+        x = self.x + y.x
+        return Number(x, self.var + y.var, self.b + y.b + x.abs())
+
+    def __neg__(self) -> Number:
+        return Number(-self.x, self.var, self.b)
+
+    def __sub__(self, other: Operand) -> Number:
+        return self + -of(other, self)
+
+    def __mul__(self, other: Operand) -> Number:
+        y = of(other, self)
+        x = self.x * y.x
+        var = self.x**2 * y.var + y.x**2 * self.var
+        return Number(x, var, self.x.abs() * y.b + y.x.abs() * self.b + x.abs())
+
+    def __truediv__(self, other: Operand) -> Number:
+        y = of(other, self)
+        return self * y.fn(1 / y.x, -1 / y.x**2, 0.0)
+
+    def __matmul__(self, y: Number) -> Number:
+        terms = math.sqrt(self.x.shape[-1])
+        var = self.var @ y.x**2 + self.x**2 @ y.var
+        b = terms * (self.x.abs() @ y.x.abs()) + self.b @ y.x.abs() + self.x.abs() @ y.b
+        return Number(self.x @ y.x, var, b)
+
+    def sum(self, dim: int, keepdim: bool = False) -> Number:
+        b = math.sqrt(self.x.shape[dim]) * self.x.abs() + self.b
+        return Number(*(y.sum(dim, keepdim) for y in (self.x, self.var, b)))
+
+    def scattered(self, index: Tensor, size: int) -> Number:
+        """Rows added up by index, (n, C) → (size, C)."""
+
+        def add(x: Tensor) -> Tensor:
+            return x.new_zeros(size, x.shape[1]).index_add_(0, index, x)
+
+        terms = index.bincount(minlength=size).double().sqrt()[:, None]
+        return Number(add(self.x), add(self.var), terms * add(self.x.abs()) + add(self.b))
+
+    @property
+    def mT(self) -> Number:
+        return Number(self.x.mT, self.var.mT, self.b.mT)
+
+    def flat(self) -> Number:
+        return Number(*(x.flatten(1) for x in (self.x, self.var, self.b)))
+
+
+def of(x: Operand, like: Number | None = None) -> Number:
+    """A number without an error."""
+    if isinstance(x, Number):
+        return x
+    y = torch.as_tensor(x, dtype=torch.float64, device=None if like is None else like.x.device)
+    return Number(y, torch.zeros_like(y), torch.zeros_like(y))
+
+
+def sqrt(x: Number) -> Number:
+    return x.fn(x.x.sqrt(), 0.5 / x.x.sqrt().clamp(min=1e-300), 2.0)
+
+
+def tanh(x: Number) -> Number:
+    return x.fn(x.x.tanh(), 1 - x.x.tanh() ** 2, ELEMENTARY)
+
+
+def sigmoid(x: Number) -> Number:
+    y = x.x.sigmoid()
+    return x.fn(y, y * (-x.x).sigmoid(), ELEMENTARY)
+
+
+def bounds(dtype: torch.dtype, outputs: Mapping[str, Number]) -> dict[str, Bound]:
+    """`dtype` is the inputs'."""
+    a = roundoff(accumulator(dtype))
+    return {name: Bound(y.var.sqrt(), a * y.b) for name, y in outputs.items()}
+
+
+def _products_rounded(x: Tensor) -> bool:
+    """Products of bfloat16 on a CPU that has instructions for them end in bfloat16, weights are rounded to it before."""
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu" and linear_op._has_bf16_products()
+
+
+def linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> dict[str, Bound]:
+    """y = x wᵀ + b   dx = dy w   dw = dyᵀ x   db = Σ_n dy. With _products_rounded x wᵀ, before b is added, dw, and wide w and b."""
+    short, n = _products_rounded(x), of(x)
+    weights, bias = of(w), None if b is None else of(b)
+    if short and w.dtype != x.dtype:
+        weights, bias = weights.rounded(x.dtype), None if bias is None else bias.rounded(x.dtype)
+    y, dw = n @ weights.mT, of(dy).mT @ n
+    if short:
+        y, dw = y if bias is None else y.rounded(x.dtype), dw.rounded(x.dtype)
+    out = {"y": y if bias is None else y + bias, "dx": of(dy) @ weights, "dw": dw}
+    return bounds(x.dtype, out | ({} if b is None else {"db": of(dy).sum(0)}))
+
+
+def per_head_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> dict[str, Bound]:
+    """Each head's `linear`, side by side."""
+    h, d = w.shape[:2]
+    own = [slice(i * d, (i + 1) * d) for i in range(h)]
+    heads = [linear(x[:, s], w[i], None if b is None else b[i], dy[:, s]) for i, s in enumerate(own)]
+    joined = {"y": torch.cat, "dx": torch.cat, "dw": torch.stack, "db": torch.stack}
+    return {
+        name: Bound(*(join([head[name][i] for head in heads], *((1,) if join is torch.cat else ())) for i in (0, 1)))
+        for name, join in joined.items()
+        if name in heads[0]
+    }
+
+
+def norm(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, *, eps: float, rms: bool) -> dict[str, Bound]:
+    """Nothing but the outputs is rounded."""
+    c, n = x.shape[1], of(x)
+    mean = of(torch.zeros(x.shape[0], 1)) if rms else n.sum(1, keepdim=True) / c
+    centred = n if rms else n - mean
+    variance = (centred * centred).sum(1, keepdim=True) / c + eps
+    rstd = of(1.0) / sqrt(variance)
+    hat, g = centred * rstd, of(dy) * of(w)
+    y = hat * of(w)
+    step = g - hat * ((g * hat).sum(1, keepdim=True) / c)
+    if not rms:
+        step = step - g.sum(1, keepdim=True) / c
+    out = {"y": y if b is None else y + of(b), "rstd": rstd, "mean": mean, "dx": step * rstd}
+    out |= {"dw": (of(dy) * hat).sum(0), "db": of(dy).sum(0)}
+    flat = {
+        name: Bound(s[:, 0], a[:, 0]) for name, (s, a, _) in bounds(x.dtype, out).items() if name in ("mean", "rstd")
+    }
+    return bounds(x.dtype, out) | flat
+
+
+def activation(kind: str, h: Tensor, da: Tensor) -> dict[str, Bound]:
+    """tanh's backward rounds da σ(2h) on its way. Its oracle's 1 − tanh² cancels, and counts where the oracle is no wider."""
+    x, g = of(h), of(da)
+    if kind == "gelu":
+        k = math.sqrt(2 / math.pi)
+        t = tanh((x * x * 0.044715 + 1.0) * x * k)
+        slope = (t + 1.0) * 0.5 + x * 0.5 * (-(t * t) + 1.0) * (x * x * (3 * 0.044715) + 1.0) * k
+        return bounds(h.dtype, {"a": x * 0.5 * (t + 1.0), "dh": g * slope})
+    if kind == "tanh":
+        dh = (g * sigmoid(x * 2.0)).rounded(h.dtype) * sigmoid(x * -2.0) * 4.0
+        if h.dtype == torch.float64:
+            dh = Number(dh.x, dh.var, dh.b + (g * (-(tanh(x) * tanh(x)) + 1.0)).b)
+        return bounds(h.dtype, {"a": tanh(x), "dh": dh})
+    kept = (h > 0).double()
+    return bounds(h.dtype, {"a": of(h * kept), "dh": of(da * kept)})
+
+
+def swiglu(gate: Tensor, up: Tensor, da: Tensor) -> dict[str, Bound]:
+    """silu(gate) and da ∘ up are rounded on their way."""
+    x, dtype = of(gate), gate.dtype
+    s = sigmoid(x)
+    silu = (x * s).rounded(dtype)
+    slope = s * (x * sigmoid(-x) + 1.0)
+    return bounds(dtype, {"a": silu * of(up), "dup": silu * of(da), "dgate": (of(da) * of(up)).rounded(dtype) * slope})
+
+
+def rope(x: Tensor, dy: Tensor) -> dict[str, Bound]:
+    """Tables, products and sum are the accumulator's; |x cos| + |x sin| ≤ √2 |(x1, x2)|."""
+    out = {}
+    for name, z in (("y", x.double()), ("dx", dy.double())):
+        half = z.shape[-1] // 2
+        length = torch.cat([(z[..., :half] ** 2 + z[..., half:] ** 2).sqrt()] * 2, -1)
+        out[name] = Number(z, torch.zeros_like(z), 3 * math.sqrt(2) * length)
+    return bounds(x.dtype, out)
+
+
+def embedding(tokens: Tensor, wte: Tensor, wpe: Tensor | None, dx: Tensor) -> dict[str, Bound]:
+    """Nothing but the outputs is rounded; gradients are sums over tokens."""
+    (b, t), c = tokens.shape, dx.shape[1]
+    position = torch.arange(t, device=tokens.device).repeat(b)
+    out = {"x": of(torch.zeros_like(dx)), "dwte": of(dx).scattered(tokens.flatten(), wte.shape[0])}
+    return bounds(dx.dtype, out | ({} if wpe is None else {"dwpe": of(dx).scattered(position, wpe.shape[0])}))
+
+
+def embedding_mse(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> dict[str, Bound]:
+    """Nothing but the outputs is rounded."""
+    kept, index = (targets >= 0).double()[:, None], targets.clamp(min=0)
+    e = (of(x) - of(w.double()[index])) * kept
+    dx = e * (2 / x.shape[1]) * inv_total
+    loss = ((e * e).sum(1) * (1 / x.shape[1]) * inv_total).sum(0)
+    return bounds(x.dtype, {"loss": loss, "dx": dx, "dw": dx.scattered(index, w.shape[0])})
+
+
+def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> dict[str, Bound]:
+    """Of bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, and on a CPU the logits l before. With ρ a logit's
+    rounding pᵢ errs by pᵢ (ρᵢ − Σ p ρ), so dx by Σ ρᵢ pᵢ (wᵢ − Σ p w): the row shares it. With _products_rounded each chunk's dw."""
+    dtype, half, on_cpu = x.dtype, x.dtype == torch.bfloat16, x.device.type == "cpu"
+    chunks = list(cross_entropy_op._chunks(x, w)) if _products_rounded(x) else []
+    kept, index, a = (targets >= 0).double()[:, None], targets.clamp(min=0)[:, None], roundoff(accumulator(dtype))
+    x, w = x.double(), w.double()
+    logits = x @ w.t()
+    p, lse = logits.softmax(-1), logits.logsumexp(-1, keepdim=True)
+    d = kept * p.scatter_add(1, index, -torch.ones_like(index, dtype=torch.float64))
+    nothing = torch.zeros_like(p)
+    var_l = kept * rounding(logits, dtype) if half and on_cpu else nothing
+    var_d, var_x = (rounding(y, dtype) if half else torch.zeros_like(y) for y in (d, inv_total * x))
+    raw, dw = d @ w, d.t() @ (inv_total * x)
+    var_raw = rounding(raw, dtype) if half else torch.zeros_like(raw)
+    var_dw = sum((rounding(d[i].t() @ (inv_total * x[i]), dtype) for i in chunks), torch.zeros_like(dw))
+    of_rows = (p**2 * var_l).sum(1, keepdim=True)
+
+    def along(c: Tensor) -> Tensor:
+        """The variance of Σ c d."""
+        return (var_l * (p * (c - (p * c).sum(1, keepdim=True))) ** 2).sum() + (var_d * c**2).sum()
+
+    b_l = math.sqrt(x.shape[1]) * (x.abs() @ w.abs().t()) + 2 * logits.abs()
+    b_row = (p * b_l).sum(1, keepdim=True) + math.sqrt(w.shape[0]) + 4
+    b_d = kept * (p * (b_l + b_row) + d.abs())
+    nll = kept * (lse - logits.gather(1, index))
+    b_nll = kept * (b_l.gather(1, index) + b_row + lse.abs() + math.sqrt(len(x)) * nll.abs())
+    centred = (var_l * p**2) @ w**2 - 2 * (p @ w) * ((var_l * p**2) @ w) + of_rows * (p @ w) ** 2
+    dx = inv_total * raw
+    var = {
+        "loss": (inv_total**2 * (var_l * d**2).sum(), None),
+        "dx": (
+            inv_total**2 * (var_d @ w**2 + centred.clamp(min=0) + var_raw),
+            along(inv_total * (dx @ w.t())) + (var_raw * (inv_total * dx) ** 2).sum(),
+        ),
+        "dw": (
+            (var_d + p**2 * (var_l * (1 - 2 * p) + of_rows).clamp(min=0)).t() @ (inv_total * x) ** 2 + (d**2).t() @ var_x + var_dw,
+            along(inv_total * (x @ dw.t())) + (var_x * (d @ dw) ** 2).sum() + (var_dw * dw**2).sum(),
+        ),
+    }  # fmt: skip
+    b = {
+        "loss": inv_total * b_nll.sum(),
+        "dx": inv_total * ((b_d + (math.sqrt(w.shape[0]) + 1) * d.abs()) @ w.abs()),
+        "dw": inv_total * ((b_d + (math.sqrt(len(x)) + 2) * d.abs()).t() @ x.abs()),
+    }
+    return {name: Bound(v.sqrt(), a * b[name], None if s is None else s.sqrt()) for name, (v, s) in var.items()}
+
+
+@dataclass
+class AdamW:
+    """Flat arenas, step by step; nothing but the accumulator's roundings."""
+
+    params: Number
+    m: Number
+    v: Number
+
+    def step(
+        self, grads: Tensor, number: int, learning_rate: float, decayed: int, weight_decay: float, max_norm: float,
+        betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+    ) -> Number:  # fmt: skip
+        """The norm; `number` counts from 1."""
+        g = of(grads)
+        norm = sqrt((g * g).sum(0))
+        factor = (norm + 1e-6) * (1 / max_norm)
+        if factor.x > 1:
+            g = g / factor
+        self.m = self.m * betas[0] + g * (1 - betas[0])
+        self.v = self.v * betas[1] + g * g * (1 - betas[1])
+        decay = torch.where(torch.arange(len(grads)) < decayed, weight_decay, 0.0)
+        kept = self.params * (1 - learning_rate * decay)
+        root = sqrt(self.v * (1 / (1 - betas[1] ** number))) + eps
+        self.params = kept - self.m * (learning_rate / (1 - betas[0] ** number)) / root
+        return norm
