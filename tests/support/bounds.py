@@ -1,9 +1,10 @@
 """What each op may round, beside its oracle: σ and a B of tilegrad/kernels/closeness.py.
 
-An op's function here is its algorithm in numbers that carry their error along: `Number` has the exact value, the variance of what
-was rounded to the short dtype so far (`rounded`, nowhere else), and B, the accumulator's roundings. To first order, for f(x, y):
+An op's function here is its algorithm in numbers that carry their error along. A `Number` has its exact value, the variance of
+what was rounded to the short dtype so far (by `rounded`, nowhere else), and B of the accumulator. To first order, for f(x, y):
 
-    var(f) = (∂f/∂x)² var(x) + (∂f/∂y)² var(y)        B(f) = |∂f/∂x| B(x) + |∂f/∂y| B(y) + |f|        a sum of n terms: √n Σ|terms|
+    var(f) = (∂f/∂x)² var(x) + (∂f/∂y)² var(y)
+    B(f)   = |∂f/∂x| B(x) + |∂f/∂y| B(y) + |f|              and √n Σ|terms| for a sum of n
 
 The last rounding of an output is the rule's own. The exact values are not used: the oracle is autograd's, of another formula.
 """
@@ -119,7 +120,7 @@ def _products_rounded(x: Tensor) -> bool:
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> dict[str, Bound]:
-    """y = x wᵀ + b   dx = dy w   dw = dyᵀ x   db = Σ_n dy. With _products_rounded x wᵀ, before b is added, dw, and wide w and b."""
+    """y = x wᵀ + b   dx = dy w   dw = dyᵀ x   db = Σ_n dy. Where _products_rounded: dw, x wᵀ before b is added, wide w and b."""
     short, n = _products_rounded(x), of(x)
     weights, bias = of(w), None if b is None else of(b)
     if short and w.dtype != x.dtype:
@@ -147,7 +148,7 @@ def per_head_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> dict[
 def norm(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor, *, eps: float, rms: bool) -> dict[str, Bound]:
     """Nothing but the outputs is rounded."""
     c, n = x.shape[1], of(x)
-    mean = of(torch.zeros(x.shape[0], 1)) if rms else n.sum(1, keepdim=True) / c
+    mean = of(torch.zeros_like(x[:, :1])) if rms else n.sum(1, keepdim=True) / c
     centred = n if rms else n - mean
     variance = (centred * centred).sum(1, keepdim=True) / c + eps
     rstd = of(1.0) / sqrt(variance)
@@ -176,7 +177,9 @@ def activation(kind: str, h: Tensor, da: Tensor) -> dict[str, Bound]:
         dh = (g * sigmoid(x * 2.0)).rounded(h.dtype) * sigmoid(x * -2.0) * 4.0
         if h.dtype == torch.float64:
             dh = Number(dh.x, dh.var, dh.b + (g * (-(tanh(x) * tanh(x)) + 1.0)).b)
-        return bounds(h.dtype, {"a": tanh(x), "dh": dh})
+        of_dh = _slope_of_a_factor(g * sigmoid(x * 2.0), dh, h.dtype)
+        out = bounds(h.dtype, {"a": tanh(x), "dh": dh})
+        return out | {"dh": out["dh"]._replace(slope=of_dh)}
     kept = (h > 0).double()
     return bounds(h.dtype, {"a": of(h * kept), "dh": of(da * kept)})
 
@@ -185,9 +188,18 @@ def swiglu(gate: Tensor, up: Tensor, da: Tensor) -> dict[str, Bound]:
     """silu(gate) and da ∘ up are rounded on their way."""
     x, dtype = of(gate), gate.dtype
     s = sigmoid(x)
-    silu = (x * s).rounded(dtype)
-    slope = s * (x * sigmoid(-x) + 1.0)
-    return bounds(dtype, {"a": silu * of(up), "dup": silu * of(da), "dgate": (of(da) * of(up)).rounded(dtype) * slope})
+    silu, dsilu = (x * s).rounded(dtype), (of(da) * of(up)).rounded(dtype)
+    out = {"a": silu * of(up), "dup": silu * of(da), "dgate": dsilu * (s * (x * sigmoid(-x) + 1.0))}
+    return {
+        name: Bound(sigma, acc, _slope_of_a_factor(dsilu if name == "dgate" else silu, out[name], dtype))
+        for name, (sigma, acc, _) in bounds(dtype, out).items()
+    }
+
+
+def _slope_of_a_factor(t: Number, y: Number, dtype: torch.dtype) -> Tensor:
+    """sd⟨e, y⟩ where each y has a factor t that is rounded: equal t of a coarse dtype round alike."""
+    values, which = t.x.flatten().unique(return_inverse=True)
+    return torch.zeros_like(values).index_add_(0, which, y.x.flatten() ** 2).norm() * roundoff(dtype) / math.sqrt(3)
 
 
 def rope(x: Tensor, dy: Tensor) -> dict[str, Bound]:
@@ -202,7 +214,7 @@ def rope(x: Tensor, dy: Tensor) -> dict[str, Bound]:
 
 def embedding(tokens: Tensor, wte: Tensor, wpe: Tensor | None, dx: Tensor) -> dict[str, Bound]:
     """Nothing but the outputs is rounded; gradients are sums over tokens."""
-    (b, t), c = tokens.shape, dx.shape[1]
+    b, t = tokens.shape
     position = torch.arange(t, device=tokens.device).repeat(b)
     out = {"x": of(torch.zeros_like(dx)), "dwte": of(dx).scattered(tokens.flatten(), wte.shape[0])}
     return bounds(dx.dtype, out | ({} if wpe is None else {"dwpe": of(dx).scattered(position, wpe.shape[0])}))
@@ -218,8 +230,9 @@ def embedding_mse(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
 
 
 def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> dict[str, Bound]:
-    """Of bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, and on a CPU the logits l before. With ρ a logit's
-    rounding pᵢ errs by pᵢ (ρᵢ − Σ p ρ), so dx by Σ ρᵢ pᵢ (wᵢ − Σ p w): the row shares it. With _products_rounded each chunk's dw."""
+    """Of bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, on a CPU the logits before them, and where
+    _products_rounded each chunk's dw. Roundings ρ of a row of logits change pᵢ by pᵢ (ρᵢ − Σ p ρ), and dx by Σ ρᵢ pᵢ (wᵢ − Σ p w).
+    """
     dtype, half, on_cpu = x.dtype, x.dtype == torch.bfloat16, x.device.type == "cpu"
     chunks = list(cross_entropy_op._chunks(x, w)) if _products_rounded(x) else []
     kept, index, a = (targets >= 0).double()[:, None], targets.clamp(min=0)[:, None], roundoff(accumulator(dtype))
@@ -234,6 +247,7 @@ def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
     var_raw = rounding(raw, dtype) if half else torch.zeros_like(raw)
     var_dw = sum((rounding(d[i].t() @ (inv_total * x[i]), dtype) for i in chunks), torch.zeros_like(dw))
     of_rows = (p**2 * var_l).sum(1, keepdim=True)
+    var_p = (var_l * (1 - 2 * p) + of_rows).clamp(min=0)  # of p, over p²
 
     def along(c: Tensor) -> Tensor:
         """The variance of Σ c d."""
@@ -253,7 +267,7 @@ def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
             along(inv_total * (dx @ w.t())) + (var_raw * (inv_total * dx) ** 2).sum(),
         ),
         "dw": (
-            (var_d + p**2 * (var_l * (1 - 2 * p) + of_rows).clamp(min=0)).t() @ (inv_total * x) ** 2 + (d**2).t() @ var_x + var_dw,
+            (var_d + p**2 * var_p).t() @ (inv_total * x) ** 2 + (d**2).t() @ var_x + var_dw,
             along(inv_total * (x @ dw.t())) + (var_x * (d @ dw) ** 2).sum() + (var_dw * dw**2).sum(),
         ),
     }  # fmt: skip
@@ -272,21 +286,23 @@ class AdamW:
     params: Number
     m: Number
     v: Number
+    grads: Number | None = None  # of the last step, clipped
 
     def step(
         self, grads: Tensor, number: int, learning_rate: float, decayed: int, weight_decay: float, max_norm: float,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
     ) -> Number:  # fmt: skip
-        """The norm; `number` counts from 1."""
-        g = of(grads)
+        """The norm; `number` counts from 1. 1 − βᵗ cancels."""
+        g = self.grads = of(grads)
         norm = sqrt((g * g).sum(0))
+        correction1, correction2 = (of(1.0) - (of(beta**number) * 1.0) for beta in betas)
         factor = (norm + 1e-6) * (1 / max_norm)
         if factor.x > 1:
-            g = g / factor
+            g = self.grads = g / factor
         self.m = self.m * betas[0] + g * (1 - betas[0])
         self.v = self.v * betas[1] + g * g * (1 - betas[1])
-        decay = torch.where(torch.arange(len(grads)) < decayed, weight_decay, 0.0)
+        decay = torch.where(torch.arange(len(grads), device=grads.device) < decayed, weight_decay, 0.0).double()
         kept = self.params * (1 - learning_rate * decay)
-        root = sqrt(self.v * (1 / (1 - betas[1] ** number))) + eps
-        self.params = kept - self.m * (learning_rate / (1 - betas[0] ** number)) / root
+        root = sqrt(self.v / correction2) + eps
+        self.params = kept - self.m * learning_rate / correction1 / root
         return norm

@@ -1,10 +1,10 @@
-"""The closeness rule: a result against its float64 oracle, within what the algorithm may round. Tests, bench and doctor share it.
+"""The closeness rule: a result against its float64 oracle, within what the algorithm may round.
 
 A kernel's docstring and its op's `bounds` say which intermediate numbers are rounded to the short dtype, once each; all else
 is formed in the accumulator. u, a and z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (float32;
 float64 for float64) and of the output's own dtype. Roundings are independent and uniform, of variance u² x² / 3, so the
 variance σ² of each number's error follows from the formula line by line. The accumulator's share is a · B, where B is Σ|terms|,
-times √n for a sum of n terms. With e = x − x64, three tests for each tensor of n numbers:
+times √n for a sum of n terms. With e = x − x64, three tests for each tensor, of n different numbers (equal ones round alike):
 
     max     |e| ≤ 6 σ + a B + 1.01 z |x64|                                      for each number
     mean    rms(e) ≤ (1.5 + 6/√n) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
@@ -75,12 +75,15 @@ def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
         return Ratios(0.0, 0.0, 0.0)
     e, out = x[seen].double() - y, roundoff(x.dtype) * y.abs().clamp(min=torch.finfo(x.dtype).tiny)
     typical = sigma.square() + (acc / 3).square() + out.square() / 3
+    values, which = y.unique(return_inverse=True)
+    rounded = torch.zeros_like(values).index_add_(0, which, out * y).square().sum() / 3
     shared = (sigma * y).square().sum() if bound.slope is None else bound.slope.square()
-    along = SIGMAS * (shared + (out * y).square().sum() / 3).sqrt() + (acc / 3 * y.abs()).sum()
+    along = SIGMAS * (shared + rounded).sqrt() + (acc / 3 * y.abs()).sum()
     least = torch.finfo(torch.float64).tiny  # nothing is divided by 0
     return Ratios(
         float((e.abs() / (SIGMAS * sigma + acc + 1.01 * out).clamp(min=least)).max()),
-        float((e.square().mean() / typical.mean().clamp(min=least)).sqrt()) / (1.5 + SIGMAS / math.sqrt(e.numel())),
+        float((e.square().mean() / typical.mean().clamp(min=least)).sqrt())
+        / (1.5 + SIGMAS / math.sqrt(values.numel())),
         float((e * y).sum().abs() / along.clamp(min=least)),
     )
 

@@ -1,7 +1,7 @@
 """What attention's outputs may err by: σ and a B of ../closeness.py, of the formulas of reference.py.
 
 A kernel may round r = p ∘ keep / (1 − dropout_p) (before r v and rᵀ do), dx (before dx k and dxᵀ q) and o (of which delta is
-formed) to q's dtype, once each. Everything else is formed in the accumulator: scores, their sums, lse, delta, dp, dbias, dsinks.
+formed) to q's dtype, once each. All else is formed in the accumulator: scores, their sums, lse, delta, dp, dbias, dsinks.
 With var(x) = u² x² / 3, the variance of one rounding, and g = 1 − tanh²(x / c), which is 1 without a softcap:
 
     σ²(o)      = Σⱼ var(rᵢⱼ) vⱼ²                                            lse has none
@@ -12,9 +12,12 @@ With var(x) = u² x² / 3, the variance of one rounding, and g = 1 − tanh²(x 
     σ²(dbias)  = Σ σ²(deltaᵢ) pᵢⱼ²                                          (Σⱼ pᵢⱼ)² where a number of bias is a whole row's
     σ²(dsinks) = Σ σ²(deltaᵢ) p_sinkᵢ²
 
-The numbers of a row share these roundings. The slope's variance counts each of them once, times what it changes ⟨x, x64⟩ by: of o
-Σ var(rᵢⱼ) (oᵢ·vⱼ)², of dv Σ var(rᵢⱼ) (doᵢ·dvⱼ)², of dq and dk, with cᵢⱼ = scale dqᵢ·kⱼ or scale qᵢ·dkⱼ,
-Σ var(dxᵢⱼ) cᵢⱼ² + Σᵢ σ²(deltaᵢ) (Σⱼ (p g)ᵢⱼ cᵢⱼ)². In units of a, with B of a sum of n terms = √n Σ|terms| + ΣB(terms):
+The numbers of a row share these roundings. The slope's variance counts each of them once, times what it changes ⟨x, x64⟩ by:
+
+    o, dv      Σ var(rᵢⱼ) (oᵢ·vⱼ)²,  Σ var(rᵢⱼ) (doᵢ·dvⱼ)²
+    dq, dk     Σ var(dxᵢⱼ) cᵢⱼ² + Σᵢ σ²(deltaᵢ) (Σⱼ (p g)ᵢⱼ cᵢⱼ)²             cᵢⱼ = scale dqᵢ·kⱼ,  scale qᵢ·dkⱼ
+
+B is in units of a; that of a sum of n terms is √n Σ|terms| + Σ B(terms):
 
     B(s)     = |scale| Σ|q||k| (√D + 3) + |bias| + |slope · distance|        the product, then scale, base 2 and shift
     B(lse)   = Σⱼ pᵢⱼ B(sᵢⱼ) + √Tk + |lse| + 4                               the sum of exponentials, exp and log
@@ -40,7 +43,7 @@ Exact = Mapping[str, Tensor]
 def bounds(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact
 ) -> dict[str, Bound]:
-    """Of every output of a call, by name. `exact` is the oracle's; slopes are along it. Whole T×T matrices of float64, as there."""
+    """Of every output of a call, by name, from whole T×T matrices of float64. `exact` is the oracle's; slopes are along it."""
     if mask.varlen:
         return _bounds_varlen(q, k, v, do, dlse, mask, exact)
     return _bounds(q, k, v, do, dlse, mask, exact, range(q.shape[0]))

@@ -15,8 +15,9 @@ Backward, with do = ∂L/∂o and dlse = ∂L/∂lse:
     dx = ds ∘ (1 − tanh²(x / c))            x = scale · q kᵀ, only with a softcap
     dq = scale · dx k                       dk = scale · dxᵀ q
 
-`forward` and `backward` work in the dtype they are given: in float64 they are the oracle, in a shorter dtype the
-yardstick of tests/tolerance.py. As a kernel they run in float64 and round once; they allocate, and are chosen by name only.
+`forward` and `backward` work in the dtype they are given: in float64 they are the oracle; bounds.py says what a
+kernel may differ by.
+As a kernel they run in float64 and round once; they allocate, and are chosen by name only.
 A row that attends to no key has p = 0 and lse = −inf (the sink's logit where there is one).
 """
 
