@@ -120,7 +120,7 @@ def _products_rounded(x: Tensor) -> bool:
 
 
 def linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> dict[str, Bound]:
-    """y = x wᵀ + b   dx = dy w   dw = dyᵀ x   db = Σ_n dy. Where _products_rounded: dw, x wᵀ before b is added, wide w and b."""
+    """y = x wᵀ + b   dx = dy w   dw = dyᵀ x   db = Σ_n dy. Where _products_rounded: dw, x wᵀ before b is added, wide w, b."""
     short, n = _products_rounded(x), of(x)
     weights, bias = of(w), None if b is None else of(b)
     if short and w.dtype != x.dtype:
@@ -231,7 +231,7 @@ def embedding_mse(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
 
 def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> dict[str, Bound]:
     """Of bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, on a CPU the logits before them, and where
-    _products_rounded each chunk's dw. Roundings ρ of a row of logits change pᵢ by pᵢ (ρᵢ − Σ p ρ), and dx by Σ ρᵢ pᵢ (wᵢ − Σ p w).
+    _products_rounded each chunk's dw. Roundings ρ of a row of logits change pᵢ by pᵢ (ρᵢ − Σ p ρ), dx by Σ ρᵢ pᵢ (wᵢ − Σ p w).
     """
     dtype, half, on_cpu = x.dtype, x.dtype == torch.bfloat16, x.device.type == "cpu"
     chunks = list(cross_entropy_op._chunks(x, w)) if _products_rounded(x) else []
