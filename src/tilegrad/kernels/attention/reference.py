@@ -16,8 +16,7 @@ Backward, with do = ∂L/∂o and dlse = ∂L/∂lse:
     dq = scale · dx k                       dk = scale · dxᵀ q
 
 `forward` and `backward` work in the dtype they are given: in float64 they are the oracle; bounds.py says what a
-kernel may differ by.
-As a kernel they run in float64 and round once; they allocate, and are chosen by name only.
+kernel may differ by. As a kernel they run in float64 and round once; they allocate, and are chosen by name only.
 A row that attends to no key has p = 0 and lse = −inf (the sink's logit where there is one).
 """
 
