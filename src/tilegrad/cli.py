@@ -142,7 +142,7 @@ def _silence(stream: TextIO) -> None:
 
 
 def _print_result(result: RunResult) -> None:
-    from .memory.planned.report import human
+    from .memory.page import human
     from .table import table
 
     rows: list[tuple[str, str]] = [

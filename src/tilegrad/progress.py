@@ -8,7 +8,7 @@ from contextlib import contextmanager, suppress
 from importlib.util import find_spec
 from typing import Any
 
-from .memory.planned.report import human
+from .memory.page import human
 
 
 def _line(n: dict[str, Any]) -> str:

@@ -332,10 +332,10 @@ def test_what_is_freed_while_the_cache_is_searched_waits(manager, monkeypatch):
     held = manager.allocate(K, (64,))
     find = manager._cache.find
 
-    def freeing_find(lane):
+    def freeing_find(free_list):
         manager.deallocate(held, K)
         assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 0
-        return find(lane)
+        return find(free_list)
 
     monkeypatch.setattr(manager._cache, "find", freeing_find)
     manager.allocate(Q, (64,))

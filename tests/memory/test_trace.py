@@ -13,8 +13,8 @@ from support import tanh_stack
 
 from tilegrad.kernels.linear import linear_bwd
 from tilegrad.kernels.op import observe, op
-from tilegrad.memory.planned.trace import Handle, Role, Trace, bind, handles, start, trace, wait
-from tilegrad.memory.types import BufferType
+from tilegrad.memory.planned.trace import Handle, Trace, bind, handles, start, trace, wait
+from tilegrad.memory.types import BufferType, Role
 
 
 def buffer(name: str, *shape: int, role: Role = "activations", dtype: torch.dtype = torch.float32) -> Handle:

@@ -6,7 +6,7 @@ Its feed-forward count is wrong by 3,072 floats, and it leaves the embeddings ou
 
 from __future__ import annotations
 
-from ..memory.planned.report import human
+from ..memory.page import human
 from ..table import table
 
 LAYERS, CHANNELS, HEADS, HIDDEN = 6, 512, 8, 2048

@@ -138,7 +138,7 @@ def _timed(run: Callable[[], None]) -> int:
 def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
     """Prints the cost of the buffer manager on CPU, as a table or as one JSON object; the exit code is 0."""
     if repeats < 4:
-        raise ValueError(f"repeats={repeats}: must be at least 4, for quartiles")
+        raise ValueError(f"repeats: got {repeats}; accepted: at least 4, for quartiles")
     ratios = pair_ratios(repeats)
     manager = AttentionBufferManager(lightweight=True)
     reserved, live = replay(manager, varying_lengths())

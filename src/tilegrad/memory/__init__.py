@@ -1,4 +1,8 @@
-"""Where buffers live: managed (`AttentionBufferManager`) or planned (trace, plan, arena), with one vocabulary."""
+"""Where buffers live, with one vocabulary (types.py) and one timeline page (page.py).
+
+planned/   a program that is the same every time: trace it on handles, plan every byte, bind tensors
+managed/   sizes that vary: `AttentionBufferManager` hands out, caches and takes back typed buffers
+"""
 
 from __future__ import annotations
 
@@ -7,29 +11,51 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from .managed.manager import AttentionBufferManager, create_attention_buffer_manager
+    from .planned.arena import Arenas, MemoryPlan, plan_memory, poison_dead
+    from .planned.report import MemoryReport, memory_report
+    from .planned.trace import Handle, Trace, bind, trace
     from .types import BufferConfig, BufferStateError, BufferType
 
 _HOMES = {
     "AttentionBufferManager": "managed.manager",
     "create_attention_buffer_manager": "managed.manager",
+    "Arenas": "planned.arena",
+    "MemoryPlan": "planned.arena",
+    "plan_memory": "planned.arena",
+    "poison_dead": "planned.arena",
+    "MemoryReport": "planned.report",
+    "memory_report": "planned.report",
+    "Handle": "planned.trace",
+    "Trace": "planned.trace",
+    "bind": "planned.trace",
+    "trace": "planned.trace",
     "BufferConfig": "types",
     "BufferStateError": "types",
     "BufferType": "types",
 }
-
 __all__ = [
+    "Arenas",
     "AttentionBufferManager",
     "BufferConfig",
     "BufferStateError",
     "BufferType",
+    "Handle",
+    "MemoryPlan",
+    "MemoryReport",
+    "Trace",
+    "bind",
     "create_attention_buffer_manager",
+    "memory_report",
+    "plan_memory",
+    "poison_dead",
+    "trace",
 ]
 
 
 def __getattr__(name: str) -> object:
     if name not in _HOMES:
         raise AttributeError(f"module 'tilegrad.memory' has no attribute {name!r}")
-    return getattr(import_module(f"tilegrad.memory.{_HOMES[name]}"), name)
+    return getattr(import_module(f"{__name__}.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:

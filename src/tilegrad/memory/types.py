@@ -10,6 +10,8 @@ from typing import Literal, get_args
 
 Reuse = Literal["high", "medium", "low"]
 Lifetime = Literal["ephemeral", "iteration", "persistent"]
+Role = Literal["params", "grads", "optimizer", "inputs", "activations"]
+ROLES: tuple[Role, ...] = ("params", "grads", "optimizer", "inputs", "activations")
 
 
 class BufferType(StrEnum):
@@ -35,7 +37,7 @@ class BufferConfig:
 
     typical_size_mb   in MiB; a request of more than twice this goes to the best-fit slab
     reuse_frequency   high: 10 buffers cached per (type, device), and size classes below 1 MiB; medium, low: 5
-    lifetime          how long one buffer is held; shown in reports, decides nothing
+    lifetime          how long one buffer is held; documentation, decides nothing
     alignment         a power of two in bytes; None: whatever the allocator gives (64 on CPU, 512 on CUDA)
     """
 
@@ -50,17 +52,17 @@ class BufferConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.typical_size_mb < float("inf"):
-            raise ValueError(f"typical_size_mb={self.typical_size_mb!r}: must be a positive, finite number of MiB")
+            raise ValueError(f"typical_size_mb: got {self.typical_size_mb!r}; accepted: a positive, finite number of MiB")
         if self.reuse_frequency not in get_args(Reuse):
-            raise ValueError(f"reuse_frequency={self.reuse_frequency!r}: must be one of {', '.join(get_args(Reuse))}")
+            raise ValueError(f"reuse_frequency: got {self.reuse_frequency!r}; accepted: {', '.join(get_args(Reuse))}")
         if self.lifetime not in get_args(Lifetime):
-            raise ValueError(f"lifetime={self.lifetime!r}: must be one of {', '.join(get_args(Lifetime))}")
+            raise ValueError(f"lifetime: got {self.lifetime!r}; accepted: {', '.join(get_args(Lifetime))}")
         for name in ("prefer_bucketed", "prefer_numa", "prefer_pinned", "zero_init"):
             if not isinstance(getattr(self, name), bool):
-                raise TypeError(f"{name}={getattr(self, name)!r}: must be True or False")
+                raise TypeError(f"{name}: got {getattr(self, name)!r}; accepted: True or False")
         a = self.alignment
         if a is not None and (not isinstance(a, int) or isinstance(a, bool) or a < 1 or a & (a - 1)):
-            raise ValueError(f"alignment={a!r}: must be None or a power of two, in bytes")
+            raise ValueError(f"alignment: got {a!r}; accepted: None or a power of two, in bytes")
 
 
 _STREAM = BufferConfig(1.0, "high", "iteration", zero_init=False)

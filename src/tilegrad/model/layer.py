@@ -7,8 +7,8 @@ from typing import Any
 
 import torch
 
-from ..memory.planned.trace import Handle, Role
-from ..memory.types import BufferType
+from ..memory.planned.trace import Handle
+from ..memory.types import BufferType, Role
 from .config import ModelConfig
 
 Scratch = dict[str, Any]

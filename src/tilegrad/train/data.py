@@ -195,7 +195,7 @@ def open_tokens(path: Path) -> TokenFile:
 
 def _dtype(vocab_size: int) -> np.dtype[Any]:
     if not 1 <= vocab_size <= 1 << 32:
-        raise ValueError(f"vocab_size={vocab_size}: must be between 1 and 2³²")
+        raise ValueError(f"vocab_size: got {vocab_size}; accepted: 1 … 2³²")
     return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
 
 
@@ -219,7 +219,7 @@ def prepare(
     All of the text is in memory while it is encoded.
     """
     if tokenizer not in ("bytes", "bpe"):
-        raise ValueError(f"tokenizer={tokenizer!r}: must be 'bytes' or 'bpe'")
+        raise ValueError(f"tokenizer: got {tokenizer!r}; accepted: 'bytes' or 'bpe'")
     if tokenizer == "bytes" and vocab_size != 256:
         raise ValueError(f"vocab_size={vocab_size}: the tokenizer 'bytes' has 256 tokens")
     text = read_text(paths)
@@ -284,7 +284,7 @@ def _sha256(text: str) -> str:
 def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
     """(training, validation): the last ⌊fraction · N⌋ tokens are for validation, and nothing trains on them."""
     if not 0 <= validation_fraction < 1:
-        raise ValueError(f"validation_fraction={validation_fraction}: must be at least 0 and less than 1")
+        raise ValueError(f"validation_fraction: got {validation_fraction}; accepted: at least 0 and less than 1")
     first = len(tokens) - math.floor(len(tokens) * validation_fraction)
     return tokens[:first], tokens[first:]
 
@@ -314,9 +314,9 @@ class Batches:
 
     def __init__(self, tokens: Tokens, batch_size: int, seq_len: int, *, seed: int = 0) -> None:
         if batch_size < 1:
-            raise ValueError(f"batch_size={batch_size}: must be at least 1")
+            raise ValueError(f"batch_size: got {batch_size}; accepted: at least 1")
         if seed < 0:
-            raise ValueError(f"seed={seed}: must not be negative")
+            raise ValueError(f"seed: got {seed}; accepted: at least 0")
         self.windows = _count_windows(tokens, seq_len)
         self.batch_size = batch_size
         self.seq_len = seq_len
@@ -374,7 +374,7 @@ def batches_in_order(tokens: Tokens, batch_size: int, seq_len: int, *, most: int
 
 def _count_windows(tokens: Tokens, seq_len: int) -> int:
     if seq_len < 1:
-        raise ValueError(f"seq_len={seq_len}: must be at least 1")
+        raise ValueError(f"seq_len: got {seq_len}; accepted: at least 1")
     if len(tokens) < seq_len + 1:
         raise ValueError(
             f"{len(tokens)} tokens are less than one window of seq_len + 1 = {seq_len + 1}; "

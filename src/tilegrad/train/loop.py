@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from ..memory.planned.report import human
+from ..memory.page import human
 from ..model.generate import generate
 from .atomic import named, write_whole
 from .budget import step_report

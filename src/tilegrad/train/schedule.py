@@ -17,9 +17,9 @@ def learning_rate(step: int, *, peak: float, floor: float, warmup_steps: int, to
     if step < 0:
         raise ValueError(f"step={step}: steps count from 0")
     if not (math.isfinite(peak) and 0 <= floor <= peak):
-        raise ValueError(f"peak={peak}, floor={floor}: must be finite numbers with 0 ≤ floor ≤ peak")
+        raise ValueError(f"peak, floor: got {peak}, {floor}; accepted: finite numbers with 0 ≤ floor ≤ peak")
     if not 0 <= warmup_steps < total_steps:
-        raise ValueError(f"warmup_steps={warmup_steps}, total_steps={total_steps}: must be 0 ≤ warmup < total")
+        raise ValueError(f"warmup_steps, total_steps: got {warmup_steps}, {total_steps}; accepted: 0 ≤ warmup < total")
     if step < warmup_steps:
         return peak * (step + 1) / warmup_steps
     if step >= total_steps - 1:

@@ -5,9 +5,9 @@ Bytes:
     held      =  in_use + cached            real: rounding and slack included
     reserved  =  held + idle                idle: held by slabs, in no buffer
     live      =  in_use − slack             what was asked for, of the buffers in use
-    mark      =  the most that live ever was (at least 1 MiB), or what a learned pattern needs
+    high_water  =  the most that live ever was (at least 1 MiB), or what a learned pattern needs
 
-A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ mark.
+A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ high_water.
 The caller holds the manager's lock, and nothing is freed meanwhile (the manager puts that off).
 """
 
@@ -26,7 +26,7 @@ import torch
 from ..types import BufferConfig, BufferStateError, BufferType
 from .pressure import AdaptiveLimit, PressureSource
 from .slab import MIB
-from .slot import Key, Lane, Pool, Slot, hollow
+from .slot import FreeList, Key, Pool, Slot, detach_storage
 from .strategies import Request, Strategies
 
 _MAX_LANES = 4096
@@ -48,14 +48,14 @@ def one_device(device: torch.device | str) -> torch.device:
 
 def one_type(type: BufferType | str) -> BufferType:
     if type not in tuple(BufferType):
-        raise ValueError(f"type={type!r}: must be one of {', '.join(t.name for t in BufferType)}")
+        raise ValueError(f"type: got {type!r}; accepted: {', '.join(t.name for t in BufferType)}")
     return BufferType(type)
 
 
 def one_shape(shape: Any) -> tuple[int, ...]:
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(isinstance(n, int) and n >= 0 for n in sizes):
-        raise ValueError(f"shape={shape!r}: must be a sequence of integers ≥ 0")
+        raise ValueError(f"shape: got {shape!r}; accepted: a sequence of ints ≥ 0")
     return sizes
 
 
@@ -69,7 +69,7 @@ class BufferCache:
         pressure: PressureSource,
         strategies: Strategies,
     ) -> None:
-        self.lanes: dict[tuple[Any, ...], Lane] = {}
+        self.free_lists: dict[tuple[Any, ...], FreeList] = {}
         self.slots: dict[int, Slot] = {}
         self.pools: dict[tuple[BufferType, torch.device], Pool] = {}
         self.dropped: deque[Any] = deque()
@@ -79,39 +79,39 @@ class BufferCache:
         self.bounded = max_bytes is not None
         self.held = self.in_use = self.slack = self.peak = self.clock = 0
         self._configs, self._reuse, self._pressure = configs, reuse, pressure
-        self._mark, self._plan_mark = MIB, 0
-        self._limbo: list[Slot] = []
+        self._high_water, self._pattern_high_water = MIB, 0
+        self._pending_release: list[Slot] = []
         self._felt_at = 0.0
         self._warned_pinned = False
 
-    def lane(self, type: Any, shape: Any, dtype: Any, device: Any) -> Lane:
-        """The lane of a request; the request's own spelling finds it at once from then on."""
+    def free_list(self, type: Any, shape: Any, dtype: Any, device: Any) -> FreeList:
+        """The free_list of a request; the request's own spelling finds it at once from then on."""
         if not isinstance(dtype, torch.dtype):
-            raise TypeError(f"dtype={dtype!r}: must be a torch.dtype")
+            raise TypeError(f"dtype: got {dtype!r}; accepted: a torch.dtype")
         key = Key(one_type(type), one_shape(shape), dtype, one_device(device))
-        lane = self.lanes.get(key)
-        if lane is None:
-            if len(self.lanes) >= _MAX_LANES:
-                self.lanes = {k: kept for k, kept in list(self.lanes.items()) if kept.slots}
-            lane = self.lanes[key] = Lane(key, self._pool(key))
+        free_list = self.free_lists.get(key)
+        if free_list is None:
+            if len(self.free_lists) >= _MAX_LANES:
+                self.free_lists = {k: kept for k, kept in list(self.free_lists.items()) if kept.slots}
+            free_list = self.free_lists[key] = FreeList(key, self._pool(key))
         if isinstance(shape, tuple) and (key.device.type == "cpu" or torch.device(device).index is not None):
-            self.lanes[type, shape, dtype, device] = lane
-        return lane
+            self.free_lists[type, shape, dtype, device] = free_list
+        return free_list
 
-    def find(self, lane: Lane) -> tuple[Slot, bool]:
-        """A slot for a lane that has none ready, and whether it came from the cache."""
-        slot = self._best_fit(lane)
-        pool = lane.pool
+    def find(self, free_list: FreeList) -> tuple[Slot, bool]:
+        """A slot for a free_list that has none ready, and whether it came from the cache."""
+        slot = self._best_fit(free_list)
+        pool = free_list.pool
         if slot is None:
             pool.misses += 1
-            self.make_room(lane.nbytes)
-            return self.make(lane), False
+            self.make_room(free_list.nbytes)
+            return self.make(free_list), False
         del pool.free[slot]
-        slot.lane.slots.remove(slot)
+        slot.free_list.slots.remove(slot)
         pool.hits += 1
         if slot.poison is not None:
             self.check_poison(slot)
-        if slot.retarget(lane):
+        if slot.retarget(free_list):
             del self.slots[slot.ident]
             self.adopt(slot)
         return slot, True
@@ -134,37 +134,37 @@ class BufferCache:
             return 0
         return 10 if config.reuse_frequency == "high" else 5
 
-    def _best_fit(self, lane: Lane) -> Slot | None:
-        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack could lift us past the mark:
+    def _best_fit(self, free_list: FreeList) -> Slot | None:
+        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack could lift us past the high-water mark:
         then all slack in use must stay within 5 % of it."""
-        best, nbytes, least = None, lane.nbytes, lane.most
-        for slot in lane.pool.free:
+        best, nbytes, least = None, free_list.nbytes, free_list.most
+        for slot in free_list.pool.free:
             if nbytes <= slot.storage_bytes <= least:
                 best, least = slot, slot.storage_bytes
-        if best is None or self.in_use + best.nbytes <= self._mark:
+        if best is None or self.in_use + best.nbytes <= self._high_water:
             return best
-        near = self._mark * 0.05
+        near = self._high_water * 0.05
         slack = self.slack + best.nbytes - nbytes
-        return best if slack <= near or self.in_use + best.nbytes <= self._mark + near else None
+        return best if slack <= near or self.in_use + best.nbytes <= self._high_water + near else None
 
     def make_room(self, nbytes: int) -> None:
-        """Drops cached buffers until so many new bytes do not pass the mark."""
+        """Drops cached buffers until so many new bytes do not pass the high-water mark."""
         if time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
-            self.feel_pressure()
-        self._mark = max(self._mark, self.in_use - self.slack + nbytes)
-        mark = max(self._mark, self._plan_mark)
-        while self.cached and self.reserved() + nbytes > mark:
+            self.apply_pressure()
+        self._high_water = max(self._high_water, self.in_use - self.slack + nbytes)
+        high_water = max(self._high_water, self._pattern_high_water)
+        while self.cached and self.reserved() + nbytes > high_water:
             self._evict(self._oldest(self.pools.values()))
         self._sweep()
 
-    def make(self, lane: Lane) -> Slot:
+    def make(self, free_list: FreeList) -> Slot:
         """A slot of new memory; it counts as cached until it is handed out."""
-        pool = lane.pool
-        request = Request(lane.nbytes, pool.device, pool.config, pool.pinned)
+        pool = free_list.pool
+        request = Request(free_list.nbytes, pool.device, pool.config, pool.pinned)
         base, block = self.strategies.take(request)
         with ExitStack() as on_error:
             on_error.callback(self.strategies.give_back, request, block)
-            slot = Slot(lane, request, base, block)
+            slot = Slot(free_list, request, base, block)
             on_error.pop_all()
         del base
         slot.learn_alone()
@@ -179,7 +179,7 @@ class BufferCache:
 
     def store(self, slot: Slot) -> None:
         """Caches a slot that nobody uses; `trim` is the caller's."""
-        slot.lane.slots.append(slot)
+        slot.free_list.slots.append(slot)
         slot.pool.free[slot] = None
         slot.stamp = self.clock = self.clock + 1
 
@@ -200,7 +200,7 @@ class BufferCache:
     def trim(self) -> None:
         """Drops what is beyond the limits: buffers per pool, bytes in all, bytes of a device short of memory."""
         if not self.clock & 255 and time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
-            self.feel_pressure()
+            self.apply_pressure()
         for pool in list(self.pools.values()):
             while len(pool.free) > pool.limit:
                 self._evict(next(iter(pool.free)))
@@ -211,7 +211,7 @@ class BufferCache:
                 self._evict(self._oldest([pool for pool in self.pools.values() if pool.device == device]))
         self._sweep()
 
-    def feel_pressure(self) -> None:
+    def apply_pressure(self) -> None:
         """Asks the pressure source about every device in use, and adapts what may be cached there."""
         self._felt_at = time.monotonic()
         for device in {device for _, device in self.pools}:
@@ -236,11 +236,11 @@ class BufferCache:
 
     def _drop(self, slot: Slot) -> None:
         del slot.pool.free[slot]
-        slot.lane.slots.remove(slot)
+        slot.free_list.slots.remove(slot)
         tensor = slot.tensor
         assert tensor is not None
         self.forget(slot)
-        hollow(tensor)
+        detach_storage(tensor)
 
     def forget(self, slot: Slot) -> None:
         """The slot is no longer ours; a block of a slab goes back once nobody holds its storage."""
@@ -249,7 +249,7 @@ class BufferCache:
         self.held -= slot.nbytes
         slot.tensor = slot.handle = None
         if slot.block.slab is not None:
-            self._limbo.append(slot)
+            self._pending_release.append(slot)
 
     def quarantine(self, slot: Slot) -> None:
         """Someone else holds the bytes: they stay that holder's, and are never handed out."""
@@ -257,12 +257,12 @@ class BufferCache:
         self.forget(slot)
 
     def _sweep(self) -> None:
-        waiting, self._limbo = self._limbo, []
+        waiting, self._pending_release = self._pending_release, []
         for slot in waiting:
             if slot.storage.expired():
                 self.strategies.give_back(slot.request, slot.block)
             else:
-                self._limbo.append(slot)
+                self._pending_release.append(slot)
 
     def reap(self) -> list[Slot]:
         """Lets go of the buffers in use whose callers dropped them."""
@@ -295,7 +295,7 @@ class BufferCache:
     def ready(self, wanted: Mapping[Key, int]) -> None:
         """Makes sure that the cache holds so many buffers of each key."""
         self._fill(wanted)
-        self._mark = max(self._mark, self.reserved())
+        self._high_water = max(self._high_water, self.reserved())
         self.trim()
 
     def follow(self, plan: Mapping[Key, int]) -> bool:
@@ -306,19 +306,19 @@ class BufferCache:
         for pool in self.pools.values():
             needs = sum(count for key, count in plan.items() if (key.type, key.device) == (pool.type, pool.device))
             pool.limit = max(self._limit(pool.config), needs)
-        self._plan_mark = 0
+        self._pattern_high_water = 0
         if plan:
             for slot in [slot for pool in self.pools.values() for slot in pool.free]:
-                if len(slot.lane.slots) > plan.get(slot.lane.key, 0):
+                if len(slot.free_list.slots) > plan.get(slot.free_list.key, 0):
                     self._drop(slot)
             self._sweep()
             self._fill(plan)
-            self._plan_mark = self.reserved()
+            self._pattern_high_water = self.reserved()
         self.trim()
         return bool(plan)
 
     def _fill(self, wanted: Mapping[Key, int]) -> None:
         for key, count in wanted.items():
-            lane = self.lane(*key)
-            for _ in range(count - len(lane.slots)):
-                self.store(self.make(lane))
+            free_list = self.free_list(*key)
+            for _ in range(count - len(free_list.slots)):
+                self.store(self.make(free_list))

@@ -33,9 +33,9 @@ from ..types import DEFAULT_CONFIGS, BufferConfig, BufferStateError, BufferType
 from .cache import BufferCache, one_device, one_type
 from .pattern import PatternLearner, demand
 from .pressure import PressureSource, memory_pressure
-from .profile import Life, Profile, ScopeStats, chrome_trace
+from .profile import Life, Profile, ScopeStats, cache_stats, chrome_trace, lives_page
 from .slab import MIB
-from .slot import Key, Lane, Slot, references, storage_use_count, use_count
+from .slot import FreeList, Key, Slot, references, storage_use_count, use_count
 from .strategies import Strategies
 
 P = ParamSpec("P")
@@ -86,11 +86,11 @@ class AttentionBufferManager:
         if enable_preallocation and not enable_reuse:
             raise ValueError("enable_preallocation=True with enable_reuse=False: nothing is kept; enable reuse")
         if max_bytes is not None and max_bytes < 0:
-            raise ValueError(f"max_bytes={max_bytes!r}: must be None (no limit) or at least 0")
+            raise ValueError(f"max_bytes: got {max_bytes!r}; accepted: None (no limit) or at least 0")
         configs = {**DEFAULT_CONFIGS, **{one_type(t): c for t, c in (custom_configs or {}).items()}}
         for type, config in configs.items():
             if not isinstance(config, BufferConfig):
-                raise TypeError(f"custom_configs[{type.name}]={config!r}: must be a BufferConfig")
+                raise TypeError(f"custom_configs[{type.name}]: got {config!r}; accepted: a BufferConfig")
         self._reuse, self._tracked, self._debug = enable_reuse, not lightweight, debug
         self._device = None if device is None else one_device(device)
         self._lock = threading.RLock()
@@ -144,17 +144,17 @@ class AttentionBufferManager:
             if cache.dropped:
                 self._exclusive(self._reap)
             try:
-                lane = cache.lanes[type, shape, dtype, device]
+                free_list = cache.free_lists[type, shape, dtype, device]
             except (KeyError, TypeError):
-                lane = self._exclusive(cache.lane, type, shape, dtype, device)
-            slots = lane.slots
+                free_list = self._exclusive(cache.free_list, type, shape, dtype, device)
+            slots = free_list.slots
             if slots:
                 slot, hit = slots.pop(), True
-                pool = lane.pool
+                pool = free_list.pool
                 del pool.free[slot]
                 pool.hits += 1
             else:
-                slot, hit = self._find(lane)
+                slot, hit = self._find(free_list)
             if self._tracked:
                 slot = self._track(slot, hit, began)
             tensor, slot.tensor = slot.tensor, None
@@ -162,7 +162,7 @@ class AttentionBufferManager:
             cache.in_use += slot.nbytes
             if slot.slack:
                 cache.slack += slot.slack
-            self._events.append(lane.took)
+            self._events.append(free_list.took)
             if slot.freed is not None:
                 slot.await_freed(tensor)
         finally:
@@ -189,7 +189,7 @@ class AttentionBufferManager:
                 if slot.is_dying(tensor):
                     return
                 raise self._not_in_use(tensor)
-            lane, pool = slot.lane, slot.pool
+            free_list, pool = slot.free_list, slot.pool
             if type is not None and type is not pool.type and one_type(type) is not pool.type:
                 raise BufferStateError(f"type={type!r}: this buffer is {pool.type.name}; pass that type or none")
             if tensor.requires_grad:
@@ -200,7 +200,7 @@ class AttentionBufferManager:
             cache.in_use -= slot.nbytes
             if slot.slack:
                 cache.slack -= slot.slack
-            self._events.append(lane.gave)
+            self._events.append(free_list.gave)
             if self._tracked:
                 self._note_given(slot, began)
             if (
@@ -211,14 +211,14 @@ class AttentionBufferManager:
             ):
                 cache.quarantine(slot)
                 return
-            if tensor.shape != lane.shape or not tensor.is_contiguous():
+            if tensor.shape != free_list.shape or not tensor.is_contiguous():
                 slot.restore_layout(tensor)
             slot.tensor = tensor
             if pool.on_cuda:
                 slot.mark_freed()
             if self._debug:
                 slot.poison_bytes()
-            lane.slots.append(slot)
+            free_list.slots.append(slot)
             free = pool.free
             free[slot] = None
             slot.stamp = cache.clock = clock = cache.clock + 1
@@ -260,7 +260,7 @@ class AttentionBufferManager:
         sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_heads": num_heads, "head_dim": head_dim}
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
-                raise ValueError(f"{name}={size!r}: must be an integer of at least 1")
+                raise ValueError(f"{name}: got {size!r}; accepted: an int ≥ 1")
         where = self._device or default_device() if device is None else one_device(device)
         row, square = (batch_size, seq_len, num_heads, head_dim), (batch_size, num_heads, seq_len, seq_len)
         wanted = {Key(one_type(t), square if t in _SQUARE else row, dtype, where): 1 for t in types}
@@ -283,7 +283,7 @@ class AttentionBufferManager:
             self._exclusive(self._reap)
             self._learner.observe(demand(self._events) if len(self._events) < _MAX_EVENTS else {})
             self._events.clear()
-            self._exclusive(self._cache.feel_pressure)
+            self._exclusive(self._cache.apply_pressure)
             if self._reuse:
                 self._following = self._exclusive(self._cache.follow, self._learner.plan)
 
@@ -301,48 +301,15 @@ class AttentionBufferManager:
         `bytes_live` is what was asked for of the buffers in use."""
         with self._lock:
             self._exclusive(self._reap)
-            cache, pools = self._cache, list(self._cache.pools.values())
-            hits, misses = sum(p.hits for p in pools), sum(p.misses for p in pools)
-            return {
-                "cache_hits": hits,
-                "cache_misses": misses,
-                "cache_hit_rate": hits / (hits + misses) if hits + misses else 0.0,
-                "bytes_in_use": cache.in_use,
-                "bytes_live": cache.in_use - cache.slack,
-                "bytes_cached": cache.cached,
-                "bytes_reserved": cache.reserved(),
-                "bytes_peak": cache.peak,
-                "evictions": sum(p.evictions for p in pools),
-                "quarantined": sum(p.quarantined for p in pools),
-                "strategies": dict(cache.strategies.counts),
-                "fragmentation": cache.strategies.fragmentation(),
-                "pinned": any(p.pinned for p in pools),
-                "cache_limits": {str(d): limit.max_bytes for d, limit in cache.limits.items()},
+            return cache_stats(self._cache, self._profile) | {
                 "pattern": {
                     "alike": self._learner.alike,
                     "broken": self._learner.broken,
                     "learned": bool(self._learner.plan),
                     "followed": self._following,
                 },
-                "per_type": {str(type): self._type_stats(type) for type in BufferType},
                 "per_scope": {name: asdict(stats) for name, stats in self._scopes.items()},
             }
-
-    def _type_stats(self, type: BufferType) -> dict[str, Any]:
-        pools = [pool for pool in self._cache.pools.values() if pool.type is type]
-        in_use = [slot for slot in list(self._cache.slots.values()) if slot.tensor is None and slot.pool.type is type]
-        stats = {
-            "cache_hits": sum(p.hits for p in pools),
-            "cache_misses": sum(p.misses for p in pools),
-            "evictions": sum(p.evictions for p in pools),
-            "quarantined": sum(p.quarantined for p in pools),
-            "buffers_in_use": len(in_use),
-            "buffers_cached": sum(len(p.free) for p in pools),
-            "bytes_in_use": sum(slot.nbytes for slot in in_use),
-            "bytes_cached": sum(slot.nbytes for p in pools for slot in list(p.free)),
-            "pinned": any(p.pinned for p in pools),
-        }
-        return stats if self._profile is None else {**stats, **self._profile.type_stats(type)}
 
     def export_trace(self, path: str | Path) -> None:
         """Writes every buffer's life as Chrome trace JSON (chrome://tracing, Perfetto)."""
@@ -352,35 +319,8 @@ class AttentionBufferManager:
 
     def export_html(self, path: str | Path) -> None:
         """Writes every buffer's life as one page that needs nothing from the network."""
-        from ..planned.report import Span, timeline_page
-
         with self._lock:
-            profile = self._profiled("export_html")
-            now, lives = profile.now(), profile.lives()
-        spans = [
-            Span(
-                name=life.label,
-                type=life.type,
-                first=life.first_ns / 1e6,
-                last=(now if life.last_ns is None else life.last_ns) / 1e6,
-                nbytes=life.nbytes,
-                role=life.strategy,
-                layer=life.scope,
-            )
-            for life in lives
-        ]
-        stats = self.get_stats()
-        facts = {
-            "buffers": str(len(lives)),
-            "cache hit rate": f"{stats['cache_hit_rate']:.1%}",
-            "peak": f"{stats['bytes_peak'] / MIB:.1f} MiB",
-            "in use": f"{stats['bytes_in_use'] / MIB:.1f} MiB",
-            "cached": f"{stats['bytes_cached'] / MIB:.1f} MiB",
-            "quarantined": str(stats["quarantined"]),
-        }
-        if profile.lives_dropped:
-            facts["not shown"] = f"{profile.lives_dropped} buffers"
-        page = timeline_page("Attention buffers", spans, unit="ms", facts=facts)
+            page = lives_page(self._profiled("export_html"), self.get_stats())
         Path(path).write_text(page, encoding="utf-8")
 
     def _profiled(self, caller: str) -> Profile:
@@ -402,10 +342,10 @@ class AttentionBufferManager:
     def _now(self) -> int:
         return 0 if self._profile is None else self._profile.now()
 
-    def _find(self, lane: Lane) -> tuple[Slot, bool]:
+    def _find(self, free_list: FreeList) -> tuple[Slot, bool]:
         self._busy = True
         try:
-            return self._cache.find(lane)
+            return self._cache.find(free_list)
         finally:
             self._busy = False
             if self._deferred:
@@ -417,7 +357,7 @@ class AttentionBufferManager:
 
     def _reap(self) -> None:
         for slot in self._cache.reap():
-            self._events.append(slot.lane.gave)
+            self._events.append(slot.free_list.gave)
             if self._tracked:
                 self._note_given(slot, None)
 
@@ -434,25 +374,25 @@ class AttentionBufferManager:
                 cache.quarantine(slot)
                 slot.pool.hits -= 1
                 slot.pool.misses += 1
-                self._exclusive(cache.make_room, slot.lane.nbytes)
-                slot, hit = self._exclusive(cache.make, slot.lane), False
+                self._exclusive(cache.make_room, slot.free_list.nbytes)
+                slot, hit = self._exclusive(cache.make, slot.free_list), False
             elif slot.named_elsewhere():
                 del cache.slots[slot.ident]
                 slot.renew()
                 cache.adopt(slot)
         slot.scope = self._scope.get()
         if slot.scope:
-            self._scopes.setdefault(slot.scope, ScopeStats()).take(slot.lane.nbytes, hit=hit)
+            self._scopes.setdefault(slot.scope, ScopeStats()).take(slot.free_list.nbytes, hit=hit)
         if self._profile is not None:
-            key = slot.lane.key
+            key = slot.free_list.key
             label = f"{key.type.name} {key.shape} {str(key.dtype).removeprefix('torch.')}"
-            life = Life(key.type, label, slot.scope, slot.block.strategy, slot.lane.nbytes, began_ns, None)
+            life = Life(key.type, label, slot.scope, slot.block.strategy, slot.free_list.nbytes, began_ns, None)
             self._profile.begin(slot, life, began_ns=began_ns)
         return slot
 
     def _not_in_use(self, tensor: object) -> BufferStateError:
         if not isinstance(tensor, Tensor):
-            return BufferStateError(f"tensor={tensor!r}: must be a tensor from this manager's allocate")
+            return BufferStateError(f"tensor: got {tensor!r}; accepted: a tensor from this manager's allocate")
         slot = self._cache.slots.get(id(tensor))
         if slot is not None and slot.tensor is tensor:
             return BufferStateError(f"this {slot.pool.type.name} buffer was deallocated already; free it once")
@@ -463,7 +403,7 @@ class AttentionBufferManager:
 
     def _note_given(self, slot: Slot, began_ns: int | None) -> None:
         if slot.scope:
-            self._scopes[slot.scope].bytes_in_use -= slot.lane.nbytes
+            self._scopes[slot.scope].bytes_in_use -= slot.free_list.nbytes
         if self._profile is not None:
             self._profile.end(slot, began_ns=began_ns)
 

@@ -83,7 +83,7 @@ class AdaptiveLimit:
 
     def feel(self, pressure: float, cached_bytes: int) -> None:
         if not 0.0 <= pressure <= 1.0:
-            raise ValueError(f"pressure source returned {pressure!r}: must be a share from 0 to 1")
+            raise ValueError(f"pressure: got {pressure!r} from its source; accepted: a share from 0 to 1")
         if pressure >= SHRINK:
             if self.max_bytes is None:
                 self._before = self.max_bytes = cached_bytes

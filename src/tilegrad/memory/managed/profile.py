@@ -1,4 +1,5 @@
-"""What a tracked manager writes down: totals per type and per scope, and each buffer's life as a trace.
+"""What a manager can show: counts and bytes of its cache, and what a tracked one writes down, totals per type and scope
+and each buffer's life, as a trace and as a page.
 
 Times are nanoseconds of `time.perf_counter_ns`, from the moment the profile was made.
 """
@@ -6,10 +7,13 @@ Times are nanoseconds of `time.perf_counter_ns`, from the moment the profile was
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from ..page import Span, human, timeline_page
 from ..types import BufferType
+from .cache import BufferCache
 
 MAX_LIVES = 1_000_000
 
@@ -136,3 +140,71 @@ def chrome_trace(profile: Profile) -> dict[str, Any]:
             }
         )
     return {"displayTimeUnit": "ms", "traceEvents": events, "otherData": {"lives_dropped": profile.lives_dropped}}
+
+
+def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
+    """Every buffer's life as one page that needs nothing from the network."""
+    now, lives = profile.now(), profile.lives()
+    spans = [
+        Span(
+            name=life.label,
+            type=life.type,
+            first=life.first_ns / 1e6,
+            last=(now if life.last_ns is None else life.last_ns) / 1e6,
+            nbytes=life.nbytes,
+            role=life.strategy,
+            layer=life.scope,
+        )
+        for life in lives
+    ]
+    facts = {
+        "buffers": str(len(lives)),
+        "cache hit rate": f"{stats['cache_hit_rate']:.1%}",
+        "peak": human(stats["bytes_peak"]),
+        "in use": human(stats["bytes_in_use"]),
+        "cached": human(stats["bytes_cached"]),
+        "quarantined": str(stats["quarantined"]),
+    }
+    if profile.lives_dropped:
+        facts["not shown"] = f"{profile.lives_dropped} buffers"
+    return timeline_page("Attention buffers", spans, unit="ms", facts=facts)
+
+
+def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
+    """Counts and bytes, in all and per type."""
+    pools = list(cache.pools.values())
+    hits, misses = sum(p.hits for p in pools), sum(p.misses for p in pools)
+    return {
+        "cache_hits": hits,
+        "cache_misses": misses,
+        "cache_hit_rate": hits / (hits + misses) if hits + misses else 0.0,
+        "bytes_in_use": cache.in_use,
+        "bytes_live": cache.in_use - cache.slack,
+        "bytes_cached": cache.cached,
+        "bytes_reserved": cache.reserved(),
+        "bytes_peak": cache.peak,
+        "evictions": sum(p.evictions for p in pools),
+        "quarantined": sum(p.quarantined for p in pools),
+        "strategies": dict(cache.strategies.counts),
+        "fragmentation": cache.strategies.fragmentation(),
+        "pinned": any(p.pinned for p in pools),
+        "cache_limits": {str(d): limit.max_bytes for d, limit in cache.limits.items()},
+        "per_type": {str(type): _type_stats(cache, type, profile) for type in BufferType},
+    }
+
+
+def _type_stats(cache: BufferCache, type: BufferType, profile: Profile | None) -> dict[str, Any]:
+    pools = [pool for pool in cache.pools.values() if pool.type is type]
+    in_use = [slot for slot in list(cache.slots.values()) if slot.tensor is None and slot.pool.type is type]
+    stats = {
+        "cache_hits": sum(p.hits for p in pools),
+        "cache_misses": sum(p.misses for p in pools),
+        "evictions": sum(p.evictions for p in pools),
+        "quarantined": sum(p.quarantined for p in pools),
+        "buffers_in_use": len(in_use),
+        "buffers_cached": sum(len(p.free) for p in pools),
+        "bytes_in_use": sum(slot.nbytes for slot in in_use),
+        "bytes_cached": sum(slot.nbytes for p in pools for slot in list(p.free)),
+        "pinned": any(p.pinned for p in pools),
+    }
+    return stats if profile is None else {**stats, **profile.type_stats(type)}

@@ -68,7 +68,7 @@ class Pool:
     quarantined: int = 0
 
 
-class Lane:
+class FreeList:
     """The cached buffers whose tensor has one exact key; `took` and `gave` are its events for pattern learning."""
 
     __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
@@ -97,7 +97,7 @@ def shaped(storage: torch.UntypedStorage, key: Key) -> Tensor:
         return tensor.set_(storage, 0, key.shape, contiguous_strides(key.shape))
 
 
-def hollow(tensor: Tensor) -> None:
+def detach_storage(tensor: Tensor) -> None:
     """Takes a dead tensor's storage away, so that a variable that still names it holds no memory of ours."""
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
@@ -107,10 +107,10 @@ class Slot:
         "alone",
         "block",
         "cdata",
+        "free_list",
         "freed",
         "handle",
         "ident",
-        "lane",
         "nbytes",
         "poison",
         "pool",
@@ -126,11 +126,11 @@ class Slot:
         "zero",
     )
 
-    def __init__(self, lane: Lane, request: Request, base: Tensor, block: Block) -> None:
-        self.pool, self.lane, self.request, self.block = lane.pool, lane, request, block
+    def __init__(self, free_list: FreeList, request: Request, base: Tensor, block: Block) -> None:
+        self.pool, self.free_list, self.request, self.block = free_list.pool, free_list, request, block
         self.nbytes = block.nbytes
-        self.slack = block.nbytes - lane.nbytes
-        self.zero = lane.pool.config.zero_init
+        self.slack = block.nbytes - free_list.nbytes
+        self.zero = free_list.pool.config.zero_init
         self.stamp = 0
         self.scope = ""
         self.poison: torch.dtype | None = None
@@ -140,7 +140,7 @@ class Slot:
         self.storage_bytes = base.numel()
         self.cdata: int = self.storage.cdata
         self.ptr = base.data_ptr()
-        self.tensor: Tensor | None = shaped(base.untyped_storage(), lane.key)
+        self.tensor: Tensor | None = shaped(base.untyped_storage(), free_list.key)
         self.handle: Handle | None = None
 
     def learn_alone(self) -> None:
@@ -174,20 +174,20 @@ class Slot:
 
     def restore_layout(self, tensor: Tensor) -> None:
         """Undoes a resize_ or t_ of the caller."""
-        shape = self.lane.key.shape
+        shape = self.free_list.key.shape
         tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
 
-    def retarget(self, lane: Lane) -> bool:
+    def retarget(self, free_list: FreeList) -> bool:
         """Makes the cached tensor one of another shape or dtype over the same bytes; True if that took a new object."""
         old = self.tensor
         assert old is not None
-        same_dtype = lane.dtype is self.lane.dtype
-        self.lane, self.slack = lane, self.nbytes - lane.nbytes
+        same_dtype = free_list.dtype is self.free_list.dtype
+        self.free_list, self.slack = free_list, self.nbytes - free_list.nbytes
         if same_dtype and not old.requires_grad:
-            old.resize_(lane.shape)
+            old.resize_(free_list.shape)
             return False
-        self.tensor = shaped(old.untyped_storage(), lane.key)
-        hollow(old)
+        self.tensor = shaped(old.untyped_storage(), free_list.key)
+        detach_storage(old)
         return True
 
     def named_elsewhere(self) -> bool:
@@ -198,7 +198,7 @@ class Slot:
         """Puts a new tensor over the bytes; whoever still names the old one then holds an empty tensor."""
         assert self.tensor is not None
         old, self.tensor = self.tensor, self.tensor.data
-        hollow(old)
+        detach_storage(old)
 
     def poison_bytes(self) -> None:
         assert self.tensor is not None
@@ -216,12 +216,12 @@ class Slot:
         self.poison = None
         expected = torch.full_like(raw, _POISON_BYTE)
         if dtype in _NAN_DTYPES:
-            used = self.lane.nbytes
+            used = self.free_list.nbytes
             nan = torch.full((used // dtype.itemsize,), float("nan"), dtype=dtype, device=raw.device)
             expected[:used] = nan.view(torch.uint8)
         changed = (raw != expected).nonzero()
         if len(changed):
-            key = self.lane.key
+            key = self.free_list.key
             raise BufferStateError(
                 f"a {key.type.name} buffer {key.shape} {key.dtype} was written after deallocate: {len(changed)} bytes "
                 f"changed, the first at byte {int(changed[0])}; stop using a tensor once it is deallocated"
@@ -230,7 +230,9 @@ class Slot:
     def _raw(self) -> Tensor:
         assert self.tensor is not None
         storage = self.tensor.untyped_storage()
-        return shaped(storage, Key(self.lane.key.type, (storage.nbytes(),), torch.uint8, self.lane.key.device))
+        return shaped(
+            storage, Key(self.free_list.key.type, (storage.nbytes(),), torch.uint8, self.free_list.key.device)
+        )
 
     def mark_freed(self) -> None:
         """Notes where this stream's work on the buffer ends."""

@@ -17,8 +17,9 @@ from types import MappingProxyType
 
 import torch
 
+from ..types import ROLES, Role
 from .plan import Plan, plan
-from .trace import ROLES, Call, Handle, Observe, Role, Trace, watch_streams
+from .trace import Call, Handle, Observe, Trace, watch_streams
 
 _POISON_FLOAT = 0xFF  # all ones is a NaN in every IEEE-like format
 _POISON_INT = 0xCB  # out of range as an index, and rare as data

@@ -22,15 +22,13 @@ from contextlib import AbstractContextManager, contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, Literal, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 
-from ..types import BufferType
+from ..types import ROLES, BufferType, Role
 from .plan import Request
 
-Role = Literal["params", "grads", "optimizer", "inputs", "activations"]
-ROLES: tuple[Role, ...] = ("params", "grads", "optimizer", "inputs", "activations")
 Range = tuple[int, int]
 T = TypeVar("T")
 _CPU = torch.device("cpu")
