@@ -76,12 +76,12 @@ def test_default_configs_are_the_table():
 @pytest.mark.parametrize(
     ("change", "error"),
     [
-        ({"typical_size_mb": 0}, "typical_size_mb=0: must be a positive"),
-        ({"reuse_frequency": "often"}, "reuse_frequency='often': must be one of high, medium, low"),
-        ({"lifetime": "long"}, "lifetime='long': must be one of ephemeral, iteration, persistent"),
-        ({"alignment": 48}, "alignment=48: must be None or a power of two"),
-        ({"alignment": True}, "alignment=True"),
-        ({"zero_init": None}, "zero_init=None: must be True or False"),
+        ({"typical_size_mb": 0}, "typical_size_mb: got 0; accepted: a positive"),
+        ({"reuse_frequency": "often"}, "reuse_frequency: got 'often'; accepted: high, medium, low"),
+        ({"lifetime": "long"}, "lifetime: got 'long'; accepted: ephemeral, iteration, persistent"),
+        ({"alignment": 48}, "alignment: got 48; accepted: None or a power of two"),
+        ({"alignment": True}, "alignment: got True"),
+        ({"zero_init": None}, "zero_init: got None; accepted: True or False"),
     ],
 )
 def test_bad_config_values_are_named(change, error):
@@ -93,10 +93,10 @@ def test_bad_config_values_are_named(change, error):
 @pytest.mark.parametrize(
     ("arguments", "error"),
     [
-        (("nonsense", (2,)), "type='nonsense': must be one of QUERY"),
-        ((Q, (-1,)), r"shape=\(-1,\): must be"),
-        ((Q, (2.5,)), r"shape=\(2.5,\): must be"),
-        ((Q, (2,), "float32"), "dtype='float32': must be a torch.dtype"),
+        (("nonsense", (2,)), "type: got 'nonsense'; accepted: QUERY"),
+        ((Q, (-1,)), r"shape: got \(-1,\); accepted:"),
+        ((Q, (2.5,)), r"shape: got \(2.5,\); accepted:"),
+        ((Q, (2,), "float32"), "dtype: got 'float32'; accepted: a torch.dtype"),
     ],
 )
 def test_bad_requests_are_named(manager, arguments, error):
@@ -110,7 +110,7 @@ def test_contradicting_options_are_refused():
         AttentionBufferManager(enable_profiling=True, lightweight=True)
     with pytest.raises(ValueError, match="debug=True needs"):
         AttentionBufferManager(debug=True, lightweight=True)
-    with pytest.raises(ValueError, match="max_bytes=-1"):
+    with pytest.raises(ValueError, match="max_bytes: got -1"):
         AttentionBufferManager(max_bytes=-1)
     with pytest.raises(ValueError, match="enable_reuse"):
         AttentionBufferManager(enable_reuse=False, enable_preallocation=True)

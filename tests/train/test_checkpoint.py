@@ -126,7 +126,7 @@ def test_retention_keeps_the_last_good_ones_by_time_of_saving(tmp_path: Path) ->
     assert sorted(p.name for p in tmp_path.iterdir()) == ["000003-step-30", "000004-step-25", "000005-step-25"]
     save_checkpoint(tmp_path, 26, tensors(), {}, keep=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == ["000005-step-25", "000006-step-26"]
-    with pytest.raises(ValueError, match="keep=0"):
+    with pytest.raises(ValueError, match="keep: got 0"):
         save_checkpoint(tmp_path, 27, {}, {}, keep=0)
 
 

@@ -215,7 +215,7 @@ def test_split() -> None:
     assert train.tolist() == list(range(93)) and validation.tolist() == list(range(93, 103))
     train, validation = split(tokens, 0.0)
     assert len(train) == 103 and len(validation) == 0
-    with pytest.raises(ValueError, match="validation_fraction=1"):
+    with pytest.raises(ValueError, match="validation_fraction: got 1"):
         split(tokens, 1)
 
 
@@ -300,9 +300,9 @@ def test_a_text_shorter_than_a_window_is_an_error_with_the_remedy() -> None:
     with pytest.raises(ValueError, match="0 tokens are less"):
         next(batches_in_order(np.arange(0), 1, 8))
     assert Batches(np.arange(9), 1, 8).windows == 1
-    with pytest.raises(ValueError, match="batch_size=0"):
+    with pytest.raises(ValueError, match="batch_size: got 0"):
         Batches(np.arange(9), 0, 8)
-    with pytest.raises(ValueError, match="seq_len=0"):
+    with pytest.raises(ValueError, match="seq_len: got 0"):
         Batches(np.arange(9), 1, 0)
 
 

@@ -39,12 +39,12 @@ def test_without_warm_up_and_in_one_step() -> None:
 @pytest.mark.parametrize(
     ("change", "words"),
     [
-        ({"floor": 2e-3}, "peak=0.001, floor=0.002"),
+        ({"floor": 2e-3}, "peak, floor: got 0.001, 0.002"),
         ({"floor": -1e-3}, "0 ≤ floor ≤ peak"),
-        ({"peak": math.nan}, "peak=nan"),
-        ({"peak": math.inf}, "peak=inf"),
-        ({"warmup_steps": 110}, "warmup_steps=110, total_steps=110"),
-        ({"warmup_steps": -1}, "warmup_steps=-1"),
+        ({"peak": math.nan}, "peak, floor: got nan"),
+        ({"peak": math.inf}, "peak, floor: got inf"),
+        ({"warmup_steps": 110}, "warmup_steps, total_steps: got 110, 110"),
+        ({"warmup_steps": -1}, "warmup_steps, total_steps: got -1"),
     ],
 )
 def test_what_is_refused(change: dict[str, float], words: str) -> None:

@@ -52,7 +52,9 @@ class BufferConfig:
 
     def __post_init__(self) -> None:
         if not 0 < self.typical_size_mb < float("inf"):
-            raise ValueError(f"typical_size_mb: got {self.typical_size_mb!r}; accepted: a positive, finite number of MiB")
+            raise ValueError(
+                f"typical_size_mb: got {self.typical_size_mb!r}; accepted: a positive, finite number of MiB"
+            )
         if self.reuse_frequency not in get_args(Reuse):
             raise ValueError(f"reuse_frequency: got {self.reuse_frequency!r}; accepted: {', '.join(get_args(Reuse))}")
         if self.lifetime not in get_args(Lifetime):

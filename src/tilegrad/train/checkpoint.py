@@ -62,9 +62,9 @@ def save_checkpoint(
               ones the manifest and the sizes are looked at, not every byte: `latest_checkpoint` does that.
     """
     if keep < 1:
-        raise ValueError(f"keep={keep}: at least the checkpoint that is saved must stay")
+        raise ValueError(f"keep: got {keep}; accepted: at least 1, the checkpoint that is saved")
     if step < 0:
-        raise ValueError(f"step={step}: must not be negative")
+        raise ValueError(f"step: got {step}; accepted: at least 0")
     _check_plain(dict(state), "state")
     folder.mkdir(parents=True, exist_ok=True)
     _remove_leftovers(folder)
