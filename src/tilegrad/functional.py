@@ -1,4 +1,4 @@
-"""The autograd face of attention: it checks, allocates, registers with torch.library, and calls the kernel.
+"""Attention for autograd: it checks, allocates, registers with torch.library, and calls the kernel.
 
     tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)
     tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)
@@ -58,7 +58,7 @@ def attention(
     >>> (o.square().sum() + lse.sum()).backward()
     """
     mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed)
-    return _call(q, k, v, mask, return_lse, deterministic, kernel)
+    return _call(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
 def attention_varlen(
@@ -84,7 +84,7 @@ def attention_varlen(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed,
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
-    return _call(q, k, v, mask, return_lse, deterministic, kernel)
+    return _call(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
 def explain(
@@ -113,12 +113,8 @@ def explain(
     return table.ATTENTION.explain(Problem(q, k, v, mask), kernel)
 
 
-def _deterministic(deterministic: bool | None) -> bool:
-    return torch.are_deterministic_algorithms_enabled() if deterministic is None else deterministic
-
-
 def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, return_lse: bool, deterministic: bool | None, kernel: str | None
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     check_options(q, k, v, mask)
     seed = mask.seed
@@ -127,11 +123,13 @@ def _call(
     elif isinstance(seed, int):
         signed = seed - 2**64 if seed >= 2**63 else seed
         seed = torch.full((), signed, dtype=torch.int64, device=q.device) if mask.dropout_p else None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
     left, right = mask.window or (None, None)
     o, lse = torch.ops.tilegrad.attention_fwd(
         q, k, v, mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k,
         mask.max_seqlen_q, mask.max_seqlen_k, mask.causal, left, right, mask.scale, mask.softcap, mask.dropout_p,
-        _deterministic(deterministic), kernel,
+        deterministic, kernel,
     )  # fmt: skip
     return (o, lse) if return_lse else o
 
@@ -153,11 +151,12 @@ _library.define(
 _GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 
 
-def _mask(
-    bias: Tensor | None, alibi_slopes: Tensor | None, sinks: Tensor | None, seed: Tensor | None,
-    cu_seqlens_q: Tensor | None, cu_seqlens_k: Tensor | None, max_seqlen_q: int, max_seqlen_k: int, causal: bool,
-    left: int | None, right: int | None, scale: float | None, softcap: float, dropout_p: float,
-) -> Mask:  # fmt: skip
+def _mask(*fields: Any) -> Mask:
+    """The mask of an op's arguments, which are in the order of _FIELDS."""
+    (
+        bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal, left, right, scale, softcap, dropout_p,
+    ) = fields  # fmt: skip
     return Mask(
         causal, (left, right), scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

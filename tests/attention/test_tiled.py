@@ -13,6 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegrad.kernels.attention import api, tiled
 from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.scratch import new_scratch
 
 
 def check(case: Case, tile: int, slab: int, seed: int = 0) -> None:
@@ -75,7 +76,7 @@ def test_an_output_given_as_none_is_not_computed() -> None:
     want = run(call, "tiled")
     q, k, v, mask = call.q, call.k, call.v, call.mask
     shapes = attention_workspace(q, k, v, mask, backward=True, kernel="tiled")
-    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    scratch = new_scratch(shapes, "cpu")
     for alone in ("dq", "dk", "dv", "dbias", "dsinks"):
         outputs = {
             name: torch.zeros_like(want[name]) if name == alone else None
@@ -92,7 +93,7 @@ def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
     first = run(call, "tiled")
     q, k, v, mask = call.q, call.k, call.v, call.mask
     shapes = attention_workspace(q, k, v, mask, backward=True, kernel="tiled")
-    scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+    scratch = new_scratch(shapes, "cpu")
     again = {name: first[name].clone() for name in ("dq", "dk", "dv", "dsinks")}
     attention_bwd(q, k, v, first["o"], first["lse"], call.do, None, mask, **again, scratch=scratch, kernel="tiled")
     assert torch.equal(again["dsinks"], 2 * first["dsinks"])
@@ -166,7 +167,7 @@ def test_nothing_is_allocated(name: str) -> None:
     scratch = {}
     for backward in (False, True):
         shapes = attention_workspace(q, k, v, mask, backward=backward, kernel="tiled")
-        scratch[backward] = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        scratch[backward] = new_scratch(shapes, "cpu")
     outputs = {name: torch.empty_like(x) for name, x in want.items()}
     o, lse = outputs.pop("o"), outputs.pop("lse")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:

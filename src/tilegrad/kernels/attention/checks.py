@@ -19,7 +19,7 @@ MAX_HEAD_DIM = 256
 
 
 def require(
-    ok: bool, name: str, got: Any, accepted: str, error: type[Exception] = ValueError, *, show: Callable[[Any], str] = repr
+    ok: object, name: str, got: Any, accepted: str, error: type[Exception] = ValueError, *, show: Callable[[Any], str] = repr
 ) -> None:  # fmt: skip
     """`show` tells the value that was got, and is called only for an error."""
     if not ok:

@@ -6,17 +6,24 @@ import functools
 import importlib.util
 import os
 
+import torch
+
 from ..cpu import library
 from ..table import Kernel, Table, takes_all
 from .problem import FEW_ROWS, Problem, tma_refusal
+
+MOST_HEADS = 65535  # programs on the second axis of a CUDA grid
+HOPPER_ROWS = 128  # of a row tile
+FEW_TILES = 64  # row tiles: fewer leave multiprocessors idle, and triton splits the columns among programs instead
+SHORT, MANY_SEQUENCES = (
+    64,
+    256,
+)  # rows, packed sequences: more and shorter ones cost hopper's tile scheduler most of the time
 
 
 @functools.cache
 def _has_triton() -> bool:
     return importlib.util.find_spec("triton") is not None
-
-
-MOST_HEADS = 65535
 
 
 def _triton_refuses(problem: Problem) -> str | None:
@@ -34,14 +41,8 @@ def _triton_refuses(problem: Problem) -> str | None:
         )
     if device.type != "cuda":
         return f"needs a CUDA device, not {device.type}"
-    import torch
-
     major, minor = torch.cuda.get_device_capability(device)
     return None if major >= 8 else f"needs compute capability 8.0 or newer, and {device} has {major}.{minor}"
-
-
-FEW_TILES = 64  # up to here triton shares the columns of a row among programs
-SHORT, MANY_SEQUENCES = 64, 256  # packed: of so many so short ones Hopper's programs spend their time looking for rows
 
 
 def _hopper_refuses(problem: Problem) -> str | None:
@@ -53,7 +54,6 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return "is Gluon, which has no interpreter (TRITON_INTERPRET=1)"
     if q.device.type != "cuda":
         return f"needs a Hopper GPU, not {q.device.type}"
-    import torch
     import triton
 
     if not triton.__version__.startswith("3.6."):
@@ -74,7 +74,7 @@ def _hopper_refuses(problem: Problem) -> str | None:
     sizes = problem.sizes
     if sizes.tk == 0 or 0 in k.shape or 0 in q.shape:
         return "takes no empty tensors"
-    row_tiles = -(-sizes.tq // 128) * sizes.hq * sizes.batch
+    row_tiles = -(-sizes.tq // HOPPER_ROWS) * sizes.hq * sizes.batch
     if sizes.tq <= FEW_ROWS or 4 * sizes.tq <= sizes.tk and row_tiles <= FEW_TILES:
         return "leaves few rows with many columns to triton, which shares the columns among programs"
     if sizes.varlen and sizes.tq <= SHORT and sizes.batch > MANY_SEQUENCES:
