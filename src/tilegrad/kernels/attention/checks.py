@@ -127,10 +127,11 @@ def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
     require(q.dtype in DTYPES, "q", q.dtype, "float32, float16, bfloat16 or float64", TypeError)
     for name, x in qkv[1:]:
         require(x.dtype == q.dtype, name, (x, q), "q's dtype", TypeError, show=_dtypes)
-    for name, x in (
+    others: tuple[tuple[str, Any], ...] = (
         *qkv[1:], ("bias", mask.bias), ("alibi_slopes", mask.alibi_slopes), ("sinks", mask.sinks), ("seed", mask.seed),
         ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k),
-    ):  # fmt: skip
+    )  # fmt: skip
+    for name, x in others:
         require(not _is_tensor(x) or x.device == q.device, name, (x, q), "q's device", show=_devices)
     for name, x in qkv:
         accepted = f"a head dimension of 1 to {MAX_HEAD_DIM}"
