@@ -115,10 +115,10 @@ def test_gradcheck_of_a_model(
 
 def test_plan_prints_tables_and_data_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     page = tmp_path / "plan.html"
-    assert main(["plan", "--preset", "gpt2", "--batch-size", "16", "--dtype", "bf16", "--html", str(page)]) == 0
+    assert main(["plan", "--preset", "gpt2", "--batch-size", "16", "--dtype", "bfloat16", "--html", str(page)]) == 0
     out = capsys.readouterr().out
-    assert "gpt2, batch 16 × 1024 tokens, bf16" in out and "sharing saves" in out and "blocks.11" in out
-    assert re.search(r"feed-forward +12,598,272 +12,595,200", out)
+    assert "gpt2, batch 16 × 1024 tokens, bfloat16" in out and "sharing saves" in out and "blocks.11" in out
+    assert "the document" not in out
     assert page.read_text().startswith("<!doctype html>")
     assert main(["plan", "--preset", "tiny", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
@@ -127,6 +127,20 @@ def test_plan_prints_tables_and_data_and_a_page(tmp_path: Path, capsys: pytest.C
     assert json.loads(capsys.readouterr().out)["peak_bytes"] <= budget
     assert main(["plan", "--preset", "tiny", "--memory-budget", "1MB"]) == 2
     assert "memory_budget: got 1,000,000 bytes; accepted: at least" in capsys.readouterr().err
+
+
+def test_check_document_prints_the_specifications_table(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "document"]) == 0
+    assert re.search(r"feed-forward +12,598,272 +12,595,200", capsys.readouterr().out)
+
+
+def test_presets_and_dtypes_are_spelt_once() -> None:
+    from tilegrad.cli import arguments
+    from tilegrad.model.config import PRESETS
+    from tilegrad.train.config import DTYPES
+
+    assert tuple(PRESETS) == arguments.PRESETS
+    assert set(arguments.DTYPES) == set(DTYPES) and all(isinstance(getattr(torch, d), torch.dtype) for d in DTYPES)
 
 
 def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -191,7 +205,7 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
         (["--batch-size", "4"], "batch_size: got 4; accepted: the run's own, 2, when resuming"),
         (["--seq-len", "4"], "seq_len: got 4; accepted: the run's own, 8, when resuming"),
         (["--seed", "4"], "seed: got 4; accepted: the run's own, 0, when resuming"),
-        (["--dtype", "bf16"], "dtype: got 'bfloat16'; accepted: the run's own, 'float32', when resuming"),
+        (["--dtype", "bfloat16"], "dtype: got 'bfloat16'; accepted: the run's own, 'float32', when resuming"),
         (["--data", "a.txt"], "files: got ['a.txt']; accepted: the run's own, [], when resuming"),
         (["--preset", "gpt2"], "preset: got 'gpt2'; accepted: none when resuming, for the run has its own model"),
         (["--config", "other.toml"], "n_embd: got 32; accepted: the run's own, 16, when resuming"),

@@ -1,0 +1,48 @@
+"""The command line: a command parses its arguments and calls one room. Nothing heavy is imported before it runs."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+from .. import __version__
+from .arguments import Command
+from .benches import add_benches
+from .checks import add_checks
+from .faults import complain, silence
+from .memory import add_memory
+from .runs import add_runs
+
+
+def build_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="tilegrad",
+        description="Train transformers with exact, hand-derived backward passes, in memory planned to the byte.",
+        epilog="tilegrad COMMAND --help says more of a command. docs/ and README.md say more of the rest.",
+    )
+    parser.add_argument("--version", action="version", version=f"tilegrad {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    add_runs(commands)
+    add_memory(commands)
+    add_checks(commands)
+    add_benches(commands)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    args = build_parser().parse_args(argv)
+    run: Command = args.run
+    try:
+        return run(args)
+    except (ValueError, FileNotFoundError) as error:  # what a user gave is wrong, and the message says what is accepted
+        complain(error)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    except BrokenPipeError:  # the reader of a pipe went away, and nothing is left to say
+        silence(sys.stdout)
+        return 1
+    except OSError as error:  # a full disk, a folder that may not be written
+        complain(error)
+        return 1

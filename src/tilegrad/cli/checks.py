@@ -1,0 +1,69 @@
+"""`tilegrad check`, `gradcheck` and `doctor`: what is right, and what can run here."""
+
+from __future__ import annotations
+
+import argparse
+
+from .arguments import PRESETS, Commands, add_command
+
+
+def _check_flash(args: argparse.Namespace) -> int:
+    from ..check import check_flash
+
+    return 0 if check_flash(args.kernel, args.device, matrices=not args.brief) else 1
+
+
+def _check_document(args: argparse.Namespace) -> int:
+    from ..document import document_table
+
+    print(document_table())
+    return 0
+
+
+def _gradcheck(args: argparse.Namespace) -> int:
+    from ..gradcheck import LIMIT, check_attention, check_model, gradient_table
+    from ..model.config import PRESETS as MODELS
+
+    if args.preset is None:
+        title, results = "Gradients of attention against float64 central differences", check_attention(args.kernel)
+    else:
+        against = "torch autograd" if args.against == "autograd" else "float64 central differences"
+        title = f"Gradients of {args.preset}, in small, against {against}"
+        results = check_model(MODELS[args.preset], against=args.against)
+    print(f"{title}\n\n{gradient_table(results)}")
+    failed = [r.tensor for r in results if not r.passed]
+    print(f"\n{'FAIL: ' + ', '.join(failed) if failed else 'PASS'}: relative error at most {LIMIT:g}\n")
+    return 1 if failed else 0
+
+
+def _doctor(args: argparse.Namespace) -> int:
+    from ..doctor import doctor
+
+    return doctor(build=args.build)
+
+
+def add_checks(commands: Commands) -> None:
+    check = add_command(commands, "check", "the specification's own examples, computed and compared")
+    what = check.add_subparsers(metavar="WHAT", required=True)
+    flash = add_command(what, "flash", "the specification's two cases of the FlashAttention-2 backward", _check_flash)
+    flash.add_argument("--kernel", metavar="NAME", help="run this kernel instead of the one the table chooses")
+    flash.add_argument("--device", default="cpu", help="where to run (default: %(default)s)")
+    flash.add_argument("--brief", action="store_true", help="print only the comparison, not the matrices")
+
+    add_command(
+        what, "document", "the specification's memory table of its example model, with true numbers", _check_document
+    )
+
+    gradcheck = add_command(
+        commands, "gradcheck", "check explicit gradients: of attention, or of a whole model", _gradcheck
+    )
+    gradcheck.add_argument("--preset", choices=PRESETS, help="a model by name, made small; without it, attention alone")
+    gradcheck.add_argument(
+        "--against", choices=("differences", "autograd"), default="differences", help="default: %(default)s"
+    )
+    gradcheck.add_argument(
+        "--kernel", metavar="NAME", help="for attention: this kernel instead of the one the table chooses"
+    )
+
+    doctor = add_command(commands, "doctor", "what this installation can run, and what to do where it can't", _doctor)
+    doctor.add_argument("--build", action="store_true", help="compile the native CPU kernel (needs a C++ compiler)")

@@ -1,0 +1,201 @@
+"""`tilegrad train`, `demo` and `generate`: a run, followed by a person; what it ends with is its exit code."""
+
+from __future__ import annotations
+
+import argparse
+import signal
+import sys
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .arguments import DTYPES, PRESETS, Commands, add_command, byte_count
+from .faults import complain, silence
+
+if TYPE_CHECKING:
+    from ..train.config import RunConfig
+    from ..train.loop import RunResult
+
+
+def _run_of(args: argparse.Namespace) -> RunConfig:
+    from ..train.config import preset_run, read_run
+
+    run = read_run(Path(args.config), args.preset) if args.config else preset_run(args.preset or "tiny")
+    settings = _settings(args)
+    if "steps" in settings:
+        settings["warmup_steps"] = min(run.train.warmup_steps, settings["steps"] // 10)
+    data = replace(run.data, files=tuple(args.data)) if args.data else run.data
+    return replace(run, train=replace(run.train, **settings), data=data)
+
+
+def _settings(args: argparse.Namespace) -> dict[str, Any]:
+    """What the flags say of [train]."""
+    settings = {
+        name: getattr(args, name)
+        for name in ("steps", "batch_size", "seq_len", "learning_rate", "device", "seed", "memory_budget")
+        if getattr(args, name) is not None
+    }
+    if args.dtype is not None:
+        settings["dtype"] = args.dtype
+    return settings
+
+
+def _train(args: argparse.Namespace) -> int:
+    folder = Path(args.out or f"runs/{Path(args.config).stem if args.config else args.preset or 'tiny'}")
+    if args.resume is None:
+        return _follow(_run_of(args), folder)[1]
+    from ..train.folder import locate, own_run
+
+    given = folder if args.resume is True else Path(args.resume)
+    home, checkpoint = locate(given)
+    if args.out and home.resolve() != folder.resolve():
+        raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
+    return _follow(_resumed_run(args, own_run(home, checkpoint)), home, checkpoint or True)[1]
+
+
+def _resumed_run(args: argparse.Namespace, own: RunConfig) -> RunConfig:
+    """The run's own, with what the flags and the keys of --config say; what may not change is refused by name."""
+    from ..train.config import preset_run, read_run, read_toml, resumed
+
+    asked: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}}
+    if args.config:
+        plain = read_run(Path(args.config), args.preset).plain()
+        for section, values in read_toml(Path(args.config)).items():
+            names = plain[section] if "preset" in values else values
+            asked[section] |= {name: plain[section][name] for name in names}
+    if args.preset and preset_run(args.preset).model != own.model and not args.config:
+        raise ValueError(f"preset: got {args.preset!r}; accepted: none when resuming, for the run has its own model")
+    asked["train"] |= _settings(args)
+    if args.data:
+        asked["data"]["files"] = list(args.data)
+    return resumed(own, asked)
+
+
+def _follow(run: RunConfig, folder: Path, resume: Path | bool = False) -> tuple[RunResult | None, int]:
+    """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done."""
+    from ..progress import watch
+    from ..train.folder import resume_command
+    from ..train.loop import RunEnded, train
+
+    try:
+        with watch() as show:
+            result = train(run, folder, resume=resume, show=show)
+    except RunEnded as error:
+        complain(error)
+        return None, 1
+    if result.stopped_by is None:
+        _print_result(result)
+        return result, 0
+    try:
+        _print_result(result)
+        sys.stdout.flush()
+    except OSError:
+        silence(sys.stdout)
+    complain(f"stopped by {result.stopped_by}; go on with: {resume_command(folder)}")
+    return result, 128 + signal.Signals[result.stopped_by]
+
+
+def _print_result(result: RunResult) -> None:
+    from ..memory.page import human
+    from ..table import table
+
+    rows: list[tuple[str, str]] = [
+        ("steps", f"{result.steps:,}"),
+        ("training loss", f"{result.train_loss:.4f}"),
+        ("unigram entropy", f"{result.unigram_entropy:.4f}"),
+        ("memory planned", f"{human(result.planned_bytes)}"),
+        ("memory measured", f"{human(result.measured_bytes)}"),
+    ]
+    if result.validation_loss is not None:
+        rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
+    print(f"\n{table(('', 'result'), rows)}\n\nA sample:\n{result.sample}\n\nThe report: {result.report}")
+
+
+def _demo(args: argparse.Namespace) -> int:
+    from ..train.config import preset_run
+
+    start = time.perf_counter()
+    folder, number = Path("runs/demo"), 1
+    while folder.exists():
+        number += 1
+        folder = Path(f"runs/demo-{number}")
+    run = preset_run("tiny")
+    print(
+        "Training the tiny preset on Moby-Dick, byte by byte: every gradient by hand, every byte of memory planned.\n"
+    )
+    result, code = _follow(run, folder)
+    if result is None:
+        return code
+    if result.stopped_by:
+        print(f"It was stopped after {result.steps} of {run.train.steps} steps.")
+        return code
+    learned = result.validation_loss is not None and result.validation_loss < result.unigram_entropy - 0.3
+    verdict = "learned: the loss is well below the unigram entropy" if learned else "did NOT learn as it should"
+    print(f"It {verdict}. {time.perf_counter() - start:.0f} s in all.")
+    return 0 if learned else 1
+
+
+def _generate(args: argparse.Namespace) -> int:
+    from ..model.config import ModelConfig
+    from ..model.generate import generate
+    from ..train.checkpoint import latest_checkpoint, load_checkpoint
+    from ..train.folder import own_tokenizer
+    from ..train.loop import decode_known
+
+    folder = Path(args.run_folder)
+    path = latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").exists() else None
+    if path is None:
+        raise ValueError(f"{folder}: got no checkpoint; accepted: the folder of a run (tilegrad train --out {folder})")
+    checkpoint = load_checkpoint(path)
+    tokenizer = own_tokenizer(folder, checkpoint.state)
+    config = ModelConfig.from_dict(checkpoint.state["run"]["model"])
+    prompt = [int(token) for token in tokenizer.encode(args.prompt)]
+    options: dict[str, Any] = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
+    tokens = list(generate(config, checkpoint.tensors, prompt, args.max_tokens, **options))
+    print(decode_known(tokenizer, prompt + tokens))
+    return 0
+
+
+def add_runs(commands: Commands) -> None:
+    add_command(
+        commands,
+        "demo",
+        "train the tiny model on the text that ships with the package, about 90 seconds on 2 cores",
+        _demo,
+    )
+    train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
+    train.add_argument("--config", metavar="FILE", help="a run as TOML, with sections [model], [train] and [data]")
+    train.add_argument("--preset", choices=PRESETS, help="a model by name (default: tiny)")
+    train.add_argument(
+        "--data", nargs="+", metavar="FILE", help="UTF-8 text to learn from (default: Moby-Dick, shipped)"
+    )
+    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/NAME)")
+    train.add_argument(
+        "--resume", nargs="?", const=True, metavar="RUN",
+        help="go on with the run in this folder (default: --out) from its newest checkpoint, or from the checkpoint given "
+        "here; all else is the run's own, and of the flags only those may differ that change no past step",
+    )  # fmt: skip
+    for name, kind in (("steps", int), ("batch-size", int), ("seq-len", int), ("learning-rate", float), ("seed", int)):
+        train.add_argument(
+            f"--{name}", type=kind, metavar="N", help=f"instead of the configuration's {name.replace('-', '_')}"
+        )
+    train.add_argument("--device", help="cpu, cuda, cuda:1 …")
+    train.add_argument("--dtype", choices=DTYPES, help="bfloat16 computes in it with float32 master weights")
+    train.add_argument(
+        "--memory-budget", type=byte_count, metavar="BYTES", help="recompute what is needed to stay below, e.g. 1.5GB"
+    )
+
+    text = add_command(commands, "generate", "let a trained model write", _generate)
+    text.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    text.add_argument("--prompt", default="Call me ", help="what it goes on from (default: %(default)r)")
+    text.add_argument(
+        "--max-tokens", type=int, default=80, metavar="N", help="how much it writes (default: %(default)s)"
+    )
+    text.add_argument(
+        "--temperature", type=float, default=0.8, metavar="X", help="0 = always the likeliest (default: %(default)s)"
+    )
+    text.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest only")
+    text.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the same seed writes the same (default: %(default)s)"
+    )
