@@ -189,7 +189,7 @@ SHAPES = {
     "few long heads": Case(b=1, hkv=1, tq=700, tk=700, d=32, dv=32, causal=True, sinks=True, dlse=True),
     "many short heads": Case(b=3, hkv=3, group=2, tq=70, tk=50, window=(30, 10)),
     "packed": Case(lengths=((100, 200), (0, 30), (260, 131)), group=3, causal=True, softcap=2.0, alibi="bh"),
-    "half": Case(b=1, hkv=2, tq=500, tk=500, d=64, dv=64, causal=True, dtype=torch.bfloat16, sinks=True),
+    "bfloat16": Case(b=1, hkv=2, tq=500, tk=500, d=64, dv=64, causal=True, dtype=torch.bfloat16, sinks=True),
 }
 
 

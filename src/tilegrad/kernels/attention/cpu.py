@@ -4,9 +4,9 @@ The loops over tiles are in forward.h and backward.h of cpu/csrc/attention (amx_
 where a processor has AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward,
 each pair of positions once; tiles that the band masks out are skipped, strips of an edge's tiles too. Sums are float32
 (float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T.
-Results are the same bits on any number of threads: cpu/csrc/threads/turns.h says why.
+Results are the same bits on any number of threads: cpu/csrc/threads/work_queue.h says why.
 
-Threads are torch's own, as many as torch.get_num_threads() says (cpu/csrc/threads/team.h), and the GIL is free meanwhile.
+Threads are torch's own, as many as torch.get_num_threads() says (cpu/csrc/threads/thread_pool.h), and the GIL is free meanwhile.
 cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
 """
 
@@ -89,7 +89,7 @@ def _fields(
     data = work.data_ptr()
     start = -data % 64
     return {
-        **_sizes(q, k, v, mask), "ends_q": _data(mask.cu_seqlens_q), "ends_k": _data(mask.cu_seqlens_k),
+        **_sizes(q, k, v, mask), "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
         "scratch": data + start, "scratch_bytes": work.nbytes - start,
         "q": _rows(q, varlen), "k": _rows(k, varlen), "v": _rows(v, varlen), "o": _rows(o, varlen),
         "lse": _statistic(lse, varlen), "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes),

@@ -1,6 +1,6 @@
 """The structures that cross the C ABI of the native library: one argument of each of its functions.
 
-Call = `Call` of csrc/attention/call.h, Norm and Gelu = those of csrc/rows/rowwise.h, field by field. The library says where
+Call = `Call` of csrc/attention/call.h, Norm and Gelu = those of csrc/rows/norm_gelu.h, field by field. The library says where
 its compiler put each field (csrc/layout.h), and loading compares (`mismatch`). Packing is derived from the same
 definitions: struct.Struct fills a structure in half the time that ctypes takes for it.
 """
@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # `Dtype` of csrc/attention/call.h
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # `Dtype` of csrc/dtype.h
 
 _INT, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 _CODES = {_INT: "q", _POINTER: "P", _DOUBLE: "d"}  # of struct.Struct
@@ -38,7 +38,7 @@ class Rows(ctypes.Structure):
 class Call(ctypes.Structure):
     _fields_ = [
         *_fields("dtype b hq hkv tq tk d dv left right threads isa sinks_dtype slopes_dtype", _INT),
-        *_fields("ends_q ends_k scratch", _POINTER),
+        *_fields("cu_seqlens_q cu_seqlens_k scratch", _POINTER),
         *_fields("scratch_bytes", _INT),
         *_fields("q k v o lse do_ dlse dq dk dv_ dsinks sinks slopes", View),
         *_fields("scale softcap", _DOUBLE),

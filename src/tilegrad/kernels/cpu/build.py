@@ -1,9 +1,9 @@
-"""The native library: where it lies, how it is built, and why it is missing.
+"""The build of the native library: sources, compiler flags for each instruction set, path, digest.
 
-One shared library beside this file, built by the C++ compiler alone: at install (hatch_build.py) or by
+The library is one shared object beside this file. The C++ compiler alone builds it, at install (hatch_build.py) or by
 `tilegrad doctor --build`. The kernels are compiled once for each instruction set of the processor's family, each into a
-namespace of its own. The library carries a digest of the sources and flags it was built from: one built from others is
-not used. This file needs the standard library only.
+namespace of its own. The library carries a digest of its sources and flags; library.py refuses one with another digest.
+This file needs the standard library only: hatch_build.py runs it before the package is installed.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ TARGETS: dict[str, dict[str, Sequence[str]]] = {  # instruction set → the comp
         "avx512": AVX512,
         "amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     },
-    # Scheduling before registers are given out costs the products a fifth: GCC then copies accumulators about.
+    # GCC's scheduling before register allocation spills accumulators: the products take a fifth longer.
     "aarch64": {"portable": ("-fno-schedule-insns",)},
 }
 PORTABLE: dict[str, Sequence[str]] = {"portable": ()}
@@ -45,8 +45,7 @@ FLAGS = (
 )
 HOW = "with a C++ compiler (Debian: apt install g++) run: tilegrad doctor --build"
 
-
-ASKED = {  # what native.cpp asks the processor for
+CPU_FEATURES = {  # instruction set → what native.cpp asks of __builtin_cpu_supports
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512vl", "avx512bw", "avx512dq"),
     "amx": ("avx512bf16", "amx-tile", "amx-bf16"),
@@ -54,14 +53,14 @@ ASKED = {  # what native.cpp asks the processor for
 
 
 def targets(cxx: str) -> dict[str, Sequence[str]]:
-    """Those that this compiler knows: an old one builds a library without the newest instruction sets."""
-    return {isa: flags for isa, flags in TARGETS.get(MACHINE, PORTABLE).items() if _knows(cxx, isa, flags)}
+    """The instruction sets that this compiler can target: an old one builds a library without the newest."""
+    return {isa: flags for isa, flags in TARGETS.get(MACHINE, PORTABLE).items() if _can_target(cxx, isa, flags)}
 
 
-def _knows(cxx: str, isa: str, flags: Sequence[str]) -> bool:
-    asked = " && ".join(f'__builtin_cpu_supports("{name}")' for name in ASKED.get(isa, ())) or "true"
+def _can_target(cxx: str, isa: str, flags: Sequence[str]) -> bool:
+    features = " && ".join(f'__builtin_cpu_supports("{name}")' for name in CPU_FEATURES.get(isa, ())) or "true"
     command = [cxx, *flags, "-fsyntax-only", "-x", "c++", "-"]
-    return not subprocess.run(command, input=f"bool f() {{ return {asked}; }}".encode(), capture_output=True).returncode
+    return not subprocess.run(command, input=f"bool f() {{ return {features}; }}".encode(), capture_output=True).returncode
 
 
 def compiler() -> str | None:
@@ -72,30 +71,29 @@ def compiler() -> str | None:
 
 @functools.cache
 def digest() -> str:
-    """Of everything that the library is made from."""
+    """The hash of all sources and flags."""
     parts = [repr((FLAGS, TARGETS)).encode()]
     parts += [path.read_bytes() for path in sorted(SOURCES.rglob("*")) if path.suffix in (".h", ".cpp")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str]]:
-    """One compilation each. `folder` gets the objects."""
+    """The command of each object file, which it puts into `folder`."""
     isas = targets(cxx)
-    withs = [f"-DWITH_{isa}" for isa in isas]
-    for name in ("native", "threads/team", "threads/turns"):
+    defines = [f"-DWITH_{isa}" for isa in isas]
+    for name in ("native", "threads/thread_pool", "threads/work_queue"):
         source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}.o")
-        yield [cxx, *flags, f"-I{SOURCES}", *withs, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
+        yield [cxx, *flags, f"-I{SOURCES}", *defines, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
     for isa, own in isas.items():
         double = ["-DWITH_DOUBLE"] if isa == "portable" else []
-        for name in (
-            ("attention/kernels",) if isa == "amx" else ("attention/kernels", "rows/rowwise")
-        ):  # rows have no use for tiles
+        names = ["attention/kernels"] if isa == "amx" else ["attention/kernels", "rows/norm_gelu"]  # AMX: products only
+        for name in names:
             source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}_{isa}.o")
             yield [cxx, *flags, f"-I{SOURCES}", *own, *double, f"-DISA={isa}", "-c", source, "-o", target]
 
 
 def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
-    """Compile into `folder`; raises RuntimeError with the compiler's words."""
+    """The object files, compiled into `folder`; raises RuntimeError with the compiler's message."""
     commands = list(_commands(cxx, flags, folder))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(_run, commands))
@@ -109,7 +107,7 @@ def _run(command: Sequence[str]) -> None:
 
 
 def build(to: Path = LIBRARY) -> Path:
-    """Compile and link; a process that reads the old library keeps it."""
+    """The library, compiled and linked. It replaces the old file, so a process that has that one loaded keeps it."""
     cxx = compiler()
     if cxx is None:
         given = os.environ.get("CXX")

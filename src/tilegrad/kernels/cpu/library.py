@@ -1,7 +1,7 @@
-"""The native library at run time: on torch's own threads, with the best instruction set that the processor has.
+"""The native library at run time: loaded if it fits the sources here, run on torch's threads, with the best instruction set.
 
-TILEGRAD_ISA=portable, avx2, avx512 or amx asks for another; one that is not there raises. float64 has the portable version
-only, and AMX is for bfloat16's products: other dtypes then run on AVX-512.
+TILEGRAD_ISA=portable, avx2, avx512 or amx asks for another; one that the library or the processor lacks raises. float64
+has the portable kernels only. AMX kernels take bfloat16; other dtypes then run on AVX-512.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
 
 @functools.cache
 def library() -> ctypes.CDLL | str:
-    """The library, or why there is none and what to do."""
+    """The library, or the reason why it can't be used and what to do."""
     if os.name != "posix":
         return f"runs on POSIX systems only, not {os.name}"
     if not build.LIBRARY.exists():
@@ -55,13 +55,13 @@ def native() -> ctypes.CDLL:
     assert not isinstance(found, str), found
     runtime = openmp()
     if runtime is not None:
-        found.tilegrad_native_join(ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p))
+        found.tilegrad_native_use_openmp(ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p))
     return found
 
 
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded; every one of them has GNU's entry points. None in a forked child: there its
-    threads are gone, and it waits for them."""
+    """The OpenMP runtime that torch has loaded; GNU's, Intel's and LLVM's all export GOMP_parallel. None in a forked child:
+    the runtime would wait there for threads that did not survive the fork."""
     if _children:
         return None
     maps = Path("/proc/self/maps")
@@ -82,6 +82,7 @@ def supported() -> tuple[str, ...]:
 
 
 def isa() -> int:
+    """The instruction set of the next call: `Isa` of csrc/native.cpp, an index of ISAS."""
     asked = os.environ.get("TILEGRAD_ISA")
     if asked and asked not in supported():
         raise ValueError(f"TILEGRAD_ISA: got {asked!r}; accepted: one of {', '.join(map(repr, supported()))} here")

@@ -1,11 +1,11 @@
-// Where this compiler puts each field of the structures that cross the C ABI. cpu/abi.py compares before the first call.
+// The layout of the structures of the C ABI: the offset of each field. cpu/abi.py compares it at loading.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
 
 #include "attention/call.h"
-#include "rows/rowwise.h"
+#include "rows/norm_gelu.h"
 
 namespace tilegrad {
 
@@ -17,12 +17,13 @@ struct Place {
 #define AT(S, field) {#S, #field, int64_t(offsetof(S, field))}
 #define END(S) {#S, "", int64_t(sizeof(S))}
 
+// clang-format off
 constexpr Place LAYOUT[] = {
     AT(View, data), AT(View, b), AT(View, h), AT(View, t), AT(View, d), END(View),
     AT(Rows, data), AT(Rows, stride), END(Rows),
     AT(Call, dtype), AT(Call, b), AT(Call, hq), AT(Call, hkv), AT(Call, tq), AT(Call, tk), AT(Call, d), AT(Call, dv),
     AT(Call, left), AT(Call, right), AT(Call, threads), AT(Call, isa), AT(Call, sinks_dtype), AT(Call, slopes_dtype),
-    AT(Call, ends_q), AT(Call, ends_k), AT(Call, scratch), AT(Call, scratch_bytes),
+    AT(Call, cu_seqlens_q), AT(Call, cu_seqlens_k), AT(Call, scratch), AT(Call, scratch_bytes),
     AT(Call, q), AT(Call, k), AT(Call, v), AT(Call, o), AT(Call, lse),
     AT(Call, do_), AT(Call, dlse), AT(Call, dq), AT(Call, dk), AT(Call, dv_), AT(Call, dsinks),
     AT(Call, sinks), AT(Call, slopes), AT(Call, scale), AT(Call, softcap), END(Call),
@@ -33,6 +34,7 @@ constexpr Place LAYOUT[] = {
     AT(Gelu, h), AT(Gelu, a), AT(Gelu, da), AT(Gelu, dh), END(Gelu),
     {nullptr, nullptr, 0},
 };
+// clang-format on
 
 #undef AT
 #undef END

@@ -2,8 +2,8 @@
 
 #include "attention/call.h"
 #include "layout.h"
-#include "rows/rowwise.h"
-#include "threads/team.h"
+#include "rows/norm_gelu.h"
+#include "threads/thread_pool.h"
 
 #if defined(WITH_amx)
 #include <sys/syscall.h>
@@ -15,21 +15,27 @@ namespace tilegrad {
 namespace portable {
 Kernels float_kernels();
 Kernels double_kernels();
-Rowwise rowwise();
+NormGeluKernels norm_gelu_kernels();
 }  // namespace portable
 namespace avx2 {
 Kernels float_kernels();
-Rowwise rowwise();
+NormGeluKernels norm_gelu_kernels();
 }  // namespace avx2
 namespace avx512 {
 Kernels float_kernels();
-Rowwise rowwise();
+NormGeluKernels norm_gelu_kernels();
 }  // namespace avx512
-namespace amx { Kernels bfloat16_kernels(); }
+namespace amx {
+Kernels bfloat16_kernels();
+}
 
 namespace {
 
-enum Isa : int64_t { PORTABLE, AVX2, AVX512, AMX };
+enum Isa : int64_t { PORTABLE,
+                     AVX2,
+                     AVX512,
+                     AMX,
+};
 
 #if defined(WITH_amx)
 // Linux lets a process use the tiles' eight kilobytes of registers only after it has asked.
@@ -78,26 +84,26 @@ Kernels kernels([[maybe_unused]] const Call& call, [[maybe_unused]] int64_t isa)
     return portable::float_kernels();
 }
 
-Rowwise rowwise([[maybe_unused]] int64_t isa) {
+NormGeluKernels norm_gelu_kernels([[maybe_unused]] int64_t isa) {
 #if defined(WITH_avx512)
-    if (isa >= AVX512) return avx512::rowwise();
+    if (isa >= AVX512) return avx512::norm_gelu_kernels();
 #endif
 #if defined(WITH_avx2)
-    if (isa == AVX2) return avx2::rowwise();
+    if (isa == AVX2) return avx2::norm_gelu_kernels();
 #endif
-    return portable::rowwise();
+    return portable::norm_gelu_kernels();
 }
 
-// fn(call, begin, end) over 0 … n, in runs of whole `unit`s, one for each thread.
+// fn(call, begin, end) over 0 … n, in runs of full `unit`s, one for each thread.
 template <class T>
-void share_out(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, int64_t, int64_t)) {
+void parallel_for(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, int64_t, int64_t)) {
     struct Context {
         const T& call;
         void (*fn)(const T&, int64_t, int64_t);
         int64_t n, run, next;
     } context{call, fn, n, ((n + unit - 1) / unit + call.threads - 1) / call.threads * unit, 0};
     if (!n) return;
-    run_team(
+    run_on_threads(
         int(call.threads),
         [](void* p, int) {
             auto& c = *static_cast<Context*>(p);
@@ -128,7 +134,7 @@ EXPORT const tilegrad::Place* tilegrad_native_layout() { return tilegrad::LAYOUT
 EXPORT int64_t tilegrad_native_supported() { return tilegrad::supported(); }
 
 // Use the threads of this OpenMP runtime: its GOMP_parallel.
-EXPORT void tilegrad_native_join(tilegrad::Parallel parallel) { tilegrad::join(parallel); }
+EXPORT void tilegrad_native_use_openmp(tilegrad::Parallel parallel) { tilegrad::use_openmp(parallel); }
 
 // Enough for any instruction set of this machine.
 EXPORT int64_t tilegrad_native_scratch(const Call* call, int64_t backward) {
@@ -149,7 +155,7 @@ EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
         bool backward;
     } context{*call, kernels, bool(backward)};
     kernels.prepare(*call, backward);
-    tilegrad::run_team(
+    tilegrad::run_on_threads(
         int(call->threads),
         [](void* p, int worker) {
             auto& c = *static_cast<Context*>(p);
@@ -160,17 +166,17 @@ EXPORT void tilegrad_native_run(const Call* call, int64_t backward) {
 }
 
 EXPORT void tilegrad_native_norm_fwd(const Norm* call) {
-    tilegrad::share_out(*call, call->n, 1, tilegrad::rowwise(call->isa).norm_fwd);
+    tilegrad::parallel_for(*call, call->n, 1, tilegrad::norm_gelu_kernels(call->isa).norm_fwd);
 }
 
 EXPORT void tilegrad_native_norm_bwd(const Norm* call) {
-    const tilegrad::Rowwise rows = tilegrad::rowwise(call->isa);
-    if (call->dx.data) tilegrad::share_out(*call, call->n, 1, rows.norm_rows);
-    if (call->dw || call->db) tilegrad::share_out(*call, call->c, 4 * rows.lanes, rows.norm_columns);
+    const tilegrad::NormGeluKernels rows = tilegrad::norm_gelu_kernels(call->isa);
+    if (call->dx.data) tilegrad::parallel_for(*call, call->n, 1, rows.norm_rows);
+    if (call->dw || call->db) tilegrad::parallel_for(*call, call->c, 4 * rows.lanes, rows.norm_columns);
 }
 
 EXPORT void tilegrad_native_gelu(const Gelu* call) {
-    const tilegrad::Rowwise rows = tilegrad::rowwise(call->isa);
-    tilegrad::share_out(*call, call->n, rows.lanes, rows.gelu);
+    const tilegrad::NormGeluKernels rows = tilegrad::norm_gelu_kernels(call->isa);
+    tilegrad::parallel_for(*call, call->n, rows.lanes, rows.gelu);
 }
 }

@@ -8,12 +8,12 @@
 
 #include <immintrin.h>
 
-#include "simd/rows.h"
+#include "attention/head_rows.h"
 
 namespace tilegrad {
 namespace ISA {
 
-using Half = uint16_t;  // the bits of a bfloat16
+using Bf16 = uint16_t;  // the bits of a bfloat16
 
 constexpr int64_t STRIP = 32;  // rows and columns of a block of c: 2 × 2 tiles
 
@@ -32,7 +32,7 @@ struct TileConfiguration {
 
 // A block of 32 × 32 of c; leading dimensions in elements, ldb of a row of pairs (2 N).
 template <bool ADD>
-inline __attribute__((always_inline)) void tile_product(float* c, int64_t ldc, const Half* a, int64_t lda, const Half* b, int64_t ldb,
+inline __attribute__((always_inline)) void tile_product(float* c, int64_t ldc, const Bf16* a, int64_t lda, const Bf16* b, int64_t ldb,
                                                         int64_t k_end) {
     if (ADD) {
         _tile_loadd(0, c, ldc * 4);
@@ -61,22 +61,22 @@ inline __attribute__((always_inline)) void tile_product(float* c, int64_t ldc, c
     _tile_stored(3, c + 16 * ldc + 16, ldc * 4);
 }
 
-inline void load_half_row(Half* to, const char* from, int64_t n, int64_t stride) {
-    const Half* e = reinterpret_cast<const Half*>(from);
+inline void load_bf16_row(Bf16* to, const char* from, int64_t n, int64_t stride) {
+    const Bf16* e = reinterpret_cast<const Bf16*>(from);
     if (stride == 1)
-        memcpy(to, e, n * sizeof(Half));
+        memcpy(to, e, n * sizeof(Bf16));
     else
         for (int64_t i = 0; i < n; ++i) to[i] = e[i * stride];
 }
 
-constexpr Format<Half> AS_IT_IS{2, load_half_row, nullptr};
+constexpr Format<Bf16> BF16_BITS{2, load_bf16_row, nullptr};
 
-constexpr Format<float> HALF_ROWS = format<float, BFloat16>();
+constexpr Format<float> BF16_ROWS = format<float, BFloat16>();
 
 // to[r/2][c][2] = from[r][c], m rows of n, both even.
-inline void pairs_of_rows(Half* to, const Half* from, int64_t m, int64_t n) {
+inline void pairs_of_rows(Bf16* to, const Bf16* from, int64_t m, int64_t n) {
     for (int64_t r = 0; r < m; r += 2) {
-        const Half *even = from + r * n, *odd = even + n;
+        const Bf16 *even = from + r * n, *odd = even + n;
         for (int64_t c = 0; c < n; c += 16) {
             const __m512i a = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(even + c)));
             const __m512i b = _mm512_cvtepu16_epi32(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(odd + c)));
@@ -86,12 +86,12 @@ inline void pairs_of_rows(Half* to, const Half* from, int64_t m, int64_t n) {
 }
 
 // to[c/2][r][2] = from[r][c]; rows of `to` are ld pairs long. A pair moves as one number of 32 bits.
-inline void pairs_of_columns(Half* to, int64_t ld, const Half* from, int64_t m, int64_t n) {
+inline void pairs_of_columns(Bf16* to, int64_t ld, const Bf16* from, int64_t m, int64_t n) {
     transpose(reinterpret_cast<float*>(to), ld, reinterpret_cast<const float*>(from), n / 2, m, n / 2);
 }
 
 // to[c][r] = from[r][c] out of pairs_of_columns' layout, m a multiple of 16.
-inline void columns_of_pairs(Half* to, int64_t ld, const Half* pairs, int64_t pairs_ld, int64_t m, int64_t n) {
+inline void columns_of_pairs(Bf16* to, int64_t ld, const Bf16* pairs, int64_t pairs_ld, int64_t m, int64_t n) {
     for (int64_t c = 0; c < n; c += 2)
         for (int64_t r = 0; r < m; r += 16) {
             const __m512i x = _mm512_loadu_si512(pairs + (c / 2 * pairs_ld + r) * 2);
@@ -100,7 +100,7 @@ inline void columns_of_pairs(Half* to, int64_t ld, const Half* pairs, int64_t pa
         }
 }
 
-inline __m256i to_half(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
+inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
 // 2ˣ to 3e−6, which is under 1/1000 of a bfloat16's last place; 0 for −inf; NaN stays.
 inline __m512 exponential_of_2(__m512 x) {
@@ -116,7 +116,7 @@ inline __m512 exponential_of_2(__m512 x) {
 }
 
 // The order of 16-bit lanes that puts two halves of a register side by side.
-constexpr uint16_t PAIRED[32] = {0, 16, 1, 17, 2,  18, 3,  19, 4,  20, 5,  21, 6,  22, 7,  23,
+constexpr uint16_t PAIRED[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 
 constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;

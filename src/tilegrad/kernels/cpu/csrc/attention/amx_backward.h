@@ -8,7 +8,7 @@
 //   dqᵀ += kᵀ dsᵀ        dsᵀ as pairs of rows, written beside dsᵀ; dq is kept transposed until its head closes
 //
 // so every product reads what another wrote, and only q, do and k are ever transposed. All sums are float32. In blocks
-// that the band's edge crosses, 32 × 32 squares that nothing is seen of are skipped.
+// that the mask cuts, 32 × 32 squares that are masked out are skipped.
 #pragma once
 
 #include "attention/amx.h"
@@ -22,13 +22,13 @@ struct AmxBackward {
 
     // A head that is being worked on; blocks of ROWS rows.
     struct Open {
-        Half *q_columns, *g_columns;  // [block][D/2][ROWS][2]; g = do
-        Half *q_rows, *g_rows;        // [rows/2][D][2]
+        Bf16 *q_columns, *g_columns;  // [block][D/2][ROWS][2]; g = do
+        Bf16 *q_rows, *g_rows;        // [rows/2][D][2]
         float* dq;                    // [block][D][ROWS]
         Statistics<float> rows;
         RowLanes<float> lanes;
         float* lse2;  // lse in base 2
-        int32_t* turn;
+        int32_t* next_tile;
     };
 
     const Call& call;
@@ -39,44 +39,44 @@ struct AmxBackward {
 
     Slots slots;
     // Buffers of this thread.
-    Half *k, *v, *kt, *pairs, *p, *ds, *ds_pairs;
+    Bf16 *k, *v, *kt, *pairs, *p, *ds, *ds_pairs;
     float *dk, *dv_, *s, *dp, *row;
 
-    AmxBackward(const Call& call, Carver& carver, int64_t worker) : call(call), slots(call, carver, slot_bytes()) {
+    AmxBackward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes()) {
         const int64_t widest = at_least(d, dv);
         for (int64_t w = 0; w <= worker; ++w) {
-            k = carver.take<Half>(COLUMNS * d);
-            v = carver.take<Half>(COLUMNS * dv);
-            kt = carver.take<Half>(COLUMNS * d);
-            pairs = carver.take<Half>(ROWS * widest);
-            p = carver.take<Half>(COLUMNS * ROWS);
-            ds = carver.take<Half>(COLUMNS * ROWS);
-            ds_pairs = carver.take<Half>(COLUMNS * ROWS);
-            dk = carver.take<float>(COLUMNS * d);
-            dv_ = carver.take<float>(COLUMNS * dv);
-            s = carver.take<float>(STRIP * ROWS);
-            dp = carver.take<float>(STRIP * ROWS);
-            row = carver.take<float>(ROWS * widest);
+            k = allocator.take<Bf16>(COLUMNS * d);
+            v = allocator.take<Bf16>(COLUMNS * dv);
+            kt = allocator.take<Bf16>(COLUMNS * d);
+            pairs = allocator.take<Bf16>(ROWS * widest);
+            p = allocator.take<Bf16>(COLUMNS * ROWS);
+            ds = allocator.take<Bf16>(COLUMNS * ROWS);
+            ds_pairs = allocator.take<Bf16>(COLUMNS * ROWS);
+            dk = allocator.take<float>(COLUMNS * d);
+            dv_ = allocator.take<float>(COLUMNS * dv);
+            s = allocator.take<float>(STRIP * ROWS);
+            dp = allocator.take<float>(STRIP * ROWS);
+            row = allocator.take<float>(ROWS * widest);
         }
     }
 
-    Open carve(Carver& carver) const {
+    Open allocate(BumpAllocator& allocator) const {
         Open x;
-        x.q_columns = carver.take<Half>(max_rows * d);
-        x.g_columns = carver.take<Half>(max_rows * dv);
-        x.q_rows = carver.take<Half>(max_rows * d);
-        x.g_rows = carver.take<Half>(max_rows * dv);
-        x.dq = carver.take<float>(max_rows * d);
-        x.rows.carve(carver, max_rows);
-        x.lse2 = carver.take<float>(max_rows);
-        x.lanes.carve(carver, max_rows);
-        x.turn = carver.take<int32_t>(max_rows / ROWS);
+        x.q_columns = allocator.take<Bf16>(max_rows * d);
+        x.g_columns = allocator.take<Bf16>(max_rows * dv);
+        x.q_rows = allocator.take<Bf16>(max_rows * d);
+        x.g_rows = allocator.take<Bf16>(max_rows * dv);
+        x.dq = allocator.take<float>(max_rows * d);
+        x.rows.allocate(allocator, max_rows);
+        x.lse2 = allocator.take<float>(max_rows);
+        x.lanes.allocate(allocator, max_rows);
+        x.next_tile = allocator.take<int32_t>(max_rows / ROWS);
         return x;
     }
 
     int64_t slot_bytes() const {
-        Carver slot{nullptr};
-        carve(slot);
+        BumpAllocator slot{nullptr};
+        allocate(slot);
         return slot.used;
     }
 
@@ -86,42 +86,42 @@ struct AmxBackward {
         const int64_t rows = head.rows();
         for (int64_t r0 = 0; r0 < rows; r0 += ROWS) {
             const int64_t m = at_most(ROWS, rows - r0), padded = round_up(m, STRIP);
-            pack_rows(pairs, d, call.q, AS_IT_IS, head, r0, m, padded, call.d);
+            pack_rows(pairs, d, call.q, BF16_BITS, head, r0, m, padded, call.d);
             pairs_of_columns(x.q_columns + r0 * d, ROWS, pairs, padded, d);
             pairs_of_rows(x.q_rows + r0 * d, pairs, padded, d);
-            pack_rows(pairs, dv, call.do_, AS_IT_IS, head, r0, m, padded, call.dv);
+            pack_rows(pairs, dv, call.do_, BF16_BITS, head, r0, m, padded, call.dv);
             pairs_of_columns(x.g_columns + r0 * dv, ROWS, pairs, padded, dv);
             pairs_of_rows(x.g_rows + r0 * dv, pairs, padded, dv);
         }
         memset(x.dq, 0, round_up(rows, ROWS) * d * sizeof(float));
-        x.rows.fill(call, HALF_ROWS, head, round_up(rows, STRIP), row, row + ROWS / 2 * at_least(d, dv));
+        x.rows.fill(call, BF16_ROWS, head, round_up(rows, STRIP), row, row + ROWS / 2 * at_least(d, dv));
         x.lanes.fill(call, head, 0, rows, round_up(rows, STRIP));
         for (int64_t r = 0; r < round_up(rows, STRIP); ++r) x.lse2[r] = x.rows.lse[r] * LOG2E;
-        for (int64_t r0 = 0; r0 < rows; r0 += ROWS) x.turn[r0 / ROWS] = int32_t(x.rows.lo[r0] / COLUMNS);
+        for (int64_t r0 = 0; r0 < rows; r0 += ROWS) x.next_tile[r0 / ROWS] = int32_t(x.rows.lo[r0] / COLUMNS);
     }
 
     void tile(const Head& head, const Open& x, int32_t tile) {
         const int64_t j0 = tile * COLUMNS, n = at_most(COLUMNS, head.s.tk - j0), padded = round_up(n, STRIP);
-        pack_columns(k, d, call.k, AS_IT_IS, head, j0, n, padded, call.d);
-        pack_columns(v, dv, call.v, AS_IT_IS, head, j0, n, padded, call.dv);
+        pack_columns(k, d, call.k, BF16_BITS, head, j0, n, padded, call.d);
+        pack_columns(v, dv, call.v, BF16_BITS, head, j0, n, padded, call.dv);
         if (want_dq) {
             pairs_of_columns(pairs, COLUMNS, k, padded, d);
             columns_of_pairs(kt, COLUMNS, pairs, COLUMNS, padded, d);
         }
         memset(dk, 0, padded * d * sizeof(float));
         memset(dv_, 0, padded * dv * sizeof(float));
-        const Run seeing = rows_seeing(call, head, j0, j0 + n);
-        for (int64_t r0 = seeing.begin / ROWS * ROWS; r0 < seeing.end; r0 += ROWS) block(head, x, r0, tile, n);
+        const Run attending = rows_attending(call, head, j0, j0 + n);
+        for (int64_t r0 = attending.begin / ROWS * ROWS; r0 < attending.end; r0 += ROWS) block(head, x, r0, tile, n);
         for (int64_t j = 0; j < n; ++j) {
             const int64_t t = head.s.k0 + j0 + j;
             if (want_dk)
-                HALF_ROWS.store(const_cast<char*>(at(call.dk, 2, head.b, head.kv, t)), dk + j * d, call.d, call.dk.d, float(call.scale));
-            if (want_dv) HALF_ROWS.store(const_cast<char*>(at(call.dv_, 2, head.b, head.kv, t)), dv_ + j * dv, call.dv, call.dv_.d, 1);
+                BF16_ROWS.store(const_cast<char*>(at(call.dk, 2, head.b, head.kv, t)), dk + j * d, call.d, call.dk.d, float(call.scale));
+            if (want_dv) BF16_ROWS.store(const_cast<char*>(at(call.dv_, 2, head.b, head.kv, t)), dv_ + j * dv, call.dv, call.dv_.d, 1);
         }
     }
 
-    // Rows of the block, in strips, that see some of columns j … j + n.
-    Run strips_seeing(const int32_t* lo, const int32_t* hi, int64_t m, int64_t j, int64_t n) const {
+    // Rows of the block, in strips, that attend to some of columns j … j + n.
+    Run strips_attending(const int32_t* lo, const int32_t* hi, int64_t m, int64_t j, int64_t n) const {
         int64_t a = 0, b = m;
         while (a < m && hi[a + STRIP - 1] <= j) a += STRIP;
         while (b > a && lo[b - STRIP] >= j + n) b -= STRIP;
@@ -131,21 +131,21 @@ struct AmxBackward {
     void block(const Head& head, const Open& x, int64_t r0, int32_t tile, int64_t n) {
         const int64_t j0 = tile * COLUMNS, m = at_most(ROWS, round_up(head.rows() - r0, STRIP)), n_padded = round_up(n, STRIP);
         const int32_t *lo = x.rows.lo + r0, *hi = x.rows.hi + r0;
-        const bool whole = n == n_padded && lo[m - 1] <= j0 && hi[0] >= j0 + n;
+        const bool unmasked = n == n_padded && lo[m - 1] <= j0 && hi[0] >= j0 + n;
         Run strips[COLUMNS / STRIP];
         for (int64_t j = 0; j < n_padded; j += STRIP) {
-            const Run seeing = whole ? Run{0, m} : strips_seeing(lo, hi, m, j0 + j, at_most(STRIP, n - j));
-            strips[j / STRIP] = seeing;
-            for (int64_t i = seeing.begin; i < seeing.end; i += STRIP) {
+            const Run attending = unmasked ? Run{0, m} : strips_attending(lo, hi, m, j0 + j, at_most(STRIP, n - j));
+            strips[j / STRIP] = attending;
+            for (int64_t i = attending.begin; i < attending.end; i += STRIP) {
                 tile_product<false>(s + i, ROWS, k + j * d, d, x.q_columns + r0 * d + 2 * i, 2 * ROWS, d);
                 if (want_ds) tile_product<false>(dp + i, ROWS, v + j * dv, dv, x.g_columns + r0 * dv + 2 * i, 2 * ROWS, dv);
             }
-            if (whole && plain)
-                weights<false, true>(x, r0, j0, j, seeing);
+            if (unmasked && plain)
+                p_and_ds<false, true>(x, r0, j0, j, attending);
             else if (plain)
-                weights<true, true>(x, r0, j0, j, seeing);
+                p_and_ds<true, true>(x, r0, j0, j, attending);
             else
-                weights<true, false>(x, r0, j0, j, seeing);
+                p_and_ds<true, false>(x, r0, j0, j, attending);
         }
         for (int64_t j = 0; j < n_padded; j += STRIP) {
             const int64_t a = strips[j / STRIP].begin, rows = strips[j / STRIP].end - a;
@@ -158,8 +158,8 @@ struct AmxBackward {
                     tile_product<true>(dk + j * d + i, d, ds + j * ROWS + a, ROWS, x.q_rows + (r0 + a) * d + 2 * i, 2 * d, rows);
         }
         if (!want_dq) return;
-        wait_for_turn(x.turn + r0 / ROWS, tile);
-        for (int64_t i = 0; i < m; i += STRIP) {  // strips of columns that these rows see are neighbours
+        wait_for_order(x.next_tile + r0 / ROWS, tile);
+        for (int64_t i = 0; i < m; i += STRIP) {  // strips of columns that these rows attend to are neighbours
             int64_t a = n_padded, b = 0;
             for (int64_t j = 0; j < n_padded; j += STRIP)
                 if (strips[j / STRIP].begin <= i && i < strips[j / STRIP].end) {
@@ -171,15 +171,15 @@ struct AmxBackward {
                 tile_product<true>(x.dq + (r0 * d + e * ROWS) + i, ROWS, kt + e * COLUMNS + a, COLUMNS, ds_pairs + a * ROWS + 2 * i, 2 * ROWS,
                                    b - a);
         }
-        end_turn(x.turn + r0 / ROWS, tile);
+        advance_order(x.next_tile + r0 / ROWS, tile);
     }
 
     // Columns j … j + 32 of the tile, in pairs: products → p, ds, and ds as pairs of rows.
-    template <bool EDGE, bool PLAIN>
-    void weights(const Open& x, int64_t r0, int64_t j0, int64_t j, Run seeing) {
+    template <bool MASKED, bool PLAIN>
+    void p_and_ds(const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending) {
         const __m512 times = _mm512_set1_ps(PLAIN ? float(call.scale) * LOG2E : LOG2E);
         for (int64_t y = 0; y < STRIP; y += 2) {
-            for (int64_t i = seeing.begin; i < seeing.end; i += 16) {
+            for (int64_t i = attending.begin; i < attending.end; i += 16) {
                 const __m512 lse2 = _mm512_loadu_ps(x.lse2 + r0 + i), delta = _mm512_loadu_ps(x.rows.delta + r0 + i);
                 __m512 e[2], de[2];
                 for (int64_t z = 0; z < 2; ++z) {
@@ -192,18 +192,18 @@ struct AmxBackward {
                     e[z] = exponential_of_2(_mm512_fmsub_ps((__m512)x_or_s, times, lse2));
                     de[z] = _mm512_mul_ps(e[z], _mm512_sub_ps(_mm512_loadu_ps(dp + (y + z) * ROWS + i), delta));
                     if (!PLAIN) de[z] = _mm512_mul_ps(de[z], (__m512)derivative);
-                    if (EDGE) {
+                    if (MASKED) {
                         const __m512i at = _mm512_set1_epi32(int32_t(column));
                         const __m512i lo = _mm512_loadu_si512(x.rows.lo + r0 + i), hi = _mm512_loadu_si512(x.rows.hi + r0 + i);
-                        const __mmask16 seen = _mm512_cmple_epi32_mask(lo, at) & _mm512_cmplt_epi32_mask(at, hi);
-                        e[z] = _mm512_maskz_mov_ps(seen, e[z]);
-                        de[z] = _mm512_maskz_mov_ps(seen, de[z]);
+                        const __mmask16 attended = _mm512_cmple_epi32_mask(lo, at) & _mm512_cmplt_epi32_mask(at, hi);
+                        e[z] = _mm512_maskz_mov_ps(attended, e[z]);
+                        de[z] = _mm512_maskz_mov_ps(attended, de[z]);
                     }
                 }
                 const int64_t first = (j + y) * ROWS + i;
-                const __m256i d0 = to_half(de[0]), d1 = to_half(de[1]);
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + first), to_half(e[0]));
-                _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + first + ROWS), to_half(e[1]));
+                const __m256i d0 = to_bf16(de[0]), d1 = to_bf16(de[1]);
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + first), to_bf16(e[0]));
+                _mm256_storeu_si256(reinterpret_cast<__m256i*>(p + first + ROWS), to_bf16(e[1]));
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds + first), d0);
                 _mm256_storeu_si256(reinterpret_cast<__m256i*>(ds + first + ROWS), d1);
                 _mm512_storeu_si512(ds_pairs + (j + y) * ROWS + 2 * i,
@@ -219,7 +219,7 @@ struct AmxBackward {
             transpose(row, d, x.dq + r0 * d, ROWS, d, ROWS);
             for (int64_t r = r0; r < at_most(r0 + ROWS, head.rows()); ++r) {
                 const int64_t h = head.query_head(r), t = head.token(r);
-                HALF_ROWS.store(const_cast<char*>(at(call.dq, 2, head.b, h, t)), row + (r - r0) * d, call.d, call.dq.d, float(call.scale));
+                BF16_ROWS.store(const_cast<char*>(at(call.dq, 2, head.b, h, t)), row + (r - r0) * d, call.d, call.dq.d, float(call.scale));
             }
         }
     }

@@ -1,4 +1,4 @@
-// The forward of forward.h on AMX tiles, for bfloat16. Like the backward's, its heads are open in slots (turns.h), so that
+// The forward of forward.h on AMX tiles, for bfloat16. Like the backward's, its heads are open in slots (work_queue.h), so that
 // k and v are packed once for all rows of a head:
 //
 //   open a head:     k as it lies, v transposed
@@ -8,11 +8,11 @@
 //       pᵀ = 2^(s·scale·log2 e − row_max)       rounded to bfloat16, as pairs of rows; lanes are rows
 //       accᵀ = alpha ∘ accᵀ + vᵀ pᵀ             float32
 //
-// row_max is kept in base 2. A row that sees nothing of a tile has p = 0 there.
+// row_max is kept in base 2. A row that attends to nothing of a tile has p = 0 there.
 #pragma once
 
 #include "attention/amx.h"
-#include "attention/walk.h"
+#include "attention/tile_loop.h"
 
 namespace tilegrad {
 namespace ISA {
@@ -21,8 +21,8 @@ struct AmxForward {
     static constexpr int64_t ROWS = 256, COLUMNS = 128;
 
     struct Open {
-        Half* k;   // [columns][D]
-        Half* vt;  // [tile][Dv][COLUMNS]
+        Bf16* k;   // [columns][D]
+        Bf16* vt;  // [tile][Dv][COLUMNS]
     };
 
     const Call& call;
@@ -32,32 +32,32 @@ struct AmxForward {
 
     Slots slots;
     // Buffers of a thread.
-    Half *rows_of_q, *q, *v, *pairs, *p;
+    Bf16 *rows_of_q, *q, *v, *pairs, *p;
     float *s, *acc, *o, *row_max, *row_sum;
     RowLanes<float> lanes;
 
-    AmxForward(const Call& call, Carver& carver, int64_t worker) : call(call), slots(call, carver, slot_bytes()) {
+    AmxForward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes()) {
         const int64_t rows = at_most(ROWS, round_up(call.tq * (call.hq / call.hkv), STRIP));
         for (int64_t w = 0; w <= worker; ++w) {
-            rows_of_q = carver.take<Half>(STRIP * d);
-            q = carver.take<Half>(rows * d);
-            v = carver.take<Half>(COLUMNS * dv);
-            pairs = carver.take<Half>(COLUMNS * dv);
-            p = carver.take<Half>(COLUMNS * STRIP);
-            s = carver.take<float>(COLUMNS * STRIP);
-            acc = carver.take<float>(rows * dv);
-            o = carver.take<float>(STRIP * dv);
-            row_max = carver.take<float>(rows);
-            row_sum = carver.take<float>(rows);
-            lanes.carve(carver, rows);
+            rows_of_q = allocator.take<Bf16>(STRIP * d);
+            q = allocator.take<Bf16>(rows * d);
+            v = allocator.take<Bf16>(COLUMNS * dv);
+            pairs = allocator.take<Bf16>(COLUMNS * dv);
+            p = allocator.take<Bf16>(COLUMNS * STRIP);
+            s = allocator.take<float>(COLUMNS * STRIP);
+            acc = allocator.take<float>(rows * dv);
+            o = allocator.take<float>(STRIP * dv);
+            row_max = allocator.take<float>(rows);
+            row_sum = allocator.take<float>(rows);
+            lanes.allocate(allocator, rows);
         }
     }
 
-    Open carve(Carver& carver) const { return {carver.take<Half>(max_columns * d), carver.take<Half>(max_columns * dv)}; }
+    Open allocate(BumpAllocator& allocator) const { return {allocator.take<Bf16>(max_columns * d), allocator.take<Bf16>(max_columns * dv)}; }
 
     int64_t slot_bytes() const {
-        Carver slot{nullptr};
-        carve(slot);
+        BumpAllocator slot{nullptr};
+        allocate(slot);
         return slot.used;
     }
 
@@ -67,8 +67,8 @@ struct AmxForward {
         const int64_t tk = head.s.tk;
         for (int64_t j0 = 0; j0 < tk; j0 += COLUMNS) {
             const int64_t n = at_most(COLUMNS, tk - j0), padded = round_up(n, STRIP);
-            pack_columns(x.k + j0 * d, d, call.k, AS_IT_IS, head, j0, n, padded, call.d);
-            pack_columns(v, dv, call.v, AS_IT_IS, head, j0, n, padded, call.dv);
+            pack_columns(x.k + j0 * d, d, call.k, BF16_BITS, head, j0, n, padded, call.d);
+            pack_columns(v, dv, call.v, BF16_BITS, head, j0, n, padded, call.dv);
             pairs_of_columns(pairs, COLUMNS, v, padded, dv);
             columns_of_pairs(x.vt + j0 * dv, COLUMNS, pairs, COLUMNS, padded, dv);
         }
@@ -78,7 +78,7 @@ struct AmxForward {
     void tile(const Head& head, const Open& x, int32_t number) {
         const int64_t r0 = (tiles(head) - 1 - number) * ROWS, m = at_most(ROWS, head.rows() - r0), padded = round_up(m, STRIP);
         for (int64_t r = 0; r < m; r += STRIP) {
-            pack_rows(rows_of_q, d, call.q, AS_IT_IS, head, r0 + r, at_most(STRIP, m - r), STRIP, call.d);
+            pack_rows(rows_of_q, d, call.q, BF16_BITS, head, r0 + r, at_most(STRIP, m - r), STRIP, call.d);
             pairs_of_columns(q + r * d, STRIP, rows_of_q, STRIP, d);
         }
         lanes.fill(call, head, r0, m, padded);
@@ -89,7 +89,7 @@ struct AmxForward {
         for (int64_t r = 0; r < m; ++r) {
             if (r % STRIP == 0) transpose(o, dv, acc + r * dv, STRIP, dv, STRIP);
             const float factor = row_sum[r] == 0 ? 0 : 1 / row_sum[r], lse = row_max[r] * LN2 + logarithm(row_sum[r]);
-            write_row(call, HALF_ROWS, head, r0 + r, o + r % STRIP * dv, lse, factor);
+            write_row(call, BF16_ROWS, head, r0 + r, o + r % STRIP * dv, lse, factor);
         }
     }
 
@@ -102,10 +102,10 @@ struct AmxForward {
         const int64_t stop = round_up(end, STRIP);
         for (int64_t j = begin; j < stop; j += STRIP)
             tile_product<false>(s + j * STRIP, STRIP, x.k + (j0 + j) * d, d, q + r * d, 2 * STRIP, d);
-        const bool whole = lanes.lo[r + STRIP - 1] <= j0 + begin && lanes.hi[r] >= j0 + stop;
+        const bool unmasked = lanes.lo[r + STRIP - 1] <= j0 + begin && lanes.hi[r] >= j0 + stop;
         bool rescale = false;
         for (int64_t y = 0; y < STRIP; y += 16)
-            rescale |= whole ? softmax<false>(r, y, j0, begin, stop) : softmax<true>(r, y, j0, begin, stop);
+            rescale |= unmasked ? softmax<false>(r, y, j0, begin, stop) : softmax<true>(r, y, j0, begin, stop);
         float* out = acc + r * dv;
         if (rescale)
             for (int64_t y = 0; y < STRIP; y += 16) {
@@ -118,18 +118,18 @@ struct AmxForward {
     }
 
     // Rows r + y …, 16 of them: columns begin … stop of scores → p; maxima, sums and alphas. True if any maximum rose.
-    template <bool EDGE>
+    template <bool MASKED>
     bool softmax(int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
         const Score<float> score(call, lanes, r + y);
         const __m512 times = _mm512_set1_ps(plain ? float(call.scale) * LOG2E : LOG2E);
         const __m512 old_max = _mm512_loadu_ps(row_max + r + y), nothing = _mm512_set1_ps(-__builtin_inff());
         float* scores = s + y;
         __m512 largest = nothing, largest2 = nothing;
-        if (!plain || EDGE)
+        if (!plain || MASKED)
             for (int64_t j = begin; j < stop; ++j) {
                 V32 z = load(scores + j * STRIP);
                 if (!plain) z = score.minus(V32{}, z, score.same(j0 + j), nullptr);
-                store(scores + j * STRIP, EDGE ? score.hide(z, score.same(j0 + j)) : z);
+                store(scores + j * STRIP, MASKED ? score.mask(z, score.same(j0 + j)) : z);
             }
         for (int64_t j = begin; j < stop; j += 2) {
             largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + j * STRIP));

@@ -1,4 +1,5 @@
-// Backward: a thread owns a tile of columns (dk, dv) and walks the blocks of rows that see it; dq is added in turns.
+// Backward: a thread owns a tile of columns (dk, dv) and loops over the blocks of rows that attend to it; dq is summed in
+// the order of the tiles.
 //
 //   open a head:     q, do packed; delta = rowsum(do ∘ o) − dlse; dq = 0
 //   tile of columns: k, kᵀ, vᵀ packed; dk = dv = 0
@@ -7,17 +8,17 @@
 //       ds = p ∘ (do vᵀ − delta)    ∘ (1 − tanh²) with a softcap
 //       dv += pᵀ do
 //       dk += dsᵀ q
-//       dq += ds k                  when it is this tile's turn: turns.h
+//       dq += ds k                  after all lower tiles: work_queue.h
 //     dk · scale and dv are written
 //   close a head:    dq · scale is written; dsink = −Σ exp(sink − lse) · delta of each query head is kept for the end
 //
-// Five products per tile, each pair of positions once. In blocks that the band's edge crosses, strips of MR rows or
-// columns skip what they do not see.
+// Five products per tile, each pair of positions once. In masked blocks, strips of MR rows or columns skip
+// what is masked out.
 #pragma once
 
 #include "simd/product.h"
-#include "simd/rows.h"
-#include "attention/walk.h"
+#include "attention/head_rows.h"
+#include "attention/tile_loop.h"
 
 namespace tilegrad {
 namespace ISA {
@@ -25,14 +26,14 @@ namespace ISA {
 // What the backward knows of each row of an open head.
 template <class T>
 struct Statistics {
-    T *lse, *delta;  // lse = +huge for rows that see nothing, and delta = 0: p = ds = 0
+    T *lse, *delta;  // lse = +huge for rows that attend to nothing, and delta = 0: p = ds = 0
     int32_t *lo, *hi;
 
-    void carve(Carver& carver, int64_t rows) {
-        lse = carver.take<T>(rows);
-        delta = carver.take<T>(rows);
-        lo = carver.take<int32_t>(rows);
-        hi = carver.take<int32_t>(rows);
+    void allocate(BumpAllocator& allocator, int64_t rows) {
+        lse = allocator.take<T>(rows);
+        delta = allocator.take<T>(rows);
+        lo = allocator.take<int32_t>(rows);
+        hi = allocator.take<int32_t>(rows);
     }
 
     // `o` and `g` hold one row of o and of do at a time.
@@ -50,7 +51,7 @@ struct Statistics {
                 lse[r] = huge;
                 delta[r] = 0;
             }
-            seen_by(call, head, r, lo + r, hi + r);
+            attended_columns(call, head, r, lo + r, hi + r);
         }
         for (int64_t r = rows; r < padded; ++r) {
             lse[r] = huge;
@@ -90,7 +91,7 @@ struct Backward {
     struct Open {
         T *q, *g, *dq;  // (rows, D), (rows, Dv), (rows, D); g = do
         Statistics<T> rows;
-        int32_t* turn;  // for each block of rows
+        int32_t* next_tile;  // for each block of rows: the tile of columns that is next to add to dq
     };
 
     const Call& call;
@@ -103,32 +104,32 @@ struct Backward {
     Slots slots;
     T *k, *kt, *v, *vt, *dk, *dv_, *p, *ds;  // buffers of this thread
 
-    Backward(const Call& call, Carver& carver, int64_t worker) : call(call), slots(call, carver, slot_bytes()) {
+    Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes()) {
         for (int64_t w = 0; w <= worker; ++w) {
-            k = carver.take<T>(TILE * d);
-            kt = carver.take<T>(d * TILE);
-            v = carver.take<T>(TILE * dv);
-            vt = carver.take<T>(dv * TILE);
-            dk = carver.take<T>(TILE * d);
-            dv_ = carver.take<T>(TILE * dv);
-            p = carver.take<T>(TILE * TILE);
-            ds = carver.take<T>(TILE * TILE);
+            k = allocator.take<T>(TILE * d);
+            kt = allocator.take<T>(d * TILE);
+            v = allocator.take<T>(TILE * dv);
+            vt = allocator.take<T>(dv * TILE);
+            dk = allocator.take<T>(TILE * d);
+            dv_ = allocator.take<T>(TILE * dv);
+            p = allocator.take<T>(TILE * TILE);
+            ds = allocator.take<T>(TILE * TILE);
         }
     }
 
-    Open carve(Carver& carver) const {
+    Open allocate(BumpAllocator& allocator) const {
         Open x;
-        x.q = carver.take<T>(max_rows * d);
-        x.g = carver.take<T>(max_rows * dv);
-        x.dq = carver.take<T>(max_rows * d);
-        x.rows.carve(carver, max_rows);
-        x.turn = carver.take<int32_t>((max_rows + TILE - 1) / TILE);
+        x.q = allocator.take<T>(max_rows * d);
+        x.g = allocator.take<T>(max_rows * dv);
+        x.dq = allocator.take<T>(max_rows * d);
+        x.rows.allocate(allocator, max_rows);
+        x.next_tile = allocator.take<int32_t>((max_rows + TILE - 1) / TILE);
         return x;
     }
 
     int64_t slot_bytes() const {
-        Carver slot{nullptr};
-        carve(slot);
+        BumpAllocator slot{nullptr};
+        allocate(slot);
         return slot.used;
     }
 
@@ -140,7 +141,7 @@ struct Backward {
         pack_rows(x.g, dv, call.do_, format, head, 0, rows, padded, call.dv);
         memset(x.dq, 0, padded * d * sizeof(T));
         x.rows.fill(call, format, head, padded, v, vt);
-        for (int64_t r0 = 0; r0 < rows; r0 += TILE) x.turn[r0 / TILE] = x.rows.lo[r0] / TILE;
+        for (int64_t r0 = 0; r0 < rows; r0 += TILE) x.next_tile[r0 / TILE] = x.rows.lo[r0] / TILE;
     }
 
     void tile(const Head& head, const Open& x, int32_t tile) {
@@ -151,14 +152,14 @@ struct Backward {
         transpose(vt, TILE, v, dv, round_up(n, L), dv);
         memset(dk, 0, TILE * d * sizeof(T));
         memset(dv_, 0, TILE * dv * sizeof(T));
-        const Run seeing = rows_seeing(call, head, j0, j0 + n);
-        for (int64_t r0 = seeing.begin / TILE * TILE; r0 < seeing.end; r0 += TILE) {
+        const Run attending = rows_attending(call, head, j0, j0 + n);
+        for (int64_t r0 = attending.begin / TILE * TILE; r0 < attending.end; r0 += TILE) {
             const int64_t m = at_most(TILE, head.rows() - r0);
             const int64_t last = r0 + round_up(m, MR) - 1;
             if (n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
-                whole_block(head, x, r0, tile);
+                unmasked_block(head, x, r0, tile);
             else
-                edge_block(head, x, r0, m, tile, n);
+                masked_block(head, x, r0, m, tile, n);
         }
         for (int64_t j = 0; j < n; ++j) {
             const int64_t t = head.s.k0 + j0 + j;
@@ -171,20 +172,20 @@ struct Backward {
         format.store(const_cast<char*>(at(x, format.bytes, head.b, head.kv, t)), row, n, x.d, factor);
     }
 
-    void whole_block(const Head& head, const Open& x, int64_t r0, int32_t tile) {
+    void unmasked_block(const Head& head, const Open& x, int64_t r0, int32_t tile) {
         const T *q = x.q + r0 * d, *g = x.g + r0 * dv;
         product<T, ROWS>(p, TILE, q, d, kt, TILE, TILE, TILE, d, false);
         if (want_ds) product<T, ROWS>(ds, TILE, g, dv, vt, TILE, TILE, TILE, dv, false);
-        for (int64_t r = 0; r < TILE; ++r) weights<false>(head, x, r0, r, tile * TILE, 0, TILE);
+        for (int64_t r = 0; r < TILE; ++r) p_and_ds<false>(head, x, r0, r, tile * TILE, 0, TILE);
         if (want_dv) product<T, TRANSPOSED>(dv_, dv, p, TILE, g, dv, TILE, dv, TILE, true);
         if (want_dk) product<T, TRANSPOSED>(dk, d, ds, TILE, q, d, TILE, d, TILE, true);
         if (!want_dq) return;
-        wait_for_turn(x.turn + r0 / TILE, tile);
+        wait_for_order(x.next_tile + r0 / TILE, tile);
         product<T, ROWS>(x.dq + r0 * d, d, ds, TILE, k, d, TILE, d, TILE, true);
-        end_turn(x.turn + r0 / TILE, tile);
+        advance_order(x.next_tile + r0 / TILE, tile);
     }
 
-    void edge_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
+    void masked_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
         const int64_t j0 = tile * TILE;
         const int32_t *lo = x.rows.lo + r0, *hi = x.rows.hi + r0;
         auto first = [&](int64_t r) { return at_least(0, lo[r] - j0) / L * L; };
@@ -197,9 +198,9 @@ struct Backward {
             const T *q = x.q + (r0 + r) * d, *g = x.g + (r0 + r) * dv;
             product<T, ROWS>(p + r * TILE + begin, TILE, q, d, kt + begin, TILE, MR, stop - begin, d, false);
             if (want_ds) product<T, ROWS>(ds + r * TILE + begin, TILE, g, dv, vt + begin, TILE, MR, stop - begin, dv, false);
-            for (int64_t y = r; y < r + MR; ++y) weights<true>(head, x, r0, y, j0, begin, stop);
+            for (int64_t y = r; y < r + MR; ++y) p_and_ds<true>(head, x, r0, y, j0, begin, stop);
         }
-        for (int64_t j = 0; j < n; j += MR) {  // rows a … b see some of columns j … j + MR
+        for (int64_t j = 0; j < n; j += MR) {  // rows a … b attend to some of columns j … j + MR
             int64_t a = 0, b = m;
             while (a < m && hi[a] <= j0 + j) ++a;
             while (b > a && lo[b - 1] >= j0 + j + MR) --b;
@@ -208,18 +209,18 @@ struct Backward {
             if (want_dk) product<T, TRANSPOSED>(dk + j * d, d, ds + a * TILE + j, TILE, q, d, MR, d, b - a, true);
         }
         if (!want_dq) return;
-        wait_for_turn(x.turn + r0 / TILE, tile);
+        wait_for_order(x.next_tile + r0 / TILE, tile);
         for (int64_t r = 0; r < m; r += MR) {
             const int64_t begin = first(r), stop = end(r);
             if (begin < stop)
                 product<T, ROWS>(x.dq + (r0 + r) * d, d, ds + r * TILE + begin, TILE, k + begin * d, d, MR, d, stop - begin, true);
         }
-        end_turn(x.turn + r0 / TILE, tile);
+        advance_order(x.next_tile + r0 / TILE, tile);
     }
 
     // One row: products → p and ds.
-    template <bool EDGE>
-    void weights(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
+    template <bool MASKED>
+    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
         T *row = p + r * TILE, *drow = ds + r * TILE;
         const int64_t of = at_most(r0 + r, head.rows() - 1);
         const Vec<T> lse = all(x.rows.lse[r0 + r]), delta = all(x.rows.delta[r0 + r]);
@@ -228,7 +229,7 @@ struct Backward {
         for (int64_t j = begin; j < stop; j += L, column += L) {
             Vec<T> derivative = all(T(1)), s = load(row + j);
             s = plain ? s * score.scale - lse : score.minus(lse, s, column, &derivative);
-            const Vec<T> e = exponential(EDGE ? score.hide(s, column) : s);
+            const Vec<T> e = exponential(MASKED ? score.mask(s, column) : s);
             Vec<T> de = e * (load(drow + j) - delta);
             if (!plain) de *= derivative;
             store(row + j, e);

@@ -2,15 +2,15 @@
 //
 //   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)
 //
-// Packed sequences: B of them, stride b = 0, and ends_q, ends_k (B + 1) say where each begins; tq, tk are the longest.
+// Packed sequences: B of them, stride b = 0, and cu_seqlens_q, cu_seqlens_k (B + 1) say where each begins; tq, tk are the longest.
 // cpu/abi.py defines `View` and `Call` a second time, and layout.h lists their fields: the three are compared at loading.
 #pragma once
 
 #include <cstdint>
 
-namespace tilegrad {
+#include "dtype.h"
 
-enum Dtype : int64_t { FLOAT32, FLOAT64, BFLOAT16, FLOAT16 };
+namespace tilegrad {
 
 struct View {
     char* data;  // null: absent
@@ -22,7 +22,7 @@ struct Call {
     int64_t left, right;  // the band of mask.py; −1: open
     int64_t threads, isa;
     int64_t sinks_dtype, slopes_dtype;
-    const int32_t *ends_q, *ends_k;
+    const int32_t *cu_seqlens_q, *cu_seqlens_k;
     char* scratch;
     int64_t scratch_bytes;
     View q, k, v, o, lse;                           // o and lse: written by the forward, read by the backward
@@ -37,15 +37,15 @@ struct Sequence {
 };
 
 static inline Sequence sequence(const Call& call, int64_t b) {
-    if (!call.ends_q) return {0, 0, call.tq, call.tk};
-    return {call.ends_q[b], call.ends_k[b], call.ends_q[b + 1] - call.ends_q[b], call.ends_k[b + 1] - call.ends_k[b]};
+    if (!call.cu_seqlens_q) return {0, 0, call.tq, call.tk};
+    return {call.cu_seqlens_q[b], call.cu_seqlens_k[b], call.cu_seqlens_q[b + 1] - call.cu_seqlens_q[b], call.cu_seqlens_k[b + 1] - call.cu_seqlens_k[b]};
 }
 
 // What each instruction set offers; a call's dtype picks the kernel in it.
 struct Kernels {
     int64_t (*scratch_bytes)(const Call&, bool backward);
-    void (*prepare)(const Call&, bool backward);            // by the caller, before the team starts
-    void (*work)(const Call&, bool backward, int worker);   // by every thread of the team
+    void (*prepare)(const Call&, bool backward);            // by the caller, before the threads start
+    void (*work)(const Call&, bool backward, int worker);   // by every thread of the pool
     void (*add_dsinks)(const Call&);                        // by the caller, after a backward with sinks
 };
 

@@ -1,9 +1,9 @@
-// Forward: a thread owns a block of rows and walks the columns that the block sees, a tile at a time.
+// Forward: a thread owns a block of rows and loops over tiles of the columns that the block attends to.
 //
 //   row_max = sink, row_sum = 1  (or lowest, 0)
 //   for each tile of columns:                k and v are packed once for the block
 //     for each strip of rows:                STRIP rows are a few registers wide
-//       sᵀ = k qᵀ                            only columns that the strip sees; TILE × STRIP stay in the first cache
+//       sᵀ = k qᵀ                            only columns that the strip attends to; TILE × STRIP stay in the first cache
 //       new_max = max(row_max, max s)
 //       p = exp(s − new_max)
 //       alpha = exp(row_max − new_max)
@@ -16,7 +16,7 @@
 #pragma once
 
 #include "simd/product.h"
-#include "simd/rows.h"
+#include "attention/head_rows.h"
 
 namespace tilegrad {
 namespace ISA {
@@ -37,17 +37,17 @@ struct Forward {
     T *rows_of_q, *qt, *k, *v, *s, *acc, *row_max, *row_sum;
     RowLanes<T> lanes;
 
-    Forward(const Call& call, Carver& carver) : call(call) {
+    Forward(const Call& call, BumpAllocator& allocator) : call(call) {
         const int64_t rows = at_most(ROWS_OF_BLOCK, round_up(call.tq * (call.hq / call.hkv), STRIP));
-        rows_of_q = carver.take<T>(STRIP * d);
-        qt = carver.take<T>(rows * d);
-        k = carver.take<T>(TILE * d);
-        v = carver.take<T>(TILE * dv);
-        s = carver.take<T>(TILE * STRIP);
-        acc = carver.take<T>(rows * dv);
-        row_max = carver.take<T>(rows);
-        row_sum = carver.take<T>(rows);
-        lanes.carve(carver, rows);
+        rows_of_q = allocator.take<T>(STRIP * d);
+        qt = allocator.take<T>(rows * d);
+        k = allocator.take<T>(TILE * d);
+        v = allocator.take<T>(TILE * dv);
+        s = allocator.take<T>(TILE * STRIP);
+        acc = allocator.take<T>(rows * dv);
+        row_max = allocator.take<T>(rows);
+        row_sum = allocator.take<T>(rows);
+        lanes.allocate(allocator, rows);
     }
 
     static int64_t blocks(const Call& call) {  // of the longest sequence
@@ -90,10 +90,10 @@ struct Forward {
             if (begin >= end) continue;
             const int64_t a = begin / MR * MR;
             product<T, ROWS>(s, STRIP, k + a * d, d, qt + r * d, STRIP, round_up(end - a, MR), STRIP, d, false);
-            const bool whole = lanes.lo[r + STRIP - 1] <= j0 + a && lanes.hi[r] >= j0 + end;
+            const bool unmasked = lanes.lo[r + STRIP - 1] <= j0 + a && lanes.hi[r] >= j0 + end;
             bool rescale = false;
             for (int64_t x = r; x < r + STRIP; x += L)
-                rescale |= whole ? softmax<false>(x, s + x - r, j0 + a, end - a) : softmax<true>(x, s + x - r, j0 + a, end - a);
+                rescale |= unmasked ? softmax<false>(x, s + x - r, j0 + a, end - a) : softmax<true>(x, s + x - r, j0 + a, end - a);
             T* out = acc + r * dv;
             if (rescale)
                 for (int64_t x = 0; x < STRIP; ++x)
@@ -103,7 +103,7 @@ struct Forward {
     }
 
     // Rows x … x + lanes: n columns of scores from j on → p; the rows' maxima, sums and alphas. True if any maximum rose.
-    template <bool EDGE>
+    template <bool MASKED>
     bool softmax(int64_t x, T* scores, int64_t j, int64_t n) {
         const Score<T> score(call, lanes, x);
         const T factor = plain ? score.scale : T(1);
@@ -112,12 +112,12 @@ struct Forward {
         for (int64_t y = 0; y < n; ++y) {
             Vec<T> z = load(scores + y * STRIP);
             if (!plain) z = score.minus(Vec<T>{}, z, score.same(j + y), nullptr);
-            if (EDGE) z = score.hide(z, score.same(j + y));
-            if (EDGE || !plain) store(scores + y * STRIP, z);
+            if (MASKED) z = score.mask(z, score.same(j + y));
+            if (MASKED || !plain) store(scores + y * STRIP, z);
             largest = larger(largest, z);
         }
         const Vec<T> new_max = larger(old_max, largest * factor);
-        auto weigh = [&](int64_t y) {
+        auto probability = [&](int64_t y) {
             const Vec<T> p = exponential(load(scores + y * STRIP) * factor - new_max);
             store(scores + y * STRIP, p);
             return p;
@@ -125,8 +125,8 @@ struct Forward {
         Vec<T> totals[4] = {};  // four short sums round less than a long one
         int64_t y = 0;
         for (; y + 4 <= n; y += 4)
-            for (int u = 0; u < 4; ++u) totals[u] += weigh(y + u);
-        for (; y < n; ++y) totals[0] += weigh(y);
+            for (int u = 0; u < 4; ++u) totals[u] += probability(y + u);
+        for (; y < n; ++y) totals[0] += probability(y);
         const Vec<T> total = (totals[0] + totals[1]) + (totals[2] + totals[3]);
         const Vec<T> alpha = exponential(old_max - new_max);
         store(lanes.alpha + x, alpha);

@@ -19,27 +19,27 @@ struct TileConfiguration {
 
 // A kernel whose blocks need nothing of each other: a counter of items, then the buffers of one thread after the other.
 template <class Kernel>
-struct Counted {
-    static int64_t* counter(Carver& carver) { return carver.take<int64_t>(1); }
+struct IndependentBlocks {
+    static int64_t* counter(BumpAllocator& allocator) { return allocator.take<int64_t>(1); }
 
     static int64_t scratch_bytes(const Call& call) {
-        Carver shared{nullptr}, thread{nullptr};
+        BumpAllocator shared{nullptr}, thread{nullptr};
         counter(shared);
         Kernel(call, thread);
         return shared.used + thread.used * call.threads;
     }
 
     static void prepare(const Call& call) {
-        Carver carver{call.scratch};
-        *counter(carver) = 0;
+        BumpAllocator allocator{call.scratch};
+        *counter(allocator) = 0;
     }
 
     static void work(const Call& call, int worker) {
-        Carver carver{call.scratch}, thread{nullptr};
-        int64_t* next = counter(carver);
+        BumpAllocator allocator{call.scratch}, thread{nullptr};
+        int64_t* next = counter(allocator);
         Kernel(call, thread);
-        carver.used += worker * thread.used;
-        Kernel kernel(call, carver);
+        allocator.used += worker * thread.used;
+        Kernel kernel(call, allocator);
         const int64_t items = Kernel::blocks(call) * call.b * call.hkv;
         for (int64_t i; (i = __atomic_fetch_add(next, 1, __ATOMIC_RELAXED)) < items;) kernel.item(i);
     }
@@ -47,27 +47,27 @@ struct Counted {
 
 // A kernel with heads open in slots.
 template <class Kernel>
-struct Walked {
+struct SharedHeads {
     static int64_t scratch_bytes(const Call& call) {
-        Carver carver{nullptr};
-        Kernel(call, carver, call.threads - 1);
-        return carver.used;
+        BumpAllocator allocator{nullptr};
+        Kernel(call, allocator, call.threads - 1);
+        return allocator.used;
     }
 
     static Slots shared(const Call& call) {
-        Carver carver{call.scratch};
-        return Kernel(call, carver, 0).slots;
+        BumpAllocator allocator{call.scratch};
+        return Kernel(call, allocator, 0).slots;
     }
 
     static void prepare(const Call& call) {
         const Slots slots = shared(call);
-        new_board(reinterpret_cast<char*>(slots.board), slots.n, call.b * call.hkv);
+        new_queue(reinterpret_cast<char*>(slots.queue), slots.n, call.b * call.hkv);
     }
 
     static void work(const Call& call, int worker) {
-        Carver carver{call.scratch};
-        Kernel kernel(call, carver, worker);
-        walk(call, kernel);
+        BumpAllocator allocator{call.scratch};
+        Kernel kernel(call, allocator, worker);
+        tile_loop(call, kernel);
     }
 };
 
@@ -86,7 +86,7 @@ constexpr Kernels of() {
             for (int64_t h = 0; h < c.hq; ++h) {
                 double total = 0;
                 for (int64_t b = 0; b < c.b; ++b) total += dsinks[b * c.hq + h];
-                add_number(c.dsinks.data, c.sinks_dtype, h * c.dsinks.h, total);
+                add_scalar(c.dsinks.data, c.sinks_dtype, h * c.dsinks.h, total);
             }
         },
     };
@@ -95,12 +95,12 @@ constexpr Kernels of() {
 }  // namespace
 
 #if defined(__AMX_BF16__)
-Kernels bfloat16_kernels() { return of<Walked<AmxForward>, Walked<AmxBackward>>(); }
+Kernels bfloat16_kernels() { return of<SharedHeads<AmxForward>, SharedHeads<AmxBackward>>(); }
 #else
-Kernels float_kernels() { return of<Counted<Forward<float>>, Walked<Backward<float>>>(); }
+Kernels float_kernels() { return of<IndependentBlocks<Forward<float>>, SharedHeads<Backward<float>>>(); }
 #endif
 #if defined(WITH_DOUBLE)
-Kernels double_kernels() { return of<Counted<Forward<double>>, Walked<Backward<double>>>(); }
+Kernels double_kernels() { return of<IndependentBlocks<Forward<double>>, SharedHeads<Backward<double>>>(); }
 #endif
 
 }  // namespace ISA

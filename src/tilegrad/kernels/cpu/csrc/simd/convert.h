@@ -1,14 +1,22 @@
 // Rows of the caller's dtype to rows of the accumulation type and back, and the transpose of a packed tile.
 #pragma once
 
-#include "attention/call.h"
+#include "dtype.h"
 #include "simd/vector.h"
 
 namespace tilegrad {
 namespace ISA {
 
-inline float as_float(uint32_t bits) { float x; memcpy(&x, &bits, 4); return x; }
-inline uint32_t as_bits(float x) { uint32_t bits; memcpy(&bits, &x, 4); return bits; }
+inline float as_float(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, 4);
+    return x;
+}
+inline uint32_t as_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, 4);
+    return bits;
+}
 
 struct BFloat16 {
     uint16_t bits;
@@ -33,7 +41,8 @@ struct Float16 {
         uint32_t normal = (a + 0xc8000fff + ((a >> 13) & 1)) >> 13;
         uint32_t subnormal = as_bits(as_float(a) + 0.5f) - 0x3f000000;
         uint32_t huge = a > 0x7f800000 ? 0x7e00 : 0x7c00;
-        uint32_t h = a >= 0x47800000 ? huge : a < 0x38800000 ? subnormal : normal;
+        uint32_t h = a >= 0x47800000 ? huge : a < 0x38800000 ? subnormal
+                                                             : normal;
         return {uint16_t(h | (u >> 16 & 0x8000))};
     }
 };
@@ -106,7 +115,7 @@ template <>
 inline Format<double> format_of<double>(int64_t) { return format<double, double>(); }
 
 // One number of a small tensor, whichever of the four dtypes it has.
-inline double number(const char* data, int64_t dtype, int64_t at) {
+inline double scalar(const char* data, int64_t dtype, int64_t at) {
     switch (dtype) {
         case FLOAT64: return reinterpret_cast<const double*>(data)[at];
         case BFLOAT16: return reinterpret_cast<const BFloat16*>(data)[at];
@@ -115,17 +124,21 @@ inline double number(const char* data, int64_t dtype, int64_t at) {
     }
 }
 
-inline void add_number(char* data, int64_t dtype, int64_t at, double x) {
+inline void add_scalar(char* data, int64_t dtype, int64_t at, double x) {
     switch (dtype) {
         case FLOAT64: reinterpret_cast<double*>(data)[at] += x; break;
-        case BFLOAT16: { auto* p = reinterpret_cast<BFloat16*>(data) + at; *p = BFloat16::of(float(*p) + float(x)); break; }
-        case FLOAT16: { auto* p = reinterpret_cast<Float16*>(data) + at; *p = Float16::of(float(*p) + float(x)); break; }
+        case BFLOAT16: {
+            auto* p = reinterpret_cast<BFloat16*>(data) + at;
+            *p = BFloat16::of(float(*p) + float(x));
+            break;
+        }
+        case FLOAT16: {
+            auto* p = reinterpret_cast<Float16*>(data) + at;
+            *p = Float16::of(float(*p) + float(x));
+            break;
+        }
         default: reinterpret_cast<float*>(data)[at] += float(x);
     }
-}
-
-inline const char* at(const View& x, int64_t bytes, int64_t b, int64_t h, int64_t t) {
-    return x.data + (b * x.b + h * x.h + t * x.t) * bytes;
 }
 
 // to[n][m] = from[m][n], rows `to_ld` and `from_ld` long; 4 × 4 blocks of float through registers.

@@ -1,13 +1,16 @@
-// The rows of a kv head, and what each row sees.
+// The rows of a kv head, and the columns that each row attends to.
 //
 // G = Hq / Hkv query heads share a kv head. Their rows are one run, r = i·G + g: neighbours stand at the same or the next
-// position, so what the rows of a tile see is still one run of columns, and grouped heads need no walk of their own.
+// position, so the rows of a tile attend to one run of columns, and grouped heads need no loop of their own.
 //
-//   distance(r, j) = i + Tk − Tq − j          row r sees [lo, hi): −right ≤ distance ≤ left
+//   distance(r, j) = i + Tk − Tq − j          row r attends to [lo, hi): −right ≤ distance ≤ left
 //
-// lo and hi never fall as r grows. A tile is *whole* for a strip of rows if all of them see all of its columns.
+// lo and hi never fall as r grows. A tile is *unmasked* for a strip of rows if all of them attend to all
+// of its columns, *masked* if some do to some, *masked out* if none does: then it is skipped.
 #pragma once
 
+#include "attention/bump_allocator.h"
+#include "attention/call.h"
 #include "simd/convert.h"
 
 namespace tilegrad {
@@ -30,7 +33,7 @@ inline Head head_of(const Call& call, int64_t index) {
     return {b, index % call.hkv, call.hq / call.hkv, sequence(call, b)};
 }
 
-inline void seen_by(const Call& call, const Head& head, int64_t r, int32_t* lo, int32_t* hi) {
+inline void attended_columns(const Call& call, const Head& head, int64_t r, int32_t* lo, int32_t* hi) {
     int64_t at = head.position(r), tk = head.s.tk;
     *lo = int32_t(call.left < 0 ? 0 : at_most(tk, at_least(0, at - call.left)));
     *hi = int32_t(call.right < 0 ? tk : at_least(0, at_most(tk, at + call.right + 1)));
@@ -40,12 +43,16 @@ struct Run {
     int64_t begin, end;
 };
 
-// Rows that see some column of [j0, j1), as one run.
-inline Run rows_seeing(const Call& call, const Head& head, int64_t j0, int64_t j1) {
+// Rows that attend to some column of [j0, j1), as one run.
+inline Run rows_attending(const Call& call, const Head& head, int64_t j0, int64_t j1) {
     int64_t shift = head.s.tk - head.s.tq;
     int64_t first = call.right < 0 ? 0 : at_least(0, j0 - shift - call.right);
     int64_t last = call.left < 0 ? head.s.tq : at_most(head.s.tq, j1 - shift + call.left);
     return {first * head.group, at_least(first, last) * head.group};
+}
+
+inline const char* at(const View& x, int64_t bytes, int64_t b, int64_t h, int64_t t) {
+    return x.data + (b * x.b + h * x.h + t * x.t) * bytes;
 }
 
 // Rows r0 … r0 + n of a tensor with query heads, packed; `padded` − n rows of zeros follow.
@@ -74,25 +81,12 @@ void pack_columns(T* to, int64_t ld, const View& x, const Format<T>& format, con
 
 inline double slope_of(const Call& call, const Head& head, int64_t r) {
     if (!call.slopes.data) return 0;
-    return number(call.slopes.data, call.slopes_dtype, head.b * call.slopes.b + head.query_head(r) * call.slopes.h);
+    return scalar(call.slopes.data, call.slopes_dtype, head.b * call.slopes.b + head.query_head(r) * call.slopes.h);
 }
 
 inline double sink_of(const Call& call, const Head& head, int64_t r) {
-    return number(call.sinks.data, call.sinks_dtype, head.query_head(r) * call.sinks.h);
+    return scalar(call.sinks.data, call.sinks_dtype, head.query_head(r) * call.sinks.h);
 }
-
-// Takes runs of the scratch, each beginning at a cache line; with no memory it only counts.
-struct Carver {
-    char* at;
-    int64_t used = 0;
-
-    template <class T>
-    T* take(int64_t n) {
-        T* p = at ? reinterpret_cast<T*>(at + used) : nullptr;
-        used += round_up(n * int64_t(sizeof(T)), 64);
-        return p;
-    }
-};
 
 // What is known of each row of a block, for vectors whose lanes are rows.
 template <class T>
@@ -100,26 +94,26 @@ struct RowLanes {
     int32_t *lo, *hi;
     T *slope, *position, *alpha;
 
-    void carve(Carver& carver, int64_t rows) {
-        lo = carver.take<int32_t>(rows);
-        hi = carver.take<int32_t>(rows);
-        slope = carver.take<T>(rows);
-        position = carver.take<T>(rows);
-        alpha = carver.take<T>(rows);
+    void allocate(BumpAllocator& allocator, int64_t rows) {
+        lo = allocator.take<int32_t>(rows);
+        hi = allocator.take<int32_t>(rows);
+        slope = allocator.take<T>(rows);
+        position = allocator.take<T>(rows);
+        alpha = allocator.take<T>(rows);
     }
 
     // Rows beyond m repeat the last.
     void fill(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded) {
         for (int64_t r = 0; r < padded; ++r) {
             const int64_t row = r0 + at_most(r, m - 1);
-            seen_by(call, head, row, lo + r, hi + r);
+            attended_columns(call, head, row, lo + r, hi + r);
             slope[r] = T(slope_of(call, head, row));
             position[r] = T(head.position(row));
         }
     }
 };
 
-// The options that act on a score: c · tanh(s / c), − slope · |distance|, −inf where not seen. Lanes are rows, and a column is
+// The options that act on a score: c · tanh(s / c), − slope · |distance|, −inf where masked. Lanes are rows, and a column is
 // the same in all of them, or the other way round.
 template <class T>
 struct Score {
@@ -154,14 +148,14 @@ struct Score {
         return s - slope * (distance < 0 ? -distance : distance);
     }
 
-    Vec<T> hide(Vec<T> s, Ints<T> column) const {
+    Vec<T> mask(Vec<T> s, Ints<T> column) const {
         return ((lo <= column) & (hi > column)) ? s : all(-T(__builtin_inf()));
     }
 
     static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
 };
 
-// row_max and row_sum of rows that have seen nothing but their sink; scores are counted in units of 1 / `unit`.
+// row_max and row_sum of rows before their first column: those of the sink, if there is one; scores are counted in units of 1 / `unit`.
 template <class T>
 void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum, T unit) {
     const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);

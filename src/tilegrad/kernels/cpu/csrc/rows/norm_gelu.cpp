@@ -1,7 +1,7 @@
-// Norms, gelu and sums of columns on rows of float32 or bfloat16: one walk over memory where a chain of torch ops has five to
-// ten. Compiled once for each instruction set. The equations are in kernels/norm.py, activation.py and linear.py.
+// Norms, gelu and sums of columns on rows of float32 or bfloat16: one pass over memory where a chain of torch ops has five to
+// ten. Compiled once for each instruction set. The equations are in kernels/norm, kernels/activation and kernels/linear.
 
-#include "rows/rowwise.h"
+#include "rows/norm_gelu.h"
 
 #include "simd/convert.h"
 
@@ -64,11 +64,13 @@ struct NormOf {
             const E *x = row(call.x, r), *dy = row(call.dy, r);
             E* dx = row(call.dx, r);
             const float mean = call.mean ? call.mean[r] : 0.0f, rstd = call.rstd[r];
+            // clang-format off
             const float gx = rstd / c * sum_of(
                 c, [&](int64_t i) { return widen(dy + i) * widen(w + i) * (widen(x + i) - mean); },
                 [&](int64_t i) { return dy[i] * w[i] * (x[i] - mean); });
             const float g = !call.mean ? 0.0f : 1.0f / c * sum_of(
                 c, [&](int64_t i) { return widen(dy + i) * widen(w + i); }, [&](int64_t i) { return dy[i] * w[i]; });
+            // clang-format on
             const float slope = gx * rstd;
             int64_t i = 0;
             for (; i + N <= c; i += N) {
@@ -121,7 +123,7 @@ struct NormOf {
     }
 
     template <bool DW>
-    static void walk_columns(const Norm& call, int64_t begin, int64_t end) {
+    static void loop_over_columns(const Norm& call, int64_t begin, int64_t end) {
         int64_t i = begin;
         for (; i + 4 * N <= end; i += 4 * N) add_columns<4, DW>(call, i);
         for (; i + N <= end; i += N) add_columns<1, DW>(call, i);
@@ -129,15 +131,15 @@ struct NormOf {
     }
 
     static void columns(const Norm& call, int64_t begin, int64_t end) {
-        call.dw ? walk_columns<true>(call, begin, end) : walk_columns<false>(call, begin, end);
+        call.dw ? loop_over_columns<true>(call, begin, end) : loop_over_columns<false>(call, begin, end);
     }
 };
 
-template <class Walk>
-inline void with_dtypes(const Norm& call, Walk walk) {
-    if (call.dtype == FLOAT32) walk(NormOf<float, float>{});
-    else if (call.param_dtype == FLOAT32) walk(NormOf<BFloat16, float>{});
-    else walk(NormOf<BFloat16, BFloat16>{});
+template <class Run>
+inline void with_dtypes(const Norm& call, Run run) {
+    if (call.dtype == FLOAT32) run(NormOf<float, float>{});
+    else if (call.param_dtype == FLOAT32) run(NormOf<BFloat16, float>{});
+    else run(NormOf<BFloat16, BFloat16>{});
 }
 
 void norm_fwd(const Norm& call, int64_t begin, int64_t end) {
@@ -192,7 +194,7 @@ void gelu(const Gelu& call, int64_t begin, int64_t end) {
 
 }  // namespace
 
-Rowwise rowwise() { return {norm_fwd, norm_rows, norm_columns, gelu, N}; }
+NormGeluKernels norm_gelu_kernels() { return {norm_fwd, norm_rows, norm_columns, gelu, N}; }
 
 }  // namespace ISA
 }  // namespace tilegrad

@@ -2,7 +2,7 @@
 // own thread alone, with the same result. Its threads take no signals, and are never joined: they hold nothing when idle.
 // After fork() a child has no threads: it starts a pool of its own.
 
-#include "threads/team.h"
+#include "threads/thread_pool.h"
 
 #include <pthread.h>
 #include <signal.h>
@@ -97,12 +97,12 @@ struct Numbered {
 
 }  // namespace
 
-void join(Parallel parallel) {
+void use_openmp(Parallel parallel) {
     pthread_once(&once, start);
     openmp = parallel;
 }
 
-void run_team(int n, void (*fn)(void*, int), void* context) {
+void run_on_threads(int n, void (*fn)(void*, int), void* context) {
     pthread_once(&once, start);
     if (n > 1 && openmp) {
         Numbered numbered{fn, context};

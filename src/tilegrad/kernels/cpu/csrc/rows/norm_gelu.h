@@ -11,7 +11,7 @@ struct Rows {
     int64_t stride;   // from row to row; a row's numbers lie side by side
 };
 
-// kernels/norm.py: x, y, dy, dx (n, c)   w, b, dw, db (c)   mean, rstd (n)
+// kernels/norm: x, y, dy, dx (n, c)   w, b, dw, db (c)   mean, rstd (n)
 struct Norm {
     int64_t n, c, threads, isa, accumulate;   // accumulate: dw += …, db += …
     int64_t dtype, param_dtype;         // of x, y, dy, dx; of w, b
@@ -21,7 +21,7 @@ struct Norm {
     double eps;
 };
 
-// kernels/activation.py: h, a, da, dh, n numbers each
+// kernels/activation: h, a, da, dh, n numbers each
 struct Gelu {
     int64_t n, threads, isa, dtype;
     char *h, *a, *da, *dh;   // a: of the forward; da, dh: of the backward
@@ -29,7 +29,7 @@ struct Gelu {
 
 // What each instruction set offers. Ranges are of rows (norm_rows), of columns (norm_columns) or of numbers (gelu); which
 // thread takes which range changes no bit.
-struct Rowwise {
+struct NormGeluKernels {
     void (*norm_fwd)(const Norm&, int64_t begin, int64_t end);
     void (*norm_rows)(const Norm&, int64_t begin, int64_t end);
     void (*norm_columns)(const Norm&, int64_t begin, int64_t end);

@@ -1,0 +1,49 @@
+// The loop over tiles of heads that are open in slots, run by every thread of the pool. work_queue.h says who gets which tile.
+//
+// A kernel offers allocate (a slot), open_head, tiles (how many a head has), tile (one of them) and close_head.
+#pragma once
+
+#include "attention/head_rows.h"
+#include "threads/work_queue.h"
+
+namespace tilegrad {
+namespace ISA {
+
+// What the threads of a call share, at the beginning of the scratch: the queue, dsinks by sequence, and the slots.
+struct Slots {
+    int64_t n, slot_bytes;
+    WorkQueue* queue;
+    double* dsinks;  // (B, Hq)
+    char* first;
+
+    Slots(const Call& call, BumpAllocator& allocator, int64_t slot_bytes)
+        : n(at_least(1, at_most(call.threads, call.b * call.hkv))), slot_bytes(slot_bytes) {
+        queue = reinterpret_cast<WorkQueue*>(allocator.take<char>(queue_bytes(n)));
+        dsinks = allocator.take<double>(call.b * call.hq);
+        first = allocator.take<char>(slot_bytes * n);
+    }
+};
+
+template <class Kernel>
+void tile_loop(const Call& call, Kernel& kernel) {
+    WorkQueue* queue = kernel.slots.queue;
+    for (Task task = next_task(queue, -1); task.kind != Task::DONE; task = next_task(queue, task.slot)) {
+        const Head head = head_of(call, task.head);
+        BumpAllocator allocator{kernel.slots.first + task.slot * kernel.slots.slot_bytes};
+        const auto x = kernel.allocate(allocator);
+        if (task.kind == Task::OPEN) {
+            kernel.open_head(head, x);
+            const int64_t tiles = kernel.tiles(head);
+            opened(queue, task.slot, tiles);
+            if (tiles) continue;
+        } else {
+            kernel.tile(head, x, int32_t(task.tile));
+            if (!finished(queue, task.slot)) continue;
+        }
+        kernel.close_head(head, x, kernel.slots.dsinks);
+        closed(queue, task.slot);
+    }
+}
+
+}  // namespace ISA
+}  // namespace tilegrad

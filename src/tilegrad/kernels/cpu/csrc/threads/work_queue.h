@@ -1,0 +1,38 @@
+// The work queue of a call whose heads are shared by threads, and the ordered accumulation of dq.
+//
+// The unit of work is a tile of columns of a kv head: it owns its dk and dv. All tiles of a head add to the head's dq, so
+// a head is *open* in a slot of the scratch (packed q and do, dq in the accumulation type) while its tiles run. A thread
+// opens a head of its own while there are any, then helps with the columns of heads that others have open: few long
+// sequences keep every core busy, and no more than one slot per thread exists.
+//
+// dq is the same on any number of threads because tiles of columns add to a block of rows in rising order (ordered
+// accumulation): `next_tile` of the block is the tile whose turn it is. The queue hands tiles out in that order too, so the
+// lowest of them never waits.
+#pragma once
+
+#include <cstdint>
+
+namespace tilegrad {
+
+struct Task {
+    enum Kind { OPEN,
+                COLUMNS,
+                DONE,
+    } kind;
+    int64_t head, slot, tile;
+};
+
+struct WorkQueue;  // shared by the threads of one call; lives in the scratch
+
+int64_t queue_bytes(int64_t slots);
+WorkQueue* new_queue(char* memory, int64_t slots, int64_t heads);
+
+Task next_task(WorkQueue*, int64_t slot);                  // slot: the one this thread worked in last, or −1
+void opened(WorkQueue*, int64_t slot, int64_t tiles);      // the head in this slot may be worked on
+bool finished(WorkQueue*, int64_t slot);                   // a tile is done; true: it was the last, the caller closes the head
+void closed(WorkQueue*, int64_t slot);
+
+void wait_for_order(const int32_t* next_tile, int32_t tile);
+void advance_order(int32_t* next_tile, int32_t tile);
+
+}  // namespace tilegrad
