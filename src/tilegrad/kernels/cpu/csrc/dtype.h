@@ -5,10 +5,11 @@
 
 namespace tilegrad {
 
-enum Dtype : int64_t { FLOAT32,
-                       FLOAT64,
-                       BFLOAT16,
-                       FLOAT16,
+enum Dtype : int64_t {
+    FLOAT32,
+    FLOAT64,
+    BFLOAT16,
+    FLOAT16,
 };
 
 }  // namespace tilegrad

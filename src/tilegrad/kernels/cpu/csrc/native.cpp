@@ -31,10 +31,11 @@ Kernels bfloat16_kernels();
 
 namespace {
 
-enum Isa : int64_t { PORTABLE,
-                     AVX2,
-                     AVX512,
-                     AMX,
+enum Isa : int64_t {
+    PORTABLE,
+    AVX2,
+    AVX512,
+    AMX,
 };
 
 #if defined(WITH_amx)

@@ -21,8 +21,9 @@ constexpr int MR = 8, NV = 2, TILE = 64;
 constexpr int MR = 4, NV = 2, TILE = 64;
 #endif
 
-enum Order { ROWS,
-             TRANSPOSED,
+enum Order {
+    ROWS,
+    TRANSPOSED,
 };  // of a
 
 template <class T, int NV_, Order ORDER>

@@ -15,9 +15,10 @@
 namespace tilegrad {
 
 struct Task {
-    enum Kind { OPEN,
-                COLUMNS,
-                DONE,
+    enum Kind {
+        OPEN,
+        COLUMNS,
+        DONE,
     } kind;
     int64_t head, slot, tile;
 };
