@@ -6,7 +6,7 @@ each pair of positions once; tiles that the band masks out are skipped, strips o
 (float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T.
 Results are the same bits on any number of threads: cpu/csrc/threads/work_queue.h says why.
 
-Threads are torch's own, as many as torch.get_num_threads() says (cpu/csrc/threads/thread_pool.h), and the GIL is free meanwhile.
+Threads are torch's own, torch.get_num_threads() of them (cpu/csrc/threads/thread_pool.h), and the GIL is free meanwhile.
 cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
 """
 

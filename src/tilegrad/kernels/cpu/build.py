@@ -60,7 +60,9 @@ def targets(cxx: str) -> dict[str, Sequence[str]]:
 def _can_target(cxx: str, isa: str, flags: Sequence[str]) -> bool:
     features = " && ".join(f'__builtin_cpu_supports("{name}")' for name in CPU_FEATURES.get(isa, ())) or "true"
     command = [cxx, *flags, "-fsyntax-only", "-x", "c++", "-"]
-    return not subprocess.run(command, input=f"bool f() {{ return {features}; }}".encode(), capture_output=True).returncode
+    return not subprocess.run(
+        command, input=f"bool f() {{ return {features}; }}".encode(), capture_output=True
+    ).returncode
 
 
 def compiler() -> str | None:

@@ -1,8 +1,8 @@
-"""Norms, gelu and sums of columns of rows on a CPU, in C++: one walk over memory where a chain of torch ops has five to ten.
+"""Norms, gelu and sums of columns on a CPU, in C++: one pass over memory where a chain of torch ops has five to ten.
 
-The equations are in norm.py, activation.py and linear.py, the walks in cpu/csrc/rows/norm_gelu.cpp. float32, or bfloat16 that is
-float32 in registers; means, sums and gradients of parameters are float32. No scratch. Rows (columns for dw and db,
-numbers for gelu) are shared out to torch.get_num_threads() threads; which thread takes which changes no bit.
+The equations are in norm, activation and linear, the loops in cpu/csrc/rows/norm_gelu.cpp. float32, or bfloat16 that is
+float32 in registers; means, sums and gradients of parameters are float32. No scratch. torch.get_num_threads() threads share
+the rows (the columns for dw and db, the numbers for gelu); which thread takes which changes no bit.
 """
 
 from __future__ import annotations
