@@ -152,7 +152,7 @@ def check_model(config: ModelConfig, *, against: str = "differences", seed: int 
         p.add_(torch.randn(p.shape, dtype=p.dtype, generator=generator), alpha=0.2)
     tokens, targets = (torch.randint(0, config.vocab_size, (2, 9), generator=generator) for _ in range(2))
     targets[0, 3] = -1
-    engine.step(tokens, targets)
+    engine.gradients(tokens, targets)
     gradients = {name: g.clone() for name, g in engine.grads.items()}
     if against == "differences":
         return check_gradients(lambda: engine.forward(tokens, targets), engine.params, gradients, seed)

@@ -14,7 +14,7 @@ from support.tanh_stack import Stack, declare, fill, gradients
 from tilegrad.kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.op import observe, op
-from tilegrad.memory.planned.arena import Arenas, MemoryPlan, plan_memory, poison_dead
+from tilegrad.memory.planned.arena import Arenas, MemoryPlan, flat, plan_memory, poison_dead
 from tilegrad.memory.planned.trace import Handle, Trace, bind, start, trace, wait
 from tilegrad.memory.types import BufferType
 
@@ -270,3 +270,39 @@ def test_planned_step_on_cuda_allocates_the_plan_and_no_more() -> None:
     expected = run(stack, plan_memory(traced(stack), share=False))
     assert same(run(stack, memory), expected)
     assert same(run(stack, memory, poison=True), expected)
+
+
+def test_a_flat_handle_views_its_buffers_and_the_gaps_between() -> None:
+    a, b, c = (
+        Handle(name, shape, torch.float32, BufferType.TEMP, "grads")
+        for name, shape in (("a", (3,)), ("b", (5, 4)), ("c", ()))
+    )
+    both = flat("both", [a, b])
+    assert both.shape == (16 + 20,) and both.starts == (0, 16)
+    arenas = Arenas(plan_memory(trace(lambda: None, observe, [both, c])))
+    whole, first, second, third = bind((both, a, b, c), arenas.view)  # type: ignore[misc]
+    whole.copy_(torch.arange(36.0))  # type: ignore[attr-defined]
+    assert first.tolist() == [0.0, 1.0, 2.0] and second[4, 3] == 35.0 and third == 0.0  # type: ignore[attr-defined, index]
+    cuda = [replace(x, device=torch.device("cuda")) for x in (a, b)]
+    assert flat("both", cuda).shape == (64 + 20,)
+    assert (
+        bind(flat("elsewhere", [replace(a, name="z")]), arenas.view).name == "elsewhere"
+    )  # never planned: stays a handle
+
+
+def test_what_a_flat_handle_cannot_span_is_named() -> None:
+    a = Handle("a", (3,), torch.float32, BufferType.TEMP, "grads")
+    b = replace(a, name="b")
+    arenas = Arenas(plan_memory(trace(lambda: None, observe, [b, a])))
+    refused: tuple[tuple[Callable[[], object], str], ...] = (
+        (
+            lambda: flat("x", [a, replace(b, dtype=torch.float64)]),
+            "x: got 'b', torch.float64 in grads on cpu; accepted",
+        ),
+        (lambda: flat("x", [a, replace(b, role="params")]), "x: got 'b', torch.float32 in params"),
+        (lambda: flat("x", [replace(a, role="activations")]), "accepted: persistent buffers of one dtype"),
+        (lambda: bind(flat("x", [a, b]), arenas.view), "x: got 'b' of 12 bytes at 64; accepted: the 12 bytes at -64"),
+    )
+    for call, message in refused:
+        with pytest.raises(ValueError, match=message):
+            call()

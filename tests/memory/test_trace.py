@@ -13,7 +13,7 @@ from support import tanh_stack
 
 from tilegrad.kernels.linear import linear_bwd
 from tilegrad.kernels.op import observe, op
-from tilegrad.memory.planned.trace import Handle, Trace, bind, handles, start, trace, wait
+from tilegrad.memory.planned.trace import FlatHandle, Handle, Trace, bind, handles, start, trace, wait
 from tilegrad.memory.types import BufferType, Role
 
 
@@ -213,6 +213,27 @@ def test_a_view_is_its_buffer() -> None:
     assert live(lambda: (write(out=wide), write(out=a), use(heads)))["x"] == ((0, 2),)
     with pytest.raises(ValueError, match=r"'x' of shape \(6, 4\) has no view \(5, 5\)"):
         wide.view(5, 5)
+
+
+def test_a_flat_handle_is_all_of_its_buffers() -> None:
+    g, h = buffer("g", role="grads"), buffer("h", role="grads")
+    both = FlatHandle("both", (8,), torch.float32, BufferType.TEMP, "grads", buffers=(g, h), starts=(0, 4))
+    assert list(handles({"flat": both, "a": a})) == [g, h, a]
+
+    def program() -> None:
+        write(out=a)
+        add_to(a, into=both)
+
+    found = traced(program)
+    assert list(found.handles) == ["a", "g", "h"] and found.live["h"] == ((0, 1),)
+
+    def race() -> None:
+        with start("side"):
+            add_to(c, into=both)
+        write(out=h)
+
+    with pytest.raises(ValueError, match="writes 'h' while side stream 'side' still writes it"):
+        traced(lambda: (write(out=c), race()))  # type: ignore[func-returns-value]
 
 
 def test_two_buffers_of_one_name_are_refused() -> None:

@@ -10,30 +10,12 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from support.models import assert_equal_gradients, batch
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
 from tilegrad import reference_model as plain
 from tilegrad.model.config import PRESETS
-
-
-def batch(config: ModelConfig, b: int, t: int, seed: int = 0, ignored: float = 0.2) -> tuple[Tensor, Tensor]:
-    g = torch.Generator().manual_seed(seed)
-    tokens, targets = (torch.randint(0, config.vocab_size, (b, t), generator=g) for _ in range(2))
-    targets[torch.rand(b, t, generator=g) < ignored] = -1
-    targets[0, 0] = 1
-    return tokens, targets
-
-
-def assert_equal_gradients(got: dict[str, Tensor], exact: dict[str, Tensor], limit: float) -> None:
-    """max|a − n| / max(max|a|, max|n|, 1e-6 · the model's largest gradient) for each tensor."""
-    assert got.keys() == exact.keys()
-    largest = max(float(g.abs().max()) for g in exact.values())
-    for name, gradient in exact.items():
-        assert got[name].shape == gradient.shape
-        scale = max(float(gradient.abs().max()), float(got[name].abs().max()), 1e-6 * largest)
-        error = float((got[name] - gradient).abs().max()) / scale
-        assert error <= limit, f"{name}: relative error {error:.2e}"
 
 
 def check(config: ModelConfig, b: int, t: int, seed: int) -> None:
@@ -43,7 +25,7 @@ def check(config: ModelConfig, b: int, t: int, seed: int) -> None:
         p.add_(
             torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(seed + p.numel())), alpha=0.2
         )
-    value = engine.step(tokens, targets)
+    value = engine.gradients(tokens, targets)
     expected, exact = plain.gradients(engine.params, tokens, targets, config)
     assert value == pytest.approx(expected.item(), rel=1e-12)
     assert_equal_gradients(engine.grads, exact, 1e-10)

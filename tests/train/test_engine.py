@@ -11,9 +11,8 @@ from typing import Any
 
 import pytest
 import torch
+from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones, equal
 from support.ops import allowed_bytes
-from test_model import assert_equal_gradients, batch
-from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
 from tilegrad import reference_model as plain
@@ -21,21 +20,8 @@ from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import Handle, bind
 from tilegrad.model.transformer import Transformer, declare
-from tilegrad.train.budget import plan_model
-from tilegrad.train.engine import NonFiniteError
-
-CONFIG = ModelConfig(vocab_size=31, block_size=16, n_layer=3, n_head=4, n_embd=16)
-LLAMA = replace(
-    CONFIG, n_kv_head=2, activation="swiglu", norm="rmsnorm", position="rope", bias=False, tie_embeddings=False
-)
-
-
-def clones(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
-    return {name: x.clone() for name, x in tensors.items()}
-
-
-def equal(a: dict[str, Tensor], b: dict[str, Tensor]) -> bool:
-    return a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+from tilegrad.train.optimizer import NonFiniteError, Optimizer
+from tilegrad.train.planning import plan_model
 
 
 def test_another_number_of_threads_is_an_error_and_not_a_wrong_gradient() -> None:
@@ -54,10 +40,10 @@ def test_another_number_of_threads_is_an_error_and_not_a_wrong_gradient() -> Non
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.3), replace(CONFIG, loss="embedding_mse")])
-def test_step_and_forward_then_backward_give_the_same_bits(config: ModelConfig) -> None:
+def test_gradients_and_forward_then_backward_give_the_same_bits(config: ModelConfig) -> None:
     tokens, targets = batch(config, 3, 9)
     engine = Engine(config, 3, 9)
-    engine.step(tokens, targets)
+    engine.gradients(tokens, targets)
     fused = clones(engine.grads)
     engine.zero_gradients()
     engine.draws = 0
@@ -78,15 +64,20 @@ def test_step_and_forward_then_backward_give_the_same_bits(config: ModelConfig) 
     ],
 )
 def test_gradients_take_the_place_of_what_was_there(config: ModelConfig, dtype: torch.dtype) -> None:
-    """The same as zeros and a step, whatever stood there: also in rows that no token or position reaches."""
+    """The same as zeros, forward and backward, whatever stood there: also in rows that no token or position reaches."""
     engine = Engine(config, 4, 12, dtype=dtype)
     parts = [batch(config, b, t, seed) for seed, (b, t) in enumerate(((2, 7), (4, 12), (1, 5)))]
-    for tokens, targets in (parts[0], ([x for x, _ in parts], [y for _, y in parts])):
+    for batches in (parts[:1], parts):
+        counts = [int((y >= 0).sum()) for _, y in batches]
         engine.zero_gradients()
-        loss, want = engine.step(tokens, targets), clones(engine.grads)
+        loss = 0.0
+        for (tokens, targets), count in zip(batches, counts, strict=True):
+            loss += engine.forward(tokens, targets, total_targets=sum(counts)) * (count / sum(counts))
+            engine.backward()
+        want = clones(engine.grads)
         for g in engine.grads.values():
             g.fill_(math.nan)
-        assert engine.gradients(tokens, targets) == loss
+        assert engine.gradients([x for x, _ in batches], [y for _, y in batches]) == loss
         assert_equal_gradients(engine.grads, want, 1e-13 if dtype == torch.float64 else 1e-6)
     engine.gradients([], [])
     assert not any(g.any() for g in engine.grads.values())
@@ -95,7 +86,7 @@ def test_gradients_take_the_place_of_what_was_there(config: ModelConfig, dtype: 
 def test_micro_batches_of_unequal_length_give_the_gradient_of_one_batch() -> None:
     engine = Engine(CONFIG, 4, 12, dtype=torch.float64)
     parts = [batch(CONFIG, b, t, seed) for seed, (b, t) in enumerate(((4, 12), (1, 5), (2, 7)))]
-    loss = engine.step([x for x, _ in parts], [y for _, y in parts])
+    loss = engine.gradients([x for x, _ in parts], [y for _, y in parts])
     leaves = {name: p.clone().requires_grad_() for name, p in engine.params.items()}
     counts = [int((y >= 0).sum()) for _, y in parts]
     sums = [plain.loss(leaves, x, y, CONFIG) * n for (x, y), n in zip(parts, counts, strict=True)]
@@ -123,7 +114,7 @@ def test_total_targets_scales_the_gradient_and_not_the_loss() -> None:
 def test_a_smaller_batch_uses_the_beginning_of_the_buffers() -> None:
     tokens, targets = batch(CONFIG, 2, 5)
     large, small = Engine(CONFIG, 7, 16), Engine(CONFIG, 2, 5)
-    assert large.step(tokens, targets) == small.step(tokens, targets)
+    assert large.gradients(tokens, targets) == small.gradients(tokens, targets)
     assert equal(large.grads, small.grads)
 
 
@@ -156,7 +147,7 @@ def test_no_target_at_all() -> None:
     engine, (tokens, _) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
     assert engine.forward(tokens, torch.full_like(tokens, -1)) == 0.0
     engine.backward()
-    assert engine.step(tokens, torch.full_like(tokens, -1)) == 0.0
+    assert engine.gradients(tokens, torch.full_like(tokens, -1)) == 0.0
     assert not any(g.any() for g in engine.grads.values())
 
 
@@ -169,7 +160,7 @@ def test_backward_needs_a_forward_of_its_own() -> None:
     with pytest.raises(RuntimeError, match="call forward"):
         engine.backward()
     engine.forward(tokens, targets)
-    engine.step(tokens, targets)
+    engine.gradients(tokens, targets)
     with pytest.raises(RuntimeError, match="call forward"):
         engine.backward()
 
@@ -189,6 +180,8 @@ def test_bad_batches_are_named() -> None:
         engine.forward(tokens, targets[:, 1:])
     with pytest.raises(ValueError, match=r"tokens: got torch\.float32"):
         engine.forward(tokens.float(), targets)
+    with pytest.raises(ValueError, match="targets: got 1 micro-batches; accepted: 2, as tokens has"):
+        engine.gradients([tokens, tokens], [targets])
     with pytest.raises(ValueError, match="seq_len: got 17; accepted: at most block_size, 16"):
         Engine(CONFIG, 2, 17)
     with pytest.raises(ValueError, match=r"dtype: got torch\.float16"):
@@ -233,9 +226,10 @@ def test_arena_bytes_are_the_plan() -> None:
             assert engine.arenas.nbytes == engine.plan.peak_bytes
 
 
-def run(model: Transformer) -> None:
+def run(model: Transformer, optimizer: Optimizer) -> None:
     """The program that was traced."""
     model.step()
+    optimizer.step(1e-2, 0.0)
     model.forward()
     model.backward()
 
@@ -249,7 +243,8 @@ def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
         plan = plan_model(config, 2, 9, torch.float32, device, share=share)
         arenas = Arenas(plan)
         engine = Engine(config, 2, 9)
-        model = bind(declare(config, 2, 9, torch.float32, device), arenas.view)
+        handles = declare(config, 2, 9, torch.float32, device)
+        model, optimizer = bind((handles, Optimizer.declare(handles.params.values())), arenas.view)
         for name, p in model.params.items():
             p.master.copy_(engine.params[name])
         model.tokens.copy_(tokens)
@@ -260,10 +255,14 @@ def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
         if poisoned:
             arenas.poison()
             with poison_dead(arenas, observe):
-                run(model)
+                run(model, optimizer)
         else:
-            run(model)
-        results.append({name: p.grad.clone() for name, p in model.params.items()})
+            run(model, optimizer)
+        results.append(
+            clones({f"d {name}": p.grad for name, p in model.params.items()})
+            | clones({name: p.master for name, p in model.params.items()} | optimizer.tensors())
+        )
+        assert optimizer.norm > 0 and not equal(engine.params, {name: p.master for name, p in model.params.items()})
     assert equal(results[0], results[1]) and equal(results[0], results[2])
     assert all(g.isfinite().all() for g in results[2].values())
 
@@ -272,7 +271,7 @@ def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
 def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) -> None:
     tokens, targets = batch(config, 4, 16)
     free = Engine(config, 4, 16)
-    free.step(tokens, targets)
+    free.gradients(tokens, targets)
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
         Engine(config, 4, 16, memory_budget=1)
     found = re.search(r"at least ([\d,]+), with", str(error.value))
@@ -284,7 +283,7 @@ def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) ->
     for budget in torch.linspace(smallest, everything, 7).long().tolist():
         engine = Engine(config, 4, 16, memory_budget=budget)
         assert engine.plan.peak_bytes <= budget
-        engine.step(tokens, targets)
+        engine.gradients(tokens, targets)
         assert equal(engine.grads, free.grads), engine.recompute
         peaks.append(engine.plan.peak_bytes)
     assert peaks[0] < peaks[-1] and Engine(config, 4, 16, memory_budget=smallest).recompute[0] == {"block"}
@@ -309,24 +308,23 @@ def test_a_loss_or_gradient_that_is_not_finite_changes_nothing_and_stops_after_t
     engine.step(tokens, targets, learning_rate=1e-3)
     before = clones(engine.tensors())
     for times in range(9):
-        engine.zero_gradients()
-        engine.step(tokens, targets)
+        engine.gradients(tokens, targets)
         engine.grads["ln_f.weight"][3] = math.inf if times % 2 else math.nan
         assert not math.isfinite(engine.optimizer_step(1e-3))
-    assert engine.skipped == 9 and equal(before, engine.tensors())
+    assert engine.optimizer.skipped == 9 and equal(before, engine.tensors())
     engine.grads["ln_f.weight"][3] = math.nan
     with pytest.raises(NonFiniteError, match="10 steps in a row"):
         engine.optimizer_step(1e-3)
     assert equal(before, engine.tensors())
     engine.step(tokens, targets, learning_rate=1e-3)
-    assert engine.skipped_in_a_row == 0 and not equal(before, engine.tensors())
+    assert engine.optimizer.skipped_in_a_row == 0 and not equal(before, engine.tensors())
 
 
 def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
     tokens, targets = batch(CONFIG, 2, 9, ignored=0.0)
     exact, short = Engine(CONFIG, 2, 9), Engine(CONFIG, 2, 9, dtype=torch.bfloat16)
     assert short.params["wte.weight"].dtype == short.grads["wte.weight"].dtype == torch.float32
-    assert short.step(tokens, targets) == pytest.approx(exact.step(tokens, targets), rel=1e-2)
+    assert short.gradients(tokens, targets) == pytest.approx(exact.gradients(tokens, targets), rel=1e-2)
     for name, g in exact.grads.items():
         assert torch.dist(short.grads[name], g) <= 0.1 * g.norm() + 1e-4, name
     short.optimizer_step(1e-2)  # a step of the optimizer is rounded anew too

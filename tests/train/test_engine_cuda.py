@@ -6,8 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from test_engine import CONFIG, LLAMA
-from test_model import assert_equal_gradients, batch
+from support.models import CONFIG, LLAMA, assert_equal_gradients, batch
 
 from tilegrad import Engine, ModelConfig
 from tilegrad import reference_model as plain
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.gpu
 def test_gradients_equal_autograd_in_float64(config: ModelConfig) -> None:
     tokens, targets = batch(config, 3, 13)
     engine = Engine(config, 3, 13, device="cuda", dtype=torch.float64)
-    loss = engine.step(tokens.cuda(), targets.cuda())
+    loss = engine.gradients(tokens.cuda(), targets.cuda())
     params = {name: p.cpu() for name, p in engine.params.items()}
     expected, exact = plain.gradients(params, tokens, targets, config)
     assert loss == pytest.approx(expected.item(), rel=1e-12)
@@ -66,6 +65,6 @@ def test_the_same_bits_twice(t: int) -> None:
     grads = []
     for _ in range(2):
         engine = Engine(config, 4, 200, device="cuda", dtype=torch.bfloat16)
-        engine.step(tokens.cuda(), targets.cuda())
+        engine.gradients(tokens.cuda(), targets.cuda())
         grads.append({name: g.clone() for name, g in engine.grads.items()})
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])

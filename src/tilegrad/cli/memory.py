@@ -13,7 +13,8 @@ def _plan(args: argparse.Namespace) -> int:
     import torch
 
     from ..model.config import PRESETS as MODELS
-    from ..train.budget import choose_recompute, plan_model, step_report
+    from ..train.planning import plan_model, step_report
+    from ..train.recompute import choose_recompute
 
     config, dtype, device = MODELS[args.preset], getattr(torch, args.dtype), torch.device(args.device)
     seq_len = args.seq_len or config.block_size

@@ -24,13 +24,14 @@ import torch
 from ..memory.page import human
 from ..model.generate import generate
 from .atomic import named, write_whole
-from .budget import step_report
 from .checkpoint import load_into, read_state, save_checkpoint
 from .config import DTYPES, RunConfig, resumed
 from .data import Batches, TokenFile, Tokenizer, batches_in_order, default_text, prepare, split, unigram_entropy
-from .engine import Engine, NonFiniteError
+from .engine import Engine
 from .folder import checkpoint_of, claimed, locate, own_data, own_run, resume_command, write_run
 from .log import RunLog, read_log, tensorboard_installed
+from .optimizer import NonFiniteError
+from .planning import step_report
 from .report import run_report
 from .schedule import learning_rate
 from .signals import stop_on_signals
@@ -213,7 +214,7 @@ class _Run:
 
     def _step(self) -> None:
         t, engine = self.run.train, self.engine
-        if not engine.skipped_in_a_row:
+        if not engine.optimizer.skipped_in_a_row:
             self.finite = self._position()
         rate = learning_rate(
             engine.steps, peak=t.learning_rate, floor=min(t.min_learning_rate, t.learning_rate),
@@ -225,7 +226,7 @@ class _Run:
         norm = engine.optimizer_step(rate)
         seconds = time.perf_counter() - begin
         numbers = {
-            "loss": self.train_loss, "learning_rate": rate, "gradient_norm": norm, "skipped": engine.skipped,
+            "loss": self.train_loss, "learning_rate": rate, "gradient_norm": norm, "skipped": engine.optimizer.skipped,
             "tokens_per_second": sum(x.numel() for x, _ in pairs) / seconds, "measured_bytes": self._measured(),
         }  # fmt: skip
         self.log.append(engine.steps, "train", numbers)

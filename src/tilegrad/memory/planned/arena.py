@@ -1,8 +1,9 @@
 """A planned program's memory: one allocation per role, and every buffer a view of one.
 
 `plan_memory` packs what a trace found. Persistent roles lie one buffer after the other in the order of declaration, so
-params, grads and each optimizer moment of one model have the same layout and a slice of the arena is a bucket of
-gradients; activations share addresses wherever their ranges allow. `Arenas` then allocates exactly `peak_bytes`.
+params, grads and each optimizer moment of one model have the same layout: `flat` is a handle over such a run of buffers,
+and a slice of the arena is a bucket of gradients. Activations share addresses wherever their ranges allow. `Arenas` then
+allocates exactly `peak_bytes`.
 
 Debugging by poison: `Arenas.poison` before a step and `poison_dead` during one spoil every byte that holds no value.
 The result of a step cannot change by it; where it does, a lifetime in the plan is wrong.
@@ -10,7 +11,7 @@ The result of a step cannot change by it; where it does, a lifetime in the plan 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -18,8 +19,8 @@ from types import MappingProxyType
 import torch
 
 from ..types import ROLES, Role
-from .plan import Plan, plan
-from .trace import Call, Handle, Observe, Trace, watch_streams
+from .plan import Plan, Request, plan
+from .trace import Call, FlatHandle, Handle, Observe, Trace, handles, watch_streams
 
 _POISON_FLOAT = 0xFF  # all ones is a NaN in every IEEE-like format
 _POISON_INT = 0xCB  # out of range as an index, and rare as data
@@ -39,6 +40,27 @@ class MemoryPlan:
         return sum(arena.arena_bytes for arena in self.arenas.values())
 
 
+def alignment(device: torch.device) -> int:
+    """Bytes of which every offset in an arena on this device is a multiple."""
+    return 256 if device.type == "cuda" else 64
+
+
+def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
+    """A handle over `buffers`, which a persistent arena holds in this order with nothing else between them."""
+    first, size = buffers[0], buffers[0].dtype.itemsize
+    for b in buffers:
+        if b.role == "activations" or (b.dtype, b.role, b.device) != (first.dtype, first.role, first.device):
+            raise ValueError(
+                f"{name}: got {b.name!r}, {b.dtype} in {b.role} on {b.device}; "
+                f"accepted: persistent buffers of one dtype, role and device, those of {first.name!r}"
+            )
+    layout = plan([Request(b.name, b.nbytes, ((0, 0),)) for b in buffers], align=alignment(first.device), share=False)
+    return FlatHandle(
+        name, (layout.arena_bytes // size,), first.dtype, first.type, first.role, first.layer, first.device,
+        buffers=tuple(buffers), starts=tuple(layout.offsets[b.name] // size for b in buffers),
+    )  # fmt: skip
+
+
 def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -> MemoryPlan:
     """One plan per role that the trace holds. `align` is 64 bytes, on CUDA 256, unless given."""
     devices = {handle.device for handle in trace.handles.values()}
@@ -49,7 +71,7 @@ def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -
         )
     device = devices.pop() if devices else torch.device("cpu")
     if align is None:
-        align = 256 if device.type == "cuda" else 64
+        align = alignment(device)
     arenas = {
         role: plan(requests, align=align, share=share and role == "activations")
         for role in ROLES
@@ -83,7 +105,7 @@ class Arenas:
     def view(self, handle: Handle) -> torch.Tensor | Handle:
         """The tensor of a planned buffer. A handle that the program never touched has no memory and stays a handle."""
         arena = self.plan.arenas.get(handle.role)
-        if arena is None or handle.name not in arena.offsets:
+        if arena is None or any(buffer.name not in arena.offsets for buffer in handles(handle)):
             return handle
         return self._bytes(handle).view(handle.dtype).view(handle.shape)
 
@@ -98,11 +120,25 @@ class Arenas:
         self._bytes(handle).fill_(_POISON_FLOAT if is_float else _POISON_INT)
 
     def _bytes(self, handle: Handle) -> torch.Tensor:
+        if isinstance(handle, FlatHandle):
+            return self._flat_bytes(handle)
         start = self.plan.arenas[handle.role].offsets[handle.name]
         planned = self.plan.trace.handles[handle.name].nbytes
         if handle.nbytes > planned:
             raise ValueError(f"{handle.name}: got {handle.nbytes} bytes; accepted: at most the {planned} of the plan")
         return self.bytes[handle.role][start : start + handle.nbytes]
+
+    def _flat_bytes(self, handle: FlatHandle) -> torch.Tensor:
+        offsets, planned = self.plan.arenas[handle.role].offsets, self.plan.trace.handles
+        base = offsets[handle.buffers[0].name]
+        for buffer, start in zip(handle.buffers, handle.starts, strict=True):
+            at = offsets[buffer.name] - base, planned[buffer.name].nbytes
+            if at != (start * handle.dtype.itemsize, buffer.nbytes):
+                raise ValueError(
+                    f"{handle.name}: got {buffer.name!r} of {buffer.nbytes} bytes at {start * handle.dtype.itemsize}; "
+                    f"accepted: the {at[1]} bytes at {at[0]} of the plan"
+                )
+        return self.bytes[handle.role][base : base + handle.nbytes]
 
 
 @contextmanager

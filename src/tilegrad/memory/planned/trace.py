@@ -8,6 +8,7 @@ and `accumulates`. A range [first, last] of op indices holds one value, by these
     overwrite     a new value begins here, and the old one ended at its last read
     accumulate    a read and a write: the value goes on. So does one that is read and written in place
     persistent    params, grads, optimizer and inputs hold their value for the whole program
+    flat handle   stands for every buffer that it spans
     side stream   what an op on it touches stays alive until the stream is waited for
 
 An op overwrites all of an output. One that writes a part of it declares that output as accumulated.
@@ -65,6 +66,15 @@ class Handle:
         return dataclasses.replace(self, shape=tuple(view.shape))
 
 
+@dataclass(frozen=True, slots=True)
+class FlatHandle(Handle):
+    """One flat range over persistent buffers of one dtype that lie one after the other in their arena, with the gaps of
+    alignment between them. `starts` are their first elements. `arena.flat` makes one."""
+
+    buffers: tuple[Handle, ...] = ()
+    starts: tuple[int, ...] = ()
+
+
 class Call(Protocol):
     """What the trace needs to know of one call of an op."""
 
@@ -108,8 +118,10 @@ def trace(program: Callable[[], object], observe: Observe, tree: object = ()) ->
 
 
 def handles(tree: object) -> Iterator[Handle]:
-    """Every handle in a tree of dataclasses, tuples, lists and dicts, in order."""
-    if isinstance(tree, Handle):
+    """The handle of every buffer in a tree of dataclasses, tuples, lists and dicts, in order."""
+    if isinstance(tree, FlatHandle):
+        yield from tree.buffers
+    elif isinstance(tree, Handle):
         yield tree
     else:
         for child in _children(tree):
@@ -196,9 +208,10 @@ class _Recorder:
                 raise TypeError(
                     f"op {call.name!r} was traced with a {type(handle).__name__}: a traced program runs on handles only"
                 )
+        for handle in handles((call.reads, call.writes)):
             self.declare(handle)
-        read = {handle.name for handle in (*call.reads, *call.accumulates)}
-        written = {handle.name for handle in call.writes}
+        read = {handle.name for handle in handles((call.reads, call.accumulates))}
+        written = {handle.name for handle in handles(call.writes)}
         self._check_streams(call.name, read, written)
         touched = self.in_flight[self.stream] if self.stream is not None else {}
         going_on = read | (written & touched.keys())  # what a side stream has touched is alive until the wait

@@ -1,4 +1,4 @@
-"""A model's memory plan, and what to recompute so that it fits a budget.
+"""What to recompute so that a model's memory plan fits a budget.
 
 Three things may be computed anew in the backward instead of being kept: the outputs of the norms, the activation of the
 feed-forward, a whole block. Their price in FLOPs per block, N rows of C channels and F hidden ones:
@@ -15,74 +15,13 @@ recomputed comes when the later ones are gone. Whatever is chosen, gradients hav
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 import torch
 
-from ..kernels.adamw import adamw_workspace, global_norm_workspace
-from ..kernels.op import observe
-from ..memory.planned.arena import MemoryPlan, plan_memory
-from ..memory.planned.report import MemoryReport, memory_report
-from ..memory.planned.trace import Handle, trace
-from ..memory.types import BufferType
 from ..model.config import ModelConfig
-from ..model.layer import Param
-from ..model.transformer import Transformer, declare
+from .planning import Recompute, plan_model
 
-Recompute = tuple[frozenset[str], ...]
 _SMALL = 1 / 4
-
-
-def plan_model(
-    config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device,
-    recompute: Recompute = (), *, share: bool = True,
-) -> MemoryPlan:  # fmt: skip
-    """Every byte of training this model, nothing allocated. Both ways to step are traced, so the plan serves either."""
-    model = declare(config, batch_size, seq_len, dtype, device, recompute)
-
-    def program() -> None:
-        model.step()
-        model.forward()
-        model.backward()
-
-    return plan_memory(trace(program, observe, _persistent(model)), share=share)
-
-
-def step_report(
-    memory: MemoryPlan, config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype,
-    recompute: Recompute, title: str,
-) -> MemoryReport:  # fmt: skip
-    """What is alive during one step, in the arenas of the whole plan."""
-    model = declare(config, batch_size, seq_len, dtype, memory.device, recompute)
-    return memory_report(replace(memory, trace=trace(model.step, observe, _persistent(model))), title)
-
-
-def _persistent(model: Transformer) -> list[Handle]:
-    """Buffers that live as long as the engine, in the order of their arenas: what decays first."""
-    params = sorted(model.params.values(), key=lambda p: len(p.master.shape) < 2)  # stable: 2-d and more, then 1-d
-    short = [p.value for p in params if p.value.name != p.master.name]
-    return [*(p.master for p in params), *short, *(p.grad for p in params), *_optimizer(params)]
-
-
-def _optimizer(params: list[Param]) -> list[Handle]:
-    first = params[0].master
-    align = 256 if first.device.type == "cuda" else 64
-    padded = sum(-(-p.master.nbytes // align) * align for p in params)
-
-    def handle(name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Handle:
-        return Handle(f"optimizer.{name}", shape, dtype, BufferType.TEMP, "optimizer", "optimizer", first.device)
-
-    last = params[-1].master
-    n = (padded - -(-last.nbytes // align) * align + last.nbytes) // first.dtype.itemsize
-    flat = handle("m", (n,), first.dtype)
-    scratch = {**global_norm_workspace(flat), **adamw_workspace(flat)}
-    return [
-        flat,
-        handle("v", (n,), first.dtype),
-        handle("step", (), torch.float32),
-        handle("norm", (), first.dtype),
-        *(handle(f"scratch.{name}", shape, dtype) for name, (shape, dtype) in scratch.items()),
-    ]
 
 
 def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recompute:

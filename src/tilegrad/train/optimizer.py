@@ -1,0 +1,135 @@
+"""AdamW over a model's parameters: its buffers, its step, and the guard against what is not finite.
+
+    params    w₀ ░ w₁ ░ … ░ b₀ ░ b₁ …        ░: a gap of alignment, always zero
+    grads     as params, and so m and v: the four are one flat range (P,) each
+    decay     the parameters of two and more dimensions lie first, so weight decay is a prefix of the range
+
+    norm = ‖grads‖₂        clip to max_norm        AdamW                    (equations: kernels/adamw.py)
+
+Declared on handles, the step is traced and planned with the model's; bound to tensors, it updates. Its scratch is dead
+between steps and shares addresses with the activations.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from ..kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
+from ..memory.planned.arena import flat
+from ..memory.planned.trace import Handle
+from ..memory.types import BufferType, Role
+from ..model.layer import Param
+
+MAX_SKIPPED = 10
+_COUNTERS = ("steps", "skipped", "skipped_in_a_row")
+
+
+class NonFiniteError(RuntimeError):
+    """Ten steps in a row had a loss or a gradient that was not finite."""
+
+
+def decayed_first(params: Iterable[Param]) -> list[Param]:
+    """Parameters in the order of their arenas: those of two and more dimensions, then the rest."""
+    return sorted(params, key=lambda p: len(p.master.shape) < 2)
+
+
+@dataclass(slots=True)
+class Optimizer:
+    """Buffers are handles or tensors; the flat ranges are (P,). `steps` counts every call, also the skipped ones."""
+
+    params: Any
+    grads: Any
+    m: Any
+    v: Any
+    adam_step: Any  # 0-d float32: the updates done
+    norm: Any  # 0-d: of the gradients, before clipping
+    moments: dict[str, Any]  # m.<parameter> and v.<parameter>, in the shape of the parameter
+    scratch: dict[str, Any]
+    decayed: int  # leading elements that decay
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    max_norm: float
+    steps: int = 0
+    skipped: int = 0
+    skipped_in_a_row: int = 0
+
+    @classmethod
+    def declare(
+        cls, params: Iterable[Param], *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
+        weight_decay: float = 0.1, max_norm: float = 1.0,
+    ) -> Optimizer:  # fmt: skip
+        ordered = decayed_first(params)
+        masters = flat("params", [p.master for p in ordered])
+
+        def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Handle:
+            return Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", masters.device)
+
+        m, v = (
+            flat(moment, [buffer(f"{moment}.{p.name}", p.master.shape, masters.dtype) for p in ordered])
+            for moment in ("m", "v")
+        )
+        first_undecayed = sum(len(p.master.shape) >= 2 for p in ordered)
+        scratch = {**global_norm_workspace(masters), **adamw_workspace(masters)}
+        return cls(
+            params=masters,
+            grads=flat("grads", [p.grad for p in ordered]),
+            m=m,
+            v=v,
+            adam_step=buffer("optimizer.step", (), torch.float32),
+            norm=buffer("optimizer.norm", (), masters.dtype),
+            moments={handle.name: handle for handle in (*m.buffers, *v.buffers)},
+            scratch={
+                name: buffer(f"scratch.optimizer.{name}", shape, dtype, "activations")
+                for name, (shape, dtype) in scratch.items()
+            },
+            decayed=(*masters.starts, masters.shape[0])[first_undecayed],
+            betas=betas,
+            eps=eps,
+            weight_decay=weight_decay,
+            max_norm=max_norm,
+        )
+
+    def step(self, learning_rate: float, loss: float) -> None:
+        """Clip to a global norm of `max_norm`, then AdamW. A loss or a gradient that is not finite changes neither weights
+        nor moments."""
+        global_norm(self.grads, norm=self.norm, scratch=self.scratch)
+        if not math.isfinite(loss):
+            self.norm.fill_(math.nan)
+        adamw_step(
+            self.norm, learning_rate, self.decayed, self.weight_decay, self.max_norm, self.betas, self.eps,
+            params=self.params, grads=self.grads, m=self.m, v=self.v, step=self.adam_step, scratch=self.scratch,
+        )  # fmt: skip
+
+    def count(self, loss: float) -> float:
+        """Count the step just taken, and return the norm before clipping. Ten skipped in a row raise."""
+        norm = float(self.norm)
+        self.steps += 1
+        if math.isfinite(norm):
+            self.skipped_in_a_row = 0
+            return norm
+        self.skipped += 1
+        self.skipped_in_a_row += 1
+        if self.skipped_in_a_row >= MAX_SKIPPED:
+            raise NonFiniteError(
+                f"the loss or the gradient was not finite in {MAX_SKIPPED} steps in a row (loss {loss}, norm {norm}): "
+                "weights are as before the first of them; lower the learning rate or look at the data"
+            )
+        return norm
+
+    # ── state, for checkpoints ──
+
+    def tensors(self) -> dict[str, Any]:
+        return {**self.moments, "adam_step": self.adam_step}
+
+    def state(self) -> dict[str, int]:
+        return {name: getattr(self, name) for name in _COUNTERS}
+
+    def restore(self, state: dict[str, int]) -> None:
+        for name in _COUNTERS:
+            setattr(self, name, int(state[name]))

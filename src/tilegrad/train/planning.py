@@ -1,0 +1,56 @@
+"""A model's memory plan: forward, backward and the optimizer's step, traced on handles. Nothing is allocated."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+
+from ..kernels.op import observe
+from ..memory.planned.arena import MemoryPlan, plan_memory
+from ..memory.planned.report import MemoryReport, memory_report
+from ..memory.planned.trace import trace
+from ..model.config import ModelConfig
+from ..model.layer import Param
+from ..model.transformer import declare
+from .optimizer import Optimizer, decayed_first
+
+Recompute = tuple[frozenset[str], ...]
+
+
+def plan_model(
+    config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device,
+    recompute: Recompute = (), *, share: bool = True,
+) -> MemoryPlan:  # fmt: skip
+    """Every byte of training this model. Both ways to its gradients are traced, so the plan serves either."""
+    model = declare(config, batch_size, seq_len, dtype, device, recompute)
+    optimizer = Optimizer.declare(model.params.values())
+
+    def program() -> None:
+        model.step()
+        optimizer.step(0.0, 0.0)
+        model.forward()
+        model.backward()
+
+    return plan_memory(trace(program, observe, _persistent(optimizer, model.params)), share=share)
+
+
+def step_report(
+    memory: MemoryPlan, config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype,
+    recompute: Recompute, title: str,
+) -> MemoryReport:  # fmt: skip
+    """What is alive during one step, in the arenas of the whole plan."""
+    model = declare(config, batch_size, seq_len, dtype, memory.device, recompute)
+    optimizer = Optimizer.declare(model.params.values())
+
+    def program() -> None:
+        model.step()
+        optimizer.step(0.0, 0.0)
+
+    return memory_report(replace(memory, trace=trace(program, observe, _persistent(optimizer, model.params))), title)
+
+
+def _persistent(optimizer: Optimizer, params: dict[str, Param]) -> object:
+    """Buffers that live as long as the engine, in the order of their arenas: the optimizer's flat ranges, then the compute
+    copies of the params, where there are any."""
+    return optimizer, [p.value for p in decayed_first(params.values())]

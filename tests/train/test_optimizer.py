@@ -1,0 +1,131 @@
+"""The optimizer's room: flat ranges over the arenas, its part of the trace, its state."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import CONFIG, LLAMA, batch, clones, equal
+from torch.profiler import ProfilerActivity, profile
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.memory.planned.arena import Arenas, plan_memory
+from tilegrad.memory.planned.trace import bind
+from tilegrad.model.transformer import declare
+from tilegrad.train.optimizer import Optimizer
+from tilegrad.train.planning import plan_model, step_report
+
+CPU = torch.device("cpu")
+GAPS = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps
+SCRATCH = {"scratch.optimizer.parts", "scratch.optimizer.grad_scale", "scratch.optimizer.found_inf"}
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, GAPS])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+def test_flat_ranges_have_one_layout_and_what_decays_lies_first(config: ModelConfig, dtype: torch.dtype) -> None:
+    engine = Engine(config, 2, 8, dtype=dtype)
+    o, tensors = engine.optimizer, engine.tensors()
+    ranges = {
+        "": (o.params, engine.params),
+        "d": (o.grads, engine.grads),
+        "m": (o.m, {name: tensors[f"m.{name}"] for name in engine.params}),
+        "v": (o.v, {name: tensors[f"v.{name}"] for name in engine.params}),
+    }
+    for name, p in engine.params.items():
+        starts = {(x[name].data_ptr() - flat.data_ptr()) // p.element_size() for flat, x in ranges.values()}
+        assert len(starts) == 1 and (starts.pop() < o.decayed) == (p.ndim >= 2), name
+    for flat, x in ranges.values():
+        flat.fill_(1.0)
+        assert all((y == 1.0).all() for y in x.values())
+        assert flat.numel() >= sum(y.numel() for y in x.values())
+        flat.fill_(0.0)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if device == "cuda":
+        pytest.importorskip("triton")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    plan = plan_model(CONFIG, 2, 8, torch.float32, torch.device(device))
+    ops, live, activations = plan.trace.ops, plan.trace.live, plan.arenas["activations"]
+    norm, update = ops.index("global_norm"), ops.index("adamw_step")
+    assert update == norm + 1 and ops.count("global_norm") == ops.count("adamw_step") == 1
+    assert ops[norm - 1] == "embedding_bwd" and ops[update + 1] == "embedding_fwd"
+    assert {name for name in activations.offsets if "optimizer" in name} == SCRATCH
+    assert all(live[name][0][0] == norm and live[name][-1][1] == update for name in SCRATCH)
+    alive = {name for name in activations.offsets if any(first <= norm <= last for first, last in live[name])}
+    assert alive == SCRATCH, "nothing of the model is alive beside it"
+    end = max(activations.offsets[name] + plan.trace.handles[name].nbytes for name in SCRATCH)
+    others = (offset for name, offset in activations.offsets.items() if name not in SCRATCH)
+    assert min(others) < end, "it shares addresses"
+    assert all(live[name] == ((0, len(ops) - 1),) for name in ("m.wte.weight", "v.ln_f.weight", "optimizer.step"))
+
+
+def test_the_arena_holds_moments_and_two_scalars() -> None:
+    plan = plan_model(GAPS, 2, 8, torch.float32, CPU)
+    optimizer, params = plan.arenas["optimizer"], plan.arenas["params"]
+    whole = -(-params.arena_bytes // params.align) * params.align
+    assert optimizer.arena_bytes == 2 * whole + params.align + 4
+
+
+def test_a_report_of_one_step_ends_with_the_optimizer() -> None:
+    plan = plan_model(CONFIG, 2, 8, torch.float32, CPU)
+    report = step_report(plan, CONFIG, 2, 8, torch.float32, (), "one step")
+    last = max(span.last for span in report.spans if span.role == "activations")
+    assert {span.name for span in report.spans if span.last == last and span.role == "activations"} == SCRATCH
+    assert report.ops == last
+
+
+def test_gaps_stay_zero() -> None:
+    engine, (tokens, targets) = Engine(GAPS, 2, 5), batch(GAPS, 2, 5)
+    for _ in range(3):
+        engine.step(tokens, targets, learning_rate=1e-2)
+    o = engine.optimizer
+    for flat, x in ((o.params, engine.params.values()), (o.grads, engine.grads.values())):
+        assert flat.numel() > sum(y.numel() for y in x)
+        for y in x:
+            y.zero_()
+        assert not flat.any()
+    for moment in o.moments.values():
+        assert moment.any()
+        moment.zero_()
+    assert not o.m.any() and not o.v.any()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_its_step_allocates_no_more_than_scalars(dtype: torch.dtype) -> None:
+    config = replace(CONFIG, vocab_size=9000)
+    engine, (tokens, targets) = Engine(config, 2, 5, dtype=dtype), batch(config, 2, 5)
+    engine.step(tokens, targets, learning_rate=1e-3)
+    engine.gradients(tokens, targets)
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
+        engine.optimizer_step(1e-3)
+    allocated = [e.nbytes() for e in seen.profiler.kineto_results.events() if e.name() == "[memory]" and e.nbytes() > 0]
+    assert max(allocated, default=0) <= 64, sorted(allocated)[-5:]
+
+
+def test_state_and_tensors_resume_to_the_bit() -> None:
+    batches = [batch(CONFIG, 2, 8, seed=i) for i in range(4)]
+    config = replace(CONFIG, dropout=0.1)
+    engine, other = Engine(config, 2, 8, seed=1), Engine(config, 2, 8, seed=2)
+    for tokens, targets in batches[:2]:
+        engine.step(tokens, targets, learning_rate=1e-2)
+    for name, x in engine.tensors().items():
+        other.tensors()[name].copy_(x)
+    other.restore(engine.state())
+    assert other.state() == engine.state() and engine.steps == other.steps == 2
+    for tokens, targets in batches[2:]:
+        for each in (engine, other):
+            each.step(tokens, targets, learning_rate=1e-2)
+    assert equal(clones(engine.tensors()), other.tensors())
+
+
+def test_a_plan_of_another_alignment_is_refused_and_not_misread() -> None:
+    handles = Optimizer.declare(declare(GAPS, 2, 8, torch.float32, CPU).params.values())
+    plan = plan_model(GAPS, 2, 8, torch.float32, CPU)
+    arenas = Arenas(plan_memory(plan.trace, align=16))
+    with pytest.raises(
+        ValueError, match=r"params: got 'wpe\.weight' of 768 bytes at 1536; accepted: the 768 bytes at 1488"
+    ):
+        bind(handles, arenas.view)
