@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import warnings
+from pathlib import Path
 
 import pytest
 import torch
@@ -20,6 +21,8 @@ settings.load_profile("tilegrad")
 
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow set instead of what CI runs")
+    parser.addoption("--shapes", type=int, default=200, help="random shapes of each GPU kernel (-m gpu)")
+    parser.addoption("--report", type=Path, help="a folder for what GPU tests found, as JSON")
 
 
 def pytest_configure(config: pytest.Config) -> None:

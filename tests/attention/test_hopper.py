@@ -1,7 +1,7 @@
 """The Hopper kernels without a GPU: through the real compiler, and which calls they take.
 
 A driver that only names the architecture takes the place of CUDA's, and a launch compiles instead: argument specialisation,
-tilings, Gluon and ptxas are the real ones. hopper_on_gpu.py is their other side, on a Hopper GPU.
+tile configs, Gluon and ptxas are the real ones. On a Hopper GPU they run in test_hopper_gpu.py.
 """
 
 from __future__ import annotations
@@ -20,6 +20,8 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.cases import Call, Case, build, check_call
+from support.hopper_specs import AXES, case_of, specs
+from support.pairwise import all_pairs, pairs
 
 from tilegrad import Mask
 from tilegrad.kernels.attention.problem import Problem, Sizes, output_shapes
@@ -34,12 +36,12 @@ without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for
 
 SHARED_MEMORY_BYTES = 232_448
 BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-HEADS = ("_attention_fwd_kernel", "_hopper_bwd_kernel")  # with products
+HEADS = ("_attention_fwd_kernel", "_hopper_bwd_kernel")  # with MMAs
 
 
 class Compiled(NamedTuple):
     spilled_bytes: int
-    warnings: list[str]  # ptxas's C75xx: products of warpgroups are run one after another
+    warnings: list[str]  # ptxas's C75xx: wgmma serialised
     shared_bytes: int
     ptx: str
 
@@ -65,9 +67,8 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
     from triton.runtime.driver import driver
     from triton.runtime.jit import JITFunction
 
-    from tilegrad.kernels.attention.hopper import backward as hopper_bwd
-    from tilegrad.kernels.attention.hopper import launch as hopper_attention
-    from tilegrad.kernels.attention.hopper import tma as hopper_tma
+    from tilegrad.kernels.attention import hopper
+    from tilegrad.kernels.attention.hopper import launch, launch_backward, launch_forward
 
     class Driver:
         def get_current_target(self) -> Any:
@@ -101,21 +102,21 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
     def call_of(
         case: Case, *, backward: bool = True, ptxas: bool = True, deterministic: bool = False, programs: int = 1
     ) -> dict[str, Compiled]:
-        monkeypatch.setattr(hopper_attention, "multiprocessors", lambda device: programs)
+        monkeypatch.setattr(launch_forward, "multiprocessors", lambda device: programs)
         call = build(case)
         q, k, v, mask = call.q, call.k, call.v, call.mask
         o_shape, lse_shape = output_shapes(q, v, mask)
         o, lse = q.new_empty(o_shape), q.new_empty(lse_shape, dtype=torch.float32)
         found.clear()
-        monkeypatch.setattr(hopper_tma, "compiled_kernels", {})
-        monkeypatch.setattr(hopper_attention, "_launches", {})
-        monkeypatch.setattr(hopper_bwd, "_prepared", {})
-        shapes = hopper_attention.workspace(q, k, v, mask, backward=False, deterministic=False)
+        monkeypatch.setattr(launch, "compiled_kernels", {})
+        monkeypatch.setattr(launch_forward, "launches", launch.LaunchCache())
+        monkeypatch.setattr(launch_backward, "launches", launch.LaunchCache())
+        shapes = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
         scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        hopper_attention.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
+        hopper.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
         if backward:
-            shapes = hopper_attention.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
-            hopper_attention.bwd(
+            shapes = hopper.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
+            hopper.bwd(
                 q, k, v, o, lse, call.do, call.dlse, mask, dq=torch.empty_like(q), dk=torch.empty_like(k),
                 dv=torch.empty_like(v), dbias=None, dsinks=None if mask.sinks is None else torch.empty_like(mask.sinks),
                 scratch={name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()},
@@ -129,8 +130,8 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *args: b"")
-    monkeypatch.setattr(hopper_tma, "Launch", lambda *call: prepared.append(call) or (lambda: None))
-    monkeypatch.setattr(hopper_bwd, "multiprocessors", lambda device: 132)
+    monkeypatch.setattr(launch, "Launch", lambda *call: prepared.append(call) or (lambda: None))
+    monkeypatch.setattr(launch_backward, "multiprocessors", lambda device: 132)
     yield call_of
     driver._active = None
 
@@ -151,7 +152,7 @@ def check(found: dict[str, Compiled]) -> None:
 @without_gpu
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize("d", [64, 128, 256])
-def test_no_spills_and_no_products_in_a_row(compile_call: Compile, d: int, causal: bool) -> None:
+def test_no_spills_and_no_serialised_mmas(compile_call: Compile, d: int, causal: bool) -> None:
     found = compile_call(case(d, causal))
     assert found.keys() == set(HEADS)
     check(found)
@@ -188,13 +189,13 @@ def test_features_compile(compile_call: Compile, name: str) -> None:
 
 @interpreted
 @without_gpu
-def test_a_turn_is_told_after_the_warp_has_met(compile_call: Compile) -> None:
-    """One thread sends dq by TMA and waits for it, perhaps another counts the turn. Plain Python has no threads of a warp."""
+def test_the_dq_semaphore_is_released_after_a_warp_barrier(compile_call: Compile) -> None:
+    """One thread sends dq by TMA and waits for it, another may release the semaphore. The emulator has no threads of a warp."""
     found = compile_call(case(64, True), ptxas=False, deterministic=True)
     ptx = found["_hopper_bwd_kernel"].asm["ptx"]  # type: ignore[attr-defined]
     waited = ptx.index("cp.async.bulk.wait_group 0;")
     assert "bar.warp.sync" in ptx[waited : ptx.index("atom.global.gpu.release", waited)]
-    assert ptx.count("fence.proxy.async.global") == 2  # before it is told, and when it is heard
+    assert ptx.count("fence.proxy.async.global") == 2  # before the release, and after the acquire
 
 
 @interpreted
@@ -222,7 +223,7 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
 ) -> None:
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
-    from tilegrad.kernels.attention.hopper import tma as hopper_tma
+    from tilegrad.kernels.attention.hopper import launch
 
     lengths: dict[str, Any] = {"lengths": ((100, 200), (300, 33)), "sinks": True} if packed else {}
     prepared.clear()
@@ -237,7 +238,7 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
     launcher = SimpleNamespace(launch=triton_s, launch_cooperative_grid=False, launch_pdl=False)
     ready = SimpleNamespace(run=launcher, metadata=compiled.metadata, function=7, packed_metadata=(4, 1, 0))
     monkeypatch.undo()
-    hopper_tma.Launch(ready, grid, arguments, 90)()
+    launch.Launch(ready, grid, arguments, 90)()
     theirs, ours = passed
     assert ours == tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in theirs)
     assert sum(isinstance(x, tuple) and x[:1] == ("map",) for x in ours) == 4
@@ -276,29 +277,30 @@ class Program(NamedTuple):
 
 @pytest.fixture
 def in_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[Program], Any]:
-    """in_python(program): the forward's device functions, whose walk is then that program's."""
-    from tilegrad.kernels.attention.hopper import forward_schedule as hopper_deal
-    from tilegrad.kernels.attention.triton import scores as triton_mask
+    """in_python(program): the forward's tile scheduler, as that program runs it."""
+    from tilegrad.kernels.attention.hopper import forward_scheduler
+    from tilegrad.kernels.attention.triton import scores
 
-    monkeypatch.setattr(triton_mask, "tl", Program(0, 1))
-    monkeypatch.setattr(hopper_deal, "band_tiles", triton_mask.band_tiles.fn)
-    monkeypatch.setattr(hopper_deal, "ROWS", 64)
+    monkeypatch.setattr(scores, "tl", Program(0, 1))
+    monkeypatch.setattr(forward_scheduler, "band_tiles", scores.band_tiles.fn)
+    monkeypatch.setattr(forward_scheduler, "ROWS", 64)
 
-    def sequence_of(slot: int, work: Any, tile: int) -> int:
-        return max(b for b in range(work.batch) if work.cu_seqlens_q.ends[b] // tile + b <= slot)
+    def sequence_of(slot: int, params: Any, tile: int) -> int:
+        return max(b for b in range(params.batch) if params.cu_seqlens_q.ends[b] // tile + b <= slot)
 
-    monkeypatch.setattr(hopper_deal, "_sequence_of", sequence_of)
+    monkeypatch.setattr(forward_scheduler, "sequence_of", sequence_of)
 
     def module(program: Program) -> Any:
-        monkeypatch.setattr(hopper_deal, "gl", program)
-        return hopper_deal
+        monkeypatch.setattr(forward_scheduler, "gl", program)
+        return forward_scheduler
 
     return module
 
 
-def work_of(fwd: Any, **more: Any) -> Any:
-    nothing = dict.fromkeys(fwd.Work._fields)
-    return fwd.Work(**nothing | {"batch": 1, "heads": 1, "group": 1, "row_tiles": 1, "wave": 1} | more)
+def params_of(scheduler: Any, **more: Any) -> Any:
+    nothing = dict.fromkeys(scheduler.Params._fields)
+    one = dict.fromkeys(("batch", "heads", "group", "row_tiles", "heads_per_section"), 1)
+    return scheduler.Params(**nothing | one | more)
 
 
 @interpreted
@@ -306,30 +308,36 @@ def test_every_tile_of_rows_is_taken_once(in_python: Callable[[Program], Any]) -
     dice = random.Random(0)
     for _ in range(60):
         batch, heads, tq = dice.randint(1, 3), dice.randint(1, 5), dice.randint(1, 900)
-        row_tiles, wave = -(-tq // 128), dice.randint(1, batch * heads)
+        row_tiles, section = -(-tq // 128), dice.randint(1, batch * heads)
         tiles = row_tiles * heads * batch
         programs = min(tiles, dice.randint(1, 9))
         seen = []
         for here in range(programs):
-            fwd = in_python(Program(here, programs))
-            work = work_of(fwd, batch=batch, heads=heads, row_tiles=row_tiles, wave=wave, tq=tq, tk=tq)
-            taken = (fwd._next_index.fn(n, work) for n in range(-(-tiles // programs)))
-            seen += [fwd._tile.fn(index, work, 128, 128)[:3] for index in taken if index < fwd._tiles.fn(work)]
+            scheduler = in_python(Program(here, programs))
+            params = params_of(
+                scheduler, batch=batch, heads=heads, row_tiles=row_tiles, heads_per_section=section, tq=tq, tk=tq
+            )
+            taken = [scheduler.next_index.fn(n, params) for n in range(-(-tiles // programs))]
+            seen += [
+                scheduler.work_tile.fn(index, params, 128, 128)[:3]
+                for index in taken
+                if index < scheduler.work_tiles.fn(params)
+            ]
         everything = itertools.product(range(batch), range(heads), range(tq - 128 * row_tiles, tq, 128))
         assert sorted(seen) == sorted(everything)
 
 
 @interpreted
 def test_every_row_of_packed_sequences_is_taken_once(in_python: Callable[[Program], Any]) -> None:
-    dice, fwd = random.Random(0), in_python(Program(0, 1))
+    dice, scheduler = random.Random(0), in_python(Program(0, 1))
     for _ in range(60):
         lengths = [dice.choice((0, 1, dice.randint(0, 700))) for _ in range(dice.randint(1, 9))]
         ends = Lengths((0, *itertools.accumulate(lengths)))
         row_tiles = sum(lengths) // 192 + len(lengths)
-        work = work_of(fwd, batch=len(lengths), row_tiles=row_tiles, cu_seqlens_q=ends, cu_seqlens_k=ends)
+        params = params_of(scheduler, batch=len(lengths), row_tiles=row_tiles, cu_seqlens_q=ends, cu_seqlens_k=ends)
         rows = []
         for slot in range(row_tiles):
-            tile = fwd._tile.fn(slot, work, 192, 128)
+            tile = scheduler.work_tile.fn(slot, params, 192, 128)
             rows += [(tile.b, i) for i in range(max(tile.start, 0), tile.start + 192)]
         assert sorted(rows) == [(b, i) for b, n in enumerate(lengths) for i in range(n)]
 
@@ -341,14 +349,14 @@ def test_every_row_of_packed_sequences_is_taken_once(in_python: Callable[[Progra
 def test_a_warpgroup_sees_what_its_rows_see_and_hands_back_every_tile(
     in_python: Callable[[Program], Any], left: int | None, right: int | None, warpgroups: int
 ) -> None:
-    dice, fwd = random.Random(0), in_python(Program(0, 1))
+    dice, scheduler = random.Random(0), in_python(Program(0, 1))
     rows = 64 * warpgroups
     for _ in range(25):
         tq, tk, columns = dice.randint(1, 400), dice.randint(1, 400), dice.choice((64, 128))
-        work = work_of(fwd, row_tiles=-(-tq // rows), tq=tq, tk=tk, left=left, right=right)
-        for index, warpgroup in itertools.product(range(work.row_tiles), range(warpgroups)):
-            tile = fwd._tile.fn(index, work, rows, columns)
-            span = fwd._span.fn(warpgroup, tile, work, rows, columns)
+        params = params_of(scheduler, row_tiles=-(-tq // rows), tq=tq, tk=tk, left=left, right=right)
+        for index, warpgroup in itertools.product(range(params.row_tiles), range(warpgroups)):
+            tile = scheduler.work_tile.fn(index, params, rows, columns)
+            span = scheduler.span_of.fn(warpgroup, tile, params, rows, columns)
             behind = span.first - tile.first
             assert min(span.before, behind) >= 0 < span.last - span.first
             assert span.before + (span.last - span.first) + behind == tile.last - tile.first
@@ -356,7 +364,7 @@ def test_a_warpgroup_sees_what_its_rows_see_and_hands_back_every_tile(
             own = range(max(start, 0), max(start + 64, 0))
             seen = {(i, j) for i in own for j in range(tk) if sees(i + tk - tq - j, left, right)}
             assert all(span.first <= j // columns < span.last for _, j in seen)
-            unmasked = range(max(span.full, span.first), min(span.full_end, span.last))
+            unmasked = range(max(span.unmasked, span.first), min(span.unmasked_end, span.last))
             assert seen >= {(i, j) for i in own for n in unmasked for j in range(columns * n, columns * (n + 1))}
 
 
@@ -366,24 +374,25 @@ def sees(gap: int, left: int | None, right: int | None) -> bool:
 
 def emulated(call: Call, programs: int) -> dict[str, torch.Tensor]:
     """o and lse of the forward, in plain Python."""
-    from tilegrad.kernels.attention.hopper import forward as hopper_fwd
-    from tilegrad.kernels.attention.hopper import forward_schedule as hopper_deal
-    from tilegrad.kernels.attention.hopper import launch as hopper_attention
-    from tilegrad.kernels.attention.triton import scores as triton_mask
+    from tilegrad.kernels.attention import hopper
+    from tilegrad.kernels.attention.hopper import forward, forward_load, forward_scheduler, launch_forward, pipeline
+    from tilegrad.kernels.attention.hopper.launch import LaunchCache
+    from tilegrad.kernels.attention.triton import numerics, scores
 
     q, k, v, mask = call.q, call.k, call.v, call.mask
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
-    with pytest.MonkeyPatch.context() as patch, emulation(hopper_deal, hopper_fwd, triton_mask) as launch:
-        patch.setattr(hopper_attention, "multiprocessors", lambda device: programs)
-        patch.setattr(hopper_attention, "_launches", {})
+    modules = (forward, forward_load, forward_scheduler, pipeline, numerics, scores)
+    with pytest.MonkeyPatch.context() as patch, emulation(*modules) as launch:
+        patch.setattr(launch_forward, "multiprocessors", lambda device: programs)
+        patch.setattr(launch_forward, "launches", LaunchCache())
         patch.setattr(
-            hopper_attention, "prepare",
+            launch_forward, "prepare",
             lambda kernel, key, grid, arguments, num_warps: lambda: launch(kernel, grid, arguments),
         )  # fmt: skip
-        needed = hopper_attention.workspace(q, k, v, mask, backward=False, deterministic=False)
+        needed = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
         scratch = {name: torch.full(shape, 7, dtype=dtype) for name, (shape, dtype) in needed.items()}
-        hopper_attention.fwd(q, k, v, mask, **out, scratch=scratch)
+        hopper.fwd(q, k, v, mask, **out, scratch=scratch)
     return out
 
 
@@ -421,11 +430,9 @@ def test_in_plain_python_few_tiles_agree_with_the_oracle() -> None:
 @interpreted
 @pytest.mark.slow
 def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
-    from gpu import hopper_on_gpu
-
-    every = hopper_on_gpu.specifications()
+    every = specs()
     for n, spec in enumerate(every * 2):
-        drawn = hopper_on_gpu.case_of(spec, random.Random(n))
+        drawn = case_of(spec, random.Random(n))
         programs = (1, 2, 3, 132)[(n + n // len(every)) % 4]
         check_emulated(replace(drawn, b=min(drawn.b, 2), device="cpu"), programs)
 
@@ -445,41 +452,69 @@ def test_nan_of_a_packed_sequence_stays_there() -> None:
 
 @interpreted
 @pytest.mark.parametrize("right", [None, 0])
-def test_tiles_are_dealt_out_evenly(right: int | None) -> None:
-    """The program with the most work has at most 6 % more than the average, and k and v of a wave fit L2."""
-    from tilegrad.kernels.attention.hopper import launch as module
+def test_work_is_balanced_and_a_section_of_heads_fits_l2(right: int | None) -> None:
+    """The CTA with the most work has at most 6 % more than the average."""
+    from tilegrad.kernels.attention.hopper import launch_forward as host
 
     for d, t in itertools.product((64, 128, 256), (1024, 2048, 4096, 8192, 16384)):
         sizes = Sizes(16384 // t, 2048 // d, 2048 // d, t, t, d, d, None, right)
-        tiling = module.TILINGS[sizes.block_d]
-        row_tiles, heads = -(-t // (64 * tiling.warpgroups)), sizes.batch * sizes.hq
-        wave = module._wave(sizes, row_tiles, 132, tiling)
-        assert 1 <= wave <= heads
-        assert wave in (1, heads) or wave * 4 * t * d <= module.KEPT_BYTES
-        steps = module._tile_steps(t, t, right, row_tiles, tiling).tolist()
-        work = [0.0] * 132
-        dealt = [m for begin in range(0, heads, wave) for m in steps for _ in range(min(wave, heads - begin))]
-        for index, m in enumerate(dealt):
+        config = host.tile_config(sizes, False, 132)
+        row_tiles, heads = -(-t // (64 * config.warpgroups)), sizes.batch * sizes.hq
+        section = host.heads_per_section(sizes, row_tiles, 132, config)
+        assert 1 <= section <= heads
+        assert section in (1, heads) or section * 4 * t * d <= host.L2_BYTES
+        steps = host.tile_steps(t, t, right, row_tiles, config).tolist()
+        busy = [0.0] * 132
+        order = [m for begin in range(0, heads, section) for m in steps for _ in range(min(section, heads - begin))]
+        for index, m in enumerate(order):
             turn, place = divmod(index, 132)
-            work[place if turn % 2 == 0 else 131 - place] += m
-        assert max(work) <= 1.06 * sum(work) / 132, (d, t, wave)
+            busy[place if turn % 2 == 0 else 131 - place] += m
+        assert max(busy) <= 1.06 * sum(busy) / 132, (d, t, section)
 
 
-def test_a_tile_takes_a_step_for_each_tile_of_columns_and_one_more() -> None:
-    from tilegrad.kernels.attention.hopper import launch as module
+def blocks_of_columns(scheduler: Any, sizes: Sizes, config: Any) -> list[int]:
+    """That the producer loads for each tile of rows of a head, last rows first."""
+    rows = 64 * config.warpgroups
+    row_tiles = -(-sizes.tq // rows)
+    of = {"row_tiles": row_tiles, "tq": sizes.tq, "tk": sizes.tk, "left": sizes.left, "right": sizes.right}
+    params = params_of(scheduler, **of)
+    tiles = [scheduler.work_tile.fn(index, params, rows, config.columns) for index in range(row_tiles)]
+    return [tile.last - tile.first for tile in tiles]
 
-    assert module._tile_steps(512, 512, 0, 4, module.TILINGS[128]).tolist() == [5, 4, 3, 2]
+
+@interpreted
+@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_cost_of_a_tile_is_its_blocks_of_columns_and_one_more(
+    in_python: Callable[[Program], Any], d: int, right: int | None
+) -> None:
+    from tilegrad.kernels.attention.hopper import launch_forward as host
+
+    scheduler = in_python(Program(0, 1))
+    for t in (576, 1536, 2304):  # multiples of the rows of every tile: no warpgroup is idle
+        sizes = Sizes(64, 16, 16, t, t, d, d, None, right)
+        config = host.tile_config(sizes, False, 132)
+        blocks = blocks_of_columns(scheduler, sizes, config)
+        if t % (64 * config.warpgroups) == 0:
+            assert host.tile_steps(t, t, right, len(blocks), config).tolist() == [1 + n for n in blocks]
 
 
-def test_which_tiling_a_call_has() -> None:
-    from tilegrad.kernels.attention.hopper import launch as module
+@interpreted
+def test_few_rows_are_spread_over_the_programs_and_a_window_loads_little_beyond_its_edges(
+    in_python: Callable[[Program], Any],
+) -> None:
+    from tilegrad.kernels.attention.hopper import launch_forward as host
 
-    def of(d: int, t: int = 4096, left: int | None = None, varlen: bool = False) -> object:
-        return module._tiling(Sizes(1, 16, 16, t, t, d, d, left, 0), varlen, 132)
-
-    assert of(128, left=1023) == module.WINDOW_TILING and of(64, left=1023) == of(64) == module.TILINGS[64]
-    assert of(64, t=512) == module.TILINGS[64]._replace(warpgroups=1) and of(64, t=576) == module.TILINGS[64]
-    assert of(64, t=512, varlen=True) == module.TILINGS[64] and of(128, left=1023, varlen=True) == module.TILINGS[128]
+    scheduler = in_python(Program(0, 1))
+    for d, t in itertools.product((64, 128, 256), (64, 300, 512)):
+        sizes = Sizes(1, 16, 16, t, t, d, d, None, 0)
+        warpgroup_tiles, config = -(-t // 64) * 16, host.tile_config(sizes, False, 132)
+        assert -(-t // (64 * config.warpgroups)) * 16 == warpgroup_tiles <= 132
+    for left, t in itertools.product((127, 255, 1023), (4096, 5000)):
+        full, window = (Sizes(1, 16, 16, t, t, 128, 128, x, 0) for x in (None, left))
+        usual, chosen = (host.tile_config(x, False, 132) for x in (full, window))
+        loaded = [sum(blocks_of_columns(scheduler, window, x)) * x.columns for x in (usual, chosen)]
+        assert loaded[1] < loaded[0]
 
 
 class Handle(NamedTuple):
@@ -595,21 +630,18 @@ def test_many_short_packed_sequences_are_left_to_triton(sequences: int, longest:
 
 @interpreted
 def test_an_output_that_tma_cannot_address_is_named() -> None:
-    from tilegrad.kernels.attention.hopper import launch as hopper_attention
+    from tilegrad.kernels.attention import hopper
 
     call = build(case(64, True))
     odd = torch.empty(1, 2, 256, 65, dtype=torch.bfloat16)[..., :64]
     with pytest.raises(ValueError, match=r"o: TMA can't step over T by 65 elements.*kernel='triton' writes it"):
-        hopper_attention.fwd(call.q, call.k, call.v, call.mask, o=odd, lse=None, scratch={})
+        hopper.fwd(call.q, call.k, call.v, call.mask, o=odd, lse=None, scratch={})
 
 
 def test_random_shapes_cover_every_pair_of_features() -> None:
-    from gpu import hopper_on_gpu
-
-    chosen = hopper_on_gpu.specifications()
+    chosen = specs()
     assert len(chosen) <= 80
-    for (a, xs), (b, ys) in itertools.combinations(hopper_on_gpu.AXES.items(), 2):
-        assert {(spec[a], spec[b]) for spec in chosen} == set(itertools.product(xs, ys))
+    assert set.union(*map(pairs, chosen)) == all_pairs(AXES)
     for n, spec in enumerate(chosen * 3):
-        drawn = hopper_on_gpu.case_of(spec, random.Random(n))
+        drawn = case_of(spec, random.Random(n))
         assert drawn.d == drawn.dv == spec["d"] and bool(drawn.lengths) == spec["packed"]

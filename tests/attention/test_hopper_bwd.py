@@ -1,6 +1,6 @@
 """Hopper's backward without a GPU: how it divides its work, and what it computes where all its kernels run as plain Python.
 
-What the compiler makes of the kernels is in test_hopper.py, what they compute on a GPU in hopper_on_gpu.py.
+What the compiler makes of the kernels is in test_hopper.py, what they compute on a GPU in test_hopper_gpu.py.
 """
 
 from __future__ import annotations
@@ -17,33 +17,36 @@ from typing import Any
 import pytest
 import torch
 from support.cases import Call, Case, Tensors, bounds, build, oracle
+from support.hopper_specs import case_of, specs
 
 pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 from support.gluon.emulator import in_python
 
+from tilegrad.kernels.attention import hopper
 from tilegrad.kernels.attention.hopper import (
-    backward as hopper_bwd,
+    backward as kernel,
 )
 from tilegrad.kernels.attention.hopper import (
-    backward_mma as hopper_products,
+    backward_load,
+    backward_mma,
+    backward_store_dq,
+    backward_wide,
+    pipeline,
+    prepost,
 )
 from tilegrad.kernels.attention.hopper import (
-    backward_schedule as hopper_walk,
+    backward_scheduler as scheduler,
 )
 from tilegrad.kernels.attention.hopper import (
-    backward_wide as hopper_wide,
+    launch_backward as host,
 )
-from tilegrad.kernels.attention.hopper import (
-    launch as hopper_attention,
-)
-from tilegrad.kernels.attention.hopper import (
-    prepost as hopper_rows,
-)
+from tilegrad.kernels.attention.hopper.launch import LaunchCache
+from tilegrad.kernels.attention.hopper.tma import varlen_descriptor
 from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.attention.problem import Sizes, sizes_of
-from tilegrad.kernels.attention.triton import scores as triton_mask
+from tilegrad.kernels.attention.triton import memory, numerics, scores
 from tilegrad.kernels.closeness import assert_close
 
 M, N = 64, 128
@@ -52,25 +55,26 @@ M, N = 64, 128
 @pytest.fixture(autouse=True)
 def plain(monkeypatch: pytest.MonkeyPatch) -> None:
     numbers = SimpleNamespace(minimum=min, maximum=max, where=lambda condition, x, y: x if condition else y)
-    monkeypatch.setattr(hopper_walk, "gl", numbers)
+    for module in (scheduler, backward_store_dq):
+        monkeypatch.setattr(module, "gl", numbers)
 
 
-def call(tq: int, tk: int, left: int | None, right: int | None, group: int = 1, **more: Any) -> hopper_walk.Call:
-    form: dict[str, Any] = {"batch": 1, "kv_heads": 1, "span": 1, "splits": None} | more
+def call(tq: int, tk: int, left: int | None, right: int | None, group: int = 1, **more: Any) -> scheduler.Params:
+    form: dict[str, Any] = {"batch": 1, "kv_heads": 1, "heads_per_section": 1, "splits": None} | more
     form["all_heads"] = form["batch"] * form["kv_heads"]
-    return hopper_walk.Call(None, None, group=group, tq=tq, tk=tk, left=left, right=right, **form)
+    return scheduler.Params(None, None, group=group, tq=tq, tk=tk, left=left, right=right, **form)
 
 
-def tile_of(of: hopper_walk.Call, n: int, part: int = 0) -> hopper_walk.ColumnTile:
-    return hopper_walk._column_tile.fn(0, 0, n, 0, 0, of.tq, of.tk, of, part, n, M, N)
+def tile_of(of: scheduler.Params, n: int, part: int = 0) -> scheduler.WorkTile:
+    return scheduler.work_tile.fn(0, 0, n, 0, 0, of.tq, of.tk, of, part, n, M, N)
 
 
-def walked(tile: hopper_walk.ColumnTile) -> list[tuple[int, bool]]:
+def walked(tile: scheduler.WorkTile) -> list[tuple[int, bool]]:
     """(tile of rows, whether it is masked) of one query head, in order."""
-    return [(hopper_walk._row_tile.fn(tile, i), i < tile.masked) for i in range(tile.count)]
+    return [(scheduler.row_tile.fn(tile, i), i < tile.masked) for i in range(tile.count)]
 
 
-def random_calls(count: int) -> list[hopper_walk.Call]:
+def random_calls(count: int) -> list[scheduler.Params]:
     dice = random.Random(0)
     sides = (None, 0, 1, 63, 64, 100, 300)
     return [
@@ -102,7 +106,7 @@ def test_a_tile_of_rows_is_stored_first_and_then_added_to_in_turns_without_gaps(
         for n in range(count - 1, -1, -1) if descending else range(count):
             tile = tile_of(of, n)
             for m, _ in walked(tile):
-                turns.setdefault(m, []).append(hopper_walk._before.fn(m, tile, of, M, N, descending))
+                turns.setdefault(m, []).append(backward_store_dq.earlier_tiles.fn(m, tile, of, M, N, descending))
         for m, order in turns.items():
             assert order == list(range(len(order))), (of, m, order)
 
@@ -119,8 +123,8 @@ def test_programs_that_share_a_tile_have_all_of_its_steps(splits: int, group: in
 
 @pytest.mark.parametrize("span", [1, 3, 6, 7])
 def test_every_head_has_every_tile_and_long_ones_come_first(span: int) -> None:
-    of = call(512, 512, None, 0, batch=3, kv_heads=2, span=span)
-    places = [hopper_walk._dense_place.fn(t, of, 4) for t in range(24)]
+    of = call(512, 512, None, 0, batch=3, kv_heads=2, heads_per_section=span)
+    places = [scheduler.head_and_column.fn(t, of, 4) for t in range(24)]
     assert sorted(places) == [(head, n) for head in range(6) for n in range(4)]
     first = [n for _, n in places[: 4 * min(span, 6)]]
     assert first == sorted(first)
@@ -134,7 +138,7 @@ def sizes(batch: int, t: int = 1024, d: int = 128, group: int = 1, right: int | 
 def test_a_smaller_batch_needs_no_more_scratch(deterministic: bool) -> None:
     def elements(batch: int) -> dict[str, int]:
         q = torch.empty(batch, 4, 1024, 128, device="meta")
-        shapes = hopper_bwd.workspace(q, sizes(batch), False, deterministic)
+        shapes = host.workspace(q, sizes(batch), False, deterministic)
         return {name: torch.Size(shape).numel() for name, (shape, _) in shapes.items()}
 
     for batch in range(1, 9):
@@ -143,16 +147,16 @@ def test_a_smaller_batch_needs_no_more_scratch(deterministic: bool) -> None:
 
 
 def test_packed_rows_do_not_overlap_and_begin_where_tma_can_read() -> None:
-    padding = hopper_bwd.PADDING
+    padding = host.PADDING
     for lengths in ((5, 300, 0, 129, 1, 200), (128,), (1, 1, 1), (127, 129, 256)):
         starts = [sum(lengths[:b]) for b in range(len(lengths))]
-        begins = [hopper_walk.first_row.fn(b, start, padding, True) for b, start in enumerate(starts)]
+        begins = [scheduler.first_row.fn(b, start, padding, True) for b, start in enumerate(starts)]
         ends = [begin + -(-n // padding) * padding for begin, n in zip(begins, lengths, strict=True)]
         q = torch.empty(sum(lengths), 4, 64, device="meta")
-        shapes = hopper_bwd.workspace(q, sizes(len(lengths), t=max(lengths)), True, False)
+        shapes = host.workspace(q, sizes(len(lengths), t=max(lengths)), True, False)
         assert all(begin % padding == 0 for begin in begins)
-        assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["shift"][0][1]], strict=True))
-        assert shapes["shift"][0][1] % padding == 0  # so that every head does
+        assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["neg_lse2"][0][1]], strict=True))
+        assert shapes["neg_lse2"][0][1] % padding == 0  # so that every head does
 
 
 def test_a_packed_sequence_ends_where_tma_stops() -> None:
@@ -163,8 +167,8 @@ def test_a_packed_sequence_ends_where_tma_stops() -> None:
         x = torch.empty_strided((total, heads, d), (3 * heads * d, d, 1), device="meta", dtype=torch.bfloat16)
         start = dice.randrange(total)
         size, h, row = dice.randint(1, total - start), dice.randrange(heads), dice.randrange(2 * total)
-        form = hopper_bwd.packed_descriptor(x, 64, 64)
-        at = [getattr(c, "value", c) for c in hopper_walk._at.fn(of, 0, start, size, h, row, 0)]
+        form = varlen_descriptor(x, 64, 64)
+        at = [getattr(c, "value", c) for c in scheduler.tma_coordinates.fn(of, 0, start, size, h, row, 0)]
         address = 2 * sum(c * stride for c, stride in zip(at, form.strides, strict=True)) % 2**64
         inside = all(0 <= c < n for c, n in zip(at, form.shape, strict=True))
         assert address == 2 * ((start + row) * x.stride(0) + h * x.stride(1))
@@ -174,12 +178,12 @@ def test_a_packed_sequence_ends_where_tma_stops() -> None:
 
 def test_one_packed_row_of_any_stride_has_strides_that_tma_takes() -> None:
     x = torch.empty(5, 1, 73, dtype=torch.bfloat16)[:1, :, :72]
-    assert all(stride * 2 % 16 == 0 for stride in hopper_bwd.packed_descriptor(x, 64, 128).strides[:4])
+    assert all(stride * 2 % 16 == 0 for stride in varlen_descriptor(x, 64, 128).strides[:4])
 
 
 def test_few_tiles_are_shared_and_many_are_not() -> None:
     def splits(of: Sizes) -> int:
-        return hopper_bwd.splits_for(of, hopper_bwd._tiles(of, None), 132, 64)
+        return host.splits_for(of, host.count_work_tiles(of, None), 132, 64)
 
     assert splits(sizes(1)) > 1
     assert splits(sizes(16)) == 1
@@ -188,25 +192,26 @@ def test_few_tiles_are_shared_and_many_are_not() -> None:
     for batch in range(1, 9):  # every tile that is shared has a place for its sums
         of = sizes(batch)
         q = torch.empty(batch, 4, 1024, 128, device="meta")
-        assert splits(of) == 1 or hopper_bwd._tiles(of, None) <= hopper_bwd.workspace(q, of, False, False)["sums"][0][0]
+        assert splits(of) == 1 or host.count_work_tiles(of, None) <= host.workspace(q, of, False, False)["sums"][0][0]
 
 
 def test_heads_go_together_only_where_columns_differ_in_length() -> None:
-    assert hopper_bwd.heads_together(sizes(8, right=None), 132) == 1
-    assert hopper_bwd.heads_together(sizes(128), 132) == 24  # many tiles: as many heads as stay in L2
-    assert hopper_bwd.heads_together(sizes(1), 132) == 1  # a tile for each program in any order
-    assert hopper_bwd.heads_together(sizes(8, t=65536), 132) == 1  # one head fills L2
+    assert host.heads_per_section(sizes(8, right=None), 132) == 1
+    many = host.heads_per_section(sizes(128), 132)  # many tiles: as many heads as stay in L2 with q, do and dq_acc
+    assert many * 1024 * 128 * 8 <= host.L2_BYTES < (many + 1) * 1024 * 128 * 8
+    assert host.heads_per_section(sizes(1), 132) == 1  # a tile for each program in any order
+    assert host.heads_per_section(sizes(8, t=65536), 132) == 1  # one head fills L2
 
 
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "t"), [(16, 4, 8, 1024), (4, 4, 8, 4096), (1, 4, 8, 16384), (4, 16, 1, 4096)]
 )
 def test_programs_end_together_in_the_order_of_the_walk(batch: int, heads: int, group: int, t: int) -> None:
-    span = hopper_bwd.heads_together(Sizes(batch, heads * group, heads, t, t, 128, 128, None, 0), 132)
-    of = call(t, t, None, 0, group=group, batch=batch, kv_heads=heads, span=span)
+    span = host.heads_per_section(Sizes(batch, heads * group, heads, t, t, 128, 128, None, 0), 132)
+    of = call(t, t, None, 0, group=group, batch=batch, kv_heads=heads, heads_per_section=span)
     ends = [0] * 132
     for index in range(batch * heads * t // N):
-        _, n = hopper_walk._dense_place.fn(index, of, t // N)
+        _, n = scheduler.head_and_column.fn(index, of, t // N)
         heapq.heapreplace(ends, ends[0] + tile_of(of, n).end)
     assert max(ends) < 1.04 * sum(ends) / 132  # one head after the other: 1.28, 1.28, 1.02, 1.07
 
@@ -219,23 +224,23 @@ def backward(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[str]:
         names.append(kernel.__name__)
         return lambda: None
 
-    monkeypatch.setattr(hopper_bwd, "prepare", prepare)
+    monkeypatch.setattr(host, "prepare", prepare)
     q = torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16)
     lse, mask, of = torch.zeros(2, 4, 64), Mask(causal=True), sizes(2, t=64, d=64)
-    shapes = hopper_bwd.workspace(q, of, False, False)
+    shapes = host.workspace(q, of, False, False)
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     tensors = {"o": q, "do": q, "dq": q, "dk": q, "dv": q} | given
     for _ in range(2):
-        hopper_bwd.launch(
-            q, q, q, tensors["o"], lse, tensors["do"], None, mask, of, dq=tensors["dq"], dk=tensors["dk"],
-            dv=tensors["dv"], dsinks=None, scratch=scratch, deterministic=False,
+        hopper.bwd(
+            q, q, q, tensors["o"], lse, tensors["do"], None, mask, dq=tensors["dq"], dk=tensors["dk"],
+            dv=tensors["dv"], dbias=None, dsinks=None, scratch=scratch, deterministic=False,
         )  # fmt: skip
     return names
 
 
 def test_launches_are_kept_and_an_output_that_is_not_wanted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hopper_bwd, "_prepared", {})
-    every = ["_hopper_begin_kernel", "_hopper_bwd_kernel", "_hopper_finish_kernel"]
+    monkeypatch.setattr(host, "launches", LaunchCache())
+    every = ["_hopper_preprocess_kernel", "_hopper_bwd_kernel", "_hopper_postprocess_kernel"]
     assert backward(monkeypatch) == every
     assert backward(monkeypatch, dk=None) == every
     assert backward(monkeypatch, dq=None) == every[:2]
@@ -249,7 +254,10 @@ def test_a_tensor_that_tma_cannot_address_is_named(monkeypatch: pytest.MonkeyPat
 
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
-MODULES = (hopper_bwd, hopper_products, hopper_rows, hopper_walk, hopper_wide, triton_mask)
+MODULES = (
+    kernel, backward_load, backward_mma, backward_store_dq, backward_wide, pipeline, prepost, scheduler,
+    memory, numerics, scores,
+)  # fmt: skip
 
 
 def emulated(
@@ -258,7 +266,7 @@ def emulated(
 ) -> Tensors:  # fmt: skip
     """The gradients of a call, in plain Python; `broken` changes device functions."""
     q, k, v, mask = of.q, of.k, of.v, of.mask
-    shapes = hopper_attention.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
+    shapes = hopper.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
     scratch = {
         name: torch.full(shape, math.nan if dtype.is_floating_point else 7, dtype=dtype)
         for name, (shape, dtype) in shapes.items()
@@ -267,14 +275,14 @@ def emulated(
     if mask.sinks is not None:
         grads["dsinks"] = torch.zeros_like(mask.sinks)
     with pytest.MonkeyPatch.context() as outer, in_python(*MODULES, seed=seed) as launch:
-        outer.setattr(hopper_bwd, "_prepared", {})
-        outer.setattr(hopper_bwd, "multiprocessors", lambda device: programs)
+        outer.setattr(host, "launches", LaunchCache())
+        outer.setattr(host, "multiprocessors", lambda device: programs)
         outer.setattr(
-            hopper_bwd, "prepare",
+            host, "prepare",
             lambda kernel, key, grid, arguments, num_warps: lambda: launch(kernel, grid, arguments),
         )  # fmt: skip
         broken(outer)
-        hopper_attention.bwd(
+        hopper.bwd(
             q, k, v, o, lse, of.do, of.dlse, mask, **dict.fromkeys(("dq", "dk", "dv", "dbias", "dsinks")) | grads,
             scratch=scratch, deterministic=deterministic,
         )  # fmt: skip
@@ -327,7 +335,7 @@ def test_in_plain_python_gradients_agree_with_the_oracle_in_any_order(name: str)
     known.check(programs=3)
     if name in SHARED:
         of = sizes_of(known.call.q, known.call.k, known.call.v, known.call.mask)
-        assert hopper_bwd.splits_for(of, hopper_bwd._tiles(of, None), 132, 64) > 1
+        assert host.splits_for(of, host.count_work_tiles(of, None), 132, 64) > 1
     known.check(programs=132, seed=1)
     few = known.check(programs=3, deterministic=True)
     many = known.check(programs=132, deterministic=True, seed=1)
@@ -337,13 +345,11 @@ def test_in_plain_python_gradients_agree_with_the_oracle_in_any_order(name: str)
 @interpreted
 @pytest.mark.slow
 def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
-    from gpu import hopper_on_gpu
-
     absences: list[tuple[str, ...]] = [(), (), ("dq",), ("dk",), ("dv",), ("dk", "dv")]
-    every = hopper_on_gpu.specifications()
+    every = specs()
     for n, spec in enumerate(every * 2):
         turn = n + n // len(every)  # another number of programs in the second pass
-        drawn = hopper_on_gpu.case_of(spec, random.Random(n))
+        drawn = case_of(spec, random.Random(n))
         Known(replace(drawn, b=min(drawn.b, 2), device="cpu"), n).check(
             programs=(3, 132, 5, 1)[turn % 4],
             deterministic=bool(spec["deterministic"]),
@@ -357,8 +363,8 @@ def few_columns() -> Known:
     return Known(replace(RAGGED, hkv=1, tq=300, tk=300, d=64, dv=64, causal=True))
 
 
-def without_wait(ring: Any, use: Any) -> Any:
-    return ring.slots.index(use % ring.full.shape[0])
+def without_wait(of: Any, state: Any) -> Any:
+    return of.stages.index(state % of.full.shape[0])
 
 
 def nothing(*of: Any, **more: Any) -> None:
@@ -366,14 +372,15 @@ def nothing(*of: Any, **more: Any) -> None:
 
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "a reader does not wait": (hopper_products, "await_full", without_wait),
-    "the loader does not wait": (hopper_walk, "acquire", without_wait),
-    "dq is read before it is there": (hopper_walk, "await_full", without_wait),
-    "no slot is handed back": (hopper_products, "release", nothing),
-    "no fence": (hopper_products, "fence_async_shared", nothing),
-    "a turn ends before its dq is in memory": (hopper_walk, "_settle", nothing),
-    "nobody waits for a turn": (hopper_walk, "_wait_until", nothing),
-    "another slot": (hopper_products, "read", lambda notes, i: hopper_walk.read(notes, i ^ 1)),
+    "a consumer does not wait": (backward_mma, "consumer_wait", without_wait),
+    "the producer does not wait": (backward_load, "producer_acquire", without_wait),
+    "dq is read before it is there": (backward_store_dq, "consumer_wait", without_wait),
+    "no stage is released": (backward_mma, "consumer_release", nothing),
+    "no stage of dq is committed": (backward_mma, "producer_commit", nothing),
+    "no fence": (backward_mma, "fence_async_shared", nothing),
+    "the semaphore is released before dq is in memory": (backward_store_dq, "wait_until_in_memory", nothing),
+    "nobody waits for the semaphore": (backward_store_dq, "wait_for_semaphore", nothing),
+    "another stage": (backward_mma, "read_word", lambda words, i: pipeline.read_word(words, i ^ 1)),
 }
 
 
@@ -385,9 +392,10 @@ def test_in_plain_python_a_broken_kernel_shows(name: str, few_columns: Known) ->
 
 
 WIDE_BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "a reader does not wait": (hopper_wide, "await_full", without_wait),
-    "no slot is handed back": (hopper_wide, "release", nothing),
-    "no fence": (hopper_wide, "fence_async_shared", nothing),
+    "a consumer does not wait": (backward_wide, "consumer_wait", without_wait),
+    "no stage is released": (backward_wide, "consumer_release", nothing),
+    "nothing is committed": (backward_wide, "producer_commit", nothing),
+    "no fence": (backward_wide, "fence_async_shared", nothing),
 }
 
 

@@ -1,6 +1,6 @@
-"""The Triton kernels against the oracle: in the interpreter (a process of its own, for it is chosen at import), on a GPU.
+"""The Triton kernels against the oracle in Triton's interpreter: in a process of its own, for it is chosen at import.
 
-The compiler's side of them, without a GPU, is in test_triton_compile.py.
+The compiler's side of them, without a GPU, is in test_triton_compile.py; on a GPU they run in test_triton_gpu.py.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from gpu.triton_on_gpu import random_shapes
 from support.cases import Case, build, check_call, oracle, run
-from support.triton_specs import Spec, specs
+from support.pairwise import Spec, all_pairs, pairs
+from support.triton_specs import AXES, allowed, case_of, specs
 
 import tilegrad
 from tilegrad.kernels.attention.triton import tiles
@@ -80,10 +80,10 @@ def test_interpreted_feature(name: str) -> None:
 @interpreted
 @pytest.mark.parametrize("name", [name for name, case in FEATURES.items() if case.dtype == torch.float32])
 def test_interpreted_feature_where_float64_is_slow(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilegrad.kernels.attention.triton import launch as triton_attention
+    from tilegrad.kernels.attention.triton import fit
 
     want = run(build(FEATURES[name]), "triton")
-    monkeypatch.setattr(triton_attention, "FAST_FLOAT64", ())
+    monkeypatch.setattr(fit, "FAST_FLOAT64", ())
     check(FEATURES[name])
     got = run(build(FEATURES[name]), "triton")
     assert name == "no columns" or any(not torch.equal(got[x], want[x]) for x in want)
@@ -101,7 +101,7 @@ def test_interpreted_float32_is_rounded_once(name: str) -> None:
 
 
 def in_small(spec: Spec, number: int) -> None:
-    check(spec.case(random.Random(number), "cpu", t=51, small=True), seed=number)
+    check(case_of(spec, random.Random(number), "cpu", t=51, small=True), seed=number)
 
 
 @interpreted
@@ -123,8 +123,8 @@ def test_interpreted_canary_one_wrong_score_is_seen(monkeypatch: pytest.MonkeyPa
 
     right = triton_fwd.scores
 
-    def wrong(s, i, j, head, EXACT, MASKED):  # type: ignore[no-untyped-def]
-        x, factor, t = right(s, i, j, head, EXACT, MASKED)
+    def wrong(s, i, j, head, IEEE_FP32, MASKED):  # type: ignore[no-untyped-def]
+        x, factor, t = right(s, i, j, head, IEEE_FP32, MASKED)
         return x + 0.05 * ((i == 33) & (j == 16)), factor, t
 
     monkeypatch.setattr(triton_fwd, "scores", wrong)
@@ -152,30 +152,30 @@ def test_interpreted_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPat
     "dtype", [torch.float32, torch.float16]
 )  # in half precision products start from −lse and −delta
 def test_interpreted_dk_and_dv_apart(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    from tilegrad.kernels.attention.triton import launch as triton_attention
+    from tilegrad.kernels.attention.triton import fit
 
     case = replace(BASE, dtype=dtype)
     key = (tiles.INTERPRETER, 32, 64, False)
     together = tiles.TABLE[key]
     want = run(build(case), "triton")
-    monkeypatch.setattr(triton_attention, "fits", {})
+    monkeypatch.setattr(fit, "fits", {})
     tiles.set_row(key, together._replace(dk=together.dkdv, dv=together.dkdv))
     try:
         got = run(build(case), "triton")
     finally:
         tiles.set_row(key, together)
-    assert {fit.kernel for fit in triton_attention.fits.values()} == {"fwd", "dk", "dv", "dq"}
+    assert {found.kernel for found in fit.fits.values()} == {"fwd", "dk", "dv", "dq"}
     assert all(torch.equal(got[name], want[name]) for name in want)
 
 
 @interpreted
 def test_interpreted_more_sequences_than_a_grid_counts(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilegrad.kernels.attention.triton import launch as triton_attention
+    from tilegrad.kernels.attention.triton import launch
 
     small = replace(BASE, b=3, tq=20, tk=17)
     for case in (small, replace(small, dtype=torch.float16), FEATURES["packed"]):
         want = run(build(case), "triton")
-        monkeypatch.setattr(triton_attention, "MOST_SEQUENCES", 2)
+        monkeypatch.setattr(launch, "MOST_SEQUENCES", 2)
         got = run(build(case), "triton")
         monkeypatch.undo()
         assert all(torch.equal(got[name], want[name]) for name in want)
@@ -238,12 +238,16 @@ def test_nothing_imports_triton_before_it_runs() -> None:
 
 
 def test_rows_are_aligned_where_their_beginning_is_too() -> None:
-    from tilegrad.kernels.attention.triton.launch import _align
+    from tilegrad.kernels.attention.triton.arguments import alignment
 
     memory = torch.empty(2 * 3 * 8 * 64 + 64, dtype=torch.float16)
     aligned, shifted = (memory[n : n + 2 * 3 * 8 * 64].view(2, 3, 8, 64) for n in (0, 1))
-    assert (_align(False, aligned), _align(False, aligned, shifted), _align(False, aligned[..., :63])) == (8, 1, 8)
-    assert _align(False, torch.empty(2, 3, 8, 63, dtype=torch.float16)) == 1
+    assert (alignment(False, aligned), alignment(False, aligned, shifted), alignment(False, aligned[..., :63])) == (
+        8,
+        1,
+        8,
+    )
+    assert alignment(False, torch.empty(2, 3, 8, 63, dtype=torch.float16)) == 1
 
 
 def test_tiles_of_an_unknown_architecture_are_those_of_the_nearest_below() -> None:
@@ -256,47 +260,7 @@ def test_tiles_of_an_unknown_architecture_are_those_of_the_nearest_below() -> No
     assert all(tile.m <= first.m and tile.n <= first.n for tile in others)
 
 
-# On a GPU
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_2000_random_shapes_over_80_specialisations() -> None:
-    verdicts = random_shapes(2000)
-    assert not [line for verdict in verdicts for line in verdict.red]
-    assert sum(verdict.specialised["fwd"] + verdict.specialised["decode"] for verdict in verdicts) <= 80
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_200_repeats_are_bit_equal() -> None:
-    case = Case(
-        tq=300, tk=400, d=64, dv=64, group=2, causal=True, bias="hk", sinks=True, dropout_p=0.2, dlse=True,
-        dtype=torch.bfloat16, device="cuda",
-    )  # fmt: skip
-    for shape in (case, replace(case, tq=2, tk=5000, b=1)):
-        call = build(shape)
-        first = run(call, "triton", deterministic=True)
-        for _ in range(200):
-            again = run(call, "triton", deterministic=True)
-            assert all(torch.equal(first[name], again[name]) for name in first)
-
-
-@pytest.mark.gpu
-@pytest.mark.slow
-def test_more_than_2_to_the_31_elements() -> None:
-    """B·H·T·D = 2³¹ + 2²⁰: the last head, beyond 32 bits, is what that head gives alone."""
-    b, t, d = 8193, 2048, 128
-    g = torch.Generator("cuda").manual_seed(0)
-    q, k, v, do = (torch.randn(b, 1, t, d, generator=g, device="cuda", dtype=torch.bfloat16) for _ in range(4))
-    assert q.numel() > 2**31
-    last = slice(b - 1, b)
-    names = ("q", "k", "v")
-    whole = dict(zip(names, (x.requires_grad_() for x in (q, k, v)), strict=True))
-    alone = {name: x.detach()[last].clone().requires_grad_() for name, x in whole.items()}
-    results = []
-    for inputs, grad in ((whole, do), (alone, do[last])):
-        o = tilegrad.attention(inputs["q"], inputs["k"], inputs["v"], causal=True, kernel="triton")
-        o.backward(grad)
-        results.append([o.detach()[-1:], *(inputs[name].grad[-1:] for name in names)])
-    assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+def test_specifications_cover_every_allowed_pair_of_features() -> None:
+    chosen = specs()
+    assert len(chosen) <= 50 and all(map(allowed, chosen))
+    assert set.union(*map(pairs, chosen)) == all_pairs(AXES, allowed)

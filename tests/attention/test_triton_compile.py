@@ -56,7 +56,7 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Com
     from triton.runtime.driver import driver  # its own default fails where there is no GPU, so it is put back by hand
     from triton.runtime.jit import JITFunction
 
-    from tilegrad.kernels.attention.triton import launch as triton_attention
+    from tilegrad.kernels.attention.triton import fit, launch
 
     found: dict[str, Compiled] = {}
     run = JITFunction.run
@@ -83,21 +83,21 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Com
                 return torch.device("cpu")
 
         driver.set_active(Driver())
-        monkeypatch.setattr(triton_attention, "architecture", lambda device: architecture)
-        monkeypatch.setattr(triton_attention, "multiprocessors", lambda device: 100)
-        monkeypatch.setattr(triton_attention, "shared_memory_bytes", lambda device: SHARED_MEMORY_BYTES[architecture])
-        monkeypatch.setattr(triton_attention, "fits", {})
+        monkeypatch.setattr(launch, "multiprocessors", lambda device: 100)
+        monkeypatch.setattr(fit, "architecture", lambda device: architecture)
+        monkeypatch.setattr(fit, "shared_memory_bytes", lambda device: SHARED_MEMORY_BYTES[architecture])
+        monkeypatch.setattr(fit, "fits", {})
         call = build(case)
         q, k, v, mask = call.q, call.k, call.v, call.mask
         o, lse = torch.empty_like(q), torch.empty(q.shape[:3])
         grads = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
         dbias = None if mask.float_bias is None else torch.empty_like(mask.float_bias)
         dsinks = None if mask.sinks is None else torch.empty_like(mask.sinks)
-        shapes = [triton_attention.workspace(q, k, v, mask, backward=x, deterministic=True) for x in (False, True)]
+        shapes = [launch.workspace(q, k, v, mask, backward=x, deterministic=True) for x in (False, True)]
         scratch = [{name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in each.items()} for each in shapes]
-        triton_attention.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
+        launch.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
         if backward:
-            triton_attention.bwd(
+            launch.bwd(
                 q, k, v, o, lse, call.do, call.dlse, mask, **grads, dbias=dbias, dsinks=dsinks, scratch=scratch[1],
                 deterministic=True,
             )  # fmt: skip
@@ -163,19 +163,18 @@ def test_dk_and_dv_of_a_wide_head_stay_together_where_sums_are_not_in_registers(
 
 
 def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
-    from tilegrad.kernels.attention.triton import launch as triton_attention
-    from tilegrad.kernels.attention.triton import tiles
+    from tilegrad.kernels.attention.triton import fit, tiles
 
     own = tiles.row(90, 16, 64, True).fwd
     monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 45_000)
     check(compile_for(90, case(64, causal=True), backward=False), 90)
-    (fit,) = triton_attention.fits.values()
-    assert fit.tile in tiles.SMALLER and fit.tile != own
+    (found,) = fit.fits.values()
+    assert found.tile in tiles.SMALLER and found.tile != own
     monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 1000)
-    monkeypatch.setattr(triton_attention, "tiles_for", lambda *args: (own,))
+    monkeypatch.setattr(fit, "tiles_for", lambda *args: (own,))
     with pytest.raises(ValueError, match=r"device: got cpu, which gives a program 1000 bytes.*'tiled' needs none"):
         compile_for(90, case(64, causal=True), backward=False)
-    assert triton_attention.fits == {}
+    assert fit.fits == {}
 
 
 @pytest.mark.slow

@@ -1,14 +1,14 @@
-"""Calls for the Triton kernels: few specialisations that cover every pair of features, and random sizes for each."""
+"""Calls for the Triton kernels: few specifications that cover every pair of features, and random sizes for each."""
 
 from __future__ import annotations
 
-import itertools
+import functools
 import random
-from dataclasses import dataclass
 
 import torch
 
 from support.cases import Case
+from support.pairwise import Spec, covering
 
 AXES: dict[str, tuple[object, ...]] = {
     "dtype": (torch.bfloat16, torch.float16, torch.float32),
@@ -27,61 +27,32 @@ AXES: dict[str, tuple[object, ...]] = {
     "rows": ("many", "few"),
 }
 WINDOWS = {"window": (40, 7), "left": (33, None), "causal window": (25, 30)}
-Pair = tuple[tuple[str, object], tuple[str, object]]
 
 
-@dataclass(frozen=True)
-class Spec:
-    """One value of every axis."""
-
-    values: tuple[tuple[str, object], ...]
-
-    @property
-    def pairs(self) -> set[Pair]:
-        return set(itertools.combinations(self.values, 2))
-
-    @property
-    def allowed(self) -> bool:
-        of = dict(self.values)
-        return not (of["packed"] and of["bias"])
-
-    def case(self, dice: random.Random, device: str, *, t: int = 300, small: bool = False) -> Case:
-        """Sizes drawn from `dice`; `small` for the interpreter, which has two dtypes and no time."""
-        of = dict(self.values)
-        d, dv = ((16, 16), (8, 24), (5, 3))[len(str(of["dims"])) % 3] if small else of["dims"]  # type: ignore[misc]
-        dtype = torch.float16 if small and of["dtype"] == torch.bfloat16 else of["dtype"]
-        few = of["rows"] == "few"
-        sizes = {"tq": dice.randint(1, 16) if few else dice.randint(17, t), "tk": dice.randint(50, max(51, t))}
-        lengths: tuple[tuple[int, int], ...] = ()
-        if of["packed"]:
-            top = 16 if few else t
-            lengths = tuple((dice.randint(0, top), dice.choice((0, 1, 60, t))) for _ in range(dice.randint(1, 3)))
-        return Case(
-            b=1 if small else dice.randint(1, 3), hkv=1 if small else dice.randint(1, 2), group=of["group"],  # type: ignore[arg-type]
-            d=d, dv=dv, dtype=dtype, causal="causal" in str(of["band"]), window=WINDOWS.get(str(of["band"])),  # type: ignore[arg-type]
-            scale=of["scale"], softcap=of["softcap"], bias=str(of["bias"]), alibi=str(of["alibi"]), sinks=bool(of["sinks"]),  # type: ignore[arg-type]
-            dropout_p=of["dropout_p"], dlse=bool(of["dlse"]), layout=str(of["layout"]), lengths=lengths, device=device,  # type: ignore[arg-type]
-            **sizes,
-        )  # fmt: skip
+def allowed(spec: Spec) -> bool:
+    """Packed sequences have no bias."""
+    return not (spec.get("packed") and spec.get("bias"))
 
 
-def specs(seed: int = 0) -> list[Spec]:
-    """Greedy: of 60 random ones always the one with the most pairs not seen yet, until none is missing."""
-    dice = random.Random(seed)
+@functools.cache
+def specs() -> tuple[Spec, ...]:
+    return tuple(covering(AXES, allowed))
 
-    def draw() -> Spec:
-        while True:
-            spec = Spec(tuple((axis, dice.choice(values)) for axis, values in AXES.items()))
-            if spec.allowed:
-                return spec
 
-    missing: set[Pair] = set()
-    for (a, xs), (b, ys) in itertools.combinations(AXES.items(), 2):
-        missing |= {((a, x), (b, y)) for x in xs for y in ys if not (b == "packed" and a == "bias" and x and y)}
-    chosen = []
-    while missing:
-        best = max((draw() for _ in range(60)), key=lambda spec: len(spec.pairs & missing))
-        if best.pairs & missing:
-            chosen.append(best)
-            missing -= best.pairs
-    return chosen
+def case_of(spec: Spec, dice: random.Random, device: str, *, t: int = 300, small: bool = False) -> Case:
+    """Sizes drawn from `dice`; `small` for the interpreter, which has two dtypes and no time."""
+    d, dv = ((16, 16), (8, 24), (5, 3))[len(str(spec["dims"])) % 3] if small else spec["dims"]  # type: ignore[misc]
+    dtype = torch.float16 if small and spec["dtype"] == torch.bfloat16 else spec["dtype"]
+    few = spec["rows"] == "few"
+    sizes = {"tq": dice.randint(1, 16) if few else dice.randint(17, t), "tk": dice.randint(50, max(51, t))}
+    lengths: tuple[tuple[int, int], ...] = ()
+    if spec["packed"]:
+        top = 16 if few else t
+        lengths = tuple((dice.randint(0, top), dice.choice((0, 1, 60, t))) for _ in range(dice.randint(1, 3)))
+    return Case(
+        b=1 if small else dice.randint(1, 3), hkv=1 if small else dice.randint(1, 2), group=spec["group"],  # type: ignore[arg-type]
+        d=d, dv=dv, dtype=dtype, causal="causal" in str(spec["band"]), window=WINDOWS.get(str(spec["band"])),  # type: ignore[arg-type]
+        scale=spec["scale"], softcap=spec["softcap"], bias=str(spec["bias"]), alibi=str(spec["alibi"]),  # type: ignore[arg-type]
+        sinks=bool(spec["sinks"]), dropout_p=spec["dropout_p"], dlse=bool(spec["dlse"]), layout=str(spec["layout"]),  # type: ignore[arg-type]
+        lengths=lengths, device=device, **sizes,
+    )  # fmt: skip

@@ -94,7 +94,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
     """(words spilled, what is wrong), from a process of its own: the compiled kernel stays on disk."""
     from triton.runtime.errors import OutOfResources
 
-    from ..kernels.attention.triton import launch as module
+    from ..kernels.attention.triton.fit import fits
 
     tiles.set_row(key, row)
     _, _, head_dim, band = key
@@ -103,13 +103,13 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
         _thunk(Inputs(Shape(1, 1, 256, head_dim, causal=band), dtype, torch.device(device)), kernel)()
     except (OutOfResources, ValueError) as error:
         return 0, str(error)
-    fit = [fit for fit in module.fits.values() if fit.kernel == kernel][-1]
+    fit = [fit for fit in fits.values() if fit.kernel == kernel][-1]
     return fit.compiled.n_spills, "" if fit.tile == tile else "does not fit"
 
 
 def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)) -> int:
     """Times every candidate, prints the best of each kernel and rewrites the table of tiles.py."""
-    from ..kernels.attention.triton.launch import architecture, product_bits
+    from ..kernels.attention.triton.fit import architecture, product_bits
 
     if device.type != "cuda":
         raise ValueError(f"device: got {device}; accepted: a CUDA device, for tiles are tuned where they run")

@@ -1,1 +1,1 @@
-"""A Gluon emulator."""
+"""A Gluon emulator: README.md."""

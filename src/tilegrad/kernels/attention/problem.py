@@ -9,8 +9,10 @@ tensor. No Triton is needed here.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from ..scratch import accumulation_dtype
@@ -20,6 +22,7 @@ FEW_ROWS = 16  # up to here a call is decoding: the Triton kernel shares the col
 LEAST_BLOCK = 32  # columns that GPU kernels pad the narrowest head to
 ALIGNED_BYTES = 16  # what rows begin at multiples of: TMA needs it, vector loads are faster with it
 STRIDE_BYTES = 2**40  # what TMA can step over
+LEAST_FACTOR = 1e-30  # GPU kernels keep |scale| positive where it is 0, so that −inf · scale is −inf
 LOG2E = 1.4426950408889634  # log2(e): exp(x) = exp2(x · log2 e), and GPU kernels keep scores in the log2 domain
 
 lse_dtype = accumulation_dtype  # lse is a row statistic
@@ -96,12 +99,32 @@ def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[in
     return o, (q.shape[1], q.shape[0]) if mask.varlen else tuple(q.shape[:-1])
 
 
+@functools.cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a GPU; 8 for the CPU, where GPU kernels run interpreted."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
+
+
 def four_dims(x: Any, varlen: bool) -> tuple[list[int], list[int]]:
     """(sizes, strides) over sequences, heads, rows, columns; packed sequences are one sequence of all rows."""
     if varlen:
         (total, h, d), (x_t, x_h, x_d) = x.shape, x.stride()
         return [1, h, total, d], [0, x_h, x_t, x_d]
     return list(x.shape), list(x.stride())
+
+
+def row_strides(x: Tensor | None, varlen: bool) -> tuple[int, int, int]:
+    """Strides over sequences, heads and rows of q and its like; packed sequences have no stride between them."""
+    if x is None:
+        return 0, 0, 0
+    return (0, x.stride(1), x.stride(0)) if varlen else (x.stride(0), x.stride(1), x.stride(2))
+
+
+def lse_strides(x: Tensor | None, varlen: bool) -> tuple[int, int, int]:
+    """The same of lse and its like, (B, Hq, Tq) or (Hq, total)."""
+    if x is None:
+        return 0, 0, 0
+    return (0, x.stride(0), x.stride(1)) if varlen else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def _aligned_step(n: int, stride: int, itemsize: int) -> bool:

@@ -1,5 +1,27 @@
-"""Attention on Hopper, in Gluon."""
+"""Attention on Hopper, in Gluon.
 
-from .launch import bwd, fwd, workspace
+float16 and bfloat16, head dimensions of 16 to 256 in steps of 8, the same for v, in any layout that TMA can address.
+../table.py says which calls that leaves out.
+
+    host      launch_forward.py, launch_backward.py: plans and launches     launch.py, tma.py: launches and TMA descriptors
+    device    forward.py, backward.py: the kernels, with their equations    forward_*.py, backward_*.py: their warps
+              pipeline.py: the handshake of all of them                     prepost.py: the backward's pre- and postprocess
+"""
+
+import torch
+from torch import Tensor
+
+from ...scratch import Shapes
+from ..mask import Mask
+from ..problem import sizes_of
+from . import launch_backward
+from .launch_backward import bwd
+from .launch_forward import fwd
 
 __all__ = ["bwd", "fwd", "workspace"]
+
+
+def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
+    if not backward:
+        return {"tile_counter": ((1,), torch.int32)} if mask.varlen else {}
+    return launch_backward.workspace(q, sizes_of(q, k, v, mask), mask.varlen, deterministic)

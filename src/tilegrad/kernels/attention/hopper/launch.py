@@ -1,176 +1,90 @@
-"""Attention on Hopper: what a call is on the host, and the launches of forward.py and backward.py.
+"""Launches that skip what Triton works out anew at each call, and facts of the device that both directions plan with.
 
-float16 and bfloat16, head dimensions of 16 to 256 in steps of 8, the same for v, in any layout that TMA can address.
-Which calls that leaves out is said by ../table.py. Nothing is allocated.
+A launch is kept under the addresses, sizes and strides of its call: a training step makes the same ones again.
 """
 
 from __future__ import annotations
 
-import functools
-from typing import NamedTuple
+import inspect
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any, Generic, TypeVar
 
 import torch
 from torch import Tensor
+from triton.backends.nvidia.driver import make_tensordesc_arg
+from triton.runtime.driver import driver
 
-from ...scratch import Scratch, Shapes
-from ..mask import Mask
-from ..problem import LOG2E, Sizes, four_dims, sizes_of, tma_refusal
-from ..triton.launch import LEAST_FACTOR, multiprocessors
-from .forward import _attention_fwd_kernel
-from .forward_schedule import ROWS
-from .tma import Launch, current, prepare, tile_descriptor
+from .tma import Descriptor
 
-KEPT_BYTES = 24 << 20  # of k and v that programs at work together should find in L2
-ALONE = 1.35  # warpgroups that share a multiprocessor and take as long as one that has it for itself
-
-
-class Tiling(NamedTuple):
-    """Warpgroups of 64 rows, columns of a tile, slots for tiles of k and of v, slots for q."""
-
-    warpgroups: int
-    columns: int
-    slots: int
-    q_slots: int
-
-
-TILINGS = {  # by the head dimension, padded
-    32: Tiling(2, 128, 2, 2),
-    64: Tiling(3, 128, 3, 2),
-    128: Tiling(2, 128, 2, 2),
-    256: Tiling(2, 64, 2, 1),
-}
-WINDOW_TILING = Tiling(3, 64, 4, 2)  # of a padded dimension of 128: less beyond a window's two edges
+L2_BYTES = 24 * 2**20  # of L2 that one section of heads may fill: about half of an H100's
 MOST_LAUNCHES = 1024
-_launches: dict[tuple[object, ...], Launch] = {}
+T = TypeVar("T")
 
 
-def _tiling(sizes: Sizes, varlen: bool, programs: int) -> Tiling:
-    """The usual one; of one warpgroup where there is a program for each of its tiles; narrow columns for a window at D 128."""
-    tiling = TILINGS[sizes.block_d]
-    if varlen:
-        return tiling
-    if -(-sizes.tq // ROWS.value) * sizes.hq * sizes.batch <= programs:
-        return tiling._replace(warpgroups=1)
-    return WINDOW_TILING if sizes.block_d == 128 and sizes.left is not None else tiling
+class LaunchCache(Generic[T]):
+    """What was prepared for a call, by its key; at most MOST_LAUNCHES, then it starts anew."""
+
+    def __init__(self) -> None:
+        self._kept: dict[tuple[object, ...], T] = {}
+
+    def get(self, key: tuple[object, ...], prepare: Callable[[], T]) -> T:
+        kept = self._kept.get(key)
+        if kept is None:
+            if len(self._kept) >= MOST_LAUNCHES:
+                self._kept.clear()
+            kept = self._kept[key] = prepare()
+        return kept
+
+    def clear(self) -> None:
+        self._kept.clear()
 
 
-def _wave(sizes: Sizes, row_tiles: int, programs: int, tiling: Tiling) -> int:
-    """Heads whose tiles are dealt out together, the longest first; of windows, as many as keep their k and v in L2."""
-    heads = sizes.batch * sizes.hq
-    window = sizes.tk if sizes.left is None else min(sizes.tk, sizes.left + ROWS.value * tiling.warpgroups)
-    most = min(heads, max(1, KEPT_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))
-    if sizes.left is not None or row_tiles * heads <= programs:
-        return most
-    return _balanced_wave(sizes.tq, sizes.tk, sizes.right, row_tiles, heads, most, programs, tiling)
+def current(device: torch.device) -> AbstractContextManager[None]:
+    """Makes a device the current one; nothing where it already is."""
+    if device.type != "cuda" or device.index == torch.cuda.current_device():
+        return nullcontext()
+    return torch.cuda.device(device)
 
 
-@functools.lru_cache(1024)
-def _balanced_wave(
-    tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, tiling: Tiling
-) -> int:
-    """Of 1 … `most` heads, or all where rows under a causal edge are so many that k and v need not stay in L2, the number
-    whose slowest program has the least to do, as forward_schedule.py deals the tiles out."""
-    steps = _tile_steps(tq, tk, right, row_tiles, tiling)
-    rounds = -(-row_tiles * heads // programs)
-    waves = {max(1, most * part // 16) for part in range(17)}
-    if right is not None and row_tiles >= 40:
-        waves.add(heads)
-
-    def slowest(wave: int) -> float:
-        whole, rest = divmod(heads, wave)
-        dealt = torch.cat([steps.repeat_interleave(wave).repeat(whole), steps.repeat_interleave(rest)])
-        dealt = torch.nn.functional.pad(dealt, (0, rounds * programs - dealt.numel())).view(rounds, programs)
-        return round(float((dealt[::2].sum(0) + dealt[1::2].flip(1).sum(0)).max()), 3)
-
-    return min(sorted(waves), key=slowest)
+compiled_kernels: dict[tuple[Any, ...], Any] = {}
 
 
-def _tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, tiling: Tiling) -> Tensor:
-    """How long each tile of rows of a head takes, last rows first, in steps of all warpgroups over a tile of columns: one to
-    start and to end, and for each tile of columns the share of the warpgroups that have rows."""
-    end = tq - ROWS.value * tiling.warpgroups * torch.arange(row_tiles, device="cpu")
-    seen = torch.full_like(end, tk) if right is None else (end + (tk - tq + right)).clamp(1, tk)
-    at_work = (end / ROWS.value).ceil().clamp(ALONE, tiling.warpgroups) if tiling.warpgroups > 1 else 1
-    return 1 + (seen / tiling.columns).ceil() * at_work / tiling.warpgroups
+class Launch:
+    """A kernel with its arguments, ready to run any number of times: tensor maps encoded, addresses taken, and nothing of
+    Triton's in Python left between a call and the driver. It holds addresses, not tensors: whoever keeps one keeps it under
+    the addresses, sizes and strides it was made of."""
+
+    __slots__ = ("_arguments", "_device", "_grid", "_start", "_stream")
+
+    def __init__(self, compiled: Any, grid: int, arguments: tuple[Any, ...], device: int) -> None:
+        launcher, maps = compiled.run, iter(compiled.metadata.tensordesc_meta or ())
+        flat: list[Any] = []
+        for x in arguments:
+            if isinstance(x, Descriptor):
+                flat += make_tensordesc_arg(x, next(maps))
+            else:
+                flat.append(x.data_ptr() if isinstance(x, Tensor) else x)
+        self._start = launcher.launch
+        if inspect.isfunction(self._start):  # Triton's wrapper, which encodes descriptors anew at each call
+            self._start = inspect.getclosurevars(self._start).nonlocals["launcher"]
+        self._device, self._grid, self._stream = device, grid, driver.active.get_current_stream
+        options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
+        self._arguments = (compiled.function, *options, compiled.packed_metadata, None, None, None, *flat)
+
+    def __call__(self) -> None:
+        self._start(self._grid, 1, 1, self._stream(self._device), *self._arguments)
 
 
-def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    if o is lse is None:
-        return
-    taken = scratch["taken"] if mask.varlen else None
-    tensors = (q, k, v, o, lse, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, taken)
-    addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
-    strides = (q.stride(), k.stride(), v.stride(), o is not None and o.stride(), lse is not None and lse.stride())
-    cu, sinks = mask.cu_seqlens_q, mask.sinks
-    lengths = None if cu is None else (cu.shape, mask.max_seqlen_q, mask.max_seqlen_k)
-    options = (mask.band, mask.scale, mask.softcap, lengths, None if sinks is None else (sinks.dtype, sinks.stride()))
-    key = (addresses, q.shape, k.shape, strides, options, q.dtype, q.device)
-    with current(q.device):
-        launch = _launches.get(key)
-        if launch is None:
-            if len(_launches) >= MOST_LAUNCHES:
-                _launches.clear()
-            launch = _launches[key] = _prepare_fwd(q, k, v, mask, o, lse, taken)
-        if taken is not None:
-            taken.zero_()
-        launch()
+def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, ...], num_warps: int) -> Launch:
+    """The launch of kernel[(grid,)](*arguments) on the current device.
 
-
-def _prepare_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, taken: Tensor | None
-) -> Launch:
-    sizes = sizes_of(q, k, v, mask)
-    varlen = mask.varlen
-    unfit = None if o is None else tma_refusal("o", o, varlen)
-    if unfit:
-        raise ValueError(f"{unfit}; kernel='triton' writes it as it is")
-    tiling = _tiling(sizes, varlen, multiprocessors(q.device))
-    rows = ROWS.value * tiling.warpgroups
-    row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
-    tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
-    programs = min(tiles, multiprocessors(q.device))
-    wave = 1 if varlen else _wave(sizes, row_tiles, programs, tiling)
-    scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
-    lse_strides = (0, 0, 0) if lse is None else (0, *lse.stride()) if varlen else lse.stride()
-    o_strides = (0, 0, 0) if o is None else four_dims(o, varlen)[1][:3]
-    strides = (*o_strides, *lse_strides, 0 if sinks is None else sinks.stride(0))
-    constants = (
-        tiling.warpgroups, tiling.columns, sizes.block_d, sizes.d, tiling.slots, tiling.q_slots, scale < 0.0
-    )  # fmt: skip
-    key = (
-        q.dtype, varlen, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
-        sizes.right is None, mask.softcap == 0.0, constants, *(stride >= 2**31 for stride in strides),
-    )  # fmt: skip
-    arguments = (
-        tile_descriptor(q, varlen, ROWS.value, sizes.block_d),
-        tile_descriptor(k, varlen, tiling.columns, sizes.block_d),
-        tile_descriptor(v, varlen, tiling.columns, sizes.block_d),
-        mask.cu_seqlens_q, mask.cu_seqlens_k, sinks,
-        None if o is None else tile_descriptor(o, varlen, ROWS.value, sizes.block_d),
-        o, lse, taken,
-        *strides, sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, wave,
-        sizes.tq, sizes.tk, sizes.left, sizes.right,
-        max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
-    )  # fmt: skip
-    return prepare(_attention_fwd_kernel, key, programs, arguments, num_warps=4)
-
-
-def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
-    from . import backward as hopper_bwd
-
-    if not backward:
-        return {"taken": ((1,), torch.int32)} if mask.varlen else {}
-    return hopper_bwd.workspace(q, sizes_of(q, k, v, mask), mask.varlen, deterministic)
-
-
-def bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    scratch: Scratch, deterministic: bool,
-) -> None:  # fmt: skip
-    from . import backward as hopper_bwd
-
-    hopper_bwd.launch(
-        q, k, v, o, lse, do, dlse, mask, sizes_of(q, k, v, mask),
-        dq=dq, dk=dk, dv=dv, dsinks=dsinks, scratch=scratch, deterministic=deterministic,
-    )  # fmt: skip
+    The key must tell apart whatever changes the code: dtypes, boxes, constexprs, which arguments are None. The kernel
+    specialises on nothing else (do_not_specialize, numbers with a type), else a stale kernel would run.
+    """
+    device = torch.cuda.current_device() if torch.cuda.is_available() else -1
+    key = (kernel, device, *key)
+    compiled = compiled_kernels.get(key)
+    if compiled is None:
+        compiled = compiled_kernels[key] = kernel.warmup(*arguments, grid=(grid,), num_warps=num_warps)
+    return Launch(compiled, grid, arguments, device)

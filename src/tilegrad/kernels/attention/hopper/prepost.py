@@ -1,10 +1,10 @@
-"""What Hopper's backward does row by row, before and after its products.
+"""Pre- and postprocess of Hopper's backward, row by row; backward.py defines neg_lse2, delta and dq_acc.
 
-    begin    shift, delta of every row, padding rows too; counters = 0, sums = 0, dq_acc = 0
-    finish   dq = scale · dq_acc, in the tensor's dtype; 0 for rows that no tile of columns came to
-    dsinks   dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h; delta is the negative one of backward.py
+    preprocess    neg_lse2, delta of every row, padding rows too; counters = 0, sums = 0, dq_acc = 0
+    postprocess   dq = scale · dq_acc, in the tensor's dtype; 0 for rows that attend to no column
+    dsinks        dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h, with backward.py's delta, the negative one
 
-All are bound by memory. What shift, delta and dq_acc are is said in backward.py.
+All are bound by memory.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -13,12 +13,13 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton.scores import lengths, to_base
-from .backward_schedule import first_row
+from ..triton.memory import lengths
+from ..triton.numerics import to_log2
+from .backward_scheduler import first_row
 
 SIZES = ["rows_b", "rows_h", "heads", "row_tiles", "tq", "batch", "sinks_h", "dsinks_h", "counted", "summed"]
 SIZES += [f"{x}_{axis}" for x in ("o", "do", "lse", "dlse", "dq") for axis in "bht"]
-POINTERS = ["lse", "dlse", "cu_seqlens_q", "counters", "turns", "sums", "sinks", "dsinks"]
+POINTERS = ["lse", "dlse", "cu_seqlens_q", "counters", "dq_semaphores", "sums", "sinks", "dsinks"]
 
 
 @triton.jit
@@ -36,9 +37,9 @@ def _clear(x, size, CHUNK: tl.constexpr):
 
 
 @triton.jit(do_not_specialize=SIZES + POINTERS)
-def _hopper_begin_kernel(
+def _hopper_preprocess_kernel(
     o, do, lse, dlse, cu_seqlens_q,
-    shift, delta, dq_acc, counters, sums,
+    neg_lse2, delta, dq_acc, counters, sums,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, do_b: tl.int64, do_h: tl.int64, do_t: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_t: tl.int64,
     rows_b, rows_h, heads, row_tiles, tq, counted, summed, divisor,
@@ -70,15 +71,15 @@ def _hopper_begin_kernel(
     nothing = tl.where(divisor < 0.0, float("inf"), float("-inf"))
 
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    tl.store(shift + at, tl.where(some, -to_base(lse_row, False) / divisor, nothing))
+    tl.store(neg_lse2 + at, tl.where(some, -to_log2(lse_row, False) / divisor, nothing))
     tl.store(delta + at, tl.where(some, -d, 0.0))
     if dq_acc is not None:
         tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=c < D)
 
 
 @triton.jit(do_not_specialize=SIZES + POINTERS)
-def _hopper_finish_kernel(
-    dq_acc, turns, cu_seqlens_q,
+def _hopper_postprocess_kernel(
+    dq_acc, dq_semaphores, cu_seqlens_q,
     dq,
     dq_b: tl.int64, dq_h: tl.int64, dq_t: tl.int64,
     rows_b, rows_h, heads, row_tiles, tq, scale,
@@ -97,28 +98,28 @@ def _hopper_finish_kernel(
     both = (rows < tq)[:, None] & (c < D)
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
     came = both
-    if turns is not None:
-        came = both & (tl.load(turns + (b * heads + h) * row_tiles + tile * BLOCK // BLOCK_M) > 0)
+    if dq_semaphores is not None:
+        came = both & (tl.load(dq_semaphores + (b * heads + h) * row_tiles + tile * BLOCK // BLOCK_M) > 0)
     sums = tl.load(dq_acc + at.to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
     tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=both)
 
 
 @triton.jit(do_not_specialize=SIZES + POINTERS)
 def _hopper_dsinks_kernel(
-    shift, delta, sinks, cu_seqlens_q,
+    neg_lse2, delta, sinks, cu_seqlens_q,
     dsinks,
     sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, batch, tq, divisor,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
-    sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), False)
+    sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), False)
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
         at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            z = tl.load(shift + at + rows, mask=rows < t, other=0.0) * divisor
+            z = tl.load(neg_lse2 + at + rows, mask=rows < t, other=0.0) * divisor
             acc += tl.math.exp2(sink + z) * tl.load(delta + at + rows, mask=rows < t, other=0.0)
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

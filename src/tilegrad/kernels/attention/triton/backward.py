@@ -1,18 +1,18 @@
 """Attention's backward in Triton: no atomics, every gradient has one owner, so the same bits come out every time.
 
-    delta   delta = rowsum(do ∘ o) − dlse      lse2 = lse · log2(e)        rows that see nothing: delta 0, lse2 +inf, so p = 0
-    dk, dv  a program owns a tile of columns of a kv head and walks the query heads of its group and the rows that see it
+    delta   delta = rowsum(do ∘ o) − dlse      lse2 = lse · log2(e)        rows without a key: delta 0, lse2 +inf, so p = 0
+    dk, dv  a program owns a tile of columns of a kv head and loops over its query heads and the rows that attend to it
               sᵀ = k qᵀ   dpᵀ = v doᵀ   dv += rᵀ do   dk += dxᵀ q
-    dq      a program owns a tile of rows and walks the columns they see
+    dq      a program owns a tile of rows and loops over the columns they attend to
               s = q kᵀ    dp = do vᵀ    dq += dx k
-    dbias   a program owns a tile of the bias itself and walks everything that the bias is broadcast over; one that is
-            broadcast over columns shifts whole rows, of which softmax sees nothing, but lse and the sink do:
+    dbias   a program owns a tile of the bias itself and loops over everything that the bias is broadcast over. A bias
+            broadcast over columns shifts whole rows: p is invariant to it, but lse and the sink's probability are not:
               Σⱼ ds = Σⱼ p ∘ dp − delta Σⱼ p = (delta + dlse) − delta (1 − p_sink) = dlse + p_sink · delta
-    dsinks  a program owns a head and walks its rows: dsink −= Σ exp(sink − lse) · delta
+    dsinks  a program owns a head and loops over its rows: dsink −= Σ exp(sink − lse) · delta
 
 r, ds and dx of a tile are in scores.py; scale, and 1/(1 − dropout_p) of dv, are applied once, at the end. Scores are
-computed twice, in 7 products of 2·Tq·Tk·D FLOPs where one fused walk has 5 (8 where dk and dv are walked apart): that is the
-price of no atomics and no float32 dq in memory. Scratch is two float32 rows, delta and lse2; (B, Hq, Tq) each.
+computed twice: 7 GEMMs of 2·Tq·Tk·D FLOPs where one fused loop has 5 (8 GEMMs with separate dK and dV passes). That is the
+price of no atomics and no float32 dq in memory. Scratch is two float32 rows, delta and lse2, (B, Hq, Tq) each.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -21,26 +21,17 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .memory import at, deduplicated, lengths, load_row, load_tile, steps, store_tile, tile_offsets
+from .numerics import dot, dot_transposed, to_log2
 from .scores import (
     Head,
-    at,
     band_tiles,
-    inner,
-    kept,
-    lengths,
-    load_row,
-    load_tile,
+    drop,
     nth_tile,
-    one_of,
     probabilities,
-    product,
     score_gradient,
     sink_probability,
-    steps,
-    store_tile,
-    tile_offsets,
-    to_base,
-    uncapped,
+    through_softcap,
 )
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "do", "lse", "dlse", "rows", "dq", "dk", "dv") for axis in "bht"]
@@ -54,8 +45,8 @@ def _delta_kernel(
     o, do, lse, dlse, cu_seqlens_q,
     delta, lse2,
     o_b, o_h, o_t, do_b, do_h, do_t, lse_b, lse_h, lse_t, dlse_b, dlse_h, dlse_t, rows_b, rows_h, heads, row_tiles, tq,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-    EXACT: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
+    IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % row_tiles * BLOCK_M
     h = tl.program_id(0) // row_tiles % heads
@@ -66,16 +57,16 @@ def _delta_kernel(
 
     rows = start + tl.arange(0, BLOCK_M)
     inside = rows < tq
-    o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
-    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+    o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
+    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
     o_tile = load_tile(at(o, o_b, o_h, o_t, b, h, start_q + start, ALIGN), o_offsets, tq - start, DV, CHECKED=True)
     do_tile = load_tile(
         at(do, do_b, do_h, do_t, b, h, start_q + start, ALIGN), do_offsets, tq - start, DV, CHECKED=True
     )
     lse_row = tl.load(at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(rows, lse_t, 1), mask=inside, other=0.0)
 
-    SUMS: tl.constexpr = tl.float64 if EXACT else tl.float32
-    d = tl.sum(o_tile.to(SUMS) * do_tile.to(SUMS), 1)
+    ACC: tl.constexpr = tl.float64 if IEEE_FP32 else tl.float32
+    d = tl.sum(o_tile.to(ACC) * do_tile.to(ACC), 1)
     if dlse is not None:
         dlse = at(dlse, dlse_b, dlse_h, dlse_t, b, h, start_q, 1)
         d -= tl.load(dlse + steps(rows, dlse_t, 1), mask=inside, other=0.0)
@@ -84,41 +75,43 @@ def _delta_kernel(
     tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d.to(tl.float32), 0.0), mask=inside)
     tl.store(
         at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
-        tl.where(some, to_base(lse_row, EXACT), float("inf")),
+        tl.where(some, to_log2(lse_row, IEEE_FP32), float("inf")),
         mask=inside,
     )
 
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, q, do, lse2, delta, q_t, do_t, j, head, inv_factor, first, full, full_end, last,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, WIDE: tl.constexpr,
-    EXACT: tl.constexpr, COPIES: tl.constexpr, ALIKE: tl.constexpr,
+    dk, dv, k, v, q, do, lse2, delta, q_t, do_t, j, head, inv_factor, first, unmasked, unmasked_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
+    IEEE_FP32: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
     DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Both products may start from a row of their own: s from −lse, in units of factor, and dp from −delta. lse2 and delta are
-    read a tile ahead, for Triton copies nothing so narrow ahead. What a turn could keep for the next is computed anew, and
-    the few tiles with a mask are not copied ahead: there are no registers for either."""
-    q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, WIDE)
-    do_offsets = q_offsets if ALIKE else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, WIDE)
-    S_STARTS: tl.constexpr = not EXACT and head.softcap is None and head.bias is None and head.slope is None
-    DP_STARTS: tl.constexpr = not EXACT and head.seed is None
-    tiles = full_end - full
+    """dk, dv of the masked or of the unmasked row tiles of one query head.
+
+    Both GEMMs may start from a row instead of 0: s from −lse, in units of factor, and dp from −delta. lse2 and delta are
+    prefetched by hand, since Triton does not pipeline loads so narrow. Register pressure forbids two things: loop-invariant
+    code motion is off, and the few masked tiles are not pipelined."""
+    q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, INT64_OFFSETS)
+    do_offsets = q_offsets if SAME_OFFSETS else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, INT64_OFFSETS)
+    S_STARTS: tl.constexpr = not IEEE_FP32 and head.softcap is None and head.bias is None and head.slope is None
+    DP_STARTS: tl.constexpr = not IEEE_FP32 and head.seed is None
+    tiles = unmasked_end - unmasked
     if MASKED:
-        tiles = full - first + last - full_end
-    rows = nth_tile(0, first, full, full_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
-    next_lse2 = load_row(lse2, rows, head.tq, float("inf"), COPIES)
-    next_delta = load_row(delta, rows, head.tq, 0.0, COPIES)
+        tiles = unmasked - first + last - unmasked_end
+    rows = nth_tile(0, first, unmasked, unmasked_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
+    next_lse2 = load_row(lse2, rows, head.tq, float("inf"), DUPLICATES)
+    next_delta = load_row(delta, rows, head.tq, 0.0, DUPLICATES)
     for m in tl.range(0, tiles, num_stages=1 if MASKED else None, disable_licm=True):
-        start = nth_tile(m, first, full, full_end, MASKED) * BLOCK_M
+        start = nth_tile(m, first, unmasked, unmasked_end, MASKED) * BLOCK_M
         rows = start + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
         do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
-        lse2_row = one_of(next_lse2)
-        delta_row = one_of(next_delta)
-        next_rows = nth_tile(m + 1, first, full, full_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
-        next_lse2 = load_row(lse2, next_rows, head.tq, float("inf"), COPIES)
-        next_delta = load_row(delta, next_rows, head.tq, 0.0, COPIES)
+        lse2_row = deduplicated(next_lse2)
+        delta_row = deduplicated(next_delta)
+        next_rows = nth_tile(m + 1, first, unmasked, unmasked_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
+        next_lse2 = load_row(lse2, next_rows, head.tq, float("inf"), DUPLICATES)
+        next_delta = load_row(delta, next_rows, head.tq, 0.0, DUPLICATES)
         s_start = None
         dp_start = None
         if S_STARTS:
@@ -127,14 +120,14 @@ def _add_rows(
         if DP_STARTS:
             dp_start = -delta_row
             delta_row = 0.0
-        s = inner(k, q_tile, s_start, EXACT)
-        dp = inner(v, do_tile, dp_start, EXACT)
-        p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, EXACT, MASKED)
-        dx = uncapped(score_gradient(p, dp, delta_row, keep, head), t, head)
+        s = dot_transposed(k, q_tile, s_start, IEEE_FP32)
+        dp = dot_transposed(v, do_tile, dp_start, IEEE_FP32)
+        p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, IEEE_FP32, MASKED)
+        dx = through_softcap(score_gradient(p, dp, delta_row, keep, head), t, head)
         if DV_WANTED:
-            dv = product(kept(p, keep, head), do_tile, dv, EXACT)
+            dv = dot(drop(p, keep, head), do_tile, dv, IEEE_FP32)
         if DK_WANTED:
-            dk = product(dx, q_tile, dk, EXACT)
+            dk = dot(dx, q_tile, dk, IEEE_FP32)
     return dk, dv
 
 
@@ -147,8 +140,8 @@ def _dkdv_kernel(
     first_b, group, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, inv_factor, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
-    DOUBLE: tl.constexpr, COPIES: tl.constexpr, ALIKE: tl.constexpr,
+    ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
+    FP64: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) * BLOCK_N
     kv_head = tl.program_id(1)
@@ -158,24 +151,24 @@ def _dkdv_kernel(
         return
 
     j = start + tl.arange(0, BLOCK_N)[:, None]
-    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
-    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS)
+    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, INT64_OFFSETS)
     k_tile = load_tile(at(k, k_b, k_h, k_t, b, kv_head, start_k + start, ALIGN), k_offsets, tk - start, D, CHECKED=True)
     v_tile = load_tile(
         at(v, v_b, v_h, v_t, b, kv_head, start_k + start, ALIGN), v_offsets, tk - start, DV, CHECKED=True
     )
-    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    if DOUBLE:
-        k_tile, v_tile = k_tile.to(SUMS), v_tile.to(SUMS)
+    ACC: tl.constexpr = tl.float64 if FP64 else tl.float32
+    if FP64:
+        k_tile, v_tile = k_tile.to(ACC), v_tile.to(ACC)
     if NEGATIVE:
         k_tile = -k_tile
     if seed is not None:
         seed = tl.load(seed)
-    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], SUMS)
-    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], SUMS)
+    dk_acc = tl.zeros([BLOCK_N, BLOCK_D], ACC)
+    dv_acc = tl.zeros([BLOCK_N, BLOCK_DV], ACC)
 
     stop = tl.minimum(start + BLOCK_N, tk)
-    first, full, full_end, last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
+    first, unmasked, unmasked_end, last = band_tiles(start, stop, tq - tk, right, left, tq, BLOCK_M)
     for g in range(0, group):
         h = kv_head * group + g
         q_head = at(q, q_b, q_h, q_t, b, h, start_q, ALIGN)
@@ -184,7 +177,7 @@ def _dkdv_kernel(
         delta_head = at(delta, rows_b, rows_h, 1, b, h, start_q, 1)
         slope = None
         if slopes is not None:
-            slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
+            slope = to_log2(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), IEEE_FP32)
         bias_head = None
         if bias is not None:
             bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
@@ -194,37 +187,38 @@ def _dkdv_kernel(
         for MASKED in tl.static_range(2):
             dk_acc, dv_acc = _add_rows(
                 dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_t, do_t,
-                j, head, inv_factor, first, full, full_end, last,
-                D, DV, BLOCK_M, ALIGN, WIDE, EXACT, COPIES, ALIKE, dk is not None, dv is not None, MASKED,
+                j, head, inv_factor, first, unmasked, unmasked_end, last,
+                D, DV, BLOCK_M, ALIGN, INT64_OFFSETS, IEEE_FP32, DUPLICATES, SAME_OFFSETS,
+                dk is not None, dv is not None, MASKED,
             )  # fmt: skip
 
     if dk is not None:
         dk = at(dk, dk_b, dk_h, dk_t, b, kv_head, start_k + start, ALIGN)
-        store_tile(dk, tile_offsets(dk_t, BLOCK_N, BLOCK_D, ALIGN, WIDE), dk_acc * scale, tk - start, D)
+        store_tile(dk, tile_offsets(dk_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS), dk_acc * scale, tk - start, D)
     if dv is not None:
         dv = at(dv, dv_b, dv_h, dv_t, b, kv_head, start_k + start, ALIGN)
-        store_tile(dv, tile_offsets(dv_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE), dv_acc * inv_keep, tk - start, DV)
+        store_tile(dv, tile_offsets(dv_t, BLOCK_N, BLOCK_DV, ALIGN, INT64_OFFSETS), dv_acc * inv_keep, tk - start, DV)
 
 
 @triton.jit
 def _add_columns(
-    dq, q, do, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, full, full_end, last,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, EXACT: tl.constexpr,
+    dq, q, do, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, unmasked, unmasked_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    tiles = full_end - full
+    tiles = unmasked_end - unmasked
     if MASKED:
-        tiles = full - first + last - full_end
+        tiles = unmasked - first + last - unmasked_end
     for n in tl.range(0, tiles):
-        start = nth_tile(n, first, full, full_end, MASKED) * BLOCK_N
+        start = nth_tile(n, first, unmasked, unmasked_end, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
-        s = inner(q, k_tile, None, EXACT)
-        dp = inner(do, v_tile, None, EXACT)
-        p, keep, t = probabilities(s, lse2[:, None], i, j, head, EXACT, MASKED)
-        dx = uncapped(score_gradient(p, dp, delta[:, None], keep, head), t, head)
-        dq = product(dx, k_tile, dq, EXACT)
+        s = dot_transposed(q, k_tile, None, IEEE_FP32)
+        dp = dot_transposed(do, v_tile, None, IEEE_FP32)
+        p, keep, t = probabilities(s, lse2[:, None], i, j, head, IEEE_FP32, MASKED)
+        dx = through_softcap(score_gradient(p, dp, delta[:, None], keep, head), t, head)
+        dq = dot(dx, k_tile, dq, IEEE_FP32)
     return dq
 
 
@@ -237,8 +231,8 @@ def _dq_kernel(
     heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
-    DOUBLE: tl.constexpr,
+    ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
+    FP64: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
@@ -251,24 +245,24 @@ def _dq_kernel(
         return
 
     rows = start + tl.arange(0, BLOCK_M)
-    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
-    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
-    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
-    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, INT64_OFFSETS)
+    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
+    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS)
+    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, INT64_OFFSETS)
     q_tile = load_tile(at(q, q_b, q_h, q_t, b, h, start_q + start, ALIGN), q_offsets, tq - start, D, CHECKED=True)
     do_tile = load_tile(
         at(do, do_b, do_h, do_t, b, h, start_q + start, ALIGN), do_offsets, tq - start, DV, CHECKED=True
     )
-    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    if DOUBLE:
-        q_tile, do_tile = q_tile.to(SUMS), do_tile.to(SUMS)
+    ACC: tl.constexpr = tl.float64 if FP64 else tl.float32
+    if FP64:
+        q_tile, do_tile = q_tile.to(ACC), do_tile.to(ACC)
     if NEGATIVE:
         q_tile = -q_tile
     lse2 = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=float("inf"))
     delta = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=0.0)
     slope = None
     if slopes is not None:
-        slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
+        slope = to_log2(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), IEEE_FP32)
     if bias is not None:
         bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
     if seed is not None:
@@ -276,18 +270,18 @@ def _dq_kernel(
     head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
     k = at(k, k_b, k_h, k_t, b, h // group, start_k, ALIGN)
     v = at(v, v_b, v_h, v_t, b, h // group, start_k, ALIGN)
-    acc = tl.zeros([BLOCK_M, BLOCK_D], SUMS)
+    acc = tl.zeros([BLOCK_M, BLOCK_D], ACC)
 
     stop = tl.minimum(start + BLOCK_M, tq)
-    first, full, full_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
+    first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
     for MASKED in tl.static_range(2):
         acc = _add_columns(
             acc, q_tile, do_tile, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, rows[:, None], head,
-            first, full, full_end, last, D, DV, BLOCK_N, ALIGN, EXACT, MASKED,
+            first, unmasked, unmasked_end, last, D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
         )  # fmt: skip
 
     dq = at(dq, dq_b, dq_h, dq_t, b, h, start_q + start, ALIGN)
-    store_tile(dq, tile_offsets(dq_t, BLOCK_M, BLOCK_D, ALIGN, WIDE), acc * scale, tq - start, D)
+    store_tile(dq, tile_offsets(dq_t, BLOCK_M, BLOCK_D, ALIGN, INT64_OFFSETS), acc * scale, tq - start, D)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -300,8 +294,8 @@ def _dbias_kernel(
     factor, softcap, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, SUM_ROWS: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
-    DOUBLE: tl.constexpr,
+    ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
+    FP64: tl.constexpr,
 ):  # fmt: skip
     own_n = tl.program_id(0) % col_tiles
     own_m = tl.program_id(0) // col_tiles % row_tiles
@@ -309,17 +303,17 @@ def _dbias_kernel(
     own_b = tl.program_id(0) // col_tiles // row_tiles // h_step
     col = own_n * BLOCK_N
     stop = tl.minimum(col + BLOCK_N, tk)
-    first, _full, _full_end, last = band_tiles(col, stop, tq - tk, right, left, tq, BLOCK_M)
+    first, _unmasked, _unmasked_end, last = band_tiles(col, stop, tq - tk, right, left, tq, BLOCK_M)
     if not SUM_ROWS:
         first = tl.maximum(first, own_m)
         last = tl.minimum(last, own_m + 1)
 
-    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    acc = tl.zeros([BLOCK_M, BLOCK_N], SUMS)
-    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
-    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
-    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
-    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    ACC: tl.constexpr = tl.float64 if FP64 else tl.float32
+    acc = tl.zeros([BLOCK_M, BLOCK_N], ACC)
+    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, INT64_OFFSETS)
+    do_offsets = tile_offsets(do_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
+    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS)
+    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, INT64_OFFSETS)
     j = col + tl.arange(0, BLOCK_N)[None, :]
     if seed is not None:
         seed = tl.load(seed)
@@ -328,7 +322,7 @@ def _dbias_kernel(
         for h in range(own_h, heads, h_step):
             slope = None
             if slopes is not None:
-                slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
+                slope = to_log2(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), IEEE_FP32)
             bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
             head = Head(
                 b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
@@ -344,11 +338,11 @@ def _dbias_kernel(
                 do_tile = load_tile(at(do, do_b, do_h, do_t, b, h, row, ALIGN), do_offsets, tq - row, DV, CHECKED=True)
                 lse2_row = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 delta_row = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
-                if DOUBLE:
-                    q_tile, do_tile = q_tile.to(SUMS), do_tile.to(SUMS)
-                s = inner(q_tile, k_tile, None, EXACT)
-                dp = inner(do_tile, v_tile, None, EXACT)
-                p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, EXACT, MASKED=True)
+                if FP64:
+                    q_tile, do_tile = q_tile.to(ACC), do_tile.to(ACC)
+                s = dot_transposed(q_tile, k_tile, None, IEEE_FP32)
+                dp = dot_transposed(do_tile, v_tile, None, IEEE_FP32)
+                p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, IEEE_FP32, MASKED=True)
                 acc += score_gradient(p, dp, delta_row[:, None], keep, head)
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
@@ -366,7 +360,7 @@ def _dbias_rows_kernel(
     dbias,
     rows_b, rows_h, dlse_b, dlse_h, dlse_t, sinks_h, dbias_b, dbias_h, dbias_i,
     batch, heads, row_tiles, b_step, h_step, tq,
-    BLOCK: tl.constexpr, SUM_ROWS: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, SUM_ROWS: tl.constexpr, IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     own_m = tl.program_id(0) % row_tiles
     own_h = tl.program_id(0) // row_tiles % h_step
@@ -375,7 +369,7 @@ def _dbias_rows_kernel(
     if SUM_ROWS:
         m_end = (tq + BLOCK - 1) // BLOCK
 
-    acc = tl.zeros([BLOCK], tl.float64 if EXACT else tl.float32)
+    acc = tl.zeros([BLOCK], tl.float64 if IEEE_FP32 else tl.float32)
     for b in range(own_b, batch, b_step):
         for h in range(own_h, heads, h_step):
             for m in range(own_m, m_end):
@@ -385,9 +379,9 @@ def _dbias_rows_kernel(
                     some = z < float("inf")
                     acc += tl.load(at(dlse, dlse_b, dlse_h, dlse_t, b, h, rows, 1), mask=some, other=0.0)
                 if sinks is not None:
-                    sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
+                    sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), IEEE_FP32)
                     d = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
-                    acc += sink_probability(sink, z, EXACT) * d
+                    acc += sink_probability(sink, z, IEEE_FP32) * d
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
     i = own_m * BLOCK + tl.arange(0, BLOCK)
@@ -402,17 +396,17 @@ def _dsinks_kernel(
     lse2, delta, sinks, cu_seqlens_q,
     dsinks,
     rows_b, rows_h, sinks_h, dsinks_h, batch, tq,
-    BLOCK: tl.constexpr, EXACT: tl.constexpr,
+    BLOCK: tl.constexpr, IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
-    sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
-    acc = tl.zeros([BLOCK], tl.float64 if EXACT else tl.float32)
+    sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), IEEE_FP32)
+    acc = tl.zeros([BLOCK], tl.float64 if IEEE_FP32 else tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
             z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))
             d = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=0.0)
-            acc -= sink_probability(sink, z, EXACT) * d
+            acc -= sink_probability(sink, z, IEEE_FP32) * d
     total = tl.load(dsinks + h * dsinks_h).to(acc.dtype) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

@@ -1,17 +1,17 @@
-"""Attention's forward in Triton: one program owns a tile of rows of one head and walks the columns they see.
+"""Attention's forward in Triton: one program owns a tile of rows of one head and loops over the columns they attend to.
 
     row_max = sink, row_sum = 1 (or lowest, 0)
-    for each tile of columns, first those that no edge crosses, then the others with a mask:
-      x = scores in base 2 (scores.py)
+    for each tile of columns, first the unmasked ones, then those that an edge of the band crosses:
+      x = scores in the log2 domain (scores.py)
       new_max = max(row_max, max x)      p = exp2(x − new_max)      alpha = exp2(row_max − new_max)
       row_sum = alpha · row_sum + Σ p    acc = alpha · acc + (p ∘ keep) v
     o = acc / row_sum / (1 − dropout_p)          lse = (row_max + log2 row_sum) · ln 2
 
-Where rows are few and columns many, `splits` programs share a row tile's columns. Each writes its own o and lse, in float32
-or in float64 where the sums are, and `_combine_kernel` adds them up in a fixed order: o = Σ exp(lse_s − lse) o_s.
+Split-K: where rows are few and columns many, `splits` programs share a row tile's columns. Each writes its own o and lse, in
+the dtype of the accumulators, and `_combine_kernel` reduces them in a fixed order: o = Σ exp(lse_s − lse) o_s.
 
 Reads q once, k and v once for each row tile (from L2, mostly); writes o and lse. 4·Tq·Tk·D FLOPs for each head, half if
-causal. Rows are walked last to first where the band closes the future, so that the longest programs start first.
+causal. Where the band closes the future, the last rows come first: their programs are the longest.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -20,26 +20,9 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .scores import (
-    LOWEST,
-    Head,
-    at,
-    band_tiles,
-    exponential,
-    inner,
-    keeps,
-    lengths,
-    load_tile,
-    log_sum,
-    nth_tile,
-    product,
-    ratio,
-    scores,
-    steps,
-    store_tile,
-    tile_offsets,
-    to_base,
-)
+from .memory import at, lengths, load_tile, steps, store_tile, tile_offsets
+from .numerics import LOWEST, dot, dot_transposed, exponential, log_sum, ratio, to_log2
+from .scores import Head, band_tiles, dropout_mask, nth_tile, scores
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
 SIZES += ["bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h", "sinks_h"]
@@ -48,28 +31,28 @@ SIZES += ["heads", "row_tiles", "tq", "tk", "left", "right", "threshold", "split
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, full, full_end, last,
-    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, EXACT: tl.constexpr,
+    acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, unmasked, unmasked_end, last,
+    D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    tiles = full_end - full
+    tiles = unmasked_end - unmasked
     if MASKED:
-        tiles = full - first + last - full_end
+        tiles = unmasked - first + last - unmasked_end
     for n in tl.range(0, tiles):
-        start = nth_tile(n, first, full, full_end, MASKED) * BLOCK_N
+        start = nth_tile(n, first, unmasked, unmasked_end, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
-        s = inner(q, k_tile, None, EXACT)
-        x, factor, _tanh = scores(s, i, j, head, EXACT, MASKED)
+        s = dot_transposed(q, k_tile, None, IEEE_FP32)
+        x, factor, _tanh = scores(s, i, j, head, IEEE_FP32, MASKED)
         new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
-        p = exponential(x * factor - new_max[:, None], EXACT)
-        alpha = exponential(row_max - new_max, EXACT)
+        p = exponential(x * factor - new_max[:, None], IEEE_FP32)
+        alpha = exponential(row_max - new_max, IEEE_FP32)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if head.seed is not None:
-            p = tl.where(keeps(i, j, head), p, 0.0)
+            p = tl.where(dropout_mask(i, j, head), p, 0.0)
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
-        acc = product(p, v_tile, acc, EXACT)
+        acc = dot(p, v_tile, acc, IEEE_FP32)
         row_max = new_max
     return acc, row_max, row_sum
 
@@ -83,8 +66,8 @@ def _attention_fwd_kernel(
     sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits, factor, softcap, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    ALIGN: tl.constexpr, WIDE: tl.constexpr, NEGATIVE: tl.constexpr, EXACT: tl.constexpr,
-    DOUBLE: tl.constexpr,
+    ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
+    FP64: tl.constexpr,
 ):  # fmt: skip
     m = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
@@ -98,58 +81,58 @@ def _attention_fwd_kernel(
         return
 
     i = start + tl.arange(0, BLOCK_M)[:, None]
-    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, WIDE)
-    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, WIDE)
-    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, WIDE)
+    q_offsets = tile_offsets(q_t, BLOCK_M, BLOCK_D, ALIGN, INT64_OFFSETS)
+    k_offsets = tile_offsets(k_t, BLOCK_N, BLOCK_D, ALIGN, INT64_OFFSETS)
+    v_offsets = tile_offsets(v_t, BLOCK_N, BLOCK_DV, ALIGN, INT64_OFFSETS)
     q_tile = load_tile(at(q, q_b, q_h, q_t, b, h, start_q + start, ALIGN), q_offsets, tq - start, D, CHECKED=True)
-    SUMS: tl.constexpr = tl.float64 if DOUBLE else tl.float32
-    if DOUBLE:
-        q_tile = q_tile.to(SUMS)
+    ACC: tl.constexpr = tl.float64 if FP64 else tl.float32
+    if FP64:
+        q_tile = q_tile.to(ACC)
     if NEGATIVE:
         q_tile = -q_tile
     k = at(k, k_b, k_h, k_t, b, h // group, start_k, ALIGN)
     v = at(v, v_b, v_h, v_t, b, h // group, start_k, ALIGN)
     slope = None
     if slopes is not None:
-        slope = to_base(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), EXACT)
+        slope = to_log2(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), IEEE_FP32)
     if bias is not None:
         bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
     if seed is not None:
         seed = tl.load(seed)
     head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
-    row_max = tl.full([BLOCK_M], LOWEST, SUMS)
-    row_sum = tl.zeros([BLOCK_M], SUMS)
+    row_max = tl.full([BLOCK_M], LOWEST, ACC)
+    row_sum = tl.zeros([BLOCK_M], ACC)
     if sinks is not None:
-        sink = to_base(tl.load(sinks + h * sinks_h).to(tl.float32), EXACT)
+        sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), IEEE_FP32)
         sink = tl.where(split == 0, sink, float("-inf"))
         row_max = tl.maximum(row_max, sink)
-        row_sum = exponential(sink - row_max, EXACT)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], SUMS)
+        row_sum = exponential(sink - row_max, IEEE_FP32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
 
     stop = tl.minimum(start + BLOCK_M, tq)
-    first, full, full_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
+    first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
     share = (last - first + splits - 1) // splits
     begin = tl.minimum(first + split * share, last)
     end = tl.minimum(begin + share, last)
     first, last = begin, end
-    full = tl.minimum(tl.maximum(full, begin), end)
-    full_end = tl.minimum(tl.maximum(full_end, begin), end)
+    unmasked = tl.minimum(tl.maximum(unmasked, begin), end)
+    unmasked_end = tl.minimum(tl.maximum(unmasked_end, begin), end)
     for MASKED in tl.static_range(2):
         acc, row_max, row_sum = _attend(
             acc, row_max, row_sum, q_tile, k, v, k_offsets, v_offsets, k_t, v_t, i, head,
-            first, full, full_end, last, D, DV, BLOCK_N, ALIGN, EXACT, MASKED,
+            first, unmasked, unmasked_end, last, D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
         )  # fmt: skip
 
     some = row_sum > 0.0
     row_sum = tl.where(some, row_sum, 1.0)
     if o is not None:
-        o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, WIDE)
+        o_offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, ALIGN, INT64_OFFSETS)
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, ALIGN) + steps(split, o_s, ALIGN)
-        store_tile(o, o_offsets, acc * ratio(inv_keep, row_sum, EXACT)[:, None], tq - start, DV)
+        store_tile(o, o_offsets, acc * ratio(inv_keep, row_sum, IEEE_FP32)[:, None], tq - start, DV)
     if lse is not None:
         rows = start + tl.arange(0, BLOCK_M)
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
-        value = tl.where(some, log_sum(row_max, row_sum, EXACT), float("-inf"))
+        value = tl.where(some, log_sum(row_max, row_sum, IEEE_FP32), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=rows < tq)
 
 
@@ -159,7 +142,7 @@ def _combine_kernel(
     o, lse,
     parts_b, parts_h, parts_t, parts_s, lse_parts_b, lse_parts_h, lse_parts_t, lse_parts_s, o_b, o_h, o_t, lse_b, lse_h, lse_t,
     heads, row_tiles, tq, splits,
-    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, EXACT: tl.constexpr,
+    DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % row_tiles * BLOCK_M
     h = tl.program_id(0) // row_tiles % heads
@@ -178,11 +161,11 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], row_max.dtype)
 
     for split in tl.range(0, splits):
-        x = to_base(tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")), EXACT)
+        x = to_log2(tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")), IEEE_FP32)
         part = load_tile(parts + steps(split, parts_s, 1), part_offsets, tq - start, DV, CHECKED=True)
         new_max = tl.maximum(row_max, x)
-        alpha = exponential(row_max - new_max, EXACT)
-        weight = exponential(x - new_max, EXACT)
+        alpha = exponential(row_max - new_max, IEEE_FP32)
+        weight = exponential(x - new_max, IEEE_FP32)
         row_sum = row_sum * alpha + weight
         acc = acc * alpha[:, None] + part * weight[:, None]
         row_max = new_max
@@ -192,9 +175,9 @@ def _combine_kernel(
     if o is not None:
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, 1)
         store_tile(
-            o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), ratio(acc, row_sum[:, None], EXACT), tq - start, DV
+            o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), ratio(acc, row_sum[:, None], IEEE_FP32), tq - start, DV
         )
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
-        value = tl.where(some, log_sum(row_max, row_sum, EXACT), float("-inf"))
+        value = tl.where(some, log_sum(row_max, row_sum, IEEE_FP32), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=inside)

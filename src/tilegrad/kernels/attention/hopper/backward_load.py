@@ -1,0 +1,142 @@
+"""The producer warp of Hopper's backward: takes work tiles and loads them by TMA.
+
+For each work tile: k and v once, and q, do, neg_lse2 and delta of every tile of rows that attends to it.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .backward_scheduler import (
+    FLAG_BITS,
+    LAST,
+    MASKED,
+    WorkTile,
+    first_row,
+    head_and_column,
+    publish_tile,
+    row_tile,
+    take_tile,
+    tma_coordinates,
+    work_tile,
+)
+from .pipeline import producer_acquire, write_word
+
+
+class Inputs(NamedTuple):
+    """What the producer warp fills: pipelines of tiles, and what comes with a stage of q (neg_lse2, row_info) or do (delta)."""
+
+    q: Any
+    do: Any
+    k: Any
+    v: Any
+    neg_lse2: Any
+    delta: Any
+    row_info: Any
+
+
+@gluon.jit
+def _load_columns(k_desc, v_desc, params, tile, inputs, iteration, BLOCK_N: gl.constexpr):
+    at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N, 0)
+    k_s = producer_acquire(inputs.k, iteration)
+    mbarrier.expect(inputs.k.full.index(0), k_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(k_desc, at, inputs.k.full.index(0), k_s)
+    v_s = producer_acquire(inputs.v, iteration)
+    mbarrier.expect(inputs.v.full.index(0), v_desc.block_type.nbytes)
+    tma.async_copy_global_to_shared(v_desc, at, inputs.v.full.index(0), v_s)
+
+
+@gluon.jit
+def _load_tile(
+    q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, tile, iteration, state, inputs, tile_info,
+    rows_b, rows_h, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """q and do of every tile of rows; k and v after the first q, because their stages are released later than q's."""
+    VARLEN: gl.constexpr = params.cu_seqlens_q is not None
+    Q_STAGES: gl.constexpr = inputs.q.full.shape[0]
+    DO_STAGES: gl.constexpr = inputs.do.full.shape[0]
+    publish_tile(tile_info, iteration, tile, VARLEN)
+    row = first_row(tile.b, tile.start_q, rows_b, VARLEN)
+    g = tile.begin // gl.maximum(tile.count, 1)
+    i = tile.begin - g * tile.count
+    for step in range(tile.begin, tile.end):
+        h = tile.kv_head * params.group + g
+        m = row_tile(tile, i)
+        at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M, 0)
+        flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(i < tile.masked, MASKED, 0)
+        q_s = producer_acquire(inputs.q, state)
+        write_word(inputs.row_info, state % Q_STAGES, (m << FLAG_BITS) + flags)
+        full = inputs.q.full.index(state % Q_STAGES)
+        mbarrier.expect(full, q_desc.block_type.nbytes + neg_lse2_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(q_desc, at, full, q_s)
+        neg_lse2_s = inputs.neg_lse2.index(state % Q_STAGES)
+        tma.async_copy_global_to_shared(neg_lse2_desc, [h * rows_h + row + m * BLOCK_M], full, neg_lse2_s)
+        if step == tile.begin:
+            _load_columns(k_desc, v_desc, params, tile, inputs, iteration, BLOCK_N)
+        do_s = producer_acquire(inputs.do, state)
+        full = inputs.do.full.index(state % DO_STAGES)
+        mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
+        tma.async_copy_global_to_shared(do_desc, at, full, do_s)
+        delta_s = inputs.delta.index(state % DO_STAGES)
+        tma.async_copy_global_to_shared(delta_desc, [h * rows_h + row + m * BLOCK_M], full, delta_s)
+        state += 1
+        i += 1
+        g = gl.where(i == tile.count, g + 1, g)
+        i = gl.where(i == tile.count, 0, i)
+    if tile.begin == tile.end:
+        _load_columns(k_desc, v_desc, params, tile, inputs, iteration, BLOCK_N)
+    return state
+
+
+@gluon.jit
+def load(
+    q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter, rows_b, rows_h,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr,
+):  # fmt: skip
+    """The producer warp. `state`: of the pipelines q and do; of k and v it is `iteration`."""
+    VARLEN: gl.constexpr = params.cu_seqlens_q is not None
+    iteration = 0
+    state = 0
+    before = 0
+    t, part = take_tile(tile_counter, params)
+    sequences = params.batch if VARLEN else 1
+    for b in range(0, sequences):
+        start_q = 0
+        start_k = 0
+        tq = params.tq
+        tk = params.tk
+        heads = params.kv_heads
+        if VARLEN:
+            start_q = gl.load(params.cu_seqlens_q + b)
+            start_k = gl.load(params.cu_seqlens_k + b)
+            tq = gl.load(params.cu_seqlens_q + b + 1) - start_q
+            tk = gl.load(params.cu_seqlens_k + b + 1) - start_k
+        else:
+            heads = params.all_heads
+        col_tiles = (tk + BLOCK_N - 1) // BLOCK_N
+        after = before + col_tiles * heads
+        while t < after:
+            if VARLEN:
+                b_of = b
+                kv_head = (t - before) // col_tiles
+                n = t - before - kv_head * col_tiles
+            else:
+                head, n = head_and_column(t, params, col_tiles)
+                b_of = head // params.kv_heads
+                kv_head = head - b_of * params.kv_heads
+            if DESCENDING:
+                n = col_tiles - 1 - n
+            tile = work_tile(b_of, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
+            state = _load_tile(
+                q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, tile, iteration, state,
+                inputs, tile_info, rows_b, rows_h, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+            iteration += 1
+            t, part = take_tile(tile_counter, params)
+        before = after
+    publish_tile(tile_info, iteration, WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), VARLEN)

@@ -1,0 +1,66 @@
+"""The producer warp of Hopper's forward: takes work tiles and loads them by TMA.
+
+For each work tile: q of every warpgroup, then k and v of every block of columns, last to first.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+
+from .forward_scheduler import END, ROWS, WorkTile, next_index, publish_tile, work_tile, work_tiles
+
+
+@gluon.jit
+def load(
+    q_desc, k_desc, v_desc, pipelines, params, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, VARLEN: gl.constexpr
+):
+    Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
+    STAGES: gl.constexpr = pipelines.k.full.shape[0]
+    TILE: gl.constexpr = ROWS * WARPGROUPS
+    kv_state = 0
+    iteration = 0
+    index = next_index(0, params)
+    while index < work_tiles(params):
+        tile = work_tile(index, params, TILE, BLOCK_N)
+        if not VARLEN or tile.start > -TILE:
+            publish_tile(iteration, tile, tile.start, pipelines)
+            b = tile.b
+            if VARLEN:
+                b = tile.b * 0
+            for w in gl.static_range(WARPGROUPS):
+                stage = iteration % Q_STAGES * WARPGROUPS + w
+                mbarrier.wait(pipelines.q.empty.index(stage), iteration // Q_STAGES & 1 ^ 1)
+                mbarrier.expect(pipelines.q.full.index(stage), q_desc.block_type.nbytes)
+                row = tile.start_q + tile.start + w * ROWS
+                tma.async_copy_global_to_shared(
+                    q_desc, [b, tile.h, row, 0], pipelines.q.full.index(stage), pipelines.q.stages.index(stage)
+                )
+            for j in range(tile.last - tile.first):
+                stage = kv_state % STAGES
+                phase = kv_state // STAGES & 1 ^ 1
+                row = tile.start_k + (tile.last - 1 - j) * BLOCK_N
+                mbarrier.wait(pipelines.k.empty.index(stage), phase)
+                mbarrier.expect(pipelines.k.full.index(stage), k_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    k_desc,
+                    [b, tile.h // params.group, row, 0],
+                    pipelines.k.full.index(stage),
+                    pipelines.k.stages.index(stage),
+                )
+                mbarrier.wait(pipelines.v.empty.index(stage), phase)
+                mbarrier.expect(pipelines.v.full.index(stage), v_desc.block_type.nbytes)
+                tma.async_copy_global_to_shared(
+                    v_desc,
+                    [b, tile.h // params.group, row, 0],
+                    pipelines.v.full.index(stage),
+                    pipelines.v.stages.index(stage),
+                )
+                kv_state += 1
+            iteration += 1
+        index = next_index(iteration, params)
+    nothing = index * 0
+    end = WorkTile(nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
+    publish_tile(iteration, end, nothing + END, pipelines)

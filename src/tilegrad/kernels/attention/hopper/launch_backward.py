@@ -1,0 +1,237 @@
+"""The backward's host side: tile configs, splits, the order of work tiles, scratch, the launches of prepost.py and backward.py.
+
+Nothing is allocated.
+"""
+
+from __future__ import annotations
+
+import functools
+import heapq
+import math
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...scratch import Scratch, Shapes
+from ..mask import Mask
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, multiprocessors, row_strides, sizes_of, tma_refusal
+from .backward import DIVIDED, _hopper_bwd_kernel
+from .backward_wide import OUT_STAGES, SLICES
+from .launch import L2_BYTES, Launch, LaunchCache, current, prepare
+from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
+from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
+
+PADDING = 128  # rows of neg_lse2 and delta are padded to multiples of it
+BLOCK = 64  # rows of a program of the pre- and postprocess
+SPLIT_TILES = 66  # at most so many work tiles are split among CTAs
+MOST_SPLITS = 32
+MANY = 24  # work tiles for each CTA: beyond, any order evens out
+START = 6  # a CTA's prologue and epilogue of a work tile, in tiles of rows
+
+
+class TileConfig(NamedTuple):
+    """Of the main kernel: rows and columns of a tile, stages of do, slices of dq's columns, stages of dq that a tile of dk or
+    dv takes, and whether a tile of rows is computed in halves."""
+
+    m: int
+    n: int
+    do_stages: int
+    slices: int
+    out_stages: int
+    halves: bool
+
+
+TILE_CONFIGS = {
+    64: TileConfig(128, 128, 2, 1, 1, True),
+    128: TileConfig(64, 128, 2, 1, 1, False),
+    256: TileConfig(64, 64, 1, SLICES.value, OUT_STAGES.value, False),
+}
+SOFTCAP_CONFIGS = TILE_CONFIGS | {64: TileConfig(64, 128, 2, 1, 1, False)}  # a softcap takes registers
+launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
+
+
+def width_of(d: int) -> int:
+    """D padded to a power of two, of 128 bytes at least."""
+    return 64 if d <= 64 else 128 if d <= 128 else 256
+
+
+def _ceil_div(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def count_work_tiles(sizes: Sizes, total_k: int | None) -> int:
+    """Work tiles; of packed sequences at most so many."""
+    n = TILE_CONFIGS[width_of(sizes.d)].n
+    if total_k is not None:
+        return sizes.hkv * (total_k // n + sizes.batch)
+    return sizes.hkv * sizes.batch * _ceil_div(sizes.tk, n)
+
+
+def workspace(q: Any, sizes: Sizes, varlen: bool, deterministic: bool) -> Shapes:
+    """dq in float32, two rows, counters, and unless deterministic float32 dk and dv of split work tiles. A smaller batch never
+    needs more."""
+    padded = _ceil_div(sizes.tq, PADDING) * PADDING
+    rows: tuple[int, ...] = (sizes.batch, sizes.hq, padded)
+    if varlen:
+        rows = (sizes.hq, (q.shape[0] // PADDING + sizes.batch) * PADDING)
+    shapes: Shapes = {
+        "dq_acc": ((*rows, sizes.d), torch.float32),
+        "neg_lse2": (rows, torch.float32),
+        "padded_delta": (rows, torch.float32),
+    }
+    shapes["counters"] = ((1 + 2 * SPLIT_TILES + sizes.batch * sizes.hq * padded // BLOCK,), torch.int32)
+    if not deterministic:
+        tile, width = TILE_CONFIGS[width_of(sizes.d)], width_of(sizes.d)
+        shapes["sums"] = ((max(1, min(SPLIT_TILES, count_work_tiles(sizes, None))), 2, tile.n, width), torch.float32)
+    return shapes
+
+
+def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
+    """CTAs that share each work tile where tiles are too few for the device: as many as end soonest."""
+    if not 0 < tiles <= min(SPLIT_TILES, programs // 2):
+        return 1
+    rows = sizes.tq if sizes.left is None else min(sizes.tq, sizes.left + BLOCK)
+    steps = sizes.hq // sizes.hkv * _ceil_div(rows, m)
+
+    def duration(splits: int) -> int:
+        reduction = START if splits > 1 else 0
+        return _ceil_div(tiles * splits, programs) * (_ceil_div(steps, splits) + START) + reduction
+
+    return min(range(1, min(MOST_SPLITS, steps) + 1), key=duration)
+
+
+def heads_per_section(sizes: Sizes, programs: int) -> int:
+    """kv heads whose work tiles are taken together. One, except where the band makes the first columns the longest: then those
+    of several heads come first, of no more than stay in L2 with q, do and dq_acc of one query head each."""
+    if sizes.right is None or sizes.left is not None:
+        return 1
+    heads, tile = sizes.batch * sizes.hkv, TILE_CONFIGS[width_of(sizes.d)]
+    most = max(1, min(L2_BYTES // max(1, sizes.tq * sizes.d * 8), heads))
+    rows, before = _ceil_div(sizes.tq, tile.m), sizes.tq - sizes.tk - sizes.right
+    firsts = [max(0, n * tile.n + before) // tile.m for n in range(_ceil_div(sizes.tk, tile.n))]
+    steps = tuple([START + sizes.hq // sizes.hkv * max(0, rows - first) for first in firsts])
+    return _soonest(most, heads, steps, programs)
+
+
+@functools.lru_cache(1024)
+def _soonest(most: int, heads: int, steps: tuple[int, ...], programs: int) -> int:
+    """Of 1, 2, 4 … `most` heads together the fewest with which the last CTA ends within half a percent of the soonest, if each
+    takes the next tile when it is idle. `steps`: tiles of rows of each of a head's work tiles."""
+    if heads * len(steps) > MANY * programs:
+        return most
+
+    def end(together: int) -> int:
+        ends = [0] * programs
+        for first in range(0, heads, together):
+            for length in steps:
+                for _ in range(min(together, heads - first)):
+                    heapq.heapreplace(ends, ends[0] + length)
+        return max(ends)
+
+    ends = {heads: end(heads) for heads in sorted({min(1 << i, most) for i in range(most.bit_length() + 1)})}
+    return next(heads for heads in ends if ends[heads] <= 1.005 * min(ends.values()))
+
+
+def _descriptor(x: Tensor, varlen: bool, rows: int, columns: int) -> Descriptor:
+    return varlen_descriptor(x, rows, columns) if varlen else tile_descriptor(x, varlen, rows, columns)
+
+
+def bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
+    scratch: Scratch, deterministic: bool,
+) -> None:  # fmt: skip
+    sizes = sizes_of(q, k, v, mask)
+    if not q.numel() or not k.numel():
+        for x in (dq, dk, dv):
+            if x is not None:
+                x.zero_()
+        return
+    strided = (q, k, v, o, do, dq, dk, dv, lse, dlse)
+    others = (dsinks, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, *scratch.values())
+    key = (
+        tuple([None if x is None else x.data_ptr() for x in strided + others]),
+        tuple([None if x is None else x.stride() for x in strided]),
+        sizes, q.shape[0], k.shape[0], q.dtype, q.device, mask.scale, mask.softcap, deterministic,
+        tuple([None if x is None else (x.dtype, x.stride()) for x in (dsinks, mask.sinks)]),
+    )  # fmt: skip
+    with current(q.device):
+        kept = launches.get(
+            key,
+            lambda: _prepare(q, k, v, o, lse, do, dlse, mask, sizes, dq, dk, dv, dsinks, scratch, deterministic),
+        )
+        for launch in kept:
+            launch()
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None, scratch: Scratch, deterministic: bool,
+) -> tuple[Launch, ...]:  # fmt: skip
+    varlen, d, cap, scale, width = mask.varlen, sizes.d, mask.softcap, float(mask.scale_for(sizes.d)), width_of(sizes.d)
+    for name, x in (("o", o), ("do", do), ("dq", dq), ("dk", dk), ("dv", dv)):
+        unfit = None if x is None else tma_refusal(name, x, varlen)
+        if unfit:
+            raise ValueError(f"{unfit}; kernel='triton' takes it as it is")
+    tile = (SOFTCAP_CONFIGS if cap else TILE_CONFIGS)[width]
+    programs, tiles = multiprocessors(q.device), count_work_tiles(sizes, k.shape[0] if varlen else None)
+    splits = 1 if deterministic else splits_for(sizes, tiles, programs, tile.m)
+    split = splits > 1
+    scale_log2 = 1.0 if cap else math.copysign(max(abs(scale) * LOG2E, LEAST_FACTOR), scale)
+    divisor = scale_log2 if width > DIVIDED.value else 1.0
+    descending = deterministic and sizes.right is not None
+    cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
+    acc, neg_lse2, delta, counters = (
+        scratch["dq_acc"],
+        scratch["neg_lse2"],
+        scratch["padded_delta"],
+        scratch["counters"],
+    )
+    arrivals, dq_semaphores = counters[1:], counters[1 + 2 * SPLIT_TILES :]
+    sums = scratch["sums"] if split else None
+    summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
+    rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
+    row_tiles = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK
+    code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, split, d, tile)
+
+    preprocess = prepare(
+        _hopper_preprocess_kernel, code, row_tiles * sizes.hq * sizes.batch,
+        (
+            o, do, lse, dlse, cu_q, neg_lse2, delta, None if deterministic else acc, counters, sums,
+            *row_strides(o, varlen), *row_strides(do, varlen), *lse_strides(lse, varlen), *lse_strides(dlse, varlen),
+            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, width, BLOCK, PADDING,
+        ), num_warps=4,
+    )  # fmt: skip
+    main = prepare(
+        _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None),
+        min(tiles * splits, programs),
+        (
+            _descriptor(q, varlen, tile.m, width), _descriptor(k, varlen, tile.n, width),
+            _descriptor(v, varlen, tile.n, width), _descriptor(do, varlen, tile.m, width),
+            row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
+            rows_descriptor(acc, tile.m, width // tile.slices),
+            None if dk is None else _descriptor(dk, varlen, tile.n, width),
+            None if dv is None else _descriptor(dv, varlen, tile.n, width),
+            sums, arrivals if split else None, dq_semaphores if deterministic else None, counters,
+            rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
+            sizes.left, sizes.right,
+            1 if deterministic or varlen else heads_per_section(sizes, programs), splits if split else None,
+            row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
+            tile.m, tile.n, width, *tile[2:], descending,
+        ), num_warps=4 if width > 128 else 8,
+    )  # fmt: skip
+    prepared = [preprocess, main]
+    if dq is not None:
+        arguments = (
+            acc, dq_semaphores if deterministic else None, cu_q, dq, *row_strides(dq, varlen), rows_b, rows_h,
+            sizes.hq, row_tiles, sizes.tq, scale, d, width, BLOCK, tile.m,
+        )  # fmt: skip
+        grid = row_tiles * sizes.hq * sizes.batch
+        prepared.append(prepare(_hopper_postprocess_kernel, code, grid, arguments, num_warps=4))
+    if dsinks is not None and mask.sinks is not None:
+        sums_of = (neg_lse2, delta, mask.sinks, cu_q, dsinks, mask.sinks.stride(0), dsinks.stride(0))
+        dtypes = (varlen, mask.sinks.dtype, dsinks.dtype)
+        heads_of = (*sums_of, rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024)
+        prepared.append(prepare(_hopper_dsinks_kernel, dtypes, sizes.hq, heads_of, num_warps=4))
+    return tuple(prepared)

@@ -1,0 +1,143 @@
+"""The forward's host side: tile configs, the order of tiles, and the launch of forward.py. Nothing is allocated."""
+
+from __future__ import annotations
+
+import functools
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...scratch import Scratch
+from ..mask import Mask
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, multiprocessors, row_strides, sizes_of, tma_refusal
+from .forward import _attention_fwd_kernel
+from .forward_scheduler import ROWS
+from .launch import L2_BYTES, Launch, LaunchCache, current, prepare
+from .tma import tile_descriptor
+
+ALONE = 1.35  # of a tile where few warpgroups have rows, the time in warpgroups: one alone is that much slower than its share
+
+
+class TileConfig(NamedTuple):
+    """Of a work tile: MMA warpgroups of 64 rows each, columns of a block of k and v, stages of k and of v, stages of q."""
+
+    warpgroups: int
+    columns: int
+    stages: int
+    q_stages: int
+
+
+TILE_CONFIGS = {  # by the head dimension, padded
+    32: TileConfig(2, 128, 2, 2),
+    64: TileConfig(3, 128, 3, 2),
+    128: TileConfig(2, 128, 2, 2),
+    256: TileConfig(2, 64, 2, 1),
+}
+WINDOW_CONFIG = TileConfig(3, 64, 4, 2)  # for D 128: narrow columns waste less beyond a window's two edges
+launches: LaunchCache[Launch] = LaunchCache()
+
+
+def tile_config(sizes: Sizes, varlen: bool, programs: int) -> TileConfig:
+    """The usual one; of one warpgroup where there is a CTA for each of its tiles; narrow columns for a window at D 128."""
+    config = TILE_CONFIGS[sizes.block_d]
+    if varlen:
+        return config
+    if -(-sizes.tq // ROWS.value) * sizes.hq * sizes.batch <= programs:
+        return config._replace(warpgroups=1)
+    return WINDOW_CONFIG if sizes.block_d == 128 and sizes.left is not None else config
+
+
+def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
+    """Heads whose tiles are scheduled together, the longest first; of windows, as many as keep their k and v in L2."""
+    heads = sizes.batch * sizes.hq
+    window = sizes.tk if sizes.left is None else min(sizes.tk, sizes.left + ROWS.value * config.warpgroups)
+    most = min(heads, max(1, L2_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))
+    if sizes.left is not None or row_tiles * heads <= programs:
+        return most
+    return _balanced_section(sizes.tq, sizes.tk, sizes.right, row_tiles, heads, most, programs, config)
+
+
+@functools.lru_cache(1024)
+def _balanced_section(
+    tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, config: TileConfig
+) -> int:
+    """Of 1 … `most` heads, or all where rows under a causal edge are so many that k and v need not stay in L2, the number whose
+    slowest CTA has the least to do in the order of forward_scheduler.py."""
+    steps = tile_steps(tq, tk, right, row_tiles, config)
+    rounds = -(-row_tiles * heads // programs)
+    sections = {max(1, most * part // 16) for part in range(17)}
+    if right is not None and row_tiles >= 40:
+        sections.add(heads)
+
+    def slowest(section: int) -> float:
+        whole, rest = divmod(heads, section)
+        order = torch.cat([steps.repeat_interleave(section).repeat(whole), steps.repeat_interleave(rest)])
+        order = torch.nn.functional.pad(order, (0, rounds * programs - order.numel())).view(rounds, programs)
+        return round(float((order[::2].sum(0) + order[1::2].flip(1).sum(0)).max()), 3)
+
+    return min(sorted(sections), key=slowest)
+
+
+def tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, config: TileConfig) -> Tensor:
+    """How long each tile of rows of a head takes, last rows first, in units of all warpgroups over one block of columns: one
+    for prologue and epilogue, and for each block of columns the share of the warpgroups that have rows."""
+    end = tq - ROWS.value * config.warpgroups * torch.arange(row_tiles, device="cpu")
+    attended = torch.full_like(end, tk) if right is None else (end + (tk - tq + right)).clamp(1, tk)
+    at_work = (end / ROWS.value).ceil().clamp(ALONE, config.warpgroups) if config.warpgroups > 1 else 1
+    return 1 + (attended / config.columns).ceil() * at_work / config.warpgroups
+
+
+def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
+    if o is lse is None:
+        return
+    tile_counter = scratch["tile_counter"] if mask.varlen else None
+    tensors = (q, k, v, o, lse, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, tile_counter)
+    addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
+    strides = (q.stride(), k.stride(), v.stride(), o is not None and o.stride(), lse is not None and lse.stride())
+    cu, sinks = mask.cu_seqlens_q, mask.sinks
+    lengths = None if cu is None else (cu.shape, mask.max_seqlen_q, mask.max_seqlen_k)
+    options = (mask.band, mask.scale, mask.softcap, lengths, None if sinks is None else (sinks.dtype, sinks.stride()))
+    key = (addresses, q.shape, k.shape, strides, options, q.dtype, q.device)
+    with current(q.device):
+        launch = launches.get(key, lambda: _prepare(q, k, v, mask, o, lse, tile_counter))
+        if tile_counter is not None:
+            tile_counter.zero_()
+        launch()
+
+
+def _prepare(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, tile_counter: Tensor | None
+) -> Launch:
+    sizes = sizes_of(q, k, v, mask)
+    varlen = mask.varlen
+    unfit = None if o is None else tma_refusal("o", o, varlen)
+    if unfit:
+        raise ValueError(f"{unfit}; kernel='triton' writes it as it is")
+    config = tile_config(sizes, varlen, multiprocessors(q.device))
+    rows = ROWS.value * config.warpgroups
+    row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
+    tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
+    programs = min(tiles, multiprocessors(q.device))
+    section = 1 if varlen else heads_per_section(sizes, row_tiles, programs, config)
+    scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
+    strides = (*row_strides(o, varlen), *lse_strides(lse, varlen), 0 if sinks is None else sinks.stride(0))
+    constants = (
+        config.warpgroups, config.columns, sizes.block_d, sizes.d, config.stages, config.q_stages, scale < 0.0
+    )  # fmt: skip
+    key = (
+        q.dtype, varlen, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
+        sizes.right is None, mask.softcap == 0.0, constants, *(stride >= 2**31 for stride in strides),
+    )  # fmt: skip
+    arguments = (
+        tile_descriptor(q, varlen, ROWS.value, sizes.block_d),
+        tile_descriptor(k, varlen, config.columns, sizes.block_d),
+        tile_descriptor(v, varlen, config.columns, sizes.block_d),
+        mask.cu_seqlens_q, mask.cu_seqlens_k, sinks,
+        None if o is None else tile_descriptor(o, varlen, ROWS.value, sizes.block_d),
+        o, lse, tile_counter,
+        *strides, sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, section,
+        sizes.tq, sizes.tk, sizes.left, sizes.right,
+        max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
+    )  # fmt: skip
+    return prepare(_attention_fwd_kernel, key, programs, arguments, num_warps=4)

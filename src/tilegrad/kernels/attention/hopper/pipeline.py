@@ -1,0 +1,90 @@
+"""Pipelines through shared memory, from a producer warp to consumer warpgroups or back: the handshake of both directions.
+
+A pipeline is a ring of stages, each with two mbarriers:
+
+    full     what the producer wrote is there         consumers wait for it
+    empty    every consumer is done with the stage    the producer waits for it
+
+The state of a pipeline is one integer, the number of stages gone through: stage = state % STAGES, phase = state // STAGES & 1.
+Every warp counts it for itself. A wait for the phase before the first returns at once.
+
+    producer    stage = producer_acquire(pipeline, state)    TMA loads into it, or a store, a fence and producer_commit
+    consumer    stage = consumer_wait(pipeline, state)       reads, then consumer_release
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
+
+
+class Pipeline(NamedTuple):
+    """Stages with their two mbarriers."""
+
+    stages: Any
+    full: Any
+    empty: Any
+
+
+@gluon.jit
+def mbarriers(N: gl.constexpr, COUNT: gl.constexpr):
+    """N of them, each for COUNT arrivals."""
+    bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(N):
+        mbarrier.init(bars.index(i), count=COUNT)
+    return bars
+
+
+@gluon.jit
+def new_pipeline(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr = 1):
+    """Stages for boxes of a descriptor."""
+    stages = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005 (in a kernel)
+    return Pipeline(stages, mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS))
+
+
+@gluon.jit
+def producer_acquire(pipeline, state):
+    """The stage of a state, once its consumers have released it."""
+    STAGES: gl.constexpr = pipeline.empty.shape[0]
+    mbarrier.wait(pipeline.empty.index(state % STAGES), ((state // STAGES) & 1) ^ 1)
+    return pipeline.stages.index(state % STAGES)
+
+
+@gluon.jit
+def producer_commit(pipeline, state):
+    """Tell that a stage is full; TMA tells it by itself."""
+    STAGES: gl.constexpr = pipeline.full.shape[0]
+    mbarrier.arrive(pipeline.full.index(state % STAGES), count=1)
+
+
+@gluon.jit
+def consumer_wait(pipeline, state):
+    """The stage of a state, once it is full."""
+    STAGES: gl.constexpr = pipeline.full.shape[0]
+    mbarrier.wait(pipeline.full.index(state % STAGES), (state // STAGES) & 1)
+    return pipeline.stages.index(state % STAGES)
+
+
+@gluon.jit
+def consumer_release(pipeline, state):
+    """Give a stage back to the producer."""
+    STAGES: gl.constexpr = pipeline.empty.shape[0]
+    mbarrier.arrive(pipeline.empty.index(state % STAGES), count=1)
+
+
+@gluon.jit
+def write_word(words, i, value):
+    """words[i] = value, in shared memory."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    words.index(i).store(gl.full([1], value, gl.int32, layout=L))
+
+
+@gluon.jit
+def read_word(words, i):
+    """words[i] as a scalar: the maximum of a tensor of one."""
+    L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
+    return gl.max(words.index(i).load(L), 0)

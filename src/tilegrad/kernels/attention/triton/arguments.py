@@ -1,0 +1,86 @@
+"""What a kernel is told, on the host: its arguments and constexprs by the names of its parameters.
+
+Kernels take plain numbers, not NamedTuples: Triton 3.6 specialises the elements of a tuple on their values (1, multiples of 16)
+whatever `do_not_specialize` says, and would compile anew for sizes and strides that change. So each launch composes what its
+kernel takes of the groups below: the scores' features, sequence boundaries, strides, constexprs.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...philox import threshold
+from ...scratch import Scratch
+from ..mask import Mask, four_dims
+from ..problem import ALIGNED_BYTES, LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides
+
+Arguments = dict[str, Any]
+
+TILE_ROWS = 256  # at most, of any tile
+
+
+def ieee_fp32(dtype: torch.dtype) -> bool:
+    """float32, and torch does not allow tf32 in its stead."""
+    return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
+
+
+def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch, dtype: torch.dtype) -> Arguments:
+    """Of every kernel with scores: sizes, the band, and the features that turn q·k into scores."""
+    bias, slopes, seed = mask.bias, mask.alibi_slopes, mask.seed
+    log2e = 1.0 if ieee_fp32(dtype) else LOG2E
+    strides = dict.fromkeys(("bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h"), 0)
+    if bias is not None:
+        bias = four_dims(bias.view(torch.uint8) if bias.dtype == torch.bool else bias)
+        for name, stride, n in zip(strides, bias.stride(), bias.shape, strict=False):
+            strides[name] = stride if n > 1 else 0
+    if slopes is not None:
+        strides |= {"slopes_b": slopes.stride(0) if slopes.ndim == 2 else 0, "slopes_h": slopes.stride(-1)}
+    if isinstance(seed, int) and mask.dropout_p:
+        seed = scratch["seed"].fill_(seed - 2**64 if seed >= 2**63 else seed)
+    return strides | {
+        "bias": bias, "slopes": slopes, "seed": seed if mask.dropout_p else None, "threshold": threshold(mask.dropout_p),
+        "inv_keep": 1.0 / (1.0 - mask.dropout_p),
+        "group": sizes.group, "tq": sizes.tq, "tk": sizes.tk, "left": sizes.left, "right": sizes.right,
+        "factor": max(abs(mask.scale_for(sizes.d)) * log2e, LEAST_FACTOR),
+        "softcap": mask.softcap * log2e if mask.softcap else None,
+    }  # fmt: skip
+
+
+def sequence_arguments(mask: Mask) -> Arguments:
+    """Boundaries of packed sequences; None of a dense call."""
+    return {"cu_seqlens_q": mask.cu_seqlens_q, "cu_seqlens_k": mask.cu_seqlens_k}
+
+
+def stride_arguments(varlen: bool, **tensors: Tensor | None) -> Arguments:
+    """x_b, x_h, x_t of q and its like; 0 of a tensor that is None."""
+    return _named("bht", {name: row_strides(x, varlen) for name, x in tensors.items()})
+
+
+def lse_stride_arguments(varlen: bool, **tensors: Tensor | None) -> Arguments:
+    """x_b, x_h, x_t of lse and its like."""
+    return _named("bht", {name: lse_strides(x, varlen) for name, x in tensors.items()})
+
+
+def _named(axes: str, strides: dict[str, tuple[int, ...]]) -> Arguments:
+    return {f"{name}_{axis}": n for name, of in strides.items() for axis, n in zip(axes, of, strict=True)}
+
+
+def sink_arguments(mask: Mask) -> Arguments:
+    return {"sinks": mask.sinks, "sinks_h": 0 if mask.sinks is None else mask.sinks.stride(0)}
+
+
+def alignment(varlen: bool, *tensors: Tensor | None) -> int:
+    """Elements that every row begins at a multiple of: ALIGNED_BYTES in the first tensor's dtype, or 1."""
+    given = [x for x in tensors if x is not None]
+    elements = ALIGNED_BYTES // given[0].element_size()
+    steps = all(stride % elements == 0 for x in given for stride in row_strides(x, varlen))
+    return elements if steps and all(x.data_ptr() % ALIGNED_BYTES == 0 for x in given) else 1
+
+
+def addressing(varlen: bool, *tensors: Tensor | None) -> Arguments:
+    """The constexprs of memory.py: ALIGN, and INT64_OFFSETS where an offset inside a tile leaves 32 bits."""
+    far = any(TILE_ROWS * row_strides(x, varlen)[2] >= 2**31 for x in tensors if x is not None)
+    return {"ALIGN": alignment(varlen, *tensors), "INT64_OFFSETS": far}

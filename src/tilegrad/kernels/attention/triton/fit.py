@@ -1,0 +1,107 @@
+"""Which tile a kernel gets on a device, and its launch with it: the first of tiles.py whose shared memory the device has."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from ..problem import Sizes
+from .arguments import Arguments, ieee_fp32
+from .tiles import INTERPRETER, UNALIGNED, Tile, candidates, row
+
+FAST_FLOAT64 = (INTERPRETER, 80, 90)  # half float32's rate or more; 100 too, but Triton 3.6 does not compile it there
+
+Grid = Callable[[Tile], tuple[Arguments, tuple[int, ...]]]  # more arguments and the programs for a tile
+
+
+@functools.cache
+def architecture(device: torch.device) -> int:
+    """90 for compute capability 9.0; the interpreter's own number on the CPU."""
+    if device.type != "cuda":
+        return INTERPRETER
+    major, minor = torch.cuda.get_device_capability(device)
+    return 10 * major + minor
+
+
+@functools.cache
+def shared_memory_bytes(device: torch.device) -> int:
+    """What one program may use."""
+    index = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
+
+
+def product_bits(dtype: torch.dtype, device: torch.device) -> int:
+    """Of the numbers that are multiplied: float32 is widened to float64 where the device is fast at it."""
+    return 64 if ieee_fp32(dtype) and architecture(device) in FAST_FLOAT64 else 8 * dtype.itemsize
+
+
+def tiles_for(kernel: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
+    return candidates(kernel, *_row_of(sizes, dtype, device))
+
+
+def separate_dk_dv(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
+    """True if dk and dv have a pass each."""
+    return row(*_row_of(sizes, dtype, device)).dk is not None
+
+
+def _row_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, bool]:
+    band = sizes.left is not None or sizes.right is not None
+    return architecture(device), product_bits(dtype, device), max(sizes.block_d, sizes.block_dv), band
+
+
+class Fit(NamedTuple):
+    """A specialisation that ran: the tile it was given, and Triton's compiled kernel (None in the interpreter)."""
+
+    kernel: str
+    tile: Tile
+    compiled: Any
+
+
+fits: dict[tuple[Any, ...], Fit] = {}
+
+
+def launch(
+    kernel: Any, name: str, sizes: Sizes, q: Tensor, grid: Grid, arguments: Arguments, constants: Arguments
+) -> None:
+    """Run `kernel` with the first tile of row `name` that fits."""
+    tiles = tiles_for(name, sizes, q.dtype, q.device)
+    if constants["ALIGN"] == 1 and q.element_size() == 2 and architecture(q.device) != INTERPRETER:
+        tiles = UNALIGNED
+    if not all(grid(tiles[0])[1]):
+        return
+    absent = tuple(argument for argument, x in arguments.items() if x is None)
+    bias = arguments["bias"]
+    key = (kernel, name, q.device, q.dtype, absent, bias is not None and bias.dtype, tiles[0], *constants.values())
+    fit = fits.get(key)
+    if fit is None:
+        tile, compiled = _first_that_fits(kernel, tiles, grid, arguments, constants, q.device)
+        fit = fits[key] = Fit(name, tile, compiled)
+    more, programs = grid(fit.tile)
+    kernel[programs](**arguments, **more, **constants, **_meta(fit.tile))
+
+
+def _first_that_fits(
+    kernel: Any, tiles: tuple[Tile, ...], grid: Grid, arguments: Arguments, constants: Arguments, device: torch.device
+) -> tuple[Tile, Any]:
+    if architecture(device) == INTERPRETER:
+        return tiles[0], None
+    needed = {}
+    for tile in tiles:
+        more, programs = grid(tile)
+        compiled = kernel.warmup(**arguments, **more, **constants, **_meta(tile), grid=programs)
+        needed[tile] = compiled.metadata.shared
+        if needed[tile] <= shared_memory_bytes(device):
+            return tile, compiled
+    raise ValueError(
+        f"device: got {device}, which gives a program {shared_memory_bytes(device)} bytes of shared memory; accepted: "
+        f"at least {min(needed.values())} for head dimension {constants['D']}; kernel='tiled' needs none"
+    )
+
+
+def _meta(tile: Tile) -> Arguments:
+    return {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages}

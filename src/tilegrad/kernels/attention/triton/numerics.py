@@ -1,0 +1,129 @@
+"""Arithmetic on the device: the log2 domain, exp, log, tanh, quotients and matrix products, each in two precisions.
+
+By default scores are in the log2 domain, x = log2(e) · s, so that exp(s) is one exp2(x). IEEE_FP32 is for float32 inputs whose
+products may not be tf32: scores stay natural (no log2(e) anywhere), and exp, log, tanh and quotients are rounded like torch's.
+The device's own exp2, log2 and division are off by two units in the last place or more, and an error of a score or of lse is
+an error of every p. Operands may be float64: a device that is fast at float64 holds the owner's tile and the sums in it.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+LOG2E = tl.constexpr(1.4426950408889634)
+LN2 = tl.constexpr(0.6931471805599453)
+LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # what float32 cuts off
+LN2_LOW = tl.constexpr(-1.904654323148236e-09)
+LN2_HEAD = tl.constexpr(0.693359375)  # 9 bits of ln 2: its product with an exponent is exact
+LN2_TAIL = tl.constexpr(-2.1219444005469057e-04)
+LEAST_EXPONENT = tl.constexpr(-87.0)  # exp below it counts as 0
+CHAIN = tl.constexpr(32)  # terms that an IEEE float32 dot product adds one after the other
+LOWEST = tl.constexpr(-1e38)  # a running maximum starts here: finite, so that a row without a key makes no NaN
+
+
+@triton.jit
+def to_log2(x, IEEE_FP32: tl.constexpr):
+    """Into the log2 domain: x · log2(e), rounded once, for an error of lse is an error of every p of its row. With IEEE_FP32
+    there is no log2 domain, and x stays as it is."""
+    return x if IEEE_FP32 else x * LOG2E + x * LOG2E_LOW
+
+
+@triton.jit
+def from_log2(x, IEEE_FP32: tl.constexpr):
+    """Out of the log2 domain: x · ln 2."""
+    return x if IEEE_FP32 else x * LN2 + x * LN2_LOW
+
+
+@triton.jit
+def power(x, IEEE_FP32: tl.constexpr):
+    """exp2(x). With IEEE_FP32 exp(x) = 2ⁿ exp(f), |f| ≤ ln 2 / 2, by a polynomial for (exp(f) − 1 − f) / f²; error 0.7 ulp."""
+    if IEEE_FP32:
+        bounded = tl.maximum(x, LEAST_EXPONENT)
+        n = tl.floor(bounded * LOG2E + 0.5)
+        f = (bounded - n * LN2_HEAD) - n * LN2_TAIL
+        y = 0.008368780836462975 + f * 0.001381446490995586
+        y = 0.1666651964187622 + f * (0.04166839271783829 + f * y)
+        y = 1.0 + (f + f * f * (0.4999999403953552 + f * y))
+        y *= ((n.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+        return tl.where(x > LEAST_EXPONENT, y, 0.0)
+    else:
+        return tl.math.exp2(x)
+
+
+@triton.jit
+def exponential(x, IEEE_FP32: tl.constexpr):
+    """`power` of what may be float64."""
+    return tl.exp(x) if x.dtype == tl.float64 else power(x, IEEE_FP32)
+
+
+@triton.jit
+def log_sum(row_max, row_sum, IEEE_FP32: tl.constexpr):
+    """lse = log(exp(row_max) row_sum), natural; with IEEE_FP32 in float64."""
+    if IEEE_FP32:
+        return row_max.to(tl.float64) + tl.log(row_sum.to(tl.float64))
+    else:
+        return from_log2(row_max + tl.math.log2(row_sum), IEEE_FP32)
+
+
+@triton.jit
+def quotient(x, y, IEEE_FP32: tl.constexpr):
+    return tl.math.div_rn(x, y) if IEEE_FP32 else x / y
+
+
+@triton.jit
+def ratio(x, y, IEEE_FP32: tl.constexpr):
+    """`quotient` of what may be float64."""
+    return x / y if y.dtype == tl.float64 else quotient(x, y, IEEE_FP32)
+
+
+@triton.jit
+def add_unfused(a, b):
+    """a + b as an fma. Triton would fuse a plain + into tl.dot: its MMAs would accumulate onto b and round at each term."""
+    return tl.fma(a, 1.0, b)
+
+
+@triton.jit
+def dot(a, b, acc, IEEE_FP32: tl.constexpr):
+    """acc + a b, with a in b's dtype, or all in float64 where acc is."""
+    if acc.dtype == tl.float64:
+        return tl.dot(a, b.to(tl.float64), acc, out_dtype=tl.float64)
+    elif IEEE_FP32:
+        return add_unfused(tl.dot(a, b, input_precision="ieee"), acc)
+    else:
+        return tl.dot(a.to(b.dtype), b, acc)
+
+
+@triton.jit
+def dot_transposed(a, b, start, IEEE_FP32: tl.constexpr):
+    """start + a bᵀ, start None or a row. With IEEE_FP32 it is a sum of partial sums of CHAIN terms, and start must be None."""
+    if a.dtype == tl.float64:
+        return tl.dot(a, b.to(tl.float64).T, out_dtype=tl.float64)
+    elif IEEE_FP32 and a.shape[1] > CHAIN:
+        CHAINS: tl.constexpr = a.shape[1] // CHAIN
+        a_chains = tl.permute(tl.reshape(a, [a.shape[0], CHAINS, CHAIN]), [1, 0, 2])
+        b_chains = tl.permute(tl.reshape(b, [b.shape[0], CHAINS, CHAIN]), [1, 2, 0])
+        return tl.sum(tl.dot(a_chains, b_chains, input_precision="ieee"), 0)
+    elif start is None:
+        return tl.dot(a, b.T, input_precision="ieee" if IEEE_FP32 else "tf32")
+    else:
+        return tl.dot(a, b.T, tl.broadcast_to(start, [a.shape[0], b.shape[0]]))
+
+
+@triton.jit
+def tanh(x, IEEE_FP32: tl.constexpr):
+    """Odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. Relative error 3e-7, 2e-7 with IEEE_FP32."""
+    y = x * x
+    if IEEE_FP32:
+        near = -0.008262742310762405 + y * 0.0022269717883318663
+        near = -0.0539521649479866 + y * (0.021732719615101814 + y * near)
+        near = -0.3333333134651184 + y * (0.13333246111869812 + y * near)
+    else:
+        near = 0.020696379244327545 - 0.005768859293311834 * y
+        near = -0.05375746265053749 + y * near
+        near = 0.13331660628318787 + y * near
+        near = -0.333332896232605 + y * near
+    twice = tl.minimum(tl.maximum(x, -20.0), 20.0) * (2.0 if IEEE_FP32 else 2.0 * LOG2E)
+    far = 1.0 - quotient(2.0, 1.0 + power(twice, IEEE_FP32), IEEE_FP32)
+    return tl.where(tl.abs(x) < 0.6, x + x * (y * near), far)

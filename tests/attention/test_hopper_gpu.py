@@ -1,0 +1,227 @@
+"""The Hopper kernels on a Hopper GPU, against the oracle:
+
+./tg test -m gpu -k hopper_gpu --shapes 2000 --report found
+compute-sanitizer python -m pytest -m gpu -k "hopper_gpu and one_process"
+"""
+
+from __future__ import annotations
+
+import json
+import random
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cases import Call, Case, build, check_call, oracle, run
+from support.hopper_specs import case_for_hopper, specs
+from support.sweep import Verdict, check_shapes, report, sweep
+from torch import Tensor
+
+from tilegrad import attention_bwd, attention_fwd, attention_workspace
+from tilegrad.kernels.attention.problem import output_shapes
+
+pytest.importorskip("triton", reason="needs Triton")
+HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a GPU of compute capability 9.0")]
+
+SANITIZED = 20  # shapes of the test for a sanitizer, which watches memory and no results
+FEW_PROGRAMS = 3  # so few that each has many tiles
+
+
+def check(number: int, seed: int) -> None:
+    """Every other shape with FEW_PROGRAMS persistent CTAs instead of one for each multiprocessor."""
+    from tilegrad.kernels.attention.hopper import launch_backward, launch_forward
+    from tilegrad.kernels.attention.hopper.launch import LaunchCache
+
+    spec = specs()[number]
+    call = build(case_for_hopper(spec, random.Random(seed)), seed)
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (launch_forward, launch_backward):
+            patch.setattr(module, "launches", LaunchCache())
+            if seed % 2:
+                patch.setattr(module, "multiprocessors", lambda device: FEW_PROGRAMS)
+        check_call(call, run(call, "hopper", deterministic=bool(spec["deterministic"])))
+
+
+def check_specification(number: int, seeds: list[int]) -> Verdict:
+    return check_shapes(check, number, seeds)
+
+
+def test_random_shapes_agree_with_the_oracle(pytestconfig: pytest.Config) -> None:
+    shapes, folder = pytestconfig.getoption("--shapes"), pytestconfig.getoption("--report")
+    order = sorted(range(len(specs())), key=lambda n: -int(specs()[n]["d"]))  # type: ignore[call-overload]
+    verdicts = list(sweep(check_specification, order, shapes))
+    told = report("hopper", verdicts, folder)
+    assert sum(verdict.shapes for verdict in verdicts) == shapes
+    assert not any(verdict.failures for verdict in verdicts), told
+
+
+def test_one_process_runs_small_shapes_of_many_specifications() -> None:
+    every = specs()
+    for n in range(SANITIZED):
+        spec = every[n * len(every) // SANITIZED]
+        run(build(case_for_hopper(spec, random.Random(n), 200), n), "hopper", deterministic=bool(spec["deterministic"]))
+    torch.cuda.synchronize()
+
+
+BASE = Case(b=2, hkv=2, group=2, tq=700, tk=900, d=128, dv=128, dtype=torch.bfloat16, causal=True, device="cuda")
+REPEATED: dict[str, Case] = {
+    f"D{d}": replace(BASE, d=d, dv=d, sinks=d == 64, dlse=d == 128, tq=700 + d, tk=900) for d in (64, 128, 256)
+} | {"packed": replace(BASE, lengths=((500, 600), (77, 300), (900, 900)))}
+
+
+@pytest.mark.parametrize("name", REPEATED)
+def test_deterministic_repeats_are_bit_equal(name: str) -> None:
+    call = build(REPEATED[name])
+    first = run(call, "hopper", deterministic=True)
+    for _ in range(250):
+        again = run(call, "hopper", deterministic=True)
+        assert all(torch.equal(first[x], again[x]) for x in first)
+
+
+class Bound:
+    """A call with all its buffers, as a training step holds them."""
+
+    def __init__(self, call: Call, deterministic: bool = False) -> None:
+        q, k, v, mask = call.q, call.k, call.v, call.mask
+        o_shape, lse_shape = output_shapes(q, v, mask)
+        self.call, self.deterministic = call, deterministic
+        self.o, self.lse = q.new_empty(o_shape), q.new_empty(lse_shape, dtype=torch.float32)
+        self.grads = {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
+        if mask.sinks is not None:
+            self.grads["dsinks"] = torch.zeros_like(mask.sinks)
+        self.scratch = [
+            {
+                name: torch.empty(shape, dtype=dtype, device="cuda")
+                for name, (shape, dtype) in attention_workspace(
+                    q, k, v, mask, backward=backward, kernel="hopper", deterministic=deterministic
+                ).items()
+            }
+            for backward in (False, True)
+        ]
+
+    def forward(self) -> None:
+        call = self.call
+        attention_fwd(
+            call.q, call.k, call.v, call.mask, o=self.o, lse=self.lse, scratch=self.scratch[0], kernel="hopper"
+        )
+
+    def backward(self) -> None:
+        call = self.call
+        attention_bwd(
+            call.q, call.k, call.v, self.o, self.lse, call.do, call.dlse, call.mask, **self.grads,
+            scratch=self.scratch[1], kernel="hopper", deterministic=self.deterministic,
+        )  # fmt: skip
+
+
+def test_10000_calls_in_one_stream_do_not_hang() -> None:
+    """A kernel that waits for ever shows as a test that never ends."""
+    dice = random.Random(1)
+    every = [spec for spec in specs() if spec["d"] in (64, 128, 256)][:12]
+    bound = []
+    for n in range(200):
+        spec = every[n % len(every)]
+        bound.append(Bound(build(case_for_hopper(spec, dice, 2000), n), bool(spec["deterministic"])))
+    torch.cuda.synchronize()
+    for n in range(5000):
+        one = bound[dice.randrange(len(bound))]
+        one.forward()
+        one.backward()
+        if n % 500 == 499:
+            torch.cuda.synchronize()
+    torch.cuda.synchronize()
+
+
+def gradients(call: Call, o: Tensor, lse: Tensor, absent: str = "") -> dict[str, Tensor]:
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    shapes = attention_workspace(q, k, v, mask, backward=True, kernel="hopper", deterministic=True)
+    scratch = {name: torch.empty(shape, dtype=dtype, device="cuda") for name, (shape, dtype) in shapes.items()}
+    grads = {name: torch.full_like(x, float("nan")) for name, x in (("dq", q), ("dk", k), ("dv", v)) if name != absent}
+    attention_bwd(
+        q, k, v, o, lse, call.do, call.dlse, mask, **dict.fromkeys(("dq", "dk", "dv")) | grads, scratch=scratch,
+        kernel="hopper", deterministic=True,
+    )  # fmt: skip
+    return grads
+
+
+PACKED = replace(BASE, causal=False, lengths=((100, 70), (90, 200), (33, 77)))
+SPOILT = {"q": (100, 190), "k": (70, 270), "v": (70, 270)}  # rows of the second sequence
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_nan_of_a_packed_sequence_stays_there_in_the_forward(d: int) -> None:
+    call = build(replace(PACKED, d=d, dv=d))
+    bound = Bound(call)
+    bound.forward()
+    o, lse = bound.o.clone(), bound.lse.clone()
+    for name, rows in SPOILT.items():
+        getattr(call, name)[slice(*rows)] = float("nan")
+    bound.forward()
+    others = [*range(100), *range(190, 223)]
+    assert torch.equal(o[others], bound.o[others]) and torch.equal(lse[:, others], bound.lse[:, others])
+
+
+@pytest.mark.parametrize("d", [128, 256])
+def test_nan_of_a_packed_sequence_stays_there_in_the_backward(d: int) -> None:
+    call = build(replace(PACKED, d=d, dv=d))
+    exact = oracle(call)
+    o, lse = exact["o"].to(call.q.dtype), exact["lse"].float()
+    wanted = gradients(call, o, lse)
+    for name, rows in SPOILT.items():
+        getattr(call, name)[slice(*rows)] = float("nan")
+    for x in (call.do, o):
+        x[100:190] = float("nan")
+    lse[:, 100:190] = float("nan")
+    got = gradients(call, o, lse)
+    for name, (begin, end) in SPOILT.items():
+        before, after = wanted[f"d{name}"], got[f"d{name}"]
+        assert torch.equal(before[:begin], after[:begin]) and torch.equal(before[end:], after[end:]), name
+
+
+@pytest.mark.parametrize("absent", ["dq", "dk", "dv"])
+def test_a_gradient_that_is_not_wanted_changes_no_other(absent: str) -> None:
+    call = build(PACKED)
+    exact = oracle(call)
+    o, lse = exact["o"].to(call.q.dtype), exact["lse"].float()
+    wanted, some = gradients(call, o, lse), gradients(call, o, lse, absent)
+    assert len(some) == 2 and all(torch.equal(x, wanted[name]) for name, x in some.items())
+
+
+def microseconds(run: Callable[[], None], count: int = 200) -> float:
+    best = float("inf")
+    for _ in range(7):
+        torch.cuda.synchronize()
+        began = time.perf_counter()
+        for _ in range(count):
+            run()
+        best = min(best, 1e6 * (time.perf_counter() - began) / count)
+    return best
+
+
+def test_a_call_allocates_nothing_and_can_be_captured(pytestconfig: pytest.Config) -> None:
+    """And the host's time for a call goes into the report: of so small a one the device is idle most of the time."""
+    bound = Bound(build(replace(BASE, b=1, hkv=2, group=1, tq=64, tk=64)))
+    bound.forward()
+    bound.backward()
+    results = {**bound.grads, "o": bound.o, "lse": bound.lse}
+    wanted = {name: x.clone() for name, x in results.items()}  # one tile of columns: dq too has one order
+    before = torch.cuda.memory_stats()["allocation.all.allocated"]
+    bound.forward()
+    bound.backward()
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == before
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        bound.forward()
+        bound.backward()
+    for x in results.values():
+        x.fill_(float("nan"))
+    graph.replay()
+    torch.cuda.synchronize()
+    assert all(torch.equal(x, results[name]) for name, x in wanted.items())
+    folder = pytestconfig.getoption("--report")
+    if folder is not None:
+        host = {"forward_us": microseconds(bound.forward), "backward_us": microseconds(bound.backward)}
+        folder.mkdir(parents=True, exist_ok=True)
+        (folder / "hopper_host.json").write_text(json.dumps(host) + "\n")

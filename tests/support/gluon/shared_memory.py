@@ -1,0 +1,108 @@
+"""Shared memory: buffers, the fence between ordinary stores and the asynchronous proxy, and mbarriers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from types import SimpleNamespace
+
+import torch
+from torch import Tensor
+
+from support.gluon.schedule import Schedule, extent, task
+from support.gluon.values import Block, Number, block
+
+
+class Shared:
+    """A buffer in shared memory, or a view of one."""
+
+    def __init__(self, x: Tensor) -> None:
+        self.x = x
+
+    @property
+    def shape(self) -> list[int]:
+        return [Number(n) for n in self.x.shape]
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.x.dtype
+
+    def index(self, n: int) -> Shared:
+        assert 0 <= n < len(self.x)
+        return Shared(self.x[n])
+
+    def reshape(self, shape: list[int]) -> Shared:
+        return Shared(self.x.view(shape))
+
+    def permute(self, order: tuple[int, ...]) -> Shared:
+        return Shared(self.x.permute(order))
+
+    def slice(self, start: int, length: int, dim: int = 0) -> Shared:
+        return Shared(self.x.narrow(dim, start, length))
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
+        return Shared(self.x.view(-1).view(dtype)[: math.prod(shape)].view(shape))
+
+    def store(self, x: Tensor) -> None:
+        assert list(x.shape) == list(self.x.shape)
+        self.x.copy_(x)
+        here = task()
+        here.program.unfenced.add((*extent(self.x), here))
+
+    def load(self, layout: None) -> Block:
+        return block(self.x.clone())
+
+
+def fence_async_shared() -> None:
+    here = task()
+    here.program.unfenced = {each for each in here.program.unfenced if each[2] is not here}
+
+
+class Barrier:
+    """An mbarrier: a phase ends with the last arrival and the last byte."""
+
+    def __init__(self, schedule: Schedule) -> None:
+        self.schedule, self.count, self.arrivals, self.bytes, self.phase = schedule, 0, 0, 0, 0
+        self.loads: list[tuple[int, Callable[[], None]]] = []  # on their way: bytes, what fills the slot
+        schedule.barriers.append(self)
+
+    def arrive(self, arrivals: int, more_bytes: int = 0) -> None:
+        self.arrivals -= arrivals
+        self.bytes += more_bytes
+        assert self.arrivals >= 0, "more arrivals than the barrier counts"
+        self.end_phase()
+        self.schedule.pause()
+
+    def end_phase(self) -> None:
+        if self.arrivals == self.bytes == 0:
+            self.phase, self.arrivals = self.phase ^ 1, self.count
+
+    def wait(self, phase: int) -> None:
+        def ready() -> bool:
+            coming = sum(size for size, _ in self.loads)
+            return self.phase != phase or (self.arrivals == 0 and self.bytes == coming)
+
+        self.schedule.pause(ready)
+        while self.phase == phase:
+            size, fill = self.loads.pop(0)
+            fill()
+            self.bytes -= size
+            self.end_phase()
+
+
+class Barriers:
+    def __init__(self, count: int, schedule: Schedule) -> None:
+        self.shape, self.all = [Number(count), Number(1)], [Barrier(schedule) for _ in range(count)]
+
+    def index(self, n: int) -> Barrier:
+        assert n >= 0
+        return self.all[n]
+
+
+mbarrier = SimpleNamespace(
+    MBarrierLayout=lambda: "mbarrier",
+    init=lambda barrier, count: vars(barrier).update(count=count, arrivals=count),
+    expect=lambda barrier, nbytes: barrier.arrive(1, nbytes),
+    arrive=lambda barrier, count=1, pred=True: barrier.arrive(count) if pred else None,
+    wait=lambda barrier, phase: barrier.wait(phase),
+)
