@@ -1,10 +1,18 @@
-"""How large a tile each kernel walks with: a committed table, written by `tilegrad bench attention --tune`.
+"""Tile sizes of each kernel: a committed table, written by `tilegrad bench attention --tune`.
 
-A row is chosen by architecture (90 = compute capability 9.0; the nearest one below, or the first there is), bits of the
-numbers multiplied (64 where float32 is widened for its products), the head dimension padded to a power of two, and whether
-a band (causal or window) is there. Tests run what users run, and a captured step never tunes. Tiles below a row's own
-follow as `SMALLER`: a tile whose shared memory does not fit the device makes way for the next. Of 100 only the widest head
-has a row of its own, for sums are not in registers there; 120 multiplies as 80 does.
+A row is chosen by
+
+    architecture      10 · compute capability: 80 Ampere, 90 Hopper, 100 and 120 Blackwell; the nearest one below, or the first
+    bits              of the numbers multiplied: 16, 32, or 64 where float32 is widened for its GEMMs
+    head dimension    padded to a power of two
+    band              whether the call is causal or has a window
+
+Tests run what users run, and a captured step never tunes. A tile whose shared memory the device does not have makes way for the
+next of `SMALLER`.
+
+Architecture 100 (B200) takes Hopper's rows. Only its widest head has a row of its own: accumulators are in tensor memory (TMEM)
+there, not in registers, so dk and dv need no separate passes. Architecture 120 (RTX 50) has the MMA instructions of 80, without
+warpgroups or TMEM, and has Ampere's tiles.
 """
 
 from __future__ import annotations
@@ -21,8 +29,8 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One tile for each kernel; `decode` is the forward for at most 16 rows. Where `dk` and `dv` are given they are walked
-    apart, with the scores computed once more: a wide head leaves no registers for two accumulators."""
+    """One tile for each kernel; `decode` is the forward for at most 16 rows. `dk` and `dv`, where given, are separate passes
+    with the scores computed once more: a wide head leaves no registers for two accumulators."""
 
     fwd: Tile
     decode: Tile
@@ -36,7 +44,7 @@ INTERPRETER = 0
 SMALLER = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 # Half-precision rows that do not begin at multiples of 16 bytes are loaded element by element. With larger tiles such
-# loads gave wrong forwards on an H200 (Triton 3.6, warpgroup products, D ≠ Dv); these are too small for those products.
+# loads gave wrong forwards on an H200 (Triton 3.6, wgmma, D ≠ Dv); these are too small for wgmma.
 UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 # (architecture, bits, head dimension, band)
