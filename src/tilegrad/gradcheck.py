@@ -15,10 +15,10 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from . import reference_model as plain
 from .kernels.attention import reference
 from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
 from .kernels.attention.mask import Mask
+from .model import reference as reference_model
 from .model.config import ModelConfig
 from .table import table
 from .train.engine import Engine
@@ -156,7 +156,7 @@ def check_model(config: ModelConfig, *, against: str = "differences", seed: int 
     gradients = {name: g.clone() for name, g in engine.grads.items()}
     if against == "differences":
         return check_gradients(lambda: engine.forward(tokens, targets), engine.params, gradients, seed)
-    _, exact = plain.gradients(engine.params, tokens, targets, config)
+    _, exact = reference_model.gradients(engine.params, tokens, targets, config)
     largest = max(float(g.abs().max()) for g in exact.values())
     results = []
     for name, n in exact.items():

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from tilegrad import Engine, ModelConfig
-from tilegrad import reference_model as plain
 from tilegrad.memory import AttentionBufferManager, BufferType
+from tilegrad.model import reference
 from tilegrad.model.generate import Decoder, generate
 
 CONFIG = ModelConfig(vocab_size=23, block_size=24, n_layer=2, n_head=4, n_embd=16)
@@ -38,7 +38,7 @@ def test_logits_are_those_of_the_whole_text(config: ModelConfig) -> None:
     for piece in (text[:7], text[7:8], text[8:9], text[9:17], text[17:]):
         logits = decoder.feed(piece)
         read += len(piece)
-        n = plain.stream(params, torch.tensor([text[:read]]), config)[0, -1]
+        n = reference.hidden_states(params, torch.tensor([text[:read]]), config)[0, -1]
         head = params["wte.weight" if config.tie_embeddings else "lm_head.weight"]
         expected = -(n - head).square().mean(-1) if config.loss == "embedding_mse" else head @ n
         torch.testing.assert_close(logits, expected, rtol=1e-10, atol=1e-10)

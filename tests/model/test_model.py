@@ -14,7 +14,7 @@ from support.models import assert_equal_gradients, batch
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
-from tilegrad import reference_model as plain
+from tilegrad.model import reference
 from tilegrad.model.config import PRESETS
 
 
@@ -26,7 +26,7 @@ def check(config: ModelConfig, b: int, t: int, seed: int) -> None:
             torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(seed + p.numel())), alpha=0.2
         )
     value = engine.gradients(tokens, targets)
-    expected, exact = plain.gradients(engine.params, tokens, targets, config)
+    expected, exact = reference.gradients(engine.params, tokens, targets, config)
     assert value == pytest.approx(expected.item(), rel=1e-12)
     assert_equal_gradients(engine.grads, exact, 1e-10)
 

@@ -19,11 +19,10 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "model": {"kernels", "memory"},
     "shared_attention": {"kernels", "memory"},
     "train": {"model", "kernels", "memory"},
-    "reference_model": {"model"},
-    "gradcheck": {"kernels", "model", "memory", "train", "reference_model", "table"},
+    "gradcheck": {"kernels", "model", "memory", "train", "table"},
     "check": {"functional", "kernels", "table"},
     "document": {"memory", "table"},
-    "bench": {"kernels", "model", "memory", "train", "functional", "reference_model", "table"},
+    "bench": {"kernels", "model", "memory", "train", "functional", "table"},
     "progress": {"memory", "table"},
     "doctor": {"kernels"},
     "cli": {

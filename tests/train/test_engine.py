@@ -15,10 +15,10 @@ from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones,
 from support.ops import allowed_bytes
 
 from tilegrad import Engine, ModelConfig
-from tilegrad import reference_model as plain
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import Handle, bind
+from tilegrad.model import reference as plain
 from tilegrad.model.transformer import Transformer, declare
 from tilegrad.train.optimizer import NonFiniteError, Optimizer
 from tilegrad.train.planning import plan_model

@@ -9,7 +9,7 @@ import torch
 from support.models import CONFIG, LLAMA, assert_equal_gradients, batch
 
 from tilegrad import Engine, ModelConfig
-from tilegrad import reference_model as plain
+from tilegrad.model import reference as plain
 
 pytestmark = pytest.mark.gpu
 

@@ -1,6 +1,6 @@
 """A whole training step against the same model in eager PyTorch: forward, backward, clipping, AdamW, on a CPU.
 
-The peer is `tilegrad.reference_model` under autograd with `torch.optim.AdamW(fused=True)`; for bfloat16 under `torch.autocast`.
+The peer is `tilegrad.model.reference` under autograd with `torch.optim.AdamW(fused=True)`; for bfloat16 under `torch.autocast`.
 Every figure comes from a fresh process:
 
     memory   one process per contender, malloc told to return what is freed (RETURN): peak resident bytes of two steps −
@@ -37,7 +37,7 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from .. import reference_model as plain
+from ..model import reference
 from ..model.config import PRESETS, ModelConfig
 from ..model.transformer import declare
 from ..table import table
@@ -125,7 +125,7 @@ class Eager:
     def _backward(self, half: bool) -> float:
         self.optimizer.zero_grad(set_to_none=True)  # the faster way: autograd adds nothing to zeros
         with torch.autocast("cpu", torch.bfloat16, enabled=half):
-            loss = plain.loss(self.params, self.tokens, self.targets, self.config)
+            loss = reference.loss(self.params, self.tokens, self.targets, self.config)
         loss.backward()
         return float(loss.detach())
 

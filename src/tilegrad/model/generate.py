@@ -1,6 +1,6 @@
 """Text from a trained model, one token at a time, with the keys and values of what was read kept in CACHE buffers.
 
-    logits = head(ln_f(stream(token at position p; keys and values of positions < p)))
+    logits = head(ln_f(residual stream at position p, given keys and values of positions < p))
     next token ~ softmax(logits / temperature) over the top_k largest; temperature 0 takes the largest
 
 Sizes change with every token, so this is the managed side of memory: an `AttentionBufferManager` holds the cache.
@@ -12,13 +12,14 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from ..kernels.attention.api import attention_fwd, attention_workspace
 from ..kernels.rope import rope_table
+from ..kernels.scratch import new_scratch
 from ..memory.managed.manager import AttentionBufferManager
 from ..memory.types import BufferType
+from . import reference
 from .attention import mask_of
 from .config import ModelConfig
 
@@ -41,7 +42,7 @@ class Decoder:
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
         """Read more tokens; logits (V,) of the one that follows them."""
-        config, p, t = self.config, self.params, len(tokens)
+        config, t = self.config, len(tokens)
         if t < 1:
             raise ValueError("tokens: got none; accepted: at least one")
         if self.position + t > config.block_size:
@@ -52,73 +53,31 @@ class Decoder:
         wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
         if wrong:
             raise ValueError(f"tokens: got {wrong[0]}; accepted: 0 … {config.vocab_size - 1}")
-        x = p["wte.weight"][torch.tensor(tokens, device=p["wte.weight"].device)]
-        if config.position == "learned":
-            x = x + p["wpe.weight"][self.position : self.position + t]
-        for i in range(config.n_layer):
-            x = x + self._attention(i, self._norm(f"blocks.{i}.ln1", x))
-            x = x + self._feed_forward(f"blocks.{i}.ffn", self._norm(f"blocks.{i}.ln2", x))
+        ids = torch.tensor(tokens, device=self.cache.device)
+        x = reference.residual(self.params, ids, config, self._attend, self.position)
         self.position += t
-        return self._logits(self._norm("ln_f", x[-1]))
+        return self._logits(reference.norm(self.params, "ln_f", x[-1], config))
 
     def close(self) -> None:
         self.manager.deallocate(self.cache, BufferType.CACHE)
 
-    def _norm(self, name: str, x: Tensor) -> Tensor:
-        w, b, c = self.params[f"{name}.weight"], self.params.get(f"{name}.bias"), (x.shape[-1],)
-        if self.config.norm == "layernorm":
-            return F.layer_norm(x, c, w, b, self.config.norm_eps)
-        return F.rms_norm(x, c, w, self.config.norm_eps)
-
-    def _linear(self, name: str, x: Tensor) -> Tensor:
-        return F.linear(x, self.params[f"{name}.weight"], self.params.get(f"{name}.bias"))
-
-    def _heads(self, i: int, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """q (T, Hq, D), k and v (T, Hkv, D)."""
-        config, name = self.config, f"blocks.{i}.attn"
-        if config.projection == "dense":
-            rows = self._linear(f"{name}.qkv", x).unflatten(-1, (-1, config.head_dim))
-            q, k, v = rows.split([config.n_head, config.kv_heads, config.kv_heads], dim=1)
-            return q, k, v
-        own = x.unflatten(-1, (config.n_head, config.head_dim))
-        q, k, v = (torch.einsum("thi,hoi->tho", own, self.params[f"{name}.{part}.weight"]) for part in "qkv")
-        if config.bias:
-            q, k, v = (y + self.params[f"{name}.{part}.bias"] for y, part in zip((q, k, v), "qkv", strict=True))
-        return q, k, v
-
-    def _attention(self, i: int, x: Tensor) -> Tensor:
-        q, k, v = self._heads(i, x)
-        start, stop = self.position, self.position + x.shape[0]
+    def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """o of block i, after k and v have joined its cache.       q, o (Hq, T, D)   k, v (Hkv, T, D)"""
+        start, stop = self.position, self.position + q.shape[1]
         if self.config.position == "rope":
-            q, k = self._rotated(q, start, stop), self._rotated(k, start, stop)
+            cos, sin = self.cos[start:stop], self.sin[start:stop]
+            q, k = reference.rotate(q, cos, sin), reference.rotate(k, cos, sin)
         keys, values = self.cache[i]
-        keys[0, :, start:stop].copy_(k.transpose(0, 1))
-        values[0, :, start:stop].copy_(v.transpose(0, 1))
+        keys[0, :, start:stop].copy_(k)
+        values[0, :, start:stop].copy_(v)
         keys, values = keys[:, :, :stop], values[:, :, :stop]
-        q = q.transpose(0, 1)[None]
-        shapes = attention_workspace(q, keys, values, self.mask, backward=False)
-        scratch = {name: torch.empty(shape, dtype=dtype, device=x.device) for name, (shape, dtype) in shapes.items()}
-        o = torch.empty_like(q, memory_format=torch.contiguous_format)
-        attention_fwd(q, keys, values, self.mask, o=o, lse=None, scratch=scratch)
-        return self._linear(f"blocks.{i}.attn.proj", o[0].transpose(0, 1).flatten(1))
-
-    def _rotated(self, x: Tensor, start: int, stop: int) -> Tensor:
-        cos, sin = self.cos[start:stop, None], self.sin[start:stop, None]
-        first, second = x.chunk(2, dim=-1)
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], -1)
-
-    def _feed_forward(self, name: str, x: Tensor) -> Tensor:
-        h, kind = self._linear(f"{name}.up", x), self.config.activation
-        if kind == "swiglu":
-            a = F.silu(self._linear(f"{name}.gate", x)) * h
-        elif kind == "gelu":
-            a = F.gelu(h, approximate="tanh")
-        else:
-            a = torch.tanh(h) if kind == "tanh" else torch.relu(h)
-        return self._linear(f"{name}.down", a)
+        scratch = new_scratch(attention_workspace(q[None], keys, values, self.mask, backward=False), q.device)
+        o = torch.empty_like(q[None], memory_format=torch.contiguous_format)
+        attention_fwd(q[None], keys, values, self.mask, o=o, lse=None, scratch=scratch)
+        return o[0]
 
     def _logits(self, n: Tensor) -> Tensor:
-        head = self.params["wte.weight" if self.config.tie_embeddings else "lm_head.weight"]
+        head = reference.head(self.params, self.config)
         if self.config.loss == "embedding_mse":
             return -(n - head).square().mean(-1)  # the nearest embedding is the likeliest
         return head @ n

@@ -1,0 +1,123 @@
+"""The transformer in torch ops, as functions of its parameters by name.       tokens (…, T)   x (…, T, C)
+
+    x = wte[tokens] + wpe[start + position]        for each block: x += attention(norm(x)), x += feed_forward(norm(x))
+
+How keys are attended to is the caller's: `causal` differentiates under autograd, which makes this the reference of the
+explicit backward (tests, `tilegrad gradcheck --against autograd`) and the peer of `tilegrad bench training`. generate.py
+attends to a cache of keys and values instead.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from .config import ModelConfig
+
+Params = Mapping[str, Tensor]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # block, q (…, Hq, T, D), k, v (…, Hkv, T, D) → o like q
+
+
+def norm(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor:
+    w, b = p[f"{name}.weight"], p.get(f"{name}.bias")
+    if config.norm == "layernorm":
+        return F.layer_norm(x, (x.shape[-1],), w, b, config.norm_eps)
+    return F.rms_norm(x, (x.shape[-1],), w, config.norm_eps)
+
+
+def linear(p: Params, name: str, x: Tensor) -> Tensor:
+    return F.linear(x, p[f"{name}.weight"], p.get(f"{name}.bias"))
+
+
+def per_head(p: Params, name: str, x: Tensor) -> Tensor:
+    """Head h's D outputs read only its own D inputs.       weight (H, D, D) = (head, out, in)"""
+    w, b = p[f"{name}.weight"], p.get(f"{name}.bias")
+    h, d, _ = w.shape
+    y = torch.einsum("...hi,hoi->...ho", x.unflatten(-1, (h, d)), w)
+    return (y if b is None else y + b).flatten(-2)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves of D as real and imaginary parts, times cos + i·sin.       x (…, T, D)   cos, sin (T, D/2)"""
+    real, imag = x.chunk(2, dim=-1)
+    return torch.cat([real * cos - imag * sin, imag * cos + real * sin], -1)
+
+
+def attention(p: Params, i: int, x: Tensor, config: ModelConfig, attend: Attend) -> Tensor:
+    name, hq, hkv, d = f"blocks.{i}.attn", config.n_head, config.kv_heads, config.head_dim
+    if config.projection == "dense":
+        q, k, v = linear(p, f"{name}.qkv", x).split([hq * d, hkv * d, hkv * d], dim=-1)
+    else:
+        q, k, v = (per_head(p, f"{name}.{part}", x) for part in "qkv")
+    q, k, v = (part.unflatten(-1, (-1, d)).transpose(-3, -2) for part in (q, k, v))
+    return linear(p, f"{name}.proj", attend(i, q, k, v).transpose(-3, -2).flatten(-2))
+
+
+def causal(config: ModelConfig, _block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """Each token attends to those before it and to itself, `window` of them at most; positions start at 0."""
+    t, d, device = q.shape[-2], config.head_dim, q.device
+    if config.position == "rope":
+        frequency = config.rope_theta ** (-torch.arange(0, d, 2, device=device).double() / d)
+        angle = torch.outer(torch.arange(t, device=device).double(), frequency)
+        cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
+        q, k = rotate(q, cos, sin), rotate(k, cos, sin)
+    group = config.n_head // config.kv_heads
+    k, v = (part.repeat_interleave(group, dim=-3) if group > 1 else part for part in (k, v))
+    if config.window is None:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True)
+    gap = torch.arange(t, device=device)[:, None] - torch.arange(t, device=device)
+    seen = (gap >= 0) & (gap < config.window)
+    return (q @ k.mT / math.sqrt(d)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
+
+
+def feed_forward(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor:
+    h = linear(p, f"{name}.up", x)
+    if config.activation == "swiglu":
+        a = F.silu(linear(p, f"{name}.gate", x)) * h
+    elif config.activation == "gelu":
+        a = F.gelu(h, approximate="tanh")
+    else:
+        a = torch.tanh(h) if config.activation == "tanh" else torch.relu(h)
+    return linear(p, f"{name}.down", a)
+
+
+def residual(p: Params, tokens: Tensor, config: ModelConfig, attend: Attend, start: int = 0) -> Tensor:
+    """The residual stream after the last block; the tokens' positions begin at `start`."""
+    x = p["wte.weight"][tokens]
+    if config.position == "learned":
+        x = x + p["wpe.weight"][start : start + tokens.shape[-1]]
+    for i in range(config.n_layer):
+        x = x + attention(p, i, norm(p, f"blocks.{i}.ln1", x, config), config, attend)
+        x = x + feed_forward(p, f"blocks.{i}.ffn", norm(p, f"blocks.{i}.ln2", x, config), config)
+    return x
+
+
+def hidden_states(p: Params, tokens: Tensor, config: ModelConfig) -> Tensor:
+    """What the head reads."""
+    return norm(p, "ln_f", residual(p, tokens, config, partial(causal, config)), config)
+
+
+def head(p: Params, config: ModelConfig) -> Tensor:
+    """Its weight, (V, C)."""
+    return p["wte.weight" if config.tie_embeddings else "lm_head.weight"]
+
+
+def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig) -> Tensor:
+    """The mean over targets; −1 has none."""
+    n = hidden_states(p, tokens, config)
+    has_target = targets >= 0
+    if config.loss == "embedding_mse":
+        error = n[has_target] - head(p, config)[targets[has_target]]
+        return error.square().mean(-1).mean()
+    return F.cross_entropy(F.linear(n, head(p, config)).flatten(0, 1), targets.flatten(), ignore_index=-1)
+
+
+def gradients(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig) -> tuple[Tensor, dict[str, Tensor]]:
+    leaves = {name: x.detach().clone().requires_grad_() for name, x in p.items()}
+    value = loss(leaves, tokens, targets, config)
+    return value.detach(), dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))
