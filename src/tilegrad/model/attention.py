@@ -10,9 +10,6 @@ Saved: x (the norm's output), q k v after rope, o, lse.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
-
-import torch
 
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.qkv import (
@@ -26,15 +23,16 @@ from ..kernels.attention.qkv import (
     qkv_rope_workspace,
 )
 from ..kernels.residual import add_fwd
+from ..kernels.scratch import Scratch
 from ..memory.types import BufferType
 from .config import ModelConfig
-from .layer import Declare, Scratch
+from .layer import Buffer, Declare
 from .linear import LinearLayer
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
 
 
-def mask_of(config: ModelConfig, seed: Any = None) -> Mask:
+def mask_of(config: ModelConfig, seed: Buffer | None = None) -> Mask:
     window = None if config.window is None else (config.window - 1, None)
     return Mask(causal=True, window=window, dropout_p=config.dropout, seed=seed)
 
@@ -43,8 +41,8 @@ def mask_of(config: ModelConfig, seed: Any = None) -> Mask:
 class Rope:
     """Tables (block_size, D/2) and the heads to turn."""
 
-    cos: Any
-    sin: Any
+    cos: Buffer
+    sin: Buffer
     rotated: int
     head_dim: int
     scratch: Scratch
@@ -53,14 +51,14 @@ class Rope:
     def declare(cls, at: Declare, rotated: int) -> Rope:
         c = at.config
         table = (c.block_size, c.head_dim // 2)
-        cos, sin = (at.buffer(f"rope.{name}", table, at.wide, role="inputs") for name in ("cos", "sin"))
+        cos, sin = (at.buffer(f"rope.{name}", table, at.accumulation_dtype, role="inputs") for name in ("cos", "sin"))
         shapes = qkv_rope_workspace(at.b, at.t, rotated, c.head_dim, at.dtype, at.device)
         return cls(cos, sin, rotated, c.head_dim, at.scratch(f"rope{rotated}", shapes))
 
-    def forward(self, x: Any) -> None:
+    def forward(self, x: Buffer) -> None:
         qkv_rope_fwd(self.cos, self.sin, self.rotated, self.head_dim, qkv=x, scratch=self.scratch)
 
-    def backward(self, dx: Any) -> None:
+    def backward(self, dx: Buffer) -> None:
         qkv_rope_bwd(self.cos, self.sin, self.rotated, self.head_dim, dqkv=dx, scratch=self.scratch)
 
 
@@ -70,12 +68,12 @@ class AttentionLayer:
 
     projections: tuple[LinearLayer, ...]  # qkv, or q, k, v
     proj: LinearLayer
-    rows: tuple[Any, ...]  # what the projections write
-    drows: tuple[Any, ...]
-    o: Any
-    do: Any
-    lse: Any
-    dx_part: Any
+    qkv: tuple[Buffer, ...]  # in one buffer, or q, k, v
+    dqkv: tuple[Buffer, ...]
+    o: Buffer
+    do: Buffer
+    lse: Buffer
+    dx_parts: tuple[Buffer, ...]  # where k's and v's dx are formed, to be added to q's
     rope: Rope | None
     mask: Mask
     n_head: int
@@ -84,13 +82,13 @@ class AttentionLayer:
     backward_scratch: Scratch
 
     @classmethod
-    def declare(cls, at: Declare, name: str, seed: Any) -> AttentionLayer:
+    def declare(cls, at: Declare, name: str, seed: Buffer | None) -> AttentionLayer:
         c, b, t = at.config, at.b, at.t
         dense = c.projection == "dense"
         width = (c.n_head + 2 * c.kv_heads) * c.head_dim if dense else c.n_embd
-        parts = (
-            {"qkv": BufferType.QUERY} if dense else {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
-        )
+        parts = {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
+        if dense:
+            parts = {"qkv": BufferType.TEMP}  # of no one type
         mask = mask_of(c, seed)
 
         def scratch(backward: bool) -> Scratch:
@@ -105,13 +103,13 @@ class AttentionLayer:
                 else LinearLayer.declare_per_head(at, f"{name}.{part}")
                 for part in parts
             ),
-            proj=LinearLayer.declare(at, f"{name}.proj", c.n_embd, c.n_embd),
-            rows=tuple(at.rows(f"{name}.{part}.y", width, type) for part, type in parts.items()),
-            drows=tuple(at.rows(f"{name}.{part}.dy", width, type) for part, type in parts.items()),
+            proj=LinearLayer.declare(at, f"{name}.proj", c.n_embd, c.n_embd, at.onto_stream),
+            qkv=tuple(at.rows(f"{name}.{part}.y", width, type) for part, type in parts.items()),
+            dqkv=tuple(at.rows(f"{name}.{part}.dy", width, type) for part, type in parts.items()),
             o=at.rows(f"{name}.o", c.n_embd, BufferType.OUTPUT),
             do=at.rows(f"{name}.do", c.n_embd, BufferType.OUTPUT),
-            lse=at.buffer(f"{name}.lse", (b, c.n_head, t), torch.promote_types(at.dtype, torch.float32)),
-            dx_part=None if dense else at.rows("scratch.dx_part", c.n_embd),
+            lse=at.buffer(f"{name}.lse", (b, c.n_head, t), at.accumulation_dtype),
+            dx_parts=() if dense else (at.rows("scratch.dx_part", c.n_embd),) * 2,
             rope=Rope.declare(at, c.n_head + c.kv_heads if dense else c.n_head) if c.position == "rope" else None,
             mask=mask,
             n_head=c.n_head,
@@ -120,40 +118,61 @@ class AttentionLayer:
             backward_scratch=scratch(True),
         )
 
-    def attend(self, x: Any) -> None:
-        """x → o, lse."""
-        for projection, rows in zip(self.projections, self.rows, strict=True):
-            projection.forward(x, y=rows)
+    def forward(self, x: Buffer, *, y: Buffer) -> None:
+        self.project(x)
+        self.rotate()
+        self.attend()
+        self.proj.forward(self.o, y=y)
+
+    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer) -> None:
+        self.proj.backward(dy, self.o, dx=self.do)
+        self.attend_backward()
+        self.rotate_backward()
+        self.project_backward(x, dx=dx)
+
+    def project(self, x: Buffer) -> None:
+        """q, k, v = x W' + b"""
+        for projection, y in zip(self.projections, self.qkv, strict=True):
+            projection.forward(x, y=y)
+
+    def project_backward(self, x: Buffer, *, dx: Buffer) -> None:
+        self.projections[0].backward(self.dqkv[0], x, dx=dx)
+        for projection, dy, dx_part in zip(self.projections[1:], self.dqkv[1:], self.dx_parts, strict=True):
+            projection.backward(dy, x, dx=dx_part)
+            add_fwd(dx, dx_part, y=dx)
+
+    def rotate(self) -> None:
+        """q = rope(q)   k = rope(k)"""
         if self.rope:
-            for rows in self.rows[:2]:
-                self.rope.forward(self._by_sequence(rows))
-        views = [self._by_sequence(rows) for rows in self.rows]
+            for x in self.qkv[:2]:
+                self.rope.forward(self._by_sequence(x))
+
+    def rotate_backward(self) -> None:
+        if self.rope:
+            for dx in self.dqkv[:2]:
+                self.rope.backward(self._by_sequence(dx))
+
+    def attend(self) -> None:
+        """o, lse = attention(q, k, v)"""
         o, heads, scratch = self._by_sequence(self.o), (self.n_head, self.n_kv_head), self.forward_scratch
-        if len(views) == 1:
-            qkv_attention_fwd(views[0], self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
+        if len(self.qkv) == 1:
+            qkv = self._by_sequence(self.qkv[0])
+            qkv_attention_fwd(qkv, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
         else:
-            q, k, v = views
+            q, k, v = map(self._by_sequence, self.qkv)
             q_k_v_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
 
-    def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
-        self.proj.backward(dy, self.o, dx=self.do)
-        views, dviews = ([self._by_sequence(rows) for rows in group] for group in (self.rows, self.drows))
+    def attend_backward(self) -> None:
         o, do, heads = self._by_sequence(self.o), self._by_sequence(self.do), (self.n_head, self.n_kv_head)
-        if len(views) == 1:
-            (qkv,), (dqkv,), scratch = views, dviews, self.backward_scratch
+        scratch = self.backward_scratch
+        if len(self.qkv) == 1:
+            qkv, dqkv = self._by_sequence(self.qkv[0]), self._by_sequence(self.dqkv[0])
             qkv_attention_bwd(qkv, o, self.lse, do, self.mask, *heads, dqkv=dqkv, scratch=scratch)
         else:
-            (q, k, v), (dq, dk, dv), scratch = views, dviews, self.backward_scratch
+            (q, k, v), (dq, dk, dv) = map(self._by_sequence, self.qkv), map(self._by_sequence, self.dqkv)
             q_k_v_attention_bwd(q, k, v, o, self.lse, do, self.mask, *heads, dq=dq, dk=dk, dv=dv, scratch=scratch)
-        if self.rope:
-            for rows in self.drows[:2]:
-                self.rope.backward(self._by_sequence(rows))
-        for i, (projection, rows) in enumerate(zip(self.projections, self.drows, strict=True)):
-            projection.backward(rows, x, dx=self.dx_part if i else dx)
-            if i:
-                add_fwd(dx, self.dx_part, y=dx)
 
-    def _by_sequence(self, rows: Any) -> Any:
+    def _by_sequence(self, rows: Buffer) -> Buffer:
         """(N, columns) seen as (B, T, columns)."""
         b, _, t = self.lse.shape
         return rows.view(b, t, rows.shape[-1])

@@ -10,104 +10,103 @@ is read, so the trace sees a new value there and the old one dies early; the bit
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..kernels.residual import add_fwd, dropout_bwd, dropout_fwd, dropout_workspace
+from ..kernels.scratch import Scratch
 from .attention import AttentionLayer
-from .feedforward import FeedForward
-from .layer import Declare, Scratch
+from .feedforward import FeedForward, SwiGLU
+from .layer import Buffer, Declare
 from .norm import NormLayer
 
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """In place on a branch's output; `counter` tells the masks of one step apart."""
+    """x = drop(x), in place; p = 0 does nothing. `counter` tells the masks of one step apart."""
 
     p: float
-    seed: Any
+    seed: Buffer | None
     counter: int
+    dx: Buffer | None  # where the backward writes
     scratch: Scratch
 
     @classmethod
-    def declare(cls, at: Declare, seed: Any, counter: int) -> Dropout | None:
+    def declare(cls, at: Declare, seed: Buffer | None, counter: int, dx: str) -> Dropout:
         if not at.config.dropout:
-            return None
+            return cls(0.0, None, counter, None, {})
         shapes = dropout_workspace(at.rows("scratch.dropout.x", at.config.n_embd))
-        return cls(at.config.dropout, seed, counter, at.scratch("dropout", shapes))
+        return cls(at.config.dropout, seed, counter, at.rows(dx, at.config.n_embd), at.scratch("dropout", shapes))
 
-    def forward(self, x: Any) -> None:
-        dropout_fwd(x, self.seed, self.p, self.counter, y=x, scratch=self.scratch)
+    def forward(self, x: Buffer) -> None:
+        if self.seed is not None:
+            dropout_fwd(x, self.seed, self.p, self.counter, y=x, scratch=self.scratch)
 
-    def backward(self, dy: Any, *, dx: Any) -> None:
-        dropout_bwd(dy, self.seed, self.p, self.counter, dx=dx, scratch=self.scratch)
+    def backward(self, dy: Buffer) -> Buffer:
+        """dx; dy itself where nothing is dropped."""
+        if self.seed is None or self.dx is None:
+            return dy
+        dropout_bwd(dy, self.seed, self.p, self.counter, dx=self.dx, scratch=self.scratch)
+        return self.dx
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
     norm1: NormLayer
     attention: AttentionLayer
-    drop1: Dropout | None
+    drop1: Dropout
     norm2: NormLayer
-    ffn: FeedForward
-    drop2: Dropout | None
-    x1: Any
-    branch: Any  # the output of either branch, before it joins the stream
-    dbranch: Any
-    dnorm: Any
+    ffn: FeedForward | SwiGLU
+    drop2: Dropout
+    x1: Buffer
+    branch: Buffer  # the output of either branch, before it joins the stream
+    dnorm: Buffer
     recompute: frozenset[str]
 
     @classmethod
-    def declare(cls, at: Declare, i: int, seed: Any, recompute: frozenset[str]) -> Block:
+    def declare(cls, at: Declare, i: int, seed: Buffer | None, recompute: frozenset[str]) -> Block:
         name, c = f"blocks.{i}", at.config.n_embd
         return cls(
             norm1=NormLayer.declare(at, f"{name}.ln1"),
             attention=AttentionLayer.declare(at, f"{name}.attn", seed),
-            drop1=Dropout.declare(at, seed, 2 * i + 1),
+            drop1=Dropout.declare(at, seed, 2 * i + 1, dx="scratch.dbranch"),
             norm2=NormLayer.declare(at, f"{name}.ln2"),
-            ffn=FeedForward.declare(at, f"{name}.ffn"),
-            drop2=Dropout.declare(at, seed, 2 * i + 2),
+            ffn=(SwiGLU if at.config.activation == "swiglu" else FeedForward).declare(at, f"{name}.ffn"),
+            drop2=Dropout.declare(at, seed, 2 * i + 2, dx="scratch.dbranch"),
             x1=at.rows(f"{name}.x1", c),
             branch=at.rows("scratch.branch", c),
-            dbranch=at.rows("scratch.dbranch", c) if at.config.dropout else None,
             dnorm=at.rows("scratch.dnorm", c),
             recompute=recompute,
         )
 
-    def forward(self, x: Any, *, y: Any) -> None:
-        self.inner(x)
-        self.ffn.down.forward(self.ffn.a, y=self.branch)
-        if self.drop2:
-            self.drop2.forward(self.branch)
+    def forward(self, x: Buffer, *, y: Buffer) -> None:
+        self.attention.forward(self.norm1.forward(x), y=self.branch)
+        self.drop1.forward(self.branch)
+        add_fwd(x, self.branch, y=self.x1)
+        self.ffn.forward(self.norm2.forward(self.x1), y=self.branch)
+        self.drop2.forward(self.branch)
         add_fwd(self.x1, self.branch, y=y)
 
-    def inner(self, x: Any) -> None:
-        """Everything that the backward reads."""
-        self.attention.attend(self.norm1.forward(x))
-        self.attention.proj.forward(self.attention.o, y=self.branch)
-        if self.drop1:
-            self.drop1.forward(self.branch)
-        add_fwd(x, self.branch, y=self.x1)
-        self.ffn.hidden(self.norm2.forward(self.x1))
-
-    def backward(self, x: Any, *, dx: Any) -> None:
-        whole = "block" in self.recompute
-        if whole:
-            self.inner(x)
-        elif "activation" in self.recompute:
-            self.ffn.activate()
-        if "norm" in self.recompute and not whole:
-            self.norm2.forward(self.x1)
-        self.ffn.backward(self._through(self.drop2, dx), self.norm2.y, dx=self.dnorm)
+    def backward(self, x: Buffer, *, dx: Buffer) -> None:
+        self.recompute_ffn(x)
+        self.ffn.backward(self.drop2.backward(dx), self.norm2.y, dx=self.dnorm)
         self.norm2.backward(self.dnorm, self.x1, dx=dx)
-
-        if "norm" in self.recompute and not whole:
-            self.norm1.forward(x)
-        self.attention.backward(self._through(self.drop1, dx), self.norm1.y, dx=self.dnorm)
+        self.recompute_attention(x)
+        self.attention.backward(self.drop1.backward(dx), self.norm1.y, dx=self.dnorm)
         self.norm1.backward(self.dnorm, x, dx=dx)
 
-    def _through(self, drop: Dropout | None, dx: Any) -> Any:
-        """The gradient of a branch's output."""
-        if drop is None:
-            return dx
-        drop.backward(dx, dx=self.dbranch)
-        return self.dbranch
+    def recompute_ffn(self, x: Buffer) -> None:
+        """What the backward of the feed-forward reads and was not kept; of a whole block, what all of it reads."""
+        if "block" in self.recompute:
+            self.attention.forward(self.norm1.forward(x), y=self.branch)
+            self.drop1.forward(self.branch)
+            add_fwd(x, self.branch, y=self.x1)
+            self.ffn.recompute(self.norm2.forward(self.x1))
+            return
+        if "activation" in self.recompute:
+            self.ffn.activate()
+        if "norm" in self.recompute:
+            self.norm2.forward(self.x1)
+
+    def recompute_attention(self, x: Buffer) -> None:
+        """What the backward of attention reads and was not kept."""
+        if "norm" in self.recompute and "block" not in self.recompute:
+            self.norm1.forward(x)

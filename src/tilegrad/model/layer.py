@@ -2,17 +2,43 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TypeAlias, cast
 
 import torch
+from torch import Tensor
 
+from ..kernels.scratch import Scratch, Shapes, accumulation_dtype
 from ..memory.planned.trace import Handle
 from ..memory.types import BufferType, Role
 from .config import ModelConfig
 
-Scratch = dict[str, Any]
-Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Buffer: TypeAlias = Tensor  # a Handle in its place while the program is traced: programs are written for tensors
+_SPLIT = 1 << 20  # elements drawn at once: no second copy of a large matrix, on any device
+
+
+@dataclass(frozen=True, slots=True)
+class Normal:
+    """N(0, std²), from one sequence of random numbers on the CPU whatever the device."""
+
+    std: float
+
+    def fill(self, x: Tensor, generator: torch.Generator) -> None:
+        for part in x.view(-1).split(_SPLIT):
+            part.copy_(torch.randn(part.shape, generator=generator).mul_(self.std))
+
+
+@dataclass(frozen=True, slots=True)
+class Constant:
+    value: float
+
+    def fill(self, x: Tensor, generator: torch.Generator) -> None:
+        x.fill_(self.value)
+
+
+Init: TypeAlias = Normal | Constant
+WEIGHT = Normal(0.02)  # of every weight but norms' and those onto the residual stream
 
 
 @dataclass(frozen=True, slots=True)
@@ -22,9 +48,10 @@ class Param:
     Where `accumulate` is False, the first op of a backward that forms `grad` overwrites it."""
 
     name: str
-    value: Any
-    grad: Any
-    master: Any
+    value: Buffer
+    grad: Buffer
+    master: Buffer
+    init: Init
     accumulate: bool
 
 
@@ -47,34 +74,35 @@ class Declare:
         return self.b * self.t
 
     @property
-    def wide(self) -> torch.dtype:
-        """The dtype of gradients, statistics and master weights."""
-        return torch.promote_types(self.dtype, torch.float32)
+    def accumulation_dtype(self) -> torch.dtype:
+        """Of gradients, statistics and master weights."""
+        return accumulation_dtype(self.dtype)
 
-    def param(self, name: str, *shape: int) -> Param:
+    @property
+    def onto_stream(self) -> Normal:
+        """Of the 2·n_layer projections whose outputs the residual stream adds up: its variance is that of one."""
+        return Normal(WEIGHT.std / math.sqrt(2 * self.config.n_layer))
+
+    def param(self, name: str, *shape: int, init: Init) -> Param:
         """A parameter with its gradient, once for each name."""
         if name not in self.params:
-            layer = _layer_of(name)
-            master = self._handle(name, shape, self.wide, BufferType.TEMP, "params", layer)
-            grad = self._handle(f"d {name}", shape, self.wide, BufferType.TEMP, "grads", layer)
-            short = self.dtype != self.wide and self.device.type != "cpu"
-            value = (
-                self._handle(f"{name} (compute)", shape, self.dtype, BufferType.TEMP, "params", layer)
-                if short
-                else master
-            )
-            self.params[name] = Param(name, value, grad, master, self.accumulate)
+            acc = self.accumulation_dtype
+            master = self.buffer(name, shape, acc, role="params")
+            grad = self.buffer(f"d {name}", shape, acc, role="grads")
+            copied = self.dtype != acc and self.device.type != "cpu"
+            value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
+            self.params[name] = Param(name, value, grad, master, init, self.accumulate)
         return self.params[name]
 
-    def rows(self, name: str, columns: int, type: BufferType = BufferType.TEMP) -> Handle:
+    def rows(self, name: str, columns: int, type: BufferType = BufferType.TEMP) -> Buffer:
         """(N, columns) in the compute dtype."""
         return self.buffer(name, (self.n, columns), type=type)
 
     def buffer(
         self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, *,
         type: BufferType = BufferType.TEMP, role: Role = "activations",
-    ) -> Handle:  # fmt: skip
-        return self._handle(name, shape, dtype or self.dtype, type, role, _layer_of(name))
+    ) -> Buffer:  # fmt: skip
+        return cast(Buffer, Handle(name, shape, dtype or self.dtype, type, role, _layer_of(name), self.device))
 
     def scratch(self, name: str, shapes: Shapes, types: dict[str, BufferType] | None = None) -> Scratch:
         """A buffer for each of an op's needs."""
@@ -83,11 +111,6 @@ class Declare:
             key: self.buffer(f"scratch.{name}.{key}", shape, dtype, type=kinds.get(key, BufferType.TEMP))
             for key, (shape, dtype) in shapes.items()
         }
-
-    def _handle(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype, type: BufferType, role: Role, layer: str
-    ) -> Handle:
-        return Handle(name, shape, dtype, type, role, layer, self.device)
 
 
 def _layer_of(name: str) -> str:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
 
 from ..kernels.linear import (
     linear_bwd,
@@ -13,7 +13,10 @@ from ..kernels.linear import (
     per_head_linear_fwd,
     per_head_linear_workspace,
 )
-from .layer import Declare, Param, Scratch
+from ..kernels.scratch import Scratch, Shapes
+from .layer import WEIGHT, Buffer, Constant, Declare, Init, Param
+
+Workspace = Callable[..., Shapes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,22 +30,22 @@ class LinearLayer:
     backward_scratch: Scratch
 
     @classmethod
-    def declare(cls, at: Declare, name: str, inputs: int, outputs: int) -> LinearLayer:
-        weight = at.param(f"{name}.weight", outputs, inputs)
-        bias = at.param(f"{name}.bias", outputs) if at.config.bias else None
+    def declare(cls, at: Declare, name: str, inputs: int, outputs: int, init: Init = WEIGHT) -> LinearLayer:
+        weight = at.param(f"{name}.weight", outputs, inputs, init=init)
+        bias = at.param(f"{name}.bias", outputs, init=Constant(0.0)) if at.config.bias else None
         return cls._declare(at, name, weight, bias, inputs, linear_workspace, per_head=False)
 
     @classmethod
     def declare_per_head(cls, at: Declare, name: str) -> LinearLayer:
         """Head h's D outputs read only its own D inputs: weight (H, D, D) = (head, out, in), bias (H, D)."""
         h, d = at.config.n_head, at.config.head_dim
-        weight = at.param(f"{name}.weight", h, d, d)
-        bias = at.param(f"{name}.bias", h, d) if at.config.bias else None
+        weight = at.param(f"{name}.weight", h, d, d, init=WEIGHT)
+        bias = at.param(f"{name}.bias", h, d, init=Constant(0.0)) if at.config.bias else None
         return cls._declare(at, name, weight, bias, h * d, per_head_linear_workspace, per_head=True)
 
     @classmethod
     def _declare(
-        cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, workspace: Any, *, per_head: bool
+        cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, workspace: Workspace, *, per_head: bool
     ) -> LinearLayer:
         site = name.rsplit(".", 1)[-1]  # layers of one kind follow one another: they work in the same scratch
         x = at.rows(f"scratch.{site}.x", inputs)
@@ -52,11 +55,11 @@ class LinearLayer:
             at.scratch(f"{site}_bwd", workspace(x, w.value, backward=True)),
         )  # fmt: skip
 
-    def forward(self, x: Any, *, y: Any) -> None:
+    def forward(self, x: Buffer, *, y: Buffer) -> None:
         run = per_head_linear_fwd if self.per_head else linear_fwd
         run(x, self.w.value, self.b.value if self.b else None, y=y, scratch=self.forward_scratch)
 
-    def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
+    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer) -> None:
         run, db = per_head_linear_bwd if self.per_head else linear_bwd, self.b.grad if self.b else None
         accumulate, scratch = self.w.accumulate, self.backward_scratch
         run(dy, x, self.w.value, dx=dx, dw=self.w.grad, db=db, accumulate=accumulate, scratch=scratch)

@@ -6,10 +6,10 @@ The backward adds to dx: it is the residual stream's gradient, which the norm's 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace, rmsnorm_bwd, rmsnorm_fwd
-from .layer import Declare, Param, Scratch
+from ..kernels.scratch import Scratch
+from .layer import Buffer, Constant, Declare, Param
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,9 +18,9 @@ class NormLayer:
 
     w: Param
     b: Param | None
-    y: Any
-    mean: Any | None  # None: RMS norm
-    rstd: Any
+    y: Buffer
+    mean: Buffer | None  # None: RMS norm
+    rstd: Buffer
     eps: float
     forward_scratch: Scratch
     backward_scratch: Scratch
@@ -30,17 +30,17 @@ class NormLayer:
         c, layernorm = at.config.n_embd, at.config.norm == "layernorm"
         x = at.rows(f"{name}.y", c)
         return cls(
-            w=at.param(f"{name}.weight", c),
-            b=at.param(f"{name}.bias", c) if layernorm and at.config.bias else None,
+            w=at.param(f"{name}.weight", c, init=Constant(1.0)),
+            b=at.param(f"{name}.bias", c, init=Constant(0.0)) if layernorm and at.config.bias else None,
             y=x,
-            mean=at.buffer(f"{name}.mean", (at.n,), at.wide) if layernorm else None,
-            rstd=at.buffer(f"{name}.rstd", (at.n,), at.wide),
+            mean=at.buffer(f"{name}.mean", (at.n,), at.accumulation_dtype) if layernorm else None,
+            rstd=at.buffer(f"{name}.rstd", (at.n,), at.accumulation_dtype),
             eps=at.config.norm_eps,
             forward_scratch=at.scratch("norm", norm_workspace(x, backward=False)),
             backward_scratch=at.scratch("norm_bwd", norm_workspace(x, backward=True)),
         )
 
-    def forward(self, x: Any) -> Any:
+    def forward(self, x: Buffer) -> Buffer:
         bias = self.b.value if self.b else None
         scratch = self.forward_scratch
         if self.mean is not None:
@@ -49,7 +49,7 @@ class NormLayer:
             rmsnorm_fwd(x, self.w.value, self.eps, y=self.y, rstd=self.rstd, scratch=scratch)
         return self.y
 
-    def backward(self, dy: Any, x: Any, *, dx: Any) -> None:
+    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer) -> None:
         w, dw, accumulate, scratch = self.w.value, self.w.grad, self.w.accumulate, self.backward_scratch
         if self.mean is not None:
             db = self.b.grad if self.b else None

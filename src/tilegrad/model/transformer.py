@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -18,12 +17,40 @@ from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
 from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
 from ..kernels.residual import zero_fwd
+from ..kernels.scratch import Scratch
 from .block import Block, Dropout
 from .config import ModelConfig
-from .layer import Declare, Param, Scratch
+from .layer import WEIGHT, Buffer, Declare, Param
 from .norm import NormLayer
 
 NOTHING: frozenset[str] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Embedding:
+    """x = wte[tokens] + wpe[position]       tokens (B, T) int64   x, dx (N, C)"""
+
+    wte: Param
+    wpe: Param | None
+    tied: bool  # the head's backward, which runs before, writes wte's gradient too
+    scratch: Scratch
+
+    @classmethod
+    def declare(cls, at: Declare) -> Embedding:
+        c, channels = at.config, at.config.n_embd
+        wte = at.param("wte.weight", c.vocab_size, channels, init=WEIGHT)
+        wpe = at.param("wpe.weight", c.block_size, channels, init=WEIGHT) if c.position == "learned" else None
+        shapes = embedding_workspace(at.rows("scratch.embedding.x", channels))
+        return cls(wte, wpe, c.tie_embeddings, at.scratch("embedding", shapes))
+
+    def forward(self, tokens: Buffer, *, x: Buffer) -> None:
+        embedding_fwd(tokens, self.wte.value, self.wpe.value if self.wpe else None, x=x, scratch=self.scratch)
+
+    def backward(self, dx: Buffer, tokens: Buffer) -> None:
+        if self.wpe:
+            embedding_bwd(dx, tokens, dwpe=self.wpe.grad, accumulate=self.wpe.accumulate, scratch=self.scratch)
+        accumulate = self.wte.accumulate or self.tied
+        embedding_bwd(dx, tokens, dwte=self.wte.grad, accumulate=accumulate, scratch=self.scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -32,10 +59,10 @@ class Head:
 
     w: Param
     kind: str
-    targets: Any
-    inv_total: Any
-    loss: Any
-    dn: Any
+    targets: Buffer
+    inv_total: Buffer
+    loss: Buffer
+    dn: Buffer
     forward_scratch: Scratch
     backward_scratch: Scratch
 
@@ -43,7 +70,7 @@ class Head:
     def declare(cls, at: Declare, wte: Param) -> Head:
         c = at.config
         tied = c.tie_embeddings
-        w = wte if tied else at.param("lm_head.weight", c.vocab_size, c.n_embd)
+        w = wte if tied else at.param("lm_head.weight", c.vocab_size, c.n_embd, init=WEIGHT)
         x = at.rows("ln_f.y", c.n_embd)
         if c.loss == "cross_entropy":
             forward = cross_entropy_workspace(x, w.value, backward=False)
@@ -54,25 +81,25 @@ class Head:
             w=w,
             kind=c.loss,
             targets=at.buffer("inputs.targets", (at.n,), torch.int64, role="inputs"),
-            inv_total=at.buffer("inputs.inv_total", (), at.wide, role="inputs"),
-            loss=at.buffer("inputs.loss", (), at.wide, role="inputs"),
+            inv_total=at.buffer("inputs.inv_total", (), at.accumulation_dtype, role="inputs"),
+            loss=at.buffer("inputs.loss", (), at.accumulation_dtype, role="inputs"),
             dn=at.rows("head.dn", c.n_embd),
             forward_scratch=at.scratch("loss", forward),
             backward_scratch=at.scratch("loss_bwd", backward),
         )
 
-    def forward(self, n: Any) -> None:
+    def forward(self, n: Buffer) -> None:
         run = cross_entropy_fwd if self.kind == "cross_entropy" else embedding_mse_fwd
         run(n, self.w.value, self.targets, self.inv_total, loss=self.loss, scratch=self.forward_scratch)
 
-    def backward(self, n: Any) -> None:
+    def backward(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         if self.kind == "cross_entropy":
             cross_entropy_bwd(*given, dx=self.dn, dw=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
         else:
             embedding_mse_bwd(*given, dx=self.dn, dwte=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
 
-    def step(self, n: Any) -> None:
+    def step(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         loss, dx, dw, accumulate = self.loss, self.dn, self.w.grad, self.w.accumulate
         if self.kind == "cross_entropy":
@@ -83,54 +110,42 @@ class Head:
 
 @dataclass(frozen=True, slots=True)
 class Transformer:
-    wte: Param
-    wpe: Param | None
-    drop: Dropout | None
+    embedding: Embedding
+    drop: Dropout
     blocks: tuple[Block, ...]
     ln_f: NormLayer
     head: Head
-    tokens: Any  # (B, T) int64
-    seeds: tuple[Any, ...]  # one 0-d int64 per block, where there is dropout
-    x: tuple[Any, ...]  # the residual stream before each block and after the last, (N, C)
-    dx: Any
-    embedding_scratch: Scratch
+    tokens: Buffer  # (B, T) int64
+    seeds: tuple[Buffer, ...]  # one 0-d int64 per block, where there is dropout
+    x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
+    dx: Buffer
     params: dict[str, Param]
 
-    def stream(self) -> Any:
+    def forward(self) -> None:
+        self.head.forward(self.hidden_states())
+
+    def backward(self) -> None:
+        self.head.backward(self.ln_f.y)
+        self.hidden_states_backward()
+
+    def step(self) -> None:
+        self.head.step(self.hidden_states())
+        self.hidden_states_backward()
+
+    def hidden_states(self) -> Buffer:
         """tokens → ln_f's output."""
-        wte, wpe = self.wte.value, self.wpe.value if self.wpe else None
-        embedding_fwd(self.tokens, wte, wpe, x=self.x[0], scratch=self.embedding_scratch)
-        if self.drop:
-            self.drop.forward(self.x[0])
+        self.embedding.forward(self.tokens, x=self.x[0])
+        self.drop.forward(self.x[0])
         for block, x, y in zip(self.blocks, self.x, self.x[1:], strict=False):
             block.forward(x, y=y)
         return self.ln_f.forward(self.x[-1])
 
-    def forward(self) -> None:
-        self.head.forward(self.stream())
-
-    def backward(self) -> None:
-        self.head.backward(self.ln_f.y)
-        self._stream_backward()
-
-    def step(self) -> None:
-        self.head.step(self.stream())
-        self._stream_backward()
-
-    def _stream_backward(self) -> None:
+    def hidden_states_backward(self) -> None:
         zero_fwd(x=self.dx)
         self.ln_f.backward(self.head.dn, self.x[-1], dx=self.dx)
         for block, x in zip(reversed(self.blocks), self.x[-2::-1], strict=True):
             block.backward(x, dx=self.dx)
-        if self.drop:
-            self.drop.backward(self.dx, dx=self.dx)
-        scratch = self.embedding_scratch
-        if self.wpe:
-            accumulate = self.wpe.accumulate
-            embedding_bwd(self.dx, self.tokens, dwpe=self.wpe.grad, accumulate=accumulate, scratch=scratch)
-        tied = self.head.w.name == self.wte.name  # then the head has written the gradient
-        accumulate = tied or self.wte.accumulate
-        embedding_bwd(self.dx, self.tokens, dwte=self.wte.grad, accumulate=accumulate, scratch=scratch)
+        self.embedding.backward(self.drop.backward(self.dx), self.tokens)
 
 
 def declare(
@@ -141,23 +156,20 @@ def declare(
     accumulate=False: its backward overwrites the parameters' gradients."""
     at = Declare(config, b, t, dtype, torch.device(device), accumulate)
     c, n_layer = config.n_embd, config.n_layer
-    wte = at.param("wte.weight", config.vocab_size, c)
-    wpe = at.param("wpe.weight", config.block_size, c) if config.position == "learned" else None
+    embedding = Embedding.declare(at)
     count = n_layer if config.dropout else 0
     seeds = tuple(at.buffer(f"inputs.seed.{i}", (), torch.int64, role="inputs") for i in range(count))
     choices = (*recompute, *(NOTHING,) * (n_layer - len(recompute)))
     x = tuple(at.rows(f"blocks.{i}.x" if i < n_layer else "ln_f.x", c) for i in range(n_layer + 1))
     return Transformer(
-        wte=wte,
-        wpe=wpe,
-        drop=Dropout.declare(at, seeds[0] if seeds else None, 0),
+        embedding=embedding,
+        drop=Dropout.declare(at, seeds[0] if seeds else None, 0, dx="dx"),
         blocks=tuple(Block.declare(at, i, seeds[i] if seeds else None, choices[i]) for i in range(n_layer)),
         ln_f=NormLayer.declare(at, "ln_f"),
-        head=Head.declare(at, wte),
+        head=Head.declare(at, embedding.wte),
         tokens=at.buffer("inputs.tokens", (b, t), torch.int64, role="inputs"),
         seeds=seeds,
         x=x,
         dx=at.rows("dx", c),
-        embedding_scratch=at.scratch("embedding", embedding_workspace(x[0])),
         params=at.params,
     )

@@ -198,18 +198,10 @@ class Engine:
         self._rounded = self.arenas.bytes["params"]._version
 
     def _initialise(self, model: Transformer) -> None:
-        """N(0, 0.02), projections onto the residual stream over √(2·n_layer); norms 1, biases 0."""
+        """Each parameter as its layer declares it; the tables of rope."""
         generator = torch.Generator().manual_seed(self.seed)
-        for name, p in self.params.items():
-            if ".ln" in f".{name}":
-                p.fill_(1.0 if name.endswith("weight") else 0.0)
-            elif name.endswith("bias"):
-                p.zero_()
-            else:
-                onto_stream = name.endswith(("attn.proj.weight", "ffn.down.weight"))
-                std = 0.02 / math.sqrt(2 * self.config.n_layer) if onto_stream else 0.02
-                for part in p.view(-1).split(1 << 20):  # no second copy of a large matrix, on any device
-                    part.copy_(torch.randn(part.shape, generator=generator).mul_(std))
+        for p in model.params.values():
+            p.init.fill(p.master, generator)
         for block in model.blocks[:1]:
             rope = block.attention.rope
             if rope is not None:
