@@ -33,7 +33,7 @@ class Dropout:
     def declare(cls, at: Declare, seed: Buffer | None, counter: int, dx: str) -> Dropout:
         if not at.config.dropout:
             return cls(0.0, None, counter, None, {})
-        shapes = dropout_workspace(at.rows("scratch.dropout.x", at.config.n_embd))
+        shapes = dropout_workspace(at.form(at.config.n_embd))
         return cls(at.config.dropout, seed, counter, at.rows(dx, at.config.n_embd), at.scratch("dropout", shapes))
 
     def forward(self, x: Buffer) -> None:

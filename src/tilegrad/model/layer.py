@@ -9,7 +9,7 @@ from typing import TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ..kernels.scratch import Scratch, Shapes, accumulation_dtype
+from ..kernels.scratch import Form, Scratch, Shapes, accumulation_dtype
 from ..memory.planned.trace import Handle
 from ..memory.types import BufferType, Role
 from .config import ModelConfig
@@ -33,7 +33,7 @@ class Normal:
 class Constant:
     value: float
 
-    def fill(self, x: Tensor, generator: torch.Generator) -> None:
+    def fill(self, x: Tensor, _generator: torch.Generator) -> None:
         x.fill_(self.value)
 
 
@@ -93,6 +93,10 @@ class Declare:
             value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
             self.params[name] = Param(name, value, grad, master, init, self.accumulate)
         return self.params[name]
+
+    def form(self, columns: int) -> Form:
+        """Of (N, columns) in the compute dtype, where no buffer is meant."""
+        return Form((self.n, columns), self.dtype, self.device)
 
     def rows(self, name: str, columns: int, type: BufferType = BufferType.TEMP) -> Buffer:
         """(N, columns) in the compute dtype."""

@@ -48,7 +48,7 @@ class LinearLayer:
         cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, workspace: Workspace, *, per_head: bool
     ) -> LinearLayer:
         site = name.rsplit(".", 1)[-1]  # layers of one kind follow one another: they work in the same scratch
-        x = at.rows(f"scratch.{site}.x", inputs)
+        x = at.form(inputs)
         return cls(
             w, b, per_head,
             at.scratch(site, workspace(x, w.value, backward=False)),

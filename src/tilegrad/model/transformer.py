@@ -40,7 +40,7 @@ class Embedding:
         c, channels = at.config, at.config.n_embd
         wte = at.param("wte.weight", c.vocab_size, channels, init=WEIGHT)
         wpe = at.param("wpe.weight", c.block_size, channels, init=WEIGHT) if c.position == "learned" else None
-        shapes = embedding_workspace(at.rows("scratch.embedding.x", channels))
+        shapes = embedding_workspace(at.form(channels))
         return cls(wte, wpe, c.tie_embeddings, at.scratch("embedding", shapes))
 
     def forward(self, tokens: Buffer, *, x: Buffer) -> None:
@@ -71,7 +71,7 @@ class Head:
         c = at.config
         tied = c.tie_embeddings
         w = wte if tied else at.param("lm_head.weight", c.vocab_size, c.n_embd, init=WEIGHT)
-        x = at.rows("ln_f.y", c.n_embd)
+        x = at.form(c.n_embd)
         if c.loss == "cross_entropy":
             forward = cross_entropy_workspace(x, w.value, backward=False)
             backward = cross_entropy_workspace(x, w.value, backward=True)
