@@ -15,7 +15,6 @@ smaller batch uses the beginning of each buffer.
 from __future__ import annotations
 
 import hashlib
-import math
 from collections.abc import Sequence
 from dataclasses import replace
 

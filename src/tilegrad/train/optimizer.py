@@ -21,7 +21,7 @@ import torch
 
 from ..kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
 from ..memory.planned.arena import flat
-from ..memory.planned.trace import Handle
+from ..memory.planned.trace import Handle, handles
 from ..memory.types import BufferType, Role
 from ..model.layer import Param
 
@@ -65,7 +65,7 @@ class Optimizer:
         weight_decay: float = 0.1, max_norm: float = 1.0,
     ) -> Optimizer:  # fmt: skip
         ordered = decayed_first(params)
-        masters = flat("params", [p.master for p in ordered])
+        masters = flat("params", list(handles([p.master for p in ordered])))
 
         def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Handle:
             return Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", masters.device)
@@ -78,7 +78,7 @@ class Optimizer:
         scratch = {**global_norm_workspace(masters), **adamw_workspace(masters)}
         return cls(
             params=masters,
-            grads=flat("grads", [p.grad for p in ordered]),
+            grads=flat("grads", list(handles([p.grad for p in ordered]))),
             m=m,
             v=v,
             adam_step=buffer("optimizer.step", (), torch.float32),
