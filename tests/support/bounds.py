@@ -4,7 +4,11 @@ An op's function here is its algorithm in numbers that carry their error along. 
 what was rounded to the short dtype so far (by `rounded`, nowhere else), and B of the accumulator. To first order, for f(x, y):
 
     var(f) = (∂f/∂x)² var(x) + (∂f/∂y)² var(y)
-    B(f)   = |∂f/∂x| B(x) + |∂f/∂y| B(y) + |f|              and √n Σ|terms| for a sum of n
+    B(f)   = |∂f/∂x| B(x) + |∂f/∂y| B(y) + |f|
+    B(Σ t) = ΣB(t) + √n √(4 (Σt)² + 2 Σt²)
+
+The last is six deviations of Σₖ ρₖ sₖ, with ρ the roundings of n partial sums s, of variance a²/3. Terms in no particular order
+make Σₖ sₖ² ≈ n ((Σt)²/3 + Σt²/6); any order would allow √n Σ|t|, which is √n times as much and hides errors of float32.
 
 The last rounding of an output is the rule's own. The exact values are not used: the oracle is autograd's, of another formula.
 """
@@ -61,14 +65,14 @@ class Number:
         return self * y.fn(1 / y.x, -1 / y.x**2, 0.0)
 
     def __matmul__(self, y: Number) -> Number:
-        terms = math.sqrt(self.x.shape[-1])
         var = self.var @ y.x**2 + self.x**2 @ y.var
-        b = terms * (self.x.abs() @ y.x.abs()) + self.b @ y.x.abs() + self.x.abs() @ y.b
-        return Number(self.x @ y.x, var, b)
+        total = self.x @ y.x
+        b = _of_a_sum(total, self.x**2 @ y.x**2, self.x.shape[-1])
+        return Number(total, var, b + self.b @ y.x.abs() + self.x.abs() @ y.b)
 
     def sum(self, dim: int, keepdim: bool = False) -> Number:
-        b = math.sqrt(self.x.shape[dim]) * self.x.abs() + self.b
-        return Number(*(y.sum(dim, keepdim) for y in (self.x, self.var, b)))
+        total, squares, var, b = (y.sum(dim, keepdim) for y in (self.x, self.x**2, self.var, self.b))
+        return Number(total, var, b + _of_a_sum(total, squares, self.x.shape[dim]))
 
     def scattered(self, index: Tensor, size: int) -> Number:
         """Rows added up by index, (n, C) → (size, C)."""
@@ -76,8 +80,8 @@ class Number:
         def add(x: Tensor) -> Tensor:
             return x.new_zeros(size, x.shape[1]).index_add_(0, index, x)
 
-        terms = index.bincount(minlength=size).double().sqrt()[:, None]
-        return Number(add(self.x), add(self.var), terms * add(self.x.abs()) + add(self.b))
+        terms = index.bincount(minlength=size)[:, None]
+        return Number(add(self.x), add(self.var), _of_a_sum(add(self.x), add(self.x**2), terms) + add(self.b))
 
     @property
     def mT(self) -> Number:
@@ -85,6 +89,10 @@ class Number:
 
     def flat(self) -> Number:
         return Number(*(x.flatten(1) for x in (self.x, self.var, self.b)))
+
+
+def _of_a_sum(total: Tensor, squares: Tensor, terms: int | Tensor) -> Tensor:
+    return (terms * (4 * total**2 + 2 * squares)).sqrt()
 
 
 def of(x: Operand, like: Number | None = None) -> Number:
@@ -253,11 +261,11 @@ def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
         """The variance of Σ c d."""
         return (var_l * (p * (c - (p * c).sum(1, keepdim=True))) ** 2).sum() + (var_d * c**2).sum()
 
-    b_l = math.sqrt(x.shape[1]) * (x.abs() @ w.abs().t()) + 2 * logits.abs()
-    b_row = (p * b_l).sum(1, keepdim=True) + math.sqrt(w.shape[0]) + 4
+    b_l = _of_a_sum(logits, x**2 @ (w**2).t(), x.shape[1]) + 2 * logits.abs()
+    b_row = (p * b_l).sum(1, keepdim=True) + _of_a_sum(torch.ones_like(lse), (p**2).sum(1, keepdim=True), w.shape[0]) + 4
     b_d = kept * (p * (b_l + b_row) + d.abs())
     nll = kept * (lse - logits.gather(1, index))
-    b_nll = kept * (b_l.gather(1, index) + b_row + lse.abs() + math.sqrt(len(x)) * nll.abs())
+    b_nll = kept * (b_l.gather(1, index) + b_row + lse.abs() + nll)
     centred = (var_l * p**2) @ w**2 - 2 * (p @ w) * ((var_l * p**2) @ w) + of_rows * (p @ w) ** 2
     dx = inv_total * raw
     var = {
@@ -272,9 +280,10 @@ def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
         ),
     }  # fmt: skip
     b = {
-        "loss": inv_total * b_nll.sum(),
-        "dx": inv_total * ((b_d + (math.sqrt(w.shape[0]) + 1) * d.abs()) @ w.abs()),
-        "dw": inv_total * ((b_d + (math.sqrt(len(x)) + 2) * d.abs()).t() @ x.abs()),
+        "loss": inv_total * (b_nll.sum() + _of_a_sum(nll.sum(), (nll**2).sum(), len(x))),
+        "dx": inv_total * (b_d @ w.abs() + _of_a_sum(raw, d**2 @ w**2, w.shape[0]) + raw.abs()),
+        "dw": inv_total * (b_d.t() @ x.abs() + 2 * d.t().abs() @ x.abs())
+        + _of_a_sum(dw, (d**2).t() @ (inv_total * x) ** 2, len(x)),
     }
     return {name: Bound(v.sqrt(), a * b[name], None if s is None else s.sqrt()) for name, (v, s) in var.items()}
 
