@@ -216,3 +216,18 @@ def test_bad_inputs_say_what_is_accepted() -> None:
     ):
         with pytest.raises(ValueError, match=match):
             fn()
+
+
+@pytest.mark.parametrize(("name", "factor"), [("y", 1.01), ("dx", 1.01), ("dw", 1.001), ("db", 1.001)])
+@pytest.mark.parametrize("products", [False, True])
+def test_canary_a_factor_in_bfloat16_is_seen(
+    monkeypatch: pytest.MonkeyPatch, products: bool, name: str, factor: float
+) -> None:
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    inputs = {
+        name: randn(*shape, dtype=torch.bfloat16) for name, shape in (("x", (63, 37)), ("w", (50, 37)), ("b", (50,)))
+    }
+    dy = randn(63, 50, dtype=torch.bfloat16, seed=1)
+    got = run(inputs, dy)
+    with pytest.raises(AssertionError, match=f"{name}: "):
+        assert_true({name: got[name] * factor}, dense, inputs, {"y": dy}, bounds.linear(**inputs, dy=dy))

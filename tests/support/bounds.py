@@ -262,7 +262,9 @@ def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
         return (var_l * (p * (c - (p * c).sum(1, keepdim=True))) ** 2).sum() + (var_d * c**2).sum()
 
     b_l = _of_a_sum(logits, x**2 @ (w**2).t(), x.shape[1]) + 2 * logits.abs()
-    b_row = (p * b_l).sum(1, keepdim=True) + _of_a_sum(torch.ones_like(lse), (p**2).sum(1, keepdim=True), w.shape[0]) + 4
+    b_row = (
+        (p * b_l).sum(1, keepdim=True) + _of_a_sum(torch.ones_like(lse), (p**2).sum(1, keepdim=True), w.shape[0]) + 4
+    )
     b_d = kept * (p * (b_l + b_row) + d.abs())
     nll = kept * (lse - logits.gather(1, index))
     b_nll = kept * (b_l.gather(1, index) + b_row + lse.abs() + nll)

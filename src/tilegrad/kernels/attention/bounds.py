@@ -17,12 +17,14 @@ The numbers of a row share these roundings. The slope's variance counts each of 
     o, dv      Σ var(rᵢⱼ) (oᵢ·vⱼ)²,  Σ var(rᵢⱼ) (doᵢ·dvⱼ)²
     dq, dk     Σ var(dxᵢⱼ) cᵢⱼ² + Σᵢ σ²(deltaᵢ) (Σⱼ (p g)ᵢⱼ cᵢⱼ)²             cᵢⱼ = scale dqᵢ·kⱼ,  scale qᵢ·dkⱼ
 
-B is in units of a; that of a sum of n terms is √n Σ|terms| + Σ B(terms):
+The accumulator's roundings are as independent. In units of a, V is the variance of what a pair has for itself, B six deviations
+of what a row shares; a sum of n terms t, whose partial sums s are rounded, adds Σ s² / 3 ≈ n ((Σt)² / 3 + Σt² / 6) / 3 to V:
 
-    B(s)     = |scale| Σ|q||k| (√D + 3) + |bias| + |slope · distance|        the product, then scale, base 2 and shift
-    B(lse)   = Σⱼ pᵢⱼ B(sᵢⱼ) + √Tk + |lse| + 4                               the sum of exponentials, exp and log
-    B(p)     = p (B(s) + B(lse))                                            p = exp(s − lse)
-    B(ds)    = p (|do||v| + |delta|) (B(s) + B(lse) + √Dv + 2) + p B(delta)
+    V(x)     = scale² D ((q·k)² / 3 + Σ (q k)² / 6) / 3 + x²                  the product, then scale, base 2 and shift
+    V(p)/p²  = V(x) + (bias² + (slope · distance)² + (s − lse)² + 16) / 3     exp errs by up to 4
+    B(lse)   = 6 √Σⱼ pᵢⱼ² V(p)/p² + B(Σ p) + |lse| + 4                        shared: all of p's row has this relative error
+    B(delta) = 6 √Σⱼ V(rᵢⱼ) (doᵢ·vⱼ)² + B(lse) |do·o| + B(Σ do o) + |delta|    shared: dsᵢⱼ errs by −pᵢⱼ times it
+    V(ds)    = ds² (V(p)/p² + 1) + p² (V(dp) + (dp² + delta²) / 3)
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..closeness import Bound, accumulator, rounding, roundoff
+from ..closeness import SIGMAS, Bound, accumulator, rounding, roundoff
 from . import reference
 from .mask import Mask, distance, four_dims, packed, sequences
 
@@ -53,6 +55,8 @@ def _bounds(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, batch: range
 ) -> dict[str, Bound]:
     dtype, a, kv = q.dtype, roundoff(accumulator(q.dtype)), k
+    if dtype == torch.float64:
+        a *= 2  # the oracle rounds as much
     q, k, v, do = (x.double() for x in (q, k, v, do))
     k, v = reference._heads_of(k, like=q), reference._heads_of(v, like=q)
     (tq, d), (tk, dv), scale = q.shape[2:], (k.shape[2], v.shape[3]), mask.scale_for(q.shape[3])
@@ -70,18 +74,20 @@ def _bounds(
     var_r, var_dx = rounding(r, dtype), rounding(dx, dtype)
     var_delta = (var_r * dr**2).sum(-1) + (rounding(o, dtype) * do**2).sum(-1)
 
-    x_abs = abs(scale) * (q.abs() @ k.abs().mT) * (math.sqrt(d) + 3)
-    s_abs = _shifted(x_abs, mask, batch).masked_fill(p == 0, 0.0)
-    b_lse = (p * s_abs).sum(-1) + math.sqrt(tk) + 4 + lse.masked_fill(empty, 0.0).abs()
-    b_p = p * (s_abs + b_lse[..., None])
-    av, ado, ak, aq = (x.abs() for x in (v, do, k, q))
-    o_abs = r @ av
-    b_o = (b_p * keep) @ av + (math.sqrt(tk) + 2) * o_abs
-    delta_abs = (ado * o_abs).sum(-1) + dlse.abs()
-    b_delta = (ado * b_o).sum(-1) + (math.sqrt(dv) + 1) * delta_abs
-    dp_abs = (ado @ av.mT) * keep + delta_abs[..., None]
-    b_ds = dp_abs * (b_p + p * (math.sqrt(dv) + 2)) + p * b_delta[..., None]
-    b_dx = b_ds if tanh is None else b_ds * g + ds.abs() * _tanh_error(tanh, x_abs, mask.softcap)
+    x, do_o = scale * (q @ k.mT), (do * o).sum(-1)
+    v_x = _partial_sums(x, scale**2 * (q**2 @ (k**2).mT), d) + x**2
+    v_p = (v_x + (_shifts(p, mask, batch) + torch.where(p > 0, p.log(), 0.0) ** 2 + 16) / 3).masked_fill(p == 0, 0.0)
+    if tanh is not None:
+        v_p = v_p + 5 * x**2
+    b_lse = SIGMAS * (p**2 * v_p).sum(-1).sqrt() + _of_a_sum(torch.ones_like(lse), (p**2).sum(-1), tk)
+    b_lse = b_lse + 4 + lse.masked_fill(empty, 0.0).abs()
+    v_r, of_o = r**2 * v_p, _of_a_sum(o, r**2 @ v**2, tk) + 2 * o.abs()
+    b_delta = SIGMAS * (v_r * dr**2).sum(-1).sqrt() + b_lse * do_o.abs() + (do**2 * of_o**2).sum(-1).sqrt()
+    b_delta = b_delta + _of_a_sum(do_o, (do * o).square().sum(-1), dv) + delta.abs() + dlse.abs()
+    v_dp = keep**2 * (_partial_sums(dr, do**2 @ (v**2).mT, dv) + dr**2)
+    v_ds = ds**2 * (v_p + 1) + p**2 * (v_dp + ((dr * keep) ** 2 + delta[..., None] ** 2) / 3)
+    v_dx = v_ds if tanh is None else v_ds * g**2 + ds**2 * _tanh_variance(tanh, v_x, mask.softcap)
+    shared_dx = (dx * b_lse[..., None]) ** 2 + (pg * b_delta[..., None]) ** 2
 
     def along(c: Tensor) -> Tensor:
         """The variance of Σ cᵢⱼ dxᵢⱼ."""
@@ -104,46 +110,80 @@ def _bounds(
         ),
         "dv": (to_kv(var_r.mT @ do**2), (var_r * (do @ dv64.mT) ** 2).sum()),
     }
+    dxk, dxq = dx @ k, to_kv(dx.mT @ q)
     b = {  # B
-        "o": b_o,
+        "o": SIGMAS * (v_r @ v**2).sqrt() + b_lse[..., None] * o.abs() + of_o,
         "lse": b_lse,
-        "dq": abs(scale) * ((b_dx + (math.sqrt(tk) + 2) * dx.abs()) @ ak),
-        "dk": to_kv(abs(scale) * ((b_dx + (math.sqrt(sums) + 2) * dx.abs()).mT @ aq)),
-        "dv": to_kv((b_p * keep + (math.sqrt(sums) + 2) * r).mT @ ado),
+        "dq": abs(scale)
+        * (
+            SIGMAS * (v_dx @ k**2).sqrt()
+            + b_lse[..., None] * dxk.abs()
+            + b_delta[..., None] * (pg @ k).abs()
+            + _of_a_sum(dxk, dx**2 @ k**2, tk)
+            + 2 * dxk.abs()
+        ),
+        "dk": abs(scale)
+        * (
+            to_kv((SIGMAS**2 * v_dx + shared_dx).mT @ q**2).sqrt()
+            + _of_a_sum(dxq, to_kv((dx**2).mT @ q**2), sums)
+            + 2 * dxq.abs()
+        ),
+        "dv": to_kv((SIGMAS**2 * v_r + (r * b_lse[..., None]) ** 2).mT @ do**2).sqrt()
+        + _of_a_sum(exact["dv"], to_kv((r**2).mT @ do**2), sums)
+        + 2 * exact["dv"].abs(),
     }
     if mask.float_bias is not None:
         shape = four_dims(mask.float_bias).shape
-        terms = math.sqrt(ds.numel() / max(1, mask.float_bias.numel()))
-        squares = p.sum(-1, keepdim=True) ** 2 if shape[3] == 1 else p**2
-        along_rows = (var_delta * (p * exact["dbias"].reshape(shape)).sum(-1) ** 2).sum()
-        var["dbias"] = (squares * var_delta[..., None]).sum_to_size(shape).reshape(mask.float_bias.shape), along_rows
-        b["dbias"] = (b_ds + terms * ds.abs()).sum_to_size(shape).reshape(mask.float_bias.shape)
+        terms, dbias = ds.numel() // max(1, mask.float_bias.numel()), exact["dbias"].reshape(shape)
+
+        def squares(x: Tensor) -> Tensor:
+            """Σ x² of what is each row's; the pairs of a row add up first where a number of bias is a whole row's."""
+            return ((x.sum(-1, keepdim=True) if shape[3] == 1 else x) ** 2).sum_to_size(shape)
+
+        along_rows = (var_delta * (p * dbias).sum(-1) ** 2).sum()
+        own = SIGMAS**2 * v_ds.sum_to_size(shape) + squares(ds * b_lse[..., None]) + squares(p * b_delta[..., None])
+        b_dbias = own.sqrt() + _of_a_sum(dbias, (ds**2).sum_to_size(shape), terms) + dbias.abs()
+        var["dbias"] = squares(p * var_delta[..., None].sqrt()).reshape(mask.float_bias.shape), along_rows
+        b["dbias"] = b_dbias.reshape(mask.float_bias.shape)
     if p_sink is not None and mask.sinks is not None:
         var_sinks = (p_sink**2 * var_delta).sum((0, 2))
-        relative = mask.sinks.double().abs()[:, None] + b_lse + math.sqrt(delta[:, 0].numel())
+        terms_of = p_sink * delta
+        own = (terms_of * (mask.sinks.double().abs()[:, None] + b_lse + 4)) ** 2 + (p_sink * b_delta) ** 2
+        total, rows = terms_of.sum((0, 2)), delta[:, 0].numel()
         var["dsinks"] = var_sinks, None  # each head has rows of its own
-        b["dsinks"] = (p_sink * (delta_abs * relative + b_delta)).sum((0, 2))
+        b["dsinks"] = own.sum((0, 2)).sqrt() + _of_a_sum(total, (terms_of**2).sum((0, 2)), rows) + total.abs()
     return {
         name: Bound(of.sqrt(), a * b[name], None if of_slope is None else of_slope.sqrt())
         for name, (of, of_slope) in var.items()
     }
 
 
-def _shifted(s_abs: Tensor, mask: Mask, batch: range) -> Tensor:
-    """B(s) of B(x): |bias| and |slope · distance| added."""
+def _partial_sums(total: Tensor, squares: Tensor, terms: int) -> Tensor:
+    """V of a sum: `squares` is Σ t²."""
+    return terms * (total**2 / 3 + squares / 6) / 3
+
+
+def _of_a_sum(total: Tensor, squares: Tensor, terms: int) -> Tensor:
+    """B of a sum."""
+    return SIGMAS * _partial_sums(total, squares, terms).sqrt()
+
+
+def _shifts(p: Tensor, mask: Mask, batch: range) -> Tensor:
+    """bias² + (slope · distance)²"""
+    shifts = torch.zeros_like(p)
     if mask.float_bias is not None:
-        s_abs = s_abs + mask.float_bias.double().abs()
+        shifts = shifts + mask.float_bias.double().masked_fill(mask.float_bias == -math.inf, 0.0) ** 2
     slopes = mask.slopes(batch)
     if slopes is not None:
-        tq, tk = s_abs.shape[2:]
-        gap = distance(torch.arange(tq, device=s_abs.device), torch.arange(tk, device=s_abs.device), tq, tk)
-        s_abs = s_abs + slopes.double().abs()[..., None, None] * gap.abs()
-    return s_abs
+        tq, tk = p.shape[2:]
+        gap = distance(torch.arange(tq, device=p.device), torch.arange(tk, device=p.device), tq, tk)
+        shifts = shifts + (slopes.double()[..., None, None] * gap) ** 2
+    return shifts
 
 
-def _tanh_error(tanh: Tensor, x_abs: Tensor, softcap: float) -> Tensor:
-    """B(g) of g = 1 − tanh²(x / c)."""
-    return 1.0 + 2.0 * tanh.abs() * ((1.0 - tanh**2) * x_abs / softcap + 2.0 * tanh.abs())
+def _tanh_variance(tanh: Tensor, v_x: Tensor, softcap: float) -> Tensor:
+    """V of g = 1 − tanh²(x / c); tanh errs by up to 4."""
+    return (2 * tanh) ** 2 * ((1 - tanh**2) ** 2 * v_x / softcap**2 + 16 * tanh**2 / 3) + 1 / 3
 
 
 def _bounds_varlen(
