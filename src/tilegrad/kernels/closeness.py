@@ -10,7 +10,7 @@ times √n for a sum of n terms. With e = x − x64, three tests for each tensor
     mean    rms(e) ≤ (1.5 + 6/√n) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
     slope   |⟨e, x64⟩| ≤ 6 · sd⟨e, x64⟩ + Σ (a B / 3) |x64|                      a wrong factor has a sign, rounding has none
 
-The same infinities must stand in the same places, NaN nowhere. Nothing is measured against another kernel or against the largest
+The same infinities must stand in the same places, NaN nowhere. Nothing is measured against another kernel or the largest
 number of a call, and no tensor is an exception. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
 """
 
