@@ -21,7 +21,7 @@ The accumulator's roundings are as independent. In units of a, V is the variance
 of what a row shares; a sum of n terms t, whose partial sums s are rounded, adds Σ s² / 3 ≈ n ((Σt)² / 3 + Σt² / 6) / 3 to V:
 
     V(x)     = scale² D ((q·k)² / 3 + Σ (q k)² / 6) / 3 + x²                  the product, then scale, base 2 and shift
-    V(p)/p²  = V(x) + (bias² + (slope · distance)² + (s − lse)² + 16) / 3     exp errs by up to 4
+    V(p)/p²  = V(x) + (bias² + (slope · distance)² + (s − lse)² + 16) / 3     exp errs by up to 4, or as a kernel says
     B(lse)   = 6 √Σⱼ pᵢⱼ² V(p)/p² + B(Σ p) + |lse| + 4                        shared: all of p's row has this relative error
     B(delta) = 6 √Σⱼ V(rᵢⱼ) (doᵢ·vⱼ)² + B(lse) |do·o| + B(Σ do o) + |delta|    shared: dsᵢⱼ errs by −pᵢⱼ times it
     V(ds)    = ds² (V(p)/p² + 1) + p² (V(dp) + (dp² + delta²) / 3)
@@ -43,16 +43,18 @@ Exact = Mapping[str, Tensor]
 
 
 def bounds(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp_error: float = 0.0
 ) -> dict[str, Bound]:
-    """Of every output of a call, by name, from whole T×T matrices of float64. `exact` is the oracle's; slopes are along it."""
+    """Of every output of a call, by name, from whole T×T matrices of float64. `exact` is the oracle's; slopes are along it.
+    exp_error is the relative error of a kernel's exp where that says it is more than 4 a."""
+    exp = max(4.0, exp_error / roundoff(accumulator(q.dtype)))
     if mask.varlen:
-        return _bounds_varlen(q, k, v, do, dlse, mask, exact)
-    return _bounds(q, k, v, do, dlse, mask, exact, range(q.shape[0]))
+        return _bounds_varlen(q, k, v, do, dlse, mask, exact, exp)
+    return _bounds(q, k, v, do, dlse, mask, exact, exp, range(q.shape[0]))
 
 
 def _bounds(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, batch: range
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp: float, batch: range
 ) -> dict[str, Bound]:
     dtype, a, kv = q.dtype, roundoff(accumulator(q.dtype)), k
     if dtype == torch.float64:
@@ -76,11 +78,13 @@ def _bounds(
 
     x, do_o = scale * (q @ k.mT), (do * o).sum(-1)
     v_x = _partial_sums(x, scale**2 * (q**2 @ (k**2).mT), d) + x**2
-    v_p = (v_x + (_shifts(p, mask, batch) + torch.where(p > 0, p.log(), 0.0) ** 2 + 16) / 3).masked_fill(p == 0, 0.0)
+    v_p = (v_x + (_shifts(p, mask, batch) + torch.where(p > 0, p.log(), 0.0) ** 2 + exp**2) / 3).masked_fill(
+        p == 0, 0.0
+    )
     if tanh is not None:
         v_p = v_p + 5 * x**2
     b_lse = SIGMAS * (p**2 * v_p).sum(-1).sqrt() + _of_a_sum(torch.ones_like(lse), (p**2).sum(-1), tk)
-    b_lse = b_lse + 4 + lse.masked_fill(empty, 0.0).abs()
+    b_lse = b_lse + exp + lse.masked_fill(empty, 0.0).abs()
     v_r, of_o = r**2 * v_p, _of_a_sum(o, r**2 @ v**2, tk) + 2 * o.abs()
     b_delta = SIGMAS * (v_r * dr**2).sum(-1).sqrt() + b_lse * do_o.abs() + (do**2 * of_o**2).sum(-1).sqrt()
     b_delta = b_delta + _of_a_sum(do_o, (do * o).square().sum(-1), dv) + delta.abs() + dlse.abs()
@@ -187,21 +191,23 @@ def _tanh_variance(tanh: Tensor, v_x: Tensor, softcap: float) -> Tensor:
 
 
 def _bounds_varlen(
-    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact
+    q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp: float
 ) -> dict[str, Bound]:
     assert mask.cu_seqlens_q is not None and mask.cu_seqlens_k is not None
     parts = []
     for b, rows, cols in sequences(mask.cu_seqlens_q, mask.cu_seqlens_k):
         of = packed(q, rows), packed(k, cols), packed(v, cols), packed(do, rows)
         own = {name: packed(exact[name], cols if name in ("dk", "dv") else rows) for name in ("o", "dq", "dk", "dv")}
-        parts.append(_bounds(*of, None if dlse is None else dlse[None, :, rows], mask, own, range(b, b + 1)))
+        parts.append(_bounds(*of, None if dlse is None else dlse[None, :, rows], mask, own, exp, range(b, b + 1)))
     out = {}
     for name in parts[0]:
-        sigmas, accumulated = ([part[name][x] for part in parts] for x in (0, 1))
+        sigmas, accumulated = [part[name].sigma for part in parts], [part[name].accumulated for part in parts]
         if name == "dsinks":
             out[name] = Bound(torch.stack(sigmas).square().sum(0).sqrt(), torch.stack(accumulated).sum(0))
             continue
         slope = torch.stack([torch.as_tensor(part[name].slope) for part in parts]).square().sum().sqrt()
-        whole = (torch.cat(x, 2)[0] for x in (sigmas, accumulated))  # (1, H, T, …) each
-        out[name] = Bound(*(x if name == "lse" else x.transpose(0, 1) for x in whole), slope)
+        sigma, acc = torch.cat(sigmas, 2)[0], torch.cat(accumulated, 2)[0]  # of (1, H, T, …) each
+        out[name] = (
+            Bound(sigma, acc, slope) if name == "lse" else Bound(sigma.transpose(0, 1), acc.transpose(0, 1), slope)
+        )
     return out
