@@ -1,6 +1,7 @@
 """What this installation can run, and what to do where it can't: one line for each part.
 
-`--build` compiles the native CPU kernel from the sources that come with the package.
+`--kernels` adds the table of kernels of every op: which runs a plain call, and why the others don't. `--build` compiles the
+native CPU kernel from the sources that come with the package.
 """
 
 from __future__ import annotations
@@ -9,18 +10,21 @@ import platform
 import sys
 from collections.abc import Iterator
 from importlib import metadata
+from typing import Any
 
 import torch
 
 from . import __version__
+from .kernels import activation, column_sum, linear, norm
+from .kernels.attention import problem as attention
 from .kernels.attention.mask import Mask
-from .kernels.attention.problem import Problem
 from .kernels.attention.table import ATTENTION
 from .kernels.cpu import build as native_build
 from .kernels.cpu import library as native_library
+from .kernels.table import Table
 
 
-def doctor(*, build: bool = False) -> int:
+def doctor(*, build: bool = False, kernels: bool = False) -> int:
     """Prints the report; exit code 1 if a build was asked for and failed."""
     if build:
         try:
@@ -32,6 +36,10 @@ def doctor(*, build: bool = False) -> int:
     width = max(len(name) for name, _ in report())
     for name, line in report():
         print(f"{name:<{width}}  {line}")
+    if kernels:
+        for device, dtype in _places():
+            for table, call in plain_calls(device, dtype):
+                print(f"\n{table.op}, {_short(dtype)} on {device}\n{table.explain(call)}")
     return 0
 
 
@@ -45,9 +53,31 @@ def report() -> Iterator[tuple[str, str]]:
     yield "native kernel", _native()
     yield "Triton", _triton()
     yield "CUDA", _cuda()
+    for device, dtype in _places():
+        yield f"on {device}", f"{_short(dtype)} " + "; ".join(_order(*call) for call in plain_calls(device, dtype))
+
+
+def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, Any], ...]:
+    """Of each op with more than one kernel its table and a call without options."""
+    q = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
+    x = q[0, 0]
+    return (
+        (ATTENTION, attention.Problem(q, q, q, Mask())),
+        (norm.NORM, norm.Problem(x)),
+        (activation.ACTIVATION, activation.Problem("gelu", (x, x))),
+        (linear.LINEAR, linear.Problem(x, x)),
+        (column_sum.COLUMN_SUM, column_sum.Problem(x)),
+    )
+
+
+def _places() -> Iterator[tuple[str, torch.dtype]]:
     for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
         for dtype in (torch.float32, torch.bfloat16):
-            yield f"on {device}", f"{str(dtype).removeprefix('torch.')} attention: {_order(device, dtype)}"
+            yield device, dtype
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def _native() -> str:
@@ -75,8 +105,7 @@ def _cuda() -> str:
     )
 
 
-def _order(device: str, dtype: torch.dtype) -> str:
-    """Kernels that take a plain call there, in the table's order: the first runs."""
-    q = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
-    problem = Problem(q, q, q, Mask())
-    return ", then ".join(row.name for row in ATTENTION.rows if not row.by_name_only and row.refuses(problem) is None)
+def _order(table: Table, call: Any) -> str:
+    """Kernels that take a call, in the table's order: the first runs."""
+    names = (row.name for row in table.rows if not row.by_name_only and row.refuses(call) is None)
+    return f"{table.op}: {', then '.join(names)}"

@@ -9,8 +9,16 @@ from support.ops import DTYPES, acc, allocated_bytes, assert_rounded, assert_tru
 from torch import Tensor
 
 from tilegrad.kernels import activation, residual, rope
-from tilegrad.kernels.activation import KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
-from tilegrad.kernels.cpu import rowwise
+from tilegrad.kernels.activation import (
+    ACTIVATION,
+    KINDS,
+    Problem,
+    activation_bwd,
+    activation_fwd,
+    swiglu_bwd,
+    swiglu_fwd,
+)
+from tilegrad.kernels.cpu import rows
 from tilegrad.kernels.residual import add_fwd, copy_fwd, dropout_bwd, dropout_fwd, dropout_workspace, zero_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 
@@ -29,7 +37,7 @@ def swiglu(gate: Tensor, up: Tensor) -> dict[str, Tensor]:
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """gelu of contiguous float32 is the native library's; without one it is torch's."""
     if request.param == "torch":
-        monkeypatch.setattr(rowwise, "takes", lambda x: False)
+        monkeypatch.setattr(rows, "refusal", lambda x: "is switched off")
 
 
 def run(kind: str, h: Tensor, da: Tensor) -> dict[str, Tensor]:
@@ -73,7 +81,7 @@ def test_gelu_far_to_the_left_is_zero() -> None:
 
 def test_gelu_of_bfloat16_is_rounded_to_the_nearest() -> None:
     h, da = 3 * randn(63, 37, dtype=torch.bfloat16), randn(63, 37, dtype=torch.bfloat16, seed=1)
-    if not rowwise.takes(h):
+    if rows.refusal(h):
         pytest.skip("without the native library gelu is torch's own")
     h[0, :2] = torch.nan
     wide = run("gelu", h.float(), da.float())
@@ -231,3 +239,24 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         with pytest.raises(ValueError, match=match):
             fn()
     assert activation.KINDS == KINDS
+
+
+def test_gelu_is_native_where_it_lies_contiguous_and_a_name_runs_or_raises() -> None:
+    h = randn(4, 6, dtype=torch.float32)
+    if rows.refusal(h):
+        pytest.skip("there is no native library")
+    assert [ACTIVATION.select(Problem(kind, (h, h))).name for kind in KINDS] == ["native", "torch", "torch"]
+    assert ACTIVATION.select(Problem("gelu", (h, h.t().contiguous().t()))).name == "torch"
+    for kind, x, why in (
+        ("relu", h, "has gelu, not relu"),
+        ("gelu", h.t(), "takes contiguous tensors"),
+        ("gelu", h.double(), "takes float32 and bfloat16, not float64"),
+    ):
+        with pytest.raises(ValueError, match=f"got 'native', which can't run this call: {why}; 'torch' would run it"):
+            activation_fwd(x, kind, a=torch.empty_like(x), kernel="native")
+    with pytest.raises(ValueError, match="can't run this call: has gelu, not swiglu"):
+        swiglu_fwd(h, h, a=torch.empty_like(h), kernel="native")
+    a, b = torch.empty_like(h), torch.empty_like(h)
+    activation_fwd(h, "gelu", a=a, kernel="native")
+    activation_fwd(h, "gelu", a=b, kernel="torch")
+    assert torch.allclose(a, b, rtol=1e-5, atol=1e-7)

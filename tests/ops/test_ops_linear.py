@@ -9,14 +9,19 @@ from support.ops import DTYPES, RAGGED, acc, allocated_bytes, allowed_bytes, ass
 from torch import Tensor
 
 from tilegrad.kernels import linear
-from tilegrad.kernels.cpu import rowwise
+from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace
+from tilegrad.kernels.column_sum import torch_ops as column_sum_torch
+from tilegrad.kernels.cpu import rows
 from tilegrad.kernels.linear import (
+    LINEAR,
+    Problem,
+    bf16,
     linear_bwd,
     linear_fwd,
     linear_workspace,
     per_head_linear_bwd,
     per_head_linear_fwd,
-    per_head_linear_workspace,
+    tiled,
 )
 
 
@@ -24,7 +29,14 @@ from tilegrad.kernels.linear import (
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bias's gradient is the native library's; without one it is torch's."""
     if request.param == "torch":
-        monkeypatch.setattr(rowwise, "takes", lambda x: False)
+        monkeypatch.setattr(rows, "refusal", lambda x: "is switched off")
+
+
+def in_tiles_of(monkeypatch: pytest.MonkeyPatch, rows: int, cols: int) -> None:
+    for module in (tiled, column_sum_torch):
+        monkeypatch.setattr(module, "ROWS", rows)
+    for module in (tiled, bf16, column_sum_torch):
+        monkeypatch.setattr(module, "COLS", cols)
 
 
 def dense(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
@@ -40,17 +52,13 @@ def run(inputs: dict[str, Tensor | None], dy: Tensor, *, heads: bool = False) ->
     """Forward and backward with poisoned outputs; gradients that accumulate start at 0."""
     x, w, b = inputs["x"], inputs["w"], inputs["b"]
     assert x is not None and w is not None
-    fwd, bwd, workspace = (
-        (per_head_linear_fwd, per_head_linear_bwd, per_head_linear_workspace)
-        if heads
-        else (linear_fwd, linear_bwd, linear_workspace)
-    )
+    fwd, bwd = (per_head_linear_fwd, per_head_linear_bwd) if heads else (linear_fwd, linear_bwd)
     out = {"y": torch.full_like(dy, torch.nan), "dx": torch.full_like(x, torch.nan)}
     out["dw"] = torch.zeros_like(w, dtype=acc(w.dtype))
     if b is not None:
         out["db"] = torch.zeros_like(b, dtype=acc(b.dtype))
-    fwd(x, w, b, y=out["y"], scratch=poisoned(workspace(x, w, backward=False)))
-    bwd(dy, x, w, dx=out["dx"], dw=out["dw"], db=out.get("db"), scratch=poisoned(workspace(x, w, backward=True)))
+    fwd(x, w, b, y=out["y"], scratch=poisoned(linear_workspace(x, w, backward=False)))
+    bwd(dy, x, w, dx=out["dx"], dw=out["dw"], db=out.get("db"), scratch=poisoned(linear_workspace(x, w, backward=True)))
     return out
 
 
@@ -78,11 +86,10 @@ def test_many_rows() -> None:
 
 @pytest.mark.parametrize("tiles", [(16, 32), (7, 5)])
 @pytest.mark.parametrize("products", [False, True])
-def test_half_in_tiles_with_and_without_bf16_products(
+def test_bfloat16_in_tiles_with_and_without_bf16_products(
     monkeypatch: pytest.MonkeyPatch, tiles: tuple[int, int], products: bool
 ) -> None:
-    monkeypatch.setattr(linear, "ROWS", tiles[0])
-    monkeypatch.setattr(linear, "COLS", tiles[1])
+    in_tiles_of(monkeypatch, *tiles)
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
     check(33, 20, 67, torch.bfloat16, bias=True)
     check(33, 20, 67, torch.bfloat16, bias=False)
@@ -92,7 +99,7 @@ def test_half_in_tiles_with_and_without_bf16_products(
 def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, products: bool) -> None:
     """Rounded where products are bf16, to the same bits as weights rounded before; else not at all."""
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
-    monkeypatch.setattr(linear, "COLS", 16)
+    in_tiles_of(monkeypatch, 512, 16)
     x, dy = randn(19, 30, dtype=torch.bfloat16), randn(19, 40, dtype=torch.bfloat16, seed=1)
     wide = {"x": x, "w": randn(40, 30, dtype=torch.float32), "b": randn(40, dtype=torch.float32)}
     rounded = {name: value.bfloat16() for name, value in wide.items()}
@@ -107,16 +114,15 @@ def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, products: 
 def test_gradients_that_do_not_add_overwrite(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: bool, heads: bool
 ) -> None:
-    monkeypatch.setattr(linear, "ROWS", 8)
-    monkeypatch.setattr(linear, "COLS", 5)
+    in_tiles_of(monkeypatch, 8, 5)
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
     h, d = 3, 7
     x, dy = randn(20, h * d, dtype=dtype), randn(20, h * d, dtype=dtype, seed=1)
     w = randn(h, d, d, dtype=dtype) if heads else randn(h * d, h * d, dtype=dtype)
     want = run({"x": x, "w": w, "b": w[..., 0]}, dy, heads=heads)
-    bwd, workspace = (per_head_linear_bwd, per_head_linear_workspace) if heads else (linear_bwd, linear_workspace)
+    bwd = per_head_linear_bwd if heads else linear_bwd
     got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db")}
-    bwd(dy, x, w, **got, accumulate=False, scratch=poisoned(workspace(x, w, backward=True)))
+    bwd(dy, x, w, **got, accumulate=False, scratch=poisoned(linear_workspace(x, w, backward=True)))
     assert all(torch.equal(got[name], want[name]) for name in got)
 
 
@@ -181,9 +187,7 @@ def test_nothing_is_allocated(dtype: torch.dtype) -> None:
     assert allocated_bytes(lambda: linear_bwd(dy, x, w, dx=dx, dw=dw, db=db, scratch=scratch)) <= allowed
     ws, bs = randn(h, d, d, dtype=dtype), randn(h, d, dtype=dtype)
     dws, dbs, y = ws.to(acc(dtype)), bs.to(acc(dtype)), x.clone()
-    scratch = poisoned(
-        per_head_linear_workspace(x, ws, backward=True) | per_head_linear_workspace(x, ws, backward=False)
-    )
+    scratch = poisoned(linear_workspace(x, ws, backward=True) | linear_workspace(x, ws, backward=False))
     assert allocated_bytes(lambda: per_head_linear_fwd(x, ws, bs, y=y, scratch=scratch)) <= allowed
     assert allocated_bytes(lambda: per_head_linear_bwd(y, x, ws, dx=dx, dw=dws, db=dbs, scratch=scratch)) <= allowed
 
@@ -210,8 +214,11 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         (lambda: linear_fwd(x, w, None, y=randn(4, 5).float()), r"y: got .*float32"),
         (lambda: linear_bwd(randn(4, 5), x, w, dw=randn(5, 6).float()), "dw: got .*float32.*accepted: .*float64"),
         (lambda: linear_bwd(randn(5, 4).t(), x, w, db=randn(5)), r"dy: got strides \(1, 4\); accepted: .*last one 1"),
-        (lambda: linear_bwd(randn(4, 5), x, w, db=randn(5)), "scratch: linear got no 'db'"),
-        (lambda: linear_bwd(randn(4, 5), x, w, db=randn(5), scratch={"db": randn(4)}), r"scratch\['db'\].*at least 5"),
+        (lambda: linear_bwd(randn(4, 5), x, w, db=randn(5)), "scratch: column_sum got no 'torch.part'"),
+        (
+            lambda: linear_bwd(randn(4, 5), x, w, db=randn(5), scratch={"column_sum.torch.part": randn(4)}),
+            r"scratch\['torch.part'\].*at least 5",
+        ),
         (lambda: per_head_linear_fwd(x, randn(2, 2, 2), None, y=randn(4, 6)), r"w: got \(2, 2, 2\).*H·D = 6"),
     ):
         with pytest.raises(ValueError, match=match):
@@ -231,3 +238,35 @@ def test_canary_a_factor_in_bfloat16_is_seen(
     got = run(inputs, dy)
     with pytest.raises(AssertionError, match=f"{name}: "):
         assert_true({name: got[name] * factor}, dense, inputs, {"y": dy}, bounds.linear(**inputs, dy=dy))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("accumulate", [False, True])
+def test_column_sum(dtype: torch.dtype, accumulate: bool) -> None:
+    x, before = randn(113, 90, dtype=dtype)[:, 20:57], randn(37, dtype=acc(dtype), seed=1)
+    want = x.double().sum(0) + (before.double() if accumulate else 0.0)
+    for row in COLUMN_SUM.rows:
+        if row.refuses(Problem(x, None)):
+            continue
+        sums, scratch = before.clone(), poisoned(column_sum_workspace(x, kernel=row.name))
+        column_sum_fwd(x, sums=sums, accumulate=accumulate, scratch=scratch, kernel=row.name)
+        assert (sums - want).abs().max() <= 16 * torch.finfo(acc(dtype)).eps * x.double().abs().sum(0).max(), row.name
+
+
+def test_tables_choose_by_dtype_and_a_name_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    for products, want in ((True, "bf16"), (False, "tiled")):
+        monkeypatch.setattr(linear, "_has_bf16_products", lambda products=products: products)
+        x, w = randn(4, 6, dtype=torch.bfloat16), randn(5, 6, dtype=torch.bfloat16)
+        assert LINEAR.select(Problem(x, w)).name == want
+        assert LINEAR.select(Problem(x.float(), w.float())).name == "torch"
+    y = torch.empty(4, 5, dtype=torch.bfloat16)
+    with pytest.raises(
+        ValueError, match=r"got 'bf16', which can't run this call: needs a CPU with bf16.*'tiled' would run"
+    ):
+        linear_fwd(x, w, None, y=y, kernel="bf16")
+    with pytest.raises(
+        ValueError, match="got 'tiled', which can't run this call: is for bfloat16 on a CPU; 'torch' would"
+    ):
+        linear_bwd(y.float(), x.float(), w.float(), dx=x.float(), kernel="tiled")
+    with pytest.raises(ValueError, match=r"kernel: got 'native', which can't run this call: .*; 'torch' would run it"):
+        column_sum_fwd(randn(4, 5), sums=randn(5), kernel="native")

@@ -10,9 +10,18 @@ from support import bounds
 from support.ops import DTYPES, RAGGED, acc, allocated_bytes, assert_rounded, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import norm
-from tilegrad.kernels.cpu import rowwise
-from tilegrad.kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace, rmsnorm_bwd, rmsnorm_fwd
+from tilegrad.kernels.cpu import rows
+from tilegrad.kernels.norm import (
+    NORM,
+    Problem,
+    cpu,
+    layernorm_bwd,
+    layernorm_fwd,
+    norm_workspace,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+    torch_ops,
+)
 
 EPS = 1e-5
 
@@ -21,7 +30,7 @@ EPS = 1e-5
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Rows of float32 and bfloat16 are the native library's; without one they are torch's."""
     if request.param == "torch":
-        monkeypatch.setattr(rowwise, "takes", lambda x: False)
+        monkeypatch.setattr(rows, "refusal", lambda x: "is switched off")
     return str(request.param)
 
 
@@ -76,7 +85,7 @@ def check(n: int, c: int, dtype: torch.dtype, *, rms: bool, bias: bool) -> None:
 @pytest.mark.parametrize("n", RAGGED)
 @pytest.mark.parametrize("block", [100, 1 << 16])
 def test_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, block: int) -> None:
-    monkeypatch.setitem(norm.BLOCK, "cpu", block)
+    monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
     for c in (16, 63, 113):
         check(n, c, dtype, rms=True, bias=False)
         check(n, c, dtype, rms=False, bias=True)
@@ -104,7 +113,7 @@ def test_all_gradients_accumulate_and_none_is_not_computed(dtype: torch.dtype, r
 def test_parameter_gradients_that_do_not_add_overwrite(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool
 ) -> None:
-    monkeypatch.setitem(norm.BLOCK, "cpu", 100)
+    monkeypatch.setitem(torch_ops.BLOCK, "cpu", 100)
     inputs, dy = build(20, 30, dtype, bias=not rms)
     x, w, want = inputs["x"], inputs["w"], run(inputs, dy, rms=rms)
     assert x is not None and w is not None
@@ -198,17 +207,17 @@ def test_nothing_is_allocated(dtype: torch.dtype, rms: bool) -> None:
 def test_canary_a_forgotten_block_of_rows_is_seen(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool
 ) -> None:
-    right, native = norm.blocks, rowwise.norm_bwd
+    right, native = torch_ops.blocks, cpu.bwd
 
     def but_the_last(dy: Tensor, x: Tensor, *others: Any, dx: Tensor, **sums: Tensor | None) -> None:
         native(dy[:-1], x[:-1], *others, dx=dx[:-1], **sums)
 
-    monkeypatch.setitem(norm.BLOCK, "cpu", 480)
+    monkeypatch.setitem(torch_ops.BLOCK, "cpu", 480)
     check(63, 48, dtype, rms=rms, bias=False)
     inputs, dy = build(63, 48, dtype, bias=False)
     want = run(inputs, dy, rms=rms)
-    monkeypatch.setattr(norm, "blocks", lambda n, size: list(right(n, size))[:-1])
-    monkeypatch.setattr(rowwise, "norm_bwd", but_the_last)
+    monkeypatch.setattr(torch_ops, "blocks", lambda n, size: list(right(n, size))[:-1])
+    monkeypatch.setattr(cpu, "bwd", but_the_last)
     got = run(inputs, dy, rms=rms)
     for name in ("dx", "dw"):
         assert_right({name: want[name]}, inputs, dy, rms=rms)
@@ -217,13 +226,40 @@ def test_canary_a_forgotten_block_of_rows_is_seen(
 
 
 def test_bad_inputs_say_what_is_accepted() -> None:
-    x, w, rows = randn(4, 6), randn(6), randn(4)
+    x, w, each = randn(4, 6), randn(6), randn(4)
     for fn, match in (
-        (lambda: layernorm_fwd(x, w, None, 0.0, y=x, mean=rows, rstd=rows), "eps: got 0.0; accepted: a number > 0"),
-        (lambda: rmsnorm_fwd(x, randn(5), EPS, y=x, rstd=rows), r"w: got .*\(5,\).*accepted: .*\(6,\)"),
-        (lambda: rmsnorm_fwd(x, w, EPS, y=x, rstd=rows.float()), "rstd: got .*float32.*accepted: .*float64"),
-        (lambda: rmsnorm_bwd(x, x, w, rows, dx=x.clone()), "scratch: norm got no 'centred'"),
-        (lambda: rmsnorm_bwd(x, x, w, rows, dx=x.clone(), dw=randn(7)), r"dw: got .*\(7,\)"),
+        (lambda: layernorm_fwd(x, w, None, 0.0, y=x, mean=each, rstd=each), "eps: got 0.0; accepted: a number > 0"),
+        (lambda: rmsnorm_fwd(x, randn(5), EPS, y=x, rstd=each), r"w: got .*\(5,\).*accepted: .*\(6,\)"),
+        (lambda: rmsnorm_fwd(x, w, EPS, y=x, rstd=each.float()), "rstd: got .*float32.*accepted: .*float64"),
+        (lambda: rmsnorm_bwd(x, x, w, each, dx=x.clone()), "scratch: norm got no 'torch.centred'"),
+        (lambda: rmsnorm_bwd(x, x, w, each, dx=x.clone(), dw=randn(7)), r"dw: got .*\(7,\)"),
     ):
         with pytest.raises(ValueError, match=match):
             fn()
+
+
+def test_a_kernel_asked_for_by_name_runs_or_raises() -> None:
+    x, w, rstd = randn(4, 6, dtype=torch.float32), randn(6, dtype=torch.float32), torch.empty(4)
+    results = []
+    for name in (NORM.select(Problem(x)).name, "torch"):
+        y = torch.full_like(x, torch.nan)
+        rmsnorm_fwd(
+            x, w, EPS, y=y, rstd=rstd, kernel=name, scratch=poisoned(norm_workspace(x, backward=False, kernel=name))
+        )
+        results.append(y)
+    assert torch.allclose(results[1], rmsnorm(x, w, None)["y"], rtol=1e-6)
+    assert torch.allclose(*results, rtol=1e-6)
+    assert norm_workspace(x, backward=True, kernel="torch").keys() >= {"torch.centred", "torch.sum"}
+    x, w, rstd = x.double(), w.double(), rstd.double()
+    with pytest.raises(ValueError, match=r"got 'native', which can't run this call: .*'torch' would run it"):
+        rmsnorm_fwd(x, w, EPS, y=x.clone(), rstd=rstd, kernel="native")
+    told = NORM.explain(Problem(x))
+    assert told.kernel == "torch" and told.reasons["torch"].startswith("runs: the first")
+
+
+def test_the_table_chooses_native_for_float32_and_bfloat16_where_it_is(where: str) -> None:
+    for dtype in DTYPES:
+        problem = Problem(randn(4, 6, dtype=dtype))
+        want = "torch" if rows.refusal(problem.x) else "native"
+        assert NORM.select(problem).name == want
+        assert (want == "torch") >= (dtype == torch.float64 or where == "torch")

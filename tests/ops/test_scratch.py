@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 
+from tilegrad.cli import main
 from tilegrad.kernels.scratch import Form, below, larger, new_scratch, of, rows_per_block, views
 from tilegrad.kernels.table import Kernel, Table, takes_all
 
@@ -97,3 +98,11 @@ def test_rows_per_block() -> None:
         for shape in ((7, 10), (70, 10), (70, 101), (0, 0))
     ]
     assert got == [7, 10, 1, 1]
+
+
+def test_doctor_shows_the_table_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--kernels"]) == 0
+    out = capsys.readouterr().out
+    for op in ("attention", "norm", "activation", "linear", "column_sum"):
+        assert f"{op}: " in out and f"\n{op}, bfloat16 on cpu\n" in out
+    assert "tiled  is for bfloat16 on a CPU" in out and "→ torch  runs: the first of the table" in out

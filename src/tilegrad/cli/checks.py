@@ -39,7 +39,7 @@ def _gradcheck(args: argparse.Namespace) -> int:
 def _doctor(args: argparse.Namespace) -> int:
     from ..doctor import doctor
 
-    return doctor(build=args.build)
+    return doctor(build=args.build, kernels=args.kernels)
 
 
 def add_checks(commands: Commands) -> None:
@@ -67,3 +67,4 @@ def add_checks(commands: Commands) -> None:
 
     doctor = add_command(commands, "doctor", "what this installation can run, and what to do where it can't", _doctor)
     doctor.add_argument("--build", action="store_true", help="compile the native CPU kernel (needs a C++ compiler)")
+    doctor.add_argument("--kernels", action="store_true", help="every op's kernels: which runs, and why not the others")

@@ -19,8 +19,8 @@ def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, 
 
 def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
     """A parameter has the dtype of the x it meets, or on a CPU that of sums: the op rounds it, and no copy need be kept."""
-    wide = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
-    check_tensor(name, p, shape, p.dtype if wide else x.dtype, x.device)
+    unrounded = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
+    check_tensor(name, p, shape, p.dtype if unrounded else x.dtype, x.device)
 
 
 def check_columns(name: str, x: Tensor) -> None:

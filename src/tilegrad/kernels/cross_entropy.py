@@ -6,7 +6,7 @@
 
 inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch.
 
-Walk: a chunk of rows at a time, whose logits become p in place. Then
+One chunk of rows at a time: its logits become p in place. Then
 
     logsumexp(l) = max l − log max p          for max p ≥ 1/V, which is never small
     dx = inv_total ∘ ((p − onehot) w)         dw += (p − onehot)ᵀ (inv_total ∘ x)         (accumulate=False: dw = …)
@@ -26,9 +26,9 @@ import torch
 from torch import Tensor
 
 from .checks import check_param, check_tensor
-from .linear import linear_bwd, linear_fwd, linear_workspace
+from .linear import linear_bwd, linear_fwd, linear_workspace, rounds_weights
 from .op import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+from .scratch import Form, Scratch, Shapes, accumulation_dtype, below, blocks, larger, of, views
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
 BLOCK = 1 << 20  # bfloat16 logits that pass through float32 at once
@@ -56,8 +56,8 @@ def _chunks(x: Tensor, w: Tensor) -> Iterator[slice]:
 
 def _block_rows(x: Any, w: Any) -> int:
     """Rows of a chunk that become probabilities at once: all, but where they pass through float32."""
-    rows, narrow = _rows(x, w), _logits_dtype(x) != accumulation_dtype(x.dtype)
-    return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if narrow else rows
+    rows, converted = _rows(x, w), _logits_dtype(x) != accumulation_dtype(x.dtype)
+    return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if converted else rows
 
 
 def cross_entropy_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
@@ -78,13 +78,14 @@ def cross_entropy_workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
             shapes["x32"] = ((rows, c), acc)
         if x.dtype != logits:
             shapes["dlogits"] = ((rows, v), x.dtype)
-    return shapes | {f"linear.{name}": spec for name, spec in _linear_workspace(x, w, backward).items()}
-
-
-def _linear_workspace(x: Any, w: Any, backward: bool) -> Shapes:
-    """Of both products; there is no bias."""
-    both = linear_workspace(x, w, backward=False) | (linear_workspace(x, w, backward=True) if backward else {})
-    return {name: spec for name, spec in both.items() if name not in ("db", "ones", "b16")}
+    if rounds_weights(x, w):
+        shapes["w"] = ((v, c), x.dtype)
+        w = Form((v, c), x.dtype, x.device)
+    chunk = Form((rows, c), x.dtype, x.device)
+    products = linear_workspace(chunk, w, backward=False, bias=False)
+    if backward:
+        products = larger(products, linear_workspace(chunk, w, backward=True, bias=False))
+    return shapes | below("linear", products)
 
 
 @op()
@@ -92,7 +93,7 @@ def cross_entropy_fwd(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, scratch: Scratch | None = None
 ) -> None:
     """loss (0-d), overwritten."""
-    _walk(x, w, targets, inv_total, loss=loss, dx=None, dw=None, accumulate=True, backward=False, scratch=scratch)
+    _run(x, w, targets, inv_total, loss=loss, dx=None, dw=None, accumulate=True, backward=False, scratch=scratch)
 
 
 @op(accumulates=("dw",))
@@ -101,7 +102,7 @@ def cross_entropy_bwd(
     dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """dx overwritten, dw added to (accumulate=False: overwritten); the logits are formed again."""
-    _walk(x, w, targets, inv_total, loss=None, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch)
+    _run(x, w, targets, inv_total, loss=None, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch)
 
 
 @op(accumulates=("dw",))
@@ -111,10 +112,10 @@ def cross_entropy_step(
     scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """Forward and backward at once."""
-    _walk(x, w, targets, inv_total, loss=loss, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch)
+    _run(x, w, targets, inv_total, loss=loss, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch)
 
 
-def _walk(
+def _run(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
     loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, backward: bool, scratch: Scratch | None,
 ) -> None:  # fmt: skip
@@ -130,9 +131,9 @@ def _walk(
         if other is not None:
             check_tensor(name, other, shape, dtype, x.device)
     buffers = views(scratch, cross_entropy_workspace(x, w, backward=backward), x.device, "cross_entropy")
-    linear = {name.removeprefix("linear."): y for name, y in buffers.items() if name.startswith("linear.")}
-    if "w16" in linear:
-        w = linear["w16"].copy_(w)  # once for all chunks
+    linear = of("linear", buffers)
+    if "w" in buffers:
+        w = buffers["w"].copy_(w)  # rounded once for all chunks
     if loss is not None:
         loss.zero_()
     gradients = dx is not None or dw is not None
@@ -141,14 +142,15 @@ def _walk(
     for i in _chunks(x, w):
         m = i.stop - i.start
         rows = {name: buffers[name][:m] for name in ("logits", "index", "valid")}
-        scale = mask_targets(targets[i], inv_total, rows, scale=buffers["statistics"][0, :m])
+        scale = buffers["statistics"][0, :m]
+        mask_targets(targets[i], inv_total, valid=rows["valid"], index=rows["index"], scale=scale)
         linear_fwd(x[i], w, None, y=rows["logits"], scratch=linear)
         for j in blocks(m, _block_rows(x, w)):
             _probabilities(rows, j, scale, buffers, loss=loss, gradients=gradients)
         if gradients:
             dxi = None if dx is None else dx[i]
-            going_on = accumulate or i.start > 0
-            _chunk_bwd(rows["logits"], x[i], w, scale, buffers, linear, dx=dxi, dw=dw, accumulate=going_on)
+            added = accumulate or i.start > 0  # a later chunk adds to the first
+            _chunk_bwd(rows["logits"], x[i], w, scale, buffers, linear, dx=dxi, dw=dw, accumulate=added)
 
 
 def check_targets(targets: Tensor, n: int, v: int, device: torch.device) -> None:
@@ -160,11 +162,11 @@ def check_targets(targets: Tensor, n: int, v: int, device: torch.device) -> None
             raise ValueError(f"targets: got {low if low < -1 else high}; accepted: 0 … {v - 1}, or −1 for none")
 
 
-def mask_targets(targets: Tensor, inv_total: Tensor, rows: Scratch, *, scale: Tensor) -> Tensor:
-    """scale = inv_total, 0 where there is no target; rows["index"] = the target, 0 where there is none."""
-    torch.ge(targets, 0, out=rows["valid"])
-    torch.clamp(targets, min=0, out=rows["index"])
-    return scale.copy_(rows["valid"]).mul_(inv_total)
+def mask_targets(targets: Tensor, inv_total: Tensor, *, valid: Tensor, index: Tensor, scale: Tensor) -> None:
+    """valid = there is a target; index = the target, 0 where there is none; scale = inv_total, 0 where there is none."""
+    torch.ge(targets, 0, out=valid)
+    torch.clamp(targets, min=0, out=index)
+    scale.copy_(valid).mul_(inv_total)
 
 
 def _probabilities(

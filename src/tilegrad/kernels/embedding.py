@@ -17,14 +17,9 @@ from torch import Tensor
 
 from .checks import check_param, check_tensor
 from .op import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_per_block, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
-
-
-def _rows(x: Any) -> int:
-    n, c = x.shape
-    return int(max(1, min(n, BLOCK[torch.device(x.device).type] // max(c, 1))))
 
 
 def _check(tokens: Tensor, x: Tensor, name: str) -> None:
@@ -54,7 +49,7 @@ def embedding_fwd(
         return
     x32 = views(scratch, embedding_workspace(x), x.device, "embedding")["x32"]
     for n in range(b):
-        for i in blocks(t, _rows(x)):
+        for i in blocks(t, rows_per_block(x, BLOCK)):
             sums = torch.index_select(wte, 0, tokens[n, i], out=x32[: i.stop - i.start])
             if wpe is not None:
                 sums.add_(wpe[i])
@@ -64,7 +59,7 @@ def embedding_fwd(
 def embedding_workspace(x: Any) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold: nothing but for bfloat16."""
     acc = accumulation_dtype(x.dtype)
-    return {"x32": ((_rows(x), x.shape[1]), acc)} if x.dtype != acc else {}
+    return {"x32": ((rows_per_block(x, BLOCK), x.shape[1]), acc)} if x.dtype != acc else {}
 
 
 @op(accumulates=("dwte", "dwpe"))
@@ -81,14 +76,14 @@ def embedding_bwd(
         flat = tokens.view(-1)
         if not accumulate:
             dwte.zero_()
-        for i in blocks(dx.shape[0], _rows(dx)):
+        for i in blocks(dx.shape[0], rows_per_block(dx, BLOCK)):
             add_rows(flat[i], scratch["x32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=dwte)
     if dwpe is not None:
         check_tensor("dwpe", dwpe, (max(t, dwpe.shape[0]), c), acc, dx.device)
         if not accumulate:
             dwpe.zero_()
         for n in range(b):
-            for i in blocks(t, _rows(dx)):
+            for i in blocks(t, rows_per_block(dx, BLOCK)):
                 part = dx[n * t + i.start : n * t + i.stop]
                 dwpe[i].add_(scratch["x32"][: i.stop - i.start].copy_(part) if scratch else part)
 

@@ -3,7 +3,7 @@
     e = x − wte[target]      loss = Σ over targets of Σ_c e² / C · inv_total
     dx = 2 e / C · inv_total (0 in rows without a target)        dwte[target] −= dx (accumulate=False: from 0)
 
-Rows are worked on in blocks, in the accumulation dtype.
+Rows are processed in blocks, in the accumulation dtype.
 """
 
 from __future__ import annotations
@@ -17,19 +17,14 @@ from .checks import check_param, check_tensor
 from .cross_entropy import check_targets, mask_targets
 from .embedding import add_rows
 from .op import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
+from .scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_per_block, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows
 
 
-def _rows(x: Any) -> int:
-    n, c = x.shape
-    return int(max(1, min(n, BLOCK[torch.device(x.device).type] // max(c, 1))))
-
-
 def embedding_mse_workspace(x: Any, wte: Any) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold: forward, backward and step."""
-    acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, _rows(x)
+    acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, rows_per_block(x, BLOCK)
     shapes: Shapes = {
         "e": ((rows, c), acc),
         "chosen": ((rows, c), wte.dtype),
@@ -46,7 +41,7 @@ def embedding_mse_fwd(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, scratch: Scratch | None = None
 ) -> None:
     """loss (0-d), overwritten."""
-    _walk(x, wte, targets, inv_total, loss=loss, dx=None, dwte=None, accumulate=True, scratch=scratch)
+    _run(x, wte, targets, inv_total, loss=loss, dx=None, dwte=None, accumulate=True, scratch=scratch)
 
 
 @op(accumulates=("dwte",))
@@ -55,7 +50,7 @@ def embedding_mse_bwd(
     dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """dx overwritten, dwte added to (accumulate=False: overwritten)."""
-    _walk(x, wte, targets, inv_total, loss=None, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
+    _run(x, wte, targets, inv_total, loss=None, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
 
 
 @op(accumulates=("dwte",))
@@ -65,10 +60,10 @@ def embedding_mse_step(
     scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """Forward and backward at once."""
-    _walk(x, wte, targets, inv_total, loss=loss, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
+    _run(x, wte, targets, inv_total, loss=loss, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
 
 
-def _walk(
+def _run(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
     loss: Tensor | None, dx: Tensor | None, dwte: Tensor | None, accumulate: bool, scratch: Scratch | None,
 ) -> None:  # fmt: skip
@@ -88,11 +83,11 @@ def _walk(
         loss.zero_()
     if dwte is not None and not accumulate:
         dwte.zero_()
-    for i in blocks(n, _rows(x)):
+    for i in blocks(n, rows_per_block(x, BLOCK)):
         m = i.stop - i.start
-        rows = {name: buffers[name][:m] for name in ("e", "chosen", "index", "valid")}
+        rows = {name: buffers[name][:m] for name in ("e", "chosen", "valid", "index")}
         scale, distance = buffers["statistics"][:, :m].unbind()
-        mask_targets(targets[i], inv_total, rows, scale=scale)
+        mask_targets(targets[i], inv_total, valid=rows["valid"], index=rows["index"], scale=scale)
         scale.div_(c)
         chosen = torch.index_select(wte, 0, rows["index"], out=rows["chosen"])
         if "chosen32" in buffers:

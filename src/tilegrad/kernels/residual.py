@@ -18,7 +18,7 @@ from torch import Tensor
 from .checks import check_tensor
 from .op import op
 from .philox import WORK_BUFFERS, drop_mask, round_keys
-from .scratch import Scratch, Shapes, blocks, views
+from .scratch import Scratch, Shapes, blocks, rows_per_block, views
 
 BLOCK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements whose mask is drawn at once
 _NO_SEQUENCE = 0xFFFFFFFF
@@ -45,14 +45,9 @@ def copy_fwd(x: Tensor, *, y: Tensor) -> None:
     y.copy_(x)
 
 
-def _rows(x: Any) -> int:
-    n, c = x.shape
-    return int(max(1, min(n, BLOCK[torch.device(x.device).type] // max(c, 1))))
-
-
 def dropout_workspace(x: Any) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold, forward and backward."""
-    (n, c), rows = x.shape, _rows(x)
+    (n, c), rows = x.shape, rows_per_block(x, BLOCK)
     return {
         "index": ((max(n, c),), torch.int64),
         "counter": ((2,), torch.int64),
@@ -93,7 +88,7 @@ def _dropout(
     counter[0].fill_(layer_counter)
     counter[1].fill_(_NO_SEQUENCE)
     keys = round_keys(seed)
-    for i in blocks(n, _rows(x)):
+    for i in blocks(n, rows_per_block(x, BLOCK)):
         m = i.stop - i.start
         dropped = scratch["dropped"][None, None, :m]
         work = scratch["philox"].view(-1)[: WORK_BUFFERS * m * c].view(WORK_BUFFERS, 1, 1, m, c)

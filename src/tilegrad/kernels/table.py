@@ -4,7 +4,8 @@ A row is refused with a reason, and nothing falls back silently: a kernel asked 
 the rows are public.
 
 A problem is a call as its table sees it: a NamedTuple whose fields are the positional arguments of a kernel's `workspace`.
-Only shapes, dtypes, devices and options of it are read, so a kernel can be chosen before a tensor exists.
+Only shapes, dtypes, devices and options of it are read, so a kernel can be chosen before a tensor exists. `NORM.explain(
+Problem(x))` says what would run; `tilegrad doctor --kernels` prints that of every op.
 """
 
 from __future__ import annotations

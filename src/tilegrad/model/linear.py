@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass
 
 from ..kernels.linear import (
@@ -11,12 +10,9 @@ from ..kernels.linear import (
     linear_workspace,
     per_head_linear_bwd,
     per_head_linear_fwd,
-    per_head_linear_workspace,
 )
-from ..kernels.scratch import Scratch, Shapes
+from ..kernels.scratch import Scratch
 from .layer import WEIGHT, Buffer, Constant, Declare, Init, Param
-
-Workspace = Callable[..., Shapes]
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,7 +29,7 @@ class LinearLayer:
     def declare(cls, at: Declare, name: str, inputs: int, outputs: int, init: Init = WEIGHT) -> LinearLayer:
         weight = at.param(f"{name}.weight", outputs, inputs, init=init)
         bias = at.param(f"{name}.bias", outputs, init=Constant(0.0)) if at.config.bias else None
-        return cls._declare(at, name, weight, bias, inputs, linear_workspace, per_head=False)
+        return cls._declare(at, name, weight, bias, inputs, per_head=False)
 
     @classmethod
     def declare_per_head(cls, at: Declare, name: str) -> LinearLayer:
@@ -41,18 +37,16 @@ class LinearLayer:
         h, d = at.config.n_head, at.config.head_dim
         weight = at.param(f"{name}.weight", h, d, d, init=WEIGHT)
         bias = at.param(f"{name}.bias", h, d, init=Constant(0.0)) if at.config.bias else None
-        return cls._declare(at, name, weight, bias, h * d, per_head_linear_workspace, per_head=True)
+        return cls._declare(at, name, weight, bias, h * d, per_head=True)
 
     @classmethod
-    def _declare(
-        cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, workspace: Workspace, *, per_head: bool
-    ) -> LinearLayer:
+    def _declare(cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, *, per_head: bool) -> LinearLayer:
         site = name.rsplit(".", 1)[-1]  # layers of one kind follow one another: they work in the same scratch
         x = at.form(inputs)
         return cls(
             w, b, per_head,
-            at.scratch(site, workspace(x, w.value, backward=False)),
-            at.scratch(f"{site}_bwd", workspace(x, w.value, backward=True)),
+            at.scratch(site, linear_workspace(x, w.value, backward=False)),
+            at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
         )  # fmt: skip
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:

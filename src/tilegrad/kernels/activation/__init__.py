@@ -5,22 +5,46 @@
     relu   a = max(h, 0)         dh = da where h > 0
     swiglu a = silu(gate) ∘ up   dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   silu(g) = g σ(g)
 
-The backward reads h, so a need not be kept. dh may be da itself, and dgate may be da. gelu of float32 and bfloat16 on a CPU
-is in rowwise.py where all lie contiguous.
+The backward reads h, so a need not be kept. dh may be da itself, and dgate may be da. `ACTIVATION` is the table of kernels:
+each module offers `fwd` and `bwd`, and `swiglu_fwd` and `swiglu_bwd` where it takes swiglu. None needs scratch.
 """
 
 from __future__ import annotations
 
-import torch
+from typing import NamedTuple
+
 from torch import Tensor
 
 from ..checks import check_tensor
-from ..cpu import rowwise
+from ..cpu import rows
 from ..op import op
+from ..table import Kernel, Table, takes_all
 
 KINDS = ("gelu", "tanh", "relu")
-_aten = torch.ops.aten
-_SATURATED = 80.0  # σ(80) is 1 in float64, and exp(80) is finite in float32
+
+
+class Problem(NamedTuple):
+    """An activation as the table sees it; the tensors are all that a call reads and writes, of one shape and dtype."""
+
+    kind: str
+    tensors: tuple[Tensor, ...]
+
+
+def _native_refuses(problem: Problem) -> str | None:
+    if problem.kind != "gelu":
+        return f"has gelu, not {problem.kind}"
+    if not all(x.is_contiguous() for x in problem.tensors):
+        return "takes contiguous tensors"
+    return rows.refusal(problem.tensors[0])
+
+
+ACTIVATION = Table(
+    "activation",
+    (
+        Kernel("native", "activation.cpu", _native_refuses),
+        Kernel("torch", "activation.torch_ops", takes_all),
+    ),
+)
 
 
 def _check(kind: str, h: Tensor, **others: Tensor) -> None:
@@ -31,47 +55,31 @@ def _check(kind: str, h: Tensor, **others: Tensor) -> None:
 
 
 @op()
-def activation_fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
+def activation_fwd(h: Tensor, kind: str, *, a: Tensor, kernel: str | None = None) -> None:
     """a = kind(h); a may be h."""
     _check(kind, h, a=a)
-    if kind == "gelu" and rowwise.takes(h) and h.is_contiguous() and a.is_contiguous():
-        rowwise.gelu_fwd(h, a=a)
-    elif kind == "gelu":
-        _aten.gelu.out(h, approximate="tanh", out=a)
-    elif kind == "tanh":
-        torch.tanh(h, out=a)
-    else:
-        torch.clamp(h, min=0.0, out=a)
+    ACTIVATION.select(Problem(kind, (h, a)), kernel).load().fwd(h, kind, a=a)
 
 
 @op()
-def activation_bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor) -> None:
+def activation_bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor, kernel: str | None = None) -> None:
     """dh = da ∘ kind'(h); dh may be da."""
     _check(kind, h, da=da, dh=dh)
-    if kind == "gelu" and rowwise.takes(h) and all(x.is_contiguous() for x in (h, da, dh)):
-        rowwise.gelu_bwd(da, h, dh=dh)
-    elif kind == "gelu":
-        _aten.gelu_backward.grad_input(da, h, approximate="tanh", grad_input=dh)
-    elif kind == "tanh":  # softplus_backward(g, h, β, ·) = g σ(β h)
-        _aten.softplus_backward.grad_input(da, h, 2.0, _SATURATED, grad_input=dh)
-        _aten.softplus_backward.grad_input(dh, h, -2.0, _SATURATED, grad_input=dh).mul_(4.0)
-    else:
-        _aten.threshold_backward.grad_input(da, h, 0.0, grad_input=dh)
+    ACTIVATION.select(Problem(kind, (h, da, dh)), kernel).load().bwd(da, h, kind, dh=dh)
 
 
 @op()
-def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor) -> None:
+def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, kernel: str | None = None) -> None:
     """a = silu(gate) ∘ up"""
     for name, other in (("up", up), ("a", a)):
         check_tensor(name, other, tuple(gate.shape), gate.dtype, gate.device)
-    _aten.silu.out(gate, out=a).mul_(up)
+    ACTIVATION.select(Problem("swiglu", (gate, up, a)), kernel).load().swiglu_fwd(gate, up, a=a)
 
 
 @op()
-def swiglu_bwd(da: Tensor, gate: Tensor, up: Tensor, *, dgate: Tensor, dup: Tensor) -> None:
+def swiglu_bwd(da: Tensor, gate: Tensor, up: Tensor, *, dgate: Tensor, dup: Tensor, kernel: str | None = None) -> None:
     """dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate); dgate may be da."""
     for name, other in (("da", da), ("up", up), ("dgate", dgate), ("dup", dup)):
         check_tensor(name, other, tuple(gate.shape), gate.dtype, gate.device)
-    _aten.silu.out(gate, out=dup).mul_(da)
-    torch.mul(da, up, out=dgate)
-    _aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    chosen = ACTIVATION.select(Problem("swiglu", (da, gate, up, dgate, dup)), kernel)
+    chosen.load().swiglu_bwd(da, gate, up, dgate=dgate, dup=dup)

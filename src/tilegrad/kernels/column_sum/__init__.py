@@ -1,0 +1,52 @@
+"""The sum over rows, which is the gradient of a bias.       x (N, C)   sums (C,), in the accumulation dtype
+
+    sums += Σ_n x        (accumulate=False: sums = Σ_n x)
+
+Rows may be strided, columns not. `COLUMN_SUM` is the table of kernels: each module offers `workspace` and `fwd`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from ..checks import check_columns, check_tensor
+from ..cpu import rows
+from ..op import op
+from ..scratch import Scratch, Shapes, accumulation_dtype, views
+from ..table import Kernel, Table, takes_all
+
+
+class Problem(NamedTuple):
+    """A sum as the table sees it: the dtype and device of x."""
+
+    x: Any
+
+
+COLUMN_SUM = Table(
+    "column_sum",
+    (
+        Kernel("native", "column_sum.cpu", lambda problem: rows.refusal(problem.x)),
+        Kernel("torch", "column_sum.torch_ops", takes_all),
+    ),
+)
+
+
+def column_sum_workspace(x: Any, *, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold."""
+    return COLUMN_SUM.workspace(Problem(x), kernel=kernel)
+
+
+@op(accumulates=("sums",))
+def column_sum_fwd(
+    x: Tensor, *, sums: Tensor, accumulate: bool = True, scratch: Scratch | None = None, kernel: str | None = None
+) -> None:
+    """sums += Σ_n x, or = where accumulate is False."""
+    check_tensor("sums", sums, (x.shape[1],), accumulation_dtype(x.dtype), x.device)
+    check_columns("x", x)
+    check_columns("sums", sums)
+    row = COLUMN_SUM.select(Problem(x), kernel)
+    module = row.load()
+    buffers = views(scratch, module.workspace(x), x.device, "column_sum", kernel=row.name)
+    module.fwd(x, sums=sums, accumulate=accumulate, scratch=buffers)

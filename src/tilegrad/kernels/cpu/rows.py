@@ -1,0 +1,37 @@
+"""What the native kernels over rows share: norm/cpu.py, activation/cpu.py and column_sum/cpu.py call csrc/rows/norm_gelu.cpp.
+
+float32, or bfloat16 that is float32 in registers; means, sums and gradients of parameters are float32. No scratch. Rows
+(columns for sums over rows, elements for gelu) are distributed over torch.get_num_threads() threads; which thread takes
+which changes no bit.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .abi import DTYPES as ALL_DTYPES
+from .library import library
+
+DTYPES = {dtype: ALL_DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
+
+
+def refusal(x: Any) -> str | None:
+    """Why these kernels can't run on x, from its dtype and device alone; None where they can."""
+    if x.device.type != "cpu":
+        return f"runs on the CPU, not on {x.device.type}"
+    if x.dtype not in DTYPES:
+        return f"takes float32 and bfloat16, not {str(x.dtype).removeprefix('torch.')}"
+    found = library()
+    return found if isinstance(found, str) else None
+
+
+def rows(x: Tensor | None) -> tuple[int, int]:
+    """`Rows`: address and stride, in elements."""
+    return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
+
+
+def address(x: Tensor | None) -> int:
+    return 0 if x is None else x.data_ptr()

@@ -1,0 +1,45 @@
+"""Products of bfloat16 on a CPU with bf16 instructions, by torch.
+
+y and dx are formed straight. torch's bf16 product can't write float32, so dw is formed COLS rows of w at a time in scratch.
+A float32 w or b is rounded into scratch, call by call: that moves less memory than to keep rounded copies.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..scratch import Scratch, Shapes, accumulation_dtype, blocks
+from .tiled import in_tile, tile_of
+
+COLS = 1024  # columns of y, rows of w, of a tile of dw
+
+
+def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+    (cout, cin), acc, shapes = w.shape[-2:], accumulation_dtype(x.dtype), Shapes()
+    if w.dtype == acc:
+        shapes |= {"w16": ((cout, cin), x.dtype)}
+        shapes |= {"b16": ((cout,), x.dtype)} if bias and not backward else {}
+    if backward:
+        cols = min(cout, COLS)
+        shapes |= {"dw16": ((cols, cin), x.dtype), "dw32": ((cols, cin), acc)}
+    return shapes
+
+
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+    torch.mm(x, in_tile(scratch, "w16", w).t(), out=y)
+    if b is not None:
+        y.add_(in_tile(scratch, "b16", b))  # addmm(b, …) would copy b into y, and read it again
+
+
+def bwd(
+    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch
+) -> None:
+    if dx is not None:
+        torch.mm(dy, in_tile(scratch, "w16", w), out=dx)
+    if dw is not None:
+        for j in blocks(w.shape[0], COLS):
+            dw16 = torch.mm(dy[:, j].t(), x, out=tile_of(scratch["dw16"], w[j]))
+            dw[j].add_(in_tile(scratch, "dw32", dw16)) if accumulate else dw[j].copy_(dw16)

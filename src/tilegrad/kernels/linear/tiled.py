@@ -1,0 +1,59 @@
+"""Products of bfloat16 on a CPU without bf16 instructions, where torch's own is some hundred times slower than its float32
+one: tiles of the operands are copied to float32 and multiplied there. A float32 w is read as it is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import Tensor
+
+from ..scratch import Scratch, Shapes, accumulation_dtype, blocks
+from .torch_ops import product
+
+ROWS, COLS = 512, 1024  # of a tile of y
+
+
+def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+    n, (cout, cin), acc = x.shape[0], w.shape[-2:], accumulation_dtype(x.dtype)
+    rows, cols = min(n, ROWS), min(cout, COLS)
+    shapes: Shapes = {"x32": ((rows, cin), acc), "y32": ((rows, cols), acc)}
+    shapes |= {} if w.dtype == acc else {"w32": ((cols, cin), acc)}
+    return shapes | ({"dx32": ((rows, cin), acc)} if backward else {})
+
+
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+    for i in blocks(x.shape[0], ROWS):
+        x32 = in_tile(scratch, "x32", x[i])
+        for j in blocks(w.shape[0], COLS):
+            y32 = tile_of(scratch["y32"], y[i, j])
+            y32.zero_() if b is None else y32.copy_(b[j])
+            y32.t().addmm_(in_tile(scratch, "w32", w[j]), x32.t())
+            y[i, j].copy_(y32)
+
+
+def bwd(
+    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch
+) -> None:
+    if dw is not None and not accumulate and not dy.shape[0]:
+        dw.zero_()
+    for i in blocks(dy.shape[0], ROWS):
+        x32, dx32 = in_tile(scratch, "x32", x[i]), tile_of(scratch["dx32"], x[i]).zero_()
+        for j in blocks(w.shape[0], COLS):
+            dy32 = in_tile(scratch, "y32", dy[i, j])
+            if dx is not None:
+                dx32.addmm_(dy32, in_tile(scratch, "w32", w[j]))
+            if dw is not None:
+                product(dy32.t(), x32, out=dw[j], accumulate=accumulate or i.start > 0)
+        if dx is not None:
+            dx[i].copy_(dx32)
+
+
+def tile_of(buffer: Tensor, like: Tensor) -> Tensor:
+    """The beginning of a buffer, in the shape of `like`."""
+    return buffer.view(-1)[: like.numel()].view(like.shape)
+
+
+def in_tile(scratch: Scratch, name: str, x: Tensor) -> Tensor:
+    """x in the dtype of a buffer: its copy there, or x itself where the scratch has no such buffer."""
+    return tile_of(scratch[name], x).copy_(x) if name in scratch else x

@@ -1,0 +1,51 @@
+"""Products formed straight, by one torch op each: every dtype and device but bfloat16 on a CPU.
+
+On a CPU y is formed as yᵀ = w xᵀ: `addmm(b, x, w.t())` copies w inside on aarch64. On CUDA a bfloat16 product writes float32
+where its output is.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..scratch import Scratch, Shapes
+
+
+def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+    return {}
+
+
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+    if x.device.type == "cpu":
+        if b is None:
+            torch.mm(w, x.t(), out=y.t())
+        else:
+            y.copy_(b).t().addmm_(w, x.t())
+    elif y.dtype != x.dtype:
+        torch.mm(x, w.t(), out_dtype=y.dtype, out=y)
+    elif b is None:
+        torch.mm(x, w.t(), out=y)
+    else:
+        torch.addmm(b, x, w.t(), out=y)
+
+
+def bwd(
+    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch
+) -> None:
+    if dx is not None:
+        torch.mm(dy, w, out=dx)
+    if dw is not None:
+        product(dy.t(), x, out=dw, accumulate=accumulate)
+
+
+def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
+    """out += a b, or = a b. An out of another dtype than a and b is float32 on CUDA."""
+    if out.dtype == a.dtype:
+        out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
+    elif accumulate:
+        torch.addmm(out, a, b, out_dtype=out.dtype, out=out)
+    else:
+        torch.mm(a, b, out_dtype=out.dtype, out=out)
