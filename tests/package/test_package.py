@@ -44,12 +44,16 @@ def test_examples_in_docstrings(module: ModuleType) -> None:
     assert done.attempted >= 2
 
 
-@pytest.mark.parametrize("document", ["README.md", "docs/memory.md", "docs/training.md"])
+@pytest.mark.parametrize(
+    "document", ["README.md", "docs/index.md", "docs/memory.md", "docs/training.md", "docs/add-an-op.md"]
+)
 def test_code_in_documents_runs(document: str) -> None:
+    """Block by block, in order: a later one may use what an earlier one defined."""
     blocks = re.findall(r"```python\n(.*?)```", (HERE / document).read_text(), re.DOTALL)
     assert blocks
+    names: dict[str, object] = {"__name__": __name__}
     for block in blocks:
-        exec(compile(block, document, "exec"), {})
+        exec(compile(block, document, "exec"), names)
 
 
 def test_the_readme_is_one_page() -> None:

@@ -1,0 +1,102 @@
+"""The documentation's site: it builds, no link in it is broken, it needs nothing from outside, and every public name is in it."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+import xml.etree.ElementTree as ElementTree
+from pathlib import Path
+
+import pytest
+
+import tilegrad
+import tilegrad.memory
+from tilegrad.train.config import run_from
+
+HERE = Path(__file__).parents[2]
+PAGES = sorted((HERE / "docs").rglob("*.md"))
+PROSE = [page for page in PAGES if page.parent.name != "log"]  # a log's rows are as long as they were written
+LONGEST = 132  # columns of a line of prose
+
+needs_mkdocs = pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
+    reason="mkdocs is not installed (pip install 'tilegrad[docs]')",
+)
+
+
+def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    return subprocess.run(command, cwd=root, capture_output=True, text=True)
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("site")
+    done = build(HERE, folder)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return folder
+
+
+@needs_mkdocs
+def test_the_site_builds_strictly_and_needs_nothing_from_outside(site: Path) -> None:
+    html = {page: page.read_text() for page in site.rglob("*.html")}
+    assert len(html) >= len(PAGES)
+    fetched = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=\"?(?:https?:)?//[^\s\">]*")
+    outside = {str(page.relative_to(site)): found for page, text in html.items() if (found := fetched.findall(text))}
+    assert not outside
+    styles = "".join(style.read_text() for style in site.rglob("*.css"))
+    assert not re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", styles)
+
+
+@needs_mkdocs
+def test_every_public_name_is_in_the_reference(site: Path) -> None:
+    anchors = set(re.findall(r"id=\"(tilegrad[\w.]*)\"", "".join(p.read_text() for p in (site / "api").glob("*.html"))))
+    assert not {f"tilegrad.{name}" for name in tilegrad.__all__} - anchors
+    ends = {anchor.rsplit(".", 1)[-1] for anchor in anchors if anchor.startswith("tilegrad.memory.")}
+    assert not set(tilegrad.memory.__all__) - ends
+
+
+@needs_mkdocs
+def test_canary_a_broken_link_fails(tmp_path: Path) -> None:
+    (tmp_path / "docs").mkdir()
+    for name in ("site.css", "docstrings.py"):
+        shutil.copy(HERE / "docs" / name, tmp_path / "docs")
+    config = (HERE / "mkdocs.yml").read_text()
+    (tmp_path / "mkdocs.yml").write_text(config[: config.index("nav:")])
+    (tmp_path / "docs" / "index.md").write_text("# A page\n\n[back](index.md#a-page)\n")
+    assert build(tmp_path, tmp_path / "site").returncode == 0
+    for link in ("missing.md", "index.md#missing"):
+        (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n[away]({link})\n")
+        done = build(tmp_path, tmp_path / "site")
+        assert done.returncode != 0 and "missing" in done.stdout + done.stderr
+
+
+def test_every_figure_is_used_and_stands_alone() -> None:
+    figures = sorted((HERE / "docs").rglob("*.svg"))
+    pages = "".join(page.read_text() for page in PAGES)
+    assert figures
+    for figure in figures:
+        text = figure.read_text()
+        names = {element.tag.rsplit("}", 1)[-1] for element in ElementTree.fromstring(text).iter()}
+        assert {"title", "desc"} <= names and not {"script", "image", "foreignObject"} & names, figure.name
+        assert "prefers-color-scheme: dark" in text, figure.name
+        assert f"figures/{figure.name})" in pages, figure.name
+
+
+@pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(HERE / "docs")))
+def test_lines_of_prose_fit_a_window(page: Path) -> None:
+    lines = page.read_text().splitlines()
+    long = [line for line in lines if len(line) > LONGEST and not line.startswith("|")]
+    assert not long
+
+
+def test_the_runs_of_the_training_page_are_valid() -> None:
+    blocks = re.findall(r"```toml\n(.*?)```", (HERE / "docs" / "training.md").read_text(), re.DOTALL)
+    assert blocks
+    for block in blocks:
+        run = run_from(tomllib.loads(block), "training.md")
+        assert run.train.warmup_steps < run.train.steps
