@@ -1,4 +1,4 @@
-"""The documentation's site: it builds, no link in it is broken, it needs nothing from outside, and every public name is in it."""
+"""The documentation's site: it builds, no link is broken, it needs nothing from outside, and every public name is in it."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ needs_mkdocs = pytest.mark.skipif(
 
 
 def build(root: Path, site: Path) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(site)]
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(site)]
     return subprocess.run(command, cwd=root, capture_output=True, text=True)
 
 
