@@ -9,10 +9,8 @@ tensor. No Triton is needed here.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple
 
-import torch
 from torch import Tensor
 
 from ..scratch import accumulation_dtype
@@ -97,12 +95,6 @@ def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[in
     """Shapes of o and lse."""
     o = (*q.shape[:-1], v.shape[-1])
     return o, (q.shape[1], q.shape[0]) if mask.varlen else tuple(q.shape[:-1])
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 8 for the CPU, where GPU kernels run interpreted."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 8
 
 
 def four_dims(x: Any, varlen: bool) -> tuple[list[int], list[int]]:

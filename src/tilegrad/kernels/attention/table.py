@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import functools
-import importlib.util
-import os
-
 import torch
 
+from .. import gpu
 from ..cpu import library
 from ..table import Kernel, Table, takes_all
 from .problem import FEW_ROWS, Problem, tma_refusal
@@ -21,36 +18,18 @@ SHORT, MANY_SEQUENCES = (
 )  # rows, packed sequences: more and shorter ones cost hopper's tile scheduler most of the time
 
 
-@functools.cache
-def _has_triton() -> bool:
-    return importlib.util.find_spec("triton") is not None
-
-
 def _triton_refuses(problem: Problem) -> str | None:
-    device, dtype = problem.q.device, str(problem.q.dtype)
-    if not _has_triton():
-        return "needs Triton, which is not installed (pip install triton)"
-    if dtype == "torch.float64":
-        return "takes float16, bfloat16 and float32, not float64"
     if problem.k.shape[1] > MOST_HEADS:
         return f"takes up to {MOST_HEADS} kv heads, an axis of CUDA's grid, not {problem.k.shape[1]}"
-    if device.type == "cpu":
-        in_interpreter = os.environ.get("TRITON_INTERPRET") == "1"
-        return (
-            None if in_interpreter else "needs a CUDA device; on the CPU only Triton's interpreter, TRITON_INTERPRET=1"
-        )
-    if device.type != "cuda":
-        return f"needs a CUDA device, not {device.type}"
-    major, minor = torch.cuda.get_device_capability(device)
-    return None if major >= 8 else f"needs compute capability 8.0 or newer, and {device} has {major}.{minor}"
+    return gpu.refusal(problem.q)
 
 
 def _hopper_refuses(problem: Problem) -> str | None:
     q, k, v, mask = problem
     d, dv, dtype = q.shape[-1], v.shape[-1], str(q.dtype).removeprefix("torch.")
-    if not _has_triton():
+    if not gpu.has_triton():
         return "needs Triton, which is not installed (pip install triton)"
-    if os.environ.get("TRITON_INTERPRET") == "1":
+    if gpu.interpreting():
         return "is Gluon, which has no interpreter (TRITON_INTERPRET=1)"
     if q.device.type != "cuda":
         return f"needs a Hopper GPU, not {q.device.type}"

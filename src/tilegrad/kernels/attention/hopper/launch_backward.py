@@ -13,9 +13,10 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu import multiprocessors
 from ...scratch import Scratch, Shapes
 from ..mask import Mask
-from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, multiprocessors, row_strides, sizes_of, tma_refusal
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of, tma_refusal
 from .backward import DIVIDED, _hopper_bwd_kernel
 from .backward_wide import OUT_STAGES, SLICES
 from .launch import L2_BYTES, Launch, LaunchCache, current, prepare

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu import multiprocessors
 from ...scratch import Scratch
 from ..mask import Mask
-from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, multiprocessors, row_strides, sizes_of, tma_refusal
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of, tma_refusal
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
 from .launch import L2_BYTES, Launch, LaunchCache, current, prepare

@@ -12,9 +12,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ...gpu import multiprocessors
 from ...scratch import Scratch, Shapes
 from ..mask import Mask, four_dims
-from ..problem import FEW_ROWS, Sizes, multiprocessors, output_shapes, row_strides, sizes_of
+from ..problem import FEW_ROWS, Sizes, output_shapes, row_strides, sizes_of
 from .arguments import (
     Arguments,
     addressing,
