@@ -63,7 +63,7 @@ def test_every_public_name_is_in_the_reference(site: Path) -> None:
 @needs_mkdocs
 def test_canary_a_broken_link_fails(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
-    for name in ("site.css", "docstrings.py"):
+    for name in ("site.css", "site.py"):
         shutil.copy(HERE / "docs" / name, tmp_path / "docs")
     config = (HERE / "mkdocs.yml").read_text()
     (tmp_path / "mkdocs.yml").write_text(config[: config.index("nav:")])

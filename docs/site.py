@@ -1,4 +1,4 @@
-"""Docstrings as the site's Markdown: equations, columns and examples are set as they stand.
+"""How the site is set: docstrings as Markdown, and paths that break at their joints.
 
 A docstring's prose is Markdown already. Lines that are indented, or aligned in columns by two spaces and more, are not
 prose: each run of them becomes a code block. So does an example (>>> …) with what it prints.
@@ -10,6 +10,11 @@ import re
 from typing import Any
 
 import griffe
+
+
+def on_page_content(html: str, **kwargs: Any) -> str:
+    """A path or a name in the text may break after / . and _, so that tables fit; mkdocs calls this for each page."""
+    return re.sub(r"(?<!</span>)<code>[^<\n]+</code>", lambda code: re.sub(r"(?<!<)([/._])", r"\1<wbr>", code[0]), html)
 
 
 class AsTheyStand(griffe.Extension):
