@@ -14,7 +14,9 @@ import griffe
 
 def on_page_content(html: str, **kwargs: Any) -> str:
     """A path or a name in the text may break after / and _, so that tables fit; mkdocs calls this for each page."""
-    return re.sub(r"(?<!</span>)<code>[^<\n]+</code>", lambda code: re.sub(r"((?<!<)/|(?<=\w)_)", r"\1<wbr>", code[0]), html)
+    return re.sub(
+        r"(?<!</span>)<code>[^<\n]+</code>", lambda code: re.sub(r"((?<!<)/|(?<=\w)_)", r"\1<wbr>", code[0]), html
+    )
 
 
 class AsTheyStand(griffe.Extension):
