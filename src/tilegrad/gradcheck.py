@@ -18,6 +18,7 @@ from torch import Tensor
 from .kernels.attention import reference
 from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
 from .kernels.attention.mask import Mask
+from .kernels.scratch import new_scratch
 from .model import reference as reference_model
 from .model.config import ModelConfig
 from .table import table
@@ -122,7 +123,7 @@ def check_attention(kernel: str | None = None) -> list[GradientError]:
 
     def scratch(backward: bool) -> dict[str, Tensor]:
         shapes = attention_workspace(q, k, v, mask, backward=backward, kernel=kernel)
-        return {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        return new_scratch(shapes, q.device)
 
     o, lse = torch.empty_like(do), torch.empty_like(dlse)
     attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch(backward=False), kernel=kernel)

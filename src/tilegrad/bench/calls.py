@@ -15,6 +15,7 @@ from ..kernels.attention.mask import packed
 from ..kernels.attention.problem import Problem, lse_dtype, output_shapes
 from ..kernels.attention.table import ATTENTION
 from ..kernels.closeness import complaints
+from ..kernels.scratch import new_scratch
 from .shapes import Shape
 from .timing import Thunk
 
@@ -48,12 +49,7 @@ class Inputs:
         module = ATTENTION.select(Problem(q, k, v, mask), kernel).load()
         o_shape, lse_shape = output_shapes(q, v, mask)
         scratch = [
-            {
-                name: torch.empty(shape, dtype=dtype, device=q.device)
-                for name, (shape, dtype) in module.workspace(
-                    q, k, v, mask, backward=backward, deterministic=deterministic
-                ).items()
-            }
+            new_scratch(module.workspace(q, k, v, mask, backward=backward, deterministic=deterministic), q.device)
             for backward in (False, True)
         ]
         out = {"o": q.new_empty(o_shape), "lse": q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))}

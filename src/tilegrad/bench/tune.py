@@ -20,6 +20,7 @@ import torch
 
 from ..kernels.attention.triton import tiles
 from ..kernels.attention.triton.tiles import Tile, Tiles
+from ..kernels.scratch import new_scratch
 from ..table import table
 from .calls import Inputs, check
 from .shapes import Shape
@@ -81,7 +82,7 @@ def _thunk(inputs: Inputs, kernel: str) -> Thunk:
 
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     shapes = module.workspace(q, k, v, mask, backward=True, deterministic=True)
-    scratch = {name: torch.empty(shape, dtype=dtype, device=q.device) for name, (shape, dtype) in shapes.items()}
+    scratch = new_scratch(shapes, q.device)
     wanted = {name: out[name] if name in (kernel, kernel[:2], kernel[2:]) else None for name in ("dq", "dk", "dv")}
     forward()
     return lambda: module.bwd(

@@ -33,9 +33,13 @@ class Problem(NamedTuple):
 def _native_refuses(problem: Problem) -> str | None:
     if problem.kind != "gelu":
         return f"has gelu, not {problem.kind}"
-    if not all(x.is_contiguous() for x in problem.tensors):
-        return "takes contiguous tensors"
-    return rows.refusal(problem.tensors[0])
+    reason = rows.refusal(problem.tensors[0])
+    if reason is not None:
+        return reason
+    for x in problem.tensors:
+        if not x.is_contiguous():
+            return "takes contiguous tensors"
+    return None
 
 
 ACTIVATION = Table(

@@ -46,6 +46,11 @@ def column_sum_fwd(
     check_tensor("sums", sums, (x.shape[1],), accumulation_dtype(x.dtype), x.device)
     check_columns("x", x)
     check_columns("sums", sums)
+    run(x, sums=sums, accumulate=accumulate, scratch=scratch, kernel=kernel)
+
+
+def run(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch | None, kernel: str | None = None) -> None:
+    """`column_sum_fwd` of tensors that another op has checked."""
     row = COLUMN_SUM.select(Problem(x), kernel)
     module = row.load()
     buffers = views(scratch, module.workspace(x), x.device, "column_sum", kernel=row.name)

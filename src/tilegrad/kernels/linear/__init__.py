@@ -16,8 +16,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from .. import column_sum
 from ..checks import check_columns, check_param, check_tensor
-from ..column_sum import column_sum_fwd, column_sum_workspace
 from ..op import op
 from ..scratch import Form, Scratch, Shapes, accumulation_dtype, below, of, views
 from ..table import Kernel, Table
@@ -71,7 +71,7 @@ def linear_workspace(x: Any, w: Any, *, backward: bool, bias: bool = True, kerne
     shapes = LINEAR.workspace(Problem(x, w), kernel=kernel, backward=backward, bias=bias)
     if backward and bias:
         dy = Form((x.shape[0], w.shape[-2]), x.dtype, x.device)
-        shapes |= below("column_sum", column_sum_workspace(dy))
+        shapes |= below("column_sum", column_sum.column_sum_workspace(dy))
     return shapes
 
 
@@ -122,7 +122,7 @@ def linear_bwd(
     needed = module.workspace(x, w, backward=True, bias=db is not None)
     buffers = views(scratch, needed, x.device, "linear", kernel=row.name)
     if db is not None:
-        column_sum_fwd(dy, sums=db, accumulate=accumulate, scratch=of("column_sum", scratch or {}))
+        column_sum.run(dy, sums=db, accumulate=accumulate, scratch=of("column_sum", scratch or {}))
     module.bwd(dy, x, w, dx=dx, dw=dw, accumulate=accumulate, scratch=buffers)
 
 
