@@ -47,5 +47,5 @@ def test_the_report(capsys):
     report = json.loads(capsys.readouterr().out)
     assert set(report["pair_over_torch_empty"]) == set(TARGETS)
     assert report["trace"]["ratio"] <= 1.05
-    with pytest.raises(ValueError, match="repeats=2"):
+    with pytest.raises(ValueError, match="repeats: got 2; accepted: at least 4"):
         bench_memory(repeats=2)
