@@ -7,21 +7,25 @@ import re
 import subprocess
 import sys
 import time
+import tomllib
+from dataclasses import fields
 from pathlib import Path
 
 import pytest
 import torch
 
 import tilegrad
-from tilegrad import check, gradcheck
+from tilegrad import ModelConfig, check, gradcheck
 from tilegrad.cli import build_parser, main
+from tilegrad.cli.arguments import given_keys
+from tilegrad.train.config import DataConfig, TrainConfig, run_from
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit, match="0"):
         main(["--help"])
     out = capsys.readouterr().out
-    words = ("demo", "train", "generate", "plan", "check", "gradcheck", "bench", "exact, hand-derived")
+    words = ("init", "demo", "train", "generate", "plan", "check", "gradcheck", "bench", "exact, hand-derived")
     assert all(word in out for word in words)
     assert build_parser().prog == "tilegrad"
 
@@ -150,7 +154,7 @@ def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture
         "[train]\nsteps = 3\nwarmup_steps = 1\nbatch_size = 2\nseq_len = 8\n"
         "sample_tokens = 5\neval_batches = 1\n"
     )
-    assert main(["train", "--config", str(config), "--out", out]) == 0
+    assert main(["train", str(config), "--out", out]) == 0
     printed = capsys.readouterr().out
     assert (
         "step      3 of 3" in printed
@@ -158,15 +162,15 @@ def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture
         and "memory planned" in printed
         and "A sample:" in printed
     )
-    assert main(["train", "--config", str(config), "--out", out]) == 2
+    assert main(["train", str(config), "--out", out]) == 2
     assert "holds a run already; resume it (--resume)" in capsys.readouterr().err
-    assert main(["train", "--config", str(config), "--out", out, "--resume", "--steps", "5"]) == 0
+    assert main(["train", str(config), "--out", out, "--resume", "--steps", "5"]) == 0
     assert "resumed from" in capsys.readouterr().out
     assert main(["generate", out, "--prompt", "Whale", "--max-tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("Whale")
     assert main(["generate", str(tmp_path / "none")]) == 2
     config.write_text("[train]\nstep = 3\n")
-    assert main(["train", "--config", str(config), "--out", str(tmp_path / "b")]) == 2
+    assert main(["train", str(config), "--out", str(tmp_path / "b")]) == 2
     assert "got 'step' in [train]; accepted:" in capsys.readouterr().err
 
 
@@ -180,7 +184,7 @@ SMALL = (
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     Path("run.toml").write_text(SMALL)
-    assert main(["train", "--config", "run.toml", "--out", "my run"]) == 0
+    assert main(["train", "run.toml", "--out", "my run"]) == 0
     return Path("my run")
 
 
@@ -208,8 +212,8 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
         (["--dtype", "bfloat16"], "dtype: got 'bfloat16'; accepted: the run's own, 'float32', when resuming"),
         (["--data", "a.txt"], "files: got ['a.txt']; accepted: the run's own, [], when resuming"),
         (["--preset", "gpt2"], "preset: got 'gpt2'; accepted: none when resuming, for the run has its own model"),
-        (["--config", "other.toml"], "n_embd: got 32; accepted: the run's own, 16, when resuming"),
-        (["--config", "heads.toml"], "n_head: got 2; accepted: the run's own, 4, when resuming"),
+        (["other.toml"], "n_embd: got 32; accepted: the run's own, 16, when resuming"),
+        (["heads.toml"], "n_head: got 2; accepted: the run's own, 4, when resuming"),
         (["--out", "other"], "out: got other; accepted: the run's own, my run, when resuming"),
         (["--steps", "2"], "steps: got 2; accepted: at least 3, which are done"),
     ],
@@ -255,3 +259,79 @@ def test_the_demo_trains_and_says_whether_it_learned(
     assert main(["demo"]) == 1
     assert "did NOT learn" in capsys.readouterr().out
     assert (tmp_path / "runs/demo/report.html").exists() and (tmp_path / "runs/demo-2/report.html").exists()
+
+
+def test_init_writes_every_key_and_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilegrad.train.config import preset_run, read_run
+
+    monkeypatch.chdir(tmp_path)
+    assert main(["init"]) == 0 and main(["init", "my.toml"]) == 0
+    assert "tilegrad train my.toml" in capsys.readouterr().out
+    assert read_run(Path("run.toml")) == preset_run("tiny")
+    shown = re.sub(r"(?m)^#(?=\w+ = )", "", Path("my.toml").read_text())
+    Path("my.toml").write_text(shown)
+    assert read_run(Path("my.toml")) == preset_run("tiny")  # every default that it shows is one
+    keys = {section: set(values) for section, values in tomllib.loads(shown).items()}
+    assert keys["model"] - {"preset"} == {f.name for f in fields(ModelConfig)}
+    assert keys["train"] == {f.name for f in fields(TrainConfig)}
+    assert keys["data"] == {f.name for f in fields(DataConfig)}
+    assert main(["init", "my.toml"]) == 2
+    assert "my.toml: got a file that is there already" in capsys.readouterr().err
+    assert Path("my.toml").read_text() == shown
+
+
+@pytest.mark.parametrize("command", ["train", "plan"])
+def test_help_shows_every_key_with_its_default_and_loads_no_torch(command: str) -> None:
+    code = f"import sys; from tilegrad.cli import main\ntry: main(['{command}', '--help'])\nexcept SystemExit: pass\n"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "assert 'torch' not in sys.modules"], check=True, capture_output=True, text=True
+    )
+    for section, kind in (("model", ModelConfig), ("train", TrainConfig), ("data", DataConfig)):
+        for field in fields(kind):
+            about = re.search(rf"--{section}\.{field.name}\b(.*?)\(default:", done.stdout, re.DOTALL)
+            assert about and "\n  --" not in about[1], field.name
+    assert "--train.steps X, --steps X" in done.stdout
+
+
+def test_every_key_is_a_flag_that_counts_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("run.toml").write_text("[model]\nn_layer = 1\nn_embd = 16\n[train]\nsteps = 9\nmemory_budget = '1.5GB'\n")
+    flags = ["--model.n_head", "2", "--train.steps", "40", "--data.files", "a.txt", "b.txt", "--model.bias", "false"]
+    args = build_parser().parse_args(["train", "run.toml", *flags, "--learning-rate", "1e-2", "--model.window", "none"])
+    run = run_from(given_keys(args), "flags")
+    assert (run.model.n_layer, run.model.n_head, run.model.bias, run.model.window) == (1, 2, False, None)
+    assert (run.train.steps, run.train.learning_rate, run.train.memory_budget) == (40, 1e-2, 1_500_000_000)
+    assert run.data.files == ("a.txt", "b.txt")
+
+
+def test_a_text_instead_of_a_configuration_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("book.txt").write_text("Call me Ishmael.")
+    assert main(["train", "book.txt"]) == 2 and main(["train", "none.toml"]) == 2
+    first, second = capsys.readouterr().err.splitlines()
+    assert "book.txt: is not TOML" in first and "goes behind --data" in first
+    assert "`tilegrad init none.toml` writes one" in second
+
+
+def test_plan_of_a_file_is_the_plan_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "my.toml"
+    file.write_text(SMALL)
+    assert main(["plan", str(file)]) == 0
+    assert "my, batch 2 × 8 tokens, float32" in capsys.readouterr().out
+    assert main(["plan", str(file), "--json", "--batch-size", "4"]) == 0
+    planned = json.loads(capsys.readouterr().out)["peak_bytes"]
+    run = run_from({"model": {"n_layer": 1, "n_embd": 16}, "train": {"batch_size": 4, "seq_len": 8}}, "here")
+    engine = tilegrad.Engine(run.model, run.train.batch_size, run.train.seq_len)
+    assert planned == engine.plan.peak_bytes
+
+
+def test_resume_with_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["train", "--resume", str(trained), "--model.n_layer", "2"]) == 2
+    assert capsys.readouterr().err == "tilegrad: n_layer: got 2; accepted: the run's own, 1, when resuming\n"
+    assert main(["train", "--resume", str(trained), "--train.steps", "30", "--train.memory_budget", "1GB"]) == 0
+    ran = json.loads((trained / "run.json").read_text())["train"]
+    assert (ran["steps"], ran["warmup_steps"], ran["memory_budget"]) == (30, 1, 10**9)

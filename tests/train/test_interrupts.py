@@ -98,7 +98,7 @@ def test_a_signal_saves_and_its_hint_is_the_command_that_works(
     number: signal.Signals, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     watched_by(at_step(3, send(number)), monkeypatch)
-    assert main(["train", "--config", "run.toml", "--out", "my run"]) == code
+    assert main(["train", "run.toml", "--out", "my run"]) == code
     error = capsys.readouterr().err
     assert error == f"tilegrad: stopped by {number.name}; go on with: tilegrad train --resume 'my run'\n"
     assert newest("my run").step == 3 and Path("my run/report.html").exists()
@@ -157,7 +157,7 @@ def test_a_second_ctrl_c_within_the_save_loses_nothing(
 ) -> None:
     watched_by(at_step(3, send(signal.SIGINT)), monkeypatch)
     interrupted_save(1, monkeypatch)
-    assert main(["train", "--config", "run.toml", "--out", "run"]) == 130
+    assert main(["train", "run.toml", "--out", "run"]) == 130
     assert "saving; a third Ctrl-C ends at once and loses what was not saved" in capfd.readouterr().err
     assert newest().step == 3 and Path("run/report.html").exists()
 
@@ -172,7 +172,7 @@ def test_a_third_ctrl_c_ends_at_once_and_leaves_the_last_good_checkpoint(monkeyp
 
 
 def start(**options: Any) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "tilegrad", "train", "--config", "run.toml", "--out", "run"]
+    command = [sys.executable, "-m", "tilegrad", "train", "run.toml", "--out", "run"]
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     return subprocess.Popen(command, text=True, env=here, **(pipes | options))
@@ -257,7 +257,7 @@ def test_a_log_that_cannot_be_written_saves_the_steps_that_were_made(
 
     monkeypatch.setattr(RunLog, "append", fails_at_6)
     watched_by(lambda event, numbers: None, monkeypatch)
-    assert main(["train", "--config", "run.toml", "--out", "run"]) == 1
+    assert main(["train", "run.toml", "--out", "run"]) == 1
     error = capsys.readouterr().err
     assert error == (
         "tilegrad: run/log.jsonl: No space left on device; the report: run/report.html; "

@@ -265,7 +265,7 @@ def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None
         f"[data]\nfiles = [{run.data.files[0]!r}]\n"
     )
     folder = tmp_path / "run"
-    command = [sys.executable, "-m", "tilegrad", "train", "--config", str(config), "--out", str(folder)]
+    command = [sys.executable, "-m", "tilegrad", "train", str(config), "--out", str(folder)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=os.environ | {"PYTHONUNBUFFERED": "1"})
     assert process.stdout is not None
     for line in process.stdout:
@@ -286,9 +286,12 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"train": {"dtype": "int8"}}, "dtype: got 'int8'"),
     ({"train": {"warmup_steps": 1000}}, "warmup_steps: got 1000; accepted: less than steps"),
     ({"train": {"learning_rate": "fast"}}, "learning_rate: got 'fast'"),
+    ({"train": {"memory_budget": "1.5XB"}}, "memory_budget: got '1.5XB'; accepted: bytes, or a number with KB, MB"),
+    ({"data": {"files": 3}}, "files: got 3; accepted: names of files"),
+    ({"data": {"tokenizer": "words"}}, "tokenizer: got 'words'; accepted: 'bytes' or 'bpe'"),
     ({"train": {"seq_len": 4096}}, "seq_len: got 4096; accepted: at most block_size, 128"),
     (
-        {"data": {"tokenizer": "bpe", "bpe_vocab_size": 9999}},
+        {"model": {"vocab_size": 256}, "data": {"tokenizer": "bpe", "bpe_vocab_size": 9999}},
         "vocab_size: got 256; accepted: at least the tokenizer's, 9999",
     ),
 ]
@@ -308,3 +311,15 @@ def test_a_run_from_toml(tmp_path: Path) -> None:
     file.write_text("[model\n")
     with pytest.raises(ValueError, match="is not TOML"):
         read_run(file)
+
+
+def test_what_is_not_given_follows_what_is() -> None:
+    run = run_from({"model": {"block_size": 64}, "train": {"steps": 100}, "data": {"tokenizer": "bpe"}}, "run.toml")
+    assert (run.train.seq_len, run.train.warmup_steps, run.model.vocab_size) == (64, 5, 4096)
+    run = run_from({"model": {"block_size": 64}, "train": {"steps": 100, "seq_len": 8, "warmup_steps": 7}}, "run.toml")
+    assert (run.train.seq_len, run.train.warmup_steps, run.model.vocab_size) == (8, 7, 256)
+    assert run_from({"data": {"files": "one.txt"}}, "run.toml").data.files == ("one.txt",)
+    assert TrainConfig(steps=10).warmup_steps == 0 and TrainConfig().warmup_steps == 50
+    assert RunConfig(MODEL).train.seq_len == MODEL.block_size
+    gpt2 = run_from({"model": {"preset": "gpt2"}}, "run.toml")
+    assert (gpt2.train.warmup_steps, gpt2.train.seq_len, gpt2.model.vocab_size) == (500, 1024, 50257)

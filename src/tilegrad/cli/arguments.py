@@ -4,12 +4,21 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import TypeAlias
+from pathlib import Path
+from typing import Any, TypeAlias
+
+from ..train.keys import flag_value, keys
 
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
 PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # of model/config.py, which loads torch
 DTYPES = ("float32", "float64", "bfloat16")  # torch's names, everywhere
+SHORT = {  # of a key that is often a flag
+    "model.preset": ("--preset",), "data.files": ("--data",), "train.steps": ("--steps",),
+    "train.batch_size": ("--batch-size",), "train.seq_len": ("--seq-len",), "train.learning_rate": ("--learning-rate",),
+    "train.device": ("--device",), "train.dtype": ("--dtype",), "train.seed": ("--seed",),
+    "train.memory_budget": ("--memory-budget",),
+}  # fmt: skip
 
 
 def add_command(commands: Commands, name: str, text: str, run: Command | None = None) -> argparse.ArgumentParser:
@@ -18,14 +27,33 @@ def add_command(commands: Commands, name: str, text: str, run: Command | None = 
     return command
 
 
-def byte_count(text: str) -> int:
-    """1500000000, 1.5GB, 1400MiB."""
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
-    number = text.strip().rstrip("KMGTIBkmgtib")
-    unit = text.strip()[len(number) :].upper()
-    try:
-        return int(float(number) * units[unit])
-    except (ValueError, KeyError):
-        raise argparse.ArgumentTypeError(
-            f"got {text!r}; accepted: bytes, or a number with KB, MB, GB, KiB, MiB or GiB"
-        ) from None
+def add_keys(command: argparse.ArgumentParser) -> None:
+    """A run's TOML file, and every key of it as a flag."""
+    command.usage = f"{command.prog} [FILE] [--SECTION.KEY X ...] [options]"
+    command.add_argument(
+        "config", nargs="?", metavar="FILE", help="a run as TOML; `tilegrad init FILE` writes one to begin with"
+    )
+    group = command.add_argument_group(
+        "keys of a run",
+        "each counts before the same key in FILE, and some have a short name; defaults are those of the preset tiny",
+    )
+    for key in keys():
+        name = f"{key.section}.{key.name}"
+        names = (f"--{name}", *SHORT.get(name, ()))
+        text = f"{key.meaning} (default: {key.default})"
+        if name == "data.files":
+            group.add_argument(*names, dest=name, nargs="+", metavar="FILE", help=text)
+        else:
+            group.add_argument(*names, dest=name, type=flag_value, metavar="X", help=text)
+
+
+def given_keys(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
+    """What FILE and the flags say, by section; of a key in both the flag counts."""
+    from ..train.config import read_toml
+
+    content = read_toml(Path(args.config)) if args.config else {}
+    for name, value in vars(args).items():
+        section, dot, key = name.partition(".")
+        if dot and value is not None:
+            content[section] = {**content.get(section, {}), key: value}
+    return content

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import shlex
 import signal
 import sys
 import time
-from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import DTYPES, PRESETS, Commands, add_command, byte_count
+from .arguments import Commands, add_command, add_keys, given_keys
 from .faults import complain, silence
 
 if TYPE_CHECKING:
@@ -18,58 +18,32 @@ if TYPE_CHECKING:
     from ..train.loop import RunResult
 
 
-def _run_of(args: argparse.Namespace) -> RunConfig:
-    from ..train.config import preset_run, read_run
-
-    run = read_run(Path(args.config), args.preset) if args.config else preset_run(args.preset or "tiny")
-    settings = _settings(args)
-    if "steps" in settings:
-        settings["warmup_steps"] = min(run.train.warmup_steps, settings["steps"] // 10)
-    data = replace(run.data, files=tuple(args.data)) if args.data else run.data
-    return replace(run, train=replace(run.train, **settings), data=data)
-
-
-def _settings(args: argparse.Namespace) -> dict[str, Any]:
-    """What the flags say of [train]."""
-    settings = {
-        name: getattr(args, name)
-        for name in ("steps", "batch_size", "seq_len", "learning_rate", "device", "seed", "memory_budget")
-        if getattr(args, name) is not None
-    }
-    if args.dtype is not None:
-        settings["dtype"] = args.dtype
-    return settings
-
-
 def _train(args: argparse.Namespace) -> int:
-    folder = Path(args.out or f"runs/{Path(args.config).stem if args.config else args.preset or 'tiny'}")
-    if args.resume is None:
-        return _follow(_run_of(args), folder)[1]
+    from ..train.config import resumed, run_from
     from ..train.folder import locate, own_run
 
-    given = folder if args.resume is True else Path(args.resume)
-    home, checkpoint = locate(given)
+    content = given_keys(args)
+    name = Path(args.config).stem if args.config else content.get("model", {}).get("preset", "tiny")
+    folder = Path(args.out or f"runs/{name}")
+    if args.resume is None:
+        return _follow(run_from(content, args.config or "flags"), folder)[1]
+    home, checkpoint = locate(folder if args.resume is True else Path(args.resume))
     if args.out and home.resolve() != folder.resolve():
         raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
-    return _follow(_resumed_run(args, own_run(home, checkpoint)), home, checkpoint or True)[1]
+    return _follow(resumed(own_run(home, checkpoint), content), home, checkpoint or True)[1]
 
 
-def _resumed_run(args: argparse.Namespace, own: RunConfig) -> RunConfig:
-    """The run's own, with what the flags and the keys of --config say; what may not change is refused by name."""
-    from ..train.config import preset_run, read_run, read_toml, resumed
+def _init(args: argparse.Namespace) -> int:
+    from ..train.keys import example
 
-    asked: dict[str, dict[str, Any]] = {"model": {}, "train": {}, "data": {}}
-    if args.config:
-        plain = read_run(Path(args.config), args.preset).plain()
-        for section, values in read_toml(Path(args.config)).items():
-            names = plain[section] if "preset" in values else values
-            asked[section] |= {name: plain[section][name] for name in names}
-    if args.preset and preset_run(args.preset).model != own.model and not args.config:
-        raise ValueError(f"preset: got {args.preset!r}; accepted: none when resuming, for the run has its own model")
-    asked["train"] |= _settings(args)
-    if args.data:
-        asked["data"]["files"] = list(args.data)
-    return resumed(own, asked)
+    file = Path(args.file)
+    try:
+        with file.open("x", encoding="utf-8") as new:
+            new.write(example())
+    except FileExistsError:
+        raise ValueError(f"{file}: got a file that is there already; accepted: a new name") from None
+    print(f"{file}: every key with its default. Change it, then: tilegrad train {shlex.quote(str(file))}")
+    return 0
 
 
 def _follow(run: RunConfig, folder: Path, resume: Path | bool = False) -> tuple[RunResult | None, int]:
@@ -164,27 +138,18 @@ def add_runs(commands: Commands) -> None:
         "train the tiny model on the text that ships with the package, about 90 seconds on 2 cores",
         _demo,
     )
-    train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
-    train.add_argument("--config", metavar="FILE", help="a run as TOML, with sections [model], [train] and [data]")
-    train.add_argument("--preset", choices=PRESETS, help="a model by name (default: tiny)")
-    train.add_argument(
-        "--data", nargs="+", metavar="FILE", help="UTF-8 text to learn from (default: Moby-Dick, shipped)"
+    init = add_command(commands, "init", "write a run as TOML to begin with: every key, its default, its unit", _init)
+    init.add_argument(
+        "file", nargs="?", default="run.toml", metavar="FILE", help="default: %(default)s; never overwritten"
     )
-    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/NAME)")
+    train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
+    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/NAME, of FILE or the preset)")
     train.add_argument(
         "--resume", nargs="?", const=True, metavar="RUN",
         help="go on with the run in this folder (default: --out) from its newest checkpoint, or from the checkpoint given "
         "here; all else is the run's own, and of the flags only those may differ that change no past step",
     )  # fmt: skip
-    for name, kind in (("steps", int), ("batch-size", int), ("seq-len", int), ("learning-rate", float), ("seed", int)):
-        train.add_argument(
-            f"--{name}", type=kind, metavar="N", help=f"instead of the configuration's {name.replace('-', '_')}"
-        )
-    train.add_argument("--device", help="cpu, cuda, cuda:1 …")
-    train.add_argument("--dtype", choices=DTYPES, help="bfloat16 computes in it with float32 master weights")
-    train.add_argument(
-        "--memory-budget", type=byte_count, metavar="BYTES", help="recompute what is needed to stay below, e.g. 1.5GB"
-    )
+    add_keys(train)
 
     text = add_command(commands, "generate", "let a trained model write", _generate)
     text.add_argument("run_folder", metavar="RUN", help="the folder of a run")

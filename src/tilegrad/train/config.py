@@ -7,6 +7,12 @@ n_layer = 6
 steps = 2000
 [data]
 files = ["book.txt"]     # none: the text that ships with the package
+
+`example.toml` has every key. What is not given is the preset's, and three keys follow others:
+
+    seq_len        block_size
+    warmup_steps   steps / 20, where steps is given
+    vocab_size     the tokenizer's, where it is larger than the preset's
 """
 
 from __future__ import annotations
@@ -30,15 +36,16 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """`gradient_accumulation` micro-batches of `batch_size` make a step. Intervals are in steps, 0 = never."""
+    """`gradient_accumulation` micro-batches of `batch_size` make a step. Intervals are in steps, 0 = never. seq_len=0: the
+    model's block_size, once it is in a RunConfig. warmup_steps=-1: a twentieth of the steps."""
 
     steps: int = 1000
     batch_size: int = 16
-    seq_len: int = 128
+    seq_len: int = 0
     gradient_accumulation: int = 1
     learning_rate: float = 1e-3
     min_learning_rate: float = 1e-4
-    warmup_steps: int = 50
+    warmup_steps: int = -1
     weight_decay: float = 0.1
     max_norm: float = 1.0
     eval_interval: int = 100
@@ -53,16 +60,23 @@ class TrainConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch_size", "seq_len", "gradient_accumulation", "keep_checkpoints", "log_interval"):
+        for name in ("steps", "batch_size", "gradient_accumulation", "keep_checkpoints", "log_interval"):
             if not _int(getattr(self, name)) or getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: an int ≥ 1")
-        for name in ("warmup_steps", "eval_interval", "eval_batches", "checkpoint_interval", "sample_tokens", "seed"):
+        if self.warmup_steps == -1:
+            object.__setattr__(self, "warmup_steps", self.steps // 20)
+        for name in (
+            "seq_len", "warmup_steps", "eval_interval", "eval_batches", "checkpoint_interval", "sample_tokens", "seed",
+        ):  # fmt: skip
             if not _int(getattr(self, name)) or getattr(self, name) < 0:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: an int ≥ 0")
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
                 raise ValueError(f"{name}: got {value!r}; accepted: a number ≥ 0")
+        budget = self.memory_budget
+        if budget is not None and (not _int(budget) or budget < 1):
+            raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}; accepted: {', '.join(map(repr, DTYPES))}")
         if self.warmup_steps >= self.steps:
@@ -78,6 +92,18 @@ class DataConfig:
     bpe_vocab_size: int = 4096
     validation_fraction: float = 0.1
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.files, list | tuple) or not all(isinstance(name, str) for name in self.files):
+            raise ValueError(f"files: got {self.files!r}; accepted: names of files, such as ['a.txt', 'b.txt']")
+        if self.tokenizer not in ("bytes", "bpe"):
+            raise ValueError(f"tokenizer: got {self.tokenizer!r}; accepted: 'bytes' or 'bpe'")
+        if not _int(self.bpe_vocab_size) or self.bpe_vocab_size < 256:
+            raise ValueError(f"bpe_vocab_size: got {self.bpe_vocab_size!r}; accepted: an int ≥ 256, for the 256 bytes")
+        fraction = self.validation_fraction
+        if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
+            raise ValueError(f"validation_fraction: got {fraction!r}; accepted: at least 0 and less than 1")
+        object.__setattr__(self, "files", tuple(self.files))
+
     @property
     def vocab_size(self) -> int:
         return 256 if self.tokenizer == "bytes" else self.bpe_vocab_size
@@ -90,6 +116,8 @@ class RunConfig:
     data: DataConfig = field(default_factory=DataConfig)
 
     def __post_init__(self) -> None:
+        if self.train.seq_len == 0:
+            object.__setattr__(self, "train", replace(self.train, seq_len=self.model.block_size))
         if self.model.vocab_size < self.data.vocab_size:
             raise ValueError(
                 f"vocab_size: got {self.model.vocab_size}; accepted: at least the tokenizer's, {self.data.vocab_size}"
@@ -111,75 +139,101 @@ def preset_run(name: str) -> RunConfig:
     model = PRESETS[name]
     if name == "tiny":
         settings = TrainConfig(
-            steps=640, batch_size=8, seq_len=128, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=30,
+            steps=640, batch_size=8, learning_rate=3e-3, min_learning_rate=3e-4, warmup_steps=30,
             eval_interval=100, eval_batches=12, checkpoint_interval=200, log_interval=20,
         )  # fmt: skip
         return RunConfig(model, settings)
-    settings = TrainConfig(
-        steps=10_000,
-        batch_size=8,
-        seq_len=model.block_size,
-        learning_rate=6e-4,
-        min_learning_rate=6e-5,
-        warmup_steps=500,
-    )
+    settings = TrainConfig(steps=10_000, batch_size=8, learning_rate=6e-4, min_learning_rate=6e-5)
     return RunConfig(model, settings, DataConfig(tokenizer="bpe", bpe_vocab_size=8192))
 
 
-def read_run(path: Path, preset: str | None = None) -> RunConfig:
-    """A run from its TOML file. `preset` stands in for one that [model] does not name."""
-    return run_from(read_toml(path), str(path), preset)
+def read_run(path: Path) -> RunConfig:
+    """A run from its TOML file."""
+    return run_from(read_toml(path), str(path))
 
 
 def read_toml(path: Path) -> dict[str, Any]:
+    if not path.is_file():
+        raise FileNotFoundError(f"{path}: no such configuration; `tilegrad init {path}` writes one to begin with")
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
-    except tomllib.TOMLDecodeError as error:
-        raise ValueError(f"{path}: is not TOML: {error}") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"{path}: is not TOML: {error}; text to learn from goes behind --data") from error
+
+
+def run_from(content: Mapping[str, Mapping[str, Any]], where: str) -> RunConfig:
+    """A run from what a TOML file or flags say of it, by section. What they don't say is the preset's, or tiny's."""
+    given = checked(content, where)
+    model, settings, data = given["model"], given["train"], given["data"]
+    base = preset_run(model.pop("preset", "tiny"))
+    text = replace(base.data, **data)
+    model.setdefault("vocab_size", max(base.model.vocab_size, text.vocab_size))
+    if "block_size" in model:
+        settings.setdefault("seq_len", 0)
+    if "steps" in settings:
+        settings.setdefault("warmup_steps", -1)
+    return RunConfig(replace(base.model, **model), replace(base.train, **settings), text)
+
+
+def checked(content: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, dict[str, Any]]:
+    """What is given, by section, its sizes in bytes and "none" as None; a key that is none of a section's is an error."""
+    kinds = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig}
+    for section in content:
+        if section not in kinds or not isinstance(content[section], Mapping):
+            raise ValueError(f"{where}: got [{section}]; accepted: the sections {', '.join(f'[{s}]' for s in kinds)}")
+    out: dict[str, dict[str, Any]] = {}
+    for section, kind in kinds.items():
+        known = {f.name: f for f in fields(kind)}
+        out[section] = dict(content.get(section, {}))
+        for key, value in out[section].items():
+            if key not in known and (section, key) != ("model", "preset"):
+                accepted = sorted({*known, *(["preset"] if section == "model" else [])})
+                raise ValueError(f"{where}: got {key!r} in [{section}]; accepted: {', '.join(accepted)}")
+            if value == "none" and key in known and known[key].default is None:
+                out[section][key] = None
+            elif key == "memory_budget" and isinstance(value, str):
+                out[section][key] = byte_count(value)
+            elif key == "files":
+                out[section][key] = [value] if isinstance(value, str) else value
+    return out
+
+
+def byte_count(text: str) -> int:
+    """1500000000, 1.5GB, 1400MiB."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
+    number = text.strip().rstrip("KMGTIBkmgtib")
+    unit = text.strip()[len(number) :].upper()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(
+            f"memory_budget: got {text!r}; accepted: bytes, or a number with KB, MB, GB, KiB, MiB or GiB"
+        ) from None
 
 
 def resumed(own: RunConfig, asked: Mapping[str, Mapping[str, Any]]) -> RunConfig:
     """The run `own` as it goes on: with what is asked for, by section. What is not in MAY_CHANGE is refused where it is
     another than the run's own."""
-    changes = {}
-    for section, values in asked.items():
+    changes, mine = {}, own.plain()
+    for section, values in checked(asked, "resume").items():
         for name, value in values.items():
-            mine = own.plain()[section][name]
-            if value == mine:
+            if name == "preset":
+                model = asdict(preset_run(value).model) | {"vocab_size": own.model.vocab_size} | values
+                if any(model[key] != mine["model"][key] for key in mine["model"] if key not in values):
+                    raise ValueError(
+                        f"preset: got {value!r}; accepted: none when resuming, for the run has its own model"
+                    )
+                continue
+            if name == "seq_len" and value == 0:
+                value = own.model.block_size
+            if value == mine[section][name] or (name == "warmup_steps" and value == -1):
                 continue
             if section != "train" or name not in MAY_CHANGE:
-                raise ValueError(f"{name}: got {value!r}; accepted: the run's own, {mine!r}, when resuming")
+                raise ValueError(
+                    f"{name}: got {value!r}; accepted: the run's own, {mine[section][name]!r}, when resuming"
+                )
             changes[name] = value
     return replace(own, train=replace(own.train, **changes))
-
-
-def run_from(content: dict[str, Any], where: str, preset: str | None = None) -> RunConfig:
-    sections = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig}
-    for section in content:
-        if section not in sections or not isinstance(content[section], dict):
-            raise ValueError(
-                f"{where}: got [{section}]; accepted: the sections {', '.join(f'[{s}]' for s in sections)}"
-            )
-    model = dict(content.get("model", {}))
-    named = model.pop("preset", preset)
-    base = preset_run(named) if named is not None else None
-    for section, kind in sections.items():
-        known = {f.name for f in fields(kind)}
-        given = model if section == "model" else content.get(section, {})
-        for key in given:
-            if key not in known:
-                raise ValueError(f"{where}: got {key!r} in [{section}]; accepted: {', '.join(sorted(known))}")
-    data = dict(content.get("data", {}))
-    if "files" in data:
-        data["files"] = tuple(data["files"])
-    base = base or RunConfig()
-    if named is None and model:
-        chosen = (
-            ModelConfig.from_dict(model) if {"vocab_size", "n_layer"} <= model.keys() else replace(base.model, **model)
-        )
-    else:
-        chosen = replace(base.model, **model)
-    return RunConfig(chosen, replace(base.train, **content.get("train", {})), replace(base.data, **data))
 
 
 def _int(value: object) -> bool:
