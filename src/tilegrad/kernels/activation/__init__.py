@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from torch import Tensor
 
+from .. import gpu
 from ..checks import check_tensor
 from ..cpu import rows
 from ..op import op
@@ -42,10 +43,19 @@ def _native_refuses(problem: Problem) -> str | None:
     return None
 
 
+def _triton_refuses(problem: Problem) -> str | None:
+    tensors = problem.tensors
+    in_rows = all(x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) for x in tensors)
+    if not in_rows and not all(x.is_contiguous() for x in tensors):
+        return "takes contiguous tensors, or rows whose columns lie side by side"
+    return gpu.refusal(tensors[0])
+
+
 ACTIVATION = Table(
     "activation",
     (
         Kernel("native", "activation.cpu", _native_refuses),
+        Kernel("triton", "activation.triton_ops", _triton_refuses),
         Kernel("torch", "activation.torch_ops", takes_all),
     ),
 )

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .. import gpu
 from ..checks import check_columns, check_tensor
 from ..cpu import rows
 from ..op import op
@@ -28,6 +29,7 @@ COLUMN_SUM = Table(
     "column_sum",
     (
         Kernel("native", "column_sum.cpu", lambda problem: rows.refusal(problem.x)),
+        Kernel("triton", "column_sum.triton_ops", lambda problem: gpu.refusal(problem.x)),
         Kernel("torch", "column_sum.torch_ops", takes_all),
     ),
 )

@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor
 
+from .. import gpu
 from ..checks import check_columns, check_param, check_tensor
 from ..cpu import rows
 from ..op import op
@@ -25,15 +26,25 @@ from ..table import Kernel, Table, takes_all
 
 
 class Problem(NamedTuple):
-    """A norm as the table sees it: the dtype and device of x."""
+    """A norm as the table sees it: the shape, dtype and device of x."""
 
     x: Any
+
+
+MOST_COLUMNS = 16384  # of a row that Triton's kernels hold in registers
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    if problem.x.shape[1] > MOST_COLUMNS:
+        return f"holds a row in registers, up to {MOST_COLUMNS} columns, not {problem.x.shape[1]}"
+    return gpu.refusal(problem.x)
 
 
 NORM = Table(
     "norm",
     (
         Kernel("native", "norm.cpu", lambda problem: rows.refusal(problem.x)),
+        Kernel("triton", "norm.triton_ops", _triton_refuses),
         Kernel("torch", "norm.torch_ops", takes_all),
     ),
 )

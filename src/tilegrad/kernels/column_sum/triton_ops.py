@@ -1,0 +1,101 @@
+"""Sums over rows in Triton.       x (N, C)   partials (P, C)   sums (C,)
+
+    partials[p] = Σ x[n] over the row tiles p, p + P, p + 2P, …      one program for each p and each tile of columns
+    sums (+)= Σ_p partials[p]                                        one program for each tile of columns
+
+Sums are float32, their order is the grid's: the same bits each time, and no atomics. x is read once; partials, at most
+PROGRAMS numbers of a column tile for each multiprocessor, stay in the L2 cache.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import ceil_div, multiprocessors, padded
+from ..scratch import Scratch, Shapes
+
+TILE, COLUMNS = 4096, 256  # elements of a tile, columns of one at most
+PROGRAMS = 8  # for each multiprocessor
+PARTIALS_ROWS, PARTIALS_COLUMNS = 128, 32  # of a tile of partials
+WARPS = 4
+
+
+@triton.jit
+def _column_sum_kernel(x, partials, x_n, n, c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+    p, programs = tl.program_id(0), tl.num_programs(0)
+    columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
+    acc = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+
+    for first in range(p * BLOCK_N, n, programs * BLOCK_N):
+        rows = first + tl.arange(0, BLOCK_N)
+        inside = (rows < n)[:, None] & (columns < c)[None, :]
+        acc += tl.load(x + rows.to(tl.int64)[:, None] * x_n + columns[None, :], inside, 0.0).to(tl.float32)
+
+    tl.store(partials + p.to(tl.int64) * c + columns, tl.sum(acc, 0), columns < c)
+
+
+@triton.jit
+def _add_partials_kernel(
+    partials, sums, more_sums, programs, c, ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
+):
+    """sums (+)= Σ_p partials[0, p], and more_sums, where given, (+)= Σ_p partials[1, p]."""
+    columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
+    out = sums
+    if more_sums is not None:  # known to the compiler  # noqa: SIM102
+        if tl.program_id(1) == 1:
+            out = more_sums
+            partials += tl.cast(programs, tl.int64) * c
+    acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
+
+    for first in range(0, programs, BLOCK_P):
+        rows = first + tl.arange(0, BLOCK_P)
+        inside = (rows < programs)[:, None] & (columns < c)[None, :]
+        acc += tl.load(partials + rows.to(tl.int64)[:, None] * c + columns[None, :], inside, 0.0)
+
+    total = tl.sum(acc, 0)
+    if ACCUMULATE:
+        total += tl.load(out + columns, columns < c, 0.0)
+    tl.store(out + columns, total, columns < c)
+
+
+def _tile(c: int) -> tuple[int, int]:
+    """(rows, columns)"""
+    columns = min(COLUMNS, padded(c))
+    return TILE // columns, columns
+
+
+def _programs(x: Any) -> int:
+    """P. It never falls as rows are added, so that scratch for many serves few."""
+    (n, c), device = x.shape, torch.device(x.device)
+    rows, columns = _tile(c)
+    return max(1, min(ceil_div(n, rows), PROGRAMS * multiprocessors(device) // ceil_div(c, columns)))
+
+
+def workspace(x: Any) -> Shapes:
+    return {"partials": ((_programs(x), x.shape[1]), torch.float32)}
+
+
+def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    (n, c), programs, partials = x.shape, _programs(x), scratch["partials"]
+    rows, columns = _tile(c)
+    with torch.cuda.device_of(x):
+        _column_sum_kernel[(programs, ceil_div(c, columns))](
+            x, partials, x.stride(0), n, c, BLOCK_N=rows, BLOCK_C=columns, num_warps=WARPS
+        )
+        add_partials(partials, sums, accumulate=accumulate)
+
+
+def add_partials(partials: Tensor, sums: Tensor, more_sums: Tensor | None = None, *, accumulate: bool) -> None:
+    """partials (P, C), or (2, P, C) where there are two sums."""
+    programs, c = partials.shape[-2:]
+    grid = ceil_div(c, PARTIALS_COLUMNS), 1 if more_sums is None else 2
+    _add_partials_kernel[grid](
+        partials, sums, more_sums, programs, c,
+        ACCUMULATE=accumulate, BLOCK_P=PARTIALS_ROWS, BLOCK_C=PARTIALS_COLUMNS, num_warps=WARPS,
+    )  # fmt: skip

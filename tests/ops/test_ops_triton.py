@@ -1,0 +1,315 @@
+"""The Triton kernels of the ops against the oracle in Triton's interpreter: in a process of its own, for it is chosen at
+import. The compiler's side of them, without a GPU, is in test_ops_triton_compile.py; on a GPU they run in test_ops_cuda.py.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from support import bounds
+from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
+from support.ops import acc, assert_true, poisoned, randn
+from torch import Tensor
+
+from tilegrad.kernels import gpu
+from tilegrad.kernels.activation import (
+    ACTIVATION,
+    KINDS,
+    activation_bwd,
+    activation_fwd,
+    swiglu_bwd,
+    swiglu_fwd,
+)
+from tilegrad.kernels.activation import Problem as ActivationProblem
+from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace
+from tilegrad.kernels.column_sum import Problem as SumProblem
+from tilegrad.kernels.norm import (
+    MOST_COLUMNS,
+    NORM,
+    Problem,
+    layernorm_bwd,
+    layernorm_fwd,
+    norm_workspace,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+)
+
+pytest.importorskip("triton", reason="needs Triton")
+DTYPES = (torch.float32, torch.float16)  # the interpreter cuts bfloat16 off where the compiler rounds it
+SHAPES = ((1, 1), (63, 63), (113, 768), (1023, 5), (40, 1000), (3, 4097))
+EPS = 1e-5
+Outputs = dict[str, Tensor]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
+def test_in_the_interpreter() -> None:
+    in_the_interpreter(__file__, "-k", "interpreted")
+
+
+def apart(n: int, c: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+    """Rows that lie apart, with columns side by side."""
+    return randn(n, 2 * c, dtype=dtype, seed=seed)[:, c:]
+
+
+def nans(n: int, c: int, dtype: torch.dtype) -> Tensor:
+    return torch.full((n, c + 3), torch.nan, dtype=dtype)[:, 1 : c + 1]
+
+
+def layernorm(x: Tensor, w: Tensor, b: Tensor | None) -> Outputs:
+    mean = x.mean(-1, keepdim=True)
+    rstd = ((x - mean).square().mean(-1, keepdim=True) + EPS).rsqrt()
+    y = (x - mean) * rstd * w
+    return {"y": y if b is None else y + b, "mean": mean[:, 0], "rstd": rstd[:, 0]}
+
+
+def rmsnorm(x: Tensor, w: Tensor, b: None) -> Outputs:
+    rstd = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
+    return {"y": x * rstd * w, "rstd": rstd[:, 0]}
+
+
+def norm_inputs(n: int, c: int, dtype: torch.dtype, *, bias: bool) -> tuple[dict[str, Tensor | None], Tensor]:
+    b = randn(c, dtype=dtype, seed=2) if bias else None
+    return {"x": apart(n, c, dtype) + 0.5, "w": randn(c, dtype=dtype), "b": b}, apart(n, c, dtype, seed=1)
+
+
+def run_norm(inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> Outputs:
+    x, w, b = inputs["x"], inputs["w"], inputs["b"]
+    assert x is not None and w is not None
+    (n, c), wide = x.shape, acc(x.dtype)
+    forward, backward = (poisoned(norm_workspace(x, backward=which, kernel="triton")) for which in (False, True))
+    out = {"y": nans(n, c, x.dtype), "rstd": torch.full((n,), torch.nan, dtype=wide)}
+    dx = nans(n, c, x.dtype).zero_()
+    if rms:
+        grads = {"dw": torch.full((c,), torch.nan)}
+        rmsnorm_fwd(x, w, EPS, **out, scratch=forward, kernel="triton")
+        rmsnorm_bwd(
+            dy, x, w, out["rstd"], dx=dx, **grads, accumulate=False, scratch=backward, kernel="triton"
+        )  # fmt: skip
+        return out | grads | {"dx": dx}
+    out["mean"] = torch.full((n,), torch.nan, dtype=wide)
+    grads = {name: torch.full((c,), torch.nan) for name in (("dw",) if b is None else ("dw", "db"))}
+    layernorm_fwd(x, w, b, EPS, **out, scratch=forward, kernel="triton")
+    layernorm_bwd(
+        dy, x, w, out["mean"], out["rstd"], dx=dx, **grads, accumulate=False, scratch=backward, kernel="triton"
+    )
+    return out | grads | {"dx": dx}
+
+
+def check_norm(got: Outputs, inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> None:
+    allowed = bounds.norm(**inputs, dy=dy, eps=EPS, rms=rms)
+    assert_true(got, rmsnorm if rms else layernorm, inputs, {"y": dy}, allowed)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "c"), SHAPES)
+@pytest.mark.parametrize(("rms", "bias"), [(True, False), (False, True), (False, False)])
+def test_interpreted_norms(n: int, c: int, dtype: torch.dtype, rms: bool, bias: bool) -> None:
+    inputs, dy = norm_inputs(n, c, dtype, bias=bias)
+    check_norm(run_norm(inputs, dy, rms=rms), inputs, dy, rms=rms)
+
+
+@interpreted
+@pytest.mark.parametrize("c", [MOST_COLUMNS, 2049])
+def test_interpreted_wide_rows(c: int) -> None:
+    inputs, dy = norm_inputs(11, c, torch.float16, bias=True)
+    check_norm(run_norm(inputs, dy, rms=False), inputs, dy, rms=False)
+
+
+@interpreted
+def test_interpreted_large_mean_does_not_cancel() -> None:
+    inputs, dy = norm_inputs(63, 48, torch.float32, bias=True)
+    inputs["x"] = inputs["x"] + 1000.0
+    check_norm(run_norm(inputs, dy, rms=False), inputs, dy, rms=False)
+
+
+@interpreted
+@pytest.mark.parametrize("rms", [False, True])
+def test_interpreted_gradients_add_up_and_none_is_not_computed(rms: bool) -> None:
+    inputs, dy = norm_inputs(300, 20, torch.float32, bias=not rms)
+    x, w, once = inputs["x"], inputs["w"], run_norm(inputs, dy, rms=rms)
+    assert x is not None and w is not None
+    scratch = poisoned(norm_workspace(x, backward=True, kernel="triton"))
+    for name in ("dx", "dw") if rms else ("dx", "dw", "db"):
+        twice: Any = {name: once[name].clone(), "scratch": scratch, "kernel": "triton"}
+        if rms:
+            rmsnorm_bwd(dy, x, w, once["rstd"], **twice)
+        else:
+            layernorm_bwd(dy, x, w, once["mean"], once["rstd"], **twice)
+        assert torch.equal(twice[name], 2 * once[name]), name
+
+
+@interpreted
+@pytest.mark.parametrize("rms", [False, True])
+def test_interpreted_no_rows(rms: bool) -> None:
+    inputs, dy = norm_inputs(0, 5, torch.float32, bias=not rms)
+    got = run_norm(inputs, dy, rms=rms)
+    assert torch.equal(got["dw"], torch.zeros(5)) and got["y"].shape == (0, 5)
+
+
+@interpreted
+@pytest.mark.parametrize("rms", [False, True])
+def test_interpreted_canary_a_forgotten_program_is_seen(monkeypatch: pytest.MonkeyPatch, rms: bool) -> None:
+    """The partial sums of the backward's last one, the last rows of the forward."""
+    from tilegrad.kernels.norm import triton_ops
+
+    inputs, dy = norm_inputs(63, 768, torch.float16, bias=not rms)
+    right = triton_ops.add_partials
+
+    def but_the_last(partials: Tensor, *sums: Tensor, accumulate: bool) -> None:
+        right(partials[:, :-1].contiguous(), *sums, accumulate=accumulate)
+
+    monkeypatch.setattr(triton_ops, "add_partials", but_the_last)
+    got = run_norm(inputs, dy, rms=rms)
+    check_norm({name: got[name] for name in ("y", "dx")}, inputs, dy, rms=rms)
+    for name in ("dw",) if rms else ("dw", "db"):
+        with pytest.raises(AssertionError, match=f"{name}: "):
+            check_norm({name: got[name]}, inputs, dy, rms=rms)
+    monkeypatch.setattr(triton_ops, "ceil_div", lambda a, b: a // b)
+    got = run_norm(inputs, dy, rms=rms)
+    with pytest.raises(AssertionError, match="y: NaN"):
+        check_norm({"y": got["y"]}, inputs, dy, rms=rms)
+
+
+def sum_bounds(x: Tensor) -> dict[str, Any]:
+    return bounds.bounds(x.dtype, {"sums": bounds.of(x).sum(0)})
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("n", "c"), [*SHAPES, (5000, 63), (0, 7)])
+def test_interpreted_column_sums(n: int, c: int, dtype: torch.dtype) -> None:
+    x, sums = apart(n, c, dtype), torch.full((c,), torch.nan)
+    scratch = poisoned(column_sum_workspace(x, kernel="triton"))
+    column_sum_fwd(x, sums=sums, accumulate=False, scratch=scratch, kernel="triton")
+    want = {"x": x}
+    if n:
+        assert_true({"sums": sums}, lambda x: {"sums": x.sum(0)}, want, {"sums": sums}, sum_bounds(x))
+    twice = sums.clone()
+    column_sum_fwd(x, sums=twice, scratch=scratch, kernel="triton")
+    assert torch.equal(twice, 2 * sums)
+    if n > 1:
+        sums[0] += float(x[0, 0].abs()) + 0.1
+        with pytest.raises(AssertionError, match="sums: "):
+            assert_true({"sums": sums}, lambda x: {"sums": x.sum(0)}, want, {"sums": sums}, sum_bounds(x))
+
+
+def uncancelled_tanh(h: Tensor) -> Outputs:
+    """±(1 − 2 σ(−2|h|)): autograd's 1 − tanh² of float64 is off by float32's roundings where |h| > 10."""
+    return {"a": torch.where(h < 0, -1.0, 1.0) * (1 - 2 * torch.sigmoid(-2 * h.abs()))}
+
+
+FORMULAS = {
+    "gelu": lambda h: {"a": 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))},
+    "tanh": uncancelled_tanh,
+    "relu": lambda h: {"a": torch.relu(h)},
+}
+
+
+def run_activation(kind: str, h: Tensor, da: Tensor) -> Outputs:
+    a, dh = nans(*h.shape, h.dtype), nans(*h.shape, h.dtype)
+    activation_fwd(h, kind, a=a, kernel="triton")
+    activation_bwd(da, h, kind, dh=dh, kernel="triton")
+    return {"a": a, "dh": dh}
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_activations(kind: str, dtype: torch.dtype) -> None:
+    for n, c in SHAPES:
+        h, da = 3 * apart(n, c, dtype), apart(n, c, dtype, seed=1)
+        got, allowed = run_activation(kind, h, da), bounds.activation(kind, h, da)
+        assert_true(got, FORMULAS[kind], {"h": h}, {"a": da}, allowed)
+        flat, in_place = torch.empty(n * c, dtype=dtype), da.contiguous()
+        activation_fwd(h.reshape(-1), kind, a=flat, kernel="triton")
+        activation_bwd(in_place, h.contiguous(), kind, dh=in_place, kernel="triton")
+        assert torch.equal(flat.view(n, c), got["a"]) and torch.equal(in_place, got["dh"])
+        for name in ("a", "dh"):
+            wrong = got[name].clone()
+            wrong[-1, -1] += 0.2
+            with pytest.raises(AssertionError, match=f"{name}: "):
+                assert_true({name: wrong}, FORMULAS[kind], {"h": h}, {"a": da}, allowed)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_interpreted_far_out_activations_saturate_and_nan_stays(kind: str, dtype: torch.dtype) -> None:
+    h = torch.tensor([[-3e38, -1e20, -1e4, -200.0, 200.0, 1e4, 1e20, 3e38, torch.nan]], dtype=torch.float32)
+    h = h.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+    got = run_activation(kind, h, torch.ones_like(h))
+    left, right = (-1.0, 1.0) if kind == "tanh" else (0.0, None)
+    assert torch.equal(got["a"][0, :4], torch.full((4,), left, dtype=dtype))
+    assert torch.equal(got["a"][0, 4:8], h[0, 4:8] if right is None else torch.ones(4, dtype=dtype))
+    assert torch.equal(got["dh"][0, :4], torch.zeros(4, dtype=dtype))
+    assert torch.equal(got["dh"][0, 4:8], torch.full((4,), 0.0 if kind == "tanh" else 1.0, dtype=dtype))
+    assert got["a"][0, 8].isnan() and (kind == "relu" or got["dh"][0, 8].isnan())
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Outputs:
+    return {"a": gate * torch.sigmoid(gate) * up}
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_interpreted_swiglu(dtype: torch.dtype) -> None:
+    for n, c in SHAPES:
+        gate_up, da = 3 * randn(n, 2 * c, dtype=dtype), apart(n, c, dtype, seed=1)
+        gate, up = gate_up[:, :c], gate_up[:, c:]
+        got = {name: nans(n, c, dtype) for name in ("a", "dgate", "dup")}
+        swiglu_fwd(gate, up, a=got["a"], kernel="triton")
+        swiglu_bwd(da, gate, up, dgate=got["dgate"], dup=got["dup"], kernel="triton")
+        allowed = bounds.swiglu(gate, up, da)
+        assert_true(got, swiglu, {"gate": gate, "up": up}, {"a": da}, allowed)
+        in_place, dup = da.clone(), torch.empty(n, c, dtype=dtype)
+        swiglu_bwd(in_place, gate, up, dgate=in_place, dup=dup, kernel="triton")
+        assert torch.equal(in_place, got["dgate"]) and torch.equal(dup, got["dup"])
+        for name in got:
+            wrong = got[name].clone()
+            wrong[-1, -1] += 0.2 + wrong[-1, -1].abs()
+            with pytest.raises(AssertionError, match=f"{name}: "):
+                assert_true({name: wrong}, swiglu, {"gate": gate, "up": up}, {"a": da}, allowed)
+
+
+@interpreted
+def test_interpreted_more_rows_need_no_less_scratch() -> None:
+    for c in (1, 63, 768, 5000):
+        rows = [torch.empty(n, c) for n in (0, 1, 100, 5000)]
+        for sizes in (
+            [norm_workspace(x, backward=True, kernel="triton") for x in rows],
+            [column_sum_workspace(x, kernel="triton") for x in rows],
+        ):
+            shapes = [size["triton.partials"][0] for size in sizes]
+            assert shapes == sorted(shapes) and shapes[0] < shapes[-1]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="is about the compiler")
+def test_the_tables_say_why_not() -> None:
+    x = randn(4, 6, dtype=torch.float32)
+    for table, problem in (
+        (NORM, Problem),
+        (COLUMN_SUM, SumProblem),
+        (ACTIVATION, lambda x: ActivationProblem("gelu", (x, x))),
+    ):
+        assert "TRITON_INTERPRET=1" in table.explain(problem(x)).reasons["triton"]
+        assert "float64" in table.explain(problem(x.double())).reasons["triton"]
+    assert "up to 16384 columns, not 16385" in NORM.explain(Problem(torch.empty(1, 16385))).reasons["triton"]
+    across = torch.empty(6, 4).t()
+    told = ACTIVATION.explain(ActivationProblem("gelu", (across, across)))
+    assert "columns lie side by side" in told.reasons["triton"]
+
+
+def test_an_old_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class OnCuda:
+        dtype, device = torch.bfloat16, torch.device("cuda", 0)
+
+    for found, refused in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
+        monkeypatch.setattr(gpu, "capability", lambda device, found=found: found)
+        told = gpu.refusal(OnCuda())
+        assert (told is not None) == refused
+        assert told is None or "needs compute capability 8.0 or newer, and cuda:0 has 7.5" in told
+    monkeypatch.setattr(gpu, "has_triton", lambda: False)
+    assert "needs Triton" in str(gpu.refusal(OnCuda()))
