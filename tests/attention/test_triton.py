@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from support.cases import Case, build, check_call, oracle, run
+from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 from support.pairwise import Spec, all_pairs, pairs
 from support.triton_specs import AXES, allowed, case_of, specs
 
@@ -22,8 +23,6 @@ import tilegrad
 from tilegrad.kernels.attention.triton import tiles
 
 pytest.importorskip("triton", reason="needs Triton")
-INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 IN_CI = 14  # specifications of specs() that the interpreter has time for; all of them are in the slow set
 
 
@@ -32,27 +31,15 @@ def check(case: Case, seed: int = 0) -> None:
     check_call(call, run(call, "triton"))
 
 
-def in_the_interpreter(*arguments: str) -> None:
-    """This file again, in a process where Triton interprets."""
-    quiet = ["-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning"]  # numpy's, in the interpreter
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "-n", "0", *quiet, __file__, *arguments]
-    environment = os.environ | {"TRITON_INTERPRET": "1"}
-    for name in [name for name in environment if name.startswith("PYTEST_XDIST")]:
-        del environment[name]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout[-4000:] + done.stderr[-2000:]
-    assert " passed" in done.stdout, done.stdout[-2000:]
-
-
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 def test_in_the_interpreter() -> None:
-    in_the_interpreter("-k", "interpreted")
+    in_the_interpreter(__file__, "-k", "interpreted")
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 def test_every_specification_in_the_interpreter() -> None:
-    in_the_interpreter("-k", "every_pair", "--slow")
+    in_the_interpreter(__file__, "-k", "every_pair", "--slow")
 
 
 BASE = Case(b=1, hkv=1, tq=37, tk=45)

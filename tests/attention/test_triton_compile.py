@@ -1,88 +1,32 @@
-"""The Triton kernels through the real compiler, without a GPU: registers, spills and shared memory of what would run.
-
-A driver that only names an architecture takes the place of CUDA's, and a launch compiles instead: argument
-specialisation, tile choice and ptxas are the real ones.
-"""
+"""The Triton kernels through the real compiler, without a GPU: registers, spills and shared memory of what would run."""
 
 from __future__ import annotations
 
 import itertools
 import re
-import subprocess
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 from support.cases import Case, build
+from support.compiler import SHARED_MEMORY_BYTES, Compiled, compiling
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret or torch.cuda.is_available(), reason="compiles for GPUs that are not there"
 )
 
-SHARED_MEMORY_BYTES = {80: 166_912, 89: 101_376, 90: 232_448, 100: 232_448, 120: 101_376}
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
-
-
-class Compiled(NamedTuple):
-    kernel: str
-    registers: int
-    spilled_bytes: int
-    shared_bytes: int
-    sass: str
-
-
-def resources(name: str, compiled: Any, folder: Path) -> Compiled:
-    cubin = folder / f"{name}.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-
-    def dump(flag: str) -> str:
-        return subprocess.run([BIN / "cuobjdump", flag, cubin], capture_output=True, text=True, check=True).stdout
-
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
-    assert usage is not None
-    return Compiled(name, int(usage[1]), int(usage[2]), compiled.metadata.shared, dump("-sass"))
-
-
 Compile = Callable[..., dict[str, Compiled]]
 
 
 @pytest.fixture
-def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
+def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compile:
     """compile_for(architecture, case): every kernel that a forward and, unless told, a backward would launch."""
-    from triton.backends.compiler import GPUTarget
-    from triton.runtime.driver import driver  # its own default fails where there is no GPU, so it is put back by hand
-    from triton.runtime.jit import JITFunction
-
     from tilegrad.kernels.attention.triton import fit, launch
 
-    found: dict[str, Compiled] = {}
-    run = JITFunction.run
-
-    def compile_only(self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any) -> Any:
-        compiled = run(self, *args, grid=grid, warmup=True, **kwargs)
-        if not warmup:
-            name = self.__name__ if self.__name__ not in found else f"{self.__name__} again"
-            found[name] = resources(name, compiled, tmp_path)
-        return compiled
-
     def compile_call(architecture: int, case: Case, *, backward: bool = True) -> dict[str, Compiled]:
-        class Driver:
-            def get_current_target(self) -> Any:
-                return GPUTarget("cuda", architecture, 32)
-
-            def get_current_device(self) -> int:
-                return architecture  # a device of its own: Triton remembers the target of each
-
-            def get_current_stream(self, device: int) -> int:
-                return 0
-
-            def get_active_torch_device(self) -> torch.device:
-                return torch.device("cpu")
-
-        driver.set_active(Driver())
         monkeypatch.setattr(launch, "multiprocessors", lambda device: 100)
         monkeypatch.setattr(fit, "architecture", lambda device: architecture)
         monkeypatch.setattr(fit, "shared_memory_bytes", lambda device: SHARED_MEMORY_BYTES[architecture])
@@ -95,17 +39,16 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Com
         dsinks = None if mask.sinks is None else torch.empty_like(mask.sinks)
         shapes = [launch.workspace(q, k, v, mask, backward=x, deterministic=True) for x in (False, True)]
         scratch = [{name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in each.items()} for each in shapes]
-        launch.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
-        if backward:
-            launch.bwd(
-                q, k, v, o, lse, call.do, call.dlse, mask, **grads, dbias=dbias, dsinks=dsinks, scratch=scratch[1],
-                deterministic=True,
-            )  # fmt: skip
+        with compiling(architecture, tmp_path) as found:
+            launch.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
+            if backward:
+                launch.bwd(
+                    q, k, v, o, lse, call.do, call.dlse, mask, **grads, dbias=dbias, dsinks=dsinks, scratch=scratch[1],
+                    deterministic=True,
+                )  # fmt: skip
         return found
 
-    monkeypatch.setattr(JITFunction, "run", compile_only)
-    yield compile_call
-    driver._active = None
+    return compile_call
 
 
 def case(d: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Case:

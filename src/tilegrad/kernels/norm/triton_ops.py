@@ -6,6 +6,7 @@
 
 A whole row is in registers, in float32; only y and dx are rounded. Sums are in the grid's order: the same bits each time.
 The backward's loads go ahead of its arithmetic where STAGES > 1 (cp.async).
+With 16384 columns the backward spills some registers; up to 8192 it spills none.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

@@ -1,0 +1,96 @@
+"""The Triton kernels of the ops through the real compiler, without a GPU: registers, spills and copies of what would run."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from support.compiler import SHARED_MEMORY_BYTES, Compiled, compiling
+from support.ops import poisoned
+from torch import Tensor
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+pytestmark = pytest.mark.skipif(
+    triton.knobs.runtime.interpret or torch.cuda.is_available(), reason="compiles for GPUs that are not there"
+)
+
+
+def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> None:
+    assert found.keys() == names
+    for name, kernel in found.items():
+        assert f"code for sm_{architecture}" in kernel.sass
+        assert not kernel.spilled_bytes, f"{name} spills {kernel.spilled_bytes} bytes"
+        assert kernel.shared_bytes <= SHARED_MEMORY_BYTES[architecture], name
+        assert "ATOM" not in kernel.sass and "RED." not in kernel.sass, f"{name} has atomics"
+
+
+def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, Compiled]:
+    from tilegrad.kernels.norm import triton_ops
+
+    (n, c), w = x.shape, torch.empty(x.shape[1], dtype=x.dtype)
+    rstd, mean, scratch = (
+        torch.empty(n),
+        None if rms else torch.empty(n),
+        poisoned(triton_ops.workspace(x, backward=True)),
+    )
+    dw, db = torch.empty(c), None if rms else torch.empty(c)
+    with compiling(architecture, folder) as found:
+        triton_ops.fwd(x, w, None if rms else w, 1e-5, y=x, mean=mean, rstd=rstd, scratch={})
+        triton_ops.bwd(x, x, w, mean, rstd, dx=x, dw=dw, db=db, accumulate=True, scratch=scratch)
+    return found
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize(
+    ("c", "dtype", "rms"),
+    [
+        (768, torch.bfloat16, False),
+        (768, torch.float32, False),
+        (2048, torch.bfloat16, True),
+        (63, torch.float16, False),
+        (8192, torch.bfloat16, False),
+        (4096, torch.float32, True),
+    ],
+)
+def test_norms(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_path: Path) -> None:
+    found = norm(torch.empty(4096, c, dtype=dtype), rms=rms, architecture=architecture, folder=tmp_path)
+    check(found, architecture, {"_norm_fwd_kernel", "_norm_bwd_kernel", "_add_partials_kernel"})
+    fwd, bwd = found["_norm_fwd_kernel"].sass, found["_norm_bwd_kernel"].sass
+    if c % 8 == 0:
+        assert ".128" in fwd, "loads are not of 16 bytes"
+    if c in (768, 2048):
+        assert "LDGSTS" in bwd, "loads do not go ahead of the arithmetic"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    from tilegrad.kernels.column_sum import triton_ops
+
+    x = torch.empty(4096, 3072, dtype=dtype)
+    scratch = poisoned(triton_ops.workspace(x))
+    with compiling(architecture, tmp_path) as found:
+        triton_ops.fwd(x, sums=torch.empty(3072), accumulate=True, scratch=scratch)
+    check(found, architecture, {"_column_sum_kernel", "_add_partials_kernel"})
+    assert ".128" in found["_column_sum_kernel"].sass, "loads are not of 16 bytes"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("kind", ["gelu", "tanh", "relu", "swiglu"])
+def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
+    from tilegrad.kernels.activation import triton_ops
+
+    gate_up = torch.empty(64, 6144, dtype=dtype)
+    gate, up, h = gate_up[:, :3072], gate_up[:, 3072:], torch.empty(64, 3072, dtype=dtype)
+    with compiling(architecture, tmp_path) as found:
+        if kind == "swiglu":
+            triton_ops.swiglu_fwd(gate, up, a=h)
+            triton_ops.swiglu_bwd(h, gate, up, dgate=h, dup=h)
+        else:
+            triton_ops.fwd(h, kind, a=h)
+            triton_ops.bwd(h, h, kind, dh=h)
+    op = "swiglu" if kind == "swiglu" else "activation"
+    check(found, architecture, {f"_{op}_fwd_kernel", f"_{op}_bwd_kernel"})
+    assert all(".128" in kernel.sass for kernel in found.values()), "loads are not of 16 bytes"
