@@ -25,11 +25,15 @@ def interpreting() -> bool:
 
 def refusal(x: Any) -> str | None:
     """Why no Triton kernel can run on x, from its dtype and device alone; None where one can."""
-    device = torch.device(x.device)
+    return _refusal(x.dtype, x.device)
+
+
+@functools.cache
+def _refusal(dtype: torch.dtype, device: torch.device) -> str | None:
     if not has_triton():
         return "needs Triton, which is not installed (pip install triton)"
-    if x.dtype not in (torch.float16, torch.bfloat16, torch.float32):
-        return f"takes float16, bfloat16 and float32, not {str(x.dtype).removeprefix('torch.')}"
+    if dtype not in (torch.float16, torch.bfloat16, torch.float32):
+        return f"takes float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type == "cpu":
         only = "needs a CUDA device; on the CPU only Triton's interpreter, TRITON_INTERPRET=1"
         return None if interpreting() else only

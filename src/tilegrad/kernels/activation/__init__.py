@@ -45,10 +45,14 @@ def _native_refuses(problem: Problem) -> str | None:
 
 def _triton_refuses(problem: Problem) -> str | None:
     tensors = problem.tensors
-    in_rows = all(x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1) for x in tensors)
-    if not in_rows and not all(x.is_contiguous() for x in tensors):
+    refusal = gpu.refusal(tensors[0])
+    if refusal is None and not all(x.is_contiguous() for x in tensors) and not all(map(_in_rows, tensors)):
         return "takes contiguous tensors, or rows whose columns lie side by side"
-    return gpu.refusal(tensors[0])
+    return refusal
+
+
+def _in_rows(x: Tensor) -> bool:
+    return x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1)
 
 
 ACTIVATION = Table(

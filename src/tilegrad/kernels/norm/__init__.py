@@ -35,9 +35,10 @@ MOST_COLUMNS = 16384  # of a row that Triton's kernels hold in registers
 
 
 def _triton_refuses(problem: Problem) -> str | None:
-    if problem.x.shape[1] > MOST_COLUMNS:
+    refusal = gpu.refusal(problem.x)
+    if refusal is None and problem.x.shape[1] > MOST_COLUMNS:
         return f"holds a row in registers, up to {MOST_COLUMNS} columns, not {problem.x.shape[1]}"
-    return gpu.refusal(problem.x)
+    return refusal
 
 
 NORM = Table(
