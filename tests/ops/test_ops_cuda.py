@@ -14,6 +14,7 @@ from torch import Tensor
 from tilegrad.kernels.activation import KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
 from tilegrad.kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
 from tilegrad.kernels.closeness import Bound, assert_close
+from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.cross_entropy import cross_entropy_step, cross_entropy_workspace
 from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
 from tilegrad.kernels.embedding_mse import embedding_mse_step, embedding_mse_workspace
@@ -62,6 +63,7 @@ def allowed(op: str, device: str, dtype: torch.dtype) -> dict[str, Bound]:
         of = {
             "linear": lambda: bounds.linear(x, w, b, dy),
             "layernorm": lambda: bounds.norm(x, b, b, dy, eps=1e-5, rms=False),
+            "column_sum": lambda: bounds.bounds(dtype, {"db": bounds.of(dy).sum(0)}),
             "rmsnorm": lambda: bounds.norm(x, b, None, dy, eps=1e-5, rms=True),
             "rope": lambda: {
                 name: Bound(*(z.view(N, C) for z in (s, a)))
@@ -105,6 +107,9 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
             linear_bwd(dy, x, w, dx=out["dx"], dw=dw, db=sums["db"], scratch=s)
 
         return out | {"dw": dw, "db": sums["db"]}, call
+    if op == "column_sum":
+        s = scratch(column_sum_workspace(dy))
+        return {"db": sums["db"]}, lambda: column_sum_fwd(dy, sums=sums["db"], scratch=s)
     if op in ("layernorm", "rmsnorm"):
         s = both(norm_workspace, x)
 
@@ -179,7 +184,7 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
 
 
 OPS = (
-    "linear", "layernorm", "rmsnorm", *KINDS, "swiglu", "rope", "dropout", "embedding", "cross_entropy",
+    "linear", "column_sum", "layernorm", "rmsnorm", *KINDS, "swiglu", "rope", "dropout", "embedding", "cross_entropy",
     "embedding_mse", "adamw",
 )  # fmt: skip
 # index_put_ sorts the tokens in buffers of torch's; round_keys makes 0-d tensors of a seed on the device

@@ -1,5 +1,5 @@
 """The Triton kernels of the ops against the oracle in Triton's interpreter: in a process of its own, for it is chosen at
-import. The compiler's side of them, without a GPU, is in test_ops_triton_compile.py; on a GPU they run in test_ops_cuda.py.
+import; and on a GPU, where there is one. The compiler's side of them, without a GPU, is in test_ops_triton_compile.py.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import pytest
 import torch
 from support import bounds
 from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
-from support.ops import acc, assert_true, poisoned, randn
+from support.ops import assert_true, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels import gpu
@@ -23,6 +23,7 @@ from tilegrad.kernels.activation import (
     swiglu_fwd,
 )
 from tilegrad.kernels.activation import Problem as ActivationProblem
+from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.column_sum import Problem as SumProblem
 from tilegrad.kernels.norm import (
@@ -39,6 +40,8 @@ from tilegrad.kernels.norm import (
 pytest.importorskip("triton", reason="needs Triton")
 DTYPES = (torch.float32, torch.float16)  # the interpreter cuts bfloat16 off where the compiler rounds it
 SHAPES = ((1, 1), (63, 63), (113, 768), (1023, 5), (40, 1000), (3, 4097))
+ON_THE_DEVICE = ((16384, 768), (5000, 2048), (1001, 8192))
+NORMS = ((True, False), (False, True), (False, False))  # RMS norm, bias
 EPS = 1e-5
 Outputs = dict[str, Tensor]
 
@@ -48,13 +51,19 @@ def test_in_the_interpreter() -> None:
     in_the_interpreter(__file__, "-k", "interpreted")
 
 
-def apart(n: int, c: int, dtype: torch.dtype, seed: int = 0) -> Tensor:
+def apart(n: int, c: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
     """Rows that lie apart, with columns side by side."""
-    return randn(n, 2 * c, dtype=dtype, seed=seed)[:, c:]
+    return randn(n, 2 * c, dtype=dtype, seed=seed).to(device)[:, c:]
 
 
-def nans(n: int, c: int, dtype: torch.dtype) -> Tensor:
-    return torch.full((n, c + 3), torch.nan, dtype=dtype)[:, 1 : c + 1]
+def nans(like: Tensor) -> Tensor:
+    """Rows that lie apart in another way."""
+    n, c = like.shape
+    return torch.full((n, c + 3), torch.nan, dtype=like.dtype, device=like.device)[:, 1 : c + 1]
+
+
+def spoiled(shapes: Any, x: Tensor) -> Outputs:
+    return {name: buffer.to(x.device) for name, buffer in poisoned(shapes).items()}
 
 
 def layernorm(x: Tensor, w: Tensor, b: Tensor | None) -> Outputs:
@@ -69,27 +78,34 @@ def rmsnorm(x: Tensor, w: Tensor, b: None) -> Outputs:
     return {"y": x * rstd * w, "rstd": rstd[:, 0]}
 
 
-def norm_inputs(n: int, c: int, dtype: torch.dtype, *, bias: bool) -> tuple[dict[str, Tensor | None], Tensor]:
-    b = randn(c, dtype=dtype, seed=2) if bias else None
-    return {"x": apart(n, c, dtype) + 0.5, "w": randn(c, dtype=dtype), "b": b}, apart(n, c, dtype, seed=1)
+def norm_inputs(
+    n: int, c: int, dtype: torch.dtype, *, bias: bool, device: str = "cpu"
+) -> tuple[dict[str, Tensor | None], Tensor]:
+    w, b = (randn(c, dtype=dtype, seed=seed).to(device) for seed in (0, 2))
+    x, dy = (apart(n, c, dtype, device, seed=seed) for seed in (0, 1))
+    return {"x": x + 0.5, "w": w, "b": b if bias else None}, dy
 
 
 def run_norm(inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> Outputs:
     x, w, b = inputs["x"], inputs["w"], inputs["b"]
     assert x is not None and w is not None
-    (n, c), wide = x.shape, acc(x.dtype)
-    forward, backward = (poisoned(norm_workspace(x, backward=which, kernel="triton")) for which in (False, True))
-    out = {"y": nans(n, c, x.dtype), "rstd": torch.full((n,), torch.nan, dtype=wide)}
-    dx = nans(n, c, x.dtype).zero_()
+    n, c = x.shape
+    forward, backward = (spoiled(norm_workspace(x, backward=which, kernel="triton"), x) for which in (False, True))
+
+    def wide(size: int) -> Tensor:
+        return torch.full((size,), torch.nan, dtype=torch.float32, device=x.device)
+
+    out = {"y": nans(x), "rstd": wide(n)}
+    dx = nans(x).zero_()
     if rms:
-        grads = {"dw": torch.full((c,), torch.nan)}
+        grads = {"dw": wide(c)}
         rmsnorm_fwd(x, w, EPS, **out, scratch=forward, kernel="triton")
         rmsnorm_bwd(
             dy, x, w, out["rstd"], dx=dx, **grads, accumulate=False, scratch=backward, kernel="triton"
         )  # fmt: skip
         return out | grads | {"dx": dx}
-    out["mean"] = torch.full((n,), torch.nan, dtype=wide)
-    grads = {name: torch.full((c,), torch.nan) for name in (("dw",) if b is None else ("dw", "db"))}
+    out["mean"] = wide(n)
+    grads = {name: wide(c) for name in (("dw",) if b is None else ("dw", "db"))}
     layernorm_fwd(x, w, b, EPS, **out, scratch=forward, kernel="triton")
     layernorm_bwd(
         dy, x, w, out["mean"], out["rstd"], dx=dx, **grads, accumulate=False, scratch=backward, kernel="triton"
@@ -105,10 +121,22 @@ def check_norm(got: Outputs, inputs: dict[str, Tensor | None], dy: Tensor, *, rm
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "c"), SHAPES)
-@pytest.mark.parametrize(("rms", "bias"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize(("rms", "bias"), NORMS)
 def test_interpreted_norms(n: int, c: int, dtype: torch.dtype, rms: bool, bias: bool) -> None:
     inputs, dy = norm_inputs(n, c, dtype, bias=bias)
     check_norm(run_norm(inputs, dy, rms=rms), inputs, dy, rms=rms)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize(("rms", "bias"), NORMS)
+def test_norms_on_the_device(dtype: torch.dtype, rms: bool, bias: bool) -> None:
+    for n, c in (*SHAPES, *ON_THE_DEVICE, (300, MOST_COLUMNS)):
+        inputs, dy = norm_inputs(n, c, dtype, bias=bias, device="cuda")
+        got = run_norm(inputs, dy, rms=rms)
+        check_norm(got, inputs, dy, rms=rms)
+        again = run_norm(inputs, dy, rms=rms)
+        assert all(torch.equal(got[name], again[name]) for name in got), (n, c)
 
 
 @interpreted
@@ -173,27 +201,34 @@ def test_interpreted_canary_a_forgotten_program_is_seen(monkeypatch: pytest.Monk
         check_norm({"y": got["y"]}, inputs, dy, rms=rms)
 
 
-def sum_bounds(x: Tensor) -> dict[str, Any]:
-    return bounds.bounds(x.dtype, {"sums": bounds.of(x).sum(0)})
+def check_column_sums(x: Tensor) -> None:
+    sums = torch.full(x.shape[1:], torch.nan, device=x.device)
+    scratch = spoiled(column_sum_workspace(x, kernel="triton"), x)
+    column_sum_fwd(x, sums=sums, accumulate=False, scratch=scratch, kernel="triton")
+    allowed = bounds.bounds(x.dtype, {"sums": bounds.of(x).sum(0)})
+    exact = {"sums": x.double().sum(0)}
+    assert_close({"sums": sums}, exact, allowed)
+    twice = sums.clone()
+    column_sum_fwd(x, sums=twice, scratch=scratch, kernel="triton")
+    assert torch.equal(twice, 2 * sums)
+    if x.shape[0] > 1:
+        sums[0] += float(x[0, 0].abs()) + 0.1
+        with pytest.raises(AssertionError, match="sums: "):
+            assert_close({"sums": sums}, exact, allowed)
 
 
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "c"), [*SHAPES, (5000, 63), (0, 7)])
 def test_interpreted_column_sums(n: int, c: int, dtype: torch.dtype) -> None:
-    x, sums = apart(n, c, dtype), torch.full((c,), torch.nan)
-    scratch = poisoned(column_sum_workspace(x, kernel="triton"))
-    column_sum_fwd(x, sums=sums, accumulate=False, scratch=scratch, kernel="triton")
-    want = {"x": x}
-    if n:
-        assert_true({"sums": sums}, lambda x: {"sums": x.sum(0)}, want, {"sums": sums}, sum_bounds(x))
-    twice = sums.clone()
-    column_sum_fwd(x, sums=twice, scratch=scratch, kernel="triton")
-    assert torch.equal(twice, 2 * sums)
-    if n > 1:
-        sums[0] += float(x[0, 0].abs()) + 0.1
-        with pytest.raises(AssertionError, match="sums: "):
-            assert_true({"sums": sums}, lambda x: {"sums": x.sum(0)}, want, {"sums": sums}, sum_bounds(x))
+    check_column_sums(apart(n, c, dtype))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+def test_column_sums_on_the_device(dtype: torch.dtype) -> None:
+    for n, c in (*SHAPES, *ON_THE_DEVICE, (3, 70_000)):
+        check_column_sums(apart(n, c, dtype, "cuda"))
 
 
 def uncancelled_tanh(h: Tensor) -> Outputs:
@@ -209,10 +244,25 @@ FORMULAS = {
 
 
 def run_activation(kind: str, h: Tensor, da: Tensor) -> Outputs:
-    a, dh = nans(*h.shape, h.dtype), nans(*h.shape, h.dtype)
+    a, dh = nans(h), nans(h)
     activation_fwd(h, kind, a=a, kernel="triton")
     activation_bwd(da, h, kind, dh=dh, kernel="triton")
     return {"a": a, "dh": dh}
+
+
+def check_activation(kind: str, h: Tensor, da: Tensor) -> None:
+    """By rows that lie apart, in one row in place; and one wrong number is seen."""
+    got, allowed = run_activation(kind, h, da), bounds.activation(kind, h, da)
+    assert_true(got, FORMULAS[kind], {"h": h}, {"a": da}, allowed)
+    flat, in_place = torch.empty_like(h.reshape(-1)), da.contiguous()
+    activation_fwd(h.reshape(-1), kind, a=flat, kernel="triton")
+    activation_bwd(in_place, h.contiguous(), kind, dh=in_place, kernel="triton")
+    assert torch.equal(flat.view(h.shape), got["a"]) and torch.equal(in_place, got["dh"])
+    for name in ("a", "dh"):
+        wrong = got[name].clone()
+        wrong[-1, -1] += 0.2
+        with pytest.raises(AssertionError, match=f"{name}: "):
+            assert_true({name: wrong}, FORMULAS[kind], {"h": h}, {"a": da}, allowed)
 
 
 @interpreted
@@ -220,18 +270,15 @@ def run_activation(kind: str, h: Tensor, da: Tensor) -> Outputs:
 @pytest.mark.parametrize("kind", KINDS)
 def test_interpreted_activations(kind: str, dtype: torch.dtype) -> None:
     for n, c in SHAPES:
-        h, da = 3 * apart(n, c, dtype), apart(n, c, dtype, seed=1)
-        got, allowed = run_activation(kind, h, da), bounds.activation(kind, h, da)
-        assert_true(got, FORMULAS[kind], {"h": h}, {"a": da}, allowed)
-        flat, in_place = torch.empty(n * c, dtype=dtype), da.contiguous()
-        activation_fwd(h.reshape(-1), kind, a=flat, kernel="triton")
-        activation_bwd(in_place, h.contiguous(), kind, dh=in_place, kernel="triton")
-        assert torch.equal(flat.view(n, c), got["a"]) and torch.equal(in_place, got["dh"])
-        for name in ("a", "dh"):
-            wrong = got[name].clone()
-            wrong[-1, -1] += 0.2
-            with pytest.raises(AssertionError, match=f"{name}: "):
-                assert_true({name: wrong}, FORMULAS[kind], {"h": h}, {"a": da}, allowed)
+        check_activation(kind, 3 * apart(n, c, dtype), apart(n, c, dtype, seed=1))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+@pytest.mark.parametrize("kind", KINDS)
+def test_activations_on_the_device(kind: str, dtype: torch.dtype) -> None:
+    for n, c in (*SHAPES, *ON_THE_DEVICE):
+        check_activation(kind, 3 * apart(n, c, dtype, "cuda"), apart(n, c, dtype, "cuda", seed=1))
 
 
 @interpreted
@@ -253,25 +300,36 @@ def swiglu(gate: Tensor, up: Tensor) -> Outputs:
     return {"a": gate * torch.sigmoid(gate) * up}
 
 
+def check_swiglu(n: int, c: int, dtype: torch.dtype, device: str) -> None:
+    gate_up, da = 3 * randn(n, 2 * c, dtype=dtype).to(device), apart(n, c, dtype, device, seed=1)
+    gate, up = gate_up[:, :c], gate_up[:, c:]
+    got = {name: nans(da) for name in ("a", "dgate", "dup")}
+    swiglu_fwd(gate, up, a=got["a"], kernel="triton")
+    swiglu_bwd(da, gate, up, dgate=got["dgate"], dup=got["dup"], kernel="triton")
+    allowed = bounds.swiglu(gate, up, da)
+    assert_true(got, swiglu, {"gate": gate, "up": up}, {"a": da}, allowed)
+    in_place, dup = da.clone(), nans(da)
+    swiglu_bwd(in_place, gate, up, dgate=in_place, dup=dup, kernel="triton")
+    assert torch.equal(in_place, got["dgate"]) and torch.equal(dup, got["dup"])
+    for name in got:
+        wrong = got[name].clone()
+        wrong[-1, -1] += 0.2 + wrong[-1, -1].abs()
+        with pytest.raises(AssertionError, match=f"{name}: "):
+            assert_true({name: wrong}, swiglu, {"gate": gate, "up": up}, {"a": da}, allowed)
+
+
 @interpreted
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_interpreted_swiglu(dtype: torch.dtype) -> None:
     for n, c in SHAPES:
-        gate_up, da = 3 * randn(n, 2 * c, dtype=dtype), apart(n, c, dtype, seed=1)
-        gate, up = gate_up[:, :c], gate_up[:, c:]
-        got = {name: nans(n, c, dtype) for name in ("a", "dgate", "dup")}
-        swiglu_fwd(gate, up, a=got["a"], kernel="triton")
-        swiglu_bwd(da, gate, up, dgate=got["dgate"], dup=got["dup"], kernel="triton")
-        allowed = bounds.swiglu(gate, up, da)
-        assert_true(got, swiglu, {"gate": gate, "up": up}, {"a": da}, allowed)
-        in_place, dup = da.clone(), torch.empty(n, c, dtype=dtype)
-        swiglu_bwd(in_place, gate, up, dgate=in_place, dup=dup, kernel="triton")
-        assert torch.equal(in_place, got["dgate"]) and torch.equal(dup, got["dup"])
-        for name in got:
-            wrong = got[name].clone()
-            wrong[-1, -1] += 0.2 + wrong[-1, -1].abs()
-            with pytest.raises(AssertionError, match=f"{name}: "):
-                assert_true({name: wrong}, swiglu, {"gate": gate, "up": up}, {"a": da}, allowed)
+        check_swiglu(n, c, dtype, "cpu")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+def test_swiglu_on_the_device(dtype: torch.dtype) -> None:
+    for n, c in (*SHAPES, *ON_THE_DEVICE):
+        check_swiglu(n, c, dtype, "cuda")
 
 
 @interpreted

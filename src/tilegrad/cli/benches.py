@@ -37,6 +37,12 @@ def _bench_attention(args: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
+def _bench_ops(args: argparse.Namespace) -> int:
+    from ..bench.ops import bench_ops
+
+    return bench_ops(device=args.device, dtype=args.dtype, repeats=args.repeats, rows=args.rows, json=args.json)
+
+
 def add_benches(commands: Commands) -> None:
     bench = add_command(commands, "bench", "measure, against the peers that are there").add_subparsers(
         metavar="WHAT", required=True
@@ -84,5 +90,13 @@ def add_benches(commands: Commands) -> None:
     training.add_argument("--seq-len", type=int, metavar="N")
     training.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     training.add_argument("--out", metavar="FILE", help="write both to a file")
+    ops = add_command(
+        bench, "ops", "every kernel of norms, activations and sums, as bytes/s against a copy", _bench_ops
+    )
+    ops.add_argument("--device", help="default: cuda where there is one, else cpu")
+    ops.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
+    ops.add_argument("--rows", type=int, nargs="+", metavar="N", help="B·T (default: 16384 65536 on CUDA, 512 else)")
+    ops.add_argument("--repeats", type=int, default=20, metavar="N", help="interleaved rounds (default: %(default)s)")
+    ops.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     memory = add_command(bench, "memory", "what a buffer from the manager costs, against torch.empty", _bench_memory)
     memory.add_argument("--json", action="store_true", help="the same as data")

@@ -1,0 +1,172 @@
+"""`tilegrad bench ops`: each kernel of the ops that are bound by memory, as bytes per second against a copy's.
+
+The bytes are those that an op must read and write, each once; a kernel that makes several passes is that much slower. Shapes
+are GPT-2's: C = 768 for norms, F = 3072 for activations, N = B·T rows. Kernels of one op run interleaved.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import asdict, dataclass
+from statistics import median
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..kernels import activation, column_sum, norm
+from ..kernels.scratch import Scratch, Shapes, new_scratch
+from ..kernels.table import Table
+from ..table import table
+from .environment import environment
+from .timing import interleaved
+
+ROWS = {"cuda": (16384, 65536), "cpu": (512,)}
+C, F = 768, 3072
+COPY_BYTES = {"cuda": 1 << 30, "cpu": 1 << 25}
+
+
+@dataclass(frozen=True)
+class Case:
+    """A call of an op. `run(kernel, scratch)` makes it, `workspace(kernel)` declares its scratch."""
+
+    op: str
+    columns: int
+    moved_bytes: int
+    kernels: Table
+    problem: Any
+    run: Callable[[str, Scratch], None]
+    workspace: Callable[[str], Shapes] = lambda kernel: {}
+
+
+@dataclass(frozen=True)
+class Row:
+    op: str
+    rows: int
+    columns: int
+    kernel: str
+    ms: float
+    bytes_per_s: float
+    of_a_copy: float
+
+
+def norms(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    x, dy, dx = (torch.randn(n, C, device=device).to(dtype) for _ in range(3))
+    y, w, b = torch.empty_like(x), torch.ones(C, dtype=dtype, device=device), torch.zeros(C, dtype=dtype, device=device)
+    mean, rstd = torch.zeros(n, device=device), torch.ones(n, device=device)
+    dw, db, row = torch.zeros(C, device=device), torch.zeros(C, device=device), x.element_size() * C
+    problem = norm.Problem(x)
+    for op, moved, backward, run in (
+        ("layer norm forward", n * (2 * row + 8), False, lambda kernel, scratch: norm.layernorm_fwd(
+            x, w, b, 1e-5, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)),
+        ("layer norm backward", n * (4 * row + 8), True, lambda kernel, scratch: norm.layernorm_bwd(
+            dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, scratch=scratch, kernel=kernel)),
+        ("RMS norm forward", n * (2 * row + 4), False, lambda kernel, scratch: norm.rmsnorm_fwd(
+            x, w, 1e-5, y=y, rstd=rstd, scratch=scratch, kernel=kernel)),
+        ("RMS norm backward", n * (4 * row + 4), True, lambda kernel, scratch: norm.rmsnorm_bwd(
+            dy, x, w, rstd, dx=dx, dw=dw, scratch=scratch, kernel=kernel)),
+    ):  # fmt: skip
+
+        def workspace(kernel: str, backward: bool = backward) -> Shapes:
+            return norm.norm_workspace(x, backward=backward, kernel=kernel)
+
+        yield Case(op, C, moved, norm.NORM, problem, run, workspace)
+
+
+def column_sums(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    for c in (C, F):
+        x, sums = torch.randn(n, c, device=device).to(dtype), torch.zeros(c, device=device)
+
+        def run(kernel: str, scratch: Scratch, x: Tensor = x, sums: Tensor = sums) -> None:
+            column_sum.column_sum_fwd(x, sums=sums, scratch=scratch, kernel=kernel)
+
+        def workspace(kernel: str, x: Tensor = x) -> Shapes:
+            return column_sum.column_sum_workspace(x, kernel=kernel)
+
+        moved = x.numel() * x.element_size()
+        yield Case("column sum", c, moved, column_sum.COLUMN_SUM, column_sum.Problem(x), run, workspace)
+
+
+def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
+    gate_up, h, da, a = (torch.randn(n, f, device=device).to(dtype) for f in (2 * F, F, F, F))
+    gate, up, one = gate_up[:, :F], gate_up[:, F:], h.numel() * h.element_size()
+    kernels, problem = activation.ACTIVATION, activation.Problem
+    for kind in activation.KINDS:
+
+        def forward(kernel: str, scratch: Scratch, kind: str = kind) -> None:
+            activation.activation_fwd(h, kind, a=a, kernel=kernel)
+
+        def backward(kernel: str, scratch: Scratch, kind: str = kind) -> None:
+            activation.activation_bwd(da, h, kind, dh=a, kernel=kernel)
+
+        yield Case(f"{kind} forward", F, 2 * one, kernels, problem(kind, (h, a)), forward)
+        yield Case(f"{kind} backward", F, 3 * one, kernels, problem(kind, (da, h, a)), backward)
+
+    def swiglu_forward(kernel: str, scratch: Scratch) -> None:
+        activation.swiglu_fwd(gate, up, a=a, kernel=kernel)
+
+    def swiglu_backward(kernel: str, scratch: Scratch) -> None:
+        activation.swiglu_bwd(da, gate, up, dgate=a, dup=h, kernel=kernel)
+
+    yield Case("swiglu forward", F, 3 * one, kernels, problem("swiglu", (gate, up, a)), swiglu_forward)
+    yield Case("swiglu backward", F, 5 * one, kernels, problem("swiglu", (da, gate, up, a, h)), swiglu_backward)
+
+
+FAMILIES = (norms, column_sums, activations)
+
+
+def copy_bytes_per_s(device: torch.device) -> float:
+    """Of a large copy, read plus written."""
+    source, target = (torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device) for _ in range(2))
+    ms = interleaved({"copy": lambda: target.copy_(source)}, 10, device)["copy"]
+    return 2e3 * source.numel() / median(ms)
+
+
+def measure(case: Case, n: int, copy: float, repeats: int, device: torch.device) -> Iterator[Row]:
+    """A row for each kernel that takes the call unasked."""
+    thunks: dict[str, Callable[[], object]] = {}
+    for kernel in case.kernels.rows:
+        if kernel.by_name_only is None and kernel.refuses(case.problem) is None:
+            scratch = new_scratch(case.workspace(kernel.name), device)
+            thunks[kernel.name] = lambda name=kernel.name, scratch=scratch: case.run(name, scratch)  # type: ignore[misc]
+    for name, times in interleaved(thunks, repeats, device).items():
+        ms = median(times)
+        rate = 1e3 * case.moved_bytes / ms
+        yield Row(case.op, n, case.columns, name, ms, rate, rate / copy)
+
+
+def report(rows: Sequence[Row], copy: float) -> str:
+    lines = []
+    for row in rows:
+        shape, rate = f"{row.rows} × {row.columns}", f"{row.bytes_per_s / 1e9:.0f}"
+        lines.append((row.op, shape, row.kernel, f"{row.ms:.4f}", rate, f"{row.of_a_copy:.0%}"))
+    return f"a copy: {copy / 1e9:.0f} GB/s, read plus written\n\n" + table(
+        ("op", "shape", "kernel", "ms", "GB/s", "of a copy"), lines
+    )
+
+
+def bench_ops(
+    *, device: str | None = None, dtype: str = "bfloat16", repeats: int = 20, rows: Sequence[int] | None = None,
+    json: bool = False,
+) -> int:  # fmt: skip
+    """Prints times and bytes per second of every kernel, or JSON lines; the exit code is 0."""
+    where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    kind = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}.get(dtype)
+    if kind is None:
+        raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
+    if repeats < 1:
+        raise ValueError(f"repeats: got {repeats}; accepted: at least 1")
+    about, copy = environment(where, kind), copy_bytes_per_s(where)
+    found: list[Row] = []
+    for n in rows or ROWS[where.type]:
+        for family in FAMILIES:
+            for case in family(n, kind, where):
+                found += measure(case, n, copy, repeats, where)
+    if json:
+        for row in found:
+            print(json_format.dumps(asdict(row) | {"copy_bytes_per_s": copy} | about))
+    else:
+        print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None) + "\n")
+        print(report(found, copy))
+    return 0
