@@ -94,3 +94,21 @@ def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path:
     op = "swiglu" if kind == "swiglu" else "activation"
     check(found, architecture, {f"_{op}_fwd_kernel", f"_{op}_bwd_kernel"})
     assert all(".128" in kernel.sass for kernel in found.values()), "loads are not of 16 bytes"
+
+
+@pytest.mark.parametrize(("n", "c"), [(1, 1), (1, 768), (1023, 1)])
+def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
+    """Triton makes a constant of an argument that is 1."""
+    from tilegrad.kernels.activation import triton_ops as activation
+    from tilegrad.kernels.column_sum import triton_ops as column_sum
+
+    x, y = torch.empty(n, c), torch.empty(n, c + 1)[:, :c]
+    for rms in (False, True):
+        norm(x, rms=rms, architecture=90, folder=tmp_path)
+    with compiling(90, tmp_path) as found:
+        column_sum.fwd(x, sums=torch.empty(c), accumulate=False, scratch=poisoned(column_sum.workspace(x)))
+        activation.fwd(x, "gelu", a=y)
+        activation.bwd(x, x, "tanh", dh=y)
+        activation.swiglu_fwd(x, x, a=y)
+        activation.swiglu_bwd(x, x, x, dgate=y, dup=y)
+    assert len(found) == 6
