@@ -13,7 +13,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
@@ -58,6 +58,11 @@ def sweep(check: Shapes, order: list[int], shapes: int) -> Iterator[Verdict]:
             yield future.result()
 
 
+def _plain(verdict: Verdict) -> dict[str, object]:
+    """As JSON has it; `asdict` makes of a Counter another, of pairs."""
+    return vars(verdict) | {"specialised": dict(verdict.specialised)}
+
+
 def report(kernel: str, verdicts: list[Verdict], folder: Path | None) -> str:
     """One line of sums; everything to `folder`/`kernel`.json."""
     failures = [line for verdict in verdicts for line in verdict.failures]
@@ -68,7 +73,7 @@ def report(kernel: str, verdicts: list[Verdict], folder: Path | None) -> str:
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "shapes": shapes,
             "passed": shapes - len(failures),
-            "specifications": [asdict(verdict) for verdict in sorted(verdicts, key=lambda v: v.specification)],
+            "specifications": [_plain(verdict) for verdict in sorted(verdicts, key=lambda v: v.specification)],
         }
         folder.mkdir(parents=True, exist_ok=True)
         (folder / f"{kernel}.json").write_text(json.dumps(told, indent=1) + "\n")

@@ -1,0 +1,19 @@
+"""What the tests share is tested where a GPU would be the first to run it."""
+
+from __future__ import annotations
+
+import json
+from collections import Counter
+from pathlib import Path
+
+from support.sweep import Verdict, report
+
+
+def test_a_sweep_is_reported_as_json(tmp_path: Path) -> None:
+    verdicts = [Verdict(1, 3, ["specification 1, seed 0: wrong"], Counter({"fwd": 2})), Verdict(0, 2)]
+    told = report("some", verdicts, tmp_path)
+    assert told.startswith("some: 4 of 5 random shapes of 2 specifications pass")
+    found = json.loads((tmp_path / "some.json").read_text())
+    assert (found["shapes"], found["passed"]) == (5, 4)
+    assert [row["specification"] for row in found["specifications"]] == [0, 1]
+    assert found["specifications"][1]["specialised"] == {"fwd": 2}
