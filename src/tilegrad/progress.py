@@ -36,6 +36,14 @@ def _message(event: str, n: dict[str, Any]) -> str | None:
             f"{human(n['planned_bytes'])} planned{resumed}\n"
             f"The text's unigram entropy, the loss of knowing nothing but frequencies: {n['unigram_entropy']:.4f} nats"
         )
+    if event == "prepare":
+        return str(n["doing"])
+    if event == "data":
+        left_out = f"; {n['left_out']:,} files of other kinds are left out" if n["left_out"] else ""
+        documents = (
+            f"{n['documents']:,} document{'s' * (n['documents'] != 1)} in {n['files']:,} file{'s' * (n['files'] != 1)}"
+        )
+        return f"{documents}, {n['bytes']:,} bytes, {n['tokens']:,} tokens{left_out}"
     if event == "validation":
         below = n["unigram_entropy"] - n["loss"]
         where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"

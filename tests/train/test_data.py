@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import gzip
 import hashlib
 import json
 import math
@@ -25,12 +26,13 @@ from tilegrad.train.data import (
     load_tokenizer,
     open_tokens,
     prepare,
-    read_text,
     split,
+    split_windows,
     train_bpe,
     unigram_entropy,
     write_tokens,
 )
+from tilegrad.train.documents import read_documents
 
 ZERO = "0" * 64
 
@@ -54,16 +56,70 @@ def test_the_text_that_ships_is_the_one_its_notice_describes() -> None:
 def test_files_follow_one_another_unchanged(tmp_path: Path) -> None:
     (tmp_path / "a").write_bytes("one\r\n–".encode())
     (tmp_path / "b").write_bytes(b"two\n")
-    assert read_text([tmp_path / "a", tmp_path / "b"]) == "one\r\n–two\n"
+    assert read_documents([tmp_path / "a", tmp_path / "b"]).text == "one\r\n–two\n"
 
 
 def test_bad_text_is_named_with_its_byte(tmp_path: Path) -> None:
     bad = tmp_path / "bad.txt"
     bad.write_bytes("naïve ".encode() + b"na\xefve")
     with pytest.raises(ValueError, match=r"bad\.txt: not UTF-8 at byte 9, 0xef"):
-        read_text([bad])
+        read_documents([bad])
     with pytest.raises(FileNotFoundError, match=r"none\.txt: no such text file"):
-        read_text([tmp_path / "none.txt"])
+        read_documents([tmp_path / "none.txt"])
+
+
+def test_a_folder_is_read_in_order_with_lines_and_gzip(tmp_path: Path) -> None:
+    (tmp_path / "b" / "deep").mkdir(parents=True)
+    (tmp_path / "b" / "deep" / "x.txt.gz").write_bytes(gzip.compress("zip–ped ".encode()))
+    (tmp_path / "b" / "c.jsonl").write_text('{"text": "one", "id": 1}\n\n{"text": "two\\n"}\n')
+    (tmp_path / "a.md").write_text("# first ")
+    (tmp_path / "picture.png").write_bytes(b"\x89PNG")
+    read = read_documents([tmp_path])
+    assert read.text == "# first one\n\ntwo\n\n\nzip–ped "
+    assert (read.files, read.documents, read.left_out) == (3, 4, 1)
+    (tmp_path / "b" / "c.jsonl").write_text('{"story": "one"}')
+    assert read_documents([tmp_path / "b" / "c.jsonl"], "story").text == "one\n\n"
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("a.jsonl", b'{"text": "x"}\n{"text": ', r"a\.jsonl, line 2: is not JSON"),
+        ("a.jsonl", b'\n{"body": "x"}', r"a\.jsonl, line 2: got 'body'; accepted: an object with the text in 'text'"),
+        ("a.jsonl", b'["x"]', r"a\.jsonl, line 1: got list; accepted: an object"),
+        ("a.jsonl.gz", gzip.compress(b"x"), r"a\.jsonl\.gz, line 1: is not JSON"),
+        (
+            "a.json",
+            b'[{"text": "x"}]',
+            r"a\.json: got a file of kind '\.json'; accepted: \.txt, .*\.jsonl, each also with",
+        ),
+        ("a.parquet", b"PAR1", r"a\.parquet: got a file of kind '\.parquet'"),
+        ("a.zip", b"PK", r"a\.zip: got a file of kind '\.zip'"),
+        ("a.tar.gz", gzip.compress(b"x"), r"a\.tar\.gz: got a file of kind '\.tar\.gz'"),
+        ("a.txt", b"ab\0c", r"a\.txt: got a byte 0 at 2: binary"),
+        ("a.txt.gz", b"plain", r"a\.txt\.gz: is not gzip, or damaged"),
+        ("a.txt.gz", gzip.compress(b"plain")[:-4], r"a\.txt\.gz: is not gzip, or damaged"),
+        ("folder/a.png", b"x", r"folder: got a folder without text; accepted: one with \.txt"),
+    ],
+)
+def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, name: str, content: bytes, message: str) -> None:
+    file = tmp_path / name
+    file.parent.mkdir(exist_ok=True)
+    file.write_bytes(content)
+    with pytest.raises(ValueError, match=message):
+        read_documents([file if file.parent == tmp_path else file.parent])
+
+
+def test_prepare_says_what_is_there_and_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(data, "_LONG", 5)
+    (tmp_path / "a.txt").write_text("na–ve")
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
+    told: list[tuple[str, dict[str, object]]] = []
+    prepare([tmp_path], tmp_path / "data", tell=lambda event, numbers: told.append((event, numbers)))
+    assert told == [
+        ("prepare", {"doing": "turning 11 characters into tokens"}),
+        ("data", {"files": 2, "documents": 3, "left_out": 0, "bytes": 13, "tokens": 13}),
+    ]
 
 
 def test_bytes() -> None:
@@ -76,7 +132,7 @@ def test_bytes() -> None:
 
 def test_bpe_is_lossless_deterministic_and_saved(tmp_path: Path) -> None:
     pytest.importorskip("tokenizers")
-    text = read_text([default_text()])[:100_000]
+    text = read_documents([default_text()]).text[:100_000]
     first, second = train_bpe(text, 400), train_bpe(text, 400)
     assert first.json() == second.json()
     assert first.vocab_size == 400
@@ -217,6 +273,26 @@ def test_split() -> None:
     assert len(train) == 103 and len(validation) == 0
     with pytest.raises(ValueError, match="validation_fraction: got 1"):
         split(tokens, 1)
+
+
+def test_validation_windows_are_drawn_across_the_text_and_never_learned_from() -> None:
+    tokens = np.arange(10_001)
+    train, validation = split_windows(tokens, 10, 0.1, seed=3)
+    assert len(train) == 900 and len(validation) == 100 and not set(train) & set(validation)
+    assert {number // 250 for number in validation[:20].tolist()} == {
+        0,
+        1,
+        2,
+        3,
+    }  # of each quarter, in the first twenty
+    assert [len(part) for part in split_windows(tokens, 10, 0.0)] == [1000, 0]
+    assert not np.array_equal(validation, split_windows(tokens, 10, 0.1, seed=4)[1])
+    assert np.array_equal(validation, split_windows(tokens, 10, 0.1, seed=3)[1])
+    batches = Batches(tokens, 9, 10, seed=3, windows=train)
+    learned = [target for _ in range(100) for target in batches.next()[1].flatten().tolist()]
+    seen = [y for _, targets in batches_in_order(tokens, 7, 10, windows=validation) for y in targets.flatten().tolist()]
+    assert sorted(learned + seen) == list(range(1, 10_001))
+    assert batches.position == (0, 900)
 
 
 def test_unigram_entropy(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -67,7 +67,7 @@ def test_a_run_folder_holds_what_it_says(run: RunConfig, tmp_path: Path) -> None
     assert json.loads((folder / "run.json").read_text())["model"]["n_embd"] == 16
     page = (folder / "report.html").read_text()
     assert not re.search(r"(src|href)=.https?://", page) and "unigram entropy" in page
-    assert events[0] == "start" and events.count("train") == 8 and events.count("validation") == 3
+    assert events[:2] == ["data", "start"] and events.count("train") == 8 and events.count("validation") == 3
     assert result.measured_bytes >= 0 and result.planned_bytes > 0 and result.sample
 
 
@@ -231,6 +231,7 @@ def test_a_checkpoint_without_the_digest_still_loads(run: RunConfig, tmp_path: P
 
 REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], type[Exception]]] = {
     "no file": ({}, {"files": ("none.txt",)}, FileNotFoundError),
+    "raw JSON": ({}, {"files": ("array.json",)}, ValueError),
     "a device": ({"device": "cuda:99"}, {}, ValueError),
     "a budget": ({"memory_budget": 1000}, {}, ValueError),
     "little text": ({"batch_size": 2, "seq_len": 16}, {"files": ("short.txt",)}, ValueError),
@@ -243,6 +244,7 @@ def test_a_refused_run_leaves_no_folder(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("short.txt").write_text("short")
+    Path("array.json").write_text("[]")
     settings, data, error = REFUSED[name]
     bad = replace(run, train=replace(run.train, **settings), data=replace(run.data, **data))
     there = sorted(tmp_path.rglob("*"))
@@ -323,3 +325,24 @@ def test_what_is_not_given_follows_what_is() -> None:
     assert RunConfig(MODEL).train.seq_len == MODEL.block_size
     gpt2 = run_from({"model": {"preset": "gpt2"}}, "run.toml")
     assert (gpt2.train.warmup_steps, gpt2.train.seq_len, gpt2.model.vocab_size) == (500, 1024, 50257)
+
+
+def test_a_run_from_before_validation_was_drawn_goes_on_with_the_end_of_its_text(
+    run: RunConfig, tmp_path: Path
+) -> None:
+    from tilegrad.train.checkpoint import save_checkpoint
+
+    ended = replace(run, data=replace(run.data, validation="end"))
+    folder, whole = tmp_path / "run", train(ended, tmp_path / "whole")
+    train(ended, folder)
+    found = load_checkpoint(next(p for p in (folder / "checkpoints").iterdir() if p.name.endswith("step-4")))
+    content = json.loads((folder / "run.json").read_text())
+    for saved in (found.state["run"], content):
+        del saved["data"]["validation"], saved["data"]["text_field"]
+    (folder / "run.json").write_text(json.dumps(content))
+    save_checkpoint(folder / "checkpoints", found.step, found.tensors, found.state)
+    with pytest.raises(ValueError, match="validation: got 'windows'; accepted: the run's own, 'end', when resuming"):
+        train(run, folder, resume=True)
+    assert train(ended, folder, resume=True).validation_loss == whole.validation_loss
+    drawn = train(run, tmp_path / "drawn")
+    assert drawn.validation_loss not in (None, whole.validation_loss)

@@ -85,12 +85,15 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Text files, one after the other; none: the text that ships with the package."""
+    """Text files and folders, one after the other; none: the text that ships with the package. validation="windows" draws
+    windows from the whole text, "end" takes its last tokens."""
 
     files: tuple[str, ...] = ()
     tokenizer: str = "bytes"
     bpe_vocab_size: int = 4096
     validation_fraction: float = 0.1
+    validation: str = "windows"
+    text_field: str = "text"
 
     def __post_init__(self) -> None:
         if not isinstance(self.files, list | tuple) or not all(isinstance(name, str) for name in self.files):
@@ -102,6 +105,8 @@ class DataConfig:
         fraction = self.validation_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
             raise ValueError(f"validation_fraction: got {fraction!r}; accepted: at least 0 and less than 1")
+        if self.validation not in ("windows", "end"):
+            raise ValueError(f"validation: got {self.validation!r}; accepted: 'windows' or 'end'")
         object.__setattr__(self, "files", tuple(self.files))
 
     @property

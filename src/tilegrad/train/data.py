@@ -1,6 +1,6 @@
 """Text → tokens → batches, in an order that depends on the seed and the position alone.
 
-    read_text(paths) ─ tokenizer.encode ─ write_tokens ┄ tokens.bin ┄ open_tokens ─ split ─ Batches ─ next()
+    read_documents(paths) ─ tokenizer.encode ─ write_tokens ┄ tokens.bin ┄ open_tokens ─ split ─ Batches ─ next()
 
 `prepare` is the first half in one call. Of N tokens, window w of T tokens reads tokens[wT : wT + T] and has the tokens one
 further on as targets: windows overlap by that one token, so that in an epoch each token but the first is a target once.
@@ -24,6 +24,7 @@ import numpy as np
 import torch
 
 from .atomic import write_whole
+from .documents import Tell, quiet, read_documents
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -33,27 +34,12 @@ Tokens = np.ndarray[Any, np.dtype[Any]]  # uint16 or uint32, often a map of a fi
 _HEADER = struct.Struct("<8sIIQQ32s32s")  # magic, version, bytes per token, tokens, vocab size, two digests
 _MAGIC, _VERSION = b"TGTOKENS", 1
 _CHUNK = 1 << 22  # tokens looked at together
+_LONG = 10_000_000  # characters that take long enough to say so
 
 
 def default_text() -> Path:
     """The text that ships with the package: Moby-Dick, 1.2 MB, in the public domain."""
     return Path(str(resources.files("tilegrad.train").joinpath("text/moby-dick.txt")))
-
-
-def read_text(paths: Sequence[Path]) -> str:
-    """The files one after the other, as UTF-8, with nothing between them and no line ending changed."""
-    parts = []
-    for path in paths:
-        if not path.is_file():
-            raise FileNotFoundError(f"{path}: no such text file")
-        try:
-            parts.append(path.read_bytes().decode("utf-8"))
-        except UnicodeDecodeError as error:
-            raise ValueError(
-                f"{path}: not UTF-8 at byte {error.start}, 0x{error.object[error.start]:02x} ({error.reason}); "
-                "convert it, for instance with iconv -t utf-8"
-            ) from error
-    return "".join(parts)
 
 
 class Tokenizer(Protocol):
@@ -210,11 +196,14 @@ def _check_range(tokens: Tokens, vocab_size: int, name: str) -> None:
 
 
 def prepare(
-    paths: Sequence[Path], folder: Path, *, tokenizer: str = "bytes", vocab_size: int = 256
-) -> tuple[TokenFile, Tokenizer]:
+    paths: Sequence[Path], folder: Path, *, tokenizer: str = "bytes", vocab_size: int = 256, text_field: str = "text",
+    tell: Tell = quiet,
+) -> tuple[TokenFile, Tokenizer]:  # fmt: skip
     """Tokens of the texts in `folder`: tokens.bin, and tokenizer.json beside it.
 
     tokenizer   "bytes" (vocab_size 256), or "bpe", learnt from these texts and of vocab_size tokens
+    text_field  of a line of .jsonl, the field that holds the text
+    tell        hears "prepare" while it takes long, and "data" at the end: files, documents, bytes, tokens
     What is there already is used where it comes from the same text by the same tokenizer, and else made again.
     All of the text is in memory while it is encoded.
     """
@@ -222,22 +211,31 @@ def prepare(
         raise ValueError(f"tokenizer: got {tokenizer!r}; accepted: 'bytes' or 'bpe'")
     if tokenizer == "bytes" and vocab_size != 256:
         raise ValueError(f"vocab_size={vocab_size}: the tokenizer 'bytes' has 256 tokens")
-    text = read_text(paths)
-    source = _sha256(text)
+    read = read_documents(paths, text_field, tell)
+    text, source = read.text, _sha256(read.text)
     found = _prepared(folder, source, tokenizer, vocab_size)
-    if found:
-        return found
-    made: Tokenizer = ByteTokenizer() if tokenizer == "bytes" else train_bpe(text, vocab_size)
-    folder.mkdir(parents=True, exist_ok=True)
-    write_whole(folder / "tokenizer.json", [made.json().encode("utf-8")])
-    write_tokens(
-        folder / "tokens.bin",
-        made.encode(text),
-        vocab_size=made.vocab_size,
-        source_sha256=source,
-        tokenizer_sha256=_sha256(made.json()),
-    )
-    return open_tokens(folder / "tokens.bin"), made
+    if found is None:
+        long = len(text) > _LONG
+        if long and tokenizer == "bpe":
+            tell("prepare", {"doing": f"learning {vocab_size:,} BPE tokens from {len(text):,} characters"})
+        made: Tokenizer = ByteTokenizer() if tokenizer == "bytes" else train_bpe(text, vocab_size)
+        if long:
+            tell("prepare", {"doing": f"turning {len(text):,} characters into tokens"})
+        folder.mkdir(parents=True, exist_ok=True)
+        write_whole(folder / "tokenizer.json", [made.json().encode("utf-8")])
+        write_tokens(
+            folder / "tokens.bin",
+            made.encode(text),
+            vocab_size=made.vocab_size,
+            source_sha256=source,
+            tokenizer_sha256=_sha256(made.json()),
+        )
+        found = open_tokens(folder / "tokens.bin"), made
+    tell("data", {
+        "files": read.files, "documents": read.documents, "left_out": read.left_out, "bytes": len(text.encode("utf-8")),
+        "tokens": len(found[0].tokens),
+    })  # fmt: skip
+    return found
 
 
 def _prepared(folder: Path, source: str, kind: str, vocab_size: int) -> tuple[TokenFile, Tokenizer] | None:
@@ -289,6 +287,15 @@ def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
     return tokens[:first], tokens[first:]
 
 
+def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, seed: int = 0) -> tuple[Tokens, Tokens]:
+    """(training, validation): numbers of windows of the whole text. ⌊fraction · windows⌋ are for validation, drawn by the
+    seed and in the order drawn, so that the first few are from all over the text. A token is a target in one of the two."""
+    windows = _count_windows(tokens, seq_len)
+    order = np.random.default_rng([seed, 0, 1]).permutation(windows)
+    count = math.floor(windows * validation_fraction)
+    return np.sort(order[count:]), order[:count]
+
+
 def unigram_entropy(tokens: Tokens) -> float:
     """−Σ p ln p, in nats: the loss of the best model that looks at no other token."""
     if not len(tokens):
@@ -309,15 +316,19 @@ class Batches:
     """Batches for training, without end: `next()` gives batch_size windows, in an order drawn anew for each epoch.
 
     The order is one sequence of windows, epoch after epoch, and a batch is the next batch_size of them: a batch may span
-    two epochs, and none is smaller. `position` is (epoch, index): how many windows of which epoch are behind.
+    two epochs, and none is smaller. `windows`: the numbers of those it takes, by
+    default all. `position` is (epoch, index): how many windows of which epoch are behind.
     """
 
-    def __init__(self, tokens: Tokens, batch_size: int, seq_len: int, *, seed: int = 0) -> None:
+    def __init__(
+        self, tokens: Tokens, batch_size: int, seq_len: int, *, seed: int = 0, windows: Tokens | None = None
+    ) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size: got {batch_size}; accepted: at least 1")
         if seed < 0:
             raise ValueError(f"seed: got {seed}; accepted: at least 0")
-        self.windows = _count_windows(tokens, seq_len)
+        self._numbers = np.arange(_count_windows(tokens, seq_len)) if windows is None else windows
+        self.windows = len(self._numbers)
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
@@ -359,17 +370,19 @@ class Batches:
         if epoch < 0 or not 0 <= index <= self.windows:
             raise ValueError(f"position ({epoch}, {index}): an epoch has {self.windows} windows")
         self._epoch, self._index = epoch, index
-        self._order = np.random.default_rng([self.seed, epoch]).permutation(self.windows)
+        self._order = self._numbers[np.random.default_rng([self.seed, epoch]).permutation(self.windows)]
 
 
-def batches_in_order(tokens: Tokens, batch_size: int, seq_len: int, *, most: int | None = None) -> Iterator[Batch]:
-    """Every window once, first to last, for evaluation; the last batch may be smaller. `most`: no more batches than that,
-    the first of them, so that each evaluation sees the same."""
-    windows = _count_windows(tokens, seq_len)
-    for number, begin in enumerate(range(0, windows, batch_size)):
+def batches_in_order(
+    tokens: Tokens, batch_size: int, seq_len: int, *, most: int | None = None, windows: Tokens | None = None
+) -> Iterator[Batch]:
+    """Every window once, first to last or in the order of `windows`, for evaluation; the last batch may be smaller. `most`:
+    no more batches than that, the first of them, so that each evaluation sees the same."""
+    numbers = np.arange(_count_windows(tokens, seq_len)) if windows is None else windows
+    for number, begin in enumerate(range(0, len(numbers), batch_size)):
         if number == most:
             return
-        yield _gather(tokens, range(begin, min(begin + batch_size, windows)), seq_len)
+        yield _gather(tokens, numbers[begin : begin + batch_size].tolist(), seq_len)
 
 
 def _count_windows(tokens: Tokens, seq_len: int) -> int:

@@ -49,7 +49,7 @@ def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
     must be what the checkpoint says, by default the newest."""
     source = checkpoint or _newest(folder)
     try:
-        saved = run_from(read_state(source)["run"], f"{source}/manifest.json")
+        saved = run_from(_dated(read_state(source)["run"]), f"{source}/manifest.json")
     except DamagedCheckpoint:
         if checkpoint is None:
             latest_checkpoint(folder / "checkpoints")  # raises with the good one before it
@@ -59,9 +59,15 @@ def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
         return saved
     try:
         content = json.loads(file.read_bytes())
-        return resumed(saved, run_from(content, "configuration").plain())
+        return resumed(saved, run_from(_dated(content), "configuration").plain())
     except ValueError as error:
         raise ValueError(f"{file}: {error}; without this file, the checkpoint's own configuration counts") from error
+
+
+def _dated(run: Mapping[str, Any]) -> dict[str, Any]:
+    """A saved configuration; one from before `validation` was a key took the end of the text."""
+    data = run.get("data", {})
+    return {**run, "data": {"validation": "end", **data}} if isinstance(data, Mapping) else dict(run)
 
 
 def resume_command(folder: Path) -> str:
@@ -88,7 +94,9 @@ def own_tokenizer(folder: Path, state: Mapping[str, Any]) -> Tokenizer:
         raise FileNotFoundError(f"{file}: no such tokenizer; the run's own is needed")
     if "tokenizer_sha256" not in state:
         tokens, tokenizer = load_prepared(folder / "data")
-        training, _ = split(tokens.tokens, state["run"]["data"]["validation_fraction"])
+        data = _dated(state["run"])["data"]
+        drawn = data["validation"] == "windows"  # from the whole text
+        training = tokens.tokens if drawn else split(tokens.tokens, data["validation_fraction"])[0]
         if tokens_sha256(training) != state["data"]["tokens_sha256"]:
             raise ValueError(f"{tokens.path}: got other tokens than those of the checkpoint; accepted: the run's own")
         return tokenizer

@@ -26,7 +26,17 @@ from ..model.generate import generate
 from .atomic import named, write_whole
 from .checkpoint import load_into, read_state, save_checkpoint
 from .config import DTYPES, RunConfig, resumed
-from .data import Batches, TokenFile, Tokenizer, batches_in_order, default_text, prepare, split, unigram_entropy
+from .data import (
+    Batches,
+    TokenFile,
+    Tokenizer,
+    batches_in_order,
+    default_text,
+    prepare,
+    split,
+    split_windows,
+    unigram_entropy,
+)
 from .engine import Engine
 from .folder import checkpoint_of, claimed, locate, own_data, own_run, resume_command, write_run
 from .log import RunLog, read_log, tensorboard_installed
@@ -91,9 +101,22 @@ def _new(run: RunConfig, folder: Path, show: Show) -> _Run:
     _check_device(run.train.device)
     files = [Path(name) for name in run.data.files] or [default_text()]
     existed = data.exists()
+    found: dict[str, Any] = {}
+
+    def tell(event: str, numbers: dict[str, Any]) -> None:
+        if event == "data":
+            found.update(numbers)  # told when the run has begun, which a closed output then stops
+        else:
+            show(event, numbers)
+
     try:
-        tokens, tokenizer = prepare(files, data, tokenizer=run.data.tokenizer, vocab_size=run.data.vocab_size)
-        return _Run(run, folder, tokens, tokenizer, show)
+        tokens, tokenizer = prepare(
+            files, data, tokenizer=run.data.tokenizer, vocab_size=run.data.vocab_size, text_field=run.data.text_field,
+            tell=tell,
+        )  # fmt: skip
+        session = _Run(run, folder, tokens, tokenizer, show)
+        session.found = found
+        return session
     except BaseException:
         if not existed:
             shutil.rmtree(data, ignore_errors=True)
@@ -116,10 +139,16 @@ class _Run:
     def __init__(self, run: RunConfig, folder: Path, tokens: TokenFile, tokenizer: Tokenizer, show: Show) -> None:
         self.run, self.folder, self.tokenizer, self.show = run, folder, tokenizer, show
         self.tokenizer_sha256 = tokens.tokenizer_sha256
-        self.training, self.validation = split(tokens.tokens, run.data.validation_fraction)
         self.entropy = unigram_entropy(tokens.tokens)
         t = run.train
-        self.batches = Batches(self.training, t.batch_size, t.seq_len, seed=t.seed)
+        self.text, self.held_out = tokens.tokens, tokens.tokens
+        training, self.validation = None, None  # numbers of windows; None: all
+        if run.data.validation == "windows":
+            share = run.data.validation_fraction
+            training, self.validation = split_windows(self.text, t.seq_len, share, seed=t.seed)
+        else:
+            self.text, self.held_out = split(self.text, run.data.validation_fraction)
+        self.batches = Batches(self.text, t.batch_size, t.seq_len, seed=t.seed, windows=training)
         _warm_up(t.device)
         before = _resident_bytes(t.device)
         self.engine = Engine(
@@ -130,6 +159,7 @@ class _Run:
         self.validation_loss: float | None = None
         self.train_loss = math.nan
         self.resumed_from: Path | None = None
+        self.found: dict[str, Any] = {}  # files, documents, bytes and tokens of a new run's text
         self.saved: tuple[int, Path] | None = None  # the step of the newest checkpoint, and where it is
         self.finite = self._position()
 
@@ -162,8 +192,11 @@ class _Run:
         t, engine = self.run.train, self.engine
         if self.resumed_from is not None:
             self.log.append(engine.steps, "resume", {"checkpoint": self.resumed_from.name})
+        if self.found:
+            self._tell("data", self.found)
+        tokens = min(self.batches.windows * t.seq_len, len(self.text))
         self._tell("start", {
-            "parameters": sum(p.numel() for p in engine.params.values()), "tokens": len(self.training),
+            "parameters": sum(p.numel() for p in engine.params.values()), "tokens": tokens,
             "planned_bytes": engine.plan.peak_bytes, "unigram_entropy": self.entropy, "step": engine.steps, "steps": t.steps,
             "folder": str(self.folder), "resumed_from": None if self.resumed_from is None else str(self.resumed_from),
         })  # fmt: skip
@@ -237,10 +270,13 @@ class _Run:
 
     def _evaluate(self) -> None:
         t, engine = self.run.train, self.engine
-        if len(self.validation) < t.seq_len + 1 or not t.eval_batches:
+        few = len(self.held_out) < t.seq_len + 1 if self.validation is None else not len(self.validation)
+        if few or not t.eval_batches:
             return
         total, count = 0.0, 0
-        for tokens, targets in batches_in_order(self.validation, t.batch_size, t.seq_len, most=t.eval_batches):
+        for tokens, targets in batches_in_order(
+            self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation
+        ):
             n = int((targets >= 0).sum())
             total += engine.evaluate(tokens, targets) * n
             count += n
@@ -296,7 +332,12 @@ class _Run:
     def _sample(self) -> str:
         room = self.run.model.block_size // 2
         n = min(self.run.train.sample_tokens, self.run.model.block_size - room)
-        source = self.validation if len(self.validation) >= room else self.training
+        begin = (
+            0
+            if self.validation is None or not len(self.validation)
+            else int(self.validation[0]) * self.run.train.seq_len
+        )
+        source = self.held_out[begin:] if len(self.held_out) - begin >= room else self.text
         prompt = [int(token) for token in source[: min(room, 32)]]
         if not n or not prompt or not math.isfinite(self.train_loss):
             return ""
