@@ -283,7 +283,9 @@ def test_explain_and_kernel_by_name() -> None:
     told = tilegrad.explain(q, k, v, causal=True, dropout_p=0.1)
     assert told.kernel == "tiled" and set(KERNELS) <= set(told.reasons)
     assert re.search(r"→ tiled +runs", str(told)) and "only by name" in str(told)
-    assert tilegrad.explain(q, k, v, kernel="reference").kernel == "reference"
+    by_name = tilegrad.explain(q, k, v, kernel="reference")
+    assert by_name.kernel == "reference" and by_name.reasons["reference"] == "runs: asked for by name"
+    assert by_name.reasons["tiled"] == "takes this call too; not asked for"
     with pytest.raises(ValueError, match=r"kernel: got 'hoper'; accepted: None or one of .*'tiled', 'reference'"):
         tilegrad.attention(q, k, v, kernel="hoper")
 

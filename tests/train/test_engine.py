@@ -6,6 +6,7 @@ import math
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -161,8 +162,33 @@ def test_backward_needs_a_forward_of_its_own() -> None:
         engine.backward()
     engine.forward(tokens, targets)
     engine.gradients(tokens, targets)
-    with pytest.raises(RuntimeError, match="call forward"):
+    with pytest.raises(RuntimeError, match=r"gradients.* came between; call forward"):
         engine.backward()
+    engine.forward(tokens, targets)
+    engine.evaluate(tokens, targets)
+    with pytest.raises(RuntimeError, match=r"an evaluate .*came between; call forward"):
+        engine.backward()
+
+
+def test_a_refused_batch_leaves_no_wrong_gradient() -> None:
+    engine, (tokens, targets) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
+    others, wrong = batch(CONFIG, 2, 5, seed=1), tokens.clone()
+    wrong[1, 3] = 31
+    engine.gradients(tokens, targets)
+    before = clones(engine.grads)
+    refused: list[Callable[[], float]] = [
+        lambda: engine.forward(*others, total_targets=3),
+        lambda: engine.forward(wrong, targets),
+        lambda: engine.evaluate(wrong, targets),
+        lambda: engine.gradients([others[0], wrong], [others[1], targets]),
+    ]
+    for call in refused:
+        engine.forward(tokens, targets)
+        with pytest.raises(ValueError, match=r"total_targets: got 3|tokens: got 31"):
+            call()
+        with pytest.raises(RuntimeError, match=r"a refused batch came between; call forward"):
+            engine.backward()
+        assert equal(before, engine.grads)
 
 
 def test_bad_batches_are_named() -> None:

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 import torch
 
-from tilegrad import ModelConfig
+from tilegrad import Engine, ModelConfig
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_checkpoint
 from tilegrad.train.config import DataConfig, RunConfig, TrainConfig, read_run, run_from
 from tilegrad.train.log import read_log
@@ -69,6 +69,12 @@ def test_a_run_folder_holds_what_it_says(run: RunConfig, tmp_path: Path) -> None
     assert not re.search(r"(src|href)=.https?://", page) and "unigram entropy" in page
     assert events[:2] == ["data", "start"] and events.count("train") == 8 and events.count("validation") == 3
     assert result.measured_bytes >= 0 and result.planned_bytes > 0 and result.sample
+
+
+def test_a_validation_loss_of_zero_is_reported(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Engine, "evaluate", lambda *given: 0.0)
+    assert train(run, tmp_path / "run").validation_loss == 0.0
+    assert ", validation 0.0000" in (tmp_path / "run" / "report.html").read_text()
 
 
 def test_it_learns_the_text(run: RunConfig, tmp_path: Path) -> None:

@@ -81,10 +81,8 @@ class Table:
     def explain(self, problem: Any, kernel: str | None = None) -> Explanation:
         """What `select` chooses, with a reason for every row."""
         chosen = self.select(problem, kernel).name
-        reasons = {
-            row.name: row.refuses(problem) or row.by_name_only or f"takes this call too; {chosen} goes before it"
-            for row in self.rows
-        }
+        otherwise = f"takes this call too; {'not asked for' if kernel else f'{chosen} goes before it'}"
+        reasons = {row.name: row.refuses(problem) or row.by_name_only or otherwise for row in self.rows}
         reasons[chosen] = (
             "runs: the first of the table that takes this call" if kernel is None else "runs: asked for by name"
         )

@@ -64,7 +64,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """x, y (N, C)   qkv (B, T, (Hq + 2·Hkv)·D) for dense, three of (B, T, H·D) for per_head   o (B, T, C)   lse (B, Hq, T)"""
+    """x, y, o (N, C)   qkv (N, (Hq + 2·Hkv)·D) for dense, three of (N, H·D) for per_head   lse (B, Hq, T)
+
+    Attention and rope view qkv and o as (B, T, …).
+    """
 
     projections: tuple[LinearLayer, ...]  # qkv, or q, k, v
     proj: LinearLayer

@@ -34,8 +34,8 @@ from .recompute import choose_recompute
 
 
 class Engine:
-    """Trains one model. `params` and `grads` are views of the arenas by name; in bfloat16 both are float32 and the layers
-    compute with rounded copies of the params.
+    """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: the layers
+    compute with rounded copies of the params on CUDA, and on a CPU ops round what they read.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -84,6 +84,7 @@ class Engine:
 
     def forward(self, tokens: Tensor, targets: Tensor, total_targets: int | None = None) -> float:
         """The mean loss over this call's targets; 0 where there is none. `total_targets` is the whole step's count."""
+        self._check([(tokens, targets)])
         model = self._load(tokens, targets, total_targets)
         model.forward()
         self._pending, self.loss = model, self._mean_loss(model)
@@ -92,7 +93,10 @@ class Engine:
     def backward(self) -> None:
         """Add d(Σ loss)/total_targets of the last forward to the gradients."""
         if self._pending is None:
-            raise RuntimeError("backward: got no forward since the last backward; call forward(tokens, targets) first")
+            raise RuntimeError(
+                "backward: got no forward since the last backward, or gradients, an evaluate or a refused batch came "
+                "between; call forward(tokens, targets) first"
+            )
         model, self._pending = self._pending, None
         model.backward()
 
@@ -100,6 +104,7 @@ class Engine:
         """Forward and backward of one batch, or of a list of micro-batches as if they were one, without the pass over memory
         that zeros would take: the first overwrites the gradients, the next add to them. Returns the mean loss."""
         batches = micro_batches(tokens, targets)
+        self._check(batches)
         total = sum(count_targets(y) for _, y in batches)
         if not batches:
             self.zero_gradients()
@@ -108,7 +113,7 @@ class Engine:
             model = self._load(x, y, total, accumulate=i > 0)
             model.step()
             loss += self._mean_loss(model) * (self._count / total if total else 0.0)
-        self._pending, self.loss = None, loss
+        self.loss = loss
         return loss
 
     def step(
@@ -131,9 +136,9 @@ class Engine:
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
         """The mean loss without dropout and without a backward to follow."""
+        self._check([(tokens, targets)])
         model = self._load(tokens, targets, None, training=False)
         model.forward()
-        self._pending = None
         return self._mean_loss(model)
 
     # ── state, for checkpoints ──
@@ -165,18 +170,24 @@ class Engine:
             self._bound[key] = bind(handles, self.arenas.view)
         return self._bound[key]
 
+    def _check(self, batches: list[tuple[Tensor, Tensor]]) -> None:
+        """Refuse a batch before any buffer changes. The last forward is forgotten: its buffers are about to be used anew."""
+        self._pending = None
+        for tokens, targets in batches:
+            check_batch(tokens, targets, self.batch_size, self.seq_len, self.config.vocab_size)
+
     def _load(
         self, tokens: Tensor, targets: Tensor, total: int | None, *, training: bool = True, accumulate: bool = True
     ) -> Transformer:
-        """The model for this batch, with its inputs in place."""
-        b, t = check_batch(tokens, targets, self.batch_size, self.seq_len, self.config.vocab_size)
+        """The model for this batch, which was checked, with its inputs in place."""
+        b, t = tokens.shape
         model = self._model(b, t, training=training, accumulate=accumulate)
+        count = count_targets(targets)
+        if total is not None and total < count:
+            raise ValueError(f"total_targets: got {total}; accepted: at least the {count} targets of this call")
+        self._count, self._total = count, count if total is None else total
         model.tokens.copy_(tokens)
         model.head.targets.view(b, t).copy_(targets)
-        self._count = count_targets(targets)
-        self._total = self._count if total is None else total
-        if self._total < self._count:
-            raise ValueError(f"total_targets: got {total}; accepted: at least the {self._count} targets of this call")
         model.head.inv_total.fill_(1.0 / self._total if self._total else 0.0)
         for i, seed in enumerate(model.seeds):
             seed.fill_(_drop_seed(self.seed, self.draws, i))

@@ -24,6 +24,7 @@ import torch
 from ..memory.page import human
 from ..model.generate import generate
 from .atomic import named, write_whole
+from .batch import count_targets
 from .checkpoint import load_into, read_state, save_checkpoint
 from .config import DTYPES, RunConfig, resumed
 from .data import (
@@ -277,7 +278,7 @@ class _Run:
         for tokens, targets in batches_in_order(
             self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation
         ):
-            n = int((targets >= 0).sum())
+            n = count_targets(targets)
             total += engine.evaluate(tokens, targets) * n
             count += n
         self.validation_loss = total / count
@@ -313,7 +314,7 @@ class _Run:
             "model": f"{sum(p.numel() for p in engine.params.values()):,} parameters, {self.run.model.n_layer} layers",
             "steps": f"{engine.steps:,} of {t.steps:,}",
             "loss": f"{self.train_loss:.4f}"
-            + (f", validation {self.validation_loss:.4f}" if self.validation_loss else ""),
+            + (f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""),
             "unigram entropy": f"{self.entropy:.4f} nats",
             "memory": f"{human(engine.plan.peak_bytes)} planned, {human(self._measured())} measured",
             "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads",
