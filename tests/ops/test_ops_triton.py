@@ -378,3 +378,11 @@ def test_an_old_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
     assert "needs Triton" in str(gpu.refusal(OnCuda()))
     gpu._refusal.cache_clear()
+
+
+def test_the_interpreter_is_asked_for_at_each_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was refused without it is taken with it, and refused again."""
+    x = torch.empty(1)
+    for value, refused in (("0", True), ("1", False), ("0", True)):
+        monkeypatch.setenv("TRITON_INTERPRET", value)
+        assert (gpu.refusal(x) is not None) == refused

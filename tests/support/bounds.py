@@ -24,7 +24,8 @@ from torch import Tensor
 
 from tilegrad.kernels import cross_entropy as cross_entropy_op
 from tilegrad.kernels import linear as linear_op
-from tilegrad.kernels.closeness import Bound, accumulator, rounding, roundoff
+from tilegrad.kernels.closeness import Bound, rounding, roundoff
+from tilegrad.kernels.scratch import accumulation_dtype
 
 Operand = "Number | Tensor | float"
 ELEMENTARY = 4.0  # units that exp, tanh and σ err by: vector libraries promise 3.5 to 4
@@ -118,7 +119,7 @@ def sigmoid(x: Number) -> Number:
 
 def bounds(dtype: torch.dtype, outputs: Mapping[str, Number]) -> dict[str, Bound]:
     """`dtype` is the inputs'. Of float64 the oracle rounds as much, and B counts twice."""
-    a = roundoff(accumulator(dtype)) * (2 if dtype == torch.float64 else 1)
+    a = roundoff(accumulation_dtype(dtype)) * (2 if dtype == torch.float64 else 1)
     return {name: Bound(y.var.sqrt(), a * y.b) for name, y in outputs.items()}
 
 
@@ -243,7 +244,8 @@ def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
     """
     dtype, half, on_cpu = x.dtype, x.dtype == torch.bfloat16, x.device.type == "cpu"
     chunks = list(cross_entropy_op._chunks(x, w)) if _products_rounded(x) else []
-    kept, index, a = (targets >= 0).double()[:, None], targets.clamp(min=0)[:, None], roundoff(accumulator(dtype))
+    kept, index = (targets >= 0).double()[:, None], targets.clamp(min=0)[:, None]
+    a = roundoff(accumulation_dtype(dtype))
     x, w = x.double(), w.double()
     logits = x @ w.t()
     p, lse = logits.softmax(-1), logits.logsumexp(-1, keepdim=True)

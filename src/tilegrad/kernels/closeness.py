@@ -1,13 +1,17 @@
 """The closeness rule: a result against its float64 oracle, within what the algorithm may round.
 
-A kernel's docstring and its op's `bounds` say which intermediate numbers are rounded to the short dtype, once each; all else
-is formed in the accumulator. u, a and z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (float32;
-float64 for float64) and of the output's own dtype. Roundings are independent and uniform, of variance u² x² / 3, so the
-variance σ² of each number's error follows from the formula line by line. The accumulator's share is a · B, where B is Σ|terms|,
-times √n for a sum of n terms. With e = x − x64, three tests for each tensor, of n different numbers (equal ones round alike):
+A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the short dtype, once each; all else is
+formed in the accumulator. Attention's bounds are kernels/attention/bounds.py, the other ops' tests/support/bounds.py. u, a, z are
+the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and of the output's own dtype.
+Roundings are independent and uniform, of variance u² x² / 3, so the variance σ² of each number's error follows from the formula
+line by line. The accumulator's share is a · B. To B a sum of n terms t adds six deviations of its n rounded partial sums,
+
+    √n · √(4 (Σt)² + 2 Σt²)
+
+With e = x − x64, three tests for each tensor, of m different numbers (equal ones round alike):
 
     max     |e| ≤ 6 σ + a B + 1.01 z |x64|                                      for each number
-    mean    rms(e) ≤ (1.5 + 6/√n) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
+    mean    rms(e) ≤ (1.5 + 6/√m) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
     slope   |⟨e, x64⟩| ≤ 6 · sd⟨e, x64⟩ + Σ (a B / 3) |x64|                      a wrong factor has a sign, rounding has none
 
 The same infinities must stand in the same places, NaN nowhere. Nothing is measured against another kernel or the largest
@@ -36,10 +40,6 @@ class Bound(NamedTuple):
 
 def roundoff(dtype: torch.dtype) -> float:
     return torch.finfo(dtype).eps / 2
-
-
-def accumulator(dtype: torch.dtype) -> torch.dtype:
-    return torch.float64 if dtype == torch.float64 else torch.float32
 
 
 def rounding(x: Tensor, dtype: torch.dtype) -> Tensor:

@@ -25,18 +25,18 @@ def interpreting() -> bool:
 
 def refusal(x: Any) -> str | None:
     """Why no Triton kernel can run on x, from its dtype and device alone; None where one can."""
-    return _refusal(x.dtype, x.device)
+    return _refusal(x.dtype, x.device, interpreting())
 
 
 @functools.cache
-def _refusal(dtype: torch.dtype, device: torch.device) -> str | None:
+def _refusal(dtype: torch.dtype, device: torch.device, interpreted: bool) -> str | None:
     if not has_triton():
         return "needs Triton, which is not installed (pip install triton)"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type == "cpu":
         only = "needs a CUDA device; on the CPU only Triton's interpreter, TRITON_INTERPRET=1"
-        return None if interpreting() else only
+        return None if interpreted else only
     if device.type != "cuda":
         return f"needs a CUDA device, not {device.type}"
     found = capability(device)

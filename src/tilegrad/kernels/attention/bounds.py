@@ -35,7 +35,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from ..closeness import SIGMAS, Bound, accumulator, rounding, roundoff
+from ..closeness import SIGMAS, Bound, rounding, roundoff
+from ..scratch import accumulation_dtype
 from . import reference
 from .mask import Mask, distance, four_dims, packed, sequences
 
@@ -47,7 +48,7 @@ def bounds(
 ) -> dict[str, Bound]:
     """Of every output of a call, by name, from whole T×T matrices of float64. `exact` is the oracle's; slopes are along it.
     exp_error is the relative error of a kernel's exp where that says it is more than 4 a."""
-    exp = max(4.0, exp_error / roundoff(accumulator(q.dtype)))
+    exp = max(4.0, exp_error / roundoff(accumulation_dtype(q.dtype)))
     if mask.varlen:
         return _bounds_varlen(q, k, v, do, dlse, mask, exact, exp)
     return _bounds(q, k, v, do, dlse, mask, exact, exp, range(q.shape[0]))
@@ -56,7 +57,7 @@ def bounds(
 def _bounds(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp: float, batch: range
 ) -> dict[str, Bound]:
-    dtype, a, kv = q.dtype, roundoff(accumulator(q.dtype)), k
+    dtype, a, kv = q.dtype, roundoff(accumulation_dtype(q.dtype)), k
     if dtype == torch.float64:
         a *= 2  # the oracle rounds as much
     q, k, v, do = (x.double() for x in (q, k, v, do))
