@@ -16,7 +16,7 @@ from torch import Tensor
 from .functional import attention, explain
 from .kernels.attention import reference
 from .kernels.attention.mask import Mask
-from .table import table
+from .text_table import table
 
 
 @dataclass(frozen=True, slots=True)

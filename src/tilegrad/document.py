@@ -7,7 +7,7 @@ Its feed-forward count is wrong by 3,072 floats, and it leaves the embeddings ou
 from __future__ import annotations
 
 from .memory.page import human
-from .table import table
+from .text_table import table
 
 LAYERS, CHANNELS, HEADS, HIDDEN = 6, 512, 8, 2048
 VOCABULARY = 50257  # the document names none; this is GPT-2's

@@ -21,7 +21,7 @@ from .kernels.attention.mask import Mask
 from .kernels.scratch import new_scratch
 from .model import reference as reference_model
 from .model.config import ModelConfig
-from .table import table
+from .text_table import table
 from .train.engine import Engine
 
 EPSILON = 1e-6

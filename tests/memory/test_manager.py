@@ -371,7 +371,7 @@ def test_threads_never_share_a_buffer(manager):
 
 
 def test_many_different_shapes_leave_no_trail(manager, monkeypatch):
-    monkeypatch.setattr(cache_module, "_MAX_LANES", 32)
+    monkeypatch.setattr(cache_module, "_MAX_FREE_LISTS", 32)
     for n in range(1, 200):
         manager.deallocate(manager.allocate(Q, (n * 64,)))
     assert len(manager._cache.free_lists) < 64

@@ -28,7 +28,7 @@ ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError, ValueError)
 
 
 class Inputs:
-    """q, k, v and do of a shape, and what the contracts write."""
+    """q, k, v and do of a shape, and what the ops write."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         g = torch.Generator(device).manual_seed(0)
@@ -95,8 +95,8 @@ def _peer_function(name: str, shape: Shape, device: torch.device) -> Callable[..
             raise NotImplementedError(f"compiled on CUDA only, at T in {FLEX_LENGTHS}")
         return _flex(shape, device)
     if name == "sdpa" and shape.window is not None and not shape.tq:
-        sees = torch.ones(shape.t, shape.t, dtype=torch.bool, device=device).tril_().triu_(1 - shape.window)
-        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=sees, enable_gqa=gqa)
+        attends = torch.ones(shape.t, shape.t, dtype=torch.bool, device=device).tril_().triu_(1 - shape.window)
+        return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=attends, enable_gqa=gqa)
     if shape.window is not None or (shape.tq and shape.causal):
         raise NotImplementedError("has no such band without a matrix")
     if name == "sdpa":
@@ -127,14 +127,14 @@ def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 
 
 def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of a band, from what each block of 128 × 128 sees. Its own create_block_mask goes through the
-    T × T pairs, and takes longer to compile than the kernel."""
+    """FlexAttention's mask of a band, from the blocks of 128 × 128 that the band's edges cross. Its own create_block_mask goes
+    through the T × T pairs, and takes longer to compile than the kernel."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, shift = 128, shape.t - shape.rows
     left = shape.band[0]
 
-    def sees(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         gap = i + shift - j
         return gap >= 0 if left is None else (gap >= 0) & (gap <= left)
 
@@ -144,15 +144,15 @@ def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
     most = (rows + size).clamp(max=shape.rows) - 1 + shift - columns
     whole = (rows + size <= shape.rows) & (columns + size <= shape.t)
     reach = shape.t if left is None else left
-    full = (least >= 0) & (most <= reach) & whole
-    crossed = (most >= 0) & (least <= reach) & ~full
+    unmasked = (least >= 0) & (most <= reach) & whole
+    masked = (most >= 0) & (least <= reach) & ~unmasked
 
     def ordered(blocks: Tensor) -> tuple[Tensor, Tensor]:
         indices = blocks.int().argsort(dim=-1, descending=True, stable=True)
         return blocks.sum(-1, dtype=torch.int32)[None, None], indices.int()[None, None]
 
     lengths = (shape.rows, shape.t)
-    return BlockMask.from_kv_blocks(*ordered(crossed), *ordered(full), size, mask_mod=sees, seq_lengths=lengths)
+    return BlockMask.from_kv_blocks(*ordered(masked), *ordered(unmasked), size, mask_mod=attends, seq_lengths=lengths)
 
 
 def peers_on(device: torch.device) -> tuple[str, ...]:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..table import table
+from ..text_table import table
 from .shapes import Shape
 
 

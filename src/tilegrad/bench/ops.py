@@ -18,7 +18,7 @@ from torch import Tensor
 from ..kernels import activation, column_sum, norm
 from ..kernels.scratch import Scratch, Shapes, new_scratch
 from ..kernels.table import Table
-from ..table import table
+from ..text_table import table
 from .environment import environment
 from .timing import interleaved
 

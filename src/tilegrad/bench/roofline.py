@@ -2,7 +2,7 @@
 
 The limits are measured: a product of two large matrices in the benchmark's dtype, a copy of a large buffer. A kernel's
 floor is the larger of FLOPs over the one and bytes over the other; its share is floor over time. FLOPs and bytes are what
-the kernel itself must do (the dk, dv kernel has four products, five in its two walks where dk and dv are walked apart, the
+the kernel itself must do (the dk, dv kernel has four products, five where dk and dv are separate passes, the
 dq kernel three).
 """
 
@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from ..table import table
+from ..text_table import table
 from .calls import Inputs
 from .shapes import Shape
 from .timing import interleaved
@@ -59,7 +59,7 @@ def demand(kernel: str, shape: Shape, element_bytes: int) -> tuple[float, float]
 
 
 def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
-    """Milliseconds of the device kernels of a forward and a backward, by torch's profiler; dk and dv walked apart are two
+    """Milliseconds of the device kernels of a forward and a backward, by torch's profiler; dk and dv as separate passes are two
     launches of one kernel, and are named 'dk, dv'."""
     from torch.profiler import ProfilerActivity, profile
 

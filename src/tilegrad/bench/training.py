@@ -40,7 +40,7 @@ from torch import Tensor
 from ..model import reference
 from ..model.config import PRESETS, ModelConfig
 from ..model.transformer import declare
-from ..table import table
+from ..text_table import table
 from ..train.engine import Engine
 from .environment import environment
 
@@ -111,33 +111,36 @@ class Eager:
     """The same step by autograd, on copies of `params` or on fresh random ones."""
 
     def __init__(self, cell: Cell, params: Mapping[str, Tensor] | None = None) -> None:
-        self.config, self.half = cell.config, cell.dtype == "bfloat16"
+        self.config, self.bf16 = cell.config, cell.dtype == "bfloat16"
         self.tokens, self.targets = cell.batch()
         if params is None:
             handles = declare(cell.config, 1, 1, torch.float32, "cpu").params
             params = {name: torch.randn(p.master.shape).mul_(0.02) for name, p in handles.items()}
         self.params = {name: torch.nn.Parameter(p.detach().clone()) for name, p in params.items()}
-        wide = [p for p in self.params.values() if p.ndim >= 2]
-        narrow = [p for p in self.params.values() if p.ndim < 2]
-        groups: list[dict[str, Any]] = [{"params": wide, "weight_decay": 0.1}, {"params": narrow, "weight_decay": 0.0}]
+        matrices = [p for p in self.params.values() if p.ndim >= 2]
+        vectors = [p for p in self.params.values() if p.ndim < 2]
+        groups: list[dict[str, Any]] = [
+            {"params": matrices, "weight_decay": 0.1},
+            {"params": vectors, "weight_decay": 0.0},
+        ]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
-    def _backward(self, half: bool) -> float:
+    def _backward(self, bf16: bool) -> float:
         self.optimizer.zero_grad(set_to_none=True)  # the faster way: autograd adds nothing to zeros
-        with torch.autocast("cpu", torch.bfloat16, enabled=half):
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = reference.loss(self.params, self.tokens, self.targets, self.config)
         loss.backward()
         return float(loss.detach())
 
     def step(self) -> float:
-        loss = self._backward(self.half)
+        loss = self._backward(self.bf16)
         torch.nn.utils.clip_grad_norm_(self.params.values(), 1.0)
         self.optimizer.step()
         return loss
 
-    def gradients(self, *, half: bool | None = None) -> tuple[float, Mapping[str, Tensor]]:
-        """Of the loss at the present parameters; half=False in float32 whatever the cell's dtype."""
-        loss = self._backward(self.half if half is None else half)
+    def gradients(self, *, bf16: bool | None = None) -> tuple[float, Mapping[str, Tensor]]:
+        """Of the loss at the present parameters; bf16=False in float32 whatever the cell's dtype."""
+        loss = self._backward(self.bf16 if bf16 is None else bf16)
         return loss, {name: p.grad for name, p in self.params.items() if p.grad is not None}
 
 
@@ -173,9 +176,9 @@ def parts(config: ModelConfig, grads: Mapping[str, Tensor]) -> dict[str, Tensor]
 
 def check(cell: Cell, ours: Ours, eager: Eager) -> str:
     """'' if both contenders compute the float32 gradient, else which one does not, and where."""
-    ref_loss, grads = eager.gradients(half=False)
-    ref = parts(cell.config, {name: g.clone() for name, g in grads.items()} if eager.half else grads)
-    for name, contender in (("tilegrad", ours), ("eager", eager)) if eager.half else (("tilegrad", ours),):
+    ref_loss, grads = eager.gradients(bf16=False)
+    ref = parts(cell.config, {name: g.clone() for name, g in grads.items()} if eager.bf16 else grads)
+    for name, contender in (("tilegrad", ours), ("eager", eager)) if eager.bf16 else (("tilegrad", ours),):
         loss, grads = contender.gradients()
         wrong = disagreement(loss, parts(cell.config, grads), ref_loss, ref, TOLERANCE[cell.dtype])
         if wrong:

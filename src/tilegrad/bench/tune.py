@@ -1,9 +1,9 @@
-"""`tilegrad bench attention --tune`: times candidate tiles of the Triton kernels and writes kernels/attention/tiles.py.
+"""`tilegrad bench attention --tune`: times candidate tiles of the Triton kernels and writes kernels/attention/triton/tiles.py.
 
 Every candidate is compiled first, in as many processes as there are cores (Triton keeps what it compiled on disk), then
-timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. A kernel's time is that of the contract
+timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. A kernel's time is that of the op
 that needs it alone, less the delta kernel that every backward begins with: the forward, the backward of dk and dv, of dk,
-of dv, of dq; dk and dv are walked apart where that is faster. A tile that does not fit the device, or that spills
+of dv, of dq; dk and dv are separate passes where that is faster. A tile that does not fit the device, or that spills
 registers, is not taken where another does neither; the tiles taken pass the check against the oracle.
 """
 
@@ -21,7 +21,7 @@ import torch
 from ..kernels.attention.triton import tiles
 from ..kernels.attention.triton.tiles import Tile, Tiles
 from ..kernels.scratch import new_scratch
-from ..table import table
+from ..text_table import table
 from .calls import Inputs, check
 from .shapes import Shape
 from .timing import Thunk, interleaved
@@ -64,7 +64,7 @@ def candidates(bits: int, head_dim: int) -> dict[str, tuple[Tile, ...]]:
 
 
 def with_tile(row: Tiles, kernel: str, tile: Tile) -> Tiles:
-    """`row` with one tile changed, and dk and dv walked apart if it is theirs."""
+    """`row` with one tile changed, dk and dv as separate passes if it is theirs."""
     apart = tile if kernel in ("dk", "dv") else None
     return row._replace(dk=apart, dv=apart)._replace(**{kernel: tile})
 
@@ -74,7 +74,7 @@ def shape_for(bits: int, head_dim: int, band: bool) -> Shape:
 
 
 def _thunk(inputs: Inputs, kernel: str) -> Thunk:
-    """The contract that runs this kernel and, of those with products, no other; 'delta' is a backward with none of them."""
+    """The op that runs this kernel and, of those with products, no other; 'delta' is a backward with none of them."""
     forward, _, out = inputs.ours("triton")
     if kernel == "fwd":
         return forward

@@ -72,7 +72,7 @@ def _follow(run: RunConfig, folder: Path, resume: Path | bool = False) -> tuple[
 
 def _print_result(result: RunResult) -> None:
     from ..memory.page import human
-    from ..table import table
+    from ..text_table import table
 
     rows: list[tuple[str, str]] = [
         ("steps", f"{result.steps:,}"),

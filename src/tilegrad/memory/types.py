@@ -28,7 +28,7 @@ class BufferType(StrEnum):
 
 
 class BufferStateError(RuntimeError):
-    """A buffer used against its contract: freed twice, not from this manager, of another type, or part of a graph."""
+    """A buffer misused: freed twice, not from this manager, of another type, or part of a graph."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,8 +8,8 @@ feed-forward, a whole block. Their price in FLOPs per block, N rows of C channel
 Without a budget nothing is recomputed while that fits into a quarter of the memory that a model has anyway (parameters,
 gradients, moments); beyond, the activations are, a quarter of a block's memory for one elementwise pass, and nothing else.
 With one: a norm costs the least for each byte it frees, a block by far the most. So as few whole blocks as will do; then as few
-activations; then as few norms. Earlier blocks are chosen first: what they keep lives longest, and their turn to be
-recomputed comes when the later ones are gone. Whatever is chosen, gradients have the same bits.
+activations; then as few norms. Earlier blocks are chosen first: what they keep lives longest, and they are
+recomputed when the later ones are gone. Whatever is chosen, gradients have the same bits.
 """
 
 from __future__ import annotations

@@ -28,7 +28,7 @@ class Tile(NamedTuple):
     rows: int
     warps: int
     stages: int = 1
-    programs: int = 0  # for each multiprocessor, where they walk
+    programs: int = 0  # for each multiprocessor, where they loop over tiles
 
 
 # by the columns that a row is padded to: the first key that is not below them

@@ -27,9 +27,9 @@ from ..types import BufferConfig, BufferStateError, BufferType
 from .pressure import AdaptiveLimit, PressureSource
 from .slab import MIB
 from .slot import FreeList, Key, Pool, Slot, detach_storage
-from .strategies import Request, Strategies
+from .strategies import AllocationRequest, Strategies
 
-_MAX_LANES = 4096
+_MAX_FREE_LISTS = 4096
 _PRESSURE_EVERY_S = 0.05
 _CPU = torch.device("cpu")
 
@@ -91,7 +91,7 @@ class BufferCache:
         key = Key(one_type(type), one_shape(shape), dtype, one_device(device))
         free_list = self.free_lists.get(key)
         if free_list is None:
-            if len(self.free_lists) >= _MAX_LANES:
+            if len(self.free_lists) >= _MAX_FREE_LISTS:
                 self.free_lists = {k: kept for k, kept in list(self.free_lists.items()) if kept.slots}
             free_list = self.free_lists[key] = FreeList(key, self._pool(key))
         if isinstance(shape, tuple) and (key.device.type == "cpu" or torch.device(device).index is not None):
@@ -160,7 +160,7 @@ class BufferCache:
     def make(self, free_list: FreeList) -> Slot:
         """A slot of new memory; it counts as cached until it is handed out."""
         pool = free_list.pool
-        request = Request(free_list.nbytes, pool.device, pool.config, pool.pinned)
+        request = AllocationRequest(free_list.nbytes, pool.device, pool.config, pool.pinned)
         base, block = self.strategies.take(request)
         with ExitStack() as on_error:
             on_error.callback(self.strategies.give_back, request, block)

@@ -23,7 +23,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..types import BufferConfig, BufferStateError, BufferType
 from .slab import Block
-from .strategies import Request
+from .strategies import AllocationRequest
 
 storage_use_count = torch._C._storage_Use_Count
 use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
@@ -126,7 +126,7 @@ class Slot:
         "zero",
     )
 
-    def __init__(self, free_list: FreeList, request: Request, base: Tensor, block: Block) -> None:
+    def __init__(self, free_list: FreeList, request: AllocationRequest, base: Tensor, block: Block) -> None:
         self.pool, self.free_list, self.request, self.block = free_list.pool, free_list, request, block
         self.nbytes = block.nbytes
         self.slack = block.nbytes - free_list.nbytes

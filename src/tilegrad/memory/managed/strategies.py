@@ -24,7 +24,7 @@ STRATEGIES = ("bucketed", "numa_aware", "fragment_aware", "direct")
 
 
 @dataclass(frozen=True, slots=True)
-class Request:
+class AllocationRequest:
     nbytes: int
     device: torch.device
     config: BufferConfig
@@ -41,13 +41,13 @@ class Request:
 
 
 class Strategy(Protocol):
-    def applies(self, request: Request) -> bool: ...
+    def applies(self, request: AllocationRequest) -> bool: ...
 
-    def take(self, request: Request) -> tuple[Tensor, Block]:
+    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
         """uint8 bytes, at least as many as asked, under a storage of their own; and what to give back for them."""
         ...
 
-    def give_back(self, request: Request, block: Block) -> None: ...
+    def give_back(self, request: AllocationRequest, block: Block) -> None: ...
 
     def idle_bytes(self) -> int: ...
 
@@ -56,18 +56,18 @@ class Bucketed:
     def __init__(self) -> None:
         self._slabs: dict[tuple[torch.device, bool], BucketSlab] = {}
 
-    def applies(self, request: Request) -> bool:
+    def applies(self, request: AllocationRequest) -> bool:
         config = request.config
         small = 0 < request.nbytes < MIB
         return small and config.prefer_bucketed and config.reuse_frequency == "high" and request.sliceable
 
-    def take(self, request: Request) -> tuple[Tensor, Block]:
+    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
         where = (request.device, request.pinned)
         if where not in self._slabs:
             self._slabs[where] = BucketSlab(request.device, pinned=request.pinned)
         return self._slabs[where].take(request.nbytes, request.alignment)
 
-    def give_back(self, request: Request, block: Block) -> None:
+    def give_back(self, request: AllocationRequest, block: Block) -> None:
         self._slabs[request.device, request.pinned].give_back(block, request.alignment)
 
     def idle_bytes(self) -> int:
@@ -80,7 +80,7 @@ class NumaAware:
     def __init__(self, nodes: Callable[[], Sequence[int]] = numa.nodes, *, min_nodes: int = 2) -> None:
         self._usable = numa.supported() and len(nodes()) >= min_nodes
 
-    def applies(self, request: Request) -> bool:
+    def applies(self, request: AllocationRequest) -> bool:
         return (
             self._usable
             and request.config.prefer_numa
@@ -89,7 +89,7 @@ class NumaAware:
             and request.nbytes > 16 * MIB
         )
 
-    def take(self, request: Request) -> tuple[Tensor, Block]:
+    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
         region = Region(request.device, request.nbytes + request.alignment, pinned=False)
         node = numa.current_node()
         numa.bind(region.address, round_up(region.nbytes, region.granule), node)
@@ -102,7 +102,7 @@ class NumaAware:
         self._usable = False
         warnings.warn(f"NUMA binding is not possible here ({error}): using the next strategy", stacklevel=2)
 
-    def give_back(self, request: Request, block: Block) -> None:
+    def give_back(self, request: AllocationRequest, block: Block) -> None:
         block.region = None
 
     def idle_bytes(self) -> int:
@@ -113,16 +113,16 @@ class FragmentAware:
     def __init__(self) -> None:
         self._slabs: dict[tuple[torch.device, bool], BestFitSlab] = {}
 
-    def applies(self, request: Request) -> bool:
+    def applies(self, request: AllocationRequest) -> bool:
         return request.nbytes > 2 * request.config.typical_size_mb * MIB and request.sliceable
 
-    def take(self, request: Request) -> tuple[Tensor, Block]:
+    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
         where = (request.device, request.pinned)
         if where not in self._slabs:
             self._slabs[where] = BestFitSlab(request.device, pinned=request.pinned)
         return self._slabs[where].take(request.nbytes, request.alignment)
 
-    def give_back(self, request: Request, block: Block) -> None:
+    def give_back(self, request: AllocationRequest, block: Block) -> None:
         self._slabs[request.device, request.pinned].give_back(block, request.alignment)
 
     def idle_bytes(self) -> int:
@@ -136,10 +136,10 @@ class FragmentAware:
 
 
 class Direct:
-    def applies(self, request: Request) -> bool:
+    def applies(self, request: AllocationRequest) -> bool:
         return True
 
-    def take(self, request: Request) -> tuple[Tensor, Block]:
+    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
         spare = request.alignment if request.alignment > 64 else 0
         whole = torch.empty(request.nbytes + spare, dtype=torch.uint8, device=request.device, pin_memory=request.pinned)
         if not spare:
@@ -147,7 +147,7 @@ class Direct:
         start = -whole.data_ptr() % request.alignment
         return own_storage(whole[start : start + request.nbytes]), Block("direct", request.nbytes + spare)
 
-    def give_back(self, request: Request, block: Block) -> None:
+    def give_back(self, request: AllocationRequest, block: Block) -> None:
         """The tensor was the only owner: nothing is left to return."""
 
     def idle_bytes(self) -> int:
@@ -165,7 +165,7 @@ class Strategies:
         )
         self.counts = dict.fromkeys(STRATEGIES, 0)
 
-    def take(self, request: Request) -> tuple[Tensor, Block]:
+    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
         for name, strategy in self._by_name.items():
             if not strategy.applies(request):
                 continue
@@ -182,7 +182,7 @@ class Strategies:
             return base, block
         raise AssertionError("direct applies to every request")
 
-    def give_back(self, request: Request, block: Block) -> None:
+    def give_back(self, request: AllocationRequest, block: Block) -> None:
         self._by_name[block.strategy].give_back(request, block)
 
     def idle_bytes(self) -> int:

@@ -212,12 +212,12 @@ def _pack(order: list[_Item], tightest: bool, below: int | None = None) -> _Pack
 def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
     """Local search over orders, seeded: an item, every other time one that sets the top, is placed earlier."""
     chance = random.Random(0)
-    for turn in range(passes):
+    for iteration in range(passes):
         if best.top == bound:
             break
         order = best.order.copy()
         highest = [at for at, item in enumerate(order) if best.offsets[item.index] + item.size == best.top]
-        at = chance.choice(highest) if turn % 2 == 0 else chance.randrange(len(order))
+        at = chance.choice(highest) if iteration % 2 == 0 else chance.randrange(len(order))
         item = order.pop(at)
         order.insert(chance.randrange(at + 1), item)
         best = _pack(order, best.tightest, best.top) or best

@@ -1,9 +1,9 @@
 """The tile scheduler of Hopper's forward: which rows a persistent CTA takes next, and which columns they attend to.
 
 A work tile is the rows of all warpgroups of a CTA, of one head. The producer warp decides: before it loads a work tile it
-publishes the tile's info for the MMA warpgroups, in a ring of INFO_STAGES. It is never more than two tiles ahead of the slowest
-warpgroup (the stages of q), so none of four stages is overwritten that is still read. A warpgroup has to release every block of
-columns before it waits for the next tile's info, else producer and consumer wait for each other.
+publishes the tile's info for the MMA warpgroups, in a pipeline of INFO_STAGES. It is never more than two tiles ahead of the
+slowest warpgroup (the stages of q), so none of four stages is overwritten that is still read. A warpgroup has to release every
+block of columns before it waits for the next tile's info, else producer and consumer wait for each other.
 
 **Dense** tiles go out in rounds, forth and back, so that a CTA with long tiles (causal, or full of rows) in one round has short
 ones in the next. `heads_per_section` heads are scheduled together, chosen so that their k and v stay in L2.

@@ -1,6 +1,6 @@
 """Pipelines through shared memory, from a producer warp to consumer warpgroups or back: the handshake of both directions.
 
-A pipeline is a ring of stages, each with two mbarriers:
+A pipeline is a circular buffer of stages, each with two mbarriers:
 
     full     what the producer wrote is there         consumers wait for it
     empty    every consumer is done with the stage    the producer waits for it
