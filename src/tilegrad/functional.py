@@ -90,20 +90,20 @@ def attention_varlen(
 def explain(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
     softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
-    deterministic: bool | None = None, kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, deterministic: bool | None = None,
+    kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
 ) -> Explanation:  # fmt: skip
     """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
 
-    return_lse and deterministic are accepted so that a call can be copied; they change nothing.
+    `deterministic` is accepted so that a call can be copied; it changes nothing.
 
     >>> import torch, tilegrad
     >>> told = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32, dtype=torch.float64), dropout_p=0.1)
     >>> told.kernel, told.reasons["reference"]
     ('tiled', 'holds whole T×T matrices: the oracle, only by name')
     """
-    del return_lse, deterministic
+    del deterministic
     mask = Mask(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed if seed is not None else 0,
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,

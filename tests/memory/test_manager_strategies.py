@@ -1,8 +1,13 @@
 """The four strategies: which one is used, and that each does what it says."""
 
+import ctypes
+import functools
+import os
+import platform
 import random
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -62,12 +67,12 @@ def test_alignment_is_real(alignment, nbytes, bucketed):
     held = [manager.allocate(BufferType.MASK, (nbytes + 7 * n,), torch.bool) for n in range(4)]
     assert [t.data_ptr() % alignment for t in held] == [0] * 4
     for t in held:
-        t.fill_(True)
+        t.fill_(value=True)
     assert all(bool(t.all()) for t in held)
 
 
 def test_an_unaligned_block_is_refused(monkeypatch):
-    monkeypatch.setattr(BucketSlab, "_aligned_top", lambda self, shelf, alignment: shelf.top + 8)
+    monkeypatch.setattr(BucketSlab, "_aligned_top", lambda _self, shelf, _alignment: shelf.top + 8)
     manager = AttentionBufferManager()
     with pytest.raises(RuntimeError, match="not aligned to 64"):
         manager.allocate(Q, (16,))
@@ -131,7 +136,7 @@ def test_fragmentation_is_in_the_stats():
 def test_slabs_never_overlap_and_lose_nothing(seed):
     dice = random.Random(seed)
     for slab in (BestFitSlab(CPU, pinned=False), BucketSlab(CPU, pinned=False)):
-        held = {}
+        held: dict[int, Any] = {}
         for step in range(400):
             if held and dice.random() < 0.45:
                 _, block, alignment = held.pop(dice.choice(list(held)))
@@ -164,14 +169,26 @@ def test_what_leaves_the_cache_leaves_the_process():
     assert manager.get_stats()["bytes_reserved"] == 0
 
 
+def page_node(address):
+    """The node that holds the page of `address`; raises OSError where the page was never touched."""
+    page, status = ctypes.c_void_p(address), ctypes.c_int()
+    number = {"x86_64": 279, "aarch64": 239}[platform.machine()]
+    move_pages = functools.partial(ctypes.CDLL(None, use_errno=True).syscall, ctypes.c_long(number), ctypes.c_int(0))
+    failed = move_pages(ctypes.c_ulong(1), ctypes.byref(page), None, ctypes.byref(status), ctypes.c_int(0))
+    error = ctypes.get_errno() if failed else -status.value
+    if error > 0:
+        raise OSError(error, f"move_pages: {os.strerror(error)}")
+    return status.value
+
+
 @needs_numa
 def test_numa_memory_is_bound_and_the_kernel_says_so():
     manager = AttentionBufferManager(strategies=Strategies(NumaAware(min_nodes=1)))
     t = manager.allocate(SCORES, (17 * MIB,), torch.uint8)
     t.fill_(1)
     for address in (t.data_ptr(), t.data_ptr() + t.numel() - 1):
-        assert numa.bound_nodes(address) == [numa.page_node(address)]
-        assert numa.page_node(address) in numa.nodes()
+        assert numa.bound_nodes(address) == [page_node(address)]
+        assert page_node(address) in numa.nodes()
     plain = torch.ones(17 * MIB, dtype=torch.uint8)
     assert numa.bound_nodes(plain.data_ptr()) == []
     manager.deallocate(t)
@@ -186,7 +203,10 @@ def test_where_the_kernel_refuses_the_next_strategy_is_used(monkeypatch, broken)
     def refuses(*_):
         raise PermissionError(1, "mbind: Operation not permitted")
 
-    monkeypatch.setattr(numa, broken, refuses if broken == "bind" else lambda address: [])
+    def nowhere(_address):
+        return []
+
+    monkeypatch.setattr(numa, broken, refuses if broken == "bind" else nowhere)
     manager = AttentionBufferManager(strategies=Strategies(NumaAware(min_nodes=1)))
     with pytest.warns(UserWarning, match="NUMA binding is not possible here"):
         manager.allocate(SCORES, (17 * MIB,), torch.uint8)

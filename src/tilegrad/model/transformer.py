@@ -16,7 +16,8 @@ import torch
 from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
 from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
-from ..kernels.residual import zero_fwd
+from ..kernels.residual import copy_fwd, zero_fwd
+from ..kernels.rope import rope_table
 from ..kernels.scratch import Scratch
 from .block import Block, Dropout
 from .config import ModelConfig
@@ -120,6 +121,20 @@ class Transformer:
     x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
     dx: Buffer
     params: dict[str, Param]
+
+    def initialise(self, config: ModelConfig, generator: torch.Generator) -> None:
+        """Each parameter as its layer declares it; the tables of rope, which every block reads."""
+        for p in self.params.values():
+            p.init.fill(p.master, generator)
+        rope = self.blocks[0].attention.rope
+        if rope is not None:
+            rope_table(config.rope_theta, rope.head_dim, config.block_size, cos=rope.cos, sin=rope.sin)
+
+    def round_weights(self) -> None:
+        """The compute copies of the parameters, where there are any."""
+        for p in self.params.values():
+            if p.value.dtype != p.master.dtype:
+                copy_fwd(p.master, y=p.value)
 
     def forward(self) -> None:
         self.head.forward(self.hidden_states())

@@ -57,7 +57,7 @@ def save_checkpoint(
     """Save into a new folder inside `folder`, which is made where it is missing, and return its path.
 
     tensors   contiguous, on any device; views of one arena are fine, tensors that overlap are refused
-    state     plain JSON: what else a resumed run needs (config, position in the data, `rng_state`)
+    state     plain JSON: what else a resumed run needs (config, seeds, position in the data)
     keep      how many good checkpoints stay, this one included; what was saved before them is deleted. Of the older
               ones the manifest and the sizes are looked at, not every byte: `latest_checkpoint` does that.
     """
@@ -164,16 +164,6 @@ def read_state(path: Path) -> dict[str, Any]:
     """What was saved beside the tensors, which are not read: their sizes are checked, not every byte."""
     state: dict[str, Any] = _manifest(path)["state"]
     return state
-
-
-def rng_state(generator: torch.Generator) -> str:
-    """The state of the generator, as hexadecimal."""
-    return bytes(generator.get_state().tolist()).hex()
-
-
-def restore_rng(generator: torch.Generator, state: str) -> None:
-    """Set the generator to a `rng_state`."""
-    generator.set_state(torch.tensor(list(bytes.fromhex(state)), dtype=torch.uint8))
 
 
 def _parse(path: Path) -> tuple[int, int]:

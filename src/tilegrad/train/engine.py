@@ -21,8 +21,6 @@ from dataclasses import replace
 import torch
 from torch import Tensor
 
-from ..kernels.residual import copy_fwd
-from ..kernels.rope import rope_table
 from ..memory.planned.arena import Arenas, MemoryPlan
 from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
@@ -73,7 +71,7 @@ class Engine:
         model = self._model(batch_size, seq_len)
         self.params: dict[str, Tensor] = {name: p.master for name, p in model.params.items()}
         self.grads: dict[str, Tensor] = {name: p.grad for name, p in model.params.items()}
-        self._initialise(model)
+        model.initialise(model_config, torch.Generator().manual_seed(seed))
 
     @property
     def steps(self) -> int:
@@ -200,22 +198,9 @@ class Engine:
 
     def _round_weights(self, model: Transformer) -> None:
         """The compute copies of the weights, where there are any, made anew when a master has changed."""
-        if self._rounded == self.arenas.bytes["params"]._version:
-            return
-        for p in model.params.values():
-            if p.value.dtype != p.master.dtype:
-                copy_fwd(p.master, y=p.value)
-        self._rounded = self.arenas.bytes["params"]._version
-
-    def _initialise(self, model: Transformer) -> None:
-        """Each parameter as its layer declares it; the tables of rope."""
-        generator = torch.Generator().manual_seed(self.seed)
-        for p in model.params.values():
-            p.init.fill(p.master, generator)
-        for block in model.blocks[:1]:
-            rope = block.attention.rope
-            if rope is not None:
-                rope_table(self.config.rope_theta, rope.head_dim, self.config.block_size, cos=rope.cos, sin=rope.sin)
+        if self._rounded != self.arenas.bytes["params"]._version:
+            model.round_weights()
+            self._rounded = self.arenas.bytes["params"]._version
 
 
 def _drop_seed(seed: int, draw: int, layer: int) -> int:

@@ -2,7 +2,6 @@
 
 mbind(addr, len, MPOL_BIND, {node})        pages of the range may only come from that node
 get_mempolicy(addr, MPOL_F_ADDR)           the policy of the range that holds addr, before any page exists
-move_pages(0, 1, [addr], NULL, status)     the node that holds the page of addr, once it was touched
 """
 
 from __future__ import annotations
@@ -19,8 +18,8 @@ _WORD_BITS = 8 * ctypes.sizeof(ctypes.c_ulong)
 _NodeMask = ctypes.c_ulong * (_MASK_BITS // _WORD_BITS)
 
 _SYSCALLS = {
-    "x86_64": {"mbind": 237, "get_mempolicy": 239, "move_pages": 279, "getcpu": 309},
-    "aarch64": {"mbind": 235, "get_mempolicy": 236, "move_pages": 239, "getcpu": 168},
+    "x86_64": {"mbind": 237, "get_mempolicy": 239, "getcpu": 309},
+    "aarch64": {"mbind": 235, "get_mempolicy": 236, "getcpu": 168},
 }
 
 
@@ -90,20 +89,3 @@ def bound_nodes(address: int) -> list[int]:
     if mode.value != _MPOL_BIND:
         return []
     return [bit for bit in range(_MASK_BITS) if mask[bit // _WORD_BITS] >> bit % _WORD_BITS & 1]
-
-
-def page_node(address: int) -> int:
-    """The node that holds the page of `address`; raises OSError where the page was never touched."""
-    page, status = ctypes.c_void_p(address), ctypes.c_int()
-    _syscall(
-        "move_pages",
-        ctypes.c_int(0),
-        ctypes.c_ulong(1),
-        ctypes.byref(page),
-        None,
-        ctypes.byref(status),
-        ctypes.c_int(0),
-    )
-    if status.value < 0:
-        raise OSError(-status.value, f"move_pages: {os.strerror(-status.value)}")
-    return status.value
