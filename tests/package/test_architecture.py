@@ -116,15 +116,13 @@ def _name(path: Path, root: Path) -> str:
     return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
 
 
-def _loads(path: Path, root: Path, known: set[str]) -> set[str]:
-    """Modules of ours that are loaded while `path` is: its imports outside functions and not for typing alone."""
+def _imports(path: Path, root: Path, known: set[str]) -> set[str]:
+    """Modules of ours that `path` imports, also inside functions, but not for typing alone."""
     package = ["tilegrad", *path.relative_to(root).parent.parts]
     found: set[str] = set()
     waiting: list[ast.AST] = [ast.parse(path.read_text())]
     while waiting:
         node = waiting.pop()
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
-            continue
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
             continue
         if isinstance(node, ast.Import):
@@ -138,14 +136,15 @@ def _loads(path: Path, root: Path, known: set[str]) -> set[str]:
 
 
 def cycles(root: Path) -> list[str]:
-    """Modules that load one another. A package counts as its __init__, and what loads a module loads the packages around it,
-    but for a package that the module itself is in: it is being loaded already."""
+    """Modules that import one another; a function that imports when it is called counts as well, for it only hides a cycle. A
+    package counts as its __init__, and what imports a module imports the packages around it, but for a package that the
+    module itself is in: it is being loaded already."""
     files = {_name(path, root): path for path in root.rglob("*.py")}
     graph: dict[str, set[str]] = {}
     for name, path in files.items():
-        loads = _loads(path, root, set(files))
-        around = {".".join(m.split(".")[:n]) for m in loads for n in range(2, m.count(".") + 1)} & set(files)
-        graph[name] = {m for m in loads | around if not f"{name}.".startswith(f"{m}.")}
+        imports = _imports(path, root, set(files))
+        around = {".".join(m.split(".")[:n]) for m in imports for n in range(2, m.count(".") + 1)} & set(files)
+        graph[name] = {m for m in imports | around if not f"{name}.".startswith(f"{m}.")}
     done: set[str] = set()
     found: list[str] = []
 
@@ -176,6 +175,16 @@ def test_canary_a_cycle_between_modules_is_seen(tmp_path: Path) -> None:
     (tmp_path / "kernels" / "attention" / "contract.py").write_text("from ..scratch import Scratch\n")
     found = cycles(tmp_path)
     assert len(found) == 1 and "kernels.scratch" in found[0] and "attention.contract" in found[0]
+
+
+@pytest.mark.parametrize("first", ["from .b import y", "def f():\n    from .b import y", "import tilegrad.train.b"])
+def test_canary_an_import_inside_a_function_closes_a_cycle(tmp_path: Path, first: str) -> None:
+    (tmp_path / "train").mkdir()
+    (tmp_path / "train" / "a.py").write_text(f"{first}\n")
+    (tmp_path / "train" / "b.py").write_text("class B:\n    def f(self):\n        from .a import x\n")
+    assert cycles(tmp_path) == ["tilegrad.train.a → tilegrad.train.b → tilegrad.train.a"]
+    (tmp_path / "train" / "b.py").write_text("if TYPE_CHECKING:\n    from .a import x\n")
+    assert not cycles(tmp_path)
 
 
 def test_every_module_imports_alone() -> None:
