@@ -13,6 +13,7 @@ from collections.abc import Iterator
 from ctypes import sizeof
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -147,7 +148,7 @@ def test_strides_of_outputs_and_of_do_are_any() -> None:
         for b in (False, True)
     ]
     attention_fwd(q, k, v, mask, o=wide["o"], lse=wide["lse"], scratch=scratch[0], kernel="native")
-    grads = {name: wide[name] for name in ("dq", "dk", "dv")}
+    grads: dict[str, Any] = {name: wide[name] for name in ("dq", "dk", "dv")}
     attention_bwd(q, k, v, wide["o"], wide["lse"], do, None, mask, **grads, scratch=scratch[1], kernel="native")
     assert all(torch.equal(wide[name], want[name]) for name in want)
 
@@ -165,7 +166,7 @@ def test_an_output_given_as_none_is_not_computed() -> None:
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     names = ("dq", "dk", "dv", "dsinks")
     for alone in names:
-        outputs = {name: torch.zeros_like(want[name]) if name == alone else None for name in names}
+        outputs: dict[str, Any] = {name: torch.zeros_like(want[name]) if name == alone else None for name in names}
         attention_bwd(
             q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch, kernel="native"
         )  # fmt: skip
@@ -179,7 +180,7 @@ def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
     q, k, v, mask = call.q, call.k, call.v, call.mask
     shapes = attention_workspace(q, k, v, mask, backward=True, kernel="native")
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    again = {name: first[name].clone() for name in ("dq", "dk", "dv", "dsinks")}
+    again: dict[str, Any] = {name: first[name].clone() for name in ("dq", "dk", "dv", "dsinks")}
     attention_bwd(q, k, v, first["o"], first["lse"], call.do, None, mask, **again, scratch=scratch, kernel="native")
     assert torch.equal(again["dsinks"], 2 * first["dsinks"])
     assert all(torch.equal(again[name], first[name]) for name in ("dq", "dk", "dv"))
@@ -330,6 +331,7 @@ def test_a_window_wider_than_any_tensor_is_open() -> None:
 @needs_library
 def test_a_sink_that_is_nan_is_seen() -> None:
     call = build(Case(sinks=True))
+    assert call.mask.sinks is not None
     call.mask.sinks[0] = torch.nan
     assert run(call, "native")["o"][:, 0].isnan().all()
 
@@ -427,6 +429,13 @@ def test_a_library_of_other_sources_is_not_used(monkeypatch: pytest.MonkeyPatch)
         assert "was built from other sources" in str(native_library.library())
     finally:
         native_library.library.cache_clear()
+
+
+@needs_compiler
+def test_a_library_built_from_the_sources_here_is_taken() -> None:
+    """Every test of the native kernels is skipped where it is not: this one says so."""
+    found = native_library.library()
+    assert not isinstance(found, str), found
 
 
 def _without(structure: type[ctypes.Structure], name: str) -> type[ctypes.Structure]:
