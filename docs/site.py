@@ -12,7 +12,7 @@ from typing import Any
 import griffe
 
 
-def on_page_content(html: str, **kwargs: Any) -> str:
+def on_page_content(html: str, **_kwargs: Any) -> str:
     """A path or a name in the text may break after / and _, so that tables fit; mkdocs calls this for each page."""
     return re.sub(
         r"(?<!</span>)<code>[^<\n]+</code>", lambda code: re.sub(r"((?<!<)/|(?<=\w)_)", r"\1<wbr>", code[0]), html
@@ -20,7 +20,7 @@ def on_page_content(html: str, **kwargs: Any) -> str:
 
 
 class AsTheyStand(griffe.Extension):
-    def on_instance(self, *, obj: griffe.Object, **kwargs: Any) -> None:
+    def on_instance(self, *, obj: griffe.Object, **_kwargs: Any) -> None:
         if obj.docstring is not None:
             obj.docstring.value = markdown(obj.docstring.value)
 

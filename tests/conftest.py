@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import os
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library as native_library
 
@@ -19,13 +22,26 @@ settings.register_profile(
 settings.load_profile("tilegrad")
 
 
+@pytest.fixture
+def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """torch describes an H100 that need not be there: kernels are chosen and memory is planned for it, nothing runs."""
+    kept = (gpu.capability, gpu.multiprocessors, gpu._refusal)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _device: SimpleNamespace(multi_processor_count=132))
+    for answers in kept:
+        answers.cache_clear()
+    yield
+    for answers in kept:
+        answers.cache_clear()
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow set instead of what CI runs")
     parser.addoption("--shapes", type=int, default=200, help="random shapes of each GPU kernel (-m gpu)")
     parser.addoption("--report", type=Path, help="a folder for what GPU tests found, as JSON")
 
 
-def pytest_configure(config: pytest.Config) -> None:
+def pytest_configure() -> None:
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     elif native_build.compiler() and isinstance(native_library.library(), str):

@@ -121,7 +121,7 @@ def check_attention(kernel: str | None = None) -> list[GradientError]:
         o, lse = reference.forward(q, k, v, mask)
         return float((o * do).sum() + (lse * dlse).sum())
 
-    def scratch(backward: bool) -> dict[str, Tensor]:
+    def scratch(*, backward: bool) -> dict[str, Tensor]:
         shapes = attention_workspace(q, k, v, mask, backward=backward, kernel=kernel)
         return new_scratch(shapes, q.device)
 

@@ -94,7 +94,7 @@ def test_dense(change: dict[str, Any], error: type[Exception], message: str) -> 
 
 @pytest.mark.parametrize(("change", "error", "message"), PACKED, ids=[m for _, _, m in PACKED])
 def test_packed(change: dict[str, Any], error: type[Exception], message: str) -> None:
-    arguments = {
+    arguments: dict[str, Any] = {
         "q": P,
         "k": P,
         "v": P,
@@ -218,19 +218,22 @@ def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_remembered_signature_lets_nothing_wrong_through() -> None:
+    right: dict[str, Any] = {"causal": True, "scale": 1.0, "window": (1, 0)}
     for _ in range(2):
-        forward(Q, tilegrad.Mask(causal=True, scale=1.0, window=(1, 0)))
-    bad = [{"causal": 1}, {"scale": True}, {"window": (True, 0)}, {"seed": 1.5}, {"softcap": "0"}, {"window": [1, [0]]}]
+        forward(Q, tilegrad.Mask(**right))
+    bad: list[dict[str, Any]] = [
+        {"causal": 1}, {"scale": True}, {"window": (True, 0)}, {"seed": 1.5}, {"softcap": "0"}, {"window": [1, [0]]},
+    ]  # fmt: skip
     for change in bad:
         with pytest.raises((TypeError, ValueError), match=next(iter(change))):
-            forward(Q, tilegrad.Mask(**({"causal": True, "scale": 1.0, "window": (1, 0)} | change)))
+            forward(Q, tilegrad.Mask(**(right | change)))
     with pytest.raises(ValueError, match="q: got strides"):
         forward(torch.zeros(2, 4, 8, 6).mT, tilegrad.Mask(causal=True, scale=1.0, window=(1, 0)))
 
 
 def test_another_table_selects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     forward(Q, tilegrad.Mask())
-    nothing = Kernel("nothing", "attention.tiled", lambda problem: "takes nothing")
+    nothing = Kernel("nothing", "attention.tiled", lambda _problem: "takes nothing")
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (nothing,)))
     with pytest.raises(ValueError, match="no kernel takes this call"):
         forward(Q, tilegrad.Mask())

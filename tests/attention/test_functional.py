@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ import tilegrad
 from tilegrad import Mask
 
 KERNELS = ("reference", "tiled")
+attention = cast("Callable[..., Tensor]", tilegrad.attention)  # without return_lse
 GRADCHECK = {
     "causal": Case(causal=True),
     "window, groups": Case(window=(2, 1), group=2),
@@ -73,7 +75,7 @@ def test_canary_gradcheck_sees_a_wrong_gradient(monkeypatch: pytest.MonkeyPatch)
         test_gradcheck_of_every_input("causal", "reference", monkeypatch)
 
 
-def qkv(requires_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
+def qkv(*, requires_grad: bool = True) -> tuple[Tensor, Tensor, Tensor]:
     call = build(Case(group=2, tq=20, tk=24, dv=24))
     return tuple(x.requires_grad_(requires_grad) for x in (call.q, call.k, call.v))  # type: ignore[return-value]
 
@@ -89,19 +91,26 @@ def test_only_lse_is_used() -> None:
 def test_gradient_only_where_asked() -> None:
     q, k, v = qkv(requires_grad=False)
     k.requires_grad_()
-    tilegrad.attention(q, k, v).sum().backward()
+    attention(q, k, v).sum().backward()
     assert q.grad is None and v.grad is None and k.grad is not None
 
 
 def test_second_derivatives_raise() -> None:
     q, k, v = qkv()
-    (dq,) = torch.autograd.grad(tilegrad.attention(q, k, v).square().sum(), q, create_graph=True)
+    (dq,) = torch.autograd.grad(attention(q, k, v).square().sum(), q, create_graph=True)
     with pytest.raises(NotImplementedError, match="second derivative"):
         dq.sum().backward()
 
 
 def op_arguments(**mask: Any) -> tuple[Any, ...]:
-    m = {"bias": None, "alibi_slopes": None, "sinks": None, "seed": None, "cu_seqlens_q": None, "cu_seqlens_k": None}
+    m: dict[str, Any] = {
+        "bias": None,
+        "alibi_slopes": None,
+        "sinks": None,
+        "seed": None,
+        "cu_seqlens_q": None,
+        "cu_seqlens_k": None,
+    }
     m |= {"max_seqlen_q": 0, "max_seqlen_k": 0, "causal": True, "left": 9, "right": None, "scale": None}
     m |= {"softcap": 2.0, "dropout_p": 0.0} | mask
     return (*m.values(), False, None)
@@ -175,7 +184,9 @@ def test_compile_draws_its_own_seed_and_takes_packed_sequences() -> None:
 
     @torch.compile(backend="aot_eager", fullgraph=True)
     def f(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return tilegrad.attention_varlen(q, k, v, ends, ends, 5, 5, causal=True, dropout_p=0.5)
+        o = tilegrad.attention_varlen(q, k, v, ends, ends, 5, 5, causal=True, dropout_p=0.5)
+        assert isinstance(o, Tensor)
+        return o
 
     torch.manual_seed(0)
     first, second = f(q, k, v), f(q, k, v)
@@ -199,12 +210,12 @@ def test_functional_call() -> None:
             self.sinks = torch.nn.Parameter(torch.zeros(4))
 
         def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            return tilegrad.attention(q, k, v, sinks=self.sinks)  # type: ignore[return-value]
+            return attention(q, k, v, sinks=self.sinks)
 
     q, k, v = qkv(requires_grad=False)
     sinks = torch.randn(4, requires_grad=True)
     o = torch.func.functional_call(Attend(), {"sinks": sinks}, (q, k, v))
-    assert torch.equal(o, tilegrad.attention(q, k, v, sinks=sinks))
+    assert torch.equal(o, attention(q, k, v, sinks=sinks))
     o.sum().backward()
     assert sinks.grad is not None
 
@@ -215,8 +226,8 @@ def test_autocast_casts_q_k_v_and_gradients_come_back_in_float32() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         o, lse = tilegrad.attention(q, k, v, bias=bias, return_lse=True)
     assert o.dtype == torch.bfloat16 and lse.dtype == torch.float32
-    cast = tilegrad.attention(*(x.detach().bfloat16() for x in (q, k, v)), bias=bias)
-    assert torch.equal(o, cast)
+    short = attention(*(x.detach().bfloat16() for x in (q, k, v)), bias=bias)
+    assert torch.equal(o, short)
     o.float().sum().backward()
     assert q.grad is not None and q.grad.dtype == torch.float32
 
@@ -224,15 +235,15 @@ def test_autocast_casts_q_k_v_and_gradients_come_back_in_float32() -> None:
 def test_autocast_leaves_float64_alone() -> None:
     q, k, v = (x.detach().double() for x in qkv())
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        assert tilegrad.attention(q, k, v).dtype == torch.float64
+        assert attention(q, k, v).dtype == torch.float64
 
 
 def test_result_lies_in_memory_as_q_does() -> None:
     q, k, v = (torch.randn(2, 10, 4, 8).transpose(1, 2) for _ in range(3))
-    o = tilegrad.attention(q, k, v)
+    o = attention(q, k, v)
     assert o.transpose(1, 2).is_contiguous()
-    assert tilegrad.attention(q.contiguous(), k, v).is_contiguous()
-    assert torch.equal(o, tilegrad.attention(q.contiguous(), k.contiguous(), v.contiguous()))
+    assert attention(q.contiguous(), k, v).is_contiguous()
+    assert torch.equal(o, attention(q.contiguous(), k.contiguous(), v.contiguous()))
 
 
 def test_packed_sequences_equal_one_call_each() -> None:
@@ -256,7 +267,7 @@ def test_dropout_seeds() -> None:
     q, k, v = qkv(requires_grad=False)
 
     def f(**seed: Any) -> Tensor:
-        return tilegrad.attention(q, k, v, dropout_p=0.5, **seed)  # type: ignore[return-value]
+        return attention(q, k, v, dropout_p=0.5, **seed)
 
     torch.manual_seed(1)
     first, second = f(), f()
@@ -270,11 +281,11 @@ def test_dropout_seeds() -> None:
 
 def test_deterministic_follows_torch() -> None:
     q, k, v = qkv()
-    torch.use_deterministic_algorithms(True)
+    torch.use_deterministic_algorithms(mode=True)
     try:
-        tilegrad.attention(q, k, v, causal=True).sum().backward()
+        attention(q, k, v, causal=True).sum().backward()
     finally:
-        torch.use_deterministic_algorithms(False)
+        torch.use_deterministic_algorithms(mode=False)
     assert q.grad is not None
 
 

@@ -1,6 +1,6 @@
 """Hopper's backward without a GPU: how it divides its work, and what it computes where all its kernels run as plain Python.
 
-What the compiler makes of the kernels is in test_hopper.py, what they compute on a GPU in test_hopper_gpu.py.
+What the compiler makes of the kernels is in test_hopper_compile.py, what they compute on a GPU in test_hopper_gpu.py.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tilegrad.kernels.attention.hopper import (
 from tilegrad.kernels.attention.hopper import (
     launch_backward as host,
 )
-from tilegrad.kernels.attention.hopper.launch import LaunchCache
+from tilegrad.kernels.attention.hopper.launch import L2_BYTES, LaunchCache
 from tilegrad.kernels.attention.hopper.tma import varlen_descriptor
 from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.attention.problem import Sizes, sizes_of
@@ -66,7 +66,8 @@ def call(tq: int, tk: int, left: int | None, right: int | None, group: int = 1, 
 
 
 def tile_of(of: scheduler.Params, n: int, part: int = 0) -> scheduler.WorkTile:
-    return scheduler.work_tile.fn(0, 0, n, 0, 0, of.tq, of.tk, of, part, n, M, N)
+    tile: scheduler.WorkTile = scheduler.work_tile.fn(0, 0, n, 0, 0, of.tq, of.tk, of, part, n, M, N)
+    return tile
 
 
 def walked(tile: scheduler.WorkTile) -> list[tuple[int, bool]]:
@@ -138,7 +139,7 @@ def sizes(batch: int, t: int = 1024, d: int = 128, group: int = 1, right: int | 
 def test_a_smaller_batch_needs_no_more_scratch(deterministic: bool) -> None:
     def elements(batch: int) -> dict[str, int]:
         q = torch.empty(batch, 4, 1024, 128, device="meta")
-        shapes = host.workspace(q, sizes(batch), False, deterministic)
+        shapes = host.workspace(q, sizes(batch), varlen=False, deterministic=deterministic)
         return {name: torch.Size(shape).numel() for name, (shape, _) in shapes.items()}
 
     for batch in range(1, 9):
@@ -150,10 +151,10 @@ def test_packed_rows_do_not_overlap_and_begin_where_tma_can_read() -> None:
     padding = host.PADDING
     for lengths in ((5, 300, 0, 129, 1, 200), (128,), (1, 1, 1), (127, 129, 256)):
         starts = [sum(lengths[:b]) for b in range(len(lengths))]
-        begins = [scheduler.first_row.fn(b, start, padding, True) for b, start in enumerate(starts)]
+        begins = [scheduler.first_row.fn(b, start, padding, VARLEN=True) for b, start in enumerate(starts)]
         ends = [begin + -(-n // padding) * padding for begin, n in zip(begins, lengths, strict=True)]
         q = torch.empty(sum(lengths), 4, 64, device="meta")
-        shapes = host.workspace(q, sizes(len(lengths), t=max(lengths)), True, False)
+        shapes = host.workspace(q, sizes(len(lengths), t=max(lengths)), varlen=True, deterministic=False)
         assert all(begin % padding == 0 for begin in begins)
         assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["neg_lse2"][0][1]], strict=True))
         assert shapes["neg_lse2"][0][1] % padding == 0  # so that every head does
@@ -192,13 +193,14 @@ def test_few_tiles_are_shared_and_many_are_not() -> None:
     for batch in range(1, 9):  # every tile that is shared has a place for its sums
         of = sizes(batch)
         q = torch.empty(batch, 4, 1024, 128, device="meta")
-        assert splits(of) == 1 or host.count_work_tiles(of, None) <= host.workspace(q, of, False, False)["sums"][0][0]
+        sums = host.workspace(q, of, varlen=False, deterministic=False)["sums"][0]
+        assert splits(of) == 1 or host.count_work_tiles(of, None) <= sums[0]
 
 
 def test_heads_go_together_only_where_columns_differ_in_length() -> None:
     assert host.heads_per_section(sizes(8, right=None), 132) == 1
     many = host.heads_per_section(sizes(128), 132)  # many tiles: as many heads as stay in L2 with q, do and dq_acc
-    assert many * 1024 * 128 * 8 <= host.L2_BYTES < (many + 1) * 1024 * 128 * 8
+    assert many * 1024 * 128 * 8 <= L2_BYTES < (many + 1) * 1024 * 128 * 8
     assert host.heads_per_section(sizes(1), 132) == 1  # a tile for each program in any order
     assert host.heads_per_section(sizes(8, t=65536), 132) == 1  # one head fills L2
 
@@ -220,14 +222,14 @@ def backward(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[str]:
     """Names of the kernels of a call that launches nothing."""
     names: list[str] = []
 
-    def prepare(kernel: Any, *form: Any, **more: Any) -> Any:
+    def prepare(kernel: Any, *_form: Any, **_more: Any) -> Any:
         names.append(kernel.__name__)
         return lambda: None
 
     monkeypatch.setattr(host, "prepare", prepare)
     q = torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16)
     lse, mask, of = torch.zeros(2, 4, 64), Mask(causal=True), sizes(2, t=64, d=64)
-    shapes = host.workspace(q, of, False, False)
+    shapes = host.workspace(q, of, varlen=False, deterministic=False)
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     tensors = {"o": q, "do": q, "dq": q, "dk": q, "dv": q} | given
     for _ in range(2):
@@ -262,7 +264,7 @@ MODULES = (
 
 def emulated(
     of: Call, o: torch.Tensor, lse: torch.Tensor, *, programs: int, deterministic: bool = False, seed: int = 0,
-    absent: tuple[str, ...] = (), broken: Callable[[pytest.MonkeyPatch], None] = lambda patch: None,
+    absent: tuple[str, ...] = (), broken: Callable[[pytest.MonkeyPatch], None] = lambda _patch: None,
 ) -> Tensors:  # fmt: skip
     """The gradients of a call, in plain Python; `broken` changes device functions."""
     q, k, v, mask = of.q, of.k, of.v, of.mask
@@ -276,10 +278,10 @@ def emulated(
         grads["dsinks"] = torch.zeros_like(mask.sinks)
     with pytest.MonkeyPatch.context() as outer, in_python(*MODULES, seed=seed) as launch:
         outer.setattr(host, "launches", LaunchCache())
-        outer.setattr(host, "multiprocessors", lambda device: programs)
+        outer.setattr(host, "multiprocessors", lambda _device: programs)
         outer.setattr(
             host, "prepare",
-            lambda kernel, key, grid, arguments, num_warps: lambda: launch(kernel, grid, arguments),
+            lambda kernel, _key, grid, arguments, **_warps: lambda: launch(kernel, grid, arguments),
         )  # fmt: skip
         broken(outer)
         hopper.bwd(

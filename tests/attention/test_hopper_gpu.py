@@ -41,7 +41,7 @@ def check(number: int, seed: int) -> None:
         for module in (launch_forward, launch_backward):
             patch.setattr(module, "launches", LaunchCache())
             if seed % 2:
-                patch.setattr(module, "multiprocessors", lambda device: FEW_PROGRAMS)
+                patch.setattr(module, "multiprocessors", lambda _device: FEW_PROGRAMS)
         check_call(call, run(call, "hopper", deterministic=bool(spec["deterministic"])))
 
 
@@ -51,7 +51,7 @@ def check_specification(number: int, seeds: list[int]) -> Verdict:
 
 def test_random_shapes_agree_with_the_oracle(pytestconfig: pytest.Config) -> None:
     shapes, folder = pytestconfig.getoption("--shapes"), pytestconfig.getoption("--report")
-    order = sorted(range(len(specs())), key=lambda n: -int(specs()[n]["d"]))  # type: ignore[call-overload]
+    order = sorted(range(len(specs())), key=lambda n: -int(specs()[n]["d"]))
     verdicts = list(sweep(check_specification, order, shapes))
     told = report("hopper", verdicts, folder)
     assert sum(verdict.shapes for verdict in verdicts) == shapes
@@ -84,7 +84,7 @@ def test_deterministic_repeats_are_bit_equal(name: str) -> None:
 class Bound:
     """A call with all its buffers, as a training step holds them."""
 
-    def __init__(self, call: Call, deterministic: bool = False) -> None:
+    def __init__(self, call: Call, *, deterministic: bool = False) -> None:
         q, k, v, mask = call.q, call.k, call.v, call.mask
         o_shape, lse_shape = output_shapes(q, v, mask)
         self.call, self.deterministic = call, deterministic
@@ -123,7 +123,7 @@ def test_10000_calls_in_one_stream_do_not_hang() -> None:
     bound = []
     for n in range(200):
         spec = every[n % len(every)]
-        bound.append(Bound(build(case_for_hopper(spec, dice, 2000), n), bool(spec["deterministic"])))
+        bound.append(Bound(build(case_for_hopper(spec, dice, 2000), n), deterministic=bool(spec["deterministic"])))
     torch.cuda.synchronize()
     for n in range(5000):
         one = bound[dice.randrange(len(bound))]

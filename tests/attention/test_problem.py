@@ -46,6 +46,6 @@ def test_aligned_rows_are_those_that_begin_at_multiples_of_16_bytes() -> None:
         x = memory[offset:].as_strided((1, n, 2, 8), (7, stride, 64, 1))
         begins = {x[0, h, t].data_ptr() % 16 for h in range(n) for t in range(2)}
         assert rows_aligned(x) == (begins == {0}), (offset, stride, n)
-        assert (tma_refusal("x", x, False) is None) == rows_aligned(x)
+        assert (tma_refusal("x", x, varlen=False) is None) == rows_aligned(x)
     assert not rows_aligned(memory.as_strided((1, 1, 2, 8), (64, 64, 64, 2)))
     assert not rows_aligned(memory[:8].expand(1, 1, 2, 8)), "rows that are one another's are nobody's"

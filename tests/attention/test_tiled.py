@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -78,7 +79,7 @@ def test_an_output_given_as_none_is_not_computed() -> None:
     shapes = attention_workspace(q, k, v, mask, backward=True, kernel="tiled")
     scratch = new_scratch(shapes, "cpu")
     for alone in ("dq", "dk", "dv", "dbias", "dsinks"):
-        outputs = {
+        outputs: dict[str, Any] = {
             name: torch.zeros_like(want[name]) if name == alone else None
             for name in ("dq", "dk", "dv", "dbias", "dsinks")
         }
@@ -94,7 +95,7 @@ def test_sinks_gradient_accumulates_and_the_others_overwrite() -> None:
     q, k, v, mask = call.q, call.k, call.v, call.mask
     shapes = attention_workspace(q, k, v, mask, backward=True, kernel="tiled")
     scratch = new_scratch(shapes, "cpu")
-    again = {name: first[name].clone() for name in ("dq", "dk", "dv", "dsinks")}
+    again: dict[str, Any] = {name: first[name].clone() for name in ("dq", "dk", "dv", "dsinks")}
     attention_bwd(q, k, v, first["o"], first["lse"], call.do, None, mask, **again, scratch=scratch, kernel="tiled")
     assert torch.equal(again["dsinks"], 2 * first["dsinks"])
     assert all(torch.equal(again[name], first[name]) for name in ("dq", "dk", "dv"))
@@ -130,7 +131,7 @@ class LargestTensor(TorchDispatchMode):
 
     elements = 0
 
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, tuple | list) else (out,):
             if isinstance(x, torch.Tensor):
@@ -168,7 +169,7 @@ def test_nothing_is_allocated(name: str) -> None:
     for backward in (False, True):
         shapes = attention_workspace(q, k, v, mask, backward=backward, kernel="tiled")
         scratch[backward] = new_scratch(shapes, "cpu")
-    outputs = {name: torch.empty_like(x) for name, x in want.items()}
+    outputs: dict[str, Any] = {name: torch.empty_like(x) for name, x in want.items()}
     o, lse = outputs.pop("o"), outputs.pop("lse")
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as seen:
         attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[False], kernel="tiled")
@@ -197,7 +198,7 @@ def test_canary_one_wrong_score_in_one_tile_is_seen(monkeypatch: pytest.MonkeyPa
 
 
 def test_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Mask, "rows_of", lambda self, columns, tq, tk: range(columns.start // 2, tq - 16))
+    monkeypatch.setattr(Mask, "rows_of", lambda _self, columns, tq, _tk: range(columns.start // 2, tq - 16))
     with pytest.raises(AssertionError, match="error"):
         check(Case(tq=64, tk=64), 16, tiled.SLAB)
 

@@ -11,6 +11,7 @@ import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -107,10 +108,11 @@ def test_every_pair_of_features() -> None:
 @interpreted
 def test_interpreted_canary_one_wrong_score_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention.triton import forward as triton_fwd
+    from tilegrad.kernels.attention.triton import scores
 
-    right = triton_fwd.scores
+    right = scores.scores
 
-    def wrong(s, i, j, head, IEEE_FP32, MASKED):  # type: ignore[no-untyped-def]
+    def wrong(s, i, j, head, IEEE_FP32, MASKED):
         x, factor, t = right(s, i, j, head, IEEE_FP32, MASKED)
         return x + 0.05 * ((i == 33) & (j == 16)), factor, t
 
@@ -122,10 +124,11 @@ def test_interpreted_canary_one_wrong_score_is_seen(monkeypatch: pytest.MonkeyPa
 @interpreted
 def test_interpreted_canary_a_skipped_tile_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention.triton import backward as triton_bwd
+    from tilegrad.kernels.attention.triton import scores
 
-    right = triton_bwd.band_tiles
+    right = scores.band_tiles
 
-    def wrong(start, stop, shift, back, ahead, size, BLOCK):  # type: ignore[no-untyped-def]
+    def wrong(start, stop, shift, back, ahead, size, BLOCK):
         first, full, full_end, last = right(start, stop, shift, back, ahead, size, BLOCK)
         return first, full, full_end, last - (start == 32)
 
@@ -194,7 +197,7 @@ def test_interpreted_output_given_as_none_is_not_computed() -> None:
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     names = ("dq", "dk", "dv", "dbias", "dsinks")
     for alone in names:
-        outputs = {name: torch.zeros_like(want[name]) if name == alone else None for name in names}
+        outputs: dict[str, Any] = {name: torch.zeros_like(want[name]) if name == alone else None for name in names}
         attention_bwd(q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch)
         assert torch.equal(outputs[alone], want[alone]), alone
 
@@ -229,20 +232,17 @@ def test_rows_are_aligned_where_their_beginning_is_too() -> None:
 
     memory = torch.empty(2 * 3 * 8 * 64 + 64, dtype=torch.float16)
     aligned, shifted = (memory[n : n + 2 * 3 * 8 * 64].view(2, 3, 8, 64) for n in (0, 1))
-    assert (alignment(False, aligned), alignment(False, aligned, shifted), alignment(False, aligned[..., :63])) == (
-        8,
-        1,
-        8,
-    )
-    assert alignment(False, torch.empty(2, 3, 8, 63, dtype=torch.float16)) == 1
+    assert alignment(aligned, varlen=False) == alignment(aligned[..., :63], varlen=False) == 8
+    assert alignment(aligned, shifted, varlen=False) == 1
+    assert alignment(torch.empty(2, 3, 8, 63, dtype=torch.float16), varlen=False) == 1
 
 
 def test_tiles_of_an_unknown_architecture_are_those_of_the_nearest_below() -> None:
     row = tiles.TABLE[90, 16, 128, True]
-    assert tiles.candidates("dq", 103, 16, 128, True)[0] == row.dq
-    assert tiles.candidates("dq", 121, 16, 128, True)[0] == tiles.TABLE[120, 16, 128, False].dq
-    assert tiles.candidates("dq", 75, 16, 64, False)[0] == tiles.TABLE[80, 16, 64, False].dq
-    first, *others = tiles.candidates("fwd", 90, 16, 128, True)
+    assert tiles.candidates("dq", (103, 16, 128, True))[0] == row.dq
+    assert tiles.candidates("dq", (121, 16, 128, True))[0] == tiles.TABLE[120, 16, 128, False].dq
+    assert tiles.candidates("dq", (75, 16, 64, False))[0] == tiles.TABLE[80, 16, 64, False].dq
+    first, *others = tiles.candidates("fwd", (90, 16, 128, True))
     assert first == row.fwd and others
     assert all(tile.m <= first.m and tile.n <= first.n for tile in others)
 

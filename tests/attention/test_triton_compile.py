@@ -27,9 +27,9 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compile:
     from tilegrad.kernels.attention.triton import fit, launch
 
     def compile_call(architecture: int, case: Case, *, backward: bool = True) -> dict[str, Compiled]:
-        monkeypatch.setattr(launch, "multiprocessors", lambda device: 100)
-        monkeypatch.setattr(fit, "architecture", lambda device: architecture)
-        monkeypatch.setattr(fit, "shared_memory_bytes", lambda device: SHARED_MEMORY_BYTES[architecture])
+        monkeypatch.setattr(launch, "multiprocessors", lambda _device: 100)
+        monkeypatch.setattr(fit, "architecture", lambda _device: architecture)
+        monkeypatch.setattr(fit, "shared_memory_bytes", lambda _device: SHARED_MEMORY_BYTES[architecture])
         monkeypatch.setattr(fit, "fits", {})
         call = build(case)
         q, k, v, mask = call.q, call.k, call.v, call.mask
@@ -101,20 +101,20 @@ def test_dk_and_dv_of_a_wide_head_stay_together_where_sums_are_not_in_registers(
     from tilegrad.kernels.attention.triton import tiles
 
     for band in (False, True):
-        assert tiles.row(100, 16, 256, band).dk is None and tiles.row(120, 16, 256, band).dk is None
-        assert tiles.row(90, 16, 256, band).dk is not None
+        assert tiles.row((100, 16, 256, band)).dk is None and tiles.row((120, 16, 256, band)).dk is None
+        assert tiles.row((90, 16, 256, band)).dk is not None
 
 
 def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, monkeypatch: pytest.MonkeyPatch) -> None:
     from tilegrad.kernels.attention.triton import fit, tiles
 
-    own = tiles.row(90, 16, 64, True).fwd
+    own = tiles.row((90, 16, 64, True)).fwd
     monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 45_000)
     check(compile_for(90, case(64, causal=True), backward=False), 90)
     (found,) = fit.fits.values()
     assert found.tile in tiles.SMALLER and found.tile != own
     monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 1000)
-    monkeypatch.setattr(fit, "tiles_for", lambda *args: (own,))
+    monkeypatch.setattr(fit, "tiles_for", lambda *_args: (own,))
     with pytest.raises(ValueError, match=r"device: got cpu, which gives a program 1000 bytes.*'tiled' needs none"):
         compile_for(90, case(64, causal=True), backward=False)
     assert fit.fits == {}

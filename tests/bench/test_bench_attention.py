@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,13 +13,13 @@ import torch
 from tilegrad.bench import attention, calls, comparison, cost
 from tilegrad.bench.attention import bench_attention
 from tilegrad.bench.comparison import Row
-from tilegrad.bench.shapes import Shape
+from tilegrad.bench.shapes import PRESETS, Shape
 from tilegrad.kernels.attention import tiled
 
 
 @pytest.fixture(autouse=True)
 def one_small_shape(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(attention.PRESETS, "laptop", (Shape(1, 2, 64, 16, causal=True),))
+    monkeypatch.setitem(PRESETS, "laptop", (Shape(1, 2, 64, 16, causal=True),))
 
 
 def test_visible_pairs_are_those_that_the_band_leaves() -> None:
@@ -30,7 +31,7 @@ def test_visible_pairs_are_those_that_the_band_leaves() -> None:
 
 
 def test_flops_and_bytes_of_a_known_call() -> None:
-    full = {"batch": 2, "heads": 3, "tq": 100, "tk": 100, "d": 64, "dv": 64}
+    full: dict[str, Any] = {"batch": 2, "heads": 3, "tq": 100, "tk": 100, "d": 64, "dv": 64}
     assert cost.attention_flops(**full) == 4 * 2 * 3 * 100 * 100 * 64
     assert cost.attention_flops(**full, backward=True) == 10 * 2 * 3 * 100 * 100 * 64
     assert cost.attention_flops(**full, right=0) == 4 * 2 * 3 * (100 * 101 // 2) * 64
@@ -106,7 +107,7 @@ def test_a_shape_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
     from tilegrad.cli import main
 
     assert Shape.parse("4,32,4096,64") == Shape(4, 32, 4096, 64)
-    assert Shape.parse("1,32,8192,128,causal,hkv=8,tq=1") == Shape(1, 32, 8192, 128, True, hkv=8, tq=1)
+    assert Shape.parse("1,32,8192,128,causal,hkv=8,tq=1") == Shape(1, 32, 8192, 128, causal=True, hkv=8, tq=1)
     shapes = ["1,2,32,16,window=7", "2,1,32,16"]
     common = ["bench", "attention", "--device", "cpu", "--dtype", "float32", "--repeats", "2", "--kernels", "tiled"]
     assert main([*common, "--peers", "--shape", *shapes]) == 0
@@ -115,7 +116,7 @@ def test_a_shape_from_the_command_line(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_packed_shapes_stand_before_a_dense_one_of_equal_work() -> None:
-    shapes = attention.PRESETS["varlen"]
+    shapes = PRESETS["varlen"]
     for packed, dense in zip(shapes[::2], shapes[1::2], strict=True):
         assert sum(packed.lengths) == 32768 and (packed.d, packed.causal) == (dense.d, dense.causal)
         assert packed.flops(backward=True) == pytest.approx(dense.flops(backward=True), rel=0.1)
@@ -128,7 +129,7 @@ def test_packed_sequences_are_checked_and_timed(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     packed, dense = Shape(0, 2, 0, 16, causal=True, lengths=(40, 0, 24)), Shape(2, 2, 32, 16, causal=True)
-    monkeypatch.setitem(attention.PRESETS, "laptop", (packed, dense))
+    monkeypatch.setitem(PRESETS, "laptop", (packed, dense))
     assert bench_attention(device="cpu", dtype="float32", repeats=2) == 0
     out = capsys.readouterr().out
     assert "3 packed H2 T≤40 D16 causal" in out and "tiled, backward: packed at" in out
@@ -137,10 +138,11 @@ def test_packed_sequences_are_checked_and_timed(
 def test_a_kernel_that_refuses_a_shape_is_left_out_with_its_reason(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    from tilegrad.kernels.attention.table import ATTENTION
     from tilegrad.kernels.table import Kernel, Table
 
     picky = Kernel("picky", "attention.tiled", lambda problem: "takes no causal mask" if problem.mask.causal else None)
-    table = Table("attention", (picky, *attention.ATTENTION.rows))
+    table = Table("attention", (picky, *ATTENTION.rows))
     for module in (attention, calls):
         monkeypatch.setattr(module, "ATTENTION", table)
     assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["picky", "tiled"], peers=()) == 0
@@ -158,7 +160,7 @@ def test_a_window_of_sdpa_is_a_matrix() -> None:
 
 
 def test_the_thirty_cells() -> None:
-    cells = attention.PRESETS["training"]
+    cells = PRESETS["training"]
     assert len(cells) == 30 and {shape.b * shape.t for shape in cells} == {16384}
     assert {shape.h * shape.d for shape in cells} == {2048} and {shape.d for shape in cells} == {64, 128, 256}
 

@@ -12,7 +12,7 @@ from tilegrad.memory import AttentionBufferManager, BufferType
 @pytest.mark.parametrize("lightweight", [True, False])
 @pytest.mark.parametrize("seed", [0, 1])
 def test_peak_over_a_trace_of_varying_lengths(lightweight, seed):
-    manager = AttentionBufferManager(lightweight=lightweight, pressure=lambda device: 0.0)
+    manager = AttentionBufferManager(lightweight=lightweight, pressure=lambda _device: 0.0)
     steps = list(varying_lengths(10_000, seed))
     assert sum(step.shape is not None for step in steps) >= 10_000
     reserved, live = replay(manager, iter(steps))

@@ -65,7 +65,7 @@ def test_canary_a_wrong_optimizer_has_no_speed_up(monkeypatch):
 
 
 def test_a_red_check_is_an_exit_code(monkeypatch, capsys):
-    def answer(cell, kind, repeats, limit_s):
+    def answer(_cell, kind, _repeats, _limit_s):
         return {"wrong": "loss 2.0"} if kind == "speed" else ALONE
 
     monkeypatch.setattr(training, "_in_a_process", answer)
@@ -83,7 +83,7 @@ def test_disagreement():
 
 
 def test_a_contender_that_is_too_slow_is_named(monkeypatch, capsys):
-    def answer(cell, kind, repeats, limit_s):
+    def answer(_cell, kind, _repeats, limit_s):
         assert kind != "speed", "a contender that was late alone is not paired"
         return {"late": limit_s} if kind == "eager" else ALONE
 

@@ -3,6 +3,7 @@
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from tilegrad.memory.types import DEFAULT_CONFIGS
 
 Q, K, V, OUT = BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT
 SHAPE = (2, 1024, 8, 64)
-NO_PRESSURE = {"pressure": lambda device: 0.0}
+NO_PRESSURE: dict[str, Any] = {"pressure": lambda _device: 0.0}
 
 
 @pytest.fixture(params=[True, False], ids=["lightweight", "tracked"])
@@ -115,7 +116,7 @@ def test_contradicting_options_are_refused():
     with pytest.raises(ValueError, match="enable_reuse"):
         AttentionBufferManager(enable_reuse=False, enable_preallocation=True)
     with pytest.raises(TypeError, match="custom_configs"):
-        AttentionBufferManager(custom_configs={Q: {}})
+        AttentionBufferManager(custom_configs={Q: {}})  # type: ignore[dict-item]
 
 
 def test_profiling_makes_the_factorys_manager_tracked(tmp_path):

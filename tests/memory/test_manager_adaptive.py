@@ -3,6 +3,7 @@
 import json
 import re
 import threading
+from typing import Any
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ class Pressure:
     def __init__(self):
         self.level = 0.0
 
-    def __call__(self, device):
+    def __call__(self, _device):
         return self.level
 
 
@@ -131,7 +132,7 @@ def test_demand_counts_what_is_held_beyond_the_start():
 
 
 def test_three_alike_are_a_pattern():
-    learner = PatternLearner()
+    learner: PatternLearner[str] = PatternLearner()
     for seen in ({"a": (1, 1)}, {"a": (2, 1)}, {"a": (2, 1)}):
         learner.observe(seen)
         assert learner.plan == {}
@@ -246,7 +247,7 @@ def test_a_lightweight_manager_keeps_no_scopes():
 
 @pytest.fixture
 def profiled():
-    manager = AttentionBufferManager(enable_profiling=True)
+    manager: Any = AttentionBufferManager(enable_profiling=True)
     with manager.scope("layer.0"):
         a, b = manager.allocate(Q, (1000,)), manager.allocate(Q, (2000,))
         manager.deallocate(a)

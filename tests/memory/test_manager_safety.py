@@ -13,7 +13,7 @@ Q, K = BufferType.QUERY, BufferType.KEY
 
 @pytest.fixture(params=[True, False], ids=["lightweight", "tracked"])
 def manager(request):
-    return AttentionBufferManager(lightweight=request.param, pressure=lambda device: 0.0)
+    return AttentionBufferManager(lightweight=request.param, pressure=lambda _device: 0.0)
 
 
 @pytest.fixture(params=[(64,), (1200, 1024), (2, 1024, 8, 64)], ids=["bucketed", "direct", "fragment"])
@@ -95,7 +95,7 @@ def test_a_tensor_in_a_graph_raises(manager):
     leaf.requires_grad_()
     with pytest.raises(BufferStateError, match="requires_grad=True"):
         manager.deallocate(leaf)
-    leaf.requires_grad_(False)
+    leaf.requires_grad_(requires_grad=False)
     manager.deallocate(leaf)
     result = manager.allocate(K, (4,))
     result.add_(torch.ones(4, requires_grad=True))
@@ -146,7 +146,7 @@ def test_autograd_gets_the_right_gradient_from_a_freed_buffer(manager):
     del t
     manager.allocate(Q, (64,)).fill_(9)
     y.backward()
-    assert torch.equal(x.grad, torch.full((64,), 3.0))
+    assert x.grad is not None and torch.equal(x.grad, torch.full((64,), 3.0))
 
 
 def test_a_quarantined_block_returns_to_its_slab_when_its_holder_goes(manager):
@@ -231,7 +231,7 @@ def test_a_dropped_tensor_in_a_graph_lives_as_long_as_the_graph(manager):
     assert manager.get_stats()["bytes_in_use"] == 4096 * 4
     manager.allocate(Q, (4096,)).fill_(9)
     y.sum().backward()
-    assert float(x.grad[0]) == 3
+    assert x.grad is not None and float(x.grad[0]) == 3
     del y
     gc.collect()
     assert manager.get_stats()["bytes_in_use"] == 0
@@ -281,7 +281,7 @@ def test_buffers_are_ordinary_tensors_in_and_out_of_inference_mode(manager):
     t.fill_(2)
     x = torch.ones(60, requires_grad=True)
     (x * t).sum().backward()
-    assert float(x.grad[0]) == 2
+    assert x.grad is not None and float(x.grad[0]) == 2
 
 
 def test_a_buffer_may_be_written_in_a_graph(manager):
@@ -308,7 +308,7 @@ class FreesAtTheEnd:
 def test_a_finalizer_that_frees_does_not_deadlock(manager, buffer_in_cycle):
     """The garbage collector runs inside the manager too, and what it runs may free buffers."""
     done = threading.Event()
-    outside = []
+    outside: list[torch.Tensor] = []
 
     def work():
         for n in range(200):

@@ -57,7 +57,7 @@ def timeline(seed: int) -> list[Request]:
     for i in range(rng.randint(1, 60)):
         first = rng.randint(0, 40)
         nbytes = rng.choice([64, 128, 512, 4096, 100]) * rng.randint(1, 8)
-        live = ((first, first + rng.randint(0, 12)),)
+        live: tuple[tuple[int, int], ...] = ((first, first + rng.randint(0, 12)),)
         if rng.random() < 0.3:
             live += ((first + 20, first + 22),)
         requests.append(Request(f"b{i}", nbytes, live))
@@ -145,7 +145,7 @@ def test_max_live_is_no_reachable_bound_with_several_ranges() -> None:
     assert plan([a, b, c]).arena_bytes == clique_bound([a, b, c]) == 192
     requests = timeline(397)  # one of the generator's own: the best of all 8! orders is 1.42 × max-live
     items, _ = plan_module._items(requests, 64)
-    best = min(packing.top for o in permutations(items) if (packing := plan_module._pack(list(o), False)))
+    best = min(packing.top for o in permutations(items) if (packing := plan_module._pack(list(o), tightest=False)))
     assert plan(requests).arena_bytes == best > 1.35 * lower_bound(requests)
 
 

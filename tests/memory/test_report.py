@@ -12,8 +12,9 @@ import torch
 from support.tanh_stack import declare
 
 from tilegrad.kernels.op import observe
+from tilegrad.memory.page import Span, human, timeline_page
 from tilegrad.memory.planned.arena import MemoryPlan, plan_memory
-from tilegrad.memory.planned.report import MemoryReport, Span, human, memory_report, timeline_page
+from tilegrad.memory.planned.report import MemoryReport, memory_report
 from tilegrad.memory.planned.trace import Handle, Trace, trace
 from tilegrad.memory.types import BufferType
 
@@ -119,7 +120,8 @@ class Page(HTMLParser):
 
     @property
     def data(self) -> dict[str, Any]:
-        return json.loads(self.text["script"][0])
+        found: dict[str, Any] = json.loads(self.text["script"][0])
+        return found
 
 
 SPANS = (

@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import namedtuple
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import pytest
 import torch
@@ -82,7 +83,7 @@ def test_accumulation_and_in_place_go_on_with_the_range() -> None:
 
 
 def test_a_gradient_that_does_not_accumulate_is_overwritten_and_the_residual_stream_is_added_to() -> None:
-    def program(accumulate: bool) -> None:
+    def program(*, accumulate: bool) -> None:
         write(out=a)
         write(out=b)
         write(out=c)
@@ -90,13 +91,13 @@ def test_a_gradient_that_does_not_accumulate_is_overwritten_and_the_residual_str
         add_to(a, into=b, stream=c, accumulate=accumulate)
         use(b)
 
-    assert live(lambda: program(True)) == {"a": ((0, 4),), "b": ((1, 5),), "c": ((2, 4),)}
-    assert live(lambda: program(False)) == {"a": ((0, 4),), "b": ((1, 3), (4, 5)), "c": ((2, 4),)}
+    assert live(lambda: program(accumulate=True)) == {"a": ((0, 4),), "b": ((1, 5),), "c": ((2, 4),)}
+    assert live(lambda: program(accumulate=False)) == {"a": ((0, 4),), "b": ((1, 3), (4, 5)), "c": ((2, 4),)}
 
 
 def test_the_first_micro_batch_does_not_read_the_gradient_of_a_weight() -> None:
     """Of a gradient that is no persistent buffer the trace sees where its value begins."""
-    x, w, dy, dw = (buffer(name, 4, 4) for name in ("x", "w", "dy", "dw"))
+    x, w, dy, dw = (cast(Any, buffer(name, 4, 4)) for name in ("x", "w", "dy", "dw"))
 
     def program() -> None:
         for tensor in (x, w, dy):
@@ -237,9 +238,13 @@ def test_a_flat_handle_is_all_of_its_buffers() -> None:
 
 
 def test_two_buffers_of_one_name_are_refused() -> None:
+    def write_both(other: Handle) -> None:
+        write(out=a)
+        write(out=other)
+
     for other in (buffer("a", 5), buffer("a", role="params"), buffer("a", dtype=torch.int32)):
         with pytest.raises(ValueError, match="two buffers are named 'a'"):
-            traced(lambda other=other: (write(out=a), write(out=other)))
+            traced(partial(write_both, other))
 
 
 def test_a_tensor_in_a_traced_program_is_refused() -> None:

@@ -18,7 +18,7 @@ from tilegrad.shared_attention import SHARED, WEIGHTS, SharedAttention
 
 def layer(predecessor: SharedAttention | None = None, **more: Any) -> SharedAttention:
     settings: dict[str, Any] = {"n_head": 2, "dtype": torch.float64} | more
-    return tilegrad.init_attention(5, 6, 2, True, predecessor, **settings)
+    return tilegrad.init_attention(5, 6, 2, is_causal=True, predecessor=predecessor, **settings)
 
 
 def data(seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -191,7 +191,7 @@ def test_use_after_free_raises() -> None:
 def test_another_shape_dtype_or_mode_is_refused_with_both_named() -> None:
     first = layer()
     with pytest.raises(ValueError, match=r"\(2, 9, 6\).*\(2, 5, 6\)"):
-        tilegrad.init_attention(9, 6, 2, True, first, n_head=2, dtype=torch.float64)
+        tilegrad.init_attention(9, 6, 2, is_causal=True, predecessor=first, n_head=2, dtype=torch.float64)
     with pytest.raises(ValueError, match=r"float32.*float64"):
         layer(first, dtype=torch.float32)
     with pytest.raises(ValueError, match="cannot share"):
@@ -243,15 +243,15 @@ def test_order_of_calls() -> None:
 
 def test_bad_arguments_are_named() -> None:
     with pytest.raises(ValueError, match="seq_len: got 0"):
-        tilegrad.init_attention(0, 6, 2, True)
+        tilegrad.init_attention(0, 6, 2, is_causal=True)
     with pytest.raises(ValueError, match="n_head: got 4 for d_model 6"):
-        tilegrad.init_attention(5, 6, 2, True, n_head=4)
+        tilegrad.init_attention(5, 6, 2, is_causal=True, n_head=4)
     with pytest.raises(ValueError, match="n_head: got 1 for d_model 512"):
-        tilegrad.init_attention(5, 512, 2, True)
+        tilegrad.init_attention(5, 512, 2, is_causal=True)
     with pytest.raises(TypeError, match=r"dtype: got torch\.int32"):
-        tilegrad.init_attention(5, 6, 2, True, dtype=torch.int32)
+        tilegrad.init_attention(5, 6, 2, is_causal=True, dtype=torch.int32)
     with pytest.raises(TypeError, match="predecessor: got int"):
-        tilegrad.init_attention(5, 6, 2, True, 3)  # type: ignore[arg-type]
+        tilegrad.init_attention(5, 6, 2, is_causal=True, predecessor=3)  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"x: got torch\.float64 \(2, 5\)"):
         layer().forward(torch.zeros(2, 5, dtype=torch.float64))
 
@@ -283,15 +283,15 @@ def test_save_and_load(tmp_path: Path) -> None:
 
 def test_twelve_sharing_layers_need_the_backward_memory_of_one() -> None:
     """Counted as bytes of distinct storages behind the backward buffers."""
-    first = tilegrad.init_attention(64, 64, 2, True, n_head=2)
+    first = tilegrad.init_attention(64, 64, 2, is_causal=True, n_head=2)
     layers = [first]
     for _ in range(11):
-        layers.append(tilegrad.init_attention(64, 64, 2, True, layers[-1], n_head=2))
+        layers.append(tilegrad.init_attention(64, 64, 2, is_causal=True, predecessor=layers[-1], n_head=2))
 
     def backward_bytes(group: list[SharedAttention]) -> int:
         buffers = (one._live()[name] for one in group for name in one._needs())
         return sum({b.untyped_storage().data_ptr(): b.untyped_storage().nbytes() for b in buffers}.values())
 
     assert 0 < backward_bytes(layers) <= 1.01 * backward_bytes([first])
-    apart = [tilegrad.init_attention(64, 64, 2, True, n_head=2) for _ in range(12)]
+    apart = [tilegrad.init_attention(64, 64, 2, is_causal=True, n_head=2) for _ in range(12)]
     assert backward_bytes(apart) == 12 * backward_bytes([first])

@@ -38,7 +38,7 @@ def swiglu(gate: Tensor, up: Tensor) -> dict[str, Tensor]:
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """gelu of contiguous float32 is the native library's; without one it is torch's."""
     if request.param == "torch":
-        monkeypatch.setattr(rows, "refusal", lambda x: "is switched off")
+        monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
 
 
 def run(kind: str, h: Tensor, da: Tensor) -> dict[str, Tensor]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support import bounds
@@ -49,7 +51,7 @@ def torch_adamw(params: Tensor, gradients: list[Tensor], rates: list[float], max
     return torch.cat([leaf.detach() for leaf in leaves])
 
 
-def compare(dtype: torch.dtype, max_norm: float, learning_rate_tensor: bool = False) -> list[str]:
+def compare(dtype: torch.dtype, max_norm: float, *, learning_rate_tensor: bool = False) -> list[str]:
     """What the closeness rule says after 12 steps, against torch's own in float64."""
     arenas, rates = Arenas(dtype, max_norm), [1e-2 * (0.8**i) for i in range(12)]
     gradients = [randn(P, dtype=dtype, seed=i + 1) * (0.01 if i % 3 else 2.0) for i in range(12)]
@@ -132,7 +134,7 @@ def test_canary_a_wrong_step_count_decay_or_rate_is_seen(
 ) -> None:
     right = adamw_step
 
-    def wrong(norm, learning_rate, decayed, *scalars, step, **outputs):  # type: ignore[no-untyped-def]
+    def wrong(norm, learning_rate, decayed, *scalars, step, **outputs):
         if broken == "step":
             right(norm, learning_rate, decayed, *scalars, step=step + 1, **outputs)
             step.add_(1.0)
@@ -147,7 +149,7 @@ def test_canary_a_wrong_step_count_decay_or_rate_is_seen(
 
 def test_bad_inputs_say_what_is_accepted() -> None:
     x, norm, step = randn(6), randn(), torch.zeros(())
-    arenas = {"params": x, "grads": x, "m": x, "v": x, "step": step}
+    arenas: dict[str, Any] = {"params": x, "grads": x, "m": x, "v": x, "step": step}
     for fn, match in (
         (lambda: adamw_step(norm, 1e-3, 7, **arenas), "decayed: got 7; accepted: 0 … 6"),
         (lambda: adamw_step(norm, 1e-3, 6, 0.1, 0.0, **arenas), "max_norm: got 0.0; accepted: a number > 0"),

@@ -81,6 +81,7 @@ def _allowed_adamw(device: str, dtype: torch.dtype) -> dict[str, Bound]:
     arenas = arenas_on(device, acc(dtype))
     of = bounds.AdamW(*(bounds.of(arenas[name]) for name in ("params", "m", "v")))
     norm = of.step(arenas["grads"], 1, 1e-2, N // 2, 0.1, 1.0)
+    assert of.grads is not None
     numbers = {"params": of.params, "grads": of.grads, "m": of.m, "v": of.v, "norm": norm, "step": bounds.of(1.0, norm)}
     return bounds.bounds(dtype, numbers)
 
@@ -96,8 +97,11 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
     tokens, targets = TOKENS.to(device), TARGETS.to(device)
     inv = torch.tensor(1 / 64, dtype=wide, device=device)
     out = {name: torch.zeros(N, C, dtype=dtype, device=device) for name in ("y", "dx")}
-    stats = {name: torch.zeros(N, dtype=wide, device=device) for name in ("mean", "rstd")}
-    sums = {"dw": torch.zeros(C, dtype=wide, device=device), "db": torch.zeros(C, dtype=wide, device=device)}
+    stats: dict[str, Any] = {name: torch.zeros(N, dtype=wide, device=device) for name in ("mean", "rstd")}
+    sums: dict[str, Any] = {
+        "dw": torch.zeros(C, dtype=wide, device=device),
+        "db": torch.zeros(C, dtype=wide, device=device),
+    }
     both = lambda workspace, *args: scratch(workspace(*args, backward=False) | workspace(*args, backward=True))  # noqa: E731
     if op == "linear":
         s, dw = both(linear_workspace, x, w), torch.zeros(C, C, dtype=wide, device=device)
@@ -171,16 +175,16 @@ def build(op: str, device: str, dtype: torch.dtype) -> Built:
         return out | {"loss": loss, "dw": dtable}, lambda: embedding_mse_step(
             x, table, targets, inv, loss=loss, dx=out["dx"], dwte=dtable, scratch=s
         )
-    arenas = arenas_on(device, wide)
+    arenas: dict[str, Any] = arenas_on(device, wide)
     norm, step = torch.zeros((), dtype=wide, device=device), torch.zeros((), device=device)
     s = scratch(global_norm_workspace(arenas["grads"]) | adamw_workspace(arenas["params"]))
     rate = torch.tensor(1e-2, device=device)
 
-    def call() -> None:
+    def step_once() -> None:
         global_norm(arenas["grads"], norm=norm, scratch=s)
         adamw_step(norm, rate, N // 2, **arenas, step=step, scratch=s)
 
-    return arenas | {"norm": norm, "step": step}, call
+    return arenas | {"norm": norm, "step": step}, step_once
 
 
 OPS = (
@@ -199,7 +203,8 @@ def test_the_cpu_in_float64_agrees(op: str, dtype: torch.dtype) -> None:
     on_cuda()
     exact()
     of = {
-        name: Bound(*(x if x is None else x.cpu() for x in bound)) for name, bound in allowed(op, "cuda", dtype).items()
+        name: Bound(sigma.cpu(), b.cpu(), None if slope is None else slope.cpu())
+        for name, (sigma, b, slope) in allowed(op, "cuda", dtype).items()
     }
     assert_close({name: x.cpu() for name, x in got.items()}, want, of)
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any, cast
+
 import pytest
 import torch
 from support import bounds
@@ -29,7 +32,7 @@ from tilegrad.kernels.linear import (
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     """The bias's gradient is the native library's; without one it is torch's."""
     if request.param == "torch":
-        monkeypatch.setattr(rows, "refusal", lambda x: "is switched off")
+        monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
 
 
 def in_tiles_of(monkeypatch: pytest.MonkeyPatch, rows: int, cols: int) -> None:
@@ -48,7 +51,7 @@ def per_head(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
     return {"y": (y if b is None else y + b).flatten(1)}
 
 
-def run(inputs: dict[str, Tensor | None], dy: Tensor, *, heads: bool = False) -> dict[str, Tensor]:
+def run(inputs: Mapping[str, Tensor | None], dy: Tensor, *, heads: bool = False) -> dict[str, Tensor]:
     """Forward and backward with poisoned outputs; gradients that accumulate start at 0."""
     x, w, b = inputs["x"], inputs["w"], inputs["b"]
     assert x is not None and w is not None
@@ -63,7 +66,7 @@ def run(inputs: dict[str, Tensor | None], dy: Tensor, *, heads: bool = False) ->
 
 
 def check(n: int, cin: int, cout: int, dtype: torch.dtype, bias: bool) -> None:
-    inputs = {
+    inputs: dict[str, Any] = {
         "x": randn(n, cin, dtype=dtype),
         "w": randn(cout, cin, dtype=dtype),
         "b": randn(cout, dtype=dtype) if bias else None,
@@ -121,7 +124,7 @@ def test_gradients_that_do_not_add_overwrite(
     w = randn(h, d, d, dtype=dtype) if heads else randn(h * d, h * d, dtype=dtype)
     want = run({"x": x, "w": w, "b": w[..., 0]}, dy, heads=heads)
     bwd = per_head_linear_bwd if heads else linear_bwd
-    got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db")}
+    got: dict[str, Any] = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db")}
     bwd(dy, x, w, **got, accumulate=False, scratch=poisoned(linear_workspace(x, w, backward=True)))
     assert all(torch.equal(got[name], want[name]) for name in got)
 
@@ -130,7 +133,7 @@ def test_gradients_that_do_not_add_overwrite(
 @pytest.mark.parametrize("bias", [False, True])
 def test_per_head(dtype: torch.dtype, bias: bool) -> None:
     h, d, n = 3, 21, 63
-    inputs = {
+    inputs: dict[str, Any] = {
         "x": randn(n, h * d, dtype=dtype),
         "w": randn(h, d, d, dtype=dtype),
         "b": randn(h, d, dtype=dtype) if bias else None,
@@ -165,7 +168,7 @@ def test_parameter_gradients_accumulate_and_none_is_not_computed(dtype: torch.dt
     scratch = poisoned(linear_workspace(inputs["x"], inputs["w"], backward=True))
     for name in ("dx", "dw", "db"):
         again = once[name].clone()
-        linear_bwd(dy, inputs["x"], inputs["w"], **{name: again}, scratch=scratch)
+        linear_bwd(dy, inputs["x"], inputs["w"], scratch=scratch, **cast(Any, {name: again}))
         want = once[name] if name == "dx" else 2 * once[name]
         assert (again - want).abs().max() <= 1e-6 * want.abs().max(), name
 
@@ -196,7 +199,7 @@ def test_nothing_is_allocated(dtype: torch.dtype) -> None:
 def test_canary_one_wrong_weight_is_seen(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     right = linear.linear_bwd
 
-    def wrong(dy: Tensor, x: Tensor, w: Tensor, **outputs: Tensor) -> None:
+    def wrong(dy: Tensor, x: Tensor, w: Tensor, **outputs: Any) -> None:
         w = w.clone()
         w[-1, 0] += 0.5
         right(dy, x, w, **outputs)
@@ -231,7 +234,7 @@ def test_canary_a_factor_in_bfloat16_is_seen(
     monkeypatch: pytest.MonkeyPatch, products: bool, name: str, factor: float
 ) -> None:
     monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
-    inputs = {
+    inputs: dict[str, Any] = {
         name: randn(*shape, dtype=torch.bfloat16) for name, shape in (("x", (63, 37)), ("w", (50, 37)), ("b", (50,)))
     }
     dy = randn(63, 50, dtype=torch.bfloat16, seed=1)

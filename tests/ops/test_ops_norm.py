@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ from tilegrad.kernels.norm import (
     rmsnorm_fwd,
     torch_ops,
 )
-from tilegrad.kernels.scratch import Form
+from tilegrad.kernels.scratch import Form, blocks
 
 EPS = 1e-5
 
@@ -32,7 +33,7 @@ EPS = 1e-5
 def where(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Rows of float32 and bfloat16 are the native library's; without one they are torch's."""
     if request.param == "torch":
-        monkeypatch.setattr(rows, "refusal", lambda x: "is switched off")
+        monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
     return str(request.param)
 
 
@@ -44,17 +45,20 @@ def layernorm(x: Tensor, w: Tensor, b: Tensor | None) -> dict[str, Tensor]:
 
 
 def rmsnorm(x: Tensor, w: Tensor, b: None) -> dict[str, Tensor]:
+    assert b is None
     rstd = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     return {"y": x * rstd * w, "rstd": rstd[:, 0]}
 
 
-def run(inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> dict[str, Tensor]:
+def run(inputs: Mapping[str, Any], dy: Tensor, *, rms: bool) -> dict[str, Tensor]:
     x, w, b = inputs["x"], inputs["w"], inputs["b"]
-    assert x is not None and w is not None
     n, c = x.shape
     forward, backward = (poisoned(norm_workspace(x, backward=backward)) for backward in (False, True))
-    out = {"y": torch.full((n, c), torch.nan, dtype=x.dtype), "rstd": torch.full((n,), torch.nan, dtype=acc(x.dtype))}
-    grads = {"dx": torch.zeros(n, c, dtype=x.dtype), "dw": torch.zeros(c, dtype=acc(x.dtype))}
+    out: dict[str, Any] = {
+        "y": torch.full((n, c), torch.nan, dtype=x.dtype),
+        "rstd": torch.full((n,), torch.nan, dtype=acc(x.dtype)),
+    }
+    grads: dict[str, Any] = {"dx": torch.zeros(n, c, dtype=x.dtype), "dw": torch.zeros(c, dtype=acc(x.dtype))}
     if rms:
         rmsnorm_fwd(x, w, EPS, **out, scratch=forward)
         rmsnorm_bwd(dy, x, w, out["rstd"], **grads, scratch=backward)
@@ -67,13 +71,13 @@ def run(inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> dict[str,
     return out | grads
 
 
-def build(n: int, c: int, dtype: torch.dtype, *, bias: bool) -> tuple[dict[str, Tensor | None], Tensor]:
+def build(n: int, c: int, dtype: torch.dtype, *, bias: bool) -> tuple[dict[str, Any], Tensor]:
     x = randn(n, 2 * c, dtype=dtype)[:, c:] + 0.5
     b = randn(c, dtype=dtype, seed=2) if bias else None
     return {"x": x, "w": randn(c, dtype=dtype), "b": b}, randn(n, c, dtype=dtype, seed=1)
 
 
-def assert_right(got: dict[str, Tensor], inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> None:
+def assert_right(got: dict[str, Tensor], inputs: dict[str, Any], dy: Tensor, *, rms: bool) -> None:
     allowed = bounds.norm(**inputs, dy=dy, eps=EPS, rms=rms)
     assert_true(got, rmsnorm if rms else layernorm, inputs, {"y": dy}, allowed)
 
@@ -99,14 +103,14 @@ def test_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, bloc
 def test_all_gradients_accumulate_and_none_is_not_computed(dtype: torch.dtype, rms: bool) -> None:
     inputs, dy = build(20, 30, dtype, bias=not rms)
     x, w, once = inputs["x"], inputs["w"], run(inputs, dy, rms=rms)
-    assert x is not None and w is not None
     scratch = poisoned(norm_workspace(x, backward=True))
     for name in ("dx", "dw") if rms else ("dx", "dw", "db"):
         again = once[name].clone()
+        one: dict[str, Any] = {name: again}
         if rms:
-            rmsnorm_bwd(dy, x, w, once["rstd"], **{name: again}, scratch=scratch)
+            rmsnorm_bwd(dy, x, w, once["rstd"], scratch=scratch, **one)
         else:
-            layernorm_bwd(dy, x, w, once["mean"], once["rstd"], **{name: again}, scratch=scratch)
+            layernorm_bwd(dy, x, w, once["mean"], once["rstd"], scratch=scratch, **one)
         assert (again - 2 * once[name]).abs().max() <= 2 * torch.finfo(again.dtype).eps * again.abs().max(), name
 
 
@@ -118,8 +122,7 @@ def test_parameter_gradients_that_do_not_add_overwrite(
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", 100)
     inputs, dy = build(20, 30, dtype, bias=not rms)
     x, w, want = inputs["x"], inputs["w"], run(inputs, dy, rms=rms)
-    assert x is not None and w is not None
-    got = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db") if name in want}
+    got: dict[str, Any] = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db") if name in want}
     scratch, dx = poisoned(norm_workspace(x, backward=True)), want["dx"].clone()
     if rms:
         rmsnorm_bwd(dy, x, w, want["rstd"], dx=dx, **got, accumulate=False, scratch=scratch)
@@ -180,7 +183,6 @@ def test_columns_apart_are_an_error() -> None:
         run(inputs, dy, rms=False)
     inputs, dy = build(20, 30, torch.float32, bias=False)
     x, w, rstd = inputs["x"], inputs["w"], torch.ones(20)
-    assert x is not None and w is not None
     with pytest.raises(ValueError, match=r"dw: got strides \(2,\)"):
         rmsnorm_bwd(dy, x, w, rstd, dw=torch.zeros(30, 2)[:, 0], scratch=poisoned(norm_workspace(x, backward=True)))
 
@@ -209,9 +211,9 @@ def test_nothing_is_allocated(dtype: torch.dtype, rms: bool) -> None:
 def test_canary_a_forgotten_block_of_rows_is_seen(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool
 ) -> None:
-    right, native = torch_ops.blocks, cpu.bwd
+    right, native = blocks, cpu.bwd
 
-    def but_the_last(dy: Tensor, x: Tensor, *others: Any, dx: Tensor, **sums: Tensor | None) -> None:
+    def but_the_last(dy: Tensor, x: Tensor, *others: Any, dx: Tensor, **sums: Any) -> None:
         native(dy[:-1], x[:-1], *others, dx=dx[:-1], **sums)
 
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", 480)
@@ -250,7 +252,7 @@ def test_a_kernel_asked_for_by_name_runs_or_raises() -> None:
         )
         results.append(y)
     assert torch.allclose(results[1], rmsnorm(x, w, None)["y"], rtol=1e-6)
-    assert torch.allclose(*results, rtol=1e-6)
+    assert torch.allclose(results[0], results[1], rtol=1e-6)
     assert norm_workspace(x, backward=True, kernel="torch").keys() >= {"torch.centred", "torch.sum"}
     x, w, rstd = x.double(), w.double(), rstd.double()
     with pytest.raises(ValueError, match=r"got 'native', which can't run this call: .*'torch' would run it"):

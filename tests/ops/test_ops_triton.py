@@ -74,19 +74,20 @@ def layernorm(x: Tensor, w: Tensor, b: Tensor | None) -> Outputs:
 
 
 def rmsnorm(x: Tensor, w: Tensor, b: None) -> Outputs:
+    assert b is None
     rstd = (x.square().mean(-1, keepdim=True) + EPS).rsqrt()
     return {"y": x * rstd * w, "rstd": rstd[:, 0]}
 
 
 def norm_inputs(
     n: int, c: int, dtype: torch.dtype, *, bias: bool, device: str = "cpu"
-) -> tuple[dict[str, Tensor | None], Tensor]:
+) -> tuple[dict[str, Any], Tensor]:
     w, b = (randn(c, dtype=dtype, seed=seed).to(device) for seed in (0, 2))
     x, dy = (apart(n, c, dtype, device, seed=seed) for seed in (0, 1))
     return {"x": x + 0.5, "w": w, "b": b if bias else None}, dy
 
 
-def run_norm(inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> Outputs:
+def run_norm(inputs: dict[str, Any], dy: Tensor, *, rms: bool) -> Outputs:
     x, w, b = inputs["x"], inputs["w"], inputs["b"]
     assert x is not None and w is not None
     n, c = x.shape
@@ -113,7 +114,7 @@ def run_norm(inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> Outp
     return out | grads | {"dx": dx}
 
 
-def check_norm(got: Outputs, inputs: dict[str, Tensor | None], dy: Tensor, *, rms: bool) -> None:
+def check_norm(got: Outputs, inputs: dict[str, Any], dy: Tensor, *, rms: bool) -> None:
     allowed = bounds.norm(**inputs, dy=dy, eps=EPS, rms=rms)
     assert_true(got, rmsnorm if rms else layernorm, inputs, {"y": dy}, allowed)
 
@@ -181,10 +182,11 @@ def test_interpreted_no_rows(rms: bool) -> None:
 @pytest.mark.parametrize("rms", [False, True])
 def test_interpreted_canary_a_forgotten_program_is_seen(monkeypatch: pytest.MonkeyPatch, rms: bool) -> None:
     """The partial sums of the backward's last one, the last rows of the forward."""
+    from tilegrad.kernels.column_sum import triton_ops as column_sum_ops
     from tilegrad.kernels.norm import triton_ops
 
     inputs, dy = norm_inputs(63, 768, torch.float16, bias=not rms)
-    right = triton_ops.add_partials
+    right = column_sum_ops.add_partials
 
     def but_the_last(partials: Tensor, *sums: Tensor, accumulate: bool) -> None:
         right(partials[:, :-1].contiguous(), *sums, accumulate=accumulate)
@@ -369,7 +371,7 @@ def test_an_old_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
         dtype, device = torch.bfloat16, torch.device("cuda", 0)
 
     for found, refused in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
-        monkeypatch.setattr(gpu, "capability", lambda device, found=found: found)
+        monkeypatch.setattr(gpu, "capability", lambda _device, found=found: found)
         gpu._refusal.cache_clear()
         told = gpu.refusal(OnCuda())
         assert (told is not None) == refused

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tilegrad.cli import main
-from tilegrad.kernels.scratch import Form, below, larger, new_scratch, of, rows_per_block, views
+from tilegrad.kernels.scratch import Form, Shapes, below, larger, new_scratch, of, rows_per_block, views
 from tilegrad.kernels.table import Kernel, Table, takes_all
 
 
@@ -78,7 +78,8 @@ def test_names_below_an_owner_and_back() -> None:
 
 
 def test_a_buffer_may_be_larger_but_not_smaller_other_or_strided() -> None:
-    needed, cpu = {"a": ((2, 3), torch.float32)}, torch.device("cpu")
+    needed: Shapes = {"a": ((2, 3), torch.float32)}
+    cpu = torch.device("cpu")
     large = torch.arange(10.0)
     assert torch.equal(views({"a": large}, needed, cpu, "test")["a"], large[:6].view(2, 3))
     for wrong in (torch.empty(5), torch.empty(10, dtype=torch.int32), torch.empty(10, 2)[:, 0]):

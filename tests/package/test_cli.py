@@ -18,6 +18,7 @@ import tilegrad
 from tilegrad import ModelConfig, check, gradcheck
 from tilegrad.cli import build_parser, main
 from tilegrad.cli.arguments import given_keys
+from tilegrad.model.config import PRESETS
 from tilegrad.train.config import DataConfig, TrainConfig, run_from
 
 
@@ -254,7 +255,7 @@ def test_the_demo_trains_and_says_whether_it_learned(
 
     monkeypatch.chdir(tmp_path)
     short = config.TrainConfig(steps=2, warmup_steps=1, batch_size=2, seq_len=16, eval_batches=1, sample_tokens=4)
-    monkeypatch.setattr(config, "preset_run", lambda name: config.RunConfig(config.PRESETS["tiny"], short))
+    monkeypatch.setattr(config, "preset_run", lambda _name: config.RunConfig(PRESETS["tiny"], short))
     assert main(["demo"]) == 1
     assert main(["demo"]) == 1
     assert "did NOT learn" in capsys.readouterr().out

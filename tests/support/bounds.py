@@ -15,9 +15,11 @@ The last rounding of an output is the rule's own. The exact values are not used:
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -27,7 +29,7 @@ from tilegrad.kernels import linear as linear_op
 from tilegrad.kernels.closeness import Bound, rounding, roundoff
 from tilegrad.kernels.scratch import accumulation_dtype
 
-Operand = "Number | Tensor | float"
+Operand: TypeAlias = "Number | Tensor | float"
 ELEMENTARY = 4.0  # units that exp, tanh and σ err by: vector libraries promise 3.5 to 4
 
 
@@ -71,7 +73,7 @@ class Number:
         b = _of_a_sum(total, self.x**2 @ y.x**2, self.x.shape[-1])
         return Number(total, var, b + self.b @ y.x.abs() + self.x.abs() @ y.b)
 
-    def sum(self, dim: int, keepdim: bool = False) -> Number:
+    def sum(self, dim: int, *, keepdim: bool = False) -> Number:
         total, squares, var, b = (y.sum(dim, keepdim) for y in (self.x, self.x**2, self.var, self.b))
         return Number(total, var, b + _of_a_sum(total, squares, self.x.shape[dim]))
 
@@ -146,9 +148,15 @@ def per_head_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> dict[
     h, d = w.shape[:2]
     own = [slice(i * d, (i + 1) * d) for i in range(h)]
     heads = [linear(x[:, s], w[i], None if b is None else b[i], dy[:, s]) for i, s in enumerate(own)]
-    joined = {"y": torch.cat, "dx": torch.cat, "dw": torch.stack, "db": torch.stack}
+    beside = functools.partial(torch.cat, dim=1)
+    joined: dict[str, Callable[[list[Tensor]], Tensor]] = {
+        "y": beside,
+        "dx": beside,
+        "dw": torch.stack,
+        "db": torch.stack,
+    }
     return {
-        name: Bound(*(join([head[name][i] for head in heads], *((1,) if join is torch.cat else ())) for i in (0, 1)))
+        name: Bound(join([head[name].sigma for head in heads]), join([head[name].accumulated for head in heads]))
         for name, join in joined.items()
         if name in heads[0]
     }
@@ -208,7 +216,8 @@ def swiglu(gate: Tensor, up: Tensor, da: Tensor) -> dict[str, Bound]:
 def _slope_of_a_factor(t: Number, y: Number, dtype: torch.dtype) -> Tensor:
     """sd⟨e, y⟩ where each y has a factor t that is rounded: equal t of a coarse dtype round alike."""
     values, which = t.x.flatten().unique(return_inverse=True)
-    return torch.zeros_like(values).index_add_(0, which, y.x.flatten() ** 2).norm() * roundoff(dtype) / math.sqrt(3)
+    summed: Tensor = torch.zeros_like(values).index_add_(0, which, y.x.flatten() ** 2).norm()
+    return summed * roundoff(dtype) / math.sqrt(3)
 
 
 def rope(x: Tensor, dy: Tensor) -> dict[str, Bound]:

@@ -122,13 +122,13 @@ def run(call: Call, kernel: str | None, *, deterministic: bool = False) -> Tenso
         x = torch.empty(shape, dtype=dtype, device=q.device)
         return x.fill_(float("nan")) if dtype.is_floating_point else x.fill_(1)
 
-    def scratch(backward: bool) -> Tensors:
+    def scratch(*, backward: bool) -> Tensors:
         shapes = attention_workspace(q, k, v, mask, backward=backward, kernel=kernel, deterministic=deterministic)
         return {name: new(*form) for name, form in shapes.items()}
 
     o_shape, lse_shape = output_shapes(q, v, mask)
     o, lse = new(o_shape, q.dtype), new(lse_shape, lse_dtype(q.dtype))
-    attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch(False), kernel=kernel)
+    attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch(backward=False), kernel=kernel)
     grads = {name: new(tuple(x.shape), x.dtype) for name, x in (("dq", q), ("dk", k), ("dv", v))}
     if mask.float_bias is not None:
         grads["dbias"] = new(tuple(mask.float_bias.shape), mask.float_bias.dtype)
@@ -136,7 +136,7 @@ def run(call: Call, kernel: str | None, *, deterministic: bool = False) -> Tenso
         grads["dsinks"] = torch.zeros_like(mask.sinks)
     attention_bwd(
         q, k, v, o, lse, call.do, call.dlse, mask, **grads,
-        scratch=scratch(True), kernel=kernel, deterministic=deterministic,
+        scratch=scratch(backward=True), kernel=kernel, deterministic=deterministic,
     )  # fmt: skip
     return {"o": o, "lse": lse, **grads}
 
@@ -172,7 +172,7 @@ def cases(draw: st.DrawFn) -> Case:
     case = Case(
         b=draw(st.integers(1, 3)), hkv=draw(st.integers(1, 3)), group=draw(st.sampled_from((1, 1, 2, 3))),
         tq=draw(_T), tk=draw(_T), d=d, dv=draw(st.sampled_from((d, d, 5, 24))), dtype=dtype,
-        causal=draw(st.booleans()), window=draw(st.sampled_from((None, None, 0)) ),
+        causal=draw(st.booleans()), window=draw(st.sampled_from((None, None, (0, 0)))),
         scale=draw(st.sampled_from((None, None, 0.3, -0.2))), softcap=draw(st.sampled_from((0.0, 0.0, 2.0, 30.0))),
         alibi=draw(st.sampled_from(("", "", "h", "bh"))), sinks=draw(st.booleans()),
         dropout_p=draw(st.sampled_from((0.0, 0.0, 0.25))), dlse=draw(st.booleans()),

@@ -54,7 +54,7 @@ def compiling(architecture: int, folder: Path) -> Iterator[dict[str, Compiled]]:
         def get_current_device(self) -> int:
             return architecture  # a device of its own: Triton remembers the target of each
 
-        def get_current_stream(self, device: int) -> int:
+        def get_current_stream(self, _device: int) -> int:
             return 0
 
         def get_active_torch_device(self) -> torch.device:

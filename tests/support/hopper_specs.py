@@ -34,16 +34,16 @@ def specs() -> tuple[Spec, ...]:
 
 def case_of(spec: Spec, dice: random.Random, longest: int = LONGEST) -> Case:
     """Sizes drawn from `dice`."""
-    d, (causal, window) = spec["d"], spec["band"]  # type: ignore[misc]
+    d, (causal, window) = spec["d"], spec["band"]
     lengths: tuple[tuple[int, int], ...] = ()
     if spec["packed"]:
         some = ((dice.randint(0, longest), dice.choice((0, 1, 60, longest))) for _ in range(dice.randint(0, 3)))
         lengths = ((dice.randint(LEAST, longest), dice.randint(1, 4 * LEAST)), *some)
     return Case(
-        b=dice.randint(1, 3), hkv=dice.randint(1, 2), group=spec["group"], d=d, dv=d,  # type: ignore[arg-type]
+        b=dice.randint(1, 3), hkv=dice.randint(1, 2), group=spec["group"], d=d, dv=d,
         tq=dice.randint(LEAST, longest), tk=dice.choice((1, 64, dice.randint(1, 4 * LEAST), dice.randint(1, longest))),
-        dtype=spec["dtype"], causal=causal, window=window, softcap=spec["softcap"], scale=spec["scale"],  # type: ignore[arg-type]
-        sinks=spec["sinks"], dlse=spec["dlse"], layout=spec["layout"], lengths=lengths, device="cuda",  # type: ignore[arg-type]
+        dtype=spec["dtype"], causal=causal, window=window, softcap=spec["softcap"], scale=spec["scale"],
+        sinks=spec["sinks"], dlse=spec["dlse"], layout=spec["layout"], lengths=lengths, device="cuda",
     )  # fmt: skip
 
 

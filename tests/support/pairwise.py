@@ -8,9 +8,10 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Mapping
+from typing import Any
 
 Axes = Mapping[str, tuple[object, ...]]
-Spec = dict[str, object]
+Spec = dict[str, Any]
 Pair = tuple[tuple[str, object], tuple[str, object]]
 
 DRAWS = 60  # random specifications of which the best is taken
@@ -20,7 +21,7 @@ def pairs(spec: Spec) -> set[Pair]:
     return set(itertools.combinations(spec.items(), 2))
 
 
-def all_pairs(axes: Axes, allowed: Callable[[Spec], bool] = lambda spec: True) -> set[Pair]:
+def all_pairs(axes: Axes, allowed: Callable[[Spec], bool] = lambda _spec: True) -> set[Pair]:
     return {
         ((a, x), (b, y))
         for (a, xs), (b, ys) in itertools.combinations(axes.items(), 2)
@@ -29,7 +30,7 @@ def all_pairs(axes: Axes, allowed: Callable[[Spec], bool] = lambda spec: True) -
     }
 
 
-def covering(axes: Axes, allowed: Callable[[Spec], bool] = lambda spec: True, seed: int = 0) -> list[Spec]:
+def covering(axes: Axes, allowed: Callable[[Spec], bool] = lambda _spec: True, seed: int = 0) -> list[Spec]:
     """Of DRAWS random specifications always the one with the most pairs not covered yet, until none is missing.
 
     `allowed` also judges a specification of two axes only: it must not ask for others."""

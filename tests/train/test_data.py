@@ -184,7 +184,7 @@ def patch(at: int, format: str, value: int | bytes) -> Callable[[bytes], bytes]:
         (lambda whole: whole[:-1], "truncated, 101 bytes where 3 tokens make 102"),
         (lambda whole: whole + b"\0", "too long, 103 bytes where 3 tokens make 102"),
         (lambda whole: whole[:50], "50 bytes are less than a header"),
-        (lambda whole: b"", "not a token file"),
+        (lambda _whole: b"", "not a token file"),
         (patch(0, "8s", b"TGTOKENX"), "begins with b'TGTOKENX'"),
         (patch(8, "<I", 2), "version 2 is not 1"),
         (patch(12, "<I", 4), "4 bytes per token do not go with a vocabulary of 10"),
@@ -218,7 +218,7 @@ def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
 def test_a_write_that_fails_leaves_the_old_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = write(tmp_path / "tokens.bin", [1, 2, 3], 10)
 
-    def full(descriptor: int) -> None:
+    def full(_descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr("os.fsync", full)

@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 import tilegrad
 from tilegrad import ModelConfig, progress
@@ -90,7 +92,11 @@ def watched_by(show: Show, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def send(*numbers: signal.Signals) -> Callable[[], None]:
-    return lambda: [os.kill(os.getpid(), number) for number in numbers] and None
+    def all_of_them() -> None:
+        for number in numbers:
+            os.kill(os.getpid(), number)
+
+    return all_of_them
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
@@ -112,7 +118,7 @@ def test_a_signal_saves_and_its_hint_is_the_command_that_works(
     assert main(["generate", "my run", "--prompt", "the", "--max-tokens", "2"]) == 0
 
 
-def test_two_interruptions_cost_no_bit(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_interruptions_cost_no_bit() -> None:
     train(RUN, Path("whole"))
     train(RUN, Path("run"), show=at_step(3, send(signal.SIGHUP)))
     train(None, Path("run"), resume=True, show=at_step(6, send(signal.SIGINT)))
@@ -133,7 +139,7 @@ def test_a_hangup_that_is_ignored_stays_ignored() -> None:
 
 
 def test_a_signal_after_the_last_step_ends_a_run_that_is_done() -> None:
-    def show(event: str, numbers: dict[str, Any]) -> None:
+    def show(event: str, _numbers: dict[str, Any]) -> None:
         if event == "validation":
             os.kill(os.getpid(), signal.SIGTERM)
 
@@ -143,7 +149,6 @@ def test_a_signal_after_the_last_step_ends_a_run_that_is_done() -> None:
 
 def interrupted_save(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """`times` more Ctrl-C while the tensors are written."""
-    save_file = checkpoint.save_file
 
     def save(tensors: dict[str, torch.Tensor], path: Path) -> None:
         send(*[signal.SIGINT] * times)()
@@ -222,7 +227,8 @@ def no_limit_afterwards() -> Iterator[None]:
     resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
 
-def test_a_disk_that_takes_no_more_leaves_the_last_good_checkpoint(no_limit_afterwards: None) -> None:
+@pytest.mark.usefixtures("no_limit_afterwards")
+def test_a_disk_that_takes_no_more_leaves_the_last_good_checkpoint() -> None:
     before = resource.getrlimit(resource.RLIMIT_FSIZE)[0]
     fill = at_step(6, lambda: limit_file_size(Path("run/log.jsonl").stat().st_size + 10))
     with pytest.raises(RunEnded) as ended:
@@ -237,7 +243,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_good_checkpoint(no_limit_afte
     assert train(None, Path("run"), resume=True).steps == 12
 
 
-def full(*arguments: object, **options: object) -> None:
+def full(*_arguments: object, **_options: object) -> None:
     raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
 
@@ -256,7 +262,7 @@ def test_a_log_that_cannot_be_written_saves_the_steps_that_were_made(
         append(self, step, kind, values)
 
     monkeypatch.setattr(RunLog, "append", fails_at_6)
-    watched_by(lambda event, numbers: None, monkeypatch)
+    watched_by(lambda _event, _numbers: None, monkeypatch)
     assert main(["train", "run.toml", "--out", "run"]) == 1
     error = capsys.readouterr().err
     assert error == (
@@ -269,9 +275,9 @@ def test_a_log_that_cannot_be_written_saves_the_steps_that_were_made(
 def test_a_save_that_fails_is_named_as_the_system_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     train(replace(RUN, train=replace(RUN.train, steps=4, keep_checkpoints=1)), Path("run"))
 
-    def no_space(tensors: object, path: Path) -> None:
+    def no_space(_tensors: object, path: Path) -> None:
         path.write_bytes(b"half")
-        raise checkpoint.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
+        raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
     monkeypatch.setattr(checkpoint, "save_file", no_space)
     longer = replace(RUN, train=replace(RUN.train, keep_checkpoints=1))
@@ -282,7 +288,7 @@ def test_a_save_that_fails_is_named_as_the_system_names_it(monkeypatch: pytest.M
 
 
 def test_a_report_that_cannot_be_written_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(loop, "write_whole", lambda path, pieces: full())
+    monkeypatch.setattr(loop, "write_whole", lambda _path, _pieces: full())
     with pytest.raises(RunEnded, match=r"No space left on device; saved: run/checkpoints/.*-step-12, after 12 steps"):
         train(RUN, Path("run"))
     assert newest().step == 12
@@ -309,7 +315,7 @@ def test_a_loss_that_is_not_finite_leaves_a_checkpoint_from_before_it_and_a_repo
         poisoned_after(5, patch)
         with pytest.raises(RunEnded, match=r"not finite in 10 steps in a row .*; the checkpoint is from before them; "):
             train(run, Path("run"))
-        watched_by(lambda event, numbers: None, patch)
+        watched_by(lambda _event, _numbers: None, patch)
         assert main(["train", "--resume", "run"]) == 1
     error = capsys.readouterr().err
     assert error.count("\n") == 1 and "step-5, after 5 steps; go on with: tilegrad train --resume run" in error
@@ -371,7 +377,7 @@ def test_the_lock_of_a_killed_process_is_nobodys() -> None:
 def test_an_interrupted_demo_says_that_it_was_stopped(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(config, "preset_run", lambda name: replace(RUN, data=DataConfig()))
+    monkeypatch.setattr(config, "preset_run", lambda _name: replace(RUN, data=DataConfig()))
     watched_by(at_step(2, send(signal.SIGINT)), monkeypatch)
     assert main(["demo"]) == 130
     out, error = capsys.readouterr()

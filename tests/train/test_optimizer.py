@@ -43,10 +43,10 @@ def test_flat_ranges_have_one_layout_and_what_decays_lies_first(config: ModelCon
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, request: pytest.FixtureRequest) -> None:
     if device == "cuda":
         pytest.importorskip("triton")
-        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+        request.getfixturevalue("on_hopper")
     plan = plan_model(CONFIG, 2, 8, torch.float32, torch.device(device))
     ops, live, activations = plan.trace.ops, plan.trace.live, plan.arenas["activations"]
     norm, update = ops.index("global_norm"), ops.index("adamw_step")

@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from tilegrad.memory.planned.report import Span, timeline_page
+from tilegrad.memory.page import Span, timeline_page
 from tilegrad.memory.types import BufferType
 from tilegrad.train import log
 from tilegrad.train.log import RunLog, read_log
@@ -73,7 +73,7 @@ def test_what_was_logged_after_the_step_of_a_resume_does_not_count(tmp_path: Pat
 
 
 def test_tensorboard_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(importlib.util, "find_spec", lambda _name: None)
     assert not log.tensorboard_installed()
     with pytest.raises(ImportError, match=r"pip install 'tilegrad\[tensorboard\]'"):
         RunLog(tmp_path / "log.jsonl", tensorboard=tmp_path / "tensorboard")

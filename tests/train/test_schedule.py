@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import math
 from itertools import pairwise
+from typing import Any
 
 import pytest
 
 from tilegrad.train.schedule import learning_rate
 
-RUN = {"peak": 1e-3, "floor": 1e-4, "warmup_steps": 10, "total_steps": 110}
+RUN: dict[str, Any] = {"peak": 1e-3, "floor": 1e-4, "warmup_steps": 10, "total_steps": 110}
 
 
 def test_corners() -> None:
@@ -49,6 +50,6 @@ def test_without_warm_up_and_in_one_step() -> None:
 )
 def test_what_is_refused(change: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
-        learning_rate(0, **(RUN | change))  # type: ignore[arg-type]
+        learning_rate(0, **(RUN | change))
     with pytest.raises(ValueError, match="step=-1"):
         learning_rate(-1, **RUN)

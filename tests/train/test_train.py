@@ -72,7 +72,7 @@ def test_a_run_folder_holds_what_it_says(run: RunConfig, tmp_path: Path) -> None
 
 
 def test_a_validation_loss_of_zero_is_reported(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Engine, "evaluate", lambda *given: 0.0)
+    monkeypatch.setattr(Engine, "evaluate", lambda *_given: 0.0)
     assert train(run, tmp_path / "run").validation_loss == 0.0
     assert ", validation 0.0000" in (tmp_path / "run" / "report.html").read_text()
 

@@ -28,7 +28,7 @@ from .timing import Thunk, interleaved
 
 def measure(
     shape: Shape, dtype: torch.dtype, device: torch.device, kernels: Sequence[str], peers: Sequence[str], repeats: int,
-    deterministic: bool = False,
+    *, deterministic: bool = False,
 ) -> list[Row]:  # fmt: skip
     inputs = Inputs(shape, dtype, device)
     forward: dict[str, Thunk] = {}
@@ -40,12 +40,12 @@ def measure(
         if refused:
             notes[name] = refused
             continue
-        wrong = check(name, shape, dtype, device, deterministic) if own else ""
+        wrong = check(name, shape, dtype, device, deterministic=deterministic) if own else ""
         if wrong:
             notes[name] = f"WRONG: {wrong}"
             continue
         try:
-            f, b, _ = inputs.ours(name, deterministic) if own else inputs.peer(name)
+            f, b, _ = inputs.ours(name, deterministic=deterministic) if own else inputs.peer(name)
             f()
             b()
         except ERRORS_OF_A_PEER as error:
@@ -99,7 +99,7 @@ def bench_attention(
         raise ValueError(f"peers: got {list(theirs)}; accepted: names among {', '.join(peers_on(where))}")
     rows: list[Row] = []
     for shape in problems:
-        new = measure(shape, kind, where, ours, theirs, repeats, deterministic)
+        new = measure(shape, kind, where, ours, theirs, repeats, deterministic=deterministic)
         rows += new
         for line in _json_lines(new, about):
             if json:

@@ -43,7 +43,7 @@ class Inputs:
             new(h, t) for h, t in ((shape.h, shape.rows), (kv, shape.t), (kv, shape.t), (shape.h, shape.rows))
         )
 
-    def ours(self, kernel: str, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
+    def ours(self, kernel: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
         """Forward and backward of a kernel of the table, nothing allocated inside, and the tensors they write."""
         q, k, v, mask = self.q, self.k, self.v, self.mask
         module = ATTENTION.select(Problem(q, k, v, mask), kernel).load()
@@ -134,7 +134,7 @@ def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
     size, shift = 128, shape.t - shape.rows
     left = shape.band[0]
 
-    def attends(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
+    def attends(_b: Tensor, _h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         gap = i + shift - j
         return gap >= 0 if left is None else (gap >= 0) & (gap <= left)
 
@@ -173,7 +173,7 @@ def refusal(kernel: str, inputs: Inputs) -> str | None:
     return next(row for row in ATTENTION.rows if row.name == kernel).refuses(problem)
 
 
-def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device, deterministic: bool = False) -> str:
+def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, deterministic: bool = False) -> str:
     """'' if the closeness rule holds at this shape, else its complaints.
 
     One kv head is looked at, of the last sequence or the longest packed one, with the query heads that share it. Where their
@@ -192,7 +192,7 @@ def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device, d
     tq, tk = of(inputs.q, 1).shape[2], of(inputs.k, 1).shape[2]
     rows = min(tq, max(1, CHECKED_SCORES[device.type] // (group * tk)))
     of(inputs.do, group)[:, :, : tq - rows] = 0.0
-    forward, backward, out = inputs.ours(kernel, deterministic)
+    forward, backward, out = inputs.ours(kernel, deterministic=deterministic)
     for x in out.values():
         x.fill_(float("nan"))
     forward()

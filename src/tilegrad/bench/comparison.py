@@ -29,7 +29,7 @@ class Row:
 
     @property
     def tflops(self) -> float | None:
-        return None if self.ms is None else self.shape.flops(self.direction == "backward") / self.ms / 1e9
+        return None if self.ms is None else self.shape.flops(backward=self.direction == "backward") / self.ms / 1e9
 
 
 class Ratio(NamedTuple):

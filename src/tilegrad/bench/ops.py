@@ -37,7 +37,7 @@ class Case:
     kernels: Table
     problem: Any
     run: Callable[[str, Scratch], None]
-    workspace: Callable[[str], Shapes] = lambda kernel: {}
+    workspace: Callable[[str], Shapes] = lambda _kernel: {}
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def norms(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
             dy, x, w, rstd, dx=dx, dw=dw, scratch=scratch, kernel=kernel)),
     ):  # fmt: skip
 
-        def workspace(kernel: str, backward: bool = backward) -> Shapes:
+        def workspace(kernel: str, *, backward: bool = backward) -> Shapes:
             return norm.norm_workspace(x, backward=backward, kernel=kernel)
 
         yield Case(op, C, moved, norm.NORM, problem, run, workspace)
@@ -94,19 +94,19 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
     kernels, problem = activation.ACTIVATION, activation.Problem
     for kind in activation.KINDS:
 
-        def forward(kernel: str, scratch: Scratch, kind: str = kind) -> None:
+        def forward(kernel: str, _scratch: Scratch, kind: str = kind) -> None:
             activation.activation_fwd(h, kind, a=a, kernel=kernel)
 
-        def backward(kernel: str, scratch: Scratch, kind: str = kind) -> None:
+        def backward(kernel: str, _scratch: Scratch, kind: str = kind) -> None:
             activation.activation_bwd(da, h, kind, dh=a, kernel=kernel)
 
         yield Case(f"{kind} forward", F, 2 * one, kernels, problem(kind, (h, a)), forward)
         yield Case(f"{kind} backward", F, 3 * one, kernels, problem(kind, (da, h, a)), backward)
 
-    def swiglu_forward(kernel: str, scratch: Scratch) -> None:
+    def swiglu_forward(kernel: str, _scratch: Scratch) -> None:
         activation.swiglu_fwd(gate, up, a=a, kernel=kernel)
 
-    def swiglu_backward(kernel: str, scratch: Scratch) -> None:
+    def swiglu_backward(kernel: str, _scratch: Scratch) -> None:
         activation.swiglu_bwd(da, gate, up, dgate=a, dup=h, kernel=kernel)
 
     yield Case("swiglu forward", F, 3 * one, kernels, problem("swiglu", (gate, up, a)), swiglu_forward)

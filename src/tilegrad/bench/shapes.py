@@ -72,7 +72,7 @@ class Shape:
     def rows(self) -> int:
         return self.tq or self.t
 
-    def flops(self, backward: bool) -> int:
+    def flops(self, *, backward: bool) -> int:
         left, right = self.band
         sequences = [(1, n, n) for n in self.lengths] or [(self.b, self.rows, self.t)]
         return sum(
@@ -80,7 +80,7 @@ class Shape:
             for b, tq, tk in sequences
         )
 
-    def bytes(self, element_bytes: int, backward: bool) -> int:
+    def bytes(self, element_bytes: int, *, backward: bool) -> int:
         b, tq, tk = (1, sum(self.lengths), sum(self.lengths)) if self.lengths else (self.b, self.rows, self.t)
         return cost.attention_bytes(
             b, self.h, self.hkv or self.h, tq, tk, self.d, self.d, element_bytes, backward=backward
@@ -121,7 +121,7 @@ PRESETS: dict[str, tuple[Shape, ...]] = {
     "short": _tokens((4096, 16384), 16384, 2048),
     "window": (Shape(1, 16, 65536, 128, window=1024),),
     "wide": _tokens((2048, 16384), 16384, 2048, (256,)),
-    "gqa": tuple(Shape(16384 // t, 32, t, 128, True, hkv=4) for t in (1024, 4096, 16384)),
+    "gqa": tuple(Shape(16384 // t, 32, t, 128, causal=True, hkv=4) for t in (1024, 4096, 16384)),
     "varlen": _packed(32768, 2048),
     "decode": tuple(Shape(b, 32, t, 128, hkv=8, tq=1) for b, t in ((1, 65536), (16, 8192))),
     "laptop": _tokens((256, 1024), 1024, 512, (64,)),

@@ -125,7 +125,7 @@ class Eager:
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=LEARNING_RATE, betas=(0.9, 0.95), eps=1e-8, fused=True)
 
-    def _backward(self, bf16: bool) -> float:
+    def _backward(self, *, bf16: bool) -> float:
         self.optimizer.zero_grad(set_to_none=True)  # the faster way: autograd adds nothing to zeros
         with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
             loss = reference.loss(self.params, self.tokens, self.targets, self.config)
@@ -133,14 +133,14 @@ class Eager:
         return float(loss.detach())
 
     def step(self) -> float:
-        loss = self._backward(self.bf16)
+        loss = self._backward(bf16=self.bf16)
         torch.nn.utils.clip_grad_norm_(self.params.values(), 1.0)
         self.optimizer.step()
         return loss
 
     def gradients(self, *, bf16: bool | None = None) -> tuple[float, Mapping[str, Tensor]]:
         """Of the loss at the present parameters; bf16=False in float32 whatever the cell's dtype."""
-        loss = self._backward(self.bf16 if bf16 is None else bf16)
+        loss = self._backward(bf16=self.bf16 if bf16 is None else bf16)
         return loss, {name: p.grad for name, p in self.params.items() if p.grad is not None}
 
 

@@ -19,14 +19,13 @@ from statistics import median
 import torch
 
 from ..kernels.attention.triton import tiles
-from ..kernels.attention.triton.tiles import Tile, Tiles
+from ..kernels.attention.triton.tiles import Key, Tile, Tiles
 from ..kernels.scratch import new_scratch
 from ..text_table import table
 from .calls import Inputs, check
 from .shapes import Shape
 from .timing import Thunk, interleaved
 
-Key = tuple[int, int, int, bool]
 T, TOKENS, HIDDEN = {16: 4096, 32: 2048, 64: 2048}, {16: 16384, 32: 4096, 64: 4096}, 2048
 REPEATS = 10
 
@@ -69,7 +68,8 @@ def with_tile(row: Tiles, kernel: str, tile: Tile) -> Tiles:
     return row._replace(dk=apart, dv=apart)._replace(**{kernel: tile})
 
 
-def shape_for(bits: int, head_dim: int, band: bool) -> Shape:
+def shape_for(key: Key) -> Shape:
+    _, bits, head_dim, band = key
     return Shape(TOKENS[bits] // T[bits], max(1, HIDDEN // head_dim), T[bits], head_dim, causal=band)
 
 
@@ -116,7 +116,7 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
         raise ValueError(f"device: got {device}; accepted: a CUDA device, for tiles are tuned where they run")
     bits = product_bits(dtype, device)
     keys = [(architecture(device), bits, d, band) for d in head_dims for band in (False, True)]
-    start = {key: tiles.row(*key) for key in keys}
+    start = {key: tiles.row(key) for key in keys}
     jobs = [(key, kernel, tile) for key in keys for kernel, found in candidates(bits, key[2]).items() for tile in found]
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(min(16, os.cpu_count() or 1), mp_context=context) as pool:
@@ -129,7 +129,7 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
     spills = {job: words for job, (words, wrong) in zip(jobs, compiled, strict=True) if not wrong}
     lines: list[list[object]] = []
     for key in keys:
-        inputs = Inputs(shape_for(*key[1:]), dtype, device)
+        inputs = Inputs(shape_for(key), dtype, device)
         best: dict[str, tuple[float, Tile]] = {}
         delta = median(interleaved({"delta": _thunk(inputs, "delta")}, REPEATS, device)["delta"])
         for kernel in candidates(bits, key[2]):
@@ -144,7 +144,7 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
                 best[kernel] = times[ranked[0]], fit[ranked[0]][2]
             lines += [[str(key), kernel, name, f"{times[name]:.3f}", spills[fit[name]]] for name in sorted(times)]
         tiles.set_row(key, _taken(start[key], best))
-        wrong = check("triton", shape_for(*key[1:]), dtype, device)
+        wrong = check("triton", shape_for(key), dtype, device)
         if wrong:
             tiles.set_row(key, start[key])
             lines.append([str(key), "WRONG", wrong, "", ""])

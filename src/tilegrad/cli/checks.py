@@ -13,7 +13,7 @@ def _check_flash(args: argparse.Namespace) -> int:
     return 0 if check_flash(args.kernel, args.device, matrices=not args.brief) else 1
 
 
-def _check_document(args: argparse.Namespace) -> int:
+def _check_document(_args: argparse.Namespace) -> int:
     from ..document import document_table
 
     print(document_table())

@@ -30,7 +30,7 @@ def _train(args: argparse.Namespace) -> int:
     home, checkpoint = locate(folder if args.resume is True else Path(args.resume))
     if args.out and home.resolve() != folder.resolve():
         raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
-    return _follow(resumed(own_run(home, checkpoint), content), home, checkpoint or True)[1]
+    return _follow(resumed(own_run(home, checkpoint), content), home, resume=checkpoint or True)[1]
 
 
 def _init(args: argparse.Namespace) -> int:
@@ -46,7 +46,7 @@ def _init(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(run: RunConfig, folder: Path, resume: Path | bool = False) -> tuple[RunResult | None, int]:
+def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False) -> tuple[RunResult | None, int]:
     """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done."""
     from ..progress import watch
     from ..train.folder import resume_command
@@ -86,7 +86,7 @@ def _print_result(result: RunResult) -> None:
     print(f"\n{table(('', 'result'), rows)}\n\nA sample:\n{result.sample}\n\nThe report: {result.report}")
 
 
-def _demo(args: argparse.Namespace) -> int:
+def _demo(_args: argparse.Namespace) -> int:
     from ..train.config import preset_run
 
     start = time.perf_counter()

@@ -179,7 +179,7 @@ def _probabilities(
     if loss is not None:
         torch.amax(p, -1, out=row_max)
         torch.gather(p, 1, index, out=at_target[:, None])
-    _aten._softmax.out(p, -1, False, out=p)
+    _aten._softmax.out(p, -1, half_to_float=False, out=p)
     if loss is not None:
         torch.amax(p, -1, out=p_max).log_()
         nll = row_max.sub_(p_max).sub_(at_target)

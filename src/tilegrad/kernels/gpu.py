@@ -25,11 +25,11 @@ def interpreting() -> bool:
 
 def refusal(x: Any) -> str | None:
     """Why no Triton kernel can run on x, from its dtype and device alone; None where one can."""
-    return _refusal(x.dtype, x.device, interpreting())
+    return _refusal(x.dtype, x.device, interpreted=interpreting())
 
 
 @functools.cache
-def _refusal(dtype: torch.dtype, device: torch.device, interpreted: bool) -> str | None:
+def _refusal(dtype: torch.dtype, device: torch.device, *, interpreted: bool) -> str | None:
     if not has_triton():
         return "needs Triton, which is not installed (pip install triton)"
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):

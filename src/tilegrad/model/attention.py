@@ -94,7 +94,7 @@ class AttentionLayer:
             parts = {"qkv": BufferType.TEMP}  # of no one type
         mask = mask_of(c, seed)
 
-        def scratch(backward: bool) -> Scratch:
+        def scratch(*, backward: bool) -> Scratch:
             form = (c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device)
             shapes = qkv_attention_workspace(b, t, *form, mask, backward=backward)
             return at.scratch(f"attention{'_bwd' if backward else ''}", shapes, _SCORES)
@@ -117,8 +117,8 @@ class AttentionLayer:
             mask=mask,
             n_head=c.n_head,
             n_kv_head=c.kv_heads,
-            forward_scratch=scratch(False),
-            backward_scratch=scratch(True),
+            forward_scratch=scratch(backward=False),
+            backward_scratch=scratch(backward=True),
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:

@@ -75,7 +75,7 @@ def train(
     folder: Path,
     *,
     resume: Path | bool = False,
-    show: Show = lambda event, numbers: None,
+    show: Show = lambda _event, _numbers: None,
 ) -> RunResult:
     """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one. A resumed run is
     the folder's own, with its own tokens: of `run` only what is in `MAY_CHANGE` may differ, and None changes nothing."""
@@ -220,7 +220,7 @@ class _Run:
         try:
             self.show(event, numbers)
         except OSError as error:
-            self.show = lambda event, numbers: None
+            self.show = lambda _event, _numbers: None
             if error.errno not in (errno.EPIPE, errno.EIO):
                 raise named(error, Path("output")) from error
             self.stopped.append("SIGPIPE" if error.errno == errno.EPIPE else "SIGHUP")

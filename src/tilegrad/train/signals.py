@@ -20,7 +20,7 @@ def stop_on_signals() -> Iterator[list[str]]:
     """
     stopped: list[str] = []
 
-    def note(number: int, frame: FrameType | None) -> None:
+    def note(number: int, _frame: FrameType | None) -> None:
         stopped.append(signal.Signals(number).name)
         if number != signal.SIGINT:
             return

@@ -101,7 +101,7 @@ class Barriers:
 
 mbarrier = SimpleNamespace(
     MBarrierLayout=lambda: "mbarrier",
-    init=lambda barrier, count: vars(barrier).update(count=count, arrivals=count),
+    init=lambda barrier, count: barrier.__dict__.update(count=count, arrivals=count),
     expect=lambda barrier, nbytes: barrier.arrive(1, nbytes),
     arrive=lambda barrier, count=1, pred=True: barrier.arrive(count) if pred else None,
     wait=lambda barrier, phase: barrier.wait(phase),

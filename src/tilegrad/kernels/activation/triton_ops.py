@@ -4,7 +4,6 @@ In float32; only outputs are rounded. σ(v) and σ(−v) are both 1 / (1 + e) or
 cancels nor overflows. Of float32, exp and quotients are rounded like torch's: the device's own err by |v| units.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import torch

@@ -22,6 +22,7 @@ from ..cpu.library import ISAS, isa, native
 from ..scratch import Scratch, Shapes, accumulation_dtype
 from .mask import Mask
 
+_FORWARD, _BACKWARD = 0, 1
 _ABSENT = (0, 0, 0, 0, 0)  # the view of no tensor
 
 
@@ -31,7 +32,7 @@ def exp_error(dtype: torch.dtype) -> float:
     return 3e-6 if dtype == torch.bfloat16 and ISAS[isa()] == "amx" else 0.0
 
 
-def _sizes(q: Any, k: Any, v: Any, mask: Mask) -> dict[str, Any]:
+def _sizes(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
     if mask.cu_seqlens_q is None:
         b, hq, tq, d = q.shape
         _, hkv, tk, dv = v.shape
@@ -53,11 +54,11 @@ def _sizes(q: Any, k: Any, v: Any, mask: Mask) -> dict[str, Any]:
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     """Grows with every size and with the number of threads."""
     dtype = accumulation_dtype(q.dtype)
-    needed_bytes = native().tilegrad_native_scratch(pack_call(**_sizes(q, k, v, mask)), backward)
+    needed_bytes = native().tilegrad_native_scratch(pack_call(**_sizes(q, v, mask)), backward)
     return {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: to begin at a cache line
 
 
-def _rows(x: Tensor | None, varlen: bool) -> tuple[int, ...]:
+def _rows(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
     """(B, H, T, D), or packed (total, H, D)."""
     if x is None:
         return _ABSENT
@@ -67,7 +68,7 @@ def _rows(x: Tensor | None, varlen: bool) -> tuple[int, ...]:
     return (x.data_ptr(), *x.stride())
 
 
-def _statistic(x: Tensor | None, varlen: bool) -> tuple[int, ...]:
+def _statistic(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
     """(B, H, T), or packed (H, total)."""
     if x is None:
         return _ABSENT
@@ -95,15 +96,15 @@ def _fields(
     data = work.data_ptr()
     start = -data % 64
     return {
-        **_sizes(q, k, v, mask), "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
+        **_sizes(q, v, mask), "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
         "scratch": data + start, "scratch_bytes": work.nbytes - start,
-        "q": _rows(q, varlen), "k": _rows(k, varlen), "v": _rows(v, varlen), "o": _rows(o, varlen),
-        "lse": _statistic(lse, varlen), "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes),
+        "q": _rows(q, varlen=varlen), "k": _rows(k, varlen=varlen), "v": _rows(v, varlen=varlen), "o": _rows(o, varlen=varlen),
+        "lse": _statistic(lse, varlen=varlen), "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes),
     }  # fmt: skip
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch)), False)
+    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch)), _FORWARD)
 
 
 def bwd(
@@ -113,7 +114,7 @@ def bwd(
 ) -> None:  # fmt: skip
     varlen = mask.varlen
     gradients = {
-        "do_": _rows(do, varlen), "dlse": _statistic(dlse, varlen), "dsinks": _by_head(dsinks),
-        "dq": _rows(dq, varlen), "dk": _rows(dk, varlen), "dv_": _rows(dv, varlen),
+        "do_": _rows(do, varlen=varlen), "dlse": _statistic(dlse, varlen=varlen), "dsinks": _by_head(dsinks),
+        "dq": _rows(dq, varlen=varlen), "dk": _rows(dk, varlen=varlen), "dv_": _rows(dv, varlen=varlen),
     }  # fmt: skip
-    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch) | gradients), True)
+    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch) | gradients), _BACKWARD)

@@ -97,7 +97,7 @@ def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[in
     return o, (q.shape[1], q.shape[0]) if mask.varlen else tuple(q.shape[:-1])
 
 
-def four_dims(x: Any, varlen: bool) -> tuple[list[int], list[int]]:
+def four_dims(x: Any, *, varlen: bool) -> tuple[list[int], list[int]]:
     """(sizes, strides) over sequences, heads, rows, columns; packed sequences are one sequence of all rows."""
     if varlen:
         (total, h, d), (x_t, x_h, x_d) = x.shape, x.stride()
@@ -105,14 +105,14 @@ def four_dims(x: Any, varlen: bool) -> tuple[list[int], list[int]]:
     return list(x.shape), list(x.stride())
 
 
-def row_strides(x: Tensor | None, varlen: bool) -> tuple[int, int, int]:
+def row_strides(x: Tensor | None, *, varlen: bool) -> tuple[int, int, int]:
     """Strides over sequences, heads and rows of q and its like; packed sequences have no stride between them."""
     if x is None:
         return 0, 0, 0
     return (0, x.stride(1), x.stride(0)) if varlen else (x.stride(0), x.stride(1), x.stride(2))
 
 
-def lse_strides(x: Tensor | None, varlen: bool) -> tuple[int, int, int]:
+def lse_strides(x: Tensor | None, *, varlen: bool) -> tuple[int, int, int]:
     """The same of lse and its like, (B, Hq, Tq) or (Hq, total)."""
     if x is None:
         return 0, 0, 0
@@ -134,14 +134,14 @@ def rows_aligned(x: Tensor) -> bool:
     )
 
 
-def tma_refusal(name: str, x: Any, varlen: bool) -> str | None:
+def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
     """Why TMA can't address x, or None. Of a handle only what it has is looked at; a fake tensor has no address."""
     itemsize = x.dtype.itemsize
     if x.shape[-1] * itemsize % ALIGNED_BYTES:
         return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"
     if not hasattr(x, "stride"):
         return None
-    sizes, strides = four_dims(x, varlen)
+    sizes, strides = four_dims(x, varlen=varlen)
     if strides[-1] != 1:
         return f"{name}: columns lie {strides[-1]} elements apart, and TMA needs them contiguous"
     for axis, n, stride in zip("BHT", sizes, strides, strict=False):

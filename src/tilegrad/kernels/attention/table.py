@@ -60,7 +60,7 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return (
             f"leaves more than {MANY_SEQUENCES} packed sequences of up to {SHORT} rows to triton, which is faster there"
         )
-    reasons = (tma_refusal(name, x, mask.varlen) for name, x in (("q", q), ("k", k), ("v", v)))
+    reasons = (tma_refusal(name, x, varlen=mask.varlen) for name, x in (("q", q), ("k", k), ("v", v)))
     return next((reason for reason in reasons if reason), None)
 
 

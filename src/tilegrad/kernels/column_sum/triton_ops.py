@@ -7,7 +7,6 @@ Sums are float32, their order is the grid's: the same bits each time, and no ato
 PROGRAMS numbers of a column tile for each multiprocessor, stay in the L2 cache.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any

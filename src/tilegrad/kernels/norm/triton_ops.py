@@ -9,7 +9,6 @@ The backward's loads go ahead of its arithmetic where STAGES > 1 (cp.async).
 With 16384 columns the backward spills some registers; up to 8192 it spills none.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -156,7 +156,7 @@ class AttentionBufferManager:
             else:
                 slot, hit = self._find(free_list)
             if self._tracked:
-                slot = self._track(slot, hit, began)
+                slot = self._track(slot, began, hit=hit)
             tensor, slot.tensor = slot.tensor, None
             assert tensor is not None
             cache.in_use += slot.nbytes
@@ -361,7 +361,7 @@ class AttentionBufferManager:
             if self._tracked:
                 self._note_given(slot, None)
 
-    def _track(self, slot: Slot, hit: bool, began_ns: int) -> Slot:
+    def _track(self, slot: Slot, began_ns: int, *, hit: bool) -> Slot:
         """Notes a slot that is handed out, after looking at it again if it was cached.
 
         If someone took hold of its bytes since it was freed, it is quarantined and another made. If a variable still

@@ -92,7 +92,7 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def shaped(storage: torch.UntypedStorage, key: Key) -> Tensor:
     """A contiguous tensor from the storage's first byte on; no view, and usable in and out of inference mode."""
-    with torch.inference_mode(False), torch.no_grad():
+    with torch.inference_mode(mode=False), torch.no_grad():
         tensor = torch.empty(0, dtype=key.dtype, device=key.device)
         return tensor.set_(storage, 0, key.shape, contiguous_strides(key.shape))
 

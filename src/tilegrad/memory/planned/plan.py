@@ -135,7 +135,7 @@ def _search(requests: Sequence[Request], align: int) -> list[int]:
     passes = max(1, _WORK // (len(items) ** 2 + 1))
     best: _Packing | None = None
     for order, tightest in _orders(items):
-        packing = _pack(order, tightest, best.top if best else None)
+        packing = _pack(order, tightest=tightest, below=best.top if best else None)
         passes -= 1
         if packing and (best is None or packing.top < best.top):
             best = packing
@@ -180,7 +180,7 @@ def _orders(items: Sequence[_Item]) -> Iterator[tuple[list[_Item], bool]]:
         yield order, True
 
 
-def _pack(order: list[_Item], tightest: bool, below: int | None = None) -> _Packing | None:
+def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _Packing | None:
     """Each item in turn into the lowest gap that holds it, or into the tightest; None once the arena passes `below`."""
     placed: list[tuple[int, int, int]] = []  # (offset, end, alive), by offset
     offsets = [0] * len(order)
@@ -220,5 +220,5 @@ def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
         at = chance.choice(highest) if iteration % 2 == 0 else chance.randrange(len(order))
         item = order.pop(at)
         order.insert(chance.randrange(at + 1), item)
-        best = _pack(order, best.tightest, best.top) or best
+        best = _pack(order, tightest=best.tightest, below=best.top) or best
     return best

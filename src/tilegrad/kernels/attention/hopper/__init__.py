@@ -24,4 +24,4 @@ __all__ = ["bwd", "fwd", "workspace"]
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     if not backward:
         return {"tile_counter": ((1,), torch.int32)} if mask.varlen else {}
-    return launch_backward.workspace(q, sizes_of(q, k, v, mask), mask.varlen, deterministic)
+    return launch_backward.workspace(q, sizes_of(q, k, v, mask), varlen=mask.varlen, deterministic=deterministic)

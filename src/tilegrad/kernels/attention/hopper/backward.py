@@ -33,7 +33,6 @@ and dv in float32, and the last to add stores. Only tiles of rows that an edge o
 10·Tq·Tk·D FLOPs a head, half of it if causal.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from triton.experimental import gluon

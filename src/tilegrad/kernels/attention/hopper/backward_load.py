@@ -3,7 +3,6 @@
 For each work tile: k and v once, and q, do, neg_lse2 and delta of every tile of rows that attends to it.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

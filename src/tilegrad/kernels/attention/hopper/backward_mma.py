@@ -5,7 +5,6 @@ tensor cores left them in registers. Only ds, for dq = ds k, goes through shared
 backward_wide.py.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

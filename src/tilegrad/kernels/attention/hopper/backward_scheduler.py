@@ -6,7 +6,6 @@ INFO_STAGES; with every tile of rows comes one word of row info, its number and 
 this in registers.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

@@ -4,7 +4,6 @@ Deterministic calls add to a tile of dq in the order of the tile scheduler: a se
 have added to it. A CTA waits only for work tiles taken before its own, so the wait ends.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from triton.experimental import gluon

@@ -10,7 +10,6 @@ páµ€ goes from the first to the second in float32, with the softcap's factor 1 â
 which both multiply. Left operands of dv and dk stay in registers. While one computes exponentials or ds, the other's MMAs run.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

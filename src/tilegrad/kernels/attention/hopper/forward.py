@@ -21,7 +21,6 @@ is stored by predicated stores, since TMA can't clip at a sequence's beginning. 
 packed sequences, which belong to the next one, are cleared in v.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

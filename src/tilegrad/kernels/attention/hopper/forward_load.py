@@ -3,7 +3,6 @@
 For each work tile: q of every warpgroup, then k and v of every block of columns, last to first.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from triton.experimental import gluon

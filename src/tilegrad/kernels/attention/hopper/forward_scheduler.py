@@ -13,7 +13,6 @@ over lengths; CTAs take slots from a counter and skip those without rows.
 Tiles of rows are counted from the end of a sequence: the ragged one is the first, and has the least to do under a causal edge.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

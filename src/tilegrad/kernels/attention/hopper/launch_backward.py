@@ -44,11 +44,11 @@ class TileConfig(NamedTuple):
 
 
 TILE_CONFIGS = {
-    64: TileConfig(128, 128, 2, 1, 1, True),
-    128: TileConfig(64, 128, 2, 1, 1, False),
-    256: TileConfig(64, 64, 1, SLICES.value, OUT_STAGES.value, False),
+    64: TileConfig(128, 128, 2, 1, 1, halves=True),
+    128: TileConfig(64, 128, 2, 1, 1, halves=False),
+    256: TileConfig(64, 64, 1, SLICES.value, OUT_STAGES.value, halves=False),
 }
-SOFTCAP_CONFIGS = TILE_CONFIGS | {64: TileConfig(64, 128, 2, 1, 1, False)}  # a softcap takes registers
+SOFTCAP_CONFIGS = TILE_CONFIGS | {64: TileConfig(64, 128, 2, 1, 1, halves=False)}  # a softcap takes registers
 launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
 
 
@@ -69,7 +69,7 @@ def count_work_tiles(sizes: Sizes, total_k: int | None) -> int:
     return sizes.hkv * sizes.batch * _ceil_div(sizes.tk, n)
 
 
-def workspace(q: Any, sizes: Sizes, varlen: bool, deterministic: bool) -> Shapes:
+def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Shapes:
     """dq in float32, two rows, counters, and unless deterministic float32 dk and dv of split work tiles. A smaller batch never
     needs more."""
     padded = _ceil_div(sizes.tq, PADDING) * PADDING
@@ -134,8 +134,8 @@ def _soonest(most: int, heads: int, steps: tuple[int, ...], programs: int) -> in
     return next(heads for heads in ends if ends[heads] <= 1.005 * min(ends.values()))
 
 
-def _descriptor(x: Tensor, varlen: bool, rows: int, columns: int) -> Descriptor:
-    return varlen_descriptor(x, rows, columns) if varlen else tile_descriptor(x, varlen, rows, columns)
+def _descriptor(x: Tensor, rows: int, columns: int, *, varlen: bool) -> Descriptor:
+    return varlen_descriptor(x, rows, columns) if varlen else tile_descriptor(x, rows, columns, varlen=False)
 
 
 def bwd(
@@ -160,7 +160,9 @@ def bwd(
     with current(q.device):
         kept = launches.get(
             key,
-            lambda: _prepare(q, k, v, o, lse, do, dlse, mask, sizes, dq, dk, dv, dsinks, scratch, deterministic),
+            lambda: _prepare(
+                q, k, v, o, lse, do, dlse, mask, sizes, dq, dk, dv, dsinks, scratch, deterministic=deterministic
+            ),
         )
         for launch in kept:
             launch()
@@ -168,11 +170,12 @@ def bwd(
 
 def _prepare(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None, scratch: Scratch, deterministic: bool,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None, scratch: Scratch, *,
+    deterministic: bool,
 ) -> tuple[Launch, ...]:  # fmt: skip
     varlen, d, cap, scale, width = mask.varlen, sizes.d, mask.softcap, float(mask.scale_for(sizes.d)), width_of(sizes.d)
     for name, x in (("o", o), ("do", do), ("dq", dq), ("dk", dk), ("dv", dv)):
-        unfit = None if x is None else tma_refusal(name, x, varlen)
+        unfit = None if x is None else tma_refusal(name, x, varlen=varlen)
         if unfit:
             raise ValueError(f"{unfit}; kernel='triton' takes it as it is")
     tile = (SOFTCAP_CONFIGS if cap else TILE_CONFIGS)[width]
@@ -200,7 +203,8 @@ def _prepare(
         _hopper_preprocess_kernel, code, row_tiles * sizes.hq * sizes.batch,
         (
             o, do, lse, dlse, cu_q, neg_lse2, delta, None if deterministic else acc, counters, sums,
-            *row_strides(o, varlen), *row_strides(do, varlen), *lse_strides(lse, varlen), *lse_strides(dlse, varlen),
+            *row_strides(o, varlen=varlen), *row_strides(do, varlen=varlen),
+            *lse_strides(lse, varlen=varlen), *lse_strides(dlse, varlen=varlen),
             rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, width, BLOCK, PADDING,
         ), num_warps=4,
     )  # fmt: skip
@@ -208,12 +212,12 @@ def _prepare(
         _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None),
         min(tiles * splits, programs),
         (
-            _descriptor(q, varlen, tile.m, width), _descriptor(k, varlen, tile.n, width),
-            _descriptor(v, varlen, tile.n, width), _descriptor(do, varlen, tile.m, width),
+            _descriptor(q, tile.m, width, varlen=varlen), _descriptor(k, tile.n, width, varlen=varlen),
+            _descriptor(v, tile.n, width, varlen=varlen), _descriptor(do, tile.m, width, varlen=varlen),
             row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
             rows_descriptor(acc, tile.m, width // tile.slices),
-            None if dk is None else _descriptor(dk, varlen, tile.n, width),
-            None if dv is None else _descriptor(dv, varlen, tile.n, width),
+            None if dk is None else _descriptor(dk, tile.n, width, varlen=varlen),
+            None if dv is None else _descriptor(dv, tile.n, width, varlen=varlen),
             sums, arrivals if split else None, dq_semaphores if deterministic else None, counters,
             rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
             sizes.left, sizes.right,
@@ -225,7 +229,7 @@ def _prepare(
     prepared = [preprocess, main]
     if dq is not None:
         arguments = (
-            acc, dq_semaphores if deterministic else None, cu_q, dq, *row_strides(dq, varlen), rows_b, rows_h,
+            acc, dq_semaphores if deterministic else None, cu_q, dq, *row_strides(dq, varlen=varlen), rows_b, rows_h,
             sizes.hq, row_tiles, sizes.tq, scale, d, width, BLOCK, tile.m,
         )  # fmt: skip
         grid = row_tiles * sizes.hq * sizes.batch

@@ -39,7 +39,7 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 2)  # for D 128: narrow columns waste less 
 launches: LaunchCache[Launch] = LaunchCache()
 
 
-def tile_config(sizes: Sizes, varlen: bool, programs: int) -> TileConfig:
+def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
     """The usual one; of one warpgroup where there is a CTA for each of its tiles; narrow columns for a window at D 128."""
     config = TILE_CONFIGS[sizes.block_d]
     if varlen:
@@ -112,17 +112,21 @@ def _prepare(
 ) -> Launch:
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
-    unfit = None if o is None else tma_refusal("o", o, varlen)
+    unfit = None if o is None else tma_refusal("o", o, varlen=varlen)
     if unfit:
         raise ValueError(f"{unfit}; kernel='triton' writes it as it is")
-    config = tile_config(sizes, varlen, multiprocessors(q.device))
+    config = tile_config(sizes, multiprocessors(q.device), varlen=varlen)
     rows = ROWS.value * config.warpgroups
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
     programs = min(tiles, multiprocessors(q.device))
     section = 1 if varlen else heads_per_section(sizes, row_tiles, programs, config)
     scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
-    strides = (*row_strides(o, varlen), *lse_strides(lse, varlen), 0 if sinks is None else sinks.stride(0))
+    strides = (
+        *row_strides(o, varlen=varlen),
+        *lse_strides(lse, varlen=varlen),
+        0 if sinks is None else sinks.stride(0),
+    )
     constants = (
         config.warpgroups, config.columns, sizes.block_d, sizes.d, config.stages, config.q_stages, scale < 0.0
     )  # fmt: skip
@@ -131,11 +135,11 @@ def _prepare(
         sizes.right is None, mask.softcap == 0.0, constants, *(stride >= 2**31 for stride in strides),
     )  # fmt: skip
     arguments = (
-        tile_descriptor(q, varlen, ROWS.value, sizes.block_d),
-        tile_descriptor(k, varlen, config.columns, sizes.block_d),
-        tile_descriptor(v, varlen, config.columns, sizes.block_d),
+        tile_descriptor(q, ROWS.value, sizes.block_d, varlen=varlen),
+        tile_descriptor(k, config.columns, sizes.block_d, varlen=varlen),
+        tile_descriptor(v, config.columns, sizes.block_d, varlen=varlen),
         mask.cu_seqlens_q, mask.cu_seqlens_k, sinks,
-        None if o is None else tile_descriptor(o, varlen, ROWS.value, sizes.block_d),
+        None if o is None else tile_descriptor(o, ROWS.value, sizes.block_d, varlen=varlen),
         o, lse, tile_counter,
         *strides, sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, section,
         sizes.tq, sizes.tk, sizes.left, sizes.right,

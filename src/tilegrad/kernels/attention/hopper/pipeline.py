@@ -12,7 +12,6 @@ Every warp counts it for itself. A wait for the phase before the first returns a
     consumer    stage = consumer_wait(pipeline, state)       reads, then consumer_release
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

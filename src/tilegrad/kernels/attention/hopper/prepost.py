@@ -7,7 +7,6 @@
 All are bound by memory.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import triton
@@ -71,7 +70,7 @@ def _hopper_preprocess_kernel(
     nothing = tl.where(divisor < 0.0, float("inf"), float("-inf"))
 
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    tl.store(neg_lse2 + at, tl.where(some, -to_log2(lse_row, False) / divisor, nothing))
+    tl.store(neg_lse2 + at, tl.where(some, -to_log2(lse_row, IEEE_FP32=False) / divisor, nothing))
     tl.store(delta + at, tl.where(some, -d, 0.0))
     if dq_acc is not None:
         tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=c < D)
@@ -112,7 +111,7 @@ def _hopper_dsinks_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
-    sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), False)
+    sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), IEEE_FP32=False)
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)

@@ -9,7 +9,6 @@ Nothing is copied: (B, T, H, D) and one third of a fused qkv buffer are strides 
 give zeros, writes and additions beyond it are dropped: that is how tails of T and of D are handled.
 """
 
-# mypy: disable-error-code="untyped-decorator"
 from __future__ import annotations
 
 import functools
@@ -51,10 +50,10 @@ class Descriptor(TensorDescriptor):  # type: ignore[misc]
         pass
 
 
-def tile_descriptor(x: Tensor, varlen: bool, rows: int, columns: int) -> Descriptor:
+def tile_descriptor(x: Tensor, rows: int, columns: int, *, varlen: bool) -> Descriptor:
     """x in boxes of (1, 1, rows, columns); columns may exceed D."""
     box = (1, 1, rows, columns)
-    sizes, strides = four_dims(x, varlen)
+    sizes, strides = four_dims(x, varlen=varlen)
     if 1 in sizes:  # the stride of an axis of 1 means nothing, but TMA wants it in order
         strides = [s if n > 1 else ALIGNED_BYTES for n, s in zip(sizes[:3], strides, strict=False)] + [1]
     return Descriptor(x, sizes, strides, list(box), layout_of(box, x.dtype))

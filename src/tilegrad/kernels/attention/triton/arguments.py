@@ -54,14 +54,14 @@ def sequence_arguments(mask: Mask) -> Arguments:
     return {"cu_seqlens_q": mask.cu_seqlens_q, "cu_seqlens_k": mask.cu_seqlens_k}
 
 
-def stride_arguments(varlen: bool, **tensors: Tensor | None) -> Arguments:
+def stride_arguments(*, varlen: bool, **tensors: Tensor | None) -> Arguments:
     """x_b, x_h, x_t of q and its like; 0 of a tensor that is None."""
-    return _named("bht", {name: row_strides(x, varlen) for name, x in tensors.items()})
+    return _named("bht", {name: row_strides(x, varlen=varlen) for name, x in tensors.items()})
 
 
-def lse_stride_arguments(varlen: bool, **tensors: Tensor | None) -> Arguments:
+def lse_stride_arguments(*, varlen: bool, **tensors: Tensor | None) -> Arguments:
     """x_b, x_h, x_t of lse and its like."""
-    return _named("bht", {name: lse_strides(x, varlen) for name, x in tensors.items()})
+    return _named("bht", {name: lse_strides(x, varlen=varlen) for name, x in tensors.items()})
 
 
 def _named(axes: str, strides: dict[str, tuple[int, ...]]) -> Arguments:
@@ -72,15 +72,15 @@ def sink_arguments(mask: Mask) -> Arguments:
     return {"sinks": mask.sinks, "sinks_h": 0 if mask.sinks is None else mask.sinks.stride(0)}
 
 
-def alignment(varlen: bool, *tensors: Tensor | None) -> int:
+def alignment(*tensors: Tensor | None, varlen: bool) -> int:
     """Elements that every row begins at a multiple of: ALIGNED_BYTES in the first tensor's dtype, or 1."""
     given = [x for x in tensors if x is not None]
     elements = ALIGNED_BYTES // given[0].element_size()
-    steps = all(stride % elements == 0 for x in given for stride in row_strides(x, varlen))
+    steps = all(stride % elements == 0 for x in given for stride in row_strides(x, varlen=varlen))
     return elements if steps and all(x.data_ptr() % ALIGNED_BYTES == 0 for x in given) else 1
 
 
-def addressing(varlen: bool, *tensors: Tensor | None) -> Arguments:
+def addressing(*tensors: Tensor | None, varlen: bool) -> Arguments:
     """The constexprs of memory.py: ALIGN, and INT64_OFFSETS where an offset inside a tile leaves 32 bits."""
-    far = any(TILE_ROWS * row_strides(x, varlen)[2] >= 2**31 for x in tensors if x is not None)
-    return {"ALIGN": alignment(varlen, *tensors), "INT64_OFFSETS": far}
+    far = any(TILE_ROWS * row_strides(x, varlen=varlen)[2] >= 2**31 for x in tensors if x is not None)
+    return {"ALIGN": alignment(*tensors, varlen=varlen), "INT64_OFFSETS": far}

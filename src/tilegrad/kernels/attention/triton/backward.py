@@ -15,7 +15,6 @@ computed twice: 7 GEMMs of 2·Tq·Tk·D FLOPs where one fused loop has 5 (8 GEMM
 price of no atomics and no float32 dq in memory. Scratch is two float32 rows, delta and lse2, (B, Hq, Tq) each.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import triton

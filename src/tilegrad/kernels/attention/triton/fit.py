@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..problem import Sizes
 from .arguments import Arguments, ieee_fp32
-from .tiles import INTERPRETER, UNALIGNED, Tile, candidates, row
+from .tiles import INTERPRETER, UNALIGNED, Key, Tile, candidates, row
 
 FAST_FLOAT64 = (INTERPRETER, 80, 90)  # half float32's rate or more; 100 too, but Triton 3.6 does not compile it there
 
@@ -41,15 +41,15 @@ def product_bits(dtype: torch.dtype, device: torch.device) -> int:
 
 
 def tiles_for(kernel: str, sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[Tile, ...]:
-    return candidates(kernel, *_row_of(sizes, dtype, device))
+    return candidates(kernel, _key(sizes, dtype, device))
 
 
 def separate_dk_dv(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
     """True if dk and dv have a pass each."""
-    return row(*_row_of(sizes, dtype, device)).dk is not None
+    return row(_key(sizes, dtype, device)).dk is not None
 
 
-def _row_of(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> tuple[int, int, int, bool]:
+def _key(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Key:
     band = sizes.left is not None or sizes.right is not None
     return architecture(device), product_bits(dtype, device), max(sizes.block_d, sizes.block_dv), band
 

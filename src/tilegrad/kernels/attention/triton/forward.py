@@ -14,7 +14,6 @@ Reads q once, k and v once for each row tile (from L2, mostly); writes o and lse
 causal. Where the band closes the future, the last rows come first: their programs are the longest.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import triton
@@ -153,7 +152,7 @@ def _combine_kernel(
 
     rows = start + tl.arange(0, BLOCK_M)
     inside = rows < tq
-    part_offsets = tile_offsets(parts_t, BLOCK_M, BLOCK_DV, 1, True)
+    part_offsets = tile_offsets(parts_t, BLOCK_M, BLOCK_DV, 1, INT64_OFFSETS=True)
     parts = at(parts, parts_b, parts_h, parts_t, b, h, start_q + start, 1)
     lse_parts = at(lse_parts, lse_parts_b, lse_parts_h, lse_parts_t, b, h, start_q, 1) + steps(rows, lse_parts_t, 1)
     row_max = tl.full([BLOCK_M], LOWEST, lse_parts.dtype.element_ty)
@@ -174,9 +173,8 @@ def _combine_kernel(
     row_sum = tl.where(some, row_sum, 1.0)
     if o is not None:
         o = at(o, o_b, o_h, o_t, b, h, start_q + start, 1)
-        store_tile(
-            o, tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, True), ratio(acc, row_sum[:, None], IEEE_FP32), tq - start, DV
-        )
+        offsets = tile_offsets(o_t, BLOCK_M, BLOCK_DV, 1, INT64_OFFSETS=True)
+        store_tile(o, offsets, ratio(acc, row_sum[:, None], IEEE_FP32), tq - start, DV)
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
         value = tl.where(some, log_sum(row_max, row_sum, IEEE_FP32), float("-inf"))

@@ -81,7 +81,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
 
 def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> Arguments:
     """The constexprs of every kernel with scores."""
-    return addressing(mask.varlen, q, *others) | {
+    return addressing(q, *others, varlen=mask.varlen) | {
         "D": sizes.d, "DV": sizes.dv, "BLOCK_D": sizes.block_d, "BLOCK_DV": sizes.block_dv,
         "NEGATIVE": mask.scale_for(sizes.d) < 0.0, "IEEE_FP32": ieee_fp32(q.dtype),
         "FP64": product_bits(q.dtype, q.device) == 64,
@@ -99,7 +99,7 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
             o_parts, lse_parts = scratch["o_parts"], scratch["lse_parts"]
             parts = Output(o_parts, lse_parts, o_parts[0], lse_parts[0], o_parts.stride(0), lse_parts.stride(0))
             _attend(q, k, v, mask, sizes, scores, parts, splits)
-            _combine(parts, mask, sizes, splits, o, lse, ieee_fp32(q.dtype))
+            _combine(parts, mask, sizes, splits, o, lse, ieee=ieee_fp32(q.dtype))
 
 
 class Output(NamedTuple):
@@ -121,8 +121,8 @@ def _attend(
         | scores
         | sequence_arguments(mask)
         | sink_arguments(mask)
-        | stride_arguments(mask.varlen, q=q, k=k, v=v, o=out.one_o)
-        | lse_stride_arguments(mask.varlen, lse=out.one_lse)
+        | stride_arguments(varlen=mask.varlen, q=q, k=k, v=v, o=out.one_o)
+        | lse_stride_arguments(varlen=mask.varlen, lse=out.one_lse)
         | {"o_s": out.o_s, "lse_s": out.lse_s}
     )
 
@@ -135,13 +135,13 @@ def _attend(
 
 
 def _combine(
-    parts: Output, mask: Mask, sizes: Sizes, splits: int, o: Tensor | None, lse: Tensor | None, ieee: bool
+    parts: Output, mask: Mask, sizes: Sizes, splits: int, o: Tensor | None, lse: Tensor | None, *, ieee: bool
 ) -> None:  # fmt: skip
     row_tiles = _ceil_div(sizes.tq, FEW_ROWS)
     _combine_kernel[(row_tiles * sizes.hq * sizes.batch,)](
         parts=parts.o, lse_parts=parts.lse, cu_seqlens_q=mask.cu_seqlens_q, o=o, lse=lse,
-        **stride_arguments(mask.varlen, parts=parts.one_o, o=o), parts_s=parts.o_s,
-        **lse_stride_arguments(mask.varlen, lse_parts=parts.one_lse, lse=lse), lse_parts_s=parts.lse_s,
+        **stride_arguments(varlen=mask.varlen, parts=parts.one_o, o=o), parts_s=parts.o_s,
+        **lse_stride_arguments(varlen=mask.varlen, lse_parts=parts.one_lse, lse=lse), lse_parts_s=parts.lse_s,
         heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, splits=splits,
         DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=FEW_ROWS, IEEE_FP32=ieee,
     )  # fmt: skip
@@ -160,7 +160,7 @@ def bwd(
         {"q": q, "k": k, "v": v, "do": do}
         | rows
         | score_arguments(sizes, mask, scratch, q.dtype)
-        | stride_arguments(mask.varlen, q=q, k=k, v=v, do=do)
+        | stride_arguments(varlen=mask.varlen, q=q, k=k, v=v, do=do)
     )
     with torch.cuda.device_of(q):
         _delta(o, lse, do, dlse, mask, sizes, rows)
@@ -176,7 +176,7 @@ def bwd(
             if own.dbias.shape[-1] > 1:
                 _dbias(scores, sizes, mask, own)
             else:
-                _dbias_rows(rows, sizes, mask, dlse, own, ieee)
+                _dbias_rows(rows, sizes, mask, dlse, own, ieee=ieee)
         if dsinks is not None and mask.sinks is not None:
             _dsinks_kernel[(sizes.hq,)](
                 **rows, **sink_arguments(mask), cu_seqlens_q=mask.cu_seqlens_q, dsinks=dsinks,
@@ -192,9 +192,9 @@ def _delta(
         return
     _delta_kernel[(row_tiles * sizes.hq * sizes.batch,)](
         o=o, do=do, lse=lse, dlse=dlse, cu_seqlens_q=mask.cu_seqlens_q, **rows,
-        **stride_arguments(mask.varlen, o=o, do=do), **lse_stride_arguments(mask.varlen, lse=lse, dlse=dlse),
+        **stride_arguments(varlen=mask.varlen, o=o, do=do), **lse_stride_arguments(varlen=mask.varlen, lse=lse, dlse=dlse),
         heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=ROWS,
-        **addressing(mask.varlen, o, do), IEEE_FP32=ieee_fp32(o.dtype),
+        **addressing(o, do, varlen=mask.varlen), IEEE_FP32=ieee_fp32(o.dtype),
     )  # fmt: skip
 
 
@@ -209,10 +209,10 @@ def _columns(
         {"dk": dk, "dv": dv, "scale": mask.scale_for(sizes.d), "inv_factor": 1.0 / scores["factor"]}
         | scores
         | sequence_arguments(mask)
-        | stride_arguments(mask.varlen, dk=dk, dv=dv)
+        | stride_arguments(varlen=mask.varlen, dk=dk, dv=dv)
     )
     constants = _constants(sizes, mask, q, k, v, do, dk, dv)
-    same_step = row_strides(q, mask.varlen)[2] == row_strides(do, mask.varlen)[2]
+    same_step = row_strides(q, varlen=mask.varlen)[2] == row_strides(do, varlen=mask.varlen)[2]
     constants["SAME_OFFSETS"] = sizes.d == sizes.dv and same_step
     for first_b in range(0, sizes.batch, MOST_SEQUENCES):
 
@@ -230,7 +230,7 @@ def _dq(scores: Arguments, sizes: Sizes, mask: Mask, dq: Tensor) -> None:
         {"dq": dq, "scale": mask.scale_for(sizes.d), "heads": sizes.hq}
         | scores
         | sequence_arguments(mask)
-        | stride_arguments(mask.varlen, dq=dq)
+        | stride_arguments(varlen=mask.varlen, dq=dq)
     )
 
     def grid(tile: Tile) -> tuple[Arguments, tuple[int]]:
@@ -274,13 +274,13 @@ def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> None:
 
 
 def _dbias_rows(
-    rows: Arguments, sizes: Sizes, mask: Mask, dlse: Tensor | None, own: OwnTiles, ieee: bool
+    rows: Arguments, sizes: Sizes, mask: Mask, dlse: Tensor | None, own: OwnTiles, *, ieee: bool
 ) -> None:  # fmt: skip
     """dbias of a bias that is broadcast over columns."""
     row_tiles = _ceil_div(sizes.tq, ROWS) if own.has_rows else 1
     dbias_b, dbias_h, dbias_i, _ = own.dbias.stride()
     _dbias_rows_kernel[(row_tiles * own.b_step * own.h_step,)](
-        **rows, **sink_arguments(mask), dlse=dlse, **lse_stride_arguments(False, dlse=dlse),
+        **rows, **sink_arguments(mask), dlse=dlse, **lse_stride_arguments(varlen=False, dlse=dlse),
         dbias=own.dbias, dbias_b=dbias_b, dbias_h=dbias_h, dbias_i=dbias_i,
         batch=sizes.batch, heads=sizes.hq, row_tiles=row_tiles, b_step=own.b_step, h_step=own.h_step, tq=sizes.tq,
         BLOCK=ROWS, SUM_ROWS=not own.has_rows, IEEE_FP32=ieee,

@@ -4,7 +4,6 @@ Offsets of heads and rows are 64-bit. Offsets inside a tile are 32-bit unless IN
 that every row begins at a multiple of: with it Triton loads 16 bytes a thread.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import triton

@@ -6,7 +6,6 @@ The device's own exp2, log2 and division are off by two units in the last place 
 an error of every p. Operands may be float64: a device that is fast at float64 holds the owner's tile and the sums in it.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 import triton

@@ -16,7 +16,6 @@ An edge crosses first to unmasked and unmasked_end to last: these need a mask, u
 attend to a run of columns are the same with Tq and Tk, left and right exchanged.
 """
 
-# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
 from typing import Any, NamedTuple

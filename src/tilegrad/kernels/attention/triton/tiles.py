@@ -47,8 +47,9 @@ SMALLER = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 
 # loads gave wrong forwards on an H200 (Triton 3.6, wgmma, D ≠ Dv); these are too small for wgmma.
 UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
-# (architecture, bits, head dimension, band)
-TABLE: dict[tuple[int, int, int, bool], Tiles] = {
+Key = tuple[int, int, int, bool]  # architecture, bits, head dimension (padded), band
+
+TABLE: dict[Key, Tiles] = {
     # table begins
     (0, 32, 64, False): Tiles(Tile(32, 16, 4, 1), Tile(16, 16, 4, 1), Tile(32, 16, 4, 1), Tile(32, 16, 4, 1)),
     (80, 16, 64, False): Tiles(Tile(128, 64, 4, 3), Tile(16, 64, 4, 3), Tile(32, 64, 4, 2), Tile(64, 64, 4, 2)),
@@ -90,14 +91,13 @@ TABLE: dict[tuple[int, int, int, bool], Tiles] = {
 
 
 @functools.cache
-def candidates(kernel: str, architecture: int, bits: int, head_dim: int, band: bool) -> tuple[Tile, ...]:
-    """Tiles to try in order. `head_dim` is padded."""
-    own = row(architecture, bits, head_dim, band)
-    tile: Tile = getattr(own, kernel)
+def candidates(kernel: str, key: Key) -> tuple[Tile, ...]:
+    """Tiles to try in order."""
+    tile: Tile = getattr(row(key), kernel)
     return (tile, *(t for t in SMALLER if t.m <= tile.m and t.n <= tile.n and t != tile))
 
 
-def set_row(key: tuple[int, int, int, bool], tiles: Tiles) -> None:
+def set_row(key: Key, tiles: Tiles) -> None:
     """Change the table of this process; only tuning does."""
     TABLE[key] = tiles
     candidates.cache_clear()
@@ -105,11 +105,12 @@ def set_row(key: tuple[int, int, int, bool], tiles: Tiles) -> None:
 
 
 @functools.cache
-def row(architecture: int, bits: int, head_dim: int, band: bool) -> Tiles:
+def row(key: Key) -> Tiles:
     """The nearest row: bits and head dimension first, then the newest architecture not above, then the band."""
+    architecture, bits, head_dim, band = key
 
-    def distance(key: tuple[int, int, int, bool]) -> tuple[bool, int, bool, int, bool]:
-        a, other_bits, d, other_band = key
+    def distance(other: Key) -> tuple[bool, int, bool, int, bool]:
+        a, other_bits, d, other_band = other
         if INTERPRETER in (a, architecture):
             return a != architecture, 0, False, 0, False
         return other_bits != bits, abs(d - head_dim), a > architecture, abs(architecture - a), other_band != band

@@ -1,0 +1,240 @@
+"""The Hopper kernels through the real compiler, without a GPU.
+
+A driver that only names the architecture takes the place of CUDA's, and a launch compiles instead: argument specialisation,
+tile configs, Gluon and ptxas are the real ones. On a Hopper GPU they run in test_hopper_gpu.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+import subprocess
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.cases import Case, build
+
+from tilegrad.kernels.attention.problem import output_shapes
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+
+interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
+without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a GPU that is not there")
+
+SHARED_MEMORY_BYTES = 232_448
+BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+HEADS = ("_attention_fwd_kernel", "_hopper_bwd_kernel")  # with MMAs
+
+
+class Compiled(NamedTuple):
+    spilled_bytes: int
+    warnings: list[str]  # ptxas's C75xx: wgmma serialised
+    shared_bytes: int
+    ptx: str
+
+
+Compile = Callable[..., dict[str, Compiled]]
+prepared: list[tuple[Any, ...]] = []  # what launches would have been made of
+
+
+def through_ptxas(compiled: Any, folder: Path) -> Compiled:
+    ptx = folder / "kernel.ptx"
+    ptx.write_text(compiled.asm["ptx"])
+    command: list[str | Path] = [BIN / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", folder / "kernel.cubin"]
+    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
+    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
+    return Compiled(spilled, re.findall(r"C75\d\d", said), compiled.metadata.shared, compiled.asm["ptx"])
+
+
+@pytest.fixture
+def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
+    """compile_call(case): every kernel of a forward and, unless told, a backward; Triton itself stops before ptxas."""
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.runtime.driver import driver
+    from triton.runtime.jit import JITFunction
+
+    from tilegrad.kernels.attention import hopper
+    from tilegrad.kernels.attention.hopper import launch, launch_backward, launch_forward
+
+    class Driver:
+        def get_current_target(self) -> Any:
+            return GPUTarget("cuda", 90, 32)
+
+        def get_current_device(self) -> int:
+            return 90  # a device of its own: Triton remembers the target of each
+
+        def get_current_stream(self, _device: int) -> int:
+            return 0
+
+        def get_active_torch_device(self) -> torch.device:
+            return torch.device("cpu")
+
+        @property
+        def utils(self) -> Any:
+            return Utils()
+
+    class Utils:
+        def fill_tma_descriptor(self, *of: Any) -> tuple[Any, ...]:
+            return "map", *of
+
+    found: dict[str, Compiled] = {}
+    run = JITFunction.run
+
+    def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
+        compiled = run(self, *args, **kwargs | {"warmup": True})
+        found[self.__name__] = compiled
+        return compiled
+
+    def launch_of(*call: Any) -> Callable[[], None]:
+        prepared.append(call)
+        return lambda: None
+
+    def call_of(
+        case: Case, *, backward: bool = True, ptxas: bool = True, deterministic: bool = False, programs: int = 1
+    ) -> dict[str, Compiled]:
+        monkeypatch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
+        call = build(case)
+        q, k, v, mask = call.q, call.k, call.v, call.mask
+        o_shape, lse_shape = output_shapes(q, v, mask)
+        o, lse = q.new_empty(o_shape), q.new_empty(lse_shape, dtype=torch.float32)
+        found.clear()
+        monkeypatch.setattr(launch, "compiled_kernels", {})
+        monkeypatch.setattr(launch_forward, "launches", launch.LaunchCache())
+        monkeypatch.setattr(launch_backward, "launches", launch.LaunchCache())
+        shapes = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
+        scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        hopper.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
+        if backward:
+            shapes = hopper.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
+            hopper.bwd(
+                q, k, v, o, lse, call.do, call.dlse, mask, dq=torch.empty_like(q), dk=torch.empty_like(k),
+                dv=torch.empty_like(v), dbias=None, dsinks=None if mask.sinks is None else torch.empty_like(mask.sinks),
+                scratch={name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()},
+                deterministic=deterministic,
+            )  # fmt: skip
+        if not ptxas:
+            return dict(found)
+        return {name: through_ptxas(compiled, tmp_path) for name, compiled in found.items() if name in HEADS}
+
+    driver.set_active(Driver())
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
+    monkeypatch.setattr(JITFunction, "run", compile_only)
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_args: b"")
+    monkeypatch.setattr(launch, "Launch", launch_of)
+    monkeypatch.setattr(launch_backward, "multiprocessors", lambda _device: 132)
+    yield call_of
+    driver._active = None
+
+
+def case(d: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **more: Any) -> Case:
+    return Case(b=1, hkv=2, tq=256, tk=256, d=d, dv=d, dtype=dtype, causal=causal, **more)
+
+
+def check(found: dict[str, Compiled]) -> None:
+    for name, kernel in found.items():
+        assert not kernel.warnings, f"{name}: {kernel.warnings}"
+        assert not kernel.spilled_bytes, f"{name} spills {kernel.spilled_bytes} bytes"
+        assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
+        assert all(word in kernel.ptx for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"))
+
+
+@interpreted
+@without_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_no_spills_and_no_serialised_mmas(compile_call: Compile, d: int, causal: bool) -> None:
+    found = compile_call(case(d, causal))
+    assert found.keys() == set(HEADS)
+    check(found)
+
+
+@interpreted
+@without_gpu
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_few_tiles_are_of_one_warpgroup(compile_call: Compile, d: int, causal: bool) -> None:
+    prepared.clear()
+    check(compile_call(case(d, causal), backward=False, programs=8))
+    ((_, grid, _, _),) = prepared
+    assert grid == 256 // 64 * 2
+
+
+FEATURES: dict[str, Case] = {
+    "window, groups, fused": case(128, causal=False, window=(40, 7), group=3, layout="fused"),
+    "softcap, negative scale": case(64, causal=True, softcap=2.0, scale=-0.2, dlse=True),
+    "sinks, odd head dimension": case(40, causal=True, dtype=torch.float16, sinks=True, layout="bthd"),
+    "few tiles, shared": Case(b=1, hkv=1, group=4, tq=1024, tk=130, d=64, dv=64, dtype=torch.bfloat16),
+    "packed, window": case(256, causal=True, window=(100, None), lengths=((100, 200), (0, 7), (300, 33)), sinks=True),
+    "wide, softcap": case(256, causal=True, softcap=2.0),
+}
+
+
+@interpreted
+@without_gpu
+@pytest.mark.parametrize("name", FEATURES)
+def test_features_compile(compile_call: Compile, name: str) -> None:
+    found = compile_call(FEATURES[name], ptxas=False, deterministic="packed" in name)
+    assert set(HEADS) <= found.keys()
+
+
+@interpreted
+@without_gpu
+def test_the_dq_semaphore_is_released_after_a_warp_barrier(compile_call: Compile) -> None:
+    """One thread sends dq by TMA and waits for it, another may release the semaphore. The emulator has no threads of a warp."""
+    found = compile_call(case(64, causal=True), ptxas=False, deterministic=True)
+    ptx = found["_hopper_bwd_kernel"].asm["ptx"]  # type: ignore[attr-defined]
+    waited = ptx.index("cp.async.bulk.wait_group 0;")
+    assert "bar.warp.sync" in ptx[waited : ptx.index("atom.global.gpu.release", waited)]
+    assert ptx.count("fence.proxy.async.global") == 2  # before the release, and after the acquire
+
+
+@interpreted
+@without_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("d", [16, 32, 40, 64, 96, 128, 160, 192, 256])
+def test_the_whole_matrix(compile_call: Compile, d: int, dtype: torch.dtype) -> None:
+    bands: list[dict[str, Any]] = [{}, {"window": (40, 7)}, {"window": (90, None)}]
+    more: list[dict[str, Any]] = [{}, {"lengths": ((100, 200), (300, 33))}]
+    for causal, band, packed, deterministic in itertools.product((False, True), bands, more, (False, True)):
+        found = compile_call(case(d, causal, dtype, **band, **packed), deterministic=deterministic)
+        for name, kernel in found.items():
+            assert not kernel.warnings, f"{name}: {kernel.warnings}"
+            assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
+        if d in (64, 128, 256) and not (band or packed or deterministic):
+            check(found)
+
+
+@interpreted
+@without_gpu
+@pytest.mark.parametrize("packed", [False, True])
+def test_a_prepared_launch_passes_what_tritons_own_passes(
+    compile_call: Compile, monkeypatch: pytest.MonkeyPatch, packed: bool
+) -> None:
+    from triton.backends.nvidia.driver import wrap_handle_tensordesc
+
+    from tilegrad.kernels.attention.hopper import launch
+
+    lengths: dict[str, Any] = {"lengths": ((100, 200), (300, 33)), "sinks": True} if packed else {}
+    prepared.clear()
+    compile_call(case(64, causal=True, **lengths), backward=False, ptxas=False)
+    ((compiled, grid, arguments, _),) = prepared
+    passed: list[tuple[Any, ...]] = []
+    maps = compiled.metadata.tensordesc_meta
+    assert len(maps) == 4
+    triton_s = wrap_handle_tensordesc(lambda *all_of_it: passed.append(all_of_it), dict(compiled.src.signature), maps)
+    cooperative_and_pdl = (False, False)
+    triton_s(grid, 1, 1, 0, 7, *cooperative_and_pdl, None, None, (4, 1, 0), None, None, None, *arguments)
+
+    launcher = SimpleNamespace(launch=triton_s, launch_cooperative_grid=False, launch_pdl=False)
+    ready = SimpleNamespace(run=launcher, metadata=compiled.metadata, function=7, packed_metadata=(4, 1, 0))
+    monkeypatch.undo()
+    launch.Launch(ready, grid, arguments, 90)()
+    theirs, ours = passed
+    assert ours == tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in theirs)
+    assert sum(isinstance(x, tuple) and x[:1] == ("map",) for x in ours) == 4

@@ -1,0 +1,303 @@
+"""Hopper's forward without a GPU: its tile scheduler as plain Python, and the whole kernel in the Gluon emulator.
+
+What the compiler makes of it is in test_hopper_compile.py, what it computes on a GPU in test_hopper_gpu.py.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from support.cases import Call, Case, build, check_call
+from support.hopper_specs import case_of, specs
+
+from tilegrad.kernels.attention.problem import Sizes, output_shapes
+
+triton = pytest.importorskip("triton", reason="needs Triton")
+from support.gluon.emulator import in_python as emulation  # noqa: E402
+
+interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
+
+
+class Lengths(NamedTuple):
+    """Stands for a pointer to cumulative lengths, and for one of them."""
+
+    ends: tuple[int, ...]
+    at: int = 0
+
+    def __add__(self, n: int) -> Lengths:  # type: ignore[override]
+        return self._replace(at=self.at + n)
+
+
+class Program(NamedTuple):
+    """Stands for Gluon where a device function runs as plain Python: which program of how many."""
+
+    here: int
+    programs: int
+
+    def program_id(self, _axis: int) -> int:
+        return self.here
+
+    def num_programs(self, _axis: int) -> int:
+        return self.programs
+
+    def where(self, condition: bool, x: int, y: int) -> int:
+        return x if condition else y
+
+    def load(self, pointer: Lengths) -> int:
+        return pointer.ends[pointer.at]
+
+    def minimum(self, x: int, y: int) -> int:
+        return min(x, y)
+
+    def maximum(self, x: int, y: int) -> int:
+        return max(x, y)
+
+
+@pytest.fixture
+def in_python(monkeypatch: pytest.MonkeyPatch) -> Callable[[Program], Any]:
+    """in_python(program): the forward's tile scheduler, as that program runs it."""
+    from tilegrad.kernels.attention.hopper import forward_scheduler
+    from tilegrad.kernels.attention.triton import scores
+
+    monkeypatch.setattr(scores, "tl", Program(0, 1))
+    monkeypatch.setattr(forward_scheduler, "band_tiles", scores.band_tiles.fn)
+    monkeypatch.setattr(forward_scheduler, "ROWS", 64)
+
+    def sequence_of(slot: int, params: Any, tile: int) -> int:
+        return max(b for b in range(params.batch) if params.cu_seqlens_q.ends[b] // tile + b <= slot)
+
+    monkeypatch.setattr(forward_scheduler, "sequence_of", sequence_of)
+
+    def module(program: Program) -> Any:
+        monkeypatch.setattr(forward_scheduler, "gl", program)
+        return forward_scheduler
+
+    return module
+
+
+def params_of(scheduler: Any, **more: Any) -> Any:
+    nothing = dict.fromkeys(scheduler.Params._fields)
+    one = dict.fromkeys(("batch", "heads", "group", "row_tiles", "heads_per_section"), 1)
+    return scheduler.Params(**nothing | one | more)
+
+
+@interpreted
+def test_every_tile_of_rows_is_taken_once(in_python: Callable[[Program], Any]) -> None:
+    dice = random.Random(0)
+    for _ in range(60):
+        batch, heads, tq = dice.randint(1, 3), dice.randint(1, 5), dice.randint(1, 900)
+        row_tiles, section = -(-tq // 128), dice.randint(1, batch * heads)
+        tiles = row_tiles * heads * batch
+        programs = min(tiles, dice.randint(1, 9))
+        seen = []
+        for here in range(programs):
+            scheduler = in_python(Program(here, programs))
+            params = params_of(
+                scheduler, batch=batch, heads=heads, row_tiles=row_tiles, heads_per_section=section, tq=tq, tk=tq
+            )
+            taken = [scheduler.next_index.fn(n, params) for n in range(-(-tiles // programs))]
+            seen += [
+                scheduler.work_tile.fn(index, params, 128, 128)[:3]
+                for index in taken
+                if index < scheduler.work_tiles.fn(params)
+            ]
+        everything = itertools.product(range(batch), range(heads), range(tq - 128 * row_tiles, tq, 128))
+        assert sorted(seen) == sorted(everything)
+
+
+@interpreted
+def test_every_row_of_packed_sequences_is_taken_once(in_python: Callable[[Program], Any]) -> None:
+    dice, scheduler = random.Random(0), in_python(Program(0, 1))
+    for _ in range(60):
+        lengths = [dice.choice((0, 1, dice.randint(0, 700))) for _ in range(dice.randint(1, 9))]
+        ends = Lengths((0, *itertools.accumulate(lengths)))
+        row_tiles = sum(lengths) // 192 + len(lengths)
+        params = params_of(scheduler, batch=len(lengths), row_tiles=row_tiles, cu_seqlens_q=ends, cu_seqlens_k=ends)
+        rows = []
+        for slot in range(row_tiles):
+            tile = scheduler.work_tile.fn(slot, params, 192, 128)
+            rows += [(tile.b, i) for i in range(max(tile.start, 0), tile.start + 192)]
+        assert sorted(rows) == [(b, i) for b, n in enumerate(lengths) for i in range(n)]
+
+
+@interpreted
+@pytest.mark.parametrize("warpgroups", [1, 2, 3])
+@pytest.mark.parametrize("right", [None, 0, 7])
+@pytest.mark.parametrize("left", [None, 0, 90])
+def test_a_warpgroup_sees_what_its_rows_see_and_hands_back_every_tile(
+    in_python: Callable[[Program], Any], left: int | None, right: int | None, warpgroups: int
+) -> None:
+    dice, scheduler = random.Random(0), in_python(Program(0, 1))
+    rows = 64 * warpgroups
+    for _ in range(25):
+        tq, tk, columns = dice.randint(1, 400), dice.randint(1, 400), dice.choice((64, 128))
+        params = params_of(scheduler, row_tiles=-(-tq // rows), tq=tq, tk=tk, left=left, right=right)
+        for index, warpgroup in itertools.product(range(params.row_tiles), range(warpgroups)):
+            tile = scheduler.work_tile.fn(index, params, rows, columns)
+            span = scheduler.span_of.fn(warpgroup, tile, params, rows, columns)
+            behind = span.first - tile.first
+            assert min(span.before, behind) >= 0 < span.last - span.first
+            assert span.before + (span.last - span.first) + behind == tile.last - tile.first
+            start = tile.start + 64 * warpgroup
+            own = range(max(start, 0), max(start + 64, 0))
+            seen = {(i, j) for i in own for j in range(tk) if sees(i + tk - tq - j, left, right)}
+            assert all(span.first <= j // columns < span.last for _, j in seen)
+            unmasked = range(max(span.unmasked, span.first), min(span.unmasked_end, span.last))
+            assert seen >= {(i, j) for i in own for n in unmasked for j in range(columns * n, columns * (n + 1))}
+
+
+def sees(gap: int, left: int | None, right: int | None) -> bool:
+    return (left is None or gap <= left) and (right is None or gap >= -right)
+
+
+def emulated(call: Call, programs: int) -> dict[str, torch.Tensor]:
+    """o and lse of the forward, in plain Python."""
+    from tilegrad.kernels.attention import hopper
+    from tilegrad.kernels.attention.hopper import forward, forward_load, forward_scheduler, launch_forward, pipeline
+    from tilegrad.kernels.attention.hopper.launch import LaunchCache
+    from tilegrad.kernels.attention.triton import numerics, scores
+
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
+    modules = (forward, forward_load, forward_scheduler, pipeline, numerics, scores)
+    with pytest.MonkeyPatch.context() as patch, emulation(*modules) as launch:
+        patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
+        patch.setattr(launch_forward, "launches", LaunchCache())
+        patch.setattr(
+            launch_forward, "prepare",
+            lambda kernel, _key, grid, arguments, **_warps: lambda: launch(kernel, grid, arguments),
+        )  # fmt: skip
+        needed = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
+        scratch = {name: torch.full(shape, 7, dtype=dtype) for name, (shape, dtype) in needed.items()}
+        hopper.fwd(q, k, v, mask, **out, scratch=scratch)
+    return out
+
+
+def check_emulated(case: Case, programs: int) -> None:
+    call = build(case)
+    check_call(call, emulated(call, programs))
+
+
+RAGGED = Case(b=1, hkv=1, tq=300, tk=333, d=128, dv=128, dtype=torch.bfloat16)
+EMULATED: dict[str, Case] = {
+    "full": RAGGED,
+    "causal, three warpgroups": replace(RAGGED, d=64, dv=64, causal=True),
+    "one slot of q": replace(RAGGED, d=256, dv=256),
+    "a warpgroup without rows": replace(RAGGED, causal=True, tq=130, tk=900),
+    "no column seen": replace(RAGGED, causal=True, tq=400, tk=100, sinks=True),
+    "open window": replace(RAGGED, window=(100, None), group=2, layout="fused"),
+    "two edges, aligned": replace(RAGGED, causal=True, window=(255, None), tq=512, tk=512, sinks=True),
+    "softcap, negative scale": replace(RAGGED, window=(40, 7), softcap=2.0, scale=-0.2, dtype=torch.float16),
+    "packed": replace(RAGGED, d=40, dv=40, causal=True, lengths=((300, 300), (0, 50), (77, 200), (40, 0), (1, 1))),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("programs", [1, 3])
+@pytest.mark.parametrize("name", EMULATED)
+def test_in_plain_python_the_forward_agrees_with_the_oracle(name: str, programs: int) -> None:
+    check_emulated(EMULATED[name], programs)
+
+
+@interpreted
+def test_in_plain_python_few_tiles_agree_with_the_oracle() -> None:
+    check_emulated(replace(RAGGED, causal=True, sinks=True), 132)
+
+
+@interpreted
+@pytest.mark.slow
+def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
+    every = specs()
+    for n, spec in enumerate(every * 2):
+        drawn = case_of(spec, random.Random(n))
+        programs = (1, 2, 3, 132)[(n + n // len(every)) % 4]
+        check_emulated(replace(drawn, b=min(drawn.b, 2), device="cpu"), programs)
+
+
+@interpreted
+def test_nan_of_a_packed_sequence_stays_there() -> None:
+    call = build(replace(RAGGED, lengths=((200, 190), (77, 77), (150, 333))))
+    clean = emulated(call, 2)
+    for x, start in ((call.q, 200), (call.k, 190), (call.v, 190)):
+        x[start : start + 77] = math.nan
+    spoilt = emulated(call, 2)
+    others = [*range(200), *range(277, 427)]
+    assert torch.equal(spoilt["o"][others], clean["o"][others])
+    assert torch.equal(spoilt["lse"][:, others], clean["lse"][:, others])
+    assert spoilt["o"][200:277].isnan().all()
+
+
+@interpreted
+@pytest.mark.parametrize("right", [None, 0])
+def test_work_is_balanced_and_a_section_of_heads_fits_l2(right: int | None) -> None:
+    """The CTA with the most work has at most 6 % more than the average."""
+    from tilegrad.kernels.attention.hopper import launch_forward as host
+    from tilegrad.kernels.attention.hopper.launch import L2_BYTES
+
+    for d, t in itertools.product((64, 128, 256), (1024, 2048, 4096, 8192, 16384)):
+        sizes = Sizes(16384 // t, 2048 // d, 2048 // d, t, t, d, d, None, right)
+        config = host.tile_config(sizes, 132, varlen=False)
+        row_tiles, heads = -(-t // (64 * config.warpgroups)), sizes.batch * sizes.hq
+        section = host.heads_per_section(sizes, row_tiles, 132, config)
+        assert 1 <= section <= heads
+        assert section in (1, heads) or section * 4 * t * d <= L2_BYTES
+        steps = host.tile_steps(t, t, right, row_tiles, config).tolist()
+        busy = [0.0] * 132
+        order = [m for begin in range(0, heads, section) for m in steps for _ in range(min(section, heads - begin))]
+        for index, m in enumerate(order):
+            turn, place = divmod(index, 132)
+            busy[place if turn % 2 == 0 else 131 - place] += m
+        assert max(busy) <= 1.06 * sum(busy) / 132, (d, t, section)
+
+
+def blocks_of_columns(scheduler: Any, sizes: Sizes, config: Any) -> list[int]:
+    """That the producer loads for each tile of rows of a head, last rows first."""
+    rows = 64 * config.warpgroups
+    row_tiles = -(-sizes.tq // rows)
+    of = {"row_tiles": row_tiles, "tq": sizes.tq, "tk": sizes.tk, "left": sizes.left, "right": sizes.right}
+    params = params_of(scheduler, **of)
+    tiles = [scheduler.work_tile.fn(index, params, rows, config.columns) for index in range(row_tiles)]
+    return [tile.last - tile.first for tile in tiles]
+
+
+@interpreted
+@pytest.mark.parametrize("right", [None, 0])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_the_cost_of_a_tile_is_its_blocks_of_columns_and_one_more(
+    in_python: Callable[[Program], Any], d: int, right: int | None
+) -> None:
+    from tilegrad.kernels.attention.hopper import launch_forward as host
+
+    scheduler = in_python(Program(0, 1))
+    for t in (576, 1536, 2304):  # multiples of the rows of every tile: no warpgroup is idle
+        sizes = Sizes(64, 16, 16, t, t, d, d, None, right)
+        config = host.tile_config(sizes, 132, varlen=False)
+        blocks = blocks_of_columns(scheduler, sizes, config)
+        if t % (64 * config.warpgroups) == 0:
+            assert host.tile_steps(t, t, right, len(blocks), config).tolist() == [1 + n for n in blocks]
+
+
+@interpreted
+def test_few_rows_are_spread_over_the_programs_and_a_window_loads_little_beyond_its_edges(
+    in_python: Callable[[Program], Any],
+) -> None:
+    from tilegrad.kernels.attention.hopper import launch_forward as host
+
+    scheduler = in_python(Program(0, 1))
+    for d, t in itertools.product((64, 128, 256), (64, 300, 512)):
+        sizes = Sizes(1, 16, 16, t, t, d, d, None, 0)
+        warpgroup_tiles, config = -(-t // 64) * 16, host.tile_config(sizes, 132, varlen=False)
+        assert -(-t // (64 * config.warpgroups)) * 16 == warpgroup_tiles <= 132
+    for left, t in itertools.product((127, 255, 1023), (4096, 5000)):
+        full, window = (Sizes(1, 16, 16, t, t, 128, 128, x, 0) for x in (None, left))
+        usual, chosen = (host.tile_config(x, 132, varlen=False) for x in (full, window))
+        loaded = [sum(blocks_of_columns(scheduler, window, x)) * x.columns for x in (usual, chosen)]
+        assert loaded[1] < loaded[0]
