@@ -1,8 +1,9 @@
 """How every op of the package is called, and how a call is observed.
 
-An op is a function in the style of the first law: positional tensors are read, keyword-only tensors are written. `@op`
-marks it. While an observer is set, a call is handed to it as a `Call` instead of being run: the memory trace reads live
-ranges off it, the poisoner runs it and then spoils what is dead. Without an observer a call is the function.
+An op is a function that never allocates: positional tensors are read, keyword-only tensors are written. `@op` marks it.
+While an observer is set, a call is handed to it as a `Call` instead of being run. There are two: the memory trace reads live
+ranges off the call; `poison_dead` (memory/planned/arena.py) runs it, then fills with NaN every buffer that holds no value any
+more, so that a wrong live range shows. Without an observer a call is the function.
 """
 
 from __future__ import annotations
