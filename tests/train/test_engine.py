@@ -8,6 +8,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,6 +22,7 @@ from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import Handle, bind
 from tilegrad.model import reference as plain
 from tilegrad.model.transformer import Transformer, declare
+from tilegrad.train import recompute
 from tilegrad.train.optimizer import NonFiniteError, Optimizer
 from tilegrad.train.planning import plan_model
 
@@ -253,7 +255,7 @@ def test_arena_bytes_are_the_plan() -> None:
 def run(model: Transformer, optimizer: Optimizer) -> None:
     """The program that was traced."""
     model.step()
-    optimizer.step(1e-2, 0.0)
+    optimizer.update(1e-2, 0.0)
     model.forward()
     model.backward()
 
@@ -312,6 +314,35 @@ def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) ->
         peaks.append(engine.plan.peak_bytes)
     assert peaks[0] < peaks[-1] and Engine(config, 4, 16, memory_budget=smallest).recompute[0] == {"block"}
     assert not any(Engine(config, 4, 16, memory_budget=everything).recompute)
+
+
+def test_a_budget_holds_where_recomputing_more_blocks_takes_more_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Peak bytes by the number of blocks that are recomputed whole: 4 take more than 1, which no bisection meets."""
+    peaks = (100, 70, 90, 85, 80)
+
+    def planned(*given: Any) -> SimpleNamespace:
+        return SimpleNamespace(peak_bytes=peaks[sum("block" in block for block in given[-1])])
+
+    monkeypatch.setattr(recompute, "plan_model", planned)
+    form = (replace(CONFIG, n_layer=4), 1, 1, torch.float32, torch.device("cpu"))
+    for budget, blocks in ((100, 0), (99, 1), (75, 1), (70, 1)):
+        chosen = recompute.choose_recompute(*form, budget)
+        assert chosen == (frozenset({"block"}),) * blocks + (frozenset(),) * (4 - blocks), budget
+    others = "and the norms and activations of the others,"
+    with pytest.raises(
+        ValueError, match=f"got 69 bytes; accepted: at least 70, with 1 of 4 blocks, {others} recomputed"
+    ):
+        recompute.choose_recompute(*form, 69)
+    peaks = (100, 90, 80, 70, 60)
+    with pytest.raises(ValueError, match="got 59 bytes; accepted: at least 60, with all recomputed"):
+        recompute.choose_recompute(*form, 59)
+
+
+def test_a_choice_to_recompute_what_is_not_known_is_refused() -> None:
+    with pytest.raises(
+        ValueError, match="recompute: got 'activations'; accepted: some of 'norm', 'activation', 'block'"
+    ):
+        declare(CONFIG, 1, 4, torch.float32, "cpu", (frozenset({"activations"}),))  # type: ignore[arg-type]
 
 
 def test_without_a_budget_activations_are_recomputed_where_they_are_large() -> None:

@@ -18,7 +18,9 @@ from tilegrad.train.planning import plan_model, step_report
 
 CPU = torch.device("cpu")
 GAPS = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps
-SCRATCH = {"scratch.optimizer.parts", "scratch.optimizer.grad_scale", "scratch.optimizer.found_inf"}
+NORM = {"scratch.optimizer.global_norm.parts"}
+ADAMW = {"scratch.optimizer.adamw.grad_scale", "scratch.optimizer.adamw.found_inf"}
+SCRATCH = NORM | ADAMW
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, GAPS])
@@ -53,9 +55,10 @@ def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, req
     assert update == norm + 1 and ops.count("global_norm") == ops.count("adamw_step") == 1
     assert ops[norm - 1] == "embedding_bwd" and ops[update + 1] == "embedding_fwd"
     assert {name for name in activations.offsets if "optimizer" in name} == SCRATCH
-    assert all(live[name][0][0] == norm and live[name][-1][1] == update for name in SCRATCH)
-    alive = {name for name in activations.offsets if any(first <= norm <= last for first, last in live[name])}
-    assert alive == SCRATCH, "nothing of the model is alive beside it"
+    for op, scratch in ((norm, NORM), (update, ADAMW)):
+        assert all(live[name] == ((op, op),) for name in scratch)
+        alive = {name for name in activations.offsets if any(first <= op <= last for first, last in live[name])}
+        assert alive == scratch, "nothing else is alive beside it"
     end = max(activations.offsets[name] + plan.trace.handles[name].nbytes for name in SCRATCH)
     others = (offset for name, offset in activations.offsets.items() if name not in SCRATCH)
     assert min(others) < end, "it shares addresses"
@@ -73,7 +76,7 @@ def test_a_report_of_one_step_ends_with_the_optimizer() -> None:
     plan = plan_model(CONFIG, 2, 8, torch.float32, CPU)
     report = step_report(plan, CONFIG, 2, 8, torch.float32, (), "one step")
     last = max(span.last for span in report.spans if span.role == "activations")
-    assert {span.name for span in report.spans if span.last == last and span.role == "activations"} == SCRATCH
+    assert {span.name for span in report.spans if span.last == last and span.role == "activations"} == ADAMW
     assert report.ops == last
 
 

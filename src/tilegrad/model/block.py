@@ -10,6 +10,7 @@ is read, so the trace sees a new value there and the old one dies early; the bit
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal, get_args
 
 from ..kernels.residual import add_fwd, dropout_bwd, dropout_fwd, dropout_workspace
 from ..kernels.scratch import Scratch
@@ -17,6 +18,8 @@ from .attention import AttentionLayer
 from .feedforward import FeedForward, SwiGLU
 from .layer import Buffer, Declare
 from .norm import NormLayer
+
+Recomputed = Literal["norm", "activation", "block"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,10 +62,13 @@ class Block:
     x1: Buffer
     branch: Buffer  # the output of either branch, before it joins the stream
     dnorm: Buffer
-    recompute: frozenset[str]
+    recompute: frozenset[Recomputed]
 
     @classmethod
-    def declare(cls, at: Declare, i: int, seed: Buffer | None, recompute: frozenset[str]) -> Block:
+    def declare(cls, at: Declare, i: int, seed: Buffer | None, recompute: frozenset[Recomputed]) -> Block:
+        if not recompute <= {*get_args(Recomputed)}:
+            accepted = ", ".join(map(repr, get_args(Recomputed)))
+            raise ValueError(f"recompute: got {', '.join(map(repr, sorted(recompute)))}; accepted: some of {accepted}")
         name, c = f"blocks.{i}", at.config.n_embd
         return cls(
             norm1=NormLayer.declare(at, f"{name}.ln1"),

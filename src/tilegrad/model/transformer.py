@@ -19,12 +19,12 @@ from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedd
 from ..kernels.residual import copy_fwd, zero_fwd
 from ..kernels.rope import rope_table
 from ..kernels.scratch import Scratch
-from .block import Block, Dropout
+from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
 from .layer import WEIGHT, Buffer, Declare, Param
 from .norm import NormLayer
 
-NOTHING: frozenset[str] = frozenset()
+NOTHING: frozenset[Recomputed] = frozenset()
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,7 +83,7 @@ class Head:
             kind=c.loss,
             targets=at.buffer("inputs.targets", (at.n,), torch.int64, role="inputs"),
             inv_total=at.buffer("inputs.inv_total", (), at.accumulation_dtype, role="inputs"),
-            loss=at.buffer("inputs.loss", (), at.accumulation_dtype, role="inputs"),
+            loss=at.buffer("head.loss", (), at.accumulation_dtype, role="inputs"),  # read after the program: persistent
             dn=at.rows("head.dn", c.n_embd),
             forward_scratch=at.scratch("loss", forward),
             backward_scratch=at.scratch("loss_bwd", backward),
@@ -165,7 +165,7 @@ class Transformer:
 
 def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
-    recompute: Sequence[frozenset[str]] = (), *, accumulate: bool = True,
+    recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True,
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends.
     accumulate=False: its backward overwrites the parameters' gradients."""

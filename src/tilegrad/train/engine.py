@@ -128,9 +128,8 @@ class Engine:
     def optimizer_step(self, learning_rate: float) -> float:
         """Clip to a global norm of `max_norm`, then AdamW. Returns the norm before clipping. A loss or gradient that is
         not finite changes neither weights nor moments; ten in a row raise."""
-        self.optimizer.step(learning_rate, self.loss)
         self._rounded = -1  # torch's fused AdamW does not count as a change of the arena
-        return self.optimizer.count(self.loss)
+        return self.optimizer.step(learning_rate, self.loss)
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
         """The mean loss without dropout and without a backward to follow."""

@@ -15,15 +15,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import cast
 
 import torch
+from torch import Tensor
 
 from ..kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
+from ..kernels.scratch import Scratch, below, of
 from ..memory.planned.arena import flat
 from ..memory.planned.trace import Handle, handles
 from ..memory.types import BufferType, Role
-from ..model.layer import Param
+from ..model.layer import Buffer, Param
 
 MAX_SKIPPED = 10
 _COUNTERS = ("steps", "skipped", "skipped_in_a_row")
@@ -40,16 +42,16 @@ def decayed_first(params: Iterable[Param]) -> list[Param]:
 
 @dataclass(slots=True)
 class Optimizer:
-    """Buffers are handles or tensors; the flat ranges are (P,). `steps` counts every call, also the skipped ones."""
+    """Buffers are handles or tensors; the flat ranges are (P,). `steps` counts every `step`, also the skipped ones."""
 
-    params: Any
-    grads: Any
-    m: Any
-    v: Any
-    adam_step: Any  # 0-d float32: the updates done
-    norm: Any  # 0-d: of the gradients, before clipping
-    moments: dict[str, Any]  # m.<parameter> and v.<parameter>, in the shape of the parameter
-    scratch: dict[str, Any]
+    params: Buffer
+    grads: Buffer
+    m: Buffer
+    v: Buffer
+    adam_step: Buffer  # 0-d float32: the updates done
+    norm: Buffer  # 0-d: of the gradients, before clipping
+    moments: dict[str, Buffer]  # m.<parameter> and v.<parameter>, in the shape of the parameter
+    scratch: Scratch
     decayed: int  # leading elements that decay
     betas: tuple[float, float]
     eps: float
@@ -75,17 +77,17 @@ class Optimizer:
             for moment in ("m", "v")
         )
         first_undecayed = sum(len(p.master.shape) >= 2 for p in ordered)
-        scratch = {**global_norm_workspace(masters), **adamw_workspace(masters)}
+        scratch = below("global_norm", global_norm_workspace(masters)) | below("adamw", adamw_workspace(masters))
         return cls(
-            params=masters,
-            grads=flat("grads", list(handles([p.grad for p in ordered]))),
-            m=m,
-            v=v,
-            adam_step=buffer("optimizer.step", (), torch.float32),
-            norm=buffer("optimizer.norm", (), masters.dtype),
-            moments={handle.name: handle for handle in (*m.buffers, *v.buffers)},
+            params=cast(Buffer, masters),
+            grads=cast(Buffer, flat("grads", list(handles([p.grad for p in ordered])))),
+            m=cast(Buffer, m),
+            v=cast(Buffer, v),
+            adam_step=cast(Buffer, buffer("optimizer.step", (), torch.float32)),
+            norm=cast(Buffer, buffer("optimizer.norm", (), masters.dtype)),
+            moments={handle.name: cast(Buffer, handle) for handle in (*m.buffers, *v.buffers)},
             scratch={
-                name: buffer(f"scratch.optimizer.{name}", shape, dtype, "activations")
+                name: cast(Buffer, buffer(f"scratch.optimizer.{name}", shape, dtype, "activations"))
                 for name, (shape, dtype) in scratch.items()
             },
             decayed=(*masters.starts, masters.shape[0])[first_undecayed],
@@ -95,19 +97,21 @@ class Optimizer:
             max_norm=max_norm,
         )
 
-    def step(self, learning_rate: float, loss: float) -> None:
-        """Clip to a global norm of `max_norm`, then AdamW. A loss or a gradient that is not finite changes neither weights
-        nor moments."""
-        global_norm(self.grads, norm=self.norm, scratch=self.scratch)
+    def update(self, learning_rate: float, loss: float) -> None:
+        """The program, which is traced: clip to a global norm of `max_norm`, then AdamW. A loss or a gradient that is not
+        finite changes neither weights nor moments."""
+        global_norm(self.grads, norm=self.norm, scratch=of("global_norm", self.scratch))
         if not math.isfinite(loss):
             self.norm.fill_(math.nan)
         adamw_step(
             self.norm, learning_rate, self.decayed, self.weight_decay, self.max_norm, self.betas, self.eps,
-            params=self.params, grads=self.grads, m=self.m, v=self.v, step=self.adam_step, scratch=self.scratch,
+            params=self.params, grads=self.grads, m=self.m, v=self.v, step=self.adam_step,
+            scratch=of("adamw", self.scratch),
         )  # fmt: skip
 
-    def count(self, loss: float) -> float:
-        """Count the step just taken, and return the norm before clipping. Ten skipped in a row raise."""
+    def step(self, learning_rate: float, loss: float) -> float:
+        """`update`, and count it. Returns the norm before clipping. Ten skipped in a row raise."""
+        self.update(learning_rate, loss)
         norm = float(self.norm)
         self.steps += 1
         if math.isfinite(norm):
@@ -124,7 +128,7 @@ class Optimizer:
 
     # ── state, for checkpoints ──
 
-    def tensors(self) -> dict[str, Any]:
+    def tensors(self) -> dict[str, Tensor]:
         return {**self.moments, "adam_step": self.adam_step}
 
     def state(self) -> dict[str, int]:

@@ -10,12 +10,13 @@ from ..kernels.op import observe
 from ..memory.planned.arena import MemoryPlan, plan_memory
 from ..memory.planned.report import MemoryReport, memory_report
 from ..memory.planned.trace import trace
+from ..model.block import Recomputed
 from ..model.config import ModelConfig
 from ..model.layer import Param
 from ..model.transformer import declare
 from .optimizer import Optimizer, decayed_first
 
-Recompute = tuple[frozenset[str], ...]
+Recompute = tuple[frozenset[Recomputed], ...]
 
 
 def plan_model(
@@ -28,7 +29,7 @@ def plan_model(
 
     def program() -> None:
         model.step()
-        optimizer.step(0.0, 0.0)
+        optimizer.update(0.0, 0.0)
         model.forward()
         model.backward()
 
@@ -45,7 +46,7 @@ def step_report(
 
     def program() -> None:
         model.step()
-        optimizer.step(0.0, 0.0)
+        optimizer.update(0.0, 0.0)
 
     return memory_report(replace(memory, trace=trace(program, observe, _persistent(optimizer, model.params))), title)
 

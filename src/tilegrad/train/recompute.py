@@ -14,10 +14,12 @@ recomputed when the later ones are gone. Whatever is chosen, gradients have the 
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 
 import torch
 
+from ..model.block import Recomputed
 from ..model.config import ModelConfig
 from .planning import Recompute, plan_model
 
@@ -27,11 +29,11 @@ _SMALL = 1 / 4
 def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recompute:
     """The first blocks recompute: `blocks` of them everything, the next their activations and norms as counted."""
 
-    def of(i: int) -> frozenset[str]:
+    def of(i: int) -> frozenset[Recomputed]:
         if i < blocks:
             return frozenset({"block"})
-        kept = i - blocks
-        return frozenset({*(["norm"] if kept < norms else []), *(["activation"] if kept < activations else [])})
+        counts: dict[Recomputed, int] = {"norm": norms, "activation": activations}
+        return frozenset(name for name, count in counts.items() if i - blocks < count)
 
     return tuple(of(i) for i in range(n_layer))
 
@@ -49,14 +51,16 @@ def choose_recompute(
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
 
+    @functools.cache
     def peak(norms: int, activations: int, blocks: int) -> int:
         return plan_model(config, batch_size, seq_len, dtype, device, _choice(n, norms, activations, blocks)).peak_bytes
 
     if peak(n, n, n) > budget:
-        smallest = min(peak(n, n, blocks) for blocks in range(n + 1))
+        smallest, blocks = min((peak(n, n, blocks), -blocks) for blocks in range(n + 1))
         if smallest > budget:
+            what = "all" if -blocks == n else f"{-blocks} of {n} blocks, and the norms and activations of the others,"
             raise ValueError(
-                f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with all recomputed"
+                f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with {what} recomputed"
             )
     blocks = _fewest(n, lambda k: peak(n, n, k) <= budget)
     activations = _fewest(n - blocks, lambda k: peak(n, k, blocks) <= budget)
@@ -65,7 +69,8 @@ def choose_recompute(
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int:
-    """The smallest k ≤ most that fits, where more always does."""
+    """The smallest k ≤ most that fits, by bisection, as if more always did. Rarely `most` itself does not, for a block's
+    own recomputation takes memory too; then every k is tried. At least one fits."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2
@@ -73,4 +78,4 @@ def _fewest(most: int, fits: Callable[[int], bool]) -> int:
             high = middle
         else:
             low = middle + 1
-    return low
+    return low if fits(low) else next(k for k in range(most) if fits(k))
