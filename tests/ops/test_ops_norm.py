@@ -261,6 +261,7 @@ def test_a_kernel_asked_for_by_name_runs_or_raises() -> None:
     assert told.kernel == "torch" and told.reasons["torch"].startswith("runs: the first")
 
 
+@pytest.mark.usefixtures("on_hopper")
 def test_the_table_chooses_native_for_float32_and_bfloat16_where_it_is(where: str) -> None:
     for dtype in DTYPES:
         native = where == "native" and dtype != torch.float64 and not isinstance(library(), str)
