@@ -276,7 +276,7 @@ def emulated(
     grads = {name: torch.full_like(x, math.nan) for name, x in (("dq", q), ("dk", k), ("dv", v)) if name not in absent}
     if mask.sinks is not None:
         grads["dsinks"] = torch.zeros_like(mask.sinks)
-    with pytest.MonkeyPatch.context() as outer, in_python(*MODULES, seed=seed) as launch:
+    with in_python(*MODULES, seed=seed) as launch, pytest.MonkeyPatch.context() as outer:  # undone first
         outer.setattr(host, "launches", LaunchCache())
         outer.setattr(host, "multiprocessors", lambda _device: programs)
         outer.setattr(

@@ -17,6 +17,13 @@ def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, 
         raise ValueError(f"{name}: got {got}; accepted: {dtype} {shape} on {device}")
 
 
+def check_given(device: Any, *given: tuple[str, Tensor | None, tuple[int, ...], torch.dtype]) -> None:
+    """`check_tensor` of those that are given: what is None is not wanted, or absent."""
+    for name, x, shape, dtype in given:
+        if x is not None:
+            check_tensor(name, x, shape, dtype, device)
+
+
 def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
     """A parameter has the dtype of the x it meets, or on a CPU that of sums: the op rounds it, and no copy need be kept."""
     unrounded = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)

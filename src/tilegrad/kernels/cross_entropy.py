@@ -25,7 +25,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_param, check_tensor
+from .checks import check_given, check_param, check_tensor
 from .linear import linear_bwd, linear_fwd, linear_workspace, rounds_weights
 from .op import op
 from .scratch import Form, Scratch, Shapes, accumulation_dtype, below, blocks, larger, of, views
@@ -122,14 +122,13 @@ def _run(
     (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (v, c), x)
     check_targets(targets, n, v, x.device)
-    for name, other, shape, dtype in (
+    check_given(
+        x.device,
         ("inv_total", inv_total, (), acc),
         ("loss", loss, (), acc),
         ("dx", dx, (n, c), x.dtype),
         ("dw", dw, (v, c), acc),
-    ):
-        if other is not None:
-            check_tensor(name, other, shape, dtype, x.device)
+    )
     buffers = views(scratch, cross_entropy_workspace(x, w, backward=backward), x.device, "cross_entropy")
     linear = of("linear", buffers)
     if "w" in buffers:

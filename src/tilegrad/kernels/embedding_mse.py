@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_param, check_tensor
+from .checks import check_given, check_param
 from .cross_entropy import check_targets, mask_targets
 from .embedding import add_rows
 from .op import op
@@ -70,14 +70,13 @@ def _run(
     (n, c), v, acc = x.shape, wte.shape[0], accumulation_dtype(x.dtype)
     check_param("wte", wte, (v, c), x)
     check_targets(targets, n, v, x.device)
-    for name, other, shape, dtype in (
+    check_given(
+        x.device,
         ("inv_total", inv_total, (), acc),
         ("loss", loss, (), acc),
         ("dx", dx, (n, c), x.dtype),
         ("dwte", dwte, (v, c), acc),
-    ):
-        if other is not None:
-            check_tensor(name, other, shape, dtype, x.device)
+    )
     buffers = views(scratch, embedding_mse_workspace(x, wte), x.device, "embedding_mse")
     if loss is not None:
         loss.zero_()

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cache import remember
-from ..checks import check_tensor
+from ..checks import check_given
 from ..op import op
 from ..scratch import Scratch, Shapes, views
 from ..table import Table
@@ -108,9 +108,7 @@ def select_fwd(
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
     o_shape, lse_shape = output_shapes(q, v, mask)
-    for name, x, shape, dtype in (("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype))):
-        if x is not None:
-            check_tensor(name, x, shape, dtype, q.device)
+    check_given(q.device, ("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype)))
     return _select(key, Problem(q, k, v, mask), kernel, backward=False, deterministic=False)
 
 
@@ -141,20 +139,23 @@ def select_bwd(
     for name, like in (("dbias", bias), ("dsinks", sinks)):
         if others[name] is not None and like is None:
             raise ValueError(f"{name}: got a tensor; accepted: None, for this call has no {name[1:]} with a gradient")
-    for name, shape, dtype in (
-        ("o", o_shape, q.dtype),
-        ("lse", lse_shape, lse_dtype(q.dtype)),
-        ("do", o_shape, q.dtype),
-        ("dlse", lse_shape, lse_dtype(q.dtype)),
-        ("dq", tuple(q.shape), q.dtype),
-        ("dk", tuple(k.shape), q.dtype),
-        ("dv", tuple(v.shape), q.dtype),
-        ("dbias", tuple(bias.shape) if bias is not None else (), bias.dtype if bias is not None else q.dtype),
-        ("dsinks", (q.shape[1],), sinks.dtype if sinks is not None else q.dtype),
-    ):
-        x = others[name]
-        if x is not None:
-            check_tensor(name, x, shape, dtype, q.device)
+    check_given(
+        q.device,
+        ("o", others["o"], o_shape, q.dtype),
+        ("lse", others["lse"], lse_shape, lse_dtype(q.dtype)),
+        ("do", others["do"], o_shape, q.dtype),
+        ("dlse", others["dlse"], lse_shape, lse_dtype(q.dtype)),
+        ("dq", others["dq"], tuple(q.shape), q.dtype),
+        ("dk", others["dk"], tuple(k.shape), q.dtype),
+        ("dv", others["dv"], tuple(v.shape), q.dtype),
+        (
+            "dbias",
+            others["dbias"],
+            tuple(bias.shape) if bias is not None else (),
+            bias.dtype if bias is not None else q.dtype,
+        ),
+        ("dsinks", others["dsinks"], (q.shape[1],), sinks.dtype if sinks is not None else q.dtype),
+    )
     return _select(key, Problem(q, k, v, mask), kernel, backward=True, deterministic=deterministic)
 
 

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from .. import column_sum
-from ..checks import check_columns, check_param, check_tensor
+from ..checks import check_columns, check_given, check_param, check_tensor
 from ..op import op
 from ..scratch import Form, Scratch, Shapes, accumulation_dtype, below, of, views
 from ..table import Kernel, Table
@@ -107,13 +107,12 @@ def linear_bwd(
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (cout, cin), x)
     check_tensor("dy", dy, (n, cout), x.dtype, x.device)
-    for name, grad, shape, dtype in (
+    check_given(
+        x.device,
         ("dx", dx, (n, cin), x.dtype),
         ("dw", dw, (cout, cin), acc),
         ("db", db, (cout,), acc),
-    ):
-        if grad is not None:
-            check_tensor(name, grad, shape, dtype, x.device)
+    )
     if db is not None:
         check_columns("dy", dy)
         check_columns("db", db)
