@@ -8,6 +8,7 @@ for which the loss is formed twice. Declared on handles, the tree is traced and 
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -135,6 +136,12 @@ class Transformer:
         for p in self.params.values():
             if p.value.dtype != p.master.dtype:
                 copy_fwd(p.master, y=p.value)
+
+    def draw_seeds(self, seed: int, draw: int) -> None:
+        """Dropout's seeds of one draw: block i takes the first 64 bits of sha256("seed:draw:i")."""
+        for i, buffer in enumerate(self.seeds):
+            digest = hashlib.sha256(f"{seed}:{draw}:{i}".encode()).digest()
+            buffer.fill_(int.from_bytes(digest[:8], "little", signed=True))
 
     def forward(self) -> None:
         self.head.forward(self.hidden_states())

@@ -14,7 +14,6 @@ smaller batch uses the beginning of each buffer.
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Sequence
 from dataclasses import replace
 
@@ -186,22 +185,12 @@ class Engine:
         model.tokens.copy_(tokens)
         model.head.targets.view(b, t).copy_(targets)
         model.head.inv_total.fill_(1.0 / self._total if self._total else 0.0)
-        for i, seed in enumerate(model.seeds):
-            seed.fill_(_drop_seed(self.seed, self.draws, i))
+        model.draw_seeds(self.seed, self.draws)
         self.draws += training
-        self._round_weights(model)
+        if self._rounded != self.arenas.bytes["params"]._version:
+            model.round_weights()
+            self._rounded = self.arenas.bytes["params"]._version
         return model
 
     def _mean_loss(self, model: Transformer) -> float:
         return float(model.head.loss) * self._total / self._count if self._count else 0.0
-
-    def _round_weights(self, model: Transformer) -> None:
-        """The compute copies of the weights, where there are any, made anew when a master has changed."""
-        if self._rounded != self.arenas.bytes["params"]._version:
-            model.round_weights()
-            self._rounded = self.arenas.bytes["params"]._version
-
-
-def _drop_seed(seed: int, draw: int, layer: int) -> int:
-    digest = hashlib.sha256(f"{seed}:{draw}:{layer}".encode()).digest()
-    return int.from_bytes(digest[:8], "little", signed=True)
