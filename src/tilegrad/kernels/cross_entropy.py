@@ -119,16 +119,7 @@ def _run(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
     loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, backward: bool, scratch: Scratch | None,
 ) -> None:  # fmt: skip
-    (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
-    check_param("w", w, (v, c), x)
-    check_targets(targets, n, v, x.device)
-    check_given(
-        x.device,
-        ("inv_total", inv_total, (), acc),
-        ("loss", loss, (), acc),
-        ("dx", dx, (n, c), x.dtype),
-        ("dw", dw, (v, c), acc),
-    )
+    check_loss(x, targets, inv_total, loss=loss, dx=dx, w=("w", w), dw=("dw", dw))
     buffers = views(scratch, cross_entropy_workspace(x, w, backward=backward), x.device, "cross_entropy")
     linear = of("linear", buffers)
     if "w" in buffers:
@@ -150,6 +141,23 @@ def _run(
             dxi = None if dx is None else dx[i]
             added = accumulate or i.start > 0  # a later chunk adds to the first
             _chunk_bwd(rows["logits"], x[i], w, scale, buffers, linear, dx=dxi, dw=dw, accumulate=added)
+
+
+def check_loss(
+    x: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor | None, dx: Tensor | None, w: tuple[str, Tensor], dw: tuple[str, Tensor | None],
+) -> None:  # fmt: skip
+    """Tensors of a loss over the rows of a weight (V, C), which comes with its name, and so does its gradient."""
+    (n, c), v, acc = x.shape, w[1].shape[0], accumulation_dtype(x.dtype)
+    check_param(*w, (v, c), x)
+    check_targets(targets, n, v, x.device)
+    check_given(
+        x.device,
+        ("inv_total", inv_total, (), acc),
+        ("loss", loss, (), acc),
+        ("dx", dx, (n, c), x.dtype),
+        (*dw, (v, c), acc),
+    )
 
 
 def check_targets(targets: Tensor, n: int, v: int, device: torch.device) -> None:

@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .checks import check_given, check_param
-from .cross_entropy import check_targets, mask_targets
+from .cross_entropy import check_loss, mask_targets
 from .embedding import add_rows
 from .op import op
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_per_block, views
@@ -67,16 +66,8 @@ def _run(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
     loss: Tensor | None, dx: Tensor | None, dwte: Tensor | None, accumulate: bool, scratch: Scratch | None,
 ) -> None:  # fmt: skip
-    (n, c), v, acc = x.shape, wte.shape[0], accumulation_dtype(x.dtype)
-    check_param("wte", wte, (v, c), x)
-    check_targets(targets, n, v, x.device)
-    check_given(
-        x.device,
-        ("inv_total", inv_total, (), acc),
-        ("loss", loss, (), acc),
-        ("dx", dx, (n, c), x.dtype),
-        ("dwte", dwte, (v, c), acc),
-    )
+    check_loss(x, targets, inv_total, loss=loss, dx=dx, w=("wte", wte), dw=("dwte", dwte))
+    (n, c), acc = x.shape, accumulation_dtype(x.dtype)
     buffers = views(scratch, embedding_mse_workspace(x, wte), x.device, "embedding_mse")
     if loss is not None:
         loss.zero_()

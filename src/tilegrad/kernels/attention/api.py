@@ -97,6 +97,13 @@ def _select(
     return selected if key is None else remember(_selected, key, selected)
 
 
+def _checked_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Shapes of o and lse of a call whose inputs pass the checks."""
+    check_options(q, k, v, mask)
+    check_tensors(q, k, v, mask)
+    return output_shapes(q, v, mask)
+
+
 def select_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, kernel: str | None
 ) -> Selected:
@@ -105,9 +112,7 @@ def select_fwd(
     selected = _recall(key)
     if selected is not None:
         return selected
-    check_options(q, k, v, mask)
-    check_tensors(q, k, v, mask)
-    o_shape, lse_shape = output_shapes(q, v, mask)
+    o_shape, lse_shape = _checked_shapes(q, k, v, mask)
     check_given(q.device, ("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype)))
     return _select(key, Problem(q, k, v, mask), kernel, backward=False, deterministic=False)
 
@@ -132,9 +137,7 @@ def select_bwd(
     selected = _recall(key)
     if selected is not None:
         return selected
-    check_options(q, k, v, mask)
-    check_tensors(q, k, v, mask)
-    o_shape, lse_shape = output_shapes(q, v, mask)
+    o_shape, lse_shape = _checked_shapes(q, k, v, mask)
     bias, sinks = mask.float_bias, mask.sinks
     for name, like in (("dbias", bias), ("dsinks", sinks)):
         if others[name] is not None and like is None:
