@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+from support.interpreter import round_bfloat16
 
 from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import build as native_build
@@ -42,6 +43,8 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 
 def pytest_configure() -> None:
+    if gpu.interpreting() and gpu.has_triton():
+        round_bfloat16()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     elif native_build.compiler() and isinstance(native_library.library(), str):

@@ -15,7 +15,18 @@ from typing import Any
 import torch
 
 from . import __version__
-from .kernels import activation, column_sum, linear, norm
+from .kernels import (
+    activation,
+    adamw,
+    column_sum,
+    cross_entropy,
+    dropout,
+    embedding,
+    global_norm,
+    linear,
+    norm,
+    rope,
+)
 from .kernels.attention import problem as attention
 from .kernels.attention.mask import Mask
 from .kernels.attention.table import ATTENTION
@@ -67,6 +78,12 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, Any], ...
         (activation.ACTIVATION, activation.Problem("gelu", (x, x))),
         (linear.LINEAR, linear.Problem(x, x)),
         (column_sum.COLUMN_SUM, column_sum.Problem(x)),
+        (embedding.EMBEDDING, embedding.Problem(x)),
+        (rope.ROPE, rope.Problem(q)),
+        (dropout.DROPOUT, dropout.Problem(x)),
+        (cross_entropy.CROSS_ENTROPY, cross_entropy.Problem(x, x)),
+        (global_norm.GLOBAL_NORM, global_norm.Problem(x.view(-1))),
+        (adamw.ADAMW, adamw.Problem(x.view(-1))),
     )
 
 

@@ -8,7 +8,7 @@ from support import bounds
 from support.ops import DTYPES, acc, allocated_bytes, assert_rounded, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import activation, residual, rope
+from tilegrad.kernels import activation
 from tilegrad.kernels.activation import (
     ACTIVATION,
     KINDS,
@@ -20,8 +20,11 @@ from tilegrad.kernels.activation import (
 )
 from tilegrad.kernels.cpu import rows
 from tilegrad.kernels.cpu.library import library
-from tilegrad.kernels.residual import add_fwd, copy_fwd, dropout_bwd, dropout_fwd, dropout_workspace, zero_fwd
+from tilegrad.kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
+from tilegrad.kernels.dropout import torch_ops as dropout_torch_ops
+from tilegrad.kernels.residual import add_fwd, copy_fwd, zero_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
+from tilegrad.kernels.rope import torch_ops as rope_torch_ops
 
 FORMULAS = {
     "gelu": lambda h: {"a": 0.5 * h * (1 + torch.tanh((2 / torch.pi) ** 0.5 * (h + 0.044715 * h**3)))},
@@ -124,7 +127,7 @@ def rotate_half(x: Tensor) -> dict[str, Tensor]:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [300, 1 << 16])
 def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int) -> None:
-    monkeypatch.setitem(rope.BLOCK, "cpu", block)
+    monkeypatch.setitem(rope_torch_ops.BLOCK, "cpu", block)
     for b, t, h, d in ((1, 1, 1, 2), (2, 63, 3, 10), (1, 113, 2, 64)):
         fused = randn(b, t, 3 * h * d, dtype=dtype)
         x, dy = fused[..., h * d : 2 * h * d].view(b, t, h, d), randn(b, t, h, d, dtype=dtype, seed=1)
@@ -165,7 +168,7 @@ def test_dropout_is_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torc
     assert 0.68 < kept.double().mean() < 0.72
     x = randn(n, c, dtype=dtype)
     for block in (100, 1 << 15):
-        monkeypatch.setitem(residual.BLOCK, "cpu", block)
+        monkeypatch.setitem(dropout_torch_ops.BLOCK, "cpu", block)
         scratch = poisoned(dropout_workspace(x))
         y, dx = torch.full_like(x, torch.nan), x.clone()
         dropout_fwd(x, seed, p, layer, y=y, scratch=scratch)
@@ -231,7 +234,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         (lambda: add_fwd(x, x.float(), y=x), "f: got .*float32.*accepted: .*float64"),
         (lambda: dropout_fwd(x, 0, 1.0, 0, y=x), "dropout_p: got 1.0; accepted: a number p, 0 ≤ p < 1"),
         (lambda: dropout_fwd(x, 0, 0.5, -1, y=x), "layer_counter: got -1"),
-        (lambda: dropout_fwd(x, 0, 0.5, 0, y=x), "scratch: dropout got no 'index'"),
+        (lambda: dropout_fwd(x, 0, 0.5, 0, y=x), "scratch: dropout got no 'torch.index'"),
         (lambda: rope_fwd(odd, cos, cos, y=odd), "x: got .*accepted: an even head dimension"),
         (lambda: rope_table(0.0, 4, 1, cos=cos, sin=cos), "theta: got 0.0"),
         (lambda: rope_table(1e4, 3, 1, cos=cos, sin=cos), "d: got 3; accepted: an even head dimension"),

@@ -10,9 +10,11 @@ from support import bounds
 from support.ops import allocated_bytes, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import adamw
-from tilegrad.kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
+from tilegrad.kernels import gpu
+from tilegrad.kernels.adamw import adamw_step, adamw_workspace, torch_ops
 from tilegrad.kernels.closeness import assert_close, complaints
+from tilegrad.kernels.global_norm import global_norm, global_norm_workspace
+from tilegrad.kernels.global_norm import torch_ops as norm_torch_ops
 
 DTYPES = (torch.float64, torch.float32)
 DECAYED, PLAIN = (5, 37), (63,)
@@ -71,7 +73,7 @@ def compare(dtype: torch.dtype, max_norm: float, *, learning_rate_tensor: bool =
 def test_equal_to_torch(
     monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, max_norm: float, slow_factor: bool
 ) -> None:
-    monkeypatch.setattr(adamw, "_SLOW_FACTOR", slow_factor)
+    monkeypatch.setattr(torch_ops, "_SLOW_FACTOR", slow_factor)
     assert compare(dtype, max_norm) == []
 
 
@@ -93,6 +95,20 @@ def test_a_gradient_that_is_not_finite_changes_nothing(dtype: torch.dtype, bad: 
     assert arenas.step == 2 and not torch.equal(before[0], arenas.params)
 
 
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_a_copy_to_compute_with_is_rounded_in_the_same_pass(dtype: torch.dtype) -> None:
+    arenas, copy = Arenas(dtype), torch.full((P,), torch.nan, dtype=torch.bfloat16)
+    for bad in (False, True):
+        g = randn(P, dtype=dtype, seed=int(bad))
+        g[5] = torch.nan if bad else g[5]
+        global_norm(g, norm=arenas.norm, scratch=arenas.scratch)
+        adamw_step(
+            arenas.norm, 1e-2, SPLIT, params=arenas.params, grads=g, m=arenas.m, v=arenas.v, step=arenas.step,
+            rounded=copy, scratch=arenas.scratch,
+        )  # fmt: skip
+        assert torch.equal(copy, arenas.params.to(torch.bfloat16)) and copy.isfinite().all()
+
+
 def test_state_resumed_gives_the_same_bits() -> None:
     a, b = Arenas(torch.float32), Arenas(torch.float32)
     for i in range(4):
@@ -108,7 +124,13 @@ def test_state_resumed_gives_the_same_bits() -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("n", [1, 63, 64, 128, 1000])
 def test_global_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int) -> None:
-    monkeypatch.setattr(adamw, "BLOCK", 64)
+    monkeypatch.setattr(norm_torch_ops, "BLOCK", 64)
+    if gpu.interpreting():
+        from tilegrad.kernels.global_norm import triton_ops
+
+        monkeypatch.setattr(triton_ops, "PART", 64)
+        monkeypatch.setattr(triton_ops, "TILE", 16)
+        monkeypatch.setattr(triton_ops, "SUM", 4)
     g, norm = randn(n, dtype=dtype), torch.zeros((), dtype=dtype)
     global_norm(g, norm=norm, scratch=poisoned(global_norm_workspace(g)))
     of = bounds.sqrt((bounds.of(g) * bounds.of(g)).sum(0))
@@ -117,7 +139,7 @@ def test_global_norm(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int
 
 def test_nothing_is_allocated() -> None:
     for dtype in DTYPES:
-        n = 3 * adamw.BLOCK + 5
+        n = 3 * norm_torch_ops.BLOCK + 5
         x = randn(n, dtype=dtype)
         m, v, g, norm, step = torch.zeros_like(x), torch.zeros_like(x), x.clone(), x.new_zeros(()), torch.zeros(())
         scratch = poisoned(adamw_workspace(x) | global_norm_workspace(x))
@@ -158,7 +180,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
             lambda: adamw_step(norm, 1e-3, 6, **arenas | {"step": step.double()}),
             "step: got .*float64.*accepted: .*float32",
         ),
-        (lambda: adamw_step(norm, 1e-3, 6, **arenas), "scratch: adamw got no 'grad_scale'"),
+        (lambda: adamw_step(norm, 1e-3, 6, **arenas), "scratch: adamw got no 'torch.grad_scale'"),
         (lambda: global_norm(x, norm=norm.float()), "norm: got .*float32"),
         (lambda: global_norm(x.to(torch.bfloat16), norm=norm), "grads: got .*bfloat16.*accepted: .*float32"),
     ):

@@ -10,8 +10,7 @@ from support import bounds
 from support.ops import DTYPES, acc, allocated_bytes, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import embedding
-from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
+from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace, torch_ops
 
 
 def build(b: int, t: int, c: int, v: int, dtype: torch.dtype, *, positions: bool):
@@ -40,7 +39,7 @@ def run(tokens: Tensor, inputs: dict[str, Any], dx: Tensor) -> dict[str, Tensor]
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("block", [100, 1 << 16])
 def test_embedding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, positions: bool, block: int) -> None:
-    monkeypatch.setitem(embedding.BLOCK, "cpu", block)
+    monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
     for b, t, c, v in ((1, 1, 1, 1), (3, 63, 17, 20), (2, 113, 64, 300)):
         tokens, inputs, formula, dx = build(b, t, c, v, dtype, positions=positions)
         assert_true(run(tokens, inputs, dx), formula, inputs, {"x": dx}, bounds.embedding(tokens, **inputs, dx=dx))
@@ -61,11 +60,13 @@ def test_gradients_accumulate_in_the_same_bits_and_none_is_not_computed(dtype: t
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_that_do_not_accumulate_overwrite(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
-    monkeypatch.setitem(embedding.BLOCK, "cpu", 100)
+    monkeypatch.setitem(torch_ops.BLOCK, "cpu", 100)
     tokens, inputs, _, dx = build(3, 63, 17, 200, dtype, positions=True)
     want = run(tokens, inputs, dx)
     got = {name: torch.full_like(want[name], torch.nan) for name in ("dwte", "dwpe")}
-    embedding_bwd(dx, tokens, **got, accumulate=False, scratch=poisoned(embedding_workspace(dx)))
+    embedding_bwd(
+        dx, tokens, dwte=got["dwte"], dwpe=got["dwpe"], accumulate=False, scratch=poisoned(embedding_workspace(dx))
+    )
     assert all(torch.equal(got[name], want[name]) for name in got)
 
 
@@ -74,7 +75,7 @@ def test_gradients_that_do_not_accumulate_overwrite(monkeypatch: pytest.MonkeyPa
 def test_float32_weights_of_bfloat16_are_summed_and_then_rounded(
     monkeypatch: pytest.MonkeyPatch, positions: bool, block: int
 ) -> None:
-    monkeypatch.setitem(embedding.BLOCK, "cpu", block)
+    monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
     tokens, inputs, formula, dx = build(3, 63, 17, 20, torch.float32, positions=positions)
     x = torch.full_like(dx, torch.nan, dtype=torch.bfloat16)
     embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=x, scratch=poisoned(embedding_workspace(x)))

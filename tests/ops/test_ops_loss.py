@@ -11,12 +11,13 @@ from support import bounds
 from support.ops import DTYPES, acc, allocated_bytes, allowed_bytes, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import cross_entropy, embedding_mse, linear
+from tilegrad.kernels import embedding_mse, gpu, linear
 from tilegrad.kernels.cross_entropy import (
     cross_entropy_bwd,
     cross_entropy_fwd,
     cross_entropy_step,
     cross_entropy_workspace,
+    torch_ops,
 )
 from tilegrad.kernels.embedding_mse import (
     embedding_mse_bwd,
@@ -93,8 +94,13 @@ def run(loss: str, inputs: dict[str, Tensor], targets: Tensor, inv_total: float)
 
 def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
     """About `size` elements at once."""
-    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 4 * size)
-    monkeypatch.setattr(cross_entropy, "BLOCK", size // 3)
+    monkeypatch.setitem(torch_ops.CHUNK, "cpu", 4 * size)
+    monkeypatch.setattr(torch_ops, "BLOCK", size // 3)
+    if gpu.interpreting():
+        from tilegrad.kernels.cross_entropy import triton_ops
+
+        monkeypatch.setitem(triton_ops.CHUNK, "cpu", 4 * size)
+        monkeypatch.setattr(triton_ops, "TILE", 32)
     monkeypatch.setitem(embedding_mse.BLOCK, "cpu", size)
 
 
@@ -158,10 +164,10 @@ def test_float32_weights_of_bfloat16(monkeypatch: pytest.MonkeyPatch, loss: str,
 
 
 def test_chunks_are_few_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(cross_entropy.CHUNK, "cpu", 4 * 50 * 300)
+    monkeypatch.setitem(torch_ops.CHUNK, "cpu", 4 * 50 * 300)
     for n, want in ((256, [256]), (257, [129, 128]), (600, [200, 200, 200]), (1, [1])):
         x, w = torch.empty(n, 4), torch.empty(50, 4)
-        assert [i.stop - i.start for i in cross_entropy._chunks(x, w)] == want
+        assert [i.stop - i.start for i in torch_ops.chunks_of(x, w)] == want
 
 
 @pytest.mark.parametrize("loss", LOSSES)

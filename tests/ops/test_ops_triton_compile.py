@@ -112,3 +112,87 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
         activation.swiglu_fwd(x, x, a=y)
         activation.swiglu_bwd(x, x, x, dgate=y, dup=y)
     assert len(found) == 6
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("v", [50257, 50304])
+def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
+    from tilegrad.kernels.cross_entropy import triton_ops
+
+    x, w, one = torch.empty(2, 8, dtype=dtype), torch.empty(v, 8, dtype=dtype), torch.ones(())
+    scratch = poisoned(triton_ops.workspace(x, w, backward=True))
+    targets, dx, dw = torch.zeros(2, dtype=torch.int64), torch.empty_like(x), torch.empty(v, 8)
+    with compiling(architecture, tmp_path) as found:
+        triton_ops.run(x, w, targets, one, loss=one, dx=dx, dw=dw, accumulate=True, scratch=scratch)
+    check(found, architecture, {"_softmax_kernel", "_sum_kernel"})
+    assert ".128" in found["_softmax_kernel"].sass, "loads are not of 16 bytes"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("on_device", [False, True])
+def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
+    from tilegrad.kernels.adamw import triton_ops
+    from tilegrad.kernels.global_norm import triton_ops as norm_ops
+
+    p, one = torch.empty(1 << 20), torch.ones(())
+    copy, rate = (p.bfloat16(), one) if on_device else (None, 1e-3)
+    with compiling(architecture, tmp_path) as found:
+        norm_ops.fwd(p, norm=one, scratch=poisoned(norm_ops.workspace(p)))
+        triton_ops.step(
+            one, rate, 1 << 19, 0.1, 1.0, (0.9, 0.95), 1e-8, params=p, grads=p, m=p, v=p, step=one, rounded=copy,
+            scratch=poisoned(triton_ops.workspace(p)),
+        )  # fmt: skip
+    check(found, architecture, {"_squares_kernel", "_root_kernel", "_decide_kernel", "_adamw_kernel"})
+    assert all(".128" in found[name].sass for name in ("_squares_kernel", "_adamw_kernel")), "loads are not of 16 bytes"
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    from tilegrad.kernels.embedding import triton_ops
+
+    x, w, dw = torch.empty(2048, 768, dtype=dtype), torch.empty(100, 768, dtype=dtype), torch.empty(1024, 768)
+    tokens, scratch = torch.zeros(2, 1024, dtype=torch.int64), poisoned(triton_ops.workspace(x))
+    with compiling(architecture, tmp_path) as found:
+        triton_ops.fwd(tokens, w, w, x=x, scratch={})
+        triton_ops.bwd(x, tokens, dwte=dw, dwpe=dw, accumulate=True, scratch=scratch)
+    backward = {"_dwpe_kernel", "_narrow_kernel", "_rank_kernel", "_runs_kernel", "_join_kernel"}
+    check(found, architecture, {"_embedding_kernel"} | backward)
+
+
+@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    from tilegrad.kernels.dropout import triton_ops as dropout_ops
+    from tilegrad.kernels.rope import triton_ops as rope_ops
+
+    x, table, seed = torch.empty(64, 36 * 64, dtype=dtype), torch.empty(64, 32), torch.zeros((), dtype=torch.int64)
+    heads = x.view(1, 64, 36, 64)[:, :, :24]
+    with compiling(architecture, tmp_path) as found:
+        rope_ops.turn(heads, table, table, 1.0, y=heads, scratch={})
+        dropout_ops.fwd(x, seed, 0.1, 3, y=x, scratch={})
+    check(found, architecture, {"_turn_kernel", "_dropout_kernel"})
+
+
+def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
+    from tilegrad.kernels.cross_entropy import triton_ops as cross_entropy
+    from tilegrad.kernels.dropout import triton_ops as dropout
+    from tilegrad.kernels.embedding import triton_ops as embedding
+    from tilegrad.kernels.global_norm import triton_ops as global_norm
+    from tilegrad.kernels.rope import triton_ops as rope
+
+    x, one, token, table = torch.empty(1, 1), torch.ones(()), torch.zeros(1, 1, dtype=torch.int64), torch.empty(1, 1)
+    heads = torch.empty(1, 1, 1, 2)
+    with compiling(90, tmp_path) as found:
+        cross_entropy.run(
+            x, table, token[0], one, loss=one, dx=x, dw=table, accumulate=True,
+            scratch=poisoned(cross_entropy.workspace(x, table, backward=True)),
+        )  # fmt: skip
+        embedding.fwd(token, table, table, x=x, scratch={})
+        scratch = poisoned(embedding.workspace(x))
+        embedding.bwd(x, token, dwte=table, dwpe=table, accumulate=True, scratch=scratch)
+        global_norm.fwd(x[0], norm=one, scratch=poisoned(global_norm.workspace(x[0])))
+        rope.turn(heads, table, table, -1.0, y=heads, scratch={})
+        dropout.fwd(x, token[0, 0], 2.0**-32, 1, y=x, scratch={})
+    assert len(found) == 12

@@ -248,11 +248,13 @@ def embedding_mse(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
 
 
 def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> dict[str, Bound]:
-    """Of bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, on a CPU the logits before them, and where
-    _products_rounded each chunk's dw. Roundings ρ of a row of logits change pᵢ by pᵢ (ρᵢ − Σ p ρ), dx by Σ ρᵢ pᵢ (wᵢ − Σ p w).
+    """Of bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, on a CPU and by Triton's kernel the logits
+    before them, and where _products_rounded each chunk's dw. Roundings ρ of a row of logits change pᵢ by pᵢ (ρᵢ − Σ p ρ), and
+    dx by Σ ρᵢ pᵢ (wᵢ − Σ p w).
     """
     dtype, half, on_cpu = x.dtype, x.dtype == torch.bfloat16, x.device.type == "cpu"
-    chunks = list(cross_entropy_op._chunks(x, w)) if _products_rounded(x) else []
+    row = cross_entropy_op.CROSS_ENTROPY.select(cross_entropy_op.Problem(x, w))
+    chunks = list(row.load().chunks_of(x, w)) if _products_rounded(x) else []
     kept, index = (targets >= 0).double()[:, None], targets.clamp(min=0)[:, None]
     a = roundoff(accumulation_dtype(dtype))
     x, w = x.double(), w.double()
@@ -260,7 +262,7 @@ def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
     p, lse = logits.softmax(-1), logits.logsumexp(-1, keepdim=True)
     d = kept * p.scatter_add(1, index, -torch.ones_like(index, dtype=torch.float64))
     nothing = torch.zeros_like(p)
-    var_l = kept * rounding(logits, dtype) if half and on_cpu else nothing
+    var_l = kept * rounding(logits, dtype) if half and (on_cpu or row.name == "triton") else nothing
     var_d, var_x = (rounding(y, dtype) if half else torch.zeros_like(y) for y in (d, inv_total * x))
     raw, dw = d @ w, d.t() @ (inv_total * x)
     var_raw = rounding(raw, dtype) if half else torch.zeros_like(raw)

@@ -27,13 +27,14 @@ def randn(*shape: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Ten
 
 
 def poisoned(shapes: Mapping[str, tuple[tuple[int, ...], torch.dtype]]) -> dict[str, Tensor]:
-    """Scratch as a caller may leave it: NaN, or the largest integer."""
-    return {
-        name: torch.full(
-            shape, torch.nan if dtype.is_floating_point else 1 if dtype == torch.bool else 2**62, dtype=dtype
-        )
-        for name, (shape, dtype) in shapes.items()
-    }
+    """Scratch as a caller may leave it: NaN, or a very large integer."""
+
+    def poison(dtype: torch.dtype) -> float:
+        if dtype.is_floating_point:
+            return torch.nan
+        return 1 if dtype == torch.bool else 2 ** (8 * dtype.itemsize - 2)
+
+    return {name: torch.full(shape, poison(dtype), dtype=dtype) for name, (shape, dtype) in shapes.items()}
 
 
 def truth(

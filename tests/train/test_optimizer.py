@@ -18,9 +18,11 @@ from tilegrad.train.planning import plan_model, step_report
 
 CPU = torch.device("cpu")
 GAPS = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps
-NORM = {"scratch.optimizer.global_norm.parts"}
-ADAMW = {"scratch.optimizer.adamw.grad_scale", "scratch.optimizer.adamw.found_inf"}
-SCRATCH = NORM | ADAMW
+NORM = {"cpu": {"scratch.optimizer.global_norm.torch.parts"}, "cuda": {"scratch.optimizer.global_norm.triton.squares"}}
+ADAMW = {
+    "cpu": {"scratch.optimizer.adamw.torch.grad_scale", "scratch.optimizer.adamw.torch.found_inf"},
+    "cuda": {"scratch.optimizer.adamw.triton.decision"},
+}
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, GAPS])
@@ -54,13 +56,13 @@ def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, req
     norm, update = ops.index("global_norm"), ops.index("adamw_step")
     assert update == norm + 1 and ops.count("global_norm") == ops.count("adamw_step") == 1
     assert ops[norm - 1] == "embedding_bwd" and ops[update + 1] == "embedding_fwd"
-    assert {name for name in activations.offsets if "optimizer" in name} == SCRATCH
-    for op, scratch in ((norm, NORM), (update, ADAMW)):
+    assert {name for name in activations.offsets if "optimizer" in name} == (NORM[device] | ADAMW[device])
+    for op, scratch in ((norm, NORM[device]), (update, ADAMW[device])):
         assert all(live[name] == ((op, op),) for name in scratch)
         alive = {name for name in activations.offsets if any(first <= op <= last for first, last in live[name])}
         assert alive == scratch, "nothing else is alive beside it"
-    end = max(activations.offsets[name] + plan.trace.handles[name].nbytes for name in SCRATCH)
-    others = (offset for name, offset in activations.offsets.items() if name not in SCRATCH)
+    end = max(activations.offsets[name] + plan.trace.handles[name].nbytes for name in (NORM[device] | ADAMW[device]))
+    others = (offset for name, offset in activations.offsets.items() if name not in (NORM[device] | ADAMW[device]))
     assert min(others) < end, "it shares addresses"
     assert all(live[name] == ((0, len(ops) - 1),) for name in ("m.wte.weight", "v.ln_f.weight", "optimizer.step"))
 
@@ -76,7 +78,7 @@ def test_a_report_of_one_step_ends_with_the_optimizer() -> None:
     plan = plan_model(CONFIG, 2, 8, torch.float32, CPU)
     report = step_report(plan, CONFIG, 2, 8, torch.float32, (), "one step")
     last = max(span.last for span in report.spans if span.role == "activations")
-    assert {span.name for span in report.spans if span.last == last and span.role == "activations"} == ADAMW
+    assert {span.name for span in report.spans if span.last == last and span.role == "activations"} == ADAMW["cpu"]
     assert report.ops == last
 
 

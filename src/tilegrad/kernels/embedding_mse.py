@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from .cross_entropy import check_loss, mask_targets
-from .embedding import add_rows
+from .cross_entropy import check_loss
+from .cross_entropy.torch_ops import mask_targets
+from .embedding.torch_ops import add_rows
 from .op import op
 from .scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_per_block, views
 

@@ -21,6 +21,7 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
+NO_SEQUENCE = 0xFFFFFFFF  # b of a mask that is no attention's
 WORK_BUFFERS = 6  # int64 buffers of the mask's size that `drop_mask` works in
 
 Key = int | Tensor

@@ -12,7 +12,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal, get_args
 
-from ..kernels.residual import add_fwd, dropout_bwd, dropout_fwd, dropout_workspace
+from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
+from ..kernels.residual import add_fwd
 from ..kernels.scratch import Scratch
 from .attention import AttentionLayer
 from .feedforward import FeedForward, SwiGLU

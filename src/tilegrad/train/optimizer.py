@@ -4,7 +4,7 @@
     grads     as params, and so m and v: the four are one flat range (P,) each
     decay     the parameters of two and more dimensions lie first, so weight decay is a prefix of the range
 
-    norm = ‖grads‖₂        clip to max_norm        AdamW                    (equations: kernels/adamw.py)
+    norm = ‖grads‖₂        clip to max_norm        AdamW                    (equations: kernels/adamw)
 
 Declared on handles, the step is traced and planned with the model's; bound to tensors, it updates. Its scratch is dead
 between steps and shares addresses with the activations.
@@ -20,7 +20,8 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from ..kernels.adamw import adamw_step, adamw_workspace, global_norm, global_norm_workspace
+from ..kernels.adamw import adamw_step, adamw_workspace
+from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.scratch import Scratch, below, of
 from ..memory.planned.arena import flat
 from ..memory.planned.trace import Handle, handles

@@ -4,33 +4,42 @@
     y1 = x1 ∘ cos − x2 ∘ sin        y2 = x2 ∘ cos + x1 ∘ sin            the backward turns back: sin → −sin
 
 x (B, T, H, D) has any strides, so q and k are views of the fused projection. Tables are in the accumulation dtype
-(float32, float64 for float64), and so is the arithmetic.
+(float32, float64 for float64), and so is the arithmetic. `ROPE` is the table of kernels: each module offers `workspace`
+and `turn`, in which sign = −1 turns back.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
-from .op import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, views
-
-BLOCK = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements of a block of positions
-
-
-def _positions(x: Any) -> int:
-    _, t, h, d = x.shape
-    return int(max(1, min(t, BLOCK[torch.device(x.device).type] // max(h * d, 1))))
+from .. import gpu
+from ..checks import check_tensor
+from ..op import op
+from ..scratch import Scratch, Shapes, accumulation_dtype, views
+from ..table import Kernel, Table, takes_all
 
 
-def rope_workspace(x: Any) -> Shapes:
+class Problem(NamedTuple):
+    """A turn as the table sees it: the dtype and device of x."""
+
+    x: Any
+
+
+ROPE = Table(
+    "rope",
+    (
+        Kernel("triton", "rope.triton_ops", lambda problem: gpu.refusal(problem.x)),
+        Kernel("torch", "rope.torch_ops", takes_all),
+    ),
+)
+
+
+def rope_workspace(x: Any, *, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold, forward and backward."""
-    (_, _, h, d), acc = x.shape, accumulation_dtype(x.dtype)
-    shapes: Shapes = {"kept": ((_positions(x), h, d // 2), acc)}
-    return shapes | ({"turned": ((_positions(x), h, d), acc)} if x.dtype != acc else {})
+    return ROPE.workspace(Problem(x), kernel=kernel)
 
 
 @op()
@@ -51,35 +60,32 @@ def rope_table(theta: float, d: int, t: int, *, cos: Tensor, sin: Tensor) -> Non
 
 
 @op()
-def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor, *, y: Tensor, scratch: Scratch | None = None) -> None:
+def rope_fwd(
+    x: Tensor, cos: Tensor, sin: Tensor, *, y: Tensor, scratch: Scratch | None = None, kernel: str | None = None
+) -> None:
     """y = x turned by its positions; y may be x. Tables may be longer than T: their first T rows are read."""
-    _turn(x, cos, sin, 1.0, y=y, scratch=scratch)
+    _turn(x, cos, sin, 1.0, y=y, scratch=scratch, kernel=kernel)
 
 
 @op()
-def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, *, dx: Tensor, scratch: Scratch | None = None) -> None:
+def rope_bwd(
+    dy: Tensor, cos: Tensor, sin: Tensor, *, dx: Tensor, scratch: Scratch | None = None, kernel: str | None = None
+) -> None:
     """dx = dy turned back; dx may be dy."""
-    _turn(dy, cos, sin, -1.0, y=dx, scratch=scratch)
+    _turn(dy, cos, sin, -1.0, y=dx, scratch=scratch, kernel=kernel)
 
 
-def _turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch | None) -> None:
-    b, t, _, d = x.shape
+def _turn(
+    x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch | None, kernel: str | None
+) -> None:
+    _, t, _, d = x.shape
     acc = accumulation_dtype(x.dtype)
     if d % 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}; accepted: an even head dimension")
     check_tensor("y", y, tuple(x.shape), x.dtype, x.device)
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, (max(t, table.shape[0]), d // 2), acc, x.device)
-    scratch = views(scratch, rope_workspace(x), x.device, "rope")
-    for n in range(b):
-        for i in blocks(t, _positions(x)):
-            m = i.stop - i.start
-            xi, yi = x[n, i], y[n, i]
-            if "turned" in scratch:
-                xi = yi = scratch["turned"][:m].copy_(xi)
-            (x1, x2), (y1, y2) = xi.split(d // 2, -1), yi.split(d // 2, -1)
-            kept, cos_i, sin_i = scratch["kept"][:m].copy_(x1), cos[i, None], sin[i, None]
-            torch.mul(x1, cos_i, out=y1).addcmul_(x2, sin_i, value=-sign)
-            torch.mul(x2, cos_i, out=y2).addcmul_(kept, sin_i, value=sign)
-            if "turned" in scratch:
-                y[n, i].copy_(yi)
+    row = ROPE.select(Problem(x), kernel)
+    module = row.load()
+    buffers = views(scratch, module.workspace(x), x.device, "rope", kernel=row.name)
+    module.turn(x, cos, sin, sign, y=y, scratch=buffers)

@@ -1,0 +1,124 @@
+"""Cross-entropy of logits that never exist as a whole.       x (N, C)   w (V, C)   targets (N,) int64, −1 = ignored
+
+    l = x wᵀ   p = softmax(l)   nll = logsumexp(l) − l[target]
+    loss = Σ over targets of nll · inv_total
+    dl = (p − onehot(target)) · inv_total     dx = dl w     dw += dlᵀ x        (0 in rows without a target)
+                                                                               (accumulate=False: dw = dlᵀ x)
+
+inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch.
+One chunk of rows at a time: its logits become their own gradient in place. `cross_entropy_step` is forward and backward
+on one set of logits; `cross_entropy_bwd` forms them again in the same chunks, so its dx and dw are the same bits.
+`CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`, and the products are linear's.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import gpu
+from ..checks import check_given, check_param, check_tensor
+from ..op import op
+from ..scratch import Scratch, Shapes, accumulation_dtype, views
+from ..table import Kernel, Table, takes_all
+
+
+class Problem(NamedTuple):
+    """A loss as the table sees it: dtypes, and the device of x."""
+
+    x: Any
+    w: Any
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    if problem.x.dtype == torch.float16:
+        return "takes bfloat16 and float32: p · inv_total is below what float16 can hold"
+    return gpu.refusal(problem.x)
+
+
+CROSS_ENTROPY = Table(
+    "cross_entropy",
+    (
+        Kernel("triton", "cross_entropy.triton_ops", _triton_refuses),
+        Kernel("torch", "cross_entropy.torch_ops", takes_all),
+    ),
+)
+
+
+def cross_entropy_workspace(x: Any, w: Any, *, backward: bool, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold: for `_fwd`, or (backward) for `_bwd` and `_step`."""
+    return CROSS_ENTROPY.workspace(Problem(x, w), kernel=kernel, backward=backward)
+
+
+@op()
+def cross_entropy_fwd(
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """loss (0-d), overwritten."""
+    given = (x, w, targets, inv_total)
+    _run(*given, loss=loss, dx=None, dw=None, accumulate=True, backward=False, scratch=scratch, kernel=kernel)
+
+
+@op(accumulates=("dw",))
+def cross_entropy_bwd(
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """dx overwritten, dw added to (accumulate=False: overwritten); the logits are formed again."""
+    given = (x, w, targets, inv_total)
+    _run(*given, loss=None, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch, kernel=kernel)
+
+
+@op(accumulates=("dw",))
+def cross_entropy_step(
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """Forward and backward at once."""
+    given = (x, w, targets, inv_total)
+    _run(*given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch, kernel=kernel)
+
+
+def _run(
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, backward: bool,
+    scratch: Scratch | None, kernel: str | None,
+) -> None:  # fmt: skip
+    check_loss(x, targets, inv_total, loss=loss, dx=dx, w=("w", w), dw=("dw", dw))
+    row = CROSS_ENTROPY.select(Problem(x, w), kernel)
+    module = row.load()
+    buffers = views(scratch, module.workspace(x, w, backward=backward), x.device, "cross_entropy", kernel=row.name)
+    if dw is not None and not accumulate and not x.shape[0]:
+        dw.zero_()
+    module.run(x, w, targets, inv_total, loss=loss, dx=dx, dw=dw, accumulate=accumulate, scratch=buffers)
+
+
+def check_loss(
+    x: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor | None, dx: Tensor | None, w: tuple[str, Tensor], dw: tuple[str, Tensor | None],
+) -> None:  # fmt: skip
+    """Tensors of a loss over the rows of a weight (V, C), which comes with its name, and so does its gradient."""
+    (n, c), v, acc = x.shape, w[1].shape[0], accumulation_dtype(x.dtype)
+    check_param(*w, (v, c), x)
+    check_targets(targets, n, v, x.device)
+    check_given(
+        x.device,
+        ("inv_total", inv_total, (), acc),
+        ("loss", loss, (), acc),
+        ("dx", dx, (n, c), x.dtype),
+        (*dw, (v, c), acc),
+    )
+
+
+def check_targets(targets: Tensor, n: int, v: int, device: torch.device) -> None:
+    """Their form, and on a CPU their values: on a device reading them would wait for it."""
+    check_tensor("targets", targets, (n,), torch.int64, device)
+    if device.type == "cpu" and n:
+        low, high = (int(end) for end in targets.aminmax())
+        if low < -1 or high >= v:
+            raise ValueError(f"targets: got {low if low < -1 else high}; accepted: 0 … {v - 1}, or −1 for none")

@@ -1,0 +1,21 @@
+"""Chunks of rows: logits of so many are held at once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from ..scratch import blocks
+
+_EVEN = 256  # a chunk of more rows may have a multiple of these at most
+
+
+def most_rows(n: int, v: int, itemsize: int, size: int) -> int:
+    """Rows of a chunk at most, in `size` bytes. They grow with n, so that the scratch of a large batch serves a small one."""
+    rows = size // (max(v, 1) * itemsize)
+    return max(1, min(n, rows - rows % _EVEN if rows > _EVEN else rows))
+
+
+def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
+    """0 … n in as few chunks as will do, of even size: each but the last a multiple of `multiple`, where one fits in most."""
+    size = -(-n // max(-(-n // most), 1)) or 1
+    return blocks(n, min(most, -(-size // multiple) * multiple))

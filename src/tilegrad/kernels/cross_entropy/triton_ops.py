@@ -1,0 +1,147 @@
+"""Cross-entropy in Triton: what lies between the head's two products, in the place of the logits.
+
+A program has a row of l (V,), and walks it twice, tile by tile:
+
+    walk 1   row_max = max l       row_sum = Σ exp(l − row_max)            online: a new maximum rescales the sum
+    walk 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, but for the target's
+    then     l[target] ← (p[target] − 1) · inv_total                       one number
+             nll = (log row_sum − (l[target] − row_max)) · inv_total       summed over rows by one program, in their order
+
+The second walk mostly finds the row in the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16.
+A row without a target is filled with 0 and not read. Logits are in x's dtype: for bfloat16 they are rounded before the
+softmax, and dl once after it. The factor inv_total is in dl, so no product is scaled. Rows of logits begin at multiples of
+128 bytes, whatever V is.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import ceil_div
+from ..linear import linear_bwd, linear_fwd, linear_workspace, rounds_weights
+from ..scratch import Form, Scratch, Shapes, below, larger, of
+from .chunks import chunks, most_rows
+
+CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once
+ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
+LEAD = 64  # logits' rows begin at a multiple of so many numbers
+TILE, WARPS = 4096, 8  # logits of a row that a program holds at once
+SUM = 1024  # rows' losses that are added side by side
+
+LOG2E = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def _softmax_kernel(
+    targets, inv_total,
+    logits, nll,
+    targets_n, logits_n, V,
+    GRADIENT: tl.constexpr, TILE: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    row, cols = logits + n * logits_n, tl.arange(0, TILE)
+    whole = V // TILE * TILE
+    rest = whole + cols < V
+    target = tl.load(targets + n * targets_n)
+
+    if target < 0:
+        tl.store(nll + n, 0.0)
+        if GRADIENT:
+            nothing = tl.zeros([TILE], logits.dtype.element_ty)
+            for k in range(0, whole, TILE):
+                tl.store(row + k + cols, nothing)
+            tl.store(row + whole + cols, nothing, mask=rest)
+    else:
+        scale = tl.load(inv_total)
+        at_target = tl.load(row + target).to(tl.float32)
+        row_max, row_sum = at_target, 0.0
+        for k in range(0, whole, TILE):
+            x = tl.load(row + k + cols, eviction_policy="evict_last").to(tl.float32)
+            new_max = tl.maximum(row_max, tl.max(x, 0))
+            row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2((x - new_max) * LOG2E), 0)
+            row_max = new_max
+        x = tl.load(row + whole + cols, mask=rest, other=-float("inf")).to(tl.float32)
+        new_max = tl.maximum(row_max, tl.max(x, 0))
+        row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2((x - new_max) * LOG2E), 0)
+        row_max = new_max
+
+        tl.store(nll + n, (tl.log(row_sum) - (at_target - row_max)) * scale)
+        if GRADIENT:
+            factor = scale / row_sum
+            dx = tl.exp2((x - row_max) * LOG2E) * factor
+            tl.store(row + whole + cols, dx.to(logits.dtype.element_ty), mask=rest)
+            for k in range(0, whole, TILE):
+                x = tl.load(row + k + cols, eviction_policy="evict_first").to(tl.float32)
+                dx = tl.exp2((x - row_max) * LOG2E) * factor
+                tl.store(row + k + cols, dx.to(logits.dtype.element_ty))
+            tl.debug_barrier()
+            p = tl.exp2((at_target - row_max) * LOG2E) / row_sum
+            tl.store(row + target, ((p - 1.0) * scale).to(logits.dtype.element_ty))
+
+
+@triton.jit
+def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
+    """loss = Σ nll, in one program."""
+    cols = tl.arange(0, SUM)
+    total = tl.zeros([SUM], tl.float32)
+    for k in range(0, n, SUM):
+        total += tl.load(nll + k + cols, mask=k + cols < n, other=0.0)
+    tl.store(loss, tl.sum(total, 0))
+
+
+def _rows(x: Any, w: Any) -> int:
+    return most_rows(x.shape[0], _lead(w), x.dtype.itemsize, CHUNK[torch.device(x.device).type])
+
+
+def _lead(w: Any) -> int:
+    """From one row of logits to the next."""
+    return ceil_div(w.shape[0], LEAD) * LEAD
+
+
+def chunks_of(x: Any, w: Any) -> Iterator[slice]:
+    return chunks(x.shape[0], _rows(x, w), ROWS)
+
+
+def workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
+    (v, c), rows = w.shape, _rows(x, w)
+    shapes: Shapes = {"logits": ((rows, _lead(w)), x.dtype), "nll": ((x.shape[0],), torch.float32)}
+    if rounds_weights(x, w):
+        shapes["w"] = ((v, c), x.dtype)
+        w = Form((v, c), x.dtype, x.device)
+    chunk = Form((rows, c), x.dtype, x.device)
+    products = linear_workspace(chunk, w, backward=False, bias=False)
+    if backward:
+        products = larger(products, linear_workspace(chunk, w, backward=True, bias=False))
+    return shapes | below("linear", products)
+
+
+def run(
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
+    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch,
+) -> None:  # fmt: skip
+    linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"]
+    if "w" in scratch:
+        w = scratch["w"].copy_(w)  # rounded once for all chunks
+    gradient = dx is not None or dw is not None
+    with torch.cuda.device_of(x):
+        for i in chunks_of(x, w):
+            logits = scratch["logits"][: i.stop - i.start, :v]
+            linear_fwd(x[i], w, None, y=logits, scratch=linear)
+            _softmax_kernel[(logits.shape[0],)](
+                targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v,
+                GRADIENT=gradient, TILE=TILE, num_warps=WARPS,
+            )  # fmt: skip
+            if dw is not None:
+                added = accumulate or i.start > 0  # a later chunk adds to the first
+                linear_bwd(logits, x[i], w, dw=dw, accumulate=added, scratch=linear)
+            if dx is not None:
+                linear_bwd(logits, x[i], w, dx=dx[i], scratch=linear)
+        if loss is not None:
+            _sum_kernel[(1,)](nll, loss, nll.shape[0], SUM=SUM)

@@ -1,0 +1,93 @@
+"""Token and position embeddings.       tokens (B, T) int64   wte (V, C)   wpe (T_max, C)   x (N, C), N = B·T
+
+    x[b·T + t] = wte[tokens[b, t]] + wpe[t]        dwte[tokens[b, t]] += dx[b·T + t]        dwpe[t] += Σ_b dx[b·T + t]
+                                               (accumulate=False: dwte and dwpe are overwritten, with 0 where no row is added)
+
+Sums are formed in the gradients' dtype (float32; float64 for float64) and in an order that does not change from run to
+run. `EMBEDDING` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from .. import gpu
+from ..checks import check_columns, check_param, check_tensor
+from ..op import op
+from ..scratch import Scratch, Shapes, accumulation_dtype, views
+from ..table import Kernel, Table, takes_all
+
+
+class Problem(NamedTuple):
+    """An embedding as the table sees it: the dtype and device of x, or of dx."""
+
+    x: Any
+
+
+EMBEDDING = Table(
+    "embedding",
+    (
+        Kernel("triton", "embedding.triton_ops", lambda problem: gpu.refusal(problem.x)),
+        Kernel("torch", "embedding.torch_ops", takes_all),
+    ),
+)
+
+
+def embedding_workspace(x: Any, *, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold, forward and backward."""
+    return EMBEDDING.workspace(Problem(x), kernel=kernel)
+
+
+@op()
+def embedding_fwd(
+    tokens: Tensor, wte: Tensor, wpe: Tensor | None, *,
+    x: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises, and wte and wpe may be float32 where x is
+    bfloat16: then the sum is rounded, and that takes scratch."""
+    _check(tokens, x, "x")
+    t, c = tokens.shape[1], x.shape[1]
+    check_param("wte", wte, (wte.shape[0], c), x)
+    if wpe is not None:
+        check_tensor("wpe", wpe, (max(t, wpe.shape[0]), c), wte.dtype, x.device)
+        check_columns("wpe", wpe)
+    check_columns("wte", wte)
+    row = EMBEDDING.select(Problem(x), kernel)
+    module = row.load()
+    needed = module.workspace(x) if wte.dtype != x.dtype else {}
+    buffers = views(scratch, needed, x.device, "embedding", kernel=row.name)
+    module.fwd(tokens, wte, wpe, x=x, scratch=buffers)
+
+
+@op(accumulates=("dwte", "dwpe"))
+def embedding_bwd(
+    dx: Tensor, tokens: Tensor, *,
+    dwte: Tensor | None = None, dwpe: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """dwte[tokens] += dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zero before."""
+    _check(tokens, dx, "dx")
+    t, c, acc = tokens.shape[1], dx.shape[1], accumulation_dtype(dx.dtype)
+    if dwte is not None:
+        check_tensor("dwte", dwte, (dwte.shape[0], c), acc, dx.device)
+        check_columns("dwte", dwte)
+    if dwpe is not None:
+        check_tensor("dwpe", dwpe, (max(t, dwpe.shape[0]), c), acc, dx.device)
+        check_columns("dwpe", dwpe)
+    row = EMBEDDING.select(Problem(dx), kernel)
+    module = row.load()
+    buffers = views(scratch, module.workspace(dx), dx.device, "embedding", kernel=row.name)
+    module.bwd(dx, tokens, dwte=dwte, dwpe=dwpe, accumulate=accumulate, scratch=buffers)
+
+
+def _check(tokens: Tensor, x: Tensor, name: str) -> None:
+    """tokens (B, T), and x of B·T rows."""
+    if tokens.dtype != torch.int64 or len(tokens.shape) != 2 or not tokens.is_contiguous():
+        got = f"{tokens.dtype} {tuple(tokens.shape)}, strides {tokens.stride()}"
+        raise ValueError(f"tokens: got {got}; accepted: a contiguous torch.int64 (B, T)")
+    check_tensor("tokens", tokens, tuple(tokens.shape), torch.int64, x.device)
+    check_tensor(name, x, (tokens.numel(), x.shape[-1]), x.dtype, tokens.device)
+    check_columns(name, x)

@@ -1,0 +1,63 @@
+"""Embeddings by torch's own indexing: any device, any dtype. On CUDA `index_put_` sorts the tokens, which takes some 50 bytes
+per token from torch's allocator, inside.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_per_block
+
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
+
+
+def workspace(x: Any) -> Shapes:
+    """Nothing but for bfloat16."""
+    acc = accumulation_dtype(x.dtype)
+    return {"x32": ((rows_per_block(x, BLOCK), x.shape[1]), acc)} if x.dtype != acc else {}
+
+
+def fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, scratch: Scratch) -> None:
+    (b, t), c = tokens.shape, x.shape[1]
+    if wte.dtype == x.dtype:
+        torch.index_select(wte, 0, tokens.view(-1), out=x)
+        if wpe is not None:
+            x.view(b, t, c).add_(wpe[:t])
+        return
+    x32 = scratch["x32"]
+    for n in range(b):
+        for i in blocks(t, rows_per_block(x, BLOCK)):
+            sums = torch.index_select(wte, 0, tokens[n, i], out=x32[: i.stop - i.start])
+            if wpe is not None:
+                sums.add_(wpe[i])
+            x[n * t + i.start : n * t + i.stop].copy_(sums)
+
+
+def bwd(
+    dx: Tensor, tokens: Tensor, *, dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch
+) -> None:
+    b, t = tokens.shape
+    if dwte is not None:
+        flat = tokens.view(-1)
+        if not accumulate:
+            dwte.zero_()
+        for i in blocks(dx.shape[0], rows_per_block(dx, BLOCK)):
+            add_rows(flat[i], scratch["x32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=dwte)
+    if dwpe is not None:
+        if not accumulate:
+            dwpe.zero_()
+        for n in range(b):
+            for i in blocks(t, rows_per_block(dx, BLOCK)):
+                part = dx[n * t + i.start : n * t + i.stop]
+                dwpe[i].add_(scratch["x32"][: i.stop - i.start].copy_(part) if scratch else part)
+
+
+def add_rows(index: Tensor, rows: Tensor, *, table: Tensor) -> None:
+    """table[index[n]] += rows[n], the same bits every time.       index (n,) int64   rows (n, C)   table (V, C)"""
+    if table.device.type == "cpu":
+        table.index_add_(0, index, rows)
+    else:
+        table.index_put_((index,), rows, accumulate=True)

@@ -1,0 +1,54 @@
+"""The norm in Triton: sums of squares of parts, then one program's sum of these.
+
+A program walks its PART numbers, TILE at a time: it reads 4 · P bytes in all, and nothing else counts. The order of every
+sum is fixed by P, so the bits are the same each time.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import ceil_div
+from ..scratch import Scratch, Shapes
+
+PART, TILE = 1 << 15, 1 << 12  # numbers of a program, and of a tile
+SUM = 1024  # parts that are added side by side
+
+
+@triton.jit
+def _squares_kernel(grads, parts, P, PART: tl.constexpr, TILE: tl.constexpr):
+    first = tl.program_id(0).to(tl.int64) * PART
+    squares = tl.zeros([TILE], tl.float32)
+    for k in range(0, PART, TILE):
+        i = first + k + tl.arange(0, TILE)
+        g = tl.load(grads + i, mask=i < P, other=0.0)
+        squares += g * g
+    tl.store(parts + tl.program_id(0), tl.sum(squares, 0))
+
+
+@triton.jit
+def _root_kernel(parts, norm, count, SUM: tl.constexpr):
+    """norm = √Σ parts, in one program."""
+    total = tl.zeros([SUM], tl.float32)
+    for k in range(0, count, SUM):
+        i = k + tl.arange(0, SUM)
+        total += tl.load(parts + i, mask=i < count, other=0.0)
+    tl.store(norm, tl.math.sqrt_rn(tl.sum(total, 0)))
+
+
+def workspace(grads: Any) -> Shapes:
+    return {"squares": ((ceil_div(grads.shape[0], PART),), torch.float32)}
+
+
+def fwd(grads: Tensor, *, norm: Tensor, scratch: Scratch) -> None:
+    squares = scratch["squares"]
+    with torch.cuda.device_of(grads):
+        if len(squares):
+            _squares_kernel[(len(squares),)](grads, squares, grads.shape[0], PART=PART, TILE=TILE)
+        _root_kernel[(1,)](squares, norm, len(squares), SUM=SUM)

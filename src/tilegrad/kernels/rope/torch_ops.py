@@ -1,0 +1,39 @@
+"""Rotary positions by torch's own products, on blocks of positions that stay in cache: any device, any dtype, any strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..scratch import Scratch, Shapes, accumulation_dtype, blocks
+
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements of a block of positions
+
+
+def _positions(x: Any) -> int:
+    _, t, h, d = x.shape
+    return int(max(1, min(t, BLOCK[torch.device(x.device).type] // max(h * d, 1))))
+
+
+def workspace(x: Any) -> Shapes:
+    (_, _, h, d), acc = x.shape, accumulation_dtype(x.dtype)
+    shapes: Shapes = {"kept": ((_positions(x), h, d // 2), acc)}
+    return shapes | ({"turned": ((_positions(x), h, d), acc)} if x.dtype != acc else {})
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch) -> None:
+    b, t, _, d = x.shape
+    for n in range(b):
+        for i in blocks(t, _positions(x)):
+            m = i.stop - i.start
+            xi, yi = x[n, i], y[n, i]
+            if "turned" in scratch:
+                xi = yi = scratch["turned"][:m].copy_(xi)
+            (x1, x2), (y1, y2) = xi.split(d // 2, -1), yi.split(d // 2, -1)
+            kept, cos_i, sin_i = scratch["kept"][:m].copy_(x1), cos[i, None], sin[i, None]
+            torch.mul(x1, cos_i, out=y1).addcmul_(x2, sin_i, value=-sign)
+            torch.mul(x2, cos_i, out=y2).addcmul_(kept, sin_i, value=sign)
+            if "turned" in scratch:
+                y[n, i].copy_(yi)

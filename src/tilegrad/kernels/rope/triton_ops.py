@@ -1,0 +1,60 @@
+"""Rotary positions in Triton: a program turns some heads of one position; it reads and writes each number once.
+
+Both halves are loaded before either is stored, so y may be x: q and k are turned where the projection left them.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import ceil_div, padded
+from ..scratch import Scratch, Shapes
+
+TILE, WARPS = 1024, 4  # numbers of a half that a program turns
+
+
+@triton.jit
+def _turn_kernel(
+    x, cos, sin,
+    y,
+    x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_t, cos_i, sin_t, sin_i, T, H, sign,
+    HALF: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    b, t = n // T, n % T
+    h = (tl.program_id(1) * BLOCK_H + tl.arange(0, BLOCK_H))[:, None]
+    i = tl.arange(0, BLOCK_D)[None, :]
+    here = (h < H) & (i < HALF)
+
+    at_x = x + b * x_b + t * x_t + h * x_h + i * x_d
+    x1 = tl.load(at_x, mask=here, other=0.0).to(tl.float32)
+    x2 = tl.load(at_x + HALF * x_d, mask=here, other=0.0).to(tl.float32)
+    c = tl.load(cos + t * cos_t + i * cos_i, mask=i < HALF, other=0.0)
+    s = tl.load(sin + t * sin_t + i * sin_i, mask=i < HALF, other=0.0) * sign
+
+    at_y = y + b * y_b + t * y_t + h * y_h + i * y_d
+    tl.store(at_y, (x1 * c - x2 * s).to(y.dtype.element_ty), mask=here)
+    tl.store(at_y + HALF * y_d, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=here)
+
+
+def workspace(x: Any) -> Shapes:
+    return {}
+
+
+def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch) -> None:
+    b, t, h, d = x.shape
+    block_d = padded(d // 2)
+    block_h = min(padded(h), max(1, TILE // block_d))
+    if not x.numel():
+        return
+    with torch.cuda.device_of(x):
+        _turn_kernel[(b * t, ceil_div(h, block_h))](
+            x, cos, sin, y, *x.stride(), *y.stride(), *cos.stride(), *sin.stride(), t, h, sign,
+            HALF=d // 2, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=WARPS,
+        )  # fmt: skip
