@@ -120,8 +120,8 @@ def rotate_half(x: Tensor) -> dict[str, Tensor]:
     frequency = 10000.0 ** (-torch.arange(0, d, 2, dtype=torch.float64) / d)
     angle = torch.arange(t, dtype=torch.float64)[:, None] * frequency
     angle = torch.cat((angle, angle), -1)[:, None]
-    turned = torch.cat((-x[..., d // 2 :], x[..., : d // 2]), -1)
-    return {"y": x * angle.cos().to(x.dtype) + turned * angle.sin().to(x.dtype)}
+    rotated = torch.cat((-x[..., d // 2 :], x[..., : d // 2]), -1)
+    return {"y": x * angle.cos().to(x.dtype) + rotated * angle.sin().to(x.dtype)}
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -185,7 +185,7 @@ def test_dropout_is_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torc
 def test_nothing_is_allocated(dtype: torch.dtype) -> None:
     x, da, a, b = (randn(64, 128, dtype=dtype, seed=i) for i in range(4))
     cos, sin = tables(10000.0, 32, 64, acc(dtype))
-    heads, turned = x.view(1, 64, 4, 32), a.view(1, 64, 4, 32)
+    heads, rotated = x.view(1, 64, 4, 32), a.view(1, 64, 4, 32)
     scratch = poisoned(rope_workspace(heads) | dropout_workspace(x))
 
     def call() -> None:
@@ -197,8 +197,8 @@ def test_nothing_is_allocated(dtype: torch.dtype) -> None:
         add_fwd(x, da, y=a)
         copy_fwd(x, y=a)
         zero_fwd(x=a)
-        rope_fwd(heads, cos, sin, y=turned, scratch=scratch)
-        rope_bwd(heads, cos, sin, dx=turned, scratch=scratch)
+        rope_fwd(heads, cos, sin, y=rotated, scratch=scratch)
+        rope_bwd(heads, cos, sin, dx=rotated, scratch=scratch)
         dropout_fwd(x, 5, 0.1, 0, y=a, scratch=scratch)
 
     assert allocated_bytes(call) <= 1024
@@ -215,7 +215,7 @@ def test_canary_one_wrong_element_is_seen(dtype: torch.dtype) -> None:
                 assert_true(got, FORMULAS[kind], {"h": h}, {"a": da}, bounds.activation(kind, h, da))
 
 
-def test_canary_a_rope_that_turns_neighbours_is_seen() -> None:
+def test_canary_a_rope_that_rotates_neighbours_is_seen() -> None:
     x, dy = randn(1, 9, 1, 8), randn(1, 9, 1, 8, seed=1)
     cos, sin = tables(10000.0, 8, 9, torch.float64)
     y, order = torch.empty_like(x), [0, 2, 4, 6, 1, 3, 5, 7]

@@ -170,9 +170,9 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
     x, table, seed = torch.empty(64, 36 * 64, dtype=dtype), torch.empty(64, 32), torch.zeros((), dtype=torch.int64)
     heads = x.view(1, 64, 36, 64)[:, :, :24]
     with compiling(architecture, tmp_path) as found:
-        rope_ops.turn(heads, table, table, 1.0, y=heads, scratch={})
+        rope_ops.rotate(heads, table, table, 1.0, y=heads, scratch={})
         dropout_ops.fwd(x, seed, 0.1, 3, y=x, scratch={})
-    check(found, architecture, {"_turn_kernel", "_dropout_kernel"})
+    check(found, architecture, {"_rotate_kernel", "_dropout_kernel"})
 
 
 def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
@@ -193,6 +193,6 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
         scratch = poisoned(embedding.workspace(x))
         embedding.bwd(x, token, dwte=table, dwpe=table, accumulate=True, scratch=scratch)
         global_norm.fwd(x[0], norm=one, scratch=poisoned(global_norm.workspace(x[0])))
-        rope.turn(heads, table, table, -1.0, y=heads, scratch={})
+        rope.rotate(heads, table, table, -1.0, y=heads, scratch={})
         dropout.fwd(x, token[0, 0], 2.0**-32, 1, y=x, scratch={})
     assert len(found) == 12

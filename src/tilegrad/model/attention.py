@@ -3,7 +3,7 @@
     dense      qkv = x W_qkv' + b         o = attention(rope(q), rope(k), v)      y = o W_proj' + b
     per_head   q, k, v = x by head, each head from its own D channels             the rest alike
 
-    do = dy W_proj      dq, dk, dv = attention's backward      rope turns dq, dk back      dx = Σ over q, k, v of their dx
+    do = dy W_proj      dq, dk, dv = attention's backward      rope rotates dq, dk back      dx = Σ over q, k, v of their dx
 Saved: x (the norm's output), q k v after rope, o, lse.
 """
 
@@ -39,7 +39,7 @@ def mask_of(config: ModelConfig, seed: Buffer | None = None) -> Mask:
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Tables (block_size, D/2) and the heads to turn."""
+    """Tables (block_size, D/2) and the heads to rotate."""
 
     cos: Buffer
     sin: Buffer

@@ -1,13 +1,13 @@
 """Cross-entropy in Triton: what lies between the head's two products, in the place of the logits.
 
-A program has a row of l (V,), and walks it twice, tile by tile:
+A program has a row of l (V,), and passes over it twice, tile by tile:
 
-    walk 1   row_max = max l       row_sum = Σ exp(l − row_max)            online: a new maximum rescales the sum
-    walk 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, but for the target's
+    pass 1   row_max = max l       row_sum = Σ exp(l − row_max)            online: a new maximum rescales the sum
+    pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, but for the target's
     then     l[target] ← (p[target] − 1) · inv_total                       one number
              nll = (log row_sum − (l[target] − row_max)) · inv_total       summed over rows by one program, in their order
 
-The second walk mostly finds the row in the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16.
+The second pass mostly finds the row in the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16.
 A row without a target is filled with 0 and not read. Logits are in x's dtype: for bfloat16 they are rounded before the
 softmax, and dl once after it. The factor inv_total is in dl, so no product is scaled. Rows of logits begin at multiples of
 128 bytes, whatever V is.

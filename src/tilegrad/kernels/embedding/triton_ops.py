@@ -3,7 +3,7 @@
     forward    a program has a row of x
     dwpe       a program has a position, and adds its rows, sequence after sequence
     rank       rank[n] = |{m: token[m] < token[n], or equal and m < n}|       order[rank[n]] = n
-    runs       a program walks RUN places of `order`. Where the token changes, what it has added up goes to dwte; but the
+    runs       a program reads RUN places of `order`. Where the token changes, what it has added up goes to dwte; but the
                sum of a run that began in an earlier program goes to parts
     join       the program in which a run began adds the parts of those after it that the run goes through
 

@@ -1,6 +1,6 @@
 """The norm in Triton: sums of squares of parts, then one program's sum of these.
 
-A program walks its PART numbers, TILE at a time: it reads 4 · P bytes in all, and nothing else counts. The order of every
+A program reads its PART numbers, TILE at a time: it reads 4 · P bytes in all, and nothing else counts. The order of every
 sum is fixed by P, so the bits are the same each time.
 """
 

@@ -1,11 +1,11 @@
-"""Rotary positions: the halves of a head's vector turned against each other (the convention of Llama and GPT-NeoX).
+"""Rotary positions: the halves of a head's vector rotated against each other (the convention of Llama and GPT-NeoX).
 
     x = (x1, x2), halves of D       angle[t, i] = t · theta^(−2i/D)     cos, sin (T, D/2)
-    y1 = x1 ∘ cos − x2 ∘ sin        y2 = x2 ∘ cos + x1 ∘ sin            the backward turns back: sin → −sin
+    y1 = x1 ∘ cos − x2 ∘ sin        y2 = x2 ∘ cos + x1 ∘ sin            the backward rotates back: sin → −sin
 
 x (B, T, H, D) has any strides, so q and k are views of the fused projection. Tables are in the accumulation dtype
 (float32, float64 for float64), and so is the arithmetic. `ROPE` is the table of kernels: each module offers `workspace`
-and `turn`, in which sign = −1 turns back.
+and `rotate`, in which sign = −1 rotates back.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..table import Kernel, Table, takes_all
 
 
 class Problem(NamedTuple):
-    """A turn as the table sees it: the dtype and device of x."""
+    """A rotation as the table sees it: the dtype and device of x."""
 
     x: Any
 
@@ -63,19 +63,19 @@ def rope_table(theta: float, d: int, t: int, *, cos: Tensor, sin: Tensor) -> Non
 def rope_fwd(
     x: Tensor, cos: Tensor, sin: Tensor, *, y: Tensor, scratch: Scratch | None = None, kernel: str | None = None
 ) -> None:
-    """y = x turned by its positions; y may be x. Tables may be longer than T: their first T rows are read."""
-    _turn(x, cos, sin, 1.0, y=y, scratch=scratch, kernel=kernel)
+    """y = x rotated by its positions; y may be x. Tables may be longer than T: their first T rows are read."""
+    _rotate(x, cos, sin, 1.0, y=y, scratch=scratch, kernel=kernel)
 
 
 @op()
 def rope_bwd(
     dy: Tensor, cos: Tensor, sin: Tensor, *, dx: Tensor, scratch: Scratch | None = None, kernel: str | None = None
 ) -> None:
-    """dx = dy turned back; dx may be dy."""
-    _turn(dy, cos, sin, -1.0, y=dx, scratch=scratch, kernel=kernel)
+    """dx = dy rotated back; dx may be dy."""
+    _rotate(dy, cos, sin, -1.0, y=dx, scratch=scratch, kernel=kernel)
 
 
-def _turn(
+def _rotate(
     x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch | None, kernel: str | None
 ) -> None:
     _, t, _, d = x.shape
@@ -88,4 +88,4 @@ def _turn(
     row = ROPE.select(Problem(x), kernel)
     module = row.load()
     buffers = views(scratch, module.workspace(x), x.device, "rope", kernel=row.name)
-    module.turn(x, cos, sin, sign, y=y, scratch=buffers)
+    module.rotate(x, cos, sin, sign, y=y, scratch=buffers)

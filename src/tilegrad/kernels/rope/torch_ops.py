@@ -20,20 +20,20 @@ def _positions(x: Any) -> int:
 def workspace(x: Any) -> Shapes:
     (_, _, h, d), acc = x.shape, accumulation_dtype(x.dtype)
     shapes: Shapes = {"kept": ((_positions(x), h, d // 2), acc)}
-    return shapes | ({"turned": ((_positions(x), h, d), acc)} if x.dtype != acc else {})
+    return shapes | ({"rotated": ((_positions(x), h, d), acc)} if x.dtype != acc else {})
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch) -> None:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch) -> None:
     b, t, _, d = x.shape
     for n in range(b):
         for i in blocks(t, _positions(x)):
             m = i.stop - i.start
             xi, yi = x[n, i], y[n, i]
-            if "turned" in scratch:
-                xi = yi = scratch["turned"][:m].copy_(xi)
+            if "rotated" in scratch:
+                xi = yi = scratch["rotated"][:m].copy_(xi)
             (x1, x2), (y1, y2) = xi.split(d // 2, -1), yi.split(d // 2, -1)
             kept, cos_i, sin_i = scratch["kept"][:m].copy_(x1), cos[i, None], sin[i, None]
             torch.mul(x1, cos_i, out=y1).addcmul_(x2, sin_i, value=-sign)
             torch.mul(x2, cos_i, out=y2).addcmul_(kept, sin_i, value=sign)
-            if "turned" in scratch:
+            if "rotated" in scratch:
                 y[n, i].copy_(yi)

@@ -1,6 +1,6 @@
-"""Rotary positions in Triton: a program turns some heads of one position; it reads and writes each number once.
+"""Rotary positions in Triton: a program rotates some heads of one position; it reads and writes each number once.
 
-Both halves are loaded before either is stored, so y may be x: q and k are turned where the projection left them.
+Both halves are loaded before either is stored, so y may be x: q and k are rotated where the projection left them.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -16,11 +16,11 @@ from torch import Tensor
 from ..gpu import ceil_div, padded
 from ..scratch import Scratch, Shapes
 
-TILE, WARPS = 1024, 4  # numbers of a half that a program turns
+TILE, WARPS = 1024, 4  # numbers of a half that a program rotates
 
 
 @triton.jit
-def _turn_kernel(
+def _rotate_kernel(
     x, cos, sin,
     y,
     x_b, x_t, x_h, x_d, y_b, y_t, y_h, y_d, cos_t, cos_i, sin_t, sin_i, T, H, sign,
@@ -47,14 +47,14 @@ def workspace(x: Any) -> Shapes:
     return {}
 
 
-def turn(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch) -> None:
+def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch) -> None:
     b, t, h, d = x.shape
     block_d = padded(d // 2)
     block_h = min(padded(h), max(1, TILE // block_d))
     if not x.numel():
         return
     with torch.cuda.device_of(x):
-        _turn_kernel[(b * t, ceil_div(h, block_h))](
+        _rotate_kernel[(b * t, ceil_div(h, block_h))](
             x, cos, sin, y, *x.stride(), *y.stride(), *cos.stride(), *sin.stride(), t, h, sign,
             HALF=d // 2, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=WARPS,
         )  # fmt: skip
