@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .functional import attention, attention_varlen, explain
+    from .functional import attention, attention_varlen, explain, sdpa
     from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
     from .kernels.table import Explanation
@@ -24,6 +24,7 @@ _HOME = {
     "attention": "functional",
     "attention_varlen": "functional",
     "explain": "functional",
+    "sdpa": "functional",
     "attention_fwd": "kernels.attention.api",
     "attention_bwd": "kernels.attention.api",
     "attention_workspace": "kernels.attention.api",
@@ -47,6 +48,7 @@ __all__ = [
     "explain",
     "free_attention",
     "init_attention",
+    "sdpa",
 ]
 
 

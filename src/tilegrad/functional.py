@@ -4,24 +4,55 @@
     tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)
 
 A mask travels as the flat list of its fields, because an op's schema knows only tensors and numbers. Under autocast q, k
-and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives raise.
+and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives and forward-mode AD raise.
+
+torch.func's transforms see an autograd.Function around each op: grad and jacrev run its backward, vmap folds its dimension
+into B, or calls once for each sample where a mask's tensor has that dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from .kernels.attention import table
 from .kernels.attention.api import select_bwd, select_fwd
-from .kernels.attention.checks import check_lengths, check_options, check_tensors
+from .kernels.attention.checks import check_lengths, check_options, check_tensors, require
 from .kernels.attention.mask import Mask, Window
 from .kernels.attention.problem import Problem, lse_dtype, output_shapes, rows_aligned
 from .kernels.scratch import new_scratch
 from .kernels.table import Explanation
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[False] = False,
+    deterministic: bool | None = None, kernel: str | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[True],
+    deterministic: bool | None = None, kernel: str | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool,
+    deterministic: bool | None = None, kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
 
 
 def attention(
@@ -61,6 +92,36 @@ def attention(
     return _call(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: Literal[False] = False, deterministic: bool | None = None,
+    kernel: str | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: Literal[True], deterministic: bool | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: bool, deterministic: bool | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
     causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
@@ -85,6 +146,49 @@ def attention_varlen(
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
     return _call(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,  # noqa: FBT001, FBT002
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.scaled_dot_product_attention by tilegrad's kernels: its arguments, its meaning.
+
+    query (…, Hq, L, E), key (…, H, S, E), value (…, H, S, Ev) → (…, Hq, L, Ev). Dimensions before the last two broadcast; with
+    enable_gqa Hq is a multiple of H. attn_mask broadcasts to (…, Hq, L, S): bool, True = attends, or added to the scores.
+
+    `attention` differs in two things. is_causal is aligned at the top left, row i attends to columns j ≤ i, where `attention`'s
+    causal is aligned at the bottom right; for L = S they are one. And a dimension does not broadcast there.
+
+    >>> import torch, tilegrad
+    >>> q, k, v = torch.randn(3, 2, 4, 16, 32)
+    >>> torch.allclose(tilegrad.sdpa(q, k, v, is_causal=True), tilegrad.attention(q, k, v, causal=True))
+    True
+    """
+    given = (("query", query), ("key", key), ("value", value))
+    for name, x in given:
+        enough = x.ndim >= (3 if enable_gqa else 2)
+        require(enough, name, f"shape {tuple(x.shape)}", "(…, L, E), with enable_gqa (…, H, L, E)", show=str)
+    require(attn_mask is None or not is_causal, "attn_mask", "a mask and is_causal=True", "one of the two", show=str)
+    dims = max(x.ndim for _, x in given)
+    q, k, v = (x if x.ndim > 2 else x[None] for _, x in given)
+    heads = torch.broadcast_shapes(*((x.shape[-3],) for x in (q, k, v))) if not enable_gqa else None
+    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    q, k, v = (_rows(x.expand(*batch, *(heads or x.shape[-3:-2]), *x.shape[-2:])) for x in (q, k, v))
+    bias, window, rows = attn_mask, None, q.shape[2]
+    if bias is not None and bias.ndim > 3 and len(batch) != 1:
+        bias = bias.expand(*batch, *bias.shape[-3:]).reshape(-1, *bias.shape[-3:])
+    if is_causal:  # row i attends to columns j ≤ i: to the first L, at distances of Tk − Tq and more
+        k, v = k[:, :, :rows], v[:, :, :rows]
+        window = (None, rows - k.shape[2])
+    o = attention(q, k, v, bias=bias, window=window, scale=scale, dropout_p=dropout_p)
+    return o.reshape((*batch, *o.shape[1:])[-dims:])
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(…, H, T, D) → (B, H, T, D) with contiguous rows, a view where there is one."""
+    x = x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
 
 def explain(
@@ -126,11 +230,17 @@ def _call(
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     left, right = mask.window or (None, None)
-    o, lse = torch.ops.tilegrad.attention_fwd(
+    arguments = (
         q, k, v, mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k,
         mask.max_seqlen_q, mask.max_seqlen_k, mask.causal, left, right, mask.scale, mask.softcap, mask.dropout_p,
         deterministic, kernel,
     )  # fmt: skip
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, *mask.tensors)
+    ):
+        _no_forward_mode()
+    transformed = torch._C._are_functorch_transforms_active()
+    o, lse = _Attention.apply(*arguments) if transformed else torch.ops.tilegrad.attention_fwd(*arguments)
     return (o, lse) if return_lse else o
 
 
@@ -238,7 +348,8 @@ def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tup
         return none
     need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
     wanted = [need_q, need_k, need_v, need_bias, need_sinks]
-    grads = torch.ops.tilegrad.attention_bwd(
+    call = _AttentionBackward.apply if torch._C._are_functorch_transforms_active() else torch.ops.tilegrad.attention_bwd
+    grads = call(
         q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse,
         bias, alibi_slopes, sinks, seed, cu_q, cu_k, *ctx.options, wanted,
     )  # fmt: skip
@@ -251,6 +362,65 @@ def _no_second_derivative(*_: Any) -> tuple[None, ...]:
         "tilegrad attention has no second derivative: its backward is not differentiable; "
         "call backward or grad without create_graph=True"
     )
+
+
+def _no_forward_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "tilegrad attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual tensors); "
+        "use reverse mode: backward, torch.func.grad, vjp or jacrev"
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """attention_fwd as torch.func's transforms take it."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_fwd(*arguments))
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_attention_backward)
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """attention_bwd likewise."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_bwd(*arguments))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
+    backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """The batching rule of an op whose first `tensors` arguments have a dimension B at 0, or are None.
+
+    Samples are folded into B where q, k and v are each sample's own, and no tensor of the mask nor its gradient is. Otherwise
+    each is a call.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        n = info.batch_size
+        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
+        bias, alibi_slopes, sinks, seed, cu_seqlens_q = arguments[tensors : tensors + 5]
+        shared = (bias is None or bias.ndim < 4 or bias.shape[0] == 1) and (
+            alibi_slopes is None or alibi_slopes.ndim == 1
+        )
+        shared &= all(d is None for d in in_dims[tensors:]) and sinks is None and seed is None and cu_seqlens_q is None
+        summed = tensors > 3 and any(arguments[-1][3:])  # dbias
+        if None not in in_dims[:3] and shared and not summed:
+            own = [
+                x if x is None else (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
+                for x, d in zip(first[:tensors], in_dims, strict=False)
+            ]
+            results = op(*own, *arguments[tensors:])
+            return tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results), (0,) * len(
+                results
+            )
+        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
+        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+
+    return rule
 
 
 def _cast_under_autocast(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
@@ -271,3 +441,5 @@ torch.library.register_fake("tilegrad::attention_fwd", _fwd_fake, lib=_library)
 torch.library.register_fake("tilegrad::attention_bwd", _bwd_fake, lib=_library)
 torch.library.register_autograd("tilegrad::attention_fwd", _attention_backward, setup_context=_save, lib=_library)
 torch.library.register_autograd("tilegrad::attention_bwd", _no_second_derivative, lib=_library)
+torch.library.register_vmap("tilegrad::attention_fwd", _vmap(torch.ops.tilegrad.attention_fwd, 3), lib=_library)
+torch.library.register_vmap("tilegrad::attention_bwd", _vmap(torch.ops.tilegrad.attention_bwd, 7), lib=_library)
