@@ -304,6 +304,24 @@ def test_html_page_needs_nothing_from_the_network(profiled, tmp_path):
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)
 
 
+def test_the_page_counts_every_buffer_that_was_made(tmp_path, monkeypatch):
+    monkeypatch.setattr("tilegrad.memory.managed.profile.MAX_LIVES", 12)
+    manager = AttentionBufferManager(enable_profiling=True)
+    for _ in range(6):  # six layers of one shape: all buffers of a type share a name
+        made = [manager.allocate(type, (4, 64), torch.float32) for type in (BufferType.QUERY, BufferType.KEY)]
+        made.append(manager.allocate(BufferType.VALUE, (4, 64), torch.float32))
+        for buffer in made:
+            manager.deallocate(buffer)
+    manager.export_html(tmp_path / "page.html")
+    page = (tmp_path / "page.html").read_text()
+    legend = page.split('<tbody id="legend">')[1].split("</tbody>")[0]
+    assert re.findall(r'data-series="(\w+)".*?<td class="number">(\d+)</tr>', legend) == [
+        ("value", "4"), ("key", "4"), ("query", "4"),
+    ]  # fmt: skip
+    assert "<dt>buffers</dt><dd>18</dd>" in page
+    assert "<dt>not shown</dt><dd>6 buffers</dd>" in page
+
+
 def test_exports_without_profiling_name_the_remedy(tmp_path):
     for export in ("export_trace", "export_html"):
         with pytest.raises(ValueError, match="enable_profiling=True"):

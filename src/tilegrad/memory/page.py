@@ -27,6 +27,7 @@ class Span:
     nbytes: int
     role: str = ""
     layer: str = ""
+    number: int = 0  # which of the buffers that share this name
 
     @property
     def series(self) -> str:
@@ -102,7 +103,8 @@ def by_group(spans: Iterable[Span], alive: Iterable[Span], group: Callable[[Span
     for span in alive:
         at_peak[group(span)] += span.nbytes
     return tuple(
-        Row(name, len({span.name for span in of}), at_peak[name], peak_of(of)[1]) for name, of in members.items()
+        Row(name, len({(span.name, span.number) for span in of}), at_peak[name], peak_of(of)[1])
+        for name, of in members.items()
     )
 
 

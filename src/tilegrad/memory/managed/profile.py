@@ -154,11 +154,12 @@ def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
             nbytes=life.nbytes,
             role=life.strategy,
             layer=life.scope,
+            number=number,
         )
-        for life in lives
+        for number, life in enumerate(lives)
     ]
     facts = {
-        "buffers": str(len(lives)),
+        "buffers": f"{sum(row.count for row in profile.types.values()):,}",
         "cache hit rate": f"{stats['cache_hit_rate']:.1%}",
         "peak": human(stats["bytes_peak"]),
         "in use": human(stats["bytes_in_use"]),
@@ -166,7 +167,7 @@ def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
         "quarantined": str(stats["quarantined"]),
     }
     if profile.lives_dropped:
-        facts["not shown"] = f"{profile.lives_dropped} buffers"
+        facts["not shown"] = f"{profile.lives_dropped:,} buffers"
     return timeline_page("Attention buffers", spans, unit="ms", facts=facts)
 
 
