@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -42,17 +43,22 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--report", type=Path, help="a folder for what GPU tests found, as JSON")
 
 
-def pytest_configure() -> None:
+def pytest_configure(config: pytest.Config) -> None:
     if gpu.interpreting() and gpu.has_triton():
         round_bfloat16()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     elif native_build.compiler() and isinstance(native_library.library(), str):
+        print("compiling the native CPU kernel, once for each change of its sources …", flush=True)
+        began = time.perf_counter()
         try:
             native_build.build()  # sources change between installs
+            print(f"… {time.perf_counter() - began:.0f} s", flush=True)
         except RuntimeError as error:
             warnings.warn(f"tests run without the native library: {error}", stacklevel=1)
         native_library.library.cache_clear()
+    if isinstance(native_library.library(), str):
+        config.addinivalue_line("filterwarnings", f"ignore:{native_library.SLOW}:UserWarning")
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:

@@ -400,10 +400,16 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setattr(contract, "_selected", {})
     native_library.library.cache_clear()
+    native_library.warn_if_missing.cache_clear()
     try:
         call = build(Case())
         told = tilegrad.explain(call.q, call.k, call.v)
         assert told.kernel == "tiled" and "run: tilegrad doctor --build" in told.reasons["native"]
+        tilegrad.attention(call.q, call.k, call.v, kernel="tiled")  # asked for: nothing to say
+        with pytest.warns(UserWarning, match=r"plain torch ops: the native kernel.*run: tilegrad doctor --build") as said:
+            tilegrad.attention(call.q, call.k, call.v)
+            tilegrad.attention(call.q[:, :, 1:], call.k, call.v)  # another signature
+        assert len(said) == 1
         with pytest.raises(
             ValueError, match=r"'native', which can't run this call: was not built.*'tiled' would run it"
         ):
@@ -419,6 +425,7 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
     finally:
         monkeypatch.undo()
         native_library.library.cache_clear()
+        native_library.warn_if_missing.cache_clear()
 
 
 @needs_library

@@ -25,6 +25,7 @@ from torch.nn import Parameter
 
 from ..cache import remember
 from ..checks import check_given
+from ..cpu import library
 from ..op import op
 from ..scratch import Scratch, Shapes, views
 from ..table import Table
@@ -91,6 +92,8 @@ def _select(
     key: Signature | None, problem: Problem, kernel: str | None, *, backward: bool, deterministic: bool
 ) -> Selected:
     row = table.ATTENTION.select(problem, kernel)
+    if kernel is None and row.name == "tiled" and problem.q.device.type == "cpu":
+        library.warn_if_missing()
     module = row.load()
     scratch = module.workspace(*problem, backward=backward, deterministic=deterministic)
     selected = Selected(table.ATTENTION, row.name, module, scratch)

@@ -10,12 +10,14 @@ import ctypes
 import functools
 import os
 import re
+import warnings
 from pathlib import Path
 
 from . import build
 from .abi import mismatch
 
 ISAS = ("portable", "avx2", "avx512", "amx")
+SLOW = "attention runs on plain torch ops"
 _children: list[int] = []  # process ids of forked children, in them
 os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
 
@@ -46,6 +48,14 @@ def library() -> ctypes.CDLL | str:
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found
+
+
+@functools.cache
+def warn_if_missing() -> None:
+    """Say once in a process that attention runs on plain torch ops because there is no library."""
+    found = library()
+    if isinstance(found, str):
+        warnings.warn(f"{SLOW}: the native kernel, about four times faster, {found}", stacklevel=2)
 
 
 @functools.cache
