@@ -221,21 +221,31 @@ def test_import_loads_no_torch_and_touches_no_gpu() -> None:
 
 def test_own_modules_import_in_a_fifth_of_a_second() -> None:
     """Everything that the public names and the command line load; a GPU's kernels are loaded when one is used. The time is the
-    processor's own, with torch loaded before it: other programs on the machine do not count."""
+    processor's own, with torch loaded before it, and it is counted in yardsticks: a module of the standard library read and
+    run 40 times, 43 ms on a quiet machine. Other programs, which share caches and cores, slow both alike."""
     loaded = (
         "import sys, tilegrad, tilegrad.cli\nfor name in tilegrad.__all__: getattr(tilegrad, name)\nprint(*sys.modules)"
     )
     names = [name for name in run_python(loaded).stdout.split() if name.startswith("tilegrad")]
     assert len(names) > 30
     others = "import ctypes, html, json, safetensors.torch, tomllib, torch.library, torch.nn, unittest.mock"
+    yardstick = (
+        "import argparse, marshal, time\n"
+        "data = marshal.dumps(compile(open(argparse.__file__).read(), 'yardstick', 'exec'))\n"
+        "def yardstick():\n"
+        "    began = time.process_time()\n"
+        "    for _ in range(40): exec(marshal.loads(data), {'__name__': 'yardstick'})\n"
+        "    return time.process_time() - began\n"
+        "yardstick()\n"
+    )
     code = (
-        f"{others}\nimport time\nbegan = time.process_time()\n"
+        f"{others}\n{yardstick}\nbegan = time.process_time()\n"
         + "\n".join(f"import {name}" for name in names)
-        + "\nprint(time.process_time() - began)"
+        + "\nprint((time.process_time() - began) / yardstick())"
     )
     best = float("inf")
     for _ in range(5):
         best = min(best, float(run_python(code).stdout))
-        if best < 0.2:
+        if best < 4.6:
             break
-    assert best < 0.2, f"{1e3 * best:.0f} ms"
+    assert best < 4.6, f"{best:.1f} yardsticks, {43 * best:.0f} ms on a quiet machine"

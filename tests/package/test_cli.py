@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import json
 import re
+import resource
 import subprocess
 import sys
-import time
 import tomllib
 from dataclasses import fields
 from pathlib import Path
@@ -39,10 +39,16 @@ def test_help_answers_within_a_second_and_loads_no_torch() -> None:
     )
     best = float("inf")
     for _ in range(3):
-        start = time.perf_counter()
+        start = children_seconds()
         subprocess.run([sys.executable, "-c", code], check=True, capture_output=True)
-        best = min(best, time.perf_counter() - start)
+        best = min(best, children_seconds() - start)
     assert best < 1.0
+
+
+def children_seconds() -> float:
+    """Of the processor: a busy machine, on which all takes longer, counts as a quiet one."""
+    spent = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return spent.ru_utime + spent.ru_stime
 
 
 def test_no_command_and_a_wrong_one_exit_2(capsys: pytest.CaptureFixture[str]) -> None:

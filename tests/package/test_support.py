@@ -6,7 +6,11 @@ import json
 from collections import Counter
 from pathlib import Path
 
+import conftest
+import pytest
 from support.sweep import Verdict, report
+
+from tilegrad.kernels.cpu import build, library
 
 
 def test_a_sweep_is_reported_as_json(tmp_path: Path) -> None:
@@ -17,3 +21,20 @@ def test_a_sweep_is_reported_as_json(tmp_path: Path) -> None:
     assert (found["shapes"], found["passed"]) == (5, 4)
     assert [row["specification"] for row in found["specifications"]] == [0, 1]
     assert found["specifications"][1]["specialised"] == {"fwd": 2}
+
+
+def test_the_first_run_says_that_it_compiles(
+    pytestconfig: pytest.Config, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.delenv("PYTEST_XDIST_WORKER", raising=False)
+    monkeypatch.setattr(build, "compiler", lambda: "c++")
+    monkeypatch.setattr(build, "build", lambda: capsys.readouterr().out or pytest.fail("compiles without a word"))
+    monkeypatch.setattr(build, "LIBRARY", tmp_path / "none.so")
+    monkeypatch.setattr(pytestconfig, "addinivalue_line", lambda _name, _line: None)
+    library.library.cache_clear()
+    try:
+        conftest.pytest_configure(pytestconfig)
+        assert capsys.readouterr().out.startswith("… 0 s")
+    finally:
+        monkeypatch.undo()
+        library.library.cache_clear()

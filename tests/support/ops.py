@@ -10,7 +10,11 @@ import torch
 from torch import Tensor
 
 from tilegrad.kernels import linear
+from tilegrad.kernels.attention import Mask, attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels.closeness import Bound, assert_close
+from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
+from tilegrad.kernels.residual import copy_fwd
+from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
 RAGGED = (1, 63, 113)
@@ -94,3 +98,26 @@ def assert_rounded(x: Tensor, wide: Tensor) -> None:
     assert float(same.double().mean()) >= 0.99, (
         f"{float(same.double().mean()):.3f} of the numbers are rounded to the nearest"
     )
+
+
+def calls_outside_models(dtype: torch.dtype) -> None:
+    """One call of each op that no model runs: `test_every_op_is_run_and_none_allocates` has every op from here or a model."""
+    n, t, h, d = 4, 32, 2, 16
+    x, y, sums = (
+        randn(n * t, h * d, dtype=dtype),
+        torch.empty(n * t, h * d, dtype=dtype),
+        torch.zeros(h * d).to(acc(dtype)),
+    )
+    column_sum_fwd(x, sums=sums, scratch=poisoned(column_sum_workspace(x)))
+    copy_fwd(x, y=y)
+    cos, sin = torch.empty(2, t, d // 2, dtype=acc(dtype))
+    rope_table(10000.0, d, t, cos=cos, sin=sin)
+    rows, turned = x.view(n, t, h, d), y.view(n, t, h, d)
+    scratch = poisoned(rope_workspace(rows))
+    rope_fwd(rows, cos, sin, y=turned, scratch=scratch)
+    rope_bwd(rows, cos, sin, dx=turned, scratch=scratch)
+    q, k, v, do, o, dq, dk, dv = (randn(n, h, t, d, dtype=dtype, seed=seed) for seed in range(8))
+    mask, lse = Mask(causal=True), torch.empty(n, h, t, dtype=acc(dtype))
+    attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=poisoned(attention_workspace(q, k, v, mask, backward=False)))
+    scratch = poisoned(attention_workspace(q, k, v, mask, backward=True))
+    attention_bwd(q, k, v, o, lse, do, None, mask, dq=dq, dk=dk, dv=dv, scratch=scratch)

@@ -1,0 +1,74 @@
+"""Every op of the package is run, and none allocates: the first law. A new op is found here by itself."""
+
+from __future__ import annotations
+
+import ast
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from support.models import CONFIG, LLAMA, batch
+from support.ops import allocated_bytes, allowed_bytes, calls_outside_models
+
+import tilegrad
+from tilegrad import Engine
+from tilegrad.kernels import residual
+from tilegrad.kernels.op import Call, observe, op
+
+GPT = replace(CONFIG, n_layer=1, n_embd=64)
+CONFIGS = (
+    GPT,
+    replace(LLAMA, n_layer=1, n_embd=64),
+    replace(GPT, dropout=0.2, projection="per_head", activation="relu"),
+    replace(GPT, loss="embedding_mse", activation="tanh"),
+)
+
+
+def names_of_ops() -> Iterator[str]:
+    """Functions that the sources mark with @op."""
+    for path in Path(tilegrad.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                decorators = (d.func if isinstance(d, ast.Call) else d for d in node.decorator_list)
+                if any(isinstance(d, ast.Name) and d.id == "op" for d in decorators):
+                    yield node.name
+
+
+def largest_allocations(dtype: torch.dtype) -> dict[str, int]:
+    """Op → bytes of the largest allocation in any of its calls: four models' steps, and what no model calls."""
+    largest: dict[str, int] = {}
+
+    def measure(call: Call) -> None:
+        largest[call.name] = max(largest.get(call.name, 0), allocated_bytes(call.run))
+
+    for config in CONFIGS:
+        engine = Engine(config, 8, 16, dtype=dtype)
+        tokens, targets = batch(config, 8, 16)
+        with observe(measure):
+            engine.step(tokens, targets, learning_rate=1e-3)
+            engine.forward(tokens, targets)
+            engine.backward()
+    with observe(measure):
+        calls_outside_models(dtype)
+    return largest
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_every_op_is_run_and_none_allocates(dtype: torch.dtype) -> None:
+    largest = largest_allocations(dtype)
+    assert sorted(set(names_of_ops()) - largest.keys()) == [], "not run: call it in tests/support/ops.py"
+    allowed = allowed_bytes(dtype, (128, 64, 192), (128, 64, 64), (128, 64, 256), (128, 256, 64), (128, 64, 31))
+    assert {name: nbytes for name, nbytes in largest.items() if nbytes > allowed} == {}
+
+
+def test_canary_an_op_that_allocates_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    @op()
+    def copy_fwd(x: torch.Tensor, *, y: torch.Tensor) -> None:
+        y.copy_(x * 1.0)
+
+    monkeypatch.setattr("support.ops.copy_fwd", copy_fwd)
+    monkeypatch.setitem(globals(), "CONFIGS", ())
+    assert largest_allocations(torch.float32)["copy_fwd"] == 4 * 32 * 2 * 16 * 4
+    assert residual.copy_fwd is not copy_fwd
