@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "kernels": set(),
     "text_table": set(),
     "functional": {"kernels"},
+    "flash": {"functional"},
     "model": {"kernels", "memory"},
     "shared_attention": {"kernels", "memory"},
     "train": {"model", "kernels", "memory"},

@@ -1,0 +1,157 @@
+"""flash-attn's functions: what its documentation says of each, against whole matrices in float64."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+import tilegrad
+from tilegrad.flash import (
+    flash_attn_func,
+    flash_attn_qkvpacked_func,
+    flash_attn_varlen_func,
+    flash_attn_with_kvcache,
+)
+
+D = torch.float64
+
+
+def draw(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(seed + sum(shape)))
+
+
+def whole(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    causal: bool,
+    window: tuple[int, int] = (-1, -1),
+    softcap: float = 0.0,
+    slopes: Any = None,
+) -> Tensor:
+    """One sequence, in the documentation's words: row i attends to keys i + Tk − Tq − left to i + Tk − Tq + right."""
+    group = q.shape[1] // k.shape[1]
+    k, v = (x.repeat_interleave(group, 1) for x in (k, v))
+    s = torch.einsum("ihd,jhd->hij", q, k) / q.shape[-1] ** 0.5
+    if softcap:
+        s = softcap * (s / softcap).tanh()
+    gap = torch.arange(q.shape[0])[:, None] + k.shape[0] - q.shape[0] - torch.arange(k.shape[0])
+    if slopes is not None:
+        s = s - slopes[:, None, None] * gap.abs()
+    left, right = window
+    out = torch.zeros_like(gap, dtype=torch.bool)
+    if left >= 0:
+        out |= gap > left
+    if right >= 0:
+        out |= gap < -right
+    if causal:
+        out |= gap < 0
+    p = s.masked_fill(out, -torch.inf).softmax(-1).nan_to_num(0.0)
+    return torch.einsum("hij,jhd->ihd", p, v)
+
+
+@pytest.mark.parametrize("tq", [5, 9, 13])
+@pytest.mark.parametrize(
+    ("causal", "window", "softcap", "alibi"),
+    [(False, (-1, -1), 0.0, False), (True, (-1, -1), 0.0, True), (True, (3, -1), 2.0, False),
+     (False, (2, 1), 0.0, True), (False, (-1, 2), 0.0, False)],
+)  # fmt: skip
+def test_func(tq: int, causal: bool, window: tuple[int, int], softcap: float, alibi: bool) -> None:
+    q, k, v = draw(2, tq, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8, seed=1)
+    slopes = draw(2, 4).abs() if alibi else None
+    got = flash_attn_func(q, k, v, 0.0, None, causal, window, softcap, slopes)
+    for b in range(2):
+        want = whole(q[b], k[b], v[b], causal, window, softcap, None if slopes is None else slopes[b])
+        torch.testing.assert_close(got[b], want, rtol=1e-12, atol=1e-12)
+
+
+def test_lse_gradients_and_the_packed_form() -> None:
+    qkv = draw(2, 7, 3, 4, 8).requires_grad_()
+    o, lse, probs = flash_attn_qkvpacked_func(qkv, causal=True, return_attn_probs=True)
+    assert o.shape == (2, 7, 4, 8) and lse.shape == (2, 4, 7) and probs is None and o.is_contiguous()
+    q, k, v = (x.detach().clone().requires_grad_() for x in qkv.unbind(2))
+    want = torch.stack([whole(q[b], k[b], v[b], causal=True) for b in range(2)])
+    grads = torch.autograd.grad(want.sin().sum(), (q, k, v))
+    (got,) = torch.autograd.grad(o.sin().sum(), qkv)
+    torch.testing.assert_close(got, torch.stack(grads, 2), rtol=1e-11, atol=1e-12)
+
+
+def test_varlen_is_a_call_for_each_sequence() -> None:
+    q, k, v = draw(12, 4, 8), draw(16, 2, 8), draw(16, 2, 8, seed=1)
+    ends_q, ends_k = (torch.tensor(x, dtype=torch.int32) for x in ([0, 5, 5, 12], [0, 9, 10, 16]))
+    o, lse, _ = flash_attn_varlen_func(q, k, v, ends_q, ends_k, 7, 9, causal=True, return_attn_probs=True)
+    assert lse.shape == (4, 12)
+    for b in (0, 2):
+        i, j = (slice(int(e[b]), int(e[b + 1])) for e in (ends_q, ends_k))
+        torch.testing.assert_close(o[i], whole(q[i], k[j], v[j], causal=True), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("new", [True, False])
+def test_decoding_over_caches_of_different_lengths(new: bool) -> None:
+    k_cache, v_cache = draw(3, 32, 2, 8), draw(3, 32, 2, 8, seed=1)
+    lengths = torch.tensor([5, 4, 17], dtype=torch.int32)
+    q, k, v = draw(3, 4, 4, 8), draw(3, 4, 2, 8), draw(3, 4, 2, 8, seed=1)
+    slopes = draw(3, 4).abs()
+    keys, values = k_cache.clone(), v_cache.clone()
+    more = (k, v) if new else (None, None)
+    o, lse = flash_attn_with_kvcache(
+        q, keys, values, *more, cache_seqlens=lengths, causal=True, window_size=(6, -1), alibi_slopes=slopes,
+        return_softmax_lse=True,
+    )  # fmt: skip
+    assert o.shape == (3, 4, 4, 8) and lse.shape == (3, 4, 4)
+    for b, n in enumerate(lengths.tolist()):
+        held = [torch.cat([old[b, :n], x[b]]) if new else old[b, :n] for old, x in ((k_cache, k), (v_cache, v))]
+        want = whole(q[b], *held, causal=True, window=(6, -1), slopes=slopes[b])
+        torch.testing.assert_close(o[b], want, rtol=1e-12, atol=1e-12)
+        written = len(held[0])
+        assert torch.equal(keys[b, :written], held[0]) and torch.equal(keys[b, written:], k_cache[b, written:])
+        assert torch.equal(values[b, :written], held[1])
+
+
+def test_a_full_cache_and_an_int_for_all_rows() -> None:
+    q, k, v = draw(2, 1, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8, seed=1)
+    full, seven = flash_attn_with_kvcache(q, k, v), flash_attn_with_kvcache(q, k, v, cache_seqlens=7)
+    for b in range(2):
+        torch.testing.assert_close(full[b], whole(q[b], k[b], v[b], causal=False), rtol=1e-12, atol=1e-12)
+        short = whole(q[b], k[b, :7], v[b, :7], causal=False)
+        torch.testing.assert_close(seven[b], short, rtol=1e-12, atol=1e-12)
+
+
+def test_dropout_drops() -> None:
+    q, k = draw(1, 64, 1, 8), draw(1, 64, 1, 8)
+    o = flash_attn_func(q, k, torch.eye(64, dtype=D)[None, :, None], 0.25)
+    assert 0.2 < float((o == 0).double().mean()) < 0.3
+
+
+def test_argument_names_are_flash_attns() -> None:
+    common = ["dropout_p", "softmax_scale", "causal", "window_size", "softcap",
+              "alibi_slopes", "deterministic", "return_attn_probs"]  # fmt: skip
+    assert list(inspect.signature(flash_attn_func).parameters) == ["q", "k", "v", *common]
+    assert list(inspect.signature(flash_attn_qkvpacked_func).parameters) == ["qkv", *common]
+    packed = ["cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"]
+    assert list(inspect.signature(flash_attn_varlen_func).parameters) == [
+        "q",
+        "k",
+        "v",
+        *packed,
+        *common,
+        "block_table",
+    ]
+
+
+@pytest.mark.parametrize("name", ["rotary_cos", "rotary_sin", "cache_batch_idx", "cache_leftpad", "block_table"])
+def test_what_is_not_there_is_named(name: str) -> None:
+    q = torch.zeros(1, 1, 1, 8)
+    with pytest.raises(NotImplementedError, match=f"{name}: got a tensor; accepted: None"):
+        flash_attn_with_kvcache(q, q, q, **{name: torch.zeros(1)})
+    with pytest.raises(ValueError, match="got k alone; accepted: both, or none"):
+        flash_attn_with_kvcache(q, q, q, q)
+    with pytest.raises(ValueError, match=r"qkv: got shape \(1, 1, 1, 8\); accepted: \(B, T, 3, H, D\)"):
+        flash_attn_qkvpacked_func(q)
+    with pytest.raises(ValueError, match="head dimension"):
+        flash_attn_func(*torch.zeros(3, 1, 1, 1, 512))
+    assert tilegrad.flash.flash_attn_func is flash_attn_func
