@@ -43,8 +43,9 @@ def flash_attn_qkvpacked_func(
     """`flash_attn_func` of qkv (B, T, 3, H, D)."""
     if qkv.ndim != 5 or qkv.shape[2] != 3:
         raise ValueError(f"qkv: got shape {tuple(qkv.shape)}; accepted: (B, T, 3, H, D)")
+    q, k, v = qkv.unbind(2)
     return flash_attn_func(
-        *qkv.unbind(2), dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
     )  # fmt: skip
 
@@ -100,8 +101,8 @@ def flash_attn_with_kvcache(
     if alibi_slopes is not None and alibi_slopes.ndim == 2:
         alibi_slopes = alibi_slopes.repeat_interleave(2, 0)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic=False)
-    packed = (x.flatten(0, 1) for x in (q, k_cache, v_cache))
-    o, lse = attention_varlen(*packed, ends_q, ends_k, rows, longest, return_lse=True, **options)
+    q, keys, values = (x.flatten(0, 1) for x in (q, k_cache, v_cache))
+    o, lse = attention_varlen(q, keys, values, ends_q, ends_k, rows, longest, return_lse=True, **options)
     o = o.unflatten(0, (batch, rows))
     return (o, lse.unflatten(1, (batch, rows)).transpose(0, 1)) if return_softmax_lse else o
 

@@ -99,13 +99,13 @@ def test_decoding_over_caches_of_different_lengths(new: bool) -> None:
     keys, values = k_cache.clone(), v_cache.clone()
     more = (k, v) if new else (None, None)
     o, lse = flash_attn_with_kvcache(
-        q, keys, values, *more, cache_seqlens=lengths, causal=True, window_size=(6, -1), alibi_slopes=slopes,
+        q, keys, values, more[0], more[1], cache_seqlens=lengths, causal=True, window_size=(6, -1), alibi_slopes=slopes,
         return_softmax_lse=True,
     )  # fmt: skip
     assert o.shape == (3, 4, 4, 8) and lse.shape == (3, 4, 4)
     for b, n in enumerate(lengths.tolist()):
         held = [torch.cat([old[b, :n], x[b]]) if new else old[b, :n] for old, x in ((k_cache, k), (v_cache, v))]
-        want = whole(q[b], *held, causal=True, window=(6, -1), slopes=slopes[b])
+        want = whole(q[b], held[0], held[1], causal=True, window=(6, -1), slopes=slopes[b])
         torch.testing.assert_close(o[b], want, rtol=1e-12, atol=1e-12)
         written = len(held[0])
         assert torch.equal(keys[b, :written], held[0]) and torch.equal(keys[b, written:], k_cache[b, written:])
@@ -147,7 +147,7 @@ def test_argument_names_are_flash_attns() -> None:
 def test_what_is_not_there_is_named(name: str) -> None:
     q = torch.zeros(1, 1, 1, 8)
     with pytest.raises(NotImplementedError, match=f"{name}: got a tensor; accepted: None"):
-        flash_attn_with_kvcache(q, q, q, **{name: torch.zeros(1)})
+        flash_attn_with_kvcache(q, q, q, **{name: torch.zeros(1)})  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="got k alone; accepted: both, or none"):
         flash_attn_with_kvcache(q, q, q, q)
     with pytest.raises(ValueError, match=r"qkv: got shape \(1, 1, 1, 8\); accepted: \(B, T, 3, H, D\)"):

@@ -1,0 +1,269 @@
+"""Attention of Hugging Face transformers: `register()`, then `attn_implementation="tilegrad"`.
+
+transformers asks for two functions under one name. A mask function is called once a forward with closures that say which rows
+attend to which columns (causal, window, packed, padding). An attention function is called by each layer with what the first one
+returned. Ours returns an `Attends`, which holds no matrix:
+
+    band   (left, right), the largest distance attended to on either side
+    runs   padding and packing as cumulative lengths over the B·T rows as they lie, for `attention_varlen`: nothing is copied.
+           Padding is rows without columns and columns without rows, so it neither gives nor takes
+    bias   what runs can't say: padding where rows are not columns, (B, 1, 1, Tk); whole, (B, 1, Tq, Tk), for an unknown closure
+
+An `Attends` is no tensor and never None, so a model with attention of its own raises instead of running without a mask.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from .. import functional
+from ..kernels.attention.mask import Window
+
+Runs = tuple[Tensor, Tensor, int, int]  # cumulative lengths of rows and of columns, and the longest of each
+_OUTSIDE = (
+    "attn_implementation: got 'tilegrad' for a model that computes attention by itself, outside of transformers' "
+    "AttentionInterface; accepted there: 'eager', and 'sdpa' where the model has it"
+)
+
+
+def register(name: str = "tilegrad", *, kernel: str | None = None) -> None:
+    """Make `attn_implementation=name` known to transformers; `kernel` names one of `tilegrad.attention`'s.
+
+    >>> import tilegrad.integrations.transformers as integration
+    >>> integration.register()  # doctest: +SKIP
+    >>> AutoModelForCausalLM.from_pretrained(folder, attn_implementation="tilegrad")  # doctest: +SKIP
+    """
+    from transformers import AttentionInterface, AttentionMaskInterface
+
+    AttentionInterface.register(
+        name, functools.partial(attention_forward, kernel=kernel) if kernel else attention_forward
+    )
+    AttentionMaskInterface.register(name, mask)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attends:
+    """Which columns the rows of a layer attend to."""
+
+    band: Window = (None, None)
+    runs: Runs | None = None
+    bias: Tensor | None = None
+    used: int | None = None  # columns so far, where a static cache is longer
+    columns: int | None = None  # of the layer's keys, a static cache's unused ones too
+    shape = (1, 1, 1, 1)  # to transformers: a mask that is made already
+    ndim = 4
+
+    def contiguous(self) -> Attends:
+        return self
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(f"{_OUTSIDE} (it asked the mask for {name})")
+
+    @classmethod
+    def __torch_function__(cls, *_: Any, **__: Any) -> Any:
+        raise NotImplementedError(_OUTSIDE)
+
+
+def mask(
+    batch_size: int, q_length: int, kv_length: int, q_offset: int | Tensor = 0, kv_offset: int = 0,
+    mask_function: Callable[..., Any] | None = None, attention_mask: Any = None, use_vmap: bool = False,
+    device: Any = "cpu", **kwargs: Any,
+) -> Attends:  # fmt: skip
+    """transformers' mask function."""
+    from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+    if isinstance(attention_mask, Attends):  # made by `generate`, before the model
+        return attention_mask
+    function = mask_function or causal_mask_function
+
+    def whole() -> Attends:
+        bias = sdpa_mask(
+            batch_size=batch_size, q_length=q_length, kv_length=kv_length, q_offset=q_offset, kv_offset=kv_offset,
+            mask_function=function, attention_mask=attention_mask, use_vmap=use_vmap, device=device,
+            allow_is_causal_skip=False, allow_is_bidirectional_skip=False,
+        )  # fmt: skip
+        return Attends(bias=bias, columns=kv_length)
+
+    tracing = torch.compiler.is_compiling()
+    known = _traced(function, **kwargs) if tracing else _read(function)
+    moving = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)  # of a static cache
+    if known is None or moving and (tracing or q_length == 1):
+        return whole()
+    (band, ids), used = known, kv_length
+    if band != (None, None):  # rows and columns end together
+        used = int(q_offset) + q_length - int(kv_offset)
+        if used > kv_length:
+            return whole()
+    padding = attention_mask
+    if padding is not None:
+        missing = max(0, kv_length + kv_offset - padding.shape[1])
+        padding = pad(padding, (0, missing))[:, kv_offset : kv_offset + used].bool()
+        if not tracing and bool(padding.all()):
+            padding = None
+    form: dict[str, Any] = {"band": band, "used": used if used < kv_length else None, "columns": kv_length}
+    if ids is not None:
+        return whole() if padding is not None else Attends(**form, runs=_packed(ids))
+    if padding is None:
+        return Attends(**form)
+    free, square = band == (None, None), q_length == used and q_offset == kv_offset == 0
+    if not (free or square):
+        return Attends(**form, bias=padding[:, None, None])
+    split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
+    if tracing:
+        accepted = "attention_mask: got padding between tokens; accepted by torch.compile: around them"
+        torch._assert_async(~split, accepted)
+    elif bool(split):
+        return Attends(**form, bias=padding[:, None, None])
+    return Attends(**form, runs=_padded(padding, q_length if free else None), bias=padding[:, None, None])
+
+
+def attention_forward(
+    module: Any, query: Tensor, key: Tensor, value: Tensor, attention_mask: Any, dropout: float = 0.0,
+    scaling: float | None = None, is_causal: bool | None = None, sliding_window: int | None = None,
+    softcap: float | None = None, s_aux: Tensor | None = None, position_bias: Tensor | None = None,
+    position_ids: Tensor | None = None, cu_seq_lens_q: Tensor | None = None, cu_seq_lens_k: Tensor | None = None,
+    max_length_q: Any = None, max_length_k: Any = None, cache: Any = None, output_attentions: bool | None = None,
+    kernel: str | None = None, **_: Any,
+) -> tuple[Tensor, None]:  # fmt: skip
+    """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), and no weights."""
+    if output_attentions:
+        raise ValueError("output_attentions: got True; accepted: False, for the weights never exist; use 'eager'")
+    if cache is not None:
+        raise ValueError("cache: got a paged one; accepted: None, there is no continuous batching; use 'sdpa'")
+    attends = _attends(module, attention_mask, is_causal, sliding_window)
+    if attends.columns not in (None, key.shape[2]):
+        raise ValueError(
+            f"attention_mask: got one for {attends.columns} columns; accepted: this layer's {key.shape[2]}"
+        )
+    if attends.used is not None:
+        key, value = key[:, :, : attends.used], value[:, :, : attends.used]
+    runs, bias = attends.runs, attends.bias
+    if runs is None and bias is None and attends.band[1] == 0 and query.shape[2] == key.shape[2]:
+        runs = _restarts(position_ids, query)
+    if cu_seq_lens_q is not None and cu_seq_lens_k is not None and bias is None:
+        runs = cu_seq_lens_q.int(), cu_seq_lens_k.int(), int(max_length_q), int(max_length_k)
+    if s_aux is not None and s_aux.dtype not in (torch.float32, query.dtype):
+        s_aux = s_aux.float()
+    options: dict[str, Any] = {"window": attends.band, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
+    options |= {"dropout_p": dropout, "kernel": kernel}
+    if runs is not None and position_bias is None:  # B·T rows: a view, where a projection wrote them
+        q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
+        ends_q, ends_k = (ends.to(query.device) for ends in runs[:2])
+        o = functional.attention_varlen(q, k, v, ends_q, ends_k, *runs[2:], **options)
+        return o.unflatten(0, (query.shape[0], query.shape[2])), None
+    if runs is not None and bias is None:
+        raise ValueError("position_bias: got one with packed sequences; accepted: None; use 'eager'")
+    if bias is not None:
+        bias = bias.to(query.device)[..., : key.shape[2]]
+    if position_bias is not None:
+        own = position_bias[..., : key.shape[2]]
+        bias = own if bias is None else own.masked_fill(~bias, -torch.inf) if bias.dtype == torch.bool else own + bias
+    if bias is not None and bias.dtype not in (torch.bool, torch.float32):
+        bias = bias.to(query.dtype)
+    return functional.attention(query, key, value, bias=bias, **options).transpose(1, 2).contiguous(), None
+
+
+def _attends(module: Any, given: Any, is_causal: bool | None, sliding_window: int | None) -> Attends:
+    if isinstance(given, Attends):
+        return given
+    if given is None:
+        causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
+        side = None if sliding_window is None else sliding_window - 1
+        return Attends((side, 0 if causal else side))
+    if isinstance(given, Tensor) and given.ndim == 4:  # a caller's own says everything
+        return Attends(bias=given)
+    raise ValueError(f"attention_mask: got {type(given).__name__}; accepted: None, or a tensor (B, H, Tq, Tk)")
+
+
+def _read(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
+    """(band, each token's sequence or None) out of transformers' closures; None for one that is unknown."""
+    name = getattr(function, "__qualname__", "").removesuffix(".<locals>.inner_mask")
+    if getattr(function, "__module__", "") != "transformers.masking_utils":
+        return None
+    if name in ("causal_mask_function", "bidirectional_mask_function"):
+        return (None, 0 if name.startswith("causal") else None), None
+    cells = (cell.cell_contents for cell in getattr(function, "__closure__", None) or ())
+    held = dict(zip(function.__code__.co_freevars, cells, strict=True))
+    if name == "sliding_window_overlay":
+        return (held["sliding_window"] - 1, None), None
+    if name == "sliding_window_bidirectional_overlay":
+        return (held["sliding_window"],) * 2, None
+    if name == "packed_sequence_mask_function":
+        return (None, None), held["packed_sequence_mask"]
+    if name != "and_masks.<locals>.and_mask":
+        return None
+    parts = [_read(part) for part in held["mask_functions"]]
+    bands, numbers = [p[0] for p in parts if p], [p[1] for p in parts if p and p[1] is not None]
+    if None in parts or len(numbers) > 1:
+        return None
+    left, right = (min((x for x in side if x is not None), default=None) for side in zip(*bands, strict=True))
+    return (left, right), numbers[0] if numbers else None
+
+
+def _traced(
+    function: Callable[..., Any], config: Any = None, local_size: int | None = None,
+    allow_is_causal_skip: bool = False, **_: Any,
+) -> tuple[Window, None] | None:  # fmt: skip
+    """The same for torch.compile, which can't look into a closure: by identity, and by what comes with it."""
+    from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
+
+    if function is causal_mask_function or function is bidirectional_mask_function:
+        return (None, 0 if function is causal_mask_function else None), None
+    sliding = local_size is not None and getattr(config, "attention_chunk_size", None) is None
+    return ((local_size - 1, 0), None) if sliding and allow_is_causal_skip and local_size else None
+
+
+def _ends(*lengths: Tensor) -> Tensor:
+    """Cumulative lengths of runs, B times those of `lengths`, each (B,)."""
+    return pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
+
+
+def _packed(ids: Tensor) -> Runs:
+    """Tokens of one number next to each other are a sequence. ids (B, T)."""
+    edge = torch.ones_like(ids, dtype=torch.bool)
+    edge[:, 1:] = ids[:, 1:] != ids[:, :-1]
+    ends = pad(edge.flatten().nonzero().flatten(), (0, 1), value=ids.numel()).int()
+    longest = int(ends.diff().max())
+    return ends, ends, longest, longest
+
+
+def _padded(padding: Tensor, rows: int | None) -> Runs:
+    """A batch's tokens between padding, (B, Tk) True for tokens.
+
+    `rows`: of an encoder, or of another model (cross attention), all of which attend to the tokens. None: rows are columns,
+    and padding attends to nothing.
+    """
+    tokens, before = padding.sum(1), padding.int().argmax(1)
+    none, after = torch.zeros_like(tokens), padding.shape[1] - before - tokens
+    if rows is None:
+        q, k = _ends(before, none, tokens, after, none), _ends(none, before, tokens, none, after)
+    else:
+        q, k = _ends(none, torch.full_like(none, rows), none), _ends(before, tokens, after)
+    return q, k, padding.shape[1] if rows is None else rows, padding.shape[1]
+
+
+_last: tuple[Callable[[], Tensor | None], int, Runs | None] = (lambda: None, -1, None)
+
+
+def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
+    """Packed sequences by positions that begin anew, for models that do not show them to their mask (GPT-OSS, OPT and more).
+
+    Looked at once a forward: all layers are given one tensor.
+    """
+    global _last
+    if torch.compiler.is_compiling() or positions is None or positions.ndim != 2 or positions.shape[1] != q.shape[2]:
+        return None
+    version = -1 if positions.is_inference() else positions._version
+    if _last[0]() is not positions or _last[1] != version or version < 0:
+        new = positions.diff(dim=1) != 1
+        ids = pad(new.cumsum(1), (1, 0)).expand(q.shape[0], -1)
+        _last = weakref.ref(positions), version, _packed(ids) if bool(new.any()) else None
+    return _last[2]

@@ -1,0 +1,206 @@
+"""transformers with attn_implementation="tilegrad" against "eager": masks, packing, generation, compile, refusals."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
+
+from support.architectures import DECODER, DECODERS, MODELS, VOCABULARY, apart, batch_of, model_of, results  # noqa: E402
+from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening  # noqa: E402
+
+from tilegrad import functional  # noqa: E402
+from tilegrad.integrations.transformers import Attends, attention_forward, register  # noqa: E402
+
+register()
+LOGITS, GRADIENTS = 5e-6, 1e-5  # float32, relative
+QUICK = (
+    "llama",
+    "gpt2",
+    "mistral, window",
+    "gemma2, softcap",
+    "gpt_oss, sinks",
+    "modernbert, window",
+    "t5, learned bias",
+)
+
+
+def quick_or_slow(names: Any) -> list[Any]:
+    return [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in names]
+
+
+@pytest.fixture
+def ran(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The calls of attention, each with its bias."""
+    calls: list[str] = []
+
+    def spy_on(name: str) -> None:
+        run = getattr(functional, name)
+
+        def spy(*arguments: Any, **options: Any) -> Any:
+            bias = options.get("bias")
+            calls.append(name + ("" if bias is None else f" {bias.dtype} {tuple(bias.shape)}"))
+            return run(*arguments, **options)
+
+        monkeypatch.setattr(functional, name, spy)
+
+    spy_on("attention")
+    spy_on("attention_varlen")
+    return calls
+
+
+@pytest.mark.parametrize("name", quick_or_slow(MODELS))
+def test_logits_and_gradients_under_every_padding(name: str) -> None:
+    for padding in (None, "right", "left", "holes"):
+        batch = batch_of(name, padding)
+        want, got = (results(model_of(name, implementation), batch) for implementation in ("eager", "tilegrad"))
+        logits, gradients = apart(got, want)
+        assert logits < LOGITS and gradients < GRADIENTS, (padding, logits, gradients)
+
+
+@pytest.mark.parametrize(
+    ("name", "padding", "call"),
+    [
+        ("llama", None, "attention"),
+        ("llama", "right", "attention_varlen"),
+        ("llama", "left", "attention_varlen"),
+        ("llama", "holes", "attention torch.bool (3, 1, 1, 23)"),
+        ("mistral, window", None, "attention"),
+        ("mistral, window", "left", "attention_varlen"),
+        ("bert", "right", "attention_varlen"),
+        ("modernbert, window", "left", "attention_varlen"),
+        ("bart, cross attention", "right", "attention_varlen"),
+    ],
+)
+def test_which_call_is_made(name: str, padding: str | None, call: str, ran: list[str]) -> None:
+    results(model_of(name, "tilegrad"), batch_of(name, padding))
+    others = {"attention"} if name.startswith("bart") else set()  # its decoder is not padded
+    assert set(ran) == {call} | others
+
+
+class Largest(TorchDispatchMode):
+    """The bytes of the largest storage that an op returned."""
+
+    found = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        for x in tree_leaves(out):
+            if isinstance(x, Tensor):
+                self.found = max(self.found, x.untyped_storage().nbytes())
+        return out
+
+
+@pytest.mark.parametrize("padding", [None, "left"])
+@pytest.mark.parametrize(("implementation", "there"), [("tilegrad", False), ("eager", True)])
+def test_no_matrix_of_t_by_t_exists(padding: str | None, implementation: str, there: bool) -> None:
+    t = 1024
+    config = AutoConfig.for_model("llama", **{**DECODER, "max_position_embeddings": t, "num_hidden_layers": 1})
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=implementation).model
+    batch = batch_of("llama", padding, b=1, t=t)
+    if padding:
+        batch["attention_mask"][:, :99] = 0
+    with Largest() as largest:
+        model(batch["input_ids"], attention_mask=batch.get("attention_mask")).last_hidden_state.sum().backward()
+    assert (largest.found >= t * t) is there  # bytes: not even a bool mask
+
+
+@pytest.mark.parametrize("name", quick_or_slow(DECODERS))
+def test_packed_sequences_are_sequences(name: str) -> None:
+    draw = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(3, VOCABULARY, (n,), generator=draw).tolist() for n in (7, 1, 12, 3)]
+    eager, model = (model_of(name, implementation) for implementation in ("eager", "tilegrad"))
+    with torch.no_grad():
+        want = torch.cat([eager(torch.tensor([x])).logits for x in tokens], 1)
+        for lengths in (False, True):
+            batch = DataCollatorWithFlattening(return_flash_attn_kwargs=lengths)([{"input_ids": x} for x in tokens])
+            batch.pop("labels")
+            got = model(**batch, use_cache=False).logits
+            assert float((got - want).abs().max()) < LOGITS * float(want.abs().max()), lengths
+
+
+def test_gradients_of_packed_sequences() -> None:
+    draw = torch.Generator().manual_seed(3)
+    tokens = [torch.randint(3, VOCABULARY, (n,), generator=draw) for n in (7, 2, 12, 3)]
+    eager, model = (model_of("llama", implementation) for implementation in ("eager", "tilegrad"))
+    sum(eager(x[None]).logits.sin().sum() for x in tokens).backward()
+    positions = torch.cat([torch.arange(len(x)) for x in tokens])[None]
+    model(torch.cat(tokens)[None], position_ids=positions, use_cache=False).logits.sin().sum().backward()
+    for (name, want), (_, got) in zip(eager.named_parameters(), model.named_parameters(), strict=True):
+        assert float((got.grad - want.grad).norm()) < GRADIENTS * float(want.grad.norm()), name
+
+
+GENERATE = ("llama", "gemma2, softcap", "gpt_oss, sinks", "gpt2", "t5, learned bias", "bart, cross attention")
+
+
+@pytest.mark.parametrize("name", quick_or_slow(GENERATE))
+@pytest.mark.parametrize(
+    "options", [{}, {"cache_implementation": "static", "disable_compile": True}, {"num_beams": 2}], ids=str
+)
+def test_generation_is_the_same_token_for_token(name: str, options: dict[str, Any]) -> None:
+    got = []
+    for implementation in ("eager", "tilegrad"):
+        batch = batch_of(name, "left", t=13)
+        batch.pop("labels")
+        more = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
+        got.append(model_of(name, implementation).generate(**batch, **more, **options))
+    assert torch.equal(*got)
+
+
+def test_gradient_checkpointing_draws_the_same_dropout() -> None:
+    grads = []
+    for checkpointing in (False, True):
+        model = model_of("llama", "tilegrad", attention_dropout=0.3).train()
+        if checkpointing:
+            model.gradient_checkpointing_enable()
+        torch.manual_seed(1)
+        model(**batch_of("llama", "right")).loss.backward()
+        grads.append(model.model.layers[0].self_attn.q_proj.weight.grad)
+    assert torch.equal(*grads)
+    without = results(model_of("llama", "tilegrad").train(), batch_of("llama", "right"))
+    assert not torch.equal(grads[0], without["model.layers.0.self_attn.q_proj.weight"])
+
+
+@pytest.mark.parametrize("padding", [None, pytest.param("left", marks=pytest.mark.slow)])
+def test_torch_compile_of_the_whole_graph(padding: str | None) -> None:
+    name, batch = "mistral, window", batch_of("mistral, window", padding)
+    want = results(model_of(name, "eager", num_hidden_layers=1), batch)
+    model = model_of(name, "tilegrad", num_hidden_layers=1)
+    got = results(model, batch, torch.compile(model, backend="aot_eager", fullgraph=True))
+    logits, gradients = apart(got, want)
+    assert logits < LOGITS and gradients < GRADIENTS
+
+
+def test_what_is_refused_is_named() -> None:
+    tokens, x = torch.tensor([[3, 4, 5]]), torch.randn(1, 2, 4, 8)
+    bloom = AutoConfig.for_model("bloom", vocab_size=VOCABULARY, hidden_size=32, n_layer=1, n_head=4)
+    with pytest.raises(NotImplementedError, match="computes attention by itself"):
+        AutoModelForCausalLM.from_config(bloom, attn_implementation="tilegrad")(tokens)
+    model = model_of("llama", "tilegrad", num_hidden_layers=1)
+    with pytest.raises(ValueError, match="output_attentions: got True"):
+        model(tokens, output_attentions=True)
+    with pytest.raises(ValueError, match="a head dimension of 1 to 256"):
+        model_of("llama", "tilegrad", head_dim=264)(tokens)
+    with pytest.raises(ValueError, match=r"attention_mask: got one for 3 columns; accepted: this layer's 4"):
+        attention_forward(None, x, x, x, Attends(columns=3))
+
+
+@pytest.mark.slow
+def test_torch_compile_refuses_padding_between_tokens() -> None:
+    model = model_of("llama", "tilegrad", num_hidden_layers=1)
+    with pytest.raises(RuntimeError, match="padding between tokens"):
+        torch.compile(model, backend="eager")(**batch_of("llama", "holes"))
+
+
+def test_canary_a_mask_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tilegrad.integrations import transformers as integration
+
+    monkeypatch.setattr(integration, "_padded", lambda padding, rows: integration._packed(torch.zeros_like(padding)))  # noqa: ARG005
+    with pytest.raises(AssertionError, match="left"):
+        test_logits_and_gradients_under_every_padding("llama")
