@@ -255,7 +255,7 @@ def test_arena_bytes_are_the_plan() -> None:
 def run(model: Transformer, optimizer: Optimizer) -> None:
     """The program that was traced."""
     model.step()
-    optimizer.update(1e-2, 0.0)
+    optimizer.update(1e-2)
     model.forward()
     model.backward()
 

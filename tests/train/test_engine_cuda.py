@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, assert_equal_gradients, batch
+from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones, equal
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.kernels.op import Call, observe
 from tilegrad.model import reference as plain
+from tilegrad.train.optimizer import NonFiniteError
 
 pytestmark = pytest.mark.gpu
 
@@ -68,3 +71,121 @@ def test_the_same_bits_twice(t: int) -> None:
         engine.gradients(tokens.cuda(), targets.cuda())
         grads.append({name: g.clone() for name, g in engine.grads.items()})
     assert all(torch.equal(grads[0][name], grads[1][name]) for name in grads[0])
+
+
+# ── the captured step ──
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.1)], ids=["gpt", "llama", "dropout"])
+@pytest.mark.parametrize("parts", [1, 3])
+def test_the_captured_step_has_the_bits_of_the_uncaptured_one(config: ModelConfig, parts: int) -> None:
+    config = replace(config, n_embd=64, block_size=64)
+    captured, plain_ = (Engine(config, 4, 64, device="cuda", capture=capture) for capture in (True, False))
+    for i in range(200):
+        batches = [batch(config, 4, 64, seed=parts * i + j) for j in range(parts)]
+        rate = 1e-3 * (1 + i % 7)
+        losses = [e.step([x for x, _ in batches], [y for _, y in batches], rate) for e in (captured, plain_)]
+        assert losses[0] == losses[1], i
+    assert equal(captured.tensors(), plain_.tensors())
+    assert captured._device_steps[((4, 64),) * parts].graph is not None
+    assert plain_._device_steps[((4, 64),) * parts].graph is None
+
+
+def test_a_nan_after_any_op_inside_the_graph_changes_nothing() -> None:
+    """One graph, in which a number on the device says after which op a NaN is written."""
+    config = replace(CONFIG, n_layer=2, n_embd=64, block_size=64, dropout=0.1)
+    engine, given = Engine(config, 4, 64, device="cuda"), batch(config, 4, 64, ignored=0.0)
+    engine.step(*given, 1e-3)
+    at = torch.full((), -1, dtype=torch.int64, device="cuda")
+    names: list[str] = []
+    optimizer_ops = ("guard", "adamw_step")
+
+    def spoil(call: Call) -> None:
+        call.run()
+        here = at == len(names)
+        names.append(call.name)
+        first = call.writes[0]
+        if first.dtype.is_floating_point and call.name not in optimizer_ops:
+            first.masked_fill_(here, math.nan)
+
+    with observe(spoil):
+        engine.step(*given, 1e-3)  # captures
+    before, skipped = clones(engine.tensors()), 0
+    for k, name in enumerate(names):
+        if name in optimizer_ops:
+            continue
+        at.fill_(k)
+        result = engine.step(*given, 1e-3)
+        left_out = engine.optimizer.skipped - skipped
+        skipped = engine.optimizer.skipped
+        assert left_out == 1 and equal(before, engine.tensors()), (k, name, result)
+        at.fill_(-1)
+        engine.step(*given, 0.0)
+        before = clones(engine.tensors())
+    assert len(names) > 30 and engine.optimizer.skipped_in_a_row == 0
+
+
+def test_ten_in_a_row_stop_it_and_no_step_behind_them_counts() -> None:
+    config = replace(CONFIG, n_embd=64, block_size=64)
+    engine, given = Engine(config, 4, 64, device="cuda"), batch(config, 4, 64)
+    for _ in range(3):
+        engine.step(*given, 1e-3)
+    weight = engine.params["ln_f.weight"]
+    kept = weight[0].clone()
+    weight[0] = math.nan
+    for _ in range(9):
+        engine.submit(*given, 1e-3)
+    engine.finished(wait=True)
+    for _ in range(3):  # the next two are under way when the tenth is seen
+        engine.submit(*given, 1e-3)
+    with pytest.raises(NonFiniteError, match="10 steps in a row"):
+        engine.finished(wait=True)
+    weight[0] = kept
+    before = clones(engine.tensors())
+    assert engine.optimizer.skipped == 10
+    engine.step(*given, 1e-3)
+    assert engine.optimizer.skipped_in_a_row == 0 and not equal(before, engine.tensors())
+
+
+def test_nothing_is_allocated_after_the_capture_and_other_work_goes_between() -> None:
+    config = replace(CONFIG, n_embd=128, block_size=128, vocab_size=1000)
+    engine = Engine(config, 4, 128, device="cuda")
+    batches = [batch(config, 4, 128, seed=i) for i in range(8)]
+    for given in batches[:4]:
+        engine.step(*given, 1e-3)
+    count = torch.cuda.memory_stats()["allocation.all.allocated"]
+    for given in batches:
+        engine.submit(*given, 1e-3)
+    results = engine.finished(wait=True)
+    assert torch.cuda.memory_stats()["allocation.all.allocated"] == count and len(results) == 8
+    other = Engine(config, 4, 128, device="cuda", capture=False)
+    for given in batches[:4]:
+        other.step(*given, 1e-3)
+    other.evaluate(*batches[0])
+    losses = []
+    for given in batches:
+        losses.append(other.step(*given, 1e-3))
+        other.evaluate(batches[0][0][:2, :50], batches[0][1][:2, :50])
+    assert losses == [result.loss for result in results] and equal(engine.tensors(), other.tensors())
+
+
+def test_a_short_batch_and_changed_weights_between_captured_steps() -> None:
+    config = replace(CONFIG, n_embd=64, block_size=64)
+    engines = [Engine(config, 4, 64, device="cuda", capture=capture) for capture in (True, False)]
+    for i in range(12):
+        b, t = ((4, 64), (4, 64), (3, 17))[i % 3]
+        losses = [engine.step(*batch(config, b, t, seed=i), 1e-3) for engine in engines]
+        assert losses[0] == losses[1]
+        for engine in engines:
+            engine.params["wte.weight"].mul_(1.0 + i / 100)
+    assert equal(*(engine.tensors() for engine in engines))
+
+
+def test_the_compute_copies_are_the_params_rounded() -> None:
+    config = replace(CONFIG, n_embd=60, n_head=3, block_size=64)  # parameters that are no multiple of 128 elements
+    engine = Engine(config, 4, 64, device="cuda")
+    for i in range(3):
+        engine.step(*batch(config, 4, 64, seed=i), 1e-2)
+    torch.cuda.synchronize()
+    for name, p in engine._model(4, 64).params.items():
+        assert p.value.dtype == torch.bfloat16 and torch.equal(p.value, p.master.bfloat16()), name

@@ -19,6 +19,7 @@ from tilegrad.train.planning import plan_model, step_report
 CPU = torch.device("cpu")
 GAPS = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps
 NORM = {"cpu": {"scratch.optimizer.global_norm.torch.parts"}, "cuda": {"scratch.optimizer.global_norm.triton.squares"}}
+GUARD = {"scratch.optimizer.guard.halted", "scratch.optimizer.guard.spoiled"}
 ADAMW = {
     "cpu": {"scratch.optimizer.adamw.torch.grad_scale", "scratch.optimizer.adamw.torch.found_inf"},
     "cuda": {"scratch.optimizer.adamw.triton.decision"},
@@ -53,25 +54,26 @@ def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, req
         request.getfixturevalue("on_hopper")
     plan = plan_model(CONFIG, 2, 8, torch.float32, torch.device(device))
     ops, live, activations = plan.trace.ops, plan.trace.live, plan.arenas["activations"]
-    norm, update = ops.index("global_norm"), ops.index("adamw_step")
-    assert update == norm + 1 and ops.count("global_norm") == ops.count("adamw_step") == 1
+    norm, guard, update = ops.index("global_norm"), ops.index("guard"), ops.index("adamw_step")
+    assert (guard, update) == (norm + 1, norm + 2) and ops.count("global_norm") == ops.count("adamw_step") == 1
     assert ops[norm - 1] == "embedding_bwd" and ops[update + 1] == "embedding_fwd"
-    assert {name for name in activations.offsets if "optimizer" in name} == (NORM[device] | ADAMW[device])
-    for op, scratch in ((norm, NORM[device]), (update, ADAMW[device])):
+    assert {name for name in activations.offsets if "optimizer" in name} == (NORM[device] | GUARD | ADAMW[device])
+    for op, scratch in ((norm, NORM[device]), (guard, GUARD), (update, ADAMW[device])):
         assert all(live[name] == ((op, op),) for name in scratch)
         alive = {name for name in activations.offsets if any(first <= op <= last for first, last in live[name])}
         assert alive == scratch, "nothing else is alive beside it"
-    end = max(activations.offsets[name] + plan.trace.handles[name].nbytes for name in (NORM[device] | ADAMW[device]))
-    others = (offset for name, offset in activations.offsets.items() if name not in (NORM[device] | ADAMW[device]))
+    own = NORM[device] | GUARD | ADAMW[device]
+    end = max(activations.offsets[name] + plan.trace.handles[name].nbytes for name in own)
+    others = (offset for name, offset in activations.offsets.items() if name not in own)
     assert min(others) < end, "it shares addresses"
     assert all(live[name] == ((0, len(ops) - 1),) for name in ("m.wte.weight", "v.ln_f.weight", "optimizer.step"))
 
 
-def test_the_arena_holds_moments_and_two_scalars() -> None:
+def test_the_arena_holds_moments_and_four_scalars() -> None:
     plan = plan_model(GAPS, 2, 8, torch.float32, CPU)
     optimizer, params = plan.arenas["optimizer"], plan.arenas["params"]
     whole = -(-params.arena_bytes // params.align) * params.align
-    assert optimizer.arena_bytes == 2 * whole + params.align + 4
+    assert optimizer.arena_bytes == 2 * whole + 3 * params.align + 4
 
 
 def test_a_report_of_one_step_ends_with_the_optimizer() -> None:

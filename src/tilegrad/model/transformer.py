@@ -137,11 +137,10 @@ class Transformer:
             if p.value.dtype != p.master.dtype:
                 copy_fwd(p.master, y=p.value)
 
-    def draw_seeds(self, seed: int, draw: int) -> None:
+    def draw_seeds(self, seed: int, draw: int) -> list[int]:
         """Dropout's seeds of one draw: block i takes the first 64 bits of sha256("seed:draw:i")."""
-        for i, buffer in enumerate(self.seeds):
-            digest = hashlib.sha256(f"{seed}:{draw}:{i}".encode()).digest()
-            buffer.fill_(int.from_bytes(digest[:8], "little", signed=True))
+        digests = (hashlib.sha256(f"{seed}:{draw}:{i}".encode()).digest() for i in range(len(self.seeds)))
+        return [int.from_bytes(digest[:8], "little", signed=True) for digest in digests]
 
     def forward(self) -> None:
         self.head.forward(self.hidden_states())

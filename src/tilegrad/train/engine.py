@@ -10,11 +10,16 @@ smaller batch uses the beginning of each buffer.
     gradients                one batch or a list of micro-batches in one call; overwrites the gradients
     optimizer_step           clip and AdamW
     step                     gradients, then optimizer_step
+    submit, finished         a step, and the results of those that are done
+
+On CUDA `submit` puts the step on the device as one graph (train/capture.py) and comes back; results follow some steps
+behind. On a CPU a step is done when `submit` comes back.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import replace
 
 import torch
@@ -25,14 +30,21 @@ from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
 from ..model.transformer import Transformer, declare
 from .batch import check_batch, check_sizes, count_targets, micro_batches
-from .optimizer import Optimizer
+from .capture import DeviceStep, StepQueue
+from .optimizer import NonFiniteError, Optimizer, StepResult
 from .planning import plan_model
 from .recompute import choose_recompute
 
 
+def default_dtype(device: torch.device) -> torch.dtype:
+    """What an engine computes in unless told: bfloat16 on CUDA, float32 elsewhere."""
+    return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
 class Engine:
     """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: the layers
-    compute with rounded copies of the params on CUDA, and on a CPU ops round what they read.
+    compute with rounded copies of the params on CUDA, and on a CPU ops round what they read. dtype=None is bfloat16 on CUDA,
+    float32 on a CPU. capture=False runs a CUDA step op by op: the same bits, for whoever looks at it with a debugger.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -45,12 +57,16 @@ class Engine:
 
     def __init__(
         self, model_config: ModelConfig, batch_size: int, seq_len: int, device: torch.device | str = "cpu",
-        dtype: torch.dtype = torch.float32, seed: int = 0, memory_budget: int | None = None, *,
+        dtype: torch.dtype | None = None, seed: int = 0, memory_budget: int | None = None, *,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
+        capture: bool = True,
     ) -> None:  # fmt: skip
+        self.device = torch.empty(0, device=device).device
+        if dtype is None:
+            dtype = default_dtype(self.device)
         check_sizes(model_config, batch_size, seq_len, dtype)
         self.config, self.batch_size, self.seq_len = model_config, batch_size, seq_len
-        self.dtype, self.seed, self.device = dtype, seed, torch.empty(0, device=device).device
+        self.dtype, self.seed, self.capture = dtype, seed, capture
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
         self.recompute = choose_recompute(*sizes, memory_budget)
         self.plan: MemoryPlan = plan_model(*sizes, self.recompute)
@@ -63,6 +79,11 @@ class Engine:
         self._threads = torch.get_num_threads()
         self._pending: Transformer | None = None
         self._total = self._count = 0
+        self._device_steps: dict[tuple[tuple[int, int], ...], DeviceStep] = {}
+        self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
+        self._queue = StepQueue(self._stream) if self._stream is not None else None
+        self._results: list[StepResult] = []
+        self._submitted = 0
         self._rounded = -1  # version of the params of which the compute copies are made
         self.draws = 0  # of dropout's seeds
         self.loss = 0.0  # of the last forward: one that is not finite must not reach the weights
@@ -74,17 +95,19 @@ class Engine:
 
     @property
     def steps(self) -> int:
-        """Steps of the optimizer, also those it skipped."""
-        return self.optimizer.steps
+        """Steps of the optimizer begun, also those it skipped."""
+        return self._submitted
 
     # ── the step ──
 
     def forward(self, tokens: Tensor, targets: Tensor, total_targets: int | None = None) -> float:
         """The mean loss over this call's targets; 0 where there is none. `total_targets` is the whole step's count."""
         self._check([(tokens, targets)])
-        model = self._load(tokens, targets, total_targets)
-        model.forward()
-        self._pending, self.loss = model, self._mean_loss(model)
+        with self._on_stream():
+            model = self._load(tokens, targets, total_targets)
+            model.forward()
+            self.optimizer.loss.copy_(model.head.loss)
+            self._pending, self.loss = model, self._mean_loss(model)
         return self.loss
 
     def backward(self) -> None:
@@ -95,7 +118,8 @@ class Engine:
                 "between; call forward(tokens, targets) first"
             )
         model, self._pending = self._pending, None
-        model.backward()
+        with self._on_stream():
+            model.backward()
 
     def gradients(self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> float:
         """Forward and backward of one batch, or of a list of micro-batches as if they were one, without the pass over memory
@@ -106,20 +130,51 @@ class Engine:
         if not batches:
             self.zero_gradients()
         loss = 0.0
-        for i, (x, y) in enumerate(batches):
-            model = self._load(x, y, total, accumulate=i > 0)
-            model.step()
-            loss += self._mean_loss(model) * (self._count / total if total else 0.0)
+        with self._on_stream():
+            self.optimizer.loss.zero_()
+            for i, (x, y) in enumerate(batches):
+                model = self._load(x, y, total, accumulate=i > 0)
+                model.step()
+                self.optimizer.loss.add_(model.head.loss)
+                loss += self._mean_loss(model) * (self._count / total if total else 0.0)
         self.loss = loss
         return loss
 
     def step(
         self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor], learning_rate: float
     ) -> float:
-        """`gradients`, then `optimizer_step`. Returns the mean loss."""
-        loss = self.gradients(tokens, targets)
-        self.optimizer_step(learning_rate)
-        return loss
+        """`submit`, and wait for it. Returns the mean loss."""
+        self.submit(tokens, targets, learning_rate)
+        self._collect(wait=True)
+        self.loss = self._results.pop().loss
+        return self.loss
+
+    def submit(
+        self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor], learning_rate: float
+    ) -> None:
+        """`gradients`, then `optimizer_step`; on CUDA without waiting for the device. `finished` gives what came of it."""
+        if self._queue is None:
+            loss = self.gradients(tokens, targets)
+            self._results.append(StepResult(loss, self.optimizer_step(learning_rate)))
+            return
+        batches = micro_batches(tokens, targets)
+        if not batches:
+            raise ValueError("tokens: got no micro-batch; accepted: one or more")
+        self._check(batches)
+        step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, _ in batches))
+        with self._on_stream():
+            self._round_weights(step.models[0])
+        seeds = [step.models[0].draw_seeds(self.seed, self.draws + i) for i in range(len(batches))]
+        self.draws += len(batches)
+        self._submitted += 1
+        self._record(self._queue.submit(step, batches, seeds, learning_rate, capture=self.capture))
+        self._rounded = self._version()
+
+    def finished(self, *, wait: bool = False) -> list[StepResult]:
+        """Results of submitted steps, oldest first, each once; `wait` for all. Ten skipped in a row raise NonFiniteError."""
+        self._collect(wait=wait)
+        results, self._results = self._results, []
+        return results
 
     def zero_gradients(self) -> None:
         self.arenas.bytes["grads"].zero_()
@@ -127,15 +182,22 @@ class Engine:
     def optimizer_step(self, learning_rate: float) -> float:
         """Clip to a global norm of `max_norm`, then AdamW. Returns the norm before clipping. A loss or gradient that is
         not finite changes neither weights nor moments; ten in a row raise."""
-        self._rounded = -1  # torch's fused AdamW does not count as a change of the arena
-        return self.optimizer.step(learning_rate, self.loss)
+        self._submitted += 1
+        with self._on_stream():
+            self.optimizer.update(learning_rate)
+            result = StepResult(self.loss, float(self.optimizer.norm))
+        self._rounded = self._version() if self.optimizer.rounded is not None else -1
+        self._record([result])
+        self._results.pop()
+        return result.norm
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
         """The mean loss without dropout and without a backward to follow."""
         self._check([(tokens, targets)])
-        model = self._load(tokens, targets, None, training=False)
-        model.forward()
-        return self._mean_loss(model)
+        with self._on_stream():
+            model = self._load(tokens, targets, None, training=False)
+            model.forward()
+            return self._mean_loss(model)
 
     # ── state, for checkpoints ──
 
@@ -144,10 +206,15 @@ class Engine:
         return {**self.params, **self.optimizer.tensors()}
 
     def state(self) -> dict[str, int]:
+        """Counters; waits for the steps under way, whose results `finished` still gives."""
+        self._collect(wait=True)
         return {"seed": self.seed, "draws": self.draws, **self.optimizer.state()}
 
     def restore(self, state: dict[str, int]) -> None:
-        self.seed, self.draws = int(state["seed"]), int(state["draws"])
+        if self._queue is not None:
+            self._queue.finished(wait=True)
+        self._results = []
+        self.seed, self.draws, self._submitted = int(state["seed"]), int(state["draws"]), int(state["steps"])
         self.optimizer.restore(state)
 
     # ── inside ──
@@ -185,12 +252,59 @@ class Engine:
         model.tokens.copy_(tokens)
         model.head.targets.view(b, t).copy_(targets)
         model.head.inv_total.fill_(1.0 / self._total if self._total else 0.0)
-        model.draw_seeds(self.seed, self.draws)
+        for buffer, seed in zip(model.seeds, model.draw_seeds(self.seed, self.draws), strict=True):
+            buffer.fill_(seed)
         self.draws += training
-        if self._rounded != self.arenas.bytes["params"]._version:
-            model.round_weights()
-            self._rounded = self.arenas.bytes["params"]._version
+        self._round_weights(model)
         return model
+
+    def _round_weights(self, model: Transformer) -> None:
+        """The compute copies, where someone else than AdamW has changed the params."""
+        if self._rounded != self._version():
+            model.round_weights()
+            self._rounded = self._version()
+
+    def _version(self) -> int:
+        """torch's count of the changes of the params."""
+        return int(self.arenas.bytes["params"]._version)
+
+    def _device_step(self, shapes: tuple[tuple[int, int], ...]) -> DeviceStep:
+        if shapes not in self._device_steps:
+            if self._stream is None:
+                raise RuntimeError("no stream")
+            models = [self._model(b, t, accumulate=i > 0) for i, (b, t) in enumerate(shapes)]
+            self._device_steps[shapes] = DeviceStep(models, self.optimizer, self._stream)
+        return self._device_steps[shapes]
+
+    def _collect(self, *, wait: bool) -> None:
+        if self._queue is not None:
+            self._record(self._queue.finished(wait=wait))
+
+    def _record(self, results: list[StepResult]) -> None:
+        """Count what came back. Where ten in a row were skipped, the steps still under way are too; then the guard is
+        released, for whoever goes on all the same, and the error raised."""
+        self._results.extend(results)
+        try:
+            for result in results:
+                self.optimizer.count(result)
+        except NonFiniteError:
+            if self._queue is not None:
+                self._queue.finished(wait=True)
+            self.optimizer.in_a_row.zero_()
+            raise
+
+    @contextmanager
+    def _on_stream(self) -> Iterator[None]:
+        """All of an engine's work on CUDA is on one stream, after what the caller put on the current one, and before what
+        he puts there next."""
+        if self._stream is None:
+            yield
+            return
+        current = torch.cuda.current_stream(self.device)
+        self._stream.wait_stream(current)
+        with torch.cuda.stream(self._stream):
+            yield
+        current.wait_stream(self._stream)
 
     def _mean_loss(self, model: Transformer) -> float:
         return float(model.head.loss) * self._total / self._count if self._count else 0.0

@@ -29,7 +29,7 @@ def plan_model(
 
     def program() -> None:
         model.step()
-        optimizer.update(0.0, 0.0)
+        optimizer.update(0.0)
         model.forward()
         model.backward()
 
@@ -46,7 +46,7 @@ def step_report(
 
     def program() -> None:
         model.step()
-        optimizer.update(0.0, 0.0)
+        optimizer.update(0.0)
 
     return memory_report(replace(memory, trace=trace(program, observe, _persistent(optimizer, model.params))), title)
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import MappingProxyType
 
 import torch
@@ -45,6 +45,13 @@ def alignment(device: torch.device) -> int:
     return 256 if device.type == "cuda" else 64
 
 
+def _room(buffer: Handle) -> int:
+    """Bytes of a persistent buffer in its arena. On CUDA a multiple of 128 elements, so that a run of float32 and a run of
+    its bfloat16 copies have the same layout, in elements, and one kernel writes both."""
+    size = buffer.dtype.itemsize
+    return -(-buffer.nbytes // (128 * size)) * 128 * size if buffer.device.type == "cuda" else buffer.nbytes
+
+
 def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
     """A handle over `buffers`, which a persistent arena holds in this order with nothing else between them."""
     first, size = buffers[0], buffers[0].dtype.itemsize
@@ -54,7 +61,7 @@ def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
                 f"{name}: got {b.name!r}, {b.dtype} in {b.role} on {b.device}; "
                 f"accepted: persistent buffers of one dtype, role and device, those of {first.name!r}"
             )
-    layout = plan([Request(b.name, b.nbytes, ((0, 0),)) for b in buffers], align=alignment(first.device), share=False)
+    layout = plan([Request(b.name, _room(b), ((0, 0),)) for b in buffers], align=alignment(first.device), share=False)
     return FlatHandle(
         name, (layout.arena_bytes // size,), first.dtype, first.type, first.role, first.layer, first.device,
         buffers=tuple(buffers), starts=tuple(layout.offsets[b.name] // size for b in buffers),
@@ -75,9 +82,16 @@ def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -
     arenas = {
         role: plan(requests, align=align, share=share and role == "activations")
         for role in ROLES
-        if (requests := trace.requests(role))
+        if (requests := _requests(trace, role))
     }
     return MemoryPlan(trace, MappingProxyType(arenas), device)
+
+
+def _requests(trace: Trace, role: Role) -> tuple[Request, ...]:
+    requests = trace.requests(role)
+    if role == "activations":
+        return requests
+    return tuple(replace(request, nbytes=_room(trace.handles[request.name])) for request in requests)
 
 
 class Arenas:

@@ -1,0 +1,168 @@
+"""A training step as one CUDA graph, fed and read through pinned memory.
+
+    stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · clip · AdamW │ copy out │ copy in │ …
+    host       stage step k + 1 … │ read step k − 2 │                              never waits for the newest step
+
+What changes from step to step is on the device before the graph begins: tokens, targets, dropout's seeds and the learning
+rate in one buffer, `staged`. The number of targets is counted there, the guard decides there, and what comes back is
+(loss, norm). So the graph has no argument, and nothing is allocated once it is captured.
+
+The first step of a new shape runs op by op: it compiles and loads every kernel. The second is captured. Both run the same
+program, `DeviceStep.program`, so they have the same bits.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ..model.transformer import Transformer
+from .optimizer import Optimizer, StepResult
+
+DEPTH = 3  # steps under way at most
+
+
+@dataclass(frozen=True, slots=True)
+class Staged:
+    """What a step reads, as views of one int64 buffer: tokens and targets (b, t) and seeds (L,) of each micro-batch."""
+
+    buffer: Tensor
+    tokens: tuple[Tensor, ...]
+    targets: tuple[Tensor, ...]
+    seeds: tuple[Tensor, ...]
+    learning_rate: Tensor  # 0-d float32
+
+    @classmethod
+    def of(cls, models: Sequence[Transformer], device: torch.device | None = None) -> Staged:
+        """On `device`, or in pinned memory."""
+        sizes = [(model.tokens.numel(), len(model.seeds)) for model in models]
+        length = sum(2 * n + seeds for n, seeds in sizes) + 1
+        pinned = device is None
+        buffer = torch.zeros(length, dtype=torch.int64, device=device or "cpu", pin_memory=pinned)
+        tokens, targets, seeds, at = [], [], [], 0
+        for model, (n, count) in zip(models, sizes, strict=True):
+            tokens.append(buffer[at : at + n].view(model.tokens.shape))
+            targets.append(buffer[at + n : at + 2 * n].view(model.tokens.shape))
+            seeds.append(buffer[at + 2 * n : at + 2 * n + count])
+            at += 2 * n + count
+        return cls(buffer, tuple(tokens), tuple(targets), tuple(seeds), buffer[at:].view(torch.float32)[0])
+
+    def write(
+        self, batches: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[Sequence[int]], learning_rate: float
+    ) -> None:
+        for i, (tokens, targets) in enumerate(batches):
+            self.tokens[i].copy_(tokens)
+            self.targets[i].copy_(targets)
+            if len(self.seeds[i]):
+                self.seeds[i].copy_(torch.tensor(seeds[i], dtype=torch.int64))
+        self.learning_rate.fill_(learning_rate)
+
+
+class DeviceStep:
+    """The step on micro-batches of fixed shapes, one model for each, all in the same memory."""
+
+    def __init__(self, models: Sequence[Transformer], optimizer: Optimizer, stream: torch.cuda.Stream) -> None:
+        device, dtype = optimizer.params.device, optimizer.loss.dtype
+        self.models, self.optimizer, self.stream = tuple(models), optimizer, stream
+        self.staged = Staged.of(models, device)
+        self.valid = torch.empty(max(x.numel() for x in self.staged.targets), dtype=torch.bool, device=device)
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # of one micro-batch, of all
+        self.inv_total = torch.zeros((), dtype=dtype, device=device)
+        self.result = torch.zeros(2, dtype=dtype, device=device)
+        self.graph: torch.cuda.CUDAGraph | None = None
+        self.ran = False
+
+    def program(self) -> None:
+        staged, loss = self.staged, self.optimizer.loss
+        self._count_targets()
+        for i, model in enumerate(self.models):
+            model.tokens.copy_(staged.tokens[i])
+            model.head.targets.copy_(staged.targets[i].view(-1))
+            model.head.inv_total.copy_(self.inv_total)
+            for j, seed in enumerate(model.seeds):
+                seed.copy_(staged.seeds[i][j])
+            model.step()
+            loss.add_(model.head.loss) if i else loss.copy_(model.head.loss)
+        self.optimizer.update(staged.learning_rate)
+        self.result[0].copy_(loss)
+        self.result[1].copy_(self.optimizer.norm)
+
+    def _count_targets(self) -> None:
+        """inv_total = 1 / (targets of the whole step); 0 where there is none, and nothing is divided by it."""
+        one, all_ = self.counts
+        all_.zero_()
+        for targets in self.staged.targets:
+            valid = torch.ge(targets.view(-1), 0, out=self.valid[: targets.numel()])
+            all_.add_(torch.sum(valid, 0, out=one))
+        self.inv_total.copy_(all_).reciprocal_().nan_to_num_(posinf=0.0)
+
+    def run(self, *, capture: bool) -> None:
+        """On the stream, which is the current one."""
+        if self.graph is None and self.ran and capture:
+            self.graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(self.graph, stream=self.stream):
+                self.program()
+        if self.graph is not None:
+            self.graph.replay()
+        else:
+            self.program()
+        self.ran = True
+
+
+@dataclass(slots=True)
+class _Slot:
+    staged: Staged
+    result: Tensor
+    done: torch.cuda.Event
+
+
+class StepQueue:
+    """Steps on a stream, at most DEPTH under way, and their results in order."""
+
+    def __init__(self, stream: torch.cuda.Stream) -> None:
+        self.stream = stream
+        self._free: dict[int, list[_Slot]] = {}
+        self._running: deque[tuple[int, _Slot]] = deque()
+
+    def submit(
+        self, step: DeviceStep, batches: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[Sequence[int]],
+        learning_rate: float, *, capture: bool,
+    ) -> list[StepResult]:  # fmt: skip
+        """Put a step on the stream; the results that had to be awaited for that."""
+        awaited = [self._take()] if len(self._running) >= DEPTH else []
+        free = self._free.setdefault(id(step), [])
+        slot = free.pop() if free else self._new(step)
+        on_host = all(x.device.type == "cpu" for pair in batches for x in pair)
+        if on_host:
+            slot.staged.write(batches, seeds, learning_rate)
+        with torch.cuda.stream(self.stream):
+            if on_host:
+                step.staged.buffer.copy_(slot.staged.buffer, non_blocking=True)
+            else:
+                step.staged.write(batches, seeds, learning_rate)
+            step.run(capture=capture)
+            slot.result.copy_(step.result, non_blocking=True)
+            slot.done.record(self.stream)
+        self._running.append((id(step), slot))
+        return awaited
+
+    def finished(self, *, wait: bool) -> list[StepResult]:
+        results = []
+        while self._running and (wait or self._running[0][1].done.query()):
+            results.append(self._take())
+        return results
+
+    def _take(self) -> StepResult:
+        key, slot = self._running.popleft()
+        slot.done.synchronize()
+        self._free[key].append(slot)
+        loss, norm = slot.result.tolist()
+        return StepResult(loss, norm)
+
+    def _new(self, step: DeviceStep) -> _Slot:
+        result = torch.zeros(2, dtype=step.result.dtype, pin_memory=True)
+        return _Slot(Staged.of(step.models), result, torch.cuda.Event())

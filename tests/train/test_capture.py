@@ -1,0 +1,78 @@
+"""The program of a device's step, run op by op on a CPU: what it stages, counts and decides."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import CONFIG, LLAMA, batch, clones, equal
+from torch import Tensor
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.train.capture import DeviceStep
+from tilegrad.train.optimizer import MAX_SKIPPED
+
+DROPOUT = replace(CONFIG, dropout=0.2)
+STREAM: torch.cuda.Stream = None  # type: ignore[assignment]  # only a capture uses it
+
+
+def device_step(engine: Engine, batches: list[tuple[Tensor, Tensor]], learning_rate: float) -> DeviceStep:
+    models = [engine._model(x.shape[0], x.shape[1], accumulate=i > 0) for i, (x, _) in enumerate(batches)]
+    step = DeviceStep(models, engine.optimizer, STREAM)
+    step.staged.write(
+        batches, [m.draw_seeds(engine.seed, engine.draws + i) for i, m in enumerate(models)], learning_rate
+    )
+    engine.draws += len(batches)
+    return step
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, DROPOUT], ids=["gpt", "llama", "dropout"])
+def test_it_trains_as_the_engine_does(config: ModelConfig) -> None:
+    a, b = Engine(config, 2, 8), Engine(config, 2, 8)
+    for i in range(4):
+        batches = [batch(config, 2, 8, seed=2 * i), batch(config, 1, 5, seed=2 * i + 1)]
+        loss = a.step([x for x, _ in batches], [y for _, y in batches], (i + 1) / 128)
+        step = device_step(b, batches, (i + 1) / 128)
+        step.program()
+        assert step.result[0].item() == pytest.approx(loss, rel=1e-6)
+        assert step.result[1].item() == pytest.approx(float(a.optimizer.norm), rel=1e-6)
+    assert equal(a.tensors(), b.tensors())
+
+
+def test_no_target_at_all_gives_no_gradient() -> None:
+    engine, (tokens, targets) = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
+    step = device_step(engine, [(tokens, torch.full_like(targets, -1))], 1e-2)
+    step.program()
+    assert step.result.tolist() == [0.0, 0.0]
+
+
+def test_ten_in_a_row_halt_the_device_until_the_host_has_seen_them() -> None:
+    engine, given = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
+    step = device_step(engine, [given], 1e-2)
+    step.program()
+    weight = engine.params["ln_f.weight"]
+    weight[0] = math.nan
+    for _ in range(MAX_SKIPPED):
+        step.program()
+        assert math.isnan(step.result[1].item())
+    weight[0] = 1.0
+    before = clones(engine.tensors())
+    step.program()
+    assert (
+        math.isfinite(step.result[0].item()) and math.isnan(step.result[1].item()) and equal(before, engine.tensors())
+    )
+    engine.optimizer.in_a_row.zero_()
+    step.program()
+    assert math.isfinite(step.result[1].item()) and not equal(before, engine.tensors())
+
+
+def test_results_come_once_and_in_order() -> None:
+    engine, batches = Engine(CONFIG, 2, 8), [batch(CONFIG, 2, 8, seed=i) for i in range(3)]
+    other = Engine(CONFIG, 2, 8)
+    expected = [other.step(*given, 1e-2) for given in batches]
+    for given in batches:
+        engine.submit(*given, 1e-2)
+    assert engine.steps == 3
+    assert [result.loss for result in engine.finished(wait=True)] == expected and engine.finished() == []
