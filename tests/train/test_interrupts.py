@@ -301,6 +301,7 @@ def poisoned_after(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
         loss = gradients(self, *arguments)
         if self.steps >= step:
             self.loss = loss = float("nan")
+            self.optimizer.loss.fill_(loss)
         return loss
 
     monkeypatch.setattr(Engine, "gradients", poisoned)

@@ -8,10 +8,11 @@ steps = 2000
 [data]
 files = ["book.txt"]     # none: the text that ships with the package
 
-`example.toml` has every key. What is not given is the preset's, and three keys follow others:
+`example.toml` has every key. What is not given is the preset's, and four keys follow others:
 
     seq_len        block_size
     warmup_steps   steps / 20, where steps is given
+    dtype          bfloat16 on CUDA, float32 elsewhere
     vocab_size     the tokenizer's, where it is larger than the preset's
 """
 
@@ -37,7 +38,8 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
     """`gradient_accumulation` micro-batches of `batch_size` make a step. Intervals are in steps, 0 = never. seq_len=0: the
-    model's block_size, once it is in a RunConfig. warmup_steps=-1: a twentieth of the steps."""
+    model's block_size, once it is in a RunConfig. warmup_steps=-1: a twentieth of the steps. dtype="auto": bfloat16 on CUDA,
+    float32 elsewhere."""
 
     steps: int = 1000
     batch_size: int = 16
@@ -56,7 +58,7 @@ class TrainConfig:
     sample_tokens: int = 100
     memory_budget: int | None = None
     device: str = "cpu"
-    dtype: str = "float32"
+    dtype: str = "auto"
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -77,8 +79,10 @@ class TrainConfig:
         budget = self.memory_budget
         if budget is not None and (not _int(budget) or budget < 1):
             raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
+        if self.dtype == "auto":
+            object.__setattr__(self, "dtype", "bfloat16" if self.device.startswith("cuda") else "float32")
         if self.dtype not in DTYPES:
-            raise ValueError(f"dtype: got {self.dtype!r}; accepted: {', '.join(map(repr, DTYPES))}")
+            raise ValueError(f"dtype: got {self.dtype!r}; accepted: 'auto', {', '.join(map(repr, DTYPES))}")
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps: got {self.warmup_steps}; accepted: less than steps, {self.steps}")
 
@@ -177,6 +181,8 @@ def run_from(content: Mapping[str, Mapping[str, Any]], where: str) -> RunConfig:
         settings.setdefault("seq_len", 0)
     if "steps" in settings:
         settings.setdefault("warmup_steps", -1)
+    if "device" in settings:
+        settings.setdefault("dtype", "auto")
     return RunConfig(replace(base.model, **model), replace(base.train, **settings), text)
 
 
@@ -231,7 +237,7 @@ def resumed(own: RunConfig, asked: Mapping[str, Mapping[str, Any]]) -> RunConfig
                 continue
             if name == "seq_len" and value == 0:
                 value = own.model.block_size
-            if value == mine[section][name] or (name == "warmup_steps" and value == -1):
+            if value == mine[section][name] or (name, value) in (("warmup_steps", -1), ("dtype", "auto")):
                 continue
             if section != "train" or name not in MAY_CHANGE:
                 raise ValueError(

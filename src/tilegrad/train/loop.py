@@ -13,6 +13,7 @@ import resource
 import shutil
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
@@ -41,7 +42,7 @@ from .data import (
 from .engine import Engine
 from .folder import checkpoint_of, claimed, locate, own_data, own_run, resume_command, write_run
 from .log import RunLog, read_log, tensorboard_installed
-from .optimizer import NonFiniteError
+from .optimizer import NonFiniteError, StepResult
 from .planning import step_report
 from .report import run_report
 from .schedule import learning_rate
@@ -136,6 +137,17 @@ def _resumed(run: RunConfig | None, folder: Path, checkpoint: Path, show: Show) 
     return session
 
 
+@dataclass(frozen=True, slots=True)
+class _Before:
+    """Where a step began, and what it was given."""
+
+    step: int
+    draws: int
+    data: dict[str, Any]
+    learning_rate: float
+    tokens: int
+
+
 class _Run:
     def __init__(self, run: RunConfig, folder: Path, tokens: TokenFile, tokenizer: Tokenizer, show: Show) -> None:
         self.run, self.folder, self.tokenizer, self.show = run, folder, tokenizer, show
@@ -162,7 +174,7 @@ class _Run:
         self.resumed_from: Path | None = None
         self.found: dict[str, Any] = {}  # files, documents, bytes and tokens of a new run's text
         self.saved: tuple[int, Path] | None = None  # the step of the newest checkpoint, and where it is
-        self.finite = self._position()
+        self._start()
 
     def restore(self, path: Path) -> None:
         state = read_state(path)
@@ -172,7 +184,7 @@ class _Run:
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
         self.validation_loss = state["validation_loss"]
         self.resumed_from, self.saved = path, (self.engine.steps, path)
-        self.finite = self._position()
+        self._start()
 
     def go(self) -> RunResult:
         write_run(self.folder, self.run)
@@ -237,40 +249,71 @@ class _Run:
         step, path = self.saved
         return RunEnded(f"{reason}; saved: {path}, after {step:,} steps; go on with: {resume_command(self.folder)}")
 
-    def _position(self) -> tuple[dict[str, Any], dict[str, Any], float]:
-        return self.engine.state(), self.batches.state(), self.train_loss
+    def _start(self) -> None:
+        """No step is under way, and here is where a run of steps that are not finite would go back to."""
+        optimizer = self.engine.optimizer
+        self.under_way: deque[_Before] = deque()
+        self.begun, self.skipped, self.in_a_row = 0.0, optimizer.skipped, optimizer.skipped_in_a_row
+        self.finite = self.engine.state(), self.batches.state(), self.train_loss
 
     def _rewind(self) -> None:
         """To before the first of the steps in a row that were not finite: they changed neither weights nor moments."""
         engine, data, self.train_loss = self.finite
         self.engine.restore(engine)
         self.batches.restore(data)
+        self._start()
 
     def _step(self) -> None:
+        """Submit a step, and record those that are done."""
         t, engine = self.run.train, self.engine
-        if not engine.optimizer.skipped_in_a_row:
-            self.finite = self._position()
         rate = learning_rate(
             engine.steps, peak=t.learning_rate, floor=min(t.min_learning_rate, t.learning_rate),
             warmup_steps=t.warmup_steps, total_steps=t.steps,
         )  # fmt: skip
+        position = engine.steps, engine.draws, self.batches.state()
         pairs = [self.batches.next() for _ in range(t.gradient_accumulation)]
-        begin = time.perf_counter()
-        self.train_loss = engine.gradients([x for x, _ in pairs], [y for _, y in pairs])
-        norm = engine.optimizer_step(rate)
-        seconds = time.perf_counter() - begin
-        numbers = {
-            "loss": self.train_loss, "learning_rate": rate, "gradient_norm": norm, "skipped": engine.optimizer.skipped,
-            "tokens_per_second": sum(x.numel() for x, _ in pairs) / seconds, "measured_bytes": self._measured(),
-        }  # fmt: skip
-        self.log.append(engine.steps, "train", numbers)
-        if engine.steps % t.log_interval == 0 or engine.steps in (1, t.steps):
-            self._tell(
-                "train", numbers | {"step": engine.steps, "steps": t.steps, "planned_bytes": engine.plan.peak_bytes}
-            )
+        before = _Before(*position, rate, sum(x.numel() for x, _ in pairs))
+        self.begun = time.perf_counter() if not self.under_way else self.begun
+        self.under_way.append(before)
+        try:
+            engine.submit([x for x, _ in pairs], [y for _, y in pairs], rate)
+        finally:
+            self._record()
+
+    def _record(self, *, wait: bool = False) -> None:
+        """Log the steps that are done; `wait` for all."""
+        try:
+            self._log(self.engine.finished(wait=wait))
+        except NonFiniteError:
+            self._log(self.engine.finished())
+            raise
+
+    def _log(self, results: list[StepResult]) -> None:
+        """Of the first step in a row that was not finite, keep where it began."""
+        t, engine = self.run.train, self.engine
+        for result in results:
+            before = self.under_way.popleft()
+            step, now = before.step + 1, time.perf_counter()
+            seconds, self.begun = now - self.begun, now
+            if math.isfinite(result.norm):
+                self.in_a_row = 0
+            else:
+                if not self.in_a_row:
+                    counters = {"steps": before.step, "skipped": self.skipped, "skipped_in_a_row": 0}
+                    self.finite = {"seed": engine.seed, "draws": before.draws, **counters}, before.data, self.train_loss
+                self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
+            self.train_loss = result.loss
+            numbers = {
+                "loss": result.loss, "learning_rate": before.learning_rate, "gradient_norm": result.norm,
+                "skipped": self.skipped, "tokens_per_second": before.tokens / seconds, "measured_bytes": self._measured(),
+            }  # fmt: skip
+            self.log.append(step, "train", numbers)
+            if step % t.log_interval == 0 or step in (1, t.steps):
+                self._tell("train", numbers | {"step": step, "steps": t.steps, "planned_bytes": engine.plan.peak_bytes})
 
     def _evaluate(self) -> None:
         t, engine = self.run.train, self.engine
+        self._record(wait=True)
         few = len(self.held_out) < t.seq_len + 1 if self.validation is None else not len(self.validation)
         if few or not t.eval_batches:
             return
@@ -287,6 +330,7 @@ class _Run:
 
     def _save(self) -> None:
         engine = self.engine
+        self._record(wait=True)
         if self.saved is not None and self.saved[0] == engine.steps:
             return
         state = {
