@@ -1,0 +1,261 @@
+"""`tilegrad bench training --breakdown`: where the milliseconds of a step go, by group, against each group's floor.
+
+    floor of an op       max(FLOPs / FLOP rate, bytes / byte rate)          the rates: Rates, an H200's measured ones
+    floor of a group     the sum over its ops (bench/cost.py)
+    gaps                 the span of the step − the time in which any kernel runs
+
+The profiler gives the device's kernels in order, by name and with their times; also those of a replayed CUDA graph, which
+have no op behind them. A kernel's group is found by name:
+
+    ours         by its home: a kernel of kernels/norm/ is a norm's
+    a GEMM       before the loss it is a forward; behind it the layout says, in cuBLAS's column-major terms: TN is x wᵀ (a
+                 forward again), NN or TT is dy w (dgrad), NT is dyᵀ x (wgrad). Those beside a loss kernel are the head's
+    memset, split-K reduction    with the GEMM they belong to
+    torch's      by a word in the name
+
+A name of no group is in "other", and the report lists it.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple
+
+import torch
+from torch.autograd import DeviceType
+from torch.profiler import ProfilerActivity, profile
+
+from .. import kernels
+from ..text_table import table
+from .cost import Demand
+from .timing import Thunk
+
+OTHER = "other"
+GROUPS = (
+    "GEMM forward", "GEMM dgrad", "GEMM wgrad", "head forward", "head dgrad", "head wgrad", "attention forward",
+    "attention backward", "rope", "norms forward", "norms backward", "activation forward", "activation backward", "loss",
+    "optimizer", "embeddings", "bias sums", "fp8 scaling", "dropout", "copies", OTHER,
+)  # fmt: skip
+_HOMES = {  # op of ours → its groups: one, or forward and backward
+    "activation": ("activation forward", "activation backward"), "adamw": ("optimizer",),
+    "attention": ("attention forward", "attention backward"), "column_sum": ("bias sums",), "cross_entropy": ("loss",),
+    "dropout": ("dropout",), "embedding": ("embeddings",), "embedding_mse": ("loss",), "fp8": ("fp8 scaling",),
+    "global_norm": ("optimizer",), "linear": ("fp8 scaling",), "norm": ("norms forward", "norms backward"),
+    "optimizer": ("optimizer",), "residual": ("norms forward", "norms backward"), "rope": ("rope",),
+}  # fmt: skip
+_BACKWARD = re.compile(r"_(bwd|backward|dq|dkdv|dkv|delta|dbias|dsinks|preprocess|postprocess)")
+_GEMM = re.compile(r"gemm|nvjet|cutlass|wgmma|gemv|_matmul|_mm_kernel", re.IGNORECASE)
+_LAYOUT = re.compile(r"_([tn]{2})[tn]{0,2}(?=_|\W|$)", re.IGNORECASE)
+_LAYOUTS = {"tn": "forward", "nn": "dgrad", "tt": "dgrad", "nt": "wgrad"}
+_BESIDE_A_GEMM = re.compile(r"^memset|splitk.?reduce|split_k_reduce", re.IGNORECASE)
+_BESIDE = "beside a GEMM"
+_PASSED = ("loss", "copies", _BESIDE, OTHER)  # between the head's forward and its loss
+_WORDS = (  # of a kernel that is not ours; the first that is found counts
+    (r"fmha|flash|sdpa|mha_|attention", ("attention forward", "attention backward")),
+    (r"layer_?norm|rms_?norm|LayerNorm|GammaBeta", ("norms forward", "norms backward")),
+    (r"softmax|nll_loss|cross_entropy|log_sum|logsumexp", ("loss",)),
+    (r"adam|multi_tensor|lpnorm|linalg_vector_norm|NormTwoOps|NormOps", ("optimizer",)),
+    (r"gelu|silu|tanh_kernel|relu|swiglu|sigmoid", ("activation forward", "activation backward")),
+    (r"embedding|index_?select|indexSelect|index_add|indexFunc|gather|scatter|index_put|index_elementwise", ("embeddings",)),
+    (r"float8|fp8|e4m3|amax|abs_max", ("fp8 scaling",)),
+    (r"^memcpy|copy_kernel|CatArray|direct_copy|bfloat16_copy", ("copies",)),
+)  # fmt: skip
+
+
+class Rates(NamedTuple):
+    """What a floor divides by: measured on an H200, 690 TFLOP/s of a bfloat16 GEMM and 4.3 TB/s."""
+
+    flops: float = 690e12
+    bytes: float = 4.3e12
+    fp8: float = 1380e12
+
+
+class Launch(NamedTuple):
+    """One kernel on the device."""
+
+    name: str
+    start_us: float
+    us: float
+
+
+@dataclass(frozen=True, slots=True)
+class GroupTime:
+    """A group of one step; floor_ms is None where nothing of the kind is needed at all, or nobody can say."""
+
+    group: str
+    ms: float
+    floor_ms: float | None
+    launches: float
+
+
+@dataclass(frozen=True, slots=True)
+class Breakdown:
+    groups: tuple[GroupTime, ...]
+    span_ms: float
+    gaps_ms: float
+    unknown: dict[str, float]  # name → ms, of "other"
+    kernels: dict[str, dict[str, float]]  # group → name → ms, of all
+
+    @property
+    def floor_ms(self) -> float:
+        return sum(group.floor_ms or 0.0 for group in self.groups)
+
+
+# ── names ──
+
+
+@cache
+def our_kernels() -> Mapping[str, str]:
+    """Kernel → its op, read off the source: an op has one home, kernels/<op>.py or kernels/<op>/."""
+    root = Path(kernels.__path__[0])
+    found = {}
+    for path in sorted(root.rglob("*.py")):
+        op = path.relative_to(root).parts[0].removesuffix(".py")
+        for name in re.findall(r"^def (_?\w+_kernel)\(", path.read_text(), re.MULTILINE):
+            found[name] = op
+    return found
+
+
+def group_of(name: str, *, backward: bool) -> str:
+    """Of a kernel by its name alone; `backward`: the step is past the loss, for names that don't say. A GEMM's is that of a
+    block's."""
+    own = our_kernels().get(name)
+    if own == "linear" and not re.search("quant|scale|amax|cast|fp8", name):
+        return _gemm(name, backward=backward)
+    if own is not None:
+        groups = _HOMES.get(own, (OTHER,))
+        return groups[-1] if _BACKWARD.search(name) else groups[0]
+    if _BESIDE_A_GEMM.search(name):
+        return _BESIDE
+    if _GEMM.search(name) and not re.search(r"fmha|flash|attention", name, re.IGNORECASE):
+        return _gemm(name, backward=backward)
+    for words, groups in _WORDS:
+        if re.search(words, name, re.IGNORECASE):
+            says = re.search(r"backward|bwd|bprop|grad|GammaBeta", name, re.IGNORECASE)
+            return groups[-1] if says else groups[0]
+    return OTHER
+
+
+def _gemm(name: str, *, backward: bool) -> str:
+    if not backward:
+        return "GEMM forward"
+    layouts = _LAYOUT.findall(name)
+    return f"GEMM {_LAYOUTS[layouts[-1].lower()] if layouts else 'dgrad'}"
+
+
+def groups_of(names: Sequence[str]) -> list[str]:
+    """The group of each kernel of a step, in the order of the device.
+
+    A chunk of the head is  forward GEMM, loss kernels, dgrad, wgrad: so a forward GEMM right before a loss kernel is the
+    head's, and so are the first dgrad and the first wgrad behind it.
+    """
+    groups: list[str] = []
+    expected: set[str] = set()  # of the head, since the last loss kernel
+    seen_loss = False
+    for name in names:
+        group = group_of(name, backward=seen_loss)
+        if group == "loss":
+            seen_loss, expected = True, {"dgrad", "wgrad"}
+            before = next((i for i in reversed(range(len(groups))) if groups[i] not in _PASSED), None)
+            if before is not None and groups[before] == "GEMM forward":
+                groups[before] = "head forward"
+        elif group.startswith("GEMM "):
+            kind = group.removeprefix("GEMM ")
+            if kind in expected:
+                expected.remove(kind)
+                group = f"head {kind}"
+        elif group in ("embeddings", "optimizer"):  # the ends of a backward and of a step
+            seen_loss, expected = False, set()
+        groups.append(group)
+    return _with_their_gemm(names, groups)
+
+
+def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
+    """A memset goes with the kernel behind it, a split-K reduction with the one before it."""
+    out = list(groups)
+    for i, group in enumerate(groups):
+        if group != _BESIDE:
+            continue
+        behind = names[i].lower().startswith("memset")
+        order = range(i + 1, len(groups)) if behind else reversed(range(i))
+        out[i] = next((groups[j] for j in order if groups[j] != _BESIDE), OTHER)
+    return out
+
+
+# ── times ──
+
+
+def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, *, fp8: bool = False) -> dict[str, float]:
+    """Milliseconds; fp8: the blocks' forward linears run at that rate."""
+    return {
+        group: 1e3
+        * sum(
+            max(d.flops / (rates.fp8 if fp8 and group == "GEMM forward" else rates.flops), d.bytes / rates.bytes)
+            for d in of_group
+        )
+        for group, of_group in demands.items()
+    }
+
+
+def break_down(launches: Sequence[Launch], floors_ms: Mapping[str, float], steps: int = 1) -> Breakdown:
+    """Of `steps` steps back to back, per step."""
+    ordered = sorted(launches, key=lambda launch: launch.start_us)
+    groups = groups_of([launch.name for launch in ordered])
+    ms: defaultdict[str, float] = defaultdict(float)
+    names: defaultdict[str, defaultdict[str, float]] = defaultdict(lambda: defaultdict(float))
+    counts = Counter(groups)
+    for launch, group in zip(ordered, groups, strict=True):
+        ms[group] += launch.us / 1e3 / steps
+        names[group][launch.name] += launch.us / 1e3 / steps
+    first_us = end_us = ordered[0].start_us if ordered else 0.0
+    busy_us = 0.0
+    for launch in ordered:
+        busy_us += max(0.0, launch.start_us + launch.us - max(end_us, launch.start_us))
+        end_us = max(end_us, launch.start_us + launch.us)
+    span_ms = (end_us - first_us) / 1e3 / steps
+    shown = [group for group in GROUPS if ms[group] or floors_ms.get(group)]
+    return Breakdown(
+        groups=tuple(GroupTime(group, ms[group], floors_ms.get(group), counts[group] / steps) for group in shown),
+        span_ms=span_ms,
+        gaps_ms=span_ms - busy_us / 1e3 / steps,
+        unknown=dict(sorted(names[OTHER].items(), key=lambda item: -item[1])),
+        kernels={group: dict(of_group) for group, of_group in names.items()},
+    )
+
+
+def report(breakdown: Breakdown, rates: Rates) -> str:
+    def row(name: str, ms: float, floor: float | None, launches: str) -> list[str]:
+        share = f"{floor / ms:.0%}" if floor and ms else "–"
+        return [name, f"{ms:.3f}", "–" if floor is None else f"{floor:.3f}", share, launches]
+
+    rows = [row(g.group, g.ms, g.floor_ms, f"{g.launches:g}") for g in breakdown.groups]
+    rows.append(row("gaps", breakdown.gaps_ms, 0.0, ""))
+    total = sum(group.launches for group in breakdown.groups)
+    rows.append(row("step (span)", breakdown.span_ms, breakdown.floor_ms, f"{total:g}"))
+    text = [
+        table(("group", "ms", "floor ms", "of floor", "kernels"), rows),
+        f"floor = Σ over ops of max(FLOPs / {rates.flops / 1e12:g} TFLOP/s, bytes / {rates.bytes / 1e12:g} TB/s)",
+    ]
+    if breakdown.unknown:
+        text.append("other, by name:")
+        text += [f"  {ms:8.3f} ms  {name}" for name, ms in breakdown.unknown.items()]
+    return "\n".join(text)
+
+
+def launches_of(step: Thunk, steps: int) -> list[Launch]:
+    """The device's kernels of `steps` calls of `step`, by torch's profiler."""
+    torch.cuda.synchronize()
+    with profile(activities=[ProfilerActivity.CUDA]) as seen:
+        for _ in range(steps):
+            step()
+        torch.cuda.synchronize()
+    return [
+        Launch(event.name, event.time_range.start, event.time_range.end - event.time_range.start)
+        for event in seen.events()
+        if event.device_type == DeviceType.CUDA
+    ]

@@ -1,0 +1,82 @@
+"""The training steps that `tilegrad bench training` measures on a GPU, and what each must reach against compiled PyTorch.
+
+A case is one way to run a problem: the peers run the problem as one batch, ours as the case says. Cases of one problem are
+measured together, against the same peers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal
+
+from ..model.config import PRESETS, ModelConfig
+from .cost import step_flops
+
+LinearKind = Literal["bf16", "fp8"]
+_GIB = 1 << 30
+VOCAB_SIZE = 50304  # GPT-2's 50257, rounded up to a multiple of 128 as nanoGPT and llm.c do
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """A model, and a step's batch of B sequences of T tokens."""
+
+    config: ModelConfig
+    batch_size: int
+    seq_len: int
+    dtype: str = "bfloat16"
+
+    @property
+    def tokens(self) -> int:
+        return self.batch_size * self.seq_len
+
+    @property
+    def flops(self) -> int:
+        return step_flops(self.config, self.batch_size, self.seq_len)
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """`speed`: tokens/s over the compiled peer's, at least; `aim`: what is hoped for; `memory`: peak bytes over its, at
+    most."""
+
+    name: str
+    problem: Problem
+    micro_batches: int = 1
+    budget_bytes: int | None = None
+    linear: LinearKind = "bf16"
+    speed: float | None = None
+    aim: float | None = None
+    memory: float | None = None
+
+
+def _gpt2(preset: str, batch_size: int, seq_len: int = 1024) -> Problem:
+    config = replace(PRESETS[preset], vocab_size=VOCAB_SIZE, block_size=seq_len)
+    return Problem(config, batch_size, seq_len)
+
+
+_B64 = _gpt2("gpt2", 64)
+_XL = _gpt2("gpt2-xl", 8)
+_LLAMA = Problem(replace(PRESETS["llama-135m"], vocab_size=32000, block_size=1024), 16, 1024)  # MobileLLM's 125M
+CASES: dict[str, Case] = {
+    case.name: case
+    for case in (
+        Case("124m-b64", _B64, speed=1.20, aim=1.32, memory=0.38),
+        Case("124m-b64-4x16", _B64, micro_batches=4, speed=1.14, memory=0.15),
+        Case("124m-b64-fp8", _B64, linear="fp8", speed=1.27, aim=1.45, memory=0.40),
+        Case("124m-b16", _gpt2("gpt2", 16), speed=1.25, aim=1.38, memory=0.45),
+        Case("350m-b16", _gpt2("gpt2-medium", 16), speed=1.14, aim=1.25, memory=0.60),
+        Case("1.5b-b8", _XL, speed=1.12, memory=0.85),
+        Case("1.5b-b8-budget", _XL, budget_bytes=int(28.9 * _GIB), speed=0.95, memory=0.66),
+        Case("llama-125m-b16", _LLAMA, speed=1.15, memory=0.50),
+        Case("124m-t32k", _gpt2("gpt2", 1, 32768), speed=1.10, memory=0.50),
+    )
+}
+
+
+def cases_of(names: list[str] | None) -> list[Case]:
+    """By name, in the table's order; None: all."""
+    unknown = sorted(set(names or ()) - CASES.keys())
+    if unknown:
+        raise ValueError(f"case: got {unknown[0]!r}; accepted: {', '.join(CASES)}")
+    return [case for name, case in CASES.items() if names is None or name in names]

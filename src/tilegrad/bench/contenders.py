@@ -1,0 +1,228 @@
+"""The contenders of a training benchmark: each in a process of its own, which lives as long as its problem is measured.
+
+So memory is each one's own, and speed is interleaved all the same: a process does nothing until it is asked, and one is
+asked at a time. Every contender begins with the same parameters and is fed by one stream of random tokens.
+
+    start     builds the model and trains CHECK_STEPS steps on one fixed batch: the losses must fall alike (`disagreement`)
+    run       sustained steps on fresh tokens at a rate so small that the loss stays where it is
+    profile   the device's kernels of a few steps
+    curve     the losses of a whole run on a text
+"""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from multiprocessing.connection import Connection
+from typing import Any, Literal, Protocol
+
+import torch
+from torch import Tensor
+
+from ..train.data import ByteTokenizer, default_text
+from ..train.engine import Engine
+from ..train.schedule import learning_rate
+from .breakdown import Launch, launches_of
+from .cases import Case
+from .peer import Peer, PeerForm
+from .timing import sustained
+
+Kind = Literal["ours", "compiled", "eager"]
+CHECK_STEPS = 5
+CHECK_RATE, SPEED_RATE = 3e-4, 1e-6
+FALL_TOLERANCE = 0.1
+WARM_STEPS, PROFILED_STEPS = 10, 3
+CURVE_PEAK, CURVE_FLOOR, CURVE_WARMUP = 6e-4, 6e-5, 0.1  # the rate of `curve`; the warm-up as a share of its steps
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """Who competes, and in what."""
+
+    kind: Kind
+    case: Case
+    device: str = "cuda"
+    form: PeerForm = field(default_factory=PeerForm)
+    seed: int = 0
+    check_steps: int = CHECK_STEPS
+
+    @property
+    def name(self) -> str:
+        return f"ours {self.case.name}" if self.kind == "ours" else self.kind
+
+
+class Contender(Protocol):
+    def step(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> Any: ...
+
+
+class Ours:
+    """The engine's step, in the case's micro-batches."""
+
+    def __init__(self, entry: Entry) -> None:
+        case, problem = entry.case, entry.case.problem
+        if problem.batch_size % case.micro_batches:
+            raise ValueError(f"micro_batches: got {case.micro_batches}; accepted: a divisor of {problem.batch_size}")
+        self.micro_batches = case.micro_batches
+        linear: dict[str, Any] = {} if case.linear == "bf16" else {"linear": case.linear}
+        self.engine = Engine(
+            problem.config, problem.batch_size // case.micro_batches, problem.seq_len, device=entry.device,
+            dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes, **linear,
+        )  # fmt: skip
+
+    def step(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> Any:
+        if self.micro_batches == 1:
+            return self.engine.step(tokens, targets, learning_rate)
+        x, y = (list(given.chunk(self.micro_batches)) for given in (tokens, targets))
+        return self.engine.step(x, y, learning_rate)
+
+
+def contender(entry: Entry) -> Contender:
+    if entry.kind == "ours":
+        return Ours(entry)
+    problem = entry.case.problem
+    return Peer(
+        problem.config, problem.batch_size, problem.seq_len, torch.device(entry.device), seed=entry.seed, form=entry.form,
+        compiled=entry.kind == "compiled",
+    )  # fmt: skip
+
+
+class Batches:
+    """Tokens (B, T) and their targets, in pinned memory where a GPU reads them: random ones, or windows of a text."""
+
+    def __init__(self, entry: Entry, text: Tensor | None = None) -> None:
+        problem = entry.case.problem
+        self.sizes = problem.batch_size, problem.seq_len
+        self.vocab_size, self.text, self.pinned = problem.config.vocab_size, text, entry.device != "cpu"
+        self.generator = torch.Generator().manual_seed(entry.seed)
+
+    def next(self) -> tuple[Tensor, Tensor]:
+        b, t = self.sizes
+        if self.text is None:
+            drawn = torch.randint(0, self.vocab_size, (b, t + 1), generator=self.generator)
+        else:
+            starts = torch.randint(0, len(self.text) - t, (b, 1), generator=self.generator)
+            drawn = self.text[starts + torch.arange(t + 1)]
+        tokens, targets = drawn[:, :-1].contiguous(), drawn[:, 1:].contiguous()
+        return (tokens.pin_memory(), targets.pin_memory()) if self.pinned else (tokens, targets)
+
+
+class Measured:
+    """What a process does for one contender."""
+
+    def __init__(self, entry: Entry) -> None:
+        began = time.perf_counter()
+        self.entry, self.device = entry, torch.device(entry.device)
+        self.contender: Contender = contender(entry)
+        self.batches = Batches(entry)
+        tokens, targets = self.batches.next()
+        losses = [float(self.contender.step(tokens, targets, CHECK_RATE)) for _ in range(entry.check_steps)]
+        self.started: dict[str, Any] = {"losses": losses, "start_s": time.perf_counter() - began}
+        self.started |= self._peak("start_")
+        if isinstance(self.contender, Ours):
+            self.started["planned_bytes"] = self.contender.engine.plan.peak_bytes
+        elif isinstance(self.contender, Peer):
+            self.started["sdpa"] = self.contender.backend
+
+    def _peak(self, prefix: str = "") -> dict[str, int | None]:
+        """Peak bytes since the last call: of tensors, and of what torch took from the device for them."""
+        if self.device.type != "cuda":
+            return {f"{prefix}allocated_bytes": None, f"{prefix}reserved_bytes": None}
+        allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
+        torch.cuda.reset_peak_memory_stats()
+        return {f"{prefix}allocated_bytes": allocated, f"{prefix}reserved_bytes": reserved}
+
+    def _step(self, rate: float = SPEED_RATE) -> Any:
+        return self.contender.step(*self.batches.next(), rate)
+
+    def run(self, seconds: float) -> dict[str, Any]:
+        last: list[Any] = [None]
+
+        def step() -> None:
+            last[0] = self._step()
+
+        done = sustained(step, seconds, self.device)
+        return {"steps": done.steps, "seconds": done.seconds, "loss": float(last[0]), **self._peak()}
+
+    def profile(self) -> list[Launch]:
+        for _ in range(WARM_STEPS):
+            self._step()
+        return launches_of(self._step, PROFILED_STEPS)
+
+    def curve(self, steps: int) -> list[float]:
+        """Losses on the text that ships with the package, byte by byte."""
+        text = torch.from_numpy(ByteTokenizer().encode(default_text().read_text(encoding="utf-8")).astype("int64"))
+        batches, losses = Batches(self.entry, text), []
+        for i in range(steps):
+            rate = learning_rate(
+                i, peak=CURVE_PEAK, floor=CURVE_FLOOR, warmup_steps=int(CURVE_WARMUP * steps), total_steps=steps
+            )
+            losses.append(float(self.contender.step(*batches.next(), rate)))
+        return losses
+
+
+def disagreement(losses: Sequence[float], reference: Sequence[float]) -> str:
+    """'' where both losses begin alike and fall alike, else what does not: the falls of the check's steps may differ by
+    FALL_TOLERANCE of the reference's, the first losses by FALL_TOLERANCE / 10 of themselves."""
+    fall, expected = (values[0] - values[-1] for values in (losses, reference))
+    if not abs(losses[0] - reference[0]) <= FALL_TOLERANCE / 10 * abs(reference[0]):
+        return f"the first loss is {losses[0]:.4f}, the peer's {reference[0]:.4f}"
+    if not abs(fall - expected) <= FALL_TOLERANCE * abs(expected):
+        steps = len(losses) - 1
+        return f"in {steps} steps the loss falls by {fall:.4f}, the peer's by {expected:.4f}"
+    return ""
+
+
+# ── processes ──
+
+
+class Worker:
+    """A contender's process. `ask` sends, `answer` waits; {"failed": why} where the process broke or took too long."""
+
+    def __init__(self, entry: Entry) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.entry = entry
+        self._here, there = context.Pipe()
+        self._process = context.Process(target=_work, args=(there, entry))
+        self._process.start()
+        there.close()
+
+    def ask(self, method: str, *arguments: Any) -> None:
+        self._here.send((method, arguments))
+
+    def answer(self, limit_s: float) -> Any:
+        try:
+            if not self._here.poll(limit_s):
+                return {"failed": f"no answer within {limit_s:.0f} s"}
+            return self._here.recv()
+        except EOFError:
+            self._process.join(10)
+            return {"failed": f"the process ended with exit code {self._process.exitcode}"}
+
+    def close(self) -> None:
+        self._process.terminate()
+        self._process.join(10)
+        if self._process.is_alive():
+            self._process.kill()
+        self._here.close()
+
+
+def _work(there: Connection, entry: Entry) -> None:
+    warnings.filterwarnings("ignore", message="mkldnn_matmul failed")  # torch, on a CPU without bf16 instructions
+    os.dup2(sys.stderr.fileno(), 1)  # stdout is the report's
+    try:
+        measured = Measured(entry)
+        there.send(measured.started)
+        while True:
+            method, arguments = there.recv()
+            there.send(getattr(measured, method)(*arguments))
+    except EOFError:
+        return
+    except (RuntimeError, ValueError, TypeError, ImportError, NotImplementedError) as error:
+        traceback.print_exc()
+        there.send({"failed": f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"})

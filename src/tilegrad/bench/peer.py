@@ -1,0 +1,228 @@
+"""The peer of a training step on a GPU: the same model as plain PyTorch, eager or under `torch.compile`.
+
+As nanoGPT trains: float32 parameters under `torch.autocast`, `F.scaled_dot_product_attention`, one fused linear for q, k, v,
+a tied head, cross-entropy on all logits at once, `clip_grad_norm_`, fused AdamW. Its two choices that are not ours:
+
+                 nanoGPT                       like for like
+    GELU         exact (erf)                   tanh, as the engine's
+    residual     float32 (autocast leaves it)  bfloat16, as the engine's
+
+Parameters have the engine's names, so that both begin with the same ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..model.config import ModelConfig
+from ..model.transformer import declare
+
+Gelu = Literal["exact", "tanh"]
+Residual = Literal["float32", "bfloat16"]
+Sdpa = Literal["default", "cudnn", "flash"]
+BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
+
+
+@dataclass(frozen=True, slots=True)
+class PeerForm:
+    """What of the peer may be chosen; the defaults are nanoGPT's. sdpa="default": the kernel that torch selects."""
+
+    gelu: Gelu = "exact"
+    residual: Residual = "float32"
+    sdpa: Sdpa = "default"
+
+    def __str__(self) -> str:
+        return f"{self.gelu} GELU, {self.residual} residual stream, SDPA {self.sdpa}"
+
+
+LIKE_FOR_LIKE = PeerForm(gelu="tanh", residual="bfloat16")
+
+
+def initial_parameters(config: ModelConfig, seed: int) -> dict[str, Tensor]:
+    """The engine's for that seed, float32 on the CPU."""
+    generator = torch.Generator().manual_seed(seed)
+    params = {}
+    for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items():
+        params[name] = torch.empty(p.master.shape)
+        p.init.fill(params[name], generator)
+    return params
+
+
+def sdpa_backend(config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, gqa: bool) -> str:
+    """The name of the kernel that torch selects here, such as CUDNN_ATTENTION; gqa: k and v with their own few heads."""
+    heads = config.kv_heads if gqa else config.n_head
+    q, k = (
+        torch.empty(batch_size, h, seq_len, config.head_dim, dtype=torch.bfloat16, device=device, requires_grad=True)
+        for h in (config.n_head, heads)
+    )
+    choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=heads < config.n_head)
+    return next(name for name, value in SDPBackend.__members__.items() if int(value) == int(choice))
+
+
+class Norm(nn.Module):
+    def __init__(self, config: ModelConfig) -> None:
+        super().__init__()
+        self.rms, self.eps = config.norm == "rmsnorm", config.norm_eps
+        self.weight = nn.Parameter(torch.ones(config.n_embd))
+        self.bias = nn.Parameter(torch.zeros(config.n_embd)) if config.bias and not self.rms else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.rms:
+            return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+        return F.layer_norm(x, self.weight.shape, self.weight, self.bias, self.eps)
+
+
+class Attention(nn.Module):
+    def __init__(self, config: ModelConfig, *, gqa: bool) -> None:
+        super().__init__()
+        self.config, self.gqa = config, gqa and config.kv_heads < config.n_head
+        c, d = config.n_embd, config.head_dim
+        self.sizes = [config.n_head * d, config.kv_heads * d, config.kv_heads * d]
+        self.qkv = nn.Linear(c, sum(self.sizes), bias=config.bias)
+        self.proj = nn.Linear(c, c, bias=config.bias)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        b, t, c = x.shape
+        d = self.config.head_dim
+        q, k, v = (part.view(b, t, -1, d).transpose(1, 2) for part in self.qkv(x).split(self.sizes, dim=2))
+        if rope is not None:
+            q, k = rotated(q, *rope), rotated(k, *rope)
+        group = self.config.n_head // self.config.kv_heads
+        if group > 1 and not self.gqa:
+            k, v = k.repeat_interleave(group, dim=1), v.repeat_interleave(group, dim=1)
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.gqa)
+        out: Tensor = self.proj(y.transpose(1, 2).reshape(b, t, c))
+        return out
+
+
+def rotated(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Halves of D as real and imaginary parts, times cos + i·sin.       x (B, H, T, D)   cos, sin (T, D/2) float32"""
+    real, imag = x.chunk(2, dim=-1)
+    return torch.cat([real * cos - imag * sin, imag * cos + real * sin], -1).to(x.dtype)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, config: ModelConfig, gelu: Gelu) -> None:
+        super().__init__()
+        self.activation, self.approximate = config.activation, "tanh" if gelu == "tanh" else "none"
+        self.up = nn.Linear(config.n_embd, config.ffn, bias=config.bias)
+        if config.activation == "swiglu":
+            self.gate = nn.Linear(config.n_embd, config.ffn, bias=config.bias)
+        self.down = nn.Linear(config.ffn, config.n_embd, bias=config.bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.up(x)
+        a = F.silu(self.gate(x)) * h if self.activation == "swiglu" else F.gelu(h, approximate=self.approximate)
+        out: Tensor = self.down(a)
+        return out
+
+
+class Block(nn.Module):
+    def __init__(self, config: ModelConfig, gelu: Gelu, *, gqa: bool) -> None:
+        super().__init__()
+        self.ln1, self.attn = Norm(config), Attention(config, gqa=gqa)
+        self.ln2, self.ffn = Norm(config), FeedForward(config, gelu)
+
+    def forward(self, x: Tensor, rope: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.attn(self.ln1(x), rope)
+        x = x + self.ffn(self.ln2(x))
+        return x
+
+
+class PeerModel(nn.Module):
+    """tokens, targets (B, T) → the mean cross-entropy; −1 has no target."""
+
+    def __init__(self, config: ModelConfig, form: PeerForm, *, gqa: bool = True) -> None:
+        super().__init__()
+        same = {"projection": "dense", "loss": "cross_entropy", "window": None, "dropout": 0.0}
+        for name, value in same.items():
+            if getattr(config, name) != value:
+                raise ValueError(f"{name}: got {getattr(config, name)!r}; accepted: {value!r}, as the peer has")
+        if config.activation not in ("gelu", "swiglu"):
+            raise ValueError(f"activation: got {config.activation!r}; accepted: 'gelu' or 'swiglu', as the peer has")
+        self.config, self.residual = config, form.residual
+        self.wte = nn.Embedding(config.vocab_size, config.n_embd)
+        if config.position == "learned":
+            self.wpe = nn.Embedding(config.block_size, config.n_embd)
+        else:
+            d = config.head_dim
+            frequency = config.rope_theta ** (-torch.arange(0, d, 2).double() / d)
+            angle = torch.outer(torch.arange(config.block_size).double(), frequency)
+            self.register_buffer("cos", angle.cos().float(), persistent=False)
+            self.register_buffer("sin", angle.sin().float(), persistent=False)
+        self.blocks = nn.ModuleList(Block(config, form.gelu, gqa=gqa) for _ in range(config.n_layer))
+        self.ln_f = Norm(config)
+        self.lm_head = nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """The engine's parameters, by the same names."""
+        own = dict(self.named_parameters())  # a tied weight once, as wte's
+        if own.keys() != params.keys():
+            other = ", ".join(sorted(own.keys() ^ params.keys()))
+            raise ValueError(f"params: got other names than the peer's: {other}")
+        with torch.no_grad():
+            for name, p in own.items():
+                p.copy_(params[name])
+
+    def forward(self, tokens: Tensor, targets: Tensor) -> Tensor:
+        x, t = self.wte(tokens), tokens.shape[1]
+        rope = None
+        if self.config.position == "learned":
+            x = x + self.wpe(torch.arange(t, device=tokens.device))
+        else:
+            rope = self.get_buffer("cos")[:t], self.get_buffer("sin")[:t]
+        if self.residual == "bfloat16":
+            x = x.to(torch.bfloat16)
+        for block in self.blocks:
+            x = block(x, rope)
+        logits = self.lm_head(self.ln_f(x))
+        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.flatten(), ignore_index=-1)
+
+
+class Peer:
+    """Its step: forward and backward, clipping to norm 1, AdamW. A batch in pinned memory is copied behind the host."""
+
+    def __init__(
+        self, config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, seed: int, form: PeerForm,
+        compiled: bool,
+    ) -> None:  # fmt: skip
+        self.device, self.sdpa = device, form.sdpa
+        torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+        with self._attention():
+            few = sdpa_backend(config, batch_size, seq_len, device, gqa=True)  # math would make all scores
+            self.backend = few if few != "MATH" else sdpa_backend(config, batch_size, seq_len, device, gqa=False)
+        with device:
+            self.model = PeerModel(config, form, gqa=few != "MATH")
+        self.model.load(initial_parameters(config, seed))
+        params = list(self.model.parameters())
+        groups: list[dict[str, Any]] = [
+            {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
+            {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
+        self._loss = torch.compile(self.model) if compiled else self.model
+
+    def step(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> Tensor:
+        x, y = (given.to(self.device, non_blocking=True) for given in (tokens, targets))
+        with self._attention(), torch.autocast(self.device.type, torch.bfloat16):
+            loss: Tensor = self._loss(x, y)
+        loss.backward()
+        nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def _attention(self) -> Any:
+        return nullcontext() if self.sdpa == "default" else sdpa_kernel(BACKENDS[self.sdpa])

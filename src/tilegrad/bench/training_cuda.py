@@ -1,0 +1,356 @@
+"""A whole training step on a GPU against the same model in PyTorch, compiled and eager: `tilegrad bench training`.
+
+Contenders run in processes of their own (contenders.py) and are interleaved: in a round each runs back-to-back steps on
+fresh tokens for `seconds`, in an order that is reversed every other round. A power-capped card slows down under load, so
+only long runs count.
+
+    tokens/s    tokens of a round's steps / its seconds; the median over rounds
+    speed       the median over rounds of ours / the peer's
+    MFU         FLOPs of a step (bench/cost.py step_flops) · steps/s / PEAK_FLOPS
+    memory      torch.cuda.max_memory_allocated and …_reserved of the contender's own process, over the timed steps
+
+A contender whose loss does not fall as the first peer's does has no speed (contenders.py disagreement).
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import subprocess
+import sys
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import torch
+
+from ..model.config import ModelConfig
+from ..model.transformer import declare
+from ..text_table import table
+from .breakdown import Breakdown, Rates, break_down, floors
+from .breakdown import report as breakdown_report
+from .cases import Case, Problem, cases_of
+from .contenders import PROFILED_STEPS, Entry, Kind, Worker, disagreement
+from .cost import step_demands
+from .environment import environment
+from .loss_curves import Curves, measure_curves
+from .loss_curves import report as curves_report
+from .peer import PeerForm
+
+PEAK_FLOPS = 989.5e12  # H100 and H200 SXM, bfloat16 without sparsity, as NVIDIA states it
+PEERS: tuple[Kind, ...] = ("compiled", "eager")
+LIMIT_S = 400.0
+_GIB = 1 << 30
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Of a run. seconds: of one contender in one round. limit_s: for a process to start (it compiles), or to answer."""
+
+    device: str = "cuda"
+    peers: tuple[Kind, ...] = PEERS
+    form: PeerForm = field(default_factory=PeerForm)
+    seconds: float = 4.0
+    rounds: int = 2
+    limit_s: float = LIMIT_S
+    peak_flops: float = PEAK_FLOPS
+    rates: Rates = field(default_factory=Rates)
+
+    def __post_init__(self) -> None:
+        if self.rounds < 1:
+            raise ValueError(f"rounds: got {self.rounds}; accepted: an int ≥ 1")
+        for name in ("seconds", "limit_s", "peak_flops"):
+            if not getattr(self, name) > 0:
+                raise ValueError(f"{name}: got {getattr(self, name)}; accepted: a number > 0")
+        unknown = sorted(set(self.peers) - set(PEERS))
+        if unknown:
+            raise ValueError(f"peers: got {unknown[0]!r}; accepted: {', '.join(PEERS)}")
+
+
+@dataclass(frozen=True, slots=True)
+class Row:
+    """One contender's figures; None where there is none, and `note` says why."""
+
+    case: str
+    contender: Kind
+    tokens_per_s: tuple[float, ...] = ()  # of each round
+    flops_per_token: float = 0.0
+    mfu: float | None = None
+    allocated_bytes: int | None = None
+    reserved_bytes: int | None = None
+    planned_bytes: int | None = None
+    loss: float | None = None
+    start_s: float | None = None
+    sdpa: str | None = None
+    clocks: tuple[str, ...] = ()  # SM clock, power, capped or not: in the middle of each round
+    note: str = ""
+    wrong: bool = False
+
+    @property
+    def speed(self) -> float | None:
+        return median(self.tokens_per_s) if self.tokens_per_s else None
+
+
+@dataclass(frozen=True, slots=True)
+class Ratio:
+    """Ours over a peer's: tokens/s and peak allocated bytes, with the case's bars where the peer is compiled."""
+
+    case: str
+    peer: Kind
+    speed: float | None
+    speed_bar: float | None
+    aim: float | None
+    memory: float | None
+    memory_bar: float | None
+
+
+# ── speed and memory ──
+
+
+def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list[Row]:
+    """The peers, then each case, of one problem."""
+    entries = [Entry(peer, cases[0], settings.device, settings.form) for peer in settings.peers]
+    entries += [Entry("ours", case, settings.device) for case in cases]
+    workers = [Worker(entry) for entry in entries]
+    try:
+        started = [_progress(worker, worker.answer(settings.limit_s), "started") for worker in workers]
+        alive = [worker for worker, answer in zip(workers, started, strict=True) if "failed" not in answer]
+        runs: dict[str, list[dict[str, Any]]] = {worker.entry.name: [] for worker in workers}
+        for round_ in range(settings.rounds):
+            for worker in alive if round_ % 2 == 0 else reversed(alive):
+                worker.ask("run", settings.seconds)
+                clock = _clock(settings) if settings.device == "cuda" else ""
+                answer = _progress(worker, worker.answer(settings.limit_s), f"round {round_ + 1}")
+                runs[worker.entry.name].append(answer | {"clock": clock})
+            alive = [worker for worker in alive if "failed" not in runs[worker.entry.name][-1]]
+    finally:
+        for worker in workers:
+            worker.close()
+    reference = next((answer["losses"] for answer in started if "losses" in answer), None)
+    return [
+        row_of(worker.entry, problem, answer, runs[worker.entry.name], reference, settings.peak_flops)
+        for worker, answer in zip(workers, started, strict=True)
+    ]
+
+
+def row_of(
+    entry: Entry, problem: Problem, started: Mapping[str, Any], runs: Sequence[Mapping[str, Any]],
+    reference: Sequence[float] | None, peak_flops: float,
+) -> Row:  # fmt: skip
+    case = entry.case.name
+    failed = next((str(answer["failed"]) for answer in (started, *runs) if "failed" in answer), "")
+    if failed:
+        return Row(case, entry.kind, note=f"failed: {failed}", wrong=entry.kind == "ours")
+    wrong = disagreement(started["losses"], reference) if reference else ""
+    speeds = tuple(problem.tokens * run["steps"] / run["seconds"] for run in runs)
+    peaks = {
+        name: max((run[name] for run in runs if run[name] is not None), default=None)
+        for name in ("allocated_bytes", "reserved_bytes")
+    }
+    return Row(
+        case, entry.kind, tokens_per_s=() if wrong else speeds, flops_per_token=problem.flops / problem.tokens,
+        mfu=None if wrong else median(speeds) * problem.flops / problem.tokens / peak_flops,
+        planned_bytes=started.get("planned_bytes"), loss=runs[-1]["loss"], start_s=started["start_s"],
+        sdpa=started.get("sdpa"), clocks=tuple(run["clock"] for run in runs if run.get("clock")),
+        note=f"WRONG: {wrong}" if wrong else "", wrong=bool(wrong), **peaks,
+    )  # fmt: skip
+
+
+def ratios(rows: Sequence[Row], cases: Sequence[Case], peers: Iterable[Kind]) -> list[Ratio]:
+    """Of rows of one problem."""
+    found = []
+    for case in cases:
+        ours = next(row for row in rows if row.contender == "ours" and row.case == case.name)
+        for peer in peers:
+            theirs = next(row for row in rows if row.contender == peer)
+            pairs = list(zip(ours.tokens_per_s, theirs.tokens_per_s, strict=False))
+            memory = None
+            if ours.allocated_bytes and theirs.allocated_bytes:
+                memory = ours.allocated_bytes / theirs.allocated_bytes
+            speed = median(a / b for a, b in pairs) if pairs else None
+            bars = (case.speed, case.aim, case.memory) if peer == "compiled" else (None, None, None)
+            found.append(Ratio(case.name, peer, speed, bars[0], bars[1], memory, bars[2]))
+    return found
+
+
+def _progress(worker: Worker, answer: dict[str, Any], what: str) -> dict[str, Any]:
+    said = {"failed": "{}", "start_s": "{:.0f} s"}
+    details = [text.format(answer[name]) for name, text in said.items() if name in answer]
+    if "steps" in answer:
+        details.append(f"{answer['steps']} steps in {answer['seconds']:.2f} s")
+    _say(f"{worker.entry.case.name}: {worker.entry.name}: {what}, {', '.join(details)}")
+    return answer
+
+
+def _say(text: str) -> None:
+    print(f"{time.strftime('%H:%M:%S')} {text}", file=sys.stderr, flush=True)
+
+
+def _clock(settings: Settings) -> str:
+    """In the middle of a round: SM clock, power draw, and whether the power cap is active."""
+    time.sleep(settings.seconds / 2)
+    query = "clocks.sm,power.draw,clocks_event_reasons.sw_power_cap"
+    with suppress(OSError, subprocess.SubprocessError):
+        command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
+        return subprocess.run(command, capture_output=True, text=True, timeout=5, check=True).stdout.strip()
+    return ""
+
+
+# ── the breakdown ──
+
+
+def parameter_count(config: ModelConfig) -> int:
+    params = declare(config, 1, 1, torch.float32, "cpu").params.values()
+    return sum(torch.Size(p.master.shape).numel() for p in params)
+
+
+def measure_breakdown(case: Case, settings: Settings) -> Breakdown:
+    worker = Worker(Entry("ours", case, settings.device))
+    try:
+        _progress(worker, _answered(worker, settings.limit_s), "started")
+        worker.ask("profile")
+        launches = _answered(worker, settings.limit_s)
+    finally:
+        worker.close()
+    problem = case.problem
+    element_bytes = getattr(torch, problem.dtype).itemsize
+    demands = step_demands(
+        problem.config, problem.batch_size, problem.seq_len, element_bytes, parameter_count(problem.config)
+    )
+    return break_down(launches, floors(demands, settings.rates, fp8=case.linear == "fp8"), PROFILED_STEPS)
+
+
+def _answered(worker: Worker, limit_s: float) -> Any:
+    answer = worker.answer(limit_s)
+    if isinstance(answer, dict) and "failed" in answer:
+        raise RuntimeError(f"{worker.entry.case.name}: {worker.entry.name}: {answer['failed']}")
+    return answer
+
+
+# ── the report ──
+
+
+def report(rows: Sequence[Row], found: Sequence[Ratio]) -> str:
+    lines = [
+        [
+            row.case if row.contender == "ours" else f"  against {row.case}", row.contender, _number(row.speed, ",.0f"),
+            f"{min(row.tokens_per_s):,.0f} … {max(row.tokens_per_s):,.0f}" if row.tokens_per_s else "–",
+            _number(row.mfu, ".1%"), _gib(row.allocated_bytes), _gib(row.reserved_bytes), _gib(row.planned_bytes),
+            _number(row.loss, ".3f"), _number(row.start_s, ".0f"),
+        ]
+        for row in rows
+    ]  # fmt: skip
+    header = (
+        "case", "contender", "tokens/s", "rounds", "MFU", "allocated GiB", "reserved GiB", "planned GiB", "loss", "start s",
+    )  # fmt: skip
+    text = [table(header, lines)]
+    if found:
+        verdicts = [
+            [
+                r.case, r.peer, _number(r.speed, ".3f", "×"), _verdict(r.speed, r.speed_bar, least=True),
+                _number(r.aim, ".2f", "×"), _number(r.memory, ".3f", "×"), _verdict(r.memory, r.memory_bar, least=False),
+            ]
+            for r in found
+        ]  # fmt: skip
+        text += ["", table(("case", "against", "speed", "bar", "aim", "memory", "bar"), verdicts)]
+    text += [f"{row.case}: {row.contender}: {row.note}" for row in rows if row.note]
+    return "\n".join(text)
+
+
+def _number(value: float | None, form: str, unit: str = "") -> str:
+    return "–" if value is None else f"{value:{form}}{unit}"
+
+
+def _gib(value: int | None) -> str:
+    return "–" if value is None else f"{value / _GIB:.2f}"
+
+
+def _verdict(value: float | None, bar: float | None, *, least: bool) -> str:
+    if bar is None:
+        return "–"
+    sign = "≥" if least else "≤"
+    if value is None:
+        return f"{sign} {bar:.2f} not measured"
+    return f"{sign} {bar:.2f} {'met' if (value >= bar if least else value <= bar) else 'missed'}"
+
+
+@dataclass(frozen=True, slots=True)
+class Report:
+    """What a run found: its text, its lines of JSON, its exit code; `drawn` is what a plot shows."""
+
+    text: str
+    lines: tuple[dict[str, Any], ...]
+    drawn: Any
+    code: int = 0
+
+
+def speed_report(cases: Sequence[Case], settings: Settings) -> Report:
+    rows: list[Row] = []
+    found: list[Ratio] = []
+    for problem in dict.fromkeys(case.problem for case in cases):
+        alike = [case for case in cases if case.problem == problem]
+        new = measure(problem, alike, settings)
+        rows += new
+        found += ratios(new, alike, settings.peers)
+        _say("\n" + report(new, ratios(new, alike, settings.peers)))
+    lines = [asdict(row) | {"speed": row.speed} for row in rows] + [{"ratio": asdict(ratio)} for ratio in found]
+    note = (
+        f"peer: {settings.form}; MFU of {settings.peak_flops / 1e12:g} TFLOP/s: 3 · forward FLOPs of linears, head and causal "
+        f"attention, whatever is recomputed; {settings.rounds} rounds of {settings.seconds:g} s each"
+    )
+    return Report(f"{report(rows, found)}\n{note}", tuple(lines), (rows, found), int(any(row.wrong for row in rows)))
+
+
+def breakdowns_report(cases: Sequence[Case], settings: Settings) -> Report:
+    found = {case.name: measure_breakdown(case, settings) for case in cases}
+    parts = [f"{name}: one step\n{breakdown_report(breakdown, settings.rates)}" for name, breakdown in found.items()]
+    rates = settings.rates._asdict()
+    lines = tuple({"case": name, "rates": rates} | asdict(breakdown) for name, breakdown in found.items())
+    return Report("\n\n".join(parts), lines, found)
+
+
+def losses_report(cases: Sequence[Case], settings: Settings, steps: int) -> Report:
+    if not settings.peers:
+        raise ValueError("peers: got none; accepted: the one to compare loss curves with, compiled or eager")
+    found: dict[str, Curves] = {}
+    for case in cases:
+        found[case.name] = measure_curves(case, settings.device, settings.peers[0], settings.limit_s, steps)
+    text = "\n\n".join(f"{name}: {curves_report(curves)}" for name, curves in found.items())
+    lines = tuple({"case": name, "agree": curves.agree} | asdict(curves) for name, curves in found.items())
+    return Report(text, lines, found, int(not all(curves.agree for curves in found.values())))
+
+
+def bench_training_cuda(
+    *, cases: Sequence[str] | None = None, settings: Settings | None = None, breakdown: bool = False, losses: bool = False,
+    steps: int = 500, json: bool = False, out: Path | None = None, plot: Path | None = None,
+) -> int:  # fmt: skip
+    """Prints tables or JSON lines (the environment, then the results); `out` gets both, `plot` a picture. The exit code is 1
+    where a contender of ours failed or was wrong, or loss curves do not agree."""
+    settings = Settings() if settings is None else settings
+    if breakdown and losses:
+        raise ValueError("losses: got True with breakdown; accepted: one of the two")
+    chosen = cases_of(list(cases) if cases is not None else ["124m-b16"] if breakdown or losses else None)
+    return publish(
+        breakdowns_report(chosen, settings) if breakdown
+        else losses_report(chosen, settings, steps) if losses
+        else speed_report(chosen, settings),
+        settings, json=json, out=out, plot=plot,
+    )  # fmt: skip
+
+
+def publish(result: Report, settings: Settings, *, json: bool, out: Path | None, plot: Path | None) -> int:
+    about = environment(torch.device(settings.device), torch.bfloat16) | {"command": " ".join(sys.argv[1:])}
+    lines = "\n".join(json_format.dumps(line) for line in (about, *result.lines))
+    print(lines if json else result.text)
+    if out is not None:
+        facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
+        title = "# Training step on a GPU"
+        out.write_text(f"{title}\n\n{facts}\n\n```\n{result.text}\n```\n\n```json\n{lines}\n```\n")
+    if plot is not None:
+        from .training_plots import draw
+
+        draw(result.drawn, about, plot)
+    return result.code
