@@ -27,7 +27,6 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from torch.autograd import DeviceType
 from torch.profiler import ProfilerActivity, profile
 
 from .. import kernels
@@ -257,5 +256,5 @@ def launches_of(step: Thunk, steps: int) -> list[Launch]:
     return [
         Launch(event.name, event.time_range.start, event.time_range.end - event.time_range.start)
         for event in seen.events()
-        if event.device_type == DeviceType.CUDA
+        if event.device_type == torch.profiler.DeviceType.CUDA
     ]

@@ -64,7 +64,7 @@ def sdpa_backend(config: ModelConfig, batch_size: int, seq_len: int, device: tor
         for h in (config.n_head, heads)
     )
     choice = torch._fused_sdp_choice(q, k, k, is_causal=True, enable_gqa=heads < config.n_head)
-    return next(name for name, value in SDPBackend.__members__.items() if int(value) == int(choice))
+    return str(SDPBackend(choice).name)
 
 
 class Norm(nn.Module):
