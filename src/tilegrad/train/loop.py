@@ -419,7 +419,8 @@ def _check_device(device: str) -> None:
 
 def _warm_up(device: str) -> None:
     """A product and its threads: BLAS takes tens of megabytes with its first call, whatever the model."""
-    torch.ones(512, 512, device=device).mm(torch.ones(512, 512, device=device))
+    if torch.device(device).type == "cpu":
+        torch.ones(512, 512).mm(torch.ones(512, 512))
 
 
 def _resident_bytes(device: str) -> int:

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 
 import torch
 
+from ..kernels import gpu
 from ..kernels.op import observe
 from ..memory.planned.arena import MemoryPlan, plan_memory
 from ..memory.planned.report import MemoryReport, memory_report
@@ -48,7 +50,26 @@ def step_report(
         model.step()
         optimizer.update(0.0)
 
-    return memory_report(replace(memory, trace=trace(program, observe, _persistent(optimizer, model.params))), title)
+    one_step = replace(memory, trace=trace(program, observe, _persistent(optimizer, model.params)))
+    return replace(memory_report(one_step, title), beside=tuple(beside(memory.device, batch_size, seq_len).items()))
+
+
+def beside(device: torch.device, batch_size: int, seq_len: int) -> dict[str, int]:
+    """Bytes on a GPU that are no arena's: with them the plan is what `torch.cuda.max_memory_allocated` says of a step."""
+    if device.type != "cuda":
+        return {}
+    n = batch_size * seq_len
+    return {"cuBLAS's workspace": _cublas_workspace(device), "the batch as it is staged": 17 * n}
+
+
+def _cublas_workspace(device: torch.device) -> int:
+    """torch's, of one stream: 32 MiB on Hopper, else 8 1/8, or what CUBLAS_WORKSPACE_CONFIG says (:KiB:count…)."""
+    given = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
+    if given:
+        numbers = [int(x) for x in given.strip(":").split(":") if x.isdigit()]
+        return sum(size * count for size, count in zip(numbers[::2], numbers[1::2], strict=False)) * 1024
+    hopper = not torch.cuda.is_available() or gpu.capability(device)[0] == 9
+    return (4096 * 8 if hopper else 4096 * 2 + 16 * 8) * 1024
 
 
 def _persistent(optimizer: Optimizer, params: dict[str, Param]) -> object:
