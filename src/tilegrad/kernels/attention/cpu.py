@@ -12,15 +12,17 @@ cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
 
 from __future__ import annotations
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cpu.abi import DTYPES, pack_call
+from ..cpu.abi import DTYPES, NO_DTYPE, pack_call
 from ..cpu.library import ISAS, isa, native
+from ..philox import threshold
 from ..scratch import Scratch, Shapes, accumulation_dtype
-from .mask import Mask
+from .mask import Mask, four_dims
 
 _FORWARD, _BACKWARD = 0, 1
 _ABSENT = (0, 0, 0, 0, 0)  # the view of no tensor
@@ -47,15 +49,30 @@ def _sizes(q: Any, v: Any, mask: Mask) -> dict[str, Any]:
         "threads": torch.get_num_threads(), "isa": isa(),
         "sinks_dtype": 0 if mask.sinks is None else DTYPES[mask.sinks.dtype],
         "slopes_dtype": 0 if mask.alibi_slopes is None else DTYPES[mask.alibi_slopes.dtype],
-        "scale": mask.scale_for(d), "softcap": mask.softcap,
+        "bias_dtype": NO_DTYPE if mask.bias is None else DTYPES[mask.bias.dtype],
+        "scale": mask.scale_for(d), "softcap": mask.softcap, "dropout_p": mask.dropout_p,
     }  # fmt: skip
 
 
 def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     """Grows with every size and with the number of threads."""
-    dtype = accumulation_dtype(q.dtype)
+    dtype, bias = accumulation_dtype(q.dtype), mask.float_bias
     needed_bytes = native().tilegrad_native_scratch(pack_call(**_sizes(q, v, mask)), backward)
-    return {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: to begin at a cache line
+    shapes: Shapes = {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: to begin at a cache line
+    if backward and _sums_apart(bias, q, v):
+        shapes["dbias"] = tuple(bias.shape), dtype
+    return shapes
+
+
+def _kept_in_all(bias: Any, q: Any, v: Any) -> bool:
+    """True if a bias of a dense call has a number for each pair."""
+    b, hq, tq, _ = q.shape
+    return prod(bias.shape) == b * hq * tq * v.shape[2]
+
+
+def _sums_apart(bias: Any, q: Any, v: Any) -> bool:
+    """True if dbias is summed over something, and its dtype is not that of sums."""
+    return bias is not None and bias.dtype != accumulation_dtype(q.dtype) and not _kept_in_all(bias, q, v)
 
 
 def _rows(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
@@ -84,6 +101,19 @@ def _by_head(x: Tensor | None) -> tuple[int, ...]:
     return (x.data_ptr(), *((0,) if x.ndim == 1 else ()), *x.stride(), 0, 0)
 
 
+def _pairs(x: Tensor | None) -> tuple[int, ...]:
+    """(B, Hq, Tq, Tk), each possibly 1: broadcast."""
+    if x is None:
+        return _ABSENT
+    x = four_dims(x)
+    return (x.data_ptr(), *(0 if n == 1 else stride for n, stride in zip(x.shape, x.stride(), strict=True)))
+
+
+def _signed(seed: int | Tensor) -> int:
+    """The 64 bits of a seed."""
+    return (int(seed) + 2**63) % 2**64 - 2**63
+
+
 def _data(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
@@ -95,11 +125,15 @@ def _fields(
     varlen, work = mask.varlen, scratch["native"]
     data = work.data_ptr()
     start = -data % 64
+    dropout: dict[str, Any] = {}
+    if mask.dropout_p and mask.seed is not None:
+        dropout = {"dropout_threshold": threshold(mask.dropout_p), "seed": _signed(mask.seed)}
     return {
-        **_sizes(q, v, mask), "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
+        **_sizes(q, v, mask), **dropout, "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
         "scratch": data + start, "scratch_bytes": work.nbytes - start,
         "q": _rows(q, varlen=varlen), "k": _rows(k, varlen=varlen), "v": _rows(v, varlen=varlen), "o": _rows(o, varlen=varlen),
         "lse": _statistic(lse, varlen=varlen), "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes),
+        "bias": _pairs(mask.bias),
     }  # fmt: skip
 
 
@@ -112,9 +146,16 @@ def bwd(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
     scratch: Scratch, deterministic: bool,
 ) -> None:  # fmt: skip
-    varlen = mask.varlen
+    varlen, sums = mask.varlen, dbias
+    if dbias is not None:
+        sums = scratch.get("dbias", dbias)
+        if not _kept_in_all(dbias, q, v) or mask.band != (None, None):
+            sums.zero_()
     gradients = {
         "do_": _rows(do, varlen=varlen), "dlse": _statistic(dlse, varlen=varlen), "dsinks": _by_head(dsinks),
         "dq": _rows(dq, varlen=varlen), "dk": _rows(dk, varlen=varlen), "dv_": _rows(dv, varlen=varlen),
+        "dbias": _pairs(sums), "dbias_dtype": NO_DTYPE if sums is None else DTYPES[sums.dtype],
     }  # fmt: skip
     native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch) | gradients), _BACKWARD)
+    if dbias is not None and sums is not None and sums is not dbias:
+        dbias.copy_(sums)

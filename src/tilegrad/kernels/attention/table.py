@@ -67,10 +67,6 @@ def _hopper_refuses(problem: Problem) -> str | None:
 def _native_refuses(problem: Problem) -> str | None:
     if problem.q.device.type != "cpu":
         return f"runs on the CPU, not on {problem.q.device.type}"
-    if problem.mask.bias is not None:
-        return "takes no bias"
-    if problem.mask.dropout_p:
-        return "takes no dropout"
     if max(*problem.q.shape, *problem.k.shape) >= 2**31:
         return "takes fewer than 2³¹ rows and columns"
     found = library.library()

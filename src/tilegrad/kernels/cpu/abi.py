@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3}  # `Dtype` of csrc/dtype.h
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}  # `Dtype` of csrc/dtype.h
+NO_DTYPE = -1  # of a tensor that is not there
 
 _INT, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
 _CODES = {_INT: "q", _POINTER: "P", _DOUBLE: "d"}  # of struct.Struct
@@ -38,10 +39,11 @@ class Rows(ctypes.Structure):
 class Call(ctypes.Structure):
     _fields_ = [
         *_fields("dtype b hq hkv tq tk d dv left right threads isa sinks_dtype slopes_dtype", _INT),
+        *_fields("bias_dtype dbias_dtype dropout_threshold seed", _INT),
         *_fields("cu_seqlens_q cu_seqlens_k scratch", _POINTER),
         *_fields("scratch_bytes", _INT),
-        *_fields("q k v o lse do_ dlse dq dk dv_ dsinks sinks slopes", View),
-        *_fields("scale softcap", _DOUBLE),
+        *_fields("q k v o lse do_ dlse dq dk dv_ dsinks sinks slopes bias dbias", View),
+        *_fields("scale softcap dropout_p", _DOUBLE),
     ]
 
 

@@ -6,10 +6,12 @@
 namespace tilegrad {
 
 enum Dtype : int64_t {
+    NONE = -1,  // of a tensor that is not there
     FLOAT32,
     FLOAT64,
     BFLOAT16,
     FLOAT16,
+    BOOL,
 };
 
 }  // namespace tilegrad

@@ -27,22 +27,29 @@ struct AmxBackward {
         float* dq;                    // [block][D][ROWS]
         Statistics<float> rows;
         RowLanes<float> lanes;
+        float* row_sums;  // of ds, for dbias
         float* lse2;  // lse in base 2
         int32_t* next_tile;
     };
 
     const Call& call;
     const int64_t d = round_up(call.d, STRIP), dv = round_up(call.dv, STRIP);  // padded
-    const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk;
-    const bool plain = call.softcap == 0 && !call.slopes.data;
+    const Bias<float> bias{call};
+    const BiasGradient<float> dbias{call, COLUMNS, ROWS};
+    const Dropout<float> dropout{call};
+    const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk || dbias.on;
+    const bool plain = call.softcap == 0 && !call.slopes.data && !bias.on, extra = bias.on || dropout.on;
+    const bool in_order = want_dq || dbias.by_row, with_dbias = BiasGradient<float>::possible(call);
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), ROWS);
 
     Slots slots;
     // Buffers of this thread.
     Bf16 *k, *v, *kt, *pairs, *p, *ds, *ds_pairs;
     float *dk, *dv_, *s, *dp, *row;
+    float *rows_of_bias, *bias_t;          // (ROWS, COLUMNS), which is ds's of dbias later, and (COLUMNS, ROWS)
+    float *ds_of_bias_t, *column_sums;     // (COLUMNS, ROWS), (G, COLUMNS)
 
-    AmxBackward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes()) {
+    AmxBackward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(), BiasGradient<float>::turns(call, COLUMNS, ROWS)) {
         const int64_t widest = at_least(d, dv);
         for (int64_t w = 0; w <= worker; ++w) {
             k = allocator.take<Bf16>(COLUMNS * d);
@@ -57,6 +64,10 @@ struct AmxBackward {
             s = allocator.take<float>(STRIP * ROWS);
             dp = allocator.take<float>(STRIP * ROWS);
             row = allocator.take<float>(ROWS * widest);
+            rows_of_bias = allocator.take<float>(bias.on ? ROWS * COLUMNS : 0);
+            bias_t = allocator.take<float>(bias.on ? COLUMNS * ROWS : 0);
+            ds_of_bias_t = allocator.take<float>(with_dbias ? COLUMNS * ROWS : 0);
+            column_sums = allocator.take<float>(with_dbias ? call.hq / call.hkv * COLUMNS : 0);
         }
     }
 
@@ -67,6 +78,7 @@ struct AmxBackward {
         x.q_rows = allocator.take<Bf16>(max_rows * d);
         x.g_rows = allocator.take<Bf16>(max_rows * dv);
         x.dq = allocator.take<float>(max_rows * d);
+        x.row_sums = allocator.take<float>(with_dbias ? max_rows : 0);
         x.rows.allocate(allocator, max_rows);
         x.lse2 = allocator.take<float>(max_rows);
         x.lanes.allocate(allocator, max_rows);
@@ -94,6 +106,7 @@ struct AmxBackward {
             pairs_of_rows(x.g_rows + r0 * dv, pairs, padded, dv);
         }
         memset(x.dq, 0, round_up(rows, ROWS) * d * sizeof(float));
+        if (dbias.by_row) memset(x.row_sums, 0, rows * sizeof(float));
         x.rows.fill(call, BF16_ROWS, head, round_up(rows, STRIP), row, row + ROWS / 2 * at_least(d, dv));
         x.lanes.fill(call, head, 0, rows, round_up(rows, STRIP));
         for (int64_t r = 0; r < round_up(rows, STRIP); ++r) x.lse2[r] = x.rows.lse[r] * LOG2E;
@@ -110,13 +123,21 @@ struct AmxBackward {
         }
         memset(dk, 0, padded * d * sizeof(float));
         memset(dv_, 0, padded * dv * sizeof(float));
+        dbias.start_columns(column_sums, head, COLUMNS);
+        bool attended = !bias.on || (bias.same_in_rows && bias.load(bias_t, COLUMNS, head, 0, 1, j0, n));
         const Run attending = rows_attending(call, head, j0, j0 + n);
-        for (int64_t r0 = attending.begin / ROWS * ROWS; r0 < attending.end; r0 += ROWS) block(head, x, r0, tile, n);
+        for (int64_t r0 = attending.begin / ROWS * ROWS; r0 < attending.end; r0 += ROWS) {
+            const int64_t m = at_most(ROWS, head.rows() - r0);
+            if (bias.on && !bias.same_in_rows)
+                attended = bias.load_transposed(bias_t, ROWS, rows_of_bias, COLUMNS, head, r0, m, j0, n);
+            attended ? block(head, x, r0, tile, n) : masked_out_block(head, x, r0, m, tile, n);
+        }
+        dbias.end_columns(slots.turns, column_sums, head, j0, n, COLUMNS);
         for (int64_t j = 0; j < n; ++j) {
             const int64_t t = head.s.k0 + j0 + j;
             if (want_dk)
                 BF16_ROWS.store(const_cast<char*>(at(call.dk, 2, head.b, head.kv, t)), dk + j * d, call.d, call.dk.d, float(call.scale));
-            if (want_dv) BF16_ROWS.store(const_cast<char*>(at(call.dv_, 2, head.b, head.kv, t)), dv_ + j * dv, call.dv, call.dv_.d, 1);
+            if (want_dv) BF16_ROWS.store(const_cast<char*>(at(call.dv_, 2, head.b, head.kv, t)), dv_ + j * dv, call.dv, call.dv_.d, dropout.kept);
         }
     }
 
@@ -128,11 +149,20 @@ struct AmxBackward {
         return {a, b};
     }
 
+    // Of a block whose bias is −inf throughout.
+    void masked_out_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
+        if (dbias.on) dbias.masked_out_block(slots.turns, head, r0, m, tile * COLUMNS, n, s);
+        if (!in_order) return;
+        wait_for_order(x.next_tile + r0 / ROWS, tile);
+        advance_order(x.next_tile + r0 / ROWS, tile);
+    }
+
     void block(const Head& head, const Open& x, int64_t r0, int32_t tile, int64_t n) {
         const int64_t j0 = tile * COLUMNS, m = at_most(ROWS, round_up(head.rows() - r0, STRIP)), n_padded = round_up(n, STRIP);
         const int32_t *lo = x.rows.lo + r0, *hi = x.rows.hi + r0;
         const bool unmasked = n == n_padded && lo[m - 1] <= j0 && hi[0] >= j0 + n;
         Run strips[COLUMNS / STRIP];
+        if (dbias.on && !unmasked) memset(ds_of_bias_t, 0, COLUMNS * ROWS * sizeof(float));
         for (int64_t j = 0; j < n_padded; j += STRIP) {
             const Run attending = unmasked ? Run{0, m} : strips_attending(lo, hi, m, j0 + j, at_most(STRIP, n - j));
             strips[j / STRIP] = attending;
@@ -140,26 +170,34 @@ struct AmxBackward {
                 tile_product<false>(s + i, ROWS, k + j * d, d, x.q_columns + r0 * d + 2 * i, 2 * ROWS, d);
                 if (want_ds) tile_product<false>(dp + i, ROWS, v + j * dv, dv, x.g_columns + r0 * dv + 2 * i, 2 * ROWS, dv);
             }
-            if (unmasked && plain)
-                p_and_ds<false, true>(x, r0, j0, j, attending);
+            if (extra)
+                p_and_ds<true, false, true>(head, x, r0, j0, j, attending);
+            else if (unmasked && plain)
+                p_and_ds<false, true, false>(head, x, r0, j0, j, attending);
             else if (plain)
-                p_and_ds<true, true>(x, r0, j0, j, attending);
+                p_and_ds<true, true, false>(head, x, r0, j0, j, attending);
             else
-                p_and_ds<true, false>(x, r0, j0, j, attending);
+                p_and_ds<true, false, false>(head, x, r0, j0, j, attending);
+        }
+        const int64_t rows = at_most(ROWS, head.rows() - r0);
+        if (dbias.on) {
+            transpose(rows_of_bias, COLUMNS, ds_of_bias_t, ROWS, n_padded, m);
+            dbias.block(slots.turns, column_sums, head, r0, rows, j0, n, rows_of_bias, COLUMNS);
         }
         for (int64_t j = 0; j < n_padded; j += STRIP) {
-            const int64_t a = strips[j / STRIP].begin, rows = strips[j / STRIP].end - a;
-            if (rows <= 0) continue;
+            const int64_t a = strips[j / STRIP].begin, k_end = strips[j / STRIP].end - a;
+            if (k_end <= 0) continue;
             if (want_dv)
                 for (int64_t i = 0; i < dv; i += STRIP)
-                    tile_product<true>(dv_ + j * dv + i, dv, p + j * ROWS + a, ROWS, x.g_rows + (r0 + a) * dv + 2 * i, 2 * dv, rows);
+                    tile_product<true>(dv_ + j * dv + i, dv, p + j * ROWS + a, ROWS, x.g_rows + (r0 + a) * dv + 2 * i, 2 * dv, k_end);
             if (want_dk)
                 for (int64_t i = 0; i < d; i += STRIP)
-                    tile_product<true>(dk + j * d + i, d, ds + j * ROWS + a, ROWS, x.q_rows + (r0 + a) * d + 2 * i, 2 * d, rows);
+                    tile_product<true>(dk + j * d + i, d, ds + j * ROWS + a, ROWS, x.q_rows + (r0 + a) * d + 2 * i, 2 * d, k_end);
         }
-        if (!want_dq) return;
+        if (!in_order) return;
         wait_for_order(x.next_tile + r0 / ROWS, tile);
-        for (int64_t i = 0; i < m; i += STRIP) {  // strips of columns that these rows attend to are neighbours
+        if (dbias.by_row) dbias.rows(x.row_sums + r0, rows, n, rows_of_bias, COLUMNS);
+        for (int64_t i = 0; want_dq && i < m; i += STRIP) {  // strips of columns that these rows attend to are neighbours
             int64_t a = n_padded, b = 0;
             for (int64_t j = 0; j < n_padded; j += STRIP)
                 if (strips[j / STRIP].begin <= i && i < strips[j / STRIP].end) {
@@ -174,9 +212,9 @@ struct AmxBackward {
         advance_order(x.next_tile + r0 / ROWS, tile);
     }
 
-    // Columns j … j + 32 of the tile, in pairs: products → p, ds, and ds as pairs of rows.
-    template <bool MASKED, bool PLAIN>
-    void p_and_ds(const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending) {
+    // Columns j … j + 32 of the tile, in pairs: products → p, ds, and ds as pairs of rows. EXTRA: with bias or dropout.
+    template <bool MASKED, bool PLAIN, bool EXTRA>
+    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending) {
         const __m512 times = _mm512_set1_ps(PLAIN ? float(call.scale) * LOG2E : LOG2E);
         for (int64_t y = 0; y < STRIP; y += 2) {
             for (int64_t i = attending.begin; i < attending.end; i += 16) {
@@ -187,10 +225,20 @@ struct AmxBackward {
                     V32 x_or_s = load(s + (y + z) * ROWS + i), derivative = all(1.0f);
                     if (!PLAIN) {
                         const Score<float> score(call, x.lanes, r0 + i);
-                        x_or_s = score.minus(V32{}, x_or_s, score.same(column), &derivative);
+                        const V32 minus = EXTRA && bias.on ? -bias.lanes(bias_t, ROWS, j + y + z, i) : V32{};
+                        x_or_s = score.minus(minus, x_or_s, score.same(column), &derivative);
                     }
                     e[z] = exponential_of_2(_mm512_fmsub_ps((__m512)x_or_s, times, lse2));
-                    de[z] = _mm512_mul_ps(e[z], _mm512_sub_ps(_mm512_loadu_ps(dp + (y + z) * ROWS + i), delta));
+                    __m512 dp_of = _mm512_loadu_ps(dp + (y + z) * ROWS + i), r_of = e[z];
+                    if (EXTRA && dropout.on) {
+                        const I32 index = load_ints<float>(x.lanes.index + r0 + i), of = load_ints<float>(x.lanes.head + r0 + i);
+                        const I32 dropped = dropout.dropped(index, Score<float>::same(column), of, head.b);
+                        dp_of = (__m512)(dropped ? V32{} : (V32)dp_of * dropout.kept);
+                        r_of = (__m512)(dropped ? V32{} : (V32)r_of);
+                    }
+                    de[z] = _mm512_mul_ps(e[z], _mm512_sub_ps(dp_of, delta));
+                    if (EXTRA) e[z] = r_of;
+                    V32 ds_before_softcap = (V32)de[z];
                     if (!PLAIN) de[z] = _mm512_mul_ps(de[z], (__m512)derivative);
                     if (MASKED) {
                         const __m512i at = _mm512_set1_epi32(int32_t(column));
@@ -198,7 +246,9 @@ struct AmxBackward {
                         const __mmask16 attended = _mm512_cmple_epi32_mask(lo, at) & _mm512_cmplt_epi32_mask(at, hi);
                         e[z] = _mm512_maskz_mov_ps(attended, e[z]);
                         de[z] = _mm512_maskz_mov_ps(attended, de[z]);
+                        ds_before_softcap = (V32)_mm512_maskz_mov_ps(attended, (__m512)ds_before_softcap);
                     }
+                    if (EXTRA && dbias.on) store(ds_of_bias_t + (j + y + z) * ROWS + i, ds_before_softcap);
                 }
                 const int64_t first = (j + y) * ROWS + i;
                 const __m256i d0 = to_bf16(de[0]), d1 = to_bf16(de[1]);
@@ -214,6 +264,7 @@ struct AmxBackward {
 
     void close_head(const Head& head, const Open& x, double* dsinks) {
         if (call.dsinks.data) x.rows.sink_gradients(call, head, dsinks);
+        dbias.end_rows(slots.turns, x.row_sums, head);
         if (!want_dq) return;
         for (int64_t r0 = 0; r0 < head.rows(); r0 += ROWS) {
             transpose(row, d, x.dq + r0 * d, ROWS, d, ROWS);

@@ -5,13 +5,15 @@
 //   block of rows:   q as pairs of columns
 //     for each tile of columns, for each strip of 32 rows:
 //       sᵀ = k qᵀ                               float32
-//       pᵀ = 2^(s·scale·log2 e − row_max)       rounded to bfloat16, as pairs of rows; lanes are rows
+//       pᵀ = 2^(s·scale·log2 e − row_max)       p ∘ keep is rounded to bfloat16, as pairs of rows; lanes are rows
 //       accᵀ = alpha ∘ accᵀ + vᵀ pᵀ             float32
 //
 // row_max is kept in base 2. A row that attends to nothing of a tile has p = 0 there.
 #pragma once
 
 #include "attention/amx.h"
+#include "attention/bias.h"
+#include "attention/dropout.h"
 #include "attention/tile_loop.h"
 
 namespace tilegrad {
@@ -27,13 +29,16 @@ struct AmxForward {
 
     const Call& call;
     const int64_t d = round_up(call.d, STRIP), dv = round_up(call.dv, STRIP);  // padded
-    const bool plain = call.softcap == 0 && !call.slopes.data && call.scale > 0;
+    const Bias<float> bias{call};
+    const Dropout<float> dropout{call};
+    const bool plain = call.softcap == 0 && !call.slopes.data && call.scale > 0 && !bias.on;
     const int64_t max_columns = round_up(call.tk, COLUMNS);
 
     Slots slots;
     // Buffers of a thread.
     Bf16 *rows_of_q, *q, *v, *pairs, *p;
     float *s, *acc, *o, *row_max, *row_sum;
+    float *rows_of_bias, *bias_t;  // (STRIP, COLUMNS), (COLUMNS, STRIP)
     RowLanes<float> lanes;
 
     AmxForward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes()) {
@@ -50,6 +55,8 @@ struct AmxForward {
             row_max = allocator.take<float>(rows);
             row_sum = allocator.take<float>(rows);
             lanes.allocate(allocator, rows);
+            rows_of_bias = allocator.take<float>(bias.on ? STRIP * COLUMNS : 0);
+            bias_t = allocator.take<float>(bias.on ? COLUMNS * STRIP : 0);
         }
     }
 
@@ -85,27 +92,35 @@ struct AmxForward {
         start_rows(call, head, r0, m, padded, row_max, row_sum, LOG2E);
         memset(acc, 0, padded * dv * sizeof(float));
         for (int64_t j0 = lanes.lo[0] / COLUMNS * COLUMNS; j0 < lanes.hi[m - 1]; j0 += COLUMNS)
-            for (int64_t r = 0; r < m; r += STRIP) strip(head, x, r, j0);
+            columns(head, x, r0, m, j0);
         for (int64_t r = 0; r < m; ++r) {
             if (r % STRIP == 0) transpose(o, dv, acc + r * dv, STRIP, dv, STRIP);
-            const float factor = row_sum[r] == 0 ? 0 : 1 / row_sum[r], lse = row_max[r] * LN2 + logarithm(row_sum[r]);
+            const float factor = row_sum[r] == 0 ? 0 : dropout.kept / row_sum[r], lse = row_max[r] * LN2 + logarithm(row_sum[r]);
             write_row(call, BF16_ROWS, head, r0 + r, o + r % STRIP * dv, lse, factor);
         }
     }
 
     void close_head(const Head&, const Open&, double*) {}
 
-    void strip(const Head& head, const Open& x, int64_t r, int64_t j0) {
+    void columns(const Head& head, const Open& x, int64_t r0, int64_t m, int64_t j0) {
         const int64_t n = at_most(COLUMNS, head.s.tk - j0);
+        if (bias.on && bias.same_in_rows && !bias.load(bias_t, COLUMNS, head, r0, 1, j0, n)) return;
+        for (int64_t r = 0; r < m; r += STRIP) strip(head, x, r0, r, at_most(STRIP, m - r), j0, n);
+    }
+
+    void strip(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t m, int64_t j0, int64_t n) {
         const int64_t begin = at_least(0, lanes.lo[r] - j0) / STRIP * STRIP, end = at_most(n, lanes.hi[r + STRIP - 1] - j0);
         if (begin >= end) return;
+        if (bias.on && !bias.same_in_rows && !bias.load_transposed(bias_t, STRIP, rows_of_bias, COLUMNS, head, r0 + r, m, j0, n)) return;
         const int64_t stop = round_up(end, STRIP);
         for (int64_t j = begin; j < stop; j += STRIP)
             tile_product<false>(s + j * STRIP, STRIP, x.k + (j0 + j) * d, d, q + r * d, 2 * STRIP, d);
         const bool unmasked = lanes.lo[r + STRIP - 1] <= j0 + begin && lanes.hi[r] >= j0 + stop;
         bool rescale = false;
         for (int64_t y = 0; y < STRIP; y += 16)
-            rescale |= unmasked ? softmax<false>(r, y, j0, begin, stop) : softmax<true>(r, y, j0, begin, stop);
+            rescale |= dropout.on ? softmax<true, true>(head, r, y, j0, begin, stop)
+                       : unmasked ? softmax<false, false>(head, r, y, j0, begin, stop)
+                                  : softmax<true, false>(head, r, y, j0, begin, stop);
         float* out = acc + r * dv;
         if (rescale)
             for (int64_t y = 0; y < STRIP; y += 16) {
@@ -118,8 +133,8 @@ struct AmxForward {
     }
 
     // Rows r + y …, 16 of them: columns begin … stop of scores → p; maxima, sums and alphas. True if any maximum rose.
-    template <bool MASKED>
-    bool softmax(int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
+    template <bool MASKED, bool DROPPING>
+    bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
         const Score<float> score(call, lanes, r + y);
         const __m512 times = _mm512_set1_ps(plain ? float(call.scale) * LOG2E : LOG2E);
         const __m512 old_max = _mm512_loadu_ps(row_max + r + y), nothing = _mm512_set1_ps(-__builtin_inff());
@@ -128,7 +143,7 @@ struct AmxForward {
         if (!plain || MASKED)
             for (int64_t j = begin; j < stop; ++j) {
                 V32 z = load(scores + j * STRIP);
-                if (!plain) z = score.minus(V32{}, z, score.same(j0 + j), nullptr);
+                if (!plain) z = score.minus(bias.on ? -bias.lanes(bias_t, STRIP, j, y) : V32{}, z, score.same(j0 + j), nullptr);
                 store(scores + j * STRIP, MASKED ? score.mask(z, score.same(j0 + j)) : z);
             }
         for (int64_t j = begin; j < stop; j += 2) {
@@ -137,12 +152,17 @@ struct AmxForward {
         }
         const __m512 new_max = _mm512_max_ps(_mm512_mul_ps(_mm512_max_ps(largest, largest2), times), old_max);
         __m512 total = _mm512_setzero_ps(), total2 = total;
+        const I32 index = load_ints<float>(lanes.index + r + y), of = load_ints<float>(lanes.head + r + y);
         const __m512i paired = _mm512_loadu_si512(PAIRED);
         for (int64_t j = begin; j < stop; j += 2) {
-            const __m512 a = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j * STRIP), times, new_max));
-            const __m512 b = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (j + 1) * STRIP), times, new_max));
+            __m512 a = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j * STRIP), times, new_max));
+            __m512 b = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (j + 1) * STRIP), times, new_max));
             total = _mm512_add_ps(total, a);
             total2 = _mm512_add_ps(total2, b);
+            if (DROPPING) {
+                a = (__m512)dropout.keep((V32)a, index, score.same(j0 + j), of, head.b);
+                b = (__m512)dropout.keep((V32)b, index, score.same(j0 + j + 1), of, head.b);
+            }
             _mm512_storeu_si512(p + j * STRIP + 2 * y, _mm512_permutexvar_epi16(paired, (__m512i)_mm512_cvtne2ps_pbh(b, a)));
         }
         const __m512 alpha = exponential_of_2(_mm512_sub_ps(old_max, new_max));

@@ -5,11 +5,12 @@
 //   tile of columns: k, kᵀ, vᵀ packed; dk = dv = 0
 //     for each block of rows:
 //       p  = exp(s − lse)           s = scores of q kᵀ
-//       ds = p ∘ (do vᵀ − delta)    ∘ (1 − tanh²) with a softcap
-//       dv += pᵀ do
+//       ds = p ∘ (do vᵀ − delta)    do vᵀ ∘ keep / (1 − dropout_p) with dropout
+//       dbias += ds                 bias.h; then ds ∘= 1 − tanh² with a softcap
+//       dv += (p ∘ keep)ᵀ do
 //       dk += dsᵀ q
 //       dq += ds k                  after all lower tiles: work_queue.h
-//     dk · scale and dv are written
+//     dk · scale and dv / (1 − dropout_p) are written
 //   close a head:    dq · scale is written; dsink = −Σ exp(sink − lse) · delta of each query head is kept for the end
 //
 // Five products per tile, each pair of positions once. In masked blocks, strips of MR rows or columns skip
@@ -17,6 +18,8 @@
 #pragma once
 
 #include "simd/product.h"
+#include "attention/bias.h"
+#include "attention/dropout.h"
 #include "attention/head_rows.h"
 #include "attention/tile_loop.h"
 
@@ -90,6 +93,7 @@ struct Backward {
     // A head that is being worked on.
     struct Open {
         T *q, *g, *dq;  // (rows, D), (rows, Dv), (rows, D); g = do
+        T* row_sums;    // of ds, for dbias
         Statistics<T> rows;
         int32_t* next_tile;  // for each block of rows: the tile of columns that is next to add to dq
     };
@@ -97,14 +101,20 @@ struct Backward {
     const Call& call;
     const Format<T> format = format_of<T>(call.dtype);
     const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
-    const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk;
-    const bool plain = call.softcap == 0 && !call.slopes.data;
+    const Bias<T> bias{call};
+    const BiasGradient<T> dbias{call, TILE, TILE};
+    const Dropout<T> dropout{call};
+    const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk || dbias.on;
+    const bool plain = call.softcap == 0 && !call.slopes.data && !bias.on, extra = bias.on || dropout.on;
+    const bool in_order = want_dq || dbias.by_row;
+    const bool with_dbias = BiasGradient<T>::possible(call);
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), MR);
 
     Slots slots;
     T *k, *kt, *v, *vt, *dk, *dv_, *p, *ds;  // buffers of this thread
+    T *of_bias, *ds_of_bias, *column_sums;   // (TILE, TILE) twice, the second before the softcap; (G, TILE)
 
-    Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes()) {
+    Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(), BiasGradient<T>::turns(call, TILE, TILE)) {
         for (int64_t w = 0; w <= worker; ++w) {
             k = allocator.take<T>(TILE * d);
             kt = allocator.take<T>(d * TILE);
@@ -114,6 +124,9 @@ struct Backward {
             dv_ = allocator.take<T>(TILE * dv);
             p = allocator.take<T>(TILE * TILE);
             ds = allocator.take<T>(TILE * TILE);
+            of_bias = allocator.take<T>(bias.on ? TILE * TILE : 0);
+            ds_of_bias = with_dbias && call.softcap != 0 ? allocator.take<T>(TILE * TILE) : ds;
+            column_sums = allocator.take<T>(with_dbias ? call.hq / call.hkv * TILE : 0);
         }
     }
 
@@ -122,6 +135,7 @@ struct Backward {
         x.q = allocator.take<T>(max_rows * d);
         x.g = allocator.take<T>(max_rows * dv);
         x.dq = allocator.take<T>(max_rows * d);
+        x.row_sums = allocator.take<T>(with_dbias ? max_rows : 0);
         x.rows.allocate(allocator, max_rows);
         x.next_tile = allocator.take<int32_t>((max_rows + TILE - 1) / TILE);
         return x;
@@ -140,6 +154,7 @@ struct Backward {
         pack_rows(x.q, d, call.q, format, head, 0, rows, padded, call.d);
         pack_rows(x.g, dv, call.do_, format, head, 0, rows, padded, call.dv);
         memset(x.dq, 0, padded * d * sizeof(T));
+        if (dbias.by_row) memset(x.row_sums, 0, rows * sizeof(T));
         x.rows.fill(call, format, head, padded, v, vt);
         for (int64_t r0 = 0; r0 < rows; r0 += TILE) x.next_tile[r0 / TILE] = x.rows.lo[r0] / TILE;
     }
@@ -152,19 +167,25 @@ struct Backward {
         transpose(vt, TILE, v, dv, round_up(n, L), dv);
         memset(dk, 0, TILE * d * sizeof(T));
         memset(dv_, 0, TILE * dv * sizeof(T));
+        dbias.start_columns(column_sums, head, TILE);
+        bool attended = !bias.on || (bias.same_in_rows && bias.load(of_bias, TILE, head, 0, 1, j0, n));
         const Run attending = rows_attending(call, head, j0, j0 + n);
         for (int64_t r0 = attending.begin / TILE * TILE; r0 < attending.end; r0 += TILE) {
             const int64_t m = at_most(TILE, head.rows() - r0);
             const int64_t last = r0 + round_up(m, MR) - 1;
-            if (n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
+            if (bias.on && !bias.same_in_rows) attended = bias.load(of_bias, TILE, head, r0, m, j0, n);
+            if (!attended)
+                masked_out_block(head, x, r0, m, tile, n);
+            else if (n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
                 unmasked_block(head, x, r0, tile);
             else
                 masked_block(head, x, r0, m, tile, n);
         }
+        dbias.end_columns(slots.turns, column_sums, head, j0, n, TILE);
         for (int64_t j = 0; j < n; ++j) {
             const int64_t t = head.s.k0 + j0 + j;
             if (want_dk) write(call.dk, head, t, dk + j * d, call.d, T(call.scale));
-            if (want_dv) write(call.dv_, head, t, dv_ + j * dv, call.dv, 1);
+            if (want_dv) write(call.dv_, head, t, dv_ + j * dv, call.dv, dropout.kept);
         }
     }
 
@@ -176,12 +197,23 @@ struct Backward {
         const T *q = x.q + r0 * d, *g = x.g + r0 * dv;
         product<T, ROWS>(p, TILE, q, d, kt, TILE, TILE, TILE, d, false);
         if (want_ds) product<T, ROWS>(ds, TILE, g, dv, vt, TILE, TILE, TILE, dv, false);
-        for (int64_t r = 0; r < TILE; ++r) p_and_ds<false>(head, x, r0, r, tile * TILE, 0, TILE);
+        for (int64_t r = 0; r < TILE; ++r)
+            extra ? p_and_ds<false, true>(head, x, r0, r, tile * TILE, 0, TILE) : p_and_ds<false, false>(head, x, r0, r, tile * TILE, 0, TILE);
+        if (dbias.on) dbias.block(slots.turns, column_sums, head, r0, TILE, tile * TILE, TILE, ds_of_bias, TILE);
         if (want_dv) product<T, TRANSPOSED>(dv_, dv, p, TILE, g, dv, TILE, dv, TILE, true);
         if (want_dk) product<T, TRANSPOSED>(dk, d, ds, TILE, q, d, TILE, d, TILE, true);
-        if (!want_dq) return;
+        if (!in_order) return;
         wait_for_order(x.next_tile + r0 / TILE, tile);
-        product<T, ROWS>(x.dq + r0 * d, d, ds, TILE, k, d, TILE, d, TILE, true);
+        if (want_dq) product<T, ROWS>(x.dq + r0 * d, d, ds, TILE, k, d, TILE, d, TILE, true);
+        if (dbias.by_row) dbias.rows(x.row_sums + r0, TILE, TILE, ds_of_bias, TILE);
+        advance_order(x.next_tile + r0 / TILE, tile);
+    }
+
+    // Of a block whose bias is −inf throughout.
+    void masked_out_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
+        if (dbias.on) dbias.masked_out_block(slots.turns, head, r0, m, tile * TILE, n, ds);
+        if (!in_order) return;
+        wait_for_order(x.next_tile + r0 / TILE, tile);
         advance_order(x.next_tile + r0 / TILE, tile);
     }
 
@@ -192,14 +224,17 @@ struct Backward {
         auto end = [&](int64_t r) { return at_most(n, hi[r + MR - 1] - j0); };
         memset(p, 0, TILE * TILE * sizeof(T));
         memset(ds, 0, TILE * TILE * sizeof(T));
+        if (ds_of_bias != ds) memset(ds_of_bias, 0, TILE * TILE * sizeof(T));
         for (int64_t r = 0; r < m; r += MR) {
             const int64_t begin = first(r), stop = round_up(end(r), L);
             if (begin >= end(r)) continue;
             const T *q = x.q + (r0 + r) * d, *g = x.g + (r0 + r) * dv;
             product<T, ROWS>(p + r * TILE + begin, TILE, q, d, kt + begin, TILE, MR, stop - begin, d, false);
             if (want_ds) product<T, ROWS>(ds + r * TILE + begin, TILE, g, dv, vt + begin, TILE, MR, stop - begin, dv, false);
-            for (int64_t y = r; y < r + MR; ++y) p_and_ds<true>(head, x, r0, y, j0, begin, stop);
+            for (int64_t y = r; y < r + MR; ++y)
+                extra ? p_and_ds<true, true>(head, x, r0, y, j0, begin, stop) : p_and_ds<true, false>(head, x, r0, y, j0, begin, stop);
         }
+        if (dbias.on) dbias.block(slots.turns, column_sums, head, r0, m, j0, n, ds_of_bias, TILE);
         for (int64_t j = 0; j < n; j += MR) {  // rows a … b attend to some of columns j … j + MR
             int64_t a = 0, b = m;
             while (a < m && hi[a] <= j0 + j) ++a;
@@ -208,37 +243,50 @@ struct Backward {
             if (want_dv) product<T, TRANSPOSED>(dv_ + j * dv, dv, p + a * TILE + j, TILE, g, dv, MR, dv, b - a, true);
             if (want_dk) product<T, TRANSPOSED>(dk + j * d, d, ds + a * TILE + j, TILE, q, d, MR, d, b - a, true);
         }
-        if (!want_dq) return;
+        if (!in_order) return;
         wait_for_order(x.next_tile + r0 / TILE, tile);
+        if (dbias.by_row) dbias.rows(x.row_sums + r0, m, n, ds_of_bias, TILE);
         for (int64_t r = 0; r < m; r += MR) {
             const int64_t begin = first(r), stop = end(r);
-            if (begin < stop)
+            if (want_dq && begin < stop)
                 product<T, ROWS>(x.dq + (r0 + r) * d, d, ds + r * TILE + begin, TILE, k + begin * d, d, MR, d, stop - begin, true);
         }
         advance_order(x.next_tile + r0 / TILE, tile);
     }
 
-    // One row: products → p and ds.
-    template <bool MASKED>
+    // One row: products → p and ds. EXTRA: with bias or dropout.
+    template <bool MASKED, bool EXTRA>
     void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
         T *row = p + r * TILE, *drow = ds + r * TILE;
         const int64_t of = at_most(r0 + r, head.rows() - 1);
         const Vec<T> lse = all(x.rows.lse[r0 + r]), delta = all(x.rows.delta[r0 + r]);
         const Score<T> score(call, T(slope_of(call, head, of)), T(head.position(of)), x.rows.lo[of], x.rows.hi[of]);
+        const T* row_of_bias = of_bias + (bias.same_in_rows ? 0 : r * TILE);
         Ints<T> column = iota<T>() + typename Lanes<T>::Integer(j0 + begin);
         for (int64_t j = begin; j < stop; j += L, column += L) {
             Vec<T> derivative = all(T(1)), s = load(row + j);
-            s = plain ? s * score.scale - lse : score.minus(lse, s, column, &derivative);
+            if (EXTRA && bias.on)
+                s = score.minus(-load(row_of_bias + j), s, column, &derivative) - lse;
+            else
+                s = plain ? s * score.scale - lse : score.minus(lse, s, column, &derivative);
             const Vec<T> e = exponential(MASKED ? score.mask(s, column) : s);
-            Vec<T> de = e * (load(drow + j) - delta);
+            Vec<T> dp = load(drow + j), r_of_o = e;
+            if (EXTRA && dropout.on) {
+                const Ints<T> dropped = dropout.dropped(score.same(head.index(of)), column, score.same(head.query_head(of)), head.b);
+                dp = dropped ? Vec<T>{} : dp * dropout.kept;
+                r_of_o = dropped ? Vec<T>{} : e;
+            }
+            Vec<T> de = e * (dp - delta);
+            if (EXTRA && ds_of_bias != ds) store(ds_of_bias + r * TILE + j, de);
             if (!plain) de *= derivative;
-            store(row + j, e);
+            store(row + j, r_of_o);
             store(drow + j, de);
         }
     }
 
     void close_head(const Head& head, const Open& x, double* dsinks) {
         if (call.dsinks.data) x.rows.sink_gradients(call, head, dsinks);
+        dbias.end_rows(slots.turns, x.row_sums, head);
         if (!want_dq) return;
         for (int64_t r = 0; r < head.rows(); ++r) {
             const int64_t h = head.query_head(r), t = head.token(r);

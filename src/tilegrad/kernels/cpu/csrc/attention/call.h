@@ -1,6 +1,6 @@
 // One call of attention as it crosses the C ABI: sizes, views with strides in elements, options, scratch.
 //
-//   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)
+//   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)   bias (B, Hq, Tq, Tk)
 //
 // Packed sequences: B of them, stride b = 0, and cu_seqlens_q, cu_seqlens_k (B + 1) say where each begins; tq, tk are the longest.
 // cpu/abi.py defines `View` and `Call` a second time, and layout.h lists their fields: the three are compared at loading.
@@ -21,14 +21,16 @@ struct Call {
     int64_t dtype, b, hq, hkv, tq, tk, d, dv;
     int64_t left, right;  // the band of mask.py; −1: open
     int64_t threads, isa;
-    int64_t sinks_dtype, slopes_dtype;
+    int64_t sinks_dtype, slopes_dtype, bias_dtype, dbias_dtype;
+    int64_t dropout_threshold, seed;  // of philox.py
     const int32_t *cu_seqlens_q, *cu_seqlens_k;
     char* scratch;
     int64_t scratch_bytes;
     View q, k, v, o, lse;                           // o and lse: written by the forward, read by the backward
     View do_, dlse, dq, dk, dv_, dsinks;            // of the backward
     View sinks, slopes;                             // (Hq,) in h; slopes may have b
-    double scale, softcap;
+    View bias, dbias;                               // strides are 0 where it is broadcast; dbias adds to what is there unless all are kept
+    double scale, softcap, dropout_p;
 };
 
 // One sequence of the batch: its first row in q and in k, and its lengths.

@@ -5,17 +5,19 @@
 //     for each strip of rows:                STRIP rows are a few registers wide
 //       sᵀ = k qᵀ                            only columns that the strip attends to; TILE × STRIP stay in the first cache
 //       new_max = max(row_max, max s)
-//       p = exp(s − new_max)
+//       p = exp(s − new_max)                 sums take p, the product takes p ∘ keep
 //       alpha = exp(row_max − new_max)
 //       row_sum = alpha · row_sum + Σ p
 //       acc = alpha · acc + p v
-//   o = acc / row_sum        lse = row_max + log row_sum
+//   o = acc / row_sum / (1 − dropout_p)        lse = row_max + log row_sum
 //
 // Scores are held transposed, so that lanes are rows: maxima and sums go down a register, never across one, and pᵀ lies as
 // the second product reads it. Each row has one owner and one order of sums: results do not depend on the number of threads.
 #pragma once
 
 #include "simd/product.h"
+#include "attention/bias.h"
+#include "attention/dropout.h"
 #include "attention/head_rows.h"
 
 namespace tilegrad {
@@ -31,10 +33,13 @@ struct Forward {
     const Call& call;
     const Format<T> format = format_of<T>(call.dtype);
     const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
-    const bool plain = call.softcap == 0 && !call.slopes.data && call.scale > 0;
+    const Bias<T> bias{call};
+    const Dropout<T> dropout{call};
+    const bool plain = call.softcap == 0 && !call.slopes.data && call.scale > 0 && !bias.on;
 
     // Buffers of a thread.
     T *rows_of_q, *qt, *k, *v, *s, *acc, *row_max, *row_sum;
+    T *rows_of_bias, *bias_t;  // (STRIP, TILE), (TILE, STRIP)
     RowLanes<T> lanes;
 
     Forward(const Call& call, BumpAllocator& allocator) : call(call) {
@@ -48,6 +53,8 @@ struct Forward {
         row_max = allocator.take<T>(rows);
         row_sum = allocator.take<T>(rows);
         lanes.allocate(allocator, rows);
+        rows_of_bias = allocator.take<T>(bias.on ? STRIP * TILE : 0);
+        bias_t = allocator.take<T>(bias.on ? TILE * STRIP : 0);
     }
 
     static int64_t blocks(const Call& call) {  // of the longest sequence
@@ -72,28 +79,35 @@ struct Forward {
         start_rows(call, head, r0, m, padded, row_max, row_sum, T(1));
         memset(acc, 0, padded * dv * sizeof(T));
         const int64_t first = lanes.lo[0], last = lanes.hi[m - 1];
-        for (int64_t j0 = first; j0 < last; j0 += TILE) columns(head, padded, j0, at_most(TILE, last - j0));
+        for (int64_t j0 = first; j0 < last; j0 += TILE) columns(head, r0, m, j0, at_most(TILE, last - j0));
         for (int64_t r = 0; r < m; ++r) {
             T* o = acc + r * dv;
-            if (row_sum[r] != 0)  // divided, not multiplied by 1 / row_sum: its rounding would be the whole row's
-                for (int64_t i = 0; i < dv; i += L) store(o + i, load(o + i) / row_sum[r]);
+            const T divisor = row_sum[r] * T(1 - call.dropout_p);
+            if (divisor != 0)  // divided, not multiplied by 1 / row_sum: its rounding would be the whole row's
+                for (int64_t i = 0; i < dv; i += L) store(o + i, load(o + i) / divisor);
             write_row(call, format, head, r0 + r, o, row_max[r] + logarithm(row_sum[r]));
         }
     }
 
-    void columns(const Head& head, int64_t m, int64_t j0, int64_t n) {
+    void columns(const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) {
         const int64_t padded = round_up(n, MR);
+        if (bias.on && bias.same_in_rows && !bias.load(bias_t, TILE, head, r0, 1, j0, n)) return;
         pack_columns(k, d, call.k, format, head, j0, n, padded, call.d);
         pack_columns(v, dv, call.v, format, head, j0, n, padded, call.dv);
         for (int64_t r = 0; r < m; r += STRIP) {
             const int64_t begin = at_least(0, lanes.lo[r] - j0), end = at_most(n, lanes.hi[r + STRIP - 1] - j0);
             if (begin >= end) continue;
+            if (bias.on && !bias.same_in_rows &&
+                !bias.load_transposed(bias_t, STRIP, rows_of_bias, TILE, head, r0 + r, at_most(STRIP, m - r), j0, n))
+                continue;
             const int64_t a = begin / MR * MR;
             product<T, ROWS>(s, STRIP, k + a * d, d, qt + r * d, STRIP, round_up(end - a, MR), STRIP, d, false);
             const bool unmasked = lanes.lo[r + STRIP - 1] <= j0 + a && lanes.hi[r] >= j0 + end;
             bool rescale = false;
             for (int64_t x = r; x < r + STRIP; x += L)
-                rescale |= unmasked ? softmax<false>(x, s + x - r, j0 + a, end - a) : softmax<true>(x, s + x - r, j0 + a, end - a);
+                rescale |= dropout.on ? softmax<true, true>(head, x, x - r, j0, a, end)
+                           : unmasked ? softmax<false, false>(head, x, x - r, j0, a, end)
+                                      : softmax<true, false>(head, x, x - r, j0, a, end);
             T* out = acc + r * dv;
             if (rescale)
                 for (int64_t x = 0; x < STRIP; ++x)
@@ -102,24 +116,28 @@ struct Forward {
         }
     }
 
-    // Rows x … x + lanes: n columns of scores from j on → p; the rows' maxima, sums and alphas. True if any maximum rose.
-    template <bool MASKED>
-    bool softmax(int64_t x, T* scores, int64_t j, int64_t n) {
+    // Rows x … x + lanes, `lane` … of the strip: columns a … end of the tile's scores → p; the rows' maxima, sums and alphas. True
+    // if any maximum rose.
+    template <bool MASKED, bool DROPPING>
+    bool softmax(const Head& head, int64_t x, int64_t lane, int64_t j0, int64_t a, int64_t end) {
+        const int64_t j = j0 + a, n = end - a;
+        T* scores = s + lane;
         const Score<T> score(call, lanes, x);
         const T factor = plain ? score.scale : T(1);
         const Vec<T> old_max = load(row_max + x);
         Vec<T> largest = all(-T(__builtin_inf()));
         for (int64_t y = 0; y < n; ++y) {
             Vec<T> z = load(scores + y * STRIP);
-            if (!plain) z = score.minus(Vec<T>{}, z, score.same(j + y), nullptr);
+            if (!plain) z = score.minus(bias.on ? -bias.lanes(bias_t, STRIP, a + y, lane) : Vec<T>{}, z, score.same(j + y), nullptr);
             if (MASKED) z = score.mask(z, score.same(j + y));
             if (MASKED || !plain) store(scores + y * STRIP, z);
             largest = larger(largest, z);
         }
         const Vec<T> new_max = larger(old_max, largest * factor);
+        const Ints<T> index = load_ints<T>(lanes.index + x), of = load_ints<T>(lanes.head + x);
         auto probability = [&](int64_t y) {
             const Vec<T> p = exponential(load(scores + y * STRIP) * factor - new_max);
-            store(scores + y * STRIP, p);
+            store(scores + y * STRIP, DROPPING ? dropout.keep(p, index, score.same(j + y), of, head.b) : p);
             return p;
         };
         Vec<T> totals[4] = {};  // four short sums round less than a long one

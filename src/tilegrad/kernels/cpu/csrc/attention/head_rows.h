@@ -91,27 +91,38 @@ inline double sink_of(const Call& call, const Head& head, int64_t r) {
 // What is known of each row of a block, for vectors whose lanes are rows.
 template <class T>
 struct RowLanes {
-    int32_t *lo, *hi;
+    int32_t *lo, *hi, *index, *head;
     T *slope, *position, *alpha;
 
     void allocate(BumpAllocator& allocator, int64_t rows) {
         lo = allocator.take<int32_t>(rows);
         hi = allocator.take<int32_t>(rows);
+        index = allocator.take<int32_t>(rows);
+        head = allocator.take<int32_t>(rows);
         slope = allocator.take<T>(rows);
         position = allocator.take<T>(rows);
         alpha = allocator.take<T>(rows);
     }
 
     // Rows beyond m repeat the last.
-    void fill(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded) {
+    void fill(const Call& call, const Head& of, int64_t r0, int64_t m, int64_t padded) {
         for (int64_t r = 0; r < padded; ++r) {
             const int64_t row = r0 + at_most(r, m - 1);
-            attended_columns(call, head, row, lo + r, hi + r);
-            slope[r] = T(slope_of(call, head, row));
-            position[r] = T(head.position(row));
+            attended_columns(call, of, row, lo + r, hi + r);
+            index[r] = int32_t(of.index(row));
+            head[r] = int32_t(of.query_head(row));
+            slope[r] = T(slope_of(call, of, row));
+            position[r] = T(of.position(row));
         }
     }
 };
+
+template <class T>
+Ints<T> load_ints(const int32_t* p) {
+    Ints<T> x;
+    for (int n = 0; n < Lanes<T>::N; ++n) x[n] = p[n];
+    return x;
+}
 
 // The options that act on a score: c · tanh(s / c), − slope · |distance|, −inf where masked. Lanes are rows, and a column is
 // the same in all of them, or the other way round.
@@ -124,10 +135,8 @@ struct Score {
 
     Score(const Call& call, const RowLanes<T>& rows, int64_t r)  // lanes are rows r …
         : scale(T(call.scale)), softcap(T(call.softcap)), slope(load(rows.slope + r)), position(load(rows.position + r)) {
-        for (int n = 0; n < Lanes<T>::N; ++n) {
-            lo[n] = rows.lo[r + n];
-            hi[n] = rows.hi[r + n];
-        }
+        lo = load_ints<T>(rows.lo + r);
+        hi = load_ints<T>(rows.hi + r);
     }
 
     Score(const Call& call, T slope, T position, int32_t lo, int32_t hi)  // lanes are columns of one row

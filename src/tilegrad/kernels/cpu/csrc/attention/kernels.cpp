@@ -62,6 +62,7 @@ struct SharedHeads {
     static void prepare(const Call& call) {
         const Slots slots = shared(call);
         new_queue(reinterpret_cast<char*>(slots.queue), slots.n, call.b * call.hkv);
+        memset(slots.turns, 0, slots.n_turns * sizeof(int32_t));
     }
 
     static void work(const Call& call, int worker) {

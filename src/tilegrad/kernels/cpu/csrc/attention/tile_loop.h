@@ -9,17 +9,20 @@
 namespace tilegrad {
 namespace ISA {
 
-// What the threads of a call share, at the beginning of the scratch: the queue, dsinks by sequence, and the slots.
+// What the threads of a call share, at the beginning of the scratch: the queue, dsinks by sequence, the turns of bias.h, and the slots.
 struct Slots {
     int64_t n, slot_bytes;
     WorkQueue* queue;
     double* dsinks;  // (B, Hq)
+    int64_t n_turns;
+    int32_t* turns;
     char* first;
 
-    Slots(const Call& call, BumpAllocator& allocator, int64_t slot_bytes)
-        : n(at_least(1, at_most(call.threads, call.b * call.hkv))), slot_bytes(slot_bytes) {
+    Slots(const Call& call, BumpAllocator& allocator, int64_t slot_bytes, int64_t n_turns = 0)
+        : n(at_least(1, at_most(call.threads, call.b * call.hkv))), slot_bytes(slot_bytes), n_turns(n_turns) {
         queue = reinterpret_cast<WorkQueue*>(allocator.take<char>(queue_bytes(n)));
         dsinks = allocator.take<double>(call.b * call.hq);
+        turns = allocator.take<int32_t>(n_turns);
         first = allocator.take<char>(slot_bytes * n);
     }
 };

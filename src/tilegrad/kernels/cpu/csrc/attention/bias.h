@@ -1,0 +1,192 @@
+// Bias: a number for each pair, added to the score, and its gradient dbias = ds summed over what it is broadcast in.
+//
+// A bool bias is read as 0 and −inf. Blocks that are −inf throughout are skipped: padding costs nothing.
+//
+// Sums of dbias are formed in an order of their own, on any number of threads:
+//
+//   bhqk kept     every number has one block: it is stored
+//   q and k kept  blocks add to the sums head after head: `turns` of the block says whose turn it is
+//   k kept        a tile of columns sums its rows, and tiles add head after head
+//   k not kept    a row sums its columns in the order of dq's, and heads add one after the other when they close
+//
+// A tile waits for tiles of lower heads only, and the queue hands heads out in rising order: the lowest never waits.
+#pragma once
+
+#include "attention/head_rows.h"
+#include "threads/work_queue.h"
+
+namespace tilegrad {
+namespace ISA {
+
+template <class T>
+void load_bool_row(T* to, const char* from, int64_t n, int64_t stride) {
+    const T masked_out = -T(__builtin_inf());
+    for (int64_t i = 0; i < n; ++i) to[i] = from[i * stride] ? T(0) : masked_out;
+}
+
+template <class T>
+Format<T> bias_format(int64_t dtype) {
+    if (dtype == BOOL) return {1, load_bool_row<T>, nullptr};
+    if (dtype == FLOAT32) return format<T, float>();
+    return format_of<T>(dtype);  // that of q
+}
+
+inline char* pair_at(const View& x, int64_t bytes, const Head& head, int64_t r, int64_t j) {
+    return x.data + (head.b * x.b + head.query_head(r) * x.h + head.index(r) * x.t + j * x.d) * bytes;
+}
+
+template <class T>
+struct Bias {
+    const Call& call;
+    const bool on = call.bias_dtype != NONE;
+    const Format<T> format = bias_format<T>(call.bias_dtype);
+    const bool same_in_rows = call.bias.t == 0 && (call.hq == call.hkv || call.bias.h == 0);
+
+    // Rows r0 … r0 + m of columns j0 … j0 + n, packed; one row where all are the same. False: all are −inf.
+    bool load(T* to, int64_t ld, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
+        bool attended = false;
+        for (int64_t r = 0; r < (same_in_rows ? 1 : m); ++r) {
+            T* row = to + r * ld;
+            format.load(row, pair_at(call.bias, format.bytes, head, r0 + r, j0), n, call.bias.d);
+            attended = attended || !masked_out(row, n);
+            for (int64_t j = n; j < ld; ++j) row[j] = 0;
+        }
+        return attended;
+    }
+
+    // The same transposed, (ld, rows) as lanes that are rows read it, `rows` ≥ m; `buffer` holds it as it is loaded.
+    bool load_transposed(T* to, int64_t rows, T* buffer, int64_t ld, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
+        if (same_in_rows) return load(to, ld, head, r0, m, j0, n);
+        const bool attended = load(buffer, ld, head, r0, m, j0, n);
+        if (attended) {
+            memset(buffer + m * ld, 0, (rows - m) * ld * sizeof(T));
+            transpose(to, rows, buffer, ld, rows, ld);
+        }
+        return attended;
+    }
+
+    // A register of load_transposed's: column j, rows r ….
+    Vec<T> lanes(const T* transposed, int64_t rows, int64_t j, int64_t r) const {
+        return same_in_rows ? all(transposed[j]) : tilegrad::ISA::load(transposed + j * rows + r);
+    }
+
+    static bool masked_out(const T* row, int64_t n) {
+        for (int64_t j = 0; j < n; ++j)
+            if (row[j] != -T(__builtin_inf())) return false;  // NaN is attended to
+        return true;
+    }
+};
+
+template <class T>
+struct BiasGradient {
+    const Call& call;
+    const bool on = call.dbias.data != nullptr;
+    const View& sums = call.dbias;  // strides are 0 where the bias is broadcast; T, or any dtype where all are kept
+    const bool keeps_b = sums.b || call.b == 1, keeps_h = sums.h || call.hq == 1;
+    const bool keeps_q = sums.t || call.tq == 1, keeps_k = sums.d || call.tk == 1;
+    const bool stored = keeps_b && keeps_h && keeps_q && keeps_k;
+    const bool in_turn = on && !(keeps_b && keeps_h);
+    const bool by_row = on && !keeps_k;                  // what a row sums
+    const bool by_column = on && keeps_k && !keeps_q;    // what a tile of columns sums
+    const bool by_block = on && keeps_k && keeps_q;
+    const Format<T> format = bias_format<T>(call.dbias_dtype);
+    const int64_t tile_columns, block_rows;
+
+    BiasGradient(const Call& call, int64_t tile_columns, int64_t block_rows)
+        : call(call), tile_columns(tile_columns), block_rows(block_rows) {}
+
+    static bool possible(const Call& call) { return call.bias_dtype != NONE && call.bias_dtype != BOOL; }
+
+    // One for each block, at most.
+    static int64_t turns(const Call& call, int64_t tile_columns, int64_t block_rows) {
+        if (!possible(call)) return 0;
+        return (call.tk / tile_columns + 1) * (call.tq * (call.hq / call.hkv) / block_rows + 1);
+    }
+
+    void wait(int32_t* turn, const Head& head) const {
+        if (in_turn) wait_for_order(turn, number(head));
+    }
+
+    void advance(int32_t* turn, const Head& head) const {
+        if (in_turn) advance_order(turn, number(head));
+    }
+
+    int32_t number(const Head& head) const { return int32_t(head.b * call.hkv + head.kv); }
+
+    void add(T* to, const T* from, int64_t n) const {
+        if (sums.d == 1)
+            for (int64_t j = 0; j < n; ++j) to[j] += from[j];
+        else
+            for (int64_t j = 0; j < n; ++j) to[j * sums.d] += from[j];
+    }
+
+    T* sum(const Head& head, int64_t r, int64_t j) const { return reinterpret_cast<T*>(pair_at(sums, sizeof(T), head, r, j)); }
+
+    // ds of rows r0 … r0 + m and columns j0 … j0 + n to dbias, or to the sums of a tile's columns, (G, ld).
+    void block(int32_t* turns, T* column_sums, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, const T* ds, int64_t ld) const {
+        if (by_column)
+            for (int64_t r = 0; r < m; ++r) {
+                T* to = column_sums + (r0 + r) % head.group * ld;
+                for (int64_t j = 0; j < n; ++j) to[j] += ds[r * ld + j];
+            }
+        if (!by_block) return;
+        int32_t* turn = turns + j0 / tile_columns * (call.tq * head.group / block_rows + 1) + r0 / block_rows;
+        wait(turn, head);
+        for (int64_t r = 0; r < m; ++r)
+            if (stored)
+                format.store(pair_at(sums, format.bytes, head, r0 + r, j0), ds + r * ld, n, sums.d, 1);
+            else
+                add(sum(head, r0 + r, j0), ds + r * ld, n);
+        advance(turn, head);
+    }
+
+    // Of a block that is masked out, all of whose ds is 0.
+    void masked_out_block(int32_t* turns, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, T* zeros) const {
+        if (!by_block) return;
+        memset(zeros, 0, n * sizeof(T));
+        int32_t* turn = turns + j0 / tile_columns * (call.tq * head.group / block_rows + 1) + r0 / block_rows;
+        wait(turn, head);
+        if (stored)
+            for (int64_t r = 0; r < m; ++r) format.store(pair_at(sums, format.bytes, head, r0 + r, j0), zeros, n, sums.d, 1);
+        advance(turn, head);
+    }
+
+    void start_columns(T* column_sums, const Head& head, int64_t ld) const {
+        if (by_column) memset(column_sums, 0, head.group * ld * sizeof(T));
+    }
+
+    void end_columns(int32_t* turns, const T* column_sums, const Head& head, int64_t j0, int64_t n, int64_t ld) const {
+        if (!by_column) return;
+        int32_t* turn = turns + j0 / tile_columns;
+        wait(turn, head);
+        for (int64_t g = 0; g < head.group; ++g) add(sum(head, g, j0), column_sums + g * ld, n);
+        advance(turn, head);
+    }
+
+    // To the sums of the rows, which stand at row_sums.
+    void rows(T* row_sums, int64_t m, int64_t n, const T* ds, int64_t ld) const {
+        for (int64_t r = 0; r < m; ++r) {
+            double total = 0;
+            for (int64_t j = 0; j < n; ++j) total += double(ds[r * ld + j]);
+            row_sums[r] += T(total);
+        }
+    }
+
+    void end_rows(int32_t* turns, const T* row_sums, const Head& head) const {
+        if (!by_row) return;
+        wait(turns, head);
+        for (int64_t g = 0; g < head.group; ++g) {
+            double total = 0;
+            for (int64_t r = g; r < head.rows(); r += head.group)
+                if (keeps_q)
+                    *sum(head, r, 0) += row_sums[r];
+                else
+                    total += double(row_sums[r]);
+            if (!keeps_q) *sum(head, g, 0) += T(total);
+        }
+        advance(turns, head);
+    }
+};
+
+}  // namespace ISA
+}  // namespace tilegrad
