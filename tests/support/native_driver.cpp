@@ -75,6 +75,24 @@ struct Tensor {
     double at(int64_t x, int64_t y, int64_t z, int64_t w) { return get(index(x, y, z, w)); }
 };
 
+// Philox4×32-10 of kernels/philox.py, number by number.
+uint32_t philox(uint32_t c0, uint32_t c1, uint32_t c2, uint32_t c3, uint64_t seed) {
+    uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
+    for (int round = 0; round < 10; ++round, k0 += 0x9E3779B9, k1 += 0xBB67AE85) {
+        const uint64_t x = uint64_t(c0) * 0xD2511F53, y = uint64_t(c2) * 0xCD9E8D57;
+        c0 = uint32_t(y >> 32) ^ c1 ^ k0, c1 = uint32_t(y), c2 = uint32_t(x >> 32) ^ c3 ^ k1, c3 = uint32_t(x);
+    }
+    return c0;
+}
+
+// A bias whose sizes are 1 where it is broadcast.
+View broadcast(Tensor& x) {
+    View v = x.view();
+    return {v.data, x.b == 1 ? 0 : v.b, x.h == 1 ? 0 : v.h, x.t == 1 ? 0 : v.t, x.d == 1 ? 0 : v.d};
+}
+
+int64_t at(const View& v, int64_t b, int64_t h, int64_t t, int64_t d) { return b * v.b + h * v.h + t * v.t + d * v.d; }
+
 struct Error {
     double worst = 0, largest = 1e-3;
     void see(double got, double want) {
@@ -110,6 +128,24 @@ bool check(int64_t isa, int number) {
     if (has_dlse) call.dlse = dlse.view();
     if (has_sinks) { call.sinks = sinks.view(); call.dsinks = dsinks.view(); }
     if (generator() % 3 == 0) call.slopes = slopes.view();
+    // A float bias with its gradient, in every form, or a bool one: bytes, of which every fifth is 0.
+    const int64_t kind = pick({0, 0, 1, 2}), form = kind ? int64_t(generator() % 16) : 0;
+    const int64_t bb = form & 1 ? b : 1, bh = form & 2 ? hq : 1, bq = form & 4 ? tq : 1, bk = form & 8 ? tk : 1;
+    Tensor bias(bb, bh, bq, bk, statistic, false, true), dbias(bb, bh, bq, bk, statistic, false, true);
+    std::vector<char> attends(size_t(bb * bh * bq * bk));
+    for (size_t n = 0; n < attends.size(); ++n) {
+        attends[n] = generator() % 5 != 0;
+        dbias.put(int64_t(n), 0);
+        if (generator() % 7 == 0) bias.put(int64_t(n), -std::numeric_limits<double>::infinity());
+    }
+    call.bias_dtype = kind == 0 ? tilegrad::NONE : kind == 1 ? statistic : int64_t(tilegrad::BOOL);
+    call.dbias_dtype = statistic;
+    if (kind) call.bias = broadcast(bias);
+    if (kind == 1) call.dbias = broadcast(dbias);
+    if (kind == 2) call.bias.data = attends.data();
+    call.dropout_p = double(pick({0, 0, 1})) / 4;
+    call.dropout_threshold = int64_t(call.dropout_p * 4294967296.0);
+    call.seed = int64_t(0x123456789abcdef0);
     for (int64_t backward = 0; backward < 2; ++backward) {
         call.scratch_bytes = tilegrad_native_scratch(&call, backward);
         std::unique_ptr<char, void (*)(void*)> scratch(
@@ -118,13 +154,14 @@ bool check(int64_t isa, int number) {
         tilegrad_native_run(&call, backward);
     }
 
-    Error eo, el, edq, edk, edv, es;
+    Error eo, el, edq, edk, edv, es, eb;
+    std::vector<double> wdb(attends.size());
     std::vector<double> wdk(b * hkv * tk * d), wdv(b * hkv * tk * dv), wds(hq);
     for (int64_t x = 0; x < b; ++x)
         for (int64_t h = 0; h < hq; ++h)
             for (int64_t i = 0; i < tq; ++i) {
                 const int64_t kv = h / group;
-                std::vector<double> s(tk), slope(tk, 1.0), wo(dv), wdq(d);
+                std::vector<double> s(tk), slope(tk, 1.0), keep(tk, 1.0), wo(dv), wdq(d);
                 double sum = has_sinks ? std::exp(sinks.get(h)) : 0;
                 for (int64_t j = 0; j < tk; ++j) {
                     const int64_t distance = i + tk - tq - j;
@@ -132,24 +169,30 @@ bool check(int64_t isa, int number) {
                     for (int64_t e = 0; e < d; ++e) y += q.at(x, h, i, e) * k.at(x, kv, j, e);
                     y *= call.scale;
                     if (call.softcap != 0) { double t = std::tanh(y / call.softcap); slope[j] = 1 - t * t; y = call.softcap * t; }
+                    if (kind == 1) y += bias.get(at(call.bias, x, h, i, j));
                     if (call.slopes.data) y -= slopes.at(x, h, 0, 0) * double(std::labs(distance));
-                    const bool seen = (call.left < 0 || distance <= call.left) && (call.right < 0 || distance >= -call.right);
+                    if (call.dropout_p > 0) {
+                        const uint32_t word = philox(uint32_t(j), uint32_t(i), uint32_t(h), uint32_t(x), uint64_t(call.seed));
+                        keep[j] = word < call.dropout_threshold ? 0 : 1 / (1 - call.dropout_p);
+                    }
+                    const bool seen = (kind != 2 || attends[at(call.bias, x, h, i, j)]) && (call.left < 0 || distance <= call.left) && (call.right < 0 || distance >= -call.right);
                     s[j] = seen ? std::exp(y) : 0;
                     sum += s[j];
                 }
                 double delta = has_dlse && sum > 0 ? -dlse.at(x, h, i, 0) : 0;
                 for (int64_t j = 0; j < tk; ++j) {
                     if (sum > 0) s[j] /= sum;
-                    for (int64_t e = 0; e < dv; ++e) wo[e] += s[j] * v.at(x, kv, j, e);
+                    for (int64_t e = 0; e < dv; ++e) wo[e] += s[j] * keep[j] * v.at(x, kv, j, e);
                 }
                 for (int64_t e = 0; e < dv; ++e) { eo.see(o.at(x, h, i, e), wo[e]); delta += wo[e] * g.at(x, h, i, e); }
                 el.see(lse.at(x, h, i, 0), std::log(sum));
                 for (int64_t j = 0; j < tk; ++j) {
                     double dp = 0;
                     for (int64_t e = 0; e < dv; ++e) {
-                        dp += g.at(x, h, i, e) * v.at(x, kv, j, e);
-                        wdv[((x * hkv + kv) * tk + j) * dv + e] += s[j] * g.at(x, h, i, e);
+                        dp += keep[j] * g.at(x, h, i, e) * v.at(x, kv, j, e);
+                        wdv[((x * hkv + kv) * tk + j) * dv + e] += s[j] * keep[j] * g.at(x, h, i, e);
                     }
+                    if (kind == 1) wdb[at(call.bias, x, h, i, j)] += s[j] * (dp - delta);
                     const double ds = s[j] * (dp - delta) * slope[j] * call.scale;
                     for (int64_t e = 0; e < d; ++e) {
                         wdq[e] += ds * k.at(x, kv, j, e);
@@ -167,18 +210,20 @@ bool check(int64_t isa, int number) {
             }
     if (has_sinks) for (int64_t h = 0; h < hq; ++h) es.see(dsinks.get(h), wds[h]);
 
+    for (size_t n = 0; kind == 1 && n < attends.size(); ++n) eb.see(dbias.get(int64_t(n)), wdb[n]);
+
     double largest = 0;
-    for (const Error& e : {eo, el, edq, edk, edv, es}) largest = std::max(largest, e.largest);
+    for (const Error& e : {eo, el, edq, edk, edv, es, eb}) largest = std::max(largest, e.largest);
     const double allowed = (dtype == tilegrad::FLOAT64 ? 1e-12 : dtype == tilegrad::FLOAT32 ? 2e-5 : 6e-2) * largest;
     bool good = true;
-    const char* names[] = {"o", "lse", "dq", "dk", "dv", "dsinks"};
+    const char* names[] = {"o", "lse", "dq", "dk", "dv", "dsinks", "dbias"};
     int n = 0;
-    for (const Error& e : {eo, el, edq, edk, edv, es}) {
+    for (const Error& e : {eo, el, edq, edk, edv, es, eb}) {
         if (!(e.worst <= allowed)) {
             std::printf("call %d isa %ld dtype %ld b %ld hq %ld hkv %ld tq %ld tk %ld d %ld dv %ld left %ld right %ld cap %g sinks %d alibi %d"
-                        " threads %ld: %s is off by %g of %g\n", number, long(isa), long(dtype), long(b), long(hq), long(hkv), long(tq),
+                        " bias %ld form %ld dropout %g threads %ld: %s is off by %g of %g\n", number, long(isa), long(dtype), long(b), long(hq), long(hkv), long(tq),
                         long(tk), long(d), long(dv), long(call.left), long(call.right), call.softcap, has_sinks,
-                        call.slopes.data != nullptr, long(call.threads), names[n], e.worst, largest);
+                        call.slopes.data != nullptr, long(kind), long(form), call.dropout_p, long(call.threads), names[n], e.worst, largest);
             good = false;
         }
         ++n;
