@@ -38,7 +38,8 @@ struct AmxBackward {
     const BiasGradient<float> dbias{call, COLUMNS, ROWS};
     const Dropout<float> dropout{call};
     const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk || dbias.on;
-    const bool plain = call.softcap == 0 && !call.slopes.data && !bias.on, extra = bias.on || dropout.on;
+    const bool products = call.softcap == 0 && !call.slopes.data;  // and bias: nothing else is in a score
+    const bool plain = products && !bias.on, extra = bias.on || dropout.on;
     const bool in_order = want_dq || dbias.by_row, with_dbias = BiasGradient<float>::possible(call);
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), ROWS);
 
@@ -124,7 +125,7 @@ struct AmxBackward {
         memset(dk, 0, padded * d * sizeof(float));
         memset(dv_, 0, padded * dv * sizeof(float));
         dbias.start_columns(column_sums, head, COLUMNS);
-        bool attended = !bias.on || (bias.same_in_rows && bias.load(bias_t, COLUMNS, head, 0, 1, j0, n));
+        bool attended = !bias.on || (bias.same_in_rows && bias.load_transposed(bias_t, ROWS, rows_of_bias, COLUMNS, head, 0, 1, j0, n));
         const Run attending = rows_attending(call, head, j0, j0 + n);
         for (int64_t r0 = attending.begin / ROWS * ROWS; r0 < attending.end; r0 += ROWS) {
             const int64_t m = at_most(ROWS, head.rows() - r0);
@@ -220,21 +221,23 @@ struct AmxBackward {
             for (int64_t i = attending.begin; i < attending.end; i += 16) {
                 const __m512 lse2 = _mm512_loadu_ps(x.lse2 + r0 + i), delta = _mm512_loadu_ps(x.rows.delta + r0 + i);
                 __m512 e[2], de[2];
+                I32 dropped[2];
+                if (EXTRA && dropout.on)
+                    dropout.draw(dropped, 2, head.b, load_ints<float>(x.lanes.head + r0 + i), load_ints<float>(x.lanes.index + r0 + i),
+                                 Score<float>::same(j0 + j + y), 1);
                 for (int64_t z = 0; z < 2; ++z) {
                     const int64_t column = j0 + j + y + z;
                     V32 x_or_s = load(s + (y + z) * ROWS + i), derivative = all(1.0f);
                     if (!PLAIN) {
                         const Score<float> score(call, x.lanes, r0 + i);
-                        const V32 minus = EXTRA && bias.on ? -bias.lanes(bias_t, ROWS, j + y + z, i) : V32{};
-                        x_or_s = score.minus(minus, x_or_s, score.same(column), &derivative);
+                        const V32 b = EXTRA && bias.on ? bias.lanes(bias_t, ROWS, j + y + z, i) : V32{};
+                        x_or_s = EXTRA && products ? x_or_s * score.scale + b : score.minus(-b, x_or_s, score.same(column), &derivative);
                     }
                     e[z] = exponential_of_2(_mm512_fmsub_ps((__m512)x_or_s, times, lse2));
                     __m512 dp_of = _mm512_loadu_ps(dp + (y + z) * ROWS + i), r_of = e[z];
                     if (EXTRA && dropout.on) {
-                        const I32 index = load_ints<float>(x.lanes.index + r0 + i), of = load_ints<float>(x.lanes.head + r0 + i);
-                        const I32 dropped = dropout.dropped(index, Score<float>::same(column), of, head.b);
-                        dp_of = (__m512)(dropped ? V32{} : (V32)dp_of * dropout.kept);
-                        r_of = (__m512)(dropped ? V32{} : (V32)r_of);
+                        dp_of = (__m512)dropout.unless(dropped[z], (V32)dp_of * dropout.kept);
+                        r_of = (__m512)dropout.unless(dropped[z], (V32)r_of);
                     }
                     de[z] = _mm512_mul_ps(e[z], _mm512_sub_ps(dp_of, delta));
                     if (EXTRA) e[z] = r_of;

@@ -31,7 +31,8 @@ struct AmxForward {
     const int64_t d = round_up(call.d, STRIP), dv = round_up(call.dv, STRIP);  // padded
     const Bias<float> bias{call};
     const Dropout<float> dropout{call};
-    const bool plain = call.softcap == 0 && !call.slopes.data && call.scale > 0 && !bias.on;
+    const bool products = call.softcap == 0 && !call.slopes.data;  // and bias: nothing else is in a score
+    const bool plain = products && call.scale > 0 && !bias.on;
     const int64_t max_columns = round_up(call.tk, COLUMNS);
 
     Slots slots;
@@ -104,7 +105,7 @@ struct AmxForward {
 
     void columns(const Head& head, const Open& x, int64_t r0, int64_t m, int64_t j0) {
         const int64_t n = at_most(COLUMNS, head.s.tk - j0);
-        if (bias.on && bias.same_in_rows && !bias.load(bias_t, COLUMNS, head, r0, 1, j0, n)) return;
+        if (bias.on && bias.same_in_rows && !bias.load_transposed(bias_t, STRIP, rows_of_bias, COLUMNS, head, r0, 1, j0, n)) return;
         for (int64_t r = 0; r < m; r += STRIP) strip(head, x, r0, r, at_most(STRIP, m - r), j0, n);
     }
 
@@ -143,7 +144,10 @@ struct AmxForward {
         if (!plain || MASKED)
             for (int64_t j = begin; j < stop; ++j) {
                 V32 z = load(scores + j * STRIP);
-                if (!plain) z = score.minus(bias.on ? -bias.lanes(bias_t, STRIP, j, y) : V32{}, z, score.same(j0 + j), nullptr);
+                if (!plain) {
+                    const V32 b = bias.on ? bias.lanes(bias_t, STRIP, j, y) : V32{};
+                    z = products ? z * score.scale + b : score.minus(-b, z, score.same(j0 + j), nullptr);
+                }
                 store(scores + j * STRIP, MASKED ? score.mask(z, score.same(j0 + j)) : z);
             }
         for (int64_t j = begin; j < stop; j += 2) {
@@ -152,7 +156,10 @@ struct AmxForward {
         }
         const __m512 new_max = _mm512_max_ps(_mm512_mul_ps(_mm512_max_ps(largest, largest2), times), old_max);
         __m512 total = _mm512_setzero_ps(), total2 = total;
-        const I32 index = load_ints<float>(lanes.index + r + y), of = load_ints<float>(lanes.head + r + y);
+        I32 dropped[DROPPING ? COLUMNS : 1];
+        if (DROPPING)
+            dropout.draw(dropped, stop - begin, head.b, load_ints<float>(lanes.head + r + y), load_ints<float>(lanes.index + r + y),
+                         score.same(j0 + begin), 1);
         const __m512i paired = _mm512_loadu_si512(PAIRED);
         for (int64_t j = begin; j < stop; j += 2) {
             __m512 a = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j * STRIP), times, new_max));
@@ -160,8 +167,8 @@ struct AmxForward {
             total = _mm512_add_ps(total, a);
             total2 = _mm512_add_ps(total2, b);
             if (DROPPING) {
-                a = (__m512)dropout.keep((V32)a, index, score.same(j0 + j), of, head.b);
-                b = (__m512)dropout.keep((V32)b, index, score.same(j0 + j + 1), of, head.b);
+                a = (__m512)dropout.unless(dropped[j - begin], (V32)a);
+                b = (__m512)dropout.unless(dropped[j + 1 - begin], (V32)b);
             }
             _mm512_storeu_si512(p + j * STRIP + 2 * y, _mm512_permutexvar_epi16(paired, (__m512i)_mm512_cvtne2ps_pbh(b, a)));
         }

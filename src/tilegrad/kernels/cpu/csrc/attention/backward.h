@@ -105,14 +105,15 @@ struct Backward {
     const BiasGradient<T> dbias{call, TILE, TILE};
     const Dropout<T> dropout{call};
     const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk || dbias.on;
-    const bool plain = call.softcap == 0 && !call.slopes.data && !bias.on, extra = bias.on || dropout.on;
+    const bool plain = call.softcap == 0 && !call.slopes.data, extra = bias.on || dropout.on;
     const bool in_order = want_dq || dbias.by_row;
     const bool with_dbias = BiasGradient<T>::possible(call);
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), MR);
 
     Slots slots;
     T *k, *kt, *v, *vt, *dk, *dv_, *p, *ds;  // buffers of this thread
-    T *of_bias, *ds_of_bias, *column_sums;   // (TILE, TILE) twice, the second before the softcap; (G, TILE)
+    T *rows_of_bias, *ds_of_bias, *column_sums;  // (TILE, TILE) twice, the second before the softcap; (G, TILE)
+    typename Bias<T>::Rows of_bias{};            // of the block
 
     Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(), BiasGradient<T>::turns(call, TILE, TILE)) {
         for (int64_t w = 0; w <= worker; ++w) {
@@ -124,7 +125,7 @@ struct Backward {
             dv_ = allocator.take<T>(TILE * dv);
             p = allocator.take<T>(TILE * TILE);
             ds = allocator.take<T>(TILE * TILE);
-            of_bias = allocator.take<T>(bias.on ? TILE * TILE : 0);
+            rows_of_bias = allocator.take<T>(bias.on ? TILE * TILE : 0);
             ds_of_bias = with_dbias && call.softcap != 0 ? allocator.take<T>(TILE * TILE) : ds;
             column_sums = allocator.take<T>(with_dbias ? call.hq / call.hkv * TILE : 0);
         }
@@ -168,13 +169,13 @@ struct Backward {
         memset(dk, 0, TILE * d * sizeof(T));
         memset(dv_, 0, TILE * dv * sizeof(T));
         dbias.start_columns(column_sums, head, TILE);
-        bool attended = !bias.on || (bias.same_in_rows && bias.load(of_bias, TILE, head, 0, 1, j0, n));
+        if (bias.on && bias.same_in_rows) of_bias = bias.load(rows_of_bias, TILE, head, 0, 1, j0, n);
         const Run attending = rows_attending(call, head, j0, j0 + n);
         for (int64_t r0 = attending.begin / TILE * TILE; r0 < attending.end; r0 += TILE) {
             const int64_t m = at_most(TILE, head.rows() - r0);
             const int64_t last = r0 + round_up(m, MR) - 1;
-            if (bias.on && !bias.same_in_rows) attended = bias.load(of_bias, TILE, head, r0, m, j0, n);
-            if (!attended)
+            if (bias.on && !bias.same_in_rows) of_bias = bias.load(rows_of_bias, TILE, head, r0, m, j0, n);
+            if (bias.on && !of_bias.data)
                 masked_out_block(head, x, r0, m, tile, n);
             else if (n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
                 unmasked_block(head, x, r0, tile);
@@ -261,20 +262,24 @@ struct Backward {
         const int64_t of = at_most(r0 + r, head.rows() - 1);
         const Vec<T> lse = all(x.rows.lse[r0 + r]), delta = all(x.rows.delta[r0 + r]);
         const Score<T> score(call, T(slope_of(call, head, of)), T(head.position(of)), x.rows.lo[of], x.rows.hi[of]);
-        const T* row_of_bias = of_bias + (bias.same_in_rows ? 0 : r * TILE);
+        const T* row_of_bias = of_bias.data + at_most(r, head.rows() - 1 - r0) * of_bias.ld;
         Ints<T> column = iota<T>() + typename Lanes<T>::Integer(j0 + begin);
+        Ints<T> dropped[EXTRA ? TILE / L : 1];
+        if (EXTRA && dropout.on)
+            dropout.draw(dropped, (stop - begin) / L, head.b, score.same(head.query_head(of)), score.same(head.index(of)), column, L);
         for (int64_t j = begin; j < stop; j += L, column += L) {
             Vec<T> derivative = all(T(1)), s = load(row + j);
-            if (EXTRA && bias.on)
-                s = score.minus(-load(row_of_bias + j), s, column, &derivative) - lse;
-            else
+            if (EXTRA && bias.on) {
+                const Vec<T> b = load(row_of_bias + j);
+                s = (plain ? s * score.scale + b : score.minus(-b, s, column, &derivative)) - lse;
+            } else {
                 s = plain ? s * score.scale - lse : score.minus(lse, s, column, &derivative);
+            }
             const Vec<T> e = exponential(MASKED ? score.mask(s, column) : s);
             Vec<T> dp = load(drow + j), r_of_o = e;
             if (EXTRA && dropout.on) {
-                const Ints<T> dropped = dropout.dropped(score.same(head.index(of)), column, score.same(head.query_head(of)), head.b);
-                dp = dropped ? Vec<T>{} : dp * dropout.kept;
-                r_of_o = dropped ? Vec<T>{} : e;
+                dp = dropout.unless(dropped[(j - begin) / L], dp * dropout.kept);
+                r_of_o = dropout.unless(dropped[(j - begin) / L], e);
             }
             Vec<T> de = e * (dp - delta);
             if (EXTRA && ds_of_bias != ds) store(ds_of_bias + r * TILE + j, de);

@@ -37,32 +37,48 @@ inline char* pair_at(const View& x, int64_t bytes, const Head& head, int64_t r, 
 
 template <class T>
 struct Bias {
+    // Rows of columns, `ld` apart: 0 where all are the same. No data: all are −inf.
+    struct Rows {
+        const T* data;
+        int64_t ld;
+    };
+
     const Call& call;
     const bool on = call.bias_dtype != NONE;
     const Format<T> format = bias_format<T>(call.bias_dtype);
     const bool same_in_rows = call.bias.t == 0 && (call.hq == call.hkv || call.bias.h == 0);
+    const bool as_it_lies = call.bias_dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.bias.d == 1 && call.hq == call.hkv;
 
-    // Rows r0 … r0 + m of columns j0 … j0 + n, packed; one row where all are the same. False: all are −inf.
-    bool load(T* to, int64_t ld, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
-        bool attended = false;
-        for (int64_t r = 0; r < (same_in_rows ? 1 : m); ++r) {
-            T* row = to + r * ld;
-            format.load(row, pair_at(call.bias, format.bytes, head, r0 + r, j0), n, call.bias.d);
-            attended = attended || !masked_out(row, n);
-            for (int64_t j = n; j < ld; ++j) row[j] = 0;
+    // Rows r0 … r0 + m, columns j0 … j0 + n; where there are fewer than `width` columns or another dtype, packed in `buffer`.
+    Rows load(T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
+        const int64_t rows = same_in_rows ? 1 : m;
+        const char* from = pair_at(call.bias, format.bytes, head, r0, j0);
+        Rows x{reinterpret_cast<const T*>(from), same_in_rows ? 0 : call.bias.t};
+        const bool packed = !as_it_lies || n < width;
+        if (packed) {
+            for (int64_t r = 0; r < rows; ++r) {
+                T* row = buffer + r * width;
+                format.load(row, r ? pair_at(call.bias, format.bytes, head, r0 + r, j0) : from, n, call.bias.d);
+                for (int64_t j = n; j < width; ++j) row[j] = 0;
+            }
+            x = {buffer, same_in_rows ? 0 : width};
         }
-        return attended;
+        for (int64_t r = 0; r < rows; ++r)
+            if (!masked_out(x.data + r * x.ld, n)) return x;
+        return {nullptr, 0};
     }
 
-    // The same transposed, (ld, rows) as lanes that are rows read it, `rows` ≥ m; `buffer` holds it as it is loaded.
-    bool load_transposed(T* to, int64_t rows, T* buffer, int64_t ld, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
-        if (same_in_rows) return load(to, ld, head, r0, m, j0, n);
-        const bool attended = load(buffer, ld, head, r0, m, j0, n);
-        if (attended) {
-            memset(buffer + m * ld, 0, (rows - m) * ld * sizeof(T));
-            transpose(to, rows, buffer, ld, rows, ld);
+    // The same transposed, (width, rows), for lanes that are rows, m ≤ rows; one row where all are the same. False: all are −inf.
+    bool load_transposed(T* to, int64_t rows, T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
+        const Rows x = load(same_in_rows ? to : buffer, width, head, r0, m, j0, n);
+        if (!x.data) return false;
+        if (same_in_rows) {
+            if (x.data != to) memcpy(to, x.data, width * sizeof(T));
+            return true;
         }
-        return attended;
+        transpose(to, rows, x.data, x.ld, m, width);
+        for (int64_t j = 0; m < rows && j < width; ++j) memset(to + j * rows + m, 0, (rows - m) * sizeof(T));
+        return true;
     }
 
     // A register of load_transposed's: column j, rows r ….

@@ -47,22 +47,32 @@ inline Halves halves_of_product(U32 a, uint32_t m) {
 #endif
 }
 
-inline U32 same_word(uint32_t x) { return U32{} + x; }
+// Words that are drawn at once: a round waits for the one before, so several run side by side. Registers bound them.
+#if defined(__AVX512F__) || defined(__aarch64__)
+constexpr int DRAWS = 4;
+#else
+constexpr int DRAWS = 2;
+#endif
 
-// The first word of Philox4×32-10 for each counter (c0, c1, c2, c3).
-inline U32 philox(U32 c0, U32 c1, U32 c2, U32 c3, uint64_t seed) {
+// c0[n] = the first word of Philox4×32-10 of the counter (c0[n], c1, c2, c3).
+template <int N>
+inline __attribute__((always_inline)) void philox(U32 (&c0)[N], U32 c1, U32 c2, U32 c3, uint64_t seed) {
+    U32 c[3][N];
+    for (int n = 0; n < N; ++n) c[0][n] = c1, c[1][n] = c2, c[2][n] = c3;
     uint32_t k0 = uint32_t(seed), k1 = uint32_t(seed >> 32);
 #pragma GCC unroll 10
     for (int round = 0; round < 10; ++round) {
-        const Halves x = halves_of_product(c0, 0xD2511F53), y = halves_of_product(c2, 0xCD9E8D57);
-        c0 = y.high ^ c1 ^ k0;
-        c1 = y.low;
-        c2 = x.high ^ c3 ^ k1;
-        c3 = x.low;
+#pragma GCC unroll 4
+        for (int n = 0; n < N; ++n) {
+            const Halves x = halves_of_product(c0[n], 0xD2511F53), y = halves_of_product(c[1][n], 0xCD9E8D57);
+            c0[n] = y.high ^ c[0][n] ^ k0;
+            c[0][n] = y.low;
+            c[1][n] = x.high ^ c[2][n] ^ k1;
+            c[2][n] = x.low;
+        }
         k0 += 0x9E3779B9;
         k1 += 0xBB67AE85;
     }
-    return c0;
 }
 
 // Which pairs are dropped, and what the others are multiplied by.
@@ -76,29 +86,40 @@ struct Dropout {
     explicit Dropout(const Call& call)
         : on(call.dropout_p > 0), threshold(uint32_t(call.dropout_threshold)), seed(uint64_t(call.seed)), kept(T(1 / (1 - call.dropout_p))) {}
 
-    // x where the pair (row i, column j) of query head h is kept, 0 where it is dropped.
-    Vec<T> keep(Vec<T> x, Ints<T> i, Ints<T> j, Ints<T> h, int64_t b) const { return dropped(i, j, h, b) ? Vec<T>{} : x; }
+    // dropped[n] of the pairs (row i, column j + n · step) of query head h, for n registers of them.
+    void draw(Ints<T>* dropped, int64_t n, int64_t b, Ints<T> h, Ints<T> i, Ints<T> j, int step) const;
 
-    Ints<T> dropped(Ints<T> i, Ints<T> j, Ints<T> h, int64_t b) const;
+    static Vec<T> unless(Ints<T> dropped, Vec<T> x) { return dropped ? Vec<T>{} : x; }
 };
 
 template <>
-inline Ints<float> Dropout<float>::dropped(Ints<float> i, Ints<float> j, Ints<float> h, int64_t b) const {
-    return (Ints<float>)(philox((U32)j, (U32)i, (U32)h, same_word(uint32_t(b)), seed) < threshold);
+inline void Dropout<float>::draw(I32* dropped, int64_t n, int64_t b, I32 h, I32 i, I32 j, int step) const {
+    int64_t x = 0;
+    for (; x + DRAWS <= n; x += DRAWS) {
+        U32 words[DRAWS];
+        for (int y = 0; y < DRAWS; ++y) words[y] = (U32)(j + int32_t(x + y) * step);
+        philox(words, (U32)i, (U32)h, U32{} + uint32_t(b), seed);
+        for (int y = 0; y < DRAWS; ++y) dropped[x + y] = (I32)(words[y] < threshold);
+    }
+    for (; x < n; ++x) {
+        U32 word[1] = {(U32)(j + int32_t(x) * step)};
+        philox(word, (U32)i, (U32)h, U32{} + uint32_t(b), seed);
+        dropped[x] = (I32)(word[0] < threshold);
+    }
 }
 
 template <>
-inline Ints<double> Dropout<double>::dropped(Ints<double> i, Ints<double> j, Ints<double> h, int64_t b) const {
-    U32 words[3] = {};  // of the pairs, then of nothing
-    for (int n = 0; n < Lanes<double>::N; ++n) {
-        words[0][n] = uint32_t(j[n]);
-        words[1][n] = uint32_t(i[n]);
-        words[2][n] = uint32_t(h[n]);
+inline void Dropout<double>::draw(Ints<double>* dropped, int64_t n, int64_t b, Ints<double> h, Ints<double> i, Ints<double> j, int step) const {
+    for (int64_t x = 0; x < n; ++x) {
+        U32 word[1] = {}, rows{}, heads{};  // half of the lanes are drawn for nothing
+        for (int y = 0; y < Lanes<double>::N; ++y) {
+            word[0][y] = uint32_t(j[y] + x * step);
+            rows[y] = uint32_t(i[y]);
+            heads[y] = uint32_t(h[y]);
+        }
+        philox(word, rows, heads, U32{} + uint32_t(b), seed);
+        for (int y = 0; y < Lanes<double>::N; ++y) dropped[x][y] = word[0][y] < threshold ? -1 : 0;
     }
-    const U32 word = philox(words[0], words[1], words[2], same_word(uint32_t(b)), seed);
-    Ints<double> out;
-    for (int n = 0; n < Lanes<double>::N; ++n) out[n] = word[n] < threshold ? -1 : 0;
-    return out;
 }
 
 }  // namespace ISA

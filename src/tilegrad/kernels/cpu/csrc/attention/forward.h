@@ -35,7 +35,8 @@ struct Forward {
     const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
     const Bias<T> bias{call};
     const Dropout<T> dropout{call};
-    const bool plain = call.softcap == 0 && !call.slopes.data && call.scale > 0 && !bias.on;
+    const bool products = call.softcap == 0 && !call.slopes.data;  // and bias: nothing else is in a score
+    const bool plain = products && call.scale > 0 && !bias.on;
 
     // Buffers of a thread.
     T *rows_of_q, *qt, *k, *v, *s, *acc, *row_max, *row_sum;
@@ -91,7 +92,7 @@ struct Forward {
 
     void columns(const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) {
         const int64_t padded = round_up(n, MR);
-        if (bias.on && bias.same_in_rows && !bias.load(bias_t, TILE, head, r0, 1, j0, n)) return;
+        if (bias.on && bias.same_in_rows && !bias.load_transposed(bias_t, STRIP, rows_of_bias, TILE, head, r0, 1, j0, n)) return;
         pack_columns(k, d, call.k, format, head, j0, n, padded, call.d);
         pack_columns(v, dv, call.v, format, head, j0, n, padded, call.dv);
         for (int64_t r = 0; r < m; r += STRIP) {
@@ -128,16 +129,20 @@ struct Forward {
         Vec<T> largest = all(-T(__builtin_inf()));
         for (int64_t y = 0; y < n; ++y) {
             Vec<T> z = load(scores + y * STRIP);
-            if (!plain) z = score.minus(bias.on ? -bias.lanes(bias_t, STRIP, a + y, lane) : Vec<T>{}, z, score.same(j + y), nullptr);
+            if (!plain) {
+                const Vec<T> b = bias.on ? bias.lanes(bias_t, STRIP, a + y, lane) : Vec<T>{};
+                z = products ? z * score.scale + b : score.minus(-b, z, score.same(j + y), nullptr);
+            }
             if (MASKED) z = score.mask(z, score.same(j + y));
             if (MASKED || !plain) store(scores + y * STRIP, z);
             largest = larger(largest, z);
         }
         const Vec<T> new_max = larger(old_max, largest * factor);
-        const Ints<T> index = load_ints<T>(lanes.index + x), of = load_ints<T>(lanes.head + x);
+        Ints<T> dropped[DROPPING ? TILE : 1];
+        if (DROPPING) dropout.draw(dropped, n, head.b, load_ints<T>(lanes.head + x), load_ints<T>(lanes.index + x), score.same(j), 1);
         auto probability = [&](int64_t y) {
             const Vec<T> p = exponential(load(scores + y * STRIP) * factor - new_max);
-            store(scores + y * STRIP, DROPPING ? dropout.keep(p, index, score.same(j + y), of, head.b) : p);
+            store(scores + y * STRIP, DROPPING ? dropout.unless(dropped[y], p) : p);
             return p;
         };
         Vec<T> totals[4] = {};  // four short sums round less than a long one
