@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterator
 from ctypes import sizeof
 from dataclasses import replace
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.cpu import abi
 from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library as native_library
+from tilegrad.kernels.philox import drop_mask, round_keys
 
 HERE = Path(__file__).parents[1]
 MISSING = native_library.library()
@@ -89,10 +91,134 @@ def test_bands_over_many_tiles(isa: str) -> None:
                 check(Case(b=1, hkv=1, group=2, tq=tq, tk=tk, window=window, dtype=dtype), isa)
 
 
+FORMS = ["".join(kept) for n in range(5) for kept in combinations("bhqk", n)]
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", FORMS)
+def test_a_bias_and_its_gradient_in_every_form_over_many_tiles(isa: str, form: str) -> None:
+    """A form keeps some of b, h, q, k; "" is a bias of one number, for which `build` takes no letter of them."""
+    case = Case(b=2, hkv=2, group=2, tq=70, tk=140, bias=form or "-")
+    check(case, isa)
+    check(replace(case, group=1, tq=140, window=(40, 30), dropout_p=0.25), isa)
+    case = replace(case, dtype=torch.bfloat16)
+    check(replace(case, bias_dtype=torch.bfloat16), isa)
+    check(replace(case, causal=True, softcap=2.0, sinks=True, dlse=True), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("form", [form.upper() for form in FORMS if form])
+def test_a_bool_bias_in_every_form_over_many_tiles(isa: str, form: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(b=2, hkv=1, group=2, tq=70, tk=140, dtype=dtype, bias=form)
+        check(case, isa)
+        check(replace(case, causal=True, softcap=2.0, alibi="bh"), isa)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("kind", ["bool", "float"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_padding_and_rows_that_a_bias_masks_out(
+    isa: str, kind: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Keys beyond a sequence's length, and of one sequence all keys; the rows of another; tiles that are masked out unread."""
+    monkeypatch.setenv("TILEGRAD_ISA", isa)
+    call = build(Case(b=4, hkv=1, group=2, tq=300, tk=300, d=32, dv=32, dtype=dtype, dlse=True))
+    lengths = torch.tensor([300, 130, 0, 5])
+    attends = (torch.arange(300) < lengths[:, None])[:, None, None]
+    rows = attends.expand(4, 1, 300, 300).clone()
+    rows[0, 0, 7] = False
+    rows[0, 0, 140:, 100:] = False
+    for attended in (attends, rows, rows.expand(4, 2, 300, 300)):
+        bias = attended if kind == "bool" else torch.where(attended, 0.5, -torch.inf)
+        masked = replace(call, mask=replace(call.mask, bias=bias))
+        got = run(masked, "native")
+        check_call(masked, got, native.exp_error(dtype))
+        assert (got["lse"][2] == -torch.inf).all() and not got["o"][2].any() and not got["dq"][2].any()
+        assert not got["dk"][2].any() and not got["dv"][1, :, 130:].any()
+        if attended is not attends:
+            assert (got["lse"][0, :, 7] == -torch.inf).all() and not got["dq"][0, :, 7].any()
+        unread = replace(masked, k=masked.k.clone(), v=masked.v.clone())
+        unread.k[1, :, 256:], unread.v[1, :, 256:] = torch.nan, torch.nan
+        again = run(unread, "native")
+        assert all(torch.equal(again[name], x) for name, x in got.items())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_strides_of_a_bias_are_any(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Expanded, transposed, every other column of a larger one, and with fewer dimensions: the same bits as its copy."""
+    monkeypatch.setenv("TILEGRAD_ISA", isa)
+    call = build(Case(b=2, hkv=2, tq=200, tk=200, d=32, dv=32, dtype=dtype))
+    wide = torch.randn(2, 2, 200, 400, generator=torch.Generator().manual_seed(1))
+    biases = [
+        wide[..., :200].mT, wide[..., ::2], wide[..., 1:201], wide[:, :1, :1, :200].expand(2, 2, 200, 200),
+        wide[:1, :, :, :1].expand(2, 2, 200, 200), wide[0, 0, :, :200], wide[0, 0, 0, :200], wide[0, 0, 0, 0],
+    ]  # fmt: skip
+    for bias in biases:
+        for x in (bias, bias > -0.5, bias.to(dtype)):
+            strided, copied = (
+                run(replace(call, mask=replace(call.mask, bias=y)), "native") for y in (x, x.contiguous())
+            )
+            assert all(torch.equal(strided[name], y) for name, y in copied.items()), (x.shape, x.stride())
+
+
+@needs_library
+def test_strides_of_a_bias_gradient_are_any() -> None:
+    for form in ("bhqk", "hqk", "hk", "bq", "h"):
+        call = build(Case(b=2, hkv=2, tq=80, tk=90, bias=form))
+        q, k, v, mask, want = call.q, call.k, call.v, call.mask, run(call, "native")
+        shapes = attention_workspace(q, k, v, mask, backward=True, kernel="native")
+        scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
+        dbias = torch.full((*want["dbias"].shape, 2), torch.nan)[..., 0]
+        attention_bwd(
+            q, k, v, want["o"], want["lse"], call.do, None, mask, dq=None, dk=None, dv=None, dbias=dbias,
+            scratch=scratch, kernel="native",
+        )  # fmt: skip
+        assert torch.equal(dbias, want["dbias"])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("seed", [0, -1, 2**64 - 1, 0x1234_5678_9ABC_DEF0])
+def test_dropout_draws_the_mask_of_philox(
+    isa: str, dtype: torch.dtype, seed: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With q = 0 all p are equal, and with v the identity o shows which of them are kept; so does dv of do = identity."""
+    monkeypatch.setenv("TILEGRAD_ISA", isa)
+    b, hkv, group, t = 2, 2, 3, 203
+    call = build(Case(b=b, hkv=hkv, group=group, tq=t, tk=t, d=8, dv=t, dtype=dtype, dropout_p=0.25))
+    eye = torch.eye(t, dtype=dtype)
+    call = replace(
+        call, q=torch.zeros_like(call.q), v=eye.expand(b, hkv, t, t), do=eye.expand(b, hkv * group, t, t),
+        mask=replace(call.mask, seed=seed),
+    )  # fmt: skip
+    numbers = [torch.arange(n) for n in (b, hkv * group, t, t)]
+    dropped, work = (
+        torch.empty(b, hkv * group, t, t, dtype=torch.bool),
+        torch.empty(6, b, hkv * group, t, t, dtype=torch.int64),
+    )
+    drop_mask(round_keys(seed), 0.25, *numbers, dropped=dropped, work=work)
+    got = run(call, "native")
+    assert torch.equal(got["o"] == 0, dropped)
+    kept = (~dropped).view(b, hkv, group, t, t).sum(2).mT
+    assert torch.equal((got["dv"].double() * 0.75 * t).round(), kept.double())
+
+
+@pytest.mark.parametrize("isa", ISAS)
+def test_dropout_over_many_tiles(isa: str) -> None:
+    for dtype in (torch.float32, torch.bfloat16):
+        case = Case(b=2, hkv=2, group=2, tq=150, tk=210, d=32, dv=32, dtype=dtype, dropout_p=0.3, dlse=True)
+        check(case, isa)
+        check(replace(case, causal=True, softcap=2.0, alibi="h", sinks=True), isa)
+        check(replace(case, lengths=((100, 200), (0, 30), (170, 131)), causal=True), isa)
+
+
 @pytest.mark.parametrize("isa", ISAS)
 def test_empty_batch_and_no_heads_rows_or_columns(isa: str) -> None:
     for case in (
         Case(b=0), Case(tq=0), Case(tk=0, sinks=True, dlse=True), Case(lengths=((0, 0),)), Case(lengths=((3, 0), (0, 4))),
+        Case(b=0, bias="h"), Case(tq=0, bias="k"), Case(tk=0, bias="q"), Case(tk=0, bias="bhqk"), Case(tq=0, bias="BK"),
     ):  # fmt: skip
         check(case, isa)
 
@@ -110,6 +236,23 @@ def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPat
     check(case, ISAS[-1])
     monkeypatch.setattr(native, "_sizes", wider)
     with pytest.raises(AssertionError, match="error"):
+        check(case, ISAS[-1])
+
+
+@pytest.mark.parametrize("wrong", [0, 1, 2, 3])  # stride
+@needs_library
+def test_canary_a_bias_read_with_a_wrong_stride_is_seen(monkeypatch: pytest.MonkeyPatch, wrong: int) -> None:
+    right_pairs = native._pairs
+
+    def other(x: torch.Tensor | None) -> tuple[int, ...]:
+        view = list(right_pairs(x))
+        view[1 + wrong] = 0
+        return tuple(view)
+
+    case = Case(tq=80, tk=80, bias="bhqk")
+    check(case, ISAS[-1])
+    monkeypatch.setattr(native, "_pairs", other)
+    with pytest.raises(AssertionError, match="error|NaN"):
         check(case, ISAS[-1])
 
 
@@ -158,12 +301,12 @@ def replace_do(call: Call, do: torch.Tensor) -> Call:
 
 @needs_library
 def test_an_output_given_as_none_is_not_computed() -> None:
-    call = build(Case(causal=True, sinks=True, tq=80, tk=90))
+    call = build(Case(causal=True, sinks=True, tq=80, tk=90, bias="hq"))
     want = run(call, "native")
     q, k, v, mask = call.q, call.k, call.v, call.mask
     shapes = attention_workspace(q, k, v, mask, backward=True, kernel="native")
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-    names = ("dq", "dk", "dv", "dsinks")
+    names = ("dq", "dk", "dv", "dbias", "dsinks")
     for alone in names:
         outputs: dict[str, Any] = {name: torch.zeros_like(want[name]) if name == alone else None for name in names}
         attention_bwd(
@@ -190,6 +333,10 @@ SHAPES = {
     "many short heads": Case(b=3, hkv=3, group=2, tq=70, tk=50, window=(30, 10)),
     "packed": Case(lengths=((100, 200), (0, 30), (260, 131)), group=3, causal=True, softcap=2.0, alibi="bh"),
     "bfloat16": Case(b=1, hkv=2, tq=500, tk=500, d=64, dv=64, causal=True, dtype=torch.bfloat16, sinks=True),
+    "bias of all": Case(b=3, hkv=2, group=2, tq=300, tk=300, bias="qk"),
+    "bias of columns": Case(b=3, hkv=2, tq=300, tk=300, bias="k", dtype=torch.bfloat16, causal=True),
+    "bias of rows": Case(b=3, hkv=2, group=2, tq=300, tk=300, bias="q", window=(100, 100)),
+    "bias of heads, dropout": Case(b=3, hkv=2, group=2, tq=130, tk=130, bias="h", dropout_p=0.2, softcap=3.0),
 }
 
 
@@ -364,15 +511,32 @@ def test_an_interrupt_corrupts_nothing() -> None:
 @needs_library
 @pytest.mark.usefixtures("threads")
 def test_scratch_grows_with_every_size_and_never_as_t_squared() -> None:
-    def numbers(b: int, t: int, n: int = 2) -> int:
+    def numbers(b: int, t: int, n: int = 2, bias: torch.Tensor | None = None) -> int:
         torch.set_num_threads(n)
         q, k = torch.empty(b, 12, t, 64), torch.empty(b, 4, t, 64)
-        ((shape, _),) = attention_workspace(q, k, k, Mask(causal=True), backward=True, kernel="native").values()
+        ((shape, _),) = attention_workspace(q, k, k, Mask(True, bias=bias), backward=True, kernel="native").values()
         return shape[0]
 
     assert numbers(1, 16) <= numbers(1, 17) <= numbers(2, 17) <= numbers(2, 1024) <= numbers(2, 1024, 4)
     assert numbers(1, 8192) - numbers(1, 4096) <= 2 * 4096 * 3 * (4 * 64 + 8)
     assert numbers(1, 8192) < 8192 * 8192 / 4
+    assert numbers(1, 8192) <= numbers(1, 8192, bias=torch.zeros(8192)) < 8192 * 8192 / 4
+
+
+@needs_library
+def test_scratch_for_sums_of_a_bias_gradient_is_of_its_size() -> None:
+    q = torch.empty(2, 4, 64, 32, dtype=torch.bfloat16)
+
+    def shape(*kept: int, dtype: torch.dtype = torch.bfloat16) -> object:
+        mask = Mask(bias=torch.empty(kept, dtype=dtype))
+        return attention_workspace(q, q, q, mask, backward=True, kernel="native").get("native.dbias")
+
+    assert shape(64, 64) == ((64, 64), torch.float32)
+    assert (
+        shape(2, 4, 64, 64) is None
+        and shape(64, 64, dtype=torch.float32) is None
+        and shape(64, dtype=torch.bool) is None
+    )
 
 
 @needs_library
@@ -383,13 +547,12 @@ def test_an_instruction_set_that_is_not_there_is_an_error(monkeypatch: pytest.Mo
 
 
 @needs_library
-def test_it_is_the_default_on_the_cpu_and_says_what_it_refuses() -> None:
+def test_it_is_the_default_on_the_cpu_with_every_feature() -> None:
     call = build(Case())
     assert tilegrad.explain(call.q, call.k, call.v).kernel == "native"
-    told = tilegrad.explain(call.q, call.k, call.v, dropout_p=0.1)
-    assert told.kernel == "tiled" and told.reasons["native"] == "takes no dropout"
-    told = tilegrad.explain(call.q, call.k, call.v, bias=torch.zeros(33))
-    assert told.kernel == "tiled" and told.reasons["native"] == "takes no bias"
+    assert tilegrad.explain(call.q, call.k, call.v, dropout_p=0.1, seed=1).kernel == "native"
+    for bias in (torch.zeros(33), torch.ones(33, 33, dtype=torch.bool), torch.zeros(2, 1, 1, 33)):
+        assert tilegrad.explain(call.q, call.k, call.v, bias=bias).kernel == "native"
 
 
 def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
@@ -459,7 +622,7 @@ def _swapped(structure: type[ctypes.Structure], a: str, b: str) -> type[ctypes.S
     ("other", "reason"),
     [
         (_without(abi.Call, "hq"), "Call: field hkv at 24, here at 16"),
-        (_without(abi.Call, "softcap"), f"Call: its end at {sizeof(abi.Call)}, here at {sizeof(abi.Call) - 8}"),
+        (_without(abi.Call, "dropout_p"), f"Call: its end at {sizeof(abi.Call)}, here at {sizeof(abi.Call) - 8}"),
         (_swapped(abi.Call, "scale", "softcap"), r"Call: field softcap at \d+, here at \d+"),
         (_without(abi.View, "t"), "View: field d at 32, here at 24"),
         (_without(abi.Norm, "eps"), "Norm: its end at"),
