@@ -2,8 +2,8 @@
 
 The loops over tiles are in forward.h and backward.h of cpu/csrc/attention (amx_forward.h and amx_backward.h for bfloat16
 where a processor has AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward,
-each pair of positions once; tiles that the band masks out are skipped, strips of an edge's tiles too. Sums are float32
-(float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T.
+each pair of positions once; tiles that the band or a bias masks out are skipped, strips of an edge's tiles too. Sums are
+float32 (float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T.
 Results are the same bits on any number of threads: cpu/csrc/threads/work_queue.h says why.
 
 Threads are torch's own, torch.get_num_threads() of them (cpu/csrc/threads/thread_pool.h), and the GIL is free meanwhile.

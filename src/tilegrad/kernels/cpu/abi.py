@@ -15,7 +15,8 @@ from typing import Any
 
 import torch
 
-DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}  # `Dtype` of csrc/dtype.h
+# `Dtype` of csrc/dtype.h
+DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
 NO_DTYPE = -1  # of a tensor that is not there
 
 _INT, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
