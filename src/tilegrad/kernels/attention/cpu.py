@@ -3,8 +3,8 @@
 The loops over tiles are in forward.h and backward.h of cpu/csrc/attention (amx_forward.h and amx_backward.h for bfloat16
 where a processor has AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward,
 each pair of positions once; tiles that the band or a bias masks out are skipped, strips of an edge's tiles too. Sums are
-float32 (float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never T×T.
-Results are the same bits on any number of threads: cpu/csrc/threads/work_queue.h says why.
+float32 (float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never
+T×T unless a bias of that size has a gradient in another dtype. Results are the same bits on any number of threads: cpu/csrc/threads/work_queue.h says why.
 
 Threads are torch's own, torch.get_num_threads() of them (cpu/csrc/threads/thread_pool.h), and the GIL is free meanwhile.
 cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
@@ -59,20 +59,14 @@ def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, determinist
     dtype, bias = accumulation_dtype(q.dtype), mask.float_bias
     needed_bytes = native().tilegrad_native_scratch(pack_call(**_sizes(q, v, mask)), backward)
     shapes: Shapes = {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: to begin at a cache line
-    if backward and _sums_apart(bias, q, v):
+    if backward and bias is not None and bias.dtype != dtype and not _kept_in_all(bias, q, v):
         shapes["dbias"] = tuple(bias.shape), dtype
     return shapes
 
 
 def _kept_in_all(bias: Any, q: Any, v: Any) -> bool:
     """True if a bias of a dense call has a number for each pair."""
-    b, hq, tq, _ = q.shape
-    return prod(bias.shape) == b * hq * tq * v.shape[2]
-
-
-def _sums_apart(bias: Any, q: Any, v: Any) -> bool:
-    """True if dbias is summed over something, and its dtype is not that of sums."""
-    return bias is not None and bias.dtype != accumulation_dtype(q.dtype) and not _kept_in_all(bias, q, v)
+    return bool(prod(bias.shape) == prod((*q.shape[:3], v.shape[2])))
 
 
 def _rows(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
