@@ -4,7 +4,8 @@ The loops over tiles are in forward.h and backward.h of cpu/csrc/attention (amx_
 where a processor has AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward,
 each pair of positions once; tiles that the band or a bias masks out are skipped, strips of an edge's tiles too. Sums are
 float32 (float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never
-T×T unless a bias of that size has a gradient in another dtype. Results are the same bits on any number of threads: cpu/csrc/threads/work_queue.h says why.
+T×T unless a bias of that size has a gradient in another dtype. Results are the same bits on any number of threads:
+cpu/csrc/threads/work_queue.h says why.
 
 Threads are torch's own, torch.get_num_threads() of them (cpu/csrc/threads/thread_pool.h), and the GIL is free meanwhile.
 cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
