@@ -141,6 +141,8 @@ def small(config: ModelConfig) -> ModelConfig:
     return replace(
         config, vocab_size=29, block_size=12, n_layer=2, n_embd=4 * config.n_head, ffn_dim=24,
         window=None if config.window is None else min(config.window, 5), dropout=0.0,
+        head_size=None if config.head_size is None else 6,
+        window_layers=None if config.window_layers is None else tuple(i for i in config.window_layers if i < 2),
     )  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from support.models import assert_equal_gradients, batch
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model import reference
 from tilegrad.model.config import PRESETS
 
@@ -36,12 +37,23 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     pick = lambda *values: draw(st.sampled_from(values))  # noqa: E731
     projection, loss = pick("dense", "dense", "per_head"), pick("cross_entropy", "cross_entropy", "embedding_mse")
     n_kv_head = pick(1, 2, 4, None) if projection == "dense" else None
+    position, n_layer, biases = pick("learned", "rope"), pick(1, 2, 3), st.sampled_from((None, True, False))
+    scaling = pick(
+        None,
+        None,
+        RopeScaling("linear", 4.0),
+        RopeScaling("llama3", 8.0, original=4),
+        RopeScaling("yarn", 4.0, original=6),
+    )
     return ModelConfig(
-        vocab_size=pick(7, 33), block_size=16, n_layer=pick(1, 2, 3), n_head=4, n_embd=pick(8, 24), n_kv_head=n_kv_head,
+        vocab_size=pick(7, 33), block_size=16, n_layer=n_layer, n_head=4, n_embd=pick(8, 24), n_kv_head=n_kv_head,
         ffn_dim=pick(None, 10), activation=pick("gelu", "tanh", "relu", "swiglu"), norm=pick("layernorm", "rmsnorm"),
-        position=pick("learned", "rope"), bias=draw(st.booleans()),
+        position=position, bias=draw(st.booleans()),
         tie_embeddings=True if loss == "embedding_mse" else draw(st.booleans()), projection=projection, loss=loss,
         window=pick(None, None, 1, 3), norm_eps=pick(1e-5, 1e-2), rope_theta=pick(10000.0, 50.0),
+        head_size=pick(None, 6) if projection == "dense" else None, qk_norm=draw(st.booleans()),
+        qkv_bias=draw(biases), proj_bias=draw(biases), ffn_bias=draw(biases),
+        window_layers=pick(None, (), (0,), (n_layer - 1,)), rope_scaling=scaling if position == "rope" else None,
     )  # fmt: skip
 
 

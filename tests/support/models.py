@@ -8,11 +8,16 @@ import torch
 from torch import Tensor
 
 from tilegrad import ModelConfig
+from tilegrad.kernels.rope.frequencies import RopeScaling
 
 CONFIG = ModelConfig(vocab_size=31, block_size=16, n_layer=3, n_head=4, n_embd=16)
 LLAMA = replace(
     CONFIG, n_kv_head=2, activation="swiglu", norm="rmsnorm", position="rope", bias=False, tie_embeddings=False
 )
+QWEN3 = replace(
+    LLAMA, n_layer=2, head_size=6, qk_norm=True, qkv_bias=True, window=5, window_layers=(1,),
+    rope_scaling=RopeScaling("llama3", 8.0, original=8),
+)  # fmt: skip
 
 
 def batch(config: ModelConfig, b: int, t: int, seed: int = 0, ignored: float = 0.2) -> tuple[Tensor, Tensor]:

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones, equal
+from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal
 from support.ops import allowed_bytes
 
 from tilegrad import Engine, ModelConfig
@@ -42,7 +42,9 @@ def test_another_number_of_threads_is_an_error_and_not_a_wrong_gradient() -> Non
         torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.3), replace(CONFIG, loss="embedding_mse")])
+@pytest.mark.parametrize(
+    "config", [CONFIG, LLAMA, QWEN3, replace(CONFIG, dropout=0.3), replace(CONFIG, loss="embedding_mse")]
+)
 def test_gradients_and_forward_then_backward_give_the_same_bits(config: ModelConfig) -> None:
     tokens, targets = batch(config, 3, 9)
     engine = Engine(config, 3, 9)
@@ -61,6 +63,7 @@ def test_gradients_and_forward_then_backward_give_the_same_bits(config: ModelCon
     [
         CONFIG,
         LLAMA,
+        QWEN3,
         replace(CONFIG, loss="embedding_mse"),
         replace(CONFIG, projection="per_head", tie_embeddings=False),
         replace(LLAMA, position="learned", bias=True),
@@ -122,7 +125,7 @@ def test_a_smaller_batch_uses_the_beginning_of_the_buffers() -> None:
 
 
 @pytest.mark.usefixtures("on_hopper")
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.1)])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3, replace(CONFIG, dropout=0.1)])
 def test_every_smaller_batch_finds_its_scratch_where_another_kernel_runs_it(config: ModelConfig) -> None:
     """On Hopper GPUs the table leaves few rows and dropout to triton, which works in other buffers."""
     pytest.importorskip("triton")
@@ -260,7 +263,7 @@ def run(model: Transformer, optimizer: Optimizer) -> None:
     model.backward()
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.2, projection="per_head")])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3, replace(CONFIG, dropout=0.2, projection="per_head")])
 def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
     tokens, targets = batch(config, 2, 9)
     device = torch.device("cpu")
@@ -293,7 +296,7 @@ def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
     assert all(g.isfinite().all() for g in results[2].values())
 
 
-@pytest.mark.parametrize("config", [CONFIG, LLAMA, replace(CONFIG, dropout=0.2)])
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3, replace(CONFIG, dropout=0.2)])
 def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) -> None:
     tokens, targets = batch(config, 4, 16)
     free = Engine(config, 4, 16)
@@ -393,6 +396,7 @@ def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
     [
         (CONFIG, torch.float32),
         (LLAMA, torch.float32),
+        (QWEN3, torch.float32),
         (CONFIG, torch.bfloat16),
         (replace(CONFIG, dropout=0.1), torch.float32),
     ],

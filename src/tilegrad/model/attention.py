@@ -2,9 +2,10 @@
 
     dense      qkv = x W_qkv' + b         o = attention(rope(q), rope(k), v)      y = o W_proj' + b
     per_head   q, k, v = x by head, each head from its own D channels             the rest alike
+    qk_norm    q, k, v = x W_q' + b, …    q, k = rmsnorm(q), rmsnorm(k) by head, before rope
 
     do = dy W_proj      dq, dk, dv = attention's backward      rope rotates dq, dk back      dx = Σ over q, k, v of their dx
-Saved: x (the norm's output), q k v after rope, o, lse.
+Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm q and k before it too.
 """
 
 from __future__ import annotations
@@ -22,19 +23,20 @@ from ..kernels.attention.qkv import (
     qkv_rope_fwd,
     qkv_rope_workspace,
 )
-from ..kernels.residual import add_fwd
-from ..kernels.scratch import Scratch
+from ..kernels.norm import norm_workspace, rmsnorm_bwd, rmsnorm_fwd
+from ..kernels.residual import add_fwd, zero_fwd
+from ..kernels.scratch import Form, Scratch
 from ..memory.types import BufferType
 from .config import ModelConfig
-from .layer import Buffer, Declare
+from .layer import Buffer, Constant, Declare, Param
 from .linear import LinearLayer
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
 
 
-def mask_of(config: ModelConfig, seed: Buffer | None = None) -> Mask:
-    window = None if config.window is None else (config.window - 1, None)
-    return Mask(causal=True, window=window, dropout_p=config.dropout, seed=seed)
+def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask:
+    window = config.window_of(block)
+    return Mask(causal=True, window=None if window is None else (window - 1, None), dropout_p=config.dropout, seed=seed)
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,8 +65,49 @@ class Rope:
 
 
 @dataclass(frozen=True, slots=True)
+class HeadNorm:
+    """y = rmsnorm(x) by head, of q or of k        x, y, dy, dx (N, H·D), seen as (N·H, D)   w (D,)   rstd (N·H,)"""
+
+    w: Param
+    x: Buffer
+    dx: Buffer
+    rstd: Buffer
+    eps: float
+    forward_scratch: Scratch
+    backward_scratch: Scratch
+
+    @classmethod
+    def declare(cls, at: Declare, name: str, heads: int, type: BufferType) -> HeadNorm:
+        d = at.config.head_dim
+        form = Form((at.n * heads, d), at.dtype, at.device)
+        return cls(
+            w=at.param(f"{name}_norm.weight", d, init=Constant(1.0)),
+            x=at.rows(f"{name}.x", heads * d, type),
+            dx=at.rows(f"{name}.dx", heads * d, type),
+            rstd=at.buffer(f"{name}.rstd", (at.n * heads,), at.accumulation_dtype),
+            eps=at.config.norm_eps,
+            forward_scratch=at.scratch(f"head_norm{heads}", norm_workspace(form, backward=False)),
+            backward_scratch=at.scratch(f"head_norm{heads}_bwd", norm_workspace(form, backward=True)),
+        )
+
+    def forward(self, *, y: Buffer) -> None:
+        x, y, w = self._by_head(self.x), self._by_head(y), self.w.value
+        rmsnorm_fwd(x, w, self.eps, y=y, rstd=self.rstd, scratch=self.forward_scratch)
+
+    def backward(self, dy: Buffer) -> Buffer:
+        x, dy, dx, w = self._by_head(self.x), self._by_head(dy), self._by_head(self.dx), self.w
+        zero_fwd(x=self.dx)
+        scratch = self.backward_scratch
+        rmsnorm_bwd(dy, x, w.value, self.rstd, dx=dx, dw=w.grad, accumulate=w.accumulate, scratch=scratch)
+        return self.dx
+
+    def _by_head(self, rows: Buffer) -> Buffer:
+        return rows.view(self.rstd.shape[0], self.w.value.shape[0])
+
+
+@dataclass(frozen=True, slots=True)
 class AttentionLayer:
-    """x, y, o (N, C)   qkv (N, (Hq + 2·Hkv)·D) for dense, three of (N, H·D) for per_head   lse (B, Hq, T)
+    """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three of (N, H·D)   lse (B, Hq, T)
 
     Attention and rope view qkv and o as (B, T, …).
     """
@@ -77,6 +120,7 @@ class AttentionLayer:
     do: Buffer
     lse: Buffer
     dx_parts: tuple[Buffer, ...]  # where k's and v's dx are formed, to be added to q's
+    norms: tuple[HeadNorm, ...]  # of q and k, or none
     rope: Rope | None
     mask: Mask
     n_head: int
@@ -85,35 +129,41 @@ class AttentionLayer:
     backward_scratch: Scratch
 
     @classmethod
-    def declare(cls, at: Declare, name: str, seed: Buffer | None) -> AttentionLayer:
-        c, b, t = at.config, at.b, at.t
-        dense = c.projection == "dense"
-        width = (c.n_head + 2 * c.kv_heads) * c.head_dim if dense else c.n_embd
+    def declare(cls, at: Declare, name: str, block: int, seed: Buffer | None) -> AttentionLayer:
+        c, b, t, d = at.config, at.b, at.t, at.config.head_dim
         parts = {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
-        if dense:
-            parts = {"qkv": BufferType.TEMP}  # of no one type
-        mask = mask_of(c, seed)
+        widths = {"q": c.n_head * d, "k": c.kv_heads * d, "v": c.kv_heads * d}
+        fused = c.projection == "dense" and not c.qk_norm
+        if fused:
+            parts, widths = {"qkv": BufferType.TEMP}, {"qkv": sum(widths.values())}  # of no one type
+        mask = mask_of(c, block, seed)
+        windowed = "_window" if c.window_layers is not None and mask.window else ""
 
         def scratch(*, backward: bool) -> Scratch:
-            form = (c.n_head, c.kv_heads, c.head_dim, at.dtype, at.device)
+            form = (c.n_head, c.kv_heads, d, at.dtype, at.device)
             shapes = qkv_attention_workspace(b, t, *form, mask, backward=backward)
-            return at.scratch(f"attention{'_bwd' if backward else ''}", shapes, _SCORES)
+            return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _SCORES)
 
         return cls(
             projections=tuple(
-                LinearLayer.declare(at, f"{name}.{part}", c.n_embd, width)
-                if dense
+                LinearLayer.declare(at, f"{name}.{part}", c.n_embd, widths[part], bias=c.qkv_bias)
+                if c.projection == "dense"
                 else LinearLayer.declare_per_head(at, f"{name}.{part}")
                 for part in parts
             ),
-            proj=LinearLayer.declare(at, f"{name}.proj", c.n_embd, c.n_embd, at.onto_stream),
-            qkv=tuple(at.rows(f"{name}.{part}.y", width, type) for part, type in parts.items()),
-            dqkv=tuple(at.rows(f"{name}.{part}.dy", width, type) for part, type in parts.items()),
-            o=at.rows(f"{name}.o", c.n_embd, BufferType.OUTPUT),
-            do=at.rows(f"{name}.do", c.n_embd, BufferType.OUTPUT),
+            proj=LinearLayer.declare(at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias),
+            qkv=tuple(at.rows(f"{name}.{part}.y", widths[part], type) for part, type in parts.items()),
+            dqkv=tuple(at.rows(f"{name}.{part}.dy", widths[part], type) for part, type in parts.items()),
+            o=at.rows(f"{name}.o", c.n_head * d, BufferType.OUTPUT),
+            do=at.rows(f"{name}.do", c.n_head * d, BufferType.OUTPUT),
             lse=at.buffer(f"{name}.lse", (b, c.n_head, t), at.accumulation_dtype),
-            dx_parts=() if dense else (at.rows("scratch.dx_part", c.n_embd),) * 2,
-            rope=Rope.declare(at, c.n_head + c.kv_heads if dense else c.n_head) if c.position == "rope" else None,
+            dx_parts=() if fused else (at.rows("scratch.dx_part", c.n_embd),) * 2,
+            norms=tuple(
+                HeadNorm.declare(at, f"{name}.{part}", heads, parts[part])
+                for part, heads in (("q", c.n_head), ("k", c.kv_heads))
+                if c.qk_norm
+            ),
+            rope=Rope.declare(at, c.n_head + c.kv_heads if fused else c.n_head) if c.position == "rope" else None,
             mask=mask,
             n_head=c.n_head,
             n_kv_head=c.kv_heads,
@@ -134,13 +184,18 @@ class AttentionLayer:
         self.project_backward(x, dx=dx)
 
     def project(self, x: Buffer) -> None:
-        """q, k, v = x W' + b"""
-        for projection, y in zip(self.projections, self.qkv, strict=True):
+        """q, k, v = x W' + b, and q, k normed by head where they are"""
+        normed = len(self.norms)
+        for projection, y in zip(self.projections, (*(n.x for n in self.norms), *self.qkv[normed:]), strict=True):
             projection.forward(x, y=y)
+        for norm, y in zip(self.norms, self.qkv, strict=False):
+            norm.forward(y=y)
 
     def project_backward(self, x: Buffer, *, dx: Buffer) -> None:
-        self.projections[0].backward(self.dqkv[0], x, dx=dx)
-        for projection, dy, dx_part in zip(self.projections[1:], self.dqkv[1:], self.dx_parts, strict=True):
+        normed = len(self.norms)
+        dqkv = (*(n.backward(dy) for n, dy in zip(self.norms, self.dqkv, strict=False)), *self.dqkv[normed:])
+        self.projections[0].backward(dqkv[0], x, dx=dx)
+        for projection, dy, dx_part in zip(self.projections[1:], dqkv[1:], self.dx_parts, strict=True):
             projection.backward(dy, x, dx=dx_part)
             add_fwd(dx, dx_part, y=dx)
 

@@ -73,7 +73,7 @@ class Block:
         name, c = f"blocks.{i}", at.config.n_embd
         return cls(
             norm1=NormLayer.declare(at, f"{name}.ln1"),
-            attention=AttentionLayer.declare(at, f"{name}.attn", seed),
+            attention=AttentionLayer.declare(at, f"{name}.attn", i, seed),
             drop1=Dropout.declare(at, seed, 2 * i + 1, dx="scratch.dbranch"),
             norm2=NormLayer.declare(at, f"{name}.ln2"),
             ffn=(SwiGLU if at.config.activation == "swiglu" else FeedForward).declare(at, f"{name}.ffn"),

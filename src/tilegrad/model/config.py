@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from typing import Any, Literal, get_args
 
 from ..kernels.attention.checks import MAX_HEAD_DIM
+from ..kernels.rope.frequencies import RopeScaling
 
 Activation = Literal["gelu", "tanh", "relu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -20,7 +22,9 @@ _CHOICES: dict[str, Any] = {
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
     """A pre-norm transformer. n_kv_head=None: as many as n_head. ffn_dim=None: 4 · n_embd. window=w: w keys, oneself
-    included. gelu is the tanh form. projection="per_head": head h's q, k, v read only its own D channels of x.
+    included; window_layers=(0, 2): in these blocks alone. gelu is the tanh form. projection="per_head": head h's q, k, v read
+    only its own D channels of x. head_size=None: n_embd / n_head. qk_norm: q and k of a head are RMS-normed, with weights
+    (D,), before rope. qkv_bias, proj_bias, ffn_bias: as bias where None. rope_scaling: also a mapping of RopeScaling's fields.
 
     >>> import tilegrad
     >>> tilegrad.ModelConfig(vocab_size=256, block_size=64, n_layer=2, n_head=4, n_embd=64).ffn
@@ -45,6 +49,13 @@ class ModelConfig:
     dropout: float = 0.0
     norm_eps: float = 1e-5
     rope_theta: float = 10000.0
+    head_size: int | None = None
+    qk_norm: bool = False
+    qkv_bias: bool | None = None
+    proj_bias: bool | None = None
+    ffn_bias: bool | None = None
+    window_layers: tuple[int, ...] | None = None
+    rope_scaling: RopeScaling | None = None
 
     @property
     def kv_heads(self) -> int:
@@ -52,7 +63,11 @@ class ModelConfig:
 
     @property
     def head_dim(self) -> int:
-        return self.n_embd // self.n_head
+        return self.n_embd // self.n_head if self.head_size is None else self.head_size
+
+    def window_of(self, block: int) -> int | None:
+        """The window of a block."""
+        return self.window if self.window_layers is None or block in self.window_layers else None
 
     @property
     def ffn(self) -> int:
@@ -65,20 +80,25 @@ class ModelConfig:
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
             if not _positive_int(getattr(self, name)):
                 refuse(name, "an int ≥ 1")
-        for name in ("n_kv_head", "ffn_dim", "window"):
+        for name in ("n_kv_head", "ffn_dim", "window", "head_size"):
             if getattr(self, name) is not None and not _positive_int(getattr(self, name)):
                 refuse(name, "None or an int ≥ 1")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 refuse(name, " or ".join(map(repr, get_args(choices))))
-        for name in ("bias", "tie_embeddings"):
+        for name in ("bias", "tie_embeddings", "qk_norm"):
             if not isinstance(getattr(self, name), bool):
                 refuse(name, "True or False")
+        for name in ("qkv_bias", "proj_bias", "ffn_bias"):
+            if getattr(self, name) not in (None, True, False):
+                refuse(name, "None, True or False")
         for name, low, high in (("dropout", 0.0, 1.0), ("norm_eps", 0.0, 1.0), ("rope_theta", 1.0, float("inf"))):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
                 refuse(name, f"a number, {low:g} ≤ {name} < {high:g}")
-        if self.n_embd % self.n_head or self.head_dim > MAX_HEAD_DIM:
+        if self.head_size is not None and self.head_size > MAX_HEAD_DIM:
+            refuse("head_size", f"None or an int, 1 … {MAX_HEAD_DIM}")
+        if self.head_size is None and (self.n_embd % self.n_head or self.head_dim > MAX_HEAD_DIM):
             refuse("n_head", f"a divisor of n_embd ({self.n_embd}) with n_embd / n_head ≤ {MAX_HEAD_DIM}")
         if self.n_head % self.kv_heads:
             refuse("n_kv_head", f"a divisor of n_head ({self.n_head})")
@@ -86,6 +106,18 @@ class ModelConfig:
             refuse("position", f"'learned' where the head dimension ({self.head_dim}) is odd")
         if self.projection == "per_head" and self.kv_heads != self.n_head:
             refuse("n_kv_head", f"None or n_head ({self.n_head}) with projection='per_head'")
+        if self.projection == "per_head" and self.head_dim * self.n_head != self.n_embd:
+            refuse("head_size", f"None or n_embd / n_head ({self.n_embd / self.n_head:g}) with projection='per_head'")
+        if self.window_layers is not None:
+            if not isinstance(self.window_layers, list | tuple) or not {*self.window_layers} <= {*range(self.n_layer)}:
+                refuse("window_layers", f"None, or numbers of blocks, 0 … {self.n_layer - 1}")
+            object.__setattr__(self, "window_layers", tuple(self.window_layers))
+        if isinstance(self.rope_scaling, Mapping):
+            object.__setattr__(self, "rope_scaling", _scaling(self.rope_scaling))
+        if self.rope_scaling is not None and (
+            self.position != "rope" or not isinstance(self.rope_scaling, RopeScaling)
+        ):
+            refuse("rope_scaling", "None, or a RopeScaling with position='rope'")
         if self.loss == "embedding_mse" and not self.tie_embeddings:
             refuse("tie_embeddings", "True with loss='embedding_mse', whose targets are rows of wte")
 
@@ -97,6 +129,17 @@ class ModelConfig:
         if unknown:
             raise ValueError(f"{unknown[0]}: got a key that ModelConfig does not have; accepted: {', '.join(names)}")
         return cls(**values)
+
+
+def _scaling(values: Mapping[str, Any]) -> RopeScaling:
+    names = [field.name for field in fields(RopeScaling)]
+    unknown = sorted(set(values) - set(names))
+    if unknown or "kind" not in values or "factor" not in values:
+        got = f"the key {unknown[0]!r}" if unknown else "no kind or no factor"
+        raise ValueError(
+            f"rope_scaling: got {got}; accepted: {', '.join(names)}, of which kind and factor must be there"
+        )
+    return RopeScaling(**values)
 
 
 def _positive_int(value: object) -> bool:

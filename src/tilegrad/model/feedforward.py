@@ -31,8 +31,8 @@ class FeedForward:
     def declare(cls, at: Declare, name: str) -> FeedForward:
         c, f = at.config.n_embd, at.config.ffn
         return cls(
-            up=LinearLayer.declare(at, f"{name}.up", c, f),
-            down=LinearLayer.declare(at, f"{name}.down", f, c, at.onto_stream),
+            up=LinearLayer.declare(at, f"{name}.up", c, f, bias=at.config.ffn_bias),
+            down=LinearLayer.declare(at, f"{name}.down", f, c, at.onto_stream, bias=at.config.ffn_bias),
             activation=at.config.activation,
             h=at.rows(f"{name}.h", f),
             a=at.rows(f"{name}.a", f),
@@ -77,9 +77,9 @@ class SwiGLU:
     def declare(cls, at: Declare, name: str) -> SwiGLU:
         c, f = at.config.n_embd, at.config.ffn
         return cls(
-            up=LinearLayer.declare(at, f"{name}.up", c, f),
-            gate=LinearLayer.declare(at, f"{name}.gate", c, f),
-            down=LinearLayer.declare(at, f"{name}.down", f, c, at.onto_stream),
+            up=LinearLayer.declare(at, f"{name}.up", c, f, bias=at.config.ffn_bias),
+            gate=LinearLayer.declare(at, f"{name}.gate", c, f, bias=at.config.ffn_bias),
+            down=LinearLayer.declare(at, f"{name}.down", f, c, at.onto_stream, bias=at.config.ffn_bias),
             h=at.rows(f"{name}.h", f),
             g=at.rows(f"{name}.g", f),
             a=at.rows(f"{name}.a", f),

@@ -32,13 +32,16 @@ class Decoder:
     ) -> None:
         wte = params["wte.weight"]
         self.config, self.params, self.position = config, params, 0
-        self.mask = mask_of(replace(config, dropout=0.0))
+        plain = replace(config, dropout=0.0)
+        self.masks = [mask_of(plain, i) for i in range(config.n_layer)]
         self.manager = manager or AttentionBufferManager(device=wte.device)
         shape = (config.n_layer, 2, 1, config.kv_heads, config.block_size, config.head_dim)
         self.cache = self.manager.allocate(BufferType.CACHE, shape, wte.dtype, wte.device)
         if config.position == "rope":
             self.cos, self.sin = (wte.new_empty(config.block_size, config.head_dim // 2) for _ in range(2))
-            rope_table(config.rope_theta, config.head_dim, config.block_size, cos=self.cos, sin=self.sin)
+            rope_table(
+                config.rope_theta, config.head_dim, config.block_size, config.rope_scaling, cos=self.cos, sin=self.sin
+            )
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
         """Read more tokens; logits (V,) of the one that follows them."""
@@ -71,9 +74,10 @@ class Decoder:
         keys[0, :, start:stop].copy_(k)
         values[0, :, start:stop].copy_(v)
         keys, values = keys[:, :, :stop], values[:, :, :stop]
-        scratch = new_scratch(attention_workspace(q[None], keys, values, self.mask, backward=False), q.device)
+        mask = self.masks[i]
+        scratch = new_scratch(attention_workspace(q[None], keys, values, mask, backward=False), q.device)
         o = torch.empty_like(q[None], memory_format=torch.contiguous_format)
-        attention_fwd(q[None], keys, values, self.mask, o=o, lse=None, scratch=scratch)
+        attention_fwd(q[None], keys, values, mask, o=o, lse=None, scratch=scratch)
         return o[0]
 
     def _logits(self, n: Tensor) -> Tensor:

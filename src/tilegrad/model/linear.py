@@ -26,17 +26,22 @@ class LinearLayer:
     backward_scratch: Scratch
 
     @classmethod
-    def declare(cls, at: Declare, name: str, inputs: int, outputs: int, init: Init = WEIGHT) -> LinearLayer:
+    def declare(
+        cls, at: Declare, name: str, inputs: int, outputs: int, init: Init = WEIGHT, *, bias: bool | None = None
+    ) -> LinearLayer:
+        """bias=None: the config's."""
         weight = at.param(f"{name}.weight", outputs, inputs, init=init)
-        bias = at.param(f"{name}.bias", outputs, init=Constant(0.0)) if at.config.bias else None
-        return cls._declare(at, name, weight, bias, inputs, per_head=False)
+        has_bias = at.config.bias if bias is None else bias
+        b = at.param(f"{name}.bias", outputs, init=Constant(0.0)) if has_bias else None
+        return cls._declare(at, name, weight, b, inputs, per_head=False)
 
     @classmethod
     def declare_per_head(cls, at: Declare, name: str) -> LinearLayer:
         """Head h's D outputs read only its own D inputs: weight (H, D, D) = (head, out, in), bias (H, D)."""
         h, d = at.config.n_head, at.config.head_dim
         weight = at.param(f"{name}.weight", h, d, d, init=WEIGHT)
-        bias = at.param(f"{name}.bias", h, d, init=Constant(0.0)) if at.config.bias else None
+        has_bias = at.config.bias if at.config.qkv_bias is None else at.config.qkv_bias
+        bias = at.param(f"{name}.bias", h, d, init=Constant(0.0)) if has_bias else None
         return cls._declare(at, name, weight, bias, h * d, per_head=True)
 
     @classmethod

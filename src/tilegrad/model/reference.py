@@ -17,6 +17,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from ..kernels.rope.frequencies import rope_frequencies
 from .config import ModelConfig
 
 Params = Mapping[str, Tensor]
@@ -50,28 +51,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 
 def attention(p: Params, i: int, x: Tensor, config: ModelConfig, attend: Attend) -> Tensor:
     name, hq, hkv, d = f"blocks.{i}.attn", config.n_head, config.kv_heads, config.head_dim
-    if config.projection == "dense":
+    if config.projection == "dense" and config.qk_norm:
+        q, k, v = (linear(p, f"{name}.{part}", x) for part in "qkv")
+    elif config.projection == "dense":
         q, k, v = linear(p, f"{name}.qkv", x).split([hq * d, hkv * d, hkv * d], dim=-1)
     else:
         q, k, v = (per_head(p, f"{name}.{part}", x) for part in "qkv")
-    q, k, v = (part.unflatten(-1, (-1, d)).transpose(-3, -2) for part in (q, k, v))
+    q, k, v = (part.unflatten(-1, (-1, d)) for part in (q, k, v))
+    if config.qk_norm:
+        q, k = (F.rms_norm(y, (d,), p[f"{name}.{n}_norm.weight"], config.norm_eps) for n, y in (("q", q), ("k", k)))
+    q, k, v = (part.transpose(-3, -2) for part in (q, k, v))
     return linear(p, f"{name}.proj", attend(i, q, k, v).transpose(-3, -2).flatten(-2))
 
 
-def causal(config: ModelConfig, _block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+def causal(config: ModelConfig, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Each token attends to those before it and to itself, `window` of them at most; positions start at 0."""
     t, d, device = q.shape[-2], config.head_dim, q.device
     if config.position == "rope":
-        frequency = config.rope_theta ** (-torch.arange(0, d, 2, device=device).double() / d)
+        frequencies, factor = rope_frequencies(config.rope_theta, d, config.rope_scaling)
+        frequency = torch.tensor(frequencies, dtype=torch.float64, device=device)
         angle = torch.outer(torch.arange(t, device=device).double(), frequency)
-        cos, sin = angle.cos().to(q.dtype), angle.sin().to(q.dtype)
+        cos, sin = (x.mul(factor).to(q.dtype) for x in (angle.cos(), angle.sin()))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
     group = config.n_head // config.kv_heads
     k, v = (part.repeat_interleave(group, dim=-3) if group > 1 else part for part in (k, v))
-    if config.window is None:
+    window = config.window_of(block)
+    if window is None:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True)
     gap = torch.arange(t, device=device)[:, None] - torch.arange(t, device=device)
-    seen = (gap >= 0) & (gap < config.window)
+    seen = (gap >= 0) & (gap < window)
     return (q @ k.mT / math.sqrt(d)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 

@@ -129,7 +129,9 @@ class Transformer:
             p.init.fill(p.master, generator)
         rope = self.blocks[0].attention.rope
         if rope is not None:
-            rope_table(config.rope_theta, rope.head_dim, config.block_size, cos=rope.cos, sin=rope.sin)
+            rope_table(
+                config.rope_theta, rope.head_dim, config.block_size, config.rope_scaling, cos=rope.cos, sin=rope.sin
+            )
 
     def round_weights(self) -> None:
         """The compute copies of the parameters, where there are any."""

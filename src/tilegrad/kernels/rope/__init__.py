@@ -20,6 +20,7 @@ from ..checks import check_tensor
 from ..op import op
 from ..scratch import Scratch, Shapes, accumulation_dtype, views
 from ..table import Kernel, Table, takes_all
+from .frequencies import RopeScaling, rope_frequencies
 
 
 class Problem(NamedTuple):
@@ -43,9 +44,9 @@ def rope_workspace(x: Any, *, kernel: str | None = None) -> Shapes:
 
 
 @op()
-def rope_table(theta: float, d: int, t: int, *, cos: Tensor, sin: Tensor) -> None:
-    """cos, sin (T, D/2) of the angles, computed in float64. Filled once, before the first step: the one function here
-    that allocates, 8·T bytes."""
+def rope_table(theta: float, d: int, t: int, scaling: RopeScaling | None = None, *, cos: Tensor, sin: Tensor) -> None:
+    """cos, sin (T, D/2) of the angles of frequencies.py, computed in float64. Filled once, before the first step: the one
+    function here that allocates, 8·T bytes a column."""
     if not theta > 0.0:
         raise ValueError(f"theta: got {theta!r}; accepted: a number > 0")
     if d % 2:
@@ -53,10 +54,11 @@ def rope_table(theta: float, d: int, t: int, *, cos: Tensor, sin: Tensor) -> Non
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, (t, d // 2), table.dtype, cos.device)
     position = torch.arange(t, dtype=torch.float64, device=cos.device)
-    for i in range(d // 2):
-        angle = position * theta ** (-2.0 * i / d)
-        cos[:, i].copy_(angle.cos())
-        sin[:, i].copy_(angle.sin())
+    frequencies, factor = rope_frequencies(theta, d, scaling)
+    for i, frequency in enumerate(frequencies):
+        angle = position * frequency
+        cos[:, i].copy_(angle.cos().mul_(factor))
+        sin[:, i].copy_(angle.sin().mul_(factor))
 
 
 @op()

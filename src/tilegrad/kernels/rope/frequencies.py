@@ -1,0 +1,76 @@
+"""Angles of rotary positions: position · frequency[i], i < D/2, and what models do to them for longer texts.
+
+default   f_i = theta^(−2i/D)
+linear    f_i / factor
+llama3    wavelengths 2π/f longer than original/low are divided by factor, those shorter than original/high are kept, and
+          between the two it is a blend: (1 − m) · f/factor + m · f,  m = (original/wavelength − low) / (high − low)
+yarn      a blend along i of f/factor and f, from the i that turns beta_slow times in `original` tokens to the one that
+          turns beta_fast times; cos and sin are multiplied by attention_factor, by default 0.1 · ln(factor) + 1
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Literal, get_args
+
+Kind = Literal["linear", "llama3", "yarn"]
+
+
+@dataclass(frozen=True, slots=True)
+class RopeScaling:
+    """Frequencies of a model that reads `factor` times the `original` tokens it was first trained on."""
+
+    kind: Kind
+    factor: float
+    original: int = 8192
+    low: float = 1.0
+    high: float = 4.0
+    beta_fast: float = 32.0
+    beta_slow: float = 1.0
+    attention_factor: float | None = None
+
+    def __post_init__(self) -> None:
+        if self.kind not in get_args(Kind):
+            accepted = " or ".join(map(repr, get_args(Kind)))
+            raise ValueError(f"rope_scaling.kind: got {self.kind!r}; accepted: {accepted}")
+        for name, least in (("factor", 1.0), ("original", 1), ("low", 0.0), ("high", 0.0), ("beta_slow", 0.0)):
+            value = getattr(self, name)
+            if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
+                raise ValueError(f"rope_scaling.{name}: got {value!r}; accepted: a number ≥ {least:g}")
+        if self.low >= self.high or self.beta_slow >= self.beta_fast:
+            got = f"low {self.low}, high {self.high}, beta_slow {self.beta_slow}, beta_fast {self.beta_fast}"
+            raise ValueError(f"rope_scaling: got {got}; accepted: low < high and beta_slow < beta_fast")
+
+
+def rope_frequencies(theta: float, d: int, scaling: RopeScaling | None) -> tuple[list[float], float]:
+    """(frequencies, factor on cos and sin)."""
+    plain = [theta ** (-2.0 * i / d) for i in range(d // 2)]
+    if scaling is None:
+        return plain, 1.0
+    s = scaling
+    if s.kind == "linear":
+        return [f / s.factor for f in plain], 1.0
+    if s.kind == "llama3":
+        return [_llama3(f, s) for f in plain], 1.0
+    first, last = (_turning(turns, theta, d, s.original) for turns in (s.beta_fast, s.beta_slow))
+    first, last = max(math.floor(first), 0), min(math.ceil(last), d - 1)
+    width = (last - first) or 0.001
+    shares = [min(max((i - first) / width, 0.0), 1.0) for i in range(d // 2)]
+    blended = [f / s.factor * share + f * (1.0 - share) for f, share in zip(plain, shares, strict=True)]
+    return blended, 0.1 * math.log(s.factor) + 1.0 if s.attention_factor is None else s.attention_factor
+
+
+def _llama3(f: float, s: RopeScaling) -> float:
+    wavelength = 2 * math.pi / f
+    if wavelength < s.original / s.high:
+        return f
+    if wavelength > s.original / s.low:
+        return f / s.factor
+    m = (s.original / wavelength - s.low) / (s.high - s.low)
+    return (1 - m) * f / s.factor + m * f
+
+
+def _turning(turns: float, theta: float, d: int, tokens: int) -> float:
+    """The i, not whole, whose angle turns `turns` times in `tokens`."""
+    return d * math.log(tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))

@@ -1,0 +1,78 @@
+"""What model families have beside GPT-2 and Llama: checks of config, gradients by central differences, generation."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, replace
+from typing import Any
+
+import pytest
+import torch
+from support.models import LLAMA, QWEN3
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.gradcheck import check_model
+from tilegrad.kernels.rope.frequencies import RopeScaling, rope_frequencies
+from tilegrad.model import reference
+from tilegrad.model.generate import generate
+
+
+@pytest.mark.parametrize(
+    "config", [QWEN3, replace(LLAMA, qkv_bias=True), replace(LLAMA, rope_scaling=RopeScaling("yarn", 4.0, original=6))]
+)
+def test_gradients_by_central_differences(config: ModelConfig) -> None:
+    failed = [r.tensor for r in check_model(config) if not r.passed]
+    assert not failed
+
+
+def test_generation_is_that_of_the_reference() -> None:
+    engine = Engine(QWEN3, 1, 8, dtype=torch.float64)
+    for p in engine.params.values():
+        p.add_(torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(p.numel())), alpha=0.3)
+    text = [1, 2, 3]
+    for _ in range(9):
+        n = reference.hidden_states(engine.params, torch.tensor([text]), QWEN3)
+        text.append(int((n[0, -1] @ reference.head(engine.params, QWEN3).T).argmax()))
+    assert list(generate(QWEN3, engine.params, [1, 2, 3], 9, temperature=0.0)) == text[3:]
+
+
+def test_parameters_are_named_and_shaped_by_the_config() -> None:
+    shapes = {name: tuple(p.shape) for name, p in Engine(QWEN3, 1, 4).params.items()}
+    assert shapes["blocks.0.attn.q.weight"] == (24, 16) and shapes["blocks.0.attn.k.weight"] == (12, 16)
+    assert shapes["blocks.0.attn.q.bias"] == (24,) and "blocks.0.attn.proj.bias" not in shapes
+    assert shapes["blocks.0.attn.q_norm.weight"] == (6,) and shapes["blocks.0.attn.proj.weight"] == (16, 24)
+    assert "blocks.0.ffn.up.bias" not in shapes
+
+
+def test_a_config_is_plain_data_and_back() -> None:
+    assert ModelConfig.from_dict(asdict(QWEN3)) == QWEN3
+    assert replace(QWEN3, window_layers=[1]).window_layers == (1,)  # type: ignore[arg-type]
+    assert [QWEN3.window_of(i) for i in range(2)] == [None, 5]
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"head_size": 300}, r"head_size: got 300; accepted: None or an int, 1 … 256"),
+        ({"head_size": 6, "projection": "per_head", "n_kv_head": None}, "head_size: got 6; accepted: None or n_embd / n_head"),
+        ({"window_layers": (3,)}, r"window_layers: got \(3,\); accepted: None, or numbers of blocks, 0 … 2"),
+        ({"qkv_bias": 2}, "qkv_bias: got 2; accepted: None, True or False"),
+        ({"rope_scaling": {"kind": "ntk", "factor": 2.0}}, "rope_scaling.kind: got 'ntk'; accepted: 'linear' or"),
+        ({"rope_scaling": {"kind": "linear"}}, "rope_scaling: got no kind or no factor; accepted: kind, factor"),
+        ({"rope_scaling": {"kind": "linear", "factor": 2, "beta": 1}}, "rope_scaling: got the key 'beta'"),
+        ({"rope_scaling": {"kind": "linear", "factor": 0.5}}, "rope_scaling.factor: got 0.5; accepted: a number ≥ 1"),
+        ({"rope_scaling": RopeScaling("linear", 2.0), "position": "learned"}, "accepted: None, or a RopeScaling with"),
+    ],
+)  # fmt: skip
+def test_what_is_refused(values: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        replace(LLAMA, **values)
+
+
+def test_scaled_frequencies() -> None:
+    plain, one = rope_frequencies(10000.0, 8, None)
+    assert plain == pytest.approx([1.0, 0.1, 0.01, 0.001]) and one == 1.0
+    assert rope_frequencies(10000.0, 8, RopeScaling("linear", 4.0))[0] == [f / 4.0 for f in plain]
+    far, _ = rope_frequencies(10000.0, 8, RopeScaling("llama3", 8.0, original=256))
+    assert far[0] == plain[0] and far[3] == plain[3] / 8.0 and plain[1] / 8 < far[1] <= plain[1]
+    turned, factor = rope_frequencies(10000.0, 8, RopeScaling("yarn", 4.0, original=256))
+    assert turned[0] == plain[0] and turned[3] == pytest.approx(plain[3] / 4.0) and factor == pytest.approx(1.1386294)
