@@ -35,7 +35,7 @@ from .timing import sustained
 
 Kind = Literal["ours", "compiled", "eager"]
 CHECK_STEPS = 5
-CHECK_RATE, SPEED_RATE = 3e-4, 1e-6
+CHECK_RATE, SPEED_RATE = 1e-4, 1e-6
 FALL_TOLERANCE = 0.1
 WARM_STEPS, PROFILED_STEPS = 10, 3
 CURVE_PEAK, CURVE_FLOOR, CURVE_WARMUP = 6e-4, 6e-5, 0.1  # the rate of `curve`; the warm-up as a share of its steps

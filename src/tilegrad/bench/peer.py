@@ -1,7 +1,8 @@
 """The peer of a training step on a GPU: the same model as plain PyTorch, eager or under `torch.compile`.
 
 As nanoGPT trains: float32 parameters under `torch.autocast`, `F.scaled_dot_product_attention`, one fused linear for q, k, v,
-a tied head, cross-entropy on all logits at once, `clip_grad_norm_`, fused AdamW. Its two choices that are not ours:
+a tied head, cross-entropy on all logits at once, `clip_grad_norm_`, fused AdamW. With fewer heads of k and v they are
+repeated where that gets a better kernel of torch's. Its two choices that are not ours:
 
                  nanoGPT                       like for like
     GELU         exact (erf)                   tanh, as the engine's
@@ -199,10 +200,9 @@ class Peer:
         self.device, self.sdpa = device, form.sdpa
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         with self._attention():
-            few = sdpa_backend(config, batch_size, seq_len, device, gqa=True)  # math would make all scores
-            self.backend = few if few != "MATH" else sdpa_backend(config, batch_size, seq_len, device, gqa=False)
+            few, self.backend = (sdpa_backend(config, batch_size, seq_len, device, gqa=gqa) for gqa in (True, False))
         with device:
-            self.model = PeerModel(config, form, gqa=few != "MATH")
+            self.model = PeerModel(config, form, gqa=few == self.backend)
         self.model.load(initial_parameters(config, seed))
         params = list(self.model.parameters())
         groups: list[dict[str, Any]] = [

@@ -83,6 +83,7 @@ class Row:
     reserved_bytes: int | None = None
     planned_bytes: int | None = None
     loss: float | None = None
+    check_losses: tuple[float, ...] = ()
     start_s: float | None = None
     sdpa: str | None = None
     clocks: tuple[str, ...] = ()  # SM clock, power, capped or not: in the middle of each round
@@ -153,7 +154,8 @@ def row_of(
     return Row(
         case, entry.kind, tokens_per_s=() if wrong else speeds, flops_per_token=problem.flops / problem.tokens,
         mfu=None if wrong else median(speeds) * problem.flops / problem.tokens / peak_flops,
-        planned_bytes=started.get("planned_bytes"), loss=runs[-1]["loss"], start_s=started["start_s"],
+        planned_bytes=started.get("planned_bytes"), loss=runs[-1]["loss"],
+        check_losses=tuple(started["losses"]), start_s=started["start_s"],
         sdpa=started.get("sdpa"), clocks=tuple(run["clock"] for run in runs if run.get("clock")),
         note=f"WRONG: {wrong}" if wrong else "", wrong=bool(wrong), **peaks,
     )  # fmt: skip
