@@ -43,8 +43,8 @@ GROUPS = (
 _HOMES = {  # op of ours → its groups: one, or forward and backward
     "activation": ("activation forward", "activation backward"), "adamw": ("optimizer",),
     "attention": ("attention forward", "attention backward"), "column_sum": ("bias sums",), "cross_entropy": ("loss",),
-    "dropout": ("dropout",), "embedding": ("embeddings",), "embedding_mse": ("loss",), "fp8": ("fp8 scaling",),
-    "global_norm": ("optimizer",), "linear": ("fp8 scaling",), "norm": ("norms forward", "norms backward"),
+    "dropout": ("dropout",), "embedding": ("embeddings",), "embedding_mse": ("loss",), "fp8_linear": ("fp8 scaling",),
+    "global_norm": ("optimizer",), "norm": ("norms forward", "norms backward"),
     "optimizer": ("optimizer",), "residual": ("norms forward", "norms backward"), "rope": ("rope",),
 }  # fmt: skip
 _BACKWARD = re.compile(r"_(bwd|backward|dq|dkdv|dkv|delta|dbias|dsinks|preprocess|postprocess)")
@@ -124,7 +124,7 @@ def group_of(name: str, *, backward: bool) -> str:
     """Of a kernel by its name alone; `backward`: the step is past the loss, for names that don't say. A GEMM's is that of a
     block's."""
     own = our_kernels().get(name)
-    if own == "linear" and not re.search("quant|scale|amax|cast|fp8", name):
+    if own == "linear":
         return _gemm(name, backward=backward)
     if own is not None:
         groups = _HOMES.get(own, (OTHER,))

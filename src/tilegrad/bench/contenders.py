@@ -27,6 +27,7 @@ from torch import Tensor
 
 from ..train.data import ByteTokenizer, default_text
 from ..train.engine import Engine
+from ..train.optimizer import StepResult
 from ..train.schedule import learning_rate
 from .breakdown import Launch, launches_of
 from .cases import Case
@@ -58,7 +59,11 @@ class Entry:
 
 
 class Contender(Protocol):
-    def step(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> Any: ...
+    def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
+        """A step, on a GPU without waiting for it."""
+
+    def loss(self) -> float:
+        """Of the last step; waits for it."""
 
 
 class Ours:
@@ -74,12 +79,16 @@ class Ours:
             problem.config, problem.batch_size // case.micro_batches, problem.seq_len, device=entry.device,
             dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes, **linear,
         )  # fmt: skip
+        self._results: list[StepResult] = []
 
-    def step(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> Any:
-        if self.micro_batches == 1:
-            return self.engine.step(tokens, targets, learning_rate)
-        x, y = (list(given.chunk(self.micro_batches)) for given in (tokens, targets))
-        return self.engine.step(x, y, learning_rate)
+    def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
+        x, y = (given.chunk(self.micro_batches) for given in (tokens, targets))
+        self.engine.submit(x, y, learning_rate)
+        self._results = self.engine.finished() or self._results
+
+    def loss(self) -> float:
+        self._results = self.engine.finished(wait=True) or self._results
+        return self._results[-1].loss
 
 
 def contender(entry: Entry) -> Contender:
@@ -121,7 +130,7 @@ class Measured:
         self.contender: Contender = contender(entry)
         self.batches = Batches(entry)
         tokens, targets = self.batches.next()
-        losses = [float(self.contender.step(tokens, targets, CHECK_RATE)) for _ in range(entry.check_steps)]
+        losses = [self._loss_of(tokens, targets, CHECK_RATE) for _ in range(entry.check_steps)]
         self.started: dict[str, Any] = {"losses": losses, "start_s": time.perf_counter() - began}
         self.started |= self._peak("start_")
         if isinstance(self.contender, Ours):
@@ -137,17 +146,16 @@ class Measured:
         torch.cuda.reset_peak_memory_stats()
         return {f"{prefix}allocated_bytes": allocated, f"{prefix}reserved_bytes": reserved}
 
-    def _step(self, rate: float = SPEED_RATE) -> Any:
-        return self.contender.step(*self.batches.next(), rate)
+    def _loss_of(self, tokens: Tensor, targets: Tensor, rate: float) -> float:
+        self.contender.submit(tokens, targets, rate)
+        return self.contender.loss()
+
+    def _step(self) -> None:
+        self.contender.submit(*self.batches.next(), SPEED_RATE)
 
     def run(self, seconds: float) -> dict[str, Any]:
-        last: list[Any] = [None]
-
-        def step() -> None:
-            last[0] = self._step()
-
-        done = sustained(step, seconds, self.device)
-        return {"steps": done.steps, "seconds": done.seconds, "loss": float(last[0]), **self._peak()}
+        done = sustained(self._step, seconds, self.device)
+        return {"steps": done.steps, "seconds": done.seconds, "loss": self.contender.loss(), **self._peak()}
 
     def profile(self) -> list[Launch]:
         for _ in range(WARM_STEPS):
@@ -162,7 +170,7 @@ class Measured:
             rate = learning_rate(
                 i, peak=CURVE_PEAK, floor=CURVE_FLOOR, warmup_steps=int(CURVE_WARMUP * steps), total_steps=steps
             )
-            losses.append(float(self.contender.step(*batches.next(), rate)))
+            losses.append(self._loss_of(*batches.next(), rate))
         return losses
 
 

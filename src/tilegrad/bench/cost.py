@@ -57,7 +57,7 @@ def linears(config: ModelConfig) -> list[tuple[int, int]]:
     """(inputs, outputs) of a block's linears."""
     c, f, d = config.n_embd, config.ffn, config.head_dim
     up = [(c, f)] * (2 if config.activation == "swiglu" else 1)
-    return [(c, (config.n_head + 2 * config.kv_heads) * d), (c, c), *up, (f, c)]
+    return [(c, (config.n_head + 2 * config.kv_heads) * d), (config.n_head * d, c), *up, (f, c)]
 
 
 def step_flops(config: ModelConfig, batch_size: int, seq_len: int) -> int:

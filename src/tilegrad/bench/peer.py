@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from contextlib import nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Literal
 
 import torch
@@ -29,6 +29,10 @@ from ..model.transformer import declare
 Gelu = Literal["exact", "tanh"]
 Residual = Literal["float32", "bfloat16"]
 Sdpa = Literal["default", "cudnn", "flash"]
+_READ = {  # of a config; the rest must be as it is by default
+    "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "ffn_dim", "activation", "norm", "position",
+    "bias", "tie_embeddings", "norm_eps", "rope_theta",
+}  # fmt: skip
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -143,10 +147,10 @@ class PeerModel(nn.Module):
 
     def __init__(self, config: ModelConfig, form: PeerForm, *, gqa: bool = True) -> None:
         super().__init__()
-        same = {"projection": "dense", "loss": "cross_entropy", "window": None, "dropout": 0.0}
-        for name, value in same.items():
-            if getattr(config, name) != value:
-                raise ValueError(f"{name}: got {getattr(config, name)!r}; accepted: {value!r}, as the peer has")
+        for known in fields(config):
+            value = getattr(config, known.name)
+            if known.name not in _READ and value != known.default:
+                raise ValueError(f"{known.name}: got {value!r}; accepted: {known.default!r}, as the peer has")
         if config.activation not in ("gelu", "swiglu"):
             raise ValueError(f"activation: got {config.activation!r}; accepted: 'gelu' or 'swiglu', as the peer has")
         self.config, self.residual = config, form.residual
@@ -210,19 +214,24 @@ class Peer:
             {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
         ]
         self.optimizer = torch.optim.AdamW(groups, lr=1e-4, betas=(0.9, 0.95), eps=1e-8, fused=True)
-        self._loss = torch.compile(self.model) if compiled else self.model
+        self._forward = torch.compile(self.model) if compiled else self.model
+        self._last = torch.full((), torch.nan)
 
-    def step(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> Tensor:
+    def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
         x, y = (given.to(self.device, non_blocking=True) for given in (tokens, targets))
         with self._attention(), torch.autocast(self.device.type, torch.bfloat16):
-            loss: Tensor = self._loss(x, y)
+            loss: Tensor = self._forward(x, y)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
-        return loss.detach()
+        self._last = loss.detach()
+
+    def loss(self) -> float:
+        """Of the last step; waits for it."""
+        return float(self._last)
 
     def _attention(self) -> Any:
         return nullcontext() if self.sdpa == "default" else sdpa_kernel(BACKENDS[self.sdpa])

@@ -50,8 +50,9 @@ class Sustained(NamedTuple):
 
 
 def sustained(step: Thunk, seconds: float, device: torch.device) -> Sustained:
-    """Run `step` over and over for at least `seconds`. The host stays AHEAD_STEPS steps before the device, so the device
-    never waits for it, and the time is the device's; a long run shows what a power-capped card keeps up."""
+    """Run `step` over and over for at least `seconds`. The host stays AHEAD_STEPS steps before the current
+    stream, so the device never waits for it, and the time is the device's; a step on a stream of its own sees to that by
+    itself. A long run shows what a power-capped card keeps up."""
     pending: deque[torch.cuda.Event] = deque()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
