@@ -1,0 +1,88 @@
+"""What a run's process holds in memory: the plan's arenas, page by page, and what lies beside them.
+
+    measured = arenas + beside
+
+Arenas are ours, and never more than planned; a page that no step has written is not resident yet. Beside them lies what
+torch, BLAS and Python took for themselves since before the engine was made: on a CPU workspaces of BLAS and of oneDNN,
+stacks of threads, the objects of modules loaded at the first step; on CUDA workspaces of cuBLAS and the batches. Pages of
+files (code of libraries, the mapped text) are nobody's allocation, and the system drops them when memory is short: they are
+given apart.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import mmap
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..memory.page import human
+
+STATM = Path("/proc/self/statm")
+
+
+@dataclass(frozen=True, slots=True)
+class Held:
+    """Bytes of the process now: `private` its own, on CUDA what the allocator gave out; `files` pages of files."""
+
+    private: int
+    files: int
+
+
+@dataclass(frozen=True, slots=True)
+class Resident:
+    planned_bytes: int
+    arenas: Mapping[str, int]  # role → resident bytes of its arena
+    beside_bytes: int
+    file_bytes: int
+    device: str
+
+    @property
+    def measured_bytes(self) -> int:
+        return sum(self.arenas.values()) + self.beside_bytes
+
+    def __str__(self) -> str:
+        """measured = arenas + beside, each named."""
+        own = "cuBLAS's workspaces and batches" if self.device == "cuda" else "workspaces of torch and BLAS, and Python's objects"
+        text = f"{human(self.measured_bytes)} = {human(sum(self.arenas.values()))} of the plan + {human(self.beside_bytes)} {own}"
+        files = f"; {human(self.file_bytes)} of code and text from files not counted" if self.file_bytes else ""
+        return text + files
+
+
+def held(device: torch.device) -> Held:
+    """Where the system has no /proc, zero: of such a process only the arenas are measured."""
+    if device.type == "cuda":
+        return Held(torch.cuda.memory_allocated(device), 0)
+    if not STATM.exists():
+        return Held(0, 0)
+    _, resident, shared, *_ = map(int, STATM.read_text(encoding="ascii").split())
+    return Held((resident - shared) * mmap.PAGESIZE, shared * mmap.PAGESIZE)
+
+
+def resident(arenas: Mapping[str, Tensor], planned_bytes: int, before: Held, device: torch.device) -> Resident:
+    """What was added since `before`."""
+    now, own = held(device), {role: resident_bytes(arena) for role, arena in arenas.items()}
+    beside = max(0, now.private - before.private - sum(own.values()))
+    return Resident(planned_bytes, own, beside, max(0, now.files - before.files), device.type)
+
+
+def resident_bytes(x: Tensor) -> int:
+    """Bytes of a contiguous tensor that are in memory: all of them but pages that were never written."""
+    if x.device.type != "cpu" or not x.nbytes:
+        return x.nbytes
+    page = mmap.PAGESIZE
+    first, last = x.data_ptr(), x.data_ptr() + x.nbytes
+    begin = first // page * page
+    pages = -(-(last - begin) // page)
+    seen = (ctypes.c_ubyte * pages)()
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.mincore(ctypes.c_void_p(begin), ctypes.c_size_t(last - begin), seen):
+        raise OSError(ctypes.get_errno(), "mincore")
+    there = torch.frombuffer(seen, dtype=torch.uint8).bitwise_and_(1).long() * page
+    there[0] -= (first - begin) * int(there[0] > 0)
+    there[-1] -= (begin + pages * page - last) * int(there[-1] > 0)
+    return int(there.sum())
