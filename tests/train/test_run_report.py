@@ -7,6 +7,7 @@ import importlib.util
 import json
 import math
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,10 @@ import pytest
 from tilegrad.memory.page import Span, timeline_page
 from tilegrad.memory.types import BufferType
 from tilegrad.train import log
+from tilegrad.train.config import preset_run
 from tilegrad.train.log import RunLog, read_log
-from tilegrad.train.report import run_report
+from tilegrad.train.report import run_report, run_tables
+from tilegrad.train.resident import Resident
 
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:
@@ -83,14 +86,20 @@ def test_tensorboard_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: p
 def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     pytest.importorskip("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    from tensorboard.plugins.hparams.plugin_data_pb2 import HParamsPluginData
 
-    with RunLog(tmp_path / "log.jsonl", tensorboard=tmp_path / "curves") as run:
+    chosen = {"train.steps": 7, "model.activation": "gelu", "data.files": ["a.txt"]}
+    with RunLog(tmp_path / "log.jsonl", tensorboard=tmp_path / "curves", hyper_parameters=chosen) as run:
         run.append(3, "train", {"loss": 1.5, "note": "text"})
         run.append(4, "train", {"loss": 1.25})
         run.append(4, "validation", {"loss": 1.75})
     found = EventAccumulator(str(tmp_path / "curves")).Reload()
     assert sorted(found.Tags()["scalars"]) == ["loss/train", "loss/validation"]
     assert [(e.step, e.value) for e in found.Scalars("loss/train")] == [(3, 1.5), (4, 1.25)]
+    plugin = HParamsPluginData.FromString(found.PluginTagToContent("hparams")["_hparams_/session_start_info"])
+    assert plugin.session_start_info.hparams["train.steps"].number_value == 7
+    assert plugin.session_start_info.hparams["model.activation"].string_value == "gelu"
+    assert plugin.session_start_info.hparams["data.files"].string_value == "['a.txt']"
 
 
 class Page(HTMLParser):
@@ -121,7 +130,7 @@ class Page(HTMLParser):
 MEMORY = timeline_page("step", [Span("x", BufferType.TEMP, 0, 1, 64)], unit="op", facts={"device": "cpu"})
 RECORDS: list[dict[str, Any]] = [
     {"step": s, "kind": "train", "loss": 5.0 - s / 4, "learning_rate": s * 1e-4}
-    | {"gradient_norm": 1.0 + s, "tokens_per_second": 100.0}
+    | {"gradient_norm": 1.0 + s, "tokens_per_second": 100.0, "measured_bytes": s << 20}
     for s in range(1, 11)
 ]
 RECORDS.insert(5, {"step": 5, "kind": "validation", "loss": 4.5})
@@ -134,7 +143,7 @@ def page(**change: Any) -> str:
 
 
 def test_the_page_has_every_value_of_the_log() -> None:
-    found = Page(page(unigram_entropy=3.125, memory_page=MEMORY))
+    found = Page(page(unigram_entropy=3.125, planned_bytes=3 << 20, memory_page=MEMORY))
     assert found.curves(0) == {
         "train": [(s, 5.0 - s / 4) for s in range(1, 11)],
         "validation": [(5, 4.5), (10, 2.75)],
@@ -142,11 +151,36 @@ def test_the_page_has_every_value_of_the_log() -> None:
     assert found.curves(1) == {"": [(s, s * 1e-4) for s in range(1, 11)]}
     assert found.curves(2) == {"": [(s, 1.0 + s) for s in range(1, 11)]}
     assert found.curves(3) == {"": [(s, 100.0) for s in range(1, 11)]}
+    assert found.curves(4) == {"": [(s, float(s)) for s in range(1, 11)]}
     assert json.loads(found.text["script"][0])[0]["levels"] == [{"name": "unigram entropy", "y": 3.125}]
+    assert json.loads(found.text["script"][0])[4]["levels"] == [{"name": "planned", "y": 3.0}]
     assert found.text["h1"] == ["a run"] and found.text["pre"] == ["the whale"]
     assert {"cpu", "1,024"} <= set(found.text["dd"])
-    assert found.tags.count("canvas") == 8
+    assert found.tags.count("canvas") == 10
     assert found.attributes["iframe"]["srcdoc"] == MEMORY
+
+
+def test_the_tables_have_every_hyper_parameter_the_data_the_machine_and_memory_by_role() -> None:
+    run = preset_run("tiny")
+    held = Resident(100 << 20, {"params": 60 << 20, "activations": 40 << 20}, 7 << 20, 9 << 20, "cpu")
+    records = [{"step": 0, "kind": "data", "files": 2, "documents": 3, "bytes": 4567, "tokens": 1234}, *RECORDS]
+    tables = run_tables(run, records, {"torch": "2.11", "device": "a CPU"}, held)
+    found = Page(page(tables=tables))
+    assert {"Model", "Training", "Data", "Environment", "Memory by role"} <= set(found.text["h2"])
+    cells = found.text["td"]
+    for part in run.plain().values():
+        assert all(name in cells for name in part)
+    for name, value in (
+        ("documents", "3"),
+        ("bytes", "4,567"),
+        ("tokens", "1,234"),
+        ("torch", "2.11"),
+        ("device", "a CPU"),
+    ):
+        assert (name, value) in pairwise(cells)
+    for name, value in (("params", "60.00 MiB"), ("the plan's arenas", "100.00 MiB"), ("planned", "100.00 MiB")):
+        assert (name, value) in pairwise(cells)
+    assert str(held) == "107.00 MiB = 100.00 MiB of the plan + 7.00 MiB torch's, BLAS's and Python's own"
 
 
 def test_a_resumed_step_is_drawn_once_and_a_bad_one_is_a_gap() -> None:

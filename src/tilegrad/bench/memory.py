@@ -18,7 +18,7 @@ from statistics import median, quantiles
 import torch
 
 from ..memory import AttentionBufferManager, BufferType
-from .environment import environment
+from ..train.environment import environment
 
 SHAPE = (2, 1024, 8, 64)
 OTHER_SHAPE = (2, 1000, 8, 64)

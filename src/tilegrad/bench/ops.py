@@ -19,7 +19,7 @@ from ..kernels import activation, column_sum, norm
 from ..kernels.scratch import Scratch, Shapes, new_scratch
 from ..kernels.table import Table
 from ..text_table import table
-from .environment import environment
+from ..train.environment import environment
 from .timing import interleaved
 
 ROWS = {"cuda": (16384, 65536), "cpu": (512,)}

@@ -42,7 +42,7 @@ from ..model.config import PRESETS, ModelConfig
 from ..model.transformer import declare
 from ..text_table import table
 from ..train.engine import Engine
-from .environment import environment
+from ..train.environment import environment
 
 CELLS = (("float32", 1, 1024), ("float32", 4, 64), ("bfloat16", 1, 1024), ("bfloat16", 4, 64))
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}

@@ -30,12 +30,12 @@ import torch
 from ..model.config import ModelConfig
 from ..model.transformer import declare
 from ..text_table import table
+from ..train.environment import environment
 from .breakdown import Breakdown, Rates, break_down, floors
 from .breakdown import report as breakdown_report
 from .cases import Case, Problem, cases_of
 from .contenders import PROFILED_STEPS, Entry, Kind, Worker, disagreement
 from .cost import step_demands
-from .environment import environment
 from .loss_curves import Curves, measure_curves
 from .loss_curves import report as curves_report
 from .peer import PeerForm

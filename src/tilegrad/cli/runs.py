@@ -79,7 +79,7 @@ def _print_result(result: RunResult) -> None:
         ("training loss", f"{result.train_loss:.4f}"),
         ("unigram entropy", f"{result.unigram_entropy:.4f}"),
         ("memory planned", f"{human(result.planned_bytes)}"),
-        ("memory measured", f"{human(result.measured_bytes)}"),
+        ("memory measured", f"{result.measured}"),
     ]
     if result.validation_loss is not None:
         rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))

@@ -9,7 +9,7 @@ import os
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
-from types import TracebackType
+from types import MappingProxyType, TracebackType
 from typing import Any
 
 from .atomic import named
@@ -24,11 +24,20 @@ class RunLog:
     is not finite: it is written as null. The kind "resume" says that the run went on from that step, and that what was
     logged after it did not happen (`read_log`). A last line without its end, left by a killed process, is cut off.
 
-    tensorboard   a folder: every number also becomes a point of the curve "name/kind" there
+    tensorboard        a folder: every number also becomes a point of the curve "name/kind" there
+    hyper_parameters   of the run, by name: TensorBoard compares runs by them, with the losses as metrics
     """
 
-    def __init__(self, path: Path, *, tensorboard: Path | None = None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        *,
+        tensorboard: Path | None = None,
+        hyper_parameters: Mapping[str, object] = MappingProxyType({}),
+    ) -> None:
         self._tensorboard = None if tensorboard is None else _summary_writer(tensorboard)
+        if self._tensorboard is not None and hyper_parameters:
+            _add_hyper_parameters(self._tensorboard, hyper_parameters)
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._path = path
@@ -108,3 +117,14 @@ def _summary_writer(folder: Path) -> Any:
     from torch.utils.tensorboard import SummaryWriter
 
     return SummaryWriter(str(folder))
+
+
+def _add_hyper_parameters(writer: Any, values: Mapping[str, object]) -> None:
+    """Into the run's own folder, where `SummaryWriter.add_hparams` would make another."""
+    from torch.utils.tensorboard.summary import hparams
+
+    plain = {
+        name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in values.items()
+    }
+    for summary in hparams(plain, dict.fromkeys(("loss/train", "loss/validation"), math.nan)):
+        writer.file_writer.add_summary(summary)

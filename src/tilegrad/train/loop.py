@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import math
-import resource
 import shutil
 import sys
 import time
@@ -40,11 +39,13 @@ from .data import (
     unigram_entropy,
 )
 from .engine import Engine
+from .environment import environment
 from .folder import checkpoint_of, claimed, locate, own_data, own_run, resume_command, write_run
 from .log import RunLog, read_log, tensorboard_installed
 from .optimizer import NonFiniteError, StepResult
 from .planning import step_report
-from .report import run_report
+from .report import run_report, run_tables
+from .resident import Resident, held, resident
 from .schedule import learning_rate
 from .signals import stop_on_signals
 
@@ -61,7 +62,7 @@ class RunResult:
     validation_loss: float | None
     unigram_entropy: float
     planned_bytes: int
-    measured_bytes: int
+    measured: Resident
     sample: str
     report: Path
     stopped_by: str | None
@@ -163,7 +164,7 @@ class _Run:
             self.text, self.held_out = split(self.text, run.data.validation_fraction)
         self.batches = Batches(self.text, t.batch_size, t.seq_len, seed=t.seed, windows=training)
         _warm_up(t.device)
-        before = _resident_bytes(t.device)
+        before = held(torch.device(t.device))
         self.engine = Engine(
             run.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype], t.seed, t.memory_budget,
             weight_decay=t.weight_decay, max_norm=t.max_norm or math.inf,
@@ -189,8 +190,9 @@ class _Run:
     def go(self) -> RunResult:
         write_run(self.folder, self.run)
         tensorboard = self.folder / "tensorboard" if tensorboard_installed() else None
+        chosen = {f"{part}.{key}": value for part, keys in self.run.plain().items() for key, value in keys.items()}
         with (
-            RunLog(self.folder / "log.jsonl", tensorboard=tensorboard) as self.log,
+            RunLog(self.folder / "log.jsonl", tensorboard=tensorboard, hyper_parameters=chosen) as self.log,
             stop_on_signals() as self.stopped,
         ):
             try:
@@ -206,6 +208,7 @@ class _Run:
         if self.resumed_from is not None:
             self.log.append(engine.steps, "resume", {"checkpoint": self.resumed_from.name})
         if self.found:
+            self.log.append(engine.steps, "data", self.found)
             self._tell("data", self.found)
         tokens = min(self.batches.windows * t.seq_len, len(self.text))
         self._tell("start", {
@@ -305,7 +308,8 @@ class _Run:
             self.train_loss = result.loss
             numbers = {
                 "loss": result.loss, "learning_rate": before.learning_rate, "gradient_norm": result.norm,
-                "skipped": self.skipped, "tokens_per_second": before.tokens / seconds, "measured_bytes": self._measured(),
+                "skipped": self.skipped, "tokens_per_second": before.tokens / seconds,
+                "measured_bytes": self._resident().measured_bytes,
             }  # fmt: skip
             self.log.append(step, "train", numbers)
             if step % t.log_interval == 0 or step in (1, t.steps):
@@ -350,6 +354,7 @@ class _Run:
 
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, t = self.engine, self.run.train
+        measured = self._resident()
         sample = self._sample() if sample is None else sample
         memory = step_report(
             engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step"
@@ -360,18 +365,20 @@ class _Run:
             "loss": f"{self.train_loss:.4f}"
             + (f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""),
             "unigram entropy": f"{self.entropy:.4f} nats",
-            "memory": f"{human(engine.plan.peak_bytes)} planned, {human(self._measured())} measured",
+            "memory": f"{human(engine.plan.peak_bytes)} planned; measured {measured}",
             "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads",
         }
+        records = read_log(self.folder / "log.jsonl")
+        tables = run_tables(self.run, records, environment(torch.device(t.device), engine.dtype), measured)
         page = run_report(
-            f"tilegrad: {self.folder.name}", read_log(self.folder / "log.jsonl"), facts=facts, sample=sample,
-            unigram_entropy=self.entropy, memory_page=memory.html(),
+            f"tilegrad: {self.folder.name}", records, facts=facts, sample=sample, tables=tables,
+            unigram_entropy=self.entropy, planned_bytes=engine.plan.peak_bytes, memory_page=memory.html(),
         )  # fmt: skip
         report = self.folder / "report.html"
         write_whole(report, [page.encode("utf-8")])
         return RunResult(
             self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
-            self._measured(), sample, report, stopped_by,
+            measured, sample, report, stopped_by,
         )  # fmt: skip
 
     def _sample(self) -> str:
@@ -393,8 +400,9 @@ class _Run:
             return ""
         return decode_known(self.tokenizer, [*prompt, *tokens])
 
-    def _measured(self) -> int:
-        return max(0, _resident_bytes(self.run.train.device) - self.resident_before)
+    def _resident(self) -> Resident:
+        plan, device = self.engine.plan.peak_bytes, torch.device(self.run.train.device)
+        return resident(self.engine.arenas.bytes, plan, self.resident_before, device)
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -421,14 +429,6 @@ def _warm_up(device: str) -> None:
     """A product and its threads: BLAS takes tens of megabytes with its first call, whatever the model."""
     if torch.device(device).type == "cpu":
         torch.ones(512, 512).mm(torch.ones(512, 512))
-
-
-def _resident_bytes(device: str) -> int:
-    """What the process holds now: on CUDA what the allocator gave out, else resident memory."""
-    if torch.device(device).type == "cuda":
-        return torch.cuda.memory_allocated(device)
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize()
 
 
 def _number(value: float | None) -> float | None:

@@ -8,16 +8,23 @@ import math
 from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import accumulate
+from types import MappingProxyType
 from typing import Any
 
+from ..memory.page import human
+from .config import RunConfig
 from .log import Record
+from .resident import Resident
 
 _CHARTS = (  # name in the records, heading, unit, whether the axis begins at 0
     ("loss", "Loss", "nats per token", False),
     ("learning_rate", "Learning rate", "", True),
     ("gradient_norm", "Gradient norm", "before clipping", True),
     ("tokens_per_second", "Tokens per second", "", True),
+    ("measured_bytes", "Memory measured", "MiB", True),
 )
+_SCALES = {"measured_bytes": 2.0**-20}
+Table = Sequence[tuple[str, ...]]  # rows of a name and its values
 _MEANS = 60  # points that a smoothed curve has room for
 
 
@@ -27,13 +34,17 @@ def run_report(
     *,
     facts: Mapping[str, str],
     sample: str,
+    tables: Mapping[str, Table] = MappingProxyType({}),
     unigram_entropy: float | None = None,
+    planned_bytes: int | None = None,
     memory_page: str = "",
 ) -> str:
     """A self-contained HTML page: curves of the loss (train, its running mean, validation, and the unigram entropy as a
-    level), the learning rate, the gradient norm and the tokens per second; what lives in memory during a step; a sample.
+    level), the learning rate, the gradient norm, the tokens per second and the memory measured (with the plan as a level);
+    tables; what lives in memory during a step; a sample.
 
     records       as `read_log` gives them: kinds "train" and "validation" are drawn; null is a gap in the curve
+    tables        by heading, as `run_tables` makes them
     memory_page   a page of `tilegrad.memory.planned.report`: `memory_report(…).html()` or `timeline_page(…)`
     Every value is in the page, and under the pointer; where points share a pixel, their lowest and highest are drawn.
     """
@@ -42,10 +53,13 @@ def run_report(
     ]
     if unigram_entropy is not None:
         charts[0]["levels"] = [{"name": "unigram entropy", "y": unigram_entropy}]
+    if planned_bytes is not None:
+        charts[-1]["levels"] = [{"name": "planned", "y": planned_bytes * _SCALES["measured_bytes"]}]
     parts = {
         "title": html.escape(title),
         "facts": "".join(f"<div><dt>{html.escape(k)}</dt><dd>{html.escape(v)}</dd></div>" for k, v in facts.items()),
         "charts": _sections(),
+        "tables": "".join(_table(heading, rows) for heading, rows in tables.items()),
         "memory": f'<iframe title="Memory of one step" srcdoc="{html.escape(memory_page)}"></iframe>'
         if memory_page
         else "",
@@ -58,6 +72,46 @@ def run_report(
     for name, text in parts.items():  # no text holds a placeholder: "<" is escaped in all of them
         page = page.replace(f"<!--{name}-->", text)
     return page
+
+
+def run_tables(
+    run: RunConfig, records: Sequence[Record], environment: Mapping[str, object], held: Resident
+) -> dict[str, Table]:
+    """What a run was: every hyper-parameter, its data as the log has it, where it ran, and its memory by role."""
+    plain = run.plain()
+    data = next((record for record in reversed(records) if record["kind"] == "data"), {})
+    counted = {name: value for name, value in data.items() if name not in ("step", "kind")}
+    return {
+        "Model": _rows(plain["model"]),
+        "Training": _rows(plain["train"]),
+        "Data": [*_rows(plain["data"]), *_rows(counted)],
+        "Environment": _rows(environment),
+        "Memory by role": [
+            ("", "resident"),
+            *((role, human(nbytes)) for role, nbytes in held.arenas.items()),
+            ("the plan's arenas", human(sum(held.arenas.values()))),
+            ("planned", human(held.planned_bytes)),
+            (f"beside them: {held.beside}", human(held.beside_bytes)),
+            ("not counted: code and text from files", human(held.file_bytes)),
+        ],
+    }
+
+
+def _rows(values: Mapping[str, object]) -> Table:
+    return [(name, _text(value)) for name, value in values.items()]
+
+
+def _text(value: object) -> str:
+    if isinstance(value, bool) or value is None:
+        return "–" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return ", ".join(map(str, value)) or "–"
+    return f"{value:,}" if isinstance(value, int) else str(value)
+
+
+def _table(heading: str, rows: Table) -> str:
+    lines = "".join(f"<tr>{''.join(f'<td>{html.escape(cell)}' for cell in row)}</tr>" for row in rows)
+    return f"<section><h2>{html.escape(heading)}</h2><table>{lines}</table></section>"
 
 
 def _series(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
@@ -74,7 +128,9 @@ def _series(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
 
 def _points(records: Sequence[Record], kind: str, name: str) -> list[tuple[int, float | None]]:
     """Step and value of each record of that kind, the last one where a step has several."""
-    return sorted({r["step"]: r[name] for r in records if r["kind"] == kind and name in r}.items())
+    scale = _SCALES.get(name)
+    values = {r["step"]: r[name] for r in records if r["kind"] == kind and name in r}
+    return [(step, y if scale is None or y is None else y * scale) for step, y in sorted(values.items())]
 
 
 def _running_mean(points: Sequence[tuple[int, float | None]], width: int) -> list[tuple[int, float | None]]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import ctypes
 import mmap
+import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -45,20 +46,25 @@ class Resident:
     def measured_bytes(self) -> int:
         return sum(self.arenas.values()) + self.beside_bytes
 
+    @property
+    def beside(self) -> str:
+        """What lies beside the arenas, by name."""
+        return "cuBLAS's workspaces and batches" if self.device == "cuda" else "torch's, BLAS's and Python's own"
+
     def __str__(self) -> str:
-        """measured = arenas + beside, each named."""
-        own = "cuBLAS's workspaces and batches" if self.device == "cuda" else "workspaces of torch and BLAS, and Python's objects"
-        text = f"{human(self.measured_bytes)} = {human(sum(self.arenas.values()))} of the plan + {human(self.beside_bytes)} {own}"
-        files = f"; {human(self.file_bytes)} of code and text from files not counted" if self.file_bytes else ""
-        return text + files
+        """measured = arenas + beside."""
+        return (
+            f"{human(self.measured_bytes)} = {human(sum(self.arenas.values()))} of the plan"
+            f" + {human(self.beside_bytes)} {self.beside}"
+        )
 
 
 def held(device: torch.device) -> Held:
-    """Where the system has no /proc, zero: of such a process only the arenas are measured."""
+    """Where the system has no /proc, the peak of all resident memory."""
     if device.type == "cuda":
         return Held(torch.cuda.memory_allocated(device), 0)
     if not STATM.exists():
-        return Held(0, 0)
+        return Held(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0)  # in bytes on macOS
     _, resident, shared, *_ = map(int, STATM.read_text(encoding="ascii").split())
     return Held((resident - shared) * mmap.PAGESIZE, shared * mmap.PAGESIZE)
 

@@ -1,0 +1,70 @@
+"""What is measured is the plan, to the byte, and what lies beside it has a name."""
+
+from __future__ import annotations
+
+import mmap
+import subprocess
+import sys
+
+import torch
+
+from tilegrad.train.resident import Held, held, resident, resident_bytes
+
+CPU = torch.device("cpu")
+PAGE = mmap.PAGESIZE
+
+
+def fresh(pages: int) -> torch.Tensor:
+    """Memory that nobody has touched, without huge pages."""
+    region = mmap.mmap(-1, pages * PAGE)
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):
+        region.madvise(mmap.MADV_NOHUGEPAGE)
+    return torch.frombuffer(region, dtype=torch.uint8)
+
+
+def test_only_pages_that_were_written_are_resident() -> None:
+    x = fresh(64)
+    assert resident_bytes(x) == 0
+    x[PAGE * 3 + 5] = 1
+    x[PAGE * 7 : PAGE * 9] = 1
+    assert resident_bytes(x) == 3 * PAGE
+    part = x[PAGE * 3 + 100 : PAGE * 8 + 200]  # bytes of pages 3, 7 and 8 that are its own
+    assert resident_bytes(part) == (PAGE - 100) + PAGE + 200
+    assert resident_bytes(x[PAGE * 3 + 100 : PAGE * 3 + 200]) == 100
+    assert resident_bytes(x[:0]) == 0
+
+
+def test_what_lies_beside_is_the_rest() -> None:
+    x, now = fresh(16), held(CPU)
+    x.fill_(1)
+    before = Held(now.private - 5 * 2**20, now.files - 3 * 2**20)
+    found = resident({"params": x}, x.nbytes, before, CPU)
+    assert found.arenas == {"params": x.nbytes}
+    assert abs(found.beside_bytes - 5 * 2**20) < 2**20 and abs(found.file_bytes - 3 * 2**20) < 2**20
+    assert found.measured_bytes == x.nbytes + found.beside_bytes
+    assert "torch's, BLAS's and Python's own" in str(found)
+    before = Held(held(CPU).private + 2**30, 0)  # freed since: the arenas lie where it was
+    assert resident({"params": x}, x.nbytes, before, CPU).beside_bytes == 0
+
+
+def test_the_arenas_of_a_trained_model_are_the_plan_to_the_byte() -> None:
+    """In a process of its own; beside them lies less than 16 MiB, whatever the model."""
+    code = """
+import torch
+from tilegrad import Engine
+from tilegrad.model.config import PRESETS
+from tilegrad.train.resident import held, resident
+cpu = torch.device("cpu")
+torch.ones(512, 512).mm(torch.ones(512, 512))
+before = held(cpu)
+engine = Engine(PRESETS["tiny"], 8, 128)
+tokens = torch.randint(0, 256, (8, 128))
+for _ in range(2):
+    engine.step(tokens, tokens, learning_rate=1e-3)
+found = resident(engine.arenas.bytes, engine.plan.peak_bytes, before, cpu)
+print(sum(found.arenas.values()), engine.plan.peak_bytes, found.beside_bytes)
+"""
+    out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
+    arenas, planned, beside = map(int, out.split())
+    assert arenas == planned
+    assert beside < 16 * 2**20
