@@ -166,7 +166,7 @@ def test_the_tables_have_every_hyper_parameter_the_data_the_machine_and_memory_b
     records = [{"step": 0, "kind": "data", "files": 2, "documents": 3, "bytes": 4567, "tokens": 1234}, *RECORDS]
     tables = run_tables(run, records, {"torch": "2.11", "device": "a CPU"}, held)
     found = Page(page(tables=tables))
-    assert {"Model", "Training", "Data", "Environment", "Memory by role"} <= set(found.text["h2"])
+    assert {"Model", "Training", "Data", "Text", "Environment", "Memory by role"} <= set(found.text["h2"])
     cells = found.text["td"]
     for part in run.plain().values():
         assert all(name in cells for name in part)

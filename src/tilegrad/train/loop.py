@@ -365,7 +365,8 @@ class _Run:
             "loss": f"{self.train_loss:.4f}"
             + (f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""),
             "unigram entropy": f"{self.entropy:.4f} nats",
-            "memory": f"{human(engine.plan.peak_bytes)} planned; measured {measured}",
+            "memory": f"{human(engine.plan.peak_bytes)} planned, {human(sum(measured.arenas.values()))} of it resident, "
+            f"and {human(measured.beside_bytes)} beside it",
             "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads",
         }
         records = read_log(self.folder / "log.jsonl")

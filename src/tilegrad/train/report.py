@@ -84,7 +84,8 @@ def run_tables(
     return {
         "Model": _rows(plain["model"]),
         "Training": _rows(plain["train"]),
-        "Data": [*_rows(plain["data"]), *_rows(counted)],
+        "Data": _rows(plain["data"]),
+        "Text": _rows(counted),
         "Environment": _rows(environment),
         "Memory by role": [
             ("", "resident"),
