@@ -1,11 +1,13 @@
 """Builds the native kernel into the wheel where there is a C++ compiler; without one the wheel is pure Python.
 
-An editable install builds it into the source tree. `tilegrad doctor` says which of these happened.
+An editable install builds it into the source tree. `tilegrad doctor` says which of these happened. A wheel to be published
+must have the kernel, with every instruction set of its family: TILEGRAD_NATIVE=require makes any other an error.
 """
 
 from __future__ import annotations
 
 import importlib.util
+import os
 import sysconfig
 from pathlib import Path
 from typing import Any
@@ -21,9 +23,17 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         assert spec is not None and spec.loader is not None
         native_build = importlib.util.module_from_spec(spec)
         spec.loader.exec_module(native_build)
+        required = os.environ.get("TILEGRAD_NATIVE") == "require"
         try:
             library = native_build.build()
+            missing = set(native_build.TARGETS.get(native_build.MACHINE, ())) - set(
+                native_build.targets(native_build.compiler())
+            )
+            if required and missing:
+                raise RuntimeError(f"{native_build.compiler()} can't compile for {', '.join(sorted(missing))}")
         except RuntimeError as error:
+            if required:
+                raise
             self.app.display_warning(f"tilegrad without its native CPU kernel: {error}")
             return
         build_data["artifacts"].append(str(library.relative_to(self.root)))

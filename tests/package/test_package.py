@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import doctest
+import importlib
 import re
 import subprocess
 import sys
+import sysconfig
 import tomllib
 import zipfile
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -103,18 +105,48 @@ def test_what_is_built_installs_and_runs(tmp_path: Path, kind: str) -> None:
         assert "tilegrad/py.typed" in names and not any(n.startswith("tests") for n in names)
         has_library = any(n.endswith(".so") for n in names)
         assert has_library == (native_build.compiler() is not None)
-        assert built.name.endswith("-none-any.whl") != has_library
+        tag = sysconfig.get_platform().replace("-", "_").replace(".", "_") if has_library else "any"
+        assert built.name.endswith(f"-py3-none-{tag}.whl")
     target = tmp_path / "site"
     subprocess.run([sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", target, built], check=True)
     code = (
         "import tilegrad, torch, sys; assert tilegrad.__file__.startswith(sys.argv[1]), tilegrad.__file__;"
-        "print(tilegrad.attention(*torch.randn(3, 1, 2, 4, 8)).shape)"
+        "print(tilegrad.attention(*torch.randn(3, 1, 2, 4, 8)).shape, tilegrad.explain(*torch.randn(3, 1, 2, 4, 8)).kernel)"
     )
+    kernel = "tiled" if native_build.compiler() is None else "native"
     done = subprocess.run(
         [sys.executable, "-c", code, target],
-        env={"PYTHONPATH": str(target)},
+        env={"PYTHONPATH": str(target), "PATH": str(tmp_path)},  # no compiler: the library comes in the wheel
         cwd=tmp_path,
         capture_output=True,
         text=True,
     )
-    assert done.stdout == "torch.Size([1, 2, 4, 8])\n", done.stderr
+    assert done.stdout == f"torch.Size([1, 2, 4, 8]) {kernel}\n", done.stderr
+
+
+def test_a_wheel_to_publish_is_not_built_without_the_library(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    warned: list[str] = []
+    here = {"root": str(HERE), "app": SimpleNamespace(display_warning=warned.append)}
+    name = "hatchling.builders.hooks.plugin.interface"  # hatchling is there only while it builds
+    for n in range(1, 6):
+        monkeypatch.setitem(sys.modules, ".".join(name.split(".")[:n]), ModuleType(name))
+    monkeypatch.setattr(sys.modules[name], "BuildHookInterface", type("BuildHookInterface", (), here), raising=False)
+    monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
+    monkeypatch.syspath_prepend(str(HERE))
+    monkeypatch.delitem(sys.modules, "hatch_build", raising=False)
+    one = importlib.import_module("hatch_build").CustomBuildHook()
+    monkeypatch.delitem(sys.modules, "hatch_build")
+    data: dict[str, object] = {"artifacts": []}
+    one.initialize("standard", data)
+    assert data == {"artifacts": []} and "without its native CPU kernel: no C++ compiler" in warned[0]
+    monkeypatch.setenv("TILEGRAD_NATIVE", "require")
+    with pytest.raises(RuntimeError, match=r"no C\+\+ compiler"):
+        one.initialize("standard", data)
+    released = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["environment"]
+    assert released == {"TILEGRAD_NATIVE": "require"}
+
+
+def test_the_project_says_where_it_lives() -> None:
+    urls = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["urls"]
+    assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= urls.keys()
+    assert all(url.startswith("https://") for url in urls.values())
