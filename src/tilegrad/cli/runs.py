@@ -79,7 +79,8 @@ def _print_result(result: RunResult) -> None:
         ("training loss", f"{result.train_loss:.4f}"),
         ("unigram entropy", f"{result.unigram_entropy:.4f}"),
         ("memory planned", f"{human(result.planned_bytes)}"),
-        ("memory measured", f"{result.measured}"),
+        ("of it resident", human(sum(result.measured.arenas.values()))),
+        (f"beside it, {result.measured.beside}", human(result.measured.beside_bytes)),
     ]
     if result.validation_loss is not None:
         rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
