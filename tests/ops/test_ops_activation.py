@@ -5,7 +5,16 @@ from __future__ import annotations
 import pytest
 import torch
 from support import bounds
-from support.ops import DTYPES, acc, allocated_bytes, assert_rounded, assert_true, poisoned, randn
+from support.ops import (
+    DTYPES,
+    acc,
+    allocated_bytes,
+    assert_factors_are_seen,
+    assert_rounded,
+    assert_true,
+    poisoned,
+    randn,
+)
 from torch import Tensor
 
 from tilegrad.kernels import activation
@@ -213,6 +222,29 @@ def test_canary_one_wrong_element_is_seen(dtype: torch.dtype) -> None:
             got[name][62, 4] += 0.2
             with pytest.raises(AssertionError, match=f"{name}: "):
                 assert_true(got, FORMULAS[kind], {"h": h}, {"a": da}, bounds.activation(kind, h, da))
+
+
+@pytest.mark.usefixtures("where")
+@pytest.mark.parametrize("kind", [*KINDS, "swiglu", "rope"])
+def test_canary_a_factor_in_bfloat16_is_seen(kind: str) -> None:
+    """gelu and tanh near their ends are ±1 or h for many numbers, which a factor moves all alike."""
+    h, up, da = (randn(113, 64, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    if kind == "swiglu":
+        a, dgate, dup = (torch.empty_like(h) for _ in range(3))
+        swiglu_fwd(h, up, a=a)
+        swiglu_bwd(da, h, up, dgate=dgate, dup=dup)
+        got = {"a": a, "dgate": dgate, "dup": dup}
+        given = (swiglu, {"gate": h, "up": up}, {"a": da}, bounds.swiglu(h, up, da))
+    elif kind == "rope":
+        x, dy = h.view(1, 113, 2, 32), da.view(1, 113, 2, 32)
+        cos, sin = tables(10000.0, 32, 113, torch.float32)
+        y, dx, scratch = torch.empty_like(x), torch.empty_like(x), poisoned(rope_workspace(x))
+        rope_fwd(x, cos, sin, y=y, scratch=scratch)
+        rope_bwd(dy, cos, sin, dx=dx, scratch=scratch)
+        got, given = {"y": y, "dx": dx}, (rotate_half, {"x": x}, {"y": dy}, bounds.rope(x, dy))
+    else:
+        got, given = run(kind, h, da), (FORMULAS[kind], {"h": h}, {"a": da}, bounds.activation(kind, h, da))
+    assert_factors_are_seen(got, lambda tensors: assert_true(tensors, *given), 1.005)
 
 
 def test_canary_a_rope_that_rotates_neighbours_is_seen() -> None:

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import bounds
-from support.ops import DTYPES, acc, allocated_bytes, assert_true, poisoned, randn
+from support.ops import DTYPES, acc, allocated_bytes, assert_factors_are_seen, assert_true, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace, torch_ops
@@ -111,6 +111,13 @@ def test_canary_one_forgotten_row_is_seen(dtype: torch.dtype, name: str) -> None
     got = run(tokens, inputs, broken)
     with pytest.raises(AssertionError, match=f"{name}: "):
         assert_true({name: got[name]}, formula, inputs, {"x": dx}, bounds.embedding(tokens, **inputs, dx=dx))
+
+
+def test_canary_a_factor_in_bfloat16_is_seen() -> None:
+    tokens, inputs, formula, dx = build(3, 63, 17, 20, torch.bfloat16, positions=True)
+    allowed = bounds.embedding(tokens, **inputs, dx=dx)
+    got = run(tokens, inputs, dx)
+    assert_factors_are_seen(got, lambda y: assert_true(y, formula, inputs, {"x": dx}, allowed), 1.005, 1.00001)
 
 
 def test_bad_inputs_say_what_is_accepted() -> None:

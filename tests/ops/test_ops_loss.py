@@ -8,7 +8,16 @@ from typing import Any
 import pytest
 import torch
 from support import bounds
-from support.ops import DTYPES, acc, allocated_bytes, allowed_bytes, assert_true, poisoned, randn
+from support.ops import (
+    DTYPES,
+    acc,
+    allocated_bytes,
+    allowed_bytes,
+    assert_factors_are_seen,
+    assert_true,
+    poisoned,
+    randn,
+)
 from torch import Tensor
 
 from tilegrad.kernels import embedding_mse, gpu, linear
@@ -253,6 +262,13 @@ def test_canary_one_wrong_target_is_seen(loss: str, dtype: torch.dtype) -> None:
     for name in ("loss", "dx", "dw"):
         with pytest.raises(AssertionError, match=f"{name}: "):
             assert_right(loss, {name: got[name]}, inputs, targets)
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+def test_canary_a_factor_in_bfloat16_is_seen(loss: str) -> None:
+    inputs, targets = build(113, 32, 63, torch.bfloat16)
+    got = run(loss, inputs, targets, 1 / 64)
+    assert_factors_are_seen(got, lambda tensors: assert_right(loss, tensors, inputs, targets), 1.01, 1.005)
 
 
 def test_bad_inputs_say_what_is_accepted() -> None:

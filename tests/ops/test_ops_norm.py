@@ -2,13 +2,24 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Mapping
 from typing import Any
 
 import pytest
 import torch
 from support import bounds
-from support.ops import DTYPES, RAGGED, acc, allocated_bytes, assert_rounded, assert_true, poisoned, randn
+from support.ops import (
+    DTYPES,
+    RAGGED,
+    acc,
+    allocated_bytes,
+    assert_factors_are_seen,
+    assert_rounded,
+    assert_true,
+    poisoned,
+    randn,
+)
 from torch import Tensor
 
 from tilegrad.kernels.cpu import rows
@@ -227,6 +238,13 @@ def test_canary_a_forgotten_block_of_rows_is_seen(
         assert_right({name: want[name]}, inputs, dy, rms=rms)
         with pytest.raises(AssertionError, match=f"{name}: "):
             assert_right({name: got[name]}, inputs, dy, rms=rms)
+
+
+@pytest.mark.parametrize("rms", [False, True])
+def test_canary_a_factor_in_bfloat16_is_seen(rms: bool) -> None:
+    inputs, dy = build(113, 96, torch.bfloat16, bias=not rms)
+    got = run(inputs, dy, rms=rms)
+    assert_factors_are_seen(got, functools.partial(assert_right, inputs=inputs, dy=dy, rms=rms), 1.005, 1.0001)
 
 
 def test_bad_inputs_say_what_is_accepted() -> None:

@@ -6,6 +6,7 @@ import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
 
@@ -65,6 +66,19 @@ def assert_true(
     """`got` (a part of outputs and gradients) under the closeness rule."""
     exact = truth(formula, inputs, douts, torch.float64)
     assert_close(got, {name: exact[name] for name in got}, bounds)
+
+
+def assert_factors_are_seen(
+    got: Mapping[str, Tensor],
+    assert_right: Callable[[dict[str, Tensor]], None],
+    rounded: float = 1.01,
+    wide: float = 1.001,
+) -> None:
+    """`got` is right, and none of its tensors is when multiplied: those of a short dtype by `rounded`, the others by `wide`."""
+    assert_right(dict(got))
+    for name, x in got.items():
+        with pytest.raises(AssertionError, match=f"{name}: "):
+            assert_right({name: x * (wide if x.dtype == torch.float32 else rounded)})
 
 
 def allocated_bytes(fn: Callable[[], Any]) -> int:
