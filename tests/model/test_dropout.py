@@ -200,7 +200,7 @@ def broken(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     elif what == "the layers of a block share a mask":
         monkeypatch.setattr(Dropout, "declare", classmethod(one_counter(Dropout.declare)))
     elif what == "attention drops nothing":
-        monkeypatch.setattr(attention_module, "mask_of", lambda config, _seed: mask_of(replace(config, dropout=0.0)))
+        monkeypatch.setattr(attention_module, "mask_of", lambda config, *at: mask_of(replace(config, dropout=0.0), *at))
     else:
         monkeypatch.setattr(Engine, "_model", with_dropout(Engine._model))
 
