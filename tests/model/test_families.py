@@ -19,9 +19,14 @@ from tilegrad.model.generate import generate
 @pytest.mark.parametrize(
     "config", [QWEN3, replace(LLAMA, qkv_bias=True), replace(LLAMA, rope_scaling=RopeScaling("yarn", 4.0, original=6))]
 )
+@pytest.mark.slow
 def test_gradients_by_central_differences(config: ModelConfig) -> None:
     failed = [r.tensor for r in check_model(config) if not r.passed]
     assert not failed
+
+
+def test_gradients_by_autograd() -> None:
+    assert not [r.tensor for r in check_model(QWEN3, against="autograd") if not r.passed]
 
 
 def test_generation_is_that_of_the_reference() -> None:

@@ -112,11 +112,10 @@ class ModelConfig:
             if not isinstance(self.window_layers, list | tuple) or not {*self.window_layers} <= {*range(self.n_layer)}:
                 refuse("window_layers", f"None, or numbers of blocks, 0 … {self.n_layer - 1}")
             object.__setattr__(self, "window_layers", tuple(self.window_layers))
-        if isinstance(self.rope_scaling, Mapping):
-            object.__setattr__(self, "rope_scaling", _scaling(self.rope_scaling))
-        if self.rope_scaling is not None and (
-            self.position != "rope" or not isinstance(self.rope_scaling, RopeScaling)
-        ):
+        given: Any = self.rope_scaling
+        if isinstance(given, Mapping):
+            object.__setattr__(self, "rope_scaling", _scaling(given))
+        if given is not None and (self.position != "rope" or not isinstance(given, Mapping | RopeScaling)):
             refuse("rope_scaling", "None, or a RopeScaling with position='rope'")
         if self.loss == "embedding_mse" and not self.tie_embeddings:
             refuse("tie_embeddings", "True with loss='embedding_mse', whose targets are rows of wte")

@@ -1,0 +1,211 @@
+"""Hugging Face folders in and out: names, shapes, shards, refusals; loss, gradients and text against transformers itself."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from support.models import CONFIG, LLAMA, QWEN3
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.kernels.rope.frequencies import RopeScaling
+from tilegrad.model.generate import generate
+from tilegrad.train.weights import config_json, open_weights, theirs, write_weights
+
+KINDS = {
+    "gpt2": CONFIG,
+    "gpt2, untied": replace(CONFIG, tie_embeddings=False),
+    "llama": LLAMA,
+    "llama, tied, biases": replace(LLAMA, tie_embeddings=True, qkv_bias=True, proj_bias=True, ffn_bias=True),
+    "llama, rope of llama 3": replace(LLAMA, rope_scaling=RopeScaling("llama3", 8.0, original=8)),
+    "llama, rope of yarn": replace(LLAMA, rope_scaling=RopeScaling("yarn", 4.0, original=6)),
+    "llama, linear rope": replace(LLAMA, rope_scaling=RopeScaling("linear", 4.0), rope_theta=500.0),
+    "mistral": replace(LLAMA, window=5, head_size=6),
+    "qwen2": replace(LLAMA, qkv_bias=True, window=5, window_layers=(1,), norm_eps=1e-6),
+    "qwen3": replace(QWEN3, qkv_bias=False),
+    "qwen3, biases": replace(QWEN3, proj_bias=True),
+}
+
+
+def engine_of(config: ModelConfig, b: int = 2, t: int = 12) -> Engine:
+    engine = Engine(config, b, t)
+    for p in engine.params.values():
+        p.add_(torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())), alpha=0.2)
+    return engine
+
+
+def resolved(config: ModelConfig) -> ModelConfig:
+    """With what None stands for."""
+    norms = config.norm == "rmsnorm"
+    return replace(
+        config, n_kv_head=config.kv_heads, ffn_dim=config.ffn, bias=config.bias and not norms,
+        head_size=None if config.head_dim * config.n_head == config.n_embd else config.head_dim,
+        **{f"{n}_bias": config.bias if (own := getattr(config, f"{n}_bias")) is None else own for n in ("qkv", "proj", "ffn")},
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_out_and_in_again(kind: str, tmp_path: Path) -> None:
+    config = KINDS[kind]
+    engine = engine_of(config)
+    write_weights(tmp_path / "out", engine.params, config)
+    source = open_weights(tmp_path / "out")
+    assert source.origin["model_type"] == kind.split(",")[0]
+    assert resolved(source.config) == resolved(config)
+    again = Engine(source.config, 2, 12, seed=1)
+    source.load(again.params)
+    assert all(torch.equal(again.params[name], p) for name, p in engine.params.items())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_transformers_has_the_same_loss_gradients_and_text(kind: str, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
+    transformers.logging.set_verbosity_error()
+    transformers.logging.disable_progress_bar()
+    config = KINDS[kind]
+    engine = engine_of(config)
+    write_weights(tmp_path / "out", engine.params, config)
+    model, info = transformers.AutoModelForCausalLM.from_pretrained(
+        tmp_path / "out", attn_implementation="eager", output_loading_info=True
+    )
+    assert not any(info.values()), info
+    model = model.eval()
+    tokens = torch.randint(0, config.vocab_size, (2, 12), generator=torch.Generator().manual_seed(0))
+    out = model(input_ids=tokens, labels=tokens)
+    out.loss.backward()
+    targets = torch.cat([tokens[:, 1:], torch.full((2, 1), -1)], 1)
+    assert engine.gradients(tokens, targets) == pytest.approx(float(out.loss.detach()), rel=1e-5)
+    gradients, want = dict(theirs(kind.split(",")[0], engine.grads, config)), dict(model.named_parameters())
+    assert gradients.keys() == want.keys()
+    largest = max(float(p.grad.norm()) for p in want.values())
+    for name, p in want.items():
+        assert float((gradients[name] - p.grad).norm()) < 2e-5 * max(float(p.grad.norm()), 1e-2 * largest), name
+    written = model.generate(tokens[:1, :5], max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0)
+    assert list(generate(config, engine.params, tokens[0, :5].tolist(), 8, temperature=0.0)) == written[0, 5:].tolist()
+    model.save_pretrained(tmp_path / "theirs")
+    source = open_weights(tmp_path / "theirs")
+    assert resolved(source.config) == resolved(config)
+    again = Engine(source.config, 1, 4)
+    source.load(again.params)
+    assert all(torch.equal(again.params[name], p) for name, p in engine.params.items())
+
+
+def saved(tmp_path: Path, config: ModelConfig = LLAMA, **changed: Any) -> Path:
+    folder = tmp_path / "model"
+    write_weights(folder, engine_of(config).params, config)
+    content = json.loads((folder / "config.json").read_text()) | changed
+    (folder / "config.json").write_text(json.dumps(content))
+    return folder
+
+
+def test_shards_bare_names_short_dtypes_and_a_file(tmp_path: Path) -> None:
+    folder = saved(tmp_path, CONFIG)
+    tensors = {
+        name.removeprefix("transformer."): x.bfloat16() for name, x in load_file(folder / "model.safetensors").items()
+    }
+    half = dict(list(tensors.items())[::2])
+    save_file(half, folder / "a.safetensors")
+    rest = {name: x for name, x in tensors.items() if name not in half}
+    save_file(rest | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, folder / "b.safetensors")  # a buffer of old checkpoints
+    index = {name: "a.safetensors" if name in half else "b.safetensors" for name in tensors}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    whole = open_weights(folder / "model.safetensors")  # the file, of float32
+    for source, exact in ((whole, True), (open_weights(folder), False)):
+        engine = Engine(source.config, 1, 4, seed=1)
+        source.load(engine.params)
+        for name, want in engine_of(CONFIG).params.items():
+            assert torch.equal(engine.params[name], want if exact else want.bfloat16().float()), name
+    (folder / "b.safetensors").unlink()
+    with pytest.raises(
+        FileNotFoundError, match=r"b.safetensors: no such file, and model.safetensors.index.json names it"
+    ):
+        open_weights(folder)
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"model_type": "bloom"}, "model_type: got 'bloom'; accepted: 'gpt2', 'llama'"),
+        ({"hidden_act": "gelu"}, "hidden_act: got 'gelu'; accepted: 'silu'"),
+        ({"rope_parameters": {"rope_type": "longrope", "factor": 2}}, "rope_parameters: got .*longrope"),
+        ({"rope_parameters": {"rope_type": "yarn", "factor": 2.0, "mscale": 1.0}}, "rope_parameters: got .*mscale"),
+        ({"attention_dropout": 0.1}, "attention_dropout: got 0.1; accepted: 0"),
+        ({"layer_types": ["chunked_attention"] * 3}, "layer_types: got .'chunked_attention'.; accepted"),
+        ({"quantization_config": {"bits": 4}}, "quantization_config: got"),
+        ({"partial_rotary_factor": 0.5}, "partial_rotary_factor: got 0.5; accepted: 1"),
+    ],
+)
+def test_what_the_engine_has_not_is_named(changed: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=message):
+        open_weights(saved(tmp_path, **changed))
+
+
+def test_a_wrong_file_changes_no_weight(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    tensors = load_file(folder / "model.safetensors")
+    engine = Engine(open_weights(folder).config, 1, 4, seed=1)
+    before = {name: p.clone() for name, p in engine.params.items()}
+    last = "model.norm.weight"
+    for wrong, message in (
+        ({**tensors, last: torch.ones(3)}, r"model.norm.weight: got shape \(3,\); accepted: \(16,\), by config.json"),
+        ({**tensors, "more.weight": torch.ones(3)}, "more.weight.* beyond the model's"),
+        ({name: x for name, x in tensors.items() if name != last}, "got no tensors .'model.norm.weight'."),
+    ):
+        save_file(wrong, folder / "model.safetensors")
+        with pytest.raises(ValueError, match=message):
+            open_weights(folder).load(engine.params)
+        assert all(torch.equal(before[name], p) for name, p in engine.params.items())
+
+
+def test_a_pickle_is_never_read(tmp_path: Path) -> None:
+    folder = saved(tmp_path)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match=r"pytorch_model.bin is a pickle, which is never read"):
+        open_weights(folder)
+    with pytest.raises(ValueError, match=r"got .bin; accepted: .safetensors; a pickle is never read"):
+        open_weights(folder / "pytorch_model.bin")
+    with pytest.raises(FileNotFoundError, match="no such file; accepted: a folder with"):
+        open_weights(tmp_path)
+
+
+def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = engine_of(CONFIG)
+    for config, message in (
+        (replace(CONFIG, activation="relu"), "activation: got 'relu'; accepted: 'swiglu', or 'gelu' with"),
+        (replace(CONFIG, window=4), "window: got 4; accepted: None"),
+        (replace(LLAMA, dropout=0.1), "dropout: got 0.1; accepted: 0"),
+        (replace(LLAMA, ffn_bias=True, qkv_bias=True), r"qkv_bias, proj_bias, ffn_bias: got \[True, False, True\]"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            config_json(config, torch.float32)
+
+    def full(*_: Any, **__: Any) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr("tilegrad.train.weights.save_file", full)
+    with pytest.raises(OSError, match="No space"):
+        write_weights(tmp_path / "out", engine.params, CONFIG)
+    assert not list(tmp_path.iterdir())
+    (tmp_path / "out").mkdir()
+    with pytest.raises(ValueError, match="got a folder that is there already; accepted: a new name"):
+        write_weights(tmp_path / "out", engine.params, CONFIG)
+
+
+def test_an_imported_models_config_and_tokenizer_come_back(tmp_path: Path) -> None:
+    folder = saved(tmp_path, LLAMA, initializer_range=0.05)
+    (folder / "tokenizer.json").write_text("{}")
+    (folder / "generation_config.json").write_text("{}")
+    source = open_weights(folder)
+    engine = Engine(source.config, 1, 4)
+    source.load(engine.params)
+    write_weights(tmp_path / "out", engine.params, replace(source.config, block_size=8), origin=folder)
+    content = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert content == json.loads((folder / "config.json").read_text())
+    assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in folder.iterdir()}
+    a, b = (load_file(x / "model.safetensors") for x in (folder, tmp_path / "out"))
+    assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
