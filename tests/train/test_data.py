@@ -259,7 +259,7 @@ def test_prepare_uses_what_is_there_and_only_that(tmp_path: Path, kind: str) -> 
 
 
 def test_prepare_refuses_what_it_does_not_know(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="tokenizer: got 'words'; accepted: 'bytes' or 'bpe'"):
+    with pytest.raises(ValueError, match="tokenizer: got 'words'; accepted: 'bytes', 'bpe', or"):
         prepare([default_text()], tmp_path, tokenizer="words")
     with pytest.raises(ValueError, match="vocab_size=300: the tokenizer 'bytes' has 256"):
         prepare([default_text()], tmp_path, vocab_size=300)

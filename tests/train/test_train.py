@@ -300,7 +300,7 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"train": {"learning_rate": "fast"}}, "learning_rate: got 'fast'"),
     ({"train": {"memory_budget": "1.5XB"}}, "memory_budget: got '1.5XB'; accepted: bytes, or a number with KB, MB"),
     ({"data": {"files": 3}}, "files: got 3; accepted: names of files"),
-    ({"data": {"tokenizer": "words"}}, "tokenizer: got 'words'; accepted: 'bytes' or 'bpe'"),
+    ({"data": {"tokenizer": "words"}}, "tokenizer: got 'words'; accepted: 'bytes', 'bpe', or"),
     ({"train": {"seq_len": 4096}}, "seq_len: got 4096; accepted: at most block_size, 128"),
     (
         {"model": {"vocab_size": 256}, "data": {"tokenizer": "bpe", "bpe_vocab_size": 9999}},

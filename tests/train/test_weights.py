@@ -42,10 +42,14 @@ def engine_of(config: ModelConfig, b: int = 2, t: int = 12) -> Engine:
 def resolved(config: ModelConfig) -> ModelConfig:
     """With what None stands for."""
     norms = config.norm == "rmsnorm"
+    biases: dict[str, Any] = {
+        name: config.bias if (own := getattr(config, name)) is None else own
+        for name in ("qkv_bias", "proj_bias", "ffn_bias")
+    }
     return replace(
         config, n_kv_head=config.kv_heads, ffn_dim=config.ffn, bias=config.bias and not norms,
         head_size=None if config.head_dim * config.n_head == config.n_embd else config.head_dim,
-        **{f"{n}_bias": config.bias if (own := getattr(config, f"{n}_bias")) is None else own for n in ("qkv", "proj", "ffn")},
+        **biases,
     )  # fmt: skip
 
 
@@ -209,3 +213,69 @@ def test_an_imported_models_config_and_tokenizer_come_back(tmp_path: Path) -> No
     assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in folder.iterdir()}
     a, b = (load_file(x / "model.safetensors") for x in (folder, tmp_path / "out"))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_import_train_export_by_the_command_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Weights with a tokenizer in, fine-tuned on a text, out again: transformers writes the text that `generate` writes."""
+    pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[bpe]'")
+    from tilegrad.cli import main
+    from tilegrad.train.checkpoint import latest_checkpoint, load_checkpoint
+    from tilegrad.train.data import default_text, load_tokenizer, train_bpe
+
+    monkeypatch.chdir(tmp_path)
+    text = default_text().read_text(encoding="utf-8")[20_000:50_000]
+    Path("book.txt").write_text(text, encoding="utf-8")
+    config = replace(LLAMA, vocab_size=300, block_size=64, tie_embeddings=True)
+    write_weights(Path("theirs"), engine_of(config).params, config)
+    Path("theirs/tokenizer.json").write_text(train_bpe(text, 290).json(), encoding="utf-8")
+    assert main(["import", "theirs", "--out", "model"]) == 0
+    assert "a llama of " in capsys.readouterr().out
+    assert main(["import", "theirs", "--out", "model"]) == 2
+    assert "there already" in capsys.readouterr().err
+    assert main(["generate", "model", "Call me", "--max-tokens", "5", "--temperature", "0"]) == 0
+    assert capsys.readouterr().out.startswith("Call me")
+    flags = ["--data", "book.txt", "--steps", "6", "--batch-size", "2", "--seq-len", "32", "--learning-rate", "1e-3"]
+    assert main(["train", "--init", "model", "--out", "run", *flags]) == 0
+    first = json.loads(Path("run/run.json").read_text())
+    assert first["model"]["n_kv_head"] == 2 and first["train"]["init"] == "model"
+    assert main(["train", "--resume", "run", "--steps", "8"]) == 0
+    assert main(["export", "run", "out"]) == 0
+    assert "a llama of transformers, after 8 steps" in capsys.readouterr().out
+    assert sorted(p.name for p in Path("out").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
+    path = latest_checkpoint(Path("run/checkpoints"))
+    assert path
+    tensors = load_checkpoint(path).tensors
+    source = open_weights(Path("out"))
+    params = source.read()
+    assert all(torch.equal(params[name], tensors[name]) for name in params)
+    began = open_weights(Path("theirs")).read()
+    moved = max(float((params[name] - began[name]).abs().max()) for name in params)
+    assert 1e-4 < moved < 0.05  # a few steps of 1e-3 away from where it began
+    prompt = load_tokenizer(Path("out/tokenizer.json")).encode("Call me").tolist()
+    mine = list(generate(source.config, params, prompt, 8, temperature=0.0))
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
+    model = transformers.AutoModelForCausalLM.from_pretrained("out").eval()
+    written = model.generate(
+        torch.tensor([prompt]), max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0
+    )
+    assert written[0, len(prompt) :].tolist() == mine
+
+
+def test_what_training_from_weights_refuses(tmp_path: Path) -> None:
+    from tilegrad.train.config import run_from
+
+    folder = saved(tmp_path)
+    with pytest.raises(
+        FileNotFoundError, match=r"tokenizer.json: no such file; accepted: weights with their tokenizer"
+    ):
+        run_from({"train": {"init": str(folder)}}, "flags")
+    (folder / "tokenizer.json").write_text("{}")
+    run = run_from({"train": {"init": str(folder), "steps": 5}, "model": {"dropout": 0.1}}, "flags")
+    assert (run.model.n_embd, run.model.dropout, run.train.learning_rate, run.train.seq_len) == (16, 0.1, 2e-5, 16)
+    assert run.data.tokenizer == str(folder / "tokenizer.json")
+    with pytest.raises(ValueError, match="init: got 3; accepted: None, or the name of a folder of weights"):
+        run_from({"train": {"init": 3}, "model": {"n_layer": 1}}, "flags")
+    with pytest.raises(ValueError, match="tokenizer: got 'words'; accepted: 'bytes', 'bpe', or"):
+        run_from({"data": {"tokenizer": "words"}}, "flags")

@@ -13,6 +13,7 @@ from .checks import add_checks
 from .faults import complain, silence
 from .memory import add_memory
 from .runs import add_runs
+from .weights import add_weights
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -24,6 +25,7 @@ def build_parser() -> argparse.ArgumentParser:
     parser.add_argument("--version", action="version", version=f"tilegrad {__version__}")
     commands = parser.add_subparsers(metavar="COMMAND", required=True)
     add_runs(commands)
+    add_weights(commands)
     add_memory(commands)
     add_checks(commands)
     add_benches(commands)

@@ -17,7 +17,7 @@ SHORT = {  # of a key that is often a flag
     "model.preset": ("--preset",), "data.files": ("--data",), "train.steps": ("--steps",),
     "train.batch_size": ("--batch-size",), "train.seq_len": ("--seq-len",), "train.learning_rate": ("--learning-rate",),
     "train.device": ("--device",), "train.dtype": ("--dtype",), "train.seed": ("--seed",),
-    "train.memory_budget": ("--memory-budget",),
+    "train.memory_budget": ("--memory-budget",), "train.init": ("--init",),
 }  # fmt: skip
 
 

@@ -117,17 +117,21 @@ def _generate(args: argparse.Namespace) -> int:
     from ..train.checkpoint import latest_checkpoint, load_checkpoint
     from ..train.folder import own_tokenizer
     from ..train.loop import decode_known
+    from ..train.weights import imported, is_weights
 
     folder = Path(args.run_folder)
-    path = latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").exists() else None
-    if path is None:
-        raise ValueError(f"{folder}: got no checkpoint; accepted: the folder of a run (tilegrad train --out {folder})")
-    checkpoint = load_checkpoint(path)
-    tokenizer = own_tokenizer(folder, checkpoint.state)
-    config = ModelConfig.from_dict(checkpoint.state["run"]["model"])
-    prompt = [int(token) for token in tokenizer.encode(args.prompt)]
+    if is_weights(folder):
+        config, params, tokenizer = imported(folder)
+    else:
+        path = latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").exists() else None
+        if path is None:
+            raise ValueError(f"{folder}: got no checkpoint; accepted: the folder of a run, or of an imported model")
+        checkpoint = load_checkpoint(path)
+        tokenizer = own_tokenizer(folder, checkpoint.state)
+        config, params = ModelConfig.from_dict(checkpoint.state["run"]["model"]), checkpoint.tensors
+    prompt = [int(token) for token in tokenizer.encode(args.text or args.prompt)]
     options: dict[str, Any] = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
-    tokens = list(generate(config, checkpoint.tensors, prompt, args.max_tokens, **options))
+    tokens = list(generate(config, params, prompt, args.max_tokens, **options))
     print(decode_known(tokenizer, prompt + tokens))
     return 0
 
@@ -153,7 +157,8 @@ def add_runs(commands: Commands) -> None:
     add_keys(train)
 
     text = add_command(commands, "generate", "let a trained model write", _generate)
-    text.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    text.add_argument("run_folder", metavar="RUN", help="the folder of a run, or of an imported model")
+    text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
     text.add_argument("--prompt", default="Call me ", help="what it goes on from (default: %(default)r)")
     text.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="how much it writes (default: %(default)s)"

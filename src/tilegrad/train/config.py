@@ -27,6 +27,7 @@ from typing import Any
 import torch
 
 from ..model.config import PRESETS, ModelConfig
+from .weights import open_weights
 
 MAY_CHANGE = frozenset({  # of [train], when a run goes on: the schedule's ends, what is said and kept, where it runs
     "steps", "learning_rate", "min_learning_rate", "eval_interval", "eval_batches", "checkpoint_interval",
@@ -60,8 +61,11 @@ class TrainConfig:
     device: str = "cpu"
     dtype: str = "auto"
     seed: int = 0
+    init: str | None = None  # weights.py
 
     def __post_init__(self) -> None:
+        if self.init is not None and not isinstance(self.init, str):
+            raise ValueError(f"init: got {self.init!r}; accepted: None, or the name of a folder of weights")
         for name in ("steps", "batch_size", "gradient_accumulation", "keep_checkpoints", "log_interval"):
             if not _int(getattr(self, name)) or getattr(self, name) < 1:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: an int ≥ 1")
@@ -102,8 +106,9 @@ class DataConfig:
     def __post_init__(self) -> None:
         if not isinstance(self.files, list | tuple) or not all(isinstance(name, str) for name in self.files):
             raise ValueError(f"files: got {self.files!r}; accepted: names of files, such as ['a.txt', 'b.txt']")
-        if self.tokenizer not in ("bytes", "bpe"):
-            raise ValueError(f"tokenizer: got {self.tokenizer!r}; accepted: 'bytes' or 'bpe'")
+        named = isinstance(self.tokenizer, str) and self.tokenizer.endswith(".json")
+        if self.tokenizer not in ("bytes", "bpe") and not named:
+            raise ValueError(f"tokenizer: got {self.tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")
         if not _int(self.bpe_vocab_size) or self.bpe_vocab_size < 256:
             raise ValueError(f"bpe_vocab_size: got {self.bpe_vocab_size!r}; accepted: an int ≥ 256, for the 256 bytes")
         fraction = self.validation_fraction
@@ -115,7 +120,8 @@ class DataConfig:
 
     @property
     def vocab_size(self) -> int:
-        return 256 if self.tokenizer == "bytes" else self.bpe_vocab_size
+        """The tokenizer's; of a file it is known when the file is read."""
+        return {"bytes": 256, "bpe": self.bpe_vocab_size}.get(self.tokenizer, 1)
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +162,18 @@ def preset_run(name: str) -> RunConfig:
     return RunConfig(model, settings, DataConfig(tokenizer="bpe", bpe_vocab_size=8192))
 
 
+def initial_run(folder: Path) -> RunConfig:
+    """Fine-tuning of the weights in `folder`: its model and tokenizer, small steps, windows of 512 tokens at most."""
+    source = open_weights(folder)
+    if source.tokenizer is None:
+        raise FileNotFoundError(f"{folder / 'tokenizer.json'}: no such file; accepted: weights with their tokenizer")
+    settings = TrainConfig(
+        steps=200, batch_size=4, seq_len=min(512, source.config.block_size), learning_rate=2e-5, min_learning_rate=2e-6,
+        eval_interval=50, init=str(folder),
+    )  # fmt: skip
+    return RunConfig(source.config, settings, DataConfig(tokenizer=str(source.tokenizer)))
+
+
 def read_run(path: Path) -> RunConfig:
     """A run from its TOML file."""
     return run_from(read_toml(path), str(path))
@@ -175,6 +193,8 @@ def run_from(content: Mapping[str, Mapping[str, Any]], where: str) -> RunConfig:
     given = checked(content, where)
     model, settings, data = given["model"], given["train"], given["data"]
     base = preset_run(model.pop("preset", "tiny"))
+    if settings.get("init") and "n_layer" not in model:  # a saved run says all of its model
+        base = initial_run(Path(settings["init"]))
     text = replace(base.data, **data)
     model.setdefault("vocab_size", max(base.model.vocab_size, text.vocab_size))
     if "block_size" in model:

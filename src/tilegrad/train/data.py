@@ -201,24 +201,27 @@ def prepare(
 ) -> tuple[TokenFile, Tokenizer]:  # fmt: skip
     """Tokens of the texts in `folder`: tokens.bin, and tokenizer.json beside it.
 
-    tokenizer   "bytes" (vocab_size 256), or "bpe", learnt from these texts and of vocab_size tokens
+    tokenizer   "bytes" (vocab_size 256), or "bpe", learnt from these texts and of vocab_size tokens, or a file's name
     text_field  of a line of .jsonl, the field that holds the text
     tell        hears "prepare" while it takes long, and "data" at the end: files, documents, bytes, tokens
     What is there already is used where it comes from the same text by the same tokenizer, and else made again.
     All of the text is in memory while it is encoded.
     """
-    if tokenizer not in ("bytes", "bpe"):
-        raise ValueError(f"tokenizer: got {tokenizer!r}; accepted: 'bytes' or 'bpe'")
+    given = load_tokenizer(Path(tokenizer)) if tokenizer.endswith(".json") else None
+    if given is None and tokenizer not in ("bytes", "bpe"):
+        raise ValueError(f"tokenizer: got {tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")
     if tokenizer == "bytes" and vocab_size != 256:
         raise ValueError(f"vocab_size={vocab_size}: the tokenizer 'bytes' has 256 tokens")
     read = read_documents(paths, text_field, tell)
     text, source = read.text, _sha256(read.text)
-    found = _prepared(folder, source, tokenizer, vocab_size)
+    found = _prepared(folder, source, tokenizer, given.vocab_size if given else vocab_size)
+    if found and given and found[1].json() != given.json():
+        found = None
     if found is None:
         long = len(text) > _LONG
         if long and tokenizer == "bpe":
             tell("prepare", {"doing": f"learning {vocab_size:,} BPE tokens from {len(text):,} characters"})
-        made: Tokenizer = ByteTokenizer() if tokenizer == "bytes" else train_bpe(text, vocab_size)
+        made: Tokenizer = given or (ByteTokenizer() if tokenizer == "bytes" else train_bpe(text, vocab_size))
         if long:
             tell("prepare", {"doing": f"turning {len(text):,} characters into tokens"})
         folder.mkdir(parents=True, exist_ok=True)

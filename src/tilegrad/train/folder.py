@@ -4,6 +4,7 @@ run.json              the configuration that ran last
 data/                 tokens.bin and tokenizer.json: a resumed run needs no other text
 log.jsonl             what happened, a line each
 checkpoints/          the last few, each whole
+origin/               config.json and tokenizer files of the weights it began with, where --init named some
 report.html           curves, memory, a sample; needs nothing from outside
 run.lock              while a process trains there: its id, and the kernel's lock on it
 """

@@ -48,6 +48,7 @@ from .report import run_report, run_tables
 from .resident import Resident, held, resident
 from .schedule import learning_rate
 from .signals import stop_on_signals
+from .weights import open_weights
 
 Show = Callable[[str, dict[str, Any]], None]  # what happened ("start", "train", "validation", …), and its numbers
 
@@ -117,7 +118,13 @@ def _new(run: RunConfig, folder: Path, show: Show) -> _Run:
             files, data, tokenizer=run.data.tokenizer, vocab_size=run.data.vocab_size, text_field=run.data.text_field,
             tell=tell,
         )  # fmt: skip
+        if tokens.vocab_size > run.model.vocab_size:
+            raise ValueError(
+                f"vocab_size: got {run.model.vocab_size}; accepted: at least the tokenizer's, {tokens.vocab_size}"
+            )
         session = _Run(run, folder, tokens, tokenizer, show)
+        if run.train.init is not None:
+            open_weights(Path(run.train.init)).begin(session.engine.params, folder / "origin")
         session.found = found
         return session
     except BaseException:

@@ -25,6 +25,8 @@ from torch import Tensor
 
 from ..kernels.rope.frequencies import RopeScaling
 from ..model.config import ModelConfig
+from ..model.transformer import declare
+from .data import Tokenizer, load_tokenizer
 
 Names = Mapping[str, tuple[str, ...]]  # ours → theirs, one above the other; {i} is a block, {p} is weight or bias
 
@@ -111,6 +113,35 @@ class Weights:
             for name, place in wanted.items():
                 place.copy_(opened[self.files[there[name]]].get_tensor(there[name]))
 
+    def begin(self, params: Mapping[str, Tensor], origin: Path) -> None:
+        """The weights of a run that begins with these; `origin` keeps what an export gives back beside them."""
+        self.load(params)
+        origin.mkdir(parents=True, exist_ok=True)
+        (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
+        copy_beside(self.folder, origin)
+
+    def read(self) -> dict[str, Tensor]:
+        """All of them, by our names, in float32."""
+        shapes = declare(self.config, 1, 1, torch.float32, "cpu").params
+        params = {name: torch.empty(tuple(p.master.shape)) for name, p in shapes.items()}
+        self.load(params)
+        return params
+
+
+def is_weights(folder: Path) -> bool:
+    """A folder of Hugging Face's, or a file of weights: not a run's."""
+    return folder.is_file() or (folder / "config.json").is_file()
+
+
+def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
+    """A model to generate with: its config, its weights and its tokenizer."""
+    source = open_weights(folder)
+    if source.tokenizer is None:
+        raise FileNotFoundError(
+            f"{source.folder / 'tokenizer.json'}: no such file; accepted: weights with their tokenizer"
+        )
+    return source.config, source.read(), load_tokenizer(source.tokenizer)
+
 
 def open_weights(source: Path) -> Weights:
     """A folder with config.json and *.safetensors, or one such file beside its config.json."""
@@ -126,7 +157,7 @@ def open_weights(source: Path) -> Weights:
         origin = json.loads(path.read_text(encoding="utf-8"))
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise ValueError(f"{path}: is not JSON: {error}") from error
-    kind = origin.get("model_type") if isinstance(origin, dict) else None
+    kind: Any = origin.get("model_type") if isinstance(origin, dict) else None
     if kind not in FAMILIES:
         raise ValueError(f"{path}: model_type: got {kind!r}; accepted: {', '.join(map(repr, FAMILIES))}")
     try:

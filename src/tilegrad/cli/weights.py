@@ -1,0 +1,48 @@
+"""`tilegrad import` and `export`: weights of Hugging Face folders, in and out."""
+
+from __future__ import annotations
+
+import argparse
+import shlex
+from pathlib import Path
+
+from .arguments import DTYPES, Commands, add_command
+
+
+def _import(args: argparse.Namespace) -> int:
+    from ..train.weights import open_weights, write_weights
+
+    source = open_weights(Path(args.source))
+    params = source.read()
+    out = Path(args.out or f"models/{source.folder.resolve().name}")
+    write_weights(out, params, source.config, origin=source.folder)
+    name = shlex.quote(str(out))
+    count = sum(p.numel() for p in params.values())
+    print(f"{out}: a {source.origin['model_type']} of {count:,} parameters, every name and shape checked.")
+    print(f"Fine-tune it: tilegrad train --init {name} --data TEXT; let it write: tilegrad generate {name}")
+    return 0
+
+
+def _export(args: argparse.Namespace) -> int:
+    import torch
+
+    from ..train.export import export_run
+
+    dtype = None if args.dtype is None else getattr(torch, args.dtype)
+    kind, step = export_run(Path(args.run_folder), Path(args.out), dtype=dtype)
+    print(f"{args.out}: a {kind} of transformers, after {step:,} steps")
+    return 0
+
+
+def add_weights(commands: Commands) -> None:
+    bring = add_command(
+        commands, "import", "bring in weights of Hugging Face: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import
+    )
+    bring.add_argument(
+        "source", metavar="DIR_OR_FILE", help="a folder with config.json and *.safetensors, or one such file"
+    )
+    bring.add_argument("--out", metavar="DIR", help="where to, never overwritten (default: models/NAME, of the source)")
+    give = add_command(commands, "export", "write a run's weights as a folder that transformers loads", _export)
+    give.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    give.add_argument("out", metavar="DIR", help="where to, never overwritten")
+    give.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: the run's)")
