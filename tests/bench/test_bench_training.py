@@ -1,7 +1,7 @@
 """`tilegrad.bench.training`: the whole bench on a small model, and no speed-up without a green check."""
 
 import json
-import time
+import os
 
 import pytest
 import torch
@@ -14,9 +14,9 @@ ALONE = {"step_ms": 1.0, "beyond_bytes": 100}
 
 
 def test_the_whole_bench(capsys, tmp_path):
-    began = time.perf_counter()
+    began = sum(os.times()[:4])  # the processor's own, children's too: a busy machine counts as a quiet one
     assert bench_training(preset="tiny", cells=[("float32", 2, 32)], repeats=2, json=True, out=tmp_path / "r.md") == 0
-    took = time.perf_counter() - began
+    took = sum(os.times()[:4]) - began
     about, cell = map(json.loads, capsys.readouterr().out.splitlines())
     assert {"cpu", "cores", "torch", "python", "commit", "date", "command"} <= about.keys()
     assert cell["pairs"] == 2 and cell["notes"] == [] and not cell["wrong"]
@@ -25,7 +25,7 @@ def test_the_whole_bench(capsys, tmp_path):
     assert cell["ours_beyond_bytes"] > 0 and cell["eager_beyond_bytes"] > 0
     text = (tmp_path / "r.md").read_text()
     assert "float32 B=2 T=32" in text and "speed-up" in text and about["command"] in text
-    assert took < 90  # some 15 s on two idle cores: three processes that import torch
+    assert took < 90  # some 25 s of two cores: three processes that import torch
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
