@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from ..memory.page import human
+from ..memory.types import Role
 
 STATM = Path("/proc/self/statm")
 
@@ -37,7 +38,7 @@ class Held:
 @dataclass(frozen=True, slots=True)
 class Resident:
     planned_bytes: int
-    arenas: Mapping[str, int]  # role → resident bytes of its arena
+    arenas: Mapping[Role, int]  # role → resident bytes of its arena
     beside_bytes: int
     file_bytes: int
     device: str
@@ -69,7 +70,7 @@ def held(device: torch.device) -> Held:
     return Held((resident - shared) * mmap.PAGESIZE, shared * mmap.PAGESIZE)
 
 
-def resident(arenas: Mapping[str, Tensor], planned_bytes: int, before: Held, device: torch.device) -> Resident:
+def resident(arenas: Mapping[Role, Tensor], planned_bytes: int, before: Held, device: torch.device) -> Resident:
     """What was added since `before`."""
     now, own = held(device), {role: resident_bytes(arena) for role, arena in arenas.items()}
     beside = max(0, now.private - before.private - sum(own.values()))
