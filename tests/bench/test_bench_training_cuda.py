@@ -246,6 +246,18 @@ def test_the_result_as_json_file_and_exit_code(monkeypatch, capsys, tmp_path):
     assert "exact GELU, float32 residual stream" in text and "989.5 TFLOP/s" in text and "WRONG: x" in text
 
 
+def test_the_command_without_where_results_go():
+    given = ["bench", "training", "--out", "/x/r.md", "--case", "124m-b16", "--plot", "/x/r.png", "--json"]
+    assert training_cuda.command(given) == "tilegrad bench training --case 124m-b16 --json"
+
+
+def test_no_matplotlib_no_picture(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(training_cuda, "find_spec", lambda _: None)
+    assert publish(Report("text", (), None), QUICK, json=False, out=None, plot=tmp_path / "p.png") == 0
+    said = capsys.readouterr()
+    assert said.out == "text\n" and "matplotlib is not installed" in said.err
+
+
 def test_bad_settings_are_named():
     for changes, message in (
         ({"rounds": 0}, "rounds: got 0"), ({"seconds": 0.0}, "seconds: got 0"), ({"peers": ("jax",)}, "peers: got 'jax'"),

@@ -21,6 +21,7 @@ import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field
+from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -299,9 +300,11 @@ def speed_report(cases: Sequence[Case], settings: Settings) -> Report:
         found += ratios(new, alike, settings.peers)
         _say("\n" + report(new, ratios(new, alike, settings.peers)))
     lines = [asdict(row) | {"speed": row.speed} for row in rows] + [{"ratio": asdict(ratio)} for ratio in found]
+    kernels = ", ".join(sorted({row.sdpa for row in rows if row.sdpa})) or "none ran"
     note = (
-        f"peer: {settings.form}; MFU of {settings.peak_flops / 1e12:g} TFLOP/s: 3 · forward FLOPs of linears, head and causal "
-        f"attention, whatever is recomputed; {settings.rounds} rounds of {settings.seconds:g} s each"
+        f"peer: {settings.form} ({kernels}); {settings.rounds} rounds of {settings.seconds:g} s each\n"
+        f"MFU of {settings.peak_flops / 1e12:g} TFLOP/s: 3 · forward FLOPs of linears, head and causal attention, whatever is "
+        "recomputed"
     )
     return Report(f"{report(rows, found)}\n{note}", tuple(lines), (rows, found), int(any(row.wrong for row in rows)))
 
@@ -344,15 +347,27 @@ def bench_training_cuda(
 
 
 def publish(result: Report, settings: Settings, *, json: bool, out: Path | None, plot: Path | None) -> int:
-    about = environment(torch.device(settings.device), torch.bfloat16) | {"command": " ".join(sys.argv[1:])}
+    about = environment(torch.device(settings.device), torch.bfloat16) | {"command": command(sys.argv[1:])}
     lines = "\n".join(json_format.dumps(line) for line in (about, *result.lines))
     print(lines if json else result.text)
     if out is not None:
         facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
         title = "# Training step on a GPU"
         out.write_text(f"{title}\n\n{facts}\n\n```\n{result.text}\n```\n\n```json\n{lines}\n```\n")
-    if plot is not None:
+    if plot is not None and find_spec("matplotlib") is None:
+        _say(f"no picture at {plot}: matplotlib is not installed")
+    elif plot is not None:
         from .training_plots import draw
 
         draw(result.drawn, about, plot)
     return result.code
+
+
+def command(arguments: Sequence[str]) -> str:
+    """As it was given, but for where the results go."""
+    kept = [
+        argument
+        for before, argument in zip(("", *arguments), arguments, strict=False)
+        if not {before, argument} & {"--out", "--plot"}
+    ]
+    return " ".join(("tilegrad", *kept))
