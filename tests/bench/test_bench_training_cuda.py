@@ -336,7 +336,7 @@ TN, NN, NT = ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_" + layout for layout in ("
 REDUCE = "void cublasLt::splitKreduce_kernel<32, 16, int, float>"
 STEP = [
     ("indexSelectLargeIndex", "embeddings"), ("_norm_fwd_kernel", "norms forward"), ("Memset (Device)", "GEMM forward"),
-    (TN, "GEMM forward"), ("_activation_fwd_kernel", "activation forward"), (TN, "GEMM forward"),
+    (TN, "GEMM forward"), ("_activation_fwd_kernel", "activation forward"), ("a_gemm", "GEMM forward"),
     ("_norm_fwd_kernel", "norms forward"),
     (TN, "head forward"), (REDUCE, "head forward"), ("softmax_warp_forward", "loss"), ("nll_loss_x", "loss"),
     (NN, "head dgrad"), ("Memset (Device)", "head wgrad"), (NT, "head wgrad"), (REDUCE, "head wgrad"),
