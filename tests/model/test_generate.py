@@ -10,7 +10,7 @@ import torch
 from tilegrad import Engine, ModelConfig
 from tilegrad.memory import AttentionBufferManager, BufferType
 from tilegrad.model import reference
-from tilegrad.model.generate import Decoder, generate
+from tilegrad.model.generate import Decoder, generate, logits_of, sliding
 
 CONFIG = ModelConfig(vocab_size=23, block_size=24, n_layer=2, n_head=4, n_embd=16)
 CONFIGS = [
@@ -24,7 +24,7 @@ CONFIGS = [
 
 
 def params_of(config: ModelConfig) -> dict[str, torch.Tensor]:
-    params = Engine(config, 1, 4, dtype=torch.float64).params
+    params = Engine(config, 1, min(4, config.block_size), dtype=torch.float64).params
     for p in params.values():
         p.add_(torch.randn(p.shape, dtype=p.dtype, generator=torch.Generator().manual_seed(p.numel())), alpha=0.3)
     return params
@@ -55,10 +55,47 @@ def test_seed_temperature_and_top_k() -> None:
     assert len(text()) == 12 and all(0 <= token < 23 for token in text())
 
 
-def test_past_block_size_it_raises() -> None:
+def whole_text_says(config: ModelConfig, params: dict[str, torch.Tensor], window: list[int]) -> int:
+    """The likeliest token after a window that begins at position 0."""
+    n = reference.hidden_states(params, torch.tensor([window]), config)[0]
+    return int(logits_of(params, n, config)[-1].argmax())
+
+
+@pytest.mark.parametrize("config", CONFIGS)
+@pytest.mark.parametrize("block_size", [24, 7])
+@pytest.mark.parametrize("length", [2, 24, 40])
+def test_past_block_size_the_window_slides_by_half(config: ModelConfig, block_size: int, length: int) -> None:
+    config = replace(config, block_size=block_size)
+    params = params_of(config)
+    prompt = torch.randint(0, 23, (length,), generator=torch.Generator().manual_seed(1)).tolist()
+    written = list(generate(config, params, prompt, 50, temperature=0.0))
+    text, window = list(prompt), prompt[-block_size:]
+    for token in written:
+        assert token == whole_text_says(config, params, window)
+        text.append(token)
+        window = text[-((block_size + 1) // 2) :] if len(window) == block_size else [*window, token]
+    assert len(written) == 50
+
+
+def test_the_smallest_window_slides() -> None:
+    config = replace(CONFIG, block_size=1)
+    params = params_of(config)
+    written = list(generate(config, params, [1, 2], 5, temperature=0.0))
+    for before, token in zip([2, *written], written, strict=False):
+        assert token == whole_text_says(config, params, [before])
+
+
+def test_what_does_not_fit_is_said_to_slide() -> None:
+    assert sliding(CONFIG, 2, 23) is None  # the last of 25 is never read
+    assert sliding(CONFIG, 2, 24) == (
+        "26 tokens are more than block_size, 24: the window slides, and a token sees the last 12 to 24 before it"
+    )
+
+
+def test_what_a_decoder_cannot_read_is_named() -> None:
     params = params_of(CONFIG)
-    with pytest.raises(ValueError, match="max_tokens: got 23 after 2 of the prompt; accepted: 1 … 22"):
-        generate(CONFIG, params, [1, 2], 23)
+    with pytest.raises(ValueError, match="max_tokens: got 0; accepted: an int ≥ 1"):
+        generate(CONFIG, params, [1, 2], 0)
     decoder = Decoder(CONFIG, params)
     decoder.feed([0] * 24)
     with pytest.raises(ValueError, match="tokens: got 25 in all; accepted: at most block_size, 24"):

@@ -3,6 +3,10 @@
     logits = head(ln_f(residual stream at position p, given keys and values of positions < p))
     next token ~ softmax(logits / temperature) over the top_k largest; temperature 0 takes the largest
 
+A model looks back on block_size tokens at most. Of a longer prompt the last block_size are read. Once block_size tokens are in
+the cache the window slides: the last ⌈block_size / 2⌉ of the text are read anew, from position 0 on. So a token sees at
+least the ⌈block_size / 2⌉ and at most the block_size before it, and a slide costs one reading of half a window.
+
 Sizes change with every token, so this is the managed side of memory: an `AttentionBufferManager` holds the cache.
 """
 
@@ -59,7 +63,11 @@ class Decoder:
         ids = torch.tensor(tokens, device=self.cache.device)
         x = reference.residual(self.params, ids, config, self._attend, self.position)
         self.position += t
-        return self._logits(reference.norm(self.params, "ln_f", x[-1], config))
+        return logits_of(self.params, reference.norm(self.params, "ln_f", x[-1], config), config)
+
+    def restart(self) -> None:
+        """As if nothing had been read; what is in the cache is overwritten by what is read next."""
+        self.position = 0
 
     def close(self) -> None:
         self.manager.deallocate(self.cache, BufferType.CACHE)
@@ -80,23 +88,33 @@ class Decoder:
         attention_fwd(q[None], keys, values, mask, o=o, lse=None, scratch=scratch)
         return o[0]
 
-    def _logits(self, n: Tensor) -> Tensor:
-        head = reference.head(self.params, self.config)
-        if self.config.loss == "embedding_mse":
-            return -(n - head).square().mean(-1)  # the nearest embedding is the likeliest
-        return head @ n
+
+def logits_of(params: Mapping[str, Tensor], n: Tensor, config: ModelConfig) -> Tensor:
+    """Of what the head reads.       n (C,) or (T, C)   logits (V,) or (T, V)"""
+    head = reference.head(params, config)
+    if config.loss == "embedding_mse":  # the nearest embedding is the likeliest
+        rows = [-(row - head).square().mean(-1) for row in n.view(-1, config.n_embd)]
+        return torch.stack(rows).view(*n.shape[:-1], -1)
+    return (head @ n.transpose(0, -1)).transpose(0, -1)
+
+
+def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | None:
+    """What to say where the text does not fit into block_size; None where it does. The last token is never read."""
+    if prompt_tokens + max_tokens - 1 <= config.block_size:
+        return None
+    return (
+        f"{prompt_tokens + max_tokens:,} tokens are more than block_size, {config.block_size:,}: the window slides, and a "
+        f"token sees the last {-(-config.block_size // 2):,} to {config.block_size:,} before it"
+    )
 
 
 def generate(
     config: ModelConfig, params: Mapping[str, Tensor], prompt: Sequence[int], max_tokens: int, *,
     temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
 ) -> Iterator[int]:  # fmt: skip
-    """Tokens that follow the prompt, as they come. The same seed gives the same tokens."""
-    if max_tokens < 1 or len(prompt) + max_tokens > config.block_size:
-        room = config.block_size - len(prompt)
-        raise ValueError(
-            f"max_tokens: got {max_tokens} after {len(prompt)} of the prompt; accepted: 1 … {room} (block_size)"
-        )
+    """Tokens that follow the prompt, as they come; beyond block_size the window slides. The same seed gives the same tokens."""
+    if max_tokens < 1:
+        raise ValueError(f"max_tokens: got {max_tokens}; accepted: an int ≥ 1")
     if not temperature >= 0.0:
         raise ValueError(f"temperature: got {temperature}; accepted: a number ≥ 0, 0 = always the likeliest")
     if top_k is not None and top_k < 1:
@@ -109,13 +127,17 @@ def _generate(
     temperature: float, top_k: int | None, seed: int,
 ) -> Iterator[int]:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    decoder = Decoder(config, params)
+    decoder, text = Decoder(config, params), list(prompt)
     try:
-        logits = decoder.feed(prompt)
+        logits = decoder.feed(text[-config.block_size :])
         for left in reversed(range(max_tokens)):
             token = _pick(logits.float().cpu(), temperature, top_k, generator)
             yield token
-            if left:
+            text.append(token)
+            if left and decoder.position == config.block_size:
+                decoder.restart()
+                logits = decoder.feed(text[-(-(-config.block_size // 2)) :])
+            elif left:
                 logits = decoder.feed([token])
     finally:
         decoder.close()
