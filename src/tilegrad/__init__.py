@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from .kernels.table import Explanation
     from .model.config import ModelConfig
     from .shared_attention import free_attention, init_attention
+    from .train.api import TrainedModel, load, presets, train
     from .train.engine import Engine
 
 __version__ = "0.1.0.dev0"
@@ -34,12 +35,16 @@ _HOME = {
     "ModelConfig": "model.config",
     "init_attention": "shared_attention",
     "free_attention": "shared_attention",
+    "TrainedModel": "train.api",
+    "load": "train.api",
+    "presets": "train.api",
 }
 __all__ = [
     "Engine",
     "Explanation",
     "Mask",
     "ModelConfig",
+    "TrainedModel",
     "attention",
     "attention_bwd",
     "attention_fwd",
@@ -48,11 +53,16 @@ __all__ = [
     "explain",
     "free_attention",
     "init_attention",
+    "load",
+    "presets",
     "sdpa",
+    "train",
 ]
 
 
 def __getattr__(name: str) -> Any:
+    if name == "train":  # a package that can be called: the function is train.api's
+        return import_module(f"{__name__}.train")
     if name in _HOME:
         return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -15,10 +15,11 @@ import pytest
 import torch
 
 import tilegrad
-from tilegrad import ModelConfig, check, gradcheck
+from tilegrad import ModelConfig, check, doctor, gradcheck
 from tilegrad.cli import build_parser, main
 from tilegrad.cli.arguments import given_keys
 from tilegrad.model.config import PRESETS
+from tilegrad.train import engine, machine
 from tilegrad.train.config import DataConfig, TrainConfig, run_from
 
 
@@ -331,8 +332,8 @@ def test_plan_of_a_file_is_the_plan_of_its_run(tmp_path: Path, capsys: pytest.Ca
     assert main(["plan", str(file), "--json", "--batch-size", "4"]) == 0
     planned = json.loads(capsys.readouterr().out)["peak_bytes"]
     run = run_from({"model": {"n_layer": 1, "n_embd": 16}, "train": {"batch_size": 4, "seq_len": 8}}, "here")
-    engine = tilegrad.Engine(run.model, run.train.batch_size, run.train.seq_len)
-    assert planned == engine.plan.peak_bytes
+    made = tilegrad.Engine(run.model, run.train.batch_size, run.train.seq_len)
+    assert planned == made.plan.peak_bytes
 
 
 def test_resume_with_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -341,3 +342,107 @@ def test_resume_with_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[
     assert main(["train", "--resume", str(trained), "--train.steps", "30", "--train.memory_budget", "1GB"]) == 0
     ran = json.loads((trained / "run.json").read_text())["train"]
     assert (ran["steps"], ran["warmup_steps"], ran["memory_budget"]) == (30, 1, 10**9)
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.parametrize("device", ["cuda:99", "mps", "xpu", "meta", "gpu", "cuda:x", "7"])
+def test_a_device_that_is_not_here_is_one_sentence(
+    command: str, device: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main([command, "--device", device]) == 2
+    error = capsys.readouterr().err
+    assert error.startswith("tilegrad: device: got ") and "; accepted: cpu" in error
+    assert error.count("\n") == 1 and len(error) < 140 and list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["plan", "train"])
+@pytest.mark.skipif(torch.version.cuda is not None, reason="this torch is built for CUDA")
+def test_cuda_on_a_build_for_the_cpu_is_named(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([command, "--device", "cuda"]) == 2
+    assert "device: got 'cuda' (this torch is built for the CPU); accepted: cpu" in capsys.readouterr().err
+
+
+class Missing:
+    """An importer that has none of these packages."""
+
+    def __init__(self, *names: str) -> None:
+        self.names = names
+
+    def find_spec(self, name: str, _path: object = None, _target: object = None) -> None:
+        if name.partition(".")[0] in self.names:
+            raise ModuleNotFoundError(f"No module named {name!r}", name=name)
+
+
+def test_bpe_without_its_library_is_one_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "tokenizers"]:
+        monkeypatch.delitem(sys.modules, name)
+    monkeypatch.setattr(sys, "meta_path", [Missing("tokenizers"), *sys.meta_path])
+    assert main(["train", "--data.tokenizer", "bpe", "--out", "run"]) == 2
+    assert capsys.readouterr().err == (
+        "tilegrad: tokenizer: got 'bpe', which needs Hugging Face tokenizers; accepted: 'bytes', or after "
+        "pip install 'tilegrad[bpe]'\n"
+    )
+    assert list(tmp_path.iterdir()) == []
+
+
+@pytest.mark.parametrize("command", ["doctor", "plan", "train", "demo"])
+def test_without_torch_a_command_is_one_sentence(command: str, tmp_path: Path) -> None:
+    code = (
+        "import sys\n"
+        "class Missing:\n"
+        "    def find_spec(self, name, path=None, target=None):\n"
+        "        if name == 'torch': raise ModuleNotFoundError(f'No module named {name!r}', name=name)\n"
+        "sys.meta_path.insert(0, Missing())\n"
+        f"from tilegrad.cli import main\nsys.exit(main([{command!r}]))"
+    )
+    environment = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, cwd=tmp_path, env=environment)
+    assert (done.returncode, done.stderr) == (2, "tilegrad: torch: not installed; pip install torch\n")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_fault_of_ours_is_not_called_a_missing_package(monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(**_options: object) -> int:
+        raise ImportError("cannot import name 'x' from 'tilegrad.train'", name="tilegrad.train")
+
+    monkeypatch.setattr(doctor, "doctor", broken)
+    with pytest.raises(ImportError, match="cannot import name"):
+        main(["doctor"])
+
+
+def test_a_plan_larger_than_memory_is_refused_before_it_is_allocated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(machine, "memory_limit", lambda _device: 3 << 20)
+    monkeypatch.setattr(engine, "Arenas", lambda _plan: pytest.fail("allocated"))
+    flags = ["--model.n_layer", "1", "--batch-size", "4"]
+    assert main(["train", *flags]) == 2
+    error = capsys.readouterr().err
+    assert re.fullmatch(
+        r"tilegrad: memory: got a plan of \d\.\d\d MiB; accepted: at most 3\.00 MiB, which is all that cpu has; give a "
+        r"smaller batch_size or seq_len, or a memory_budget below that\n",
+        error,
+    )
+    assert list(tmp_path.iterdir()) == []
+    assert main(["plan", *flags]) == 0
+    assert error.removeprefix("tilegrad: ") in capsys.readouterr().out
+    monkeypatch.setattr(machine, "memory_limit", lambda _device: None)
+    assert main(["plan", *flags]) == 0
+    assert "memory: got" not in capsys.readouterr().out
+
+
+def test_one_text_as_a_string_is_that_text(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("x.txt").write_text("the quick brown fox " * 40)
+    Path("my.toml").write_text(SMALL + "[data]\nfiles = 'x.txt'\n")
+    assert main(["train", "my.toml", "--out", "run"]) == 0
+    assert "1 document in 1 file, 800 bytes" in capsys.readouterr().out
+    with pytest.raises(ValueError, match=re.escape("files: got 'x.txt'; accepted: names of files, such as ['x.txt']")):
+        DataConfig(files="x.txt")  # type: ignore[arg-type]

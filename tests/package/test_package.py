@@ -19,7 +19,7 @@ import tilegrad
 from tilegrad import functional, shared_attention
 from tilegrad.kernels.cpu import build as native_build
 from tilegrad.model import config
-from tilegrad.train import engine
+from tilegrad.train import api, engine
 
 HERE = Path(__file__).parents[2]
 
@@ -39,7 +39,7 @@ def test_public_names_are_there_and_documented() -> None:
         tilegrad.atention  # noqa: B018
 
 
-@pytest.mark.parametrize("module", [functional, shared_attention, config, engine])
+@pytest.mark.parametrize("module", [functional, shared_attention, config, engine, api])
 def test_examples_in_docstrings(module: ModuleType) -> None:
     done = doctest.testmod(module)
     assert done.failed == 0
@@ -102,7 +102,9 @@ def test_what_is_built_installs_and_runs(tmp_path: Path, kind: str) -> None:
     (built,) = tmp_path.iterdir()
     if kind == "wheel":
         names = zipfile.ZipFile(built).namelist()
-        assert "tilegrad/py.typed" in names and not any(n.startswith("tests") for n in names)
+        assert {"tilegrad/py.typed", "tilegrad/train/example.toml"} <= set(names) and not any(
+            n.startswith("tests") for n in names
+        )
         has_library = any(n.endswith(".so") for n in names)
         assert has_library == (native_build.compiler() is not None)
         tag = sysconfig.get_platform().replace("-", "_").replace(".", "_") if has_library else "any"

@@ -142,9 +142,11 @@ def test_bpe_is_lossless_deterministic_and_saved(tmp_path: Path) -> None:
     (tmp_path / "tokenizer.json").write_text(first.json())
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
     assert np.array_equal(loaded.encode(strange), first.encode(strange))
-    with pytest.raises(ValueError, match="vocab_size=255"):
+    with pytest.raises(ValueError, match="vocab_size: got 255; accepted: at least 256"):
         train_bpe(text, 255)
-    with pytest.raises(ValueError, match=r"vocab_size=5000: this text makes \d+ at most"):
+    with pytest.raises(
+        ValueError, match=r"vocab_size: got 5000; accepted: at most \d+, which is all that this text makes"
+    ):
         train_bpe("a short text " * 9, 5000)
 
 
@@ -261,7 +263,7 @@ def test_prepare_uses_what_is_there_and_only_that(tmp_path: Path, kind: str) -> 
 def test_prepare_refuses_what_it_does_not_know(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="tokenizer: got 'words'; accepted: 'bytes', 'bpe', or"):
         prepare([default_text()], tmp_path, tokenizer="words")
-    with pytest.raises(ValueError, match="vocab_size=300: the tokenizer 'bytes' has 256"):
+    with pytest.raises(ValueError, match="vocab_size: got 300; accepted: 256 with the tokenizer 'bytes'"):
         prepare([default_text()], tmp_path, vocab_size=300)
 
 

@@ -327,6 +327,64 @@ def test_a_loss_that_is_not_finite_leaves_a_checkpoint_from_before_it_and_a_repo
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
+def test_a_run_that_goes_on_amid_steps_that_are_not_finite_still_ends_before_the_first_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    run = replace(RUN, train=replace(RUN.train, steps=30, checkpoint_interval=0))
+    train(run, Path("whole"))
+    with monkeypatch.context() as patch:
+        poisoned_after(5, patch)
+        assert train(run, Path("run"), show=at_step(8, send(signal.SIGTERM))).steps == 8
+        assert newest().state["engine"]["skipped_in_a_row"] == 3
+        with pytest.raises(
+            RunEnded, match=r"10 steps in a row .*; the checkpoint is from before them; .*after 5 steps"
+        ):
+            train(None, Path("run"), resume=True)
+    assert newest().step == 5 and newest().state["engine"]["skipped"] == 0 and newest().state["finite"] is None
+    assert train(None, Path("run"), resume=True).steps == 30
+    a, b = newest("whole").tensors, newest().tensors
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
+def test_a_new_run_does_not_mix_with_one_that_died_before_its_first_checkpoint() -> None:
+    Path("run/tensorboard").mkdir(parents=True)
+    Path("run/tensorboard/events").write_text("of the dead run")
+    Path("run/log.jsonl").write_text('{"step": 900, "kind": "train", "loss": 77.0}\n')
+    train(RUN, Path("run"))
+    assert [r["step"] for r in read_log(Path("run/log.jsonl")) if r["kind"] == "train"] == list(range(1, 13))
+    assert not Path("run/tensorboard").exists()
+    length = len(read_log(Path("run/log.jsonl")))
+    train(None, Path("run"), resume=True)
+    assert len(read_log(Path("run/log.jsonl"))) > length  # of its own run nothing goes
+
+
+SLOW = """
+import sys, time
+from tilegrad.train import loop
+def prepare(*arguments, **options):
+    made = genuine(*arguments, **options)
+    print("prepared", flush=True)
+    time.sleep(60)
+    return made
+genuine, loop.prepare = loop.prepare, prepare
+from tilegrad.cli import main
+sys.exit(main(["train", "run.toml", "--out", "deep/run"]))
+"""
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
+def test_a_signal_while_the_data_is_prepared_leaves_no_folder(number: signal.Signals, code: int) -> None:
+    here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
+    process = subprocess.Popen(
+        [sys.executable, "-c", SLOW], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=here
+    )
+    assert process.stdout is not None and process.stdout.readline() == "prepared\n"
+    assert Path("deep/run/data/tokens.bin").exists()
+    process.send_signal(number)
+    _, error = process.communicate(timeout=30)
+    assert (process.returncode, error) == (code, "") and not Path("deep").exists()
+
+
 def test_a_learning_rate_that_breaks_the_model_is_reported_without_a_sample() -> None:
     run = replace(RUN, train=replace(RUN.train, steps=20, learning_rate=1e30, warmup_steps=0))
     with pytest.raises(RunEnded, match="not finite"):

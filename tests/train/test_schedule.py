@@ -51,5 +51,5 @@ def test_without_warm_up_and_in_one_step() -> None:
 def test_what_is_refused(change: dict[str, float], words: str) -> None:
     with pytest.raises(ValueError, match=words):
         learning_rate(0, **(RUN | change))
-    with pytest.raises(ValueError, match="step=-1"):
+    with pytest.raises(ValueError, match="step: got -1; accepted: at least 0"):
         learning_rate(-1, **RUN)

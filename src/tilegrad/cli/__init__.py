@@ -40,6 +40,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (ValueError, FileNotFoundError) as error:  # what a user gave is wrong, and the message says what is accepted
         complain(error)
         return 2
+    except ImportError as error:  # of what is not installed, or does not load; one of ours is a fault
+        if (error.name or "").startswith("tilegrad"):
+            raise
+        missing = f"{error.name}: not installed; pip install {error.name}"
+        complain(missing if isinstance(error, ModuleNotFoundError) and error.name else error)
+        return 2
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe went away, and nothing is left to say

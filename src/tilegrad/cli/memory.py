@@ -13,12 +13,14 @@ def _plan(args: argparse.Namespace) -> int:
     import torch
 
     from ..train.config import run_from
+    from ..train.machine import check_device, too_large
     from ..train.planning import plan_model, step_report
     from ..train.recompute import choose_recompute
 
     content = given_keys(args)
     run, where = run_from(content, args.config or "flags"), Path(args.config).stem if args.config else None
     config, t, dtype = run.model, run.train, getattr(torch, run.train.dtype)
+    check_device(t.device)
     form = (config, t.batch_size, t.seq_len, dtype, torch.device(t.device))
     recompute = choose_recompute(*form, t.memory_budget)
     name = where or content.get("model", {}).get("preset", "tiny")
@@ -33,6 +35,9 @@ def _plan(args: argparse.Namespace) -> int:
     chosen = {name: sum(name in block for block in recompute) for name in ("norm", "activation", "block")}
     if any(chosen.values()):
         print("\nrecomputed: " + ", ".join(f"{name} in {n} blocks" for name, n in chosen.items() if n))
+    refusal = too_large(report.peak_bytes, form[-1])
+    if refusal:
+        print(f"\n{refusal}")
     if args.html:
         print(f"\nThe timeline: {args.html}")
     return 0

@@ -7,8 +7,9 @@ import shlex
 import signal
 import sys
 import time
+import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .arguments import Commands, add_command, add_keys, given_keys
 from .faults import complain, silence
@@ -19,18 +20,12 @@ if TYPE_CHECKING:
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ..train.config import resumed, run_from
-    from ..train.folder import locate, own_run
+    from ..train.api import asked_for
 
-    content = given_keys(args)
-    name = Path(args.config).stem if args.config else content.get("model", {}).get("preset", "tiny")
-    folder = Path(args.out or f"runs/{name}")
-    if args.resume is None:
-        return _follow(run_from(content, args.config or "flags"), folder)[1]
-    home, checkpoint = locate(folder if args.resume is True else Path(args.resume))
-    if args.out and home.resolve() != folder.resolve():
-        raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
-    return _follow(resumed(own_run(home, checkpoint), content), home, resume=checkpoint or True)[1]
+    name = Path(args.config).stem if args.config else None
+    where = args.config or "flags"
+    run, folder, checkpoint = asked_for(given_keys(args), name=name, where=where, out=args.out, resume=args.resume)
+    return _follow(run, folder, resume=checkpoint)[1]
 
 
 def _init(args: argparse.Namespace) -> int:
@@ -84,7 +79,11 @@ def _print_result(result: RunResult) -> None:
     ]
     if result.validation_loss is not None:
         rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
+    if result.best is not None:
+        rows.insert(3, ("its best", f"{result.best.validation_loss:.4f} after {result.best.step:,} steps"))
     print(f"\n{table(('', 'result'), rows)}\n\nA sample:\n{result.sample}\n\nThe report: {result.report}")
+    if result.best is not None:
+        print(f"The best weights: {result.best.path} (tilegrad generate {shlex.quote(str(result.folder))} --best)")
 
 
 def _demo(_args: argparse.Namespace) -> int:
@@ -112,27 +111,18 @@ def _demo(_args: argparse.Namespace) -> int:
 
 
 def _generate(args: argparse.Namespace) -> int:
-    from ..model.config import ModelConfig
-    from ..model.generate import generate
-    from ..train.checkpoint import latest_checkpoint, load_checkpoint
-    from ..train.folder import own_tokenizer
-    from ..train.loop import decode_known
-    from ..train.weights import imported, is_weights
+    from ..model.generate import WindowSlides
+    from ..train.api import load
 
-    folder = Path(args.run_folder)
-    if is_weights(folder):
-        config, params, tokenizer = imported(folder)
-    else:
-        path = latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").exists() else None
-        if path is None:
-            raise ValueError(f"{folder}: got no checkpoint; accepted: the folder of a run, or of an imported model")
-        checkpoint = load_checkpoint(path)
-        tokenizer = own_tokenizer(folder, checkpoint.state)
-        config, params = ModelConfig.from_dict(checkpoint.state["run"]["model"]), checkpoint.tensors
-    prompt = [int(token) for token in tokenizer.encode(args.text or args.prompt)]
-    options: dict[str, Any] = {"temperature": args.temperature, "top_k": args.top_k, "seed": args.seed}
-    tokens = list(generate(config, params, prompt, args.max_tokens, **options))
-    print(decode_known(tokenizer, prompt + tokens))
+    model = load(args.run_folder, best=args.best)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", WindowSlides)
+        text = model.generate(
+            args.text or args.prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
+        )
+    for warning in caught:
+        complain(warning.message)
+    print(text)
     return 0
 
 
@@ -157,8 +147,9 @@ def add_runs(commands: Commands) -> None:
     add_keys(train)
 
     text = add_command(commands, "generate", "let a trained model write", _generate)
-    text.add_argument("run_folder", metavar="RUN", help="the folder of a run, or of an imported model")
+    text.add_argument("run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or an imported model's folder")
     text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
+    text.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
     text.add_argument("--prompt", default="Call me ", help="what it goes on from (default: %(default)r)")
     text.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="how much it writes (default: %(default)s)"

@@ -98,14 +98,23 @@ def logits_of(params: Mapping[str, Tensor], n: Tensor, config: ModelConfig) -> T
     return (head @ n.transpose(0, -1)).transpose(0, -1)
 
 
+class WindowSlides(UserWarning):
+    """Generated text is longer than block_size."""
+
+
 def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | None:
     """What to say where the text does not fit into block_size; None where it does. The last token is never read."""
     if prompt_tokens + max_tokens - 1 <= config.block_size:
         return None
     return (
         f"{prompt_tokens + max_tokens:,} tokens are more than block_size, {config.block_size:,}: the window slides, and a "
-        f"token sees the last {-(-config.block_size // 2):,} to {config.block_size:,} before it"
+        f"token sees the last {_half_window(config):,} to {config.block_size:,} before it"
     )
+
+
+def _half_window(config: ModelConfig) -> int:
+    """Tokens that a slide keeps."""
+    return (config.block_size + 1) // 2
 
 
 def generate(
@@ -136,7 +145,7 @@ def _generate(
             text.append(token)
             if left and decoder.position == config.block_size:
                 decoder.restart()
-                logits = decoder.feed(text[-(-(-config.block_size // 2)) :])
+                logits = decoder.feed(text[-_half_window(config) :])
             elif left:
                 logits = decoder.feed([token])
     finally:

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -106,11 +106,15 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
         raise OSError(code, os.strerror(code)) from error
 
 
-def load_checkpoint(path: Path) -> Checkpoint:
-    """Every byte is checked, then the tensors are loaded, on CPU."""
+def load_checkpoint(path: Path, names: Collection[str] | None = None) -> Checkpoint:
+    """Every byte is checked, then the tensors are loaded, on CPU: those of these names, by default all."""
     manifest = _verified(path)
     with safe_open(path / _TENSORS, framework="pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 (not a dict)
+        there = file.keys()
+        missing = sorted(set(names or ()) - set(there))
+        if missing:
+            raise ValueError(f"{path}: got no tensor {missing[0]!r}; accepted: a checkpoint of this model")
+        tensors = {name: file.get_tensor(name) for name in (there if names is None else names)}
     return Checkpoint(path, manifest["step"], tensors, manifest["state"])
 
 

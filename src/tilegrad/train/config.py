@@ -105,7 +105,8 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.files, list | tuple) or not all(isinstance(name, str) for name in self.files):
-            raise ValueError(f"files: got {self.files!r}; accepted: names of files, such as ['a.txt', 'b.txt']")
+            such = [self.files] if isinstance(self.files, str) else ["a.txt", "b.txt"]
+            raise ValueError(f"files: got {self.files!r}; accepted: names of files, such as {such}")
         named = isinstance(self.tokenizer, str) and self.tokenizer.endswith(".json")
         if self.tokenizer not in ("bytes", "bpe") and not named:
             raise ValueError(f"tokenizer: got {self.tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")

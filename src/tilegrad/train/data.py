@@ -94,7 +94,7 @@ class BpeTokenizer:
 def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
     """Learn the merges of `text`: the 256 bytes, and vocab_size − 256 merges. The same text gives the same tokenizer."""
     if vocab_size < 256:
-        raise ValueError(f"vocab_size={vocab_size}: a byte-level BPE has at least the 256 bytes")
+        raise ValueError(f"vocab_size: got {vocab_size}; accepted: at least 256, the bytes, for a byte-level BPE")
     library = _tokenizers()
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
@@ -104,7 +104,8 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
     inner.train_from_iterator([text], trainer)
     if inner.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"vocab_size={vocab_size}: this text makes {inner.get_vocab_size()} at most; ask for that or give more"
+            f"vocab_size: got {vocab_size}; accepted: at most {inner.get_vocab_size()}, which is all that this text makes "
+            "(data.bpe_vocab_size), or more text"
         )
     return BpeTokenizer(inner)
 
@@ -123,7 +124,9 @@ def _tokenizers() -> Any:
     try:
         import tokenizers
     except ImportError as error:
-        raise ImportError("the tokenizer 'bpe' needs Hugging Face tokenizers: pip install 'tilegrad[bpe]'") from error
+        raise ImportError(
+            "tokenizer: got 'bpe', which needs Hugging Face tokenizers; accepted: 'bytes', or after pip install 'tilegrad[bpe]'"
+        ) from error
     return tokenizers
 
 
@@ -211,7 +214,7 @@ def prepare(
     if given is None and tokenizer not in ("bytes", "bpe"):
         raise ValueError(f"tokenizer: got {tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")
     if tokenizer == "bytes" and vocab_size != 256:
-        raise ValueError(f"vocab_size={vocab_size}: the tokenizer 'bytes' has 256 tokens")
+        raise ValueError(f"vocab_size: got {vocab_size}; accepted: 256 with the tokenizer 'bytes'")
     read = read_documents(paths, text_field, tell)
     text, source = read.text, _sha256(read.text)
     found = _prepared(folder, source, tokenizer, given.vocab_size if given else vocab_size)

@@ -31,6 +31,7 @@ from ..model.config import ModelConfig
 from ..model.transformer import Transformer, declare
 from .batch import check_batch, check_sizes, count_targets, micro_batches
 from .capture import DeviceStep, StepQueue
+from .machine import check_fits
 from .optimizer import NonFiniteError, Optimizer, StepResult
 from .planning import plan_model
 from .recompute import choose_recompute
@@ -70,6 +71,7 @@ class Engine:
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
         self.recompute = choose_recompute(*sizes, memory_budget)
         self.plan: MemoryPlan = plan_model(*sizes, self.recompute)
+        check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
         handles = Optimizer.declare(
             declare(*sizes).params.values(), betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm

@@ -4,6 +4,7 @@ run.json              the configuration that ran last
 data/                 tokens.bin and tokenizer.json: a resumed run needs no other text
 log.jsonl             what happened, a line each
 checkpoints/          the last few, each whole
+best/                 the checkpoint of the lowest validation loss
 origin/               config.json and tokenizer files of the weights it began with, where --init named some
 report.html           curves, memory, a sample; needs nothing from outside
 run.lock              while a process trains there: its id, and the kernel's lock on it
@@ -11,12 +12,13 @@ run.lock              while a process trains there: its id, and the kernel's loc
 
 from __future__ import annotations
 
-import fcntl
 import json
 import os
 import shlex
+import shutil
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -33,16 +35,59 @@ def locate(path: Path) -> tuple[Path, Path | None]:
 
 def checkpoint_of(folder: Path, given: Path | None) -> Path:
     """The checkpoint to go on from: the one that is given, or the newest, every byte of it checked."""
-    if given is not None and given.resolve().parent != (folder / "checkpoints").resolve():
+    if given is not None and given.resolve().parent not in [place.resolve() for place in _places(folder)]:
         raise ValueError(f"resume: got {given}; accepted: a checkpoint of {folder}")
-    return given or latest_checkpoint(folder / "checkpoints") or _newest(folder)
+    return given or latest_checkpoint(_newest(folder).parent) or _newest(folder)
+
+
+def _places(folder: Path) -> tuple[Path, Path]:
+    """Where checkpoints are. A run that died before its first regular one may have a best one."""
+    return folder / "checkpoints", folder / "best"
+
+
+def holds_a_run(folder: Path) -> bool:
+    return any(place.exists() and any(place.iterdir()) for place in _places(folder))
 
 
 def _newest(folder: Path) -> Path:
-    newest = newest_name(folder / "checkpoints")
-    if newest is None:
-        raise ValueError(f"{folder}: got no checkpoint to resume from; accepted: a folder of a run that saved one")
-    return newest
+    for place in _places(folder):
+        if newest := newest_name(place):
+            return newest
+    raise ValueError(f"{folder}: got no checkpoint to resume from; accepted: a folder of a run that saved one")
+
+
+@dataclass(frozen=True, slots=True)
+class Best:
+    """The evaluation with the lowest validation loss, and the checkpoint of it."""
+
+    path: Path
+    step: int
+    validation_loss: float
+
+
+def best_of(folder: Path) -> Best | None:
+    """What best/ holds; None where there is none, or where it is damaged: the next evaluation makes another."""
+    path = newest_name(folder / "best")
+    try:
+        state = None if path is None else read_state(path)
+    except DamagedCheckpoint:
+        return None
+    return None if path is None or state is None else Best(path, state["engine"]["steps"], state["validation_loss"])
+
+
+def weights_of(folder: Path, *, best: bool) -> Path:
+    """The checkpoint to generate from, every byte of it checked: the newest, or the best."""
+    path = latest_checkpoint(folder / "best" if best else _newest(folder).parent)
+    if path is None:
+        raise ValueError(f"{folder}: got no best checkpoint; accepted: a run with an evaluation (train.eval_interval)")
+    return path
+
+
+def forget(folder: Path) -> None:
+    """The log and the curves of a run that died before its first checkpoint: a new run there has its own."""
+    (folder / "log.jsonl").unlink(missing_ok=True)
+    if (folder / "tensorboard").is_dir():
+        shutil.rmtree(folder / "tensorboard")
 
 
 def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
@@ -53,7 +98,7 @@ def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
         saved = run_from(_dated(read_state(source)["run"]), f"{source}/manifest.json")
     except DamagedCheckpoint:
         if checkpoint is None:
-            latest_checkpoint(folder / "checkpoints")  # raises with the good one before it
+            latest_checkpoint(source.parent)  # raises with the good one before it
         raise
     file = folder / "run.json"
     if not file.exists():
@@ -136,6 +181,8 @@ def claimed(folder: Path) -> Iterator[None]:
 
 def _locked(path: Path) -> int:
     """A descriptor of the file `path`, which holds this process's id, locked until it is closed."""
+    import fcntl  # not on Windows, where `generate` works all the same
+
     while True:
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
         try:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import errno
 import math
 import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
@@ -40,14 +39,27 @@ from .data import (
 )
 from .engine import Engine
 from .environment import environment
-from .folder import checkpoint_of, claimed, locate, own_data, own_run, resume_command, write_run
+from .folder import (
+    Best,
+    best_of,
+    checkpoint_of,
+    claimed,
+    forget,
+    holds_a_run,
+    locate,
+    own_data,
+    own_run,
+    resume_command,
+    write_run,
+)
 from .log import RunLog, read_log, tensorboard_installed
+from .machine import check_device, check_platform
 from .optimizer import NonFiniteError, StepResult
 from .planning import step_report
 from .report import run_report, run_tables
 from .resident import Resident, held, resident
 from .schedule import learning_rate
-from .signals import stop_on_signals
+from .signals import end_on_signals, stop_on_signals
 from .weights import open_weights
 
 Show = Callable[[str, dict[str, Any]], None]  # what happened ("start", "train", "validation", …), and its numbers
@@ -67,6 +79,7 @@ class RunResult:
     sample: str
     report: Path
     stopped_by: str | None
+    best: Best | None  # of the evaluations; None where there was none
 
 
 class RunEnded(RuntimeError):
@@ -82,27 +95,26 @@ def train(
 ) -> RunResult:
     """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one. A resumed run is
     the folder's own, with its own tokens: of `run` only what is in `MAY_CHANGE` may differ, and None changes nothing."""
-    if sys.platform != "linux":
-        raise ValueError(f"platform: got {sys.platform}; accepted: linux, where a run reads its own memory from /proc")
+    check_platform()
     if not resume:
         if run is None:
             raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
-        with claimed(folder):
+        with end_on_signals(), claimed(folder):
             return _new(run, folder, show).go()
     home, given = locate(resume) if isinstance(resume, Path) else (folder, None)
     if home.resolve() != folder.resolve():
         raise ValueError(f"resume: got {resume}; accepted: {folder}, or a checkpoint in it")
     own_run(folder, given)  # a folder without a checkpoint is not claimed, for that would make it
-    with claimed(folder):
+    with end_on_signals(), claimed(folder):
         return _resumed(run, folder, checkpoint_of(folder, given), show).go()
 
 
 def _new(run: RunConfig, folder: Path, show: Show) -> _Run:
     """A run that has not begun. What was written for it goes again where it is refused."""
-    checkpoints, data = folder / "checkpoints", folder / "data"
-    if checkpoints.exists() and any(checkpoints.iterdir()):
+    data = folder / "data"
+    if holds_a_run(folder):
         raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
-    _check_device(run.train.device)
+    check_device(run.train.device)
     files = [Path(name) for name in run.data.files] or [default_text()]
     existed = data.exists()
     found: dict[str, Any] = {}
@@ -139,7 +151,7 @@ def _resumed(run: RunConfig | None, folder: Path, checkpoint: Path, show: Show) 
     run = own if run is None else resumed(own, run.plain())
     if run.train.steps < state["engine"]["steps"]:
         raise ValueError(f"steps: got {run.train.steps}; accepted: at least {state['engine']['steps']}, which are done")
-    _check_device(run.train.device)
+    check_device(run.train.device)
     session = _Run(run, folder, *own_data(folder, state), show)
     session.restore(checkpoint)
     return session
@@ -178,6 +190,7 @@ class _Run:
         )  # fmt: skip
         self.resident_before = before
         self.validation_loss: float | None = None
+        self.best: Best | None = None
         self.train_loss = math.nan
         self.resumed_from: Path | None = None
         self.found: dict[str, Any] = {}  # files, documents, bytes and tokens of a new run's text
@@ -190,11 +203,17 @@ class _Run:
         load_into(path, self.engine.tensors())
         self.engine.restore(state["engine"])
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
-        self.validation_loss = state["validation_loss"]
-        self.resumed_from, self.saved = path, (self.engine.steps, path)
+        self.validation_loss, self.best = state["validation_loss"], best_of(self.folder)
+        self.resumed_from = path
+        self.saved = (self.engine.steps, path) if path.parent.name == "checkpoints" else None
         self._start()
+        if state.get("finite"):  # saved amid steps that are not finite
+            engine, data, loss = state["finite"]
+            self.finite = engine, data, math.nan if loss is None else loss
 
     def go(self) -> RunResult:
+        if self.resumed_from is None:
+            forget(self.folder)
         write_run(self.folder, self.run)
         tensorboard = self.folder / "tensorboard" if tensorboard_installed() else None
         chosen = {f"{part}.{key}": value for part, keys in self.run.plain().items() for key, value in keys.items()}
@@ -338,26 +357,34 @@ class _Run:
         self.validation_loss = total / count
         self.log.append(engine.steps, "validation", {"loss": self.validation_loss})
         self._tell("validation", {"step": engine.steps, "loss": self.validation_loss, "unigram_entropy": self.entropy})
+        if self.validation_loss < (math.inf if self.best is None else self.best.validation_loss):
+            path = save_checkpoint(self.folder / "best", engine.steps, engine.tensors(), self._state(), keep=1)
+            self.best = Best(path, engine.steps, self.validation_loss)
 
     def _save(self) -> None:
         engine = self.engine
         self._record(wait=True)
         if self.saved is not None and self.saved[0] == engine.steps:
             return
-        state = {
-            "engine": engine.state(),
+        path = save_checkpoint(
+            self.folder / "checkpoints", engine.steps, engine.tensors(), self._state(),
+            keep=self.run.train.keep_checkpoints,
+        )  # fmt: skip
+        self.saved = engine.steps, path
+        self._tell("checkpoint", {"step": engine.steps, "path": str(path)})
+
+    def _state(self) -> dict[str, Any]:
+        """What a resumed run needs beside the tensors, as plain JSON."""
+        return {
+            "engine": self.engine.state(),
             "data": self.batches.state(),
             "tokenizer_sha256": self.tokenizer_sha256,
             "run": self.run.plain(),
             "train_loss": _number(self.train_loss),
             "validation_loss": _number(self.validation_loss),
             "threads": torch.get_num_threads(),
+            "finite": [*self.finite[:2], _number(self.finite[2])] if self.in_a_row else None,
         }
-        path = save_checkpoint(
-            self.folder / "checkpoints", engine.steps, engine.tensors(), state, keep=self.run.train.keep_checkpoints
-        )
-        self.saved = engine.steps, path
-        self._tell("checkpoint", {"step": engine.steps, "path": str(path)})
 
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, t = self.engine, self.run.train
@@ -371,6 +398,9 @@ class _Run:
             "steps": f"{engine.steps:,} of {t.steps:,}",
             "loss": f"{self.train_loss:.4f}"
             + (f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""),
+            "best": "none"
+            if (best := self.best) is None
+            else f"validation {best.validation_loss:.4f} after {best.step:,} steps, {best.path.relative_to(self.folder)}",
             "unigram entropy": f"{self.entropy:.4f} nats",
             "memory": f"{human(engine.plan.peak_bytes)} planned, {human(sum(measured.arenas.values()))} of it resident, "
             f"and {human(measured.beside_bytes)} beside it",
@@ -386,7 +416,7 @@ class _Run:
         write_whole(report, [page.encode("utf-8")])
         return RunResult(
             self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
-            measured, sample, report, stopped_by,
+            measured, sample, report, stopped_by, self.best,
         )  # fmt: skip
 
     def _sample(self) -> str:
@@ -421,16 +451,6 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
     for token in tokens:
         text += tokenizer.decode([token]) if token < tokenizer.vocab_size else "�"
     return text
-
-
-def _check_device(device: str) -> None:
-    try:
-        torch.empty(0, device=device)
-    except (RuntimeError, AssertionError) as error:  # AssertionError: torch was built without CUDA
-        reason = str(error).splitlines()[0].rstrip(".")
-        raise ValueError(
-            f"device: got {device!r} ({reason}); accepted: cpu, or a device that torch has here"
-        ) from error
 
 
 def _warm_up(device: str) -> None:

@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import ctypes
 import mmap
-import resource
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -65,6 +64,8 @@ def held(device: torch.device) -> Held:
     if device.type == "cuda":
         return Held(torch.cuda.memory_allocated(device), 0)
     if not STATM.exists():
+        import resource  # not on Windows
+
         return Held(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0)  # in bytes on macOS
     _, resident, shared, *_ = map(int, STATM.read_text(encoding="ascii").split())
     return Held((resident - shared) * mmap.PAGESIZE, shared * mmap.PAGESIZE)

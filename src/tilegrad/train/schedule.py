@@ -15,7 +15,7 @@ def learning_rate(step: int, *, peak: float, floor: float, warmup_steps: int, to
     So no step has rate 0 unless the floor is 0, step W − 1 has the peak, and step N − 1, the last, has the floor.
     """
     if step < 0:
-        raise ValueError(f"step={step}: steps count from 0")
+        raise ValueError(f"step: got {step}; accepted: at least 0, the first")
     if not (math.isfinite(peak) and 0 <= floor <= peak):
         raise ValueError(f"peak, floor: got {peak}, {floor}; accepted: finite numbers with 0 ≤ floor ≤ peak")
     if not 0 <= warmup_steps < total_steps:

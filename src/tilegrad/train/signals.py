@@ -1,14 +1,13 @@
-"""Signals that end a run after the step in hand, with a save, instead of at once."""
+"""Signals that end a run after the step in hand, with a save, instead of at once; and before its first step, tidily."""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-
-_STOPS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
 
 
 @contextmanager
@@ -31,14 +30,33 @@ def stop_on_signals() -> Iterator[list[str]]:
         elif times > 2:
             raise KeyboardInterrupt
 
-    caught = [number for number in _STOPS if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
-    try:
-        before = {number: signal.signal(number, note) for number in caught}
-    except ValueError:  # signals can be caught in the main thread only: elsewhere the caller stops the run
+    with _caught((signal.SIGTERM, signal.SIGINT, signal.SIGHUP), note):
         yield stopped
+
+
+@contextmanager
+def end_on_signals() -> Iterator[None]:
+    """Inside, SIGTERM and SIGHUP end the process as SystemExit, so that what was begun is taken back; SIGINT is Python's
+    KeyboardInterrupt already."""
+
+    def end(number: int, _frame: FrameType | None) -> None:
+        raise SystemExit(128 + number)
+
+    with _caught((signal.SIGTERM, signal.SIGHUP), end):
+        yield
+
+
+@contextmanager
+def _caught(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+    """Inside, `handler` hears the signals, but for a SIGHUP that is ignored. They can be caught in the main thread only:
+    elsewhere the caller stops the run."""
+    heard = [number for number in numbers if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
+    if threading.current_thread() is not threading.main_thread():
+        yield
         return
+    before = {number: signal.signal(number, handler) for number in heard}
     try:
-        yield stopped
+        yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        for number, was in before.items():
+            signal.signal(number, was)

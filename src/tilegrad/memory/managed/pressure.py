@@ -7,6 +7,7 @@ control group above this process (version 2 and 1; page cache that can be reclai
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -26,6 +27,19 @@ def memory_pressure(device: torch.device, root: Path = Path("/")) -> float:
     if device.type != "cpu":
         return 0.0
     return max((used / limit for used, limit in (*_cgroups(root), *_machine(root))), default=0.0)
+
+
+def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
+    """All the memory that a device has for this process: of the machine, or of the narrowest control group. None where
+    nobody knows."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
+    if device.type != "cpu":
+        return None
+    limits = [limit for _, limit in (*_cgroups(root), *_machine(root))]
+    if not limits and "SC_PHYS_PAGES" in getattr(os, "sysconf_names", ()):  # macOS has no /proc
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(limits, default=None)
 
 
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
@@ -67,7 +81,7 @@ def _machine(root: Path) -> Iterator[tuple[int, int]]:
         return
     kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text().splitlines()}
     if "MemAvailable" in kib:
-        yield kib["MemTotal"] - kib["MemAvailable"], kib["MemTotal"]
+        yield 1024 * (kib["MemTotal"] - kib["MemAvailable"]), 1024 * kib["MemTotal"]
 
 
 class AdaptiveLimit:

@@ -1,0 +1,51 @@
+"""What a run asks of its machine: a platform, a device and memory enough."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from ..memory.managed.pressure import memory_limit
+from ..memory.page import human
+
+
+def check_platform() -> None:
+    if sys.platform not in ("linux", "darwin"):
+        raise ValueError(f"platform: got {sys.platform}; accepted: linux or darwin (macOS); on Windows, Linux in WSL")
+
+
+def check_device(device: str) -> None:
+    """Refuse a device that no kernel is written for, or that torch does not have here."""
+    try:
+        asked = torch.device(device)
+    except RuntimeError as error:
+        raise ValueError(f"device: got {device!r}; accepted: cpu, cuda, or cuda:N") from error
+    if asked.type not in ("cpu", "cuda"):
+        raise ValueError(f"device: got {device!r} (no kernel here is for it); accepted: cpu, cuda, or cuda:N")
+    if asked.type == "cpu" or (torch.cuda.is_available() and (asked.index or 0) < torch.cuda.device_count()):
+        return
+    if torch.cuda.is_available():
+        raise ValueError(f"device: got {device!r}; accepted: cpu, or cuda:0 … cuda:{torch.cuda.device_count() - 1}")
+    reason = "no GPU is found" if torch.version.cuda else "this torch is built for the CPU"
+    raise ValueError(
+        f"device: got {device!r} ({reason}); accepted: cpu, or cuda with a torch that is built for it and a GPU"
+    )
+
+
+def too_large(planned_bytes: int, device: torch.device) -> str | None:
+    """What to say of a plan that is larger than the device's memory; None where it fits, or nobody knows."""
+    limit = memory_limit(device)
+    if limit is None or planned_bytes <= limit:
+        return None
+    return (
+        f"memory: got a plan of {human(planned_bytes)}; accepted: at most {human(limit)}, which is all that {device} has; "
+        "give a smaller batch_size or seq_len, or a memory_budget below that"
+    )
+
+
+def check_fits(planned_bytes: int, device: torch.device) -> None:
+    """Refuse a plan that is larger than the device's memory, before any of it is allocated."""
+    refusal = too_large(planned_bytes, device)
+    if refusal:
+        raise ValueError(refusal)

@@ -1,0 +1,131 @@
+"""The checkpoint of the lowest validation loss: kept beside the others, named, resumed from, generated from."""
+
+from __future__ import annotations
+
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.cli import main
+from tilegrad.train.checkpoint import load_checkpoint, read_state
+from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.train.loop import train
+
+RUN = RunConfig(
+    ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),
+    TrainConfig(
+        steps=10, batch_size=2, seq_len=12, warmup_steps=2, eval_interval=2, eval_batches=1, checkpoint_interval=3,
+        log_interval=1, sample_tokens=4,
+    ),
+    DataConfig(files=("text.txt",)),
+)  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+
+
+def evaluations(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
+    """The validation losses by step."""
+    monkeypatch.setattr(Engine, "evaluate", lambda self, _tokens, _targets: losses[self.steps])
+
+
+def best(folder: str = "run") -> Path:
+    (path,) = Path(folder, "best").iterdir()
+    return path
+
+
+def test_the_best_is_kept_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    weights: dict[int, torch.Tensor] = {}
+
+    def evaluate(self: Engine, _tokens: torch.Tensor, _targets: torch.Tensor) -> float:
+        weights[self.steps] = self.params["wte.weight"].clone()
+        return {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: float("nan")}[self.steps]
+
+    monkeypatch.setattr(Engine, "evaluate", evaluate)
+    result = train(RUN, Path("run"))
+    assert result.best is not None
+    assert (result.best.path, result.best.step, result.best.validation_loss) == (best(), 4, 2.0)
+    assert torch.equal(load_checkpoint(best()).tensors["wte.weight"], weights[4])
+    assert read_state(best())["validation_loss"] == 2.0
+    page = Path("run/report.html").read_text()
+    assert "validation 2.0000 after 4 steps, best/000002-step-4" in page
+
+
+def test_the_best_survives_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.1})
+    train(replace(RUN, train=replace(RUN.train, steps=6)), Path("run"))
+    evaluations(monkeypatch, {8: 2.2, 10: 2.05})
+    result = train(RUN, Path("run"), resume=True)
+    assert result.best is not None and (result.best.step, result.best.validation_loss) == (4, 2.0)
+    evaluations(monkeypatch, {10: 2.05, 12: 1.5})
+    result = train(replace(RUN, train=replace(RUN.train, steps=12)), Path("run"), resume=True)
+    assert result.best is not None and (result.best.step, result.best.path) == (12, best())
+
+
+def test_a_damaged_best_does_not_stop_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluations(monkeypatch, {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.5})
+    train(replace(RUN, train=replace(RUN.train, steps=6)), Path("run"))
+    (best() / "manifest.json").write_text("{")
+    result = train(RUN, Path("run"), resume=True)
+    assert result.best is not None and (result.best.step, result.best.path) == (8, best())
+
+
+def test_a_run_without_an_evaluation_has_no_best(capsys: pytest.CaptureFixture[str]) -> None:
+    result = train(replace(RUN, train=replace(RUN.train, eval_batches=0)), Path("run"))
+    assert result.best is None and not Path("run/best").exists()
+    assert main(["generate", "run", "--best", "--max-tokens", "2"]) == 2
+    assert capsys.readouterr().err == (
+        "tilegrad: run: got no best checkpoint; accepted: a run with an evaluation (train.eval_interval)\n"
+    )
+
+
+def test_a_run_goes_on_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.5, 10: 2.5})
+    train(RUN, Path("run"))
+    after = load_checkpoint(max(Path("run/checkpoints").iterdir())).tensors
+    result = train(RUN, Path("run"), resume=best())
+    assert result.steps == 10
+    again = load_checkpoint(max(Path("run/checkpoints").iterdir()))
+    assert again.path.name == "000007-step-10" and all(torch.equal(after[name], again.tensors[name]) for name in after)
+
+
+def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+    evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.5, 10: 2.5})
+    train(RUN, Path("run"))
+    shutil.rmtree("run/checkpoints")
+    with pytest.raises(ValueError, match="run: holds a run already"):
+        train(RUN, Path("run"))
+    starts: list[int] = []
+
+    def show(event: str, numbers: dict[str, Any]) -> None:
+        if event == "start":
+            starts.append(numbers["step"])
+
+    assert train(None, Path("run"), resume=True, show=show).steps == 10 and starts == [4]
+
+
+@pytest.fixture
+def printed(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> str:
+    evaluations(monkeypatch, {2: 1.0, 4: 2.0})
+    sizes = "--model.n_layer 1 --model.n_embd 16 --seq-len 12 --batch-size 2 --train.eval_interval 2 --steps 4"
+    assert main(["train", "--data", "text.txt", "--out", "run", *sizes.split(), "--learning-rate", "0.5"]) == 0
+    return capsys.readouterr().out
+
+
+def test_generate_takes_the_best_where_it_is_asked_to(printed: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert re.search(r"its best +1\.0000 after 2 steps", printed)
+    assert "The best weights: run/best/000001-step-2 (tilegrad generate run --best)" in printed
+    texts = []
+    for flags in (["run"], ["run", "--best"], [str(best())]):
+        assert main(["generate", *flags, "--temperature", "0", "--prompt", "the ", "--max-tokens", "20"]) == 0
+        texts.append(capsys.readouterr().out)
+    assert texts[0] != texts[1] == texts[2]
