@@ -108,11 +108,11 @@ def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | N
         return None
     return (
         f"{prompt_tokens + max_tokens:,} tokens are more than block_size, {config.block_size:,}: the window slides, and a "
-        f"token sees the last {_half_window(config):,} to {config.block_size:,} before it"
+        f"token sees the last {_kept_tokens(config):,} to {config.block_size:,} before it"
     )
 
 
-def _half_window(config: ModelConfig) -> int:
+def _kept_tokens(config: ModelConfig) -> int:
     """Tokens that a slide keeps."""
     return (config.block_size + 1) // 2
 
@@ -145,7 +145,7 @@ def _generate(
             text.append(token)
             if left and decoder.position == config.block_size:
                 decoder.restart()
-                logits = decoder.feed(text[-_half_window(config) :])
+                logits = decoder.feed(text[-_kept_tokens(config) :])
             elif left:
                 logits = decoder.feed([token])
     finally:

@@ -1,4 +1,4 @@
-"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`."""
+"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`. What a run needs is loaded when there is one."""
 
 from __future__ import annotations
 
@@ -7,22 +7,17 @@ import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from ..model import reference
 from ..model.config import PRESETS, ModelConfig
-from ..model.generate import WindowSlides, generate, logits_of, sliding
-from ..model.transformer import declare
-from .checkpoint import load_checkpoint, read_state
 from .config import RunConfig, preset_run, read_toml, resumed, run_from
-from .data import Tokenizer
-from .documents import quiet
-from .folder import locate, own_run, own_tokenizer, weights_of
-from .loop import RunResult, Show, decode_known
-from .loop import train as train_in
+
+if TYPE_CHECKING:
+    from .data import Tokenizer
+    from .loop import RunResult, Show
 
 Sections = Mapping[str, Mapping[str, Any]]  # what a TOML file says: section → key → value
 StrPath = str | os.PathLike[str]
@@ -30,7 +25,7 @@ StrPath = str | os.PathLike[str]
 
 def train(
     config: RunConfig | Sections | StrPath | None = None, out: StrPath | None = None, *, resume: StrPath | None = None,
-    show: Show = quiet,
+    show: Show | None = None,
 ) -> RunResult:  # fmt: skip
     """Train a run in the folder `out`, as `tilegrad train` does, and return its folder, its losses and its best checkpoint.
 
@@ -47,6 +42,9 @@ def train(
     >>> result.steps, result.stopped_by, result.report.name
     (4, None, 'report.html')
     """
+    from .documents import quiet
+    from .loop import train as train_in
+
     if config is None or isinstance(config, Mapping):
         content, name, where = dict(config or {}), None, "config"
     elif isinstance(config, RunConfig):
@@ -54,7 +52,7 @@ def train(
     else:
         content, name, where = read_toml(Path(config)), Path(config).stem, str(config)
     run, folder, checkpoint = asked_for(content, name=name, where=where, out=out, resume=resume)
-    return train_in(run, folder, resume=checkpoint, show=show)
+    return train_in(run, folder, resume=checkpoint, show=show or quiet)
 
 
 def asked_for(
@@ -62,6 +60,8 @@ def asked_for(
 ) -> tuple[RunConfig, Path, Path | bool]:
     """The run, its folder, and where it goes on from: a checkpoint, True for the newest, False for a new run. resume=True
     goes on with what is in `out`."""
+    from .folder import locate, own_run
+
     folder = Path(out or f"runs/{name or content.get('model', {}).get('preset', 'tiny')}")
     if resume is None or resume is False:
         return run_from(content, where), folder, False
@@ -86,6 +86,9 @@ class TrainedModel:
     ) -> str:
         """The prompt and what follows it. The same seed writes the same. Beyond block_size the window slides, with a warning
         (`model/generate.py` says how)."""
+        from ..model.generate import WindowSlides, generate, sliding
+        from .loop import decode_known
+
         tokens = [int(token) for token in self.tokenizer.encode(prompt)]
         if slides := sliding(self.config, len(tokens), max_tokens):
             warnings.warn(slides, WindowSlides, stacklevel=2)
@@ -96,6 +99,9 @@ class TrainedModel:
     @torch.no_grad()
     def logits(self, text: str | Sequence[int]) -> Tensor:
         """Logits (T, V) of what follows each token of a text, or of its tokens; at most block_size of them."""
+        from ..model.generate import logits_of
+        from ..model.reference import hidden_states
+
         tokens = [int(token) for token in (self.tokenizer.encode(text) if isinstance(text, str) else text)]
         wrong = [token for token in tokens if not 0 <= token < self.config.vocab_size]
         if wrong:
@@ -103,7 +109,7 @@ class TrainedModel:
         if not 1 <= len(tokens) <= self.config.block_size:
             raise ValueError(f"tokens: got {len(tokens)} in all; accepted: 1 … block_size, {self.config.block_size}")
         ids = torch.tensor([tokens], device=self.params["wte.weight"].device)
-        return logits_of(self.params, reference.hidden_states(self.params, ids, self.config)[0], self.config)
+        return logits_of(self.params, hidden_states(self.params, ids, self.config)[0], self.config)
 
 
 def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu") -> TrainedModel:
@@ -121,6 +127,10 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
     >>> model.logits("Call me ").shape
     torch.Size([8, 256])
     """
+    from ..model.transformer import declare
+    from .checkpoint import load_checkpoint, read_state
+    from .folder import locate, own_tokenizer, weights_of
+
     folder, given = locate(Path(run))
     if given is not None and best:
         raise ValueError(f"best: got True beside the checkpoint {run}; accepted: True beside a run's folder")
