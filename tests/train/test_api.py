@@ -152,7 +152,8 @@ def test_presets_are_whole_runs() -> None:
 
 
 def test_train_is_the_package_and_the_function() -> None:
-    assert tilegrad.train is importlib.import_module("tilegrad.train")
+    package: object = importlib.import_module("tilegrad.train")
+    assert package is tilegrad.train
     first_use = "import tilegrad, sys; f = tilegrad.train; import tilegrad.train.keys; assert f is tilegrad.train"
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", f"{first_use}; assert 'torch' not in sys.modules"], check=True, env=here)

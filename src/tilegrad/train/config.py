@@ -83,6 +83,8 @@ class TrainConfig:
         budget = self.memory_budget
         if budget is not None and (not _int(budget) or budget < 1):
             raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
+        if not isinstance(self.device, str):
+            raise ValueError(f"device: got {self.device!r}; accepted: cpu, cuda, or cuda:N")
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "bfloat16" if self.device.startswith("cuda") else "float32")
         if self.dtype not in DTYPES:
@@ -105,8 +107,9 @@ class DataConfig:
 
     def __post_init__(self) -> None:
         if not isinstance(self.files, list | tuple) or not all(isinstance(name, str) for name in self.files):
-            such = [self.files] if isinstance(self.files, str) else ["a.txt", "b.txt"]
-            raise ValueError(f"files: got {self.files!r}; accepted: names of files, such as {such}")
+            given: object = self.files
+            such = [given] if isinstance(given, str) else ["a.txt", "b.txt"]
+            raise ValueError(f"files: got {given!r}; accepted: names of files, such as {such}")
         named = isinstance(self.tokenizer, str) and self.tokenizer.endswith(".json")
         if self.tokenizer not in ("bytes", "bpe") and not named:
             raise ValueError(f"tokenizer: got {self.tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")
