@@ -147,7 +147,9 @@ def add_runs(commands: Commands) -> None:
     add_keys(train)
 
     text = add_command(commands, "generate", "let a trained model write", _generate)
-    text.add_argument("run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or an imported model's folder")
+    text.add_argument(
+        "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or an imported model's folder"
+    )
     text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
     text.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
     text.add_argument("--prompt", default="Call me ", help="what it goes on from (default: %(default)r)")

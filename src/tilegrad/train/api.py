@@ -113,7 +113,8 @@ class TrainedModel:
 
 
 def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu") -> TrainedModel:
-    """The model of a run's folder: its newest checkpoint, its best one, or the checkpoint that `run` is itself.
+    """The model of a run's folder: its newest checkpoint, its best one, or the checkpoint that `run` is itself. A folder
+    of Hugging Face's weights with their tokenizer is loaded as well, as after 0 steps.
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"
@@ -130,7 +131,11 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
     from ..model.transformer import declare
     from .checkpoint import load_checkpoint, read_state
     from .folder import locate, own_tokenizer, weights_of
+    from .weights import imported, is_weights
 
+    if is_weights(Path(run)) and not best:
+        config, weights, tokenizer = imported(Path(run))
+        return TrainedModel(config, {n: w.to(device) for n, w in weights.items()}, tokenizer, 0, Path(run))
     folder, given = locate(Path(run))
     if given is not None and best:
         raise ValueError(f"best: got True beside the checkpoint {run}; accepted: True beside a run's folder")
