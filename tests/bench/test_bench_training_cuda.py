@@ -341,6 +341,7 @@ STEP = [
     (TN, "head forward"), (REDUCE, "head forward"), ("softmax_warp_forward", "loss"), ("nll_loss_x", "loss"),
     (NN, "head dgrad"), ("Memset (Device)", "head wgrad"), (NT, "head wgrad"), (REDUCE, "head wgrad"),
     (TN, "head forward"), ("softmax_warp_forward", "loss"), (NN, "head dgrad"), (NT, "head wgrad"),
+    ("_sum_kernel", "loss"),
     ("_norm_bwd_kernel", "norms backward"), (NT, "GEMM wgrad"), (NN, "GEMM dgrad"), (TN, "GEMM forward"),
     ("_activation_bwd_kernel", "activation backward"), (NN, "GEMM dgrad"), (NT, "GEMM wgrad"), (REDUCE, "GEMM wgrad"),
     ("embedding_backward", "embeddings"), ("FusedAdam", "optimizer"), ("never seen", OTHER),

@@ -151,7 +151,7 @@ def groups_of(names: Sequence[str]) -> list[str]:
     """The group of each kernel of a step, in the order of the device.
 
     A chunk of the head is  forward GEMM, loss kernels, dgrad, wgrad: so a forward GEMM right before a loss kernel is the
-    head's, and so are the first dgrad and the first wgrad behind it.
+    head's, and so are the first dgrad and the first wgrad behind it. A loss kernel behind a backward sums what the chunks left.
     """
     groups: list[str] = []
     expected: set[str] = set()  # of the head, since the last loss kernel
@@ -159,10 +159,10 @@ def groups_of(names: Sequence[str]) -> list[str]:
     for name in names:
         group = group_of(name, backward=seen_loss)
         if group == "loss":
-            seen_loss, expected = True, {"dgrad", "wgrad"}
+            seen_loss = True
             before = next((i for i in reversed(range(len(groups))) if groups[i] not in _PASSED), None)
-            if before is not None and groups[before] == "GEMM forward":
-                groups[before] = "head forward"
+            if before is not None and groups[before] in ("GEMM forward", "head forward"):
+                groups[before], expected = "head forward", {"dgrad", "wgrad"}
         elif group.startswith("GEMM "):
             kind = group.removeprefix("GEMM ")
             if kind in expected:
