@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from support.cases import Case, build, cases, check_call, run
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from tilegrad.kernels.attention import api, tiled
+from tilegrad.kernels.attention import api, bounds, tiled
 from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.scratch import new_scratch
 
@@ -221,3 +221,20 @@ def test_canary_a_scale_a_thousandth_off_is_seen_in_bfloat16() -> None:
     mask = replace(call.mask, scale=1.001 * call.mask.scale_for(BF16.d))
     with pytest.raises(AssertionError, match="lse"):
         check_call(call, run(replace(call, mask=mask), "tiled"))
+
+
+def test_what_a_gpu_flushes_to_zero_is_allowed_there_and_nowhere_else(monkeypatch: pytest.MonkeyPatch) -> None:
+    """ALiBi makes p of a far column smaller than float32's smallest normal number."""
+    call = build(Case(b=1, hkv=1, tq=1, tk=120, d=16, dv=16, dtype=torch.bfloat16))
+    call = replace(call, mask=replace(call.mask, alibi_slopes=torch.ones(1)))
+    tiny = torch.finfo(torch.float32).tiny
+    got = run(call, "tiled")
+    flushed = {name: x.masked_fill(x.abs() < tiny, 0.0) for name, x in got.items()}
+    assert any(not torch.equal(flushed[name], x) for name, x in got.items())
+    check_call(call, got)
+    with pytest.raises(AssertionError, match="largest error"):
+        check_call(call, flushed)
+    monkeypatch.setattr(bounds, "_flushes", lambda _q: True)
+    check_call(call, flushed)
+    with pytest.raises(AssertionError, match="dv"):
+        check_call(call, flushed | {"dv": flushed["dv"] + 2 * tiny})

@@ -25,6 +25,9 @@ of what a row shares; a sum of n terms t, whose partial sums s are rounded, adds
     B(lse)   = 6 √Σⱼ pᵢⱼ² V(p)/p² + B(Σ p) + |lse| + 4                        shared: all of p's row has this relative error
     B(delta) = 6 √Σⱼ V(rᵢⱼ) (doᵢ·vⱼ)² + B(lse) |do·o| + B(Σ do o) + |delta|    shared: dsᵢⱼ errs by −pᵢⱼ times it
     V(ds)    = ds² (V(p)/p² + 1) + p² (V(dp) + (dp² + delta²) / 3)
+
+A GPU flushes p and ds below the accumulator's smallest normal number to 0, and what is formed of such p. There o errs by
+Σⱼ rᵢⱼ |vⱼ| over the pairs that are flushed, dv, dq, dk and dbias likewise, and any output by all of itself where it is below.
 """
 
 from __future__ import annotations
@@ -101,6 +104,9 @@ def _bounds(
     def to_kv(x: Tensor) -> Tensor:
         return reference._summed_to_heads_of(x, like=kv)
 
+    tiny = torch.finfo(accumulation_dtype(dtype)).tiny if _flushes(q) else 0.0
+    lost_r = r.abs().masked_fill((p >= tiny) & (r.abs() >= tiny), 0.0)
+    lost_dx = dx.abs().masked_fill((p >= tiny) & (ds.abs() >= tiny), 0.0)
     dk64, dv64 = (reference._heads_of(exact[name], like=q) for name in ("dk", "dv"))
     var: dict[str, tuple[Tensor, Tensor | None]] = {  # σ², and the slope's
         "o": (var_r @ v**2, (var_r * (exact["o"] @ v.mT) ** 2).sum()),
@@ -137,6 +143,12 @@ def _bounds(
         + _of_a_sum(exact["dv"], to_kv((r**2).mT @ do**2), sums)
         + 2 * exact["dv"].abs(),
     }
+    lost = {
+        "o": lost_r @ v.abs(),
+        "dq": abs(scale) * (lost_dx @ k.abs()),
+        "dk": abs(scale) * to_kv(lost_dx.mT @ q.abs()),
+        "dv": to_kv(lost_r.mT @ do.abs()),
+    }
     if mask.float_bias is not None:
         shape = four_dims(mask.float_bias).shape
         terms, dbias = ds.numel() // max(1, mask.float_bias.numel()), exact["dbias"].reshape(shape)
@@ -150,6 +162,8 @@ def _bounds(
         b_dbias = own.sqrt() + _of_a_sum(dbias, (ds**2).sum_to_size(shape), terms) + dbias.abs()
         var["dbias"] = squares(p * var_delta[..., None].sqrt()).reshape(mask.float_bias.shape), along_rows
         b["dbias"] = b_dbias.reshape(mask.float_bias.shape)
+        lost_ds = ds.abs().masked_fill((p >= tiny) & (ds.abs() >= tiny), 0.0)
+        lost["dbias"] = lost_ds.sum_to_size(shape).reshape(mask.float_bias.shape)
     if p_sink is not None and mask.sinks is not None:
         var_sinks = (p_sink**2 * var_delta).sum((0, 2))
         terms_of = p_sink * delta
@@ -158,9 +172,17 @@ def _bounds(
         var["dsinks"] = var_sinks, None  # each head has rows of its own
         b["dsinks"] = own.sum((0, 2)).sqrt() + _of_a_sum(total, (terms_of**2).sum((0, 2)), rows) + total.abs()
     return {
-        name: Bound(of.sqrt(), a * b[name], None if of_slope is None else of_slope.sqrt())
+        name: Bound(
+            of.sqrt(),
+            a * b[name] + lost.get(name, 0.0) + exact[name].abs().masked_fill(exact[name].abs() >= tiny, 0.0),
+            None if of_slope is None else of_slope.sqrt(),
+        )
         for name, (of, of_slope) in var.items()
     }
+
+
+def _flushes(q: Tensor) -> bool:
+    return q.device.type == "cuda"
 
 
 def _partial_sums(total: Tensor, squares: Tensor, terms: int) -> Tensor:
