@@ -37,6 +37,13 @@ HERE = Path(__file__).parents[1]
 MISSING = native_library.library()
 ISAS = () if isinstance(MISSING, str) else native_library.supported()
 needs_library = pytest.mark.skipif(not ISAS, reason=f"the native kernel {MISSING}")
+each_isa = pytest.mark.parametrize(
+    "isa",
+    [
+        pytest.param(isa, marks=pytest.mark.skipif(isa not in ISAS, reason=f"library or CPU has no {isa}"))
+        for isa in native_library.ISAS
+    ],
+)
 needs_compiler = pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
 
 
@@ -69,21 +76,21 @@ def test_many_random_calls(case: Case, isa: str, seed: int) -> None:
     check(case, isa, seed)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("t", [1, 63, 113, 1023])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_ragged_lengths(isa: str, t: int, dtype: torch.dtype) -> None:
     check(Case(b=1, hkv=1, group=2, tq=t, tk=t, causal=True, dtype=dtype, sinks=True, dlse=True), isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("d", [1, 2, 63, 96, 97, 128, 255, 256])
 def test_head_dimensions(isa: str, d: int) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         check(Case(d=d, dv=d, causal=True, dtype=dtype), isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_bands_over_many_tiles(isa: str) -> None:
     for window in ((0, 0), (100, 3), (None, 70), (250, None)):
         for tq, tk in ((300, 300), (130, 400), (400, 130)):
@@ -94,7 +101,7 @@ def test_bands_over_many_tiles(isa: str) -> None:
 FORMS = ["".join(kept) for n in range(5) for kept in combinations("bhqk", n)]
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("form", FORMS)
 def test_a_bias_and_its_gradient_in_every_form_over_many_tiles(isa: str, form: str) -> None:
     """A form keeps some of b, h, q, k; "" is a bias of one number, for which `build` takes no letter of them."""
@@ -106,7 +113,7 @@ def test_a_bias_and_its_gradient_in_every_form_over_many_tiles(isa: str, form: s
     check(replace(case, causal=True, softcap=2.0, sinks=True, dlse=True), isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("form", [form.upper() for form in FORMS if form])
 def test_a_bool_bias_in_every_form_over_many_tiles(isa: str, form: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
@@ -115,7 +122,7 @@ def test_a_bool_bias_in_every_form_over_many_tiles(isa: str, form: str) -> None:
         check(replace(case, causal=True, softcap=2.0, alibi="bh"), isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("kind", ["bool", "float"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_padding_and_rows_that_a_bias_masks_out(
@@ -144,7 +151,7 @@ def test_padding_and_rows_that_a_bias_masks_out(
         assert all(torch.equal(again[name], x) for name, x in got.items())
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strides_of_a_bias_are_any(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Expanded, transposed, every other column of a larger one, and with fewer dimensions: the same bits as its copy."""
@@ -178,7 +185,7 @@ def test_strides_of_a_bias_gradient_are_any() -> None:
         assert torch.equal(dbias, want["dbias"])
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("seed", [0, -1, 2**64 - 1, 0x1234_5678_9ABC_DEF0])
 def test_dropout_draws_the_mask_of_philox(
@@ -205,7 +212,7 @@ def test_dropout_draws_the_mask_of_philox(
     assert torch.equal((got["dv"].double() * 0.75 * t).round(), kept.double())
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_dropout_over_many_tiles(isa: str) -> None:
     for dtype in (torch.float32, torch.bfloat16):
         case = Case(b=2, hkv=2, group=2, tq=150, tk=210, d=32, dv=32, dtype=dtype, dropout_p=0.3, dlse=True)
@@ -214,7 +221,7 @@ def test_dropout_over_many_tiles(isa: str) -> None:
         check(replace(case, lengths=((100, 200), (0, 30), (170, 131)), causal=True), isa)
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 def test_empty_batch_and_no_heads_rows_or_columns(isa: str) -> None:
     for case in (
         Case(b=0), Case(tq=0), Case(tk=0, sinks=True, dlse=True), Case(lengths=((0, 0),)), Case(lengths=((3, 0), (0, 4))),
@@ -264,7 +271,7 @@ def test_gradients_of_an_infinite_dlse_in_rows_that_see_nothing() -> None:
     assert not any(x.isnan().any() for x in run(call, "native").values())
 
 
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_nan_is_not_hidden(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGRAD_ISA", isa)
@@ -341,7 +348,7 @@ SHAPES = {
 
 
 @pytest.mark.usefixtures("threads")
-@pytest.mark.parametrize("isa", ISAS)
+@each_isa
 @pytest.mark.parametrize("name", SHAPES)
 def test_the_same_bits_on_1_2_4_and_9_threads(isa: str, name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TILEGRAD_ISA", isa)

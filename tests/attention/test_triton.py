@@ -5,12 +5,14 @@ The compiler's side of them, without a GPU, is in test_triton_compile.py; on a G
 
 from __future__ import annotations
 
+import itertools
 import os
 import random
 import subprocess
 import sys
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -35,6 +37,34 @@ def check(case: Case, seed: int = 0) -> None:
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 def test_in_the_interpreter() -> None:
     in_the_interpreter(__file__, "-k", "interpreted")
+
+
+@pytest.mark.skipif(INTERPRETED, reason="runs outside it")
+def test_band_tiles_of_every_small_case(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every tile that has an attended pair is passed over and no other; unmasked are those whose pairs are all attended."""
+    from tilegrad.kernels.attention.triton import scores
+
+    monkeypatch.setattr(scores, "tl", SimpleNamespace(maximum=max, minimum=min))
+    bounds = (None, 0, 1, 3)
+    for start, length, size, block in itertools.product((0, 2), (1, 2, 3), (0, 1, 4, 5, 7), (1, 2, 3)):
+        run_of = range(start, start + length)
+        for shift, back, ahead in itertools.product(range(-4, 5), bounds, bounds):
+            given = (start, start + length, shift, back, ahead, size, block)
+            first, unmasked, unmasked_end, last = scores.band_tiles.fn(*given)
+            attended = [
+                {
+                    j
+                    for j in range(size)
+                    if (back is None or j >= i + shift - back) and (ahead is None or j <= i + shift + ahead)
+                }
+                for i in run_of
+            ]
+            some, all_of = set.union(*attended), set.intersection(*attended)
+            want = {j // block for j in some}
+            whole = {t for t in want if all_of >= set(range(t * block, (t + 1) * block))}
+            assert set(range(unmasked, unmasked_end)) == whole, given
+            assert first <= unmasked <= unmasked_end <= last, given
+            assert set(range(first, last)) == want or (not want and last - first <= 1), given
 
 
 @pytest.mark.slow

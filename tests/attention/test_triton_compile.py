@@ -19,6 +19,17 @@ pytestmark = pytest.mark.skipif(
 )
 
 Compile = Callable[..., dict[str, Compiled]]
+ATOMIC = re.compile(r"\b(ATOM[GS]?|REDG?)\.")  # of SASS: on memory of any kind; REDUX is a warp's own
+
+
+def test_canary_atomics_are_found() -> None:
+    for line in (
+        "ATOMG.E.ADD.F32.FTZ.RN PT, R2, [R4.64], R6 ;",
+        "RED.E.ADD.F32 [R2.64], R5 ;",
+        "ATOMS.ADD RZ, [R3], R2 ;",
+    ):
+        assert ATOMIC.search(f"        /*0120*/                   {line}")
+    assert not ATOMIC.search("        /*0120*/                   REDUX.SUM.S32 UR4, R2 ;")
 
 
 @pytest.fixture
@@ -59,6 +70,7 @@ def check(found: dict[str, Compiled], architecture: int) -> None:
     for kernel in found.values():
         assert kernel.registers <= 255
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES[architecture]
+        assert not ATOMIC.search(kernel.sass), f"{kernel.kernel} has atomics"
 
 
 def check_tuned(found: dict[str, Compiled]) -> None:

@@ -157,6 +157,25 @@ def test_slabs_never_overlap_and_lose_nothing(seed):
     assert BestFitSlab(CPU, pinned=False).fragmentation() == (0, 0)
 
 
+@pytest.mark.parametrize("slab", [BestFitSlab, BucketSlab])
+def test_a_region_with_live_blocks_stays_where_there_are_two(slab):
+    """Address space only: no page of it is written but the first of each block."""
+    slab = slab(torch.device("cpu"), pinned=False)
+    (first, one), (small, two), (_, three) = slab.take(200 * MIB, 64), slab.take(MIB, 64), slab.take(200 * MIB, 64)
+    assert one.region is two.region is not three.region
+    small[:8] = 7
+    slab.give_back(one, 64)
+    assert small[:8].tolist() == [7] * 8
+    again, four = slab.take(200 * MIB, 64)
+    assert four.region is one.region and again.data_ptr() == first.data_ptr()
+    for block in (four, two, three):
+        slab.give_back(block, 64)
+    assert slab.idle_bytes == 0
+    _, five = slab.take(MIB, 64)
+    slab.give_back(five, 64)
+    assert slab.idle_bytes == 0
+
+
 def test_what_leaves_the_cache_leaves_the_process():
     manager = AttentionBufferManager()
     t = manager.allocate(Q, (64 * MIB,), torch.uint8)

@@ -140,6 +140,45 @@ def test_the_seven_buffers() -> None:
     assert tiled.grad_weights.numel() == tiled.grad_scores.numel() and (tiled.grad_scores.numel() > 0) == has_tile
 
 
+def test_forward_buffers_stay_separate() -> None:
+    """A later layer's forward leaves an earlier one's buffers alone, so its backward is still right."""
+    first = layer(seed=1)
+    second, (x, y) = layer(predecessor=first, seed=2), data()
+    first.forward(x)
+    names = ("Q", "K", "V", "attn_output", "output", "lse")
+    before = {name: getattr(first, name).clone() for name in names}
+    second.forward(first.output)
+    assert all(torch.equal(getattr(first, name), before[name]) for name in names)
+    own = {getattr(made, name).untyped_storage().data_ptr() for made in (first, second) for name in names}
+    shared = {first._live()[name].untyped_storage().data_ptr() for name in first._needs()}
+    assert len(own) == 2 * len(names) and not own & shared
+    second.loss(y)
+    second.backward(first.output, first.grad_output)
+    first.backward(x, grad_output=first.grad_output)
+    leaves = [getattr(made, name).clone().requires_grad_() for made in (first, second) for name in WEIGHTS]
+    out = autograd(autograd(x, *leaves[:4], causal=True, heads=2), *leaves[4:], causal=True, heads=2)
+    want = torch.autograd.grad((out - y).square().mean(), leaves)
+    got = [getattr(made, f"grad_{name}") for made in (first, second) for name in WEIGHTS]
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-10, atol=1e-14)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("causal", [False, True])
+def test_on_a_gpu_gradients_are_autograds_of_float64(causal: bool) -> None:
+    made = tilegrad.init_attention(70, 64, 3, causal, n_head=4, device="cuda", dtype=torch.float32)
+    x, y = torch.randn(2, 3, 70, 64, generator=torch.Generator().manual_seed(0)).cuda()
+    made.forward(x)
+    loss = made.loss(y)
+    made.backward(x)
+    leaves = [getattr(made, name).double().requires_grad_() for name in WEIGHTS]
+    want = (autograd(x.double(), *leaves, causal=causal, heads=4) - y).square().mean()
+    assert loss == pytest.approx(want.item(), rel=1e-5)
+    for name, g in zip(WEIGHTS, torch.autograd.grad(want, leaves), strict=True):
+        error = (getattr(made, f"grad_{name}") - g).abs().max() / g.abs().max()
+        assert error <= 1e-4, name
+
+
 def test_materialised_matrices_are_the_gradients_of_weights_and_scores() -> None:
     made, (x, y) = layer(materialize=True, n_head=1), data()
     made.forward(x)

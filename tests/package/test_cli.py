@@ -13,9 +13,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import tilegrad
-from tilegrad import ModelConfig, check, doctor, gradcheck
+from tilegrad import Engine, ModelConfig, check, doctor, gradcheck
 from tilegrad.cli import build_parser, main
 from tilegrad.cli.arguments import given_keys
 from tilegrad.model.config import PRESETS
@@ -122,6 +123,23 @@ def test_gradcheck_of_a_model(
     assert main(["gradcheck", *arguments]) == 0
     out = capsys.readouterr().out
     assert "blocks.1.attn.qkv.weight" in out and "PASS" in out
+
+
+@pytest.mark.parametrize("against", ["differences", "autograd"])
+def test_canary_gradcheck_of_a_model_sees_a_small_factor(monkeypatch: pytest.MonkeyPatch, against: str) -> None:
+    """Of a gradient as small as those of a model are; the error is relative to it."""
+    monkeypatch.setattr(gradcheck, "SAMPLES", 6)
+    right = Engine.gradients
+
+    def wrong(self: Engine, tokens: Tensor, targets: Tensor) -> float:
+        loss = right(self, tokens, targets)
+        self.grads["blocks.1.ffn.up.weight"].mul_(1 + 3e-5)
+        return loss
+
+    monkeypatch.setattr(Engine, "gradients", wrong)
+    results = {r.tensor: r for r in gradcheck.check_model(PRESETS["tiny"], against=against)}
+    assert [name for name, r in results.items() if not r.passed] == ["blocks.1.ffn.up.weight"]
+    assert results["blocks.1.ffn.up.weight"].relative_error == pytest.approx(3e-5, rel=0.05)
 
 
 def test_plan_prints_tables_and_data_and_a_page(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

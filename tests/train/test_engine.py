@@ -15,6 +15,7 @@ import pytest
 import torch
 from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal
 from support.ops import allowed_bytes
+from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.kernels.op import observe
@@ -100,6 +101,43 @@ def test_micro_batches_of_unequal_length_give_the_gradient_of_one_batch() -> Non
     assert loss == pytest.approx(expected.item(), rel=1e-12)
     exact = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values())), strict=True))
     assert_equal_gradients(engine.grads, exact, 1e-10)
+
+
+def test_backward_adds_and_zeroing_between_batches_is_a_call_of_its_own() -> None:
+    """forward and backward never zero; zero_gradients leaves not one byte of the arena, gaps included."""
+    config = replace(CONFIG, n_embd=12)  # arenas have gaps
+    engine, (tokens, targets) = Engine(config, 2, 8, dtype=torch.float64), batch(config, 2, 8)
+
+    def once() -> dict[str, Tensor]:
+        engine.forward(tokens, targets)
+        engine.backward()
+        return clones(engine.grads)
+
+    one, two = once(), once()
+    for name, g in one.items():
+        torch.testing.assert_close(two[name], 2 * g, rtol=1e-12, atol=1e-15)
+    engine.zero_gradients()
+    assert not engine.arenas.bytes["grads"].any()
+    assert equal(once(), one)
+    assert all(g.any() for g in one.values())
+
+
+def test_the_loss_is_the_mean_square_distance_to_the_embedding_of_the_target() -> None:
+    config = replace(CONFIG, loss="embedding_mse")
+    engine, (tokens, targets) = Engine(config, 2, 5, dtype=torch.float64), batch(config, 2, 5)
+    n, wte = plain.hidden_states(engine.params, tokens, config), engine.params["wte.weight"]
+    squares = [
+        float(n[b, t, c] - wte[targets[b, t], c]) ** 2
+        for b in range(2)
+        for t in range(5)
+        for c in range(config.n_embd)
+        if targets[b, t] >= 0
+    ]
+    want = sum(squares) / len(squares)
+    assert want > 0.01
+    assert engine.forward(tokens, targets) == pytest.approx(want, rel=1e-12)
+    assert engine.gradients(tokens, targets) == pytest.approx(want, rel=1e-12)
+    assert engine.evaluate(tokens, targets) == pytest.approx(want, rel=1e-12)
 
 
 def test_total_targets_scales_the_gradient_and_not_the_loss() -> None:

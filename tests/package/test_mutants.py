@@ -1,0 +1,58 @@
+"""The mutation runner: what it changes, and that it changes nothing else."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+from mutants import Mutant, all_mutants, main, of_cpp, of_python, passes, suite_of
+
+SOURCE = '''"""A 1 in words."""
+def f(x: int = 3, *, two: bool = True) -> int:
+    """2 < 3"""
+    if not x or x <= 4 < 9:
+        raise ValueError(f"x: got {x + 1}")
+    return "é" and x // 2 - y[0]
+'''
+
+
+def test_python_is_changed_one_operator_or_number_at_a_time() -> None:
+    found = of_python("m.py", SOURCE)
+    assert sorted(m.change for m in found) == sorted(
+        ["not → ", "or → and", "<= → <", "< → <=", "4 → 5", "9 → 10", "and → or", "// → *", "- → +", "2 → 3", "0 → 1"]
+    )
+    for mutant in found:
+        ast.parse(mutant.source)
+        lines = zip(SOURCE.splitlines(), mutant.source.splitlines(), strict=True)
+        assert [n for n, (a, b) in enumerate(lines, 1) if a != b] == [mutant.line]
+
+
+def test_cpp_is_changed_by_text_and_comments_are_not() -> None:
+    source = "#define A 1 + 2\nfor (int i = 0; i < n; ++i) a[i] = b * c;  // x + y\n"
+    assert [m.change for m in of_cpp("m.cpp", source)] == ["* → /", "< → <="]
+    assert of_cpp("m.cpp", source)[1] == Mutant("m.cpp", 2, "< → <=", source.replace("i < n", "i <= n"))
+
+
+def test_every_part_that_computes_has_mutants_and_tests_that_are_there() -> None:
+    found = all_mutants()
+    folders = {"/".join(m.path.split("/")[2:-1]) for m in found}
+    assert folders >= {"kernels/attention", "kernels/attention/triton", "kernels/cpu/csrc", "memory/managed", "model"}
+    assert folders >= {"kernels/attention/hopper", "kernels/norm", "memory/planned", "train"}
+    assert any(m.path.endswith("gradcheck.py") for m in found)
+    root = Path(__file__).parents[2]
+    for path in {m.path for m in found}:
+        named = [name for name in suite_of(path) or () if name.startswith("tests")]
+        assert named and all((root / name).exists() for name in named), path
+
+
+@pytest.mark.parametrize(("line", "want"), [("assert 1", True), ("assert 0", False), ("while True: pass", False)])
+def test_a_mutant_passes_only_where_its_tests_do(tmp_path: Path, line: str, want: bool) -> None:
+    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {line}\n")
+    assert passes(tmp_path, ("test_it.py",), 20 if "while" not in line else 5) is want
+
+
+def test_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit, match="0"):
+        main(["--help"])
+    assert "--sample" in capsys.readouterr().out
