@@ -17,6 +17,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "text_table": set(),
     "functional": {"kernels"},
     "flash": {"functional"},
+    "nn": {"functional", "kernels"},
     "integrations": {"functional", "kernels"},
     "model": {"kernels", "memory"},
     "shared_attention": {"kernels", "memory"},

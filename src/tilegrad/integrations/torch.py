@@ -1,0 +1,118 @@
+"""tilegrad below torch's own scaled_dot_product_attention: `register()`, then activate_flash_attention_impl("tilegrad").
+
+    import torch, tilegrad.integrations.torch
+    tilegrad.integrations.torch.register()
+    torch.nn.attention.activate_flash_attention_impl("tilegrad")      # SDPA's flash backend is tilegrad
+    torch.nn.attention.restore_flash_attention_impl()                 # it is torch's again
+
+torch chooses SDPA's backend before that, by rules of its own: what it gives to its math backend (a bool mask with a gradient,
+dropout on a CPU) or to cuDNN never comes here. is_causal is SDPA's, aligned at the top left.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.library import Library
+from torch.nn.functional import pad
+
+from .. import functional  # noqa: F401 (defines the ops)
+
+
+def register() -> None:
+    """Make "tilegrad" known to torch.nn.attention. Nothing changes before it is activated."""
+    torch.nn.attention.register_flash_attention_impl("tilegrad", register_fn=_Installed)
+
+
+class _Installed:
+    """Our ops in the dispatcher, in the place of torch's, until `remove`."""
+
+    def __init__(self) -> None:
+        self.library: Library | None = Library("aten", "IMPL")
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # that a kernel is overridden is what was asked for
+            self.library.impl("_scaled_dot_product_flash_attention_for_cpu", _cpu_forward, "CPU")
+            self.library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", _cpu_backward, "CPU")
+            if torch.version.cuda:
+                self.library.impl("_scaled_dot_product_flash_attention", _cuda_forward, "CUDA")
+                self.library.impl("_scaled_dot_product_flash_attention_backward", _cuda_backward, "CUDA")
+
+    def remove(self) -> None:
+        self.library = None
+
+
+def _fields(
+    q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, *, causal: bool
+) -> tuple[int, tuple[Any, ...]]:
+    """How many keys are attended to at all, and the mask and options of the op: row i attends to columns j ≤ i."""
+    rows, columns = q.shape[2], k.shape[2]
+    keys = min(rows, columns) if causal else columns
+    right, cut = rows - keys if causal else None, None if bias is None else bias[..., :keys]
+    deterministic = torch.are_deterministic_algorithms_enabled()
+    return keys, (
+        cut, None, None, None, None, None, 0, 0, False, None, right, scale, 0.0, 0.0, deterministic, None,
+    )  # fmt: skip
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, p: float, *, causal: bool
+) -> tuple[Tensor, Tensor]:
+    if p:
+        raise NotImplementedError(f"dropout_p: got {p} under SDPA; accepted by tilegrad: 0 (tilegrad.sdpa has dropout)")
+    keys, fields = _fields(q, k, bias, scale, causal=causal)
+    o, lse = torch.ops.tilegrad.attention_fwd(q, k[:, :, :keys], v[:, :, :keys], *fields)
+    return o, lse
+
+
+def _backward(
+    do: Tensor, q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, bias: Tensor | None, scale: float | None, *,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    keys, fields = _fields(q, k, bias, scale, causal=causal)
+    wanted = [True, True, True, False, False]
+    dq, dk, dv, _, _ = torch.ops.tilegrad.attention_bwd(
+        q, k[:, :, :keys], v[:, :, :keys], o, lse.contiguous(), do, None, *fields, wanted
+    )
+    unseen = (0, 0, 0, k.shape[2] - keys)
+    return dq, pad(dk, unseen), pad(dv, unseen)
+
+
+def _by_row(x: Tensor) -> Tensor:
+    return x.transpose(1, 2).contiguous().transpose(1, 2)
+
+
+def _cpu_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False, *,
+    attn_mask: Tensor | None = None, scale: float | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    o, lse = _forward(query, key, value, attn_mask, scale, dropout_p, causal=is_causal)
+    like = torch.empty_like(query)  # with the strides that torch's meta kernels promise to a compiler
+    return (o if o.stride() == like.stride() else like.copy_(o)), _by_row(lse)
+
+
+def _cpu_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor,
+    dropout_p: float, is_causal: bool, *, attn_mask: Tensor | None = None, scale: float | None = None,  # noqa: ARG001
+) -> tuple[Tensor, ...]:  # fmt: skip
+    grads = _backward(grad_out, query, key, value, out, logsumexp, attn_mask, scale, causal=is_causal)
+    return tuple(map(_by_row, grads))
+
+
+def _cuda_forward(
+    query: Tensor, key: Tensor, value: Tensor, dropout_p: float = 0.0, is_causal: bool = False,
+    return_debug_mask: bool = False, *, scale: float | None = None,  # noqa: ARG001
+) -> tuple[Any, ...]:  # fmt: skip
+    o, lse = _forward(query, key, value, None, scale, dropout_p, causal=is_causal)
+    seed = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    return o, lse, None, None, query.shape[2], key.shape[2], seed, seed.new_zeros(()), query.new_empty(0)
+
+
+def _cuda_backward(
+    grad_out: Tensor, query: Tensor, key: Tensor, value: Tensor, out: Tensor, logsumexp: Tensor, *rest: Any,
+    scale: float | None = None,
+) -> tuple[Tensor, ...]:  # fmt: skip
+    is_causal = rest[5]  # cum_seq_q, cum_seq_k, max_q, max_k, dropout_p, is_causal, philox_seed, philox_offset
+    return _backward(grad_out, query, key, value, out, logsumexp, None, scale, causal=is_causal)

@@ -1,0 +1,149 @@
+"""torch.nn.MultiheadAttention's common use by tilegrad's kernels, with groups, a window, rope and a cache.
+
+    q, k, v = x W_in' + b, split into heads       o = attention(rope(q), rope(k), v)       y = o W_out' + b
+
+Parameters have MultiheadAttention's names and shapes, so its state_dict loads. Weights of attention never exist:
+need_weights=True raises. As there, True in a bool mask hides a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+from .functional import attention
+from .kernels.rope.frequencies import rope_frequencies
+
+
+@dataclass(slots=True)
+class Cache:
+    """Keys and values of the tokens read so far, (B, Hkv, max_tokens, D) of which `length` are there; for decoding."""
+
+    k: Tensor
+    v: Tensor
+    length: int = 0
+
+    def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """All keys and values, with these (B, Hkv, T, D) at the end."""
+        stop = self.length + k.shape[2]
+        if stop > self.k.shape[2]:
+            raise ValueError(f"cache: got {stop} tokens; accepted: at most max_tokens, {self.k.shape[2]}")
+        self.k[:, :, self.length : stop], self.v[:, :, self.length : stop] = k, v
+        self.length = stop
+        return self.k[:, :, :stop], self.v[:, :, :stop]
+
+
+class Attention(nn.Module):
+    """Multi-head attention over (B, T, C), or (T, B, C) with batch_first=False, MultiheadAttention's default.
+
+    num_kv_heads   heads of keys and values; None: num_heads
+    window         keys that a token attends to on the left, itself included; None: all
+    rope_theta     rotary positions of this base, halves of a head against each other; None: none
+
+    >>> import torch, tilegrad.nn
+    >>> theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True)
+    >>> ours = tilegrad.nn.Attention(64, 4, batch_first=True)
+    >>> _ = ours.load_state_dict(theirs.state_dict())
+    >>> x = torch.randn(2, 10, 64)
+    >>> torch.allclose(ours(x, x, x)[0], theirs(x, x, x)[0], atol=1e-6)
+    True
+    """
+
+    def __init__(
+        self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, *, batch_first: bool = False,
+        num_kv_heads: int | None = None, window: int | None = None, rope_theta: float | None = None,
+        device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+    ) -> None:  # fmt: skip
+        super().__init__()
+        kv = num_heads if num_kv_heads is None else num_kv_heads
+        if embed_dim % num_heads or num_heads % kv:
+            got = f"embed_dim {embed_dim}, num_heads {num_heads}, num_kv_heads {kv}"
+            raise ValueError(f"num_heads: got {got}; accepted: a divisor of embed_dim and a multiple of num_kv_heads")
+        self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv
+        self.head_dim, self.dropout, self.batch_first = embed_dim // num_heads, dropout, batch_first
+        self.window, self.rope_theta = window, rope_theta
+        rows = (num_heads + 2 * kv) * self.head_dim
+        form = {"device": device, "dtype": dtype}
+        self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **form))  # type: ignore[arg-type]
+        self.in_proj_bias = nn.Parameter(torch.zeros(rows, **form)) if bias else None  # type: ignore[arg-type]
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **form)  # type: ignore[arg-type]
+        nn.init.xavier_uniform_(self.in_proj_weight)
+        if bias:
+            nn.init.zeros_(self.out_proj.bias)
+
+    def forward(
+        self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None, need_weights: bool = False, attn_mask: Tensor | None = None, *,
+        is_causal: bool = False, cache: Cache | None = None,
+    ) -> tuple[Tensor, None]:  # fmt: skip
+        """(y, None). key=None: self-attention. Masks are MultiheadAttention's: key_padding_mask (B, S), attn_mask (L, S) or
+        (B·H, L, S), bool with True = hidden, or added to the scores. is_causal needs no mask. With a cache, keys and values of
+        earlier calls come before these, and tokens attend causally."""
+        if need_weights:
+            raise ValueError("need_weights: got True; accepted: False, for the weights never exist")
+        x, source = query, query if key is None else key
+        target = source if value is None else value
+        if query.ndim == 3 and not self.batch_first:
+            x, source, target = (y.transpose(0, 1) for y in (x, source, target))
+        if x.ndim == 2:
+            x, source, target = x[None], source[None], target[None]
+        q, k, v = self._project(x, source, target)
+        start = 0 if cache is None else cache.length
+        if self.rope_theta is not None:
+            q, k = self._rotate(q, start), self._rotate(k, start)
+        causal = is_causal or cache is not None
+        if cache is not None:
+            k, v = cache.append(k, v)
+        elif causal and q.shape[2] != k.shape[2]:
+            raise ValueError(f"is_causal: got {q.shape[2]} rows and {k.shape[2]} keys; accepted: as many, or a cache")
+        window = None if self.window is None else (self.window - 1, None)
+        bias = self._bias(key_padding_mask, None if is_causal else attn_mask, q)
+        o = attention(
+            q, k, v, causal=causal, window=window, bias=bias, dropout_p=self.dropout if self.training else 0.0
+        )
+        y = self.out_proj(o.transpose(1, 2).flatten(2))
+        if query.ndim == 2:
+            return y[0], None
+        return (y if self.batch_first else y.transpose(0, 1)), None
+
+    def new_cache(self, batch_size: int, max_tokens: int) -> Cache:
+        shape = (batch_size, self.num_kv_heads, max_tokens, self.head_dim)
+        return Cache(self.in_proj_weight.new_empty(shape), self.in_proj_weight.new_empty(shape))
+
+    def _project(self, x: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """q (B, H, L, D), k and v (B, Hkv, S, D)."""
+        heights = [heads * self.head_dim for heads in (self.num_heads, self.num_kv_heads, self.num_kv_heads)]
+        if x is key is value:
+            rows = linear(x, self.in_proj_weight, self.in_proj_bias).split(heights, -1)
+        else:
+            weights = self.in_proj_weight.split(heights)
+            biases = (None,) * 3 if self.in_proj_bias is None else self.in_proj_bias.split(heights)
+            rows = tuple(linear(y, w, b) for y, w, b in zip((x, key, value), weights, biases, strict=True))
+        q, k, v = (y.unflatten(-1, (-1, self.head_dim)).transpose(1, 2) for y in rows)
+        return q, k, v
+
+    def _rotate(self, x: Tensor, start: int) -> Tensor:
+        """Positions from `start` on.       x (B, H, T, D)"""
+        frequencies, _ = rope_frequencies(float(self.rope_theta or 1.0), self.head_dim, None)
+        positions = torch.arange(start, start + x.shape[2], dtype=torch.float64, device=x.device)
+        angle = torch.outer(positions, torch.tensor(frequencies, dtype=torch.float64, device=x.device))
+        cos, sin = angle.cos().to(x.dtype), angle.sin().to(x.dtype)
+        real, imaginary = x.chunk(2, -1)
+        return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
+
+    def _bias(self, padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:
+        """MultiheadAttention's masks as a bias of `attention`, where True attends."""
+        if mask is not None and mask.ndim == 3:
+            mask = mask.unflatten(0, (q.shape[0], self.num_heads))
+        if padding is not None:
+            padding = padding.view(-1, 1, 1, padding.shape[-1])
+        given = [m for m in (mask, padding) if m is not None]
+        if all(m.dtype == torch.bool for m in given):
+            return None if not given else ~given[0] if len(given) == 1 else ~(given[0] | given[1])
+        added = [
+            torch.zeros_like(m, dtype=q.dtype).masked_fill(m, -torch.inf) if m.dtype == torch.bool else m for m in given
+        ]
+        return added[0] if len(added) == 1 else added[0] + added[1]

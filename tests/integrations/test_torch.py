@@ -1,0 +1,169 @@
+"""tilegrad below torch's scaled_dot_product_attention, and tilegrad.nn.Attention beside MultiheadAttention."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from tilegrad.integrations import torch as integration
+from tilegrad.nn import Attention
+
+D = torch.float64
+needs_registry = pytest.mark.skipif(
+    not hasattr(torch.nn.attention, "activate_flash_attention_impl"), reason="torch is older than its registry of flash"
+)
+
+
+@pytest.fixture
+def active() -> Iterator[None]:
+    integration.register()
+    torch.nn.attention.activate_flash_attention_impl("tilegrad")
+    yield
+    torch.nn.attention.restore_flash_attention_impl()
+
+
+def sdpa(tq: int, tk: int, heads: int, kv: int, causal: bool, mask: str | None) -> tuple[Tensor, ...]:
+    draw = torch.Generator().manual_seed(0)
+    sizes = ((tq, heads), (tk, kv), (tk, kv))
+    q, k, v = (torch.randn(2, t, h, 16, dtype=D, generator=draw).transpose(1, 2).requires_grad_() for t, h in sizes)
+    drawn = torch.randn(2, 1, tq, tk, dtype=D, generator=draw)
+    m = {None: None, "bool": drawn > -0.5, "float": drawn}[mask]
+    o = F.scaled_dot_product_attention(q, k, v, attn_mask=m, is_causal=causal, enable_gqa=heads != kv)
+    return o, *torch.autograd.grad((o * o.detach().sin()).sum(), [q, k, v])
+
+
+@needs_registry
+@pytest.mark.usefixtures("active")
+@pytest.mark.parametrize(
+    "form",
+    [
+        (37, 37, 4, 4, True, None), (20, 37, 4, 4, True, None), (37, 20, 4, 4, True, None), (37, 37, 4, 4, False, "bool"),
+        (37, 37, 4, 4, False, "float"), (9, 9, 4, 2, True, None),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_sdpa_runs_tilegrad_and_agrees(form: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
+    ran: list[str] = []
+    run = integration._forward
+    monkeypatch.setattr(integration, "_forward", lambda *a, **k: (ran.append("forward"), run(*a, **k))[1])
+    got = sdpa(*form)
+    assert ran
+    torch.nn.attention.restore_flash_attention_impl()
+    ran.clear()
+    with sdpa_kernel(SDPBackend.MATH):
+        want = sdpa(*form)
+    sdpa(*form)
+    assert not ran, "restored"
+    for a, b in zip(got, want, strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-12, atol=1e-12)
+
+
+@needs_registry
+@pytest.mark.usefixtures("active")
+def test_multihead_attention_and_compile_run_on_it() -> None:
+    layer = torch.nn.MultiheadAttention(32, 4, batch_first=True)
+    x = torch.randn(2, 9, 32, requires_grad=True)
+    layer(x, x, x, need_weights=False)[0].sum().backward()
+    q = torch.randn(1, 2, 16, 8, requires_grad=True)
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def f(q: Tensor) -> Tensor:
+        return F.scaled_dot_product_attention(q, q, q, is_causal=True).square().sum()
+
+    f(q).backward()
+    assert x.grad is not None and q.grad is not None
+
+
+MASKS = {
+    "none": {},
+    "padding": {"key_padding_mask": torch.arange(9) >= torch.tensor([[9], [5]])},
+    "bool": {"attn_mask": torch.rand(7, 9, generator=torch.Generator().manual_seed(0)) > 0.7},
+    "float": {"attn_mask": torch.randn(7, 9, dtype=D, generator=torch.Generator().manual_seed(0))},
+    "each head's": {"attn_mask": torch.rand(8, 7, 9, generator=torch.Generator().manual_seed(0)) > 0.7},
+}
+MASKS["both"] = MASKS["padding"] | MASKS["bool"]
+
+
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("mask", MASKS)
+def test_multihead_attentions_weights_and_masks(mask: str, batch_first: bool, bias: bool) -> None:
+    theirs = torch.nn.MultiheadAttention(32, 4, bias=bias, batch_first=batch_first, dtype=D)
+    ours = Attention(32, 4, bias=bias, batch_first=batch_first, dtype=D)
+    assert ours.load_state_dict(theirs.state_dict()) and {*ours.state_dict()} == {*theirs.state_dict()}
+    draw = torch.Generator().manual_seed(1)
+    x, key, value = (torch.randn(2, t, 32, dtype=D, generator=draw) for t in (7, 9, 9))
+    if not batch_first:
+        x, key, value = (y.transpose(0, 1) for y in (x, key, value))
+    if MASKS[mask]:
+        masks = {n: m.clone() for n, m in MASKS[mask].items()}
+        for m in masks.values():
+            if m.dtype == torch.bool:
+                m[..., 0] = False  # a row that attends to nothing is NaN there
+    else:
+        masks = {}
+    if mask == "both":
+        masks["key_padding_mask"] = masks["key_padding_mask"].clone()
+    got, want = ours(x, key, value, **masks), theirs(x, key, value, need_weights=False, **masks)
+    assert got[1] is None
+    torch.testing.assert_close(got[0], want[0], rtol=1e-11, atol=1e-12)
+    got[0].sin().sum().backward()
+    want[0].sin().sum().backward()
+    for (name, a), (_, b) in zip(ours.named_parameters(), theirs.named_parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-11, msg=name)
+
+
+def test_causal_self_attention_without_a_batch() -> None:
+    theirs, ours = torch.nn.MultiheadAttention(32, 4, dtype=D), Attention(32, 4, dtype=D)
+    ours.load_state_dict(theirs.state_dict())
+    x = torch.randn(7, 32, dtype=D, generator=torch.Generator().manual_seed(1))
+    hidden = torch.ones(7, 7, dtype=torch.bool).triu(1)
+    want = theirs(x, x, x, attn_mask=hidden, need_weights=False)[0]
+    for got in (ours(x, is_causal=True), ours(x, x, x, attn_mask=hidden, is_causal=True), ours(x, attn_mask=hidden)):
+        torch.testing.assert_close(got[0], want, rtol=1e-11, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"rope_theta": 100.0}, {"num_kv_heads": 2, "window": 4, "rope_theta": 100.0}], ids=str
+)
+def test_decoding_with_a_cache_is_reading_at_once(options: dict[str, Any]) -> None:
+    layer = Attention(32, 4, batch_first=True, dtype=D, **options).eval()
+    x = torch.randn(2, 12, 32, dtype=D, generator=torch.Generator().manual_seed(1))
+    with torch.no_grad():
+        want = layer(x, is_causal=True)[0]
+        cache = layer.new_cache(2, 12)
+        got = torch.cat([layer(part, cache=cache)[0] for part in x.split([5, 1, 1, 3, 2], 1)], 1)
+        torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
+        with pytest.raises(ValueError, match="cache: got 13 tokens; accepted: at most max_tokens, 12"):
+            layer(x[:, :1], cache=cache)
+
+
+def test_rope_is_relative() -> None:
+    layer = Attention(32, 4, dtype=D, rope_theta=100.0)
+    q, k = torch.randn(2, 1, 4, 1, 8, dtype=D, generator=torch.Generator().manual_seed(1))
+    near, far = ((layer._rotate(q, i + 3) * layer._rotate(k, i)).sum() for i in (0, 40))
+    torch.testing.assert_close(near, far, rtol=1e-12, atol=1e-12)
+    assert not torch.allclose(near, (layer._rotate(q, 5) * layer._rotate(k, 0)).sum())
+
+
+def test_dropout_is_for_training() -> None:
+    layer, x = Attention(32, 4, dropout=0.5, batch_first=True), torch.randn(2, 12, 32)
+    assert not torch.equal(layer(x)[0], layer(x)[0])
+    layer.eval()
+    assert torch.equal(layer(x)[0], layer(x)[0])
+
+
+def test_what_attention_refuses() -> None:
+    layer, x = Attention(32, 4, batch_first=True), torch.randn(1, 3, 32)
+    with pytest.raises(ValueError, match="need_weights: got True; accepted: False"):
+        layer(x, need_weights=True)
+    with pytest.raises(ValueError, match="is_causal: got 3 rows and 2 keys; accepted: as many, or a cache"):
+        layer(x, x[:, :2], x[:, :2], is_causal=True)
+    with pytest.raises(ValueError, match="num_heads: got embed_dim 32, num_heads 5"):
+        Attention(32, 5)
