@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -204,3 +206,11 @@ def test_canary_a_mask_that_is_lost_is_seen(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(integration, "_padded", lambda padding, rows: integration._packed(torch.zeros_like(padding)))  # noqa: ARG005
     with pytest.raises(AssertionError, match="left"):
         test_logits_and_gradients_under_every_padding("llama")
+
+
+def test_the_code_of_the_page_runs() -> None:
+    page = Path(__file__).parents[2] / "docs" / "transformers.md"
+    names: dict[str, object] = {}
+    for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
+        exec(compile(block, page.name, "exec"), names)
+    assert names["model"].model.layers[0].self_attn.q_proj.weight.grad is not None  # type: ignore[attr-defined]

@@ -16,7 +16,7 @@ from types import ModuleType, SimpleNamespace
 import pytest
 
 import tilegrad
-from tilegrad import functional, shared_attention
+from tilegrad import flash, functional, nn, shared_attention
 from tilegrad.kernels.cpu import build as native_build
 from tilegrad.model import config
 from tilegrad.train import api, engine
@@ -39,7 +39,7 @@ def test_public_names_are_there_and_documented() -> None:
         tilegrad.atention  # noqa: B018
 
 
-@pytest.mark.parametrize("module", [functional, shared_attention, config, engine, api])
+@pytest.mark.parametrize("module", [flash, functional, nn, shared_attention, config, engine, api])
 def test_examples_in_docstrings(module: ModuleType) -> None:
     done = doctest.testmod(module)
     assert done.failed == 0
@@ -47,7 +47,16 @@ def test_examples_in_docstrings(module: ModuleType) -> None:
 
 
 @pytest.mark.parametrize(
-    "document", ["README.md", "docs/index.md", "docs/memory.md", "docs/training.md", "docs/add-an-op.md"]
+    "document",
+    [
+        "README.md",
+        "docs/index.md",
+        "docs/memory.md",
+        "docs/training.md",
+        "docs/add-an-op.md",
+        "docs/weights.md",
+        "docs/coming-from.md",
+    ],
 )
 def test_code_in_documents_runs(document: str) -> None:
     """Block by block, in order: a later one may use what an earlier one defined."""
