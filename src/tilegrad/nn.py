@@ -69,7 +69,7 @@ class Attention(nn.Module):
         form = {"device": device, "dtype": dtype}
         self.in_proj_weight = nn.Parameter(torch.empty(rows, embed_dim, **form))  # type: ignore[arg-type]
         self.in_proj_bias = nn.Parameter(torch.zeros(rows, **form)) if bias else None  # type: ignore[arg-type]
-        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **form)  # type: ignore[arg-type]
+        self.out_proj = nn.Linear(embed_dim, embed_dim, bias=bias, **form)
         nn.init.xavier_uniform_(self.in_proj_weight)
         if bias:
             nn.init.zeros_(self.out_proj.bias)

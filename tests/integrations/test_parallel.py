@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor, multiprocessing, nn
 
 import tilegrad.nn
 
@@ -75,4 +75,4 @@ def test_two_processes_have_the_losses_of_one(kind: str) -> None:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    torch.multiprocessing.spawn(work, (kind, port, want), nprocs=2)
+    multiprocessing.spawn(work, (kind, port, want), nprocs=2)  # type: ignore[attr-defined]

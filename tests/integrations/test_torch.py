@@ -51,7 +51,12 @@ def sdpa(tq: int, tk: int, heads: int, kv: int, causal: bool, mask: str | None) 
 def test_sdpa_runs_tilegrad_and_agrees(form: tuple[Any, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     ran: list[str] = []
     run = integration._forward
-    monkeypatch.setattr(integration, "_forward", lambda *a, **k: (ran.append("forward"), run(*a, **k))[1])
+
+    def spy(*arguments: Any, **options: Any) -> tuple[Tensor, Tensor]:
+        ran.append("forward")
+        return run(*arguments, **options)
+
+    monkeypatch.setattr(integration, "_forward", spy)
     got = sdpa(*form)
     assert ran
     torch.nn.attention.restore_flash_attention_impl()

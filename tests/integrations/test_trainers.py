@@ -34,7 +34,7 @@ def tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=inner, eos_token="!", pad_token="#")
 
 
-class Losses(transformers.TrainerCallback):
+class Losses(transformers.TrainerCallback):  # type: ignore[misc]
     def __init__(self) -> None:
         self.found: list[float] = []
 
