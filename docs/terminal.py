@@ -60,7 +60,8 @@ def standing_alone(svg: str, shown: str) -> str:
     svg = re.sub(r"@font-face {.*?}\s*", "", svg, flags=re.DOTALL).replace("Fira Code", "ui-monospace")
     about = f"<title>{html.escape(shown)}</title><desc>What this command prints in a terminal.</desc>"
     dark = "@media (prefers-color-scheme: dark) { svg > rect { stroke: #8b949e; } }"
-    return re.sub(r"(<svg[^>]*>)", rf"\1{about}", svg, count=1).replace("<style>", f"<style>{dark}", 1)
+    opening = svg.index(">", svg.index("<svg")) + 1
+    return (svg[:opening] + about + svg[opening:]).replace("<style>", f"<style>{dark}", 1)
 
 
 if __name__ == "__main__":

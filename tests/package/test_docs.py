@@ -87,6 +87,18 @@ def test_every_figure_is_used_and_stands_alone() -> None:
         assert f"figures/{figure.name})" in pages, figure.name
 
 
+def test_a_terminal_is_drawn_as_it_stands_at_the_end(tmp_path: Path) -> None:
+    pytest.importorskip("rich")
+    code = r"print('\r\x1b[2Kearlier\r\x1b[2K\x1b[32mlater\x1b[0m'); [print(f'line{n}') for n in range(60)]"
+    command = [sys.executable, HERE / "docs" / "terminal.py", tmp_path / "t.svg", sys.executable, "-c", code]
+    subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
+    text = (tmp_path / "t.svg").read_text()
+    names = {element.tag.rsplit("}", 1)[-1] for element in ElementTree.fromstring(text).iter()}
+    assert {"title", "desc"} <= names and "url(http" not in text and "prefers-color-scheme: dark" in text
+    assert ">later<" in text and ">earlier<" not in text
+    assert ">line0<" in text and ">line59<" in text and ">line30<" not in text and "23&#160;more&#160;lines" in text
+
+
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(HERE / "docs")))
 def test_lines_of_prose_fit_a_window(page: Path) -> None:
     lines = page.read_text().splitlines()
