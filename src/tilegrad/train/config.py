@@ -27,7 +27,6 @@ from typing import Any
 import torch
 
 from ..model.config import PRESETS, ModelConfig
-from .weights import open_weights
 
 MAY_CHANGE = frozenset({  # of [train], when a run goes on: the schedule's ends, what is said and kept, where it runs
     "steps", "learning_rate", "min_learning_rate", "eval_interval", "eval_batches", "checkpoint_interval",
@@ -168,6 +167,8 @@ def preset_run(name: str) -> RunConfig:
 
 def initial_run(folder: Path) -> RunConfig:
     """Fine-tuning of the weights in `folder`: its model and tokenizer, small steps, windows of 512 tokens at most."""
+    from .weights import open_weights  # loaded when weights are asked for
+
     source = open_weights(folder)
     if source.tokenizer is None:
         raise FileNotFoundError(f"{folder / 'tokenizer.json'}: no such file; accepted: weights with their tokenizer")
