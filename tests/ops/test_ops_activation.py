@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from support import bounds
@@ -229,6 +231,7 @@ def test_canary_one_wrong_element_is_seen(dtype: torch.dtype) -> None:
 def test_canary_a_factor_in_bfloat16_is_seen(kind: str) -> None:
     """gelu and tanh near their ends are ±1 or h for many numbers, which a factor moves all alike."""
     h, up, da = (randn(113, 64, dtype=torch.bfloat16, seed=seed) for seed in range(3))
+    given: Any
     if kind == "swiglu":
         a, dgate, dup = (torch.empty_like(h) for _ in range(3))
         swiglu_fwd(h, up, a=a)
