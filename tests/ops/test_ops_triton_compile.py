@@ -34,14 +34,18 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
         None if rms else torch.empty(n),
         poisoned(triton_ops.workspace(x, backward=True)),
     )
-    dw, db = torch.empty(c), None if rms else torch.empty(c)
+    dw, db, b = torch.empty(c), None if rms else torch.empty(c), None if rms else w
     with compiling(architecture, folder) as found:
-        triton_ops.fwd(x, w, None if rms else w, 1e-5, y=x, mean=mean, rstd=rstd, scratch={})
-        triton_ops.bwd(x, x, w, mean, rstd, dx=x, dw=dw, db=db, accumulate=True, scratch=scratch)
+        for f in (x, None):
+            triton_ops.fwd(x, f, w, b, 1e-5, x1=f, y=x, mean=mean, rstd=rstd, scratch={})
+        for again, dx_sum in ((x, dw), (None, None)):
+            triton_ops.bwd(
+                x, x, w, mean, rstd, b, dx=x, dw=dw, db=db, dx_sum=dx_sum, y=again, accumulate=True, scratch=scratch
+            )
     return found
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize(
     ("c", "dtype", "rms"),
     [
@@ -55,7 +59,8 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
 )
 def test_norms(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_path: Path) -> None:
     found = norm(torch.empty(4096, c, dtype=dtype), rms=rms, architecture=architecture, folder=tmp_path)
-    check(found, architecture, {"_norm_fwd_kernel", "_norm_bwd_kernel", "_add_partials_kernel"})
+    names = {"_norm_fwd_kernel", "_norm_bwd_kernel", "_add_partials_kernel"}
+    check(found, architecture, names | {f"{name} again" for name in names})
     fwd, bwd = found["_norm_fwd_kernel"].sass, found["_norm_bwd_kernel"].sass
     if c % 8 == 0:
         assert ".128" in fwd, "loads are not of 16 bytes"

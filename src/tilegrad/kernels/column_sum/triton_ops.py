@@ -41,15 +41,18 @@ def _column_sum_kernel(x, partials, x_n, n, c, BLOCK_N: tl.constexpr, BLOCK_C: t
 
 @triton.jit
 def _add_partials_kernel(
-    partials, sums, more_sums, programs, c, ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
+    partials, sums, second, third, programs, c, ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """sums (+)= Σ_p partials[0, p], and more_sums, where given, (+)= Σ_p partials[1, p]."""
+    """sums (+)= Σ_p partials[0, p], and second and third, where given, (+)= Σ_p partials[1, p] and Σ_p partials[2, p]."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
-    out = sums
-    if more_sums is not None:  # known to the compiler  # noqa: SIM102
-        if tl.program_id(1) == 1:
-            out = more_sums
-            partials += tl.cast(programs, tl.int64) * c
+    out, which = sums, tl.program_id(1)
+    if second is not None:  # known to the compiler  # noqa: SIM102
+        if which == 1:
+            out = second
+    if third is not None:  # noqa: SIM102
+        if which == 2:
+            out = third
+    partials += which.to(tl.int64) * programs * c
     acc = tl.zeros([BLOCK_P, BLOCK_C], tl.float32)
 
     for first in range(0, programs, BLOCK_P):
@@ -90,11 +93,13 @@ def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
         add_partials(partials, sums, accumulate=accumulate)
 
 
-def add_partials(partials: Tensor, sums: Tensor, more_sums: Tensor | None = None, *, accumulate: bool) -> None:
-    """partials (P, C), or (2, P, C) where there are two sums."""
+def add_partials(
+    partials: Tensor, sums: Tensor, second: Tensor | None = None, third: Tensor | None = None, *, accumulate: bool
+) -> None:
+    """partials (P, C), or (S, P, C) where there are S sums."""
     programs, c = partials.shape[-2:]
-    grid = ceil_div(c, PARTIALS_COLUMNS), 1 if more_sums is None else 2
+    grid = ceil_div(c, PARTIALS_COLUMNS), 1 + (second is not None) + (third is not None)
     _add_partials_kernel[grid](
-        partials, sums, more_sums, programs, c,
+        partials, sums, second, third, programs, c,
         ACCUMULATE=accumulate, BLOCK_P=PARTIALS_ROWS, BLOCK_C=PARTIALS_COLUMNS, num_warps=WARPS,
     )  # fmt: skip

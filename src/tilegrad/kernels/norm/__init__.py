@@ -3,12 +3,16 @@
     layer norm   mean = Σ_c x / C   rstd = 1 / √(Σ_c (x − mean)² / C + eps)   x̂ = (x − mean) ∘ rstd   y = x̂ ∘ w + b
     RMS norm     mean = 0           rstd = 1 / √(Σ_c x² / C + eps)            x̂ = x ∘ rstd            y = x̂ ∘ w
 
-    g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
-    dw += Σ_n dy ∘ x̂   db += Σ_n dy        (accumulate=False: dw = …, db = …; dx is added to all the same)
+    residual     x1 = x + f, in x's dtype; then the norm of x1, in the same pass
 
-dx is added to, for the norm stands on a branch of the residual stream. Statistics and sums are in the accumulation dtype
-(float32, float64 for float64); on a CPU w and b may both have it too. `NORM` is the table of kernels: each module offers
-`workspace`, `fwd` and `bwd`, in which an RMS norm is mean=None.
+    g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
+    dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx      (accumulate=False: dw = …; dx is added to all the same)
+
+dx is added to, for the norm stands on a branch of the residual stream. The backward forms two things more where they are
+asked for: y once more, to the same bits, which may take the place of dy; and dx_sum, the column sum of the dx it leaves, the
+bias gradient of the projection that the stream below got its last branch from. Statistics and sums are in the accumulation
+dtype (float32, float64 for float64); on a CPU w and b may both have it too. `NORM` is the table of kernels: each module
+offers `workspace`, `fwd` and `bwd`, in which an RMS norm is mean=None, and a forward without a residual f=None.
 """
 
 from __future__ import annotations
@@ -62,17 +66,29 @@ def layernorm_fwd(
     y: Tensor, mean: Tensor, rstd: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """y, mean and rstd."""
-    _fwd(x, w, b, eps, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)
+    _fwd(x, None, w, b, eps, x1=None, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)
 
 
-@op(adds=("dx",), accumulates=("dw", "db"))
-def layernorm_bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+@op()
+def add_layernorm_fwd(
+    x: Tensor, f: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
+    x1: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy"""
-    _bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, accumulate=accumulate, scratch=scratch, kernel=kernel)
+    """x1 = x + f, and y, mean and rstd of x1; x1 may be x."""
+    _fwd(x, f, w, b, eps, x1=x1, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)
+
+
+@op(adds=("dx",), accumulates=("dw", "db", "dx_sum"))
+def layernorm_bwd(
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor, rstd: Tensor, b: Tensor | None = None, *,
+    dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, dx_sum: Tensor | None = None,
+    y: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx   y = x̂ ∘ w + b, which may be dy"""
+    _bwd(
+        dy, x, w, mean, rstd, b, dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y,
+        accumulate=accumulate, scratch=scratch, kernel=kernel,
+    )  # fmt: skip
 
 
 @op()
@@ -81,48 +97,66 @@ def rmsnorm_fwd(
     y: Tensor, rstd: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """y and rstd."""
-    _fwd(x, w, None, eps, y=y, mean=None, rstd=rstd, scratch=scratch, kernel=kernel)
+    _fwd(x, None, w, None, eps, x1=None, y=y, mean=None, rstd=rstd, scratch=scratch, kernel=kernel)
 
 
-@op(adds=("dx",), accumulates=("dw",))
+@op()
+def add_rmsnorm_fwd(
+    x: Tensor, f: Tensor, w: Tensor, eps: float, *,
+    x1: Tensor, y: Tensor, rstd: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """x1 = x + f, and y and rstd of x1; x1 may be x."""
+    _fwd(x, f, w, None, eps, x1=x1, y=y, mean=None, rstd=rstd, scratch=scratch, kernel=kernel)
+
+
+@op(adds=("dx",), accumulates=("dw", "dx_sum"))
 def rmsnorm_bwd(
     dy: Tensor, x: Tensor, w: Tensor, rstd: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    dx: Tensor | None = None, dw: Tensor | None = None, dx_sum: Tensor | None = None, y: Tensor | None = None,
+    accumulate: bool = True, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """dx += …   dw += Σ_n dy ∘ x̂"""
-    _bwd(dy, x, w, None, rstd, dx=dx, dw=dw, db=None, accumulate=accumulate, scratch=scratch, kernel=kernel)
+    """dx += …   dw += Σ_n dy ∘ x̂   dx_sum += Σ_n dx   y = x̂ ∘ w, which may be dy"""
+    _bwd(
+        dy, x, w, None, rstd, None, dx=dx, dw=dw, db=None, dx_sum=dx_sum, y=y,
+        accumulate=accumulate, scratch=scratch, kernel=kernel,
+    )  # fmt: skip
 
 
 def _fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
-    y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch | None, kernel: str | None,
+    x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, *,
+    x1: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch | None, kernel: str | None,
 ) -> None:  # fmt: skip
     if not eps > 0.0:
         raise ValueError(f"eps: got {eps!r}; accepted: a number > 0")
-    _check(x, mean, rstd, w=w, b=b, y=y)
+    _check(x, mean, rstd, w=w, b=b, y=y, f=f, x1=x1)
     if b is not None:
         check_tensor("b", b, (x.shape[1],), w.dtype, x.device)
     row = NORM.select(Problem(x), kernel)
     module = row.load()
     buffers = views(scratch, module.workspace(x, backward=False), x.device, "norm", kernel=row.name)
-    module.fwd(x, w, b, eps, y=y, mean=mean, rstd=rstd, scratch=buffers)
+    module.fwd(x, f, w, b, eps, x1=x1, y=y, mean=mean, rstd=rstd, scratch=buffers)
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, accumulate: bool,
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
+    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None, accumulate: bool,
     scratch: Scratch | None, kernel: str | None,
 ) -> None:  # fmt: skip
-    _check(x, mean, rstd, w=w, dy=dy, dx=dx)
-    for name, grad in (("dw", dw), ("db", db)):
+    _check(x, mean, rstd, w=w, b=b, dy=dy, dx=dx, y=y)
+    if b is not None:
+        check_tensor("b", b, (x.shape[1],), w.dtype, x.device)
+    if dx_sum is not None and dx is None:
+        raise ValueError("dx_sum: got a tensor without dx; accepted: None, or the two together")
+    for name, grad in (("dw", dw), ("db", db), ("dx_sum", dx_sum)):
         if grad is not None:
             check_tensor(name, grad, (x.shape[1],), accumulation_dtype(x.dtype), x.device)
             check_columns(name, grad)
     row = NORM.select(Problem(x), kernel)
     module = row.load()
     buffers = views(scratch, module.workspace(x, backward=True), x.device, "norm", kernel=row.name)
-    module.bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, accumulate=accumulate, scratch=buffers)
+    module.bwd(
+        dy, x, w, mean, rstd, b, dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y, accumulate=accumulate, scratch=buffers
+    )
 
 
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None) -> None:

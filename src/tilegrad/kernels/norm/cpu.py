@@ -1,4 +1,5 @@
-"""Norms in C++: one pass over memory, where a chain of torch ops makes five to ten. Loops: cpu/csrc/rows/norm_gelu.cpp."""
+"""Norms in C++: one pass over memory, where a chain of torch ops makes five to ten. Loops: cpu/csrc/rows/norm_gelu.cpp.
+The residual sum, dx_sum and the second y are a pass each: what they read is in the cache."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..column_sum import cpu as column_sum
 from ..cpu.abi import pack_norm
 from ..cpu.library import isa, native
 from ..cpu.rows import DTYPES, address, rows
@@ -18,20 +20,18 @@ def workspace(x: Any, *, backward: bool) -> Shapes:
 
 
 def fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
-    y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch,
+    x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, *,
+    x1: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
-    n, c = x.shape
-    call = pack_norm(
-        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), dtype=DTYPES[x.dtype], param_dtype=DTYPES[w.dtype],
-        x=rows(x), y=rows(y), w=address(w), b=address(b), mean=address(mean), rstd=address(rstd), eps=eps,
-    )  # fmt: skip
-    native().tilegrad_native_norm_fwd(call)
+    if f is not None and x1 is not None:
+        x = torch.add(x, f, out=x1)
+    _normalise(x, w, b, eps, y=y, mean=mean, rstd=rstd)
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, accumulate: bool, scratch: Scratch,
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
+    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None,
+    accumulate: bool, scratch: Scratch,
 ) -> None:  # fmt: skip
     n, c = x.shape
     call = pack_norm(
@@ -40,3 +40,19 @@ def bwd(
         w=address(w), mean=address(mean), rstd=address(rstd), dw=address(dw), db=address(db),
     )  # fmt: skip
     native().tilegrad_native_norm_bwd(call)
+    if dx is not None and dx_sum is not None:
+        column_sum.fwd(dx, sums=dx_sum, accumulate=accumulate, scratch={})
+    if y is not None:
+        _normalise(x, w, b, 0.0, y=y, mean=mean, rstd=rstd)
+
+
+def _normalise(
+    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor | None, rstd: Tensor
+) -> None:
+    """eps = 0: mean and rstd are read."""
+    n, c = x.shape
+    call = pack_norm(
+        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), dtype=DTYPES[x.dtype], param_dtype=DTYPES[w.dtype],
+        x=rows(x), y=rows(y), w=address(w), b=address(b), mean=address(mean), rstd=address(rstd), eps=eps,
+    )  # fmt: skip
+    native().tilegrad_native_norm_fwd(call)

@@ -1,12 +1,13 @@
-"""Norms in Triton: one pass over rows forward, one backward.       x, y, dy, dx (N, C)   partials (2, P, C)
+"""Norms in Triton: one pass over rows forward, one backward.       x, f, x1, y, dy, dx (N, C)   partials (3, P, C)
 
     forward    a program for each tile of rows
-    backward   P programs, each with the row tiles p, p + P, p + 2P, …: dx is added to, and partials[0, p] = Σ dy ∘ x̂ and
-               partials[1, p] = Σ dy of the program's rows; then dw (+)= Σ_p partials[0, p], db (+)= Σ_p partials[1, p]
+    backward   P programs, each with the row tiles p, p + P, p + 2P, …: dx is added to, y written over, and of the program's
+               rows partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx, as many as are asked for; then dw, db, dx_sum (+)= Σ_p partials
 
-A whole row is in registers, in float32; only y and dx are rounded. Sums are in the grid's order: the same bits each time.
+A whole row is in registers, in float32; only x1, y and dx are rounded, and their sums and norms are of the rounded numbers.
+Sums are in the grid's order: the same bits each time.
 The backward's loads go ahead of its arithmetic where STAGES > 1 (cp.async).
-With 16384 columns the backward spills some registers; up to 8192 it spills none.
+The backward spills some registers with 16384 columns, and four with 1024 where y is asked for; else none.
 """
 
 from __future__ import annotations
@@ -36,21 +37,27 @@ FORWARD = {
     2048: Tile(2, 4), 4096: Tile(1, 4), 8192: Tile(1, 8), 16384: Tile(1, 16),
 }  # fmt: skip
 BACKWARD = {
-    16: Tile(32, 1, 3, 8), 64: Tile(16, 1, 3, 8), 256: Tile(4, 1, 3, 8), 1024: Tile(1, 1, 3, 8),
-    2048: Tile(1, 2, 3, 4), 4096: Tile(1, 4, 1, 2), 8192: Tile(1, 8, 1, 1), 16384: Tile(1, 16, 1, 1),
+    16: Tile(32, 1, 3, 8), 64: Tile(8, 1, 3, 8), 256: Tile(4, 1, 3, 8), 1024: Tile(1, 1, 3, 8),
+    2048: Tile(1, 4, 3, 4), 4096: Tile(1, 4, 1, 2), 8192: Tile(1, 16, 1, 1), 16384: Tile(1, 16, 1, 1),
 }  # fmt: skip
 
 
 @triton.jit
 def _norm_fwd_kernel(
-    x, w, b, y, mean, rstd, x_n, y_n, n, eps, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr
-):
+    x, f, w, b, x1, y, mean, rstd, x_n, f_n, x1_n, y_n, n, eps,
+    C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
+):  # fmt: skip
     rows = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
     columns = tl.arange(0, BLOCK_C)
     inside = (rows < n)[:, None] & (columns < C)[None, :]
     steps = rows.to(tl.int64)[:, None]
 
     centred = tl.load(x + steps * x_n + columns[None, :], inside, 0.0).to(tl.float32)
+    if f is not None:
+        centred += tl.load(f + steps * f_n + columns[None, :], inside, 0.0).to(tl.float32)
+        joined = centred.to(x1.dtype.element_ty)
+        tl.store(x1 + steps * x1_n + columns[None, :], joined, inside)
+        centred = joined.to(tl.float32)
     if mean is not None:
         row_mean = tl.sum(centred, 1) / C
         tl.store(mean + rows, row_mean, rows < n)
@@ -66,16 +73,19 @@ def _norm_fwd_kernel(
 
 @triton.jit
 def _norm_bwd_kernel(
-    dy, x, w, mean, rstd, dx, partials, dy_n, x_n, dx_n, n,
-    DW: tl.constexpr, DB: tl.constexpr, C: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-    STAGES: tl.constexpr,
+    dy, x, w, b, mean, rstd, dx, y, partials, dy_n, x_n, dx_n, y_n, n,
+    DW: tl.constexpr, DB: tl.constexpr, DX_SUM: tl.constexpr, C: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """Of a column from C on and a row from n on dy is 0, and so is all that is added up."""
     p, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK_C)
     weights = tl.load(w + columns, columns < C, 0.0).to(tl.float32)[None, :]
+    if b is not None:
+        bias = tl.load(b + columns, columns < C, 0.0)[None, :]
     dw = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
     db = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    dx_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
 
     for first in tl.range(p * BLOCK_N, n, programs * BLOCK_N, num_stages=STAGES):
         rows = first + tl.arange(0, BLOCK_N)
@@ -97,15 +107,25 @@ def _norm_bwd_kernel(
             if mean is not None:
                 step -= (tl.sum(g, 1) / C)[:, None]
             at = dx + steps * dx_n + columns[None, :]
-            old = tl.load(at, inside, 0.0).to(tl.float32)
-            tl.store(at, (old + step * row_rstd).to(dx.dtype.element_ty), inside)
+            new = (tl.load(at, inside, 0.0).to(tl.float32) + step * row_rstd).to(dx.dtype.element_ty)
+            tl.store(at, new, inside)
+            if DX_SUM:
+                dx_sum += tl.where(inside, new.to(tl.float32), 0.0)
+        if y is not None:
+            out = hat * weights
+            if b is not None:
+                out += bias.to(tl.float32)
+            tl.store(y + steps * y_n + columns[None, :], out.to(y.dtype.element_ty), inside)
 
-    own = partials + p.to(tl.int64) * C + columns
+    own, next_sum = partials + p.to(tl.int64) * C + columns, tl.cast(programs, tl.int64) * C
     if DW:
         tl.store(own, tl.sum(dw, 0), columns < C)
-        own += tl.cast(programs, tl.int64) * C
+        own += next_sum
     if DB:
         tl.store(own, tl.sum(db, 0), columns < C)
+        own += next_sum
+    if DX_SUM:
+        tl.store(own, tl.sum(dx_sum, 0), columns < C)
 
 
 def _tile(tiles: dict[int, Tile], c: int) -> Tile:
@@ -121,12 +141,16 @@ def workspace(x: Any, *, backward: bool) -> Shapes:
     if not backward:
         return {}
     c = x.shape[1]
-    return {"partials": ((2, _programs(x, _tile(BACKWARD, c)), c), torch.float32)}
+    return {"partials": ((3, _programs(x, _tile(BACKWARD, c)), c), torch.float32)}
+
+
+def _stride(x: Tensor | None) -> int:
+    return 0 if x is None else x.stride(0)
 
 
 def fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
-    y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch,
+    x: Tensor, f: Tensor | None, w: Tensor, b: Tensor | None, eps: float, *,
+    x1: Tensor | None, y: Tensor, mean: Tensor | None, rstd: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
     n, c = x.shape
     tile = _tile(FORWARD, c)
@@ -134,23 +158,24 @@ def fwd(
         return
     with torch.cuda.device_of(x):
         _norm_fwd_kernel[(ceil_div(n, tile.rows),)](
-            x, w, b, y, mean, rstd, x.stride(0), y.stride(0), n, eps,
+            x, f, w, b, x1, y, mean, rstd, x.stride(0), _stride(f), _stride(x1), y.stride(0), n, eps,
             C=c, BLOCK_N=tile.rows, BLOCK_C=padded(c), num_warps=tile.warps,
         )  # fmt: skip
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, accumulate: bool, scratch: Scratch,
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
+    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None,
+    accumulate: bool, scratch: Scratch,
 ) -> None:  # fmt: skip
     n, c = x.shape
-    tile, sums = _tile(BACKWARD, c), [grad for grad in (dw, db) if grad is not None]
-    partials, dx_n = scratch["partials"][: len(sums)], 0 if dx is None else dx.stride(0)
+    tile, sums = _tile(BACKWARD, c), [grad for grad in (dw, db, dx_sum) if grad is not None]
+    partials = scratch["partials"][: len(sums)]
     with torch.cuda.device_of(x):
         _norm_bwd_kernel[(_programs(x, tile),)](
-            dy, x, w, mean, rstd, dx, partials, dy.stride(0), x.stride(0), dx_n, n,
-            DW=dw is not None, DB=db is not None, C=c, BLOCK_N=tile.rows, BLOCK_C=padded(c), STAGES=tile.stages,
-            num_warps=tile.warps,
+            dy, x, w, b, mean, rstd, dx, y, partials, dy.stride(0), x.stride(0), _stride(dx), _stride(y), n,
+            DW=dw is not None, DB=db is not None, DX_SUM=dx_sum is not None, C=c,
+            BLOCK_N=tile.rows, BLOCK_C=padded(c), STAGES=tile.stages, num_warps=tile.warps,
         )  # fmt: skip
         if sums:
             add_partials(partials, *sums, accumulate=accumulate)

@@ -37,16 +37,18 @@ struct NormOf {
         for (int64_t r = begin; r < end; ++r) {
             const E* x = row(call.x, r);
             E* y = row(call.y, r);
-            float mean = 0.0f;
-            if (call.mean) {
+            float mean = call.mean && !call.eps ? call.mean[r] : 0.0f;
+            if (call.mean && call.eps) {
                 mean = sum_of(c, [&](int64_t i) { return widen(x + i); }, [&](int64_t i) { return float(x[i]); }) / c;
                 call.mean[r] = mean;
             }
-            const float squares = sum_of(
-                c, [&](int64_t i) { V32 d = widen(x + i) - mean; return d * d; },
-                [&](int64_t i) { float d = x[i] - mean; return d * d; });
-            const float rstd = 1.0f / __builtin_sqrtf(squares / c + float(call.eps));
-            call.rstd[r] = rstd;
+            if (call.eps) {
+                const float squares = sum_of(
+                    c, [&](int64_t i) { V32 d = widen(x + i) - mean; return d * d; },
+                    [&](int64_t i) { float d = x[i] - mean; return d * d; });
+                call.rstd[r] = 1.0f / __builtin_sqrtf(squares / c + float(call.eps));
+            }
+            const float rstd = call.rstd[r];
             int64_t i = 0;
             for (; i + N <= c; i += N) {
                 V32 v = (widen(x + i) - mean) * rstd * widen(w + i);

@@ -18,7 +18,7 @@ struct Norm {
     Rows x, y, dy, dx;                  // y: of the forward; dy, dx: of the backward; no x: db alone
     char *w, *b;
     float *mean, *rstd, *dw, *db;
-    double eps;
+    double eps;                         // of the forward; 0: mean and rstd are read
 };
 
 // kernels/activation: h, a, da, dh, n numbers each
