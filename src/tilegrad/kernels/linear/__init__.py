@@ -3,13 +3,15 @@
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
     dx = dy w    dw += dyᵀ x     db += Σ_n dy              accumulate=False: dw = dyᵀ x, db = Σ_n dy
 
-Rows may be strided, columns not. For bfloat16, dw and db are float32; on a CPU so may w and b be. On CUDA y may be float32
-(the logits of a loss). `LINEAR` is the table of kernels: each module offers `workspace`, `fwd`, and `bwd` for dx and dw.
-db is the op `column_sum`, which has a table of its own.
+`linear_bwd` is the whole backward. `linear_bwd_input` is dx alone, and may add to it; `linear_bwd_weight` is dw and db alone:
+a program may put other ops between the two. Rows may be strided, columns not. For bfloat16, dw and db are float32; on a CPU so may w
+and b be. On CUDA y may be float32 (the logits of a loss). `LINEAR` is the table of kernels: each module offers `workspace`,
+`fwd`, `bwd_input` and `bwd_weight`. db is the op `column_sum`, which has a table of its own.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from functools import cache
 from typing import Any, NamedTuple
 
@@ -104,25 +106,46 @@ def linear_bwd(
     scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """dx = dy w   dw += dyᵀ x   db += Σ_n dy; accumulate=False: dw and db are overwritten."""
+    check_given(x.device, ("dx", dx, tuple(x.shape), x.dtype))
+    linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, scratch=scratch, kernel=kernel)
+    if dx is not None:
+        linear_bwd_input(dy, w, dx=dx, accumulate=False, scratch=scratch, kernel=kernel)
+
+
+@op(accumulates=("dx",))
+def linear_bwd_input(
+    dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch | None = None, kernel: str | None = None
+) -> None:
+    """dx = dy w, or dx += dy w where accumulate is True."""
+    check_param("w", w, (dy.shape[1], dx.shape[1]), dy)
+    check_tensor("dx", dx, (dy.shape[0], w.shape[1]), dy.dtype, dy.device)
+    row = LINEAR.select(Problem(dx, w), kernel)
+    module = row.load()
+    buffers = views(scratch, module.workspace(dx, w, backward=True, bias=False), dx.device, "linear", kernel=row.name)
+    module.bwd_input(dy, w, dx=dx, accumulate=accumulate, scratch=buffers)
+
+
+@op(accumulates=("dw", "db"))
+def linear_bwd_weight(
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: overwritten. Of w the form is read alone."""
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (cout, cin), x)
     check_tensor("dy", dy, (n, cout), x.dtype, x.device)
-    check_given(
-        x.device,
-        ("dx", dx, (n, cin), x.dtype),
-        ("dw", dw, (cout, cin), acc),
-        ("db", db, (cout,), acc),
-    )
+    check_given(x.device, ("dw", dw, (cout, cin), acc), ("db", db, (cout,), acc))
     if db is not None:
         check_columns("dy", dy)
         check_columns("db", db)
     row = LINEAR.select(Problem(x, w), kernel)
     module = row.load()
-    needed = module.workspace(x, w, backward=True, bias=db is not None)
-    buffers = views(scratch, needed, x.device, "linear", kernel=row.name)
+    buffers = views(scratch, module.workspace(x, w, backward=True, bias=False), x.device, "linear", kernel=row.name)
     if db is not None:
         column_sum.run(dy, sums=db, accumulate=accumulate, scratch=of("column_sum", scratch or {}))
-    module.bwd(dy, x, w, dx=dx, dw=dw, accumulate=accumulate, scratch=buffers)
+    if dw is not None:
+        module.bwd_weight(dy, x, dw=dw, accumulate=accumulate, scratch=buffers)
 
 
 @op()
@@ -131,9 +154,7 @@ def per_head_linear_fwd(
 ) -> None:
     """y[:, h·D:(h+1)·D] = x[:, h·D:(h+1)·D] w[h]ᵀ + b[h]       x, y (N, H·D)   w (H, D, D) = (head, out, in)   b (H, D)"""
     _check_heads(x, w, b=b, y=y)
-    d = w.shape[1]
-    for h in range(w.shape[0]):
-        own = slice(h * d, (h + 1) * d)
+    for h, own in _heads(w):
         linear_fwd(x[:, own], w[h], None if b is None else b[h], y=y[:, own], scratch=scratch, kernel=kernel)
 
 
@@ -144,15 +165,40 @@ def per_head_linear_bwd(
     scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """Each head's `linear_bwd`: dx overwrites, dw (H, D, D) and db (H, D) accumulate unless accumulate is False."""
-    _check_heads(x, w, dy=dy, dx=dx, db=db)
-    d = w.shape[1]
-    for h in range(w.shape[0]):
-        own = slice(h * d, (h + 1) * d)
-        linear_bwd(
-            dy[:, own], x[:, own], w[h], accumulate=accumulate,
-            dx=None if dx is None else dx[:, own], dw=None if dw is None else dw[h], db=None if db is None else db[h],
-            scratch=scratch, kernel=kernel,
+    per_head_linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, scratch=scratch, kernel=kernel)
+    if dx is not None:
+        per_head_linear_bwd_input(dy, w, dx=dx, accumulate=False, scratch=scratch, kernel=kernel)
+
+
+@op(accumulates=("dx",))
+def per_head_linear_bwd_input(
+    dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch | None = None, kernel: str | None = None
+) -> None:
+    """Each head's `linear_bwd_input`."""
+    _check_heads(dy, w, dx=dx)
+    for h, own in _heads(w):
+        linear_bwd_input(dy[:, own], w[h], dx=dx[:, own], accumulate=accumulate, scratch=scratch, kernel=kernel)
+
+
+@op(accumulates=("dw", "db"))
+def per_head_linear_bwd_weight(
+    dy: Tensor, x: Tensor, w: Tensor, *,
+    dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """Each head's `linear_bwd_weight`."""
+    _check_heads(x, w, dy=dy, db=db)
+    for h, own in _heads(w):
+        linear_bwd_weight(
+            dy[:, own], x[:, own], w[h], dw=None if dw is None else dw[h], db=None if db is None else db[h],
+            accumulate=accumulate, scratch=scratch, kernel=kernel,
         )  # fmt: skip
+
+
+def _heads(w: Tensor) -> Iterator[tuple[int, slice]]:
+    """Each head with its columns."""
+    d = w.shape[1]
+    return ((h, slice(h * d, (h + 1) * d)) for h in range(w.shape[0]))
 
 
 def _check_heads(x: Tensor, w: Tensor, **others: Tensor | None) -> None:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes, accumulation_dtype, blocks
 from .tiled import in_tile, tile_of
+from .torch_ops import product
 
 COLS = 1024  # columns of y, rows of w, of a tile of dw
 
@@ -34,12 +35,11 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) 
         y.add_(in_tile(scratch, "b16", b))  # addmm(b, …) would copy b into y, and read it again
 
 
-def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch
-) -> None:
-    if dx is not None:
-        torch.mm(dy, in_tile(scratch, "w16", w), out=dx)
-    if dw is not None:
-        for j in blocks(w.shape[0], COLS):
-            dw16 = torch.mm(dy[:, j].t(), x, out=tile_of(scratch["dw16"], w[j]))
-            dw[j].add_(in_tile(scratch, "dw32", dw16)) if accumulate else dw[j].copy_(dw16)
+def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    product(dy, in_tile(scratch, "w16", w), out=dx, accumulate=accumulate)
+
+
+def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    for j in blocks(dw.shape[0], COLS):
+        dw16 = torch.mm(dy[:, j].t(), x, out=tile_of(scratch["dw16"], dw[j]))
+        dw[j].add_(in_tile(scratch, "dw32", dw16)) if accumulate else dw[j].copy_(dw16)

@@ -32,21 +32,22 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) 
             y[i, j].copy_(y32)
 
 
-def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch
-) -> None:
-    if dw is not None and not accumulate and not dy.shape[0]:
+def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    for i in blocks(dy.shape[0], ROWS):
+        dx32 = tile_of(scratch["dx32"], dx[i])
+        dx32.copy_(dx[i]) if accumulate else dx32.zero_()
+        for j in blocks(w.shape[0], COLS):
+            dx32.addmm_(in_tile(scratch, "y32", dy[i, j]), in_tile(scratch, "w32", w[j]))
+        dx[i].copy_(dx32)
+
+
+def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    if not accumulate and not dy.shape[0]:
         dw.zero_()
     for i in blocks(dy.shape[0], ROWS):
-        x32, dx32 = in_tile(scratch, "x32", x[i]), tile_of(scratch["dx32"], x[i]).zero_()
-        for j in blocks(w.shape[0], COLS):
-            dy32 = in_tile(scratch, "y32", dy[i, j])
-            if dx is not None:
-                dx32.addmm_(dy32, in_tile(scratch, "w32", w[j]))
-            if dw is not None:
-                product(dy32.t(), x32, out=dw[j], accumulate=accumulate or i.start > 0)
-        if dx is not None:
-            dx[i].copy_(dx32)
+        x32 = in_tile(scratch, "x32", x[i])
+        for j in blocks(dw.shape[0], COLS):
+            product(in_tile(scratch, "y32", dy[i, j]).t(), x32, out=dw[j], accumulate=accumulate or i.start > 0)
 
 
 def tile_of(buffer: Tensor, like: Tensor) -> Tensor:

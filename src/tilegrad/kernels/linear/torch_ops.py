@@ -32,13 +32,12 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) 
         torch.addmm(b, x, w.t(), out=y)
 
 
-def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, *, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch
-) -> None:
-    if dx is not None:
-        torch.mm(dy, w, out=dx)
-    if dw is not None:
-        product(dy.t(), x, out=dw, accumulate=accumulate)
+def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    product(dy, w, out=dx, accumulate=accumulate)
+
+
+def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    product(dy.t(), x, out=dw, accumulate=accumulate)
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
