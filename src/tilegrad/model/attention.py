@@ -24,7 +24,7 @@ from ..kernels.attention.qkv import (
     qkv_rope_workspace,
 )
 from ..kernels.norm import norm_workspace, rmsnorm_bwd, rmsnorm_fwd
-from ..kernels.residual import add_fwd, zero_fwd
+from ..kernels.residual import zero_fwd
 from ..kernels.scratch import Form, Scratch
 from ..memory.types import BufferType
 from .config import ModelConfig
@@ -94,12 +94,11 @@ class HeadNorm:
         x, y, w = self._by_head(self.x), self._by_head(y), self.w.value
         rmsnorm_fwd(x, w, self.eps, y=y, rstd=self.rstd, scratch=self.forward_scratch)
 
-    def backward(self, dy: Buffer) -> Buffer:
+    def backward(self, dy: Buffer) -> None:
         x, dy, dx, w = self._by_head(self.x), self._by_head(dy), self._by_head(self.dx), self.w
         zero_fwd(x=self.dx)
         scratch = self.backward_scratch
         rmsnorm_bwd(dy, x, w.value, self.rstd, dx=dx, dw=w.grad, accumulate=w.accumulate, scratch=scratch)
-        return self.dx
 
     def _by_head(self, rows: Buffer) -> Buffer:
         return rows.view(self.rstd.shape[0], self.w.value.shape[0])
@@ -119,7 +118,6 @@ class AttentionLayer:
     o: Buffer
     do: Buffer
     lse: Buffer
-    dx_parts: tuple[Buffer, ...]  # where k's and v's dx are formed, to be added to q's
     norms: tuple[HeadNorm, ...]  # of q and k, or none
     rope: Rope | None
     mask: Mask
@@ -157,7 +155,6 @@ class AttentionLayer:
             o=at.rows(f"{name}.o", c.n_head * d, BufferType.OUTPUT),
             do=at.rows(f"{name}.do", c.n_head * d, BufferType.OUTPUT),
             lse=at.buffer(f"{name}.lse", (b, c.n_head, t), at.accumulation_dtype),
-            dx_parts=() if fused else (at.rows("scratch.dx_part", c.n_embd),) * 2,
             norms=tuple(
                 HeadNorm.declare(at, f"{name}.{part}", heads, parts[part])
                 for part, heads in (("q", c.n_head), ("k", c.kv_heads))
@@ -177,11 +174,26 @@ class AttentionLayer:
         self.attend()
         self.proj.forward(self.o, y=y)
 
-    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer) -> None:
-        self.proj.backward(dy, self.o, dx=self.do)
+    def backward(self, dy: Buffer, *, dx: Buffer, bias: bool) -> None:
+        """dx, and the gradients of proj; `bias`: that of its bias too."""
+        self.proj.backward_input(dy, dx=self.do)
+        self.proj.backward_weight(dy, self.o, bias=bias)
         self.attend_backward()
         self.rotate_backward()
-        self.project_backward(x, dx=dx)
+        for norm, dy in zip(self.norms, self.dqkv, strict=False):
+            norm.backward(dy)
+        for i, (projection, dy) in enumerate(zip(self.projections, self.dprojected, strict=True)):
+            projection.backward_input(dy, dx=dx, accumulate=i > 0)
+
+    def backward_weight(self, x: Buffer) -> None:
+        """The gradients of the projections to q, k and v, after `backward`."""
+        for projection, dy in zip(self.projections, self.dprojected, strict=True):
+            projection.backward_weight(dy, x)
+
+    @property
+    def dprojected(self) -> tuple[Buffer, ...]:
+        """The gradients of the projections' outputs."""
+        return (*(norm.dx for norm in self.norms), *self.dqkv[len(self.norms) :])
 
     def project(self, x: Buffer) -> None:
         """q, k, v = x W' + b, and q, k normed by head where they are"""
@@ -190,14 +202,6 @@ class AttentionLayer:
             projection.forward(x, y=y)
         for norm, y in zip(self.norms, self.qkv, strict=False):
             norm.forward(y=y)
-
-    def project_backward(self, x: Buffer, *, dx: Buffer) -> None:
-        normed = len(self.norms)
-        dqkv = (*(n.backward(dy) for n, dy in zip(self.norms, self.dqkv, strict=False)), *self.dqkv[normed:])
-        self.projections[0].backward(dqkv[0], x, dx=dx)
-        for projection, dy, dx_part in zip(self.projections[1:], dqkv[1:], self.dx_parts, strict=True):
-            projection.backward(dy, x, dx=dx_part)
-            add_fwd(dx, dx_part, y=dx)
 
     def rotate(self) -> None:
         """q = rope(q)   k = rope(k)"""

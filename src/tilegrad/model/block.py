@@ -2,9 +2,12 @@
 
     x1 = x + drop(attention(norm1(x)))        y = x1 + drop(ffn(norm2(x1)))              x, x1, y (N, C)
 
-The backward turns dx in place from the gradient of y into that of x: each branch's norm adds to it. What is recomputed is
-a choice per block, `recompute`, a part of {"norm", "activation", "block"}: the same op runs again just before its result
-is read, so the trace sees a new value there and the old one dies early; the bits are the same.
+The norm after a branch forms the sum as well, so the block ends with its last branch f, which the norm above it joins to the
+stream. The backward turns dx in place from the gradient of y into that of x: each branch's norm adds to it, and forms Σ dx,
+the bias gradient of the projection below, where no dropout is between. Weight gradients of a branch's first projections
+follow the norm's backward, for that is where the norm's output is recomputed.
+What is recomputed is a choice per block, `recompute`, a part of {"norm", "activation", "block"}: a result is formed again just
+before it is read, so the trace sees a new value there and the old one dies early; the bits are the same.
 """
 
 from __future__ import annotations
@@ -13,7 +16,6 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
-from ..kernels.residual import add_fwd
 from ..kernels.scratch import Scratch
 from .attention import AttentionLayer
 from .feedforward import FeedForward, SwiGLU
@@ -61,7 +63,7 @@ class Block:
     ffn: FeedForward | SwiGLU
     drop2: Dropout
     x1: Buffer
-    branch: Buffer  # the output of either branch, before it joins the stream
+    f: Buffer  # the output of either branch, before it joins the stream
     dnorm: Buffer
     recompute: frozenset[Recomputed]
 
@@ -79,41 +81,45 @@ class Block:
             ffn=(SwiGLU if at.config.activation == "swiglu" else FeedForward).declare(at, f"{name}.ffn"),
             drop2=Dropout.declare(at, seed, 2 * i + 2, dx="scratch.dbranch"),
             x1=at.rows(f"{name}.x1", c),
-            branch=at.rows("scratch.branch", c),
+            f=at.rows("scratch.branch", c),
             dnorm=at.rows("scratch.dnorm", c),
             recompute=recompute,
         )
 
-    def forward(self, x: Buffer, *, y: Buffer) -> None:
-        self.attention.forward(self.norm1.forward(x), y=self.branch)
-        self.drop1.forward(self.branch)
-        add_fwd(x, self.branch, y=self.x1)
-        self.ffn.forward(self.norm2.forward(self.x1), y=self.branch)
-        self.drop2.forward(self.branch)
-        add_fwd(self.x1, self.branch, y=y)
+    def forward(self, x: Buffer) -> None:
+        """norm1's output → x1 and f, of which y is the sum."""
+        self.forward_attention(x)
+        self.ffn.forward(self.norm2.y, y=self.f)
+        self.drop2.forward(self.f)
 
-    def backward(self, x: Buffer, *, dx: Buffer) -> None:
+    def forward_attention(self, x: Buffer) -> None:
+        """norm1's output → x1 and norm2's output."""
+        self.attention.forward(self.norm1.y, y=self.f)
+        self.drop1.forward(self.f)
+        self.norm2.join(x, self.f, x1=self.x1)
+
+    def backward(self, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None) -> None:
+        """dx_sum: the bias gradient of the projection that ends the block below."""
         self.recompute_ffn(x)
-        self.ffn.backward(self.drop2.backward(dx), self.norm2.y, dx=self.dnorm)
-        self.norm2.backward(self.dnorm, self.x1, dx=dx)
-        self.recompute_attention(x)
-        self.attention.backward(self.drop1.backward(dx), self.norm1.y, dx=self.dnorm)
-        self.norm1.backward(self.dnorm, x, dx=dx)
+        norm, bias = "norm" in self.recompute and "block" not in self.recompute, self.drop1.seed is not None
+        self.ffn.backward(self.drop2.backward(dx), dx=self.dnorm, bias=bias)
+        proj_sum = None if bias else self.attention.proj.bias_grad
+        n = self.norm2.backward(self.dnorm, self.x1, dx=dx, dx_sum=proj_sum, recompute=norm)
+        self.ffn.backward_weight(n)
+        self.attention.backward(self.drop1.backward(dx), dx=self.dnorm, bias=bias)
+        n = self.norm1.backward(self.dnorm, x, dx=dx, dx_sum=dx_sum, recompute=norm)
+        self.attention.backward_weight(n)
+
+    @property
+    def last_bias_grad(self) -> Buffer | None:
+        """That of the projection that ends the block, where it is the column sum of dx: no dropout is between."""
+        return self.ffn.down.bias_grad if self.drop2.seed is None else None
 
     def recompute_ffn(self, x: Buffer) -> None:
         """What the backward of the feed-forward reads and was not kept; of a whole block, what all of it reads."""
         if "block" in self.recompute:
-            self.attention.forward(self.norm1.forward(x), y=self.branch)
-            self.drop1.forward(self.branch)
-            add_fwd(x, self.branch, y=self.x1)
-            self.ffn.recompute(self.norm2.forward(self.x1))
-            return
-        if "activation" in self.recompute:
-            self.ffn.activate()
-        if "norm" in self.recompute:
-            self.norm2.forward(self.x1)
-
-    def recompute_attention(self, x: Buffer) -> None:
-        """What the backward of attention reads and was not kept."""
-        if "norm" in self.recompute and "block" not in self.recompute:
             self.norm1.forward(x)
+            self.forward_attention(x)
+            self.ffn.recompute(self.norm2.y)
+        elif "activation" in self.recompute:
+            self.ffn.activate()

@@ -11,7 +11,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.activation import activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
-from ..kernels.residual import add_fwd
 from .layer import Buffer, Declare
 from .linear import LinearLayer
 
@@ -44,10 +43,16 @@ class FeedForward:
         self.activate()
         self.down.forward(self.a, y=y)
 
-    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer) -> None:
-        self.down.backward(dy, self.a, dx=self.da)
+    def backward(self, dy: Buffer, *, dx: Buffer, bias: bool) -> None:
+        """dx, and the gradients of down; `bias`: that of its bias too."""
+        self.down.backward_input(dy, dx=self.da)
+        self.down.backward_weight(dy, self.a, bias=bias)
         activation_bwd(self.da, self.h, self.activation, dh=self.da)
-        self.up.backward(self.da, x, dx=dx)
+        self.up.backward_input(self.da, dx=dx)
+
+    def backward_weight(self, x: Buffer) -> None:
+        """The gradients of up, after `backward`."""
+        self.up.backward_weight(self.da, x)
 
     def recompute(self, x: Buffer) -> None:
         """What the backward reads: h and a."""
@@ -71,7 +76,6 @@ class SwiGLU:
     a: Buffer
     da: Buffer
     dh: Buffer
-    dx_part: Buffer  # dx through the gate
 
     @classmethod
     def declare(cls, at: Declare, name: str) -> SwiGLU:
@@ -85,7 +89,6 @@ class SwiGLU:
             a=at.rows(f"{name}.a", f),
             da=at.rows(f"{name}.da", f),
             dh=at.rows(f"{name}.dh", f),
-            dx_part=at.rows("scratch.dx_part", c),
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
@@ -94,12 +97,18 @@ class SwiGLU:
         self.activate()
         self.down.forward(self.a, y=y)
 
-    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer) -> None:
-        self.down.backward(dy, self.a, dx=self.da)
+    def backward(self, dy: Buffer, *, dx: Buffer, bias: bool) -> None:
+        """dx, and the gradients of down; `bias`: that of its bias too."""
+        self.down.backward_input(dy, dx=self.da)
+        self.down.backward_weight(dy, self.a, bias=bias)
         swiglu_bwd(self.da, self.g, self.h, dgate=self.da, dup=self.dh)
-        self.up.backward(self.dh, x, dx=dx)
-        self.gate.backward(self.da, x, dx=self.dx_part)
-        add_fwd(dx, self.dx_part, y=dx)
+        self.up.backward_input(self.dh, dx=dx)
+        self.gate.backward_input(self.da, dx=dx, accumulate=True)
+
+    def backward_weight(self, x: Buffer) -> None:
+        """The gradients of up and gate, after `backward`."""
+        self.up.backward_weight(self.dh, x)
+        self.gate.backward_weight(self.da, x)
 
     def recompute(self, x: Buffer) -> None:
         """What the backward reads: h, the gate and a."""

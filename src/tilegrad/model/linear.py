@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..kernels.linear import (
-    linear_bwd,
+    linear_bwd_input,
+    linear_bwd_weight,
     linear_fwd,
     linear_workspace,
-    per_head_linear_bwd,
+    per_head_linear_bwd_input,
+    per_head_linear_bwd_weight,
     per_head_linear_fwd,
 )
 from ..kernels.scratch import Scratch
@@ -58,7 +60,17 @@ class LinearLayer:
         run = per_head_linear_fwd if self.per_head else linear_fwd
         run(x, self.w.value, self.b.value if self.b else None, y=y, scratch=self.forward_scratch)
 
-    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer) -> None:
-        run, db = per_head_linear_bwd if self.per_head else linear_bwd, self.b.grad if self.b else None
+    def backward_input(self, dy: Buffer, *, dx: Buffer, accumulate: bool = False) -> None:
+        """dx = dy W, or dx += dy W"""
+        run = per_head_linear_bwd_input if self.per_head else linear_bwd_input
+        run(dy, self.w.value, dx=dx, accumulate=accumulate, scratch=self.backward_scratch)
+
+    def backward_weight(self, dy: Buffer, x: Buffer, *, bias: bool = True) -> None:
+        """dW += dy' x   db += Σ dy, unless another op forms it"""
+        run, db = per_head_linear_bwd_weight if self.per_head else linear_bwd_weight, self.bias_grad if bias else None
         accumulate, scratch = self.w.accumulate, self.backward_scratch
-        run(dy, x, self.w.value, dx=dx, dw=self.w.grad, db=db, accumulate=accumulate, scratch=scratch)
+        run(dy, x, self.w.value, dw=self.w.grad, db=db, accumulate=accumulate, scratch=scratch)
+
+    @property
+    def bias_grad(self) -> Buffer | None:
+        return self.b.grad if self.b else None

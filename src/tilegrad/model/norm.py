@@ -1,13 +1,22 @@
 """Layer norm and RMS norm as a layer: y = norm(x), saved with the row statistics that the backward needs.
 
-The backward adds to dx: it is the residual stream's gradient, which the norm's branch joins.
+A norm stands where a branch f joins the residual stream: `join` forms the sum x1 = x + f too. The backward adds to dx, which
+is the stream's gradient, and forms the bias gradient of the projection that f came from, Σ dx.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace, rmsnorm_bwd, rmsnorm_fwd
+from ..kernels.norm import (
+    add_layernorm_fwd,
+    add_rmsnorm_fwd,
+    layernorm_bwd,
+    layernorm_fwd,
+    norm_workspace,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+)
 from ..kernels.scratch import Scratch
 from .layer import Buffer, Constant, Declare, Param
 
@@ -49,10 +58,24 @@ class NormLayer:
             rmsnorm_fwd(x, self.w.value, self.eps, y=self.y, rstd=self.rstd, scratch=scratch)
         return self.y
 
-    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer) -> None:
-        w, dw, accumulate, scratch = self.w.value, self.w.grad, self.w.accumulate, self.backward_scratch
+    def join(self, x: Buffer, f: Buffer, *, x1: Buffer) -> Buffer:
+        """x1 = x + f, y = norm(x1)"""
+        w, bias, scratch = self.w.value, self.b.value if self.b else None, self.forward_scratch
         if self.mean is not None:
-            db = self.b.grad if self.b else None
-            layernorm_bwd(dy, x, w, self.mean, self.rstd, dx=dx, dw=dw, db=db, accumulate=accumulate, scratch=scratch)
+            out = {"x1": x1, "y": self.y, "mean": self.mean, "rstd": self.rstd}
+            add_layernorm_fwd(x, f, w, bias, self.eps, **out, scratch=scratch)
         else:
-            rmsnorm_bwd(dy, x, w, self.rstd, dx=dx, dw=dw, accumulate=accumulate, scratch=scratch)
+            add_rmsnorm_fwd(x, f, w, self.eps, x1=x1, y=self.y, rstd=self.rstd, scratch=scratch)
+        return self.y
+
+    def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None, recompute: bool) -> Buffer:
+        """y, which the weight gradient above reads: the kept one, or where it is recomputed, dy's buffer that it is put in."""
+        w, y = self.w.value, dy if recompute else None
+        grads = {"dx": dx, "dw": self.w.grad, "dx_sum": dx_sum, "y": y}
+        accumulate, scratch = self.w.accumulate, self.backward_scratch
+        if self.mean is not None:
+            b, db = (self.b.value, self.b.grad) if self.b else (None, None)
+            layernorm_bwd(dy, x, w, self.mean, self.rstd, b, **grads, db=db, accumulate=accumulate, scratch=scratch)
+        else:
+            rmsnorm_bwd(dy, x, w, self.rstd, **grads, accumulate=accumulate, scratch=scratch)
+        return self.y if y is None else y

@@ -159,15 +159,19 @@ class Transformer:
         """tokens → ln_f's output."""
         self.embedding.forward(self.tokens, x=self.x[0])
         self.drop.forward(self.x[0])
-        for block, x, y in zip(self.blocks, self.x, self.x[1:], strict=False):
-            block.forward(x, y=y)
-        return self.ln_f.forward(self.x[-1])
+        self.blocks[0].norm1.forward(self.x[0])
+        norms = (*(block.norm1 for block in self.blocks[1:]), self.ln_f)
+        for block, norm, x, y in zip(self.blocks, norms, self.x[:-1], self.x[1:], strict=True):
+            block.forward(x)
+            norm.join(block.x1, block.f, x1=y)
+        return self.ln_f.y
 
     def hidden_states_backward(self) -> None:
         zero_fwd(x=self.dx)
-        self.ln_f.backward(self.head.dn, self.x[-1], dx=self.dx)
-        for block, x in zip(reversed(self.blocks), self.x[-2::-1], strict=True):
-            block.backward(x, dx=self.dx)
+        below = (*(block.last_bias_grad for block in self.blocks[::-1]), None)
+        self.ln_f.backward(self.head.dn, self.x[-1], dx=self.dx, dx_sum=below[0], recompute=False)
+        for block, x, dx_sum in zip(self.blocks[::-1], self.x[-2::-1], below[1:], strict=True):
+            block.backward(x, dx=self.dx, dx_sum=dx_sum)
         self.embedding.backward(self.drop.backward(self.dx), self.tokens)
 
 
