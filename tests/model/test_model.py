@@ -77,8 +77,8 @@ def test_canary_a_wrong_backward_is_seen(monkeypatch: pytest.MonkeyPatch) -> Non
 
     right = activation.activation_bwd
 
-    def wrong(da: Any, h: Any, kind: str, *, dh: Any) -> None:
-        right(da, h, kind, dh=dh)
+    def wrong(da: Any, h: Any, kind: str, *, dh: Any, **others: Any) -> None:
+        right(da, h, kind, dh=dh, **others)
         if isinstance(dh, Tensor):
             dh[0, 0] *= 1.00001
 

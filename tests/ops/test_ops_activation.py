@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 from support import bounds
+from support.fused import check_fused_activation
 from support.ops import (
     DTYPES,
     acc,
@@ -76,6 +77,13 @@ def test_activations(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("where")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*KINDS, "swiglu"])
+def test_an_output_again_and_the_sums_of_gradients(kind: str, dtype: torch.dtype) -> None:
+    for n, c in ((1, 1), (63, 48), (113, 63)):
+        check_fused_activation(kind, n, c, dtype, device="cpu", kernel=None)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_far_out_activations_saturate_without_nan(kind: str, dtype: torch.dtype) -> None:

@@ -12,6 +12,7 @@ from support.ops import DTYPES, RAGGED, acc, allocated_bytes, allowed_bytes, ass
 from torch import Tensor
 
 from tilegrad.kernels import linear
+from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.column_sum import torch_ops as column_sum_torch
 from tilegrad.kernels.cpu import rows
@@ -20,9 +21,11 @@ from tilegrad.kernels.linear import (
     Problem,
     bf16,
     linear_bwd,
+    linear_bwd_input,
     linear_fwd,
     linear_workspace,
     per_head_linear_bwd,
+    per_head_linear_bwd_input,
     per_head_linear_fwd,
     tiled,
 )
@@ -127,6 +130,28 @@ def test_gradients_that_do_not_add_overwrite(
     got: dict[str, Any] = {name: torch.full_like(want[name], torch.nan) for name in ("dw", "db")}
     bwd(dy, x, w, **got, accumulate=False, scratch=poisoned(linear_workspace(x, w, backward=True)))
     assert all(torch.equal(got[name], want[name]) for name in got)
+
+
+@pytest.mark.parametrize("heads", [False, True])
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("products", [False, True])
+def test_the_input_half_adds_where_asked(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: bool, heads: bool
+) -> None:
+    """dx += dy w, rounded once at the end; a bf16 product that torch rounds before, once more."""
+    in_tiles_of(monkeypatch, 8, 5)
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    h, d = 3, 7
+    dy, dx0 = randn(20, h * d, dtype=dtype), randn(20, h * d, dtype=dtype, seed=1)
+    w = randn(h, d, d, dtype=dtype) if heads else randn(h * d, h * d, dtype=dtype)
+    run, dx = per_head_linear_bwd_input if heads else linear_bwd_input, dx0.clone()
+    scratch = poisoned(linear_workspace(dy, w, backward=True))
+    run(dy, w, dx=dx, accumulate=True, scratch=scratch)
+    whole = torch.block_diag(*w) if heads else w
+    product = bounds.of(dy) @ bounds.of(whole)
+    total = (product.rounded(dtype) if dtype == torch.bfloat16 and products else product) + bounds.of(dx0)
+    exact = dx0.double() + dy.double() @ whole.double()
+    assert_close({"dx": dx}, {"dx": exact}, bounds.bounds(dtype, {"dx": total}))
 
 
 @pytest.mark.parametrize("dtype", DTYPES)

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import bounds
+from support.fused import check_fused_norm
 from support.ops import (
     DTYPES,
     RAGGED,
@@ -107,6 +108,17 @@ def test_norms(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, n: int, bloc
         check(n, c, dtype, rms=True, bias=False)
         check(n, c, dtype, rms=False, bias=True)
     check(n, 48, dtype, rms=False, bias=False)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rms", "bias"), [(True, False), (False, True), (False, False)])
+@pytest.mark.parametrize("block", [100, 1 << 16])
+def test_a_joined_branch_an_output_again_and_the_sum_of_dx(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, rms: bool, bias: bool, block: int
+) -> None:
+    monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
+    for n, c in ((1, 1), (63, 48), (113, 63)):
+        check_fused_norm(n, c, dtype, rms=rms, bias=bias, device="cpu", kernel=None)
 
 
 @pytest.mark.parametrize("rms", [False, True])

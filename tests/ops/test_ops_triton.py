@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from support import bounds
+from support.fused import check_fused_activation, check_fused_norm
 from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 from support.ops import assert_true, poisoned, randn
 from torch import Tensor
@@ -318,6 +319,32 @@ def check_swiglu(n: int, c: int, dtype: torch.dtype, device: str) -> None:
         wrong[-1, -1] += 0.2 + wrong[-1, -1].abs()
         with pytest.raises(AssertionError, match=f"{name}: "):
             assert_true({name: wrong}, swiglu, {"gate": gate, "up": up}, {"a": da}, allowed)
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("rms", "bias"), NORMS)
+def test_interpreted_joined_branch_output_again_and_sum_of_dx(dtype: torch.dtype, rms: bool, bias: bool) -> None:
+    for n, c in ((1, 1), (63, 63), (113, 768), (1023, 5)):
+        check_fused_norm(n, c, dtype, rms=rms, bias=bias, device="cpu", kernel="triton")
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("kind", [*KINDS, "swiglu"])
+def test_interpreted_output_again_and_sums_of_gradients(kind: str, dtype: torch.dtype) -> None:
+    for n, c in ((1, 1), (63, 63), (40, 1500), (1023, 5)):
+        check_fused_activation(kind, n, c, dtype, device="cpu", kernel="triton")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [*DTYPES, torch.bfloat16])
+def test_fused_ops_on_the_device(dtype: torch.dtype) -> None:
+    for n, c in (*SHAPES, *ON_THE_DEVICE):
+        for rms, bias in NORMS:
+            check_fused_norm(n, c, dtype, rms=rms, bias=bias, device="cuda", kernel="triton")
+        for kind in (*KINDS, "swiglu"):
+            check_fused_activation(kind, n, c, dtype, device="cuda", kernel="triton")
 
 
 @interpreted

@@ -81,24 +81,28 @@ def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> N
     assert ".128" in found["_column_sum_kernel"].sass, "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [80, 90, 100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["gelu", "tanh", "relu", "swiglu"])
 def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.activation import triton_ops
 
-    gate_up = torch.empty(64, 6144, dtype=dtype)
+    gate_up, sums = torch.empty(64, 6144, dtype=dtype), torch.empty(3072)
     gate, up, h = gate_up[:, :3072], gate_up[:, 3072:], torch.empty(64, 3072, dtype=dtype)
     with compiling(architecture, tmp_path) as found:
-        if kind == "swiglu":
-            triton_ops.swiglu_fwd(gate, up, a=h)
-            triton_ops.swiglu_bwd(h, gate, up, dgate=h, dup=h)
-        else:
-            triton_ops.fwd(h, kind, a=h)
-            triton_ops.bwd(h, h, kind, dh=h)
+        for again, summed in ((None, None), (h, sums)):
+            scratch = poisoned(triton_ops.workspace(kind, (h,)))
+            options = {"a": again, "accumulate": True, "scratch": scratch}
+            if kind == "swiglu":
+                triton_ops.swiglu_bwd(h, gate, up, dgate=h, dup=h, dgate_sum=summed, dup_sum=summed, **options)
+            else:
+                triton_ops.bwd(h, h, kind, dh=h, dh_sum=summed, **options)
+        triton_ops.swiglu_fwd(gate, up, a=h) if kind == "swiglu" else triton_ops.fwd(h, kind, a=h)
     op = "swiglu" if kind == "swiglu" else "activation"
-    check(found, architecture, {f"_{op}_fwd_kernel", f"_{op}_bwd_kernel"})
-    assert all(".128" in kernel.sass for kernel in found.values()), "loads are not of 16 bytes"
+    backward = f"_{op}_bwd_kernel"
+    check(found, architecture, {f"_{op}_fwd_kernel", backward, f"{backward} again", "_add_partials_kernel"})
+    wide = (kernel for name, kernel in found.items() if name != "_add_partials_kernel")
+    assert all(".128" in kernel.sass for kernel in wide), "loads are not of 16 bytes"
 
 
 @pytest.mark.parametrize(("n", "c"), [(1, 1), (1, 768), (1023, 1)])
@@ -113,10 +117,13 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
     with compiling(90, tmp_path) as found:
         column_sum.fwd(x, sums=torch.empty(c), accumulate=False, scratch=poisoned(column_sum.workspace(x)))
         activation.fwd(x, "gelu", a=y)
-        activation.bwd(x, x, "tanh", dh=y)
+        activation.bwd(x, x, "tanh", dh=y, a=y, dh_sum=None, accumulate=False, scratch={})
         activation.swiglu_fwd(x, x, a=y)
-        activation.swiglu_bwd(x, x, x, dgate=y, dup=y)
-    assert len(found) == 6
+        sums, scratch = torch.empty(c), poisoned(activation.workspace("swiglu", (x,)))
+        activation.swiglu_bwd(
+            x, x, x, dgate=y, dup=y, a=y, dgate_sum=sums, dup_sum=sums, accumulate=False, scratch=scratch
+        )
+    assert len(found) == 7
 
 
 @pytest.mark.parametrize("architecture", [80, 90])

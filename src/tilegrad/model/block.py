@@ -100,9 +100,12 @@ class Block:
 
     def backward(self, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None) -> None:
         """dx_sum: the bias gradient of the projection that ends the block below."""
-        self.recompute_ffn(x)
-        norm, bias = "norm" in self.recompute and "block" not in self.recompute, self.drop1.seed is not None
-        self.ffn.backward(self.drop2.backward(dx), dx=self.dnorm, bias=bias)
+        parts, bias = self.recompute, self.drop1.seed is not None
+        if "block" in parts:
+            self.recompute_block(x)
+            parts = frozenset()
+        norm, activation = "norm" in parts, "activation" in parts
+        self.ffn.backward(self.drop2.backward(dx), dx=self.dnorm, bias=bias, recompute=activation)
         proj_sum = None if bias else self.attention.proj.bias_grad
         n = self.norm2.backward(self.dnorm, self.x1, dx=dx, dx_sum=proj_sum, recompute=norm)
         self.ffn.backward_weight(n)
@@ -115,11 +118,8 @@ class Block:
         """That of the projection that ends the block, where it is the column sum of dx: no dropout is between."""
         return self.ffn.down.bias_grad if self.drop2.seed is None else None
 
-    def recompute_ffn(self, x: Buffer) -> None:
-        """What the backward of the feed-forward reads and was not kept; of a whole block, what all of it reads."""
-        if "block" in self.recompute:
-            self.norm1.forward(x)
-            self.forward_attention(x)
-            self.ffn.recompute(self.norm2.y)
-        elif "activation" in self.recompute:
-            self.ffn.activate()
+    def recompute_block(self, x: Buffer) -> None:
+        """What the backward reads."""
+        self.norm1.forward(x)
+        self.forward_attention(x)
+        self.ffn.recompute(self.norm2.y)

@@ -4,13 +4,18 @@
     y = a W_down' + b
     da = dy W_down       dh = da ∘ act'(h)        dx = dh W_up (+ dgate W_gate)
 Saved: x (the norm's output), h (and gate), a unless it is recomputed.        x, y (N, C)   h, a (N, F)
+
+The activation's backward reads h for the last time: it forms up's bias gradient Σ dh, and a recomputed a in the place of h
+(of the gate). So the order is: dgrad of down, activation, wgrad of down, dgrad of up; and up's wgrad, `backward_weight`, when x
+is there.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..kernels.activation import activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
+from ..kernels.activation import activation_bwd, activation_fwd, activation_workspace, swiglu_bwd, swiglu_fwd
+from ..kernels.scratch import Scratch
 from .layer import Buffer, Declare
 from .linear import LinearLayer
 
@@ -25,6 +30,7 @@ class FeedForward:
     h: Buffer
     a: Buffer
     da: Buffer
+    scratch: Scratch  # of the activation's backward
 
     @classmethod
     def declare(cls, at: Declare, name: str) -> FeedForward:
@@ -36,6 +42,7 @@ class FeedForward:
             h=at.rows(f"{name}.h", f),
             a=at.rows(f"{name}.a", f),
             da=at.rows(f"{name}.da", f),
+            scratch=_scratch(at, at.config.activation),
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
@@ -43,16 +50,20 @@ class FeedForward:
         self.activate()
         self.down.forward(self.a, y=y)
 
-    def backward(self, dy: Buffer, *, dx: Buffer, bias: bool) -> None:
-        """dx, and the gradients of down; `bias`: that of its bias too."""
+    def backward(self, dy: Buffer, *, dx: Buffer, bias: bool, recompute: bool) -> None:
+        """dx, and the gradients of down; `bias`: that of its bias too; `recompute`: a was not kept."""
+        a = self.h if recompute else None
         self.down.backward_input(dy, dx=self.da)
-        self.down.backward_weight(dy, self.a, bias=bias)
-        activation_bwd(self.da, self.h, self.activation, dh=self.da)
+        activation_bwd(
+            self.da, self.h, self.activation, dh=self.da, a=a, dh_sum=self.up.bias_grad,
+            accumulate=self.up.w.accumulate, scratch=self.scratch,
+        )  # fmt: skip
+        self.down.backward_weight(dy, self.a if a is None else a, bias=bias)
         self.up.backward_input(self.da, dx=dx)
 
     def backward_weight(self, x: Buffer) -> None:
         """The gradients of up, after `backward`."""
-        self.up.backward_weight(self.da, x)
+        self.up.backward_weight(self.da, x, bias=False)
 
     def recompute(self, x: Buffer) -> None:
         """What the backward reads: h and a."""
@@ -76,6 +87,7 @@ class SwiGLU:
     a: Buffer
     da: Buffer
     dh: Buffer
+    scratch: Scratch  # of the activation's backward
 
     @classmethod
     def declare(cls, at: Declare, name: str) -> SwiGLU:
@@ -89,6 +101,7 @@ class SwiGLU:
             a=at.rows(f"{name}.a", f),
             da=at.rows(f"{name}.da", f),
             dh=at.rows(f"{name}.dh", f),
+            scratch=_scratch(at, "swiglu"),
         )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
@@ -97,18 +110,23 @@ class SwiGLU:
         self.activate()
         self.down.forward(self.a, y=y)
 
-    def backward(self, dy: Buffer, *, dx: Buffer, bias: bool) -> None:
-        """dx, and the gradients of down; `bias`: that of its bias too."""
+    def backward(self, dy: Buffer, *, dx: Buffer, bias: bool, recompute: bool) -> None:
+        """dx, and the gradients of down; `bias`: that of its bias too; `recompute`: a was not kept."""
+        a = self.g if recompute else None
         self.down.backward_input(dy, dx=self.da)
-        self.down.backward_weight(dy, self.a, bias=bias)
-        swiglu_bwd(self.da, self.g, self.h, dgate=self.da, dup=self.dh)
+        swiglu_bwd(
+            self.da, self.g, self.h, dgate=self.da, dup=self.dh, a=a,
+            dgate_sum=self.gate.bias_grad, dup_sum=self.up.bias_grad,
+            accumulate=self.up.w.accumulate, scratch=self.scratch,
+        )  # fmt: skip
+        self.down.backward_weight(dy, self.a if a is None else a, bias=bias)
         self.up.backward_input(self.dh, dx=dx)
         self.gate.backward_input(self.da, dx=dx, accumulate=True)
 
     def backward_weight(self, x: Buffer) -> None:
         """The gradients of up and gate, after `backward`."""
-        self.up.backward_weight(self.dh, x)
-        self.gate.backward_weight(self.da, x)
+        self.up.backward_weight(self.dh, x, bias=False)
+        self.gate.backward_weight(self.da, x, bias=False)
 
     def recompute(self, x: Buffer) -> None:
         """What the backward reads: h, the gate and a."""
@@ -119,3 +137,9 @@ class SwiGLU:
     def activate(self) -> None:
         """a = silu(gate) ∘ h"""
         swiglu_fwd(self.g, self.h, a=self.a)
+
+
+def _scratch(at: Declare, kind: str) -> Scratch:
+    """Of an activation's backward, where it adds up columns: up has a bias."""
+    biased = at.config.bias if at.config.ffn_bias is None else at.config.ffn_bias
+    return at.scratch(kind, activation_workspace(at.form(at.config.ffn), kind)) if biased else {}

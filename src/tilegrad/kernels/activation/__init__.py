@@ -5,30 +5,35 @@
     relu   a = max(h, 0)         dh = da where h > 0
     swiglu a = silu(gate) ∘ up   dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   silu(g) = g σ(g)
 
-The backward reads h, so a need not be kept. dh may be da itself, and dgate may be da. `ACTIVATION` is the table of kernels:
-each module offers `fwd` and `bwd`, and `swiglu_fwd` and `swiglu_bwd` where it takes swiglu. None needs scratch.
+The backward reads h, so a need not be kept: it forms a once more, to the same bits, where it is asked for. dh may be da itself
+and a may be h; dgate may be da, and a gate. It adds up columns too, (N, C) alone: Σ_n dh is the bias gradient of the
+projection below, and so are Σ_n dgate and Σ_n dup (accumulate=False: they are overwritten). `ACTIVATION` is the table of
+kernels: each module offers `workspace`, which column sums need, `fwd` and `bwd`, and `swiglu_fwd` and `swiglu_bwd` where it
+takes swiglu.
 """
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from .. import gpu
-from ..checks import check_tensor
+from ..checks import check_given, check_tensor
 from ..cpu import rows
 from ..op import op
+from ..scratch import Scratch, Shapes, accumulation_dtype, views
 from ..table import Kernel, Table, takes_all
 
 KINDS = ("gelu", "tanh", "relu")
 
 
 class Problem(NamedTuple):
-    """An activation as the table sees it; the tensors are all that a call reads and writes, of one shape and dtype."""
+    """An activation as the table sees it; the tensors are all that a call reads and writes, of one shape and dtype. A form
+    in the place of one is contiguous."""
 
     kind: str
-    tensors: tuple[Tensor, ...]
+    tensors: tuple[Any, ...]
 
 
 def _native_refuses(problem: Problem) -> str | None:
@@ -38,7 +43,7 @@ def _native_refuses(problem: Problem) -> str | None:
     if reason is not None:
         return reason
     for x in problem.tensors:
-        if not x.is_contiguous():
+        if not _contiguous(x):
             return "takes contiguous tensors"
     return None
 
@@ -46,9 +51,13 @@ def _native_refuses(problem: Problem) -> str | None:
 def _triton_refuses(problem: Problem) -> str | None:
     tensors = problem.tensors
     refusal = gpu.refusal(tensors[0])
-    if refusal is None and not all(x.is_contiguous() for x in tensors) and not all(map(_in_rows, tensors)):
+    if refusal is None and not all(map(_contiguous, tensors)) and not all(map(_in_rows, tensors)):
         return "takes contiguous tensors, or rows whose columns lie side by side"
     return refusal
+
+
+def _contiguous(x: Any) -> bool:
+    return not isinstance(x, Tensor) or x.is_contiguous()
 
 
 def _in_rows(x: Tensor) -> bool:
@@ -65,11 +74,25 @@ ACTIVATION = Table(
 )
 
 
-def _check(kind: str, h: Tensor, **others: Tensor) -> None:
+def activation_workspace(h: Any, kind: str, *, kernel: str | None = None) -> Shapes:
+    """Of a backward that adds up columns; "swiglu" is a kind here. Name → (shape, dtype) of what `scratch` must hold."""
+    return ACTIVATION.workspace(Problem(kind, (h,)), kernel=kernel)
+
+
+def _check(kind: str, h: Tensor, **others: Tensor | None) -> None:
     if kind not in KINDS:
         raise ValueError(f"kind: got {kind!r}; accepted: one of {', '.join(map(repr, KINDS))}")
-    for name, other in others.items():
-        check_tensor(name, other, tuple(h.shape), h.dtype, h.device)
+    check_given(h.device, *((name, other, tuple(h.shape), h.dtype) for name, other in others.items()))
+
+
+def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
+    """Whether there are any."""
+    if all(x is None for x in sums.values()):
+        return False
+    if h.ndim != 2:
+        raise ValueError(f"{', '.join(sums)}: got {tuple(h.shape)} to add up; accepted: (N, C)")
+    check_given(h.device, *((name, x, (h.shape[1],), accumulation_dtype(h.dtype)) for name, x in sums.items()))
+    return True
 
 
 @op()
@@ -79,11 +102,19 @@ def activation_fwd(h: Tensor, kind: str, *, a: Tensor, kernel: str | None = None
     ACTIVATION.select(Problem(kind, (h, a)), kernel).load().fwd(h, kind, a=a)
 
 
-@op()
-def activation_bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor, kernel: str | None = None) -> None:
-    """dh = da ∘ kind'(h); dh may be da."""
-    _check(kind, h, da=da, dh=dh)
-    ACTIVATION.select(Problem(kind, (h, da, dh)), kernel).load().bwd(da, h, kind, dh=dh)
+@op(accumulates=("dh_sum",))
+def activation_bwd(
+    da: Tensor, h: Tensor, kind: str, *,
+    dh: Tensor, a: Tensor | None = None, dh_sum: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """dh = da ∘ kind'(h)   a = kind(h)   dh_sum += Σ_n dh; dh may be da, and a may be h."""
+    _check(kind, h, da=da, dh=dh, a=a)
+    row = ACTIVATION.select(Problem(kind, (h, da, dh) if a is None else (h, da, dh, a)), kernel)
+    module, summed = row.load(), _check_sums(h, dh_sum=dh_sum)
+    needed = module.workspace(kind, (h,)) if summed else {}
+    buffers = views(scratch, needed, h.device, "activation", kernel=row.name)
+    module.bwd(da, h, kind, dh=dh, a=a, dh_sum=dh_sum, accumulate=accumulate, scratch=buffers)
 
 
 @op()
@@ -94,10 +125,24 @@ def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, kernel: str | None = None
     ACTIVATION.select(Problem("swiglu", (gate, up, a)), kernel).load().swiglu_fwd(gate, up, a=a)
 
 
-@op()
-def swiglu_bwd(da: Tensor, gate: Tensor, up: Tensor, *, dgate: Tensor, dup: Tensor, kernel: str | None = None) -> None:
-    """dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate); dgate may be da."""
+@op(accumulates=("dgate_sum", "dup_sum"))
+def swiglu_bwd(
+    da: Tensor, gate: Tensor, up: Tensor, *,
+    dgate: Tensor, dup: Tensor, a: Tensor | None = None,
+    dgate_sum: Tensor | None = None, dup_sum: Tensor | None = None, accumulate: bool = True,
+    scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   a = silu(gate) ∘ up   dgate_sum += Σ_n dgate
+    dup_sum += Σ_n dup; dgate may be da, and a may be gate."""
     for name, other in (("da", da), ("up", up), ("dgate", dgate), ("dup", dup)):
         check_tensor(name, other, tuple(gate.shape), gate.dtype, gate.device)
-    chosen = ACTIVATION.select(Problem("swiglu", (da, gate, up, dgate, dup)), kernel)
-    chosen.load().swiglu_bwd(da, gate, up, dgate=dgate, dup=dup)
+    check_given(gate.device, ("a", a, tuple(gate.shape), gate.dtype))
+    if (dgate_sum is None) != (dup_sum is None):
+        raise ValueError("dgate_sum, dup_sum: got one of the two; accepted: both or none")
+    tensors = (da, gate, up, dgate, dup) if a is None else (da, gate, up, dgate, dup, a)
+    row = ACTIVATION.select(Problem("swiglu", tensors), kernel)
+    module, summed = row.load(), _check_sums(gate, dgate_sum=dgate_sum, dup_sum=dup_sum)
+    needed = module.workspace("swiglu", (gate,)) if summed else {}
+    buffers = views(scratch, needed, gate.device, "activation", kernel=row.name)
+    sums = {"dgate_sum": dgate_sum, "dup_sum": dup_sum}
+    module.swiglu_bwd(da, gate, up, dgate=dgate, dup=dup, a=a, **sums, accumulate=accumulate, scratch=buffers)

@@ -2,20 +2,35 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from ..column_sum import cpu as column_sum
 from ..cpu.abi import pack_gelu
 from ..cpu.library import isa, native
 from ..cpu.rows import DTYPES
+from ..scratch import Scratch, Shapes
+
+
+def workspace(kind: str, tensors: tuple[Any, ...]) -> Shapes:
+    return {}
 
 
 def fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
     _run(h, a=a.data_ptr())
 
 
-def bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor) -> None:
+def bwd(
+    da: Tensor, h: Tensor, kind: str, *,
+    dh: Tensor, a: Tensor | None, dh_sum: Tensor | None, accumulate: bool, scratch: Scratch,
+) -> None:  # fmt: skip
     _run(h, da=da.data_ptr(), dh=dh.data_ptr())
+    if dh_sum is not None:
+        column_sum.fwd(dh, sums=dh_sum, accumulate=accumulate, scratch={})
+    if a is not None:
+        fwd(h, kind, a=a)
 
 
 def _run(h: Tensor, **addresses: int) -> None:

@@ -2,11 +2,20 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor
 
+from .. import column_sum
+from ..scratch import Scratch, Shapes, below, of
+
 _aten = torch.ops.aten
 _SATURATED = 80.0  # σ(80) is 1 in float64, and exp(80) is finite in float32
+
+
+def workspace(kind: str, tensors: tuple[Any, ...]) -> Shapes:
+    return below("column_sum", column_sum.column_sum_workspace(tensors[0]))
 
 
 def fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
@@ -18,7 +27,10 @@ def fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
         torch.clamp(h, min=0.0, out=a)
 
 
-def bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor) -> None:
+def bwd(
+    da: Tensor, h: Tensor, kind: str, *,
+    dh: Tensor, a: Tensor | None, dh_sum: Tensor | None, accumulate: bool, scratch: Scratch,
+) -> None:  # fmt: skip
     if kind == "gelu":
         _aten.gelu_backward.grad_input(da, h, approximate="tanh", grad_input=dh)
     elif kind == "tanh":  # softplus_backward(g, h, β, ·) = g σ(β h)
@@ -26,13 +38,29 @@ def bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor) -> None:
         _aten.softplus_backward.grad_input(dh, h, -2.0, _SATURATED, grad_input=dh).mul_(4.0)
     else:
         _aten.threshold_backward.grad_input(da, h, 0.0, grad_input=dh)
+    _add_columns(dh, sums=dh_sum, accumulate=accumulate, scratch=scratch)
+    if a is not None:
+        fwd(h, kind, a=a)
 
 
 def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor) -> None:
     _aten.silu.out(gate, out=a).mul_(up)
 
 
-def swiglu_bwd(da: Tensor, gate: Tensor, up: Tensor, *, dgate: Tensor, dup: Tensor) -> None:
+def swiglu_bwd(
+    da: Tensor, gate: Tensor, up: Tensor, *,
+    dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
+    scratch: Scratch,
+) -> None:  # fmt: skip
     _aten.silu.out(gate, out=dup).mul_(da)
     torch.mul(da, up, out=dgate)
     _aten.silu_backward.grad_input(dgate, gate, grad_input=dgate)
+    for x, sums in ((dgate, dgate_sum), (dup, dup_sum)):
+        _add_columns(x, sums=sums, accumulate=accumulate, scratch=scratch)
+    if a is not None:
+        swiglu_fwd(gate, up, a=a)
+
+
+def _add_columns(x: Tensor, *, sums: Tensor | None, accumulate: bool, scratch: Scratch) -> None:
+    if sums is not None:
+        column_sum.run(x, sums=sums, accumulate=accumulate, scratch=of("column_sum", scratch))

@@ -1,22 +1,35 @@
-"""Activations in Triton: one pass, a program for each tile.       h, a, gate, up (N, C), or all contiguous
+"""Activations in Triton: one pass.       h, a, gate, up (N, C), or all contiguous   partials (1 or 2, P, C)
 
-In float32; only outputs are rounded. σ(v) and σ(−v) are both 1 / (1 + e) or e / (1 + e) with e = exp(−|v|), so neither
-cancels nor overflows. Of float32, exp and quotients are rounded like torch's: the device's own err by |v| units.
+    forward    a program for each tile
+    backward   a program for each tile; where columns are added up, P programs for each tile of columns, with the row tiles
+               p, p + P, p + 2P, …: partials[:, p] = Σ dh of the program's rows, then dh_sum (+)= Σ_p partials
+
+In float32; only outputs are rounded, and sums are of the rounded numbers, in the grid's order: the same bits each time.
+σ(v) and σ(−v) are both 1 / (1 + e) or e / (1 + e) with e = exp(−|v|), so neither cancels nor overflows. Of float32, exp and
+quotients are rounded like torch's: the device's own err by |v| units. Where σ(−v) stands beside a term of size 1 and
+outputs are short, it is 1 − σ(v): 37 instructions for each number are all the time that memory leaves.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..attention.triton.numerics import power, quotient, to_log2
+from ..attention.triton.numerics import LOG2E, power, quotient, to_log2
 from ..attention.triton.numerics import tanh as finite_tanh
-from ..gpu import ceil_div, padded
+from ..column_sum.triton_ops import add_partials
+from ..gpu import ceil_div, multiprocessors, padded
+from ..scratch import Scratch, Shapes
 
 TILE, COLUMNS = 4096, 1024  # elements of a tile, columns of one whose rows lie apart
 WARPS = 8
+SUMMED_TILE, SUMMED_WARPS = 2048, 4  # where columns are added up
+PROGRAMS = 8  # for each multiprocessor, where columns are added up
+MOST_PROGRAMS = 65535  # of a grid's second axis
 SLOPE = tl.constexpr(1.5957691216057308)  # 2 √(2/π)
 CUBIC = tl.constexpr(0.044715)
 
@@ -32,9 +45,19 @@ def sigmoids(v, EXACT: tl.constexpr):
 
 
 @triton.jit
+def sigmoids_beside_1(v, EXACT: tl.constexpr):
+    """σ(v), and σ(−v) up to a unit of 1."""
+    if EXACT:
+        return sigmoids(v, EXACT)
+    else:
+        of_v = 1.0 / (1.0 + tl.math.exp2(v * -LOG2E))
+        return of_v, 1.0 - of_v
+
+
+@triton.jit
 def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == "gelu":
-        of_v, _ = sigmoids(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
+        of_v, _ = sigmoids_beside_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         return h * of_v
     elif KIND == "tanh":
         return tl.where(h == h, finite_tanh(h, EXACT), h)
@@ -46,7 +69,7 @@ def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
     """Of gelu σ(v) + h σ(v) σ(−v) v', v = 2u; the second term is 0 where σ(−|v|) is, even if h² is infinite there."""
     if KIND == "gelu":
-        of_v, of_minus_v = sigmoids(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
+        of_v, of_minus_v = sigmoids_beside_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         product = of_v * of_minus_v
         rest = h * product * (SLOPE + 3.0 * SLOPE * CUBIC * h * h)
         return of_v + tl.where(product == 0.0, 0.0, rest)
@@ -78,13 +101,27 @@ def _activation_fwd_kernel(
 
 @triton.jit
 def _activation_bwd_kernel(
-    da, h, dh, da_n, h_n, dh_n, n, c,
+    da, h, dh, a, partials, da_n, h_n, dh_n, a_n, n, c,
     KIND: tl.constexpr, EXACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
-    of_h = tl.load(h + rows * h_n + columns, inside, 0.0).to(tl.float32)
-    grad = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
-    tl.store(dh + rows * dh_n + columns, (grad * derivative(of_h, KIND, EXACT)).to(dh.dtype.element_ty), inside)
+    p, programs = tl.program_id(1), tl.num_programs(1)
+    columns = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    dh_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+
+    for first in range(p * BLOCK_N, n, programs * BLOCK_N):
+        rows = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        inside = (rows < n) & (columns < c)
+        of_h = tl.load(h + rows * h_n + columns, inside, 0.0).to(tl.float32)
+        grad = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
+        out = (grad * derivative(of_h, KIND, EXACT)).to(dh.dtype.element_ty)
+        tl.store(dh + rows * dh_n + columns, out, inside)
+        if partials is not None:
+            dh_sum += out.to(tl.float32)
+        if a is not None:
+            tl.store(a + rows * a_n + columns, activate(of_h, KIND, EXACT).to(a.dtype.element_ty), inside)
+
+    if partials is not None:
+        tl.store(partials + p.to(tl.int64) * c + columns, tl.sum(dh_sum, 0)[None, :], columns < c)
 
 
 @triton.jit
@@ -94,55 +131,131 @@ def _swiglu_fwd_kernel(
     rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
     of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
     of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
-    of_g, _ = sigmoids(of_gate, EXACT)
+    of_g, _ = sigmoids_beside_1(of_gate, EXACT)
     tl.store(a + rows * a_n + columns, (of_gate * of_g * of_up).to(a.dtype.element_ty), inside)
 
 
 @triton.jit
 def _swiglu_bwd_kernel(
-    da, gate, up, dgate, dup, da_n, gate_n, up_n, dgate_n, dup_n, n, c,
+    da, gate, up, dgate, dup, a, partials, da_n, gate_n, up_n, dgate_n, dup_n, a_n, n, c,
     EXACT: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):  # fmt: skip
-    rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
-    grad = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
-    of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
-    of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
-    of_g, of_minus_g = sigmoids(of_gate, EXACT)
-    slope = of_g * (1.0 + of_gate * of_minus_g)
-    tl.store(dgate + rows * dgate_n + columns, (grad * of_up * slope).to(dgate.dtype.element_ty), inside)
-    tl.store(dup + rows * dup_n + columns, (grad * of_gate * of_g).to(dup.dtype.element_ty), inside)
+    p, programs = tl.program_id(1), tl.num_programs(1)
+    columns = tl.program_id(0).to(tl.int64) * BLOCK_C + tl.arange(0, BLOCK_C)[None, :]
+    dgate_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+    dup_sum = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
+
+    for first in range(p * BLOCK_N, n, programs * BLOCK_N):
+        rows = (first + tl.arange(0, BLOCK_N)).to(tl.int64)[:, None]
+        inside = (rows < n) & (columns < c)
+        grad = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
+        of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
+        of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
+        of_g, of_minus_g = sigmoids_beside_1(of_gate, EXACT)
+        of_dgate = (grad * of_up * (of_g * (1.0 + of_gate * of_minus_g))).to(dgate.dtype.element_ty)
+        of_dup = (grad * of_gate * of_g).to(dup.dtype.element_ty)
+        tl.store(dgate + rows * dgate_n + columns, of_dgate, inside)
+        tl.store(dup + rows * dup_n + columns, of_dup, inside)
+        if partials is not None:
+            dgate_sum += of_dgate.to(tl.float32)
+            dup_sum += of_dup.to(tl.float32)
+        if a is not None:
+            tl.store(a + rows * a_n + columns, (of_gate * of_g * of_up).to(a.dtype.element_ty), inside)
+
+    if partials is not None:
+        own = partials + p.to(tl.int64) * c + columns
+        tl.store(own, tl.sum(dgate_sum, 0)[None, :], columns < c)
+        tl.store(own + tl.cast(programs, tl.int64) * c, tl.sum(dup_sum, 0)[None, :], columns < c)
+
+
+def _summed_tile(c: int) -> tuple[int, int]:
+    """(rows, columns)"""
+    columns = min(COLUMNS, padded(c))
+    return SUMMED_TILE // columns, columns
+
+
+def _programs(h: Any) -> int:
+    """P. It never falls as rows are added, so that scratch for many serves few."""
+    (n, c), (rows, columns) = h.shape, _summed_tile(h.shape[1])
+    most = PROGRAMS * multiprocessors(torch.device(h.device)) // ceil_div(c, columns)
+    return max(1, min(ceil_div(n, rows), most))
+
+
+def workspace(kind: str, tensors: tuple[Any, ...]) -> Shapes:
+    h = tensors[0]
+    return {"partials": ((2 if kind == "swiglu" else 1, _programs(h), h.shape[1]), torch.float32)}
 
 
 def fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
     _launch(_activation_fwd_kernel, h, a, KIND=kind)
 
 
-def bwd(da: Tensor, h: Tensor, kind: str, *, dh: Tensor) -> None:
-    _launch(_activation_bwd_kernel, da, h, dh, KIND=kind)
+def bwd(
+    da: Tensor, h: Tensor, kind: str, *,
+    dh: Tensor, a: Tensor | None, dh_sum: Tensor | None, accumulate: bool, scratch: Scratch,
+) -> None:  # fmt: skip
+    _launch_backward(
+        _activation_bwd_kernel, da, h, dh, a, sums=(dh_sum,), accumulate=accumulate, scratch=scratch, KIND=kind
+    )
 
 
 def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor) -> None:
     _launch(_swiglu_fwd_kernel, gate, up, a)
 
 
-def swiglu_bwd(da: Tensor, gate: Tensor, up: Tensor, *, dgate: Tensor, dup: Tensor) -> None:
-    _launch(_swiglu_bwd_kernel, da, gate, up, dgate, dup)
+def swiglu_bwd(
+    da: Tensor, gate: Tensor, up: Tensor, *,
+    dgate: Tensor, dup: Tensor, a: Tensor | None, dgate_sum: Tensor | None, dup_sum: Tensor | None, accumulate: bool,
+    scratch: Scratch,
+) -> None:  # fmt: skip
+    sums = dgate_sum, dup_sum
+    _launch_backward(_swiglu_bwd_kernel, da, gate, up, dgate, dup, a, sums=sums, accumulate=accumulate, scratch=scratch)
 
 
 def _launch(kernel: triton.JITFunction, *tensors: Tensor, **constants: str) -> None:
-    """Contiguous tensors are one long row."""
     x = tensors[0]
     if x.numel() == 0:
         return
-    if all(t.is_contiguous() for t in tensors):
-        n, c, block_c, strides = 1, x.numel(), TILE, [0] * len(tensors)
-    else:
-        n, c = x.shape
-        block_c, strides = min(COLUMNS, padded(c)), [t.stride(0) for t in tensors]
-    block_n = 1 if n == 1 else TILE // block_c
+    n, c, block_n, block_c, strides = _tiles(*tensors)
     grid = (ceil_div(n, block_n) * ceil_div(c, block_c),)
     with torch.cuda.device_of(x):
         kernel[grid](
             *tensors, *strides, n, c,
             **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=WARPS,
         )  # fmt: skip
+
+
+def _launch_backward(
+    kernel: triton.JITFunction, *tensors: Tensor | None,
+    sums: tuple[Tensor | None, ...], accumulate: bool, scratch: Scratch, **constants: str,
+) -> None:  # fmt: skip
+    x = next(x for x in tensors if x is not None)
+    wanted = [x for x in sums if x is not None]
+    if x.numel() == 0:
+        for grad in wanted if not accumulate else ():
+            grad.zero_()
+        return
+    if wanted:
+        (n, c), (block_n, block_c) = x.shape, _summed_tile(x.shape[1])
+        partials, programs, warps = scratch["partials"], _programs(x), SUMMED_WARPS
+        strides = [0 if t is None else t.stride(0) for t in tensors]
+    else:
+        n, c, block_n, block_c, strides = _tiles(*tensors)
+        partials, programs, warps = None, min(ceil_div(n, block_n), MOST_PROGRAMS), WARPS
+    with torch.cuda.device_of(x):
+        kernel[ceil_div(c, block_c), programs](
+            *tensors, partials, *strides, n, c,
+            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=warps,
+        )  # fmt: skip
+        if partials is not None:
+            add_partials(partials, *wanted, accumulate=accumulate)
+
+
+def _tiles(*tensors: Tensor | None) -> tuple[int, int, int, int, list[int]]:
+    """N, C, a tile's rows and columns, and strides. Contiguous tensors are one long row."""
+    given = [t for t in tensors if t is not None]
+    if all(t.is_contiguous() for t in given):
+        return 1, given[0].numel(), 1, TILE, [0] * len(tensors)
+    n, c = given[0].shape
+    block_c = min(COLUMNS, padded(c))
+    return n, c, 1 if n == 1 else TILE // block_c, block_c, [0 if t is None else t.stride(0) for t in tensors]

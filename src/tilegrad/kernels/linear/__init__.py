@@ -3,10 +3,10 @@
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
     dx = dy w    dw += dyᵀ x     db += Σ_n dy              accumulate=False: dw = dyᵀ x, db = Σ_n dy
 
-`linear_bwd` is the whole backward. `linear_bwd_input` is dx alone, and may add to it; `linear_bwd_weight` is dw and db alone:
-a program may put other ops between the two. Rows may be strided, columns not. For bfloat16, dw and db are float32; on a CPU so may w
-and b be. On CUDA y may be float32 (the logits of a loss). `LINEAR` is the table of kernels: each module offers `workspace`,
-`fwd`, `bwd_input` and `bwd_weight`. db is the op `column_sum`, which has a table of its own.
+`linear_bwd` is the whole backward. `linear_bwd_input` is dx alone, and may add to it; `linear_bwd_weight` is dw and db alone: a
+program may put other ops between the two. Rows may be strided, columns not. For bfloat16, dw and db are float32; on a CPU so
+may w and b be. On CUDA y may be float32 (the logits of a loss). `LINEAR` is the table of kernels: each module offers
+`workspace`, `fwd`, `bwd_input` and `bwd_weight`. db is the op `column_sum`, which has a table of its own.
 """
 
 from __future__ import annotations

@@ -154,9 +154,7 @@ def _bwd(
     row = NORM.select(Problem(x), kernel)
     module = row.load()
     buffers = views(scratch, module.workspace(x, backward=True), x.device, "norm", kernel=row.name)
-    module.bwd(
-        dy, x, w, mean, rstd, b, dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y, accumulate=accumulate, scratch=buffers
-    )
+    module.bwd(dy, x, w, mean, rstd, b, dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y, accumulate=accumulate, scratch=buffers)
 
 
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, **others: Tensor | None) -> None:

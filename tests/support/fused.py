@@ -1,0 +1,127 @@
+"""What the fused ops must give: the bits of their pieces, and column sums of what they wrote, under the closeness rule."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tilegrad.kernels.activation import (
+    activation_bwd,
+    activation_fwd,
+    activation_workspace,
+    swiglu_bwd,
+    swiglu_fwd,
+)
+from tilegrad.kernels.closeness import assert_close
+from tilegrad.kernels.norm import (
+    add_layernorm_fwd,
+    add_rmsnorm_fwd,
+    layernorm_bwd,
+    layernorm_fwd,
+    norm_workspace,
+    rmsnorm_bwd,
+    rmsnorm_fwd,
+)
+
+from . import bounds
+from .ops import acc, poisoned, randn
+
+EPS = 1e-5
+
+
+def assert_column_sums(got: dict[str, Tensor], summed: dict[str, Tensor]) -> None:
+    """Each of `got` is the sum over the rows of what `summed` has under its name."""
+    for name, x in summed.items():
+        allowed = bounds.bounds(x.dtype, {name: bounds.of(x).sum(0)})
+        assert_close({name: got[name]}, {name: x.double().sum(0)}, allowed)
+
+
+def check_fused_norm(
+    n: int, c: int, dtype: torch.dtype, *, rms: bool, bias: bool, device: str, kernel: str | None
+) -> None:
+    """Rows of inputs lie apart. The branch is joined, the output comes again over dy, and dx is added up."""
+    x, f, dy = (randn(n, 2 * c, dtype=dtype, seed=seed).to(device)[:, c:] for seed in (0, 1, 2))
+    w, b = randn(c, dtype=dtype, seed=3).to(device), randn(c, dtype=dtype, seed=4).to(device) if bias else None
+    forward, backward = (spoiled(norm_workspace(x, backward=which, kernel=kernel), x) for which in (False, True))
+
+    def out(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=kind, device=device)
+
+    def fwd(x: Tensor, f: Tensor | None, **joined: Tensor) -> dict[str, Tensor]:
+        got = {"y": out((n, c), dtype), "rstd": out((n,), acc(dtype))}
+        options: dict[str, Any] = {"scratch": forward, "kernel": kernel}
+        if rms and f is None:
+            rmsnorm_fwd(x, w, EPS, **got, **options)
+        elif rms:
+            add_rmsnorm_fwd(x, f, w, EPS, **got, **joined, **options)
+        else:
+            got["mean"] = out((n,), acc(dtype))
+            if f is None:
+                layernorm_fwd(x, w, b, EPS, **got, **options)
+            else:
+                add_layernorm_fwd(x, f, w, b, EPS, **got, **joined, **options)
+        return got
+
+    x1 = out((n, c), dtype)
+    got, want = fwd(x, f, x1=x1), fwd(x + f, None)
+    assert torch.equal(x1, x + f)
+    for name in want:
+        assert torch.equal(got[name], want[name]), name
+    in_place = x.clone()
+    again = fwd(in_place, f, x1=in_place)
+    assert torch.equal(in_place, x1) and torch.equal(again["y"], got["y"])
+
+    def bwd(dy: Tensor, **more: Tensor) -> dict[str, Tensor]:
+        grads = {"dx": x.clone(), "dw": out((c,), acc(dtype))}
+        options: dict[str, Any] = {"accumulate": False, "scratch": backward, "kernel": kernel}
+        if rms:
+            rmsnorm_bwd(dy, x1, w, got["rstd"], **grads, **more, **options)
+            return grads
+        if bias:
+            grads["db"] = out((c,), acc(dtype))
+        layernorm_bwd(dy, x1, w, got["mean"], got["rstd"], b, **grads, **more, **options)
+        return grads
+
+    plain, over, dx_sum = bwd(dy), dy.clone(), out((c,), acc(dtype))
+    fused = bwd(over, y=over, dx_sum=dx_sum)
+    for name in plain:
+        assert torch.equal(fused[name], plain[name]), name
+    assert torch.equal(over, got["y"])
+    assert_column_sums({"dx_sum": dx_sum}, {"dx_sum": fused["dx"]})
+
+
+def check_fused_activation(kind: str, n: int, c: int, dtype: torch.dtype, *, device: str, kernel: str | None) -> None:
+    """The output comes again over h, or over the gate; gradients are added up."""
+    h, up, da = (3 * randn(n, c, dtype=dtype, seed=seed).to(device) for seed in (0, 1, 2))
+    scratch = spoiled(activation_workspace(h, kind, kernel=kernel), h)
+
+    def out(*shape: int, kind: torch.dtype = dtype) -> Tensor:
+        return torch.full(shape, torch.nan, dtype=kind, device=device)
+
+    a, over, again = out(n, c), da.clone(), h.clone()
+    if kind == "swiglu":
+        plain = {"dgate": out(n, c), "dup": out(n, c)}
+        fused = {"dgate": over, "dup": out(n, c)}
+        sums = {f"{name}_sum": out(c, kind=acc(dtype)) for name in plain}
+        swiglu_fwd(h, up, a=a, kernel=kernel)
+        swiglu_bwd(da, h, up, **plain, kernel=kernel)
+        swiglu_bwd(over, again, up, **fused, a=again, **sums, accumulate=False, scratch=scratch, kernel=kernel)
+    else:
+        plain, fused, sums = {"dh": out(n, c)}, {"dh": over}, {"dh_sum": out(c, kind=acc(dtype))}
+        activation_fwd(h, kind, a=a, kernel=kernel)
+        activation_bwd(da, h, kind, **plain, kernel=kernel)
+        activation_bwd(over, again, kind, **fused, a=again, **sums, accumulate=False, scratch=scratch, kernel=kernel)
+    assert torch.equal(again, a)
+    for name in plain:
+        assert torch.equal(fused[name], plain[name]), name
+    assert_column_sums(sums, {f"{name}_sum": x for name, x in plain.items()})
+    if kind != "swiglu":
+        before = sums["dh_sum"].clone()
+        activation_bwd(da, h, kind, dh=out(n, c), dh_sum=sums["dh_sum"], scratch=scratch, kernel=kernel)
+        assert torch.equal(sums["dh_sum"], 2 * before)
+
+
+def spoiled(shapes: Any, x: Tensor) -> dict[str, Tensor]:
+    return {name: buffer.to(x.device) for name, buffer in poisoned(shapes).items()}
