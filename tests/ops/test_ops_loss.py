@@ -285,3 +285,16 @@ def test_bad_inputs_say_what_is_accepted() -> None:
         ):
             with pytest.raises(ValueError, match=match):
                 call(loss, "bwd", inputs, targets_given, inv_given, dx=dx, dw=out["dw"])
+
+
+@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_dx_may_take_the_place_of_x(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype) -> None:
+    monkeypatch.setitem(torch_ops.CHUNK, "cpu", 20 * 13 * dtype.itemsize)  # more than one chunk
+    inputs, targets = build(63, 16, 13, dtype)
+    inv_total, want = torch.tensor(1 / 64, dtype=acc(dtype)), outputs_of(inputs)
+    call(loss, "step", inputs, targets, inv_total, **want)
+    x = inputs["x"].clone()
+    got = outputs_of(inputs) | {"dx": x}
+    call(loss, "step", inputs | {"x": x}, targets, inv_total, **got)
+    assert all(torch.equal(got[name], want[name]) for name in want)

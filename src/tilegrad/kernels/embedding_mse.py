@@ -49,7 +49,7 @@ def embedding_mse_bwd(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
     dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """dx overwritten, dwte added to (accumulate=False: overwritten)."""
+    """dx overwritten, which may be x; dwte added to (accumulate=False: overwritten)."""
     _run(x, wte, targets, inv_total, loss=None, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
 
 

@@ -57,14 +57,13 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """loss and dn from n (N, C), the rows of the head's weight, and targets (N,); −1 = no target."""
+    """loss and dn from n (N, C), the rows of the head's weight, and targets (N,); −1 = no target. dn takes n's place."""
 
     w: Param
     kind: str
     targets: Buffer
     inv_total: Buffer
     loss: Buffer
-    dn: Buffer
     forward_scratch: Scratch
     backward_scratch: Scratch
 
@@ -85,7 +84,6 @@ class Head:
             targets=at.buffer("inputs.targets", (at.n,), torch.int64, role="inputs"),
             inv_total=at.buffer("inputs.inv_total", (), at.accumulation_dtype, role="inputs"),
             loss=at.buffer("head.loss", (), at.accumulation_dtype, role="inputs"),  # read after the program: persistent
-            dn=at.rows("head.dn", c.n_embd),
             forward_scratch=at.scratch("loss", forward),
             backward_scratch=at.scratch("loss_bwd", backward),
         )
@@ -97,13 +95,13 @@ class Head:
     def backward(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
         if self.kind == "cross_entropy":
-            cross_entropy_bwd(*given, dx=self.dn, dw=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
+            cross_entropy_bwd(*given, dx=n, dw=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
         else:
-            embedding_mse_bwd(*given, dx=self.dn, dwte=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
+            embedding_mse_bwd(*given, dx=n, dwte=self.w.grad, accumulate=self.w.accumulate, scratch=scratch)
 
     def step(self, n: Buffer) -> None:
         given, scratch = (n, self.w.value, self.targets, self.inv_total), self.backward_scratch
-        loss, dx, dw, accumulate = self.loss, self.dn, self.w.grad, self.w.accumulate
+        loss, dx, dw, accumulate = self.loss, n, self.w.grad, self.w.accumulate
         if self.kind == "cross_entropy":
             cross_entropy_step(*given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, scratch=scratch)
         else:
@@ -169,7 +167,7 @@ class Transformer:
     def hidden_states_backward(self) -> None:
         zero_fwd(x=self.dx)
         below = (*(block.last_bias_grad for block in self.blocks[::-1]), None)
-        self.ln_f.backward(self.head.dn, self.x[-1], dx=self.dx, dx_sum=below[0], recompute=False)
+        self.ln_f.backward(self.ln_f.y, self.x[-1], dx=self.dx, dx_sum=below[0], recompute=False)
         for block, x, dx_sum in zip(self.blocks[::-1], self.x[-2::-1], below[1:], strict=True):
             block.backward(x, dx=self.dx, dx_sum=dx_sum)
         self.embedding.backward(self.drop.backward(self.dx), self.tokens)

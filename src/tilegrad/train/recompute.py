@@ -6,7 +6,8 @@ feed-forward, a whole block. Their price in FLOPs per block, N rows of C channel
     norm         ≈ 2 · 8·N·C          activation   ≈ 15·N·F          block   ≈ the block's forward, 2·N·C·(4C + 2F) and more
 
 Without a budget nothing is recomputed while that fits into a quarter of the memory that a model has anyway (parameters,
-gradients, moments); beyond, the activations are, a quarter of a block's memory for one elementwise pass, and nothing else.
+gradients, moments); beyond, the activations are, a quarter of a block's memory for one elementwise pass; and on CUDA the norms
+too, where the backward that reads their input writes their output in the same pass.
 With one: a norm costs the least for each byte it frees, a block by far the most. So as few whole blocks as will do; then as few
 activations; then as few norms. Earlier blocks are chosen first: what they keep lives longest, and they are
 recomputed when the later ones are gone. Whatever is chosen, gradients have the same bits.
@@ -47,7 +48,9 @@ def choose_recompute(
         everything = plan_model(config, batch_size, seq_len, dtype, device)
         kept = everything.arenas["activations"].arena_bytes
         small = kept <= _SMALL * (everything.peak_bytes - kept)
-        return _choice(n, norms=0, activations=0 if small else n, blocks=0)
+        if small:
+            return _choice(n, norms=0, activations=0, blocks=0)
+        return _choice(n, norms=n if device.type == "cuda" else 0, activations=n, blocks=0)
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
 

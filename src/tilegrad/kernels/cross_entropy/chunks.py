@@ -9,10 +9,10 @@ from ..scratch import blocks
 _EVEN = 256  # a chunk of more rows may have a multiple of these at most
 
 
-def most_rows(n: int, v: int, itemsize: int, size: int) -> int:
+def most_rows(n: int, v: int, itemsize: int, size: int, even: int = _EVEN) -> int:
     """Rows of a chunk at most, in `size` bytes. They grow with n, so that the scratch of a large batch serves a small one."""
     rows = size // (max(v, 1) * itemsize)
-    return max(1, min(n, rows - rows % _EVEN if rows > _EVEN else rows))
+    return max(1, min(n, rows - rows % even if rows > even else rows))
 
 
 def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:

@@ -29,7 +29,8 @@ from ..linear import linear_bwd, linear_fwd, linear_workspace, rounds_weights
 from ..scratch import Form, Scratch, Shapes, below, larger, of
 from .chunks import chunks, most_rows
 
-CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once
+CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
+LEAST, OF_X = 1 << 26, 6  # bytes of logits that need no thought; more are up to 6 times those of x
 ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
 LEAD = 64  # logits' rows begin at a multiple of so many numbers
 TILE, WARPS = 4096, 8  # logits of a row that a program holds at once
@@ -97,7 +98,10 @@ def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
 
 
 def _rows(x: Any, w: Any) -> int:
-    return most_rows(x.shape[0], _lead(w), x.dtype.itemsize, CHUNK[torch.device(x.device).type])
+    """Of a chunk. It is held while every activation is, so its size follows theirs: a chunk costs dw one more pass over it."""
+    size = max(LEAST, OF_X * x.shape[0] * x.shape[1] * x.dtype.itemsize)
+    size = min(CHUNK[torch.device(x.device).type], size)
+    return most_rows(x.shape[0], _lead(w), x.dtype.itemsize, size, even=ROWS)
 
 
 def _lead(w: Any) -> int:
