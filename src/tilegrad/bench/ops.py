@@ -55,15 +55,23 @@ def norms(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     x, dy, dx = (torch.randn(n, C, device=device).to(dtype) for _ in range(3))
     y, w, b = torch.empty_like(x), torch.ones(C, dtype=dtype, device=device), torch.zeros(C, dtype=dtype, device=device)
     mean, rstd = torch.zeros(n, device=device), torch.ones(n, device=device)
-    dw, db, row = torch.zeros(C, device=device), torch.zeros(C, device=device), x.element_size() * C
+    (dw, db, dx_sum), row = (torch.zeros(C, device=device) for _ in range(3)), x.element_size() * C
     problem = norm.Problem(x)
     for op, moved, backward, run in (
         ("layer norm forward", n * (2 * row + 8), False, lambda kernel, scratch: norm.layernorm_fwd(
             x, w, b, 1e-5, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)),
+        ("residual, layer norm forward", n * (4 * row + 8), False, lambda kernel, scratch: norm.add_layernorm_fwd(
+            x, dy, w, b, 1e-5, x1=dx, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)),
+        ("layer norm backward, y, Σ dx", n * (5 * row + 8), True, lambda kernel, scratch: norm.layernorm_bwd(
+            dy, x, w, mean, rstd, b, dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y, scratch=scratch, kernel=kernel)),
         ("layer norm backward", n * (4 * row + 8), True, lambda kernel, scratch: norm.layernorm_bwd(
             dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, scratch=scratch, kernel=kernel)),
         ("RMS norm forward", n * (2 * row + 4), False, lambda kernel, scratch: norm.rmsnorm_fwd(
             x, w, 1e-5, y=y, rstd=rstd, scratch=scratch, kernel=kernel)),
+        ("residual, RMS norm forward", n * (4 * row + 4), False, lambda kernel, scratch: norm.add_rmsnorm_fwd(
+            x, dy, w, 1e-5, x1=dx, y=y, rstd=rstd, scratch=scratch, kernel=kernel)),
+        ("RMS norm backward, y", n * (5 * row + 4), True, lambda kernel, scratch: norm.rmsnorm_bwd(
+            dy, x, w, rstd, dx=dx, dw=dw, y=y, scratch=scratch, kernel=kernel)),
         ("RMS norm backward", n * (4 * row + 4), True, lambda kernel, scratch: norm.rmsnorm_bwd(
             dy, x, w, rstd, dx=dx, dw=dw, scratch=scratch, kernel=kernel)),
     ):  # fmt: skip
@@ -89,7 +97,8 @@ def column_sums(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
 
 
 def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
-    gate_up, h, da, a = (torch.randn(n, f, device=device).to(dtype) for f in (2 * F, F, F, F))
+    gate_up, h, da, a, again = (torch.randn(n, f, device=device).to(dtype) for f in (2 * F, F, F, F, F))
+    sums = torch.zeros(F, device=device)
     gate, up, one = gate_up[:, :F], gate_up[:, F:], h.numel() * h.element_size()
     kernels, problem = activation.ACTIVATION, activation.Problem
     for kind in activation.KINDS:
@@ -100,8 +109,15 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         def backward(kernel: str, _scratch: Scratch, kind: str = kind) -> None:
             activation.activation_bwd(da, h, kind, dh=a, kernel=kernel)
 
+        def fused(kernel: str, scratch: Scratch, kind: str = kind) -> None:
+            activation.activation_bwd(da, h, kind, dh=a, a=again, dh_sum=sums, scratch=scratch, kernel=kernel)
+
+        def workspace(kernel: str, kind: str = kind) -> Shapes:
+            return activation.activation_workspace(h, kind, kernel=kernel)
+
         yield Case(f"{kind} forward", F, 2 * one, kernels, problem(kind, (h, a)), forward)
         yield Case(f"{kind} backward", F, 3 * one, kernels, problem(kind, (da, h, a)), backward)
+        yield Case(f"{kind} backward, a, Σ dh", F, 4 * one, kernels, problem(kind, (da, h, a)), fused, workspace)
 
     def swiglu_forward(kernel: str, _scratch: Scratch) -> None:
         activation.swiglu_fwd(gate, up, a=a, kernel=kernel)
@@ -109,8 +125,12 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
     def swiglu_backward(kernel: str, _scratch: Scratch) -> None:
         activation.swiglu_bwd(da, gate, up, dgate=a, dup=h, kernel=kernel)
 
+    def swiglu_fused(kernel: str, _scratch: Scratch) -> None:
+        activation.swiglu_bwd(da, gate, up, dgate=a, dup=h, a=again, kernel=kernel)
+
     yield Case("swiglu forward", F, 3 * one, kernels, problem("swiglu", (gate, up, a)), swiglu_forward)
     yield Case("swiglu backward", F, 5 * one, kernels, problem("swiglu", (da, gate, up, a, h)), swiglu_backward)
+    yield Case("swiglu backward, a", F, 6 * one, kernels, problem("swiglu", (da, gate, up, a, h)), swiglu_fused)
 
 
 FAMILIES = (norms, column_sums, activations)

@@ -23,15 +23,16 @@ TILE, COLUMNS = 4096, 256  # elements of a tile, columns of one at most
 PROGRAMS = 8  # for each multiprocessor
 PARTIALS_ROWS, PARTIALS_COLUMNS = 128, 32  # of a tile of partials
 WARPS = 4
+STAGES = 3  # loads of so many tiles are in flight
 
 
 @triton.jit
-def _column_sum_kernel(x, partials, x_n, n, c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
+def _column_sum_kernel(x, partials, x_n, n, c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr):
     p, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.program_id(1) * BLOCK_C + tl.arange(0, BLOCK_C)
     acc = tl.zeros([BLOCK_N, BLOCK_C], tl.float32)
 
-    for first in range(p * BLOCK_N, n, programs * BLOCK_N):
+    for first in tl.range(p * BLOCK_N, n, programs * BLOCK_N, num_stages=STAGES):
         rows = first + tl.arange(0, BLOCK_N)
         inside = (rows < n)[:, None] & (columns < c)[None, :]
         acc += tl.load(x + rows.to(tl.int64)[:, None] * x_n + columns[None, :], inside, 0.0).to(tl.float32)
@@ -88,7 +89,7 @@ def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
     rows, columns = _tile(c)
     with torch.cuda.device_of(x):
         _column_sum_kernel[(programs, ceil_div(c, columns))](
-            x, partials, x.stride(0), n, c, BLOCK_N=rows, BLOCK_C=columns, num_warps=WARPS
+            x, partials, x.stride(0), n, c, BLOCK_N=rows, BLOCK_C=columns, STAGES=STAGES, num_warps=WARPS
         )
         add_partials(partials, sums, accumulate=accumulate)
 

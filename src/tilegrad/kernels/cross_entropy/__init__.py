@@ -6,9 +6,9 @@
                                                                                (accumulate=False: dw = dlᵀ x)
 
 inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch.
-One chunk of rows at a time: its logits become their own gradient in place, and dx may be x. `cross_entropy_step` is forward and backward
-on one set of logits; `cross_entropy_bwd` forms them again in the same chunks, so its dx and dw are the same bits.
-`CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`, and the products are linear's.
+One chunk of rows at a time: its logits become their own gradient in place, and dx may be x. `cross_entropy_step` is forward
+and backward on one set of logits; `cross_entropy_bwd` forms them again in the same chunks, so its dx and dw are the same
+bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`, and the products are linear's.
 """
 
 from __future__ import annotations
