@@ -38,7 +38,7 @@ FORWARD = {
 }  # fmt: skip
 BACKWARD = {
     16: Tile(32, 1, 3, 8), 64: Tile(8, 1, 3, 8), 256: Tile(4, 1, 3, 8), 1024: Tile(1, 1, 3, 8),
-    2048: Tile(1, 4, 3, 4), 4096: Tile(1, 4, 1, 2), 8192: Tile(1, 16, 1, 1), 16384: Tile(1, 16, 1, 1),
+    2048: Tile(1, 4, 3, 4), 4096: Tile(1, 4, 1, 2), 8192: Tile(1, 8, 1, 1), 16384: Tile(1, 16, 1, 1),
 }  # fmt: skip
 
 
@@ -91,6 +91,8 @@ def _norm_bwd_kernel(
         rows = first + tl.arange(0, BLOCK_N)
         inside = (rows < n)[:, None] & (columns < C)[None, :]
         steps = rows.to(tl.int64)[:, None]
+        if STAGES == 1:  # a long row leaves no registers for parameters, but the cache has them
+            weights = tl.load(w + columns, columns < C, 0.0).to(tl.float32)[None, :]
         row_rstd = tl.load(rstd + rows, rows < n, 0.0)[:, None]
         grad = tl.load(dy + steps * dy_n + columns[None, :], inside, 0.0).to(tl.float32)
         hat = tl.load(x + steps * x_n + columns[None, :], inside, 0.0).to(tl.float32)
@@ -114,6 +116,8 @@ def _norm_bwd_kernel(
         if y is not None:
             out = hat * weights
             if b is not None:
+                if STAGES == 1:
+                    bias = tl.load(b + columns, columns < C, 0.0)[None, :]
                 out += bias.to(tl.float32)
             tl.store(y + steps * y_n + columns[None, :], out.to(y.dtype.element_ty), inside)
 
