@@ -7,12 +7,11 @@ measured together, against the same peers.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Literal
 
 from ..model.config import PRESETS, ModelConfig
+from ..model.layer import Linear
 from .cost import step_flops
 
-LinearKind = Literal["bf16", "fp8"]
 _GIB = 1 << 30
 VOCAB_SIZE = 50304  # GPT-2's 50257, rounded up to a multiple of 128 as nanoGPT and llm.c do
 
@@ -44,7 +43,7 @@ class Case:
     problem: Problem
     micro_batches: int = 1
     budget_bytes: int | None = None
-    linear: LinearKind = "bf16"
+    linear: Linear = "plain"
     speed: float | None = None
     aim: float | None = None
     memory: float | None = None

@@ -74,10 +74,10 @@ class Ours:
         if problem.batch_size % case.micro_batches:
             raise ValueError(f"micro_batches: got {case.micro_batches}; accepted: a divisor of {problem.batch_size}")
         self.micro_batches = case.micro_batches
-        linear: dict[str, Any] = {} if case.linear == "bf16" else {"linear": case.linear}
         self.engine = Engine(
             problem.config, problem.batch_size // case.micro_batches, problem.seq_len, device=entry.device,
-            dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes, **linear,
+            dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes,
+            linear=case.linear,
         )  # fmt: skip
         self._results: list[StepResult] = []
 

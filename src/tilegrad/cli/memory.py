@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
+from typing import Any
 
 from .arguments import Commands, add_command, add_keys, given_keys
 
@@ -22,10 +23,12 @@ def _plan(args: argparse.Namespace) -> int:
     config, t, dtype = run.model, run.train, getattr(torch, run.train.dtype)
     check_device(t.device)
     form = (config, t.batch_size, t.seq_len, dtype, torch.device(t.device))
-    recompute = choose_recompute(*form, t.memory_budget)
+    options: Any = {"linear": t.linear, "deterministic": t.deterministic or t.device == "cpu"}
+    recompute = choose_recompute(*form, t.memory_budget, **options)
     name = where or content.get("model", {}).get("preset", "tiny")
     title = f"{name}, batch {t.batch_size} × {t.seq_len} tokens, {t.dtype}"
-    report = step_report(plan_model(*form, recompute), config, t.batch_size, t.seq_len, dtype, recompute, title)
+    memory = plan_model(*form, recompute, **options)
+    report = step_report(memory, config, t.batch_size, t.seq_len, dtype, recompute, title, **options)
     if args.html:
         Path(args.html).write_text(report.html(), encoding="utf-8")
     if args.json:

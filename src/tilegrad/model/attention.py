@@ -11,6 +11,7 @@ Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm q and k bef
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.qkv import (
@@ -123,6 +124,7 @@ class AttentionLayer:
     mask: Mask
     n_head: int
     n_kv_head: int
+    deterministic: bool
     forward_scratch: Scratch
     backward_scratch: Scratch
 
@@ -139,7 +141,7 @@ class AttentionLayer:
 
         def scratch(*, backward: bool) -> Scratch:
             form = (c.n_head, c.kv_heads, d, at.dtype, at.device)
-            shapes = qkv_attention_workspace(b, t, *form, mask, backward=backward)
+            shapes = qkv_attention_workspace(b, t, *form, mask, backward=backward, deterministic=at.deterministic)
             return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _SCORES)
 
         return cls(
@@ -164,6 +166,7 @@ class AttentionLayer:
             mask=mask,
             n_head=c.n_head,
             n_kv_head=c.kv_heads,
+            deterministic=at.deterministic,
             forward_scratch=scratch(backward=False),
             backward_scratch=scratch(backward=True),
         )
@@ -226,13 +229,13 @@ class AttentionLayer:
 
     def attend_backward(self) -> None:
         o, do, heads = self._by_sequence(self.o), self._by_sequence(self.do), (self.n_head, self.n_kv_head)
-        scratch = self.backward_scratch
+        inside: dict[str, Any] = {"scratch": self.backward_scratch, "deterministic": self.deterministic}
         if len(self.qkv) == 1:
             qkv, dqkv = self._by_sequence(self.qkv[0]), self._by_sequence(self.dqkv[0])
-            qkv_attention_bwd(qkv, o, self.lse, do, self.mask, *heads, dqkv=dqkv, scratch=scratch)
+            qkv_attention_bwd(qkv, o, self.lse, do, self.mask, *heads, dqkv=dqkv, **inside)
         else:
             (q, k, v), (dq, dk, dv) = map(self._by_sequence, self.qkv), map(self._by_sequence, self.dqkv)
-            q_k_v_attention_bwd(q, k, v, o, self.lse, do, self.mask, *heads, dq=dq, dk=dk, dv=dv, scratch=scratch)
+            q_k_v_attention_bwd(q, k, v, o, self.lse, do, self.mask, *heads, dq=dq, dk=dk, dv=dv, **inside)
 
     def _by_sequence(self, rows: Buffer) -> Buffer:
         """(N, columns) seen as (B, T, columns)."""

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import TypeAlias, cast
+from typing import Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
 
+from ..kernels.fp8_linear import STATE
 from ..kernels.scratch import Form, Scratch, Shapes, accumulation_dtype
 from ..memory.planned.trace import Handle
 from ..memory.types import BufferType, Role
 from .config import ModelConfig
 
+Linear = Literal["plain", "fp8"]  # how the forward of a linear layer multiplies
 Buffer: TypeAlias = Tensor  # a Handle in its place while the program is traced: programs are written for tensors
 _SPLIT = 1 << 20  # elements drawn at once: no second copy of a large matrix, on any device
 
@@ -58,7 +60,7 @@ class Param:
 @dataclass(frozen=True, slots=True)
 class Declare:
     """Handles of a program on b sequences of t tokens. Buffers of one name are one buffer. `accumulate`: parameter
-    gradients are added to; else the program is the first of a step, and overwrites them."""
+    gradients are added to; else the program is the first of a step, and overwrites them. `scales`: of float8 products."""
 
     config: ModelConfig
     b: int
@@ -66,7 +68,10 @@ class Declare:
     dtype: torch.dtype
     device: torch.device
     accumulate: bool = True
+    linear: Linear = "plain"
+    deterministic: bool = True
     params: dict[str, Param] = field(default_factory=dict)
+    scales: dict[str, Buffer] = field(default_factory=dict)
 
     @property
     def n(self) -> int:
@@ -93,6 +98,11 @@ class Declare:
             value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
             self.params[name] = Param(name, value, grad, master, init, self.accumulate)
         return self.params[name]
+
+    def scale(self, name: str) -> Buffer:
+        """The state of a float8 product."""
+        self.scales[name] = self.buffer(f"scale.{name}", STATE, torch.float32, role="optimizer")
+        return self.scales[name]
 
     def form(self, columns: int) -> Form:
         """Of (N, columns) in the compute dtype, where no buffer is meant."""

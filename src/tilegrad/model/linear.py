@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..kernels.fp8_linear import fp8_linear_fwd, fp8_linear_workspace
 from ..kernels.linear import (
     linear_bwd_input,
     linear_bwd_weight,
@@ -24,6 +25,7 @@ class LinearLayer:
     w: Param
     b: Param | None
     per_head: bool
+    scale: Buffer | None  # of a float8 forward
     forward_scratch: Scratch
     backward_scratch: Scratch
 
@@ -49,16 +51,23 @@ class LinearLayer:
     @classmethod
     def _declare(cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, *, per_head: bool) -> LinearLayer:
         site = name.rsplit(".", 1)[-1]  # layers of one kind follow one another: they work in the same scratch
-        x = at.form(inputs)
+        x, fp8 = at.form(inputs), at.linear == "fp8" and not per_head
+        forward = linear_workspace(x, w.value, backward=False)  # evaluation's too, where training is in float8
+        if fp8:
+            forward |= fp8_linear_workspace(x, w.value)
         return cls(
-            w, b, per_head,
-            at.scratch(site, linear_workspace(x, w.value, backward=False)),
+            w, b, per_head, at.scale(name) if fp8 else None,
+            at.scratch(site, forward),
             at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
         )  # fmt: skip
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
-        run = per_head_linear_fwd if self.per_head else linear_fwd
-        run(x, self.w.value, self.b.value if self.b else None, y=y, scratch=self.forward_scratch)
+        w, b, scratch = self.w.value, self.b.value if self.b else None, self.forward_scratch
+        if self.scale is not None:
+            fp8_linear_fwd(x, w, b, y=y, state=self.scale, scratch=scratch)
+        else:
+            run = per_head_linear_fwd if self.per_head else linear_fwd
+            run(x, w, b, y=y, scratch=scratch)
 
     def backward_input(self, dy: Buffer, *, dx: Buffer, accumulate: bool = False) -> None:
         """dx = dy W, or dx += dy W"""

@@ -17,12 +17,13 @@ import torch
 from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
 from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
+from ..kernels.fp8_linear import fill_state, fp8_scale_step
 from ..kernels.residual import copy_fwd, zero_fwd
 from ..kernels.rope import rope_table
 from ..kernels.scratch import Scratch
 from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
-from .layer import WEIGHT, Buffer, Declare, Param
+from .layer import WEIGHT, Buffer, Declare, Linear, Param
 from .norm import NormLayer
 
 NOTHING: frozenset[Recomputed] = frozenset()
@@ -120,11 +121,14 @@ class Transformer:
     x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
     dx: Buffer
     params: dict[str, Param]
+    scales: dict[str, Buffer]  # of float8 products
 
     def initialise(self, config: ModelConfig, generator: torch.Generator) -> None:
         """Each parameter as its layer declares it; the tables of rope, which every block reads."""
         for p in self.params.values():
             p.init.fill(p.master, generator)
+        for state in self.scales.values():
+            fill_state(state)
         rope = self.blocks[0].attention.rope
         if rope is not None:
             rope_table(
@@ -143,6 +147,7 @@ class Transformer:
         return [int.from_bytes(digest[:8], "little", signed=True) for digest in digests]
 
     def forward(self) -> None:
+        self.scale_step()
         self.head.forward(self.hidden_states())
 
     def backward(self) -> None:
@@ -150,8 +155,15 @@ class Transformer:
         self.hidden_states_backward()
 
     def step(self) -> None:
+        if not self.head.w.accumulate:
+            self.scale_step()
         self.head.step(self.hidden_states())
         self.hidden_states_backward()
+
+    def scale_step(self) -> None:
+        """The scales of float8 products follow what was seen since the last step."""
+        for state in self.scales.values():
+            fp8_scale_step(state=state)
 
     def hidden_states(self) -> Buffer:
         """tokens → ln_f's output."""
@@ -175,11 +187,13 @@ class Transformer:
 
 def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
-    recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True,
+    recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
+    deterministic: bool = True,
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends.
-    accumulate=False: its backward overwrites the parameters' gradients."""
-    at = Declare(config, b, t, dtype, torch.device(device), accumulate)
+    accumulate=False: its backward overwrites the parameters' gradients. linear="fp8": the blocks' linear layers multiply
+    forward in float8. deterministic=False lets attention's backward add in any order, where that is faster."""
+    at = Declare(config, b, t, dtype, torch.device(device), accumulate, linear, deterministic)
     c, n_layer = config.n_embd, config.n_layer
     embedding = Embedding.declare(at)
     count = n_layer if config.dropout else 0
@@ -197,4 +211,5 @@ def declare(
         x=x,
         dx=at.rows("dx", c),
         params=at.params,
+        scales=at.scales,
     )

@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
+from typing import get_args
 
 import torch
 from torch import Tensor
 
+from ..kernels.fp8_linear import FP8_LINEAR, Problem
+from ..kernels.scratch import Form
 from ..model.config import ModelConfig
+from ..model.layer import Linear
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -22,6 +26,16 @@ def check_sizes(config: ModelConfig, batch_size: int, seq_len: int, dtype: torch
         raise ValueError(f"seq_len: got {seq_len}; accepted: at most block_size, {config.block_size}")
     if dtype not in _DTYPES:
         raise ValueError(f"dtype: got {dtype}; accepted: {', '.join(map(str, _DTYPES))}")
+
+
+def check_linear(linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
+    if linear not in get_args(Linear):
+        raise ValueError(f"linear: got {linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
+    if linear == "fp8":
+        form = Form((16, 16), dtype, device)
+        reason = "needs dtype bfloat16" if dtype != torch.bfloat16 else FP8_LINEAR.rows[0].refuses(Problem(form, form))
+        if reason is not None:
+            raise ValueError(f"linear: got 'fp8', which {reason}; accepted: 'plain' here")
 
 
 def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -22,11 +22,12 @@ import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 import torch
 
 from ..model.config import PRESETS, ModelConfig
+from ..model.layer import Linear
 
 MAY_CHANGE = frozenset({  # of [train], when a run goes on: the schedule's ends, what is said and kept, where it runs
     "steps", "learning_rate", "min_learning_rate", "eval_interval", "eval_batches", "checkpoint_interval",
@@ -59,6 +60,8 @@ class TrainConfig:
     memory_budget: int | None = None
     device: str = "cpu"
     dtype: str = "auto"
+    linear: Linear = "plain"
+    deterministic: bool = False
     seed: int = 0
     init: str | None = None  # weights.py
 
@@ -88,6 +91,10 @@ class TrainConfig:
             object.__setattr__(self, "dtype", "bfloat16" if self.device.startswith("cuda") else "float32")
         if self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}; accepted: 'auto', {', '.join(map(repr, DTYPES))}")
+        if self.linear not in get_args(Linear):
+            raise ValueError(f"linear: got {self.linear!r}; accepted: 'plain' or 'fp8'")
+        if not isinstance(self.deterministic, bool):
+            raise ValueError(f"deterministic: got {self.deterministic!r}; accepted: True or False")
         if self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps: got {self.warmup_steps}; accepted: less than steps, {self.steps}")
 

@@ -21,6 +21,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -28,8 +29,9 @@ from torch import Tensor
 from ..memory.planned.arena import Arenas, MemoryPlan
 from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
+from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
-from .batch import check_batch, check_sizes, count_targets, micro_batches
+from .batch import check_batch, check_linear, check_sizes, count_targets, micro_batches
 from .capture import DeviceStep, StepQueue
 from .machine import check_fits
 from .optimizer import NonFiniteError, Optimizer, StepResult
@@ -46,6 +48,8 @@ class Engine:
     """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: the layers
     compute with rounded copies of the params on CUDA, and on a CPU ops round what they read. dtype=None is bfloat16 on CUDA,
     float32 on a CPU. capture=False runs a CUDA step op by op: the same bits, for whoever looks at it with a debugger.
+    linear="fp8" forms the forward products of the blocks in float8, on GPUs that have it. deterministic=True gives the same
+    bits in every run on one GPU; a CPU always does.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -60,7 +64,7 @@ class Engine:
         self, model_config: ModelConfig, batch_size: int, seq_len: int, device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None, seed: int = 0, memory_budget: int | None = None, *,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
-        capture: bool = True,
+        linear: Linear = "plain", deterministic: bool = False, capture: bool = True,
     ) -> None:  # fmt: skip
         self.device = torch.empty(0, device=device).device
         if dtype is None:
@@ -68,9 +72,13 @@ class Engine:
         check_sizes(model_config, batch_size, seq_len, dtype)
         self.config, self.batch_size, self.seq_len = model_config, batch_size, seq_len
         self.dtype, self.seed, self.capture = dtype, seed, capture
+        self.linear: Linear = linear
+        self.deterministic = deterministic = deterministic or self.device.type == "cpu"
+        check_linear(linear, dtype, self.device)
+        options: Any = {"linear": linear, "deterministic": deterministic}
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
-        self.recompute = choose_recompute(*sizes, memory_budget)
-        self.plan: MemoryPlan = plan_model(*sizes, self.recompute)
+        self.recompute = choose_recompute(*sizes, memory_budget, **options)
+        self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **options)
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
         handles = Optimizer.declare(
@@ -164,13 +172,14 @@ class Engine:
             raise ValueError("tokens: got no micro-batch; accepted: one or more")
         self._check(batches)
         step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, _ in batches))
-        with self._on_stream():
-            self._round_weights(step.models[0])
         seeds = [step.models[0].draw_seeds(self.seed, self.draws + i) for i in range(len(batches))]
         self.draws += len(batches)
         self._submitted += 1
-        self._record(self._queue.submit(step, batches, seeds, learning_rate, capture=self.capture))
+        with self._on_stream():
+            self._round_weights(step.models[0])
+            awaited = self._queue.submit(step, batches, seeds, learning_rate, capture=self.capture)
         self._rounded = self._version()
+        self._record(awaited)
 
     def finished(self, *, wait: bool = False) -> list[StepResult]:
         """Results of submitted steps, oldest first, each once; `wait` for all. Ten skipped in a row raise NonFiniteError."""
@@ -205,7 +214,8 @@ class Engine:
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, as views of the arenas."""
-        return {**self.params, **self.optimizer.tensors()}
+        scales = {f"scale.{name}": state for name, state in self._model(self.batch_size, self.seq_len).scales.items()}
+        return {**self.params, **self.optimizer.tensors(), **scales}
 
     def state(self) -> dict[str, int]:
         """Counters; waits for the steps under way, whose results `finished` still gives."""
@@ -230,8 +240,11 @@ class Engine:
             )
         key = b, t, training, accumulate
         if key not in self._bound:
-            config = self.config if training else replace(self.config, dropout=0.0)
-            handles = declare(config, b, t, self.dtype, self.device, self.recompute, accumulate=accumulate)
+            config, linear = (self.config, self.linear) if training else (replace(self.config, dropout=0.0), "plain")
+            handles = declare(
+                config, b, t, self.dtype, self.device, self.recompute,
+                accumulate=accumulate, linear=linear, deterministic=self.deterministic,
+            )  # fmt: skip
             self._bound[key] = bind(handles, self.arenas.view)
         return self._bound[key]
 

@@ -186,7 +186,7 @@ class _Run:
         before = held(torch.device(t.device))
         self.engine = Engine(
             run.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype], t.seed, t.memory_budget,
-            weight_decay=t.weight_decay, max_norm=t.max_norm or math.inf,
+            weight_decay=t.weight_decay, max_norm=t.max_norm or math.inf, linear=t.linear, deterministic=t.deterministic,
         )  # fmt: skip
         self.resident_before = before
         self.validation_loss: float | None = None
@@ -391,8 +391,9 @@ class _Run:
         measured = self._resident()
         sample = self._sample() if sample is None else sample
         memory = step_report(
-            engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step"
-        )
+            engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step",
+            linear=engine.linear, deterministic=engine.deterministic,
+        )  # fmt: skip
         facts = {
             "model": f"{sum(p.numel() for p in engine.params.values()):,} parameters, {self.run.model.n_layer} layers",
             "steps": f"{engine.steps:,} of {t.steps:,}",

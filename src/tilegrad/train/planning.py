@@ -14,8 +14,8 @@ from ..memory.planned.report import MemoryReport, memory_report
 from ..memory.planned.trace import trace
 from ..model.block import Recomputed
 from ..model.config import ModelConfig
-from ..model.layer import Param
-from ..model.transformer import declare
+from ..model.layer import Linear
+from ..model.transformer import Transformer, declare
 from .optimizer import Optimizer, decayed_first
 
 Recompute = tuple[frozenset[Recomputed], ...]
@@ -23,10 +23,10 @@ Recompute = tuple[frozenset[Recomputed], ...]
 
 def plan_model(
     config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device,
-    recompute: Recompute = (), *, share: bool = True,
+    recompute: Recompute = (), *, linear: Linear = "plain", deterministic: bool = True, share: bool = True,
 ) -> MemoryPlan:  # fmt: skip
     """Every byte of training this model. Both ways to its gradients are traced, so the plan serves either."""
-    model = declare(config, batch_size, seq_len, dtype, device, recompute)
+    model = declare(config, batch_size, seq_len, dtype, device, recompute, linear=linear, deterministic=deterministic)
     optimizer = Optimizer.declare(model.params.values())
 
     def program() -> None:
@@ -35,22 +35,24 @@ def plan_model(
         model.forward()
         model.backward()
 
-    return plan_memory(trace(program, observe, _persistent(optimizer, model.params)), share=share)
+    return plan_memory(trace(program, observe, _persistent(optimizer, model)), share=share)
 
 
 def step_report(
     memory: MemoryPlan, config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype,
-    recompute: Recompute, title: str,
+    recompute: Recompute, title: str, *, linear: Linear = "plain", deterministic: bool = True,
 ) -> MemoryReport:  # fmt: skip
     """What is alive during one step, in the arenas of the whole plan."""
-    model = declare(config, batch_size, seq_len, dtype, memory.device, recompute)
+    model = declare(
+        config, batch_size, seq_len, dtype, memory.device, recompute, linear=linear, deterministic=deterministic
+    )
     optimizer = Optimizer.declare(model.params.values())
 
     def program() -> None:
         model.step()
         optimizer.update(0.0)
 
-    one_step = replace(memory, trace=trace(program, observe, _persistent(optimizer, model.params)))
+    one_step = replace(memory, trace=trace(program, observe, _persistent(optimizer, model)))
     return replace(memory_report(one_step, title), beside=tuple(beside(memory.device, batch_size, seq_len).items()))
 
 
@@ -72,7 +74,7 @@ def _cublas_workspace(device: torch.device) -> int:
     return (4096 * 8 if hopper else 4096 * 2 + 16 * 8) * 1024
 
 
-def _persistent(optimizer: Optimizer, params: dict[str, Param]) -> object:
+def _persistent(optimizer: Optimizer, model: Transformer) -> object:
     """Buffers that live as long as the engine, in the order of their arenas: the optimizer's flat ranges, then the compute
-    copies of the params, where there are any."""
-    return optimizer, [p.value for p in decayed_first(params.values())]
+    copies of the params and the scales of float8 products, where there are any."""
+    return optimizer, [p.value for p in decayed_first(model.params.values())], model.scales

@@ -22,6 +22,7 @@ import torch
 
 from ..model.block import Recomputed
 from ..model.config import ModelConfig
+from ..model.layer import Linear
 from .planning import Recompute, plan_model
 
 _SMALL = 1 / 4
@@ -40,12 +41,13 @@ def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recomput
 
 
 def choose_recompute(
-    config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, budget: int | None
-) -> Recompute:
+    config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, budget: int | None,
+    *, linear: Linear = "plain", deterministic: bool = True,
+) -> Recompute:  # fmt: skip
     """The cheapest choice whose plan is at most `budget` bytes, or an error that says how many would do; None: the usual."""
     n = config.n_layer
     if budget is None:
-        everything = plan_model(config, batch_size, seq_len, dtype, device)
+        everything = plan_model(config, batch_size, seq_len, dtype, device, linear=linear, deterministic=deterministic)
         kept = everything.arenas["activations"].arena_bytes
         small = kept <= _SMALL * (everything.peak_bytes - kept)
         if small:
@@ -56,7 +58,9 @@ def choose_recompute(
 
     @functools.cache
     def peak(norms: int, activations: int, blocks: int) -> int:
-        return plan_model(config, batch_size, seq_len, dtype, device, _choice(n, norms, activations, blocks)).peak_bytes
+        choice = _choice(n, norms, activations, blocks)
+        sizes = (config, batch_size, seq_len, dtype, device)
+        return plan_model(*sizes, choice, linear=linear, deterministic=deterministic).peak_bytes
 
     if peak(n, n, n) > budget:
         smallest, blocks = min((peak(n, n, blocks), -blocks) for blocks in range(n + 1))

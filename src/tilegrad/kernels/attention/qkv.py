@@ -4,7 +4,7 @@
 
 `qkv_attention_*` takes the one buffer, `q_k_v_attention_*` the three. Views of them are what the op of api.py takes, so
 nothing is copied; as ops of their own they let a memory trace see the buffers that the model holds. The backward is
-deterministic: a resumed run continues bit for bit.
+deterministic unless told otherwise: a resumed run continues bit for bit.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def split(qkv: Any, n_head: int, n_kv_head: int) -> tuple[Any, Any, Any]:
 
 def qkv_attention_workspace(
     b: int, t: int, n_head: int, n_kv_head: int, head_dim: int, dtype: torch.dtype, device: torch.device, mask: Mask, *,
-    backward: bool,
+    backward: bool, deterministic: bool = True,
 ) -> Shapes:  # fmt: skip
     """Scratch of every kernel that may run up to t rows: the table may have another for few rows, and another for a forward
     that drops nothing, as evaluation does."""
@@ -49,7 +49,7 @@ def qkv_attention_workspace(
         q = Form((b, n_head, rows, head_dim), dtype, device)
         k = Form((b, n_kv_head, rows, head_dim), dtype, device)
         problems += [Problem(q, k, k, each) for each in masks]
-    return table.ATTENTION.workspace(*problems, backward=backward, deterministic=backward)
+    return table.ATTENTION.workspace(*problems, backward=backward, deterministic=backward and deterministic)
 
 
 @op()
@@ -63,13 +63,13 @@ def qkv_attention_fwd(
 @op()
 def qkv_attention_bwd(
     qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int, *,
-    dqkv: Tensor, scratch: Scratch,
+    dqkv: Tensor, scratch: Scratch, deterministic: bool = True,
 ) -> None:  # fmt: skip
     q, k, v = split(qkv, n_head, n_kv_head)
     dq, dk, dv = split(dqkv, n_head, n_kv_head)
     attention_bwd(
         q, k, v, _heads(o, n_head), lse, _heads(do, n_head), None, mask,
-        dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=True,
+        dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic,
     )  # fmt: skip
 
 
@@ -116,10 +116,11 @@ def q_k_v_attention_fwd(
 @op()
 def q_k_v_attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int, *,
-    dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch,
+    dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch, deterministic: bool = True,
 ) -> None:  # fmt: skip
     heads = _heads(q, n_head), _heads(k, n_kv_head), _heads(v, n_kv_head)
     attention_bwd(
         *heads, _heads(o, n_head), lse, _heads(do, n_head), None, mask,
-        dq=_heads(dq, n_head), dk=_heads(dk, n_kv_head), dv=_heads(dv, n_kv_head), scratch=scratch, deterministic=True,
+        dq=_heads(dq, n_head), dk=_heads(dk, n_kv_head), dv=_heads(dv, n_kv_head), scratch=scratch,
+        deterministic=deterministic,
     )  # fmt: skip

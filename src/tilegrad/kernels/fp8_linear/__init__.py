@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..checks import check_tensor
+from ..checks import check_param, check_tensor
 from ..op import op
 from ..scratch import Form, Scratch, Shapes, views
 from ..table import Kernel, Table
@@ -74,9 +74,9 @@ def fp8_linear_fwd(
 ) -> None:  # fmt: skip
     """y overwritten; state's magnitudes grow by x's and w's."""
     (n, cin), cout = x.shape, w.shape[0]
-    check_tensor("w", w, (cout, cin), x.dtype, x.device)
+    check_param("w", w, (cout, cin), x)
     if b is not None:
-        check_tensor("b", b, (cout,), x.dtype, x.device)
+        check_param("b", b, (cout,), x)
     check_tensor("y", y, (n, cout), x.dtype, x.device)
     check_tensor("state", state, STATE, torch.float32, x.device)
     row = FP8_LINEAR.select(Problem(x, w), kernel)
