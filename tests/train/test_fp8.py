@@ -15,8 +15,6 @@ from tilegrad.model.block import Recomputed
 from tilegrad.train import batch as checks
 from tilegrad.train.planning import plan_model
 
-SIZES = {"n_embd": 64, "block_size": 32, "vocab_size": 64}
-
 
 @pytest.fixture
 def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -25,9 +23,13 @@ def on_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checks, "FP8_LINEAR", table)
 
 
+def larger(config: ModelConfig) -> ModelConfig:
+    return replace(config, n_embd=64, block_size=32, vocab_size=64)
+
+
 def engines(config: ModelConfig) -> tuple[Engine, Engine]:
-    config = replace(config, **SIZES)
-    return tuple(Engine(config, 4, 32, dtype=torch.bfloat16, linear=linear) for linear in ("fp8", "plain"))  # type: ignore[return-value, arg-type]
+    config = larger(config)
+    return Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8"), Engine(config, 4, 32, dtype=torch.bfloat16)
 
 
 @pytest.mark.usefixtures("on_cpu")
@@ -64,7 +66,7 @@ def test_evaluation_is_in_bfloat16_and_changes_no_scale() -> None:
 @pytest.mark.usefixtures("on_cpu")
 def test_a_budget_changes_no_bit() -> None:
     """Recomputed products are those of the forward, for their scales are."""
-    config = replace(CONFIG, **SIZES)
+    config = larger(CONFIG)
     blocks = (frozenset[Recomputed]({"block"}),) * config.n_layer
     least = plan_model(config, 4, 32, torch.bfloat16, torch.device("cpu"), blocks, linear="fp8").peak_bytes
     roomy = Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8", memory_budget=1 << 30)
