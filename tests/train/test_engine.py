@@ -361,7 +361,7 @@ def test_a_budget_holds_where_recomputing_more_blocks_takes_more_memory(monkeypa
     """Peak bytes by the number of blocks that are recomputed whole: 4 take more than 1, which no bisection meets."""
     peaks = (100, 70, 90, 85, 80)
 
-    def planned(*given: Any) -> SimpleNamespace:
+    def planned(*given: Any, **_options: Any) -> SimpleNamespace:
         return SimpleNamespace(peak_bytes=peaks[sum("block" in block for block in given[-1])])
 
     monkeypatch.setattr(recompute, "plan_model", planned)
