@@ -37,7 +37,7 @@ def state_after(x: Tensor, w: Tensor) -> Tensor:
     """As a step leaves it in which x and w were seen."""
     state = torch.empty(STATE, device=x.device)
     fill_state(state)
-    state[0, 1:3], state[1, 1] = x.abs().max().float(), w.abs().max().float()
+    state[0, 4:6], state[1, 4] = x.abs().max().float(), w.abs().max().float()
     fp8_scale_step(state=state)
     return state
 
@@ -78,10 +78,10 @@ def test_what_is_larger_than_a_step_before_is_cut_off_and_the_next_step_knows() 
     x, w, b = given()
     state = state_after(x, w)
     run(10 * x, w, None, state, "torch")
-    assert state[0, 1:].max() == (10 * x).abs().max()
+    assert state[0, 4:].max() == (10 * x).abs().max()
     before = state[:, 0].clone()
     fp8_scale_step(state=state)
-    assert not state[:, 1:].any() and state[1, 0] == before[1]
+    assert not state[:, 4:].any() and state[1, 0] == before[1]
     assert state[0, 0] == (10 * x).abs().max().float() / LARGEST
     y = run(10 * x, w, b, state, "torch")
     assert_close({"y": y}, exact(10 * x, w, b), bound(10 * x, w, b, state))
@@ -92,9 +92,9 @@ def test_a_scale_outlives_what_is_not_finite_and_a_step_that_saw_nothing(spoiled
     x, w, _ = given()
     state = state_after(x, w)
     before = state[:, 0].clone()
-    state[0, 3] = spoiled
+    state[0, 5] = spoiled
     fp8_scale_step(state=state)
-    assert torch.equal(state[:, 0], before) and not state[:, 1:].any()
+    assert torch.equal(state[:, 0], before) and not state[:, 4:].any()
 
 
 def test_forwards_of_one_step_have_the_same_bits() -> None:
@@ -128,11 +128,11 @@ def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
     fill_state(state)
     x8 = torch.empty(x.shape, dtype=FP8)
     scaled_mm.quantize(x, state=state[0], a8=x8)
-    seen = state[0, 1:].max()
+    seen = state[0, 4:].max()
     assert seen == (math.inf if kind == "nan" else x.float().abs().max())
     scaled_mm.scale_step(state=state)
     assert (
-        state[0, 0] == (16.0 / LARGEST if kind == "nan" else x.float().abs().max() / LARGEST) and not state[:, 1:].any()
+        state[0, 0] == (16.0 / LARGEST if kind == "nan" else x.float().abs().max() / LARGEST) and not state[:, 4:].any()
     )
 
 
@@ -146,6 +146,6 @@ def test_on_a_gpu_it_is_as_close(n: int, cin: int, cout: int) -> None:
     )
     state = state_after(x, w)
     y = run(x, w, b, state, None)
-    assert state[0, 1:].max() == x.abs().max() and state[1, 1:].max() == w.abs().max()
+    assert state[0, 4:].max() == x.abs().max() and state[1, 4:].max() == w.abs().max()
     assert_close({"y": y.cpu()}, exact(x, w, b), bound(x, w, b, state))
     assert torch.equal(y, run(x, w, b, state, None))

@@ -61,7 +61,7 @@ class TrainConfig:
     device: str = "cpu"
     dtype: str = "auto"
     linear: Linear = "plain"
-    deterministic: bool = False
+    deterministic: bool = True
     seed: int = 0
     init: str | None = None  # weights.py
 

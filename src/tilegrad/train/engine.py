@@ -48,8 +48,8 @@ class Engine:
     """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: the layers
     compute with rounded copies of the params on CUDA, and on a CPU ops round what they read. dtype=None is bfloat16 on CUDA,
     float32 on a CPU. capture=False runs a CUDA step op by op: the same bits, for whoever looks at it with a debugger.
-    linear="fp8" forms the forward products of the blocks in float8, on GPUs that have it. deterministic=True gives the same
-    bits in every run on one GPU; a CPU always does.
+    linear="fp8" forms the forward products of the blocks in float8, on GPUs that have it. deterministic=False lets attention
+    add in any order on a GPU; a CPU never does.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -64,7 +64,7 @@ class Engine:
         self, model_config: ModelConfig, batch_size: int, seq_len: int, device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None, seed: int = 0, memory_budget: int | None = None, *,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
-        linear: Linear = "plain", deterministic: bool = False, capture: bool = True,
+        linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
     ) -> None:  # fmt: skip
         self.device = torch.empty(0, device=device).device
         if dtype is None:

@@ -3,7 +3,7 @@
     q(a) = e4m3(clamp(a / s, ±448))        s = max|a| / 448, of the step before: delayed scaling
     y = (q(x) q(w)ᵀ) · s_x · s_w + b       products in float8, sums in float32
 
-`state` (2, 1 + PARTS) float32 holds s and the largest magnitudes seen since, of x and of w. A forward reads s and adds to
+`state` (2, 4 + PARTS) float32 holds s and, from place 4 on, the largest magnitudes seen since, of x and of w. A forward reads s and adds to
 what was seen; `fp8_scale_step`, once at the beginning of a step, makes the next s of it, and a step's forwards agree to the
 bit however often they run. Magnitudes that are not finite, or all zero, leave s as it is. e4m3 has 4 significant bits, and
 what is smaller than 2⁻⁹ s is rounded to a multiple of that.
@@ -28,7 +28,8 @@ from ..table import Kernel, Table
 PARTS = 512  # programs that each keep the largest magnitude they saw
 LARGEST = 448.0  # of e4m3
 FIRST = (16.0, 1.0)  # what x and w are taken to reach before anything was seen
-STATE = (2, 1 + PARTS)
+FIRST_PART = 4  # a row begins at a multiple of 16 bytes, as cuBLAS asks of a scale
+STATE = (2, FIRST_PART + PARTS)
 
 
 class Problem(NamedTuple):

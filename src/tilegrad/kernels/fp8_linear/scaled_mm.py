@@ -16,14 +16,14 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes
 
-PARTS, TILE = 512, 2048  # programs, and numbers that one rounds at once
+FIRST_PART, PARTS, TILE = 4, 512, 2048  # where their places begin, programs, and numbers that one rounds at once
 PADDED = 1024  # a power of two above PARTS
 
 LARGEST = tl.constexpr(448.0)
 
 
 @triton.jit
-def _quantize_kernel(x, state, x8, x_n, N, C, PARTS: tl.constexpr, TILE: tl.constexpr):
+def _quantize_kernel(x, state, x8, x_n, N, C, FIRST_PART: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):
     """x8 = e4m3(clamp(x / s)), rows of C numbers; state = (s, largest magnitude of each program)."""
     part = tl.program_id(0)
     inverse = tl.math.div_rn(1.0, tl.load(state))
@@ -37,19 +37,19 @@ def _quantize_kernel(x, state, x8, x_n, N, C, PARTS: tl.constexpr, TILE: tl.cons
         scaled = a * inverse
         bounded = tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))
         tl.store(x8 + i, bounded.to(x8.dtype.element_ty), mask=here)
-    seen = state + 1 + part
+    seen = state + FIRST_PART + part
     tl.store(seen, tl.maximum(tl.load(seen), tl.max(largest, 0)))
 
 
 @triton.jit
-def _scale_kernel(state, PARTS: tl.constexpr, PADDED: tl.constexpr):
+def _scale_kernel(state, FIRST_PART: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr):
     """s = the largest magnitude seen / 448, unless that is 0 or not finite."""
-    row = state + tl.program_id(0) * (1 + PARTS)
+    row = state + tl.program_id(0) * (FIRST_PART + PARTS)
     i = tl.arange(0, PADDED)
-    largest = tl.max(tl.load(row + 1 + i, mask=i < PARTS, other=0.0), 0)
+    largest = tl.max(tl.load(row + FIRST_PART + i, mask=i < PARTS, other=0.0), 0)
     if (largest > 0.0) & (largest < float("inf")):
         tl.store(row, tl.math.div_rn(largest, LARGEST))
-    tl.store(row + 1 + i, tl.zeros([PADDED], tl.float32), mask=i < PARTS)
+    tl.store(row + FIRST_PART + i, tl.zeros([PADDED], tl.float32), mask=i < PARTS)
 
 
 def workspace(x: Any, w: Any) -> Shapes:
@@ -69,9 +69,9 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, scr
 
 
 def quantize(a: Tensor, *, state: Tensor, a8: Tensor) -> None:
-    _quantize_kernel[(PARTS,)](a, state, a8, a.stride(0), *a.shape, PARTS=PARTS, TILE=TILE)
+    _quantize_kernel[(PARTS,)](a, state, a8, a.stride(0), *a.shape, FIRST_PART=FIRST_PART, PARTS=PARTS, TILE=TILE)
 
 
 def scale_step(*, state: Tensor) -> None:
     with torch.cuda.device_of(state):
-        _scale_kernel[(2,)](state, PARTS=PARTS, PADDED=PADDED)
+        _scale_kernel[(2,)](state, FIRST_PART=FIRST_PART, PARTS=PARTS, PADDED=PADDED)

@@ -10,6 +10,7 @@ from torch import Tensor
 from ..scratch import Scratch, Shapes
 
 LARGEST = 448.0
+FIRST_PART = 4
 
 
 def workspace(x: Any, w: Any) -> Shapes:
@@ -26,7 +27,7 @@ def workspace(x: Any, w: Any) -> Shapes:
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, scratch: Scratch) -> None:
     factors = []
     for i, (name, a) in enumerate((("x", x), ("w", w))):
-        scale, seen = state[i, 0], state[i, 1]
+        scale, seen = state[i, 0], state[i, FIRST_PART]
         a32 = scratch[name].copy_(a)
         if a.numel():
             seen.copy_(torch.maximum(seen, a32.abs().amax()))
@@ -40,7 +41,7 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, scr
 
 
 def scale_step(*, state: Tensor) -> None:
-    scale, seen = state[:, 0], state[:, 1:]
+    scale, seen = state[:, 0], state[:, FIRST_PART:]
     largest = seen.amax(1)
     used = largest.isfinite() & (largest > 0.0)
     scale.copy_(torch.where(used, largest / LARGEST, scale))
