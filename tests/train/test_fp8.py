@@ -37,7 +37,7 @@ def engines(config: ModelConfig) -> tuple[Engine, Engine]:
 def test_it_trains_beside_bfloat16(config: ModelConfig) -> None:
     fp8, plain = engines(config)
     tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
-    losses = [[e.step(tokens[:, :-1], tokens[:, 4:], 3e-3) for _ in range(30)] for e in (fp8, plain)]
+    losses = [[e.step(tokens[:, :-1], tokens[:, 1:], 3e-3) for _ in range(30)] for e in (fp8, plain)]
     assert losses[0][0] == pytest.approx(losses[1][0], rel=2e-2) and losses[0] != losses[1]
     assert losses[0][-1] < 0.7 * losses[0][0] and losses[0][-1] == pytest.approx(losses[1][-1], rel=0.1)
 
@@ -47,12 +47,12 @@ def test_scales_follow_the_step_before_and_are_in_the_checkpoint() -> None:
     fp8, _ = engines(CONFIG)
     x, y = batch(fp8.config, 4, 32)
     fp8.step(x, y, 1e-3)
-    name = "scale.blocks.0.attn.qkv"
-    first = fp8.tensors()[name].clone()
-    assert first[0, 0] == 16.0 / 448 and first[0, 4:].max() > 0.0
+    name = "scale.blocks.0.attn.qkv."
+    first = {part: fp8.tensors()[name + part].clone() for part in ("input", "weight")}
+    assert first["input"][0] == 16.0 / 448 and first["input"][4:].max() > 0.0
     fp8.step([x, x], [y, y], 1e-3)  # the scale of a step serves all of its micro-batches
-    second = fp8.tensors()[name]
-    assert second[0, 0] == first[0, 4:].max() / 448 and second[1, 0] == first[1, 4:].max() / 448
+    for part, state in first.items():
+        assert fp8.tensors()[name + part][0] == state[4:].max() / 448
 
 
 @pytest.mark.usefixtures("on_cpu")

@@ -151,7 +151,9 @@ class AttentionLayer:
                 else LinearLayer.declare_per_head(at, f"{name}.{part}")
                 for part in parts
             ),
-            proj=LinearLayer.declare(at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias),
+            proj=LinearLayer.declare(
+                at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias, fp8=False
+            ),
             qkv=tuple(at.rows(f"{name}.{part}.y", widths[part], type) for part, type in parts.items()),
             dqkv=tuple(at.rows(f"{name}.{part}.dy", widths[part], type) for part, type in parts.items()),
             o=at.rows(f"{name}.o", c.n_head * d, BufferType.OUTPUT),

@@ -89,7 +89,7 @@ class Block:
     def forward(self, x: Buffer) -> None:
         """norm1's output → x1 and f, of which y is the sum."""
         self.forward_attention(x)
-        self.ffn.forward(self.norm2.y, y=self.f)
+        self.ffn.forward(self.norm2.y, y=self.f, keep=not self.recompute & {"activation", "block"})
         self.drop2.forward(self.f)
 
     def forward_attention(self, x: Buffer) -> None:

@@ -45,10 +45,14 @@ class FeedForward:
             scratch=_scratch(at, at.config.activation),
         )
 
-    def forward(self, x: Buffer, *, y: Buffer) -> None:
+    def forward(self, x: Buffer, *, y: Buffer, keep: bool) -> None:
+        """`keep`: the backward reads a. Else down's float8 product, where it is one, has a's rounding at once."""
         self.up.forward(x, y=self.h)
-        self.activate()
-        self.down.forward(self.a, y=y)
+        if self.down.fp8 is not None and not keep:
+            self.down.forward_activation(self.h, self.activation, y=y)
+        else:
+            self.activate()
+            self.down.forward(self.a, y=y)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias: bool, recompute: bool) -> None:
         """dx, and the gradients of down; `bias`: that of its bias too; `recompute`: a was not kept."""
@@ -104,7 +108,7 @@ class SwiGLU:
             scratch=_scratch(at, "swiglu"),
         )
 
-    def forward(self, x: Buffer, *, y: Buffer) -> None:
+    def forward(self, x: Buffer, *, y: Buffer, keep: bool) -> None:  # noqa: ARG002
         self.up.forward(x, y=self.h)
         self.gate.forward(x, y=self.g)
         self.activate()

@@ -9,7 +9,7 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
-from ..kernels.fp8_linear import STATE
+from ..kernels.fp8_linear.state import STATE
 from ..kernels.scratch import Form, Scratch, Shapes, accumulation_dtype
 from ..memory.planned.trace import Handle
 from ..memory.types import BufferType, Role
@@ -100,7 +100,7 @@ class Declare:
         return self.params[name]
 
     def scale(self, name: str) -> Buffer:
-        """The state of a float8 product."""
+        """The state of a tensor that is rounded to float8."""
         self.scales[name] = self.buffer(f"scale.{name}", STATE, torch.float32, role="optimizer")
         return self.scales[name]
 

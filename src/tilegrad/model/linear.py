@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..kernels.fp8_linear import fp8_linear_fwd, fp8_linear_workspace
+from ..kernels.fp8_linear import FP8, fp8_activation_fwd, fp8_linear_fwd, fp8_linear_workspace, fp8_quantize_fwd
 from ..kernels.linear import (
     linear_bwd_input,
     linear_bwd_weight,
@@ -19,25 +19,40 @@ from .layer import WEIGHT, Buffer, Constant, Declare, Init, Param
 
 
 @dataclass(frozen=True, slots=True)
+class Fp8:
+    """What a float8 forward needs: x in float8, and the scales of x and of W."""
+
+    x: Buffer
+    x_scale: Buffer
+    w_scale: Buffer
+
+    @classmethod
+    def declare(cls, at: Declare, name: str, site: str, inputs: int) -> Fp8:
+        x = at.buffer(f"scratch.{site}.x8", (at.n, inputs), FP8)
+        return cls(x, at.scale(f"{name}.input"), at.scale(f"{name}.weight"))
+
+
+@dataclass(frozen=True, slots=True)
 class LinearLayer:
     """dx = dy W   dW += dy' x   db += Σ dy"""
 
     w: Param
     b: Param | None
     per_head: bool
-    scale: Buffer | None  # of a float8 forward
+    fp8: Fp8 | None
     forward_scratch: Scratch
     backward_scratch: Scratch
 
     @classmethod
     def declare(
-        cls, at: Declare, name: str, inputs: int, outputs: int, init: Init = WEIGHT, *, bias: bool | None = None
-    ) -> LinearLayer:
-        """bias=None: the config's."""
+        cls, at: Declare, name: str, inputs: int, outputs: int, init: Init = WEIGHT, *, bias: bool | None = None,
+        fp8: bool = True,
+    ) -> LinearLayer:  # fmt: skip
+        """bias=None: the config's. fp8=False: never in float8, for rounding x would take what the product gains."""
         weight = at.param(f"{name}.weight", outputs, inputs, init=init)
         has_bias = at.config.bias if bias is None else bias
         b = at.param(f"{name}.bias", outputs, init=Constant(0.0)) if has_bias else None
-        return cls._declare(at, name, weight, b, inputs, per_head=False)
+        return cls._declare(at, name, weight, b, inputs, per_head=False, fp8=fp8 and at.linear == "fp8")
 
     @classmethod
     def declare_per_head(cls, at: Declare, name: str) -> LinearLayer:
@@ -46,28 +61,40 @@ class LinearLayer:
         weight = at.param(f"{name}.weight", h, d, d, init=WEIGHT)
         has_bias = at.config.bias if at.config.qkv_bias is None else at.config.qkv_bias
         bias = at.param(f"{name}.bias", h, d, init=Constant(0.0)) if has_bias else None
-        return cls._declare(at, name, weight, bias, h * d, per_head=True)
+        return cls._declare(at, name, weight, bias, h * d, per_head=True, fp8=False)
 
     @classmethod
-    def _declare(cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, *, per_head: bool) -> LinearLayer:
+    def _declare(
+        cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, *, per_head: bool, fp8: bool
+    ) -> LinearLayer:
         site = name.rsplit(".", 1)[-1]  # layers of one kind follow one another: they work in the same scratch
-        x, fp8 = at.form(inputs), at.linear == "fp8" and not per_head
-        forward = linear_workspace(x, w.value, backward=False)  # evaluation's too, where training is in float8
-        if fp8:
-            forward |= fp8_linear_workspace(x, w.value)
+        x = at.form(inputs)
+        forward = fp8_linear_workspace(x, w.value) if fp8 else linear_workspace(x, w.value, backward=False)
         return cls(
-            w, b, per_head, at.scale(name) if fp8 else None,
+            w, b, per_head, Fp8.declare(at, name, site, inputs) if fp8 else None,
             at.scratch(site, forward),
             at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
         )  # fmt: skip
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
         w, b, scratch = self.w.value, self.b.value if self.b else None, self.forward_scratch
-        if self.scale is not None:
-            fp8_linear_fwd(x, w, b, y=y, state=self.scale, scratch=scratch)
+        if self.fp8 is not None:
+            fp8_quantize_fwd(x, x8=self.fp8.x, state=self.fp8.x_scale)
+            self._product(self.fp8, y=y)
         else:
             run = per_head_linear_fwd if self.per_head else linear_fwd
             run(x, w, b, y=y, scratch=scratch)
+
+    def forward_activation(self, h: Buffer, kind: str, *, y: Buffer) -> None:
+        """y = act(h) W' + b in float8, where act(h) is needed for nothing else."""
+        if self.fp8 is None:
+            raise ValueError("forward_activation: got a layer that does not multiply in float8; call forward")
+        fp8_activation_fwd(h, kind, a8=self.fp8.x, state=self.fp8.x_scale)
+        self._product(self.fp8, y=y)
+
+    def _product(self, fp8: Fp8, *, y: Buffer) -> None:
+        w, b = self.w.value, self.b.value if self.b else None
+        fp8_linear_fwd(fp8.x, fp8.x_scale, w, b, y=y, state=fp8.w_scale, scratch=self.forward_scratch)
 
     def backward_input(self, dy: Buffer, *, dx: Buffer, accumulate: bool = False) -> None:
         """dx = dy W, or dx += dy W"""

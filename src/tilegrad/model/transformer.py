@@ -121,14 +121,14 @@ class Transformer:
     x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
     dx: Buffer
     params: dict[str, Param]
-    scales: dict[str, Buffer]  # of float8 products
+    scales: dict[str, Buffer]  # of tensors that are rounded to float8
 
     def initialise(self, config: ModelConfig, generator: torch.Generator) -> None:
         """Each parameter as its layer declares it; the tables of rope, which every block reads."""
         for p in self.params.values():
             p.init.fill(p.master, generator)
-        for state in self.scales.values():
-            fill_state(state)
+        for name, state in self.scales.items():
+            fill_state(state, weight=name.endswith(".weight"))
         rope = self.blocks[0].attention.rope
         if rope is not None:
             rope_table(
@@ -161,7 +161,7 @@ class Transformer:
         self.hidden_states_backward()
 
     def scale_step(self) -> None:
-        """The scales of float8 products follow what was seen since the last step."""
+        """The scales of what is rounded to float8 follow what was seen since the last step."""
         for state in self.scales.values():
             fp8_scale_step(state=state)
 

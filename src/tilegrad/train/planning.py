@@ -34,6 +34,8 @@ def plan_model(
         optimizer.update(0.0)
         model.forward()
         model.backward()
+        if linear != "plain":  # evaluation is
+            declare(config, batch_size, seq_len, dtype, device, recompute, deterministic=deterministic).forward()
 
     return plan_memory(trace(program, observe, _persistent(optimizer, model)), share=share)
 

@@ -25,9 +25,9 @@ from ..column_sum.triton_ops import add_partials
 from ..gpu import ceil_div, multiprocessors, padded
 from ..scratch import Scratch, Shapes
 
-TILE, COLUMNS = 4096, 1024  # elements of a tile, columns of one whose rows lie apart
-WARPS = 8
-SUMMED_TILE, SUMMED_WARPS = 2048, 4  # where columns are added up
+TILE, COLUMNS = 2048, 1024  # elements of a tile, columns of one whose rows lie apart
+WARPS = 4
+SUMMED_TILE, SUMMED_WARPS = 1024, 4  # where columns are added up
 PROGRAMS = 8  # for each multiprocessor, where columns are added up
 MOST_PROGRAMS = 65535  # of a grid's second axis
 SLOPE = tl.constexpr(1.5957691216057308)  # 2 √(2/π)

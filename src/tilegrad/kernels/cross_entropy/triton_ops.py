@@ -24,16 +24,16 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div
+from ..gpu import ceil_div, padded
 from ..linear import linear_bwd, linear_fwd, linear_workspace, rounds_weights
 from ..scratch import Form, Scratch, Shapes, below, larger, of
 from .chunks import chunks, most_rows
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
-LEAST, OF_X = 1 << 26, 6  # bytes of logits that need no thought; more are up to 6 times those of x
+LEAST, OF_X = 1 << 26, 12  # bytes of logits that need no thought; more are up to 12 times those of x
 ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
 LEAD = 64  # logits' rows begin at a multiple of so many numbers
-TILE, WARPS = 4096, 8  # logits of a row that a program holds at once
+TILE = 1 << 14  # logits of a row that a program holds at once, at most
 SUM = 1024  # rows' losses that are added side by side
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -133,14 +133,14 @@ def run(
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"]
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
-    gradient = dx is not None or dw is not None
+    gradient, tile = dx is not None or dw is not None, min(padded(v), TILE)
     with torch.cuda.device_of(x):
         for i in chunks_of(x, w):
             logits = scratch["logits"][: i.stop - i.start, :v]
             linear_fwd(x[i], w, None, y=logits, scratch=linear)
             _softmax_kernel[(logits.shape[0],)](
                 targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v,
-                GRADIENT=gradient, TILE=TILE, num_warps=WARPS,
+                GRADIENT=gradient, TILE=tile, num_warps=max(4, tile >> 10),
             )  # fmt: skip
             if dw is not None:
                 added = accumulate or i.start > 0  # a later chunk adds to the first

@@ -1,15 +1,16 @@
-"""y = x wᵀ + b with both factors rounded to float8.       x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout), bfloat16
+"""y = x wᵀ + b with both factors in float8.       x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout), bfloat16
 
     q(a) = e4m3(clamp(a / s, ±448))        s = max|a| / 448, of the step before: delayed scaling
     y = (q(x) q(w)ᵀ) · s_x · s_w + b       products in float8, sums in float32
 
-`state` (2, 4 + PARTS) float32 holds s and, from place 4 on, the largest magnitudes seen since, of x and of w. A forward reads s and adds to
-what was seen; `fp8_scale_step`, once at the beginning of a step, makes the next s of it, and a step's forwards agree to the
-bit however often they run. Magnitudes that are not finite, or all zero, leave s as it is. e4m3 has 4 significant bits, and
-what is smaller than 2⁻⁹ s is rounded to a multiple of that.
+A tensor's `state` (4 + PARTS,) float32 holds s and, from place 4 on, the largest magnitudes seen since. Rounding reads s and
+adds to what was seen; `fp8_scale_step`, once at the beginning of a step, makes the next s of it, so that a step's forwards
+agree to the bit however often they run. Magnitudes that are not finite, or all zero, leave s as it is. e4m3 has 4
+significant bits, and what is smaller than 2⁻⁶ s is rounded to a multiple of 2⁻⁹ s.
 
-The backward is linear's, on x and w as they are. `FP8_LINEAR` is the table of kernels: each module offers `workspace`, `fwd`
-and `scale_step`.
+x is rounded by `fp8_quantize_fwd`, or by `fp8_activation_fwd` as the activation is formed; w by the product. The backward is
+linear's, on x and w as they are. `FP8_LINEAR` is the table of kernels: each module offers `workspace`, `fwd`, `quantize`,
+`activation` and `scale_step`.
 """
 
 from __future__ import annotations
@@ -20,16 +21,13 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..checks import check_param, check_tensor
+from ..checks import check_columns, check_param, check_tensor
 from ..op import op
 from ..scratch import Form, Scratch, Shapes, views
 from ..table import Kernel, Table
+from .state import FIRST, LARGEST, STATE
 
-PARTS = 512  # programs that each keep the largest magnitude they saw
-LARGEST = 448.0  # of e4m3
-FIRST = (16.0, 1.0)  # what x and w are taken to reach before anything was seen
-FIRST_PART = 4  # a row begins at a multiple of 16 bytes, as cuBLAS asks of a scale
-STATE = (2, FIRST_PART + PARTS)
+FP8 = torch.float8_e4m3fn
 
 
 class Problem(NamedTuple):
@@ -48,7 +46,7 @@ def _scaled_mm_refuses(problem: Problem) -> str | None:
         return f"needs compute capability 8.9 or newer, for float8 products, and {x.device} has {found[0]}.{found[1]}"
     if any(size % 16 for size in w.shape):
         return f"takes w with sides that are multiples of 16, not {tuple(w.shape)}"
-    return gpu.refusal(x)
+    return gpu.refusal(Form((1, 1), torch.bfloat16, torch.device(x.device)))
 
 
 FP8_LINEAR = Table(
@@ -64,39 +62,68 @@ FP8_LINEAR = Table(
 
 
 def fp8_linear_workspace(x: Any, w: Any, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold."""
+    """Name → (shape, dtype) of what `scratch` of the product must hold."""
     return FP8_LINEAR.workspace(Problem(x, w), kernel=kernel)
 
 
 @op(accumulates=("state",))
-def fp8_linear_fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, *,
-    y: Tensor, state: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
-) -> None:  # fmt: skip
-    """y overwritten; state's magnitudes grow by x's and w's."""
-    (n, cin), cout = x.shape, w.shape[0]
-    check_param("w", w, (cout, cin), x)
-    if b is not None:
-        check_param("b", b, (cout,), x)
-    check_tensor("y", y, (n, cout), x.dtype, x.device)
-    check_tensor("state", state, STATE, torch.float32, x.device)
-    row = FP8_LINEAR.select(Problem(x, w), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(x, w), x.device, "fp8_linear", kernel=row.name)
-    module.fwd(x, w, b, y=y, state=state, scratch=buffers)
+def fp8_quantize_fwd(x: Tensor, *, x8: Tensor, state: Tensor, kernel: str | None = None) -> None:
+    """x8 = q(x), contiguous; state's magnitudes grow by x's."""
+    check_columns("x", x)
+    _check_rounded(x, x8, state)
+    FP8_LINEAR.select(_any(x), kernel).load().quantize(x, x8=x8, state=state)
 
 
 @op(accumulates=("state",))
-def fp8_scale_step(*, state: Tensor) -> None:
+def fp8_activation_fwd(h: Tensor, kind: str, *, a8: Tensor, state: Tensor, kernel: str | None = None) -> None:
+    """a8 = q(act(h)), h (N, C) contiguous; state's magnitudes grow by act(h)'s."""
+    if not h.is_contiguous():
+        raise ValueError(f"h: got strides {h.stride()}; accepted: a contiguous tensor")
+    _check_rounded(h, a8, state)
+    FP8_LINEAR.select(_any(h), kernel).load().activation(h, kind, a8=a8, state=state)
+
+
+@op(accumulates=("state",))
+def fp8_linear_fwd(
+    x8: Tensor, x_state: Tensor, w: Tensor, b: Tensor | None, *,
+    y: Tensor, state: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
+) -> None:  # fmt: skip
+    """y overwritten; state, which is w's, grows by w's magnitudes."""
+    (n, cin), cout = x8.shape, w.shape[0]
+    check_tensor("x8", x8, (n, cin), FP8, y.device)
+    check_tensor("x_state", x_state, STATE, torch.float32, y.device)
+    check_param("w", w, (cout, cin), y)
+    if b is not None:
+        check_param("b", b, (cout,), y)
+    check_tensor("y", y, (n, cout), y.dtype, y.device)
+    check_tensor("state", state, STATE, torch.float32, y.device)
+    row = FP8_LINEAR.select(Problem(x8, w), kernel)
+    module = row.load()
+    buffers = views(scratch, module.workspace(x8, w), y.device, "fp8_linear", kernel=row.name)
+    module.fwd(x8, x_state, w, b, y=y, state=state, scratch=buffers)
+
+
+@op(accumulates=("state",))
+def fp8_scale_step(*, state: Tensor, kernel: str | None = None) -> None:
     """s = largest magnitude seen / 448, and nothing is seen any more."""
     check_tensor("state", state, STATE, torch.float32, state.device)
-    form = Form((16, 16), torch.bfloat16, state.device)
-    FP8_LINEAR.select(Problem(form, form), None if state.device.type == "cuda" else "torch").load().scale_step(
-        state=state
-    )
+    FP8_LINEAR.select(_any(state), kernel).load().scale_step(state=state)
 
 
-def fill_state(state: Tensor) -> None:
-    """Before the first step."""
+def fill_state(state: Tensor, *, weight: bool) -> None:
+    """Before the first step, where nothing was seen."""
     state.zero_()
-    state[:, 0].copy_(torch.tensor(FIRST) / LARGEST)
+    state[0] = FIRST["w" if weight else "x"] / LARGEST
+
+
+def _any(x: Tensor) -> Problem:
+    """A problem on x's device: rounding takes any size."""
+    form = Form((16, 16), torch.bfloat16, x.device)
+    return Problem(form, form)
+
+
+def _check_rounded(x: Tensor, x8: Tensor, state: Tensor) -> None:
+    check_tensor("x8", x8, tuple(x.shape), FP8, x.device)
+    check_tensor("state", state, STATE, torch.float32, x.device)
+    if not x8.is_contiguous():
+        raise ValueError(f"x8: got strides {x8.stride()}; accepted: a contiguous tensor")

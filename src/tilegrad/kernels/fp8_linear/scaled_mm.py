@@ -1,7 +1,8 @@
 """The product by cuBLAS's float8 one, `torch._scaled_mm`; factors are rounded by a Triton kernel in one pass.
 
-PARTS programs go over a factor, tile by tile, and each keeps the largest magnitude it saw in a place of its own: no atomics.
-A NaN counts as infinite there, so that it can't be mistaken for nothing seen.
+PARTS programs go over a tensor, tile by tile, and each keeps the largest magnitude it saw in a place of its own: no atomics.
+A NaN counts as infinite there, so that it can't be mistaken for nothing seen. An activation is rounded to its own dtype
+first: what is multiplied is what the backward recomputes.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -14,26 +15,33 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ..activation.triton_ops import activate
 from ..scratch import Scratch, Shapes
+from . import state as states
 
-FIRST_PART, PARTS, TILE = 4, 512, 2048  # where their places begin, programs, and numbers that one rounds at once
-PADDED = 1024  # a power of two above PARTS
+TILE, WARPS = 2048, 4  # numbers that a program rounds at once
+PADDED = 2048  # a power of two above PARTS
 
-LARGEST = tl.constexpr(448.0)
+LARGEST = tl.constexpr(states.LARGEST)
+FIRST_PART = tl.constexpr(states.FIRST_PART)
+PARTS = tl.constexpr(states.PARTS)
 
 
 @triton.jit
-def _quantize_kernel(x, state, x8, x_n, N, C, FIRST_PART: tl.constexpr, PARTS: tl.constexpr, TILE: tl.constexpr):
-    """x8 = e4m3(clamp(x / s)), rows of C numbers; state = (s, largest magnitude of each program)."""
+def _quantize_kernel(x, state, x8, x_n, N, C, KIND: tl.constexpr, CONTIGUOUS: tl.constexpr, TILE: tl.constexpr):
+    """x8 = q(x), or q(act(x)) where KIND is an activation's name."""
     part = tl.program_id(0)
     inverse = tl.math.div_rn(1.0, tl.load(state))
     largest = tl.zeros([TILE], tl.float32)
     for k in range(part.to(tl.int64) * TILE, N * C, PARTS * TILE):
         i = k + tl.arange(0, TILE)
         here = i < N * C
-        a = tl.load(x + i // C * x_n + i % C, mask=here, other=0.0).to(tl.float32)
+        at = x + i if CONTIGUOUS else x + i // C * x_n + i % C
+        a = tl.load(at, mask=here, other=0.0).to(tl.float32)
+        if KIND != "":
+            a = activate(a, KIND, x.dtype.element_ty == tl.float32).to(x.dtype.element_ty).to(tl.float32)
         magnitude = tl.abs(a)
-        largest = tl.maximum(largest, tl.where(magnitude == magnitude, magnitude, float("inf")))
+        largest = tl.maximum(largest, tl.where(here & (magnitude != magnitude), float("inf"), magnitude))
         scaled = a * inverse
         bounded = tl.where(scaled > LARGEST, LARGEST, tl.where(scaled < -LARGEST, -LARGEST, scaled))
         tl.store(x8 + i, bounded.to(x8.dtype.element_ty), mask=here)
@@ -42,36 +50,46 @@ def _quantize_kernel(x, state, x8, x_n, N, C, FIRST_PART: tl.constexpr, PARTS: t
 
 
 @triton.jit
-def _scale_kernel(state, FIRST_PART: tl.constexpr, PARTS: tl.constexpr, PADDED: tl.constexpr):
+def _scale_kernel(state, PADDED: tl.constexpr):
     """s = the largest magnitude seen / 448, unless that is 0 or not finite."""
-    row = state + tl.program_id(0) * (FIRST_PART + PARTS)
     i = tl.arange(0, PADDED)
-    largest = tl.max(tl.load(row + FIRST_PART + i, mask=i < PARTS, other=0.0), 0)
+    largest = tl.max(tl.load(state + FIRST_PART + i, mask=i < PARTS, other=0.0), 0)
     if (largest > 0.0) & (largest < float("inf")):
-        tl.store(row, tl.math.div_rn(largest, LARGEST))
-    tl.store(row + FIRST_PART + i, tl.zeros([PADDED], tl.float32), mask=i < PARTS)
+        tl.store(state, tl.math.div_rn(largest, LARGEST))
+    tl.store(state + FIRST_PART + i, tl.zeros([PADDED], tl.float32), mask=i < PARTS)
 
 
-def workspace(x: Any, w: Any) -> Shapes:
-    return {"x8": (tuple(x.shape), torch.float8_e4m3fn), "w8": (tuple(w.shape), torch.float8_e4m3fn)}
+def workspace(_x: Any, w: Any) -> Shapes:
+    return {"w8": (tuple(w.shape), torch.float8_e4m3fn)}
 
 
-def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, scratch: Scratch) -> None:
-    if not x.numel():
-        return
+def quantize(x: Tensor, *, x8: Tensor, state: Tensor) -> None:
+    _quantize(x, "", x8=x8, state=state)
+
+
+def activation(h: Tensor, kind: str, *, a8: Tensor, state: Tensor) -> None:
+    _quantize(h, kind, x8=a8, state=state)
+
+
+def _quantize(x: Tensor, kind: str, *, x8: Tensor, state: Tensor) -> None:
     with torch.cuda.device_of(x):
-        for i, (a, a8) in enumerate(((x, scratch["x8"]), (w, scratch["w8"]))):
-            quantize(a, state=state[i], a8=a8)
-        torch._scaled_mm(
-            scratch["x8"], scratch["w8"].t(), state[0, :1], state[1, :1], bias=b, out_dtype=y.dtype,
-            use_fast_accum=True, out=y,
+        _quantize_kernel[(states.PARTS,)](
+            x, state, x8, x.stride(0), *x.shape,
+            KIND=kind, CONTIGUOUS=x.is_contiguous(), TILE=TILE, num_warps=WARPS,
         )  # fmt: skip
 
 
-def quantize(a: Tensor, *, state: Tensor, a8: Tensor) -> None:
-    _quantize_kernel[(PARTS,)](a, state, a8, a.stride(0), *a.shape, FIRST_PART=FIRST_PART, PARTS=PARTS, TILE=TILE)
+def fwd(
+    x8: Tensor, x_state: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, scratch: Scratch
+) -> None:
+    if not x8.numel():
+        return
+    w8 = scratch["w8"]
+    quantize(w, x8=w8, state=state)
+    with torch.cuda.device_of(y):
+        torch._scaled_mm(x8, w8.t(), x_state[:1], state[:1], bias=b, out_dtype=y.dtype, use_fast_accum=True, out=y)
 
 
 def scale_step(*, state: Tensor) -> None:
     with torch.cuda.device_of(state):
-        _scale_kernel[(2,)](state, FIRST_PART=FIRST_PART, PARTS=PARTS, PADDED=PADDED)
+        _scale_kernel[(1,)](state, PADDED=PADDED)

@@ -1,4 +1,4 @@
-"""The same product by torch's own casts and a float32 product of the rounded factors: any device."""
+"""The same by torch's own casts, and a float32 product of the rounded factors: any device. It allocates."""
 
 from __future__ import annotations
 
@@ -7,42 +7,39 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..activation.torch_ops import fwd as activation_fwd
 from ..scratch import Scratch, Shapes
-
-LARGEST = 448.0
-FIRST_PART = 4
+from .state import FIRST_PART, LARGEST
 
 
-def workspace(x: Any, w: Any) -> Shapes:
-    (n, cin), cout = x.shape, w.shape[0]
-    return {
-        "x": ((n, cin), torch.float32),
-        "w": ((cout, cin), torch.float32),
-        "x8": ((n, cin), torch.float8_e4m3fn),
-        "w8": ((cout, cin), torch.float8_e4m3fn),
-        "y": ((n, cout), torch.float32),
-    }
+def workspace(_x: Any, w: Any) -> Shapes:
+    return {"w8": (tuple(w.shape), torch.float8_e4m3fn)}
 
 
-def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, scratch: Scratch) -> None:
-    factors = []
-    for i, (name, a) in enumerate((("x", x), ("w", w))):
-        scale, seen = state[i, 0], state[i, FIRST_PART]
-        a32 = scratch[name].copy_(a)
-        if a.numel():
-            seen.copy_(torch.maximum(seen, a32.abs().amax()))
-        scratch[f"{name}8"].copy_(a32.div_(scale).clamp_(-LARGEST, LARGEST))
-        factors.append(a32.copy_(scratch[f"{name}8"]))
-    out = torch.mm(factors[0], factors[1].t(), out=scratch["y"])
-    out.mul_(state[0, 0] * state[1, 0])
-    if b is not None:
-        out.add_(b)
-    y.copy_(out)
+def quantize(x: Tensor, *, x8: Tensor, state: Tensor) -> None:
+    x32 = x.float()
+    if x.numel():
+        seen = state[FIRST_PART]
+        seen.copy_(torch.maximum(seen, x32.abs().amax()))
+    x8.copy_((x32 / state[0]).clamp_(-LARGEST, LARGEST))
+
+
+def activation(h: Tensor, kind: str, *, a8: Tensor, state: Tensor) -> None:
+    a = torch.empty_like(h)
+    activation_fwd(h, kind, a=a)
+    quantize(a, x8=a8, state=state)
+
+
+def fwd(
+    x8: Tensor, x_state: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, scratch: Scratch
+) -> None:
+    quantize(w, x8=scratch["w8"], state=state)
+    product = x8.float() @ scratch["w8"].float().t() * (x_state[0] * state[0])
+    y.copy_(product if b is None else product + b)
 
 
 def scale_step(*, state: Tensor) -> None:
-    scale, seen = state[:, 0], state[:, FIRST_PART:]
-    largest = seen.amax(1)
-    used = largest.isfinite() & (largest > 0.0)
-    scale.copy_(torch.where(used, largest / LARGEST, scale))
-    seen.zero_()
+    largest = state[FIRST_PART:].amax()
+    if largest.isfinite() and largest > 0.0:
+        state[0] = largest / LARGEST
+    state[FIRST_PART:].zero_()
