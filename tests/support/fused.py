@@ -38,6 +38,16 @@ def assert_column_sums(got: dict[str, Tensor], summed: dict[str, Tensor]) -> Non
         assert_close({name: got[name]}, {name: x.double().sum(0)}, allowed)
 
 
+def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
+    """Bits; on a device, whose compiler contracts products and sums as it likes, a rounding of each."""
+    for name, x in want.items():
+        if x.device.type == "cpu":
+            assert torch.equal(got[name], x), name
+        else:
+            a, z = torch.finfo(acc(x.dtype)).eps, torch.finfo(x.dtype).eps
+            torch.testing.assert_close(got[name], x, rtol=2 * z, atol=64 * a * float(x.abs().max()), msg=name)
+
+
 def check_fused_norm(
     n: int, c: int, dtype: torch.dtype, *, rms: bool, bias: bool, device: str, kernel: str | None
 ) -> None:
@@ -49,8 +59,8 @@ def check_fused_norm(
     def out(shape: tuple[int, ...], kind: torch.dtype) -> Tensor:
         return torch.full(shape, torch.nan, dtype=kind, device=device)
 
-    def fwd(x: Tensor, f: Tensor | None, **joined: Tensor) -> dict[str, Tensor]:
-        got = {"y": out((n, c), dtype), "rstd": out((n,), acc(dtype))}
+    def fwd(x: Tensor, f: Any, **joined: Any) -> dict[str, Any]:
+        got: dict[str, Any] = {"y": out((n, c), dtype), "rstd": out((n,), acc(dtype))}
         options: dict[str, Any] = {"scratch": forward, "kernel": kernel}
         if rms and f is None:
             rmsnorm_fwd(x, w, EPS, **got, **options)
@@ -67,14 +77,14 @@ def check_fused_norm(
     x1 = out((n, c), dtype)
     got, want = fwd(x, f, x1=x1), fwd(x + f, None)
     assert torch.equal(x1, x + f)
-    for name in want:
-        assert torch.equal(got[name], want[name]), name
+    assert_same(got, want)
     in_place = x.clone()
     again = fwd(in_place, f, x1=in_place)
-    assert torch.equal(in_place, x1) and torch.equal(again["y"], got["y"])
+    assert torch.equal(in_place, x1)
+    assert_same({"y": again["y"]}, {"y": got["y"]})
 
-    def bwd(dy: Tensor, **more: Tensor) -> dict[str, Tensor]:
-        grads = {"dx": x.clone(), "dw": out((c,), acc(dtype))}
+    def bwd(dy: Tensor, **more: Any) -> dict[str, Any]:
+        grads: dict[str, Any] = {"dx": x.clone(), "dw": out((c,), acc(dtype))}
         options: dict[str, Any] = {"accumulate": False, "scratch": backward, "kernel": kernel}
         if rms:
             rmsnorm_bwd(dy, x1, w, got["rstd"], **grads, **more, **options)
@@ -86,9 +96,7 @@ def check_fused_norm(
 
     plain, over, dx_sum = bwd(dy), dy.clone(), out((c,), acc(dtype))
     fused = bwd(over, y=over, dx_sum=dx_sum)
-    for name in plain:
-        assert torch.equal(fused[name], plain[name]), name
-    assert torch.equal(over, got["y"])
+    assert_same(fused | {"y": over}, plain | {"y": got["y"]})
     assert_column_sums({"dx_sum": dx_sum}, {"dx_sum": fused["dx"]})
 
 
@@ -100,6 +108,9 @@ def check_fused_activation(kind: str, n: int, c: int, dtype: torch.dtype, *, dev
     def out(*shape: int, kind: torch.dtype = dtype) -> Tensor:
         return torch.full(shape, torch.nan, dtype=kind, device=device)
 
+    plain: dict[str, Any]
+    fused: dict[str, Any]
+    sums: dict[str, Any]
     a, over, again = out(n, c), da.clone(), h.clone()
     if kind == "swiglu":
         plain = {"dgate": out(n, c), "dup": out(n, c)}
@@ -113,9 +124,7 @@ def check_fused_activation(kind: str, n: int, c: int, dtype: torch.dtype, *, dev
         activation_fwd(h, kind, a=a, kernel=kernel)
         activation_bwd(da, h, kind, **plain, kernel=kernel)
         activation_bwd(over, again, kind, **fused, a=again, **sums, accumulate=False, scratch=scratch, kernel=kernel)
-    assert torch.equal(again, a)
-    for name in plain:
-        assert torch.equal(fused[name], plain[name]), name
+    assert_same(fused | {"a": again}, plain | {"a": a})
     assert_column_sums(sums, {f"{name}_sum": x for name, x in plain.items()})
     if kind != "swiglu":
         before = sums["dh_sum"].clone()

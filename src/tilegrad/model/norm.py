@@ -7,6 +7,7 @@ is the stream's gradient, and forms the bias gradient of the projection that f c
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from ..kernels.norm import (
     add_layernorm_fwd,
@@ -62,7 +63,7 @@ class NormLayer:
         """x1 = x + f, y = norm(x1)"""
         w, bias, scratch = self.w.value, self.b.value if self.b else None, self.forward_scratch
         if self.mean is not None:
-            out = {"x1": x1, "y": self.y, "mean": self.mean, "rstd": self.rstd}
+            out: dict[str, Any] = {"x1": x1, "y": self.y, "mean": self.mean, "rstd": self.rstd}
             add_layernorm_fwd(x, f, w, bias, self.eps, **out, scratch=scratch)
         else:
             add_rmsnorm_fwd(x, f, w, self.eps, x1=x1, y=self.y, rstd=self.rstd, scratch=scratch)
@@ -71,7 +72,7 @@ class NormLayer:
     def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None, recompute: bool) -> Buffer:
         """y, which the weight gradient above reads: the kept one, or where it is recomputed, dy's buffer that it is put in."""
         w, y = self.w.value, dy if recompute else None
-        grads = {"dx": dx, "dw": self.w.grad, "dx_sum": dx_sum, "y": y}
+        grads: dict[str, Any] = {"dx": dx, "dw": self.w.grad, "dx_sum": dx_sum, "y": y}
         accumulate, scratch = self.w.accumulate, self.backward_scratch
         if self.mean is not None:
             b, db = (self.b.value, self.b.grad) if self.b else (None, None)

@@ -1,15 +1,14 @@
-"""Embeddings in Triton, and their gradient without atomics: rows are added in the order of their tokens, ranked first.
+"""Embeddings in Triton, and their gradient without atomics: rows are added in the order of their tokens, sorted first.
 
     forward    a program has a row of x
     dwpe       a program has a position, and adds its rows, sequence after sequence
-    rank       rank[n] = |{m: token[m] < token[n], or equal and m < n}|       order[rank[n]] = n
+    sort       ordered = token[order], equal ones as they came: torch's, which takes some 50 bytes per token inside
     runs       a program reads RUN places of `order`. Where the token changes, what it has added up goes to dwte; but the
                sum of a run that began in an earlier program goes to parts
     join       the program in which a run began adds the parts of those after it that the run goes through
 
-The order of every sum is fixed by the tokens, so the bits are the same each time. The ranks take N² comparisons of int32, which
-is little beside a step as long as a batch has no more than some 10⁵ tokens. Scratch: 12 bytes for each token, and N / RUN
-rows of float32.
+The order of every sum is fixed by the tokens, so the bits are the same each time. Scratch: 16 bytes for each token, and
+N / RUN rows of float32.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -25,7 +24,6 @@ from torch import Tensor
 from ..gpu import ceil_div, padded
 from ..scratch import Scratch, Shapes
 
-RANKED, COMPARED = 64, 128  # tokens that a program ranks, and those it compares them with at once
 RUN = 32  # places of a program that adds rows
 WARPS = 4
 
@@ -52,37 +50,6 @@ def _dwpe_kernel(dx, dwpe, dx_n, dwpe_t, B, T, C, ACCUMULATE: tl.constexpr, BLOC
     if ACCUMULATE:
         total += tl.load(at, mask=here, other=0.0)
     tl.store(at, total, mask=here)
-
-
-@triton.jit
-def _narrow_kernel(tokens, narrow, N, BLOCK: tl.constexpr):
-    """narrow = tokens, as int32."""
-    n = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    tl.store(narrow + n, tl.load(tokens + n, mask=n < N, other=0).to(tl.int32), mask=n < N)
-
-
-@triton.jit
-def _rank_kernel(narrow, order, ordered, N, RANKED: tl.constexpr, COMPARED: tl.constexpr):
-    """order[rank] = n, ordered[rank] = token[n]. A token of an earlier tile goes before an equal one, of a later tile after."""
-    first = tl.program_id(0) * RANKED
-    own = first + tl.arange(0, RANKED)
-    token = tl.load(narrow + own, mask=own < N, other=0)
-    counts = tl.zeros([RANKED, COMPARED], tl.int32)
-
-    for k in range(0, N, COMPARED):
-        others = k + tl.arange(0, COMPARED)
-        other = tl.load(narrow + others, mask=others < N, other=2147483647)
-        if k + COMPARED <= first:
-            counts += (other[None, :] <= token[:, None]).to(tl.int32)
-        elif k >= first + RANKED:
-            counts += (other[None, :] < token[:, None]).to(tl.int32)
-        else:
-            before = (other[None, :] == token[:, None]) & (others[None, :] < own[:, None])
-            counts += ((other[None, :] < token[:, None]) | before).to(tl.int32)
-
-    rank = tl.sum(counts, 1)
-    tl.store(order + rank, own, mask=own < N)
-    tl.store(ordered + rank, token, mask=own < N)
 
 
 @triton.jit
@@ -132,7 +99,7 @@ def _join_kernel(ordered, parts, dwte, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C:
 
 def workspace(x: Any) -> Shapes:
     n, c = x.shape
-    shapes: Shapes = dict.fromkeys(("narrow", "order", "ordered"), ((n,), torch.int32))
+    shapes: Shapes = dict.fromkeys(("order", "ordered"), ((n,), torch.int64))
     return shapes | {"parts": ((ceil_div(n, RUN), c), torch.float32)}
 
 
@@ -166,10 +133,9 @@ def bwd(
 
 
 def _add_in_order(dx: Tensor, tokens: Tensor, dwte: Tensor, scratch: Scratch) -> None:
-    (n, c), (narrow, order, ordered, parts) = dx.shape, (scratch[x] for x in ("narrow", "order", "ordered", "parts"))
+    (n, c), (order, ordered, parts) = dx.shape, (scratch[x] for x in ("order", "ordered", "parts"))
     tiles = (ceil_div(n, RUN), ceil_div(c, 1024))
     constants = {"RUN": RUN, "BLOCK_C": min(padded(c), 1024), "num_warps": WARPS}
-    _narrow_kernel[(ceil_div(n, 1024),)](tokens, narrow, n, BLOCK=1024)
-    _rank_kernel[(ceil_div(n, RANKED),)](narrow, order, ordered, n, RANKED=RANKED, COMPARED=COMPARED)
+    torch.sort(tokens, stable=True, out=(ordered, order))
     _runs_kernel[tiles](dx, order, ordered, dwte, parts, dx.stride(0), dwte.stride(0), n, c, **constants)
     _join_kernel[tiles](ordered, parts, dwte, dwte.stride(0), n, c, **constants)
