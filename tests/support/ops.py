@@ -14,7 +14,7 @@ from tilegrad.kernels import linear
 from tilegrad.kernels.attention import Mask, attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
-from tilegrad.kernels.residual import copy_fwd
+from tilegrad.kernels.residual import add_fwd, copy_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16)
@@ -124,6 +124,12 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     )
     column_sum_fwd(x, sums=sums, scratch=poisoned(column_sum_workspace(x)))
     copy_fwd(x, y=y)
+    add_fwd(x, x, y=y)
+    w, heads = randn(h * d, h * d, dtype=dtype), randn(h, d, d, dtype=dtype)
+    scratch = poisoned(linear.linear_workspace(x, w, backward=True))
+    linear.linear_bwd(x, x, w, dx=y, dw=torch.zeros(w.shape, dtype=acc(dtype)), scratch=scratch)
+    scratch = poisoned(linear.linear_workspace(x, heads, backward=True))
+    linear.per_head_linear_bwd(x, x, heads, dx=y, dw=torch.zeros(heads.shape, dtype=acc(dtype)), scratch=scratch)
     cos, sin = torch.empty(2, t, d // 2, dtype=acc(dtype))
     rope_table(10000.0, d, t, cos=cos, sin=sin)
     rows, turned = x.view(n, t, h, d), y.view(n, t, h, d)
