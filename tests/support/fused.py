@@ -129,7 +129,7 @@ def check_fused_activation(kind: str, n: int, c: int, dtype: torch.dtype, *, dev
     if kind != "swiglu":
         before = sums["dh_sum"].clone()
         activation_bwd(da, h, kind, dh=out(n, c), dh_sum=sums["dh_sum"], scratch=scratch, kernel=kernel)
-        assert torch.equal(sums["dh_sum"], 2 * before)
+        assert_same({"dh_sum": sums["dh_sum"]}, {"dh_sum": 2 * before})
 
 
 def spoiled(shapes: Any, x: Tensor) -> dict[str, Tensor]:
