@@ -171,10 +171,13 @@ def _bounds(
         total, rows = terms_of.sum((0, 2)), delta[:, 0].numel()
         var["dsinks"] = var_sinks, None  # each head has rows of its own
         b["dsinks"] = own.sum((0, 2)).sqrt() + _of_a_sum(total, (terms_of**2).sum((0, 2)), rows) + total.abs()
+    results = {**exact, "lse": lse}
+    if "dsinks" in var:
+        results["dsinks"] = total
     return {
         name: Bound(
             of.sqrt(),
-            a * b[name] + lost.get(name, 0.0) + exact[name].abs().masked_fill(exact[name].abs() >= tiny, 0.0),
+            a * b[name] + lost.get(name, 0.0) + results[name].abs().masked_fill(results[name].abs() >= tiny, 0.0),
             None if of_slope is None else of_slope.sqrt(),
         )
         for name, (of, of_slope) in var.items()
