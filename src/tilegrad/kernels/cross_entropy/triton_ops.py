@@ -33,7 +33,7 @@ CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at mo
 LEAST, OF_X = 1 << 26, 12  # bytes of logits that need no thought; more are up to 12 times those of x
 ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
 LEAD = 64  # logits' rows begin at a multiple of so many numbers
-TILE = 1 << 14  # logits of a row that a program holds at once, at most
+TILE = 1 << 13  # logits of a row that a program holds at once, at most
 SUM = 1024  # rows' losses that are added side by side
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -140,7 +140,7 @@ def run(
             linear_fwd(x[i], w, None, y=logits, scratch=linear)
             _softmax_kernel[(logits.shape[0],)](
                 targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v,
-                GRADIENT=gradient, TILE=tile, num_warps=max(4, tile >> 10),
+                GRADIENT=gradient, TILE=tile, num_warps=max(4, tile >> 9),
             )  # fmt: skip
             if dw is not None:
                 added = accumulate or i.start > 0  # a later chunk adds to the first
