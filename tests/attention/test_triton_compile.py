@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(
 )
 
 Compile = Callable[..., dict[str, Compiled]]
-ATOMIC = re.compile(r"\b(ATOMG?\.|REDG?\.|ATOMS\.ADD)")  # of SASS; REDUX is a warp's own, and sm_100 takes tensor memory by ATOMS.OR
+ATOMIC = re.compile(r"\b(ATOMG?\.|REDG?\.|ATOMS\.ADD)")  # of SASS; REDUX is a warp's own
 
 
 def test_canary_atomics_are_found() -> None:
