@@ -245,7 +245,7 @@ def test_canary_a_factor_in_bfloat16_is_seen(kind: str) -> None:
         swiglu_fwd(h, up, a=a)
         swiglu_bwd(da, h, up, dgate=dgate, dup=dup)
         got = {"a": a, "dgate": dgate, "dup": dup}
-        given: Any = (swiglu, {"gate": h, "up": up}, {"a": da}, bounds.swiglu(h, up, da))
+        given = (swiglu, {"gate": h, "up": up}, {"a": da}, bounds.swiglu(h, up, da))
     elif kind == "rope":
         x, dy = h.view(1, 113, 2, 32), da.view(1, 113, 2, 32)
         cos, sin = tables(10000.0, 32, 113, torch.float32)

@@ -90,7 +90,7 @@ def test_every_figure_is_used_and_stands_alone() -> None:
 def test_a_terminal_is_drawn_as_it_stands_at_the_end(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     code = r"print('\r\x1b[2Kearlier\r\x1b[2K\x1b[32mlater\x1b[0m'); [print(f'line{n}') for n in range(60)]"
-    command = [sys.executable, HERE / "docs" / "terminal.py", tmp_path / "t.svg", sys.executable, "-c", code]
+    command = [sys.executable, str(HERE / "docs" / "terminal.py"), str(tmp_path / "t.svg"), sys.executable, "-c", code]
     subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
     text = (tmp_path / "t.svg").read_text()
     names = {element.tag.rsplit("}", 1)[-1] for element in ElementTree.fromstring(text).iter()}
