@@ -325,7 +325,7 @@ def check_swiglu(n: int, c: int, dtype: torch.dtype, device: str) -> None:
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rms", "bias"), NORMS)
 def test_interpreted_joined_branch_output_again_and_sum_of_dx(dtype: torch.dtype, rms: bool, bias: bool) -> None:
-    for n, c in ((1, 1), (63, 63), (113, 768), (1023, 5)):
+    for n, c in ((1, 1), (63, 63), (113, 48), (9, 768)):
         check_fused_norm(n, c, dtype, rms=rms, bias=bias, device="cpu", kernel="triton")
 
 
@@ -333,7 +333,7 @@ def test_interpreted_joined_branch_output_again_and_sum_of_dx(dtype: torch.dtype
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*KINDS, "swiglu"])
 def test_interpreted_output_again_and_sums_of_gradients(kind: str, dtype: torch.dtype) -> None:
-    for n, c in ((1, 1), (63, 63), (40, 1500), (1023, 5)):
+    for n, c in ((1, 1), (63, 63), (9, 1500)):
         check_fused_activation(kind, n, c, dtype, device="cpu", kernel="triton")
 
 

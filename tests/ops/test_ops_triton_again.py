@@ -33,8 +33,8 @@ TABLES: dict[Table, Any] = {
 FILES = {
     "test_ops_loss.py": "cross_entropy and not allocated and not large_batch and not losses or losses and 1000 and cross",
     "test_ops_adamw.py": "not allocated and not bad_inputs and not True",
-    "test_ops_embedding.py": "not allocated and not bad_inputs and not in_float32",
-    "test_ops_activation.py": "rope or dropout",
+    "test_ops_embedding.py": "not allocated and not bad_inputs and not in_float32 and not dtype1",
+    "test_ops_activation.py": "(rope and not 65536 or dropout) and not dtype1",
 }
 
 

@@ -15,6 +15,7 @@ triton = pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(
     triton.knobs.runtime.interpret or torch.cuda.is_available(), reason="compiles for GPUs that are not there"
 )
+SLOWLY_80, SLOWLY_100 = (pytest.param(architecture, marks=pytest.mark.slow) for architecture in (80, 100))
 
 
 def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> None:
@@ -46,7 +47,7 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
     return found
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
 @pytest.mark.parametrize(
     ("c", "dtype", "rms"),
     [
@@ -69,7 +70,7 @@ def test_norms(architecture: int, c: int, dtype: torch.dtype, rms: bool, tmp_pat
         assert "LDGSTS" in bwd, "loads do not go ahead of the arithmetic"
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.column_sum import triton_ops
@@ -82,7 +83,7 @@ def test_column_sums(architecture: int, dtype: torch.dtype, tmp_path: Path) -> N
     assert ".128" in found["_column_sum_kernel"].sass, "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize("architecture", [80, 90, 100])
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90, SLOWLY_100])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("kind", ["gelu", "tanh", "relu", "swiglu"])
 def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path: Path) -> None:
@@ -127,7 +128,7 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
     assert len(found) == 7
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("v", [50257, 50304])
 def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
@@ -142,7 +143,7 @@ def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: 
     assert ".128" in found["_softmax_kernel"].sass, "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
     from tilegrad.kernels.adamw import triton_ops
@@ -160,7 +161,7 @@ def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
     assert all(".128" in found[name].sass for name in ("_squares_kernel", "_adamw_kernel")), "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.embedding import triton_ops
@@ -174,7 +175,7 @@ def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> No
     check(found, architecture, {"_embedding_kernel"} | backward)
 
 
-@pytest.mark.parametrize("architecture", [80, 90])
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.dropout import triton_ops as dropout_ops
