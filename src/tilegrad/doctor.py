@@ -22,6 +22,7 @@ from .kernels import (
     cross_entropy,
     dropout,
     embedding,
+    fp8_linear,
     global_norm,
     linear,
     norm,
@@ -77,6 +78,7 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, Any], ...
         (norm.NORM, norm.Problem(x)),
         (activation.ACTIVATION, activation.Problem("gelu", (x, x))),
         (linear.LINEAR, linear.Problem(x, x)),
+        (fp8_linear.FP8_LINEAR, fp8_linear.Problem(x, x)),
         (column_sum.COLUMN_SUM, column_sum.Problem(x)),
         (embedding.EMBEDDING, embedding.Problem(x)),
         (rope.ROPE, rope.Problem(q)),
@@ -124,5 +126,5 @@ def _cuda() -> str:
 
 def _order(table: Table, call: Any) -> str:
     """Kernels that take a call, in the table's order: the first runs."""
-    names = (row.name for row in table.rows if not row.by_name_only and row.refuses(call) is None)
-    return f"{table.op}: {', then '.join(names)}"
+    names = [row.name for row in table.rows if not row.by_name_only and row.refuses(call) is None]
+    return f"{table.op}: {', then '.join(names) or 'none'}"

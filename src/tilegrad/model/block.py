@@ -73,12 +73,17 @@ class Block:
             accepted = ", ".join(map(repr, get_args(Recomputed)))
             raise ValueError(f"recompute: got {', '.join(map(repr, sorted(recompute)))}; accepted: some of {accepted}")
         name, c = f"blocks.{i}", at.config.n_embd
+        ffn: FeedForward | SwiGLU
+        if at.config.activation == "swiglu":
+            ffn = SwiGLU.declare(at, f"{name}.ffn")
+        else:
+            ffn = FeedForward.declare(at, f"{name}.ffn", keeps_a=not recompute & {"activation", "block"})
         return cls(
             norm1=NormLayer.declare(at, f"{name}.ln1"),
             attention=AttentionLayer.declare(at, f"{name}.attn", i, seed),
             drop1=Dropout.declare(at, seed, 2 * i + 1, dx="scratch.dbranch"),
             norm2=NormLayer.declare(at, f"{name}.ln2"),
-            ffn=(SwiGLU if at.config.activation == "swiglu" else FeedForward).declare(at, f"{name}.ffn"),
+            ffn=ffn,
             drop2=Dropout.declare(at, seed, 2 * i + 2, dx="scratch.dbranch"),
             x1=at.rows(f"{name}.x1", c),
             f=at.rows("scratch.branch", c),
@@ -89,7 +94,7 @@ class Block:
     def forward(self, x: Buffer) -> None:
         """norm1's output → x1 and f, of which y is the sum."""
         self.forward_attention(x)
-        self.ffn.forward(self.norm2.y, y=self.f, keep=not self.recompute & {"activation", "block"})
+        self.ffn.forward(self.norm2.y, y=self.f)
         self.drop2.forward(self.f)
 
     def forward_attention(self, x: Buffer) -> None:

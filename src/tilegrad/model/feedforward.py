@@ -27,28 +27,30 @@ class FeedForward:
     up: LinearLayer
     down: LinearLayer
     activation: str
+    keeps_a: bool  # for the backward
     h: Buffer
     a: Buffer
     da: Buffer
     scratch: Scratch  # of the activation's backward
 
     @classmethod
-    def declare(cls, at: Declare, name: str) -> FeedForward:
+    def declare(cls, at: Declare, name: str, *, keeps_a: bool) -> FeedForward:
         c, f = at.config.n_embd, at.config.ffn
         return cls(
             up=LinearLayer.declare(at, f"{name}.up", c, f, bias=at.config.ffn_bias),
             down=LinearLayer.declare(at, f"{name}.down", f, c, at.onto_stream, bias=at.config.ffn_bias),
             activation=at.config.activation,
+            keeps_a=keeps_a,
             h=at.rows(f"{name}.h", f),
             a=at.rows(f"{name}.a", f),
             da=at.rows(f"{name}.da", f),
             scratch=_scratch(at, at.config.activation),
         )
 
-    def forward(self, x: Buffer, *, y: Buffer, keep: bool) -> None:
-        """`keep`: the backward reads a. Else down's float8 product, where it is one, has a's rounding at once."""
+    def forward(self, x: Buffer, *, y: Buffer) -> None:
+        """Where nobody reads a but a float8 product, a is rounded as it is formed."""
         self.up.forward(x, y=self.h)
-        if self.down.fp8 is not None and not keep:
+        if self.down.fp8 is not None and not self.keeps_a:
             self.down.forward_activation(self.h, self.activation, y=y)
         else:
             self.activate()
@@ -108,7 +110,7 @@ class SwiGLU:
             scratch=_scratch(at, "swiglu"),
         )
 
-    def forward(self, x: Buffer, *, y: Buffer, keep: bool) -> None:  # noqa: ARG002
+    def forward(self, x: Buffer, *, y: Buffer) -> None:
         self.up.forward(x, y=self.h)
         self.gate.forward(x, y=self.g)
         self.activate()

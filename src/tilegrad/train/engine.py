@@ -164,14 +164,14 @@ class Engine:
     ) -> None:
         """`gradients`, then `optimizer_step`; on CUDA without waiting for the device. `finished` gives what came of it."""
         if self._queue is None:
-            loss = self.gradients(tokens, targets)
-            self._results.append(StepResult(loss, self.optimizer_step(learning_rate)))
+            self.gradients(tokens, targets)
+            self._record([self._update(learning_rate)])
             return
         batches = micro_batches(tokens, targets)
         if not batches:
             raise ValueError("tokens: got no micro-batch; accepted: one or more")
         self._check(batches)
-        step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, _ in batches))
+        step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, _ in batches), self._queue.stream)
         seeds = [step.models[0].draw_seeds(self.seed, self.draws + i) for i in range(len(batches))]
         self.draws += len(batches)
         self._submitted += 1
@@ -193,13 +193,8 @@ class Engine:
     def optimizer_step(self, learning_rate: float) -> float:
         """Clip to a global norm of `max_norm`, then AdamW. Returns the norm before clipping. A loss or gradient that is
         not finite changes neither weights nor moments; ten in a row raise."""
-        self._submitted += 1
-        with self._on_stream():
-            self.optimizer.update(learning_rate)
-            result = StepResult(self.loss, float(self.optimizer.norm))
-        self._rounded = self._version() if self.optimizer.rounded is not None else -1
-        self._record([result])
-        self._results.pop()
+        result = self._update(learning_rate)
+        self._count_steps([result])
         return result.norm
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
@@ -283,22 +278,33 @@ class Engine:
         """torch's count of the changes of the params."""
         return int(self.arenas.bytes["params"]._version)
 
-    def _device_step(self, shapes: tuple[tuple[int, int], ...]) -> DeviceStep:
+    def _device_step(self, shapes: tuple[tuple[int, int], ...], stream: torch.cuda.Stream) -> DeviceStep:
         if shapes not in self._device_steps:
-            if self._stream is None:
-                raise RuntimeError("no stream")
             models = [self._model(b, t, accumulate=i > 0) for i, (b, t) in enumerate(shapes)]
-            self._device_steps[shapes] = DeviceStep(models, self.optimizer, self._stream)
+            self._device_steps[shapes] = DeviceStep(models, self.optimizer, stream)
         return self._device_steps[shapes]
+
+    def _update(self, learning_rate: float) -> StepResult:
+        """Of the gradients as they are; waits for it."""
+        self._submitted += 1
+        with self._on_stream():
+            self.optimizer.update(learning_rate)
+            result = StepResult(self.loss, float(self.optimizer.norm))
+        self._rounded = self._version() if self.optimizer.rounded is not None else -1
+        return result
 
     def _collect(self, *, wait: bool) -> None:
         if self._queue is not None:
             self._record(self._queue.finished(wait=wait))
 
     def _record(self, results: list[StepResult]) -> None:
-        """Count what came back. Where ten in a row were skipped, the steps still under way are too; then the guard is
-        released, for whoever goes on all the same, and the error raised."""
+        """Results for `finished`, which gives them out even where counting them raises."""
         self._results.extend(results)
+        self._count_steps(results)
+
+    def _count_steps(self, results: list[StepResult]) -> None:
+        """Where ten in a row were skipped, the steps still under way are too; then the guard is released, for whoever goes on
+        all the same, and the error raised."""
         try:
             for result in results:
                 self.optimizer.count(result)

@@ -1,10 +1,12 @@
-"""Chunks of rows: logits of so many are held at once."""
+"""Chunks of rows: logits of so many are held at once. And the scratch of their products."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
-from ..scratch import blocks
+from ..linear import linear_workspace, rounds_weights
+from ..scratch import Form, Shapes, below, blocks, larger
 
 _EVEN = 256  # a chunk of more rows may have a multiple of these at most
 
@@ -19,3 +21,17 @@ def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
     """0 … n in as few chunks as will do, of even size: each but the last a multiple of `multiple`, where one fits in most."""
     size = -(-n // max(-(-n // most), 1)) or 1
     return blocks(n, min(most, -(-size // multiple) * multiple))
+
+
+def products_workspace(x: Any, w: Any, rows: int, *, backward: bool) -> Shapes:
+    """Of l = x wᵀ on `rows` rows, and of dx and dw where there is a backward; "w" is w rounded once for all chunks."""
+    v, c = w.shape
+    shapes: Shapes = {}
+    if rounds_weights(x, w):
+        shapes["w"] = ((v, c), x.dtype)
+        w = Form((v, c), x.dtype, x.device)
+    chunk = Form((rows, c), x.dtype, x.device)
+    products = linear_workspace(chunk, w, backward=False, bias=False)
+    if backward:
+        products = larger(products, linear_workspace(chunk, w, backward=True, bias=False))
+    return shapes | below("linear", products)

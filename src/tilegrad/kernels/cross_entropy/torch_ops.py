@@ -16,9 +16,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..linear import linear_bwd, linear_fwd, linear_workspace, rounds_weights
-from ..scratch import Form, Scratch, Shapes, accumulation_dtype, below, blocks, larger, of
-from .chunks import chunks, most_rows
+from ..linear import linear_bwd, linear_fwd
+from ..scratch import Scratch, Shapes, accumulation_dtype, blocks, of
+from .chunks import chunks, most_rows, products_workspace
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
 BLOCK = 1 << 20  # bfloat16 logits that pass through float32 at once
@@ -61,14 +61,7 @@ def workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
             shapes["x32"] = ((rows, c), acc)
         if x.dtype != logits:
             shapes["dlogits"] = ((rows, v), x.dtype)
-    if rounds_weights(x, w):
-        shapes["w"] = ((v, c), x.dtype)
-        w = Form((v, c), x.dtype, x.device)
-    chunk = Form((rows, c), x.dtype, x.device)
-    products = linear_workspace(chunk, w, backward=False, bias=False)
-    if backward:
-        products = larger(products, linear_workspace(chunk, w, backward=True, bias=False))
-    return shapes | below("linear", products)
+    return shapes | products_workspace(x, w, rows, backward=backward)
 
 
 def run(

@@ -25,9 +25,9 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import ceil_div, padded
-from ..linear import linear_bwd, linear_fwd, linear_workspace, rounds_weights
-from ..scratch import Form, Scratch, Shapes, below, larger, of
-from .chunks import chunks, most_rows
+from ..linear import linear_bwd, linear_fwd
+from ..scratch import Scratch, Shapes, of
+from .chunks import chunks, most_rows, products_workspace
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
 LEAST, OF_X = 1 << 26, 12  # bytes of logits that need no thought; more are up to 12 times those of x
@@ -114,16 +114,9 @@ def chunks_of(x: Any, w: Any) -> Iterator[slice]:
 
 
 def workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
-    (v, c), rows = w.shape, _rows(x, w)
+    rows = _rows(x, w)
     shapes: Shapes = {"logits": ((rows, _lead(w)), x.dtype), "nll": ((x.shape[0],), torch.float32)}
-    if rounds_weights(x, w):
-        shapes["w"] = ((v, c), x.dtype)
-        w = Form((v, c), x.dtype, x.device)
-    chunk = Form((rows, c), x.dtype, x.device)
-    products = linear_workspace(chunk, w, backward=False, bias=False)
-    if backward:
-        products = larger(products, linear_workspace(chunk, w, backward=True, bias=False))
-    return shapes | below("linear", products)
+    return shapes | products_workspace(x, w, rows, backward=backward)
 
 
 def run(
