@@ -13,6 +13,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 from support.interpreter import round_bfloat16
+from support.ranks import Ranks
 
 from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import build as native_build
@@ -35,6 +36,14 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for answers in kept:
         answers.cache_clear()
+
+
+@pytest.fixture(scope="session")
+def two_ranks() -> Iterator[Ranks]:
+    """Two processes for all tests that need ranks."""
+    ranks = Ranks(2)
+    yield ranks
+    ranks.close()
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -1,0 +1,244 @@
+"""The ranks of a run: torch.distributed's process group, the collectives of a step, and who is missing when one hangs.
+
+torchrun says rank and world in the environment; gloo carries CPU tensors, NCCL those of GPUs. Without torchrun, or with one
+rank, there is no process group, and every collective is nothing.
+
+A collective that waits for a lost rank fails with an error that names nobody, and on a GPU it need not fail at all. So each
+rank counts the collectives it has entered, and a thread of it writes a beat, that count and its place into the store once a
+second. After a failure the notes are read twice. A beat that stands still is a dead or stopped rank; of the others, those
+with the lowest count are whom the rest waits for. No clocks are compared.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed the two
+_reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
+_stores: Any = dist  # torch's types leave PrefixStore and TCPStore out
+BEAT_S = 1.0
+HUNG = 13  # exit code of a process whose watch ended it
+_TOLD = 8  # ranks that a message names at most
+T = TypeVar("T")
+
+
+class RankLost(RuntimeError):
+    """A collective did not complete. The message names the ranks it waits for, and where they are."""
+
+
+@dataclass(frozen=True, slots=True)
+class Note:
+    """What a rank says of itself: a beat that grows while its process lives, the collectives it entered, its place."""
+
+    beat: int
+    entered: int
+    place: str
+
+
+def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
+    """Whom the others wait for, of two readings of the notes that are more than a beat apart."""
+    silent = [rank for rank in after if before[rank].beat == after[rank].beat]
+    alive = [rank for rank in after if rank not in silent]
+    most = max(note.entered for note in after.values())
+    least = min((after[rank].entered for rank in alive), default=most)
+    behind = [rank for rank in alive if after[rank].entered == least < most]
+    told = [f"rank {rank} is dead or stopped, last at {after[rank].place!r}" for rank in silent]
+    told += [f"rank {rank} is behind, at {after[rank].place!r}" for rank in behind]
+    more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
+    return "; ".join(told[:_TOLD]) + more or "every rank is alive and waits: a network between them is lost"
+
+
+class Mesh:
+    """The ranks that torchrun launched. `timeout_s`: how long a collective waits for a rank.
+
+    rank, world               this process and how many there are
+    local_rank, local_world   the same on this node
+    device                    this rank's: cpu, or the GPU of its local rank
+    """
+
+    def __init__(self, device: torch.device | str = "cpu", timeout_s: float = 600.0) -> None:
+        env = os.environ
+        self.rank, self.world = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
+        self.local_rank, self.local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", self.world))
+        self.timeout_s = timeout_s
+        self.place, self.entered = "start", 0
+        self._since, self._firsts = time.monotonic(), 0
+        self.device = torch.device(device)
+        self.group: Any = None  # of the collectives on tensors
+        self._host_group: Any = None  # of objects and barriers: always gloo
+        if self.world == 1:
+            return
+        if self.device.type == "cuda":
+            if self.local_world > torch.cuda.device_count():
+                raise ValueError(
+                    f"device: got {device} with {self.local_world} ranks on this node; accepted: at most "
+                    f"{torch.cuda.device_count()}, one for each GPU"
+                )
+            self.device = torch.device("cuda", self.local_rank)
+            torch.cuda.set_device(self.device)
+        limit = timedelta(seconds=timeout_s)
+        self._store = _store(self.rank, self.world, limit)
+        backend = "nccl" if self.device.type == "cuda" else "gloo"
+        options: dict[str, Any] = {"store": _stores.PrefixStore("group", self._store), "timeout": limit}
+        dist.init_process_group(backend, rank=self.rank, world_size=self.world, **options)
+        self.group = dist.group.WORLD
+        self._host_group = self.group if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
+
+    # ── collectives: in place on slices of arenas, nothing is allocated ──
+
+    def all_reduce(self, x: Tensor, *, wait: bool = True) -> Any:
+        """x = Σ over ranks of x."""
+        return self._run(lambda: dist.all_reduce(x, group=self.group, async_op=not wait), "all_reduce")
+
+    def reduce_scatter(self, x: Tensor, *, out: Tensor, wait: bool = True) -> Any:
+        """out, this rank's part of world equal parts of x, = Σ over ranks of that part; it may lie in x."""
+        return self._run(lambda: _reduce_scatter(out, x, group=self.group, async_op=not wait), "reduce_scatter")
+
+    def all_gather(self, part: Tensor, *, out: Tensor, wait: bool = True) -> Any:
+        """out = every rank's part, in the order of ranks; part may lie where it will stand in out."""
+        return self._run(lambda: _all_gather(out, part, group=self.group, async_op=not wait), "all_gather")
+
+    def wait(self, work: Any) -> None:
+        """What follows runs behind the collective that wait=False gave."""
+        if work is not None:
+            self._run(work.wait, "wait")
+
+    def gather(self, value: T) -> list[T]:
+        """Every rank's value, plain data."""
+        told: list[Any] = [value] * self.world
+        self._run(lambda: dist.all_gather_object(told, value, group=self._host_group), "gather")
+        return told
+
+    def barrier(self) -> None:
+        self._run(lambda: dist.barrier(group=self._host_group), "barrier")
+
+    def first(self, work: Callable[[], T]) -> T:
+        """`work` on rank 0, then on the first rank of each other node, then on the rest. Who waits does so at the store and
+        not in a collective, so no time limit runs. Where `work` fails, it fails on all who wait for it."""
+        self._firsts += 1
+        node = self.rank - self.local_rank  # the first rank of this one
+        awaited = None if self.rank == 0 else 0 if self.rank == node else node
+        try:
+            if awaited is not None:
+                self._await(f"first/{self._firsts}/{awaited}")
+            result = work()
+        except BaseException:
+            self._tell("failed")
+            raise
+        self._tell("done")
+        return result
+
+    def _tell(self, how: str) -> None:
+        if self.world > 1 and self.local_rank == 0:
+            self._store.set(f"first/{self._firsts}/{self.rank}", how)
+
+    def _await(self, key: str) -> None:
+        """Polls: a store that waits would keep this rank's beat waiting too."""
+        while not self._store.check([key]):
+            self.at(self.place)
+            time.sleep(BEAT_S / 10)
+        if self._store.get(key) == b"failed":
+            raise RankLost(f"rank {self.rank} at {self.place!r}: rank {key.rsplit('/', 1)[1]} failed there")
+
+    # ── who is missing ──
+
+    def at(self, place: str) -> None:
+        """This rank is about to do `place`."""
+        self.place, self._since = place, time.monotonic()
+
+    def _run(self, collective: Callable[[], Any], name: str) -> Any:
+        if self.world == 1:
+            return None
+        self.entered, self._since = self.entered + 1, time.monotonic()
+        try:
+            return collective()
+        except RuntimeError as error:
+            raise RankLost(f"rank {self.rank}, {name} at {self.place!r}: {self.missing()}") from error
+
+    def missing(self) -> str:
+        """Whom this rank waits for. Takes two beats and a half."""
+        try:
+            before = read_notes(self._store, self.world)
+            time.sleep(2.5 * BEAT_S)
+            return missing(before, read_notes(self._store, self.world))
+        except RuntimeError:
+            return "the store is gone, and with it the torchrun that holds it"
+
+    @contextmanager
+    def watch(self) -> Iterator[None]:
+        """Inside, a thread writes this rank's notes. Where this rank stands at one place for longer than a collective may
+        wait, and nothing has raised, the thread says who is missing and ends the process with code 13."""
+        if self.world == 1:
+            yield
+            return
+        done = threading.Event()
+        thread = threading.Thread(target=self._look, args=(done,), daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            done.set()
+            thread.join()
+
+    def _look(self, done: threading.Event) -> None:
+        beat, patience = 0, self.timeout_s + 10 * BEAT_S
+        while True:
+            beat += 1
+            try:
+                write_note(self._store, self.rank, Note(beat, self.entered, self.place))
+            except RuntimeError:  # the store is gone: torchrun ends this process
+                return
+            stands = time.monotonic() - self._since
+            if stands > patience:
+                patience = float("inf")
+                threading.Thread(target=self._give_up, args=(stands,), daemon=True).start()
+            if done.wait(BEAT_S):
+                return
+
+    def _give_up(self, stands: float) -> None:
+        told = f"tilegrad: rank {self.rank} stands at {self.place!r} for {stands:.0f} s: {self.missing()}"
+        print(told, file=sys.stderr, flush=True)
+        os._exit(HUNG)
+
+    def close(self) -> None:
+        if self.world > 1:
+            dist.destroy_process_group()
+
+
+def write_note(store: Any, rank: int, note: Note) -> None:
+    store.set(f"note/{rank}", f"{note.beat} {note.entered} {note.place}")
+
+
+def read_notes(store: Any, world: int) -> dict[int, Note]:
+    notes = {}
+    for rank in range(world):
+        text = store.get(f"note/{rank}").decode() if store.check([f"note/{rank}"]) else "0 0 nowhere yet"
+        beat, entered, place = text.split(" ", 2)
+        notes[rank] = Note(int(beat), int(entered), place)
+    return notes
+
+
+def _store(rank: int, world: int, limit: timedelta) -> Any:
+    """The store at MASTER_ADDR. torchrun keeps one over restarts, where a restarted rank may read the address of a dead one
+    (pytorch#135712): on one node the keys of each attempt have a name of their own. On several nodes the count of attempts is
+    not the same everywhere, and torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead."""
+    env = os.environ
+    shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store = _stores.TCPStore(
+        env["MASTER_ADDR"], int(env["MASTER_PORT"]), world, is_master=rank == 0 and not shared, timeout=limit
+    )
+    one_node = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]
+    attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if shared and one_node else "any"
+    return _stores.PrefixStore(f"tilegrad {attempt}", store)
