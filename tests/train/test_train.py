@@ -173,7 +173,7 @@ SPOILT: dict[str, tuple[Any, dict[str, Any], str]] = {
     "dtype": (None, {"dtype": "bfloat16"}, "dtype: got 'bfloat16'; accepted: the run's own, 'float32'"),
     "warmup": (None, {"warmup_steps": 1}, "warmup_steps: got 1; accepted: the run's own, 2"),
     "fewer steps": (None, {"steps": 7}, "steps: got 7; accepted: at least 8, which are done"),
-    "device": (None, {"device": "cuda:99"}, "device: got 'cuda:99' "),
+    "device": (None, {"device": "cuda:99"}, "device: got 'cuda:99'[ ;]"),
     "tokenizer": (other_tokenizer, {}, "tokenizer.json: got a tokenizer of sha256 .*; accepted: the one that made tokens.bin"),
     "data": (other_data, {}, "tokens_sha256: the saved position has"),
     "no tokens": (lambda f: (f / "data" / "tokens.bin").unlink(), {}, "tokens.bin: missing; the run's own is needed"),

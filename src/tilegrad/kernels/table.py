@@ -43,7 +43,7 @@ def _load(module: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Which kernel would run, and for every kernel of the table the reason; printed, a table."""
+    """Which kernel would run ("none" where none takes the call), and for every kernel the reason; printed, a table."""
 
     kernel: str
     reasons: dict[str, str]
@@ -79,7 +79,9 @@ class Table:
         )
 
     def explain(self, problem: Any, kernel: str | None = None) -> Explanation:
-        """What `select` chooses, with a reason for every row."""
+        """What `select` chooses, with a reason for every row; also of a call that no row takes."""
+        if kernel is None and not any(row.by_name_only is None and row.refuses(problem) is None for row in self.rows):
+            return Explanation("none", {row.name: row.refuses(problem) or row.by_name_only or "" for row in self.rows})
         chosen = self.select(problem, kernel).name
         otherwise = f"takes this call too; {'not asked for' if kernel else f'{chosen} goes before it'}"
         reasons = {row.name: row.refuses(problem) or row.by_name_only or otherwise for row in self.rows}
