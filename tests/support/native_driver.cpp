@@ -140,6 +140,7 @@ bool check(int64_t isa, int number) {
     }
     call.bias_dtype = kind == 0 ? tilegrad::NONE : kind == 1 ? statistic : int64_t(tilegrad::BOOL);
     call.dbias_dtype = statistic;
+    call.dkv_dtype = call.dtype;
     if (kind) call.bias = broadcast(bias);
     if (kind == 1) call.dbias = broadcast(dbias);
     if (kind == 2) call.bias.data = attends.data();

@@ -6,8 +6,9 @@ parameter's gradient. An output given as None is not computed. `scratch` holds w
     q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
     packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
 
-lse is float32, float64 for float64 inputs. The table selects by what is read, as a workspace is declared; where the selected
-kernel can't write an output as it lies (hopper: rows off multiples of 16 bytes), it says so and names one that can.
+lse is float32, float64 for float64 inputs. dk and dv have q's dtype; as parts of a sum (context.py) both may be float32. The
+table selects by what is read and by that, as a workspace is declared; where the selected kernel can't write an output as it
+lies (hopper: rows off multiples of 16 bytes), it says so and names one that can.
 The equations are in mask.py (scores) and reference.py (the rest).
 
 A call is checked and a kernel selected once for each signature (shapes, strides, dtypes, devices, options, and the number of
@@ -27,22 +28,28 @@ from ..cache import remember
 from ..checks import check_given
 from ..cpu import library
 from ..op import op
-from ..scratch import Scratch, Shapes, views
+from ..scratch import Scratch, Shapes, accumulation_dtype, views
 from ..table import Table
 from . import table
 from .checks import check_lengths, check_options, check_tensors
 from .mask import Mask
-from .problem import ALIGNED_BYTES, Problem, lse_dtype, output_shapes
+from .problem import ALIGNED_BYTES, PartBackward, Problem, lse_dtype, output_shapes
 
 
 def attention_workspace(
-    q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, kernel: str | None = None, deterministic: bool = False
-) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes and devices: handles will do."""
+    q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, kernel: str | None = None, deterministic: bool = False,
+    dkv_dtype: torch.dtype | None = None,
+) -> Shapes:  # fmt: skip
+    """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes and devices: handles will do. dkv_dtype:
+    of dk and dv, None = q's."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    problem = Problem(q, k, v, mask)
+    problem = _problem(q, k, v, mask, dkv_dtype)
     return table.ATTENTION.workspace(problem, kernel=kernel, backward=backward, deterministic=deterministic)
+
+
+def _problem(q: Any, k: Any, v: Any, mask: Mask, dkv_dtype: torch.dtype | None) -> Problem:
+    return (Problem if dkv_dtype in (None, q.dtype) else PartBackward)(q, k, v, mask)
 
 
 class Selected(NamedTuple):
@@ -145,6 +152,9 @@ def select_bwd(
     for name, like in (("dbias", bias), ("dsinks", sinks)):
         if others[name] is not None and like is None:
             raise ValueError(f"{name}: got a tensor; accepted: None, for this call has no {name[1:]} with a gradient")
+    dkv_dtype = next((x.dtype for x in (others["dk"], others["dv"]) if x is not None), q.dtype)
+    if dkv_dtype != accumulation_dtype(q.dtype):
+        dkv_dtype = q.dtype
     check_given(
         q.device,
         ("o", others["o"], o_shape, q.dtype),
@@ -152,8 +162,8 @@ def select_bwd(
         ("do", others["do"], o_shape, q.dtype),
         ("dlse", others["dlse"], lse_shape, lse_dtype(q.dtype)),
         ("dq", others["dq"], tuple(q.shape), q.dtype),
-        ("dk", others["dk"], tuple(k.shape), q.dtype),
-        ("dv", others["dv"], tuple(v.shape), q.dtype),
+        ("dk", others["dk"], tuple(k.shape), dkv_dtype),
+        ("dv", others["dv"], tuple(v.shape), dkv_dtype),
         (
             "dbias",
             others["dbias"],
@@ -162,7 +172,8 @@ def select_bwd(
         ),
         ("dsinks", others["dsinks"], (q.shape[1],), sinks.dtype if sinks is not None else q.dtype),
     )
-    return _select(key, Problem(q, k, v, mask), kernel, backward=True, deterministic=deterministic)
+    problem = _problem(q, k, v, mask, dkv_dtype)
+    return _select(key, problem, kernel, backward=True, deterministic=deterministic)
 
 
 @op(accumulates=("dsinks",))

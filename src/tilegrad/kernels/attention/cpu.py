@@ -150,6 +150,7 @@ def bwd(
         "do_": _rows(do, varlen=varlen), "dlse": _statistic(dlse, varlen=varlen), "dsinks": _by_head(dsinks),
         "dq": _rows(dq, varlen=varlen), "dk": _rows(dk, varlen=varlen), "dv_": _rows(dv, varlen=varlen),
         "dbias": _pairs(sums), "dbias_dtype": NO_DTYPE if sums is None else DTYPES[sums.dtype],
+        "dkv_dtype": DTYPES[next((x.dtype for x in (dk, dv) if x is not None), q.dtype)],
     }  # fmt: skip
     native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch) | gradients), _BACKWARD)
     if dbias is not None and sums is not None and sums is not dbias:

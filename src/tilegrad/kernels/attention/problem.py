@@ -39,6 +39,12 @@ class Problem(NamedTuple):
         return sizes_of(*self)
 
 
+class PartBackward(Problem):
+    """A backward whose dk and dv are parts of sums over ranks (context.py), written in the accumulation dtype."""
+
+    __slots__ = ()
+
+
 class Sizes(NamedTuple):
     """Of packed sequences, tq and tk are the longest lengths, and batch is their number.
 

@@ -7,7 +7,7 @@ import torch
 from .. import gpu
 from ..cpu import library
 from ..table import Kernel, Table, takes_all
-from .problem import FEW_ROWS, Problem, tma_refusal
+from .problem import FEW_ROWS, PartBackward, Problem, tma_refusal
 
 MOST_HEADS = 65535  # programs on the second axis of a CUDA grid
 HOPPER_ROWS = 128  # of a row tile
@@ -45,6 +45,8 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return f"takes float16 and bfloat16, not {dtype}"
     if d != dv or d % 8 or d < 16:
         return f"takes one head dimension of 16 to 256 in steps of 8, not {d} for q and {dv} for v"
+    if isinstance(problem, PartBackward):
+        return "writes dk and dv in q's dtype alone, and these are float32"
     for name in ("bias", "alibi_slopes"):
         if getattr(mask, name) is not None:
             return f"takes no {name}"

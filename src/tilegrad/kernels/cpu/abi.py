@@ -40,7 +40,7 @@ class Rows(ctypes.Structure):
 class Call(ctypes.Structure):
     _fields_ = [
         *_fields("dtype b hq hkv tq tk d dv left right threads isa sinks_dtype slopes_dtype", _INT),
-        *_fields("bias_dtype dbias_dtype dropout_threshold seed", _INT),
+        *_fields("bias_dtype dbias_dtype dkv_dtype dropout_threshold seed", _INT),
         *_fields("cu_seqlens_q cu_seqlens_k scratch", _POINTER),
         *_fields("scratch_bytes", _INT),
         *_fields("q k v o lse do_ dlse dq dk dv_ dsinks sinks slopes bias dbias", View),

@@ -23,7 +23,7 @@ constexpr Place LAYOUT[] = {
     AT(Rows, data), AT(Rows, stride), END(Rows),
     AT(Call, dtype), AT(Call, b), AT(Call, hq), AT(Call, hkv), AT(Call, tq), AT(Call, tk), AT(Call, d), AT(Call, dv),
     AT(Call, left), AT(Call, right), AT(Call, threads), AT(Call, isa), AT(Call, sinks_dtype), AT(Call, slopes_dtype),
-    AT(Call, bias_dtype), AT(Call, dbias_dtype), AT(Call, dropout_threshold), AT(Call, seed),
+    AT(Call, bias_dtype), AT(Call, dbias_dtype), AT(Call, dkv_dtype), AT(Call, dropout_threshold), AT(Call, seed),
     AT(Call, cu_seqlens_q), AT(Call, cu_seqlens_k), AT(Call, scratch), AT(Call, scratch_bytes),
     AT(Call, q), AT(Call, k), AT(Call, v), AT(Call, o), AT(Call, lse),
     AT(Call, do_), AT(Call, dlse), AT(Call, dq), AT(Call, dk), AT(Call, dv_), AT(Call, dsinks),

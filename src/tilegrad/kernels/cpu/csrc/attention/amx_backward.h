@@ -33,6 +33,7 @@ struct AmxBackward {
     };
 
     const Call& call;
+    const Format<float> dkv_format = format_of<float>(call.dkv_dtype);
     const int64_t d = round_up(call.d, STRIP), dv = round_up(call.dv, STRIP);  // padded
     const Bias<float> bias{call};
     const BiasGradient<float> dbias{call, COLUMNS, ROWS};
@@ -136,10 +137,13 @@ struct AmxBackward {
         dbias.end_columns(slots.turns, column_sums, head, j0, n, COLUMNS);
         for (int64_t j = 0; j < n; ++j) {
             const int64_t t = head.s.k0 + j0 + j;
-            if (want_dk)
-                BF16_ROWS.store(const_cast<char*>(at(call.dk, 2, head.b, head.kv, t)), dk + j * d, call.d, call.dk.d, float(call.scale));
-            if (want_dv) BF16_ROWS.store(const_cast<char*>(at(call.dv_, 2, head.b, head.kv, t)), dv_ + j * dv, call.dv, call.dv_.d, dropout.kept);
+            if (want_dk) write(call.dk, head, t, dk + j * d, call.d, float(call.scale));
+            if (want_dv) write(call.dv_, head, t, dv_ + j * dv, call.dv, dropout.kept);
         }
+    }
+
+    void write(const View& x, const Head& head, int64_t t, const float* row, int64_t n, float factor) {
+        dkv_format.store(const_cast<char*>(at(x, dkv_format.bytes, head.b, head.kv, t)), row, n, x.d, factor);
     }
 
     // Rows of the block, in strips, that attend to some of columns j … j + n.

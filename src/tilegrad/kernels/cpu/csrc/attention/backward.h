@@ -99,7 +99,7 @@ struct Backward {
     };
 
     const Call& call;
-    const Format<T> format = format_of<T>(call.dtype);
+    const Format<T> format = format_of<T>(call.dtype), dkv_format = format_of<T>(call.dkv_dtype);
     const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
     const Bias<T> bias{call};
     const BiasGradient<T> dbias{call, TILE, TILE};
@@ -191,7 +191,7 @@ struct Backward {
     }
 
     void write(const View& x, const Head& head, int64_t t, const T* row, int64_t n, T factor) {
-        format.store(const_cast<char*>(at(x, format.bytes, head.b, head.kv, t)), row, n, x.d, factor);
+        dkv_format.store(const_cast<char*>(at(x, dkv_format.bytes, head.b, head.kv, t)), row, n, x.d, factor);
     }
 
     void unmasked_block(const Head& head, const Open& x, int64_t r0, int32_t tile) {

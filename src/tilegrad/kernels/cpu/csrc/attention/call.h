@@ -21,7 +21,7 @@ struct Call {
     int64_t dtype, b, hq, hkv, tq, tk, d, dv;
     int64_t left, right;  // the band of mask.py; −1: open
     int64_t threads, isa;
-    int64_t sinks_dtype, slopes_dtype, bias_dtype, dbias_dtype;
+    int64_t sinks_dtype, slopes_dtype, bias_dtype, dbias_dtype, dkv_dtype;
     int64_t dropout_threshold, seed;  // of philox.py
     const int32_t *cu_seqlens_q, *cu_seqlens_k;
     char* scratch;

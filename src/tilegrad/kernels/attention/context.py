@@ -1,0 +1,185 @@
+"""Attention of a sequence that lies on the ranks of a group: every rank has its rows of q, k and v, and K and V are gathered.
+
+    runs       2N runs of c = T / 2N rows; rank r holds runs r and 2N − 1 − r, in this order ("zigzag": equal causal work)
+    forward    K, V = all-gather of k, v          for each run a: o[a], lse[a] = attention(q[a], K[: (a+1)·c], V[: (a+1)·c])
+    backward   K, V = all-gather of k, v          for each run a: dq[a], dK_a, dV_a
+               dk, dv = reduce-scatter of Σ dK_a, Σ dV_a, summed in the accumulation dtype
+
+Rows and columns are aligned at the bottom right (mask.py), so where a run's columns end is all the offset that it needs. A row
+meets its columns from 0 on, in the tiles of one call on the whole sequence: o and dq have the bits of that call.
+
+    q (B, Hq, t, D)   k (B, Hkv, t, D)   v (B, Hkv, t, Dv)   o, do (B, Hq, t, Dv)   lse, dlse (B, Hq, t)      t = T / N = 2·c
+
+dsinks is this rank's part, to be summed over the ranks as every gradient of a parameter. Bytes that a rank sends, in sizes of
+its k and v: N − 1 forward; backward N − 1, and N − 1 times those of float32. Whole K and V live as long as one op.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from math import prod
+from typing import Any, Protocol
+
+from torch import Tensor
+
+from ..op import op
+from ..scratch import Form, Scratch, Shapes, accumulation_dtype, below, larger, of, views
+from .api import attention_bwd, attention_fwd, attention_workspace
+from .checks import require
+from .mask import Mask
+from .problem import FEW_ROWS
+
+BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # of the scratch: what is sent or came
+
+
+class Ranks(Protocol):
+    """The ranks that share a sequence, `world` of them. dist/mesh.py has such groups."""
+
+    @property
+    def rank(self) -> int: ...
+    @property
+    def world(self) -> int: ...
+    def all_gather(self, part: Tensor, *, out: Tensor) -> Any:
+        """out = every rank's part, in the order of ranks; part may lie where it will stand in out."""
+
+    def reduce_scatter(self, x: Tensor, *, out: Tensor) -> Any:
+        """out, this rank's part of world equal parts of x, = Σ over ranks of that part; it may lie in x."""
+
+
+def runs_of(rank: int, world: int) -> tuple[int, int]:
+    """The runs that a rank holds."""
+    return rank, 2 * world - 1 - rank
+
+
+def positions_of(rank: int, world: int, t: int) -> tuple[slice, slice]:
+    """Where the first and the last half of a rank's t rows stand in the whole sequence."""
+    first, last = (slice(a * (t // 2), (a + 1) * (t // 2)) for a in runs_of(rank, world))
+    return first, last
+
+
+def check_mask(mask: Mask) -> None:
+    """Which masks a sequence over ranks takes."""
+    require(mask.causal, "causal", mask.causal, "True where ranks share a sequence")
+    require(mask.bias is None, "bias", "a tensor", "None where ranks share a sequence", show=str)
+    require(not mask.dropout_p, "dropout_p", mask.dropout_p, "0.0 where ranks share a sequence")
+    require(not mask.varlen, "cu_seqlens_q", "a tensor", "None where ranks share a sequence", show=str)
+
+
+def _buffers(q: Any, k: Any, v: Any, world: int, *, backward: bool) -> Shapes:
+    (b, h, t, d), dv, acc = k.shape, v.shape[-1], accumulation_dtype(q.dtype)
+    require(t % 2 == 0, "q", t, "an even number of rows, two runs of equal length")
+    parts, whole, half = (world, b * h * t * (d + dv)), (b, h, world * t), (b, h, world * t // 2)
+    shapes: Shapes = {"parts": (parts, q.dtype), "k": ((*whole, d), q.dtype), "v": ((*whole, dv), q.dtype)}
+    if backward:
+        shapes |= {"dparts": (parts, acc), "dk": ((*whole, d), acc), "dv": ((*whole, dv), acc)}
+        shapes |= {"run_dk": ((*half, d), acc), "run_dv": ((*half, dv), acc)}  # of the first run: columns up to T / 2
+    return shapes
+
+
+def gather_attention_workspace(
+    q: Any, k: Any, v: Any, mask: Mask, world: int, *, backward: bool, deterministic: bool = False
+) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold, on any of `world` ranks and for up to t rows of each."""
+    check_mask(mask)
+    shapes = _buffers(q, k, v, world, backward=backward)
+    acc = accumulation_dtype(q.dtype) if backward else None
+    for c in {min(q.shape[2] // 2, FEW_ROWS), q.shape[2] // 2}:
+        rows = Form((*q.shape[:2], c, q.shape[3]), q.dtype, q.device)
+        for end in range(c, 2 * world * c + 1, max(c, 1)):
+            columns = (Form((*x.shape[:2], end, x.shape[3]), x.dtype, x.device) for x in (k, v))
+            needed = attention_workspace(
+                rows, *columns, mask, backward=backward, deterministic=backward and deterministic, dkv_dtype=acc
+            )
+            shapes = larger(shapes, below("attention", needed))
+    return shapes
+
+
+def _pair(part: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """A rank's part as its rows of k and of v."""
+    n = prod(k.shape)
+    return part[:n].view(k.shape), part[n:].view(v.shape)
+
+
+def _halves(part: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+    """The same for each of its runs."""
+    c = k.shape[2] // 2
+    for half in (slice(0, c), slice(c, 2 * c)):
+        pk, pv = _pair(part, k, v)
+        yield pk[:, :, half], pv[:, :, half]
+
+
+def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
+    """buffers["k"], buffers["v"] = the rows of all ranks, in the order of the sequence."""
+    parts, c = buffers["parts"], k.shape[2] // 2
+    for mine, x in zip(_pair(parts[group.rank], k, v), (k, v), strict=True):
+        mine.copy_(x)
+    group.all_gather(parts[group.rank], out=parts)
+    for rank, part in enumerate(parts):
+        for a, (pk, pv) in zip(runs_of(rank, group.world), _halves(part, k, v), strict=True):
+            buffers["k"][:, :, a * c : (a + 1) * c].copy_(pk)
+            buffers["v"][:, :, a * c : (a + 1) * c].copy_(pv)
+
+
+def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
+    """dk, dv = Σ over ranks and runs of this rank's rows of their gradients. The last run's columns are all of the first's."""
+    dparts, c = buffers["dparts"], dk.shape[2] // 2
+    first, last = runs_of(group.rank, group.world)
+    sources = ((buffers["dk"], buffers["run_dk"]), (buffers["dv"], buffers["run_dv"]))
+    for rank, part in enumerate(dparts):
+        for a, pair in zip(runs_of(rank, group.world), _halves(part, dk, dv), strict=True):
+            columns = slice(a * c, (a + 1) * c)
+            for out, (of_last, of_first) in zip(pair, sources, strict=True):
+                if a > last:
+                    out.zero_()
+                    continue
+                out.copy_(of_last[:, :, columns])
+                if a <= first:
+                    out.add_(of_first[:, :, columns])
+    group.reduce_scatter(dparts, out=dparts[group.rank])
+    for x, mine in zip((dk, dv), _pair(dparts[group.rank], dk, dv), strict=True):
+        x.copy_(mine)
+
+
+@op()
+def gather_attention_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, group: Ranks, *,
+    o: Tensor | None, lse: Tensor | None, scratch: Scratch,
+) -> None:  # fmt: skip
+    """o and lse of this rank's rows."""
+    check_mask(mask)
+    buffers = views(scratch, _buffers(q, k, v, group.world, backward=False), q.device, "gather_attention")
+    _gather(k, v, group, buffers)
+    for i, end in _runs(q, group):
+        rows = (None if x is None else x[:, :, i] for x in (o, lse))
+        o_run, lse_run = rows
+        attention_fwd(
+            q[:, :, i], buffers["k"][:, :, :end], buffers["v"][:, :, :end], mask,
+            o=o_run, lse=lse_run, scratch=of("attention", scratch),
+        )  # fmt: skip
+
+
+@op(accumulates=("dsinks",))
+def gather_attention_bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, group: Ranks, *,
+    dq: Tensor, dk: Tensor, dv: Tensor, dsinks: Tensor | None = None, scratch: Scratch, deterministic: bool = False,
+) -> None:  # fmt: skip
+    """Gradients of this rank's rows, of the loss on all ranks; dsinks of its own rows alone."""
+    check_mask(mask)
+    buffers = views(scratch, _buffers(q, k, v, group.world, backward=True), q.device, "gather_attention")
+    _gather(k, v, group, buffers)
+    for (i, end), run in zip(_runs(q, group), ("run_", ""), strict=True):
+        q_run, o_run, lse_run, do_run, dq_run = (x[:, :, i] for x in (q, o, lse, do, dq))
+        attention_bwd(
+            q_run, buffers["k"][:, :, :end], buffers["v"][:, :, :end], o_run, lse_run, do_run,
+            None if dlse is None else dlse[:, :, i], mask,
+            dq=dq_run, dk=buffers[f"{run}dk"][:, :, :end], dv=buffers[f"{run}dv"][:, :, :end], dsinks=dsinks,
+            scratch=of("attention", scratch), deterministic=deterministic,
+        )  # fmt: skip
+    _scatter(dk, dv, group, buffers)
+
+
+def _runs(q: Tensor, group: Ranks) -> Iterator[tuple[slice, int]]:
+    """This rank's rows of each run, and where the columns that they attend to end."""
+    c = q.shape[2] // 2
+    for half, at in enumerate(positions_of(group.rank, group.world, 2 * c)):
+        yield slice(half * c, (half + 1) * c), at.stop
