@@ -19,11 +19,14 @@ import pytest
 import torch
 from support.cases import Case, build, check_call, oracle, run
 from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
+from support.ops import randn
 from support.pairwise import Spec, all_pairs, pairs
 from support.triton_specs import AXES, allowed, case_of, specs
 
 import tilegrad
+from tilegrad.kernels.attention import Mask, attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels.attention.triton import tiles
+from tilegrad.kernels.scratch import new_scratch
 
 pytest.importorskip("triton", reason="needs Triton")
 IN_CI = 14  # specifications of specs() that the interpreter has time for; all of them are in the slow set
@@ -281,3 +284,20 @@ def test_specifications_cover_every_allowed_pair_of_features() -> None:
     chosen = specs()
     assert len(chosen) <= 50 and all(map(allowed, chosen))
     assert set.union(*map(pairs, chosen)) == all_pairs(AXES, allowed)
+
+
+@interpreted
+def test_interpreted_float32_dk_and_dv_of_bfloat16() -> None:
+    x, mask = [randn(1, h, 40, 16, dtype=torch.bfloat16, seed=h) for h in (2, 1)], Mask(causal=True)
+    q, k, o, lse = x[0], x[1], torch.empty_like(x[0]), torch.empty(1, 2, 40)
+    shapes = [attention_workspace(q, k, k, mask, backward=backward, kernel="triton") for backward in (False, True)]
+    attention_fwd(q, k, k, mask, o=o, lse=lse, scratch=new_scratch(shapes[0], "cpu"), kernel="triton")
+    grads = {}
+    for dtype in (torch.bfloat16, torch.float32):
+        out: dict[str, Any] = {name: torch.empty_like(k, dtype=dtype) for name in ("dk", "dv")}
+        scratch = new_scratch(shapes[1], "cpu")
+        attention_bwd(q, k, k, o, lse, o, None, mask, dq=None, **out, scratch=scratch, kernel="triton")
+        grads[dtype] = out
+    for name, sums in grads[torch.float32].items():
+        assert torch.equal(sums.bfloat16(), grads[torch.bfloat16][name])
+        assert not torch.equal(sums.bfloat16().float(), sums)

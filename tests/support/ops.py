@@ -10,8 +10,14 @@ import pytest
 import torch
 from torch import Tensor
 
+from support.threads import Alone
 from tilegrad.kernels import linear
 from tilegrad.kernels.attention import Mask, attention_bwd, attention_fwd, attention_workspace
+from tilegrad.kernels.attention.context import (
+    gather_attention_bwd,
+    gather_attention_fwd,
+    gather_attention_workspace,
+)
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.residual import add_fwd, copy_fwd
@@ -141,3 +147,7 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=poisoned(attention_workspace(q, k, v, mask, backward=False)))
     scratch = poisoned(attention_workspace(q, k, v, mask, backward=True))
     attention_bwd(q, k, v, o, lse, do, None, mask, dq=dq, dk=dk, dv=dv, scratch=scratch)
+    scratch = poisoned(gather_attention_workspace(q, k, v, mask, 1, backward=False))
+    gather_attention_fwd(q, k, v, mask, Alone(), o=o, lse=lse, scratch=scratch)
+    scratch = poisoned(gather_attention_workspace(q, k, v, mask, 1, backward=True))
+    gather_attention_bwd(q, k, v, o, lse, do, None, mask, Alone(), dq=dq, dk=dk, dv=dv, scratch=scratch)

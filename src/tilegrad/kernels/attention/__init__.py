@@ -3,7 +3,8 @@
     api.py        the op on buffers of the caller's         mask.py       which rows attend to which columns; the scores
     problem.py    sizes and alignment of a call             reference.py  the equations, forward and backward: the oracle
     checks.py     what a call accepts                       qkv.py        the op on the rows of a transformer
-    table.py      which kernel runs                         tiled.py, cpu.py, triton/, hopper/: the kernels
+    table.py      which kernel runs                         context.py    the op on a sequence that lies on several ranks
+    tiled.py, cpu.py, triton/, hopper/: the kernels
 
 A kernel is a module with the functions `workspace`, `fwd` and `bwd` of reference.py's signatures.
 """

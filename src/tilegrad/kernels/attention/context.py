@@ -6,7 +6,7 @@
                dk, dv = reduce-scatter of Σ dK_a, Σ dV_a, summed in the accumulation dtype
 
 Rows and columns are aligned at the bottom right (mask.py), so where a run's columns end is all the offset that it needs. A row
-meets its columns from 0 on, in the tiles of one call on the whole sequence: o and dq have the bits of that call.
+meets its columns from 0 on, in the tiles of one call on the whole sequence: without a window o and dq have that call's bits.
 
     q (B, Hq, t, D)   k (B, Hkv, t, D)   v (B, Hkv, t, Dv)   o, do (B, Hq, t, Dv)   lse, dlse (B, Hq, t)      t = T / N = 2·c
 
@@ -68,11 +68,11 @@ def check_mask(mask: Mask) -> None:
 def _buffers(q: Any, k: Any, v: Any, world: int, *, backward: bool) -> Shapes:
     (b, h, t, d), dv, acc = k.shape, v.shape[-1], accumulation_dtype(q.dtype)
     require(t % 2 == 0, "q", t, "an even number of rows, two runs of equal length")
-    parts, whole, half = (world, b * h * t * (d + dv)), (b, h, world * t), (b, h, world * t // 2)
+    parts, whole, first = (world, b * h * t * (d + dv)), (b, h, world * t), (b, h, world * t // 2)
     shapes: Shapes = {"parts": (parts, q.dtype), "k": ((*whole, d), q.dtype), "v": ((*whole, dv), q.dtype)}
     if backward:
         shapes |= {"dparts": (parts, acc), "dk": ((*whole, d), acc), "dv": ((*whole, dv), acc)}
-        shapes |= {"run_dk": ((*half, d), acc), "run_dv": ((*half, dv), acc)}  # of the first run: columns up to T / 2
+        shapes |= {"run_dk": ((*first, d), acc), "run_dv": ((*first, dv), acc)}  # of the first run: columns up to T / 2
     return shapes
 
 
@@ -86,9 +86,9 @@ def gather_attention_workspace(
     for c in {min(q.shape[2] // 2, FEW_ROWS), q.shape[2] // 2}:
         rows = Form((*q.shape[:2], c, q.shape[3]), q.dtype, q.device)
         for end in range(c, 2 * world * c + 1, max(c, 1)):
-            columns = (Form((*x.shape[:2], end, x.shape[3]), x.dtype, x.device) for x in (k, v))
+            k_run, v_run = (Form((*x.shape[:2], end, x.shape[3]), x.dtype, x.device) for x in (k, v))
             needed = attention_workspace(
-                rows, *columns, mask, backward=backward, deterministic=backward and deterministic, dkv_dtype=acc
+                rows, k_run, v_run, mask, backward=backward, deterministic=backward and deterministic, dkv_dtype=acc
             )
             shapes = larger(shapes, below("attention", needed))
     return shapes
@@ -100,12 +100,11 @@ def _pair(part: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     return part[:n].view(k.shape), part[n:].view(v.shape)
 
 
-def _halves(part: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _by_run(part: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     """The same for each of its runs."""
-    c = k.shape[2] // 2
-    for half in (slice(0, c), slice(c, 2 * c)):
-        pk, pv = _pair(part, k, v)
-        yield pk[:, :, half], pv[:, :, half]
+    c, (pk, pv) = k.shape[2] // 2, _pair(part, k, v)
+    yield pk[:, :, :c], pv[:, :, :c]
+    yield pk[:, :, c:], pv[:, :, c:]
 
 
 def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
@@ -115,7 +114,7 @@ def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
         mine.copy_(x)
     group.all_gather(parts[group.rank], out=parts)
     for rank, part in enumerate(parts):
-        for a, (pk, pv) in zip(runs_of(rank, group.world), _halves(part, k, v), strict=True):
+        for a, (pk, pv) in zip(runs_of(rank, group.world), _by_run(part, k, v), strict=True):
             buffers["k"][:, :, a * c : (a + 1) * c].copy_(pk)
             buffers["v"][:, :, a * c : (a + 1) * c].copy_(pv)
 
@@ -126,7 +125,7 @@ def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
     first, last = runs_of(group.rank, group.world)
     sources = ((buffers["dk"], buffers["run_dk"]), (buffers["dv"], buffers["run_dv"]))
     for rank, part in enumerate(dparts):
-        for a, pair in zip(runs_of(rank, group.world), _halves(part, dk, dv), strict=True):
+        for a, pair in zip(runs_of(rank, group.world), _by_run(part, dk, dv), strict=True):
             columns = slice(a * c, (a + 1) * c)
             for out, (of_last, of_first) in zip(pair, sources, strict=True):
                 if a > last:
@@ -150,8 +149,7 @@ def gather_attention_fwd(
     buffers = views(scratch, _buffers(q, k, v, group.world, backward=False), q.device, "gather_attention")
     _gather(k, v, group, buffers)
     for i, end in _runs(q, group):
-        rows = (None if x is None else x[:, :, i] for x in (o, lse))
-        o_run, lse_run = rows
+        o_run, lse_run = (None if x is None else x[:, :, i] for x in (o, lse))
         attention_fwd(
             q[:, :, i], buffers["k"][:, :, :end], buffers["v"][:, :, :end], mask,
             o=o_run, lse=lse_run, scratch=of("attention", scratch),
@@ -181,5 +179,6 @@ def gather_attention_bwd(
 def _runs(q: Tensor, group: Ranks) -> Iterator[tuple[slice, int]]:
     """This rank's rows of each run, and where the columns that they attend to end."""
     c = q.shape[2] // 2
-    for half, at in enumerate(positions_of(group.rank, group.world, 2 * c)):
-        yield slice(half * c, (half + 1) * c), at.stop
+    first, last = positions_of(group.rank, group.world, 2 * c)
+    yield slice(0, c), first.stop
+    yield slice(c, 2 * c), last.stop
