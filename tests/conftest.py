@@ -12,7 +12,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
-from support.interpreter import round_bfloat16
+from support.interpreter import keep_what_the_interpreter_makes_anew, round_bfloat16
 from support.ranks import Ranks
 
 from tilegrad.kernels import gpu
@@ -54,6 +54,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 def pytest_configure(config: pytest.Config) -> None:
     if gpu.interpreting() and gpu.has_triton():
+        keep_what_the_interpreter_makes_anew()
         round_bfloat16()
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)

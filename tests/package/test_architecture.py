@@ -192,10 +192,12 @@ def test_canary_an_import_inside_a_function_closes_a_cycle(tmp_path: Path, first
 
 
 def test_every_module_imports_alone() -> None:
-    """Each in a process of its own, as its first: forked, for a process with torch loaded starts at once."""
+    """Each in a process of its own, as its first: forked, for a process with torch and Triton loaded starts at once."""
     names = sorted(_name(path, ROOT) for path in ROOT.rglob("*.py") if path.name != "__main__.py")
     code = (
-        "import importlib, os, sys, torch\n"
+        "import importlib, importlib.util, os, sys, torch\n"
+        "if importlib.util.find_spec('triton'):\n"
+        "    import triton.experimental.gluon.language.nvidia.hopper\n"
         "for name in sys.argv[1:]:\n"
         "    if (child := os.fork()) == 0:\n"
         "        importlib.import_module(name)\n"
