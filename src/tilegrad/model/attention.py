@@ -13,6 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
+from ..kernels.attention.context import BUFFERS, Ranks
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.qkv import (
     q_k_v_attention_bwd,
@@ -26,13 +27,14 @@ from ..kernels.attention.qkv import (
 )
 from ..kernels.norm import norm_workspace, rmsnorm_bwd, rmsnorm_fwd
 from ..kernels.residual import zero_fwd
-from ..kernels.scratch import Form, Scratch
+from ..kernels.scratch import Form, Scratch, below
 from ..memory.types import BufferType
 from .config import ModelConfig
 from .layer import Buffer, Constant, Declare, Param
 from .linear import LinearLayer
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
+_TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # of attention's scratch
 
 
 def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask:
@@ -48,6 +50,7 @@ class Rope:
     sin: Buffer
     rotated: int
     head_dim: int
+    context: Ranks | None
     scratch: Scratch
 
     @classmethod
@@ -56,13 +59,13 @@ class Rope:
         table = (c.block_size, c.head_dim // 2)
         cos, sin = (at.buffer(f"rope.{name}", table, at.accumulation_dtype, role="inputs") for name in ("cos", "sin"))
         shapes = qkv_rope_workspace(at.b, at.t, rotated, c.head_dim, at.dtype, at.device)
-        return cls(cos, sin, rotated, c.head_dim, at.scratch(f"rope{rotated}", shapes))
+        return cls(cos, sin, rotated, c.head_dim, at.context, at.scratch(f"rope{rotated}", shapes))
 
     def forward(self, x: Buffer) -> None:
-        qkv_rope_fwd(self.cos, self.sin, self.rotated, self.head_dim, qkv=x, scratch=self.scratch)
+        qkv_rope_fwd(self.cos, self.sin, self.rotated, self.head_dim, self.context, qkv=x, scratch=self.scratch)
 
     def backward(self, dx: Buffer) -> None:
-        qkv_rope_bwd(self.cos, self.sin, self.rotated, self.head_dim, dqkv=dx, scratch=self.scratch)
+        qkv_rope_bwd(self.cos, self.sin, self.rotated, self.head_dim, self.context, dqkv=dx, scratch=self.scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,7 +112,7 @@ class HeadNorm:
 class AttentionLayer:
     """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three of (N, H·D)   lse (B, Hq, T)
 
-    Attention and rope view qkv and o as (B, T, …).
+    Attention and rope view qkv and o as (B, T, …). `context`: the ranks that have the rest of each sequence.
     """
 
     projections: tuple[LinearLayer, ...]  # qkv, or q, k, v
@@ -125,6 +128,7 @@ class AttentionLayer:
     n_head: int
     n_kv_head: int
     deterministic: bool
+    context: Ranks | None
     forward_scratch: Scratch
     backward_scratch: Scratch
 
@@ -141,8 +145,10 @@ class AttentionLayer:
 
         def scratch(*, backward: bool) -> Scratch:
             form = (c.n_head, c.kv_heads, d, at.dtype, at.device)
-            shapes = qkv_attention_workspace(b, t, *form, mask, backward=backward, deterministic=at.deterministic)
-            return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _SCORES)
+            shapes = qkv_attention_workspace(
+                b, t, *form, mask, backward=backward, deterministic=at.deterministic, group=at.context
+            )
+            return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
 
         return cls(
             projections=tuple(
@@ -169,6 +175,7 @@ class AttentionLayer:
             n_head=c.n_head,
             n_kv_head=c.kv_heads,
             deterministic=at.deterministic,
+            context=at.context,
             forward_scratch=scratch(backward=False),
             backward_scratch=scratch(backward=True),
         )
@@ -221,7 +228,8 @@ class AttentionLayer:
 
     def attend(self) -> None:
         """o, lse = attention(q, k, v)"""
-        o, heads, scratch = self._by_sequence(self.o), (self.n_head, self.n_kv_head), self.forward_scratch
+        o, scratch = self._by_sequence(self.o), self.forward_scratch
+        heads = (self.n_head, self.n_kv_head, self.context)
         if len(self.qkv) == 1:
             qkv = self._by_sequence(self.qkv[0])
             qkv_attention_fwd(qkv, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
@@ -230,7 +238,8 @@ class AttentionLayer:
             q_k_v_attention_fwd(q, k, v, self.mask, *heads, o=o, lse=self.lse, scratch=scratch)
 
     def attend_backward(self) -> None:
-        o, do, heads = self._by_sequence(self.o), self._by_sequence(self.do), (self.n_head, self.n_kv_head)
+        o, do = self._by_sequence(self.o), self._by_sequence(self.do)
+        heads = (self.n_head, self.n_kv_head, self.context)
         inside: dict[str, Any] = {"scratch": self.backward_scratch, "deterministic": self.deterministic}
         if len(self.qkv) == 1:
             qkv, dqkv = self._by_sequence(self.qkv[0]), self._by_sequence(self.dqkv[0])

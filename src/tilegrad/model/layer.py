@@ -9,6 +9,7 @@ from typing import Literal, TypeAlias, cast
 import torch
 from torch import Tensor
 
+from ..kernels.attention.context import Ranks
 from ..kernels.fp8_linear.state import STATE
 from ..kernels.scratch import Form, Scratch, Shapes, accumulation_dtype
 from ..memory.planned.trace import Handle
@@ -60,7 +61,8 @@ class Param:
 @dataclass(frozen=True, slots=True)
 class Declare:
     """Handles of a program on b sequences of t tokens. Buffers of one name are one buffer. `accumulate`: parameter
-    gradients are added to; else the program is the first of a step, and overwrites them. `scales`: of float8 products."""
+    gradients are added to; else the program is the first of a step, and overwrites them. `scales`: of float8 products.
+    `context`: the ranks that each sequence lies on, of which this one has t tokens; None: this rank has all."""
 
     config: ModelConfig
     b: int
@@ -70,6 +72,7 @@ class Declare:
     accumulate: bool = True
     linear: Linear = "plain"
     deterministic: bool = True
+    context: Ranks | None = None
     params: dict[str, Param] = field(default_factory=dict)
     scales: dict[str, Buffer] = field(default_factory=dict)
 

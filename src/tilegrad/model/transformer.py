@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..kernels.attention.context import Ranks
 from ..kernels.cross_entropy import cross_entropy_bwd, cross_entropy_fwd, cross_entropy_step, cross_entropy_workspace
 from ..kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace
 from ..kernels.embedding_mse import embedding_mse_bwd, embedding_mse_fwd, embedding_mse_step, embedding_mse_workspace
@@ -188,12 +189,13 @@ class Transformer:
 def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
     recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
-    deterministic: bool = True,
+    deterministic: bool = True, context: Ranks | None = None,
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends.
     accumulate=False: its backward overwrites the parameters' gradients. linear="fp8": the blocks' linear layers multiply
-    forward in float8. deterministic=False lets attention's backward add in any order, where that is faster."""
-    at = Declare(config, b, t, dtype, torch.device(device), accumulate, linear, deterministic)
+    forward in float8. deterministic=False lets attention's backward add in any order, where that is faster. `context`: the
+    ranks that each sequence lies on, and t counts the tokens of one of them."""
+    at = Declare(config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context)
     c, n_layer = config.n_embd, config.n_layer
     embedding = Embedding.declare(at)
     count = n_layer if config.dropout else 0

@@ -17,6 +17,7 @@ its k and v: N − 1 forward; backward N − 1, and N − 1 times those of float
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import dataclass
 from math import prod
 from typing import Any, Protocol
 
@@ -44,6 +45,14 @@ class Ranks(Protocol):
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor) -> Any:
         """out, this rank's part of world equal parts of x, = Σ over ranks of that part; it may lie in x."""
+
+
+@dataclass(frozen=True, slots=True)
+class RanksToBe:
+    """In the place of `Ranks` that need not be there: a program can be declared and traced on them, not run."""
+
+    world: int
+    rank: int = 0
 
 
 def runs_of(rank: int, world: int) -> tuple[int, int]:

@@ -4,7 +4,8 @@
 
 `qkv_attention_*` takes the one buffer, `q_k_v_attention_*` the three. Views of them are what the op of api.py takes, so
 nothing is copied; as ops of their own they let a memory trace see the buffers that the model holds. The backward is
-deterministic unless told otherwise: a resumed run continues bit for bit.
+deterministic unless told otherwise: a resumed run continues bit for bit. Where a sequence lies on the ranks of a `group`
+(context.py), T counts the rows of one rank.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from ..rope import rope_bwd, rope_fwd, rope_workspace
 from ..scratch import Form, Scratch, Shapes
 from . import table
 from .api import attention_bwd, attention_fwd
+from .context import Ranks, gather_attention_bwd, gather_attention_fwd, gather_attention_workspace, positions_of
 from .mask import Mask
 from .problem import FEW_ROWS, Problem
 
@@ -39,10 +41,13 @@ def split(qkv: Any, n_head: int, n_kv_head: int) -> tuple[Any, Any, Any]:
 
 def qkv_attention_workspace(
     b: int, t: int, n_head: int, n_kv_head: int, head_dim: int, dtype: torch.dtype, device: torch.device, mask: Mask, *,
-    backward: bool, deterministic: bool = True,
+    backward: bool, deterministic: bool = True, group: Ranks | None = None,
 ) -> Shapes:  # fmt: skip
     """Scratch of every kernel that may run up to t rows: the table may have another for few rows, and another for a forward
     that drops nothing, as evaluation does."""
+    if group is not None:
+        q, k = (Form((b, h, t, head_dim), dtype, device) for h in (n_head, n_kv_head))
+        return gather_attention_workspace(q, k, k, mask, group.world, backward=backward, deterministic=deterministic)
     masks = (mask,) if backward else (mask, replace(mask, dropout_p=0.0))
     problems = []
     for rows in (min(t, FEW_ROWS), t):
@@ -52,23 +57,44 @@ def qkv_attention_workspace(
     return table.ATTENTION.workspace(*problems, backward=backward, deterministic=backward and deterministic)
 
 
+def _attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, group: Ranks | None, *, o: Tensor, lse: Tensor, scratch: Scratch
+) -> None:
+    if group is None:
+        attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
+    else:
+        gather_attention_fwd(q, k, v, mask, group, o=o, lse=lse, scratch=scratch)
+
+
+def _attend_backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, group: Ranks | None, *,
+    dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch, deterministic: bool,
+) -> None:  # fmt: skip
+    given: Any = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
+    if group is None:
+        attention_bwd(q, k, v, o, lse, do, None, mask, **given)
+    else:
+        gather_attention_bwd(q, k, v, o, lse, do, None, mask, group, **given)
+
+
 @op()
 def qkv_attention_fwd(
-    qkv: Tensor, mask: Mask, n_head: int, n_kv_head: int, *, o: Tensor, lse: Tensor, scratch: Scratch
-) -> None:
+    qkv: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
+    o: Tensor, lse: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
     q, k, v = split(qkv, n_head, n_kv_head)
-    attention_fwd(q, k, v, mask, o=_heads(o, n_head), lse=lse, scratch=scratch)
+    _attend(q, k, v, mask, group, o=_heads(o, n_head), lse=lse, scratch=scratch)
 
 
 @op()
 def qkv_attention_bwd(
-    qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int, *,
+    qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
     dqkv: Tensor, scratch: Scratch, deterministic: bool = True,
 ) -> None:  # fmt: skip
     q, k, v = split(qkv, n_head, n_kv_head)
     dq, dk, dv = split(dqkv, n_head, n_kv_head)
-    attention_bwd(
-        q, k, v, _heads(o, n_head), lse, _heads(do, n_head), None, mask,
+    _attend_backward(
+        q, k, v, _heads(o, n_head), lse, _heads(do, n_head), mask, group,
         dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic,
     )  # fmt: skip
 
@@ -78,22 +104,33 @@ def qkv_rope_workspace(b: int, t: int, rotated: int, head_dim: int, dtype: torch
 
 
 @op(accumulates=("qkv",))
-def qkv_rope_fwd(cos: Tensor, sin: Tensor, rotated: int, head_dim: int, *, qkv: Tensor, scratch: Scratch) -> None:
-    """Rotate the first `rotated` heads of each row (q's and k's) by its position, in place."""
-    heads = _rotated(qkv, rotated, head_dim)
-    rope_fwd(heads, cos, sin, y=heads, scratch=scratch)
+def qkv_rope_fwd(
+    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, *, qkv: Tensor, scratch: Scratch
+) -> None:
+    """Rotate the first `rotated` heads of each row (q's and k's) by its position in the sequence, in place."""
+    for heads, cos_at, sin_at in _rotated(qkv, cos, sin, rotated, head_dim, group):
+        rope_fwd(heads, cos_at, sin_at, y=heads, scratch=scratch)
 
 
 @op(accumulates=("dqkv",))
-def qkv_rope_bwd(cos: Tensor, sin: Tensor, rotated: int, head_dim: int, *, dqkv: Tensor, scratch: Scratch) -> None:
+def qkv_rope_bwd(
+    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, *, dqkv: Tensor, scratch: Scratch
+) -> None:
     """Rotate their gradients back, in place."""
-    heads = _rotated(dqkv, rotated, head_dim)
-    rope_bwd(heads, cos, sin, dx=heads, scratch=scratch)
+    for heads, cos_at, sin_at in _rotated(dqkv, cos, sin, rotated, head_dim, group):
+        rope_bwd(heads, cos_at, sin_at, dx=heads, scratch=scratch)
 
 
-def _rotated(qkv: Tensor, rotated: int, head_dim: int) -> Tensor:
+def _rotated(
+    qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None
+) -> list[tuple[Tensor, Tensor, Tensor]]:
+    """Heads of rows, and the tables from their first position on: that of the sequence, or of each run of a rank."""
     b, t, c = qkv.shape
-    return qkv.view(b, t, c // head_dim, head_dim)[:, :, :rotated]
+    heads = qkv.view(b, t, c // head_dim, head_dim)[:, :, :rotated]
+    if group is None:
+        return [(heads, cos, sin)]
+    first, last = positions_of(group.rank, group.world, t)
+    return [(heads[:, : t // 2], cos[first], sin[first]), (heads[:, t // 2 :], cos[last], sin[last])]
 
 
 @op()
@@ -104,23 +141,25 @@ def q_k_v_attention_fwd(
     mask: Mask,
     n_head: int,
     n_kv_head: int,
+    group: Ranks | None = None,
     *,
     o: Tensor,
     lse: Tensor,
     scratch: Scratch,
 ) -> None:
     heads = _heads(q, n_head), _heads(k, n_kv_head), _heads(v, n_kv_head)
-    attention_fwd(*heads, mask, o=_heads(o, n_head), lse=lse, scratch=scratch)
+    _attend(*heads, mask, group, o=_heads(o, n_head), lse=lse, scratch=scratch)
 
 
 @op()
 def q_k_v_attention_bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int, *,
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int,
+    group: Ranks | None = None, *,
     dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch, deterministic: bool = True,
 ) -> None:  # fmt: skip
     heads = _heads(q, n_head), _heads(k, n_kv_head), _heads(v, n_kv_head)
-    attention_bwd(
-        *heads, _heads(o, n_head), lse, _heads(do, n_head), None, mask,
+    _attend_backward(
+        *heads, _heads(o, n_head), lse, _heads(do, n_head), mask, group,
         dq=_heads(dq, n_head), dk=_heads(dk, n_kv_head), dv=_heads(dv, n_kv_head), scratch=scratch,
         deterministic=deterministic,
     )  # fmt: skip
