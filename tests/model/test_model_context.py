@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 from support.models import LLAMA, QWEN3, assert_equal_gradients, batch
-from support.threads import ThreadRank, run_on_threads
+from support.threads import run_on_threads
 from torch import Tensor
 
 from tilegrad import ModelConfig
@@ -32,14 +33,16 @@ def rows_of(x: Tensor, group: Ranks) -> Tensor:
     return torch.cat([x[:, i] for i in positions_of(group.rank, group.world, x.shape[1] // group.world)], 1)
 
 
-def planned(config: ModelConfig, context: Ranks | None, b: int = B, t: int = T) -> tuple[Transformer, MemoryPlan]:
+def planned(config: ModelConfig, context: Any, b: int = B, t: int = T) -> tuple[Transformer, MemoryPlan]:
     """On handles, for sequences of t tokens."""
     rows = t if context is None else t // context.world
     model = declare(config, b, rows, torch.float64, "cpu", accumulate=False, context=context)
     return model, plan_memory(trace(model.step, observe, model))
 
 
-def step(config: ModelConfig, context: Ranks | None, t: int = T, *, poison: bool = False) -> tuple[float, dict[str, Tensor]]:
+def step(
+    config: ModelConfig, context: Ranks | None, t: int = T, *, poison: bool = False
+) -> tuple[float, dict[str, Tensor]]:
     """loss and gradients of this rank's rows."""
     handles, plan = planned(config, context)
     arenas = Arenas(plan)
@@ -99,7 +102,8 @@ def test_what_is_gathered_lives_as_long_as_one_op() -> None:
     comm = {h.name: h.nbytes for h in seen.handles.values() if h.type == BufferType.COMM}
     whole = B * config.kv_heads * T * config.head_dim * 8  # bytes of K
     assert comm["scratch.attention.k"] == comm["scratch.attention_bwd.dk"] == whole
-    assert sum(comm.values()) == (4 + 4 + 4 + 1) * whole  # k, v and their parts, forward and backward; the same of dk, dv
+    forward_and_backward, gradients, of_the_first_run = 4 + 4, 4, 1  # each of k, v and the parts of both
+    assert sum(comm.values()) == (forward_and_backward + gradients + of_the_first_run) * whole
     for name in comm:
         assert all(first == last for first, last in seen.live[name])
         assert len(seen.live[name]) == config.n_layer
