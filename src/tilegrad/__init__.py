@@ -64,7 +64,8 @@ def __getattr__(name: str) -> Any:
     if name == "train":  # a package that can be called: the function is train.api's
         return import_module(f"{__name__}.train")
     if name in _HOME:
-        return getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        found = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
+        return found
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

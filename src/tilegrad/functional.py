@@ -1,30 +1,22 @@
-"""Attention for autograd: it checks, allocates, registers with torch.library, and calls the kernel.
+"""Attention for autograd, as people call it. Options become a mask, and autograd.py runs the call.
 
-    tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)
-    tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)
-
-A mask travels as the flat list of its fields, because an op's schema knows only tensors and numbers. Under autocast q, k
-and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives and forward-mode AD raise.
-
-torch.func's transforms see an autograd.Function around each op: grad and jacrev run its backward, vmap folds its dimension
-into B, or calls once for each sample where a mask's tensor has that dimension.
+Under autocast q, k and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives and
+forward-mode AD raise.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import Any, Literal, NoReturn, overload
+from functools import lru_cache
+from typing import Any, Literal, overload
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
+from .autograd import attend
 from .kernels.attention import table
-from .kernels.attention.api import select_bwd, select_fwd
-from .kernels.attention.checks import check_lengths, check_options, check_tensors, require
+from .kernels.attention.checks import check_options, check_tensors, require
 from .kernels.attention.mask import Mask, Window
-from .kernels.attention.problem import Problem, lse_dtype, output_shapes, rows_aligned
-from .kernels.scratch import new_scratch
+from .kernels.attention.problem import Problem
 from .kernels.table import Explanation
 
 
@@ -88,8 +80,11 @@ def attention(
     (torch.Size([1, 8, 128, 64]), torch.Size([1, 8, 128]))
     >>> (o.square().sum() + lse.sum()).backward()
     """
-    mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed)
-    return _call(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
+    if bias is alibi_slopes is sinks is seed is None:
+        mask = _mask_of_numbers(causal, window, scale, softcap, dropout_p)
+    else:
+        mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed)
+    return attend(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
 @overload
@@ -145,7 +140,7 @@ def attention_varlen(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed,
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
     )  # fmt: skip
-    return _call(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
+    return attend(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
 def sdpa(
@@ -217,229 +212,16 @@ def explain(
     return table.ATTENTION.explain(Problem(q, k, v, mask), kernel)
 
 
-def _call(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
-) -> Tensor | tuple[Tensor, Tensor]:
-    check_options(q, k, v, mask)
-    seed = mask.seed
-    if seed is None and mask.dropout_p:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    elif isinstance(seed, int):
-        signed = seed - 2**64 if seed >= 2**63 else seed
-        seed = torch.full((), signed, dtype=torch.int64, device=q.device) if mask.dropout_p else None
-    if deterministic is None:
-        deterministic = torch.are_deterministic_algorithms_enabled()
-    left, right = mask.window or (None, None)
-    arguments = (
-        q, k, v, mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k,
-        mask.max_seqlen_q, mask.max_seqlen_k, mask.causal, left, right, mask.scale, mask.softcap, mask.dropout_p,
-        deterministic, kernel,
-    )  # fmt: skip
-    if forward_ad._current_level >= 0 and any(
-        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, *mask.tensors)
-    ):
-        _no_forward_mode()
-    transformed = torch._C._are_functorch_transforms_active()
-    o, lse = _Attention.apply(*arguments) if transformed else torch.ops.tilegrad.attention_fwd(*arguments)
-    return (o, lse) if return_lse else o
+def _mask_of_numbers(causal: Any, window: Any, scale: Any, softcap: Any, dropout_p: Any) -> Mask:
+    """The mask of a call without tensors beside q, k and v, made once for each set of options."""
+    if not torch.compiler.is_compiling() and (window is None or type(window) is tuple):
+        try:
+            return _remembered_mask(causal, *((None, None) if window is None else window), scale, softcap, dropout_p)
+        except TypeError:  # unhashable, or no pair: the checks say what is wrong
+            pass
+    return Mask(causal, window, scale, softcap, dropout_p=dropout_p)
 
 
-_FIELDS = (
-    "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
-    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, int? left, int? right, float? scale, float softcap, "
-    "float dropout_p"
-)
-_library = torch.library.Library("tilegrad", "DEF")
-_library.define(
-    f"attention_fwd(Tensor q, Tensor k, Tensor v, {_FIELDS}, bool deterministic, str? kernel) -> (Tensor o, Tensor lse)"
-)
-_library.define(
-    "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, Tensor? dlse, "
-    f"{_FIELDS}, bool deterministic, str? kernel, bool[] wanted) "
-    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
-)
-_GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-
-
-def _mask(*fields: Any) -> Mask:
-    """The mask of an op's arguments, which are in the order of _FIELDS."""
-    (
-        bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-        causal, left, right, scale, softcap, dropout_p,
-    ) = fields  # fmt: skip
-    return Mask(
-        causal, (left, right), scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
-        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-    )  # fmt: skip
-
-
-def _new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """o in q's memory order, so that a transposed view of (B, T, H, D) gives one back; lse contiguous."""
-    o_shape, lse_shape = output_shapes(q, v, mask)
-    if len(o_shape) == 4 and q.stride(1) < q.stride(2):
-        b, h, t, d = o_shape
-        o = q.new_empty(b, t, h, d).transpose(1, 2)
-    else:
-        o = q.new_empty(o_shape)
-    return o, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
-
-
-def _new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]) -> list[Tensor]:
-    """One tensor for each of dq, dk, dv, dbias, dsinks; empty ones for those not wanted."""
-    like = (q, k, v, mask.float_bias, mask.sinks)
-    new = [torch.empty_like] * 4 + [torch.zeros_like]  # dsinks accumulates
-    return [
-        make(x) if want and x is not None else q.new_empty(0) for make, x, want in zip(new, like, wanted, strict=True)
-    ]
-
-
-def _readable(do: Tensor) -> Tensor:
-    """do with rows that every kernel can read; copied only where they are not."""
-    return do if rows_aligned(do) else do.clone(memory_format=torch.contiguous_format)
-
-
-def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    *fields, _, kernel = rest
-    mask = _mask(*fields)
-    selected = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
-    check_lengths(q, k, mask)
-    o, lse = _new_outputs(q, v, mask)
-    selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=new_scratch(selected.scratch, q.device))
-    return o, lse
-
-
-def _bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *rest: Any
-) -> tuple[Tensor, ...]:
-    *fields, deterministic, kernel, wanted = rest
-    mask = _mask(*fields)
-    grads = _new_gradients(q, k, v, mask, wanted)
-    outputs = {name: x if want else None for name, x, want in zip(_GRADIENTS, grads, wanted, strict=True)}
-    do = _readable(do)
-    others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **outputs}
-    selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
-    check_lengths(q, k, mask)
-    scratch = new_scratch(selected.scratch, q.device)
-    selected.module.bwd(q, k, v, o, lse, do, dlse, mask, **outputs, scratch=scratch, deterministic=deterministic)
-    return tuple(grads)
-
-
-def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    mask = _mask(*rest[:-2])
-    check_tensors(q, k, v, mask)
-    return _new_outputs(q, v, mask)
-
-
-def _bwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
-    _, _, _, _, *fields, _, _, wanted = rest  # o, lse, do, dlse; deterministic, kernel
-    return tuple(_new_gradients(q, k, v, _mask(*fields), wanted))
-
-
-def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    ctx.set_materialize_grads(False)
-    ctx.save_for_backward(*inputs[:9], *output)
-    ctx.options = inputs[9:]
-
-
-def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None) -> tuple[Tensor | None, ...]:
-    q, k, v, bias, alibi_slopes, sinks, seed, cu_q, cu_k, o, lse = ctx.saved_tensors
-    none = (None,) * (9 + len(ctx.options))
-    if do is None and dlse is None:
-        return none
-    need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
-    wanted = [need_q, need_k, need_v, need_bias, need_sinks]
-    call = _AttentionBackward.apply if torch._C._are_functorch_transforms_active() else torch.ops.tilegrad.attention_bwd
-    grads = call(
-        q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse,
-        bias, alibi_slopes, sinks, seed, cu_q, cu_k, *ctx.options, wanted,
-    )  # fmt: skip
-    dq, dk, dv, dbias, dsinks = (g if want else None for g, want in zip(grads, wanted, strict=True))
-    return (dq, dk, dv, dbias, None, dsinks, *none[6:])
-
-
-def _no_second_derivative(*_: Any) -> tuple[None, ...]:
-    raise NotImplementedError(
-        "tilegrad attention has no second derivative: its backward is not differentiable; "
-        "call backward or grad without create_graph=True"
-    )
-
-
-def _no_forward_mode(*_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "tilegrad attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual tensors); "
-        "use reverse mode: backward, torch.func.grad, vjp or jacrev"
-    )
-
-
-class _Attention(torch.autograd.Function):
-    """attention_fwd as torch.func's transforms take it."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_fwd(*arguments))
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_attention_backward)
-    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """attention_bwd likewise."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_bwd(*arguments))
-    setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
-    backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
-    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
-
-
-def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """The batching rule of an op whose first `tensors` arguments have a dimension B at 0, or are None.
-
-    Samples are folded into B where q, k and v are each sample's own, and no tensor of the mask nor its gradient is. Otherwise
-    each is a call.
-    """
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        n = info.batch_size
-        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
-        first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
-        bias, alibi_slopes, sinks, seed, cu_seqlens_q = arguments[tensors : tensors + 5]
-        shared = (bias is None or bias.ndim < 4 or bias.shape[0] == 1) and (
-            alibi_slopes is None or alibi_slopes.ndim == 1
-        )
-        shared &= all(d is None for d in in_dims[tensors:]) and sinks is None and seed is None and cu_seqlens_q is None
-        summed = tensors > 3 and any(arguments[-1][3:])  # dbias
-        if None not in in_dims[:3] and shared and not summed:
-            own = [
-                x if x is None else (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
-                for x, d in zip(first[:tensors], in_dims, strict=False)
-            ]
-            results = op(*own, *arguments[tensors:])
-            return tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results), (0,) * len(
-                results
-            )
-        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
-        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
-
-    return rule
-
-
-def _cast_under_autocast(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-        with torch.autocast(device_type, enabled=False):
-            return torch.ops.tilegrad.attention_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
-
-    return call
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("attention_fwd", _fwd, _device)
-    _library.impl("attention_bwd", _bwd, _device)
-    _library.impl("attention_fwd", _cast_under_autocast(_device.lower()), f"Autocast{_device}")
-torch.library.register_fake("tilegrad::attention_fwd", _fwd_fake, lib=_library)
-torch.library.register_fake("tilegrad::attention_bwd", _bwd_fake, lib=_library)
-torch.library.register_autograd("tilegrad::attention_fwd", _attention_backward, setup_context=_save, lib=_library)
-torch.library.register_autograd("tilegrad::attention_bwd", _no_second_derivative, lib=_library)
-torch.library.register_vmap("tilegrad::attention_fwd", _vmap(torch.ops.tilegrad.attention_fwd, 3), lib=_library)
-torch.library.register_vmap("tilegrad::attention_bwd", _vmap(torch.ops.tilegrad.attention_bwd, 7), lib=_library)
+@lru_cache(1024, typed=True)  # 1 is not True
+def _remembered_mask(causal: Any, left: Any, right: Any, scale: Any, softcap: Any, dropout_p: Any) -> Mask:
+    return Mask(causal, (left, right), scale, softcap, dropout_p=dropout_p)

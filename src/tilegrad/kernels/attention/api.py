@@ -17,7 +17,8 @@ threads, with which scratch on the CPU grows). A training step or a decoding loo
 
 from __future__ import annotations
 
-from types import ModuleType, NoneType
+from collections.abc import Callable
+from types import ModuleType
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +29,7 @@ from ..cache import remember
 from ..checks import check_given
 from ..cpu import library
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
+from ..scratch import Scratch, Shapes, accumulation_dtype, new_scratch, views
 from ..table import Table
 from . import table
 from .checks import check_lengths, check_options, check_tensors
@@ -52,45 +53,66 @@ def _problem(q: Any, k: Any, v: Any, mask: Mask, dkv_dtype: torch.dtype | None) 
     return (Problem if dkv_dtype in (None, q.dtype) else PartBackward)(q, k, v, mask)
 
 
+Forms = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, strides, dtype of each
+
+
 class Selected(NamedTuple):
-    """The kernel that `table` selected for a signature, its functions, and the scratch it needs under its own names."""
+    """The kernel that `table` selected for a signature, its functions, and the scratch it needs under its own names.
+
+    Of a caller that allocates: the forms of what it allocates, and the kernel prepared for the signature, where it can be.
+    """
 
     table: Table
     kernel: str
     module: ModuleType
     scratch: Shapes
+    forms: Forms = ()
+    run: Callable[..., None] | None = None
 
     def views(self, scratch: Scratch | None, device: torch.device) -> Scratch:
         return views(scratch, self.scratch, device, "attention", kernel=self.kernel)
 
+    def prepared(
+        self, key: Signature | None, direction: str, new: tuple[Tensor, ...], *reads: Any, **writes: Any
+    ) -> Selected:
+        """Of a caller that allocates `new` and scratch, remembered so; direction "fwd" or "bwd"."""
+        prepare = None if key is None else getattr(self.module, f"prepare_{direction}", None)
+        selected = self._replace(
+            forms=tuple(
+                (tuple(x.shape), x.stride(), x.dtype) for x in (*new, *new_scratch(self.scratch, "meta").values())
+            ),
+            run=None if prepare is None else prepare(*reads, **writes),
+        )
+        return selected if key is None else remember(_selected, key, selected)
+
 
 Signature = tuple[object, ...]
-NUMBERS = frozenset((bool, int, float, NoneType))
 _selected: dict[Signature, Selected] = {}
 
 
-def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Any) -> Signature | None:
-    """All that the checks and the selection of a kernel depend on; None where a call has none (handles, lists, a seed).
+def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) -> Signature | None:
+    """All that the checks and the selection of a kernel depend on; None where a call has none (handles, lists, an int seed).
 
-    Values of tensors are no part of it. An option counts with its type, for 1 is not True.
+    Values of tensors are no part of it.
     """
-    key = [*call]
-    for x in (*tensors, mask.bias, mask.alibi_slopes, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k):
+    if mask.numbers is None:
+        return None
+    key: list[object] = [call, mask.numbers]
+    if not mask.bare:
+        tensors += (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+        key.append(mask.alibi_slopes is not None and getattr(mask.alibi_slopes, "requires_grad", False))
+    for x in tensors:
         if x is None:
             key.append(None)
         elif type(x) is Tensor or type(x) is Parameter:
-            key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED_BYTES, x.requires_grad)
+            key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED_BYTES)
         else:
             return None
-    window = (None, None) if mask.window is None else mask.window
-    if mask.seed is not None or type(window) is not tuple:
-        return None
-    options = (mask.causal, mask.scale, mask.softcap, mask.dropout_p, mask.max_seqlen_q, mask.max_seqlen_k, *window)
-    types = tuple(map(type, options))
-    return (*key, options, types) if NUMBERS.issuperset(types) else None
+    return tuple(key)
 
 
-def _recall(key: Signature | None) -> Selected | None:
+def recall(key: Signature | None) -> Selected | None:
+    """What was selected for a signature from the table of now."""
     found = None if key is None else _selected.get(key)
     return found if found is not None and found.table is table.ATTENTION else None
 
@@ -119,7 +141,7 @@ def select_fwd(
 ) -> Selected:
     """Checks a forward's tensors and selects its kernel, once for each signature."""
     key = signature(("fwd", kernel, torch.get_num_threads()), (q, k, v, o, lse), mask)
-    selected = _recall(key)
+    selected = recall(key)
     if selected is not None:
         return selected
     o_shape, lse_shape = _checked_shapes(q, k, v, mask)
@@ -144,7 +166,7 @@ def select_bwd(
 ) -> Selected:  # fmt: skip
     """The same for a backward; `others` are o, lse, do, dlse and the gradients by name."""
     key = signature(("bwd", kernel, deterministic, torch.get_num_threads()), (q, k, v, *others.values()), mask)
-    selected = _recall(key)
+    selected = recall(key)
     if selected is not None:
         return selected
     o_shape, lse_shape = _checked_shapes(q, k, v, mask)

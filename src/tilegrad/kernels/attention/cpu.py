@@ -13,13 +13,15 @@ cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Callable
 from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..cpu.abi import DTYPES, NO_DTYPE, pack_call
+from ..cpu.abi import DTYPES, NO_DTYPE, Call, pack_call
 from ..cpu.library import ISAS, isa, native
 from ..philox import threshold
 from ..scratch import Scratch, Shapes, accumulation_dtype
@@ -113,27 +115,42 @@ def _data(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _fields(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor | None, mask: Mask, scratch: Scratch
-) -> dict[str, Any]:
-    """The fields of `Call` that both directions have."""
-    varlen, work = mask.varlen, scratch["native"]
-    data = work.data_ptr()
-    start = -data % 64
+def _fields(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor | None, mask: Mask) -> dict[str, Any]:
+    """The fields of `Call` that both directions have, but for scratch."""
+    varlen = mask.varlen
     dropout: dict[str, Any] = {}
     if mask.dropout_p and mask.seed is not None:
         dropout = {"dropout_threshold": threshold(mask.dropout_p), "seed": _signed(mask.seed)}
     return {
         **_sizes(q, v, mask), **dropout, "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
-        "scratch": data + start, "scratch_bytes": work.nbytes - start,
         "q": _rows(q, varlen=varlen), "k": _rows(k, varlen=varlen), "v": _rows(v, varlen=varlen), "o": _rows(o, varlen=varlen),
         "lse": _statistic(lse, varlen=varlen), "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes),
         "bias": _pairs(mask.bias),
     }  # fmt: skip
 
 
+def _gradient_fields(
+    do: Tensor, dlse: Tensor | None, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None,
+    *, varlen: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """Those of the backward alone, but for dbias."""
+    return {
+        "do_": _rows(do, varlen=varlen), "dlse": _statistic(dlse, varlen=varlen), "dsinks": _by_head(dsinks),
+        "dq": _rows(dq, varlen=varlen), "dk": _rows(dk, varlen=varlen), "dv_": _rows(dv, varlen=varlen),
+        "dbias_dtype": NO_DTYPE, "dkv_dtype": DTYPES[next((x.dtype for x in (dk, dv) if x is not None), do.dtype)],
+    }  # fmt: skip
+
+
+def _scratch_fields(scratch: Scratch) -> dict[str, Any]:
+    """From the first cache line on."""
+    work = scratch["native"]
+    data = work.data_ptr()
+    start = -data % 64
+    return {"scratch": data + start, "scratch_bytes": work.nbytes - start}
+
+
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch)), _FORWARD)
+    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask), **_scratch_fields(scratch)), _FORWARD)
 
 
 def bwd(
@@ -141,17 +158,84 @@ def bwd(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
     scratch: Scratch, deterministic: bool,
 ) -> None:  # fmt: skip
-    varlen, sums = mask.varlen, dbias
+    sums = dbias
     if dbias is not None:
         sums = scratch.get("dbias", dbias)
         if not _kept_in_all(dbias, q, v) or mask.band != (None, None):
             sums.zero_()
-    gradients = {
-        "do_": _rows(do, varlen=varlen), "dlse": _statistic(dlse, varlen=varlen), "dsinks": _by_head(dsinks),
-        "dq": _rows(dq, varlen=varlen), "dk": _rows(dk, varlen=varlen), "dv_": _rows(dv, varlen=varlen),
-        "dbias": _pairs(sums), "dbias_dtype": NO_DTYPE if sums is None else DTYPES[sums.dtype],
-        "dkv_dtype": DTYPES[next((x.dtype for x in (dk, dv) if x is not None), q.dtype)],
-    }  # fmt: skip
-    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask, scratch) | gradients), _BACKWARD)
+    fields = _fields(q, k, v, o, lse, mask) | _scratch_fields(scratch)
+    fields |= _gradient_fields(do, dlse, dq, dk, dv, dsinks, varlen=mask.varlen)
+    if sums is not None:
+        fields |= {"dbias": _pairs(sums), "dbias_dtype": DTYPES[sums.dtype]}
+    native().tilegrad_native_run(pack_call(**fields), _BACKWARD)
     if dbias is not None and sums is not None and sums is not dbias:
         dbias.copy_(sums)
+
+
+_AT = {
+    field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_
+}  # in words of 8 bytes, as all fields are
+
+
+def _at(names: str) -> tuple[int, ...]:
+    return tuple(_AT[name] for name in names.split())
+
+
+_MASK_AT = _at("bias slopes sinks cu_seqlens_q cu_seqlens_k")
+_FORWARD_AT, _BACKWARD_AT = _at("q k v o lse"), _at("q k v o lse do_ dlse dq dk dv_ dsinks")
+_ISA_AT, _SEED_AT, _SCRATCH_AT, _SCRATCH_BYTES_AT = _at("isa seed scratch scratch_bytes")
+
+
+def _address(
+    words: array[int], at: tuple[int, ...], tensors: tuple[Tensor | None, ...], mask: Mask, work: Tensor
+) -> bytes:
+    """The words of a call whose addresses and seed are other ones."""
+    for i, x in zip(at, tensors, strict=True):
+        if x is not None:
+            words[i] = x.data_ptr()
+    if not mask.bare:
+        held = (mask.bias, mask.alibi_slopes, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k)
+        for i, x in zip(_MASK_AT, held, strict=True):
+            if x is not None:
+                words[i] = x.data_ptr()
+        if mask.dropout_p and mask.seed is not None:
+            words[_SEED_AT] = _signed(mask.seed) % 2**64
+    data = work.data_ptr()
+    start = -data % 64
+    words[_ISA_AT], words[_SCRATCH_AT], words[_SCRATCH_BYTES_AT] = isa(), data + start, work.nbytes - start
+    return words.tobytes()
+
+
+def prepare_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor
+) -> Callable[..., None]:  # fmt: skip
+    """`fwd` for calls of one signature: what they have in common is packed once, and their addresses at each call."""
+    common, native_run = array("Q", pack_call(**_fields(q, k, v, o, lse, mask))), native().tilegrad_native_run
+
+    def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, scratch: Scratch) -> None:
+        native_run(_address(common[:], _FORWARD_AT, (q, k, v, o, lse), mask, scratch["native"]), _FORWARD)
+
+    return run
+
+
+def prepare_bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
+) -> Callable[..., None]:  # fmt: skip
+    """The same of `bwd`, which itself runs those with a gradient of bias."""
+    if dbias is not None:
+        return bwd
+    gradients = _gradient_fields(do, dlse, dq, dk, dv, dsinks, varlen=mask.varlen)
+    common, native_run = (
+        array("Q", pack_call(**_fields(q, k, v, o, lse, mask), **gradients)),
+        native().tilegrad_native_run,
+    )
+
+    def run(
+        q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
+        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None, scratch: Scratch, **_: Any,
+    ) -> None:  # fmt: skip
+        tensors = (q, k, v, o, lse, do, dlse, dq, dk, dv, dsinks)
+        native_run(_address(common[:], _BACKWARD_AT, tensors, mask, scratch["native"]), _BACKWARD)
+
+    return run

@@ -14,12 +14,14 @@ Rows i < Tq, columns j < Tk. Both ends are aligned at the bottom right, so row i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from types import NoneType
 
 import torch
 from torch import Tensor
 
 Window = tuple[int | None, int | None]
+NUMBERS = frozenset((bool, int, float, NoneType))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -39,6 +41,20 @@ class Mask:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
+    numbers: tuple[object, ...] | None = field(init=False, repr=False)  # with their types, for 1 is not True
+    bare: bool = field(init=False, repr=False)  # without a tensor or a seed
+
+    def __post_init__(self) -> None:
+        window = (None, None) if self.window is None else self.window
+        numbers = None
+        if type(window) is tuple:
+            longest = self.max_seqlen_q, self.max_seqlen_k
+            options = (self.causal, self.scale, self.softcap, self.dropout_p, *longest, *window)
+            types = tuple(map(type, options))
+            numbers = (options, types) if NUMBERS.issuperset(types) else None
+        object.__setattr__(self, "numbers", numbers)
+        held = (self.bias, self.alibi_slopes, self.sinks, self.seed, self.cu_seqlens_q, self.cu_seqlens_k)
+        object.__setattr__(self, "bare", all(x is None for x in held))
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

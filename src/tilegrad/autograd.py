@@ -1,0 +1,392 @@
+"""How a call of attention reaches its kernel: at once where nothing stands between, else through torch's dispatcher.
+
+    eager    an autograd.Function around the kernel                       plain tensors, no mode, no transform
+    op       tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)           compile, export, fake tensors, subclasses,
+             tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask)    dispatch and function modes, torch.func, tracing
+                 → (dq, dk, dv, dbias, dsinks)
+
+Both check, allocate and run by the same two functions, `_forward` and `_backward`. Of a small call the dispatcher takes most of
+the time, hence the first way. What a call allocates is worked out once for each signature, like its kernel.
+
+A mask travels through an op as the flat list of its fields, because a schema knows only tensors and numbers. torch.func's
+transforms see an autograd.Function around each op: grad and jacrev run its backward, vmap folds its dimension into B, or
+calls once for each sample where a mask's tensor has that dimension.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._device import DeviceContext
+
+from .kernels.attention.api import Forms, recall, select_bwd, select_fwd, signature
+from .kernels.attention.checks import check_lengths, check_options, check_tensors
+from .kernels.attention.mask import Mask
+from .kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
+
+_PLAIN = frozenset((Tensor, Parameter))
+_DEVICES = frozenset(("cpu", "cuda"))
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o, or (o, lse), differentiable."""
+    seed = mask.seed
+    if mask.dropout_p or seed is not None:
+        check_options(q, k, v, mask)
+        seed = _seed_tensor(mask, q.device)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    bare = mask.bare and seed is None
+    held = () if bare else (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    if not _observed() and _plain(q, k, v, *held):
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _cast(q, k, v)
+        mask = mask if seed is mask.seed else replace(mask, seed=seed)
+        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask)):
+            call = (mask, return_lse, deterministic, kernel)
+            return _apply_eagerly(q, k, v, mask.bias, mask.alibi_slopes, mask.sinks, call)  # type: ignore[no-any-return]
+        o, lse = _forward(q, k, v, mask, kernel)
+        return (o, lse) if return_lse else o
+    return _attend_by_op(q, k, v, mask, seed, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
+
+
+def _learned(mask: Mask) -> bool:
+    return any(x is not None and x.requires_grad for x in (mask.bias, mask.sinks))
+
+
+def _attend_by_op(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, seed: Tensor | None, *,
+    return_lse: bool, deterministic: bool, kernel: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    check_options(q, k, v, mask)
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, *mask.tensors)
+    ):
+        _no_forward_mode()
+    held = (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    arguments = (q, k, v, *held, *_options(mask), deterministic, kernel)
+    transformed = torch._C._are_functorch_transforms_active()
+    o, lse = _Attention.apply(*arguments) if transformed else torch.ops.tilegrad.attention_fwd(*arguments)
+    return (o, lse) if return_lse else o
+
+
+def _seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
+    """Drawn where dropout has no seed; an int where nothing is dropped is left out."""
+    seed = mask.seed
+    if seed is None and mask.dropout_p:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(seed, int):
+        signed = seed - 2**64 if seed >= 2**63 else seed
+        return torch.full((), signed, dtype=torch.int64, device=device) if mask.dropout_p else None
+    return seed
+
+
+def _observed() -> bool:
+    """Whether something wants to see the op: a compiler, a transform, a mode, a tracer, forward-mode AD."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_function_stack()
+        and not all(type(mode) is DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+    )
+
+
+def _plain(q: Any, *others: Any) -> bool:
+    """Whether tensors are what they hold in memory: no subclass, no fake one, none with a negation to come."""
+    for x in (q, *others):
+        if x is not None and (type(x) not in _PLAIN or x.is_neg()):
+            return False
+    return q.device.type in _DEVICES
+
+
+_FIELDS = (
+    "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, int? left, int? right, float? scale, float softcap, "
+    "float dropout_p"
+)
+_library = torch.library.Library("tilegrad", "DEF")
+_library.define(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, {_FIELDS}, bool deterministic, str? kernel) -> (Tensor o, Tensor lse)"
+)
+_library.define(
+    "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, Tensor? dlse, "
+    f"{_FIELDS}, bool deterministic, str? kernel, bool[] wanted) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+)
+
+
+def _options(mask: Mask) -> tuple[Any, ...]:
+    """The numbers among _FIELDS."""
+    left, right = mask.window or (None, None)
+    longest = mask.max_seqlen_q, mask.max_seqlen_k
+    return (*longest, mask.causal, left, right, mask.scale, mask.softcap, mask.dropout_p)
+
+
+def _mask(*fields: Any) -> Mask:
+    """The mask of an op's arguments, which are in the order of _FIELDS."""
+    (
+        bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal, left, right, scale, softcap, dropout_p,
+    ) = fields  # fmt: skip
+    return Mask(
+        causal, (left, right), scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+
+
+def _new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
+    """o in q's memory order, so that a transposed view of (B, T, H, D) gives one back; lse contiguous."""
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    if len(o_shape) == 4 and q.stride(1) < q.stride(2):
+        b, h, t, d = o_shape
+        o = q.new_empty(b, t, h, d).transpose(1, 2)
+    else:
+        o = q.new_empty(o_shape)
+    return o, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
+
+
+def _new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]) -> dict[str, Tensor | None]:
+    """dq, dk, dv, dbias, dsinks by name, None for those not wanted."""
+    want_q, want_k, want_v, want_bias, want_sinks = wanted
+    return {
+        "dq": torch.empty_like(q) if want_q else None,
+        "dk": torch.empty_like(k) if want_k else None,
+        "dv": torch.empty_like(v) if want_v else None,
+        "dbias": torch.empty_like(mask.float_bias) if want_bias and mask.float_bias is not None else None,
+        "dsinks": torch.zeros_like(mask.sinks) if want_sinks and mask.sinks is not None else None,  # it accumulates
+    }
+
+
+def _as_tensors(q: Tensor, gradients: dict[str, Tensor | None]) -> tuple[Tensor, ...]:
+    """The same as an op returns them: empty where None."""
+    return tuple(q.new_empty(0) if x is None else x for x in gradients.values())
+
+
+def _readable(do: Tensor) -> Tensor:
+    """do with rows that every kernel can read; copied only where they are not."""
+    return do if rows_aligned(do) else do.clone(memory_format=torch.contiguous_format)
+
+
+def _new(forms: Forms, device: torch.device) -> list[Tensor]:
+    return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in forms]
+
+
+def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None) -> tuple[Tensor, Tensor]:
+    """Checks, allocates, runs: o, lse."""
+    key = signature(("new", kernel, torch.get_num_threads()), (q, k, v), mask)
+    selected = recall(key)
+    if selected is None:
+        selected = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
+        o, lse = _new_outputs(q, v, mask)
+        selected = selected.prepared(key, "fwd", (o, lse), q, k, v, mask, o=o, lse=lse)
+        buffers = _new(selected.forms[2:], q.device)
+    else:
+        o, lse, *buffers = _new(selected.forms, q.device)
+    if mask.varlen:
+        check_lengths(q, k, mask)
+    run = selected.run or selected.module.fwd
+    run(q, k, v, mask, o=o, lse=lse, scratch=dict(zip(selected.scratch, buffers, strict=True)))
+    return o, lse
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
+    wanted: tuple[bool, ...], kernel: str | None, *, deterministic: bool,
+) -> dict[str, Tensor | None]:  # fmt: skip
+    """Checks, allocates, runs: the gradients by name, None for those not wanted."""
+    do = _readable(do)
+    call = ("new", kernel, deterministic, torch.get_num_threads(), wanted)
+    key = signature(call, (q, k, v, o, lse, do, dlse), mask)
+    selected = recall(key)
+    gradients = _new_gradients(q, k, v, mask, wanted)
+    if selected is None:
+        others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **gradients}
+        selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
+        selected = selected.prepared(key, "bwd", (), q, k, v, o, lse, do, dlse, mask, **gradients)
+    if mask.varlen:
+        check_lengths(q, k, mask)
+    scratch = dict(zip(selected.scratch, _new(selected.forms, q.device), strict=True))
+    run = selected.run or selected.module.bwd
+    run(q, k, v, o, lse, do, dlse, mask, **gradients, scratch=scratch, deterministic=deterministic)
+    return gradients
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *fields, _, kernel = rest
+    return _forward(q, k, v, _mask(*fields), kernel)
+
+
+def _bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *fields, deterministic, kernel, wanted = rest
+    mask = _mask(*fields)
+    gradients = _backward(q, k, v, o, lse, do, dlse, mask, tuple(wanted), kernel, deterministic=deterministic)
+    return _as_tensors(q, gradients)
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    mask = _mask(*rest[:-2])
+    check_tensors(q, k, v, mask)
+    return _new_outputs(q, v, mask)
+
+
+def _bwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, _, _, *fields, _, _, wanted = rest  # o, lse, do, dlse; deterministic, kernel
+    return _as_tensors(q, _new_gradients(q, k, v, _mask(*fields), wanted))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:9], *output)
+    ctx.options = inputs[9:]
+
+
+def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    q, k, v, *held, o, lse = ctx.saved_tensors
+    none = (None,) * (len(ctx.needs_input_grad) - 6)
+    if do is None and dlse is None:
+        return (None,) * 6 + none
+    if do is None:
+        do = torch.zeros_like(o)
+    need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
+    wanted = (need_q, need_k, need_v, need_bias, need_sinks)
+    bare = isinstance(ctx.options[0], Mask)
+    *numbers, deterministic, kernel = ctx.options
+    if not torch.is_grad_enabled() and not _observed() and _plain(q, k, v, o, lse, do, dlse, *held):
+        mask = numbers[0] if bare else _mask(*held, *numbers)
+        gradients = _backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic=deterministic)
+        dq, dk, dv, dbias, dsinks = gradients.values()
+    else:
+        transformed = torch._C._are_functorch_transforms_active()
+        call = _AttentionBackward.apply if transformed else torch.ops.tilegrad.attention_bwd
+        numbers = _options(numbers[0]) if bare else numbers
+        grads = call(q, k, v, o, lse, do, dlse, *held, *numbers, deterministic, kernel, list(wanted))
+        dq, dk, dv, dbias, dsinks = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    return (dq, dk, dv, dbias, None, dsinks, *none)
+
+
+def _no_second_derivative(*_: Any) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "tilegrad attention has no second derivative: its backward is not differentiable; "
+        "call backward or grad without create_graph=True"
+    )
+
+
+def _no_forward_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "tilegrad attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual tensors); "
+        "use reverse mode: backward, torch.func.grad, vjp or jacrev"
+    )
+
+
+class _EagerAttention(torch.autograd.Function):
+    """A kernel and its backward, without the dispatcher."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, alibi_slopes: Any, sinks: Any, call: tuple[Any, ...]
+    ) -> Any:  # fmt: skip
+        mask, return_lse, deterministic, kernel = call
+        o, lse = _forward(q, k, v, mask, kernel)
+        ctx.set_materialize_grads(False)
+        others = (mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+        ctx.save_for_backward(q, k, v, bias, alibi_slopes, sinks, *others, o, lse)
+        numbers = (mask,) if mask.bare else _options(mask)  # tensors are kept by autograd alone
+        ctx.options = (*numbers, deterministic, kernel)
+        return (o, lse) if return_lse else o
+
+    backward = staticmethod(_attention_backward)
+
+
+_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Function's own looks for transforms first
+
+
+class _Attention(torch.autograd.Function):
+    """attention_fwd as torch.func's transforms take it."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_fwd(*arguments))
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_attention_backward)
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """attention_bwd likewise."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_bwd(*arguments))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
+    backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """The batching rule of an op whose first `tensors` arguments have a dimension B at 0, or are None.
+
+    Samples are folded into B where q, k and v are each sample's own, and no tensor of the mask nor its gradient is. Otherwise
+    each is a call.
+    """
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        n = info.batch_size
+        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
+        bias, alibi_slopes, sinks, seed, cu_seqlens_q = arguments[tensors : tensors + 5]
+        shared = (bias is None or bias.ndim < 4 or bias.shape[0] == 1) and (
+            alibi_slopes is None or alibi_slopes.ndim == 1
+        )
+        shared &= all(d is None for d in in_dims[tensors:]) and sinks is None and seed is None and cu_seqlens_q is None
+        summed = tensors > 3 and any(arguments[-1][3:])  # dbias
+        if None not in in_dims[:3] and shared and not summed:
+            own = [
+                x if x is None else (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
+                for x, d in zip(first[:tensors], in_dims, strict=False)
+            ]
+            results = op(*own, *arguments[tensors:])
+            return tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results), (0,) * len(
+                results
+            )
+        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
+        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+
+    return rule
+
+
+def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """To the autocast dtype of q's device, where autocast is on there; float64 stays."""
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+
+
+def _fwd_under_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = _cast(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        return torch.ops.tilegrad.attention_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention_fwd", _fwd, _device)
+    _library.impl("attention_bwd", _bwd, _device)
+    _library.impl("attention_fwd", _fwd_under_autocast, f"Autocast{_device}")
+torch.library.register_fake("tilegrad::attention_fwd", _fwd_fake, lib=_library)
+torch.library.register_fake("tilegrad::attention_bwd", _bwd_fake, lib=_library)
+torch.library.register_autograd("tilegrad::attention_fwd", _attention_backward, setup_context=_save, lib=_library)
+torch.library.register_autograd("tilegrad::attention_bwd", _no_second_derivative, lib=_library)
+torch.library.register_vmap("tilegrad::attention_fwd", _vmap(torch.ops.tilegrad.attention_fwd, 3), lib=_library)
+torch.library.register_vmap("tilegrad::attention_bwd", _vmap(torch.ops.tilegrad.attention_bwd, 7), lib=_library)
