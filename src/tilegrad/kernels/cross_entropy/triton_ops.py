@@ -9,8 +9,10 @@ A program has a row of l (V,), and passes over it twice, tile by tile:
 
 The second pass mostly finds the row in the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16.
 A row without a target is filled with 0 and not read. Logits are in x's dtype: for bfloat16 they are rounded before the
-softmax, and dl once after it. The factor inv_total is in dl, so no product is scaled. Rows of logits begin at multiples of
-128 bytes, whatever V is.
+softmax, and dl once after it. The factor inv_total is in dl, so no product is scaled.
+
+cuBLAS forms products of an odd V by its slowest kernels: GPT-2's 50,257 columns take 7 times as long as 50,304. So rows of
+logits begin at multiples of 128 bytes, and the columns behind the last multiple of 64 have products of their own.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -25,14 +27,14 @@ import triton.language as tl
 from torch import Tensor
 
 from ..gpu import ceil_div, padded
-from ..linear import linear_bwd, linear_fwd
+from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from ..scratch import Scratch, Shapes, of
 from .chunks import chunks, most_rows, products_workspace
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
 LEAST, OF_X = 1 << 26, 12  # bytes of logits that need no thought; more are up to 12 times those of x
 ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
-LEAD = 64  # logits' rows begin at a multiple of so many numbers
+LEAD = 64  # logits' rows begin at a multiple of so many numbers, and the larger products have a multiple of so many columns
 TILE = 1 << 13  # logits of a row that a program holds at once, at most
 SUM = 1024  # rows' losses that are added side by side
 
@@ -109,6 +111,12 @@ def _lead(w: Any) -> int:
     return ceil_div(w.shape[0], LEAD) * LEAD
 
 
+def _columns(v: int) -> list[slice]:
+    """Of the products: up to the last multiple of LEAD, and the rest."""
+    whole = v // LEAD * LEAD
+    return [columns for columns in (slice(0, whole), slice(whole, v)) if columns.start < columns.stop]
+
+
 def chunks_of(x: Any, w: Any) -> Iterator[slice]:
     return chunks(x.shape[0], _rows(x, w), ROWS)
 
@@ -126,19 +134,22 @@ def run(
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"]
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
-    gradient, tile = dx is not None or dw is not None, min(padded(v), TILE)
+    gradient, tile, columns = dx is not None or dw is not None, min(padded(v), TILE), _columns(v)
     with torch.cuda.device_of(x):
         for i in chunks_of(x, w):
             logits = scratch["logits"][: i.stop - i.start, :v]
-            linear_fwd(x[i], w, None, y=logits, scratch=linear)
+            for j in columns:
+                linear_fwd(x[i], w[j], None, y=logits[:, j], scratch=linear)
             _softmax_kernel[(logits.shape[0],)](
                 targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v,
                 GRADIENT=gradient, TILE=tile, num_warps=max(4, tile >> 9),
             )  # fmt: skip
             if dw is not None:
                 added = accumulate or i.start > 0  # a later chunk adds to the first
-                linear_bwd(logits, x[i], w, dw=dw, accumulate=added, scratch=linear)
+                for j in columns:
+                    linear_bwd_weight(logits[:, j], x[i], w[j], dw=dw[j], accumulate=added, scratch=linear)
             if dx is not None:
-                linear_bwd(logits, x[i], w, dx=dx[i], scratch=linear)
+                for j in reversed(columns):  # the few first: what is rounded and added to is small
+                    linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
         if loss is not None:
             _sum_kernel[(1,)](nll, loss, nll.shape[0], SUM=SUM)
