@@ -16,6 +16,7 @@ from tilegrad.cli import main
 from tilegrad.train.checkpoint import load_checkpoint, read_state
 from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.train.loop import train
+from tilegrad.train.weights import open_weights
 
 RUN = RunConfig(
     ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),
@@ -129,3 +130,20 @@ def test_generate_takes_the_best_where_it_is_asked_to(printed: str, capsys: pyte
         assert main(["generate", *flags, "--temperature", "0", "--prompt", "the ", "--max-tokens", "20"]) == 0
         texts.append(capsys.readouterr().out)
     assert texts[0] != texts[1] == texts[2]
+
+
+def test_the_best_is_exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.2, 10: 2.3})
+    train(RUN, Path("run"))
+    assert main(["export", "run", "newest"]) == 0
+    assert main(["export", "run", "best", "--best", "--max-shard-size", "4KB"]) == 0
+    assert [line.split(", ")[1] for line in capsys.readouterr().out.splitlines()] == ["after 10 steps", "after 4 steps"]
+    params, want = open_weights(Path("best")).read(), load_checkpoint(best()).tensors
+    assert all(torch.equal(x, want[name]) for name, x in params.items())
+    assert not torch.equal(open_weights(Path("newest")).read()["wte.weight"], want["wte.weight"])
+    assert Path("best/model.safetensors.index.json").is_file()
+    assert main(["export", str(best()), "out", "--best"]) == 2
+    assert "best: got True beside the checkpoint" in capsys.readouterr().err
+    assert main(["export", "run", "out", "--max-shard-size", "big"]) == 2
+    assert "max_shard_size: got 'big'; accepted: bytes" in capsys.readouterr().err
+    assert not Path("out").exists()

@@ -131,6 +131,28 @@ def test_shards_bare_names_short_dtypes_and_a_file(tmp_path: Path) -> None:
         open_weights(folder)
 
 
+def test_an_export_in_shards_is_the_same_model(tmp_path: Path) -> None:
+    engine = engine_of(LLAMA)
+    write_weights(tmp_path / "one", engine.params, LLAMA, dtype=torch.bfloat16)
+    write_weights(tmp_path / "more", engine.params, LLAMA, dtype=torch.bfloat16, max_shard_bytes=2000)
+    one = load_file(tmp_path / "one" / "model.safetensors")
+    files = sorted((tmp_path / "more").glob("*.safetensors"))
+    assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05d}.safetensors"
+    found: dict[str, torch.Tensor] = {}
+    for file in files:
+        shard = load_file(file)
+        assert len(shard) == 1 or sum(x.nbytes for x in shard.values()) <= 2000
+        found |= shard
+    assert found.keys() == one.keys() and all(torch.equal(found[name], x) for name, x in one.items())
+    index = json.loads((tmp_path / "more" / "model.safetensors.index.json").read_text())
+    assert index["metadata"]["total_size"] == sum(x.nbytes for x in one.values())
+    params = open_weights(tmp_path / "more").read()
+    assert all(torch.equal(params[name], p.bfloat16().float()) for name, p in engine.params.items())
+    transformers = pytest.importorskip("transformers", minversion="5.0", reason="needs pip install 'tilegrad[hf]'")
+    _, info = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "more", output_loading_info=True)
+    assert not any(info.values()), info
+
+
 @pytest.mark.parametrize(
     ("changed", "message"),
     [

@@ -26,10 +26,12 @@ def _import(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
+    from ..train.config import byte_count
     from ..train.export import export_run
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
-    kind, step = export_run(Path(args.run_folder), Path(args.out), dtype=dtype)
+    most = None if args.max_shard_size is None else byte_count(args.max_shard_size, "max_shard_size")
+    kind, step = export_run(Path(args.run_folder), Path(args.out), best=args.best, dtype=dtype, max_shard_bytes=most)
     print(f"{args.out}: a {kind} of transformers, after {step:,} steps")
     return 0
 
@@ -43,6 +45,10 @@ def add_weights(commands: Commands) -> None:
     )
     bring.add_argument("--out", metavar="DIR", help="where to, never overwritten (default: models/NAME, of the source)")
     give = add_command(commands, "export", "write a run's weights as a folder that transformers loads", _export)
-    give.add_argument("run_folder", metavar="RUN", help="the folder of a run")
+    give.add_argument("run_folder", metavar="RUN", help="the folder of a run, or a checkpoint in it")
     give.add_argument("out", metavar="DIR", help="where to, never overwritten")
     give.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: the run's)")
+    give.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
+    give.add_argument(
+        "--max-shard-size", metavar="X", help="split into files of at most 5GB, say, with an index (default: one file)"
+    )

@@ -130,16 +130,13 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
     """
     from ..model.transformer import declare
     from .checkpoint import load_checkpoint, read_state
-    from .folder import locate, own_tokenizer, weights_of
+    from .folder import own_tokenizer, weights_of
     from .weights import imported, is_weights
 
     if is_weights(Path(run)) and not best:
         config, weights, tokenizer = imported(Path(run))
         return TrainedModel(config, {n: w.to(device) for n, w in weights.items()}, tokenizer, 0, Path(run))
-    folder, given = locate(Path(run))
-    if given is not None and best:
-        raise ValueError(f"best: got True beside the checkpoint {run}; accepted: True beside a run's folder")
-    path = given or weights_of(folder, best=best)
+    folder, path = weights_of(Path(run), best=best)
     state = read_state(path)
     config = ModelConfig.from_dict(state["run"]["model"])
     names = declare(config, 1, 1, torch.float32, torch.device("cpu")).params

@@ -241,7 +241,7 @@ def checked(content: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, d
     return out
 
 
-def byte_count(text: str) -> int:
+def byte_count(text: str, name: str = "memory_budget") -> int:
     """1500000000, 1.5GB, 1400MiB."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
     number = text.strip().rstrip("KMGTIBkmgtib")
@@ -250,7 +250,7 @@ def byte_count(text: str) -> int:
         return int(float(number) * units[unit])
     except (ValueError, KeyError, OverflowError):
         raise ValueError(
-            f"memory_budget: got {text!r}; accepted: bytes, or a number with KB, MB, GB, KiB, MiB or GiB"
+            f"{name}: got {text!r}; accepted: bytes, or a number with KB, MB, GB, KiB, MiB or GiB"
         ) from None
 
 

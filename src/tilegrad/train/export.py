@@ -1,4 +1,4 @@
-"""A run's newest weights as a folder that transformers loads, with the config and the tokenizer it began with."""
+"""A run's weights as a folder that transformers loads, with the config and the tokenizer it began with."""
 
 from __future__ import annotations
 
@@ -8,25 +8,25 @@ import torch
 
 from ..model.config import ModelConfig
 from ..model.transformer import declare
-from .checkpoint import latest_checkpoint, load_checkpoint
-from .folder import locate, own_tokenizer
+from .checkpoint import load_checkpoint, read_state
+from .folder import own_tokenizer, weights_of
 from .weights import config_json, write_weights
 
 
-def export_run(run: Path, out: Path, *, dtype: torch.dtype | None = None) -> tuple[str, int]:
-    """(model_type, steps) of what is written. A run that learnt its own BPE gives its tokenizer.json along; bytes have none."""
-    folder, given = locate(run)
-    path = given or (latest_checkpoint(folder / "checkpoints") if (folder / "checkpoints").exists() else None)
-    if path is None:
-        raise ValueError(f"{run}: got no checkpoint; accepted: the folder of a run (tilegrad train)")
-    checkpoint = load_checkpoint(path)
-    config = ModelConfig.from_dict(checkpoint.state["run"]["model"])
-    names = declare(config, 1, 1, torch.float32, "cpu").params
-    params = {name: checkpoint.tensors[name] for name in names}
-    own_tokenizer(folder, checkpoint.state)  # refuses a tokenizer that is not the weights'
+def export_run(
+    run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None
+) -> tuple[str, int]:
+    """(model_type, steps) of what is written: the newest weights, the best, or those of the checkpoint that `run` is itself.
+    A run that learnt its own BPE gives its tokenizer.json along; bytes have none."""
+    folder, path = weights_of(run, best=best)
+    state = read_state(path)
+    config = ModelConfig.from_dict(state["run"]["model"])
+    checkpoint = load_checkpoint(path, declare(config, 1, 1, torch.float32, "cpu").params)
+    own_tokenizer(folder, state)  # refuses a tokenizer that is not the weights'
     origin = folder / "origin"
-    tokenizer = folder / "data" / "tokenizer.json" if checkpoint.state["run"]["data"]["tokenizer"] != "bytes" else None
+    tokenizer = folder / "data" / "tokenizer.json" if state["run"]["data"]["tokenizer"] != "bytes" else None
     write_weights(
-        out, params, config, origin=origin if origin.is_dir() else None, tokenizer=tokenizer, dtype=dtype
+        out, checkpoint.tensors, config, origin=origin if origin.is_dir() else None, tokenizer=tokenizer, dtype=dtype,
+        max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
     return str(config_json(config, torch.float32)["model_type"]), checkpoint.step

@@ -75,12 +75,16 @@ def best_of(folder: Path) -> Best | None:
     return None if path is None or state is None else Best(path, state["engine"]["steps"], state["validation_loss"])
 
 
-def weights_of(folder: Path, *, best: bool) -> Path:
-    """The checkpoint to generate from, every byte of it checked: the newest, or the best."""
-    path = latest_checkpoint(folder / "best" if best else _newest(folder).parent)
+def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
+    """(folder, checkpoint) to generate from or to export, every byte of it checked: the newest of the folder `run`, its best,
+    or the checkpoint that `run` is itself."""
+    folder, given = locate(run)
+    if given is not None and best:
+        raise ValueError(f"best: got True beside the checkpoint {run}; accepted: True beside a run's folder")
+    path = given or latest_checkpoint(folder / "best" if best else _newest(folder).parent)
     if path is None:
         raise ValueError(f"{folder}: got no best checkpoint; accepted: a run with an evaluation (train.eval_interval)")
-    return path
+    return folder, path
 
 
 def forget(folder: Path) -> None:

@@ -384,21 +384,21 @@ def _common(c: ModelConfig) -> dict[str, tuple[Any, str, bool]]:
 
 def write_weights(
     folder: Path, params: Mapping[str, Tensor], config: ModelConfig, *, origin: Path | None = None,
-    tokenizer: Path | None = None, dtype: torch.dtype | None = None,
+    tokenizer: Path | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None,
 ) -> None:  # fmt: skip
     """A folder that transformers loads, which must not be there. `origin`: the folder that the model was imported from, whose
-    config.json and tokenizer go along where they are still this model's; `tokenizer`: a tokenizer.json where there is none."""
+    config.json and tokenizer go along where they are still this model's; `tokenizer`: a tokenizer.json where there is none.
+    Files hold at most `max_shard_bytes`, or one tensor that is larger; None is one file."""
     if folder.exists():
         raise ValueError(f"{folder}: got a folder that is there already; accepted: a new name")
     kept = dtype or next(iter(params.values())).dtype
     content = config_json(config, kept) if origin is None else _same_config(origin, config, kept)
     kind = content["model_type"]
-    tensors = {name: x.detach().to("cpu", kept).contiguous() for name, x in theirs(kind, params, config)}
     staged = folder.with_name(f".{folder.name}.partial")
     shutil.rmtree(staged, ignore_errors=True)
     staged.mkdir(parents=True)
     try:
-        save_file(tensors, staged / "model.safetensors", metadata={"format": "pt"})
+        _save(staged, dict(theirs(kind, params, config)), kept, max_shard_bytes)
         (staged / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if origin is not None:
             copy_beside(origin, staged)
@@ -408,6 +408,29 @@ def write_weights(
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
+
+
+def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most: int | None) -> None:
+    """model.safetensors, or model-00001-of-0000n.safetensors … with an index, one shard in memory at a time."""
+    shards: list[list[str]] = [[]]
+    room = most
+    for name, x in tensors.items():
+        size = x.numel() * dtype.itemsize
+        if room is not None and size > room and shards[-1]:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room = None if room is None else room - size
+    n = len(shards)
+    files = ["model.safetensors"] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    for file, names in zip(files, shards, strict=True):
+        shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        save_file(shard, folder / file, metadata={"format": "pt"})
+    if n > 1:
+        total = sum(x.numel() for x in tensors.values()) * dtype.itemsize
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
 def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
