@@ -73,8 +73,12 @@ def _attend_by_op(
         _no_forward_mode()
     held = (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
     arguments = (q, k, v, *held, *_options(mask), deterministic, kernel)
-    transformed = torch._C._are_functorch_transforms_active()
-    o, lse = _Attention.apply(*arguments) if transformed else torch.ops.tilegrad.attention_fwd(*arguments)
+    if torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            _keep_in_graph()
+        o, lse = _transformed(*arguments)
+    else:
+        o, lse = torch.ops.tilegrad.attention_fwd(*arguments)
     return (o, lse) if return_lse else o
 
 
@@ -331,6 +335,19 @@ class _AttentionBackward(torch.autograd.Function):
     setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
     backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
     jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+def _transformed(*arguments: Any) -> Any:
+    return _Attention.apply(*arguments)
+
+
+def _keep_in_graph() -> None:
+    """Have torch.compile call `_transformed` as it is, which can't be traced. It runs while tracing, for to say so at import
+    would load torch's compiler: 1.6 s."""
+    torch.compiler.allow_in_graph(_transformed)
+
+
+_keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
