@@ -152,6 +152,30 @@ def test_padding_and_rows_that_a_bias_masks_out(
 
 
 @each_isa
+@pytest.mark.parametrize("bias_dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_row_masked_by_the_lowest_number_is_uniform(
+    isa: str, dtype: torch.dtype, bias_dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Masks of finfo.min are finite: a row of nothing else attends to all alike, as in softmax."""
+    monkeypatch.setenv("TILEGRAD_ISA", isa)
+    t = 150
+    if dtype == torch.float32 and bias_dtype == torch.bfloat16:
+        pytest.skip("a bias is float32 or of q's dtype")
+    q, k, v = (torch.randn(1, 2, t, 32, generator=torch.Generator().manual_seed(n)).to(dtype) for n in range(3))
+    bias = torch.zeros(t, t, dtype=bias_dtype)
+    bias[40:73] = torch.finfo(bias_dtype).min
+    bias[3, 70:] = torch.finfo(bias_dtype).min
+    o, lse = tilegrad.attention(q, k, v, bias=bias, return_lse=True, kernel="native")
+    want, want_lse = tilegrad.attention(
+        q.double(), k.double(), v.double(), bias=bias.double(), return_lse=True, kernel="reference"
+    )
+    assert torch.isfinite(lse).all() and torch.allclose(lse.double(), want_lse, rtol=1e-5, atol=1e-3)
+    assert float((o.double() - want).abs().max()) < (2e-6 if dtype == torch.float32 else 8e-3)
+    assert float((want[:, :, 40:73] - v.double().mean(2, keepdim=True)).abs().max()) < 1e-12
+
+
+@each_isa
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_strides_of_a_bias_are_any(isa: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
     """Expanded, transposed, every other column of a larger one, and with fewer dimensions: the same bits as its copy."""

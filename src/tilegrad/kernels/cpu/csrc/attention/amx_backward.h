@@ -40,7 +40,6 @@ struct AmxBackward {
     const Dropout<float> dropout{call};
     const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk || dbias.on;
     const bool products = call.softcap == 0 && !call.slopes.data;  // and bias: nothing else is in a score
-    const bool plain = products && !bias.on, extra = bias.on || dropout.on;
     const bool in_order = want_dq || dbias.by_row, with_dbias = BiasGradient<float>::possible(call);
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), ROWS);
 
@@ -175,14 +174,7 @@ struct AmxBackward {
                 tile_product<false>(s + i, ROWS, k + j * d, d, x.q_columns + r0 * d + 2 * i, 2 * ROWS, d);
                 if (want_ds) tile_product<false>(dp + i, ROWS, v + j * dv, dv, x.g_columns + r0 * dv + 2 * i, 2 * ROWS, dv);
             }
-            if (extra)
-                p_and_ds<true, false, true>(head, x, r0, j0, j, attending);
-            else if (unmasked && plain)
-                p_and_ds<false, true, false>(head, x, r0, j0, j, attending);
-            else if (plain)
-                p_and_ds<true, true, false>(head, x, r0, j0, j, attending);
-            else
-                p_and_ds<true, false, false>(head, x, r0, j0, j, attending);
+            dropout.on ? p_and_ds<true>(head, x, r0, j0, j, attending, unmasked) : p_and_ds<false>(head, x, r0, j0, j, attending, unmasked);
         }
         const int64_t rows = at_most(ROWS, head.rows() - r0);
         if (dbias.on) {
@@ -217,36 +209,53 @@ struct AmxBackward {
         advance_order(x.next_tile + r0 / ROWS, tile);
     }
 
-    // Columns j … j + 32 of the tile, in pairs: products → p, ds, and ds as pairs of rows. EXTRA: with bias or dropout.
-    template <bool MASKED, bool PLAIN, bool EXTRA>
+    // What is in a score beside the product: nothing, a bias, or anything (a softcap, slopes, and a bias where there is one).
+    enum Form { PRODUCT, BIASED, ANY };
+
+    template <bool DROPPING>
+    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending, bool unmasked) {
+        if (!products)
+            p_and_ds<true, ANY, DROPPING>(head, x, r0, j0, j, attending);
+        else if (bias.on)
+            unmasked ? p_and_ds<false, BIASED, DROPPING>(head, x, r0, j0, j, attending) : p_and_ds<true, BIASED, DROPPING>(head, x, r0, j0, j, attending);
+        else
+            unmasked ? p_and_ds<false, PRODUCT, DROPPING>(head, x, r0, j0, j, attending) : p_and_ds<true, PRODUCT, DROPPING>(head, x, r0, j0, j, attending);
+    }
+
+    // Columns j … j + 32 of the tile, in pairs: products → p, ds, and ds as pairs of rows.
+    template <bool MASKED, Form FORM, bool DROPPING>
     void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending) {
-        const __m512 times = _mm512_set1_ps(PLAIN ? float(call.scale) * LOG2E : LOG2E);
+        const bool biased = FORM == BIASED || (FORM == ANY && bias.on);
+        const __m512 times = _mm512_set1_ps(FORM == PRODUCT ? float(call.scale) * LOG2E : LOG2E);
         for (int64_t y = 0; y < STRIP; y += 2) {
             for (int64_t i = attending.begin; i < attending.end; i += 16) {
-                const __m512 lse2 = _mm512_loadu_ps(x.lse2 + r0 + i), delta = _mm512_loadu_ps(x.rows.delta + r0 + i);
+                const __m512 lse = _mm512_loadu_ps((biased ? x.rows.lse : x.lse2) + r0 + i), delta = _mm512_loadu_ps(x.rows.delta + r0 + i);
                 __m512 e[2], de[2];
                 I32 dropped[2];
-                if (EXTRA && dropout.on)
+                if (DROPPING)
                     dropout.draw(dropped, 2, head.b, load_ints<float>(x.lanes.head + r0 + i), load_ints<float>(x.lanes.index + r0 + i),
                                  Score<float>::same(j0 + j + y), 1);
                 for (int64_t z = 0; z < 2; ++z) {
                     const int64_t column = j0 + j + y + z;
                     V32 x_or_s = load(s + (y + z) * ROWS + i), derivative = all(1.0f);
-                    if (!PLAIN) {
+                    const V32 b = biased ? bias.lanes(bias_t, ROWS, j + y + z, i) : V32{};
+                    if (FORM == BIASED) x_or_s = x_or_s * float(call.scale) + b;
+                    if (FORM == ANY) {
                         const Score<float> score(call, x.lanes, r0 + i);
-                        const V32 b = EXTRA && bias.on ? bias.lanes(bias_t, ROWS, j + y + z, i) : V32{};
-                        x_or_s = EXTRA && products ? x_or_s * score.scale + b : score.minus(-b, x_or_s, score.same(column), &derivative);
+                        x_or_s = score.minus(-b, x_or_s, score.same(column), &derivative);
                     }
-                    e[z] = exponential_of_2(_mm512_fmsub_ps((__m512)x_or_s, times, lse2));
+                    const __m512 power = biased ? _mm512_mul_ps(_mm512_sub_ps((__m512)x_or_s, lse), times)  // of finfo.min too
+                                                : _mm512_fmsub_ps((__m512)x_or_s, times, lse);
+                    e[z] = exponential_of_2(power);
                     __m512 dp_of = _mm512_loadu_ps(dp + (y + z) * ROWS + i), r_of = e[z];
-                    if (EXTRA && dropout.on) {
+                    if (DROPPING) {
                         dp_of = (__m512)dropout.unless(dropped[z], (V32)dp_of * dropout.kept);
                         r_of = (__m512)dropout.unless(dropped[z], (V32)r_of);
                     }
                     de[z] = _mm512_mul_ps(e[z], _mm512_sub_ps(dp_of, delta));
-                    if (EXTRA) e[z] = r_of;
+                    e[z] = r_of;
                     V32 ds_before_softcap = (V32)de[z];
-                    if (!PLAIN) de[z] = _mm512_mul_ps(de[z], (__m512)derivative);
+                    if (FORM == ANY) de[z] = _mm512_mul_ps(de[z], (__m512)derivative);
                     if (MASKED) {
                         const __m512i at = _mm512_set1_epi32(int32_t(column));
                         const __m512i lo = _mm512_loadu_si512(x.rows.lo + r0 + i), hi = _mm512_loadu_si512(x.rows.hi + r0 + i);
@@ -255,7 +264,7 @@ struct AmxBackward {
                         de[z] = _mm512_maskz_mov_ps(attended, de[z]);
                         ds_before_softcap = (V32)_mm512_maskz_mov_ps(attended, (__m512)ds_before_softcap);
                     }
-                    if (EXTRA && dbias.on) store(ds_of_bias_t + (j + y + z) * ROWS + i, ds_before_softcap);
+                    if (FORM != PRODUCT && dbias.on) store(ds_of_bias_t + (j + y + z) * ROWS + i, ds_before_softcap);
                 }
                 const int64_t first = (j + y) * ROWS + i;
                 const __m256i d0 = to_bf16(de[0]), d1 = to_bf16(de[1]);

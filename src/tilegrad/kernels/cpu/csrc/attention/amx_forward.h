@@ -5,10 +5,11 @@
 //   block of rows:   q as pairs of columns
 //     for each tile of columns, for each strip of 32 rows:
 //       sᵀ = k qᵀ                               float32
-//       pᵀ = 2^(s·scale·log2 e − row_max)       p ∘ keep is rounded to bfloat16, as pairs of rows; lanes are rows
+//       pᵀ = 2^(s·scale·log2 e − row_max)       p ∘ keep is rounded to bfloat16, as pairs of rows; lanes are rows. With a bias
+//                                             2^((s − row_max)·log2 e): a mask of finfo.min times log2 e would be −inf
 //       accᵀ = alpha ∘ accᵀ + vᵀ pᵀ             float32
 //
-// row_max is kept in base 2. A row that attends to nothing of a tile has p = 0 there.
+// row_max is kept in base 2 without a bias. A row that attends to nothing of a tile has p = 0 there.
 #pragma once
 
 #include "attention/amx.h"
@@ -90,13 +91,13 @@ struct AmxForward {
             pairs_of_columns(q + r * d, STRIP, rows_of_q, STRIP, d);
         }
         lanes.fill(call, head, r0, m, padded);
-        start_rows(call, head, r0, m, padded, row_max, row_sum, LOG2E);
+        start_rows(call, head, r0, m, padded, row_max, row_sum, bias.on ? 1.0f : LOG2E);
         memset(acc, 0, padded * dv * sizeof(float));
         for (int64_t j0 = lanes.lo[0] / COLUMNS * COLUMNS; j0 < lanes.hi[m - 1]; j0 += COLUMNS)
             columns(head, x, r0, m, j0);
         for (int64_t r = 0; r < m; ++r) {
             if (r % STRIP == 0) transpose(o, dv, acc + r * dv, STRIP, dv, STRIP);
-            const float factor = row_sum[r] == 0 ? 0 : dropout.kept / row_sum[r], lse = row_max[r] * LN2 + logarithm(row_sum[r]);
+            const float factor = row_sum[r] == 0 ? 0 : dropout.kept / row_sum[r], lse = row_max[r] * (bias.on ? 1.0f : LN2) + logarithm(row_sum[r]);
             write_row(call, BF16_ROWS, head, r0 + r, o + r % STRIP * dv, lse, factor);
         }
     }
@@ -119,9 +120,7 @@ struct AmxForward {
         const bool unmasked = lanes.lo[r + STRIP - 1] <= j0 + begin && lanes.hi[r] >= j0 + stop;
         bool rescale = false;
         for (int64_t y = 0; y < STRIP; y += 16)
-            rescale |= dropout.on ? softmax<true, true>(head, r, y, j0, begin, stop)
-                       : unmasked ? softmax<false, false>(head, r, y, j0, begin, stop)
-                                  : softmax<true, false>(head, r, y, j0, begin, stop);
+            rescale |= bias.on ? softmax<true>(head, r, y, j0, begin, stop, unmasked) : softmax<false>(head, r, y, j0, begin, stop, unmasked);
         float* out = acc + r * dv;
         if (rescale)
             for (int64_t y = 0; y < STRIP; y += 16) {
@@ -133,19 +132,26 @@ struct AmxForward {
                                stop - begin);
     }
 
+    template <bool BIASED>
+    bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop, bool unmasked) {
+        return dropout.on ? softmax<true, BIASED, true>(head, r, y, j0, begin, stop)
+               : unmasked ? softmax<false, BIASED, false>(head, r, y, j0, begin, stop)
+                          : softmax<true, BIASED, false>(head, r, y, j0, begin, stop);
+    }
+
     // Rows r + y …, 16 of them: columns begin … stop of scores → p; maxima, sums and alphas. True if any maximum rose.
-    template <bool MASKED, bool DROPPING>
+    template <bool MASKED, bool BIASED, bool DROPPING>
     bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
         const Score<float> score(call, lanes, r + y);
         const __m512 times = _mm512_set1_ps(plain ? float(call.scale) * LOG2E : LOG2E);
         const __m512 old_max = _mm512_loadu_ps(row_max + r + y), nothing = _mm512_set1_ps(-__builtin_inff());
         float* scores = s + y;
         __m512 largest = nothing, largest2 = nothing;
-        if (!plain || MASKED)
+        if (BIASED || !plain || MASKED)
             for (int64_t j = begin; j < stop; ++j) {
                 V32 z = load(scores + j * STRIP);
-                if (!plain) {
-                    const V32 b = bias.on ? bias.lanes(bias_t, STRIP, j, y) : V32{};
+                if (BIASED || !plain) {
+                    const V32 b = BIASED ? bias.lanes(bias_t, STRIP, j, y) : V32{};
                     z = products ? z * score.scale + b : score.minus(-b, z, score.same(j0 + j), nullptr);
                 }
                 store(scores + j * STRIP, MASKED ? score.mask(z, score.same(j0 + j)) : z);
@@ -154,7 +160,12 @@ struct AmxForward {
             largest = _mm512_max_ps(largest, _mm512_loadu_ps(scores + j * STRIP));
             largest2 = _mm512_max_ps(largest2, _mm512_loadu_ps(scores + (j + 1) * STRIP));
         }
-        const __m512 new_max = _mm512_max_ps(_mm512_mul_ps(_mm512_max_ps(largest, largest2), times), old_max);
+        largest = _mm512_max_ps(largest, largest2);
+        const __m512 new_max = _mm512_max_ps(BIASED ? largest : _mm512_mul_ps(largest, times), old_max);
+        auto exponential = [&](int64_t j) {
+            const __m512 z = _mm512_loadu_ps(scores + j * STRIP);
+            return exponential_of_2(BIASED ? _mm512_mul_ps(_mm512_sub_ps(z, new_max), times) : _mm512_fmsub_ps(z, times, new_max));
+        };
         __m512 total = _mm512_setzero_ps(), total2 = total;
         I32 dropped[DROPPING ? COLUMNS : 1];
         if (DROPPING)
@@ -162,8 +173,7 @@ struct AmxForward {
                          score.same(j0 + begin), 1);
         const __m512i paired = _mm512_loadu_si512(PAIRED);
         for (int64_t j = begin; j < stop; j += 2) {
-            __m512 a = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + j * STRIP), times, new_max));
-            __m512 b = exponential_of_2(_mm512_fmsub_ps(_mm512_loadu_ps(scores + (j + 1) * STRIP), times, new_max));
+            __m512 a = exponential(j), b = exponential(j + 1);
             total = _mm512_add_ps(total, a);
             total2 = _mm512_add_ps(total2, b);
             if (DROPPING) {
@@ -172,7 +182,7 @@ struct AmxForward {
             }
             _mm512_storeu_si512(p + j * STRIP + 2 * y, _mm512_permutexvar_epi16(paired, (__m512i)_mm512_cvtne2ps_pbh(b, a)));
         }
-        const __m512 alpha = exponential_of_2(_mm512_sub_ps(old_max, new_max));
+        const __m512 fall = _mm512_sub_ps(old_max, new_max), alpha = exponential_of_2(BIASED ? _mm512_mul_ps(fall, times) : fall);
         _mm512_storeu_ps(lanes.alpha + r + y, alpha);
         _mm512_storeu_ps(row_sum + r + y, _mm512_fmadd_ps(_mm512_loadu_ps(row_sum + r + y), alpha, _mm512_add_ps(total, total2)));
         _mm512_storeu_ps(row_max + r + y, new_max);

@@ -105,7 +105,7 @@ struct Backward {
     const BiasGradient<T> dbias{call, TILE, TILE};
     const Dropout<T> dropout{call};
     const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk || dbias.on;
-    const bool plain = call.softcap == 0 && !call.slopes.data, extra = bias.on || dropout.on;
+    const bool plain = call.softcap == 0 && !call.slopes.data;
     const bool in_order = want_dq || dbias.by_row;
     const bool with_dbias = BiasGradient<T>::possible(call);
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), MR);
@@ -198,8 +198,7 @@ struct Backward {
         const T *q = x.q + r0 * d, *g = x.g + r0 * dv;
         product<T, ROWS>(p, TILE, q, d, kt, TILE, TILE, TILE, d, false);
         if (want_ds) product<T, ROWS>(ds, TILE, g, dv, vt, TILE, TILE, TILE, dv, false);
-        for (int64_t r = 0; r < TILE; ++r)
-            extra ? p_and_ds<false, true>(head, x, r0, r, tile * TILE, 0, TILE) : p_and_ds<false, false>(head, x, r0, r, tile * TILE, 0, TILE);
+        for (int64_t r = 0; r < TILE; ++r) p_and_ds<false>(head, x, r0, r, tile * TILE, 0, TILE);
         if (dbias.on) dbias.block(slots.turns, column_sums, head, r0, TILE, tile * TILE, TILE, ds_of_bias, TILE);
         if (want_dv) product<T, TRANSPOSED>(dv_, dv, p, TILE, g, dv, TILE, dv, TILE, true);
         if (want_dk) product<T, TRANSPOSED>(dk, d, ds, TILE, q, d, TILE, d, TILE, true);
@@ -232,8 +231,7 @@ struct Backward {
             const T *q = x.q + (r0 + r) * d, *g = x.g + (r0 + r) * dv;
             product<T, ROWS>(p + r * TILE + begin, TILE, q, d, kt + begin, TILE, MR, stop - begin, d, false);
             if (want_ds) product<T, ROWS>(ds + r * TILE + begin, TILE, g, dv, vt + begin, TILE, MR, stop - begin, dv, false);
-            for (int64_t y = r; y < r + MR; ++y)
-                extra ? p_and_ds<true, true>(head, x, r0, y, j0, begin, stop) : p_and_ds<true, false>(head, x, r0, y, j0, begin, stop);
+            for (int64_t y = r; y < r + MR; ++y) p_and_ds<true>(head, x, r0, y, j0, begin, stop);
         }
         if (dbias.on) dbias.block(slots.turns, column_sums, head, r0, m, j0, n, ds_of_bias, TILE);
         for (int64_t j = 0; j < n; j += MR) {  // rows a … b attend to some of columns j … j + MR
@@ -255,21 +253,30 @@ struct Backward {
         advance_order(x.next_tile + r0 / TILE, tile);
     }
 
-    // One row: products → p and ds. EXTRA: with bias or dropout.
-    template <bool MASKED, bool EXTRA>
+    // One row: products → p and ds.
+    template <bool MASKED>
+    void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
+        if (dropout.on)
+            bias.on ? p_and_ds<MASKED, true, true>(head, x, r0, r, j0, begin, stop) : p_and_ds<MASKED, false, true>(head, x, r0, r, j0, begin, stop);
+        else
+            bias.on ? p_and_ds<MASKED, true, false>(head, x, r0, r, j0, begin, stop) : p_and_ds<MASKED, false, false>(head, x, r0, r, j0, begin, stop);
+    }
+
+    template <bool MASKED, bool BIASED, bool DROPPING>
     void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t r, int64_t j0, int64_t begin, int64_t stop) {
         T *row = p + r * TILE, *drow = ds + r * TILE;
         const int64_t of = at_most(r0 + r, head.rows() - 1);
         const Vec<T> lse = all(x.rows.lse[r0 + r]), delta = all(x.rows.delta[r0 + r]);
         const Score<T> score(call, T(slope_of(call, head, of)), T(head.position(of)), x.rows.lo[of], x.rows.hi[of]);
         const T* row_of_bias = of_bias.data + at_most(r, head.rows() - 1 - r0) * of_bias.ld;
+        if (BIASED) bias.ask_for(head, r0 + r + MR, j0 + begin, stop - begin);
         Ints<T> column = iota<T>() + typename Lanes<T>::Integer(j0 + begin);
-        Ints<T> dropped[EXTRA ? TILE / L : 1];
-        if (EXTRA && dropout.on)
+        Ints<T> dropped[DROPPING ? TILE / L : 1];
+        if (DROPPING)
             dropout.draw(dropped, (stop - begin) / L, head.b, score.same(head.query_head(of)), score.same(head.index(of)), column, L);
         for (int64_t j = begin; j < stop; j += L, column += L) {
             Vec<T> derivative = all(T(1)), s = load(row + j);
-            if (EXTRA && bias.on) {
+            if (BIASED) {
                 const Vec<T> b = load(row_of_bias + j);
                 s = (plain ? s * score.scale + b : score.minus(-b, s, column, &derivative)) - lse;
             } else {
@@ -277,12 +284,12 @@ struct Backward {
             }
             const Vec<T> e = exponential(MASKED ? score.mask(s, column) : s);
             Vec<T> dp = load(drow + j), r_of_o = e;
-            if (EXTRA && dropout.on) {
+            if (DROPPING) {
                 dp = dropout.unless(dropped[(j - begin) / L], dp * dropout.kept);
                 r_of_o = dropout.unless(dropped[(j - begin) / L], e);
             }
             Vec<T> de = e * (dp - delta);
-            if (EXTRA && ds_of_bias != ds) store(ds_of_bias + r * TILE + j, de);
+            if (BIASED && ds_of_bias != ds) store(ds_of_bias + r * TILE + j, de);
             if (!plain) de *= derivative;
             store(row + j, r_of_o);
             store(drow + j, de);

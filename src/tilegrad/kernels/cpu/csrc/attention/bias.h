@@ -68,9 +68,18 @@ struct Bias {
         return {nullptr, 0};
     }
 
+    // Asks for columns j0 … j0 + n of row r, which are needed soon: rows are too far apart for a processor to guess.
+    void ask_for(const Head& head, int64_t r, int64_t j0, int64_t n) const {
+        constexpr int64_t LINE = 64;  // bytes
+        if (same_in_rows || call.bias.d != 1 || r >= head.rows()) return;
+        const char* row = pair_at(call.bias, format.bytes, head, r, j0);
+        for (int64_t x = 0; x < n * format.bytes; x += LINE) __builtin_prefetch(row + x);
+    }
+
     // The same transposed, (width, rows), for lanes that are rows, m ≤ rows; one row where all are the same. False: all are −inf.
     bool load_transposed(T* to, int64_t rows, T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
         const Rows x = load(same_in_rows ? to : buffer, width, head, r0, m, j0, n);
+        for (int64_t r = r0 + m; r < r0 + 2 * m; ++r) ask_for(head, r, j0, n);
         if (!x.data) return false;
         if (same_in_rows) {
             if (x.data != to) memcpy(to, x.data, width * sizeof(T));
