@@ -273,17 +273,28 @@ def test_bad_settings_are_named():
 # ── the breakdown ──
 
 
-RECORDED = {  # names as a profiler gives them; the group before the loss and behind it
-    "nvjet_tst_128x256_64x4_1x2_h_bz_coopA_TNT": ("GEMM forward", "GEMM forward"),
-    "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_NNN": ("GEMM forward", "GEMM dgrad"),
-    "nvjet_hss_128x256_64x4_2x1_v_bz_coopA_NTT": ("GEMM forward", "GEMM wgrad"),
-    "nvjet_sm90_tss_mma_64x64x128_3_32x32x128_tmaAB_bz_TNNN": ("GEMM forward", "GEMM forward"),
-    "sm90_xmma_gemm_bf16bf16_bf16f32_f32_nt_n_tilesize128x128x64_warpgroupsize1x1x1_execute_segment_k_off_kernel__5x_cublas": (
+RECORDED = {  # the group before the loss and behind it; GEMMs and ours as recorded on an H200, CUDA 13.0
+    "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNN": ("GEMM forward", "GEMM forward"),
+    "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT": ("GEMM forward", "GEMM forward"),
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": ("GEMM forward", "GEMM dgrad"),
+    "nvjet_sm90_tss_128x8_64x12_2x1_v_bx_splitK_NNT": ("GEMM forward", "GEMM dgrad"),
+    "nvjet_sm90_tss_192x192_64x3_1x2_h_bz_coopB_splitK_NTN": ("GEMM forward", "GEMM wgrad"),
+    "nvjet_sm90_tss_128x128_64x6_2x4_h_bz_NTT": ("GEMM forward", "GEMM wgrad"),
+    "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16_256x128_32x6_nt_align8>": (
         "GEMM forward", "GEMM wgrad",
     ),
-    "void cutlass::Kernel2<cutlass_80_tensorop_bf16_s16816gemm_relu_bf16_256x128_32x3_nn_align8>(Params)": (
+    "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x128_nn_align1>": (
         "GEMM forward", "GEMM dgrad",
     ),
+    "at::native::(anonymous namespace)::fill_reverse_indices_kernel(long*, int, at::cuda::detail::IntDivider<unsigned int>)": (
+        "embeddings", "embeddings",
+    ),
+    "void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortExclusiveSumKernel": ("embeddings", "embeddings"),
+    "_add_partials_kernel": ("bias sums", "bias sums"),
+    "_softmax_kernel": ("loss", "loss"),
+    "_runs_kernel": ("embeddings", "embeddings"),
+    "_decide_kernel": ("optimizer", "optimizer"),
+    "_quantize_kernel": ("fp8 scaling", "fp8 scaling"),
     "_attention_fwd_kernel": ("attention forward", "attention forward"),
     "_hopper_bwd_kernel": ("attention backward", "attention backward"),
     "_hopper_preprocess_kernel": ("attention backward", "attention backward"),

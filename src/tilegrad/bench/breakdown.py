@@ -61,6 +61,7 @@ _WORDS = (  # of a kernel that is not ours; the first that is found counts
     (r"adam|multi_tensor|lpnorm|linalg_vector_norm|NormTwoOps|NormOps", ("optimizer",)),
     (r"gelu|silu|tanh_kernel|relu|swiglu|sigmoid", ("activation forward", "activation backward")),
     (r"embedding|index_?select|indexSelect|index_add|indexFunc|gather|scatter|index_put|index_elementwise", ("embeddings",)),
+    (r"radix_sort|reverse_indices", ("embeddings",)),  # of tokens, for the gradient
     (r"float8|fp8|e4m3|amax|abs_max", ("fp8 scaling",)),
     (r"^memcpy|copy_kernel|CatArray|direct_copy|bfloat16_copy", ("copies",)),
 )  # fmt: skip
