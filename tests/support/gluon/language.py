@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from support.gluon.schedule import Task, task
-from support.gluon.shared_memory import Barriers, Shared
+from support.gluon.shared_memory import Barriers, Shared, SharedLinearLayout
 from support.gluon.tma import store_wait
 from support.gluon.values import Block, Number, Pointer, block
 
@@ -43,7 +43,8 @@ class Language(SimpleNamespace):
     exp2, log2, abs = staticmethod(torch.exp2), staticmethod(torch.log2), staticmethod(torch.abs)
     static_range, zeros_like = staticmethod(range), staticmethod(torch.zeros_like)
     BlockedLayout = SliceLayout = NVMMADistributedLayout = staticmethod(_no_layout)
-    DotOperandLayout = SwizzledSharedLayout = SharedLinearLayout = staticmethod(_no_layout)
+    DotOperandLayout = SwizzledSharedLayout = staticmethod(_no_layout)
+    SharedLinearLayout = SharedLinearLayout
     NVMMASharedLayout = SimpleNamespace(get_default_for=_no_layout)
     math = SimpleNamespace(exp2=torch.exp2, log2=torch.log2)
 

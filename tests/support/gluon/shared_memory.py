@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from types import SimpleNamespace
@@ -40,8 +41,9 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.x.narrow(dim, start, length))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: None) -> Shared:
-        return Shared(self.x.view(-1).view(dtype)[: math.prod(shape)].view(shape))
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: SharedLinearLayout | None) -> Shared:
+        view = self.x.view(-1).view(dtype)[: math.prod(shape)].view(shape)
+        return Shared(view) if layout is None else Rearranged(view, layout)
 
     def store(self, x: Tensor) -> None:
         assert list(x.shape) == list(self.x.shape)
@@ -51,6 +53,38 @@ class Shared:
 
     def load(self, layout: None) -> Block:
         return block(self.x.clone())
+
+
+class SharedLinearLayout:
+    """Bit n of an element's place stands for bases[n], a row and a column; all bits that are set, XORed."""
+
+    def __init__(self, bases: list[list[int]]) -> None:
+        self.bases = tuple((r, c) for r, c in bases)
+
+
+@functools.cache
+def _seen_by_tma(rows: int, columns: int, bases: tuple[tuple[int, int], ...]) -> Tensor:
+    """By row and column of TMA's 128-byte swizzle of float32: the element, row · columns + column, of a linear layout."""
+    place = torch.arange(rows * columns)
+    row, column = torch.zeros_like(place), torch.zeros_like(place)
+    for n, (r, c) in enumerate(bases):
+        row ^= (place >> n & 1) * r
+        column ^= (place >> n & 1) * c
+    line = place // 32 % rows
+    seen = torch.empty(rows, columns, dtype=torch.long)
+    seen[line, place // (32 * rows) * 32 + (place % 32 // 4 ^ line % 8) * 4 + place % 4] = row * columns + column
+    return seen
+
+
+class Rearranged(Shared):
+    """A buffer that TMA reads, written in a linear layout: buffers are kept as TMA sees them."""
+
+    def __init__(self, x: Tensor, layout: SharedLinearLayout) -> None:
+        super().__init__(x)
+        self.seen = _seen_by_tma(x.shape[0], x.shape[1], layout.bases)
+
+    def store(self, x: Tensor) -> None:
+        super().store(x.reshape(-1)[self.seen])
 
 
 def fence_async_shared() -> None:

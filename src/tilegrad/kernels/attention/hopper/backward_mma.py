@@ -25,7 +25,7 @@ from .backward_scheduler import (
     read_tile,
     wait_for_tile,
 )
-from .backward_store_dq import out_stage
+from .backward_store_dq import dq_layout, out_stage
 from .pipeline import consumer_release, consumer_wait, producer_acquire, producer_commit, read_word, write_word
 
 NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
@@ -102,7 +102,9 @@ def _score_gradient(p, dp, t, delta, factors):
 @gluon.jit
 def send_dq(dq, dq_pipeline, dq_state):
     """dq of a tile of rows, or a slice of it, to the dQ store warp."""
-    producer_acquire(dq_pipeline, dq_state).store(dq)
+    M: gl.constexpr = dq.shape[0]
+    N: gl.constexpr = dq.shape[1]
+    producer_acquire(dq_pipeline, dq_state)._reinterpret(gl.float32, [M, N], dq_layout(M, N)).store(dq)
     fence_async_shared()
     producer_commit(dq_pipeline, dq_state)
 

@@ -2,6 +2,9 @@
 
 Deterministic calls add to a tile of dq in the order of the tile scheduler: a semaphore in memory counts the work tiles that
 have added to it. A CTA waits only for work tiles taken before its own, so the wait ends.
+
+Rows of dq are permuted among eight, in shared memory and so in dq_acc: row 4c + d is line 2d + c. In the order of rows the
+threads of a warp would store two to a bank.
 """
 
 from __future__ import annotations
@@ -23,6 +26,27 @@ from .backward_scheduler import (
 )
 from .pipeline import consumer_release, consumer_wait, read_word
 from .tma import tma_reduce_add
+
+
+@gluon.constexpr_function
+def dq_layout(M, N):
+    """A stage of dq as (rows, columns): TMA's 128-byte swizzle of float32 with the lines of each eight permuted."""
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [4, 4], [1, 8], [2, 16]]
+    row = 8
+    while row < M:
+        bases.append([row, 0])
+        row *= 2
+    column = 32
+    while column < N:
+        bases.append([0, column])
+        column *= 2
+    return gl.SharedLinearLayout(bases)
+
+
+@gluon.jit
+def dq_line(row):
+    """The line of dq_acc that has a row."""
+    return row - row % 8 + row % 4 * 2 + row // 4 % 2
 
 
 @gluon.jit

@@ -1,7 +1,7 @@
 """Pre- and postprocess of Hopper's backward, row by row; backward.py defines neg_lse2, delta and dq_acc.
 
     preprocess    neg_lse2, delta of every row, padding rows too; counters = 0, sums = 0, dq_acc = 0
-    postprocess   dq = scale · dq_acc, in the tensor's dtype; 0 for rows that attend to no column
+    postprocess   dq = scale · dq_acc[dq_line], in the tensor's dtype; 0 for rows that attend to no column
     dsinks        dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h, with backward.py's delta, the negative one
 
 All are bound by memory.
@@ -15,6 +15,7 @@ import triton.language as tl
 from ..triton.memory import lengths
 from ..triton.numerics import to_log2
 from .backward_scheduler import first_row
+from .backward_store_dq import dq_line
 
 SIZES = ["rows_b", "rows_h", "heads", "row_tiles", "tq", "batch", "sinks_h", "dsinks_h", "counted", "summed"]
 SIZES += [f"{x}_{axis}" for x in ("o", "do", "lse", "dlse", "dq") for axis in "bht"]
@@ -99,7 +100,7 @@ def _hopper_postprocess_kernel(
     came = both
     if dq_semaphores is not None:
         came = both & (tl.load(dq_semaphores + (b * heads + h) * row_tiles + tile * BLOCK // BLOCK_M) > 0)
-    sums = tl.load(dq_acc + at.to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
+    sums = tl.load(dq_acc + dq_line(at).to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
     tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=both)
 
 
