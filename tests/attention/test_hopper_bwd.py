@@ -29,6 +29,7 @@ from tilegrad.kernels.attention.hopper import (
     backward as kernel,
 )
 from tilegrad.kernels.attention.hopper import (
+    backward_barriers,
     backward_load,
     backward_mma,
     backward_store_dq,
@@ -257,7 +258,7 @@ def test_a_tensor_that_tma_cannot_address_is_named(monkeypatch: pytest.MonkeyPat
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 MODULES = (
-    kernel, backward_load, backward_mma, backward_store_dq, backward_wide, pipeline, prepost, scheduler,
+    kernel, backward_barriers, backward_load, backward_mma, backward_store_dq, backward_wide, pipeline, prepost, scheduler,
     memory, numerics, scores,
 )  # fmt: skip
 

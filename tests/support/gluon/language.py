@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -11,7 +12,7 @@ import torch
 from torch import Tensor
 
 from support.gluon.schedule import Task, task
-from support.gluon.shared_memory import Barriers, Shared, SharedLinearLayout
+from support.gluon.shared_memory import Barriers, NamedBarrier, Shared, SharedLinearLayout
 from support.gluon.tma import store_wait
 from support.gluon.values import Block, Number, Pointer, block
 
@@ -60,7 +61,7 @@ class Language(SimpleNamespace):
     def to_tensor(self, x: Any) -> Any:
         return x
 
-    def convert_layout(self, x: Any, layout: None) -> Any:
+    def convert_layout(self, x: Any, layout: None, assert_trivial: bool = False) -> Any:
         return x
 
     def multiple_of(self, x: Any, n: Any) -> Any:
@@ -122,7 +123,10 @@ class Language(SimpleNamespace):
         return old
 
     def inline_asm_elementwise(self, asm: str, *of: Any, **more: Any) -> None:
-        if asm.startswith("cp.async.bulk.wait_group 0;"):
+        barrier = re.match(r"bar\.(sync|arrive) \$1, (\d+);", asm)
+        if barrier:
+            NamedBarrier.at(int(of[1][0]), int(barrier[2]), waits=barrier[1] == "sync")
+        elif asm.startswith("cp.async.bulk.wait_group 0;"):
             store_wait(0)
             task().schedule.land(task())
         else:
@@ -136,7 +140,8 @@ class Language(SimpleNamespace):
     def warp_specialize(self, partitions: list[Any], warps: list[int], registers: list[int]) -> None:
         here = task()
         started = [
-            Task(here.schedule, here.program, lambda function=function, of=of: function(*of))  # type: ignore[misc]
-            for function, of in partitions
+            Task(here.schedule, here.program, lambda function=function, of=of: function(*of), n)  # type: ignore[misc]
+            for (function, of), n in zip(partitions, (here.threads // 32, *warps), strict=True)
         ]
         here.schedule.pause(lambda: not any(each in here.schedule.tasks for each in started))
+        assert not any(barrier.arrived for barrier in here.program.named.values()), "arrivals that nobody waits for"

@@ -12,7 +12,7 @@ from torch import Tensor
 from support.gluon.values import Number
 
 if TYPE_CHECKING:
-    from support.gluon.shared_memory import Barrier
+    from support.gluon.shared_memory import Barrier, NamedBarrier
     from support.gluon.tensor_core import Product
 
 SLOW = 0.02  # how often a slow thread runs, beside others
@@ -82,6 +82,7 @@ class Program:
     def __init__(self, here: int, programs: int) -> None:
         self.here, self.programs = Number(here), Number(programs)
         self.unfenced: set[tuple[int, int, Task]] = set()  # addresses that a thread wrote and no fence followed
+        self.named: dict[int, NamedBarrier] = {}
 
     def check_fenced(self, x: Tensor) -> None:
         begin, end = extent(x)
@@ -91,8 +92,9 @@ class Program:
 class Task(threading.Thread):
     """A partition of a program."""
 
-    def __init__(self, schedule: Schedule, program: Program, function: Callable[[], None]) -> None:
+    def __init__(self, schedule: Schedule, program: Program, function: Callable[[], None], warps: int = 4) -> None:
         super().__init__(daemon=True)
+        self.threads = 32 * warps
         self.schedule, self.program, self.function = schedule, program, function
         self.go, self.ready = threading.Semaphore(0), lambda: True
         self.weight = schedule.dice.choice((SLOW, 1.0))

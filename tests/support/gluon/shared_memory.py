@@ -133,6 +133,25 @@ class Barriers:
         return self.all[n]
 
 
+class NamedBarrier:
+    """A barrier of the hardware: a number, and the threads that it counts."""
+
+    def __init__(self) -> None:
+        self.arrived = self.rounds = 0
+
+    @staticmethod
+    def at(number: int, threads: int, *, waits: bool) -> None:
+        """All threads of a partition arrive; they go on, or wait for the rest."""
+        here = task()
+        barrier = here.program.named.setdefault(number, NamedBarrier())
+        barrier.arrived += here.threads
+        assert barrier.arrived <= threads, f"barrier {number}: {barrier.arrived} of {threads} threads"
+        round_ = barrier.rounds
+        if barrier.arrived == threads:
+            barrier.arrived, barrier.rounds = 0, round_ + 1
+        here.schedule.pause(lambda: not waits or barrier.rounds > round_)
+
+
 mbarrier = SimpleNamespace(
     MBarrierLayout=lambda: "mbarrier",
     init=lambda barrier, count: barrier.__dict__.update(count=count, arrivals=count),

@@ -52,6 +52,11 @@ class Block(Tensor):
 
     type = SimpleNamespace(layout=None)  # type: ignore[assignment]
 
+    def split(self) -> tuple[Block, Block]:  # type: ignore[override]
+        """The two of the last axis, as Triton's split."""
+        first, last = self.unbind(-1)
+        return block(first), block(last)
+
 
 def block(x: Tensor) -> Block:
     return x.as_subclass(Block)

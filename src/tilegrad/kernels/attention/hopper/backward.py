@@ -39,15 +39,15 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
 from .backward_load import Inputs, load
-from .backward_mma import Factors, SplitSums, mma_warpgroups
+from .backward_mma import Factors, SplitSums, mma_warpgroup
 from .backward_scheduler import INFO_STAGES, INFO_WORDS, Params
 from .backward_store_dq import store_dq
 from .backward_wide import DS_DK_REGISTERS, ds_dk_warpgroup, new_exchange, softmax_dv_warpgroup
-from .pipeline import Pipeline, mbarriers, new_pipeline
+from .pipeline import Pipeline, mbarriers, new_pipeline, new_stages
 
 Q_STAGES = gl.constexpr(2)
-DQ_STAGES = gl.constexpr(2)
 REGISTERS = gl.constexpr(24)  # of a thread of the producer warp and of the dQ store warp
+MMA_REGISTERS = gl.constexpr(240)  # of a thread of an MMA warpgroup
 DIVIDED = gl.constexpr(64)  # for wider heads neg_lse2 is stored divided by scale_log2
 
 SIZES = ["rows_b", "rows_h", "batch", "kv_heads", "all_heads", "group", "tq", "tk", "left", "right"]
@@ -61,8 +61,7 @@ def _hopper_bwd_kernel(
     dq_desc, dk_desc, dv_desc, sums, arrivals, dq_semaphores, tile_counter,
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
     scale, scale_log2, softcap_log2, scale_over_softcap,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, SLICES: gl.constexpr,
-    OUT_STAGES: gl.constexpr, HALVES: gl.constexpr, DESCENDING: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -72,17 +71,17 @@ def _hopper_bwd_kernel(
     factors = Factors(scale, scale_log2, softcap_log2, scale_over_softcap, D > DIVIDED)
 
     WIDE: gl.constexpr = D > 128
-    CONSUMERS: gl.constexpr = 2 if WIDE else 1  # partitions with MMAs
     inputs = Inputs(
-        new_pipeline(q_desc, Q_STAGES, CONSUMERS), new_pipeline(do_desc, DO_STAGES, CONSUMERS),
-        new_pipeline(k_desc, 1, CONSUMERS), new_pipeline(v_desc, 1),
+        Pipeline(new_stages(q_desc, Q_STAGES), mbarriers(Q_STAGES, 1), None),
+        Pipeline(new_stages(do_desc, DO_STAGES), mbarriers(DO_STAGES, 1), None),
+        new_pipeline(k_desc, 1, 2), new_pipeline(v_desc, 1, 1 if WIDE else 2),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], neg_lse2_desc.layout),
         gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout),
         gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], WORDS_L),
     )  # fmt: skip
-    dq_pipeline = new_pipeline(dq_desc, DQ_STAGES)
+    dq_pipeline = Pipeline(new_stages(dq_desc, 2), None, mbarriers(2, 1))  # a stage for each MMA warpgroup
     tile_words = gl.allocate_shared_memory(gl.int32, [INFO_STAGES * INFO_WORDS, 1], WORDS_L)
-    tile_info = Pipeline(tile_words, mbarriers(INFO_STAGES, 1), mbarriers(INFO_STAGES, CONSUMERS + 1))
+    tile_info = Pipeline(tile_words, mbarriers(INFO_STAGES, 1), mbarriers(INFO_STAGES, 3))
     # the lists below are alike, but a tuple that has a name loses its constants in Gluon
     if WIDE:
         exchange = new_exchange(dtype, BLOCK_N, BLOCK_M)
@@ -95,20 +94,21 @@ def _hopper_bwd_kernel(
             )),
             (store_dq, (
                 dq_desc, dk_desc, dv_desc, params, inputs, dq_pipeline, tile_info, dq_semaphores, row_tiles, rows_b, rows_h,
-                BLOCK_M, BLOCK_N, D, SLICES, OUT_STAGES, DESCENDING,
+                BLOCK_M, BLOCK_N, D, DESCENDING,
             )),
         ], [4, 1, 1], [DS_DK_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
-        ds_s = gl.allocate_shared_memory(dtype, [BLOCK_N, BLOCK_M], SCORES_L)
+        ds_stages = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], SCORES_L)
         gl.warp_specialize([
-            (mma_warpgroups, (SplitSums(sums, arrivals), params, inputs, ds_s, dq_pipeline, tile_info, factors, HALVES)),
+            (mma_warpgroup, (0, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors)),
+            (mma_warpgroup, (1, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors)),
             (load, (
                 q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
                 rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING,
             )),
             (store_dq, (
                 dq_desc, dk_desc, dv_desc, params, inputs, dq_pipeline, tile_info, dq_semaphores, row_tiles, rows_b, rows_h,
-                BLOCK_M, BLOCK_N, D, SLICES, OUT_STAGES, DESCENDING,
+                BLOCK_M, BLOCK_N, D, DESCENDING,
             )),
-        ], [1, 1], [REGISTERS, REGISTERS])  # fmt: skip
+        ], [4, 1, 1], [MMA_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

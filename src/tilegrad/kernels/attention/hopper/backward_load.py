@@ -11,6 +11,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
+from .backward_barriers import DO, INPUT_THREADS, Q
 from .backward_scheduler import (
     FLAG_BITS,
     LAST,
@@ -24,7 +25,7 @@ from .backward_scheduler import (
     tma_coordinates,
     work_tile,
 )
-from .pipeline import producer_acquire, write_word
+from .pipeline import named_acquire, named_drain, producer_acquire, write_word
 
 
 class Inputs(NamedTuple):
@@ -68,7 +69,7 @@ def _load_tile(
         m = row_tile(tile, i)
         at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M, 0)
         flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(i < tile.masked, MASKED, 0)
-        q_s = producer_acquire(inputs.q, state)
+        q_s = named_acquire(inputs.q, state, Q, INPUT_THREADS)
         write_word(inputs.row_info, state % Q_STAGES, (m << FLAG_BITS) + flags)
         full = inputs.q.full.index(state % Q_STAGES)
         mbarrier.expect(full, q_desc.block_type.nbytes + neg_lse2_desc.block_type.nbytes)
@@ -77,7 +78,7 @@ def _load_tile(
         tma.async_copy_global_to_shared(neg_lse2_desc, [h * rows_h + row + m * BLOCK_M], full, neg_lse2_s)
         if step == tile.begin:
             _load_columns(k_desc, v_desc, params, tile, inputs, iteration, BLOCK_N)
-        do_s = producer_acquire(inputs.do, state)
+        do_s = named_acquire(inputs.do, state, DO, INPUT_THREADS)
         full = inputs.do.full.index(state % DO_STAGES)
         mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
         tma.async_copy_global_to_shared(do_desc, at, full, do_s)
@@ -139,3 +140,5 @@ def load(
             t, part = take_tile(tile_counter, params)
         before = after
     publish_tile(tile_info, iteration, WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), VARLEN)
+    named_drain(inputs.q, state, Q, INPUT_THREADS)
+    named_drain(inputs.do, state, DO, INPUT_THREADS)

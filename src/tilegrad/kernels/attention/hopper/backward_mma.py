@@ -1,8 +1,8 @@
 """The MMAs of Hopper's backward for head dimensions up to 128, by two consumer warpgroups; backward.py has the equations.
 
 Scores are held transposed, sᵀ (columns, rows): pᵀ and dsᵀ then are the left operands of dv += pᵀ do and dk += dsᵀ q as the
-tensor cores left them in registers. Only ds, for dq = ds k, goes through shared memory. Head dimensions beyond 128 are in
-backward_wide.py.
+tensor cores left them in registers. Only ds, for dq = ds k, goes through shared memory, and there alone a tile of rows makes
+the two warpgroups meet: else one's exponentials run beside the other's MMAs. Head dimensions beyond 128 are in backward_wide.py.
 """
 
 from __future__ import annotations
@@ -13,6 +13,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from .backward_barriers import DO, DS, INPUT_THREADS, MMA_THREADS, Q
 from .backward_scheduler import (
     DK,
     DV,
@@ -23,11 +24,13 @@ from .backward_scheduler import (
     MASKED,
     TILE_FIELDS,
     read_tile,
+    stored_word,
     wait_for_tile,
 )
-from .backward_store_dq import dq_layout, out_stage
-from .pipeline import consumer_release, consumer_wait, producer_acquire, producer_commit, read_word, write_word
+from .backward_store_dq import send_dkdv, send_dq
+from .pipeline import consumer_release, consumer_wait, named_release, named_wait, only_stage, read_word, write_word
 
+HALF = gl.constexpr(64)  # columns of a warpgroup
 NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
 
 
@@ -60,10 +63,11 @@ def _tanh(x):
 
 
 @gluon.jit
-def _mask_out(x, row, iteration, params, tile_info):
-    """x (columns, rows), −inf where a row, the first is `row`, does not attend to a column of the iteration's work tile."""
+def _mask_out(x, row, first, iteration, params, tile_info, BLOCK_N: gl.constexpr):
+    """x (columns, rows), −inf where a row, the first is `row`, does not attend to a column of the iteration's work tile, of
+    which the first is `first`."""
     tile = read_tile(tile_info, iteration, params)
-    j = tile.n * x.shape[0] + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
+    j = tile.n * BLOCK_N + first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     j = gl.where(j < tile.tk, j, NOWHERE)[:, None]
     at = row + tile.tk - tile.tq + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :]
     attends = j < NOWHERE
@@ -75,8 +79,10 @@ def _mask_out(x, row, iteration, params, tile_info):
 
 
 @gluon.jit
-def probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors):
-    """(p, t) of the scores x; t is the softcap's tanh."""
+def probabilities(
+    x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N: gl.constexpr, FIRST: gl.constexpr
+):
+    """(p, t) of the scores x, whose first column is FIRST of a work tile's BLOCK_N; t is the softcap's tanh."""
     t = x
     if factors.softcap_log2 is None:
         if factors.divided:
@@ -86,7 +92,7 @@ def probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, fact
         t = _tanh(x * factors.scale_over_softcap)
         x = t * factors.softcap_log2 + neg_lse2[None, :]
     if row_info & MASKED != 0:
-        x = _mask_out(x, row, iteration, params, tile_info)
+        x = _mask_out(x, row, FIRST, iteration, params, tile_info, BLOCK_N)
     return gl.exp2(x), t
 
 
@@ -100,183 +106,160 @@ def _score_gradient(p, dp, t, delta, factors):
 
 
 @gluon.jit
-def send_dq(dq, dq_pipeline, dq_state):
-    """dq of a tile of rows, or a slice of it, to the dQ store warp."""
-    M: gl.constexpr = dq.shape[0]
-    N: gl.constexpr = dq.shape[1]
-    producer_acquire(dq_pipeline, dq_state)._reinterpret(gl.float32, [M, N], dq_layout(M, N)).store(dq)
-    fence_async_shared()
-    producer_commit(dq_pipeline, dq_state)
-
-
-@gluon.jit
-def _add_rows(
-    dk, dv, state, dq_state, iteration, params, inputs, k, v, ds_s, dq_pipeline, tile_info, factors,
-    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr,
-):  # fmt: skip
-    """dk, dv of one more tile of rows; its dq goes to the dQ store warp. `state`: of the pipelines q and do."""
-    dtype: gl.constexpr = k.dtype
-    BLOCK_N: gl.constexpr = k.shape[0]
-    D: gl.constexpr = k.shape[1]
-    BLOCK_M: gl.constexpr = ds_s.shape[1]
-    STAGES: gl.constexpr = inputs.row_info.shape[0]
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV_L, k_width=2)
-    ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
-    zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
-
-    q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
-    row_info = read_word(inputs.row_info, state % STAGES)
-    s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    do = consumer_wait(inputs.do, state).reshape([BLOCK_M, D])
-    dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    neg_lse2 = inputs.neg_lse2.index(state % STAGES).load(ROW_L)
-    x = warpgroup_mma_wait(1, deps=(s_token,))
-    p, t = probabilities(
-        x, neg_lse2, row_info, (row_info >> FLAG_BITS) * BLOCK_M, iteration, params, tile_info, factors
-    )
-    p16 = p.to(dtype)
-    delta = inputs.delta.index(state % STAGES).load(ROW_L)
-    ds16 = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors).to(dtype)
-    ds_s.store(ds16)
-
-    dv_token = warpgroup_mma(gl.convert_layout(p16, A_L), do, dv, is_async=True)
-    fence_async_shared()
-    zero_dq = gl.zeros((BLOCK_M, D), gl.float32, layout=DQ_L)
-    dq_token = warpgroup_mma(ds_s.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
-    dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
-    dv = warpgroup_mma_wait(2, deps=(dv_token,))
-    dq = warpgroup_mma_wait(1, deps=(dq_token,))
-    send_dq(dq, dq_pipeline, dq_state)
-    consumer_release(inputs.do, state)
-    dk = warpgroup_mma_wait(0, deps=(dk_token,))
-    consumer_release(inputs.q, state)
-    return dk, dv, row_info
-
-
-@gluon.jit
-def _add_rows_in_halves(
-    dk, dv, state, dq_state, iteration, params, inputs, k, v, ds_s, dq_pipeline, tile_info, factors,
-    ST_L: gl.constexpr, KV_L: gl.constexpr, DQ_L: gl.constexpr,
-):  # fmt: skip
-    """The same with the exponentials of one half of the rows while the MMAs of the other run."""
-    dtype: gl.constexpr = k.dtype
-    BLOCK_N: gl.constexpr = k.shape[0]
-    D: gl.constexpr = k.shape[1]
-    BLOCK_M: gl.constexpr = ds_s.shape[1]
-    HALF: gl.constexpr = BLOCK_M // 2
-    STAGES: gl.constexpr = inputs.row_info.shape[0]
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=KV_L, k_width=2)
-    ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
-    neg_lse2_s = inputs.neg_lse2.index(state % STAGES)
-    delta_s = inputs.delta.index(state % STAGES)
-    zero = gl.zeros((BLOCK_N, HALF), gl.float32, layout=ST_L)
-
-    q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
-    row_info = read_word(inputs.row_info, state % STAGES)
-    q0 = q.slice(0, HALF, 0)
-    q1 = q.slice(HALF, HALF, 0)
-    s0 = warpgroup_mma(k, q0.permute((1, 0)), zero, use_acc=False, is_async=True)
-    do = consumer_wait(inputs.do, state).reshape([BLOCK_M, D])
-    do0 = do.slice(0, HALF, 0)
-    do1 = do.slice(HALF, HALF, 0)
-    dp0 = warpgroup_mma(v, do0.permute((1, 0)), zero, use_acc=False, is_async=True)
-    s1 = warpgroup_mma(k, q1.permute((1, 0)), zero, use_acc=False, is_async=True)
-    dp1 = warpgroup_mma(v, do1.permute((1, 0)), zero, use_acc=False, is_async=True)
-
-    row = (row_info >> FLAG_BITS) * BLOCK_M
-    neg_lse2 = neg_lse2_s.slice(0, HALF, 0).load(ROW_L)
-    p, t = probabilities(
-        warpgroup_mma_wait(3, deps=(s0,)), neg_lse2, row_info, row, iteration, params, tile_info, factors
-    )
-    p16 = p.to(dtype)
-    delta = delta_s.slice(0, HALF, 0).load(ROW_L)
-    ds0 = _score_gradient(p, warpgroup_mma_wait(2, deps=(dp0,)), t, delta, factors).to(dtype)
-    ds_s.slice(0, HALF, 1).store(ds0)
-    dv = warpgroup_mma(gl.convert_layout(p16, A_L), do0, dv, is_async=True)
-
-    row = (row_info >> FLAG_BITS) * BLOCK_M + HALF
-    neg_lse2 = neg_lse2_s.slice(HALF, HALF, 0).load(ROW_L)
-    p, t = probabilities(
-        warpgroup_mma_wait(2, deps=(s1,)), neg_lse2, row_info, row, iteration, params, tile_info, factors
-    )
-    p16 = p.to(dtype)
-    delta = delta_s.slice(HALF, HALF, 0).load(ROW_L)
-    ds1 = _score_gradient(p, warpgroup_mma_wait(1, deps=(dp1,)), t, delta, factors).to(dtype)
-    ds_s.slice(HALF, HALF, 1).store(ds1)
-    dv = warpgroup_mma(gl.convert_layout(p16, A_L), do1, dv, is_async=True)
-
-    fence_async_shared()
-    zero_dq = gl.zeros((BLOCK_M, D), gl.float32, layout=DQ_L)
-    dq_token = warpgroup_mma(ds_s.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds0, A_L), q0, dk, is_async=True)
-    dk = warpgroup_mma(gl.convert_layout(ds1, A_L), q1, dk, is_async=True)
-    dv = warpgroup_mma_wait(3, deps=(dv,))
-    dq = warpgroup_mma_wait(2, deps=(dq_token,))
-    send_dq(dq, dq_pipeline, dq_state)
-    consumer_release(inputs.do, state)
-    dk = warpgroup_mma_wait(0, deps=(dk,))
-    consumer_release(inputs.q, state)
-    return dk, dv, row_info
-
-
-@gluon.jit
-def send_dkdv(acc, like, params, dq_pipeline, dq_state, OUT_STAGES: gl.constexpr):
-    """dk or dv to the dQ store warp."""
-    dtype: gl.constexpr = like.dtype
-    for part in gl.static_range(OUT_STAGES):
-        producer_acquire(dq_pipeline, dq_state + part)
-    out_s = out_stage(dq_pipeline, dq_state, params, dtype, acc.shape[0], acc.shape[1], OUT_STAGES)
-    out_s.reshape([acc.shape[0], acc.shape[1]]).store(acc.to(dtype))
-    fence_async_shared()
-    for part in gl.static_range(OUT_STAGES):
-        producer_commit(dq_pipeline, dq_state + part)
-
-
-@gluon.jit
-def splitk_reduce(x, which: gl.constexpr, iteration, params, tile_info, sums):
-    """dk or dv of a split work tile, added to those of the CTAs before; the last to add stores the sum."""
-    BLOCK_N: gl.constexpr = x.shape[0]
+def splitk_reduce(
+    x, which: gl.constexpr, HALF: gl.constexpr, iteration, params, tile_info, sums, BLOCK_N: gl.constexpr
+):
+    """dk or dv of a split work tile, or a half of its columns, added to those of the CTAs before; the last to add stores the
+    sum."""
+    ROWS: gl.constexpr = x.shape[0]
     D: gl.constexpr = x.shape[1]
     index = read_word(tile_info.stages, iteration % INFO_STAGES * INFO_WORDS + TILE_FIELDS - 1)
-    j = gl.arange(0, BLOCK_N, layout=gl.SliceLayout(1, x.type.layout))[:, None]
+    j = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))[:, None]
     c = gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
     at = sums.dkdv + (2 * index + which) * (BLOCK_N * D) + j * D + c
     gl.atomic_add(at, x, sem="relaxed")
     gl.thread_barrier()
-    last = gl.atomic_add(sums.arrivals + 2 * index + which, 1, sem="acq_rel") == params.splits - 1
+    last = gl.atomic_add(sums.arrivals + 4 * index + 2 * which + HALF, 1, sem="acq_rel") == params.splits - 1
     gl.thread_barrier()
     if last:
         x = gl.load(at, cache_modifier=".cg")
-    write_word(tile_info.stages, iteration % INFO_STAGES * INFO_WORDS + TILE_FIELDS + which, gl.where(last, 1, 0))
+    write_word(tile_info.stages, stored_word(iteration, which, HALF), gl.where(last, 1, 0))
     return x
 
 
 @gluon.jit
-def mma_warpgroups(sums, params, inputs, ds_s, dq_pipeline, tile_info, factors, HALVES: gl.constexpr):
-    """The consumer: two MMA warpgroups, which share the columns of sᵀ, dpᵀ, dk, dv."""
-    BLOCK_N: gl.constexpr = ds_s.shape[0]
-    BLOCK_M: gl.constexpr = ds_s.shape[1]
+def _halves_of_rows(x, L: gl.constexpr):
+    """The first and the last half of x's rows (columns, rows), where they are in registers."""
+    N: gl.constexpr = x.shape[0]
+    M: gl.constexpr = x.shape[1]
+    first, last = x.reshape([N, 2, M // 2]).permute((0, 2, 1)).split()
+    return gl.convert_layout(first, L, assert_trivial=True), gl.convert_layout(last, L, assert_trivial=True)
+
+
+@gluon.jit
+def _add_64_rows(
+    W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, ds_s, params, inputs, dq_pipeline, tile_info, factors,
+):  # fmt: skip
+    """dk, dv of warpgroup W after a tile of 64 rows; it sends dq of one half of D."""
+    BLOCK_N: gl.constexpr = k.shape[0]
+    D: gl.constexpr = k.shape[1]
+    dtype: gl.constexpr = k.dtype
+    DQ_COLUMNS: gl.constexpr = D // 2
+    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
+    STAGES: gl.constexpr = inputs.row_info.shape[0]
+    zero = gl.zeros((HALF, 64), gl.float32, layout=ST_L)
+    s_token = warpgroup_mma(k.slice(W * HALF, HALF, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    consumer_wait(inputs.do, state)
+    dp_token = warpgroup_mma(v.slice(W * HALF, HALF, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    neg_lse2 = inputs.neg_lse2.index(state % STAGES).load(ROW_L)
+    x = warpgroup_mma_wait(1, deps=(s_token,))
+    row = (row_info >> FLAG_BITS) * 64
+    p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
+    p16 = p.to(dtype)
+    delta = inputs.delta.index(state % STAGES).load(ROW_L)
+    ds16 = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors).to(dtype)
+    ds_s.slice(W * HALF, HALF, 0).store(ds16)
+    dv_token = warpgroup_mma(gl.convert_layout(p16, A_L), do, dv, is_async=True)
+
+    fence_async_shared()
+    named_wait(DS, MMA_THREADS)
+    zero_dq = gl.zeros((64, DQ_COLUMNS), gl.float32, layout=DQ_L)
+    k_half = k.slice(W * DQ_COLUMNS, DQ_COLUMNS, 1)
+    dq_token = warpgroup_mma(ds_s.permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+    dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
+    dv = warpgroup_mma_wait(2, deps=(dv_token,))
+    named_release(inputs.do, state, DO, INPUT_THREADS)
+    dq = warpgroup_mma_wait(1, deps=(dq_token,))
+    send_dq(W, dq, state + iteration * 2, dq_pipeline)
+    dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    named_release(inputs.q, state, Q, INPUT_THREADS)
+    return dk, dv
+
+
+@gluon.jit
+def _add_128_rows(
+    W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, ds_s, params, inputs, dq_pipeline, tile_info, factors,
+):  # fmt: skip
+    """The same of a tile of 128 rows, in registers as two halves; it sends dq of one half of the rows."""
+    BLOCK_N: gl.constexpr = k.shape[0]
+    D: gl.constexpr = k.shape[1]
+    dtype: gl.constexpr = k.dtype
+    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
+    HALF_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
+    ROW_L: gl.constexpr = gl.SliceLayout(0, HALF_L)
+    STAGES: gl.constexpr = inputs.row_info.shape[0]
+    zero = gl.zeros((HALF, 128), gl.float32, layout=ST_L)
+    s_token = warpgroup_mma(k.slice(W * HALF, HALF, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    consumer_wait(inputs.do, state)
+    dp_token = warpgroup_mma(v.slice(W * HALF, HALF, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    neg_lse2 = inputs.neg_lse2.index(state % STAGES)
+    delta = inputs.delta.index(state % STAGES)
+    own = ds_s.slice(W * HALF, HALF, 0)
+    row = (row_info >> FLAG_BITS) * 128
+    x0, x1 = _halves_of_rows(warpgroup_mma_wait(1, deps=(s_token,)), HALF_L)
+    lse0 = neg_lse2.slice(0, 64, 0).load(ROW_L)
+    p0, t0 = probabilities(x0, lse0, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
+    lse1 = neg_lse2.slice(64, 64, 0).load(ROW_L)
+    p1, t1 = probabilities(x1, lse1, row_info, row + 64, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
+    dp0, dp1 = _halves_of_rows(warpgroup_mma_wait(0, deps=(dp_token,)), HALF_L)
+    ds0 = _score_gradient(p0, dp0, t0, delta.slice(0, 64, 0).load(ROW_L), factors).to(dtype)
+    own.slice(0, 64, 1).store(ds0)
+    dv_token = warpgroup_mma(gl.convert_layout(p0.to(dtype), A_L), do.slice(0, 64, 0), dv, is_async=True)
+    ds1 = _score_gradient(p1, dp1, t1, delta.slice(64, 64, 0).load(ROW_L), factors).to(dtype)
+    own.slice(64, 64, 1).store(ds1)
+    dv_token = warpgroup_mma(gl.convert_layout(p1.to(dtype), A_L), do.slice(64, 64, 0), dv_token, is_async=True)
+
+    fence_async_shared()
+    named_wait(DS, MMA_THREADS)
+    zero_dq = gl.zeros((64, D), gl.float32, layout=DQ_L)
+    ds_half = ds_s.slice(W * 64, 64, 1)
+    dq_token = warpgroup_mma(ds_half.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
+    dk_token = warpgroup_mma(gl.convert_layout(ds0, A_L), q.slice(0, 64, 0), dk, is_async=True)
+    dk_token = warpgroup_mma(gl.convert_layout(ds1, A_L), q.slice(64, 64, 0), dk_token, is_async=True)
+    dv = warpgroup_mma_wait(3, deps=(dv_token,))
+    named_release(inputs.do, state, DO, INPUT_THREADS)
+    dq = warpgroup_mma_wait(2, deps=(dq_token,))
+    send_dq(W, dq, state + iteration * 2, dq_pipeline)
+    dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    named_release(inputs.q, state, Q, INPUT_THREADS)
+    return dk, dv
+
+
+@gluon.jit
+def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors):
+    """MMA warpgroup W of two: columns 64 W … of sᵀ, dpᵀ, dk and dv, and a half of dq.
+
+    dsᵀ has two stages, so its store waits for nobody: who stores dsᵀ of a tile of rows has met the other at DS of the tile
+    before, and there the other's dq of the tile before that was done."""
+    BLOCK_N: gl.constexpr = ds_stages.shape[1]
+    BLOCK_M: gl.constexpr = ds_stages.shape[2]
     D: gl.constexpr = inputs.k.stages.shape[-1]
-    DQ_WARPS: gl.constexpr = [8, 1] if BLOCK_M == 128 else [4, 2]
-    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, BLOCK_M // 2 if HALVES else BLOCK_M, 16])
-    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [8, 1], [16, D, 16])
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], DQ_WARPS, [16, D // DQ_WARPS[1], 16])
-    ADD: gl.constexpr = _add_rows_in_halves if HALVES else _add_rows
-    k = inputs.k.stages.index(0).reshape([BLOCK_N, D])
-    v = inputs.v.stages.index(0).reshape([BLOCK_N, D])
+    dtype: gl.constexpr = ds_stages.dtype
+    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
+    ADD: gl.constexpr = _add_64_rows if BLOCK_M == 64 else _add_128_rows
     state = 0
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
-        dk = gl.zeros((BLOCK_N, D), gl.float32, layout=KV_L)
-        dv = gl.zeros((BLOCK_N, D), gl.float32, layout=KV_L)
+        dk = gl.zeros((HALF, D), gl.float32, layout=KV_L)
+        dv = gl.zeros((HALF, D), gl.float32, layout=KV_L)
         consumer_wait(inputs.k, iteration)
         consumer_wait(inputs.v, iteration)
         more = tile.begin < tile.end
         while more:
-            dk, dv, row_info = ADD(
-                dk, dv, state, state + iteration * 2, iteration, params, inputs, k, v, ds_s, dq_pipeline, tile_info,
-                factors, ST_L, KV_L, DQ_L,
+            k = only_stage(inputs.k, state)
+            v = only_stage(inputs.v, state)
+            q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
+            row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
+            do = inputs.do.stages.index(state % inputs.do.full.shape[0]).reshape([BLOCK_M, D])
+            dk, dv = ADD(
+                W, dk, dv, state, iteration, row_info, q, k, v, do, ds_stages.index(state % 2), params, inputs,
+                dq_pipeline, tile_info, factors,
             )  # fmt: skip
             state += 1
             more = row_info & LAST == 0
@@ -284,10 +267,10 @@ def mma_warpgroups(sums, params, inputs, ds_s, dq_pipeline, tile_info, factors, 
         consumer_release(inputs.v, iteration)
         dk = dk * factors.scale
         if params.splits is not None:
-            dv = splitk_reduce(dv, DV, iteration, params, tile_info, sums)
-            dk = splitk_reduce(dk, DK, iteration, params, tile_info, sums)
-        send_dkdv(dv, k, params, dq_pipeline, state + iteration * 2, 1)
-        send_dkdv(dk, k, params, dq_pipeline, state + iteration * 2 + 1, 1)
+            dv = splitk_reduce(dv, DV, W, iteration, params, tile_info, sums, BLOCK_N)
+            dk = splitk_reduce(dk, DK, W, iteration, params, tile_info, sums, BLOCK_N)
+        send_dkdv(W, dv, state + iteration * 2, dq_pipeline, dtype)
+        send_dkdv(W, dk, state + iteration * 2 + 1, dq_pipeline, dtype)
         consumer_release(tile_info, iteration)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)

@@ -18,7 +18,7 @@ from .tma import SEQUENCE_END
 
 INFO_STAGES = gl.constexpr(2)  # work tiles whose info is kept
 TILE_FIELDS = gl.constexpr(15)  # of a WorkTile
-INFO_WORDS = gl.constexpr(32)  # of a stage: the fields, and behind them whether dk and dv of the tile are to be stored
+INFO_WORDS = gl.constexpr(32)  # of a stage: the fields, and behind them whether each half of dk and dv is to be stored
 DK = gl.constexpr(0)  # which of the two, in tile info and in split-K sums
 DV = gl.constexpr(1)
 MASKED = gl.constexpr(1)  # flag of a tile of rows: an edge of the band crosses it
@@ -101,6 +101,12 @@ def read_tile(tile_info, iteration, params):
         read_word(words, at + 7), read_word(words, at + 8), read_word(words, at + 9), read_word(words, at + 10),
         read_word(words, at + 11), read_word(words, at + 12), read_word(words, at + 13), read_word(words, at + 14),
     )  # fmt: skip
+
+
+@gluon.jit
+def stored_word(iteration, which: gl.constexpr, HALF: gl.constexpr):
+    """The word of tile info that says whether dk or dv, of a half of the columns, is to be stored."""
+    return iteration % INFO_STAGES * INFO_WORDS + TILE_FIELDS + 2 * which + HALF
 
 
 @gluon.jit

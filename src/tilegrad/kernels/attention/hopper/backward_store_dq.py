@@ -11,20 +11,11 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
+from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .backward_scheduler import (
-    DK,
-    DV,
-    INFO_STAGES,
-    INFO_WORDS,
-    TILE_FIELDS,
-    first_row,
-    row_tile,
-    tma_coordinates,
-    wait_for_tile,
-)
-from .pipeline import consumer_release, consumer_wait, read_word
+from .backward_barriers import DQ, DQ_THREADS
+from .backward_scheduler import DK, DV, first_row, row_tile, stored_word, tma_coordinates, wait_for_tile
+from .pipeline import consumer_release, named_arrive, named_wait, read_word
 from .tma import tma_reduce_add
 
 
@@ -50,28 +41,52 @@ def dq_line(row):
 
 
 @gluon.jit
+def dq_stage(W: gl.constexpr, count, dq_pipeline):
+    """The stage of MMA warpgroup W, which has been `count` times through it, once the dQ store warp has released it."""
+    mbarrier.wait(dq_pipeline.empty.index(W), (count & 1) ^ 1)
+    return dq_pipeline.stages.index(W)
+
+
+@gluon.jit
+def send_dq(W: gl.constexpr, dq, count, dq_pipeline):
+    """dq of warpgroup W to the dQ store warp."""
+    M: gl.constexpr = dq.shape[0]
+    N: gl.constexpr = dq.shape[1]
+    dq_stage(W, count, dq_pipeline)._reinterpret(gl.float32, [M, N], dq_layout(M, N)).store(dq)
+    fence_async_shared()
+    named_arrive(DQ + W, DQ_THREADS)
+
+
+@gluon.jit
+def send_dkdv(W: gl.constexpr, x, count, dq_pipeline, DTYPE: gl.constexpr):
+    """A part of dk or dv to the dQ store warp."""
+    M: gl.constexpr = x.shape[0]
+    N: gl.constexpr = x.shape[1]
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], DTYPE)
+    dq_stage(W, count, dq_pipeline)._reinterpret(DTYPE, [M, N], L).store(x.to(DTYPE))
+    fence_async_shared()
+    named_arrive(DQ + W, DQ_THREADS)
+
+
+@gluon.jit
 def store_dq(
     dq_desc, dk_desc, dv_desc, params, inputs, dq_pipeline, tile_info, dq_semaphores, row_tiles, rows_b, rows_h,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLICES: gl.constexpr,
-    OUT_STAGES: gl.constexpr, DESCENDING: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """The dQ store warp; dv and dk of a work tile come after the last of its dq."""
     DTYPE: gl.constexpr = inputs.k.stages.dtype
     iteration = 0
-    state = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
-        state = _add_row_tiles(
-            dq_desc, params, tile, dq_pipeline, state, dq_semaphores, row_tiles, rows_b, rows_h,
-            BLOCK_M, BLOCK_N, D, SLICES, DESCENDING,
-        )  # fmt: skip
-        at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N, 0)
-        state = _store_dkdv(
-            dv_desc, at, params, dq_pipeline, state, tile_info, iteration, DV, DTYPE, BLOCK_N, D, OUT_STAGES
+        _add_row_tiles(
+            dq_desc, params, tile, dq_pipeline, dq_semaphores, row_tiles, rows_b, rows_h, BLOCK_M, BLOCK_N, D, DESCENDING
         )
-        state = _store_dkdv(
-            dk_desc, at, params, dq_pipeline, state, tile_info, iteration, DK, DTYPE, BLOCK_N, D, OUT_STAGES
-        )
+        for part in gl.static_range(4):
+            # up to D 128 a warpgroup has 64 of the columns, of dv and then of dk; beyond, one has dv and the other dk
+            if (part % 2 if D > 128 else part // 2) == 0:
+                _store_dkdv(dv_desc, part, tile, params, dq_pipeline, tile_info, iteration, DV, DTYPE, BLOCK_N, D)
+            else:
+                _store_dkdv(dk_desc, part, tile, params, dq_pipeline, tile_info, iteration, DK, DTYPE, BLOCK_N, D)
         consumer_release(tile_info, iteration)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)
@@ -79,16 +94,17 @@ def store_dq(
 
 @gluon.jit
 def _add_row_tiles(
-    dq_desc, params, tile, dq_pipeline, state, dq_semaphores, row_tiles, rows_b, rows_h,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, SLICES: gl.constexpr, DESCENDING: gl.constexpr,
+    dq_desc, params, tile, dq_pipeline, dq_semaphores, row_tiles, rows_b, rows_h,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
-    """dq of every tile of rows of a work tile, added to memory; with `dq_semaphores` in order, and the first is stored. A stage
-    is released when the next addition is under way."""
-    gl.static_assert(dq_pipeline.full.shape[0] > 1)
+    """dq of every tile of rows of a work tile, added to memory; with `dq_semaphores` in order, and the first is stored. Its
+    parts come from the two warpgroups in turn."""
+    ROWS: gl.constexpr = dq_desc.block_type.shape[0]
+    COLUMNS: gl.constexpr = dq_desc.block_type.shape[1]
     row = first_row(tile.b, tile.start_q, rows_b, params.cu_seqlens_q is not None)
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
-    for step in range(tile.begin, tile.end):
+    for _ in range(tile.begin, tile.end):
         h = tile.kv_head * params.group + g
         m = row_tile(tile, i)
         before = 1
@@ -97,62 +113,48 @@ def _add_row_tiles(
             counter = dq_semaphores + ((tile.b * params.kv_heads * params.group + h) * row_tiles + m)
             if before > 0:
                 wait_for_semaphore(counter, before)
-        for part in gl.static_range(SLICES):
-            dq_s = consumer_wait(dq_pipeline, state)
-            at = [h * rows_h + row + m * BLOCK_M, part * (D // SLICES)]
+        line = h * rows_h + row + m * BLOCK_M
+        for part in gl.static_range((BLOCK_M // ROWS) * (D // COLUMNS)):
+            at = [line + part // (D // COLUMNS) * ROWS, part % (D // COLUMNS) * COLUMNS]
+            dq_s = dq_pipeline.stages.index(part % 2)
+            named_wait(DQ + part % 2, DQ_THREADS)
             if before == 0:
                 tma.async_copy_shared_to_global(dq_desc, at, dq_s)
             else:
                 tma_reduce_add(dq_desc, at, dq_s)
-            if (step > tile.begin) | (part > 0):
-                tma.store_wait(1)
-                consumer_release(dq_pipeline, state - 1)
-            state += 1
+            tma.store_wait(0)
+            mbarrier.arrive(dq_pipeline.empty.index(part % 2), count=1)
         if dq_semaphores is not None:
             wait_until_in_memory()
             gl.atomic_add(counter, 1, sem="release")
         i += 1
         g = gl.where(i == tile.count, g + 1, g)
         i = gl.where(i == tile.count, 0, i)
-    if tile.begin < tile.end:
-        tma.store_wait(0)
-        consumer_release(dq_pipeline, state - 1)
-    return state
-
-
-@gluon.jit
-def out_stage(
-    dq_pipeline, state, params, DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, OUT_STAGES: gl.constexpr
-):
-    """A stage of dq, or all of them, as a tile of dk or dv."""
-    BOX: gl.constexpr = [1, 1, BLOCK_N, D] if params.cu_seqlens_q is None else [1, 1, 1, BLOCK_N, D]
-    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)
-    if OUT_STAGES == 1:
-        return dq_pipeline.stages.index(state % dq_pipeline.full.shape[0])._reinterpret(DTYPE, BOX, L)
-    else:
-        gl.static_assert(dq_pipeline.full.shape[0] == OUT_STAGES)
-        return dq_pipeline.stages._reinterpret(DTYPE, [1] + BOX, L).index(0)  # noqa: RUF005 (in a kernel)
 
 
 @gluon.jit
 def _store_dkdv(
-    desc, at, params, dq_pipeline, state, tile_info, iteration, which,
-    DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, OUT_STAGES: gl.constexpr,
+    desc, part: gl.constexpr, tile, params, dq_pipeline, tile_info, iteration, which: gl.constexpr,
+    DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """dk or dv to memory; of a split work tile only by the CTA that was the last to add."""
-    for part in gl.static_range(OUT_STAGES):
-        consumer_wait(dq_pipeline, state + part)
+    """A part of dk or dv to memory; of a split work tile only by the CTA that was the last to add."""
+    W: gl.constexpr = part % 2
+    HALF: gl.constexpr = 0 if D > 128 else W  # of the columns
+    COLUMNS: gl.constexpr = 128 if D > 128 else D
+    BOX: gl.constexpr = [1, 1, 64, COLUMNS] if params.cu_seqlens_q is None else [1, 1, 1, 64, COLUMNS]
+    L: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)
+    named_wait(DQ + W, DQ_THREADS)
     if desc is not None:
         wanted = 1
         if params.splits is not None:
-            wanted = read_word(tile_info.stages, iteration % INFO_STAGES * INFO_WORDS + TILE_FIELDS + which)
+            wanted = read_word(tile_info.stages, stored_word(iteration, which, HALF))
         if wanted != 0:
-            out = out_stage(dq_pipeline, state, params, DTYPE, BLOCK_N, D, OUT_STAGES)
-            tma.async_copy_shared_to_global(desc, at, out)
+            row = tile.n * BLOCK_N + HALF * 64
+            column = part // 2 * COLUMNS if D > 128 else 0
+            at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row, column)
+            tma.async_copy_shared_to_global(desc, at, dq_pipeline.stages.index(W)._reinterpret(DTYPE, BOX, L))
             tma.store_wait(0)
-    for part in gl.static_range(OUT_STAGES):
-        consumer_release(dq_pipeline, state + part)
-    return state + OUT_STAGES
+    mbarrier.arrive(dq_pipeline.empty.index(W), count=1)
 
 
 @gluon.jit

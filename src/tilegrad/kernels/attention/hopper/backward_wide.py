@@ -18,12 +18,22 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .backward_mma import probabilities, send_dkdv, send_dq, splitk_reduce
+from .backward_barriers import DO, DS, INPUT_THREADS, MMA_THREADS, P, Q
+from .backward_mma import probabilities, splitk_reduce
 from .backward_scheduler import DK, DV, FLAG_BITS, LAST, wait_for_tile
-from .pipeline import consumer_release, consumer_wait, mbarriers, producer_commit, read_word
+from .backward_store_dq import send_dkdv, send_dq
+from .pipeline import (
+    Pipeline,
+    consumer_release,
+    consumer_wait,
+    named_arrive,
+    named_release,
+    named_wait,
+    only_stage,
+    read_word,
+)
 
 SLICES = gl.constexpr(4)  # of dq's columns
-OUT_STAGES = gl.constexpr(2)  # stages of dq that a tile of dk or dv takes
 DS_DK_REGISTERS = gl.constexpr(256)  # of a thread; softmax_dv_warpgroup has what is left, 224
 ST_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sᵀ, dpᵀ and a slice of dq
 KV_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # of dk and dv
@@ -36,16 +46,9 @@ THREADS_L = gl.constexpr(
 )
 
 
-class Handover(NamedTuple):
-    """A pipeline of one stage whose producer need not ask whether it is empty."""
-
-    stages: Any
-    full: Any
-
-
 class Exchange(NamedTuple):
-    """Between the two warpgroups. pᵀ of the next tile of rows is stored when dsᵀ of this one has come, thus after pᵀ was read;
-    dsᵀ when its own pᵀ has come, thus after dq of the tile before."""
+    """Between the two warpgroups, at the named barriers P and DS. pᵀ of the next tile of rows is stored when dsᵀ of this one has
+    come, thus after pᵀ was read; dsᵀ when its own pᵀ has come, thus after dq of the tile before."""
 
     p: Any
     ds: Any
@@ -56,21 +59,18 @@ def new_exchange(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constex
     SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     p = gl.allocate_shared_memory(gl.float32, [1, BLOCK_N, BLOCK_M], THREADS_L)
     ds = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], SCORES_L)
-    return Exchange(Handover(p, mbarriers(1, 1)), Handover(ds, mbarriers(1, 1)))
+    return Exchange(p, Pipeline(ds, None, None))
 
 
 @gluon.jit
-def _end_tile(x, which: gl.constexpr, state, iteration, params, inputs, dq_pipeline, tile_info, sums):
-    """dk or dv of a work tile to the dQ store warp, dv first.
-
-    The stage's use before, state dq_state − 1, belongs to the other warpgroup. Until that stage is full, a wait on its `empty`
-    barrier could return for an earlier phase: so this waits for `full` first. dq_state + 2·OUT_STAGES − 1 names the same stage
-    and phase as dq_state − 1 and is never negative."""
+def _end_tile(x, which: gl.constexpr, state, iteration, params, dq_pipeline, tile_info, sums, DTYPE: gl.constexpr):
+    """dk or dv of a work tile to the dQ store warp, in two parts of D."""
+    W: gl.constexpr = DV - which
     if params.splits is not None:
-        x = splitk_reduce(x, which, iteration, params, tile_info, sums)
-    dq_state = state * SLICES + iteration * 2 * OUT_STAGES + (DV - which) * OUT_STAGES
-    consumer_wait(dq_pipeline, dq_state + 2 * OUT_STAGES - 1)
-    send_dkdv(x, inputs.k.stages, params, dq_pipeline, dq_state, OUT_STAGES)
+        x = splitk_reduce(x, which, 0, iteration, params, tile_info, sums, x.shape[0])
+    parts = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
+    send_dkdv(W, parts[0], state * 2 + iteration * 2, dq_pipeline, DTYPE)
+    send_dkdv(W, parts[1], state * 2 + iteration * 2 + 1, dq_pipeline, DTYPE)
     consumer_release(tile_info, iteration)
 
 
@@ -81,13 +81,6 @@ def _gradient_of_rows(ds, k, part: gl.constexpr):
     BLOCK_M: gl.constexpr = ds.shape[1]
     zero = gl.zeros((BLOCK_M, WIDTH), gl.float32, layout=ST_L)
     return warpgroup_mma(ds.permute((1, 0)), k.slice(part * WIDTH, WIDTH, 1), zero, use_acc=False, is_async=True)
-
-
-@gluon.jit
-def _only_stage(pipeline, state):
-    """Stage 0, by a number that the compiler does not know: else it keeps the address of each of its MMAs in registers."""
-    stages = pipeline.stages
-    return stages.index(state >> 30).reshape([stages.shape[-2], stages.shape[-1]])
 
 
 @gluon.jit
@@ -106,38 +99,38 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
         consumer_wait(inputs.k, iteration)
         more = tile.begin < tile.end
         while more:
-            k = _only_stage(inputs.k, state)
+            k = only_stage(inputs.k, state)
             q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
             s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
             row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
             neg_lse2 = inputs.neg_lse2.index(state % inputs.neg_lse2.shape[0]).load(gl.SliceLayout(0, ST_L))
             x = warpgroup_mma_wait(0, deps=(s_token,))
-            consumer_release(inputs.q, state)
+            named_release(inputs.q, state, Q, INPUT_THREADS)
             row = (row_info >> FLAG_BITS) * BLOCK_M
-            p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors)
+            p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, 0)
             weight = p
             if factors.softcap_log2 is not None:
                 weight = p * (1.0 - t * t)
-            exchange.p.stages.index(0).store(weight)
-            producer_commit(exchange.p, state)
+            exchange.p.index(0).store(weight)
+            named_arrive(P, MMA_THREADS)
 
             do = consumer_wait(inputs.do, state).reshape([BLOCK_M, D])
             dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), A_L), do, dv, is_async=True)
-            consumer_wait(exchange.ds, state)
-            ds = _only_stage(exchange.ds, state)
+            named_wait(DS, MMA_THREADS)
+            ds = only_stage(exchange.ds, state)
             dq_token = _gradient_of_rows(ds, k, 0)
             dv = warpgroup_mma_wait(1, deps=(dv_token,))
-            consumer_release(inputs.do, state)
-            dq_state = state * SLICES + iteration * 2 * OUT_STAGES
+            named_release(inputs.do, state, DO, INPUT_THREADS)
+            count = state * 2 + iteration * 2
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
             dq_token = _gradient_of_rows(ds, k, 2)
-            send_dq(dq, dq_pipeline, dq_state)
+            send_dq(0, dq, count, dq_pipeline)
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
-            send_dq(dq, dq_pipeline, dq_state + 2)
+            send_dq(0, dq, count + 1, dq_pipeline)
             state += 1
             more = row_info & LAST == 0
         consumer_release(inputs.k, iteration)
-        _end_tile(dv, DV, state, iteration, params, inputs, dq_pipeline, tile_info, sums)
+        _end_tile(dv, DV, state, iteration, params, dq_pipeline, tile_info, sums, dtype)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)
 
@@ -159,19 +152,20 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
         consumer_wait(inputs.v, iteration)
         more = tile.begin < tile.end
         while more:
-            k = _only_stage(inputs.k, state)
-            v = _only_stage(inputs.v, state)
+            k = only_stage(inputs.k, state)
+            v = only_stage(inputs.v, state)
             do = consumer_wait(inputs.do, state).reshape([BLOCK_M, D])
             dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
             delta = inputs.delta.index(state % inputs.delta.shape[0]).load(gl.SliceLayout(0, ST_L))
-            weight = consumer_wait(exchange.p, state).load(ST_L)
+            named_wait(P, MMA_THREADS)
+            weight = exchange.p.index(0).load(ST_L)
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
-            consumer_release(inputs.do, state)
+            named_release(inputs.do, state, DO, INPUT_THREADS)
             ds16 = (weight * (dp + delta[None, :])).to(dtype)
             exchange.ds.stages.index(0).store(ds16)
             fence_async_shared()
-            producer_commit(exchange.ds, state)
-            ds = _only_stage(exchange.ds, state)
+            named_arrive(DS, MMA_THREADS)
+            ds = only_stage(exchange.ds, state)
 
             q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
             row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
@@ -179,14 +173,14 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
             dq1_token = _gradient_of_rows(ds, k, 1)
             dq3_token = _gradient_of_rows(ds, k, 3)
             dk = warpgroup_mma_wait(2, deps=(dk_token,))
-            consumer_release(inputs.q, state)
-            dq_state = state * SLICES + iteration * 2 * OUT_STAGES
-            send_dq(warpgroup_mma_wait(1, deps=(dq1_token,)), dq_pipeline, dq_state + 1)
-            send_dq(warpgroup_mma_wait(0, deps=(dq3_token,)), dq_pipeline, dq_state + 3)
+            named_release(inputs.q, state, Q, INPUT_THREADS)
+            count = state * 2 + iteration * 2
+            send_dq(1, warpgroup_mma_wait(1, deps=(dq1_token,)), count, dq_pipeline)
+            send_dq(1, warpgroup_mma_wait(0, deps=(dq3_token,)), count + 1, dq_pipeline)
             state += 1
             more = row_info & LAST == 0
         consumer_release(inputs.k, iteration)
         consumer_release(inputs.v, iteration)
-        _end_tile(dk * factors.scale, DK, state, iteration, params, inputs, dq_pipeline, tile_info, sums)
+        _end_tile(dk * factors.scale, DK, state, iteration, params, dq_pipeline, tile_info, sums, dtype)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)

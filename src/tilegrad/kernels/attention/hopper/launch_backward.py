@@ -18,7 +18,6 @@ from ...scratch import Scratch, Shapes
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of, tma_refusal
 from .backward import DIVIDED, _hopper_bwd_kernel
-from .backward_wide import OUT_STAGES, SLICES
 from .launch import L2_BYTES, Launch, LaunchCache, current, prepare
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
 from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
@@ -32,23 +31,20 @@ START = 6  # a CTA's prologue and epilogue of a work tile, in tiles of rows
 
 
 class TileConfig(NamedTuple):
-    """Of the main kernel: rows and columns of a tile, stages of do, slices of dq's columns, stages of dq that a tile of dk or
-    dv takes, and whether a tile of rows is computed in halves."""
+    """Of the main kernel: rows and columns of a tile, stages of do, columns of a part of dq."""
 
     m: int
     n: int
     do_stages: int
-    slices: int
-    out_stages: int
-    halves: bool
+    dq_columns: int
 
 
 TILE_CONFIGS = {
-    64: TileConfig(128, 128, 2, 1, 1, halves=True),
-    128: TileConfig(64, 128, 2, 1, 1, halves=False),
-    256: TileConfig(64, 64, 1, SLICES.value, OUT_STAGES.value, halves=False),
+    64: TileConfig(128, 128, 2, 64),
+    128: TileConfig(64, 128, 2, 64),
+    256: TileConfig(64, 64, 1, 64),
 }
-SOFTCAP_CONFIGS = TILE_CONFIGS | {64: TileConfig(64, 128, 2, 1, 1, halves=False)}  # a softcap takes registers
+SOFTCAP_CONFIGS = TILE_CONFIGS | {64: TileConfig(64, 128, 2, 32)}  # a softcap takes registers
 launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
 
 
@@ -81,7 +77,7 @@ def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Sha
         "neg_lse2": (rows, torch.float32),
         "padded_delta": (rows, torch.float32),
     }
-    shapes["counters"] = ((1 + 2 * SPLIT_TILES + sizes.batch * sizes.hq * padded // BLOCK,), torch.int32)
+    shapes["counters"] = ((1 + 4 * SPLIT_TILES + sizes.batch * sizes.hq * padded // BLOCK,), torch.int32)
     if not deterministic:
         tile, width = TILE_CONFIGS[width_of(sizes.d)], width_of(sizes.d)
         shapes["sums"] = ((max(1, min(SPLIT_TILES, count_work_tiles(sizes, None))), 2, tile.n, width), torch.float32)
@@ -192,7 +188,7 @@ def _prepare(
         scratch["padded_delta"],
         scratch["counters"],
     )
-    arrivals, dq_semaphores = counters[1:], counters[1 + 2 * SPLIT_TILES :]
+    arrivals, dq_semaphores = counters[1:], counters[1 + 4 * SPLIT_TILES :]
     sums = scratch["sums"] if split else None
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
     rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
@@ -215,16 +211,16 @@ def _prepare(
             _descriptor(q, tile.m, width, varlen=varlen), _descriptor(k, tile.n, width, varlen=varlen),
             _descriptor(v, tile.n, width, varlen=varlen), _descriptor(do, tile.m, width, varlen=varlen),
             row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
-            rows_descriptor(acc, tile.m, width // tile.slices),
-            None if dk is None else _descriptor(dk, tile.n, width, varlen=varlen),
-            None if dv is None else _descriptor(dv, tile.n, width, varlen=varlen),
+            rows_descriptor(acc, 64, tile.dq_columns),
+            None if dk is None else _descriptor(dk, 64, min(width, 128), varlen=varlen),
+            None if dv is None else _descriptor(dv, 64, min(width, 128), varlen=varlen),
             sums, arrivals if split else None, dq_semaphores if deterministic else None, counters,
             rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
             sizes.left, sizes.right,
             1 if deterministic or varlen else heads_per_section(sizes, programs), splits if split else None,
             row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
-            tile.m, tile.n, width, *tile[2:], descending,
-        ), num_warps=4 if width > 128 else 8,
+            tile.m, tile.n, width, tile.do_stages, descending,
+        ), num_warps=4,
     )  # fmt: skip
     prepared = [preprocess, main]
     if dq is not None:

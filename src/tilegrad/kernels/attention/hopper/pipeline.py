@@ -10,6 +10,11 @@ Every warp counts it for itself. A wait for the phase before the first returns a
 
     producer    stage = producer_acquire(pipeline, state)    TMA loads into it, or a store, a fence and producer_commit
     consumer    stage = consumer_wait(pipeline, state)       reads, then consumer_release
+
+**Named barriers** take the place of an mbarrier where warpgroups signal in their main loop. An mbarrier's arrival is one
+thread's, so a barrier of its whole partition comes before it; at a named barrier every thread arrives and goes on. It has a
+number, the threads that it counts, and no phase: nobody may arrive a second time before all have arrived once, and an arrival
+for which nobody waits is an error. Barriers 0 … 4 are Triton's.
 """
 
 from __future__ import annotations
@@ -22,7 +27,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 class Pipeline(NamedTuple):
-    """Stages with their two mbarriers."""
+    """Stages with their two mbarriers; None where a named barrier takes its place."""
 
     stages: Any
     full: Any
@@ -39,10 +44,14 @@ def mbarriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def new_pipeline(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr = 1):
+def new_stages(desc, STAGES: gl.constexpr):
     """Stages for boxes of a descriptor."""
-    stages = gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005 (in a kernel)
-    return Pipeline(stages, mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS))
+    return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005 (in a kernel)
+
+
+@gluon.jit
+def new_pipeline(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr = 1):
+    return Pipeline(new_stages(desc, STAGES), mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS))
 
 
 @gluon.jit
@@ -73,6 +82,56 @@ def consumer_release(pipeline, state):
     """Give a stage back to the producer."""
     STAGES: gl.constexpr = pipeline.empty.shape[0]
     mbarrier.arrive(pipeline.empty.index(state % STAGES), count=1)
+
+
+@gluon.constexpr_function
+def _barrier_code(instruction, threads):
+    return f"{instruction} $1, {threads}; mov.b32 $0, $1;"
+
+
+@gluon.jit
+def named_arrive(barrier, THREADS: gl.constexpr):
+    """Every thread arrives and goes on."""
+    CODE: gl.constexpr = _barrier_code("bar.arrive", THREADS)
+    gl.inline_asm_elementwise(CODE, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_wait(barrier, THREADS: gl.constexpr):
+    """Every thread arrives and waits for all THREADS."""
+    CODE: gl.constexpr = _barrier_code("bar.sync", THREADS)
+    gl.inline_asm_elementwise(CODE, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def named_acquire(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """producer_acquire where consumers release stage n at the named barrier BARRIER + n."""
+    STAGES: gl.constexpr = pipeline.full.shape[0]
+    if state >= STAGES:
+        named_wait(BARRIER + state % STAGES, THREADS)
+    return pipeline.stages.index(state % STAGES)
+
+
+@gluon.jit
+def named_release(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """Give a stage back to the producer, by every thread of a consumer."""
+    STAGES: gl.constexpr = pipeline.full.shape[0]
+    named_arrive(BARRIER + state % STAGES, THREADS)
+
+
+@gluon.jit
+def named_drain(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """The producer's last: wait for releases of stages that it does not fill again."""
+    STAGES: gl.constexpr = pipeline.full.shape[0]
+    for last in gl.static_range(STAGES):
+        named_acquire(pipeline, state + last, BARRIER, THREADS)
+
+
+@gluon.jit
+def only_stage(pipeline, state):
+    """Stage 0, by a number that the compiler does not know: else it keeps the address of each of its MMAs in registers."""
+    stages = pipeline.stages
+    return stages.index(state >> 30).reshape([stages.shape[-2], stages.shape[-1]])
 
 
 @gluon.jit
