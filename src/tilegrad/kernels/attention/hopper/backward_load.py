@@ -108,7 +108,7 @@ def load(
     for b in range(0, sequences):
         start_q = 0
         start_k = 0
-        tq = params.tq
+        tq = params.tq + (t >> 31)  # tq, but unknown before: else it takes a register of the whole kernel
         tk = params.tk
         heads = params.kv_heads
         if VARLEN:

@@ -92,6 +92,7 @@ def probabilities(
         t = _tanh(x * factors.scale_over_softcap)
         x = t * factors.softcap_log2 + neg_lse2[None, :]
     if row_info & MASKED != 0:
+        iteration += row_info >> 30  # 0, but unknown to the compiler: else it holds the tile's info in registers
         x = _mask_out(x, row, FIRST, iteration, params, tile_info, BLOCK_N)
     return gl.exp2(x), t
 
@@ -128,35 +129,27 @@ def splitk_reduce(
 
 
 @gluon.jit
-def _halves_of_rows(x, L: gl.constexpr):
-    """The first and the last half of x's rows (columns, rows), where they are in registers."""
-    N: gl.constexpr = x.shape[0]
-    M: gl.constexpr = x.shape[1]
-    first, last = x.reshape([N, 2, M // 2]).permute((0, 2, 1)).split()
-    return gl.convert_layout(first, L, assert_trivial=True), gl.convert_layout(last, L, assert_trivial=True)
-
-
-@gluon.jit
-def _add_64_rows(
+def _add_rows(
     W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, ds_s, params, inputs, dq_pipeline, tile_info, factors,
 ):  # fmt: skip
-    """dk, dv of warpgroup W after a tile of 64 rows; it sends dq of one half of D."""
+    """dk, dv of warpgroup W after one more tile of rows; it sends a half of dq, of 64 rows: of D where the tile has as many."""
     BLOCK_N: gl.constexpr = k.shape[0]
+    BLOCK_M: gl.constexpr = q.shape[0]
     D: gl.constexpr = k.shape[1]
     dtype: gl.constexpr = k.dtype
-    DQ_COLUMNS: gl.constexpr = D // 2
-    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
+    STAGES: gl.constexpr = inputs.row_info.shape[0]
+    DQ_COLUMNS: gl.constexpr = D * BLOCK_M // 128
+    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
-    STAGES: gl.constexpr = inputs.row_info.shape[0]
-    zero = gl.zeros((HALF, 64), gl.float32, layout=ST_L)
+    zero = gl.zeros((HALF, BLOCK_M), gl.float32, layout=ST_L)
     s_token = warpgroup_mma(k.slice(W * HALF, HALF, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
     consumer_wait(inputs.do, state)
     dp_token = warpgroup_mma(v.slice(W * HALF, HALF, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
     neg_lse2 = inputs.neg_lse2.index(state % STAGES).load(ROW_L)
     x = warpgroup_mma_wait(1, deps=(s_token,))
-    row = (row_info >> FLAG_BITS) * 64
+    row = (row_info >> FLAG_BITS) * BLOCK_M
     p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
     p16 = p.to(dtype)
     delta = inputs.delta.index(state % STAGES).load(ROW_L)
@@ -167,63 +160,16 @@ def _add_64_rows(
     fence_async_shared()
     named_wait(DS, MMA_THREADS)
     zero_dq = gl.zeros((64, DQ_COLUMNS), gl.float32, layout=DQ_L)
-    k_half = k.slice(W * DQ_COLUMNS, DQ_COLUMNS, 1)
-    dq_token = warpgroup_mma(ds_s.permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+    if BLOCK_M == 64:
+        k_half = k.slice(W * DQ_COLUMNS, DQ_COLUMNS, 1)
+        dq_token = warpgroup_mma(ds_s.permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+    else:
+        ds_half = ds_s.slice(W * 64, 64, 1)
+        dq_token = warpgroup_mma(ds_half.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv_token,))
     named_release(inputs.do, state, DO, INPUT_THREADS)
     dq = warpgroup_mma_wait(1, deps=(dq_token,))
-    send_dq(W, dq, state + iteration * 2, dq_pipeline)
-    dk = warpgroup_mma_wait(0, deps=(dk_token,))
-    named_release(inputs.q, state, Q, INPUT_THREADS)
-    return dk, dv
-
-
-@gluon.jit
-def _add_128_rows(
-    W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, ds_s, params, inputs, dq_pipeline, tile_info, factors,
-):  # fmt: skip
-    """The same of a tile of 128 rows, in registers as two halves; it sends dq of one half of the rows."""
-    BLOCK_N: gl.constexpr = k.shape[0]
-    D: gl.constexpr = k.shape[1]
-    dtype: gl.constexpr = k.dtype
-    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16])
-    HALF_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16])
-    DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
-    ROW_L: gl.constexpr = gl.SliceLayout(0, HALF_L)
-    STAGES: gl.constexpr = inputs.row_info.shape[0]
-    zero = gl.zeros((HALF, 128), gl.float32, layout=ST_L)
-    s_token = warpgroup_mma(k.slice(W * HALF, HALF, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
-    consumer_wait(inputs.do, state)
-    dp_token = warpgroup_mma(v.slice(W * HALF, HALF, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
-    neg_lse2 = inputs.neg_lse2.index(state % STAGES)
-    delta = inputs.delta.index(state % STAGES)
-    own = ds_s.slice(W * HALF, HALF, 0)
-    row = (row_info >> FLAG_BITS) * 128
-    x0, x1 = _halves_of_rows(warpgroup_mma_wait(1, deps=(s_token,)), HALF_L)
-    lse0 = neg_lse2.slice(0, 64, 0).load(ROW_L)
-    p0, t0 = probabilities(x0, lse0, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
-    lse1 = neg_lse2.slice(64, 64, 0).load(ROW_L)
-    p1, t1 = probabilities(x1, lse1, row_info, row + 64, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
-    dp0, dp1 = _halves_of_rows(warpgroup_mma_wait(0, deps=(dp_token,)), HALF_L)
-    ds0 = _score_gradient(p0, dp0, t0, delta.slice(0, 64, 0).load(ROW_L), factors).to(dtype)
-    own.slice(0, 64, 1).store(ds0)
-    dv_token = warpgroup_mma(gl.convert_layout(p0.to(dtype), A_L), do.slice(0, 64, 0), dv, is_async=True)
-    ds1 = _score_gradient(p1, dp1, t1, delta.slice(64, 64, 0).load(ROW_L), factors).to(dtype)
-    own.slice(64, 64, 1).store(ds1)
-    dv_token = warpgroup_mma(gl.convert_layout(p1.to(dtype), A_L), do.slice(64, 64, 0), dv_token, is_async=True)
-
-    fence_async_shared()
-    named_wait(DS, MMA_THREADS)
-    zero_dq = gl.zeros((64, D), gl.float32, layout=DQ_L)
-    ds_half = ds_s.slice(W * 64, 64, 1)
-    dq_token = warpgroup_mma(ds_half.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
-    dk_token = warpgroup_mma(gl.convert_layout(ds0, A_L), q.slice(0, 64, 0), dk, is_async=True)
-    dk_token = warpgroup_mma(gl.convert_layout(ds1, A_L), q.slice(64, 64, 0), dk_token, is_async=True)
-    dv = warpgroup_mma_wait(3, deps=(dv_token,))
-    named_release(inputs.do, state, DO, INPUT_THREADS)
-    dq = warpgroup_mma_wait(2, deps=(dq_token,))
     send_dq(W, dq, state + iteration * 2, dq_pipeline)
     dk = warpgroup_mma_wait(0, deps=(dk_token,))
     named_release(inputs.q, state, Q, INPUT_THREADS)
@@ -241,7 +187,6 @@ def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline,
     D: gl.constexpr = inputs.k.stages.shape[-1]
     dtype: gl.constexpr = ds_stages.dtype
     KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
-    ADD: gl.constexpr = _add_64_rows if BLOCK_M == 64 else _add_128_rows
     state = 0
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
@@ -252,12 +197,12 @@ def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline,
         consumer_wait(inputs.v, iteration)
         more = tile.begin < tile.end
         while more:
-            k = only_stage(inputs.k, state)
-            v = only_stage(inputs.v, state)
+            k = only_stage(inputs.k.stages, state)
+            v = only_stage(inputs.v.stages, state)
             q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
             row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
             do = inputs.do.stages.index(state % inputs.do.full.shape[0]).reshape([BLOCK_M, D])
-            dk, dv = ADD(
+            dk, dv = _add_rows(
                 W, dk, dv, state, iteration, row_info, q, k, v, do, ds_stages.index(state % 2), params, inputs,
                 dq_pipeline, tile_info, factors,
             )  # fmt: skip

@@ -44,7 +44,7 @@ def dq_line(row):
 def dq_stage(W: gl.constexpr, count, dq_pipeline):
     """The stage of MMA warpgroup W, which has been `count` times through it, once the dQ store warp has released it."""
     mbarrier.wait(dq_pipeline.empty.index(W), (count & 1) ^ 1)
-    return dq_pipeline.stages.index(W)
+    return dq_pipeline.stages.index(W + (count >> 30))  # W, but unknown to the compiler: else addresses stay in registers
 
 
 @gluon.jit

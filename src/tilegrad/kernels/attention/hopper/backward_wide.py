@@ -23,7 +23,6 @@ from .backward_mma import probabilities, splitk_reduce
 from .backward_scheduler import DK, DV, FLAG_BITS, LAST, wait_for_tile
 from .backward_store_dq import send_dkdv, send_dq
 from .pipeline import (
-    Pipeline,
     consumer_release,
     consumer_wait,
     named_arrive,
@@ -59,7 +58,7 @@ def new_exchange(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constex
     SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
     p = gl.allocate_shared_memory(gl.float32, [1, BLOCK_N, BLOCK_M], THREADS_L)
     ds = gl.allocate_shared_memory(dtype, [1, BLOCK_N, BLOCK_M], SCORES_L)
-    return Exchange(p, Pipeline(ds, None, None))
+    return Exchange(p, ds)
 
 
 @gluon.jit
@@ -99,7 +98,7 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
         consumer_wait(inputs.k, iteration)
         more = tile.begin < tile.end
         while more:
-            k = only_stage(inputs.k, state)
+            k = only_stage(inputs.k.stages, state)
             q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
             s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
             row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
@@ -152,8 +151,8 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
         consumer_wait(inputs.v, iteration)
         more = tile.begin < tile.end
         while more:
-            k = only_stage(inputs.k, state)
-            v = only_stage(inputs.v, state)
+            k = only_stage(inputs.k.stages, state)
+            v = only_stage(inputs.v.stages, state)
             do = consumer_wait(inputs.do, state).reshape([BLOCK_M, D])
             dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
             delta = inputs.delta.index(state % inputs.delta.shape[0]).load(gl.SliceLayout(0, ST_L))
@@ -162,7 +161,7 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
             named_release(inputs.do, state, DO, INPUT_THREADS)
             ds16 = (weight * (dp + delta[None, :])).to(dtype)
-            exchange.ds.stages.index(0).store(ds16)
+            exchange.ds.index(0).store(ds16)
             fence_async_shared()
             named_arrive(DS, MMA_THREADS)
             ds = only_stage(exchange.ds, state)

@@ -128,9 +128,8 @@ def named_drain(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def only_stage(pipeline, state):
+def only_stage(stages, state):
     """Stage 0, by a number that the compiler does not know: else it keeps the address of each of its MMAs in registers."""
-    stages = pipeline.stages
     return stages.index(state >> 30).reshape([stages.shape[-2], stages.shape[-1]])
 
 
