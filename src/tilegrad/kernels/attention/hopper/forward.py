@@ -6,17 +6,21 @@ warpgroup skips those that none of its rows attends to:
 
     s = q kᵀ of the first block        p = softmax step of s
     for each further block of columns:
-      issue s = q kᵀ        issue acc += p v of the block before        wait for s
+      wait for the turn     issue s = q kᵀ        issue acc += p v of the block before        pass the turn     wait for s
       p = softmax step of s        wait for acc        acc ∘= alpha
     acc += p v of the last block       o = acc / row_sum
 
 **Pipelines** (pipeline.py) go from the producer warp (forward_load.py) to the warpgroups: q in stages of one warpgroup's rows,
-k and v in stages of one block of columns, released by every warpgroup. o leaves through the stage of its own q, which is not
+k and v in stages of one block of columns, released by every thread of the warpgroups at a named barrier. o leaves through the stage of its own q, which is not
 read any more then; that stage is released when TMA has read it, with two stages in the next work tile.
+
+**Turns.** Up to D 128 the warpgroups issue their MMAs in turn, at one named barrier each, so that one's exponentials run beside
+the others' MMAs. A warpgroup that skips a block passes its turn.
 
 Which work tiles a CTA takes: forward_scheduler.py.
 
-**Edges.** Rows of a tile before row 0 are zeros, or of the sequence before. They are not written: where a tile has such rows, o
+**Edges.** Where the host knows that an edge crosses no block but a warpgroup's first, the loop has no mask and no branch: then
+ptxas keeps the exponentials before the wait for acc. Rows of a tile before row 0 are zeros, or of the sequence before. They are not written: where a tile has such rows, o
 is stored by predicated stores, since TMA can't clip at a sequence's beginning. Columns beyond the end are masked out; those of
 packed sequences, which belong to the next one, are cleared in v.
 """
@@ -37,8 +41,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 
 from ..triton import numerics
 from .forward_load import load
-from .forward_scheduler import INFO_STAGES, ROWS, Params, Pipelines, WorkTile, next_span, read_tile
-from .pipeline import Pipeline, consumer_release, consumer_wait, read_word
+from .forward_scheduler import (
+    INFO_STAGES,
+    K_BARRIER,
+    ROWS,
+    Params,
+    Pipelines,
+    WorkTile,
+    kv_threads,
+    next_span,
+    read_tile,
+    turn_barrier,
+    v_barrier,
+)
+from .pipeline import Pipeline, consumer_wait, mbarriers, named_arrive, named_release, named_wait, read_word
 
 LOWEST = gl.constexpr(-1e38)
 
@@ -98,8 +114,10 @@ def _clear_rows(v, rows):
 
 
 @gluon.jit
-def _softmax_step(s, row_max, row_sum, at, span, params, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr):
-    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns."""
+def _softmax_step(
+    s, row_max, row_sum, at, span, params, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr
+):
+    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES none crosses it."""
     x = s
     scale_log2 = params.scale_log2
     if params.softcap_log2 is not None:
@@ -108,7 +126,8 @@ def _softmax_step(s, row_max, row_sum, at, span, params, BLOCK_N: gl.constexpr, 
         scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x
-    if (at < span.unmasked) | (at >= span.unmasked_end):
+    masked = (at < span.unmasked) | (at >= span.unmasked_end)
+    if EDGES and masked:
         place = span.diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
         end = place * 0 + (span.tk - 1)
         if params.right is not None:
@@ -176,16 +195,30 @@ def _store_rows(o, tile, start, out, D: gl.constexpr):
 
 
 @gluon.jit
-def _skip_blocks(blocks, kv_state, pipelines):
-    """Release blocks of columns that no row of this warpgroup attends to; the state after them."""
-    STAGES: gl.constexpr = pipelines.k.full.shape[0]
+def _wait_for_turn(W: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
+    if TURNS:
+        named_wait(turn_barrier(STAGES) + W, 256)
+
+
+@gluon.jit
+def _pass_turn(W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
+    """To the warpgroup after W."""
+    if TURNS:
+        named_arrive(turn_barrier(STAGES) + (W + 1) % WARPGROUPS, 256)
+
+
+@gluon.jit
+def _skip_blocks(
+    blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr
+):
+    """Release blocks of columns that no row of this warpgroup attends to, each in its turn; the state after them."""
     for _ in range(blocks):
-        stage = kv_state % STAGES
-        phase = kv_state // STAGES & 1
-        mbarrier.wait(pipelines.k.full.index(stage), phase)
-        mbarrier.arrive(pipelines.k.empty.index(stage), count=1)
-        mbarrier.wait(pipelines.v.full.index(stage), phase)
-        mbarrier.arrive(pipelines.v.empty.index(stage), count=1)
+        _wait_for_turn(W, STAGES, TURNS)
+        _pass_turn(W, WARPGROUPS, STAGES, TURNS)
+        consumer_wait(pipelines.k, kv_state)
+        named_release(pipelines.k, kv_state, K_BARRIER, kv_threads(WARPGROUPS))
+        consumer_wait(pipelines.v, kv_state)
+        named_release(pipelines.v, kv_state, v_barrier(STAGES), kv_threads(WARPGROUPS))
         kv_state += 1
     return kv_state
 
@@ -193,7 +226,7 @@ def _skip_blocks(blocks, kv_state, pipelines):
 @gluon.jit
 def _attend(
     W: gl.constexpr, pipelines, params, out, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    D: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr,
+    D: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """MMA warpgroup W of a CTA."""
     dtype: gl.constexpr = pipelines.q.stages.dtype
@@ -202,6 +235,11 @@ def _attend(
     P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
     TILE: gl.constexpr = ROWS * WARPGROUPS
     Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
+    STAGES: gl.constexpr = pipelines.k.full.shape[0]
+    THREADS: gl.constexpr = kv_threads(WARPGROUPS)
+    TURNS: gl.constexpr = WARPGROUPS > 1 and BLOCK_D <= 128
+    if W == WARPGROUPS - 1:
+        _pass_turn(W, WARPGROUPS, STAGES, TURNS)
     iteration = gl.to_tensor(0)
     kv_state = gl.to_tensor(0)
     span, more = next_span(W, iteration, pipelines, params, TILE, BLOCK_N)
@@ -211,34 +249,40 @@ def _attend(
         row_max, row_sum = _start_rows(iteration, pipelines, params, S)
         acc = gl.zeros((ROWS, BLOCK_D), gl.float32, layout=O)
 
-        kv_state = _skip_blocks(span.before, kv_state, pipelines)
+        kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, STAGES, TURNS)
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
-        consumer_release(pipelines.k, kv_state)
+        named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
         if Q_STAGES > 1:
             tma.store_wait(0)
             mbarrier.arrive(
                 pipelines.q.empty.index((iteration + 1) % Q_STAGES * WARPGROUPS + W), count=1, pred=iteration > 0
             )
-        p, row_max, row_sum, _ = _softmax_step(s, row_max, row_sum, span.last - 1, span, params, BLOCK_N, NEGATIVE)
+        p, row_max, row_sum, _ = _softmax_step(
+            s, row_max, row_sum, span.last - 1, span, params, BLOCK_N, NEGATIVE, True
+        )
         p = gl.convert_layout(p.to(dtype), P)
         for j in range(1, span.last - span.first):
-            s = _scores(q, kv_state + 1, pipelines, S)
             at = span.last - 1 - j
+            _wait_for_turn(W, STAGES, TURNS)
+            s = _scores(q, kv_state + 1, pipelines, S)
             acc = _add_values(p, acc, kv_state, span.tk - (at + 1) * BLOCK_N, pipelines, VARLEN)
+            _pass_turn(W, WARPGROUPS, STAGES, TURNS)
             s = warpgroup_mma_wait(1, deps=(s,))
-            consumer_release(pipelines.k, kv_state + 1)
-            p_next, row_max, row_sum, alpha = _softmax_step(s, row_max, row_sum, at, span, params, BLOCK_N, NEGATIVE)
+            named_release(pipelines.k, kv_state + 1, K_BARRIER, THREADS)
+            p_next, row_max, row_sum, alpha = _softmax_step(
+                s, row_max, row_sum, at, span, params, BLOCK_N, NEGATIVE, EDGES
+            )
             acc = warpgroup_mma_wait(0, deps=(acc,))
-            consumer_release(pipelines.v, kv_state)
+            named_release(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
             acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
             p = gl.convert_layout(p_next.to(dtype), P)
             kv_state += 1
         acc = _add_values(p, acc, kv_state, span.tk - span.first * BLOCK_N, pipelines, VARLEN)
         acc = warpgroup_mma_wait(0, deps=(acc,))
-        consumer_release(pipelines.v, kv_state)
+        named_release(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
         tile = read_tile(iteration, pipelines, params)
-        kv_state = _skip_blocks(span.first - tile.first, kv_state + 1, pipelines)
+        kv_state = _skip_blocks(span.first - tile.first, kv_state + 1, pipelines, W, WARPGROUPS, STAGES, TURNS)
         span, more = next_span(W, iteration + 1, pipelines, params, TILE, BLOCK_N)
 
         o_stage = pipelines.q.stages.index(q_stage)
@@ -247,6 +291,8 @@ def _attend(
             tma.store_wait(0)
             mbarrier.arrive(pipelines.q.empty.index(q_stage), count=1)
         iteration += 1
+    if W == 0:
+        _wait_for_turn(W, STAGES, TURNS)
     tma.store_wait(0)
 
 
@@ -262,7 +308,7 @@ def _attention_fwd_kernel(
     o_b, o_h, o_t, lse_b, lse_h, lse_t, sinks_h,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, NEGATIVE: gl.constexpr,
+    Q_STAGES: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     VARLEN: gl.constexpr = cu_seqlens_q is not None
     dtype: gl.constexpr = q_desc.dtype
@@ -287,20 +333,16 @@ def _attention_fwd_kernel(
     v_stages = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], barrier)
-    k_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    k_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
-    v_empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier)
+    k_full = mbarriers(STAGES, 1)
+    v_full = mbarriers(STAGES, 1)
     for stage in gl.static_range(Q_STAGES * WARPGROUPS):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=1)
-    for stage in gl.static_range(STAGES):
-        mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=WARPGROUPS)
-        mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=WARPGROUPS)
+    NAMED: gl.constexpr = BLOCK_D <= 128  # beyond, ptxas spills
     pipelines = Pipelines(
-        Pipeline(q_stages, q_full, q_empty), Pipeline(k_stages, k_full, k_empty), Pipeline(v_stages, v_full, v_empty),
+        Pipeline(q_stages, q_full, q_empty),
+        Pipeline(k_stages, k_full, None if NAMED else mbarriers(STAGES, WARPGROUPS)),
+        Pipeline(v_stages, v_full, None if NAMED else mbarriers(STAGES, WARPGROUPS)),
         tile_info, info_full,
     )  # fmt: skip
     params = Params(
@@ -308,22 +350,22 @@ def _attention_fwd_kernel(
         tq, tk, left, right, scale_log2, softcap_log2,
     )  # fmt: skip
     out = Out(o_desc, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
-    MORE: gl.constexpr = BLOCK_D == 256 and right is not None  # registers of a thread: else ptxas spills a little
+    MORE: gl.constexpr = BLOCK_D == 256  # registers of a thread: else ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (load, (q_desc, k_desc, v_desc, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
         ], [1], [40])  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (load, (q_desc, k_desc, v_desc, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
         ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN)),
-            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (load, (q_desc, k_desc, v_desc, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -9,7 +9,19 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
 
-from .forward_scheduler import END, ROWS, WorkTile, next_index, publish_tile, work_tile, work_tiles
+from .forward_scheduler import (
+    END,
+    K_BARRIER,
+    ROWS,
+    WorkTile,
+    kv_threads,
+    next_index,
+    publish_tile,
+    v_barrier,
+    work_tile,
+    work_tiles,
+)
+from .pipeline import named_acquire, named_drain
 
 
 @gluon.jit
@@ -19,6 +31,7 @@ def load(
     Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
     STAGES: gl.constexpr = pipelines.k.full.shape[0]
     TILE: gl.constexpr = ROWS * WARPGROUPS
+    THREADS: gl.constexpr = kv_threads(WARPGROUPS)
     kv_state = 0
     iteration = 0
     index = next_index(0, params)
@@ -39,23 +52,16 @@ def load(
                 )
             for j in range(tile.last - tile.first):
                 stage = kv_state % STAGES
-                phase = kv_state // STAGES & 1 ^ 1
                 row = tile.start_k + (tile.last - 1 - j) * BLOCK_N
-                mbarrier.wait(pipelines.k.empty.index(stage), phase)
+                k_stage = named_acquire(pipelines.k, kv_state, K_BARRIER, THREADS)
                 mbarrier.expect(pipelines.k.full.index(stage), k_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    k_desc,
-                    [b, tile.h // params.group, row, 0],
-                    pipelines.k.full.index(stage),
-                    pipelines.k.stages.index(stage),
+                    k_desc, [b, tile.h // params.group, row, 0], pipelines.k.full.index(stage), k_stage
                 )
-                mbarrier.wait(pipelines.v.empty.index(stage), phase)
+                v_stage = named_acquire(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
                 mbarrier.expect(pipelines.v.full.index(stage), v_desc.block_type.nbytes)
                 tma.async_copy_global_to_shared(
-                    v_desc,
-                    [b, tile.h // params.group, row, 0],
-                    pipelines.v.full.index(stage),
-                    pipelines.v.stages.index(stage),
+                    v_desc, [b, tile.h // params.group, row, 0], pipelines.v.full.index(stage), v_stage
                 )
                 kv_state += 1
             iteration += 1
@@ -63,3 +69,5 @@ def load(
     nothing = index * 0
     end = WorkTile(nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     publish_tile(iteration, end, nothing + END, pipelines)
+    named_drain(pipelines.k, kv_state, K_BARRIER, THREADS)
+    named_drain(pipelines.v, kv_state, v_barrier(STAGES), THREADS)

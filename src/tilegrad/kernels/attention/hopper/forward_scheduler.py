@@ -29,7 +29,25 @@ SEQUENCES = gl.constexpr(128)  # looked at together for the one that owns a slot
 INFO_STAGES = gl.constexpr(4)  # work tiles whose info is kept
 END = gl.constexpr(-(2**30))  # `start` of the info after the last tile
 
+K_BARRIER = gl.constexpr(5)  # the first of the named barriers (pipeline.py): of stages of k, then of v, then of turns
+
 band_tiles = gluon.jit(scores.band_tiles.fn)
+
+
+@gluon.constexpr_function
+def v_barrier(stages):
+    return K_BARRIER + stages
+
+
+@gluon.constexpr_function
+def turn_barrier(stages):
+    return K_BARRIER + 2 * stages
+
+
+@gluon.constexpr_function
+def kv_threads(warpgroups):
+    """Of a barrier of k or v: the warpgroups' and the producer warp's."""
+    return 128 * warpgroups + 32
 
 
 class Params(NamedTuple):

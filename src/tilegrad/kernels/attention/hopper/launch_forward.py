@@ -49,6 +49,14 @@ def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
     return WINDOW_CONFIG if sizes.block_d == 128 and sizes.left is not None else config
 
 
+def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
+    """Whether an edge of the band may cross another block of columns than a warpgroup's first, its last columns. A causal edge
+    crosses 63 columns beside a warpgroup's rows, which lie in one block where it begins at a multiple of 64. Beyond D 128 always:
+    without the branch ptxas spills."""
+    aligned = sizes.right is None or (not varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
+    return sizes.left is not None or not aligned or sizes.block_d > 128
+
+
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
     """Heads whose tiles are scheduled together, the longest first; of windows, as many as keep their k and v in L2."""
     heads = sizes.batch * sizes.hq
@@ -128,7 +136,8 @@ def _prepare(
         0 if sinks is None else sinks.stride(0),
     )
     constants = (
-        config.warpgroups, config.columns, sizes.block_d, sizes.d, config.stages, config.q_stages, scale < 0.0
+        config.warpgroups, config.columns, sizes.block_d, sizes.d, config.stages, config.q_stages, scale < 0.0,
+        edges_in_the_loop(sizes, varlen=varlen),
     )  # fmt: skip
     key = (
         q.dtype, varlen, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
