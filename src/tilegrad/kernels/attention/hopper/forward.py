@@ -29,6 +29,7 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
+import triton.language as tl
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -114,6 +115,20 @@ def _clear_rows(v, rows):
 
 
 @gluon.jit
+def _mask_out(x, at, span, params, BLOCK_N: gl.constexpr):
+    """x, −inf where a row does not attend to a column of block `at`."""
+    place = span.diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
+    end = place * 0 + (span.tk - 1)
+    if params.right is not None:
+        end = gl.minimum(end, place + params.right)
+    j = at * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    x = gl.where(j <= end[:, None], x, float("-inf"))
+    if params.left is not None:
+        x = gl.where(j >= (place - params.left)[:, None], x, float("-inf"))
+    return x
+
+
+@gluon.jit
 def _softmax_step(
     s, row_max, row_sum, at, span, params, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr
 ):
@@ -126,16 +141,9 @@ def _softmax_step(
         scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x
-    masked = (at < span.unmasked) | (at >= span.unmasked_end)
-    if EDGES and masked:
-        place = span.diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, s.type.layout))
-        end = place * 0 + (span.tk - 1)
-        if params.right is not None:
-            end = gl.minimum(end, place + params.right)
-        j = at * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, s.type.layout))[None, :]
-        x = gl.where(j <= end[:, None], x, float("-inf"))
-        if params.left is not None:
-            x = gl.where(j >= (place - params.left)[:, None], x, float("-inf"))
+    if EDGES:
+        if (at < span.unmasked) | (at >= span.unmasked_end):
+            x = _mask_out(x, at, span, params, BLOCK_N)
     new_max = gl.maximum(row_max, gl.max(x, 1) * scale_log2)
     p = gl.exp2(x * scale_log2 - new_max[:, None])
     alpha = gl.exp2(row_max - new_max)
@@ -305,7 +313,7 @@ SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk"
 def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, sinks,
     o_desc, o, lse, tile_counter,
-    o_b, o_h, o_t, lse_b, lse_h, lse_t, sinks_h,
+    o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
@@ -338,11 +346,8 @@ def _attention_fwd_kernel(
     for stage in gl.static_range(Q_STAGES * WARPGROUPS):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=1)
-    NAMED: gl.constexpr = BLOCK_D <= 128  # beyond, ptxas spills
     pipelines = Pipelines(
-        Pipeline(q_stages, q_full, q_empty),
-        Pipeline(k_stages, k_full, None if NAMED else mbarriers(STAGES, WARPGROUPS)),
-        Pipeline(v_stages, v_full, None if NAMED else mbarriers(STAGES, WARPGROUPS)),
+        Pipeline(q_stages, q_full, q_empty), Pipeline(k_stages, k_full, None), Pipeline(v_stages, v_full, None),
         tile_info, info_full,
     )  # fmt: skip
     params = Params(

@@ -51,10 +51,9 @@ def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
 
 def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
     """Whether an edge of the band may cross another block of columns than a warpgroup's first, its last columns. A causal edge
-    crosses 63 columns beside a warpgroup's rows, which lie in one block where it begins at a multiple of 64. Beyond D 128 always:
-    without the branch ptxas spills."""
+    crosses 63 columns beside a warpgroup's rows, which lie in one block where it begins at a multiple of 64."""
     aligned = sizes.right is None or (not varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
-    return sizes.left is not None or not aligned or sizes.block_d > 128
+    return sizes.left is not None or not aligned
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
@@ -141,7 +140,7 @@ def _prepare(
     )  # fmt: skip
     key = (
         q.dtype, varlen, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
-        sizes.right is None, mask.softcap == 0.0, constants, *(stride >= 2**31 for stride in strides),
+        sizes.right is None, mask.softcap == 0.0, constants,
     )  # fmt: skip
     arguments = (
         tile_descriptor(q, ROWS.value, sizes.block_d, varlen=varlen),

@@ -105,33 +105,26 @@ def named_wait(barrier, THREADS: gl.constexpr):
 
 @gluon.jit
 def named_acquire(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """producer_acquire; without mbarriers `empty` consumers release stage n at the named barrier BARRIER + n."""
+    """producer_acquire where consumers release stage n at the named barrier BARRIER + n."""
     STAGES: gl.constexpr = pipeline.full.shape[0]
-    if pipeline.empty is not None:
-        return producer_acquire(pipeline, state)
-    else:
-        if state >= STAGES:
-            named_wait(BARRIER + state % STAGES, THREADS)
-        return pipeline.stages.index(state % STAGES)
+    if state >= STAGES:
+        named_wait(BARRIER + state % STAGES, THREADS)
+    return pipeline.stages.index(state % STAGES)
 
 
 @gluon.jit
 def named_release(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """consumer_release, at the named barrier by every thread."""
+    """consumer_release, by every thread."""
     STAGES: gl.constexpr = pipeline.full.shape[0]
-    if pipeline.empty is not None:
-        consumer_release(pipeline, state)
-    else:
-        named_arrive(BARRIER + state % STAGES, THREADS)
+    named_arrive(BARRIER + state % STAGES, THREADS)
 
 
 @gluon.jit
 def named_drain(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
     """The producer's last: wait for releases of stages that it does not fill again."""
     STAGES: gl.constexpr = pipeline.full.shape[0]
-    if pipeline.empty is None:
-        for last in gl.static_range(STAGES):
-            named_acquire(pipeline, state + last, BARRIER, THREADS)
+    for last in gl.static_range(STAGES):
+        named_acquire(pipeline, state + last, BARRIER, THREADS)
 
 
 @gluon.jit
