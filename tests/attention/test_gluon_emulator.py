@@ -279,3 +279,76 @@ def test_integers_divide_towards_0() -> None:
         for b in (-3, -1, 2, 5):
             assert Number(a) // b == int(a / b) and Number(a) % b == a - int(a / b) * b
             assert a // Number(b) == int(a / b) and a % Number(b) == a - int(a / b) * b
+
+
+def exchange(turns: int, *, waits: bool = True, arrivals: int = 1, drained: bool = True) -> list[int]:
+    """What one partition of four warps hands to a warp at named barrier 5, back at 6; the numbers that the warp saw."""
+    seen: list[int] = []
+
+    def give() -> None:
+        slot = stages.index(0)
+        for n in range(turns):
+            if n:
+                bar("sync", 6)
+            slot.store(torch.full((1,), n, dtype=torch.int32))
+            for _ in range(arrivals):
+                bar("arrive", 5)
+        if drained:
+            bar("sync", 6)
+
+    def take() -> None:
+        for _ in range(turns):
+            if waits:
+                bar("sync", 5)
+            seen.append(int(stages.index(0).load(None)))
+            bar("arrive", 6)
+
+    def bar(kind: str, number: int) -> None:
+        gl.inline_asm_elementwise(f"bar.{kind} $1, 160; mov.b32 $0, $1;", "=r,r", [number])
+
+    def kernel() -> None:
+        nonlocal stages
+        stages = gl.allocate_shared_memory(torch.int32, [1, 1], None)
+        gl.warp_specialize([(give, ()), (take, ())], [1], [24])
+
+    stages: Any = None
+    for seed in ORDERS:
+        launch(kernel, seed=seed)
+    return seen
+
+
+def test_named_barriers_hand_over_in_every_order() -> None:
+    assert exchange(4) == list(range(4)) * len(ORDERS)
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [
+        ({"waits": False}, "of 160 threads|stands still"),
+        ({"arrivals": 2}, "of 160 threads"),
+        ({"drained": False}, "nobody waits for"),
+    ],
+)
+def test_a_mistake_at_a_named_barrier_shows(broken: dict[str, Any], said: str) -> None:
+    with pytest.raises(AssertionError, match=said):
+        exchange(4, **broken)
+
+
+def test_a_linear_layout_is_rows_and_columns_of_what_tma_reads() -> None:
+    """Rows in order give TMA's own swizzle; one base of another row permutes lines."""
+    rows, columns = 16, 64
+    bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [1, 4], [2, 8], [4, 16], [8, 0], [0, 32]]
+    x = torch.arange(rows * columns, dtype=torch.float32).view(rows, columns)
+    seen: list[Tensor] = []
+
+    def kernel() -> None:
+        stage = gl.allocate_shared_memory(torch.float32, [rows, columns], None)
+        for order in ((1, 2, 4), (4, 1, 2)):
+            turned = bases[:5] + [[row, column] for row, (_, column) in zip(order, bases[5:8], strict=True)] + bases[8:]
+            stage._reinterpret(torch.float32, [rows, columns], gl.SharedLinearLayout(turned)).store(x)
+            seen.append(stage.load(None))
+
+    launch(kernel)
+    assert torch.equal(seen[0], x)
+    lines = [row - row % 8 + row % 4 * 2 + row // 4 % 2 for row in range(rows)]
+    assert torch.equal(seen[1][lines], x)

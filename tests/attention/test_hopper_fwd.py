@@ -157,8 +157,13 @@ def sees(gap: int, left: int | None, right: int | None) -> bool:
     return (left is None or gap <= left) and (right is None or gap >= -right)
 
 
-def emulated(call: Call, programs: int) -> dict[str, torch.Tensor]:
-    """o and lse of the forward, in plain Python."""
+HOPPER = "tilegrad.kernels.attention.hopper"
+
+
+def emulated(
+    call: Call, programs: int, broken: Callable[[pytest.MonkeyPatch], None] = lambda _patch: None
+) -> dict[str, torch.Tensor]:
+    """o and lse of the forward, in plain Python; `broken` changes device functions."""
     from tilegrad.kernels.attention import hopper
     from tilegrad.kernels.attention.hopper import forward, forward_load, forward_scheduler, launch_forward, pipeline
     from tilegrad.kernels.attention.hopper.launch import LaunchCache
@@ -168,7 +173,8 @@ def emulated(call: Call, programs: int) -> dict[str, torch.Tensor]:
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
     modules = (forward, forward_load, forward_scheduler, pipeline, numerics, scores)
-    with pytest.MonkeyPatch.context() as patch, emulation(*modules) as launch:
+    with emulation(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
+        broken(patch)
         patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
         patch.setattr(launch_forward, "launches", LaunchCache())
         patch.setattr(
@@ -196,6 +202,9 @@ EMULATED: dict[str, Case] = {
     "open window": replace(RAGGED, window=(100, None), group=2, layout="fused"),
     "two edges, aligned": replace(RAGGED, causal=True, window=(255, None), tq=512, tk=512, sinks=True),
     "softcap, negative scale": replace(RAGGED, window=(40, 7), softcap=2.0, scale=-0.2, dtype=torch.float16),
+    "causal, aligned": replace(RAGGED, causal=True, tq=320, tk=448),
+    "causal, aligned, wide": replace(RAGGED, d=256, dv=256, causal=True, tq=192, tk=192),
+    "packed, full": replace(RAGGED, d=64, dv=64, lengths=((130, 300), (77, 128), (5, 1))),
     "packed": replace(RAGGED, d=40, dv=40, causal=True, lengths=((300, 300), (0, 50), (77, 200), (40, 0), (1, 1))),
 }
 
@@ -233,6 +242,55 @@ def test_nan_of_a_packed_sequence_stays_there() -> None:
     assert torch.equal(spoilt["o"][others], clean["o"][others])
     assert torch.equal(spoilt["lse"][:, others], clean["lse"][:, others])
     assert spoilt["o"][200:277].isnan().all()
+
+
+def test_only_the_first_block_of_a_warpgroup_is_masked_where_the_loop_has_no_mask(
+    in_python: Callable[[Program], Any],
+) -> None:
+    from tilegrad.kernels.attention.hopper import launch_forward as host
+
+    dice, scheduler, without = random.Random(0), in_python(Program(0, 1)), 0
+    for _ in range(400):
+        right = dice.choice((None, 0, 0, 7, 64, 1000))
+        tq, tk = dice.randint(1, 900), dice.choice((64, 128, 192, 448, 960, dice.randint(1, 900)))
+        if host.edges_in_the_loop(Sizes(1, 1, 1, tq, tk, 128, 128, None, right), varlen=False):
+            continue
+        without += 1
+        for columns, warpgroups in ((128, 2), (64, 2), (128, 3)):
+            rows = 64 * warpgroups
+            params = params_of(scheduler, row_tiles=-(-tq // rows), tq=tq, tk=tk, left=None, right=right)
+            for index in range(-(-tq // rows)):
+                tile = scheduler.work_tile.fn(index, params, rows, columns)
+                for w in range(warpgroups):
+                    span = scheduler.span_of.fn(w, tile, params, rows, columns)
+                    inner = range(span.first, span.last - 1)
+                    assert tile.start + 64 * w + 64 <= 0 or all(span.unmasked <= at < span.unmasked_end for at in inner)
+    assert without > 100
+
+
+def without_wait(of: Any, state: Any, *_barrier: int) -> Any:
+    return of.stages.index(state % of.full.shape[0])
+
+
+def nothing(*_of: Any) -> None:
+    pass
+
+
+FORWARD_BROKEN: dict[str, tuple[str, str, Any]] = {
+    "the producer does not wait": ("forward_load", "named_acquire", without_wait),
+    "no stage of k and v is released": ("forward", "named_release", nothing),
+    "releases are not waited for at the end": ("forward_load", "named_drain", nothing),
+    "no turn is passed": ("forward", "named_arrive", nothing),
+}
+
+
+@interpreted
+@pytest.mark.parametrize("name", FORWARD_BROKEN)
+def test_in_plain_python_a_broken_forward_shows(name: str) -> None:
+    module, function, broken = FORWARD_BROKEN[name]
+    call = build(replace(RAGGED, tq=200, tk=512))
+    with pytest.raises(AssertionError):
+        check_call(call, emulated(call, 1, lambda patch: patch.setattr(f"{HOPPER}.{module}.{function}", broken)))
 
 
 @interpreted

@@ -13,12 +13,12 @@ multiplied again: 1 % faster at D 128, 2 % slower at 64.
 
 **Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with a task each,
 backward_wide.py), a producer warp (backward_load.py) and a dQ store warp (backward_store_dq.py). They exchange through
-pipelines (pipeline.py):
+pipelines (pipeline.py) and named barriers (backward_barriers.py):
 
     q, do with neg_lse2, delta, row_info    producer → MMA      two stages each (do of D > 128: one)
     k, v                                    producer → MMA      one stage each, loaded while dv and dk of the tile before drain
-    p, ds of D > 128                        MMA ↔ MMA
-    dq (float32), later dv, dk              MMA → dQ store
+    ds; beyond D 128 p too                  MMA ↔ MMA           ds up to D 128: two stages
+    dq (float32), later dv, dk              MMA → dQ store      one stage of each warpgroup
     tile_info                               producer → all      backward_scheduler.py
 
 **Persistent CTAs** take work tiles from a counter, so a tile's loads overlap the end of the tile before. Where the band makes

@@ -1,9 +1,9 @@
 """Named barriers of Hopper's backward (pipeline.py): who signals what to whom.
 
-    Q, DO     both MMA warpgroups → producer warp        a stage of q or do is empty
-    DQ        an MMA warpgroup → dQ store warp           its stage of dq is full
-    DS        MMA warpgroup ↔ MMA warpgroup              dsᵀ is in shared memory; beyond D 128 from one to the other
-    P         MMA warpgroup → MMA warpgroup              pᵀ is, beyond D 128
+Q, DO     both MMA warpgroups → producer warp        a stage of q or do is empty
+DQ        an MMA warpgroup → dQ store warp           its stage of dq is full
+DS        MMA warpgroup ↔ MMA warpgroup              dsᵀ is in shared memory; beyond D 128 from one to the other
+P         MMA warpgroup → MMA warpgroup              pᵀ is, beyond D 128
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
 Scores are held transposed, sᵀ (columns, rows): pᵀ and dsᵀ then are the left operands of dv += pᵀ do and dk += dsᵀ q as the
 tensor cores left them in registers. Only ds, for dq = ds k, goes through shared memory, and there alone a tile of rows makes
-the two warpgroups meet: else one's exponentials run beside the other's MMAs. Head dimensions beyond 128 are in backward_wide.py.
+the two warpgroups meet: else one's exponentials run beside the other's MMAs. Head dimensions beyond 128 are in
+backward_wide.py.
 """
 
 from __future__ import annotations

@@ -44,7 +44,9 @@ def dq_line(row):
 def dq_stage(W: gl.constexpr, count, dq_pipeline):
     """The stage of MMA warpgroup W, which has been `count` times through it, once the dQ store warp has released it."""
     mbarrier.wait(dq_pipeline.empty.index(W), (count & 1) ^ 1)
-    return dq_pipeline.stages.index(W + (count >> 30))  # W, but unknown to the compiler: else addresses stay in registers
+    return dq_pipeline.stages.index(
+        W + (count >> 30)
+    )  # W, but unknown to the compiler: else addresses stay in registers
 
 
 @gluon.jit
@@ -79,7 +81,18 @@ def store_dq(
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
         _add_row_tiles(
-            dq_desc, params, tile, dq_pipeline, dq_semaphores, row_tiles, rows_b, rows_h, BLOCK_M, BLOCK_N, D, DESCENDING
+            dq_desc,
+            params,
+            tile,
+            dq_pipeline,
+            dq_semaphores,
+            row_tiles,
+            rows_b,
+            rows_h,
+            BLOCK_M,
+            BLOCK_N,
+            D,
+            DESCENDING,
         )
         for part in gl.static_range(4):
             # up to D 128 a warpgroup has 64 of the columns, of dv and then of dk; beyond, one has dv and the other dk

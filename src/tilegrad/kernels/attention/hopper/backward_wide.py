@@ -46,8 +46,8 @@ THREADS_L = gl.constexpr(
 
 
 class Exchange(NamedTuple):
-    """Between the two warpgroups, at the named barriers P and DS. pᵀ of the next tile of rows is stored when dsᵀ of this one has
-    come, thus after pᵀ was read; dsᵀ when its own pᵀ has come, thus after dq of the tile before."""
+    """Between the two warpgroups, at the named barriers P and DS. pᵀ of the next tile of rows is stored when dsᵀ of this one
+    has come, thus after pᵀ was read; dsᵀ when its own pᵀ has come, thus after dq of the tile before."""
 
     p: Any
     ds: Any

@@ -11,8 +11,9 @@ warpgroup skips those that none of its rows attends to:
     acc += p v of the last block       o = acc / row_sum
 
 **Pipelines** (pipeline.py) go from the producer warp (forward_load.py) to the warpgroups: q in stages of one warpgroup's rows,
-k and v in stages of one block of columns, released by every thread of the warpgroups at a named barrier. o leaves through the stage of its own q, which is not
-read any more then; that stage is released when TMA has read it, with two stages in the next work tile.
+k and v in stages of one block of columns, released at a named barrier by every thread of the warpgroups. o leaves through the
+stage of its own q, which is not read any more then; that stage is released when TMA has read it, with two stages in the next
+work tile.
 
 **Turns.** Up to D 128 the warpgroups issue their MMAs in turn, at one named barrier each, so that one's exponentials run beside
 the others' MMAs. A warpgroup that skips a block passes its turn.
@@ -20,9 +21,9 @@ the others' MMAs. A warpgroup that skips a block passes its turn.
 Which work tiles a CTA takes: forward_scheduler.py.
 
 **Edges.** Where the host knows that an edge crosses no block but a warpgroup's first, the loop has no mask and no branch: then
-ptxas keeps the exponentials before the wait for acc. Rows of a tile before row 0 are zeros, or of the sequence before. They are not written: where a tile has such rows, o
-is stored by predicated stores, since TMA can't clip at a sequence's beginning. Columns beyond the end are masked out; those of
-packed sequences, which belong to the next one, are cleared in v.
+ptxas keeps the exponentials before the wait for acc. Rows of a tile before row 0 are zeros, or of the sequence before. They are
+not written: where a tile has such rows, o is stored by predicated stores, since TMA can't clip at a sequence's beginning.
+Columns beyond the end are masked out; those of packed sequences, which belong to the next one, are cleared in v.
 """
 
 from __future__ import annotations
@@ -141,7 +142,7 @@ def _softmax_step(
         scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x
-    if EDGES:
+    if EDGES:  # noqa: SIM102 (known to the compiler)
         if (at < span.unmasked) | (at >= span.unmasked_end):
             x = _mask_out(x, at, span, params, BLOCK_N)
     new_max = gl.maximum(row_max, gl.max(x, 1) * scale_log2)
@@ -267,7 +268,7 @@ def _attend(
                 pipelines.q.empty.index((iteration + 1) % Q_STAGES * WARPGROUPS + W), count=1, pred=iteration > 0
             )
         p, row_max, row_sum, _ = _softmax_step(
-            s, row_max, row_sum, span.last - 1, span, params, BLOCK_N, NEGATIVE, True
+            s, row_max, row_sum, span.last - 1, span, params, BLOCK_N, NEGATIVE, EDGES=True
         )
         p = gl.convert_layout(p.to(dtype), P)
         for j in range(1, span.last - span.first):
