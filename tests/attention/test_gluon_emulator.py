@@ -285,8 +285,10 @@ def exchange(turns: int, *, waits: bool = True, arrivals: int = 1, drained: bool
     """What one partition of four warps hands to a warp at named barrier 5, back at 6; the numbers that the warp saw."""
     seen: list[int] = []
 
-    def give() -> None:
-        slot = stages.index(0)
+    def bar(kind: str, number: int) -> None:
+        gl.inline_asm_elementwise(f"bar.{kind} $1, 160; mov.b32 $0, $1;", "=r,r", [number])
+
+    def give(slot: Any) -> None:
         for n in range(turns):
             if n:
                 bar("sync", 6)
@@ -296,22 +298,17 @@ def exchange(turns: int, *, waits: bool = True, arrivals: int = 1, drained: bool
         if drained:
             bar("sync", 6)
 
-    def take() -> None:
+    def take(slot: Any) -> None:
         for _ in range(turns):
             if waits:
                 bar("sync", 5)
-            seen.append(int(stages.index(0).load(None)))
+            seen.append(int(slot.load(None)))
             bar("arrive", 6)
 
-    def bar(kind: str, number: int) -> None:
-        gl.inline_asm_elementwise(f"bar.{kind} $1, 160; mov.b32 $0, $1;", "=r,r", [number])
-
     def kernel() -> None:
-        nonlocal stages
-        stages = gl.allocate_shared_memory(torch.int32, [1, 1], None)
-        gl.warp_specialize([(give, ()), (take, ())], [1], [24])
+        slot = gl.allocate_shared_memory(torch.int32, [1, 1], None).index(0)
+        gl.warp_specialize([(give, (slot,)), (take, (slot,))], [1], [24])
 
-    stages: Any = None
     for seed in ORDERS:
         launch(kernel, seed=seed)
     return seen
