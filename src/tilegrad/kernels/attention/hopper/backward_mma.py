@@ -162,11 +162,11 @@ def _add_rows(
     named_wait(DS, MMA_THREADS)
     zero_dq = gl.zeros((64, DQ_COLUMNS), gl.float32, layout=DQ_L)
     if BLOCK_M == 64:
-        k_half = k.slice(W * DQ_COLUMNS, DQ_COLUMNS, 1)
-        dq_token = warpgroup_mma(ds_s.permute((1, 0)), k_half, zero_dq, use_acc=False, is_async=True)
+        k_part = k.slice(W * DQ_COLUMNS, DQ_COLUMNS, 1)
+        dq_token = warpgroup_mma(ds_s.permute((1, 0)), k_part, zero_dq, use_acc=False, is_async=True)
     else:
-        ds_half = ds_s.slice(W * 64, 64, 1)
-        dq_token = warpgroup_mma(ds_half.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
+        ds_part = ds_s.slice(W * 64, 64, 1)
+        dq_token = warpgroup_mma(ds_part.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
     dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
     dv = warpgroup_mma_wait(2, deps=(dv_token,))
     named_release(inputs.do, state, DO, INPUT_THREADS)
