@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import json
+import sys
+import types
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from tilegrad.bench import attention, calls, comparison, cost
+import tilegrad
+from tilegrad.bench import attention, calls, comparison, cost, timing
 from tilegrad.bench.attention import bench_attention
 from tilegrad.bench.comparison import Row
 from tilegrad.bench.shapes import PRESETS, Shape
@@ -268,3 +272,50 @@ def test_the_check_takes_right_kernels_and_sees_a_wrong_scale(
     scores_of = tiled.Slab.scores
     monkeypatch.setattr(tiled.Slab, "scores", lambda slab, q, *given, **kept: scores_of(slab, 1.01 * q, *given, **kept))
     assert "lse" in calls.check("tiled", shape, torch.bfloat16, torch.device("cpu"))
+
+
+def test_the_order_of_a_round_changes_from_round_to_round() -> None:
+    ran: list[str] = []
+    thunks: dict[str, timing.Thunk] = {name: functools.partial(ran.append, name) for name in "abc"}
+    ms = timing.interleaved(thunks, 3, torch.device("cpu"))
+    rounds = ["".join(ran[i : i + 3]) for i in range(6, 15, 3)]  # after two to warm up
+    assert rounds == ["abc", "bca", "cab"] and all(len(each) == 3 for each in ms.values())
+
+
+def test_a_wrong_peer_has_no_time_and_is_no_fault_of_ours(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = calls._peer_function
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        attend = right(*args, **kwargs)
+        return lambda q, k, v: attend(q, k, v) * 1.01
+
+    monkeypatch.setattr(calls, "_peer_function", wrong)
+    assert bench_attention(device="cpu", dtype="float32", repeats=2, kernels=["tiled"]) == 0
+    out = capsys.readouterr().out
+    assert "sdpa: WRONG" in out and "geometric mean" not in out
+
+
+@pytest.mark.parametrize(
+    "shape", [Shape(2, 4, 40, 16, causal=True, hkv=2), Shape(0, 2, 0, 16, lengths=(40, 24))], ids=str
+)
+def test_flash_attention_4_is_a_peer_where_it_imports(monkeypatch: pytest.MonkeyPatch, shape: Shape) -> None:
+    assert "fa4" not in calls.peers_on(torch.device("cuda"))
+    asked: list[dict[str, Any]] = []
+
+    def dense(q: Any, k: Any, v: Any, *, causal: bool, **rest: Any) -> Any:
+        asked.append(rest)
+        o = tilegrad.attention(*(x.transpose(1, 2) for x in (q, k, v)), causal=causal, kernel="tiled")
+        return o.transpose(1, 2), None
+
+    def varlen(q: Any, k: Any, v: Any, *, cu_seqlens_q: Any, cu_seqlens_k: Any, causal: bool, **rest: Any) -> Any:
+        asked.append(rest)
+        return tilegrad.attention_varlen(q, k, v, cu_seqlens_q, cu_seqlens_k, 40, 40, causal=causal, kernel="tiled")
+
+    cute = types.SimpleNamespace(flash_attn_func=dense, flash_attn_varlen_func=varlen)
+    monkeypatch.setitem(sys.modules, "flash_attn", types.SimpleNamespace(cute=cute, __spec__=object()))
+    monkeypatch.setitem(sys.modules, "flash_attn.cute", cute)
+    assert "fa4" in calls.peers_on(torch.device("cuda"))
+    assert calls.check("fa4", shape, torch.float32, torch.device("cpu"), own=False, deterministic=True) == ""
+    assert asked[0] == {"window_size": (None, None), "deterministic": True}

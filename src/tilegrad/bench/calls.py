@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -66,9 +68,9 @@ class Inputs:
 
         return forward, backward, out
 
-    def peer(self, name: str) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """The same of SDPA's backends and FlexAttention, through their own autograd call."""
-        attend = _peer_function(name, self.shape, self.q.device)
+    def peer(self, name: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
+        """The same of SDPA's backends, FlexAttention and FlashAttention-4, through their own autograd call."""
+        attend = _peer_function(name, self.shape, self.q.device, deterministic=deterministic)
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
         out: dict[str, Tensor] = {}
         o = attend(*leaves)
@@ -85,9 +87,13 @@ class Inputs:
         return forward, backward, out
 
 
-def _peer_function(name: str, shape: Shape, device: torch.device) -> Callable[..., Tensor]:
-    """Raises one of ERRORS_OF_A_PEER where there is none."""
+def _peer_function(
+    name: str, shape: Shape, device: torch.device, *, deterministic: bool
+) -> Callable[..., Tensor]:  # fmt: skip
+    """Raises one of ERRORS_OF_A_PEER where there is none. `deterministic` is FlashAttention-4's alone."""
     gqa = bool(shape.hkv)
+    if name == "fa4":
+        return _flash_attention_4(shape, device, deterministic=deterministic)
     if shape.lengths:
         raise NotImplementedError("takes no packed sequences here")
     if name == "flex":
@@ -122,8 +128,27 @@ def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     torch._dynamo.reset()  # each shape is compiled anew, and there is a limit on how often
     torch._functorch.config.donated_buffer = False  # the backward runs more than once
     block_mask = None if shape.band == (None, None) else block_mask_of(shape, device)
-    compiled = torch.compile(flex_attention, dynamic=False)
+    compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
     return lambda q, k, v: compiled(q, k, v, block_mask=block_mask, enable_gqa=bool(shape.hkv))
+
+
+def _flash_attention_4(shape: Shape, device: torch.device, *, deterministic: bool) -> Callable[..., Tensor]:
+    """FlashAttention-4 (package flash-attn-4), which takes (B, T, H, D), its rows aligned at the bottom right as ours are."""
+    cute = importlib.import_module("flash_attn.cute")
+    band = {"causal": shape.causal, "window_size": (None, None) if shape.window is None else shape.band}
+    options = band | {"deterministic": deterministic}
+    mask = shape.mask(device)
+
+    def attend(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if shape.lengths:
+            ends = {"cu_seqlens_q": mask.cu_seqlens_q, "cu_seqlens_k": mask.cu_seqlens_k}
+            found = cute.flash_attn_varlen_func(q, k, v, **ends, **options)
+        else:
+            found = cute.flash_attn_func(*(x.transpose(1, 2) for x in (q, k, v)), **options)
+        o: Tensor = found[0] if isinstance(found, tuple) else found
+        return o if shape.lengths else o.transpose(1, 2)
+
+    return attend
 
 
 def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
@@ -156,7 +181,19 @@ def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
 
 
 def peers_on(device: torch.device) -> tuple[str, ...]:
-    return ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex") if device.type == "cuda" else ("sdpa",)
+    if device.type != "cuda":
+        return ("sdpa",)
+    return ("sdpa-flash", "sdpa-cudnn", "sdpa-efficient", "flex", *(("fa4",) if _has_flash_attention_4() else ()))
+
+
+def _has_flash_attention_4() -> bool:
+    if importlib.util.find_spec("flash_attn") is None:
+        return False
+    try:
+        importlib.import_module("flash_attn.cute")
+    except ImportError:  # FlashAttention-2, or its compiler is missing
+        return False
+    return True
 
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
@@ -173,8 +210,10 @@ def refusal(kernel: str, inputs: Inputs) -> str | None:
     return next(row for row in ATTENTION.rows if row.name == kernel).refuses(problem)
 
 
-def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, deterministic: bool = False) -> str:
-    """'' if the closeness rule holds at this shape, else its complaints.
+def check(
+    name: str, shape: Shape, dtype: torch.dtype, device: torch.device, *, own: bool = True, deterministic: bool = False
+) -> str:
+    """'' if the closeness rule holds at this shape for a kernel of ours or a peer, else its complaints.
 
     One kv head is looked at, of the last sequence or the longest packed one, with the query heads that share it. Where their
     float64 matrices would be large, only the last rows are: do is 0 in the others, so dk and dv are sums over these rows.
@@ -192,21 +231,24 @@ def check(kernel: str, shape: Shape, dtype: torch.dtype, device: torch.device, *
     tq, tk = of(inputs.q, 1).shape[2], of(inputs.k, 1).shape[2]
     rows = min(tq, max(1, CHECKED_SCORES[device.type] // (group * tk)))
     of(inputs.do, group)[:, :, : tq - rows] = 0.0
-    forward, backward, out = inputs.ours(kernel, deterministic=deterministic)
-    for x in out.values():
-        x.fill_(float("nan"))
+    forward, backward, out = (inputs.ours if own else inputs.peer)(name, deterministic=deterministic)
+    if own:
+        for x in out.values():
+            x.fill_(float("nan"))
     forward()
     backward()
 
-    lse = out.pop("lse")
+    lse = out.pop("lse", None)
     got = {name: of(x, 1 if name in ("dk", "dv") else group) for name, x in out.items()}
     got = {name: x if name in ("dk", "dv") else x[:, :, -rows:] for name, x in got.items()}
-    got["lse"] = (lse[None, :, start : start + longest] if longest else lse[-1:])[:, -group:, -rows:]
+    if lse is not None:
+        got["lse"] = (lse[None, :, start : start + longest] if longest else lse[-1:])[:, -group:, -rows:]
     q, do = (of(x, group)[:, :, -rows:] for x in (inputs.q, inputs.do))
     k, v = of(inputs.k, 1), of(inputs.v, 1)
     mask = Mask(inputs.mask.causal, inputs.mask.window)
     o64, lse64 = reference.forward(q.double(), k.double(), v.double(), mask)
     g = reference.backward(q.double(), k.double(), v.double(), do.double(), None, mask)
     exact = {"o": o64, "lse": lse64, "dq": g.dq, "dk": g.dk, "dv": g.dv}
-    exp_error = cpu.exp_error(dtype) if kernel == "native" else 0.0
-    return "; ".join(complaints(got, exact, bounds(q, k, v, do, None, mask, exact, exp_error)))
+    exp_error = cpu.exp_error(dtype) if name == "native" else 0.0
+    bound = bounds(q, k, v, do, None, mask, exact, exp_error)
+    return "; ".join(complaints(got, {what: exact[what] for what in got}, bound))

@@ -1,11 +1,13 @@
-"""Times of calls, interleaved: in a round each runs once, so that a change of the machine's speed falls on all. And the
-sustained time of a step, run back to back."""
+"""Times of calls, interleaved: in a round each runs once, so that a change of the machine's speed falls on all, and another one
+is first each time. And the sustained time of a step, run back to back."""
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import torch
@@ -23,8 +25,11 @@ def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) ->
     """
     ahead = torch.empty(AHEAD_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     ms: dict[str, list[float]] = {name: [] for name in thunks}
+    names = list(thunks)
     for round_ in range(-2, repeats):
-        for name, run in thunks.items():
+        first = round_ % len(names) if names else 0
+        for name in names[first:] + names[:first]:
+            run = thunks[name]
             if device.type == "cuda":
                 start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
                 ahead.zero_()
@@ -40,6 +45,23 @@ def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) ->
             if round_ >= 0:
                 ms[name].append(took)
     return ms
+
+
+@contextmanager
+def freed_memory_kept() -> Iterator[None]:
+    """glibc keeps what is freed inside: calls that allocate, as the peers' do, then find pages that are there, as ours do."""
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        yield
+        return
+    trim_threshold, top_pad, mmap_max = -1, -2, -4
+    for option, value in ((mmap_max, 0), (trim_threshold, 2**31 - 1), (top_pad, 1 << 26)):
+        mallopt(option, value)
+    try:
+        yield
+    finally:
+        for option, value in ((mmap_max, 1 << 16), (trim_threshold, 1 << 17), (top_pad, 1 << 17)):
+            mallopt(option, value)
 
 
 class Sustained(NamedTuple):
