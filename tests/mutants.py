@@ -1,24 +1,37 @@
 """Mutants: the code with one small change each, and whether its tests see it.      ./tg mutants [--sample N] [--seed N] [--all]
 
 A mutant swaps one operator or moves one number: Python (Triton's kernels too) at the nodes of its syntax tree, C++ by text.
-It runs in a copy of the tree, against the tests of its folder in TESTS; one that they pass has survived.
+
+    1  the tests of the files concerned run once in a copy of the tree: which pass, how long each takes, what it calls
+    2  each mutant runs in a copy against the tests that call its function, the quickest first, until one fails; where none
+       does, against those that call its file, then against those of its folder in TESTS
+    3  one that they all pass has survived; one that C++'s compiler refuses is no mutant
+
+A worker is a process that has torch and pytest loaded; a run of tests is a fork of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import ast
+import compileall
+import itertools
+import json
 import os
+import queue
 import random
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
+import threading
 import time
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/tilegrad"
@@ -28,13 +41,19 @@ TESTS = {  # the longest beginning of a path decides
     "kernels/attention/triton/": (f"{ATTENTION}triton.py", f"{ATTENTION}triton_compile.py"),
     "kernels/attention/hopper/": tuple(f"{ATTENTION}hopper{name}.py" for name in ("_fwd", "_bwd", "")),
     "kernels/attention/cpu.py": (f"{ATTENTION}native.py",),
-    "kernels/cpu/": (f"{ATTENTION}native.py", "tests/ops"),
+    "kernels/cpu/": (f"{ATTENTION}native.py", "tests/ops/test_ops_norm.py", "tests/ops/test_ops_activation.py"),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),
     "memory/managed/": ("tests/memory", "tests/bench/test_bench_memory.py"),
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "train/": ("tests/train", "tests/model/test_dropout.py"),
     "gradcheck.py": ("tests/package/test_cli.py", "-k", "gradcheck"),
+}
+NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which decide about speed alone
+CALLERS = {
+    "csrc/attention/": ("attention/cpu.py",),
+    "csrc/rows/": ("cpu/rows.py",),
+    "csrc/": ("attention/cpu.py", "cpu/rows.py"),
 }
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),
@@ -62,7 +81,8 @@ class Mutant(NamedTuple):
 
 
 def of_python(path: str, source: str) -> list[Mutant]:
-    """One for each operator, comparison and number; none in annotations, messages and default arguments."""
+    """One for each operator, comparison and number (n + 1 of a whole one, 2 x of another); none in annotations, messages and
+    default arguments."""
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -100,9 +120,14 @@ def of_python(path: str, source: str) -> list[Mutant]:
         elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
             put(start(node), start(node.operand), "", node.lineno)
         elif isinstance(node, ast.Constant) and isinstance(node.value, (int, float)):
-            text = str(not node.value) if isinstance(node.value, bool) else repr(node.value + 1)
-            put(start(node), end(node), text, node.lineno)
+            put(start(node), end(node), _moved(node.value), node.lineno)
     return found
+
+
+def _moved(number: float) -> str:
+    if isinstance(number, bool):
+        return str(not number)
+    return repr(number + 1 if isinstance(number, int) or not number else 2 * number)
 
 
 def _mutable(node: ast.AST) -> Iterator[ast.AST]:
@@ -140,58 +165,312 @@ def all_mutants(root: Path = ROOT) -> list[Mutant]:
     found: list[Mutant] = []
     for file in sorted((root / PACKAGE).rglob("*")):
         path = file.relative_to(root).as_posix()
-        if file.suffix in (".py", ".cpp", ".h", ".hpp") and suite_of(path):
+        if file.suffix in (".py", ".cpp", ".h") and suite_of(path) and not path.endswith(NO_RESULT):
             found += (of_python if file.suffix == ".py" else of_cpp)(path, file.read_text())
     return found
 
 
-def passes(tree: Path, tests: tuple[str, ...], seconds: float) -> bool:
-    """A test that hangs has not passed."""
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", *tests]
-    environment = os.environ | {"PYTHONPATH": str(tree / "src")}
+class Test(NamedTuple):
+    name: str
+    interpreted: bool
+    seconds: float
+    called: frozenset[str]
+
+
+class Verdict(NamedTuple):
+    mutant: Mutant
+    verdict: str  # killed, survived, refused (by the compiler)
+    by: str
+    tests: int
+    cut: bool
+    seconds: float
+
+
+class Tree:
+    """A copy of the checkout, and the process whose forks run its tests."""
+
+    def __init__(self, folder: Path) -> None:
+        self.root, self.scratch = folder / "tree", folder / "scratch"
+        self.scratch.mkdir(parents=True)
+        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
+        shutil.copytree(ROOT, self.root, ignore=ignored)
+        compileall.compile_dir(str(self.root / "src"), quiet=2)
+        environment = os.environ | {"PYTHONPATH": f"{self.root}/src:{self.root}/tests", "PYTHONDONTWRITEBYTECODE": "1"}
+        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        self.server = subprocess.Popen(
+            [sys.executable, str(self.root / "tests/mutants.py"), "--serve"],
+            cwd=self.root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
+        )  # fmt: skip
+
+    def pytest(self, arguments: Sequence[str], seconds: float, **environment: str) -> tuple[int, str]:
+        """(exit code or 124 after so many seconds, what pytest wrote)"""
+        log = self.scratch / "log"
+        order = {"arguments": list(arguments), "seconds": seconds, "environment": environment, "log": str(log)}
+        assert self.server.stdin is not None and self.server.stdout is not None
+        self.server.stdin.write(json.dumps(order) + "\n")
+        self.server.stdin.flush()
+        return int(self.server.stdout.readline()), log.read_text(errors="replace")
+
+    def close(self) -> None:
+        self.server.kill()
+        self.server.wait()
+
+
+def serve() -> None:
+    """Runs pytest in a fork for each line of JSON on stdin; writes its exit code."""
+    import numpy  # noqa: F401
+    import pytest
+    import torch  # noqa: F401
+
+    out = os.dup(1)
+    for line in sys.stdin:
+        order: dict[str, Any] = json.loads(line)
+        child = os.fork()
+        if not child:
+            os.setsid()
+            log = os.open(order["log"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
+            os.dup2(log, 1)
+            os.dup2(log, 2)
+            os.environ.update(order["environment"])
+            code = int(pytest.main([*order["arguments"]]))
+            sys.stdout.flush()
+            os._exit(code)
+        os.write(out, f"{_wait(child, order['seconds'])}\n".encode())
+
+
+def _wait(child: int, seconds: float) -> int:
+    ends = time.monotonic() + seconds
+    while time.monotonic() < ends:
+        done, status = os.waitpid(child, os.WNOHANG)
+        if done:
+            return os.waitstatus_to_exitcode(status)
+        time.sleep(0.02)
+    os.killpg(child, signal.SIGKILL)
+    os.waitpid(child, 0)
+    return 124
+
+
+QUIET = (
+    "-q",
+    "-x",
+    "-p",
+    "no:cacheprovider",
+    "-p",
+    "no:xdist",
+    "-p",
+    "support.called",
+    "--tb=line",
+    "-W",
+    "ignore::pytest.PytestAssertRewriteWarning",
+)
+NUMPYS = ("-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning")  # in the interpreter
+INTERPRETED = {"TRITON_INTERPRET": "1"}
+TIMED = ("test_a_pair_costs", "test_the_report", "faster", "overhead")  # a busy machine fails these
+
+
+def files_of(suites: Iterable[tuple[str, ...]]) -> list[str]:
+    named = [ROOT / name for suite in suites for name in suite if name.startswith("tests")]
+    files = {file for name in named for file in (name.rglob("test_*.py") if name.is_dir() else [name])}
+    return sorted(file.relative_to(ROOT).as_posix() for file in files)
+
+
+def watch(tree: Tree, file: str, *, interpreted: bool) -> tuple[list[Test], list[str]]:
+    """The tests of a file that pass, and the names of those that do not."""
+    called = tree.scratch / "called.json"
+    called.unlink(missing_ok=True)
+    quiet = [argument for argument in QUIET if argument != "-x"]
+    more = [*NUMPYS, "-k", "interpreted"] if interpreted else []
+    code, log = tree.pytest([*quiet, *more, file], 3600, CALLED=str(called), **(INTERPRETED if interpreted else {}))
+    if code not in (0, 1, 5):
+        raise RuntimeError(f"{file}: pytest's exit code {code}\n{log[-2000:]}")
+    found: dict[str, tuple[bool, float, list[str]]] = json.loads(called.read_text())
+    kept = {name: it for name, it in found.items() if not any(part in name for part in (*TIMED, "in_the_interpreter"))}
+    passed = [Test(name, interpreted, s, frozenset(called)) for name, (ok, s, called) in kept.items() if ok]
+    return passed, [name for name, (ok, _, _) in kept.items() if not ok]
+
+
+def function_of(mutant: Mutant) -> str | None:
+    """path:line of the innermost function around a mutant, as its code names it; None at a module's or class's level."""
+    if not mutant.path.endswith(".py"):
+        return None
+    best: tuple[int, int] | None = None
+    for node in ast.walk(ast.parse((ROOT / mutant.path).read_text())):
+        if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
+            decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
+            first = min([node.lineno, *(one.lineno for one in decorators)])
+            inside = first <= mutant.line <= (node.end_lineno or 0)
+            if inside and (best is None or (node.end_lineno or 0) - first <= best[1]):
+                best = (first, (node.end_lineno or 0) - first)
+    return None if best is None else f"{mutant.path}:{best[0]}"
+
+
+def tests_of(mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> tuple[list[Test], bool]:
+    """Those to run, the quickest first, and whether the time cut some off. C++ is called through the files in CALLERS."""
+    function = function_of(mutant)
+    fit = [test for test in tests if function in test.called]
+    if not fit:
+        callers = next((files for part, files in CALLERS.items() if part in mutant.path), (mutant.path,))
+        fit = [test for test in tests if any(name.split(":")[0].endswith(callers) for name in test.called)]
+    if not fit:
+        files = set(files_of([suite_of(mutant.path) or ()]))
+        fit = [test for test in tests if test.name.split("::")[0] in files]
+    fit.sort(key=lambda test: test.seconds)
+    sums = list(itertools.accumulate(test.seconds for test in fit))
+    taken = [test for test, total in zip(fit, sums, strict=True) if total <= most_seconds]
+    return taken, len(taken) < len(fit)
+
+
+def judge(tree: Tree, mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> Verdict:
+    """The tests of a mutant, in its tree; the tree is afterwards as it was."""
+    began = time.monotonic()
+    taken, cut = tests_of(mutant, tests, most_seconds)
+    file = tree.root / mutant.path
+    library = next(tree.root.glob("src/tilegrad/kernels/cpu/native_*.so"), None)
+    kept, when = file.read_bytes(), file.stat().st_mtime_ns
+    cpp = not mutant.path.endswith(".py")
+    kept_library = library.read_bytes() if library and cpp else None
+
+    def verdict(which: str, by: str) -> Verdict:
+        return Verdict(mutant, which, by, len(taken), cut, time.monotonic() - began)
+
     try:
-        done = subprocess.run(command, cwd=tree, env=environment, capture_output=True, timeout=seconds, check=False)
-    except subprocess.TimeoutExpired:
-        return False
-    if done.returncode not in (0, 1, 2, 3, 4):
-        raise RuntimeError(f"pytest {' '.join(tests)}: exit {done.returncode}\n{done.stdout.decode()[-2000:]}")
-    return done.returncode == 0
+        file.write_text(mutant.source)
+        if cpp:
+            build = [sys.executable, "-c", "from tilegrad.kernels.cpu import build; build.build()"]
+            source = os.environ | {"PYTHONPATH": str(tree.root / "src")}
+            if subprocess.run(build, env=source, capture_output=True, check=False).returncode:
+                return verdict("refused", "the compiler")
+        for interpreted in (False, True):
+            mine = [test for test in taken if test.interpreted is interpreted]
+            if mine:
+                picked = tree.scratch / "picked"
+                picked.write_text("\n".join(test.name for test in mine))
+                files = sorted({test.name.split("::")[0] for test in mine})
+                seconds = 30 + 4 * sum(test.seconds for test in mine)
+                more = NUMPYS if interpreted else ()
+                environment = INTERPRETED if interpreted else {}
+                code, log = tree.pytest([*QUIET, *more, *files], seconds, PICKED=str(picked), **environment)
+                if code == 124:
+                    return verdict("killed", "the clock")
+                if code != 0:
+                    lines = [line for line in log.splitlines() if line.startswith(("FAILED", "ERROR"))]
+                    return verdict("killed", lines[0][:200] if lines else f"exit {code}: {log[-200:]}")
+        return verdict("survived", "")
+    finally:
+        file.write_bytes(kept)
+        os.utime(file, ns=(when, when))
+        if library and kept_library is not None:
+            library.write_bytes(kept_library)
 
 
 def main(arguments: list[str]) -> int:
     parser = argparse.ArgumentParser(prog="./tg mutants", description=__doc__.splitlines()[0] if __doc__ else None)
-    parser.add_argument("--sample", type=int, default=12, help="how many, drawn at random (12)")
+    parser.add_argument("--sample", type=int, default=40, help="how many, drawn at random (40)")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--all", action="store_true", help="every one: days")
-    parser.add_argument("--only", default="", help="of paths that contain this")
+    parser.add_argument("--all", action="store_true", help="every one: a day on two cores")
+    parser.add_argument("--only", action="append", default=[], help="of paths that contain this; may be repeated")
+    parser.add_argument("--skip", action="append", default=[], help="none of paths that contain this; may be repeated")
+    parser.add_argument("--workers", type=int, default=2, help="processes (2)")
+    parser.add_argument("--minutes", type=float, default=1e6, help="start none after so many")
+    parser.add_argument(
+        "--seconds", type=float, default=60, help="of tests for each at most, as they take unchanged (60)"
+    )
+    parser.add_argument(
+        "--no-interpreter", action="store_true", help="where Triton's does not work: numpy 2.3 and later"
+    )
+    parser.add_argument("--tests", type=Path, help="a file to keep what step 1 found; read where it is there")
+    parser.add_argument("--verdicts", type=Path, help="a file for verdicts as JSON lines")
     given = parser.parse_args(arguments)
-    mutants = [m for m in all_mutants() if given.only in m.path]
+    ends = time.monotonic() + 60 * given.minutes
+    mutants = [m for m in all_mutants() if not given.only or any(part in m.path for part in given.only)]
+    mutants = [m for m in mutants if not any(part in m.path for part in given.skip)]
     drawn = mutants if given.all else random.Random(given.seed).sample(mutants, min(given.sample, len(mutants)))
     print(f"{len(drawn)} of {len(mutants)} mutants, seed {given.seed}", flush=True)
-    survivors, seconds = [], {}
+    verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory() as folder:
-        tree = Path(folder) / "tree"
-        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
-        shutil.copytree(ROOT, tree, ignore=ignored)
-        for mutant in drawn:
-            tests = suite_of(mutant.path)
-            assert tests is not None
-            if tests not in seconds:
-                began = time.perf_counter()
-                if not passes(tree, tests, 3600):
-                    raise RuntimeError(f"{' '.join(tests)}: red before any change")
-                seconds[tests] = time.perf_counter() - began
-            file = tree / mutant.path
-            kept = file.read_text()
-            file.write_text(mutant.source)
-            survived = passes(tree, tests, 60 + 5 * seconds[tests])
-            file.write_text(kept)
-            survivors += [mutant] if survived else []
-            print(f"{'SURVIVED' if survived else 'killed  '}  {mutant.path}:{mutant.line}  {mutant.change}", flush=True)
-    killed = len(drawn) - len(survivors)
-    print(f"{killed} of {len(drawn)} killed ({killed / max(1, len(drawn)):.0%})")
-    return 1 if survivors else 0
+        trees = [Tree(Path(folder) / str(n)) for n in range(given.workers)]
+        try:
+            tests = _watch_all(trees, {suite_of(m.path) or () for m in drawn}, given.tests, not given.no_interpreter)
+            for mutant, verdict in _each(trees, drawn, lambda t, m: judge(t, m, tests, given.seconds), ends):
+                verdicts.append(verdict)
+                _print(verdict, given.verdicts)
+                del mutant
+        finally:
+            for tree in trees:
+                tree.close()
+    counts = Counter(verdict.verdict for verdict in verdicts)
+    judged = counts["killed"] + counts["survived"]
+    share = counts["killed"] / max(1, judged)
+    spread = (share * (1 - share) / max(1, judged)) ** 0.5
+    print(
+        f"{counts['killed']} of {judged} killed: {share:.1%} ± {2 * spread:.1%} (two standard deviations of the sample)"
+    )
+    return 1 if counts["survived"] else 0
+
+
+def _print(verdict: Verdict, to: Path | None) -> None:
+    mutant = verdict.mutant
+    word = "SURVIVED" if verdict.verdict == "survived" else f"{verdict.verdict:8}"
+    seen = f"{verdict.tests} tests{', more by time' if verdict.cut else ''}, {verdict.seconds:.0f} s"
+    print(f"{word}  {mutant.path}:{mutant.line}  {mutant.change}  ({seen})", flush=True)
+    if to:
+        row = mutant._asdict() | verdict._asdict()
+        del row["source"], row["mutant"]
+        with to.open("a") as lines:
+            lines.write(json.dumps(row) + "\n")
+
+
+def _watch_all(
+    trees: Sequence[Tree], suites: Iterable[tuple[str, ...]], kept: Path | None, interpreter: bool
+) -> list[Test]:
+    if kept and kept.exists():
+        rows = json.loads(kept.read_text())
+        return [Test(name, interpreted, seconds, frozenset(called)) for name, interpreted, seconds, called in rows]
+    files = files_of(suites)
+    wanted = [(file, False) for file in files]
+    if interpreter:
+        wanted += [(file, True) for file in files if "in_the_interpreter" in (ROOT / file).read_text()]
+    wanted.sort(key=lambda one: -(ROOT / one[0]).stat().st_size)
+    began, tests, red = time.monotonic(), [], []
+    for _, (passed, failed) in _each(trees, wanted, lambda t, w: watch(t, w[0], interpreted=w[1]), float("inf")):
+        tests += passed
+        red += failed
+    print(
+        f"{len(tests)} tests pass unchanged, {time.monotonic() - began:.0f} s; left out: {len(red)} others", flush=True
+    )
+    if kept:
+        kept.write_text(
+            json.dumps([(test.name, test.interpreted, test.seconds, sorted(test.called)) for test in tests])
+        )
+    return tests
+
+
+def _each(trees: Sequence[Tree], items: Iterable[Any], act: Any, ends: float) -> Iterator[tuple[Any, Any]]:
+    """act(tree, item) of each item on the first tree that is idle; none is begun after `ends`."""
+    left, done = list(reversed(list(items))), queue.Queue[Any]()
+
+    def work(tree: Tree) -> None:
+        try:
+            while left and time.monotonic() < ends:
+                item = left.pop()
+                done.put((item, act(tree, item)))
+            done.put(None)
+        except BaseException as error:
+            done.put(error)
+            raise
+
+    for tree in trees:
+        threading.Thread(target=work, args=(tree,), daemon=True).start()
+    working = len(trees)
+    while working:
+        result = done.get()
+        if isinstance(result, BaseException):
+            raise result
+        if result is None:
+            working -= 1
+        else:
+            yield result
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    sys.exit(serve() if sys.argv[1:] == ["--serve"] else main(sys.argv[1:]))

@@ -1,0 +1,65 @@
+"""A plugin of pytest for the mutants: which functions of the package each test calls, or some tests alone in a given order.
+
+CALLED=file   writes {test: [passed, seconds, [path:line of each function called]]}
+PICKED=file   runs the tests that the file names, one in a line, in its order
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+from types import CodeType, FrameType
+from typing import Any
+
+import pytest
+
+ROOT = f"{Path(__file__).resolve().parents[2]}/"
+_found: dict[str, tuple[bool, float, list[str]]] = {}
+_passed: dict[str, bool] = {}
+_codes: dict[int, CodeType] = {}
+
+
+def _note(frame: FrameType, _event: str, _argument: Any) -> None:
+    code = frame.f_code
+    _codes[id(code)] = code
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if "PICKED" in os.environ:
+        place = {name: n for n, name in enumerate(Path(os.environ["PICKED"]).read_text().splitlines())}
+        items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object]:
+    if "CALLED" not in os.environ:
+        return (yield)
+    _codes.clear()
+    began = time.perf_counter()
+    threading.settrace(_note)
+    sys.settrace(_note)
+    try:
+        return (yield)
+    finally:
+        sys.settrace(None)
+        threading.settrace(None)  # type: ignore[arg-type]
+        seconds = time.perf_counter() - began
+        called = {f"{code.co_filename.removeprefix(ROOT)}:{code.co_firstlineno}" for code in _codes.values()}
+        ours = sorted(name for name in called if name.startswith("src/"))
+        _found[item.nodeid] = (_passed.pop(item.nodeid, False), seconds, ours)
+
+
+def pytest_runtest_logreport(report: pytest.TestReport) -> None:
+    if report.when == "call" or report.outcome != "passed":
+        _passed[report.nodeid] = report.outcome == "passed"
+
+
+def pytest_sessionfinish() -> None:
+    if "CALLED" in os.environ:
+        Path(os.environ["CALLED"]).write_text(json.dumps(_found))
