@@ -208,8 +208,33 @@ def test_a_holder_of_the_exchanged_storage_does_not_pass_for_the_tensor(manager,
     alias = t.detach()
     t.data = torch.zeros(shape)
     manager.deallocate(t)
-    assert manager.get_stats()["quarantined"] == 1
     assert manager.allocate(Q, shape).data_ptr() != alias.data_ptr()
+    assert manager.get_stats()["quarantined"] == 1
+
+
+def test_debug_does_not_poison_what_was_exchanged_for_the_buffer():
+    manager = AttentionBufferManager(debug=True)
+    t = manager.allocate(Q, (64,))
+    alias, other = t.detach(), torch.ones(64)
+    t.data = other
+    manager.deallocate(t)
+    assert torch.equal(other, torch.ones(64))
+    assert manager.get_stats()["quarantined"] == 1
+    del alias
+
+
+@pytest.mark.parametrize("change", [lambda t: t.resize_(3), lambda t: t.resize_(3, 2), lambda t: t.t_()])
+def test_the_layout_that_a_stale_handle_changed_is_undone(manager, change):
+    for held in (True, False):
+        t = manager.allocate(Q, (2, 3))
+        manager.deallocate(t)
+        change(t)
+        if not held:
+            del t
+        again = manager.allocate(Q, (2, 3))
+        assert again.shape == (2, 3) and again.is_contiguous() and again.untyped_storage().nbytes() >= 24
+        again.fill_(1)
+        manager.deallocate(again)
 
 
 def test_dropped_tensors_are_not_leaked(manager, shape):

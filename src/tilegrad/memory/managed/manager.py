@@ -46,6 +46,8 @@ _MAX_EVENTS = 1 << 16
 _SQUARE = (BufferType.SCORES, BufferType.WEIGHTS)
 _ATTENTION = (BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT, *_SQUARE)
 
+_OURS = 3  # references to a cached tensor where `allocate` counts them: the slot, a name, the argument
+
 _mode_stack_depth = torch._C._len_torch_function_stack
 
 
@@ -132,7 +134,8 @@ class AttentionBufferManager:
         zero_init: bool | None = None,
     ) -> Tensor:
         """A contiguous buffer; uninitialised unless `zero_init`, by default what the type's config says."""
-        began = self._now() if self._tracked else 0
+        profile = self._profile
+        began = 0 if profile is None else profile.now()
         if device is None:
             device = self._device
             if device is None:
@@ -155,10 +158,31 @@ class AttentionBufferManager:
                 pool.hits += 1
             else:
                 slot, hit = self._find(free_list)
-            if self._tracked:
-                slot = self._track(slot, began, hit=hit)
-            tensor, slot.tensor = slot.tensor, None
+            tensor = slot.tensor
             assert tensor is not None
+            tracked = self._tracked
+            if hit and (
+                tensor.shape != free_list.shape
+                or not tensor.is_contiguous()
+                or tensor.data_ptr() != slot.ptr
+                or tracked
+                and (
+                    use_count(tensor) != 1
+                    or storage_use_count(slot.cdata) != slot.alone
+                    or references(tensor.untyped_storage()) != slot.storage_refs
+                    or references(tensor) > _OURS
+                    or self._debug
+                )
+            ):
+                del tensor
+                slot, hit = self._look_again(slot)
+                tensor = slot.tensor
+                assert tensor is not None
+            if tracked:
+                slot.scope = scope = self._scope.get()
+                if scope or profile is not None:
+                    self._note_taken(slot, began, hit=hit)
+            slot.tensor = None
             cache.in_use += slot.nbytes
             if slot.slack:
                 cache.slack += slot.slack
@@ -173,7 +197,8 @@ class AttentionBufferManager:
 
     def deallocate(self, tensor: Tensor, type: BufferType | None = None) -> None:
         """Takes the buffer back. The tensor is dead from here on, even if a variable still names it."""
-        began = self._now() if self._tracked else 0
+        profile = self._profile
+        began = 0 if profile is None else profile.now()
         cache = self._cache
         lock = self._lock
         lock.acquire()
@@ -185,7 +210,8 @@ class AttentionBufferManager:
                 slot = cache.slots[id(tensor)]
             except KeyError:
                 raise self._not_in_use(tensor) from None
-            if slot.tensor is not None or slot.handle is None or slot.handle() is not tensor:
+            handle = slot.handle
+            if handle is None or handle() is not tensor or slot.tensor is not None:
                 if slot.is_dying(tensor):
                     return
                 raise self._not_in_use(tensor)
@@ -201,22 +227,22 @@ class AttentionBufferManager:
             if slot.slack:
                 cache.slack -= slot.slack
             self._events.append(free_list.gave)
-            if self._tracked:
+            if slot.scope or profile is not None:
                 self._note_given(slot, began)
             if (
                 use_count(tensor) != 1
                 or storage_use_count(slot.cdata) != slot.alone
-                or tensor.data_ptr() != slot.ptr
                 or references(tensor.untyped_storage()) != slot.storage_refs
             ):
                 cache.quarantine(slot)
                 return
-            if tensor.shape != free_list.shape or not tensor.is_contiguous():
-                slot.restore_layout(tensor)
             slot.tensor = tensor
             if pool.on_cuda:
                 slot.mark_freed()
             if self._debug:
+                if slot.moved():
+                    cache.quarantine(slot)
+                    return
                 slot.poison_bytes()
             free_list.slots.append(slot)
             free = pool.free
@@ -339,9 +365,6 @@ class AttentionBufferManager:
             self._busy = False
             self._take_deferred()
 
-    def _now(self) -> int:
-        return 0 if self._profile is None else self._profile.now()
-
     def _find(self, free_list: FreeList) -> tuple[Slot, bool]:
         self._busy = True
         try:
@@ -358,29 +381,31 @@ class AttentionBufferManager:
     def _reap(self) -> None:
         for slot in self._cache.reap():
             self._events.append(slot.free_list.gave)
-            if self._tracked:
-                self._note_given(slot, None)
+            self._note_given(slot, None)
 
-    def _track(self, slot: Slot, began_ns: int, *, hit: bool) -> Slot:
-        """Notes a slot that is handed out, after looking at it again if it was cached.
+    def _look_again(self, slot: Slot) -> tuple[Slot, bool]:
+        """The slot to hand out instead of a cached one that is suspect, and whether it is a cached one.
 
-        If someone took hold of its bytes since it was freed, it is quarantined and another made. If a variable still
-        names its tensor, a new one over the same bytes is handed out, so that freeing the old one again is caught."""
+        If its bytes moved (a resize_ that grew), or someone took hold of them since it was freed, it is quarantined and
+        another made. If a variable still names its tensor, a new one over the same bytes is handed out, so that freeing
+        the old one again is caught. Another shape or stride (resize_, t_) is undone."""
         cache = self._cache
-        if hit:
-            if self._debug:
-                cache.check_poison(slot)
-            if slot.held_elsewhere():
-                cache.quarantine(slot)
-                slot.pool.hits -= 1
-                slot.pool.misses += 1
-                self._exclusive(cache.make_room, slot.free_list.nbytes)
-                slot, hit = self._exclusive(cache.make, slot.free_list), False
-            elif slot.named_elsewhere():
-                del cache.slots[slot.ident]
-                slot.renew()
-                cache.adopt(slot)
-        slot.scope = self._scope.get()
+        if self._debug:
+            cache.check_poison(slot)
+        if slot.moved() or self._tracked and slot.held_elsewhere():
+            cache.quarantine(slot)
+            slot.pool.hits -= 1
+            slot.pool.misses += 1
+            self._exclusive(cache.make_room, slot.free_list.nbytes)
+            return self._exclusive(cache.make, slot.free_list), False
+        if self._tracked and slot.named_elsewhere():
+            del cache.slots[slot.ident]
+            slot.renew()
+            cache.adopt(slot)
+        slot.restore_layout()
+        return slot, True
+
+    def _note_taken(self, slot: Slot, began_ns: int, *, hit: bool) -> None:
         if slot.scope:
             self._scopes.setdefault(slot.scope, ScopeStats()).take(slot.free_list.nbytes, hit=hit)
         if self._profile is not None:
@@ -388,7 +413,6 @@ class AttentionBufferManager:
             label = f"{key.type.name} {key.shape} {str(key.dtype).removeprefix('torch.')}"
             life = Life(key.type, label, slot.scope, slot.block.strategy, slot.free_list.nbytes, began_ns, None)
             self._profile.begin(slot, life, began_ns=began_ns)
-        return slot
 
     def _not_in_use(self, tensor: object) -> BufferStateError:
         if not isinstance(tensor, Tensor):

@@ -162,20 +162,26 @@ class Slot:
         return self.handle is not None and self.handle() is None and tensor.untyped_storage()._cdata == self.cdata
 
     def held_elsewhere(self) -> bool:
-        """Whether anything but variables holds the cached bytes; `deallocate` spells the same out for speed."""
+        """Whether anything but variables holds the cached bytes; `allocate` and `deallocate` spell the same out for speed."""
         tensor = self.tensor
         assert tensor is not None
         return (
             use_count(tensor) != 1
             or storage_use_count(self.cdata) != self.alone
-            or tensor.data_ptr() != self.ptr
             or references(tensor.untyped_storage()) != self.storage_refs
         )
 
-    def restore_layout(self, tensor: Tensor) -> None:
+    def moved(self) -> bool:
+        """Whether the cached tensor is over other bytes than it was given; a view of its own bytes further on counts too."""
+        assert self.tensor is not None
+        return self.tensor.data_ptr() != self.ptr
+
+    def restore_layout(self) -> None:
         """Undoes a resize_ or t_ of the caller."""
-        shape = self.free_list.key.shape
-        tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
+        tensor, shape = self.tensor, self.free_list.shape
+        assert tensor is not None
+        if tensor.shape != shape or not tensor.is_contiguous():
+            tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
 
     def retarget(self, free_list: FreeList) -> bool:
         """Makes the cached tensor one of another shape or dtype over the same bytes; True if that took a new object."""
