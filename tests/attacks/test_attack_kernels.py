@@ -1,0 +1,247 @@
+"""Attacks on kernels: memory beside their buffers, numbers that are none, sizes at the ends of their ranges, other threads."""
+
+from __future__ import annotations
+
+import os
+import random
+import threading
+from dataclasses import replace
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from support.cases import Case, build, cases, check_call, run
+from support.guard import Guard
+from support.models import CONFIG, LLAMA, batch
+from support.ops import acc, calls_outside_models, poisoned, randn
+from torch import Tensor
+
+from tilegrad import Engine
+from tilegrad.kernels.activation import activation_bwd, activation_fwd
+from tilegrad.kernels.attention import cpu as native
+from tilegrad.kernels.cpu import library as native_library
+from tilegrad.kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace
+from tilegrad.kernels.op import observe, op
+
+KERNELS = ("tiled",) if isinstance(native_library.library(), str) else ("native", "tiled")
+GPT = replace(CONFIG, n_layer=1, n_embd=48)
+CONFIGS = (
+    GPT,
+    replace(LLAMA, n_layer=1, n_embd=48),
+    replace(GPT, dropout=0.2, projection="per_head", activation="relu"),
+    replace(GPT, loss="embedding_mse", activation="tanh"),
+)
+
+
+def guarded_step(config: object, dtype: torch.dtype, guard: Guard | None) -> dict[str, Tensor]:
+    engine = Engine(config, 3, 13, dtype=dtype)  # type: ignore[arg-type]
+    tokens, targets = batch(engine.config, 3, 13)
+    for _ in range(2):
+        if guard is None:
+            engine.step(tokens, targets, learning_rate=1e-3)
+        else:
+            with observe(guard):
+                engine.step(tokens, targets, learning_rate=1e-3)
+    return {name: x.clone() for name, x in engine.params.items()}
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_op_writes_beside_its_buffers(dtype: torch.dtype) -> None:
+    """Every op of four models' steps, and those that no model calls; the steps end in the same bits as without a guard."""
+    guard = Guard()
+    for config in CONFIGS:
+        want = guarded_step(config, dtype, None)
+        got = guarded_step(config, dtype, guard)
+        assert all(torch.equal(got[name], x) for name, x in want.items())
+    with observe(guard):
+        calls_outside_models(dtype)
+    assert guard.calls > 200
+
+
+def check_beside(case: Case, seed: int, kernel: str) -> None:
+    call = build(case, seed)
+    with observe(Guard()):
+        got = run(call, kernel)
+    check_call(call, got, native.exp_error(case.dtype) if kernel == "native" else 0.0)
+
+
+@settings(max_examples=30)
+@given(case=cases(), kernel=st.sampled_from(KERNELS))
+def test_attention_writes_nothing_beside_its_buffers(case: Case, kernel: str) -> None:
+    check_beside(case, 0, kernel)
+
+
+@pytest.mark.slow
+@settings(max_examples=2500)
+@given(case=cases(), kernel=st.sampled_from(KERNELS), seed=st.integers(1, 9))
+def test_attention_writes_nothing_beside_its_buffers_in_many_calls(case: Case, kernel: str, seed: int) -> None:
+    check_beside(case, seed, kernel)
+
+
+@pytest.mark.parametrize("where", [-1, 1])
+def test_canary_a_write_beside_is_seen(where: int) -> None:
+    @op()
+    def copy_fwd(x: Tensor, *, y: Tensor) -> None:
+        y.copy_(x)
+        y.as_strided((1,), (1,), y.storage_offset() + (-1 if where < 0 else y.numel())).fill_(0)
+
+    x = torch.ones(4, 5)
+    with observe(Guard()), pytest.raises(AssertionError, match="copy_fwd writes beside y"):
+        copy_fwd(x, y=torch.empty(4, 5))
+
+
+BAD = (float("nan"), float("inf"), float("-inf"))
+
+
+def same_elsewhere(got: Tensor, want: Tensor, touched: Tensor) -> bool:
+    """Equal bits outside `touched`, a mask of got's leading dimensions."""
+    keep = ~touched
+    return torch.equal(got[keep], want[keep])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("d", [1, 16, 256])
+def test_a_bad_number_in_attention_stays_in_its_row_head_and_sequence(kernel: str, dtype: torch.dtype, d: int) -> None:
+    case = Case(b=2, hkv=3, tq=37, tk=37, d=d, dv=d, dtype=dtype, causal=True)
+    clean = build(case)
+    want = run(clean, kernel)
+    for bad in BAD:
+        for name in ("q", "k", "v", "do"):
+            call = build(case)
+            getattr(call, name)[1, 2, 20, 0] = bad
+            got = run(call, kernel)
+            head = torch.zeros(2, 3, dtype=torch.bool)
+            head[1, 2] = True
+            assert all(same_elsewhere(got[key], want[key], head) for key in want), (name, bad)
+            rows = torch.zeros(2, 3, 37, dtype=torch.bool)
+            if name in ("q", "do"):  # one row of queries
+                rows[1, 2, 20] = True
+                assert same_elsewhere(got["dq"], want["dq"], rows), (name, bad)
+            if name == "q":
+                assert same_elsewhere(got["o"], want["o"], rows) and same_elsewhere(got["lse"], want["lse"], rows)
+            if name == "k":  # the queries that see it; a bad v reaches all that share its tile, for 0 · NaN = NaN
+                rows[1, 2, 20:] = True
+                assert same_elsewhere(got["o"], want["o"], rows), (name, bad)
+            if name == "do":
+                assert torch.equal(got["o"], want["o"]) and torch.equal(got["lse"], want["lse"])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_a_bad_number_stays_in_its_packed_sequence(kernel: str) -> None:
+    case = Case(hkv=2, d=16, dv=16, lengths=((9, 9), (17, 30), (0, 5), (40, 40)))
+    want = run(build(case), kernel)
+    call = build(case)
+    call.q[12, 1, 3] = call.k[20, 0, 1] = call.v[30, 1, 2] = float("nan")
+    got = run(call, kernel)
+    for name in ("o", "dq"):
+        assert torch.equal(got[name][:9], want[name][:9]) and torch.equal(got[name][26:], want[name][26:])
+    for name in ("dk", "dv"):
+        assert torch.equal(got[name][:9], want[name][:9]) and torch.equal(got[name][39:], want[name][39:])
+    assert not torch.equal(got["o"], want["o"])
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("bad", BAD)
+def test_a_bad_number_in_a_norm_or_an_activation_stays_in_its_row(dtype: torch.dtype, bad: float) -> None:
+    n, c = 19, 40
+
+    def results(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+        w, b = randn(c, dtype=dtype, seed=3), randn(c, dtype=dtype, seed=4)
+        y, mean, rstd, dx, a, da = (torch.zeros(shape, dtype=t) for shape, t in (
+            ((n, c), dtype), ((n,), acc(dtype)), ((n,), acc(dtype)), ((n, c), dtype), ((n, c), dtype), ((n, c), dtype)
+        ))  # fmt: skip
+        dw, db = torch.zeros(c, dtype=acc(dtype)), torch.zeros(c, dtype=acc(dtype))
+        layernorm_fwd(x, w, b, 1e-5, y=y, mean=mean, rstd=rstd, scratch=poisoned(norm_workspace(x, backward=False)))
+        layernorm_bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, scratch=poisoned(norm_workspace(x, backward=True)))
+        activation_fwd(x, "gelu", a=a)
+        activation_bwd(dy, x, "gelu", dh=da)
+        return {"y": y, "dx": dx, "a": a, "da": da}
+
+    x, dy = randn(n, c, dtype=dtype), randn(n, c, dtype=dtype, seed=1)
+    want = results(x, dy)
+    touched = torch.zeros(n, dtype=torch.bool)
+    touched[7] = True
+    for which in (0, 1):
+        given_x, given_dy = x.clone(), dy.clone()
+        (given_x, given_dy)[which][7, 5] = bad
+        got = results(given_x, given_dy)
+        assert all(same_elsewhere(got[name], want[name], touched) for name in want)
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_denormals_are_numbers(kernel: str) -> None:
+    """Values that are all below the least normal number: the output is their mean, and not zero."""
+    case = Case(b=1, hkv=1, tq=5, tk=64, d=8, dv=8)
+    call = build(case)
+    call.q.zero_()
+    call.v.fill_(2.0**-133)
+    got = run(call, kernel)
+    assert torch.equal(got["o"], torch.full_like(got["o"], 2.0**-133))
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_strides_beyond_two_to_the_31(kernel: str) -> None:
+    """Rows 2³⁰ elements apart in memory that is never touched between them."""
+    case = Case(b=1, hkv=1, tq=3, tk=3, d=8, dv=8, dtype=torch.bfloat16, causal=True)
+    call = build(case)
+    want = run(call, kernel)
+    apart = 2**30
+    far = {}
+    for name in ("q", "k", "v", "do"):
+        memory = torch.empty(2 * apart + 8, dtype=torch.bfloat16)
+        far[name] = memory.as_strided((1, 1, 3, 8), (0, 0, apart, 1))
+        far[name].copy_(getattr(call, name))
+    assert far["q"].untyped_storage().nbytes() // 2 > 2**31
+    got = run(replace(call, **far), kernel)
+    assert all(torch.equal(got[name], x) for name, x in want.items())
+
+
+@pytest.mark.skipif("native" not in KERNELS, reason="needs the native library")
+def test_eight_threads_that_change_the_number_of_threads_between_calls() -> None:
+    shapes = [Case(tq=t, tk=t, d=d, dv=d, causal=True, dropout_p=p) for t, d, p in ((65, 16, 0.0), (130, 8, 0.2))]
+    calls = [build(case, seed) for seed, case in enumerate(shapes)]
+    want = [run(call, "native") for call in calls]
+    wrong: list[int] = []
+    before = torch.get_num_threads()
+
+    def work(seed: int) -> None:
+        dice = random.Random(seed)
+        for _ in range(6):
+            torch.set_num_threads(dice.randint(1, 5))
+            n = dice.randrange(len(calls))
+            got = run(calls[n], "native")
+            if not all(torch.equal(got[name], x) for name, x in want[n].items()):
+                wrong.append(seed)
+
+    workers = [threading.Thread(target=work, args=(seed,)) for seed in range(8)]
+    try:
+        for worker in workers:
+            worker.start()
+        for worker in workers:
+            worker.join(120)
+            assert not worker.is_alive()
+    finally:
+        torch.set_num_threads(before)
+    assert not wrong
+
+
+def attend(n: int) -> bytes:
+    """What a worker process computes: attention of n rows, by the kernel that is chosen there."""
+    import tilegrad
+
+    q, k, v = (randn(1, 2, n, 16, dtype=torch.float32, seed=seed) for seed in range(3))
+    return bytes(tilegrad.attention(q, k, v, causal=True).numpy().tobytes())
+
+
+@pytest.mark.parametrize("method", ["fork", pytest.param("spawn", marks=pytest.mark.slow)])
+def test_worker_processes_compute_the_same(method: str) -> None:
+    sizes = [7, 65, 130]
+    want = [attend(n) for n in sizes]
+    paths = os.pathsep.join(("tests", "tests/attacks"))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join((paths, os.environ.get("PYTHONPATH", ""))))
+        context = torch.multiprocessing.get_context(method)
+        with context.Pool(2) as pool:
+            assert pool.map_async(attend, sizes).get(120) == want
