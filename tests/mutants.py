@@ -3,9 +3,10 @@
 A mutant swaps one operator or moves one number: Python (Triton's kernels too) at the nodes of its syntax tree, C++ by text.
 
     1  the tests of the files concerned run once in a copy of the tree: which pass, how long each takes, what it calls
-    2  each mutant runs in a copy against the tests that call its function, the quickest first, until one fails; where none
-       does, against those that call its file, then against those of its folder in TESTS
-    3  one that they all pass has survived; one that C++'s compiler refuses is no mutant
+    2  each mutant runs in a copy against the tests that call its function, the most special first, until one fails; where
+       none calls it, against those that call its file, then against those of its folder in TESTS
+    3  one that they all pass has survived; one whose tests took longer than --seconds is unknown; one that C++'s compiler
+       refuses is no mutant
 
 A worker is a process that has torch and pytest loaded; a run of tests is a fork of it.
 """
@@ -179,7 +180,7 @@ class Test(NamedTuple):
 
 class Verdict(NamedTuple):
     mutant: Mutant
-    verdict: str  # killed, survived, refused (by the compiler)
+    verdict: str  # killed, survived, unknown, refused
     by: str
     tests: int
     cut: bool
@@ -305,7 +306,7 @@ def function_of(mutant: Mutant) -> str | None:
 
 
 def tests_of(mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> tuple[list[Test], bool]:
-    """Those to run, the quickest first, and whether the time cut some off. C++ is called through the files in CALLERS, and
+    """Those to run, the most special first (they call the fewest functions), and whether the time cut some off. C++ is called through the files in CALLERS, and
     its random tests come first: they are long and see the most."""
     function = function_of(mutant)
     fit = [test for test in tests if function in test.called]
@@ -316,7 +317,7 @@ def tests_of(mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> tupl
         files = set(files_of([suite_of(mutant.path) or ()]))
         fit = [test for test in tests if test.name.split("::")[0] in files]
     cpp = not mutant.path.endswith(".py")
-    fit.sort(key=lambda test: (cpp and "random" not in test.name, test.seconds))
+    fit.sort(key=lambda test: (cpp and "random" not in test.name, len(test.called), test.seconds))
     sums = list(itertools.accumulate(test.seconds for test in fit))
     taken = [test for test, total in zip(fit, sums, strict=True) if total <= most_seconds]
     return taken, len(taken) < len(fit)
@@ -357,7 +358,7 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Test], most_seconds: float
                 if code != 0:
                     lines = [line for line in log.splitlines() if line.startswith(("FAILED", "ERROR"))]
                     return verdict("killed", lines[0][:200] if lines else f"exit {code}: {log[-200:]}")
-        return verdict("survived", "")
+        return verdict("unknown" if cut else "survived", "")
     finally:
         file.write_bytes(kept)
         os.utime(file, ns=(when, when))
