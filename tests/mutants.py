@@ -306,8 +306,8 @@ def function_of(mutant: Mutant) -> str | None:
 
 
 def tests_of(mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> tuple[list[Test], bool]:
-    """Those to run, the most special first (they call the fewest functions), and whether the time cut some off. C++ is called through the files in CALLERS, and
-    its random tests come first: they are long and see the most."""
+    """Those to run, the most special first (they call the fewest functions), and whether the time cut some off. C++ is
+    called through the files in CALLERS, and its random tests come first: they see the most."""
     function = function_of(mutant)
     fit = [test for test in tests if function in test.called]
     if not fit:

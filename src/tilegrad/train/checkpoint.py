@@ -17,7 +17,8 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -109,7 +110,7 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 def load_checkpoint(path: Path, names: Collection[str] | None = None) -> Checkpoint:
     """Every byte is checked, then the tensors are loaded, on CPU: those of these names, by default all."""
     manifest = _verified(path)
-    with safe_open(path / _TENSORS, framework="pt") as file:
+    with _opened(path) as file:
         there = file.keys()
         missing = sorted(set(names or ()) - set(there))
         if missing:
@@ -122,7 +123,7 @@ def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     """Load into these tensors, of any device, one at a time from the file that is mapped. Names, shapes and dtypes must be
     those of the checkpoint; where one is not, nothing is written."""
     manifest = _verified(path)
-    with safe_open(path / _TENSORS, framework="pt") as file:
+    with _opened(path) as file:
         here, there = set(tensors), set(file.keys())
         if here != there:
             raise ValueError(
@@ -190,33 +191,46 @@ def _manifest(path: Path) -> dict[str, Any]:
         raise FileNotFoundError(f"{path}: no such checkpoint")
     try:
         content = json.loads((path / _MANIFEST).read_bytes())
-        claimed = content.pop("sha256")
+        claimed, digest = content.pop("sha256"), _digest(content)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(path, f"{_MANIFEST} is missing") from error
-    except (ValueError, KeyError, AttributeError, TypeError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, IsADirectoryError) as error:
         raise DamagedCheckpoint(path, f"{_MANIFEST} is not a manifest ({error})") from error
-    if claimed != _digest(content):
+    if claimed != digest:
         raise DamagedCheckpoint(path, f"{_MANIFEST} does not have the digest that it says")
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
         raise DamagedCheckpoint(
             path, f"{_MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads"
         )
-    for name, about in content["files"].items():
-        if not (path / name).is_file():
-            raise DamagedCheckpoint(path, f"{name} is missing")
-        size = (path / name).stat().st_size
-        if size != about["bytes"]:
-            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {about['bytes']}")
+    match content:
+        case {"step": int(), "state": dict(), "files": {**files}} if list(files) == [_TENSORS]:
+            about = files[_TENSORS]
+        case _:
+            raise DamagedCheckpoint(path, f"{_MANIFEST} does not name a step, a state and {_TENSORS}")
+    if not (path / _TENSORS).is_file():
+        raise DamagedCheckpoint(path, f"{_TENSORS} is missing")
+    size, said = (path / _TENSORS).stat().st_size, about.get("bytes") if isinstance(about, dict) else about
+    if size != said:
+        raise DamagedCheckpoint(path, f"{_TENSORS} has {size} bytes, not {said}")
     manifest: dict[str, Any] = content
     return manifest
 
 
 def _verified(path: Path) -> dict[str, Any]:
     manifest = _manifest(path)
-    for name, about in manifest["files"].items():
-        if _sha256(path / name) != about["sha256"]:
-            raise DamagedCheckpoint(path, f"{name} does not have the sha256 that {_MANIFEST} says")
-    return manifest
+    if _sha256(path / _TENSORS) != manifest["files"][_TENSORS].get("sha256"):
+        raise DamagedCheckpoint(path, f"{_TENSORS} does not have the sha256 that {_MANIFEST} says")
+    with _opened(path):
+        return manifest
+
+
+@contextmanager
+def _opened(path: Path) -> Iterator[Any]:
+    try:
+        with safe_open(path / _TENSORS, framework="pt") as file:
+            yield file
+    except SafetensorError as error:
+        raise DamagedCheckpoint(path, f"{_TENSORS} can't be read ({error})") from error
 
 
 def _is_good(path: Path) -> bool:

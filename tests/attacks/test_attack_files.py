@@ -1,0 +1,284 @@
+"""Attacks by files: checkpoints that are damaged or hostile, libraries that are none, two builds at once, the command line."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tilegrad.cli import main
+from tilegrad.kernels.cpu import build as native_build
+from tilegrad.kernels.cpu import library as native_library
+from tilegrad.train.checkpoint import (
+    DamagedCheckpoint,
+    _digest,
+    latest_checkpoint,
+    load_checkpoint,
+    load_into,
+    save_checkpoint,
+)
+
+TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
+JUNK: tuple[Any, ...] = (
+    None, True, -1, 2**80, 1e308, "", "x", "../../secret", "/etc/passwd", [], [[]], {}, {"..": {}},
+    {"bytes": 3}, "\0", "é" * 99,
+)  # fmt: skip
+
+
+def tensors() -> dict[str, torch.Tensor]:
+    return {"w": torch.arange(12.0).view(3, 4), "b": torch.arange(4).to(torch.bfloat16)}
+
+
+def signed(path: Path, content: dict[str, Any]) -> None:
+    """A manifest whose digest is right, whatever it says."""
+    content.pop("sha256", None)
+    path.write_text(json.dumps(content | {"sha256": _digest(content)}))
+
+
+def edit(path: Path, dice: random.Random) -> None:
+    content = json.loads(path.read_text())
+    where: Any = content
+    while isinstance(where, dict) and where:
+        key = dice.choice(sorted(where))
+        if not isinstance(where[key], dict) or not where[key] or dice.random() < 0.4:
+            break
+        where = where[key]
+    if dice.random() < 0.3:
+        del where[key]
+    elif dice.random() < 0.3:
+        where[dice.choice(("../x", "a/b", "", "\0", "x" * 5000))] = where.pop(key)
+    else:
+        where[key] = dice.choice(JUNK)
+    signed(path, content)
+
+
+def damage(checkpoint: Path, dice: random.Random) -> str:
+    """One attack on a checkpoint; its kind."""
+    file = checkpoint / dice.choice((TENSORS, MANIFEST))
+    whole = file.read_bytes()
+    kind = dice.choice(
+        ("flip", "cut", "longer", "noise", "folder", "link", "dangling", "edit", "edit", "deep", "header")
+    )
+    if kind == "flip":
+        changed = bytearray(whole)
+        for _ in range(dice.choice((1, 1, 8))):
+            changed[dice.randrange(len(changed))] ^= 1 << dice.randrange(8)
+        file.write_bytes(changed)
+    elif kind == "cut":
+        file.write_bytes(whole[: dice.randrange(len(whole))])
+    elif kind == "longer":
+        file.write_bytes(whole + dice.randbytes(dice.randrange(1, 99)))
+    elif kind == "noise":
+        file.write_bytes(dice.randbytes(len(whole)))
+    elif kind in ("folder", "link", "dangling"):
+        file.unlink()
+        if kind == "folder":
+            file.mkdir()
+        else:
+            file.symlink_to("/dev/null" if kind == "link" else "/nowhere/at/all")
+    elif kind == "edit":
+        edit(checkpoint / MANIFEST, dice)
+    elif kind == "deep":
+        (checkpoint / MANIFEST).write_text("[" * 100_000 if dice.random() < 0.5 else '{"a":' * 100_000)
+    else:  # a header of safetensors that lies, under the right size and sha256
+        header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")]) if file.name == TENSORS else {}
+        for about in header.values():
+            about[dice.choice(("dtype", "shape", "data_offsets"))] = dice.choice(
+                ([2**62, 2**62], "F31", [-1], [0, 10**9])
+            )
+        text = json.dumps(header).encode()
+        size = dice.choice((len(text), 2**63, 0))
+        made = size.to_bytes(8, "little") + text + bytes(40)
+        (checkpoint / TENSORS).write_bytes(made)
+        content = json.loads((checkpoint / MANIFEST).read_text())
+        content["files"][TENSORS] = {"bytes": len(made), "sha256": hashlib.sha256(made).hexdigest()}
+        signed(checkpoint / MANIFEST, content)
+    return kind
+
+
+def hostile(folder: Path, seeds: range) -> int:
+    """Loads damaged checkpoints; how many were refused. Others are as they were saved."""
+    original = folder / "original"
+    good = [save_checkpoint(original, step, tensors(), {"seed": 5}) for step in (1, 2)]
+    refused = 0
+    for seed in seeds:
+        dice, runs = random.Random(seed), folder / "runs"
+        shutil.copytree(original, runs)
+        newest, before = runs / good[1].name, runs / good[0].name
+        kind = damage(newest, dice)
+        around = sorted(path for path in folder.rglob("*") if newest not in path.parents)
+        into = {name: torch.full_like(x, 7) for name, x in tensors().items()}
+        try:
+            found = load_checkpoint(newest)
+            assert all(torch.equal(x, found.tensors[name]) for name, x in tensors().items()), (seed, kind)
+            assert isinstance(found.step, int) and isinstance(found.state, dict), (seed, kind)
+        except DamagedCheckpoint:
+            refused += 1
+            with pytest.raises(DamagedCheckpoint) as caught:
+                latest_checkpoint(runs)
+            assert caught.value.previous == before, (seed, kind)
+            with pytest.raises(DamagedCheckpoint):
+                load_into(newest, into)
+            assert all(bool((x == 7).all()) for x in into.values()), (seed, kind)
+        assert around == sorted(path for path in folder.rglob("*") if newest not in path.parents)
+        shutil.rmtree(runs)
+    return refused
+
+
+def test_hostile_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    assert hostile(tmp_path, range(80)) > 40
+
+
+@pytest.mark.slow
+def test_five_thousand_hostile_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
+    assert hostile(tmp_path, range(80, 5080)) > 2500
+
+
+def test_a_folder_that_may_not_be_written_and_a_save_into_a_file(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("here")
+    with pytest.raises(OSError, match="file"):
+        save_checkpoint(tmp_path / "file", 1, tensors(), {})
+    if os.geteuid():
+        (tmp_path / "closed").mkdir(mode=0o500)
+        with pytest.raises(PermissionError, match="closed"):
+            save_checkpoint(tmp_path / "closed", 1, tensors(), {})
+    assert (tmp_path / "file").read_text() == "here"
+
+
+REFUSED = """
+import pathlib, sys
+from tilegrad.kernels.cpu import build, library
+for path in sys.argv[1:]:
+    build.LIBRARY = pathlib.Path(path)
+    library.library.cache_clear()
+    print(library.library(), flush=True)
+"""
+
+
+@pytest.mark.skipif(isinstance(native_library.library(), str), reason="needs the native library")
+def test_a_library_that_is_none_is_refused_by_name(tmp_path: Path) -> None:
+    """In a process of its own: a library that is cut off in its midst ends the process that loads it."""
+    whole, digest = native_build.LIBRARY.read_bytes(), native_build.digest().encode()
+    other = whole[:18] + bytes([whole[18] ^ 0xFF]) + whole[19:]  # e_machine, the architecture
+    kinds = {
+        "half": whole[: len(whole) // 2] + digest,
+        "a byte less": whole[:-1],
+        "header": whole[:40] + digest,
+        "other": other,
+    }
+    for name, content in kinds.items():
+        (tmp_path / name).write_bytes(content)
+    paths = [str(tmp_path / name) for name in kinds]
+    done = subprocess.run([sys.executable, "-c", REFUSED, *paths], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    said = done.stdout.splitlines()
+    assert len(said) == len(kinds) and all("can't be loaded" in line and "doctor --build" in line for line in said)
+    assert sum("its file is cut off" in line for line in said) == 3
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
+def test_two_builds_at_once_leave_one_whole_library(tmp_path: Path) -> None:
+    to = tmp_path / native_build.LIBRARY.name
+    builds = [threading.Thread(target=native_build.build, args=(to,)) for _ in range(2)]
+    code = f"import pathlib; from tilegrad.kernels.cpu import build; build.build(pathlib.Path({str(to)!r}))"
+    other = subprocess.Popen([sys.executable, "-c", code])
+    for build in builds:
+        build.start()
+    for build in builds:
+        build.join()
+    assert other.wait() == 0
+    assert native_build.digest().encode() in to.read_bytes()
+    assert [path.name for path in tmp_path.iterdir()] == [to.name]
+
+
+COMMANDS = (
+    "train",
+    "init",
+    "generate",
+    "plan",
+    "check",
+    "gradcheck",
+    "doctor",
+    "export",
+    "import",
+    "bench",
+    "none",
+    "",
+)
+FLAGS = (
+    "--preset", "--out", "--steps", "--resume", "--dtype", "--device", "--batch_size", "--n_layer", "--data", "--best",
+    "--json", "--tokens", "--seed", "--temperature", "--n_embd", "--lr", "--help", "--version", "-x", "--", "--tokenizer",
+    "--max_tokens",
+)  # fmt: skip
+VALUES = (
+    "tiny", "0", "-1", "1", "1e400", "nan", "2**3", "", " ", "é", "\n", "a b", "none", "float32", "cpu", "mps", "cuda:99",
+    "../..", "empty.txt", "binary.txt", "unicode.txt", "with space.txt", "folder", "missing.txt", "run.toml", "bad.toml",
+    "[1,2]", "999999999999",
+)  # fmt: skip
+
+
+def files_for(folder: Path) -> None:
+    (folder / "empty.txt").touch()
+    (folder / "binary.txt").write_bytes(bytes(range(256)) * 9)
+    (folder / "unicode.txt").write_text("ünï\u2028\ufeff\U0001f600" * 9)
+    (folder / "with space.txt").write_text("a text of a few words " * 40)
+    (folder / "folder").mkdir()
+    (folder / "run.toml").write_text("preset = 'tiny'\n")
+    (folder / "bad.toml").write_text("[[[")
+
+
+def command_lines(folder: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> int:
+    """Random command lines: each ends with a code, and where it is not 0 with a sentence; how many were run."""
+    files_for(folder)
+    monkeypatch.chdir(folder)
+    there = sorted(folder.rglob("*"))
+    ran = 0
+    for seed in seeds:
+        dice = random.Random(seed)
+        words = [dice.choice(COMMANDS)]
+        for _ in range(dice.randint(0, 4)):
+            words.append(dice.choice(FLAGS) if dice.random() < 0.6 else dice.choice(VALUES))
+            if dice.random() < 0.7:
+                words.append(dice.choice(VALUES))
+        if words[0] in ("bench", "check", "gradcheck", "doctor"):  # these measure or build: only what they refuse
+            words.append("--no-such-flag")
+        if words[0] == "train":
+            words += ["--steps", "0"]  # refused: nothing is trained here
+        out, err = io.StringIO(), io.StringIO()
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(err):
+            try:
+                code = main(words)
+            except SystemExit as end:
+                code = end.code if isinstance(end.code, int) else 1
+        said = err.getvalue()
+        assert code in (0, 1, 2), (words, code)
+        assert code == 0 or said.strip(), words
+        assert "Traceback" not in said + out.getvalue(), words
+        made = [path for path in sorted(folder.rglob("*")) if path not in there]
+        assert code == 0 or not made, (words, made)
+        for path in made:
+            shutil.rmtree(path) if path.is_dir() else path.unlink(missing_ok=True)
+        ran += 1
+    return ran
+
+
+def test_random_command_lines_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command_lines(tmp_path, range(80), monkeypatch) == 80
+
+
+@pytest.mark.slow
+def test_a_thousand_random_command_lines_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert command_lines(tmp_path, range(80, 1080), monkeypatch) == 1000
