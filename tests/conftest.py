@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import random
 import time
 import warnings
 from collections.abc import Iterator
@@ -11,7 +12,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, core, settings
 from support.interpreter import keep_what_the_interpreter_makes_anew, round_bfloat16
 from support.ranks import Ranks
 
@@ -19,9 +20,9 @@ from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library as native_library
 
-settings.register_profile(
-    "tilegrad", derandomize=True, deadline=None, print_blob=True, suppress_health_check=list(HealthCheck)
-)
+COMMON = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), database=None)
+settings.register_profile("tilegrad", COMMON, derandomize=True)
+settings.register_profile("fresh", COMMON)
 settings.load_profile("tilegrad")
 
 
@@ -49,10 +50,29 @@ def two_ranks() -> Iterator[Ranks]:
 def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow set instead of what CI runs")
     parser.addoption("--shapes", type=int, default=200, help="random shapes of each GPU kernel (-m gpu)")
+    parser.addoption("--seed", type=int, help="of the random tests of the slow set; else a new one, which is printed")
     parser.addoption("--report", type=Path, help="a folder for what GPU tests found, as JSON")
 
 
+@pytest.fixture
+def fresh_seed(request: pytest.FixtureRequest) -> int:
+    """Another one in each run of the slow set, printed at its end."""
+    return int(request.config.option.seed)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        terminalreporter.write_line(
+            f"random tests drew from seed {config.option.seed}; again: --slow --seed {config.option.seed}"
+        )
+
+
 def pytest_configure(config: pytest.Config) -> None:
+    if config.getoption("--slow"):
+        if config.option.seed is None:
+            config.option.seed = random.SystemRandom().randrange(1 << 30)
+        settings.load_profile("fresh")
+        core.global_force_seed = config.option.seed
     if gpu.interpreting() and gpu.has_triton():
         keep_what_the_interpreter_makes_anew()
         round_bfloat16()

@@ -142,8 +142,8 @@ def test_hostile_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_five_thousand_hostile_checkpoints_are_refused_by_name(tmp_path: Path) -> None:
-    assert hostile(tmp_path, range(80, 5080)) > 2500
+def test_five_thousand_hostile_checkpoints_are_refused_by_name(tmp_path: Path, fresh_seed: int) -> None:
+    assert hostile(tmp_path, range(fresh_seed, fresh_seed + 5000)) > 2500
 
 
 def test_a_folder_that_may_not_be_written_and_a_save_into_a_file(tmp_path: Path) -> None:
@@ -280,5 +280,7 @@ def test_random_command_lines_end_with_a_sentence(tmp_path: Path, monkeypatch: p
 
 
 @pytest.mark.slow
-def test_a_thousand_random_command_lines_end_with_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert command_lines(tmp_path, range(80, 1080), monkeypatch) == 1000
+def test_a_thousand_random_command_lines_end_with_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fresh_seed: int
+) -> None:
+    assert command_lines(tmp_path, range(fresh_seed, fresh_seed + 1000), monkeypatch) == 1000

@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import os
 import random
+import shutil
+import subprocess
+import sys
 import threading
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 import torch
@@ -245,3 +249,49 @@ def test_worker_processes_compute_the_same(method: str) -> None:
         context = torch.multiprocessing.get_context(method)
         with context.Pool(2) as pool:
             assert pool.map_async(attend, sizes).get(120) == want
+
+
+@pytest.mark.slow
+def test_fifty_repeats_of_a_kernels_tests_have_no_flake() -> None:
+    """Ragged lengths, threads, forks and interrupts of the native kernel: each time a new process, and all of them green."""
+    names = "ragged or threads or fork or interrupt or nan or same_bits"
+    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", "-n", "0", "-k", names]
+    for n in range(50):
+        done = subprocess.run([*command, "tests/attention/test_native.py"], capture_output=True, text=True)
+        assert done.returncode == 0, f"run {n}: {done.stdout[-3000:]}"
+
+
+@pytest.mark.slow
+def test_fresh_seeds_are_printed_and_change_what_is_drawn(tmp_path: Path) -> None:
+    file = tmp_path / "test_drawn.py"
+    file.write_text(
+        "import pytest\nfrom hypothesis import given, settings, strategies as st\n"
+        "@pytest.mark.slow\n@settings(max_examples=5)\n@given(st.integers(0, 2**60))\n"
+        "def test_it(n): print('drawn', n)\n"
+        "@pytest.mark.slow\ndef test_seed(fresh_seed): print('seed', fresh_seed)\n"
+    )
+    shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
+    (tmp_path / "pytest.ini").write_text(
+        f"[pytest]\npythonpath = {Path(__file__).parents[1]}\nmarkers =\n    slow: slow\n    gpu: gpu\n"
+    )
+    said = []
+    for seed in ([], ["--seed", "7"], ["--seed", "7"]):
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-s",
+            "-p",
+            "no:cacheprovider",
+            "-n",
+            "0",
+            "--slow",
+            *seed,
+            str(file),
+        ]
+        done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        said.append([line for line in done.stdout.splitlines() if "drawn" in line or "seed" in line])
+    assert said[1] == said[2] != said[0]
+    assert "again: --slow --seed 7" in said[1][-1] and said[0][-1].split()[-1].isdigit()

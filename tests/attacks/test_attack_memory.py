@@ -139,8 +139,8 @@ def test_random_programs() -> None:
 
 
 @pytest.mark.slow
-def test_ten_thousand_random_programs() -> None:
-    programs(range(12, 10_012))
+def test_ten_thousand_random_programs(fresh_seed: int) -> None:
+    programs(range(fresh_seed, fresh_seed + 10_000))
 
 
 def by_threads(seeds: range, steps: int) -> None:
@@ -164,8 +164,8 @@ def test_eight_threads_and_one_manager() -> None:
 
 
 @pytest.mark.slow
-def test_eight_threads_and_one_manager_many_times() -> None:
-    by_threads(range(2, 200), 200)
+def test_eight_threads_and_one_manager_many_times(fresh_seed: int) -> None:
+    by_threads(range(fresh_seed, fresh_seed + 200), 200)
 
 
 def test_canary_a_program_sees_a_buffer_that_is_handed_out_twice(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -225,8 +225,8 @@ def test_plans_of_small_traces_are_the_smallest() -> None:
 
 
 @pytest.mark.slow
-def test_plans_of_ten_thousand_small_traces_are_the_smallest() -> None:
-    plans(range(60, 10_060))
+def test_plans_of_ten_thousand_small_traces_are_the_smallest(fresh_seed: int) -> None:
+    plans(range(fresh_seed, fresh_seed + 10_000))
 
 
 def resident_bytes() -> int:

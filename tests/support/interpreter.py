@@ -30,12 +30,15 @@ def in_the_interpreter(*arguments: str) -> None:
 
 
 def round_bfloat16() -> None:
-    """From here on the interpreter rounds float32 to bfloat16 as a device does, to the nearest and ties to even. By itself it
-    cuts off: such numbers err twice as far and to one side, which the closeness rule sees."""
+    """From here on bfloat16 is bfloat16 in the interpreter, which holds it as the 16 bits of a whole number.
+
+    float32 is rounded to the nearest, ties to even, as on a device; by itself it is cut off: such numbers err twice as far
+    and to one side, which the closeness rule sees. Products (tl.dot) and arithmetic take the numbers, not the bits."""
     import triton.language as tl
     from triton.runtime import interpreter
 
-    convert = interpreter._convert_float
+    convert, builder = interpreter._convert_float, interpreter.InterpreterBuilder
+    dot, binary = builder.create_dot, builder.binary_op
 
     def rounded(x: NDArray[Any], source: Any, target: Any, mode: Any) -> NDArray[Any]:
         if (source, target) != (tl.float32, tl.bfloat16):
@@ -44,7 +47,24 @@ def round_bfloat16() -> None:
         nearest = (bits + (0x7FFF + ((bits >> 16) & 1)).astype(np.uint32)) >> 16
         return np.where(np.isnan(x), (bits >> 16) | 0x40, nearest).astype(np.uint16).reshape(x.shape)
 
+    def wide(x: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return x
+        return interpreter.TensorHandle((x.data.astype(np.uint32) << 16).view(np.float32), tl.float32)
+
+    def dot_of_numbers(self: Any, a: Any, b: Any, *rest: Any) -> Any:
+        return dot(self, wide(a), wide(b), *rest)
+
+    def binary_of_numbers(self: Any, x: Any, y: Any, op: Any) -> Any:
+        if x.dtype.scalar != tl.bfloat16:
+            return binary(self, x, y, op)
+        out = op(wide(x).data, wide(y).data)
+        if out.dtype == bool:  # a comparison
+            return interpreter.TensorHandle(out, x.dtype.scalar)
+        return interpreter.TensorHandle(rounded(out, tl.float32, tl.bfloat16, None), tl.bfloat16)
+
     interpreter._convert_float = rounded
+    builder.create_dot, builder.binary_op = dot_of_numbers, binary_of_numbers
 
 
 def keep_what_the_interpreter_makes_anew() -> None:

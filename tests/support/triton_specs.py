@@ -40,9 +40,8 @@ def specs() -> tuple[Spec, ...]:
 
 
 def case_of(spec: Spec, dice: random.Random, device: str, *, t: int = 300, small: bool = False) -> Case:
-    """Sizes drawn from `dice`; `small` for the interpreter, which has two dtypes and no time."""
+    """Sizes drawn from `dice`; `small` for the interpreter, which has no time."""
     d, dv = ((16, 16), (8, 24), (5, 3))[len(str(spec["dims"])) % 3] if small else spec["dims"]
-    dtype = torch.float16 if small and spec["dtype"] == torch.bfloat16 else spec["dtype"]
     few = spec["rows"] == "few"
     tq, tk = dice.randint(1, 16) if few else dice.randint(17, t), dice.randint(50, max(51, t))
     lengths: tuple[tuple[int, int], ...] = ()
@@ -51,7 +50,7 @@ def case_of(spec: Spec, dice: random.Random, device: str, *, t: int = 300, small
         lengths = tuple((dice.randint(0, top), dice.choice((0, 1, 60, t))) for _ in range(dice.randint(1, 3)))
     return Case(
         b=1 if small else dice.randint(1, 3), hkv=1 if small else dice.randint(1, 2), group=spec["group"],
-        d=d, dv=dv, dtype=dtype, causal="causal" in str(spec["band"]), window=WINDOWS.get(str(spec["band"])),
+        d=d, dv=dv, dtype=spec["dtype"], causal="causal" in str(spec["band"]), window=WINDOWS.get(str(spec["band"])),
         scale=spec["scale"], softcap=spec["softcap"], bias=str(spec["bias"]), alibi=str(spec["alibi"]),
         sinks=bool(spec["sinks"]), dropout_p=spec["dropout_p"], dlse=bool(spec["dlse"]), layout=str(spec["layout"]),
         lengths=lengths, device=device, tq=tq, tk=tk,
