@@ -373,6 +373,9 @@ def main(arguments: list[str]) -> int:
     parser.add_argument("--all", action="store_true", help="every one: a day on two cores")
     parser.add_argument("--only", action="append", default=[], help="of paths that contain this; may be repeated")
     parser.add_argument("--skip", action="append", default=[], help="none of paths that contain this; may be repeated")
+    parser.add_argument(
+        "--skip-tests", action="append", default=[], help="no test files whose path contains this; likewise"
+    )
     parser.add_argument("--workers", type=int, default=2, help="processes (2)")
     parser.add_argument("--minutes", type=float, default=1e6, help="start none after so many")
     parser.add_argument(
@@ -393,7 +396,9 @@ def main(arguments: list[str]) -> int:
     with tempfile.TemporaryDirectory() as folder:
         trees = [Tree(Path(folder) / str(n)) for n in range(given.workers)]
         try:
-            tests = _watch_all(trees, {suite_of(m.path) or () for m in drawn}, given.tests, not given.no_interpreter)
+            files = files_of({suite_of(m.path) or () for m in drawn})
+            files = [file for file in files if not any(part in file for part in given.skip_tests)]
+            tests = _watch_all(trees, files, given.tests, interpreter=not given.no_interpreter)
             for mutant, verdict in _each(trees, drawn, lambda t, m: judge(t, m, tests, given.seconds), ends):
                 verdicts.append(verdict)
                 _print(verdict, given.verdicts)
@@ -423,13 +428,10 @@ def _print(verdict: Verdict, to: Path | None) -> None:
             lines.write(json.dumps(row) + "\n")
 
 
-def _watch_all(
-    trees: Sequence[Tree], suites: Iterable[tuple[str, ...]], kept: Path | None, interpreter: bool
-) -> list[Test]:
+def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, interpreter: bool) -> list[Test]:
     if kept and kept.exists():
         rows = json.loads(kept.read_text())
         return [Test(name, interpreted, seconds, frozenset(called)) for name, interpreted, seconds, called in rows]
-    files = files_of(suites)
     wanted = [(file, False) for file in files]
     if interpreter:
         wanted += [(file, True) for file in files if "in_the_interpreter" in (ROOT / file).read_text()]
