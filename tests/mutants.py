@@ -171,7 +171,7 @@ def all_mutants(root: Path = ROOT) -> list[Mutant]:
     return found
 
 
-class Test(NamedTuple):
+class Watched(NamedTuple):
     name: str
     interpreted: bool
     seconds: float
@@ -275,7 +275,7 @@ def files_of(suites: Iterable[tuple[str, ...]]) -> list[str]:
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 
 
-def watch(tree: Tree, file: str, *, interpreted: bool) -> tuple[list[Test], list[str]]:
+def watch(tree: Tree, file: str, *, interpreted: bool) -> tuple[list[Watched], list[str]]:
     """The tests of a file that pass, and the names of those that do not."""
     called = tree.scratch / "called.json"
     called.unlink(missing_ok=True)
@@ -286,7 +286,7 @@ def watch(tree: Tree, file: str, *, interpreted: bool) -> tuple[list[Test], list
         raise RuntimeError(f"{file}: pytest's exit code {code}\n{log[-2000:]}")
     found: dict[str, tuple[bool, float, list[str]]] = json.loads(called.read_text())
     kept = {name: it for name, it in found.items() if not any(part in name for part in (*TIMED, "in_the_interpreter"))}
-    passed = [Test(name, interpreted, s, frozenset(called)) for name, (ok, s, called) in kept.items() if ok]
+    passed = [Watched(name, interpreted, s, frozenset(called)) for name, (ok, s, called) in kept.items() if ok]
     return passed, [name for name, (ok, _, _) in kept.items() if not ok]
 
 
@@ -305,7 +305,7 @@ def function_of(mutant: Mutant) -> str | None:
     return None if best is None else f"{mutant.path}:{best[0]}"
 
 
-def tests_of(mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> tuple[list[Test], bool]:
+def picked_for(mutant: Mutant, tests: Sequence[Watched], most_seconds: float) -> tuple[list[Watched], bool]:
     """Those to run, the most special first (they call the fewest functions), and whether the time cut some off. C++ is
     called through the files in CALLERS, and its random tests come first: they see the most."""
     function = function_of(mutant)
@@ -323,10 +323,10 @@ def tests_of(mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> tupl
     return taken, len(taken) < len(fit)
 
 
-def judge(tree: Tree, mutant: Mutant, tests: Sequence[Test], most_seconds: float) -> Verdict:
+def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: float) -> Verdict:
     """The tests of a mutant, in its tree; the tree is afterwards as it was."""
     began = time.monotonic()
-    taken, cut = tests_of(mutant, tests, most_seconds)
+    taken, cut = picked_for(mutant, tests, most_seconds)
     file = tree.root / mutant.path
     library = next(tree.root.glob("src/tilegrad/kernels/cpu/native_*.so"), None)
     kept, when = file.read_bytes(), file.stat().st_mtime_ns
@@ -428,10 +428,10 @@ def _print(verdict: Verdict, to: Path | None) -> None:
             lines.write(json.dumps(row) + "\n")
 
 
-def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, interpreter: bool) -> list[Test]:
+def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, interpreter: bool) -> list[Watched]:
     if kept and kept.exists():
         rows = json.loads(kept.read_text())
-        return [Test(name, interpreted, seconds, frozenset(called)) for name, interpreted, seconds, called in rows]
+        return [Watched(name, interpreted, seconds, frozenset(called)) for name, interpreted, seconds, called in rows]
     wanted = [(file, False) for file in files]
     if interpreter:
         wanted += [(file, True) for file in files if "in_the_interpreter" in (ROOT / file).read_text()]

@@ -6,7 +6,7 @@ import ast
 from pathlib import Path
 
 import pytest
-from mutants import Mutant, all_mutants, main, of_cpp, of_python, passes, suite_of
+from mutants import Mutant, Tree, Watched, all_mutants, function_of, main, of_cpp, of_python, picked_for, suite_of
 
 SOURCE = '''"""A 1 in words."""
 def f(x: int = 3, *, two: bool = True) -> int:
@@ -46,10 +46,41 @@ def test_every_part_that_computes_has_mutants_and_tests_that_are_there() -> None
         assert named and all((root / name).exists() for name in named), path
 
 
-@pytest.mark.parametrize(("line", "want"), [("assert 1", True), ("assert 0", False), ("while True: pass", False)])
-def test_a_mutant_passes_only_where_its_tests_do(tmp_path: Path, line: str, want: bool) -> None:
+def test_a_mutant_runs_against_the_tests_that_call_its_function() -> None:
+    mutant = next(m for m in all_mutants() if m.path.endswith("managed/slot.py") and "def nbytes" in m.source)
+    line = next(n for n, text in enumerate(mutant.source.splitlines(), 1) if "math.prod(self.shape)" in text)
+    inside = mutant._replace(line=line)
+    function = function_of(inside)
+    assert function == f"{mutant.path}:{line - 2}", "the line of the decorator, which is where its code begins"
+    assert function_of(mutant._replace(line=1)) is None
+    path = mutant.path
+    broad = Watched(
+        "tests/memory/test_a.py::broad",
+        interpreted=False,
+        seconds=1.0,
+        called=frozenset({function, f"{path}:1", f"{path}:2"}),
+    )
+    special = Watched("tests/memory/test_a.py::special", interpreted=False, seconds=2.0, called=frozenset({function}))
+    beside = Watched("tests/memory/test_a.py::beside", interpreted=False, seconds=1.0, called=frozenset({f"{path}:7"}))
+    elsewhere = Watched(
+        "tests/memory/test_plan.py::elsewhere", interpreted=False, seconds=1.0, called=frozenset({"src/x.py:1"})
+    )
+    tests = [broad, special, beside, elsewhere]
+    assert picked_for(inside, tests, 60) == ([special, broad], False)
+    assert picked_for(inside, tests, 2.5) == ([special], True)
+    assert picked_for(inside, [beside, elsewhere], 60) == ([beside], False)
+    assert picked_for(inside, [elsewhere], 60) == ([elsewhere], False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "want"), [("assert 1", 0), ("assert 0", 1), ("while True: pass", 124)])
+def test_a_fork_runs_the_tests_and_one_that_hangs_is_ended(tmp_path: Path, line: str, want: int) -> None:
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    {line}\n")
-    assert passes(tmp_path, ("test_it.py",), 20 if "while" not in line else 5) is want
+    tree = Tree(tmp_path / "work")
+    try:
+        assert tree.pytest(["-q", "-p", "no:cacheprovider", str(tmp_path / "test_it.py")], 20)[0] == want
+    finally:
+        tree.close()
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
