@@ -54,17 +54,14 @@ def test_a_mutant_runs_against_the_tests_that_call_its_function() -> None:
     assert function == f"{mutant.path}:{line - 2}", "the line of the decorator, which is where its code begins"
     assert function_of(mutant._replace(line=1)) is None
     path = mutant.path
-    broad = Watched(
-        "tests/memory/test_a.py::broad",
-        interpreted=False,
-        seconds=1.0,
-        called=frozenset({function, f"{path}:1", f"{path}:2"}),
-    )
-    special = Watched("tests/memory/test_a.py::special", interpreted=False, seconds=2.0, called=frozenset({function}))
-    beside = Watched("tests/memory/test_a.py::beside", interpreted=False, seconds=1.0, called=frozenset({f"{path}:7"}))
-    elsewhere = Watched(
-        "tests/memory/test_plan.py::elsewhere", interpreted=False, seconds=1.0, called=frozenset({"src/x.py:1"})
-    )
+
+    def watched(name: str, seconds: float, *called: str | None) -> Watched:
+        return Watched(name, interpreted=False, seconds=seconds, called=frozenset(filter(None, called)))
+
+    broad = watched("tests/memory/test_a.py::broad", 1.0, function, f"{path}:1", f"{path}:2")
+    special = watched("tests/memory/test_a.py::special", 2.0, function)
+    beside = watched("tests/memory/test_a.py::beside", 1.0, f"{path}:7")
+    elsewhere = watched("tests/memory/test_plan.py::elsewhere", 1.0, "src/x.py:1")
     tests = [broad, special, beside, elsewhere]
     assert picked_for(inside, tests, 60) == ([special, broad], False)
     assert picked_for(inside, tests, 2.5) == ([special], True)
