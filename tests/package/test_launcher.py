@@ -111,3 +111,15 @@ def test_two_launches_at_once(checkout: Path) -> None:
     results = [launch.communicate(timeout=300) for launch in launches]
     assert [out for out, _ in results] == [f"ran {i}\n" for i in range(3)]
     assert sum("installing" in err for _, err in results) == 1
+
+
+@pytest.mark.slow
+def test_a_second_start_needs_no_network_and_a_moved_checkout_is_installed_anew(checkout: Path) -> None:
+    assert tg(checkout, "a").stdout == "ran a\n"
+    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0", "HTTPS_PROXY": "http://127.0.0.1:9"}
+    second = tg(checkout, "b", **nowhere)
+    assert (second.stdout, second.stderr) == ("ran b\n", "")
+    moved = checkout.with_name("moved")
+    checkout.rename(moved)
+    third = tg(moved, "c")
+    assert third.stdout == "ran c\n" and "installing" in third.stderr

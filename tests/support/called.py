@@ -48,7 +48,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         return (yield)
     finally:
         sys.settrace(None)
-        threading.settrace(None)  # type: ignore[arg-type]
+        threading.settrace(None)
         seconds = time.perf_counter() - began
         called = {f"{code.co_filename.removeprefix(ROOT)}:{code.co_firstlineno}" for code in _codes.values()}
         ours = sorted(name for name in called if name.startswith("src/"))

@@ -142,7 +142,7 @@ def bind(tree: T, view: Callable[[Handle], object]) -> T:
         return type(tree)(*new)
     if isinstance(tree, list | tuple):
         return type(tree)(new)
-    names = (field.name for field in dataclasses.fields(tree))  # type: ignore[arg-type]
+    names = (field.name for field in dataclasses.fields(tree) if field.init)  # type: ignore[arg-type]
     return dataclasses.replace(tree, **dict(zip(names, new, strict=True)))  # type: ignore[type-var]
 
 
@@ -152,7 +152,9 @@ def _children(tree: object) -> list[Any]:
     if isinstance(tree, list | tuple):
         return list(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [getattr(tree, field.name) for field in dataclasses.fields(tree)]
+        return [
+            getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init
+        ]  # the rest follows from these
     return []
 
 

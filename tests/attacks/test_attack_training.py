@@ -1,0 +1,75 @@
+"""Attacks on a training step: a NaN out of each op, a budget one byte too small."""
+
+from __future__ import annotations
+
+import math
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import CONFIG, LLAMA, batch
+from torch import Tensor
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.kernels.op import Call, observe
+
+GPT = replace(CONFIG, n_layer=2, dropout=0.1)
+SMALL = replace(LLAMA, n_layer=1)
+LATE = ("guard", "adamw")  # what decides about the weights, and what writes them
+
+
+class Spoiler:
+    """An observer that runs each op, and puts a NaN into what the `at`-th of them wrote."""
+
+    def __init__(self, at: int | None) -> None:
+        self.at, self.names = at, list[str]()
+
+    def __call__(self, call: Call) -> None:
+        call.run()
+        if len(self.names) == self.at and not call.name.startswith(LATE):
+            for x in call.writes:
+                if isinstance(x, Tensor) and x.is_floating_point() and x.numel():
+                    x.view(-1)[x.numel() // 2] = math.nan
+        self.names.append(call.name)
+
+
+def step(engine: Engine, config: ModelConfig, at: int | None) -> Spoiler:
+    spoiler = Spoiler(at)
+    tokens, targets = batch(config, 2, 8)
+    with observe(spoiler):
+        engine.step(tokens, targets, learning_rate=1e-3)
+    return spoiler
+
+
+@pytest.mark.parametrize(
+    "config", [pytest.param(GPT, marks=pytest.mark.slow, id="gpt"), pytest.param(SMALL, id="llama")]
+)
+def test_a_nan_out_of_any_op_reaches_no_weight(config: ModelConfig) -> None:
+    engine = Engine(config, 2, 8)
+    names = step(engine, config, None).names
+    left_out = 0
+    for at, name in enumerate(names):
+        if name.startswith(LATE):
+            continue
+        params = {key: x.clone() for key, x in engine.params.items()}
+        moments = {key: x.clone() for key, x in engine.optimizer.tensors().items()}
+        step(engine, config, at)
+        same = all(torch.equal(engine.params[key], x) for key, x in params.items())
+        assert all(bool(x.isfinite().all()) for x in engine.params.values()), f"{at}: {name}"
+        kept = [key for key, x in engine.optimizer.tensors().items() if not torch.equal(x, moments[key])]
+        assert not same or not [key for key in kept if moments[key].numel() > 1], f"{at}: {name}"
+        left_out += same
+        step(engine, config, None)
+    assert left_out > 0.9 * sum(not name.startswith(LATE) for name in names)
+
+
+def test_a_budget_one_byte_too_small_is_refused_and_the_byte_more_is_kept_to() -> None:
+    with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
+        Engine(GPT, 2, 8, memory_budget=1)
+    found = re.search(r"at least ([\d,]+)", str(error.value))
+    assert found
+    least = int(found[1].replace(",", ""))
+    with pytest.raises(ValueError, match=f"memory_budget: got {least - 1:,}"):
+        Engine(GPT, 2, 8, memory_budget=least - 1)
+    assert Engine(GPT, 2, 8, memory_budget=least).plan.peak_bytes <= least
