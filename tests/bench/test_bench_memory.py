@@ -30,12 +30,12 @@ def test_the_trace_is_deterministic_and_varied():
 
 
 def test_a_pair_costs_about_what_torch_empty_costs():
-    """Targets are 1.0, and 2.0 for another shape. On a shared machine the best quarter of the rounds must be within a tenth of
+    """Targets are 1.0, and 2.0 for another shape. On a shared machine the best quarter of the rounds must be within 1.5 × of
     them; within 3 × for another shape, whose cost depends on where the process happens to lie in the instruction cache."""
     ratios = pair_ratios(40)
     for name, target in TARGETS.items():
         best = sorted(ratios[name])[:10]
-        assert median(best) <= (3.0 if "another" in name else 1.1) * target, (name, best)
+        assert median(best) <= (3.0 if "another" in name else 1.5) * target, (name, best)
 
 
 def test_the_report(capsys):
