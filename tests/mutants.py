@@ -478,4 +478,7 @@ def _each(trees: Sequence[Tree], items: Iterable[Any], act: Any, ends: float) ->
 
 
 if __name__ == "__main__":
-    sys.exit(serve() if sys.argv[1:] == ["--serve"] else main(sys.argv[1:]))
+    if sys.argv[1:] == ["--serve"]:
+        serve()
+    else:
+        sys.exit(main(sys.argv[1:]))
