@@ -18,6 +18,9 @@ work tile.
 **Turns.** Up to D 128 the warpgroups issue their MMAs in turn, at one named barrier each, so that one's exponentials run beside
 the others' MMAs. A warpgroup that skips a block passes its turn.
 
+**q in registers** at D 128 of full attention: a block of columns then reads a third less of shared memory. Under a causal edge
+that is 1 % slower.
+
 Which work tiles a CTA takes: forward_scheduler.py.
 
 **Edges.** Where the host knows that an edge crosses no block but a warpgroup's first, the loop has no mask and no branch: then
@@ -247,6 +250,7 @@ def _attend(
     STAGES: gl.constexpr = pipelines.k.full.shape[0]
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
     TURNS: gl.constexpr = WARPGROUPS > 1 and BLOCK_D <= 128
+    Q_REGISTERS: gl.constexpr = BLOCK_D == 128 and params.left is None and params.right is None and not VARLEN
     if W == WARPGROUPS - 1:
         _pass_turn(W, WARPGROUPS, STAGES, TURNS)
     iteration = gl.to_tensor(0)
@@ -260,6 +264,8 @@ def _attend(
 
         kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, STAGES, TURNS)
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
+        if Q_REGISTERS:
+            q = q.load(gl.DotOperandLayout(0, S, 2))
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
         named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
         if Q_STAGES > 1:
