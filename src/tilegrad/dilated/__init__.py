@@ -1,0 +1,9 @@
+"""Dilated attention: segments of a sequence, in each of which every r-th position attends to the others.
+
+    pattern.py     a branch as strided views of q, k and v      functional.py  dilated_attention for autograd
+    borrow.py      buffers of a manager for a call              reference.py   the oracle: whole masks in float64
+"""
+
+from .functional import dilated_attention
+
+__all__ = ["dilated_attention"]

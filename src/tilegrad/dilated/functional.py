@@ -1,0 +1,376 @@
+"""Dilated attention for autograd: it checks, allocates what it returns, and runs attention on strided views.
+
+    tilegrad::dilated_fwd(q, k, v, …) → (y, lse)          tilegrad::dilated_bwd(q, k, v, y, lse, dy, …) → (dq, dk, dv)
+
+"head_groups", G branches, the heads of group g:        "longnet", all heads in every branch:
+
+    y = o_g / G                                             y = Σ_b softmax_b(lse_b) o_b over the branches at a position
+
+The mix of "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
+lse = log Σ_b exp lse_b. So its exact gradient is that of attention over each branch with the mixed y and lse in the place
+of o and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor a gradient of it is kept. A division by G likewise goes into
+lse: exp(s − lse − log G) is p / G, and with o = G y the delta is dy·o.
+
+What is returned or kept for the backward is torch's: y, lse (B, H, T), and the gradients. All else is one TEMP buffer of the
+manager's in each pass, and in a forward of "longnet" one OUTPUT buffer, as large as the largest call needs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from ..functional import _no_forward_mode, _no_second_derivative
+from ..kernels.attention.api import Selected, select_bwd, select_fwd
+from ..kernels.attention.checks import check_options, check_tensors, require
+from ..kernels.attention.mask import Mask
+from ..kernels.attention.problem import lse_dtype, rows_aligned
+from ..kernels.mix import mix_fwd, mix_workspace
+from ..kernels.scratch import Form, Shapes, below, of
+from ..memory.managed.manager import AttentionBufferManager
+from ..memory.types import BufferType
+from .borrow import borrowed, bytes_of, laid_out, number_of
+from .pattern import MODES, Branch, Mode, StridedCall, branches
+
+WEYL = 0x9E3779B97F4A7C15  # odd, so that the seeds of 2⁶⁴ calls are different
+_NO_OTHERS = dict.fromkeys(("o", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "dsinks"))
+
+
+def dilated_attention(
+    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *,
+    mode: Mode = "head_groups", causal: bool = False, dropout_p: float = 0.0, seed: int | Tensor | None = None,
+    attn_mask: None = None, bias: None = None, window: None = None, sinks: None = None,
+    deterministic: bool | None = None, kernel: str | None = None, manager: AttentionBufferManager | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention inside segments among every r-th position, with exact gradients; linear in T.       q, k, v (B, H, T, D)
+
+    segment_lengths   s of each branch; the tail is a shorter segment, and one longer than T is T
+    dilation_rates    r of each branch
+    mode              "head_groups": contiguous groups of heads, as many as branches, the first ones larger by the remainder;
+                      group g attends among positions (g mod r) :: r of its segments, gives 0 at the others, and the result
+                      is divided by the number of branches.
+                      "longnet": every branch covers all heads, head h begins at h mod r; branches are mixed at each position
+                      by the softmax of their logsumexps. A position that no branch covers gives 0
+    causal            a position attends to none behind it
+    dropout_p         drops probabilities once, after the softmax; which ones is a pure function of seed and shapes
+    manager           an AttentionBufferManager whose buffers the call works in; None: torch's allocator
+
+    attn_mask, bias, window and sinks are refused. deterministic and kernel are those of `tilegrad.attention`; "reference"
+    is refused, for it computes o and lse anew. The result is laid out in memory as q is.
+
+    >>> import torch, tilegrad
+    >>> q, k, v = torch.randn(3, 1, 6, 4096, 64)
+    >>> tilegrad.dilated_attention(q, k, v, (1024, 4096), (1, 4), causal=True).shape
+    torch.Size([1, 6, 4096, 64])
+    """
+    for name, given in (("attn_mask", attn_mask), ("bias", bias), ("window", window), ("sinks", sinks)):
+        require(given is None, name, given, "None: dilated attention has segments, rates and causal, and nothing else")
+    check_options(q, k, v, Mask(causal, dropout_p=dropout_p, seed=seed))
+    check_tensors(q, k, v, Mask(causal))
+    segments, rates = check_pattern(segment_lengths, dilation_rates, mode)
+    require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, and q has {q.shape[2]}", "as many", show=str)
+    require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, and q has {q.shape[1]}", "as many", show=str)
+    fewer = mode == "head_groups" and q.shape[1] < len(segments)
+    accepted = "as many heads as branches, or more"
+    require(not fewer, "q", f"{q.shape[1]} heads for {len(segments)} branches", accepted, show=str)
+    accepted = "None or a kernel that takes o and lse as given; reference computes them anew"
+    require(kernel != "reference", "kernel", kernel, accepted)
+    if not dropout_p:
+        seed = None
+    elif seed is None:
+        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
+    elif isinstance(seed, int):
+        seed = torch.full((), _signed(seed), dtype=torch.int64, device=q.device)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    arguments = (
+        q, k, v, seed, segments, rates, mode, causal, float(dropout_p), deterministic, kernel, number_of(manager)
+    )  # fmt: skip
+    transformed = torch._C._are_functorch_transforms_active()
+    y, _ = _Dilated.apply(*arguments) if transformed else torch.ops.tilegrad.dilated_fwd(*arguments)
+    return cast(Tensor, y)
+
+
+def check_pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mode: str) -> tuple[list[int], list[int]]:
+    """Lengths and rates as lists, of a mode that there is."""
+    require(mode in MODES, "mode", mode, " or ".join(map(repr, MODES)))
+    given = (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates))
+    for name, values in given:
+        whole = isinstance(values, Sequence) and not isinstance(values, str)
+        positive = whole and len(values) > 0 and all(type(n) is int and n > 0 for n in values)
+        require(positive, name, values, "a sequence of ints ≥ 1, one for each branch")
+    got = f"{len(dilation_rates)} for {len(segment_lengths)} segment_lengths"
+    require(len(segment_lengths) == len(dilation_rates), "dilation_rates", got, "one for each branch", show=str)
+    return list(segment_lengths), list(dilation_rates)
+
+
+def _signed(n: int) -> int:
+    """The 64 bits of n as int64 has them."""
+    return (n + 2**63) % 2**64 - 2**63
+
+
+class Pattern(NamedTuple):
+    """The arguments of the ops beside tensors."""
+
+    segments: list[int]
+    rates: list[int]
+    mode: Mode
+    causal: bool
+    dropout_p: float
+    deterministic: bool
+    kernel: str | None
+    manager: int
+
+    def branches(self, q: Tensor, k: Tensor, v: Tensor, y: Tensor) -> tuple[Branch, ...]:
+        if not q.numel() or not y.numel():
+            return ()
+        b, h, t, _ = q.shape
+        strides = tuple([x.stride()[:3] for x in (q, k, v, y)])
+        return branches((b, h, t), strides, tuple(self.segments), tuple(self.rates), self.mode)
+
+    def mask(self, seed: Tensor | None, number: int) -> Mask:
+        """Of the call of that number: each has a seed of its own."""
+        if seed is not None and number:
+            seed = seed + _signed(number * WEYL)
+        return Mask(self.causal, dropout_p=self.dropout_p, seed=seed)
+
+    @property
+    def divisor(self) -> int:
+        return len(self.rates) if self.mode == "head_groups" else 1
+
+
+class Job(NamedTuple):
+    """A call with the kernel that runs it, and the buffers it works in; `added`: an earlier branch has written there."""
+
+    call: StridedCall
+    qkv: tuple[Tensor, ...]
+    mask: Mask
+    selected: Selected
+    buffers: Shapes
+    added: bool
+
+
+def _jobs(pattern: Pattern, found: tuple[Branch, ...]) -> Iterator[tuple[int, StridedCall, bool]]:
+    """(number, call, added)"""
+    calls = ((call, pattern.mode == "longnet" and n > 0) for n, branch in enumerate(found) for call in branch.calls)
+    return ((number, call, added) for number, (call, added) in enumerate(calls))
+
+
+def _in_order_of(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A new (B, H, T, …) in q's memory order: (B, T, H, …) where heads lie closer than positions."""
+    b, h, t, *rest = shape
+    if q.stride(1) < q.stride(2):
+        return q.new_empty((b, t, h, *rest), dtype=dtype).transpose(1, 2)
+    return q.new_empty(tuple(shape), dtype=dtype)
+
+
+def _new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    y = _in_order_of(q, (*q.shape[:3], v.shape[3]), q.dtype)
+    return y, _in_order_of(q, q.shape[:3], lse_dtype(q.dtype))
+
+
+def _new_gradients(q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    return [_in_order_of(q, x.shape, q.dtype) if want else q.new_empty(0) for x, want in zip((q, k, v), wanted, strict=True)]
+
+
+def _zero_where_uncovered(found: tuple[Branch, ...], pattern: Pattern, *tensors: Tensor) -> None:
+    """Zeros in the heads of branches that leave positions out."""
+    for branch in found[:1] if pattern.mode == "longnet" else found:
+        if not branch.covers_all:
+            for x in tensors:
+                x[:, branch.heads.start : branch.heads.stop].zero_()
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
+    pattern = Pattern(*options)
+    y, lse = _new_outputs(q, v)
+    found = pattern.branches(q, k, v, y)
+    _zero_where_uncovered(found, pattern, y)
+    if pattern.mode == "longnet" and found and not found[0].covers_all:
+        lse.fill_(-torch.inf)
+    jobs = []
+    for number, call, added in _jobs(pattern, found):
+        qkv, mask = tuple([call.of(x) for x in (q, k, v)]), pattern.mask(seed, number)
+        selected = select_fwd(*qkv, mask, o=None, lse=None, kernel=pattern.kernel)
+        buffers: Shapes = below("attention", selected.scratch)
+        if added:
+            part = Form((*call.shape, v.shape[3]), q.dtype, q.device)
+            buffers |= below("mix", mix_workspace(part)) | {"lse": (call.shape, lse.dtype)}
+        jobs.append(Job(call, qkv, mask, selected, buffers, added))
+    temp = max((bytes_of(job.buffers) for job in jobs), default=0)
+    parts = max((math.prod(job.call.shape) for job in jobs if job.added), default=0) * v.shape[3] * q.itemsize
+    with (
+        borrowed(pattern.manager, BufferType.TEMP, temp, q.device) as buffer,
+        borrowed(pattern.manager, BufferType.OUTPUT, parts, q.device) as part,
+    ):
+        for job in jobs:
+            _run_forward(job, y, lse, 1 / pattern.divisor, buffer, part)
+    if pattern.divisor > 1:
+        lse += math.log(pattern.divisor)
+    return y, lse
+
+
+def _run_forward(job: Job, y: Tensor, lse: Tensor, factor: float, buffer: Tensor, part: Tensor) -> None:
+    scratch = laid_out(job.buffers, buffer)
+    o, its_lse = job.call.of(y), job.call.of(lse)
+    if not job.added:
+        job.selected.module.fwd(*job.qkv, job.mask, o=o, lse=its_lse, scratch=of("attention", scratch))
+        if factor != 1.0:
+            o *= factor
+        return
+    part_lse = scratch["lse"]
+    part_o = laid_out({"o": (tuple(o.shape), o.dtype)}, part)["o"]
+    job.selected.module.fwd(*job.qkv, job.mask, o=part_o, lse=part_lse, scratch=of("attention", scratch))
+    mix_fwd(part_o, part_lse, o=o, lse=its_lse, scratch=of("mix", scratch))
+
+
+def _bwd(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dy: Tensor, seed: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *options, wanted = rest
+    pattern = Pattern(*options)
+    grads = _new_gradients(q, k, v, wanted)
+    found = pattern.branches(q, k, v, y)
+    _zero_where_uncovered(found, pattern, *(x for x, want in zip(grads, wanted, strict=True) if want))
+    if not rows_aligned(dy) or any(n > 1 and a != b for n, a, b in zip(y.shape, dy.stride(), y.stride(), strict=True)):
+        dy = torch.empty_like(y).copy_(dy)
+    jobs = []
+    for number, call, added in _jobs(pattern, found):
+        qkv, mask = tuple([call.of(x) for x in (q, k, v)]), pattern.mask(seed, number)
+        selected = select_bwd(*qkv, mask, _NO_OTHERS, kernel=pattern.kernel, deterministic=pattern.deterministic)
+        buffers: Shapes = below("attention", selected.scratch)
+        if pattern.divisor > 1:
+            buffers["o"] = (*call.shape, v.shape[3]), q.dtype
+        if added:
+            named = zip(("dq", "dk", "dv"), qkv, wanted, strict=True)
+            buffers |= {name: ((*call.shape, x.shape[3]), q.dtype) for name, x, want in named if want}
+        jobs.append(Job(call, qkv, mask, selected, buffers, added))
+    temp = max((bytes_of(job.buffers) for job in jobs), default=0)
+    with borrowed(pattern.manager, BufferType.TEMP, temp, q.device) as buffer:
+        for job in jobs:
+            _run_backward(job, y, lse, dy, grads, wanted, pattern, buffer)
+    return tuple(grads)
+
+
+def _run_backward(
+    job: Job, y: Tensor, lse: Tensor, dy: Tensor, grads: Sequence[Tensor], wanted: Sequence[bool], pattern: Pattern,
+    buffer: Tensor,
+) -> None:  # fmt: skip
+    scratch, call = laid_out(job.buffers, buffer), job.call
+    o = call.of(y)
+    if pattern.divisor > 1:
+        o = torch.mul(o, pattern.divisor, out=scratch["o"])
+    named = zip(("dq", "dk", "dv"), grads, wanted, strict=True)
+    its_grads = {name: call.of(x) if want else None for name, x, want in named}
+    written = {name: scratch[name] if job.added and x is not None else x for name, x in its_grads.items()}
+    job.selected.module.bwd(
+        *job.qkv, o, call.of(lse), call.of(dy), None, job.mask, **written, dbias=None, dsinks=None,
+        scratch=of("attention", scratch), deterministic=pattern.deterministic,
+    )  # fmt: skip
+    if job.added:
+        for name, x in its_grads.items():
+            if x is not None:
+                x += scratch[name]
+
+
+_OPTIONS = (
+    "Tensor? seed, int[] segment_lengths, int[] dilation_rates, str mode, bool causal, float dropout_p, bool deterministic, "
+    "str? kernel, int manager"
+)
+_library = torch.library.Library("tilegrad", "FRAGMENT")
+_library.define(f"dilated_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor y, Tensor lse)")
+_library.define(
+    f"dilated_bwd(Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor dy, {_OPTIONS}, bool[] wanted) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return _new_outputs(q, v)
+
+
+def _bwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(_new_gradients(q, k, v, rest[-1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.options = inputs[4:]
+
+
+def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, seed, y, lse = ctx.saved_tensors
+    none = (None,) * (4 + len(ctx.options))
+    if dy is None:
+        return none
+    wanted = list(ctx.needs_input_grad[:3])
+    call = _DilatedBackward.apply if torch._C._are_functorch_transforms_active() else torch.ops.tilegrad.dilated_bwd
+    grads = call(q, k, v, y, lse, dy, seed, *ctx.options, wanted)
+    dq, dk, dv = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    return (dq, dk, dv, *none[3:])
+
+
+class _Dilated(torch.autograd.Function):
+    """dilated_fwd as torch.func's transforms take it."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.dilated_fwd(*arguments))
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_backward)
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+class _DilatedBackward(torch.autograd.Function):
+    """dilated_bwd likewise."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.dilated_bwd(*arguments))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
+    backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """The batching rule of an op whose first `tensors` arguments have a dimension B at 0: samples are folded into B. With a
+    seed each sample is a call, so that all drop alike where the seed is one, and by their own where each has one."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        n, seed = info.batch_size, arguments[tensors]
+        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
+        if seed is None:
+            own = [(x.expand(n, *x.shape) if d is None else x).flatten(0, 1) for x, d in zip(first[:tensors], in_dims, strict=False)]
+            results = op(*own, *arguments[tensors:])
+            found = tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results)
+            return found, (0,) * len(found)
+        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
+        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+
+    return rule
+
+
+def _cast_under_autocast(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        with torch.autocast(device_type, enabled=False):
+            return torch.ops.tilegrad.dilated_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
+
+    return call
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("dilated_fwd", _fwd, _device)
+    _library.impl("dilated_bwd", _bwd, _device)
+    _library.impl("dilated_fwd", _cast_under_autocast(_device.lower()), f"Autocast{_device}")
+torch.library.register_fake("tilegrad::dilated_fwd", _fwd_fake, lib=_library)
+torch.library.register_fake("tilegrad::dilated_bwd", _bwd_fake, lib=_library)
+torch.library.register_autograd("tilegrad::dilated_fwd", _backward, setup_context=_save, lib=_library)
+torch.library.register_autograd("tilegrad::dilated_bwd", _no_second_derivative, lib=_library)
+torch.library.register_vmap("tilegrad::dilated_fwd", _vmap(torch.ops.tilegrad.dilated_fwd, 3), lib=_library)
+torch.library.register_vmap("tilegrad::dilated_bwd", _vmap(torch.ops.tilegrad.dilated_bwd, 6), lib=_library)

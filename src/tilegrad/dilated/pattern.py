@@ -1,0 +1,160 @@
+"""Dilated positions as strided views: which calls of attention a branch is, and where their rows lie in memory.
+
+A branch (s, r) cuts T positions into segments of s. The tail is a shorter segment, and a segment longer than T is T.
+Inside each segment the positions offset, offset + r, … attend to each other. Nothing is gathered, for with x (B, H, T, D)
+and strides (x_b, x_h, x_t, 1) every axis of a branch is one step in memory:
+
+    rows of a segment        (0, 0, r)     L = ⌈(s − offset) / r⌉ of them
+    segments                 (0, 0, s)
+    heads of one offset      (0, 1, 0)
+    heads h = c·r + j of offset h mod r = j:     j (0, 1, 1), a head and a position further, and c (0, r, 0)
+    sequences                (1, 0, 0)
+
+Attention takes two axes beside the rows. Two axes are merged where the outer one's stride is the inner one's times its
+size in every tensor: B and segments of (B, T, H, D), or heads and segments of (B, H, T, D), if s divides T. What is left
+beyond two axes is looped over, the smallest first.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import Literal, NamedTuple, get_args
+
+from torch import Tensor
+
+Mode = Literal["head_groups", "longnet"]
+MODES: tuple[str, ...] = get_args(Mode)
+ROWS_PER_CALL = 1 << 19  # rows of all heads: a call's scratch grows with them, and a GPU is full with far fewer
+
+Step = tuple[int, int, int]  # over (b, h, t)
+
+
+class Axis(NamedTuple):
+    n: int
+    step: Step
+
+
+class StridedCall(NamedTuple):
+    """One call of attention: axes of x (B, H, T, …) that begin at `origin`."""
+
+    origin: Step
+    batch: Axis
+    heads: Axis
+    rows: Axis
+
+    @property
+    def shape(self) -> tuple[int, int, int]:
+        return self.batch.n, self.heads.n, self.rows.n
+
+    def of(self, x: Tensor) -> Tensor:
+        """The view (batch, heads, rows, D) of x (B, H, T, D), or (batch, heads, rows) of x (B, H, T)."""
+        strides = x.stride()
+        axes = [_dot(axis.step, strides) for axis in (self.batch, self.heads, self.rows)]
+        start = x.storage_offset() + _dot(self.origin, strides)
+        return x.as_strided((*self.shape, *x.shape[3:]), (*axes, *strides[3:]), start)
+
+
+class Branch(NamedTuple):
+    """The heads that it covers, its rate, and its calls, which share no position of a head."""
+
+    heads: range
+    rate: int
+    calls: tuple[StridedCall, ...]
+
+    @property
+    def covers_all(self) -> bool:
+        return self.rate == 1
+
+
+def _dot(step: Step, strides: Sequence[int]) -> int:
+    return step[0] * strides[0] + step[1] * strides[1] + step[2] * strides[2]
+
+
+def head_groups(heads: int, branches: int) -> list[range]:
+    """Contiguous groups of heads, one for each branch; the remainder goes to the first ones."""
+    size, more = divmod(heads, branches)
+    ends = [0, *itertools.accumulate(size + (g < more) for g in range(branches))]
+    return [range(a, b) for a, b in itertools.pairwise(ends)]
+
+
+@lru_cache(1024)
+def branches(
+    shape: Step, strides: tuple[tuple[int, ...], ...], segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...],
+    mode: Mode,
+) -> tuple[Branch, ...]:  # fmt: skip
+    """The branches of x (B, H, T, D) for tensors of these strides; of "longnet" the one of the smallest rate first."""
+    h = shape[1]
+    given = zip(segment_lengths, dilation_rates, strict=True)
+    if mode == "head_groups":
+        groups = zip(head_groups(h, len(segment_lengths)), given, strict=True)
+        return tuple(
+            Branch(heads, r, tuple(_calls(shape, strides, s, r, heads, g % r)))
+            for g, (heads, (s, r)) in enumerate(groups)
+        )
+    by_rate = sorted(given, key=lambda branch: branch[1])
+    return tuple(Branch(range(h), r, tuple(_calls(shape, strides, s, r, range(h), None))) for s, r in by_rate)
+
+
+def _calls(
+    shape: Step, strides: tuple[tuple[int, ...], ...], segment: int, rate: int, heads: range, offset: int | None
+) -> Iterator[StridedCall]:
+    """offset None: head h begins at h mod rate."""
+    b, _, t = shape
+    s = min(segment, t)
+    whole, tail = divmod(t, s)
+    for first, n, length in ((0, whole, s), (whole * s, 1, tail)):
+        of_heads = _one_offset(heads, offset, length, rate) if offset is not None else _by_head(heads, length, rate)
+        for (h, shift), axes, rows in of_heads:
+            if rows > 0:
+                every = [Axis(b, (1, 0, 0)), Axis(n, (0, 0, length)), *axes]
+                yield from _fitted((0, h, first + shift), every, Axis(rows, (0, 0, rate)), strides)
+
+
+Heads = tuple[tuple[int, int], list[Axis], int]  # (head, offset) of the first, their axes, rows of a segment
+
+
+def _one_offset(heads: range, offset: int, length: int, rate: int) -> Iterator[Heads]:
+    yield (heads.start, offset), [Axis(len(heads), (0, 1, 0))], -(-(length - offset) // rate)
+
+
+def _by_head(heads: range, length: int, rate: int) -> Iterator[Heads]:
+    """Heads c·rate + j, whole blocks of `rate` and the rest; offsets j < length mod rate have a row more."""
+    whole, rest = divmod(len(heads), rate)
+    rows, longer = divmod(length, rate)
+    for first, blocks, width in ((0, whole, rate), (whole * rate, 1, rest)):
+        for low, high, n in ((0, min(longer, width), rows + 1), (longer, width, rows)):
+            if blocks and high > low:
+                yield (first + low, low), [Axis(blocks, (0, rate, 0)), Axis(high - low, (0, 1, 1))], n
+
+
+def _fitted(
+    origin: Step, axes: list[Axis], rows: Axis, strides: tuple[tuple[int, ...], ...]
+) -> Iterator[StridedCall]:
+    """Axes merged to two where every tensor allows it, and calls of at most ROWS_PER_CALL rows."""
+    axes = [axis for axis in axes if axis.n > 1]
+    while pair := next((p for p in itertools.permutations(axes, 2) if _merge(*p, strides)), None):
+        outer, inner = pair
+        axes = [axis for axis in axes if axis is not outer and axis is not inner]
+        axes.append(Axis(outer.n * inner.n, inner.step))
+    one = Axis(1, (0, 0, 0))
+    batch, heads, *looped = (*sorted(axes, key=lambda axis: -axis.n), one, one)
+    for index in itertools.product(*(range(axis.n) for axis in looped)):
+        start = _moved(origin, looped, index)
+        most_heads = max(1, ROWS_PER_CALL // rows.n)
+        for h in range(0, heads.n, most_heads):
+            some = Axis(min(most_heads, heads.n - h), heads.step)
+            most = max(1, most_heads // some.n)
+            for b in range(0, batch.n, most):
+                here = _moved(start, (batch, heads), (b, h))
+                yield StridedCall(here, Axis(min(most, batch.n - b), batch.step), some, rows)
+
+
+def _merge(outer: Axis, inner: Axis, strides: tuple[tuple[int, ...], ...]) -> bool:
+    return all(_dot(outer.step, x) == inner.n * _dot(inner.step, x) for x in strides)
+
+
+def _moved(origin: Step, axes: Sequence[Axis], index: Sequence[int]) -> Step:
+    b, h, t = (origin[i] + sum(n * axis.step[i] for axis, n in zip(axes, index, strict=True)) for i in range(3))
+    return b, h, t

@@ -1,0 +1,59 @@
+"""Attention over two sets of keys from attention over each: outputs mixed by their logsumexps.
+
+    lse' = log(exp lse + exp part_lse)
+    o'   = o exp(lse − lse') + part exp(part_lse − lse')          = part + (o − part) sigmoid(lse − part_lse)
+
+o, part (B, H, T, D), lse, part_lse (B, H, T), any strides. A row of lse = −∞ has seen no key: its o counts for nothing.
+The backward needs no op of its own: with o' and lse' in the place of o and lse, `attention_bwd` over each set gives
+exp(s − lse') and do·o', the softmax over both sets and its delta. `MIX` is the table of kernels: each module offers
+`workspace` and `fwd`.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from .. import gpu
+from ..checks import check_columns, check_tensor
+from ..op import op
+from ..scratch import Scratch, Shapes, accumulation_dtype, views
+from ..table import Kernel, Table, takes_all
+
+
+class Problem(NamedTuple):
+    """A mix as the table sees it: the shape, dtype and device of part."""
+
+    part: Any
+
+
+MIX = Table(
+    "mix",
+    (
+        Kernel("triton", "mix.triton_ops", lambda problem: gpu.refusal(problem.part)),
+        Kernel("torch", "mix.torch_ops", takes_all),
+    ),
+)
+
+
+def mix_workspace(part: Any, *, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold."""
+    return MIX.workspace(Problem(part), kernel=kernel)
+
+
+@op(adds=("o", "lse"))
+def mix_fwd(
+    part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, scratch: Scratch | None = None, kernel: str | None = None
+) -> None:
+    """o and lse of the keys so far become those of these keys as well."""
+    acc = accumulation_dtype(part.dtype)
+    check_tensor("part_lse", part_lse, tuple(part.shape[:-1]), acc, part.device)
+    check_tensor("o", o, tuple(part.shape), part.dtype, part.device)
+    check_tensor("lse", lse, tuple(part.shape[:-1]), acc, part.device)
+    check_columns("part", part)
+    check_columns("o", o)
+    row = MIX.select(Problem(part), kernel)
+    module = row.load()
+    buffers = views(scratch, module.workspace(part), part.device, "mix", kernel=row.name)
+    module.fwd(part, part_lse, o=o, lse=lse, scratch=buffers)

@@ -1,0 +1,26 @@
+"""The mix by torch's own ops, a sequence at a time: any device, any dtype, any strides."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..scratch import Scratch, Shapes, accumulation_dtype
+
+
+def workspace(part: Any) -> Shapes:
+    acc = accumulation_dtype(part.dtype)
+    return {"share": (tuple(part.shape[1:3]), acc), "mixed": (tuple(part.shape[1:]), acc)}
+
+
+def fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, scratch: Scratch) -> None:
+    share, mixed = scratch["share"], scratch["mixed"]
+    for b in range(part.shape[0]):
+        torch.sub(lse[b], part_lse[b], out=share).sigmoid_()
+        mixed.copy_(o[b])
+        mixed.sub_(part[b]).mul_(share[..., None]).add_(part[b])
+        o[b].copy_(mixed)
+        torch.logaddexp(lse[b], part_lse[b], out=share)
+        lse[b].copy_(share)

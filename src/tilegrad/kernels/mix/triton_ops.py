@@ -1,0 +1,62 @@
+"""The mix in Triton: a program mixes some rows of a head; it reads and writes each number once."""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import ceil_div, padded
+from ..scratch import Scratch, Shapes
+
+TILE, WARPS = 4096, 4  # numbers of o that a program mixes
+
+
+@triton.jit
+def _mix_kernel(
+    part, part_lse,
+    o, lse,
+    part_b, part_h, part_t, part_lse_b, part_lse_h, part_lse_t, o_b, o_h, o_t, lse_b, lse_h, lse_t, H, T, tiles,
+    D: tl.constexpr, ROWS: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    n = tl.program_id(0).to(tl.int64)
+    b, h = n // tiles // H, n // tiles % H
+    t = n % tiles * ROWS + tl.arange(0, ROWS)
+    i = tl.arange(0, BLOCK_D)[None, :]
+    rows, here = t < T, (t < T)[:, None] & (i < D)
+
+    at_lse = lse + b * lse_b + h * lse_h + t * lse_t
+    at_o = o + b * o_b + h * o_h + t[:, None] * o_t + i
+    old = tl.load(at_lse, mask=rows, other=0.0)
+    new = tl.load(part_lse + b * part_lse_b + h * part_lse_h + t * part_lse_t, mask=rows, other=0.0)
+    x = tl.load(at_o, mask=here, other=0.0).to(tl.float32)
+    y = tl.load(part + b * part_b + h * part_h + t[:, None] * part_t + i, mask=here, other=0.0).to(tl.float32)
+
+    larger = tl.maximum(old, new)
+    both = larger + tl.log(tl.exp(old - larger) + tl.exp(new - larger))
+    share = tl.exp(old - both)
+
+    tl.store(at_o, (y + (x - y) * share[:, None]).to(o.dtype.element_ty), mask=here)
+    tl.store(at_lse, both, mask=rows)
+
+
+def workspace(part: Any) -> Shapes:
+    return {}
+
+
+def fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, scratch: Scratch) -> None:
+    b, h, t, d = part.shape
+    block_d = padded(d)
+    rows = max(1, TILE // block_d)
+    tiles = ceil_div(t, rows)
+    if not part.numel():
+        return
+    with torch.cuda.device_of(part):
+        _mix_kernel[(b * h * tiles,)](
+            part, part_lse, o, lse, *part.stride()[:3], *part_lse.stride(), *o.stride()[:3], *lse.stride(), h, t, tiles,
+            D=d, ROWS=rows, BLOCK_D=block_d, num_warps=WARPS,
+        )  # fmt: skip
