@@ -76,6 +76,43 @@ def _bench_ops(args: argparse.Namespace) -> int:
     return bench_ops(device=args.device, dtype=args.dtype, repeats=args.repeats, rows=args.rows, json=args.json)
 
 
+def _bench_dilated(args: argparse.Namespace) -> int:
+    from ..bench.dilated import bench_dilated
+
+    given = {"modes": args.mode, "lengths": args.lengths, "segments": args.segments, "rates": args.rates}
+    return bench_dilated(
+        device=args.device, dtype=args.dtype, heads=args.heads, head_dim=args.head_dim, batch_size=args.batch_size,
+        causal=args.causal, peers=args.peers, repeats=args.repeats, json=args.json, out=args.out,
+        **{name: value for name, value in given.items() if value},
+    )  # fmt: skip
+
+
+def _add_dilated(bench: Commands) -> None:
+    dilated = add_command(
+        bench, "dilated", "dilated attention against copies of its positions on SDPA: time per token, memory", _bench_dilated
+    )
+    dilated.add_argument("--device", help="default: cuda where there is one, else cpu")
+    dilated.add_argument("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on CUDA, else float32)")
+    dilated.add_argument("--mode", nargs="+", metavar="NAME", help="head_groups, longnet (default: both)")
+    dilated.add_argument(
+        "--lengths", type=int, nargs="+", metavar="T", help="default: 32768 … 524288 on CUDA, 4096 … 16384 else"
+    )
+    dilated.add_argument(
+        "--segments", type=int, nargs="+", metavar="S", help="default: 2048 8192 32768 on CUDA, 256 1024 4096 else"
+    )
+    dilated.add_argument("--rates", type=int, nargs="+", metavar="R", help="default: 1 4 16")
+    dilated.add_argument("--heads", type=int, default=16, metavar="H", help="default: %(default)s")
+    dilated.add_argument("--head-dim", type=int, default=64, metavar="D", help="default: %(default)s")
+    dilated.add_argument("--batch-size", type=int, default=1, metavar="B", help="default: %(default)s")
+    dilated.add_argument("--causal", action="store_true")
+    dilated.add_argument("--peers", nargs="*", metavar="NAME", help="flash, cudnn; sdpa on a CPU (default: all)")
+    dilated.add_argument(
+        "--repeats", type=int, default=10, metavar="N", help="interleaved rounds (default: %(default)s)"
+    )
+    dilated.add_argument("--json", action="store_true", help="JSON lines instead of the table")
+    dilated.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
+
+
 def _add_training(bench: Commands) -> None:
     training = add_command(
         bench, "training", "a whole step against PyTorch: on a GPU compiled and eager, on a CPU eager", _bench_training
@@ -173,6 +210,7 @@ def add_benches(commands: Commands) -> None:
     attention.add_argument("--plot", metavar="FILE", help="draw bars (needs matplotlib)")
     attention.add_argument("--profile", action="store_true", help="each kernel's share of the device's limits")
     attention.add_argument("--tune", action="store_true", help="find the fastest tiles and write them into tiles.py")
+    _add_dilated(bench)
     _add_training(bench)
     ops = add_command(
         bench, "ops", "every kernel of norms, activations and sums, as bytes/s against a copy", _bench_ops

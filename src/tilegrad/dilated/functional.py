@@ -18,17 +18,20 @@ manager's in each pass, and in a forward of "longnet" one OUTPUT buffer, as larg
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
 from ..functional import _no_forward_mode, _no_second_derivative
-from ..kernels.attention.api import Selected, select_bwd, select_fwd
+from ..kernels.attention import table
+from ..kernels.attention.api import Selected, Signature, select_bwd, select_fwd
 from ..kernels.attention.checks import check_options, check_tensors, require
 from ..kernels.attention.mask import Mask
-from ..kernels.attention.problem import lse_dtype, rows_aligned
+from ..kernels.attention.problem import ALIGNED_BYTES, lse_dtype, rows_aligned
+from ..kernels.cache import remember
 from ..kernels.mix import mix_fwd, mix_workspace
 from ..kernels.scratch import Form, Shapes, below, of
 from ..memory.managed.manager import AttentionBufferManager
@@ -87,8 +90,9 @@ def dilated_attention(
         seed = torch.full((), _signed(seed), dtype=torch.int64, device=q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
+    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     arguments = (
-        q, k, v, seed, segments, rates, mode, causal, float(dropout_p), deterministic, kernel, number_of(manager)
+        q, k, v, seed, segments, rates, mode, causal, float(dropout_p), deterministic, kernel, training, number_of(manager)
     )  # fmt: skip
     transformed = torch._C._are_functorch_transforms_active()
     y, _ = _Dilated.apply(*arguments) if transformed else torch.ops.tilegrad.dilated_fwd(*arguments)
@@ -113,8 +117,8 @@ def _signed(n: int) -> int:
     return (n + 2**63) % 2**64 - 2**63
 
 
-class Pattern(NamedTuple):
-    """The arguments of the ops beside tensors."""
+class Options(NamedTuple):
+    """The arguments of the ops beside tensors; `training`: a backward follows."""
 
     segments: list[int]
     rates: list[int]
@@ -123,20 +127,8 @@ class Pattern(NamedTuple):
     dropout_p: float
     deterministic: bool
     kernel: str | None
+    training: bool
     manager: int
-
-    def branches(self, q: Tensor, k: Tensor, v: Tensor, y: Tensor) -> tuple[Branch, ...]:
-        if not q.numel() or not y.numel():
-            return ()
-        b, h, t, _ = q.shape
-        strides = tuple([x.stride()[:3] for x in (q, k, v, y)])
-        return branches((b, h, t), strides, tuple(self.segments), tuple(self.rates), self.mode)
-
-    def mask(self, seed: Tensor | None, number: int) -> Mask:
-        """Of the call of that number: each has a seed of its own."""
-        if seed is not None and number:
-            seed = seed + _signed(number * WEYL)
-        return Mask(self.causal, dropout_p=self.dropout_p, seed=seed)
 
     @property
     def divisor(self) -> int:
@@ -144,20 +136,73 @@ class Pattern(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A call with the kernel that runs it, and the buffers it works in; `added`: an earlier branch has written there."""
+    """A call, its kernel in each direction, and the buffers it works in; `added`: an earlier branch has written there."""
 
     call: StridedCall
-    qkv: tuple[Tensor, ...]
-    mask: Mask
-    selected: Selected
-    buffers: Shapes
     added: bool
+    fwd: Selected
+    bwd: Selected
+    forward_buffers: Shapes
+    backward_buffers: Shapes
 
 
-def _jobs(pattern: Pattern, found: tuple[Branch, ...]) -> Iterator[tuple[int, StridedCall, bool]]:
-    """(number, call, added)"""
-    calls = ((call, pattern.mode == "longnet" and n > 0) for n, branch in enumerate(found) for call in branch.calls)
-    return ((number, call, added) for number, (call, added) in enumerate(calls))
+class Plan(NamedTuple):
+    """All jobs of a call. Both directions ask for buffers of the same size, so that a manager's serve each other."""
+
+    branches: tuple[Branch, ...]
+    jobs: tuple[Job, ...]
+    temp_bytes: int
+    part_bytes: int
+
+
+_plans: dict[Signature, Plan] = {}
+
+
+def _plan(q: Tensor, k: Tensor, v: Tensor, y: Tensor, options: Options) -> Plan:
+    """Kept under all that it depends on."""
+    forms = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES) for x in (q, k, v, y)]
+    key = (*forms, q.dtype, q.device, *map(str, options[:-1]), torch.get_num_threads(), id(table.ATTENTION))
+    found = _plans.get(key)
+    return found if found is not None else remember(_plans, key, _new_plan(q, k, v, y, options))
+
+
+def _new_plan(q: Tensor, k: Tensor, v: Tensor, y: Tensor, options: Options) -> Plan:
+    if not q.numel() or not y.numel():
+        return Plan((), (), 0, 0)
+    b, h, t, _ = q.shape
+    strides = tuple([x.stride()[:3] for x in (q, k, v, y)])
+    found = branches((b, h, t), strides, tuple(options.segments), tuple(options.rates), options.mode)
+    jobs = []
+    for number, branch in enumerate(found):
+        added = options.mode == "longnet" and number > 0
+        jobs += [_job(call, q, k, v, options, added=added) for call in branch.calls]
+    temp = max(bytes_of(job.forward_buffers) for job in jobs)
+    if options.training:
+        temp = max(temp, *(bytes_of(job.backward_buffers) for job in jobs))
+    part = max((math.prod(job.call.shape) for job in jobs if job.added), default=0) * v.shape[3] * q.itemsize
+    return Plan(found, tuple(jobs), temp, part)
+
+
+def _job(call: StridedCall, q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: bool) -> Job:
+    qkv = [call.of(x) for x in (q, k, v)]
+    mask = Mask(options.causal, dropout_p=options.dropout_p, seed=0 if options.dropout_p else None)
+    fwd = select_fwd(*qkv, mask, o=None, lse=None, kernel=options.kernel)
+    bwd = select_bwd(*qkv, mask, _NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
+    forward, backward = below("attention", fwd.scratch), below("attention", bwd.scratch)
+    output = (*call.shape, v.shape[3]), q.dtype
+    if options.divisor > 1:
+        backward["o"] = output
+    if added:
+        forward |= below("mix", mix_workspace(Form(*output, q.device))) | {"lse": (call.shape, lse_dtype(q.dtype))}
+        backward |= {f"d{name}": (tuple(x.shape), q.dtype) for name, x in zip("qkv", qkv, strict=True)}
+    return Job(call, added, fwd, bwd, forward, backward)
+
+
+def _mask(options: Options, seed: Tensor | None, number: int) -> Mask:
+    """Of the call of that number: each has a seed of its own."""
+    if seed is not None and number:
+        seed = seed + _signed(number * WEYL)
+    return Mask(options.causal, dropout_p=options.dropout_p, seed=seed)
 
 
 def _in_order_of(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -174,112 +219,91 @@ def _new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _new_gradients(q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
-    return [_in_order_of(q, x.shape, q.dtype) if want else q.new_empty(0) for x, want in zip((q, k, v), wanted, strict=True)]
+    given = zip((q, k, v), wanted, strict=True)
+    return [_in_order_of(q, x.shape, q.dtype) if want else q.new_empty(0) for x, want in given]
 
 
-def _zero_where_uncovered(found: tuple[Branch, ...], pattern: Pattern, *tensors: Tensor) -> None:
-    """Zeros in the heads of branches that leave positions out."""
-    for branch in found[:1] if pattern.mode == "longnet" else found:
+def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> None:
+    """Zeros in the heads of branches that leave positions out; of "longnet" the first branch covers the most."""
+    for branch in plan.branches[:1] if options.mode == "longnet" else plan.branches:
         if not branch.covers_all:
             for x in tensors:
                 x[:, branch.heads.start : branch.heads.stop].zero_()
 
 
-def _fwd(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *options: Any) -> tuple[Tensor, Tensor]:
-    pattern = Pattern(*options)
+def _fwd(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    options = Options(*given)
     y, lse = _new_outputs(q, v)
-    found = pattern.branches(q, k, v, y)
-    _zero_where_uncovered(found, pattern, y)
-    if pattern.mode == "longnet" and found and not found[0].covers_all:
+    plan = _plan(q, k, v, y, options)
+    _zero_where_uncovered(plan, options, y)
+    if options.mode == "longnet" and plan.branches and not plan.branches[0].covers_all:
         lse.fill_(-torch.inf)
-    jobs = []
-    for number, call, added in _jobs(pattern, found):
-        qkv, mask = tuple([call.of(x) for x in (q, k, v)]), pattern.mask(seed, number)
-        selected = select_fwd(*qkv, mask, o=None, lse=None, kernel=pattern.kernel)
-        buffers: Shapes = below("attention", selected.scratch)
-        if added:
-            part = Form((*call.shape, v.shape[3]), q.dtype, q.device)
-            buffers |= below("mix", mix_workspace(part)) | {"lse": (call.shape, lse.dtype)}
-        jobs.append(Job(call, qkv, mask, selected, buffers, added))
-    temp = max((bytes_of(job.buffers) for job in jobs), default=0)
-    parts = max((math.prod(job.call.shape) for job in jobs if job.added), default=0) * v.shape[3] * q.itemsize
     with (
-        borrowed(pattern.manager, BufferType.TEMP, temp, q.device) as buffer,
-        borrowed(pattern.manager, BufferType.OUTPUT, parts, q.device) as part,
+        borrowed(options.manager, BufferType.TEMP, plan.temp_bytes, q.device) as temp,
+        borrowed(options.manager, BufferType.OUTPUT, plan.part_bytes, q.device) as part,
     ):
-        for job in jobs:
-            _run_forward(job, y, lse, 1 / pattern.divisor, buffer, part)
-    if pattern.divisor > 1:
-        lse += math.log(pattern.divisor)
+        for number, job in enumerate(plan.jobs):
+            _run_forward(job, (q, k, v), y, lse, _mask(options, seed, number), 1 / options.divisor, temp, part)
+    if options.divisor > 1:
+        lse += math.log(options.divisor)
     return y, lse
 
 
-def _run_forward(job: Job, y: Tensor, lse: Tensor, factor: float, buffer: Tensor, part: Tensor) -> None:
-    scratch = laid_out(job.buffers, buffer)
-    o, its_lse = job.call.of(y), job.call.of(lse)
+def _run_forward(
+    job: Job, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, mask: Mask, factor: float, temp: Tensor, part: Tensor
+) -> None:
+    scratch, call = laid_out(job.forward_buffers, temp), job.call
+    o, its_lse = call.of(y), call.of(lse)
+    run = partial(job.fwd.module.fwd, *map(call.of, qkv), mask, scratch=of("attention", scratch))
     if not job.added:
-        job.selected.module.fwd(*job.qkv, job.mask, o=o, lse=its_lse, scratch=of("attention", scratch))
+        run(o=o, lse=its_lse)
         if factor != 1.0:
             o *= factor
         return
-    part_lse = scratch["lse"]
-    part_o = laid_out({"o": (tuple(o.shape), o.dtype)}, part)["o"]
-    job.selected.module.fwd(*job.qkv, job.mask, o=part_o, lse=part_lse, scratch=of("attention", scratch))
+    part_o, part_lse = laid_out({"o": (tuple(o.shape), o.dtype)}, part)["o"], scratch["lse"]
+    run(o=part_o, lse=part_lse)
     mix_fwd(part_o, part_lse, o=o, lse=its_lse, scratch=of("mix", scratch))
 
 
 def _bwd(
     q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dy: Tensor, seed: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
-    *options, wanted = rest
-    pattern = Pattern(*options)
+    *given, wanted = rest
+    options = Options(*given)
     grads = _new_gradients(q, k, v, wanted)
-    found = pattern.branches(q, k, v, y)
-    _zero_where_uncovered(found, pattern, *(x for x, want in zip(grads, wanted, strict=True) if want))
+    plan = _plan(q, k, v, y, options)
     if not rows_aligned(dy) or any(n > 1 and a != b for n, a, b in zip(y.shape, dy.stride(), y.stride(), strict=True)):
         dy = torch.empty_like(y).copy_(dy)
-    jobs = []
-    for number, call, added in _jobs(pattern, found):
-        qkv, mask = tuple([call.of(x) for x in (q, k, v)]), pattern.mask(seed, number)
-        selected = select_bwd(*qkv, mask, _NO_OTHERS, kernel=pattern.kernel, deterministic=pattern.deterministic)
-        buffers: Shapes = below("attention", selected.scratch)
-        if pattern.divisor > 1:
-            buffers["o"] = (*call.shape, v.shape[3]), q.dtype
-        if added:
-            named = zip(("dq", "dk", "dv"), qkv, wanted, strict=True)
-            buffers |= {name: ((*call.shape, x.shape[3]), q.dtype) for name, x, want in named if want}
-        jobs.append(Job(call, qkv, mask, selected, buffers, added))
-    temp = max((bytes_of(job.buffers) for job in jobs), default=0)
-    with borrowed(pattern.manager, BufferType.TEMP, temp, q.device) as buffer:
-        for job in jobs:
-            _run_backward(job, y, lse, dy, grads, wanted, pattern, buffer)
+    its = {name: x for name, x, want in zip(("dq", "dk", "dv"), grads, wanted, strict=True) if want}
+    _zero_where_uncovered(plan, options, *its.values())
+    with borrowed(options.manager, BufferType.TEMP, plan.temp_bytes, q.device) as temp:
+        for number, job in enumerate(plan.jobs):
+            _run_backward(job, (q, k, v), y, lse, dy, its, _mask(options, seed, number), options, temp)
     return tuple(grads)
 
 
 def _run_backward(
-    job: Job, y: Tensor, lse: Tensor, dy: Tensor, grads: Sequence[Tensor], wanted: Sequence[bool], pattern: Pattern,
-    buffer: Tensor,
+    job: Job, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, dy: Tensor, grads: dict[str, Tensor], mask: Mask,
+    options: Options, temp: Tensor,
 ) -> None:  # fmt: skip
-    scratch, call = laid_out(job.buffers, buffer), job.call
-    o = call.of(y)
-    if pattern.divisor > 1:
-        o = torch.mul(o, pattern.divisor, out=scratch["o"])
-    named = zip(("dq", "dk", "dv"), grads, wanted, strict=True)
-    its_grads = {name: call.of(x) if want else None for name, x, want in named}
-    written = {name: scratch[name] if job.added and x is not None else x for name, x in its_grads.items()}
-    job.selected.module.bwd(
-        *job.qkv, o, call.of(lse), call.of(dy), None, job.mask, **written, dbias=None, dsinks=None,
-        scratch=of("attention", scratch), deterministic=pattern.deterministic,
+    scratch, call = laid_out(job.backward_buffers, temp), job.call
+    o, its = call.of(y), {name: call.of(x) for name, x in grads.items()}
+    if options.divisor > 1:
+        o = torch.mul(o, options.divisor, out=scratch["o"])
+    written = {name: scratch[name] if job.added else x for name, x in its.items()}
+    job.bwd.module.bwd(
+        *map(call.of, qkv), o, call.of(lse), call.of(dy), None, mask, dbias=None, dsinks=None,
+        scratch=of("attention", scratch), deterministic=options.deterministic,
+        **dict.fromkeys(("dq", "dk", "dv")) | written,
     )  # fmt: skip
     if job.added:
-        for name, x in its_grads.items():
-            if x is not None:
-                x += scratch[name]
+        for name, x in its.items():
+            x += scratch[name]
 
 
 _OPTIONS = (
     "Tensor? seed, int[] segment_lengths, int[] dilation_rates, str mode, bool causal, float dropout_p, bool deterministic, "
-    "str? kernel, int manager"
+    "str? kernel, bool training, int manager"
 )
 _library = torch.library.Library("tilegrad", "FRAGMENT")
 _library.define(f"dilated_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor y, Tensor lse)")
