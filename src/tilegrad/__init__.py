@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from .dilated.functional import dilated_attention
     from .functional import attention, attention_varlen, explain, sdpa
     from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
@@ -26,6 +27,7 @@ _HOME = {
     "attention_varlen": "functional",
     "explain": "functional",
     "sdpa": "functional",
+    "dilated_attention": "dilated.functional",
     "attention_fwd": "kernels.attention.api",
     "attention_bwd": "kernels.attention.api",
     "attention_workspace": "kernels.attention.api",
@@ -50,6 +52,7 @@ __all__ = [
     "attention_fwd",
     "attention_varlen",
     "attention_workspace",
+    "dilated_attention",
     "explain",
     "free_attention",
     "init_attention",

@@ -20,12 +20,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, NamedTuple, cast
+from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
 from torch import Tensor
 
-from ..functional import _no_forward_mode, _no_second_derivative
 from ..kernels.attention import table
 from ..kernels.attention.api import Selected, Signature, select_bwd, select_fwd
 from ..kernels.attention.checks import check_options, check_tensors, require
@@ -34,13 +33,12 @@ from ..kernels.attention.problem import ALIGNED_BYTES, lse_dtype, rows_aligned
 from ..kernels.cache import remember
 from ..kernels.mix import mix_fwd, mix_workspace
 from ..kernels.scratch import Form, Shapes, below, of
+from ..managed import NO_OTHERS, borrowed, bytes_of, laid_out, number_of
 from ..memory.managed.manager import AttentionBufferManager
 from ..memory.types import BufferType
-from .borrow import borrowed, bytes_of, laid_out, number_of
 from .pattern import MODES, Branch, Mode, StridedCall, branches
 
 WEYL = 0x9E3779B97F4A7C15  # odd, so that the seeds of 2⁶⁴ calls are different
-_NO_OTHERS = dict.fromkeys(("o", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "dsinks"))
 
 
 def dilated_attention(
@@ -187,7 +185,7 @@ def _job(call: StridedCall, q: Tensor, k: Tensor, v: Tensor, options: Options, *
     qkv = [call.of(x) for x in (q, k, v)]
     mask = Mask(options.causal, dropout_p=options.dropout_p, seed=0 if options.dropout_p else None)
     fwd = select_fwd(*qkv, mask, o=None, lse=None, kernel=options.kernel)
-    bwd = select_bwd(*qkv, mask, _NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
+    bwd = select_bwd(*qkv, mask, NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
     forward, backward = below("attention", fwd.scratch), below("attention", bwd.scratch)
     output = (*call.shape, v.shape[3]), q.dtype
     if options.divisor > 1:
@@ -337,6 +335,16 @@ def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor
     grads = call(q, k, v, y, lse, dy, seed, *ctx.options, wanted)
     dq, dk, dv = (g if want else None for g, want in zip(grads, wanted, strict=True))
     return (dq, dk, dv, *none[3:])
+
+
+def _no_second_derivative(*_: Any) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "tilegrad.dilated_attention has no second derivative; call backward or grad without create_graph=True"
+    )
+
+
+def _no_forward_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError("tilegrad.dilated_attention has no forward-mode derivative; use reverse mode")
 
 
 class _Dilated(torch.autograd.Function):

@@ -9,13 +9,17 @@ need_weights=True raises. As there, True in a bool mask hides a key.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from .functional import attention
-from .kernels.rope.frequencies import rope_frequencies
+from ..functional import attention
+from ..kernels.attention.mask import Mask
+from ..kernels.rope.frequencies import rope_frequencies
+from ..managed import managed_attention
+from ..memory.managed.manager import AttentionBufferManager
 
 
 @dataclass(slots=True)
@@ -42,6 +46,8 @@ class Attention(nn.Module):
     num_kv_heads   heads of keys and values; None: num_heads
     window         keys that a token attends to on the left, itself included; None: all
     rope_theta     rotary positions of this base, halves of a head against each other; None: none
+    manager        an AttentionBufferManager that holds the kernel's scratch, also that of other modules; None: torch's
+                   allocator. A copy of the module has none
 
     >>> import torch, tilegrad.nn
     >>> theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -56,8 +62,10 @@ class Attention(nn.Module):
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, *, batch_first: bool = False,
         num_kv_heads: int | None = None, window: int | None = None, rope_theta: float | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
+        manager: AttentionBufferManager | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
+        self.manager = manager
         kv = num_heads if num_kv_heads is None else num_kv_heads
         if embed_dim % num_heads or num_heads % kv:
             got = f"embed_dim {embed_dim}, num_heads {num_heads}, num_kv_heads {kv}"
@@ -82,14 +90,7 @@ class Attention(nn.Module):
         """(y, None). key=None: self-attention. Masks are MultiheadAttention's: key_padding_mask (B, S), attn_mask (L, S) or
         (B·H, L, S), bool with True = hidden, or added to the scores. is_causal needs no mask. With a cache, keys and values of
         earlier calls come before these, and tokens attend causally."""
-        if need_weights:
-            raise ValueError("need_weights: got True; accepted: False, for the weights never exist")
-        x, source = query, query if key is None else key
-        target = source if value is None else value
-        if query.ndim == 3 and not self.batch_first:
-            x, source, target = (y.transpose(0, 1) for y in (x, source, target))
-        if x.ndim == 2:
-            x, source, target = x[None], source[None], target[None]
+        x, source, target = self._inputs(query, key, value, need_weights=need_weights)
         q, k, v = self._project(x, source, target)
         start = 0 if cache is None else cache.length
         if self.rope_theta is not None:
@@ -101,17 +102,40 @@ class Attention(nn.Module):
             raise ValueError(f"is_causal: got {q.shape[2]} rows and {k.shape[2]} keys; accepted: as many, or a cache")
         window = None if self.window is None else (self.window - 1, None)
         bias = self._bias(key_padding_mask, None if is_causal else attn_mask, q)
-        o = attention(
-            q, k, v, causal=causal, window=window, bias=bias, dropout_p=self.dropout if self.training else 0.0
-        )
-        y = self.out_proj(o.transpose(1, 2).flatten(2))
-        if query.ndim == 2:
-            return y[0], None
-        return (y if self.batch_first else y.transpose(0, 1)), None
+        dropout_p = self.dropout if self.training else 0.0
+        if self.manager is None:
+            o = attention(q, k, v, causal=causal, window=window, bias=bias, dropout_p=dropout_p)
+        else:
+            o = managed_attention(q, k, v, Mask(causal, window, bias=bias, dropout_p=dropout_p), self.manager)
+        return self._output(o.transpose(1, 2).flatten(2), query), None
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "manager": None}
 
     def new_cache(self, batch_size: int, max_tokens: int) -> Cache:
         shape = (batch_size, self.num_kv_heads, max_tokens, self.head_dim)
         return Cache(self.in_proj_weight.new_empty(shape), self.in_proj_weight.new_empty(shape))
+
+    def _inputs(
+        self, query: Tensor, key: Tensor | None, value: Tensor | None, *, need_weights: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Query, key and value as (B, T, C)."""
+        if need_weights:
+            raise ValueError("need_weights: got True; accepted: False, for the weights never exist")
+        x, source = query, query if key is None else key
+        target = source if value is None else value
+        if query.ndim == 3 and not self.batch_first:
+            x, source, target = (y.transpose(0, 1) for y in (x, source, target))
+        if x.ndim == 2:
+            x, source, target = x[None], source[None], target[None]
+        return x, source, target
+
+    def _output(self, o: Tensor, query: Tensor) -> Tensor:
+        """o (B, T, C) through the output projection, in query's layout."""
+        y: Tensor = self.out_proj(o)
+        if query.ndim == 2:
+            return y[0]
+        return y if self.batch_first else y.transpose(0, 1)
 
     def _project(self, x: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q (B, H, L, D), k and v (B, Hkv, S, D)."""
