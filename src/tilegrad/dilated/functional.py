@@ -69,7 +69,8 @@ def dilated_attention(
     torch.Size([1, 6, 4096, 64])
     """
     for name, given in (("attn_mask", attn_mask), ("bias", bias), ("window", window), ("sinks", sinks)):
-        require(given is None, name, given, "None: dilated attention has segments, rates and causal, and nothing else")
+        accepted = "None: dilated attention has segments, rates and causal, and nothing else"
+        require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
     check_options(q, k, v, Mask(causal, dropout_p=dropout_p, seed=seed))
     check_tensors(q, k, v, Mask(causal))
     segments, rates = check_pattern(segment_lengths, dilation_rates, mode)
