@@ -25,6 +25,7 @@ from .kernels import (
     fp8_linear,
     global_norm,
     linear,
+    mix,
     norm,
     rope,
 )
@@ -82,6 +83,7 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, Any], ...
         (column_sum.COLUMN_SUM, column_sum.Problem(x)),
         (embedding.EMBEDDING, embedding.Problem(x)),
         (rope.ROPE, rope.Problem(q)),
+        (mix.MIX, mix.Problem(q)),
         (dropout.DROPOUT, dropout.Problem(x)),
         (cross_entropy.CROSS_ENTROPY, cross_entropy.Problem(x, x)),
         (global_norm.GLOBAL_NORM, global_norm.Problem(x.view(-1))),

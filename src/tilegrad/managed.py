@@ -76,7 +76,7 @@ NO_OTHERS: dict[str, Tensor | None] = dict.fromkeys(
 )  # a backward's kernel and its scratch are selected by what is read
 
 
-@torch.compiler.disable
+@torch.compiler.disable  # type: ignore[untyped-decorator]
 def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: AttentionBufferManager) -> Tensor:
     """`tilegrad.attention` of a mask without sinks or packed sequences, its scratch in buffers of the manager's.
 
@@ -110,7 +110,7 @@ class _Managed(torch.autograd.Function):
         return o
 
     @staticmethod
-    @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
+    @torch.autograd.function.once_differentiable
     def backward(ctx: Any, do: Tensor) -> tuple[Tensor | None, ...]:
         (q, k, v, o, lse), mask = ctx.saved_tensors, ctx.mask
         do = do if rows_aligned(do) else do.contiguous()

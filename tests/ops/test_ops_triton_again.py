@@ -11,12 +11,13 @@ import pytest
 import torch
 from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 
-from tilegrad.kernels import adamw, cross_entropy, dropout, embedding, global_norm, rope
+from tilegrad.kernels import adamw, cross_entropy, dropout, embedding, global_norm, mix, rope
 from tilegrad.kernels.adamw import ADAMW
 from tilegrad.kernels.cross_entropy import CROSS_ENTROPY
 from tilegrad.kernels.dropout import DROPOUT
 from tilegrad.kernels.embedding import EMBEDDING
 from tilegrad.kernels.global_norm import GLOBAL_NORM
+from tilegrad.kernels.mix import MIX
 from tilegrad.kernels.rope import ROPE
 from tilegrad.kernels.scratch import Form
 from tilegrad.kernels.table import Table
@@ -29,19 +30,21 @@ TABLES: dict[Table, Any] = {
     EMBEDDING: embedding.Problem,
     ROPE: rope.Problem,
     DROPOUT: dropout.Problem,
+    MIX: mix.Problem,
 }
 FILES = {
     "test_ops_loss.py": "cross_entropy and not allocated and not large_batch and not losses or losses and 1000 and cross",
     "test_ops_adamw.py": "not allocated and not bad_inputs and not True",
     "test_ops_embedding.py": "not allocated and not bad_inputs and not in_float32 and not dtype1",
-    "test_ops_activation.py": "(rope and not 65536 or dropout) and not dtype1",
+    "test_ops_activation.py test_ops_mix.py": "(rope and not 65536 or dropout or mix) and not dtype1",
 }
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
 @pytest.mark.parametrize("file", [*FILES, "test_ops_triton_again.py"])
 def test_in_the_interpreter(file: str, request: pytest.FixtureRequest) -> None:
-    in_the_interpreter(str(request.path.with_name(file)), "-k", FILES.get(file, "interpreted"))
+    paths = [str(request.path.with_name(name)) for name in file.split()]
+    in_the_interpreter(*paths, "-k", FILES.get(file, "interpreted"))
 
 
 def problem(table: Table, dtype: torch.dtype) -> Any:

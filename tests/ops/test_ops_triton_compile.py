@@ -177,6 +177,18 @@ def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> No
 
 @pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_mix(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
+    from tilegrad.kernels.mix import triton_ops
+
+    x, lse = torch.empty(1, 64, 36, 64, dtype=dtype), torch.empty(1, 64, 36)
+    with compiling(architecture, tmp_path) as found:
+        triton_ops.fwd(x, lse, o=x[:, :, :], lse=lse, scratch={})
+    check(found, architecture, {"_mix_kernel"})
+    assert ".128" in found["_mix_kernel"].sass, "loads are not of 16 bytes"
+
+
+@pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path) -> None:
     from tilegrad.kernels.dropout import triton_ops as dropout_ops
     from tilegrad.kernels.rope import triton_ops as rope_ops

@@ -20,6 +20,7 @@ from tilegrad.kernels.attention.context import (
 )
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
+from tilegrad.kernels.mix import mix_fwd, mix_workspace
 from tilegrad.kernels.residual import add_fwd, copy_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
 
@@ -147,6 +148,7 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     attention_fwd(q, k, v, mask, o=o, lse=lse, scratch=poisoned(attention_workspace(q, k, v, mask, backward=False)))
     scratch = poisoned(attention_workspace(q, k, v, mask, backward=True))
     attention_bwd(q, k, v, o, lse, do, None, mask, dq=dq, dk=dk, dv=dv, scratch=scratch)
+    mix_fwd(q, lse.clone(), o=dq, lse=lse, scratch=poisoned(mix_workspace(q)))
     scratch = poisoned(gather_attention_workspace(q, k, v, mask, 1, backward=False))
     gather_attention_fwd(q, k, v, mask, Alone(), o=o, lse=lse, scratch=scratch)
     scratch = poisoned(gather_attention_workspace(q, k, v, mask, 1, backward=True))

@@ -80,16 +80,20 @@ class Row:
 def check(problem: Problem, dtype: torch.dtype, device: torch.device) -> str:
     """'' if the closeness rule holds for a short sequence with a tail in every branch, else its complaints."""
     t = CHECKED_TOKENS
-    segments = [max(1, s * t // (2 * max(problem.segments))) + r for s, r in zip(problem.segments, problem.rates, strict=True)]
+    segments = [
+        max(1, s * t // (2 * max(problem.segments))) + r for s, r in zip(problem.segments, problem.rates, strict=True)
+    ]
     g = torch.Generator().manual_seed(0)
     form = (2, t, problem.h, problem.d)
     q, k, v, dy = (
         torch.randn(form, generator=g, dtype=torch.float64).to(device, dtype).transpose(1, 2) for _ in range(4)
     )
     leaves = [x.requires_grad_() for x in (q, k, v)]
-    y = dilated_attention(*leaves, segments, problem.rates, mode=problem.mode, causal=problem.causal)
+    y = dilated_attention(q, k, v, segments, problem.rates, mode=problem.mode, causal=problem.causal)
     got = dict(zip(("o", "dq", "dk", "dv"), (y.detach(), *torch.autograd.grad(y, leaves, dy)), strict=True))
-    attended = reference.pairs(problem.h, t, segments, problem.rates, mode=problem.mode, causal=problem.causal).to(device)
+    attended = reference.pairs(problem.h, t, segments, problem.rates, mode=problem.mode, causal=problem.causal).to(
+        device
+    )
     exact = reference.gradients(q, k, v, dy, attended, mode=problem.mode)
     order = sorted(range(len(attended)), key=lambda i: problem.rates[i])
     exp_error = cpu.exp_error(dtype) if device.type == "cpu" else 0.0
@@ -129,7 +133,9 @@ def _hit_rate(step: Thunk, manager: AttentionBufferManager) -> float:
     return (more_hits - hits) / asked if asked else 1.0
 
 
-def measure(problem: Problem, dtype: torch.dtype, device: torch.device, peers: Sequence[str], repeats: int) -> list[Row]:
+def measure(
+    problem: Problem, dtype: torch.dtype, device: torch.device, peers: Sequence[str], repeats: int
+) -> list[Row]:
     *inputs, dy = problem.new(dtype, device)
     leaves = [x.requires_grad_() for x in inputs]
     manager = create_attention_buffer_manager()
@@ -144,7 +150,7 @@ def measure(problem: Problem, dtype: torch.dtype, device: torch.device, peers: S
         return attend
 
     def peer(backend: str) -> Callable[..., Tensor]:
-        return lambda *qkv: gathered(*qkv, problem.segments, problem.rates, backend=backend, **pattern)
+        return lambda q, k, v: gathered(q, k, v, problem.segments, problem.rates, backend=backend, **pattern)
 
     attends = {"ours": ours(None), "managed": ours(manager)} | {f"gather {name}": peer(name) for name in peers}
     steps = {name: _step(attend, leaves, dy) for name, attend in attends.items()}
@@ -210,10 +216,14 @@ def verdicts(rows: Sequence[Row]) -> list[str]:
     for mode in dict.fromkeys(row.mode for row in rows):
         own = {row.t: row for row in rows if (row.mode, row.kernel) == (mode, "ours") and row.ns_per_token is not None}
         rates = [row.ns_per_token for row in own.values() if row.ns_per_token is not None]
+        if not rates:
+            continue
         spread = max(rates) / min(rates) - 1
         found.append(f"{mode}: time per token within {spread:.0%} over all T (at most {FLAT:.0%})")
         for t, row in own.items():
-            peers = [r for r in rows if (r.mode, r.t) == (mode, t) and r.kernel.startswith("gather") and r.ms is not None]
+            peers = [
+                r for r in rows if (r.mode, r.t) == (mode, t) and r.kernel.startswith("gather") and r.ms is not None
+            ]
             speedups = [x for r in peers if (x := _ratio(rows, mode, t, r.kernel, "ours")) is not None]
             managed = _ratio(rows, mode, t, "ours", "managed")
             line = f"{mode} T {t}: {min(speedups, default=0.0):.2f}× the fastest gather (at least {FASTER})"
@@ -245,7 +255,12 @@ def bench_dilated(
     theirs = backends_on(where) if peers is None else tuple(peers)
     if set(theirs) - set(backends_on(where)):
         raise ValueError(f"peers: got {list(theirs)}; accepted: names among {', '.join(backends_on(where))}")
-    about = environment(where, kind) | {"heads": heads, "head_dim": head_dim, "batch_size": batch_size, "causal": causal}
+    about = environment(where, kind) | {
+        "heads": heads,
+        "head_dim": head_dim,
+        "batch_size": batch_size,
+        "causal": causal,
+    }
     about |= {"segments": chosen, "rates": tuple(rates)}
     rows: list[Row] = []
     wrong = False
@@ -255,7 +270,11 @@ def bench_dilated(
             problem = Problem(cast(Mode, mode), t, chosen, tuple(rates), heads, head_dim, batch_size, causal)
             complaint = check(problem, kind, where) if t == (lengths or LENGTHS[where.type])[0] else ""
             wrong |= bool(complaint)
-            new = [Row(mode, t, "ours", note=f"WRONG: {complaint}")] if complaint else measure(problem, kind, where, theirs, repeats)
+            new = (
+                [Row(mode, t, "ours", note=f"WRONG: {complaint}")]
+                if complaint
+                else measure(problem, kind, where, theirs, repeats)
+            )
             rows += new
             for line in (json_format.dumps(asdict(row) | about) for row in new):
                 if json:

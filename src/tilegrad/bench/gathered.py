@@ -9,6 +9,7 @@ rates.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -34,7 +35,9 @@ def _with_lse(backend: str, *, causal: bool) -> Attend:
         if backend == "flash":
             o, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal)
         elif backend == "cudnn":
-            o, lse, *_ = aten._scaled_dot_product_cudnn_attention(q, k, v, None, True, 0.0, causal)
+            o, lse, *_ = aten._scaled_dot_product_cudnn_attention(
+                q, k, v, None, compute_log_sumexp=True, is_causal=causal
+            )
         else:
             o, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal)
         return o, lse.reshape(o.shape[:3])
@@ -45,21 +48,20 @@ def _with_lse(backend: str, *, causal: bool) -> Attend:
 def _by_groups(
     q: Tensor, k: Tensor, v: Tensor, segments: Sequence[int], rates: Sequence[int], backend: str, *, causal: bool
 ) -> Tensor:
-    b, t, h, d = q.shape
+    b, t, h, _ = q.shape
     out = torch.zeros_like(q)
     for g, heads in enumerate(head_groups(h, len(rates))):
         s, r = min(segments[g], t), rates[g]
         some = slice(heads.start, heads.stop)
 
         def taken(x: Tensor, s: int = s, r: int = r, g: int = g, some: slice = some) -> Tensor:
-            return x[:, :, some].unflatten(1, (-1, s))[:, :, g % r :: r]  # (B, segments, L, heads, D)
+            """(B, segments, L, heads, D)"""
+            segments_of: Tensor = x[:, :, some].unflatten(1, (-1, s))
+            return segments_of[:, :, g % r :: r]
 
-        parts = [taken(x).flatten(0, 1).transpose(1, 2).contiguous() for x in (q, k, v)]
-        if backend in BACKENDS:
-            with sdpa_kernel(BACKENDS[backend]):
-                o = F.scaled_dot_product_attention(*parts, is_causal=causal)
-        else:
-            o = F.scaled_dot_product_attention(*parts, is_causal=causal)
+        q_g, k_g, v_g = (taken(x).flatten(0, 1).transpose(1, 2).contiguous() for x in (q, k, v))
+        with sdpa_kernel(BACKENDS[backend]) if backend in BACKENDS else nullcontext():
+            o = F.scaled_dot_product_attention(q_g, k_g, v_g, is_causal=causal)
         taken(out).copy_(o.transpose(1, 2).unflatten(0, (b, -1)))
     return out / len(rates)
 
@@ -67,7 +69,7 @@ def _by_groups(
 def _by_mix(
     q: Tensor, k: Tensor, v: Tensor, segments: Sequence[int], rates: Sequence[int], backend: str, *, causal: bool
 ) -> Tensor:
-    b, t, h, d = q.shape
+    b, t, h, _ = q.shape
     attend = _with_lse(backend, causal=causal)
     parts, lses = [], []
     for segment, r in zip(segments, rates, strict=True):
@@ -75,9 +77,9 @@ def _by_mix(
 
         def taken(x: Tensor, s: int = s, r: int = r) -> Tensor:
             """(B, segments, L, H/r, r, D…), head c·r + j at place j of each r."""
-            seen = x.unflatten(1, (-1, s // r, r)).unflatten(4, (-1, r))  # (B, segments, L, r, H/r, r, D…)
-            diagonal = seen.diagonal(dim1=3, dim2=5)
-            return diagonal.movedim(-1, 4)
+            b, _, h, *rest = x.shape
+            seen = x.view(b, -1, s // r, r, h // r, r, *rest)
+            return seen.diagonal(dim1=3, dim2=5).movedim(-1, 4)
 
         copies = [taken(x).flatten(3, 4).flatten(0, 1).transpose(1, 2).contiguous() for x in (q, k, v)]
         o, lse = attend(*copies)

@@ -89,7 +89,10 @@ def _bench_dilated(args: argparse.Namespace) -> int:
 
 def _add_dilated(bench: Commands) -> None:
     dilated = add_command(
-        bench, "dilated", "dilated attention against copies of its positions on SDPA: time per token, memory", _bench_dilated
+        bench,
+        "dilated",
+        "dilated attention against copies of its positions on SDPA: time per token, memory",
+        _bench_dilated,
     )
     dilated.add_argument("--device", help="default: cuda where there is one, else cpu")
     dilated.add_argument("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on CUDA, else float32)")

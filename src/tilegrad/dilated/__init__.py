@@ -1,8 +1,8 @@
 """Dilated attention: segments of a sequence, in each of which every r-th position attends to the others.
 
-    pattern.py      a branch as strided views of q, k and v
-    functional.py   dilated_attention for autograd
-    reference.py    the oracle, whole masks in float64, and its bounds
+pattern.py      a branch as strided views of q, k and v
+functional.py   dilated_attention for autograd
+reference.py    the oracle, whole masks in float64, and its bounds
 """
 
 from .functional import dilated_attention

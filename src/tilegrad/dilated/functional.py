@@ -98,7 +98,9 @@ def dilated_attention(
     return cast(Tensor, y)
 
 
-def check_pattern(segment_lengths: Sequence[int], dilation_rates: Sequence[int], mode: str) -> tuple[list[int], list[int]]:
+def check_pattern(
+    segment_lengths: Sequence[int], dilation_rates: Sequence[int], mode: str
+) -> tuple[list[int], list[int]]:
     """Lengths and rates as lists, of a mode that there is."""
     require(mode in MODES, "mode", mode, " or ".join(map(repr, MODES)))
     given = (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates))
@@ -185,8 +187,9 @@ def _new_plan(q: Tensor, k: Tensor, v: Tensor, y: Tensor, options: Options) -> P
 def _job(call: StridedCall, q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: bool) -> Job:
     qkv = [call.of(x) for x in (q, k, v)]
     mask = Mask(options.causal, dropout_p=options.dropout_p, seed=0 if options.dropout_p else None)
-    fwd = select_fwd(*qkv, mask, o=None, lse=None, kernel=options.kernel)
-    bwd = select_bwd(*qkv, mask, NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
+    q_c, k_c, v_c = qkv
+    fwd = select_fwd(q_c, k_c, v_c, mask, o=None, lse=None, kernel=options.kernel)
+    bwd = select_bwd(q_c, k_c, v_c, mask, NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
     forward, backward = below("attention", fwd.scratch), below("attention", bwd.scratch)
     output = (*call.shape, v.shape[3]), q.dtype
     if options.divisor > 1:
@@ -377,7 +380,10 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
         in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
         first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
         if seed is None:
-            own = [(x.expand(n, *x.shape) if d is None else x).flatten(0, 1) for x, d in zip(first[:tensors], in_dims, strict=False)]
+            own = [
+                (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
+                for x, d in zip(first[:tensors], in_dims, strict=False)
+            ]
             results = op(*own, *arguments[tensors:])
             found = tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results)
             return found, (0,) * len(found)

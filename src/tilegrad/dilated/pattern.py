@@ -129,9 +129,7 @@ def _by_head(heads: range, length: int, rate: int) -> Iterator[Heads]:
                 yield (first + low, low), [Axis(blocks, (0, rate, 0)), Axis(high - low, (0, 1, 1))], n
 
 
-def _fitted(
-    origin: Step, axes: list[Axis], rows: Axis, strides: tuple[tuple[int, ...], ...]
-) -> Iterator[StridedCall]:
+def _fitted(origin: Step, axes: list[Axis], rows: Axis, strides: tuple[tuple[int, ...], ...]) -> Iterator[StridedCall]:
     """Axes merged to two where every tensor allows it, and calls of at most ROWS_PER_CALL rows."""
     axes = [axis for axis in axes if axis.n > 1]
     while pair := next((p for p in itertools.permutations(axes, 2) if _merge(*p, strides)), None):

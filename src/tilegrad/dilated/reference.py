@@ -35,7 +35,9 @@ def covered(t: int, segment: int, rate: int, offset: int) -> Tensor:
     return (place >= offset) & ((place - offset) % rate == 0)
 
 
-def pairs(h: int, t: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *, mode: str, causal: bool) -> Tensor:
+def pairs(
+    h: int, t: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *, mode: str, causal: bool
+) -> Tensor:
     """Which pairs attend in which branch, (branches, H, T, T) bool."""
     n, position = len(segment_lengths), torch.arange(t)
     groups = [g for g in range(n) for _ in range(h // n + (g < h % n))]
@@ -69,14 +71,15 @@ def dilated(q: Tensor, k: Tensor, v: Tensor, attended: Tensor, *, mode: str) -> 
 
 def gradients(q: Tensor, k: Tensor, v: Tensor, dy: Tensor, attended: Tensor, *, mode: str) -> dict[str, Tensor]:
     """y and its gradients in float64, by name."""
-    leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
-    y = dilated(*leaves, attended, mode=mode)
+    q, k, v = leaves = [x.detach().double().requires_grad_() for x in (q, k, v)]
+    y = dilated(q, k, v, attended, mode=mode)
     grads = torch.autograd.grad(y, leaves, dy.double())
     return {"o": y.detach(), **dict(zip(("dq", "dk", "dv"), grads, strict=True))}
 
 
 def bounds(
-    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, attended: Tensor, exact: dict[str, Tensor], *, mode: str, exp_error: float = 0.0
+    q: Tensor, k: Tensor, v: Tensor, dy: Tensor, attended: Tensor, exact: dict[str, Tensor], *,
+    mode: str, exp_error: float = 0.0,
 ) -> dict[str, Bound]:  # fmt: skip
     """Of y, named "o", and its gradients. `attended`: branches in the order in which they are mixed."""
     dtype, acc = q.dtype, roundoff(accumulation_dtype(q.dtype))
@@ -91,7 +94,8 @@ def bounds(
     whole = {**exact, "o": g * exact["o"], "dbias": torch.zeros_like(count, dtype=torch.float64)[None]}
     base = attention_bounds(q, k, v, do, None, mask, whole, exp_error)
     branch_lse = [
-        attention_bounds(q, k, v, do, None, Mask(bias=one[None]), whole, exp_error)["lse"].accumulated for one in attended
+        attention_bounds(q, k, v, do, None, Mask(bias=one[None]), whole, exp_error)["lse"].accumulated
+        for one in attended
     ]
     p, _, lse, _ = reference.softmax(q64, k64, mask, range(q.shape[0]))
     dp = do @ v64.mT
@@ -108,7 +112,9 @@ def bounds(
     rounded_o = rounding(whole["o"], dtype) if g > 1 else rounded["o"]
     var_delta = ((2 if g > 1 else 1) * rounded_o * do**2).sum(-1)
 
-    e_lse = torch.stack(branch_lse).max(0).values + acc * (4 * n + lse.masked_fill(lse == -math.inf, 0.0).abs() + math.log(g))
+    e_lse = torch.stack(branch_lse).max(0).values + acc * (
+        4 * n + lse.masked_fill(lse == -math.inf, 0.0).abs() + math.log(g)
+    )
     e_o = e_lse[..., None] * sum(x.abs() for x in parts["o"]) + acc * 8 * n * sum(x.abs() for x in parts["o"])
     e_delta = (do**2 * e_o**2).sum(-1).sqrt() + e_lse * delta.abs()
     e_ds = ((ds * e_lse[..., None]) ** 2 + (p * e_delta[..., None]) ** 2).mT

@@ -12,15 +12,14 @@ from ..scratch import Scratch, Shapes, accumulation_dtype
 
 def workspace(part: Any) -> Shapes:
     acc = accumulation_dtype(part.dtype)
-    return {"share": (tuple(part.shape[1:3]), acc), "mixed": (tuple(part.shape[1:]), acc)}
+    shapes: Shapes = {"share": (tuple(part.shape[1:3]), acc), "mixed": (tuple(part.shape[1:]), acc)}
+    return shapes | ({} if part.dtype == acc else {"part": (tuple(part.shape[1:]), acc)})
 
 
 def fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, scratch: Scratch) -> None:
     share, mixed = scratch["share"], scratch["mixed"]
     for b in range(part.shape[0]):
         torch.sub(lse[b], part_lse[b], out=share).sigmoid_()
-        mixed.copy_(o[b])
-        mixed.sub_(part[b]).mul_(share[..., None]).add_(part[b])
-        o[b].copy_(mixed)
-        torch.logaddexp(lse[b], part_lse[b], out=share)
-        lse[b].copy_(share)
+        one = scratch["part"].copy_(part[b]) if "part" in scratch else part[b]
+        o[b].copy_(mixed.copy_(o[b]).sub_(one).mul_(share[..., None]).add_(one))
+        lse[b].copy_(torch.logaddexp(lse[b], part_lse[b], out=share))
