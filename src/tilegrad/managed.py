@@ -53,22 +53,23 @@ def borrowed(number: int, type: BufferType, nbytes: int, device: torch.device) -
         manager.deallocate(buffer, type)
 
 
-def bytes_of(shapes: Shapes) -> int:
-    return sum(_rounded(prod(shape) * dtype.itemsize) for shape, dtype in shapes.values())
+class Layout:
+    """Buffers one after the other in one buffer of bytes; `nbytes` of it."""
 
+    def __init__(self, shapes: Shapes) -> None:
+        self._places: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, int]] = []
+        self.nbytes = 0
+        for name, (shape, dtype) in shapes.items():
+            strides = tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
+            self._places.append((name, shape, strides, dtype, self.nbytes // dtype.itemsize))
+            self.nbytes += -(-prod(shape) * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
 
-def laid_out(shapes: Shapes, buffer: Tensor) -> Scratch:
-    """Views of the buffer, one after the other."""
-    out, start = {}, 0
-    for name, (shape, dtype) in shapes.items():
-        nbytes = prod(shape) * dtype.itemsize
-        out[name] = buffer[start : start + nbytes].view(dtype).view(shape)
-        start += _rounded(nbytes)
-    return out
-
-
-def _rounded(nbytes: int) -> int:
-    return -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+    def of(self, buffer: Tensor) -> Scratch:
+        """Views of the buffer, by name."""
+        typed = {dtype: buffer.view(dtype) for dtype in {place[3] for place in self._places}}
+        return {
+            name: typed[dtype].as_strided(shape, strides, start) for name, shape, strides, dtype, start in self._places
+        }
 
 
 NO_OTHERS: dict[str, Tensor | None] = dict.fromkeys(
@@ -99,12 +100,13 @@ class _Managed(torch.autograd.Function):
         o_shape, lse_shape = output_shapes(q, v, mask)
         o, lse = q.new_empty(o_shape), q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
         fwd = select_fwd(q, k, v, mask, o=o, lse=lse, kernel=None)
-        ctx.nbytes = bytes_of(fwd.scratch)
+        layout = Layout(fwd.scratch)
+        ctx.nbytes = layout.nbytes
         if any(ctx.needs_input_grad):
             bwd = select_bwd(q, k, v, mask, NO_OTHERS, kernel=None, deterministic=False)
-            ctx.nbytes = max(ctx.nbytes, bytes_of(bwd.scratch))
+            ctx.nbytes = max(ctx.nbytes, Layout(bwd.scratch).nbytes)
         with borrowed(number, BufferType.TEMP, ctx.nbytes, q.device) as temp:
-            fwd.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=laid_out(fwd.scratch, temp))
+            fwd.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=layout.of(temp))
         ctx.save_for_backward(q, k, v, o, lse)
         ctx.mask, ctx.number = mask, number
         return o
@@ -119,9 +121,10 @@ class _Managed(torch.autograd.Function):
         others = NO_OTHERS | {"o": o, "lse": lse, "do": do} | grads
         deterministic = torch.are_deterministic_algorithms_enabled()
         bwd = select_bwd(q, k, v, mask, others, kernel=None, deterministic=deterministic)
-        with borrowed(ctx.number, BufferType.TEMP, max(ctx.nbytes, bytes_of(bwd.scratch)), q.device) as temp:
+        layout = Layout(bwd.scratch)
+        with borrowed(ctx.number, BufferType.TEMP, max(ctx.nbytes, layout.nbytes), q.device) as temp:
             bwd.module.bwd(
                 q, k, v, o, lse, do, None, mask, **grads, dsinks=None,
-                scratch=laid_out(bwd.scratch, temp), deterministic=deterministic,
+                scratch=layout.of(temp), deterministic=deterministic,
             )  # fmt: skip
         return *grads.values(), None, None

@@ -8,8 +8,8 @@
 
 The mix of "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
 lse = log Σ_b exp lse_b. So its exact gradient is that of attention over each branch with the mixed y and lse in the place
-of o and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor a gradient of it is kept. A division by G likewise goes into
-lse: exp(s − lse − log G) is p / G, and with o = G y the delta is dy·o.
+of o and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor a gradient of it is kept. The backward of "head_groups" is
+attention's with do = dy / G and o = G y.
 
 What is returned or kept for the backward is torch's: y, lse (B, H, T), and the gradients. All else is one TEMP buffer of the
 manager's in each pass, and in a forward of "longnet" one OUTPUT buffer, as large as the largest call needs.
@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from functools import partial
 from typing import Any, NamedTuple, NoReturn, cast
 
 import torch
@@ -33,10 +32,10 @@ from ..kernels.attention.problem import ALIGNED_BYTES, lse_dtype, rows_aligned
 from ..kernels.cache import remember
 from ..kernels.mix import mix_fwd, mix_workspace
 from ..kernels.scratch import Form, Shapes, below, of
-from ..managed import NO_OTHERS, borrowed, bytes_of, laid_out, number_of
+from ..managed import NO_OTHERS, Layout, borrowed, number_of
 from ..memory.managed.manager import AttentionBufferManager
 from ..memory.types import BufferType
-from .pattern import MODES, Branch, Mode, StridedCall, branches
+from .pattern import MODES, Branch, Mode, StridedCall, View, branches
 
 WEYL = 0x9E3779B97F4A7C15  # odd, so that the seeds of 2⁶⁴ calls are different
 
@@ -139,12 +138,13 @@ class Options(NamedTuple):
 class Job(NamedTuple):
     """A call, its kernel in each direction, and the buffers it works in; `added`: an earlier branch has written there."""
 
-    call: StridedCall
-    added: bool
     fwd: Selected
     bwd: Selected
-    forward_buffers: Shapes
-    backward_buffers: Shapes
+    added: bool
+    views: dict[str, View]  # of q, k, v, y, lse, dq, dk, dv
+    forward_layout: Layout
+    backward_layout: Layout
+    part_layout: Layout  # o of an added call
 
 
 class Plan(NamedTuple):
@@ -159,45 +159,54 @@ class Plan(NamedTuple):
 _plans: dict[Signature, Plan] = {}
 
 
-def _plan(q: Tensor, k: Tensor, v: Tensor, y: Tensor, options: Options) -> Plan:
+def _plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -> Plan:
     """Kept under all that it depends on."""
-    forms = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES) for x in (q, k, v, y)]
-    key = (*forms, q.dtype, q.device, *map(str, options[:-1]), torch.get_num_threads(), id(table.ATTENTION))
+    forms = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES) for x in (*qkv, y)]
+    patterns = (tuple(options.segments), tuple(options.rates), *options[2:-1])
+    key = (*forms, y.dtype, y.device, patterns, torch.get_num_threads(), id(table.ATTENTION))
     found = _plans.get(key)
-    return found if found is not None else remember(_plans, key, _new_plan(q, k, v, y, options))
+    return found if found is not None else remember(_plans, key, _new_plan(qkv, y, lse, options))
 
 
-def _new_plan(q: Tensor, k: Tensor, v: Tensor, y: Tensor, options: Options) -> Plan:
-    if not q.numel() or not y.numel():
+def _new_plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -> Plan:
+    if not qkv[0].numel() or not y.numel():
         return Plan((), (), 0, 0)
-    b, h, t, _ = q.shape
-    strides = tuple([x.stride()[:3] for x in (q, k, v, y)])
+    b, h, t, _ = y.shape
+    strides = tuple([x.stride()[:3] for x in (*qkv, y)])
     found = branches((b, h, t), strides, tuple(options.segments), tuple(options.rates), options.mode)
     jobs = []
     for number, branch in enumerate(found):
         added = options.mode == "longnet" and number > 0
-        jobs += [_job(call, q, k, v, options, added=added) for call in branch.calls]
-    temp = max(bytes_of(job.forward_buffers) for job in jobs)
+        jobs += [_job(call, qkv, y, lse, options, added=added) for call in branch.calls]
+    temp = max(job.forward_layout.nbytes for job in jobs)
     if options.training:
-        temp = max(temp, *(bytes_of(job.backward_buffers) for job in jobs))
-    part = max((math.prod(job.call.shape) for job in jobs if job.added), default=0) * v.shape[3] * q.itemsize
-    return Plan(found, tuple(jobs), temp, part)
+        temp = max(temp, *(job.backward_layout.nbytes for job in jobs))
+    return Plan(found, tuple(jobs), temp, max(job.part_layout.nbytes for job in jobs))
 
 
-def _job(call: StridedCall, q: Tensor, k: Tensor, v: Tensor, options: Options, *, added: bool) -> Job:
-    qkv = [call.of(x) for x in (q, k, v)]
+def _job(call: StridedCall, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options, *, added: bool) -> Job:
+    q, k, v = (call.of(x) for x in qkv)
     mask = Mask(options.causal, dropout_p=options.dropout_p, seed=0 if options.dropout_p else None)
-    q_c, k_c, v_c = qkv
-    fwd = select_fwd(q_c, k_c, v_c, mask, o=None, lse=None, kernel=options.kernel)
-    bwd = select_bwd(q_c, k_c, v_c, mask, NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
+    fwd = select_fwd(q, k, v, mask, o=None, lse=None, kernel=options.kernel)
+    bwd = select_bwd(q, k, v, mask, NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
     forward, backward = below("attention", fwd.scratch), below("attention", bwd.scratch)
-    output = (*call.shape, v.shape[3]), q.dtype
+    part: Shapes = {}
+    output = (*call.shape, y.shape[3]), y.dtype
     if options.divisor > 1:
-        backward["o"] = output
+        backward |= {"o": output, "do": output}
     if added:
-        forward |= below("mix", mix_workspace(Form(*output, q.device))) | {"lse": (call.shape, lse_dtype(q.dtype))}
-        backward |= {f"d{name}": (tuple(x.shape), q.dtype) for name, x in zip("qkv", qkv, strict=True)}
-    return Job(call, added, fwd, bwd, forward, backward)
+        forward |= below("mix", mix_workspace(Form(*output, y.device))) | {"lse": (call.shape, lse.dtype)}
+        backward |= {f"d{name}": (tuple(x.shape), y.dtype) for name, x in zip("qkv", (q, k, v), strict=True)}
+        part = {"o": output}
+    views = {name: call.view_of(x) for name, x in zip("qkvy", (*qkv, y), strict=True)} | {"lse": call.view_of(lse)}
+    views |= {f"d{name}": _widened(views["y"], x.shape[3]) for name, x in zip("qkv", qkv, strict=True)}
+    return Job(fwd, bwd, added, views, Layout(forward), Layout(backward), Layout(part))
+
+
+def _widened(y: View, d: int) -> View:
+    """The same rows of a tensor in y's order, of d columns."""
+    *shape, dv = y.shape
+    return View((*shape, d), (*(n // dv * d for n in y.strides[:3]), 1), y.start // dv * d)
 
 
 def _mask(options: Options, seed: Tensor | None, number: int) -> Mask:
@@ -236,7 +245,7 @@ def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> Non
 def _fwd(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
     options = Options(*given)
     y, lse = _new_outputs(q, v)
-    plan = _plan(q, k, v, y, options)
+    plan = _plan((q, k, v), y, lse, options)
     _zero_where_uncovered(plan, options, y)
     if options.mode == "longnet" and plan.branches and not plan.branches[0].covers_all:
         lse.fill_(-torch.inf)
@@ -244,27 +253,23 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -> t
         borrowed(options.manager, BufferType.TEMP, plan.temp_bytes, q.device) as temp,
         borrowed(options.manager, BufferType.OUTPUT, plan.part_bytes, q.device) as part,
     ):
+        given = {"q": q, "k": k, "v": v, "y": y, "lse": lse}
         for number, job in enumerate(plan.jobs):
-            _run_forward(job, (q, k, v), y, lse, _mask(options, seed, number), 1 / options.divisor, temp, part)
-    if options.divisor > 1:
-        lse += math.log(options.divisor)
+            _run_forward(job, given, _mask(options, seed, number), 1 / options.divisor, temp, part)
     return y, lse
 
 
-def _run_forward(
-    job: Job, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, mask: Mask, factor: float, temp: Tensor, part: Tensor
-) -> None:
-    scratch, call = laid_out(job.forward_buffers, temp), job.call
-    o, its_lse = call.of(y), call.of(lse)
-    run = partial(job.fwd.module.fwd, *map(call.of, qkv), mask, scratch=of("attention", scratch))
+def _run_forward(job: Job, given: dict[str, Tensor], mask: Mask, factor: float, temp: Tensor, part: Tensor) -> None:
+    scratch = job.forward_layout.of(temp)
+    q, k, v, o, lse = (job.views[name].of(x) for name, x in given.items())
     if not job.added:
-        run(o=o, lse=its_lse)
+        job.fwd.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=of("attention", scratch))
         if factor != 1.0:
             o *= factor
         return
-    part_o, part_lse = laid_out({"o": (tuple(o.shape), o.dtype)}, part)["o"], scratch["lse"]
-    run(o=part_o, lse=part_lse)
-    mix_fwd(part_o, part_lse, o=o, lse=its_lse, scratch=of("mix", scratch))
+    part_o, part_lse = job.part_layout.of(part)["o"], scratch["lse"]
+    job.fwd.module.fwd(q, k, v, mask, o=part_o, lse=part_lse, scratch=of("attention", scratch))
+    mix_fwd(part_o, part_lse, o=o, lse=lse, scratch=of("mix", scratch))
 
 
 def _bwd(
@@ -273,33 +278,34 @@ def _bwd(
     *given, wanted = rest
     options = Options(*given)
     grads = _new_gradients(q, k, v, wanted)
-    plan = _plan(q, k, v, y, options)
+    plan = _plan((q, k, v), y, lse, options)
     if not rows_aligned(dy) or any(n > 1 and a != b for n, a, b in zip(y.shape, dy.stride(), y.stride(), strict=True)):
         dy = torch.empty_like(y).copy_(dy)
-    its = {name: x for name, x, want in zip(("dq", "dk", "dv"), grads, wanted, strict=True) if want}
-    _zero_where_uncovered(plan, options, *its.values())
+    written = {name: x for name, x, want in zip(("dq", "dk", "dv"), grads, wanted, strict=True) if want}
+    _zero_where_uncovered(plan, options, *written.values())
     with borrowed(options.manager, BufferType.TEMP, plan.temp_bytes, q.device) as temp:
+        read = {"q": q, "k": k, "v": v, "y": y, "lse": lse}
         for number, job in enumerate(plan.jobs):
-            _run_backward(job, (q, k, v), y, lse, dy, its, _mask(options, seed, number), options, temp)
+            _run_backward(job, read, dy, written, _mask(options, seed, number), options, temp)
     return tuple(grads)
 
 
 def _run_backward(
-    job: Job, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, dy: Tensor, grads: dict[str, Tensor], mask: Mask,
-    options: Options, temp: Tensor,
-) -> None:  # fmt: skip
-    scratch, call = laid_out(job.backward_buffers, temp), job.call
-    o, its = call.of(y), {name: call.of(x) for name, x in grads.items()}
+    job: Job, read: dict[str, Tensor], dy: Tensor, written: dict[str, Tensor], mask: Mask, options: Options, temp: Tensor
+) -> None:
+    scratch = job.backward_layout.of(temp)
+    q, k, v, o, lse = (job.views[name].of(x) for name, x in read.items())
+    do, grads = job.views["y"].of(dy), {name: job.views[name].of(x) for name, x in written.items()}
     if options.divisor > 1:
         o = torch.mul(o, options.divisor, out=scratch["o"])
-    written = {name: scratch[name] if job.added else x for name, x in its.items()}
+        do = torch.mul(do, 1 / options.divisor, out=scratch["do"])
     job.bwd.module.bwd(
-        *map(call.of, qkv), o, call.of(lse), call.of(dy), None, mask, dbias=None, dsinks=None,
-        scratch=of("attention", scratch), deterministic=options.deterministic,
-        **dict.fromkeys(("dq", "dk", "dv")) | written,
+        q, k, v, o, lse, do, None, mask, dbias=None, dsinks=None, scratch=of("attention", scratch),
+        deterministic=options.deterministic,
+        **{name: grads.get(name) if not job.added else scratch.get(name) for name in ("dq", "dk", "dv")},
     )  # fmt: skip
     if job.added:
-        for name, x in its.items():
+        for name, x in grads.items():
             x += scratch[name]
 
 

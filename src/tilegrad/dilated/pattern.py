@@ -36,6 +36,17 @@ class Axis(NamedTuple):
     step: Step
 
 
+class View(NamedTuple):
+    """Where a call's numbers lie in any tensor of the same strides."""
+
+    shape: tuple[int, ...]
+    strides: tuple[int, ...]
+    start: int
+
+    def of(self, x: Tensor) -> Tensor:
+        return x.as_strided(self.shape, self.strides, x.storage_offset() + self.start)
+
+
 class StridedCall(NamedTuple):
     """One call of attention: axes of x (B, H, T, …) that begin at `origin`."""
 
@@ -48,12 +59,14 @@ class StridedCall(NamedTuple):
     def shape(self) -> tuple[int, int, int]:
         return self.batch.n, self.heads.n, self.rows.n
 
-    def of(self, x: Tensor) -> Tensor:
-        """The view (batch, heads, rows, D) of x (B, H, T, D), or (batch, heads, rows) of x (B, H, T)."""
+    def view_of(self, x: Tensor) -> View:
+        """(batch, heads, rows, D) of x (B, H, T, D), or (batch, heads, rows) of x (B, H, T)."""
         strides = x.stride()
         axes = [_dot(axis.step, strides) for axis in (self.batch, self.heads, self.rows)]
-        start = x.storage_offset() + _dot(self.origin, strides)
-        return x.as_strided((*self.shape, *x.shape[3:]), (*axes, *strides[3:]), start)
+        return View((*self.shape, *x.shape[3:]), (*axes, *strides[3:]), _dot(self.origin, strides))
+
+    def of(self, x: Tensor) -> Tensor:
+        return self.view_of(x).of(x)
 
 
 class Branch(NamedTuple):

@@ -9,7 +9,10 @@ n branches, and bias = log n. A kernel errs by more where numbers are rounded to
     y     "head_groups": o before it is divided by G. "longnet": part_b = softmax_b(lse_b) o_b of every branch but the first,
           and what is mixed of the branches so far
     delta the same roundings of y times do, and of "head_groups" that of o = G y once more
-    dq … "longnet": the share of every branch but the first, and what is summed so far
+    do    "head_groups": dy / G
+    dq …  "longnet": the share of every branch but the first, and what is summed so far
+
+A product or quotient by a power of two rounds nothing.
 
 lse errs by as much as the worst of the branches' and four more a for each mix.
 """
@@ -109,8 +112,9 @@ def bounds(
         "dv": [(p * s).mT @ do for s in share],
     }
     rounded = {name: _roundings(of, dtype) for name, of in parts.items()}
-    rounded_o = rounding(whole["o"], dtype) if g > 1 else rounded["o"]
-    var_delta = ((2 if g > 1 else 1) * rounded_o * do**2).sum(-1)
+    rounded_o = rounding(whole["o"], dtype) * (g & (g - 1) > 0) if groups else rounded["o"]
+    rounded_do = rounding(do, dtype) * (g & (g - 1) > 0)
+    var_delta = ((2 if groups else 1) * rounded_o * do**2).sum(-1)
 
     e_lse = torch.stack(branch_lse).max(0).values + acc * (
         4 * n + lse.masked_fill(lse == -math.inf, 0.0).abs() + math.log(g)
@@ -136,9 +140,11 @@ def bounds(
         "dk": (var_delta * (p * (scale * (q64 @ exact["dk"].mT))).sum(-1) ** 2).sum(),
         "dv": torch.zeros((), dtype=torch.float64, device=q.device),
     }
+    by_do = _roundings_of_do(rounded_do, p, q64, k64, v64, whole, scale)
     out = {}
     for name, (var, accumulated) in extra.items():
         shared = along[name] + (0.0 if name == "o" else (rounded[name] * exact[name] ** 2).sum())
+        var, shared = var + by_do[name][0], shared + by_do[name][1]
         slope = (torch.as_tensor(base[name].slope).square() + shared).sqrt()
         bound = Bound((base[name].sigma ** 2 + var).sqrt(), base[name].accumulated + accumulated, slope)
         by = g if name == "o" else 1
@@ -153,3 +159,26 @@ def _roundings(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
         total = total + rounding(part, dtype) + rounding(so_far, dtype)
         so_far = so_far + part
     return total
+
+
+def _roundings_of_do(
+    var: Tensor, p: Tensor, q: Tensor, k: Tensor, v: Tensor, exact: dict[str, Tensor], scale: float
+) -> dict[str, tuple[Tensor, Tensor]]:
+    """What roundings of do, of variance `var`, make of each result: σ², and the slope's. With c a column of do,
+
+    dv_jc errs by Σᵢ pᵢⱼ δᵢc          dsᵢⱼ by pᵢⱼ Σ_c δᵢc (v_jc − o_ic)
+    """
+    o, zero = exact["o"], torch.zeros((), dtype=torch.float64, device=q.device)
+    by_column = torch.einsum("bhij,bhjc,bhjd->bhicd", p, v, k) - torch.einsum("bhic,bhij,bhjd->bhicd", o, p, k)
+    by_pair = var @ (v**2).mT - 2 * (var * o) @ v.mT + (var * o**2).sum(-1, keepdim=True)
+
+    def along(c: Tensor) -> Tensor:
+        """The variance of Σ cᵢⱼ dsᵢⱼ."""
+        return (var * ((p * c) @ v - o * (p * c).sum(-1, keepdim=True)) ** 2).sum()
+
+    return {
+        "o": (zero, zero),
+        "dq": (scale**2 * torch.einsum("bhic,bhicd->bhid", var, by_column**2), along(scale * (exact["dq"] @ k.mT))),
+        "dk": (scale**2 * ((p**2 * by_pair).mT @ q**2), along(scale * (q @ exact["dk"].mT))),
+        "dv": ((p**2).mT @ var, (var * (p @ exact["dv"]) ** 2).sum()),
+    }
