@@ -169,6 +169,8 @@ def _roundings_of_do(
     dv_jc errs by Σᵢ pᵢⱼ δᵢc          dsᵢⱼ by pᵢⱼ Σ_c δᵢc (v_jc − o_ic)
     """
     o, zero = exact["o"], torch.zeros((), dtype=torch.float64, device=q.device)
+    if not var.any():
+        return dict.fromkeys(("o", "dq", "dk", "dv"), (zero, zero))
     by_column = torch.einsum("bhij,bhjc,bhjd->bhicd", p, v, k) - torch.einsum("bhic,bhij,bhjd->bhicd", o, p, k)
     by_pair = var @ (v**2).mT - 2 * (var * o) @ v.mT + (var * o**2).sum(-1, keepdim=True)
 
