@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "functional": {"autograd", "kernels"},
     "flash": {"functional"},
     "managed": {"kernels", "memory"},
-    "dilated": {"kernels", "memory", "managed"},
+    "dilated": {"autograd", "kernels", "memory", "managed"},
     "nn": {"functional", "kernels", "memory", "managed", "dilated"},
     "integrations": {"functional", "kernels"},
     "model": {"kernels", "memory"},

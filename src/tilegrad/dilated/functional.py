@@ -2,6 +2,8 @@
 
     tilegrad::dilated_fwd(q, k, v, …) → (y, lse)          tilegrad::dilated_bwd(q, k, v, y, lse, dy, …) → (dq, dk, dv)
 
+As with attention (autograd.py), eager calls go without the dispatcher.
+
 "head_groups", G branches, the heads of group g:        "longnet", all heads in every branch:
 
     y = o_g / G                                             y = Σ_b softmax_b(lse_b) o_b over the branches at a position
@@ -24,6 +26,7 @@ from typing import Any, NamedTuple, NoReturn, cast
 import torch
 from torch import Tensor
 
+from ..autograd import _cast, _observed, _plain, _seed_tensor
 from ..kernels.attention import table
 from ..kernels.attention.api import Selected, Signature, select_bwd, select_fwd
 from ..kernels.attention.checks import check_options, check_tensors, require
@@ -80,21 +83,20 @@ def dilated_attention(
     require(not fewer, "q", f"{q.shape[1]} heads for {len(segments)} branches", accepted, show=str)
     accepted = "None or a kernel that takes o and lse as given; reference computes them anew"
     require(kernel != "reference", "kernel", kernel, accepted)
-    if not dropout_p:
-        seed = None
-    elif seed is None:
-        seed = torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=q.device)
-    elif isinstance(seed, int):
-        seed = torch.full((), _signed(seed), dtype=torch.int64, device=q.device)
+    drawn = _seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
-    arguments = (
-        q, k, v, seed, segments, rates, mode, causal, float(dropout_p), deterministic, kernel, training, number_of(manager)
+    options = Options(
+        segments, rates, mode, causal, float(dropout_p), deterministic, kernel, training, number_of(manager)
     )  # fmt: skip
+    if not _observed() and _plain(q, k, v, drawn):
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = _cast(q, k, v)
+        return cast(Tensor, _Eager.apply(q, k, v, drawn, options)) if training else _fwd(q, k, v, drawn, *options)[0]
     transformed = torch._C._are_functorch_transforms_active()
-    y, _ = _Dilated.apply(*arguments) if transformed else torch.ops.tilegrad.dilated_fwd(*arguments)
-    return cast(Tensor, y)
+    call = _Dilated.apply if transformed else torch.ops.tilegrad.dilated_fwd
+    return cast(Tensor, call(q, k, v, drawn, *options)[0])
 
 
 def check_pattern(
@@ -209,11 +211,12 @@ def _widened(y: View, d: int) -> View:
     return View((*shape, d), (*(n // dv * d for n in y.strides[:3]), 1), y.start // dv * d)
 
 
-def _mask(options: Options, seed: Tensor | None, number: int) -> Mask:
-    """Of the call of that number: each has a seed of its own."""
-    if seed is not None and number:
-        seed = seed + _signed(number * WEYL)
-    return Mask(options.causal, dropout_p=options.dropout_p, seed=seed)
+def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
+    """Of each call: with dropout each has a seed of its own."""
+    if seed is None:
+        return [Mask(options.causal)] * calls
+    seeds = (seed + _signed(number * WEYL) if number else seed for number in range(calls))
+    return [Mask(options.causal, dropout_p=options.dropout_p, seed=own) for own in seeds]
 
 
 def _in_order_of(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
@@ -254,8 +257,8 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -> t
         borrowed(options.manager, BufferType.OUTPUT, plan.part_bytes, q.device) as part,
     ):
         given = {"q": q, "k": k, "v": v, "y": y, "lse": lse}
-        for number, job in enumerate(plan.jobs):
-            _run_forward(job, given, _mask(options, seed, number), 1 / options.divisor, temp, part)
+        for job, mask in zip(plan.jobs, _masks(options, seed, len(plan.jobs)), strict=True):
+            _run_forward(job, given, mask, 1 / options.divisor, temp, part)
     return y, lse
 
 
@@ -285,8 +288,8 @@ def _bwd(
     _zero_where_uncovered(plan, options, *written.values())
     with borrowed(options.manager, BufferType.TEMP, plan.temp_bytes, q.device) as temp:
         read = {"q": q, "k": k, "v": v, "y": y, "lse": lse}
-        for number, job in enumerate(plan.jobs):
-            _run_backward(job, read, dy, written, _mask(options, seed, number), options, temp)
+        for job, mask in zip(plan.jobs, _masks(options, seed, len(plan.jobs)), strict=True):
+            _run_backward(job, read, dy, written, mask, options, temp)
     return tuple(grads)
 
 
@@ -335,13 +338,17 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
     ctx.options = inputs[4:]
 
 
-def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
     q, k, v, seed, y, lse = ctx.saved_tensors
-    none = (None,) * (4 + len(ctx.options))
+    none = (None,) * len(ctx.needs_input_grad)
     if dy is None:
         return none
     wanted = list(ctx.needs_input_grad[:3])
-    call = _DilatedBackward.apply if torch._C._are_functorch_transforms_active() else torch.ops.tilegrad.dilated_bwd
+    call = torch.ops.tilegrad.dilated_bwd
+    if torch._C._are_functorch_transforms_active():
+        call = _DilatedBackward.apply
+    elif not torch.is_grad_enabled() and not _observed() and _plain(q, k, v, y, lse, dy, seed):
+        call = _bwd
     grads = call(q, k, v, y, lse, dy, seed, *ctx.options, wanted)
     dq, dk, dv = (g if want else None for g, want in zip(grads, wanted, strict=True))
     return (dq, dk, dv, *none[3:])
@@ -355,6 +362,20 @@ def _no_second_derivative(*_: Any) -> tuple[None, ...]:
 
 def _no_forward_mode(*_: Any) -> NoReturn:
     raise NotImplementedError("tilegrad.dilated_attention has no forward-mode derivative; use reverse mode")
+
+
+class _Eager(torch.autograd.Function):
+    """Both directions without the dispatcher: plain tensors, no mode, no transform."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, options: Options) -> Tensor:
+        y, lse = _fwd(q, k, v, seed, *options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, seed, y, lse)
+        ctx.options = options
+        return y
+
+    backward = staticmethod(_backward)
 
 
 class _Dilated(torch.autograd.Function):
