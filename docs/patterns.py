@@ -37,9 +37,8 @@ def matrix(attended: Tensor, x: float, y: float, title: str) -> list[str]:
                 if attended[branch, i, j]:
                     side = size * (CELL - 1)
                     at = (CELL - 1 - side) / 2
-                    out.append(
-                        f'<rect class="{COLORS[branch]}" x="{left + at:g}" y="{top + at:g}" width="{side:g}" height="{side:g}"/>'
-                    )
+                    corner = f'x="{left + at:g}" y="{top + at:g}"'
+                    out.append(f'<rect class="{COLORS[branch]}" {corner} width="{side:g}" height="{side:g}"/>')
     return out
 
 
@@ -71,7 +70,9 @@ def main(picture: str) -> None:
     for h in range(4):
         body += matrix(mixed[:, h], LEFT + h * (size + GAP), below, f"head {h}")
     body += legend(height - 20)
-    described = "Which of 16 rows attend to which columns, causal, for each group of heads and for four heads of longnet."
+    described = (
+        "Which of 16 rows attend to which columns, causal, for each group of heads and for four heads of longnet."
+    )
     Path(picture).write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img">\n'
         f"  <title>The two patterns of dilated attention</title>\n  <desc>{described}</desc>\n"

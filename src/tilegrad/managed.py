@@ -30,13 +30,15 @@ ALIGNED_BYTES = 256
 _managers: WeakValueDictionary[int, AttentionBufferManager] = WeakValueDictionary()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def number_of(manager: AttentionBufferManager | None) -> int:
     """What stands for a manager in the arguments of an op."""
     if manager is None:
         return 0
     _managers[id(manager)] = manager
     return id(manager)
+
+
+number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorators load all of Dynamo
 
 
 @contextmanager
@@ -77,11 +79,10 @@ NO_OTHERS: dict[str, Tensor | None] = dict.fromkeys(
 )  # a backward's kernel and its scratch are selected by what is read
 
 
-@torch.compiler.disable  # type: ignore[untyped-decorator]
 def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: AttentionBufferManager) -> Tensor:
     """`tilegrad.attention` of a mask without sinks or packed sequences, its scratch in buffers of the manager's.
 
-    torch.compile leaves it out of its graphs; torch.func's transforms do not go through it.
+    It is for eager calls: neither torch.compile nor torch.func's transforms go through it.
     """
     check_options(q, k, v, mask)
     device = q.device.type

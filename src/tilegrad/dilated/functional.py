@@ -19,7 +19,6 @@ manager's in each pass, and in a forward of "longnet" one OUTPUT buffer, as larg
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, NoReturn, cast
 
@@ -256,9 +255,9 @@ def _fwd(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -> t
         borrowed(options.manager, BufferType.TEMP, plan.temp_bytes, q.device) as temp,
         borrowed(options.manager, BufferType.OUTPUT, plan.part_bytes, q.device) as part,
     ):
-        given = {"q": q, "k": k, "v": v, "y": y, "lse": lse}
+        views = {"q": q, "k": k, "v": v, "y": y, "lse": lse}
         for job, mask in zip(plan.jobs, _masks(options, seed, len(plan.jobs)), strict=True):
-            _run_forward(job, given, mask, 1 / options.divisor, temp, part)
+            _run_forward(job, views, mask, 1 / options.divisor, temp, part)
     return y, lse
 
 
@@ -294,7 +293,13 @@ def _bwd(
 
 
 def _run_backward(
-    job: Job, read: dict[str, Tensor], dy: Tensor, written: dict[str, Tensor], mask: Mask, options: Options, temp: Tensor
+    job: Job,
+    read: dict[str, Tensor],
+    dy: Tensor,
+    written: dict[str, Tensor],
+    mask: Mask,
+    options: Options,
+    temp: Tensor,
 ) -> None:
     scratch = job.backward_layout.of(temp)
     q, k, v, o, lse = (job.views[name].of(x) for name, x in read.items())
@@ -344,7 +349,7 @@ def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None = None) -> tuple
     if dy is None:
         return none
     wanted = list(ctx.needs_input_grad[:3])
-    call = torch.ops.tilegrad.dilated_bwd
+    call: Callable[..., Any] = torch.ops.tilegrad.dilated_bwd
     if torch._C._are_functorch_transforms_active():
         call = _DilatedBackward.apply
     elif not torch.is_grad_enabled() and not _observed() and _plain(q, k, v, y, lse, dy, seed):

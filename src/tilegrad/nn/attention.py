@@ -103,7 +103,7 @@ class Attention(nn.Module):
         window = None if self.window is None else (self.window - 1, None)
         bias = self._bias(key_padding_mask, None if is_causal else attn_mask, q)
         dropout_p = self.dropout if self.training else 0.0
-        if self.manager is None:
+        if self.manager is None or torch.compiler.is_compiling():  # a compiler's graph has memory of its own
             o = attention(q, k, v, causal=causal, window=window, bias=bias, dropout_p=dropout_p)
         else:
             o = managed_attention(q, k, v, Mask(causal, window, bias=bias, dropout_p=dropout_p), self.manager)
