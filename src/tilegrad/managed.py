@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from math import prod
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
 import torch
@@ -23,8 +23,10 @@ from .kernels.attention.checks import check_options
 from .kernels.attention.mask import Mask
 from .kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
 from .kernels.scratch import Scratch, Shapes
-from .memory.managed.manager import AttentionBufferManager
 from .memory.types import BufferType
+
+if TYPE_CHECKING:
+    from .memory.managed.manager import AttentionBufferManager
 
 ALIGNED_BYTES = 256
 _managers: WeakValueDictionary[int, AttentionBufferManager] = WeakValueDictionary()

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilegrad
-from tilegrad.dilated import functional, pattern, reference
+from tilegrad.dilated import pattern, reference
+from tilegrad.dilated import run as execution
 from tilegrad.dilated.functional import dilated_attention
 from tilegrad.kernels.attention import Mask, table
 from tilegrad.kernels.attention.problem import Problem
@@ -138,10 +139,10 @@ def test_canary_a_factor_is_seen(mode: str) -> None:
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """No plans of other tests, and none for them."""
-    for forget in (pattern.branches.cache_clear, functional._plans.clear):
+    for forget in (pattern.branches.cache_clear, execution._plans.clear):
         forget()
     yield
-    for forget in (pattern.branches.cache_clear, functional._plans.clear):
+    for forget in (pattern.branches.cache_clear, execution._plans.clear):
         forget()
 
 
@@ -158,7 +159,7 @@ def test_canary_a_wrong_offset_is_seen(mode: str, broken: str, monkeypatch: pyte
     assert not found(case, *run(case))
     monkeypatch.setattr(pattern, broken, unshifted)
     pattern.branches.cache_clear()
-    functional._plans.clear()
+    execution._plans.clear()
     assert found(case, *run(case))
 
 

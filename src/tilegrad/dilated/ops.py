@@ -1,0 +1,137 @@
+"""Dilated attention as ops of torch.library: what compilers, transforms, fake tensors and modes see.
+
+    tilegrad::dilated_fwd(q, k, v, …) → (y, lse)          tilegrad::dilated_bwd(q, k, v, y, lse, dy, …) → (dq, dk, dv)
+
+functional.py loads this on first need: an eager call goes without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+
+from .run import backward, forward, new_gradients, new_outputs
+
+_OPTIONS = (
+    "Tensor? seed, int[] segment_lengths, int[] dilation_rates, str mode, bool causal, float dropout_p, bool deterministic, "
+    "str? kernel, bool training, int manager"
+)
+_library = torch.library.Library("tilegrad", "FRAGMENT")
+_library.define(f"dilated_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor y, Tensor lse)")
+_library.define(
+    f"dilated_bwd(Tensor q, Tensor k, Tensor v, Tensor y, Tensor lse, Tensor dy, {_OPTIONS}, bool[] wanted) "
+    "-> (Tensor dq, Tensor dk, Tensor dv)"
+)
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *_: Any) -> tuple[Tensor, Tensor]:  # noqa: ARG001
+    return new_outputs(q, v)
+
+
+def _bwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    return tuple(new_gradients(q, k, v, rest[-1]))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:4], *output)
+    ctx.options = inputs[4:]
+
+
+def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor | None, ...]:
+    q, k, v, seed, y, lse = ctx.saved_tensors
+    none = (None,) * len(ctx.needs_input_grad)
+    if dy is None:
+        return none
+    wanted = list(ctx.needs_input_grad[:3])
+    grads = dilated_bwd(q, k, v, y, lse, dy, seed, *ctx.options, wanted)
+    dq, dk, dv = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    return (dq, dk, dv, *none[3:])
+
+
+def _no_second_derivative(*_: Any) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "tilegrad.dilated_attention has no second derivative; call backward or grad without create_graph=True"
+    )
+
+
+def _no_forward_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError("tilegrad.dilated_attention has no forward-mode derivative; use reverse mode")
+
+
+class _Dilated(torch.autograd.Function):
+    """dilated_fwd as torch.func's transforms take it."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.dilated_fwd(*arguments))
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_backward)
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+class _DilatedBackward(torch.autograd.Function):
+    """dilated_bwd likewise."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.dilated_bwd(*arguments))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
+    backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """The batching rule of an op whose first `tensors` arguments have a dimension B at 0: samples are folded into B. With a
+    seed each sample is a call, so that all drop alike where the seed is one, and by their own where each has one."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        n, seed = info.batch_size, arguments[tensors]
+        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
+        if seed is None:
+            own = [
+                (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
+                for x, d in zip(first[:tensors], in_dims, strict=False)
+            ]
+            results = op(*own, *arguments[tensors:])
+            found = tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results)
+            return found, (0,) * len(found)
+        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
+        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+
+    return rule
+
+
+def _cast_under_autocast(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
+    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+        dtype = torch.get_autocast_dtype(device_type)
+        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+        with torch.autocast(device_type, enabled=False):
+            return torch.ops.tilegrad.dilated_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
+
+    return call
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("dilated_fwd", forward, _device)
+    _library.impl("dilated_bwd", backward, _device)
+    _library.impl("dilated_fwd", _cast_under_autocast(_device.lower()), f"Autocast{_device}")
+torch.library.register_fake("tilegrad::dilated_fwd", _fwd_fake, lib=_library)
+torch.library.register_fake("tilegrad::dilated_bwd", _bwd_fake, lib=_library)
+torch.library.register_autograd("tilegrad::dilated_fwd", _backward, setup_context=_save, lib=_library)
+torch.library.register_autograd("tilegrad::dilated_bwd", _no_second_derivative, lib=_library)
+torch.library.register_vmap("tilegrad::dilated_fwd", _vmap(torch.ops.tilegrad.dilated_fwd, 3), lib=_library)
+torch.library.register_vmap("tilegrad::dilated_bwd", _vmap(torch.ops.tilegrad.dilated_bwd, 6), lib=_library)
+
+
+def dilated_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
+    """The op, or around it an autograd.Function where torch.func is at work."""
+    transformed = torch._C._are_functorch_transforms_active()
+    return (_Dilated.apply if transformed else torch.ops.tilegrad.dilated_fwd)(*arguments)  # type: ignore[no-any-return]
+
+
+def dilated_bwd(*arguments: Any) -> tuple[Tensor, ...]:
+    transformed = torch._C._are_functorch_transforms_active()
+    return (_DilatedBackward.apply if transformed else torch.ops.tilegrad.dilated_bwd)(*arguments)  # type: ignore[no-any-return]
