@@ -3,7 +3,8 @@
 An op is a function that never allocates: positional tensors are read, keyword-only tensors are written. `@op` marks it.
 While an observer is set, a call is handed to it as a `Call` instead of being run. There are two: the memory trace reads live
 ranges off the call; `poison_dead` (memory/planned/arena.py) runs it, then fills with NaN every buffer that holds no value any
-more, so that a wrong live range shows. Without an observer a call is the function.
+more, so that a wrong live range shows. An observer of names takes the op's name and its run alone, which costs a microsecond
+a call: `follow` (dist/schedule.py) starts collectives between ops. Without an observer a call is the function.
 """
 
 from __future__ import annotations
@@ -30,13 +31,31 @@ class Call:
 
 
 Observer = Callable[[Call], None]
-_observer: ContextVar[Observer | None] = ContextVar("tilegrad_observer", default=None)
+NameObserver = Callable[[str, Callable[[], None]], None]
+
+
+@dataclass(frozen=True, slots=True)
+class _ByName:
+    observer: NameObserver
+
+
+_observer: ContextVar[Observer | _ByName | None] = ContextVar("tilegrad_observer", default=None)
 
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
     """Hand every op called inside to `observer` instead of running it."""
     token = _observer.set(observer)
+    try:
+        yield
+    finally:
+        _observer.reset(token)
+
+
+@contextmanager
+def observe_names(observer: NameObserver) -> Iterator[None]:
+    """Hand the name of every op called inside, and its run, to `observer` instead of running it."""
+    token = _observer.set(_ByName(observer))
     try:
         yield
     finally:
@@ -57,6 +76,12 @@ def op(
                 fn(*reads, **writes)
                 return
             token = _observer.set(None)  # an op that calls ops is one op
+            if isinstance(observer, _ByName):
+                try:
+                    observer.observer(fn.__name__, functools.partial(fn, *reads, **writes))
+                finally:
+                    _observer.reset(token)
+                return
             added = (*adds, *(accumulates if writes.get("accumulate", True) else ()))
             try:
                 observer(
@@ -77,7 +102,7 @@ def op(
 
 
 def _tensors(values: Any) -> Iterator[Any]:
-    """Tensors and handles among arguments; a mask or a scratch dictionary stands for the tensors inside it."""
+    """Tensors and handles among arguments; a mask, a list or a scratch dictionary stands for the tensors inside it."""
     for value in values:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             yield value
@@ -85,3 +110,5 @@ def _tensors(values: Any) -> Iterator[Any]:
             yield from value.tensors
         elif isinstance(value, dict):
             yield from _tensors(value.values())
+        elif isinstance(value, list):
+            yield from _tensors(value)

@@ -125,9 +125,13 @@ class Transformer:
     scales: dict[str, Buffer]  # of tensors that are rounded to float8
 
     def initialise(self, config: ModelConfig, generator: torch.Generator) -> None:
-        """Each parameter as its layer declares it; the tables of rope, which every block reads."""
+        """Each parameter as its layer declares it, and the tables."""
         for p in self.params.values():
             p.init.fill(p.master, generator)
+        self.fill_tables(config)
+
+    def fill_tables(self, config: ModelConfig) -> None:
+        """The scales of float8 products, and the tables of rope, which every block reads."""
         for name, state in self.scales.items():
             fill_state(state, weight=name.endswith(".weight"))
         rope = self.blocks[0].attention.rope

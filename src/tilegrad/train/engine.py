@@ -26,6 +26,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .. import __version__
+from ..dist.mesh import Mesh
+from ..kernels.cpu.build import digest as native_sources
+from ..kernels.cpu.library import library as native_library
 from ..memory.planned.arena import Arenas, MemoryPlan
 from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
@@ -35,6 +39,17 @@ from .batch import check_batch, check_linear, check_sizes, count_targets, micro_
 from .capture import DeviceStep, StepQueue
 from .machine import check_fits
 from .optimizer import NonFiniteError, Optimizer, StepResult
+from .parallel import (
+    BUCKET_BYTES,
+    Parallel,
+    Shard,
+    buckets_of,
+    check_agreed,
+    check_shard,
+    digest,
+    optimizer_buckets,
+    schedule_of,
+)
 from .planning import plan_model
 from .recompute import choose_recompute
 
@@ -51,6 +66,11 @@ class Engine:
     linear="fp8" forms the forward products of the blocks in float8, on GPUs that have it. deterministic=False lets attention
     add in any order on a GPU; a CPU never does.
 
+    With a `mesh` of several ranks (train/parallel.py) each rank gives its own micro-batches, and the step is that of all of
+    them. shard="optimizer" leaves each rank 1/world of the moments, "none" all of them. Buckets of `bucket_bytes` of gradients
+    are summed at once; they are a part of what decides the bits. There `params` are what layers compute with, a step is not
+    captured, and the loss is that of all ranks after the optimizer's step.
+
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
     >>> engine = tilegrad.Engine(config, batch_size=2, seq_len=4)
@@ -65,8 +85,11 @@ class Engine:
         dtype: torch.dtype | None = None, seed: int = 0, memory_budget: int | None = None, *,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
+        mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
-        self.device = torch.empty(0, device=device).device
+        rank, world = (mesh.rank, mesh.world) if mesh is not None else (0, 1)
+        check_shard(shard, world, linear)
+        self.device = torch.empty(0, device=device if world == 1 else mesh.device).device
         if dtype is None:
             dtype = default_dtype(self.device)
         check_sizes(model_config, batch_size, seq_len, dtype)
@@ -76,22 +99,26 @@ class Engine:
         self.deterministic = deterministic = deterministic or self.device.type == "cpu"
         check_linear(linear, dtype, self.device)
         options: Any = {"linear": linear, "deterministic": deterministic}
+        over_ranks: Any = {"world": world, "shard": shard, "bucket_bytes": bucket_bytes}
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
-        self.recompute = choose_recompute(*sizes, memory_budget, **options)
-        self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **options)
+        self.recompute = choose_recompute(*sizes, memory_budget, **options, **over_ranks)
+        self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **options, **over_ranks)
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
+        model = declare(*sizes, self.recompute, **options)
         handles = Optimizer.declare(
-            declare(*sizes).params.values(), betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm
-        )
+            model.params.values(), betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
+            rank=rank, world=world, buckets=optimizer_buckets(model, **over_ranks),
+        )  # fmt: skip
         self.optimizer = bind(handles, self.arenas.view)
+        self._ranks = self._parallel(mesh, handles, **over_ranks) if mesh is not None and world > 1 else None
         self._bound: dict[tuple[int, int, bool, bool], Transformer] = {}
         self._threads = torch.get_num_threads()
         self._pending: Transformer | None = None
         self._total = self._count = 0
         self._device_steps: dict[tuple[tuple[int, int], ...], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._queue = StepQueue(self._stream) if self._stream is not None else None
+        self._queue = StepQueue(self._stream) if self._stream is not None and self._ranks is None else None
         self._results: list[StepResult] = []
         self._submitted = 0
         self._rounded = -1  # version of the params of which the compute copies are made
@@ -99,9 +126,47 @@ class Engine:
         self.loss = 0.0  # of the last forward: one that is not finite must not reach the weights
 
         model = self._model(batch_size, seq_len)
-        self.params: dict[str, Tensor] = {name: p.master for name, p in model.params.items()}
+        kept = isinstance(model.embedding.wte.master, Tensor)  # else this rank has its part of the masters alone
+        self._params = {name: p.master if kept else p.value for name, p in model.params.items()}
         self.grads: dict[str, Tensor] = {name: p.grad for name, p in model.params.items()}
-        model.initialise(model_config, torch.Generator().manual_seed(seed))
+        generator = torch.Generator().manual_seed(seed)
+        if kept:
+            model.initialise(model_config, generator)
+        else:
+            model.fill_tables(model_config)
+            for name, p in model.params.items():
+                whole = torch.empty(p.value.shape)
+                p.init.fill(whole, generator)
+                self.write_param(name, whole)
+        if self._ranks is not None:
+            self._check_ranks(self._ranks)
+
+    @property
+    def params(self) -> dict[str, Tensor]:
+        """By name, once those under way have arrived."""
+        self.settle()
+        return self._params
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        """A parameter from outside, of any dtype and device, on every rank."""
+        self.params[name].copy_(value)
+        if self._ranks is not None:
+            self._ranks.place(name, value, self.optimizer)
+
+    def settle(self) -> None:
+        """Wait for the parameters that other ranks are sending."""
+        if self._ranks is not None:
+            with self._on_stream():
+                self._ranks.settle()
+
+    @property
+    def stop(self) -> bool:
+        """Set on one rank, it is set on all after the next step."""
+        return self._ranks is not None and self._ranks.stop
+
+    def ask_to_stop(self) -> None:
+        if self._ranks is not None:
+            self._ranks.stop = True
 
     @property
     def steps(self) -> int:
@@ -113,6 +178,7 @@ class Engine:
     def forward(self, tokens: Tensor, targets: Tensor, total_targets: int | None = None) -> float:
         """The mean loss over this call's targets; 0 where there is none. `total_targets` is the whole step's count."""
         self._check([(tokens, targets)])
+        self.settle()
         with self._on_stream():
             model = self._load(tokens, targets, total_targets)
             model.forward()
@@ -127,6 +193,11 @@ class Engine:
                 "backward: got no forward since the last backward, or gradients, an evaluate or a refused batch came "
                 "between; call forward(tokens, targets) first"
             )
+        if self._ranks is not None and self._ranks.summed:
+            raise RuntimeError(
+                "backward: got gradients that are summed over the ranks already; accepted: after optimizer_step, or after "
+                "zero_gradients"
+            )
         model, self._pending = self._pending, None
         with self._on_stream():
             model.backward()
@@ -136,18 +207,27 @@ class Engine:
         that zeros would take: the first overwrites the gradients, the next add to them. Returns the mean loss."""
         batches = micro_batches(tokens, targets)
         self._check(batches)
-        total = sum(count_targets(y) for _, y in batches)
+        total, taken, ranks = sum(count_targets(y) for _, y in batches), len(batches), self._ranks
+        if ranks is not None:
+            total, taken = ranks.count(total, taken)
         if not batches:
             self.zero_gradients()
-        loss = 0.0
+        loss, first = 0.0, self.draws
         with self._on_stream():
             self.optimizer.loss.zero_()
             for i, (x, y) in enumerate(batches):
+                self.draws = first + (i if ranks is None else i * ranks.mesh.world + ranks.mesh.rank)
                 model = self._load(x, y, total, accumulate=i > 0)
-                model.step()
+                if ranks is None:
+                    model.step()
+                else:
+                    with ranks.around(accumulate=i > 0, last=i == len(batches) - 1):
+                        model.step()
                 self.optimizer.loss.add_(model.head.loss)
                 loss += self._mean_loss(model) * (self._count / total if total else 0.0)
-        self.loss = loss
+            if ranks is not None and not batches:
+                ranks.sum_all()
+        self.draws, self.loss = first + taken, loss
         return loss
 
     def step(
@@ -188,6 +268,8 @@ class Engine:
         return results
 
     def zero_gradients(self) -> None:
+        if self._ranks is not None:
+            self._ranks.forget_sums()
         self.arenas.bytes["grads"].zero_()
 
     def optimizer_step(self, learning_rate: float) -> float:
@@ -198,8 +280,9 @@ class Engine:
         return result.norm
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
-        """The mean loss without dropout and without a backward to follow."""
+        """The mean loss without dropout and without a backward to follow, of this rank's batch."""
         self._check([(tokens, targets)])
+        self.settle()
         with self._on_stream():
             model = self._load(tokens, targets, None, training=False)
             model.forward()
@@ -225,6 +308,32 @@ class Engine:
         self.optimizer.restore(state)
 
     # ── inside ──
+
+    def _parallel(self, mesh: Mesh, optimizer: Optimizer, world: int, shard: Shard, bucket_bytes: int) -> Parallel:
+        """The schedules of both ways to the gradients, and the buckets of one of them."""
+        steps = {}
+        for accumulate in (False, True):
+            model = declare(
+                self.config, self.batch_size, self.seq_len, self.dtype, self.device, self.recompute,
+                accumulate=accumulate, deterministic=self.deterministic,
+            )  # fmt: skip
+            steps[accumulate] = schedule_of(model)
+        sharded = shard != "none"
+        buckets = buckets_of(model, steps[False], world if sharded else 1, bucket_bytes)
+        return Parallel(mesh, optimizer, buckets, steps, self.arenas.view, sharded=sharded)
+
+    def _check_ranks(self, ranks: Parallel) -> None:
+        """Refuse ranks that would not compute the same thing."""
+        o, native = self.optimizer, native_library()
+        check_agreed(ranks.mesh, {
+            "model": str(self.config), "batch_size": str(self.batch_size), "seq_len": str(self.seq_len),
+            "dtype": str(self.dtype), "seed": str(self.seed), "recompute": str(self.recompute),
+            "optimizer": f"{o.betas}, {o.eps}, {o.weight_decay}, {o.max_norm}",
+            "shard": "optimizer" if ranks.sharded else "none", "buckets": str([(b.start, b.stop) for b in ranks.buckets]),
+            "tilegrad": __version__, "torch": torch.__version__, "threads": str(torch.get_num_threads()),
+            "native library": native if isinstance(native, str) else native_sources(),
+        })  # fmt: skip
+        check_agreed(ranks.mesh, {"initial weights": digest(list(self.params.values()))})
 
     def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences of t tokens."""
@@ -269,8 +378,8 @@ class Engine:
         return model
 
     def _round_weights(self, model: Transformer) -> None:
-        """The compute copies, where someone else than AdamW has changed the params."""
-        if self._rounded != self._version():
+        """The compute copies, where someone else than AdamW has changed the params; masters that are sharded round theirs."""
+        if self._rounded != self._version() and isinstance(model.embedding.wte.master, Tensor):
             model.round_weights()
             self._rounded = self._version()
 
@@ -288,7 +397,10 @@ class Engine:
         """Of the gradients as they are; waits for it."""
         self._submitted += 1
         with self._on_stream():
-            self.optimizer.update(learning_rate)
+            if self._ranks is None:
+                self.optimizer.update(learning_rate)
+            else:
+                self.loss = self._ranks.update(self.optimizer, learning_rate)
             result = StepResult(self.loss, float(self.optimizer.norm))
         self._rounded = self._version() if self.optimizer.rounded is not None else -1
         return result

@@ -17,6 +17,7 @@ from ..model.config import ModelConfig
 from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
 from .optimizer import Optimizer, decayed_first
+from .parallel import BUCKET_BYTES, Shard, optimizer_buckets
 
 Recompute = tuple[frozenset[Recomputed], ...]
 
@@ -24,10 +25,13 @@ Recompute = tuple[frozenset[Recomputed], ...]
 def plan_model(
     config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device,
     recompute: Recompute = (), *, linear: Linear = "plain", deterministic: bool = True, share: bool = True,
+    world: int = 1, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES,
 ) -> MemoryPlan:  # fmt: skip
-    """Every byte of training this model. Both ways to its gradients are traced, so the plan serves either."""
+    """Every byte of training this model, of one rank of `world`. Both ways to its gradients are traced, so the plan serves
+    either."""
     model = declare(config, batch_size, seq_len, dtype, device, recompute, linear=linear, deterministic=deterministic)
-    optimizer = Optimizer.declare(model.params.values())
+    buckets = optimizer_buckets(model, world, shard, bucket_bytes)
+    optimizer = Optimizer.declare(model.params.values(), world=world, buckets=buckets)
 
     def program() -> None:
         model.step()
@@ -43,12 +47,14 @@ def plan_model(
 def step_report(
     memory: MemoryPlan, config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype,
     recompute: Recompute, title: str, *, linear: Linear = "plain", deterministic: bool = True,
+    world: int = 1, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES,
 ) -> MemoryReport:  # fmt: skip
     """What is alive during one step, in the arenas of the whole plan."""
     model = declare(
         config, batch_size, seq_len, dtype, memory.device, recompute, linear=linear, deterministic=deterministic
     )
-    optimizer = Optimizer.declare(model.params.values())
+    buckets = optimizer_buckets(model, world, shard, bucket_bytes)
+    optimizer = Optimizer.declare(model.params.values(), world=world, buckets=buckets)
 
     def program() -> None:
         model.step()

@@ -17,12 +17,12 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from typing import Any
 
 import torch
 
 from ..model.block import Recomputed
 from ..model.config import ModelConfig
-from ..model.layer import Linear
 from .planning import Recompute, plan_model
 
 _SMALL = 1 / 4
@@ -42,12 +42,13 @@ def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recomput
 
 def choose_recompute(
     config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, budget: int | None,
-    *, linear: Linear = "plain", deterministic: bool = True,
+    **options: Any,
 ) -> Recompute:  # fmt: skip
-    """The cheapest choice whose plan is at most `budget` bytes, or an error that says how many would do; None: the usual."""
+    """The cheapest choice whose plan is at most `budget` bytes, or an error that says how many would do; None: the usual.
+    `options` are plan_model's."""
     n = config.n_layer
     if budget is None:
-        everything = plan_model(config, batch_size, seq_len, dtype, device, linear=linear, deterministic=deterministic)
+        everything = plan_model(config, batch_size, seq_len, dtype, device, **options)
         kept = everything.arenas["activations"].arena_bytes
         small = kept <= _SMALL * (everything.peak_bytes - kept)
         if small:
@@ -60,7 +61,7 @@ def choose_recompute(
     def peak(norms: int, activations: int, blocks: int) -> int:
         choice = _choice(n, norms, activations, blocks)
         sizes = (config, batch_size, seq_len, dtype, device)
-        return plan_model(*sizes, choice, linear=linear, deterministic=deterministic).peak_bytes
+        return plan_model(*sizes, choice, **options).peak_bytes
 
     if peak(n, n, n) > budget:
         smallest, blocks = min((peak(n, n, blocks), -blocks) for blocks in range(n + 1))

@@ -1,4 +1,4 @@
-"""AdamW in Triton: one program decides, then one pass over the arenas.
+"""AdamW in Triton: one program decides, then one pass over the arenas, or over each piece of them.
 
     decide   finite = norm is finite     t += finite      clip = 1 / max(1, (norm + 1e-6) / max_norm)
              rate = lr / (1 − β1^t)      root = 1 / √(1 − β2^t)      decay = lr · weight_decay
@@ -12,7 +12,8 @@ is only read.
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import triton
@@ -21,6 +22,9 @@ from torch import Tensor
 
 from ..gpu import ceil_div
 from ..scratch import Scratch, Shapes
+
+if TYPE_CHECKING:
+    from . import Piece
 
 TILE, WARPS = 1 << 10, 4  # parameters of a program
 
@@ -81,19 +85,20 @@ def workspace(params: Any) -> Shapes:
 
 
 def step(
-    norm: Tensor, learning_rate: float | Tensor, decayed: int, weight_decay: float, max_norm: float,
-    betas: tuple[float, float], eps: float, *,
-    params: Tensor, grads: Tensor, m: Tensor, v: Tensor, step: Tensor, rounded: Tensor | None, scratch: Scratch,
+    norm: Tensor, learning_rate: float | Tensor, weight_decay: float, max_norm: float, betas: tuple[float, float],
+    eps: float, *, pieces: Sequence[Piece], step: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
-    (beta1, beta2), decision, p = betas, scratch["decision"], len(params)
-    with torch.cuda.device_of(params):
+    (beta1, beta2), decision = betas, scratch["decision"]
+    with torch.cuda.device_of(norm):
         _decide_kernel[(1,)](
             norm, learning_rate, step, decision, weight_decay, max_norm,
             LOG_BETA1=math.log(beta1), LOG_BETA2=math.log(beta2), RATE_ON_DEVICE=isinstance(learning_rate, Tensor),
             num_warps=1,
         )  # fmt: skip
-        if p:
-            _adamw_kernel[(ceil_div(p, TILE),)](
-                decision, grads, params, m, v, rounded, p, decayed, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps,
-                TILE=TILE, num_warps=WARPS,
-            )  # fmt: skip
+        for params, grads, m, v, rounded, decayed in pieces:
+            p = len(params)
+            if p:
+                _adamw_kernel[(ceil_div(p, TILE),)](
+                    decision, grads, params, m, v, rounded, p, decayed, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps,
+                    TILE=TILE, num_warps=WARPS,
+                )  # fmt: skip

@@ -1,6 +1,6 @@
-"""The norm that clips a step.       grads (P,): a flat range of float32 (float64), norm 0-d of its dtype
+"""The norm that clips a step.       grads (P,): a flat range of float32 (float64), or a list of such; norm 0-d of its dtype
 
-    norm = ‖grads‖₂        inf or NaN where an element is
+    norm = ‖grads‖₂        inf or NaN where an element is; of a list, the norm of all of it
 
 A norm of the norms of parts: sums stay short, so float32 stays exact enough. `GLOBAL_NORM` is the table of kernels: each
 module offers `workspace` and `fwd`.
@@ -8,6 +8,7 @@ module offers `workspace` and `fwd`.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -20,9 +21,10 @@ from ..table import Kernel, Table, takes_all
 
 
 class Problem(NamedTuple):
-    """A norm as the table sees it: the dtype and device of the gradients."""
+    """A norm as the table sees it: the dtype and device of the gradients, and the lengths of all their ranges."""
 
     grads: Any
+    others: Sequence[Any] = ()  # ranges beside the first
 
 
 GLOBAL_NORM = Table(
@@ -34,17 +36,22 @@ GLOBAL_NORM = Table(
 )
 
 
-def global_norm_workspace(grads: Any, *, kernel: str | None = None) -> Shapes:
+def global_norm_workspace(*grads: Any, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold."""
-    return GLOBAL_NORM.workspace(Problem(grads), kernel=kernel)
+    return GLOBAL_NORM.workspace(Problem(grads[0], grads[1:]), kernel=kernel)
 
 
 @op()
-def global_norm(grads: Tensor, *, norm: Tensor, scratch: Scratch | None = None, kernel: str | None = None) -> None:
+def global_norm(
+    grads: Tensor | list[Tensor], *, norm: Tensor, scratch: Scratch | None = None, kernel: str | None = None
+) -> None:
     """norm (0-d) = ‖grads‖₂; inf or NaN where an element is."""
-    check_tensor("grads", grads, (grads.numel(),), accumulation_dtype(grads.dtype), grads.device)
-    check_tensor("norm", norm, (), grads.dtype, grads.device)
-    row = GLOBAL_NORM.select(Problem(grads), kernel)
+    ranges = grads if isinstance(grads, list) else [grads]
+    first = ranges[0]
+    for x in ranges:
+        check_tensor("grads", x, (x.numel(),), accumulation_dtype(first.dtype), first.device)
+    check_tensor("norm", norm, (), first.dtype, first.device)
+    row = GLOBAL_NORM.select(Problem(first), kernel)
     module = row.load()
-    buffers = views(scratch, module.workspace(grads), grads.device, "global_norm", kernel=row.name)
-    module.fwd(grads, norm=norm, scratch=buffers)
+    buffers = views(scratch, module.workspace(first, ranges[1:]), first.device, "global_norm", kernel=row.name)
+    module.fwd(ranges, norm=norm, scratch=buffers)

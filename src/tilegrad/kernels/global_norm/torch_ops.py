@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,13 +13,16 @@ from ..scratch import Scratch, Shapes
 BLOCK = 1 << 16  # elements whose norm is taken at once
 
 
-def workspace(grads: Any) -> Shapes:
-    return {"parts": ((grads.shape[0] // BLOCK + 1,), grads.dtype)}
+def workspace(grads: Any, others: Sequence[Any] = ()) -> Shapes:
+    return {"parts": ((sum(x.shape[0] // BLOCK + 1 for x in (grads, *others)),), grads.dtype)}
 
 
-def fwd(grads: Tensor, *, norm: Tensor, scratch: Scratch) -> None:
-    parts, whole = scratch["parts"], grads.shape[0] // BLOCK
-    if whole:
-        torch.linalg.vector_norm(grads[: whole * BLOCK].view(whole, BLOCK), dim=1, out=parts[:whole])
-    torch.linalg.vector_norm(grads[whole * BLOCK :], out=parts[whole])
+def fwd(ranges: Sequence[Tensor], *, norm: Tensor, scratch: Scratch) -> None:
+    parts, at = scratch["parts"], 0
+    for grads in ranges:
+        whole = grads.shape[0] // BLOCK
+        if whole:
+            torch.linalg.vector_norm(grads[: whole * BLOCK].view(whole, BLOCK), dim=1, out=parts[at : at + whole])
+        torch.linalg.vector_norm(grads[whole * BLOCK :], out=parts[at + whole])
+        at += whole + 1
     torch.linalg.vector_norm(parts, out=norm)

@@ -7,6 +7,7 @@ sum is fixed by P, so the bits are the same each time.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -42,13 +43,16 @@ def _root_kernel(parts, norm, count, SUM: tl.constexpr):
     tl.store(norm, tl.math.sqrt_rn(tl.sum(total, 0)))
 
 
-def workspace(grads: Any) -> Shapes:
-    return {"squares": ((ceil_div(grads.shape[0], PART),), torch.float32)}
+def workspace(grads: Any, others: Sequence[Any] = ()) -> Shapes:
+    return {"squares": ((sum(ceil_div(x.shape[0], PART) for x in (grads, *others)),), torch.float32)}
 
 
-def fwd(grads: Tensor, *, norm: Tensor, scratch: Scratch) -> None:
-    squares = scratch["squares"]
-    with torch.cuda.device_of(grads):
-        if len(squares):
-            _squares_kernel[(len(squares),)](grads, squares, grads.shape[0], PART=PART, TILE=TILE)
+def fwd(ranges: Sequence[Tensor], *, norm: Tensor, scratch: Scratch) -> None:
+    squares, at = scratch["squares"], 0
+    with torch.cuda.device_of(norm):
+        for grads in ranges:
+            count = ceil_div(grads.shape[0], PART)
+            if count:
+                _squares_kernel[(count,)](grads, squares[at : at + count], grads.shape[0], PART=PART, TILE=TILE)
+            at += count
         _root_kernel[(1,)](squares, norm, len(squares), SUM=SUM)

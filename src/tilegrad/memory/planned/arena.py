@@ -152,6 +152,7 @@ class Arenas:
                     f"{handle.name}: got {buffer.name!r} of {buffer.nbytes} bytes at {start * handle.dtype.itemsize}; "
                     f"accepted: the {at[1]} bytes at {at[0]} of the plan"
                 )
+        base += handle.skipped * handle.dtype.itemsize
         return self.bytes[handle.role][base : base + handle.nbytes]
 
 

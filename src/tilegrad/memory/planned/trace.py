@@ -69,10 +69,16 @@ class Handle:
 @dataclass(frozen=True, slots=True)
 class FlatHandle(Handle):
     """One flat range over persistent buffers of one dtype that lie one after the other in their arena, with the gaps of
-    alignment between them. `starts` are their first elements. `arena.flat` makes one."""
+    alignment between them. `starts` are their first elements. `arena.flat` makes one, and `part` a piece of it, which
+    begins `skipped` elements into the range."""
 
     buffers: tuple[Handle, ...] = ()
     starts: tuple[int, ...] = ()
+    skipped: int = 0
+
+    def part(self, start: int, stop: int) -> FlatHandle:
+        """Elements [start, stop) of this range. To a trace it stands for all of its buffers."""
+        return dataclasses.replace(self, shape=(stop - start,), skipped=self.skipped + start)
 
 
 class Call(Protocol):

@@ -1,0 +1,206 @@
+"""What an engine does with its ranks: data parallel, and with shard="optimizer" each rank owns 1/world of the moments.
+
+    micro-batches    g of a step goes to rank g mod world, which drops by the seed of g: N ranks are one with all of them
+    targets          counted over all ranks, so that gradients are summed, never averaged, and unequal ranks are exact
+    bucket final  →  reduce-scatter (none: all-reduce) in place, behind the rest of the last micro-batch's backward
+    one all-reduce   of ‖own slices of the gradients‖², the loss, and whether a rank was asked to stop
+    own slices       clip and AdamW
+    slices        →  all-gather in place, behind the next forward: an op waits for the buckets that it reads
+
+Collectives run on slices of the arenas and take no memory. All ranks launch them in one order, that of one schedule, also a
+rank without a micro-batch: another order is a hang.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, cast, get_args
+
+import torch
+from torch import Tensor
+
+from ..dist.mesh import Mesh
+from ..dist.schedule import Bucket, Touch, Work, cut, final, follow, needed, order, touches
+from ..kernels.op import observe, observe_names
+from ..memory.planned.trace import FlatHandle, Handle
+from ..model.transformer import Transformer
+from .optimizer import Optimizer, decayed_first
+
+Shard = Literal["none", "optimizer"]
+BUCKET_BYTES = 64 << 20
+
+
+def check_shard(shard: str, world: int, linear: str) -> None:
+    if shard not in get_args(Shard):
+        raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
+    if world > 1 and linear != "plain":
+        raise ValueError(f"linear: got {linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
+
+
+def schedule_of(model: Transformer) -> tuple[Touch, ...]:
+    """Of the model's step, on handles."""
+    values = {cast(Handle, p.value).name: p.name for p in model.params.values()}
+    grads = {cast(Handle, p.grad).name: p.name for p in model.params.values()}
+    return touches(model.step, observe, values, grads)
+
+
+def buckets_of(model: Transformer, steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
+    return cut([cast(Handle, p.master) for p in decayed_first(model.params.values())], steps, world, bucket_bytes)
+
+
+def optimizer_buckets(model: Transformer, world: int, shard: Shard, bucket_bytes: int) -> tuple[Bucket, ...]:
+    """The buckets that the optimizer is sharded over; none where it is whole on each rank."""
+    if world == 1 or shard == "none":
+        return ()
+    return buckets_of(model, schedule_of(model), world, bucket_bytes)
+
+
+class Parallel:
+    """The ranks of an engine, several of them. `bind` turns handles into tensors."""
+
+    def __init__(
+        self, mesh: Mesh, optimizer: Optimizer, buckets: tuple[Bucket, ...], steps: Mapping[bool, tuple[Touch, ...]],
+        bind: Callable[[Any], Any], *, sharded: bool,
+    ) -> None:  # fmt: skip
+        self.mesh, self.buckets, self.sharded, self.steps = mesh, buckets, sharded, steps
+        self.order = order(buckets, steps[False])
+        self.needed = [needed(bucket, steps[False]) for bucket in buckets]
+        values = cast(FlatHandle, optimizer.params if optimizer.rounded is None else optimizer.rounded)
+        grads = cast(FlatHandle, optimizer.grads)
+        self.starts = {h.name.removeprefix("d "): start for h, start in zip(grads.buffers, grads.starts, strict=True)}
+        self.values: list[Tensor] = [bind(values.part(b.start, b.stop)) for b in buckets]
+        self.grads: list[Tensor] = [bind(grads.part(b.start, b.stop)) for b in buckets]
+        self.stop = False  # asked of this rank; after a step, of any
+        self.step = 0
+        self.summed = False  # the gradients are those of all ranks
+        self._sums: list[Any] = []
+        self._gathers: dict[int, Any] = {}
+
+    # ── gradients ──
+
+    def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
+        """Both over all ranks. The gradients are about to change."""
+        self.forget_sums()
+        self.mesh.at(f"step {self.step}: counting targets")
+        total, taken = self.mesh.sum(targets, micro_batches)
+        return int(total), int(taken)
+
+    @contextmanager
+    def around(self, *, accumulate: bool, last: bool) -> Iterator[None]:
+        """Inside runs one micro-batch's step: an op waits for the parameters that it reads, and in the last micro-batch
+        buckets are summed as they become final."""
+        steps = self.steps[accumulate]
+        before: dict[int, list[Work]] = {}
+        after: dict[int, list[Work]] = {}
+        for i in self._gathers:
+            before.setdefault(needed(self.buckets[i], steps), []).append(lambda i=i: self._wait_for(i))
+        at = 0
+        for i in self.order if last else ():
+            at = max(at, final(self.buckets[i], steps))  # never before the one that goes before it
+            after.setdefault(at, []).append(lambda i=i: self._sum(i))
+        self.mesh.at(f"step {self.step}: forward and backward")
+        if not before and not after:
+            yield
+            return
+        with follow(steps, before, after, observe_names):
+            yield
+
+    def sum_all(self) -> None:
+        """Of a rank whose gradients are final, or that has none."""
+        for i in self.order:
+            self._sum(i)
+
+    def _sum(self, i: int) -> None:
+        self.summed = True
+        self.mesh.at(f"step {self.step}: summing bucket {i} of {len(self.buckets)}")
+        grads = self.grads[i]
+        if self.sharded:
+            own = grads.view(self.mesh.world, -1)[self.mesh.rank]
+            self._sums.append(self.mesh.reduce_scatter(grads, out=own, wait=False))
+        else:
+            self._sums.append(self.mesh.all_reduce(grads, wait=False))
+
+    def forget_sums(self) -> None:
+        """The gradients are overwritten."""
+        self._finish_sums()
+        self.summed = False
+
+    def _finish_sums(self) -> None:
+        while self._sums:
+            self.mesh.wait(self._sums.pop(0))
+
+    # ── the update ──
+
+    def update(self, optimizer: Optimizer, learning_rate: float) -> float:
+        """Sum what is not summed yet, agree, update own slices, start their gathers. Returns the loss over all ranks."""
+        if not self.summed:
+            self.sum_all()
+        self.forget_sums()
+        optimizer.measure()
+        agreed = cast(Tensor, optimizer.agreed)
+        agreed[0].copy_(optimizer.norm).square_().mul_(self.sharded)
+        agreed[1].copy_(optimizer.loss)
+        agreed[2].fill_(self.stop)
+        self.mesh.at(f"step {self.step}: agreeing on the norm")
+        self.mesh.all_reduce(agreed)
+        if self.sharded:
+            optimizer.norm.copy_(agreed[0].sqrt_())
+        optimizer.loss.copy_(agreed[1])
+        _, loss, stop = agreed.tolist()
+        self.stop = stop > 0
+        optimizer.apply(learning_rate)
+        self.step += 1
+        if self.sharded:
+            self.gather()
+        return float(loss)
+
+    def gather(self) -> None:
+        """Start the gathers of all parameters, in the order in which a forward reads them."""
+        self.mesh.at(f"step {self.step}: gathering parameters")
+        for i in sorted(range(len(self.buckets)), key=self.needed.__getitem__):
+            whole = self.values[i]
+            part = whole.view(self.mesh.world, -1)[self.mesh.rank]
+            self._gathers[i] = self.mesh.all_gather(part, out=whole, wait=False)
+
+    def _wait_for(self, i: int) -> None:
+        self.mesh.wait(self._gathers.pop(i))
+
+    def settle(self) -> None:
+        """Wait for the parameters that are under way."""
+        for i in list(self._gathers):
+            self._wait_for(i)
+
+    # ── the start ──
+
+    def place(self, name: str, whole: Tensor, optimizer: Optimizer) -> None:
+        """A parameter's value, in float32 or better: this rank keeps its part of the master where layers compute with a
+        copy of it. The copy is written elsewhere, whole."""
+        if optimizer.rounded is None or not self.sharded:
+            return
+        x, first = whole.reshape(-1), self.starts[name]
+        for bucket, owned in zip(self.buckets, optimizer.owned, strict=True):
+            start, stop = bucket.part(self.mesh.rank, self.mesh.world)
+            low, high = max(start, first), min(stop, first + x.numel())
+            if low < high:
+                owned.params[low - start : high - start].copy_(x[low - first : high - first])
+
+
+def check_agreed(mesh: Mesh, fields: Mapping[str, str]) -> None:
+    """Refuse ranks that differ in what must be the same on all: the first field that does is named, with its rank."""
+    mesh.at("comparing the ranks")
+    told = mesh.gather(dict(fields))
+    for name in fields:
+        for rank, theirs in enumerate(told):
+            if theirs.get(name) != told[0][name]:
+                raise ValueError(f"{name}: got {theirs.get(name)} on rank {rank}; accepted: rank 0's, {told[0][name]}")
+
+
+def digest(tensors: Sequence[Tensor]) -> str:
+    """sha256 of their bytes."""
+    found = hashlib.sha256()
+    for x in tensors:
+        for part in x.detach().reshape(-1).view(torch.uint8).split(1 << 26):
+            found.update(part.cpu().numpy().data)
+    return found.hexdigest()[:16]
