@@ -146,15 +146,15 @@ def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: 
 @pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
-    from tilegrad.kernels.adamw import triton_ops
+    from tilegrad.kernels.adamw import Piece, triton_ops
     from tilegrad.kernels.global_norm import triton_ops as norm_ops
 
     p, one = torch.empty(1 << 20), torch.ones(())
     copy, rate = (p.bfloat16(), one) if on_device else (None, 1e-3)
     with compiling(architecture, tmp_path) as found:
-        norm_ops.fwd(p, norm=one, scratch=poisoned(norm_ops.workspace(p)))
+        norm_ops.fwd([p], norm=one, scratch=poisoned(norm_ops.workspace(p)))
         triton_ops.step(
-            one, rate, 1 << 19, 0.1, 1.0, (0.9, 0.95), 1e-8, params=p, grads=p, m=p, v=p, step=one, rounded=copy,
+            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, pieces=[Piece(p, p, p, p, copy, 1 << 19)], step=one,
             scratch=poisoned(triton_ops.workspace(p)),
         )  # fmt: skip
     check(found, architecture, {"_squares_kernel", "_root_kernel", "_decide_kernel", "_adamw_kernel"})
@@ -218,7 +218,7 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
         embedding.fwd(token, table, table, x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
         embedding.bwd(x, token, dwte=table, dwpe=table, accumulate=True, scratch=scratch)
-        global_norm.fwd(x[0], norm=one, scratch=poisoned(global_norm.workspace(x[0])))
+        global_norm.fwd([x[0]], norm=one, scratch=poisoned(global_norm.workspace(x[0])))
         rope.rotate(heads, table, table, -1.0, y=heads, scratch={})
         dropout.fwd(x, token[0, 0], 2.0**-32, 1, y=x, scratch={})
     assert len(found) == 10

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA
+from support.models import CONFIG, LLAMA, equal
 from support.ranks import Ranks
 from torch import Tensor
 
-from tilegrad import Engine, ModelConfig
+from tilegrad import Engine
 from tilegrad.dist.mesh import Mesh
+from tilegrad.train.checkpoint import DamagedCheckpoint, load_into, save_checkpoint
+from tilegrad.train.pieces import load_pieces, save_pieces
 
 CASES = {
     "tied, dropout": replace(CONFIG, vocab_size=97, n_embd=32, dropout=0.1),
@@ -75,3 +78,118 @@ def test_ranks_are_one_process(two_ranks: Ranks, case: str, shard: str, count: i
     for worst, allocated, planned, alone in two_ranks.run(parity, case, shard, count):
         assert worst < 1e-12
         assert allocated == planned and (planned < alone) == (shard == "optimizer")
+
+
+def trained(mesh: Mesh | None, steps: int, shard: str = "optimizer", bucket_bytes: int = 20_000) -> Engine:
+    config = CASES["tied, dropout"]
+    engine = Engine(config, 3, 16, seed=3, mesh=mesh, shard=shard, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]
+    go_on(engine, mesh, steps)
+    return engine
+
+
+def go_on(engine: Engine, mesh: Mesh | None, until: int) -> Engine:
+    while engine.steps < until:
+        pairs = micro_batches(97, engine.steps, 3)
+        x, y = ([x for x, _ in pairs], [y for _, y in pairs]) if mesh is None else mine(mesh, pairs)
+        engine.step(x, y, 1e-2)
+    return engine
+
+
+def saved_and_resumed(mesh: Mesh, folder: str) -> str:
+    """Resumed on the same ranks and buckets: the same bits. On others: the same parameters."""
+    engine = trained(mesh, 3)
+    path = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    at_3 = {name: p.clone() for name, p in engine.params.items()}
+    at_5 = {name: p.clone() for name, p in go_on(engine, mesh, 5).params.items()}
+    again = trained(mesh, 0)
+    again.restore(load_pieces(path, again, mesh)["engine"])
+    assert equal(again.params, at_3) and again.steps == 3
+    assert equal(go_on(again, mesh, 5).params, at_5)
+    for shard, bucket_bytes in (("none", 50_000), ("optimizer", 9_000)):
+        other = trained(mesh, 1, shard, bucket_bytes)
+        other.restore(load_pieces(path, other, mesh)["engine"])
+        assert equal(other.params, at_3)
+        again_path = save_pieces(Path(folder), other, mesh, {"engine": other.state()})
+    return str(again_path)
+
+
+def loaded_from_one(mesh: Mesh, path: str, shard: str) -> dict[str, Tensor]:
+    engine = trained(mesh, 0, shard)
+    engine.restore(load_pieces(Path(path), engine, mesh)["engine"])
+    return {name: p.clone() for name, p in go_on(engine, mesh, 4).params.items()}
+
+
+def test_checkpoints_of_two_ranks_are_read_by_one_and_by_two(two_ranks: Ranks, tmp_path: Path) -> None:
+    paths = set(two_ranks.run(saved_and_resumed, str(tmp_path / "two")))
+    assert len(paths) == 1
+    one = trained(None, 0)
+    state = load_into(Path(paths.pop()), one.tensors()).state
+    one.restore(state["engine"])
+    assert one.steps == 3 and state["ranks"] == 2
+    path = save_checkpoint(tmp_path / "one", 3, one.tensors(), {"engine": one.state()})
+    after = two_ranks.run(loaded_from_one, str(path), "optimizer") + two_ranks.run(loaded_from_one, str(path), "none")
+    go_on(one, None, 4)
+    for params in after:
+        assert apart(params, one.params) < 1e-4
+
+
+def damaged(mesh: Mesh, folder: str) -> tuple[str, str]:
+    engine = trained(mesh, 1)
+    good = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    path = save_pieces(Path(folder), go_on(engine, mesh, 2), mesh, {"engine": engine.state()})
+    before = {name: p.clone() for name, p in engine.params.items()}
+    if mesh.rank == 0:
+        victim = sorted(path.glob("*.safetensors"))[-1]
+        data = bytearray(victim.read_bytes())
+        data[-5] ^= 1
+        victim.write_bytes(data)
+    mesh.barrier()
+    with pytest.raises(DamagedCheckpoint) as error:
+        load_pieces(path, engine, mesh)
+    assert error.value.previous == good and equal(engine.params, before)
+    with pytest.raises(ValueError, match=r"got .* of shape .*; accepted: .*, this model's") as other:
+        load_pieces(good, Engine(CASES["untied, GQA, window"], 3, 16, mesh=mesh), mesh)
+    return str(error.value), str(other.value)
+
+
+def test_a_damaged_shard_and_another_model_are_refused_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
+    for told, _ in two_ranks.run(damaged, str(tmp_path)):
+        assert "shard-00002" in told and "000001-step-1" in told
+
+
+def guarded(mesh: Mesh, shard: str) -> None:
+    """A gradient that is not finite on one rank is skipped by all, and a stop asked of one is heard by all."""
+    many = trained(mesh, 1, shard)
+    before = {name: p.clone() for name, p in many.params.items()}
+    many.gradients(*mine(mesh, micro_batches(97, 7, 1)))
+    many._ranks._finish_sums()  # type: ignore[union-attr]
+    own = many.optimizer.owned[0].grads
+    if mesh.rank == 1:
+        many.ask_to_stop()
+        own[3] = math.inf
+    norm = many.optimizer_step(1e-2)
+    assert (math.isfinite(norm), many.optimizer.skipped, many.stop) == (False, 1, True)
+    assert equal(many.params, before)
+    with pytest.raises(RuntimeError, match=r"^backward: got gradients that are summed over the ranks already"):
+        many.gradients(*mine(mesh, micro_batches(97, 8, 2)))
+        many.forward(*micro_batches(97, 8, 1)[0])
+        many.backward()
+    many.zero_gradients()
+
+
+@pytest.mark.parametrize("shard", ["optimizer"])
+def test_a_guard_and_a_stop_are_agreed(two_ranks: Ranks, shard: str) -> None:
+    two_ranks.run(guarded, shard)
+
+
+def disagreeing(mesh: Mesh) -> list[str]:
+    told = []
+    for options in ({"seed": mesh.rank}, {"weight_decay": 0.1 * mesh.rank}, {"bucket_bytes": 9_000 + 20_000 * mesh.rank}):
+        with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
+            Engine(CASES["tied, dropout"], 3, 16, mesh=mesh, **options)  # type: ignore[arg-type]
+        told.append(str(error.value).split(":")[0])
+    return told
+
+
+def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> None:
+    assert two_ranks.run(disagreeing) == [["seed", "optimizer", "buckets"]] * 2

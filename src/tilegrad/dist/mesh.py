@@ -77,7 +77,7 @@ class Mesh:
         self._since, self._firsts = time.monotonic(), 0
         self.device = torch.device(device)
         self.group: Any = None  # of the collectives on tensors
-        self._host_group: Any = None  # of objects and barriers: always gloo
+        self.host_group: Any = None  # of objects and barriers: always gloo
         if self.world == 1:
             return
         if self.device.type == "cuda":
@@ -94,7 +94,7 @@ class Mesh:
         options: dict[str, Any] = {"store": _stores.PrefixStore("group", self._store), "timeout": limit}
         dist.init_process_group(backend, rank=self.rank, world_size=self.world, **options)
         self.group = dist.group.WORLD
-        self._host_group = self.group if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
+        self.host_group = self.group if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
 
     # ── collectives: in place on slices of arenas, nothing is allocated ──
 
@@ -118,17 +118,17 @@ class Mesh:
     def gather(self, value: T) -> list[T]:
         """Every rank's value, plain data."""
         told: list[Any] = [value] * self.world
-        self._run(lambda: dist.all_gather_object(told, value, group=self._host_group), "gather")
+        self._run(lambda: dist.all_gather_object(told, value, group=self.host_group), "gather")
         return told
 
     def sum(self, *values: float) -> list[float]:
         """Σ over ranks of each, on the host; whole numbers stay exact below 2⁵³."""
         x = torch.tensor(values, dtype=torch.float64)
-        self._run(lambda: dist.all_reduce(x, group=self._host_group), "sum")
+        self._run(lambda: dist.all_reduce(x, group=self.host_group), "sum")
         return x.tolist()
 
     def barrier(self) -> None:
-        self._run(lambda: dist.barrier(group=self._host_group), "barrier")
+        self._run(lambda: dist.barrier(group=self.host_group), "barrier")
 
     def first(self, work: Callable[[], T]) -> T:
         """`work` on rank 0, then on the first rank of each other node, then on the rest. Who waits does so at the store and

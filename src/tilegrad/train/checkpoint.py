@@ -7,7 +7,8 @@
 A checkpoint is staged under a hidden name, every file put on disk, then renamed, then the rename put on disk; an old one
 is renamed to a hidden name before it is deleted. So what has a checkpoint's name was once whole, and a process killed at
 any moment, or a full disk, loses at most the checkpoint that was being saved: older ones go only after it has its name.
-Hidden leftovers go with the next save. One writer for one folder.
+Hidden leftovers go with the next save. One writer for one folder. Several ranks write shards instead of one file
+(pieces.py), and the two kinds are read alike.
 """
 
 from __future__ import annotations
@@ -17,11 +18,11 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Collection, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
@@ -31,8 +32,9 @@ from .atomic import named, sync
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
-_STAGED, _GONE = ".staged", ".gone-"
-_TENSORS, _MANIFEST = "tensors.safetensors", "manifest.json"
+_SHARD = re.compile(r"shard-\d{5}-[\w-]+\.safetensors")
+STAGED, _GONE = ".staged", ".gone-"
+TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,31 +70,39 @@ def save_checkpoint(
         raise ValueError(f"step: got {step}; accepted: at least 0")
     _check_plain(dict(state), "state")
     folder.mkdir(parents=True, exist_ok=True)
-    _remove_leftovers(folder)
-    saved = _saved(folder)
-    number = 1 + (_parse(saved[-1])[0] if saved else 0)
-    path, staged = folder / f"{number:06d}-step-{step}", folder / _STAGED
+    remove_leftovers(folder)
+    path, staged = next_path(folder, step), folder / STAGED
     try:
         staged.mkdir()
-        _save_tensors(tensors, staged / _TENSORS)
-        content = {
-            "format": _FORMAT,
-            "version": _VERSION,
-            "step": step,
-            "files": {_TENSORS: {"bytes": (staged / _TENSORS).stat().st_size, "sha256": _sha256(staged / _TENSORS)}},
-            "state": dict(state),
-        }
-        manifest = json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False)
-        (staged / _MANIFEST).write_text(manifest + "\n", encoding="utf-8")
-        for file in (staged / _TENSORS, staged / _MANIFEST, staged):
-            sync(file)
+        _save_tensors(tensors, staged / TENSORS)
+        sync(staged / TENSORS)
+        write_manifest(staged, step, {TENSORS: about(staged / TENSORS)}, state)
         staged.rename(path)
         sync(folder)
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise named(error, path) from error
-    _retire(folder, keep)
+    retire(folder, keep)
     return path
+
+
+def next_path(folder: Path, step: int) -> Path:
+    saved = _saved(folder)
+    return folder / f"{1 + (_parse(saved[-1])[0] if saved else 0):06d}-step-{step}"
+
+
+def about(file: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def write_manifest(staged: Path, step: int, files: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """The manifest of files that are on disk; then it and their names are."""
+    content = {"format": _FORMAT, "version": _VERSION, "step": step, "files": dict(files), "state": dict(state)}
+    manifest = json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False)
+    (staged / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+    sync(staged / MANIFEST)
+    sync(staged)
 
 
 def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
@@ -110,34 +120,71 @@ def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
 def load_checkpoint(path: Path, names: Collection[str] | None = None) -> Checkpoint:
     """Every byte is checked, then the tensors are loaded, on CPU: those of these names, by default all."""
     manifest = _verified(path)
-    with _opened(path) as file:
-        there = file.keys()
-        missing = sorted(set(names or ()) - set(there))
+    with _Tensors(path, manifest) as file:
+        missing = sorted(set(names or ()) - file.names)
         if missing:
             raise ValueError(f"{path}: got no tensor {missing[0]!r}; accepted: a checkpoint of this model")
-        tensors = {name: file.get_tensor(name) for name in (there if names is None else names)}
+        tensors = {name: file.read(name) for name in (sorted(file.names) if names is None else names)}
     return Checkpoint(path, manifest["step"], tensors, manifest["state"])
 
 
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
-    """Load into these tensors, of any device, one at a time from the file that is mapped. Names, shapes and dtypes must be
+    """Load into these tensors, of any device, one at a time from the files that are mapped. Names, shapes and dtypes must be
     those of the checkpoint; where one is not, nothing is written."""
     manifest = _verified(path)
-    with _opened(path) as file:
-        here, there = set(tensors), set(file.keys())
+    with _Tensors(path, manifest) as file:
+        here, there = set(tensors), file.names
         if here != there:
             raise ValueError(
                 f"{path}: holds other tensors than this model; only in the checkpoint: {sorted(there - here) or 'none'}, "
                 f"only here: {sorted(here - there) or 'none'}"
             )
         for name, tensor in tensors.items():
-            saved = file.get_tensor(name)
+            saved = file.read(name)
             there_is, here_is = (f"{t.dtype} {tuple(t.shape)}" for t in (saved, tensor))
             if there_is != here_is:
                 raise ValueError(f"{path}: {name} is {there_is} in the checkpoint, {here_is} here")
         for name, tensor in tensors.items():
-            tensor.copy_(file.get_tensor(name))
+            tensor.copy_(file.read(name))
     return Checkpoint(path, manifest["step"], dict(tensors), manifest["state"])
+
+
+class _Tensors:
+    """The tensors of a checkpoint, of one file or of shards, which are mapped while it is open. A shard holds runs of
+    flattened tensors, and its header the offset of each."""
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self._files = ExitStack()
+        self._shapes: dict[str, list[int]] = manifest["state"].get("shapes", {})
+        self._runs: dict[str, list[tuple[int, Any]]] = {}  # name → (offset, file)
+        for name in sorted(manifest["files"]):
+            try:
+                file = self._files.enter_context(safe_open(path / name, framework="pt"))
+            except SafetensorError as error:
+                raise DamagedCheckpoint(path, f"{name} can't be read ({error})") from error
+            offsets = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
+            for tensor in file.keys():  # noqa: SIM118
+                (offset,) = offsets[tensor]["saved_offsets"] if offsets else (0,)
+                self._runs.setdefault(tensor, []).append((offset, file))
+        self.names = set(self._runs)
+
+    def __enter__(self) -> _Tensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def read(self, name: str) -> torch.Tensor:
+        runs = [file.get_tensor(name) for _, file in sorted(self._runs[name], key=lambda run: run[0])]
+        if not self._shapes:
+            return cast(torch.Tensor, runs[0])
+        owner = name.removeprefix("m.").removeprefix("v.")
+        return torch.cat(runs).view(self._shapes.get(owner, []))
+
+
+def latest_good(folder: Path, before: Path) -> Path | None:
+    """The newest good checkpoint that was saved before another."""
+    return next((path for path in reversed(_saved(folder)) if _parse(path) < _parse(before) and _is_good(path)), None)
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
@@ -162,12 +209,12 @@ def newest_name(folder: Path) -> Path | None:
 
 def is_checkpoint(path: Path) -> bool:
     """Whether the path has a checkpoint's name, or is one."""
-    return _NAME.fullmatch(path.name) is not None or (path / _MANIFEST).is_file()
+    return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).is_file()
 
 
 def read_state(path: Path) -> dict[str, Any]:
     """What was saved beside the tensors, which are not read: their sizes are checked, not every byte."""
-    state: dict[str, Any] = _manifest(path)["state"]
+    state: dict[str, Any] = read_manifest(path)["state"]
     return state
 
 
@@ -185,52 +232,50 @@ def _saved(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_parse)
 
 
-def _manifest(path: Path) -> dict[str, Any]:
+def read_manifest(path: Path) -> dict[str, Any]:
     """The manifest, itself checked, and the sizes of the files it names."""
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     try:
-        content = json.loads((path / _MANIFEST).read_bytes())
+        content = json.loads((path / MANIFEST).read_bytes())
         claimed, digest = content.pop("sha256"), _digest(content)
     except FileNotFoundError as error:
-        raise DamagedCheckpoint(path, f"{_MANIFEST} is missing") from error
+        raise DamagedCheckpoint(path, f"{MANIFEST} is missing") from error
     except (ValueError, KeyError, AttributeError, TypeError, RecursionError, IsADirectoryError) as error:
-        raise DamagedCheckpoint(path, f"{_MANIFEST} is not a manifest ({error})") from error
+        raise DamagedCheckpoint(path, f"{MANIFEST} is not a manifest ({error})") from error
     if claimed != digest:
-        raise DamagedCheckpoint(path, f"{_MANIFEST} does not have the digest that it says")
+        raise DamagedCheckpoint(path, f"{MANIFEST} does not have the digest that it says")
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
         raise DamagedCheckpoint(
-            path, f"{_MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads"
+            path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads"
         )
     match content:
-        case {"step": int(), "state": dict(), "files": {**files}} if list(files) == [_TENSORS]:
-            about = files[_TENSORS]
+        case {"step": int(), "state": dict(), "files": {**files}} if list(files) == [TENSORS] or _are_shards(files):
+            pass
         case _:
-            raise DamagedCheckpoint(path, f"{_MANIFEST} does not name a step, a state and {_TENSORS}")
-    if not (path / _TENSORS).is_file():
-        raise DamagedCheckpoint(path, f"{_TENSORS} is missing")
-    size, said = (path / _TENSORS).stat().st_size, about.get("bytes") if isinstance(about, dict) else about
-    if size != said:
-        raise DamagedCheckpoint(path, f"{_TENSORS} has {size} bytes, not {said}")
+            raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
+    for name, what in files.items():
+        if not (path / name).is_file():
+            raise DamagedCheckpoint(path, f"{name} is missing")
+        size, said = (path / name).stat().st_size, what.get("bytes") if isinstance(what, dict) else what
+        if size != said:
+            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {said}")
     manifest: dict[str, Any] = content
     return manifest
 
 
+def _are_shards(files: Mapping[str, Any]) -> bool:
+    """Of several ranks (pieces.py)."""
+    return bool(files) and all(_SHARD.fullmatch(name) for name in files)
+
+
 def _verified(path: Path) -> dict[str, Any]:
-    manifest = _manifest(path)
-    if _sha256(path / _TENSORS) != manifest["files"][_TENSORS].get("sha256"):
-        raise DamagedCheckpoint(path, f"{_TENSORS} does not have the sha256 that {_MANIFEST} says")
-    with _opened(path):
+    manifest = read_manifest(path)
+    for name, what in manifest["files"].items():
+        if _sha256(path / name) != what.get("sha256"):
+            raise DamagedCheckpoint(path, f"{name} does not have the sha256 that {MANIFEST} says")
+    with _Tensors(path, manifest):
         return manifest
-
-
-@contextmanager
-def _opened(path: Path) -> Iterator[Any]:
-    try:
-        with safe_open(path / _TENSORS, framework="pt") as file:
-            yield file
-    except SafetensorError as error:
-        raise DamagedCheckpoint(path, f"{_TENSORS} can't be read ({error})") from error
 
 
 def _is_good(path: Path) -> bool:
@@ -241,12 +286,12 @@ def _is_good(path: Path) -> bool:
     return True
 
 
-def _retire(folder: Path, keep: int) -> None:
+def retire(folder: Path, keep: int) -> None:
     """Delete what was saved before the last `keep` checkpoints whose manifest and sizes are right."""
     saved, good = _saved(folder), 0
     while saved and good < keep:
         try:
-            _manifest(saved.pop())
+            read_manifest(saved.pop())
             good += 1
         except DamagedCheckpoint:
             continue
@@ -256,9 +301,9 @@ def _retire(folder: Path, keep: int) -> None:
         shutil.rmtree(gone)
 
 
-def _remove_leftovers(folder: Path) -> None:
+def remove_leftovers(folder: Path) -> None:
     for path in folder.iterdir():
-        if path.name == _STAGED or path.name.startswith(_GONE):
+        if path.name == STAGED or path.name.startswith(_GONE):
             shutil.rmtree(path)
 
 

@@ -42,6 +42,7 @@ from .optimizer import NonFiniteError, Optimizer, StepResult
 from .parallel import (
     BUCKET_BYTES,
     Parallel,
+    Run,
     Shard,
     buckets_of,
     check_agreed,
@@ -89,7 +90,7 @@ class Engine:
     ) -> None:  # fmt: skip
         rank, world = (mesh.rank, mesh.world) if mesh is not None else (0, 1)
         check_shard(shard, world, linear)
-        self.device = torch.empty(0, device=device if world == 1 else mesh.device).device
+        self.device = torch.empty(0, device=mesh.device if mesh is not None and world > 1 else device).device
         if dtype is None:
             dtype = default_dtype(self.device)
         check_sizes(model_config, batch_size, seq_len, dtype)
@@ -101,8 +102,8 @@ class Engine:
         options: Any = {"linear": linear, "deterministic": deterministic}
         over_ranks: Any = {"world": world, "shard": shard, "bucket_bytes": bucket_bytes}
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
-        self.recompute = choose_recompute(*sizes, memory_budget, **options, **over_ranks)
-        self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **options, **over_ranks)
+        self.recompute = choose_recompute(*sizes, memory_budget, **{**options, **over_ranks})
+        self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **{**options, **over_ranks})
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
         model = declare(*sizes, self.recompute, **options)
@@ -295,6 +296,22 @@ class Engine:
         scales = {f"scale.{name}": state for name, state in self._model(self.batch_size, self.seq_len).scales.items()}
         return {**self.params, **self.optimizer.tensors(), **scales}
 
+    def pieces(self, *, shared: bool = False) -> dict[str, Run]:
+        """What a rank saves and loads instead of `tensors`: runs of flattened tensors, (run, offset, whole length). They are
+        what this rank owns; of tensors that every rank has whole, all, or with `shared` this rank's share."""
+        assert self._ranks is not None
+        self.settle()
+        whole = {**self._params, **self.optimizer.moments}
+        runs = self._ranks.pieces(self.optimizer, {name: p.numel() for name, p in self._params.items()}, whole, shared=shared)
+        return {**runs, "adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
+
+    def pieces_written(self) -> None:
+        """The runs of `pieces` were written: the other ranks get them."""
+        assert self._ranks is not None
+        with self._on_stream():
+            self._ranks.spread(self.optimizer)
+        self._rounded = -1
+
     def state(self) -> dict[str, int]:
         """Counters; waits for the steps under way, whose results `finished` still gives."""
         self._collect(wait=True)
@@ -306,6 +323,8 @@ class Engine:
         self._results = []
         self.seed, self.draws, self._submitted = int(state["seed"]), int(state["draws"]), int(state["steps"])
         self.optimizer.restore(state)
+        if self._ranks is not None:
+            self._ranks.step = self._submitted
 
     # ── inside ──
 

@@ -26,10 +26,10 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from ..dist.schedule import Bucket
 from ..kernels.adamw import adamw_step, adamw_workspace
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
-from ..dist.schedule import Bucket
 from ..kernels.scratch import Scratch, below, of
 from ..memory.planned.arena import flat
 from ..memory.planned.trace import FlatHandle, Handle, handles
@@ -97,9 +97,9 @@ def _owned(
         start, stop = bucket.part(rank, world)
         here = at, at + stop - start
         params = masters.part(start, stop) if rounded is None else masters.part(*here)
-        ranges = params, grads.part(start, stop), m.part(*here), v.part(*here)
         copies = None if rounded is None else rounded.part(start, stop)
-        found.append(Owned(*cast(Any, (*ranges, copies)), (stop - start) * bucket.decays))
+        ranges: Any = params, grads.part(start, stop), m.part(*here), v.part(*here), copies
+        found.append(Owned(*ranges, decayed=(stop - start) * bucket.decays))
         at = here[1]
     return tuple(found)
 
@@ -157,8 +157,8 @@ class Optimizer:
         m, v = map(share, "mv") if buckets else map(moment, "mv")
         first_undecayed = sum(len(p.master.shape) >= 2 for p in ordered)
         decayed = (*masters.starts, masters.shape[0])[first_undecayed] if not buckets else 0
-        ranges = masters, grads, m, v, values if copied else None
-        owned = _owned(*ranges, buckets, rank, world) if buckets else (Owned(*cast(Any, ranges), decayed),)
+        ranges: Any = masters, grads, m, v, values if copied else None
+        owned = _owned(*ranges, buckets, rank, world) if buckets else (Owned(*ranges, decayed=decayed),)
         scratch = (
             below("global_norm", global_norm_workspace(*(piece.grads for piece in owned)))
             | below("guard", guard_workspace())

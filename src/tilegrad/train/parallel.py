@@ -16,6 +16,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from typing import Any, Literal, cast, get_args
 
 import torch
@@ -30,6 +31,7 @@ from .optimizer import Optimizer, decayed_first
 
 Shard = Literal["none", "optimizer"]
 BUCKET_BYTES = 64 << 20
+Run = tuple[Tensor, int, int]  # of a flattened tensor: the run, its offset, the tensor's length
 
 
 def check_shard(shard: str, world: int, linear: str) -> None:
@@ -95,11 +97,11 @@ class Parallel:
         before: dict[int, list[Work]] = {}
         after: dict[int, list[Work]] = {}
         for i in self._gathers:
-            before.setdefault(needed(self.buckets[i], steps), []).append(lambda i=i: self._wait_for(i))
+            before.setdefault(needed(self.buckets[i], steps), []).append(partial(self._wait_for, i))
         at = 0
         for i in self.order if last else ():
             at = max(at, final(self.buckets[i], steps))  # never before the one that goes before it
-            after.setdefault(at, []).append(lambda i=i: self._sum(i))
+            after.setdefault(at, []).append(partial(self._sum, i))
         self.mesh.at(f"step {self.step}: forward and backward")
         if not before and not after:
             yield
@@ -172,6 +174,44 @@ class Parallel:
         for i in list(self._gathers):
             self._wait_for(i)
 
+    # ── checkpoints ──
+
+    def pieces(
+        self, optimizer: Optimizer, sizes: Mapping[str, int], whole: Mapping[str, Tensor], *, shared: bool
+    ) -> dict[str, Run]:
+        """Name → (run, offset in the flattened tensor, its length) of parameters (`sizes`) and moments."""
+        rank, world, found = self.mesh.rank, self.mesh.world, {}
+        if not self.sharded:
+            for name, x in whole.items():
+                flat, n = x.view(-1), x.numel()
+                low, high = (n * rank // world, n * (rank + 1) // world) if shared else (0, n)
+                if low < high:
+                    found[name] = flat[low:high], low, n
+            return found
+        for bucket, own in zip(self.buckets, optimizer.owned, strict=True):
+            for name in bucket.names:
+                low, high, at = self._overlap(bucket, name, sizes[name])
+                if low < high:
+                    for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v)):
+                        found[kind + name] = x[at : at + high - low], low, sizes[name]
+        return found
+
+    def _overlap(self, bucket: Bucket, name: str, size: int) -> tuple[int, int, int]:
+        """[low, high) of a flattened parameter that this rank owns, and where it begins in the rank's slice."""
+        first = self.starts[name]
+        start, stop = bucket.part(self.mesh.rank, self.mesh.world)
+        low, high = max(start, first), min(stop, first + size)
+        return low - first, high - first, low - start
+
+    def spread(self, optimizer: Optimizer) -> None:
+        """Every rank's parameters from the slices that each owns."""
+        if self.sharded:
+            for own in optimizer.owned:
+                if own.rounded is not None:
+                    own.rounded.copy_(own.params)
+            self.gather()
+            self.settle()
+
     # ── the start ──
 
     def place(self, name: str, whole: Tensor, optimizer: Optimizer) -> None:
@@ -179,12 +219,11 @@ class Parallel:
         copy of it. The copy is written elsewhere, whole."""
         if optimizer.rounded is None or not self.sharded:
             return
-        x, first = whole.reshape(-1), self.starts[name]
-        for bucket, owned in zip(self.buckets, optimizer.owned, strict=True):
-            start, stop = bucket.part(self.mesh.rank, self.mesh.world)
-            low, high = max(start, first), min(stop, first + x.numel())
-            if low < high:
-                owned.params[low - start : high - start].copy_(x[low - first : high - first])
+        x = whole.reshape(-1)
+        for bucket, own in zip(self.buckets, optimizer.owned, strict=True):
+            low, high, at = self._overlap(bucket, name, x.numel())
+            if name in bucket.names and low < high:
+                own.params[at : at + high - low].copy_(x[low:high])
 
 
 def check_agreed(mesh: Mesh, fields: Mapping[str, str]) -> None:

@@ -1,0 +1,166 @@
+"""Checkpoints of several ranks, read by any number of them: torch's distributed checkpoint (DCP) in safetensors.
+
+    runs/large/checkpoints/000007-step-350/
+        shard-00001-model-00001-of-00001.safetensors     what rank 0 owns: pieces of parameters and moments
+        shard-00002-model-00001-of-00001.safetensors     …
+        manifest.json                                    as of one process: step, state, size and sha256 of every file
+
+A piece is a run of a flattened tensor, known by the tensor's name and its offset there. So a checkpoint knows nothing of
+buckets, arenas or ranks. A checkpoint of one process is read too: its tensors are pieces that are whole.
+
+DCP plans which rank writes and reads what; around it is what `checkpoint.py` does for one process. Pieces are staged under a
+hidden name, each rank hashes its own file, rank 0 writes the manifest and renames. A rank that dies leaves a hidden folder
+and nothing else. Before one is read, each file is hashed by one rank, and all agree.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint as dcp
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..dist.mesh import Mesh
+from .atomic import sync
+from .checkpoint import (
+    MANIFEST,
+    STAGED,
+    TENSORS,
+    DamagedCheckpoint,
+    about,
+    latest_good,
+    next_path,
+    read_manifest,
+    remove_leftovers,
+    retire,
+    write_manifest,
+)
+from .data import sha256_of
+
+if TYPE_CHECKING:
+    from .engine import Engine
+
+
+class Piece(torch.Tensor):
+    """A run of a flattened tensor, as DCP takes its leaves: a tensor of the whole's size, which a DTensor is too."""
+
+    tensor: Tensor
+    chunk: ChunkStorageMetadata
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, offset: int, whole: int) -> Piece:
+        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, (whole,), dtype=tensor.dtype, device=tensor.device)  # type: ignore[attr-defined]
+        piece.tensor, piece.chunk = tensor, ChunkStorageMetadata(torch.Size([offset]), tensor.shape)
+        return piece
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+        raise TypeError(f"a piece of a checkpoint takes part in no {func}")
+
+    def __create_write_items__(self, name: str, _whole: object) -> list[WriteItem]:
+        data = TensorWriteData(self.chunk, TensorProperties.create_from_tensor(self.tensor), self.size())
+        return [WriteItem(MetadataIndex(name, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self.chunk]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
+        return self.tensor
+
+
+def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int = 3) -> Path:
+    """Called on every rank; `state` is rank 0's. Returns the path of the new checkpoint."""
+    staged = folder / STAGED
+    mesh.at(f"step {engine.steps}: saving")
+    if mesh.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        staged.mkdir()
+    mesh.barrier()
+    pieces = {name: Piece(*piece) for name, piece in engine.pieces(shared=True).items()}
+    if mesh.rank:
+        pieces.pop("adam_step")
+    with _quiet():
+        writer = dcp.HuggingFaceStorageWriter(str(staged), save_distributed=True)
+        dcp.save(pieces, storage_writer=writer, process_group=mesh.host_group)
+    own = sorted(staged.glob(f"shard-{mesh.rank + 1:05d}-*.safetensors"))
+    for file in own:
+        sync(file)
+    told = mesh.gather({file.name: about(file) for file in own})
+    path = next_path(folder, engine.steps)
+    mesh.barrier()  # every rank has read the folder's names
+    if mesh.rank == 0:
+        files = {name: one for part in told for name, one in part.items()}
+        shapes = {name: list(p.shape) for name, p in engine.params.items()}
+        write_manifest(staged, engine.steps, files, {**state, "shapes": shapes, "ranks": mesh.world})
+        staged.rename(path)
+        sync(folder)
+        retire(folder, keep)
+    mesh.barrier()
+    return path
+
+
+def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:
+    """Into an engine of any number of ranks and any buckets. Nothing is written unless every file is what was saved."""
+    mesh.at(f"loading {path.name}")
+    manifest = check_together(path, mesh)
+    shapes = {name: list(p.shape) for name, p in engine.params.items()}
+    there = manifest["state"].get("shapes") or _shapes(path / TENSORS, shapes)
+    if there != shapes:
+        name = next(name for name in sorted({*there, *shapes}) if there.get(name) != shapes.get(name))
+        raise ValueError(f"{path}: got {name} of shape {there.get(name)}; accepted: {shapes.get(name)}, this model's")
+    if (path / TENSORS).exists():
+        _load_whole(path / TENSORS, engine)
+    else:
+        pieces = {name: Piece(*piece) for name, piece in engine.pieces().items()}
+        with _quiet():
+            reader = dcp.HuggingFaceStorageReader(str(path))
+            dcp.load(pieces, storage_reader=reader, process_group=mesh.host_group)
+    engine.pieces_written()
+    state: dict[str, Any] = manifest["state"]
+    return state
+
+
+def check_together(path: Path, mesh: Mesh) -> dict[str, Any]:
+    """The manifest of a checkpoint of which each rank has hashed its share of the files; refused on all ranks alike."""
+    bad, manifest = "", {}
+    try:
+        manifest = read_manifest(path)
+        for file in sorted(manifest["files"])[mesh.rank :: mesh.world]:
+            if sha256_of(path / file) != manifest["files"][file]["sha256"]:
+                bad = f"{file} does not have the sha256 that {MANIFEST} says"
+    except DamagedCheckpoint as error:
+        bad = error.reason
+    bad = next(filter(None, mesh.gather(bad)), "")
+    if bad:
+        raise DamagedCheckpoint(path, bad, latest_good(path.parent, before=path))
+    return manifest
+
+
+def _shapes(file: Path, wanted: Mapping[str, Any]) -> dict[str, list[int]]:
+    """Of a checkpoint of one process, the tensors that are parameters: those without a moment's name."""
+    with safe_open(file, framework="pt") as tensors:
+        names = [name for name in tensors.keys() if f"m.{name}" in tensors.keys() or name in wanted]  # noqa: SIM118
+        return {name: tensors.get_slice(name).get_shape() for name in names}
+
+
+def _load_whole(file: Path, engine: Engine) -> None:
+    with safe_open(file, framework="pt") as tensors:
+        for name, (piece, offset, _) in engine.pieces().items():
+            piece.copy_(tensors.get_tensor(name).reshape(-1)[offset : offset + piece.numel()])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's own warnings about itself are nobody's business here."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
