@@ -57,3 +57,19 @@ def given_keys(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
         if dot and value is not None:
             content[section] = {**content.get(section, {}), key: value}
     return content
+
+
+def add_ranks(command: argparse.ArgumentParser) -> None:
+    """What several ranks share out, under torchrun; a run's own keys say nothing of ranks."""
+    command.add_argument(
+        "--shard", choices=("none", "optimizer"), default="optimizer",
+        help="of several ranks (torchrun), what each holds a part of (default: %(default)s)",
+    )  # fmt: skip
+    command.add_argument(
+        "--bucket-mb", type=float, default=64, metavar="MIB",
+        help="gradients that several ranks sum at once; a part of what decides the bits (default: %(default)s)",
+    )  # fmt: skip
+
+
+def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
+    return {"shard": args.shard, "bucket_bytes": int(args.bucket_mb * 2**20)}

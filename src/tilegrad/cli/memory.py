@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import Any
 
-from .arguments import Commands, add_command, add_keys, given_keys
+from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -15,6 +15,7 @@ def _plan(args: argparse.Namespace) -> int:
 
     from ..train.config import run_from
     from ..train.machine import check_device, too_large
+    from ..train.parallel import check_shard
     from ..train.planning import plan_model, step_report
     from ..train.recompute import choose_recompute
 
@@ -24,9 +25,14 @@ def _plan(args: argparse.Namespace) -> int:
     check_device(t.device)
     form = (config, t.batch_size, t.seq_len, dtype, torch.device(t.device))
     options: Any = {"linear": t.linear, "deterministic": t.deterministic or t.device == "cpu"}
+    if args.world_size < 1:
+        raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
+    check_shard(args.shard, args.world_size, t.linear)
+    options |= {"world": args.world_size, **ranks_of(args)}
     recompute = choose_recompute(*form, t.memory_budget, **options)
     name = where or content.get("model", {}).get("preset", "tiny")
     title = f"{name}, batch {t.batch_size} × {t.seq_len} tokens, {t.dtype}"
+    title += f", one of {args.world_size} ranks, shard {args.shard}" if args.world_size > 1 else ""
     memory = plan_model(*form, recompute, **options)
     report = step_report(memory, config, t.batch_size, t.seq_len, dtype, recompute, title, **options)
     if args.html:
@@ -55,4 +61,8 @@ def add_memory(commands: Commands) -> None:
     )
     plan.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     plan.add_argument("--json", action="store_true", help="the same as data")
+    plan.add_argument(
+        "--world-size", type=int, default=1, metavar="N", help="of one of N ranks, which need not be there (default: 1)"
+    )
+    add_ranks(plan)
     add_keys(plan)

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import os
 import shlex
 import signal
 import sys
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .arguments import Commands, add_command, add_keys, given_keys
+from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
 from .faults import complain, silence
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def _train(args: argparse.Namespace) -> int:
     name = Path(args.config).stem if args.config else None
     where = args.config or "flags"
     run, folder, checkpoint = asked_for(given_keys(args), name=name, where=where, out=args.out, resume=args.resume)
-    return _follow(run, folder, resume=checkpoint)[1]
+    return _follow(run, folder, resume=checkpoint, **ranks_of(args), timeout_s=args.timeout)[1]
 
 
 def _init(args: argparse.Namespace) -> int:
@@ -41,18 +42,21 @@ def _init(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False) -> tuple[RunResult | None, int]:
-    """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done."""
+def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False, **ranks: Any) -> tuple[RunResult | None, int]:
+    """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done, or
+    when several ranks have stopped, for torchrun would start them again."""
     from ..progress import watch
     from ..train.folder import resume_command
     from ..train.loop import RunEnded, train
 
     try:
         with watch() as show:
-            result = train(run, folder, resume=resume, show=show)
+            result = train(run, folder, resume=resume, show=show, **ranks)
     except RunEnded as error:
         complain(error)
         return None, 1
+    if int(os.environ.get("RANK", "0")):
+        return result, 0
     if result.stopped_by is None:
         _print_result(result)
         return result, 0
@@ -62,7 +66,8 @@ def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False) -> tup
     except OSError:
         silence(sys.stdout)
     complain(f"stopped by {result.stopped_by}; go on with: {resume_command(folder)}")
-    return result, 128 + signal.Signals[result.stopped_by]
+    alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
+    return result, 128 + signal.Signals[result.stopped_by] if alone else 0
 
 
 def _print_result(result: RunResult) -> None:
@@ -143,6 +148,11 @@ def add_runs(commands: Commands) -> None:
         "--resume", nargs="?", const=True, metavar="RUN",
         help="go on with the run in this folder (default: --out) from its newest checkpoint, or from the checkpoint given "
         "here; all else is the run's own, and of the flags only those may differ that change no past step",
+    )  # fmt: skip
+    add_ranks(train)
+    train.add_argument(
+        "--timeout", type=float, default=600.0, metavar="SECONDS",
+        help="how long a collective waits for a rank (default: %(default)s)",
     )  # fmt: skip
     add_keys(train)
 

@@ -93,7 +93,8 @@ def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_byt
             break
         last |= step.writes
     runs: list[list[Handle]] = []
-    kind, held = None, 0
+    kind: tuple[bool, bool] | None = None
+    held = 0
     for p in reversed(params):
         before, kind = kind, (len(p.shape) < 2, p.name in last)
         if kind != before or held >= bucket_bytes:

@@ -8,8 +8,10 @@ steps = 2000
 [data]
 files = ["book.txt"]     # none: the text that ships with the package
 
-`example.toml` has every key. What is not given is the preset's, and four keys follow others:
+`example.toml` has every key. A run says nothing of ranks: the same file gives the same training on any number of them. What
+is not given is the preset's, and five keys follow others:
 
+    gradient_accumulation   the number of ranks, under torchrun
     seq_len        block_size
     warmup_steps   steps / 20, where steps is given
     dtype          bfloat16 on CUDA, float32 elsewhere
@@ -18,6 +20,7 @@ files = ["book.txt"]     # none: the text that ships with the package
 
 from __future__ import annotations
 
+import os
 import tomllib
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
@@ -38,9 +41,9 @@ DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.
 
 @dataclass(frozen=True, slots=True)
 class TrainConfig:
-    """`gradient_accumulation` micro-batches of `batch_size` make a step. Intervals are in steps, 0 = never. seq_len=0: the
-    model's block_size, once it is in a RunConfig. warmup_steps=-1: a twentieth of the steps. dtype="auto": bfloat16 on CUDA,
-    float32 elsewhere."""
+    """`gradient_accumulation` micro-batches of `batch_size`, counted over all ranks, make a step. Intervals are in steps, 0 =
+    never. seq_len=0: the model's block_size, once it is in a RunConfig. warmup_steps=-1: a twentieth of the steps.
+    dtype="auto": bfloat16 on CUDA, float32 elsewhere."""
 
     steps: int = 1000
     batch_size: int = 16
@@ -215,6 +218,8 @@ def run_from(content: Mapping[str, Mapping[str, Any]], where: str) -> RunConfig:
         settings.setdefault("warmup_steps", -1)
     if "device" in settings:
         settings.setdefault("dtype", "auto")
+    world = int(os.environ.get("WORLD_SIZE", "1"))  # torchrun's
+    settings.setdefault("gradient_accumulation", max(world, base.train.gradient_accumulation))
     return RunConfig(replace(base.model, **model), replace(base.train, **settings), text)
 
 

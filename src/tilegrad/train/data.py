@@ -347,6 +347,19 @@ class Batches:
         return self._epoch, self._index
 
     def next(self) -> Batch:
+        return self._read(self._pick())
+
+    def deal(self, count: int, rank: int, world: int) -> list[Batch]:
+        """Of the next `count` batches those of one rank, every world-th: only its own are read. The position is one for all
+        ranks, so a run goes on with any number of them."""
+        picked = [self._pick() for _ in range(count)]
+        return [self._read(windows) for windows in picked[rank::world]]
+
+    def _read(self, windows: list[int]) -> Batch:
+        return _gather(self._tokens, windows, self.seq_len)
+
+    def _pick(self) -> list[int]:
+        """The next batch_size windows."""
         picked: list[int] = []
         while len(picked) < self.batch_size:
             if self._index == self.windows:
@@ -354,7 +367,7 @@ class Batches:
             more = self._order[self._index : self._index + self.batch_size - len(picked)]
             picked += more.tolist()
             self._index += len(more)
-        return _gather(self._tokens, picked, self.seq_len)
+        return picked
 
     def state(self) -> dict[str, Any]:
         """Plain JSON from which `restore` goes on exactly: position, and what the order depends on."""
@@ -380,15 +393,17 @@ class Batches:
 
 
 def batches_in_order(
-    tokens: Tokens, batch_size: int, seq_len: int, *, most: int | None = None, windows: Tokens | None = None
-) -> Iterator[Batch]:
+    tokens: Tokens, batch_size: int, seq_len: int, *, most: int | None = None, windows: Tokens | None = None,
+    rank: int = 0, world: int = 1,
+) -> Iterator[Batch]:  # fmt: skip
     """Every window once, first to last or in the order of `windows`, for evaluation; the last batch may be smaller. `most`:
-    no more batches than that, the first of them, so that each evaluation sees the same."""
+    no more batches than that, the first of them, so that each evaluation sees the same. Of these, those of one rank."""
     numbers = np.arange(_count_windows(tokens, seq_len)) if windows is None else windows
     for number, begin in enumerate(range(0, len(numbers), batch_size)):
         if number == most:
             return
-        yield _gather(tokens, numbers[begin : begin + batch_size].tolist(), seq_len)
+        if number % world == rank:
+            yield _gather(tokens, numbers[begin : begin + batch_size].tolist(), seq_len)
 
 
 def _count_windows(tokens: Tokens, seq_len: int) -> int:

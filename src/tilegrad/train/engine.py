@@ -302,7 +302,9 @@ class Engine:
         assert self._ranks is not None
         self.settle()
         whole = {**self._params, **self.optimizer.moments}
-        runs = self._ranks.pieces(self.optimizer, {name: p.numel() for name, p in self._params.items()}, whole, shared=shared)
+        runs = self._ranks.pieces(
+            self.optimizer, {name: p.numel() for name, p in self._params.items()}, whole, shared=shared
+        )
         return {**runs, "adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
 
     def pieces_written(self) -> None:

@@ -33,11 +33,11 @@ def locate(path: Path) -> tuple[Path, Path | None]:
     return (path.parent.parent, path) if is_checkpoint(path) else (path, None)
 
 
-def checkpoint_of(folder: Path, given: Path | None) -> Path:
-    """The checkpoint to go on from: the one that is given, or the newest, every byte of it checked."""
+def checkpoint_of(folder: Path, given: Path | None, *, check: bool = True) -> Path:
+    """The checkpoint to go on from: the one that is given, or the newest, with `check` every byte of it."""
     if given is not None and given.resolve().parent not in [place.resolve() for place in _places(folder)]:
         raise ValueError(f"resume: got {given}; accepted: a checkpoint of {folder}")
-    return given or latest_checkpoint(_newest(folder).parent) or _newest(folder)
+    return given or (latest_checkpoint(_newest(folder).parent) if check else None) or _newest(folder)
 
 
 def _places(folder: Path) -> tuple[Path, Path]:

@@ -17,6 +17,19 @@ from .atomic import named
 Record = dict[str, Any]
 
 
+class NoLog:
+    """Of a rank that is not the first: nothing is written."""
+
+    def __enter__(self) -> NoLog:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def append(self, step: int, kind: str, numbers: Mapping[str, Any]) -> None:
+        pass
+
+
 class RunLog:
     """Appends records to a file, each handed to the system at once, and all of them on disk when it is closed.
 

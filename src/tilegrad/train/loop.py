@@ -3,23 +3,31 @@
 Every check comes before the first write into the run's folder (`folder.py`). SIGTERM, SIGHUP, Ctrl-C and a closed output
 end the run after the step in hand: it is saved, reported, and can be resumed. A full disk, or ten steps in a row that are
 not finite, end it with `RunEnded`, which says what is saved.
+
+Launched by torchrun, the run is that of all ranks. Files, log, report and sample are rank 0's; data is prepared there first,
+and evaluation is dealt and summed. A stop asked of one rank is agreed in the next step. A lost rank ends the process at once
+and never in a save, for the others would wait in it.
 """
 
 from __future__ import annotations
 
 import errno
+import json
 import math
+import os
 import shutil
+import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from ..dist.mesh import Mesh, RankLost
 from ..memory.page import human
 from ..model.generate import generate
 from .atomic import named, write_whole
@@ -52,9 +60,11 @@ from .folder import (
     resume_command,
     write_run,
 )
-from .log import RunLog, read_log, tensorboard_installed
+from .log import NoLog, RunLog, read_log, tensorboard_installed
 from .machine import check_device, check_platform
 from .optimizer import NonFiniteError, StepResult
+from .parallel import BUCKET_BYTES, Shard, check_agreed, check_ranks
+from .pieces import load_pieces, save_pieces
 from .planning import step_report
 from .report import run_report, run_tables
 from .resident import Resident, held, resident
@@ -63,6 +73,10 @@ from .signals import end_on_signals, stop_on_signals
 from .weights import open_weights
 
 Show = Callable[[str, dict[str, Any]], None]  # what happened ("start", "train", "validation", …), and its numbers
+
+
+def _unseen(_event: str, _numbers: dict[str, Any]) -> None:
+    """Nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,29 +105,57 @@ def train(
     folder: Path,
     *,
     resume: Path | bool = False,
-    show: Show = lambda _event, _numbers: None,
+    show: Show = _unseen,
+    shard: Shard = "optimizer",
+    bucket_bytes: int = BUCKET_BYTES,
+    timeout_s: float = 600.0,
 ) -> RunResult:
     """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one. A resumed run is
-    the folder's own, with its own tokens: of `run` only what is in `MAY_CHANGE` may differ, and None changes nothing."""
+    the folder's own, with its own tokens: of `run` only what is in `MAY_CHANGE` may differ, and None changes nothing.
+    `shard`, `bucket_bytes` and `timeout_s`, how long a collective waits for a rank, are of several ranks. Ranks that torchrun
+    has restarted resume by themselves."""
     check_platform()
-    if not resume:
-        if run is None:
-            raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
-        with end_on_signals(), claimed(folder):
-            return _new(run, folder, show).go()
-    home, given = locate(resume) if isinstance(resume, Path) else (folder, None)
-    if home.resolve() != folder.resolve():
-        raise ValueError(f"resume: got {resume}; accepted: {folder}, or a checkpoint in it")
-    own_run(folder, given)  # a folder without a checkpoint is not claimed, for that would make it
-    with end_on_signals(), claimed(folder):
-        return _resumed(run, folder, checkpoint_of(folder, given), show).go()
+    given: Path | None = None
+    restarted = int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0  # by torchrun, with the arguments of the start
+    resume = resume or (restarted and holds_a_run(folder))
+    if resume:
+        home, given = locate(resume) if isinstance(resume, Path) else (folder, None)
+        if home.resolve() != folder.resolve():
+            raise ValueError(f"resume: got {resume}; accepted: {folder}, or a checkpoint in it")
+        own = own_run(folder, given)  # a folder without a checkpoint is not claimed, for that would make it
+    elif run is None:
+        raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
+    asked: RunConfig = run if run is not None else own
+    check_ranks(asked.train.gradient_accumulation, int(os.environ.get("WORLD_SIZE", "1")), shard)
+    mesh = Mesh(asked.train.device, timeout_s)
+    ranks = _Ranks(mesh, shard, bucket_bytes)
+    with end_on_signals(), mesh.watch(), claimed(folder) if mesh.rank == 0 else nullcontext():
+        try:
+            if resume:
+                checkpoint = checkpoint_of(folder, given, check=mesh.world == 1)
+                result = _resumed(run, folder, checkpoint, show if mesh.rank == 0 else _unseen, ranks).go()
+            else:
+                result = _new(asked, folder, show if mesh.rank == 0 else _unseen, ranks).go()
+        except RankLost as error:
+            print(f"tilegrad: {error}", file=sys.stderr, flush=True)
+            os._exit(1)  # nothing here may wait for the rank that is lost
+    mesh.close()
+    return result
 
 
-def _new(run: RunConfig, folder: Path, show: Show) -> _Run:
+@dataclass(frozen=True, slots=True)
+class _Ranks:
+    mesh: Mesh
+    shard: Shard
+    bucket_bytes: int
+
+
+def _new(run: RunConfig, folder: Path, show: Show, ranks: _Ranks) -> _Run:
     """A run that has not begun. What was written for it goes again where it is refused."""
     data = folder / "data"
     if holds_a_run(folder):
         raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
+    mesh = ranks.mesh
     check_device(run.train.device)
     files = [Path(name) for name in run.data.files] or [default_text()]
     existed = data.exists()
@@ -125,34 +167,49 @@ def _new(run: RunConfig, folder: Path, show: Show) -> _Run:
         else:
             show(event, numbers)
 
-    try:
-        tokens, tokenizer = prepare(
+    def prepared() -> tuple[TokenFile, Tokenizer]:
+        return prepare(
             files, data, tokenizer=run.data.tokenizer, vocab_size=run.data.vocab_size, text_field=run.data.text_field,
             tell=tell,
         )  # fmt: skip
+
+    try:
+        mesh.at("preparing data")
+        tokens, tokenizer = mesh.first(prepared)
         if tokens.vocab_size > run.model.vocab_size:
             raise ValueError(
                 f"vocab_size: got {run.model.vocab_size}; accepted: at least the tokenizer's, {tokens.vocab_size}"
             )
-        session = _Run(run, folder, tokens, tokenizer, show)
+        session = _Run(run, folder, tokens, tokenizer, show, ranks)
         if run.train.init is not None:
-            open_weights(Path(run.train.init)).begin(session.engine.params, folder / "origin")
+            _begin_with(Path(run.train.init), session.engine, folder, mesh)
         session.found = found
         return session
     except BaseException:
-        if not existed:
+        if not existed and mesh.rank == 0:
             shutil.rmtree(data, ignore_errors=True)
         raise
 
 
-def _resumed(run: RunConfig | None, folder: Path, checkpoint: Path, show: Show) -> _Run:
+def _begin_with(weights: Path, engine: Engine, folder: Path, mesh: Mesh) -> None:
+    source = open_weights(weights)
+    if mesh.world == 1:
+        source.begin(engine.params, folder / "origin")
+        return
+    for name, value in source.read().items():
+        engine.write_param(name, value)
+    if mesh.rank == 0:
+        source.keep_origin(folder / "origin")
+
+
+def _resumed(run: RunConfig | None, folder: Path, checkpoint: Path, show: Show, ranks: _Ranks) -> _Run:
     """The folder's run, as it was at the checkpoint. Nothing is written."""
     own, state = own_run(folder, checkpoint), read_state(checkpoint)
     run = own if run is None else resumed(own, run.plain())
     if run.train.steps < state["engine"]["steps"]:
         raise ValueError(f"steps: got {run.train.steps}; accepted: at least {state['engine']['steps']}, which are done")
     check_device(run.train.device)
-    session = _Run(run, folder, *own_data(folder, state), show)
+    session = _Run(run, folder, *own_data(folder, state), show, ranks)
     session.restore(checkpoint)
     return session
 
@@ -169,8 +226,12 @@ class _Before:
 
 
 class _Run:
-    def __init__(self, run: RunConfig, folder: Path, tokens: TokenFile, tokenizer: Tokenizer, show: Show) -> None:
+    def __init__(
+        self, run: RunConfig, folder: Path, tokens: TokenFile, tokenizer: Tokenizer, show: Show, ranks: _Ranks
+    ) -> None:
         self.run, self.folder, self.tokenizer, self.show = run, folder, tokenizer, show
+        self.mesh = mesh = ranks.mesh
+        self.device = mesh.device if mesh.world > 1 else torch.device(run.train.device)
         self.tokenizer_sha256 = tokens.tokenizer_sha256
         self.entropy = unigram_entropy(tokens.tokens)
         t = run.train
@@ -182,12 +243,16 @@ class _Run:
         else:
             self.text, self.held_out = split(self.text, run.data.validation_fraction)
         self.batches = Batches(self.text, t.batch_size, t.seq_len, seed=t.seed, windows=training)
+        if mesh.world > 1:
+            check_agreed(mesh, {"run": json.dumps(run.plain()), "data": json.dumps(self.batches.state())})
         _warm_up(t.device)
-        before = held(torch.device(t.device))
+        before = held(self.device)
         self.engine = Engine(
             run.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype], t.seed, t.memory_budget,
             weight_decay=t.weight_decay, max_norm=t.max_norm or math.inf, linear=t.linear, deterministic=t.deterministic,
+            mesh=mesh, shard=ranks.shard, bucket_bytes=ranks.bucket_bytes,
         )  # fmt: skip
+        self.sharding: dict[str, Any] = {"world": mesh.world, "shard": ranks.shard, "bucket_bytes": ranks.bucket_bytes}
         self.resident_before = before
         self.validation_loss: float | None = None
         self.best: Best | None = None
@@ -200,7 +265,10 @@ class _Run:
     def restore(self, path: Path) -> None:
         state = read_state(path)
         self.batches.restore(state["data"])
-        load_into(path, self.engine.tensors())
+        if self.mesh.world == 1:
+            load_into(path, self.engine.tensors())
+        else:
+            load_pieces(path, self.engine, self.mesh)
         self.engine.restore(state["engine"])
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
         self.validation_loss, self.best = state["validation_loss"], best_of(self.folder)
@@ -212,22 +280,28 @@ class _Run:
             self.finite = engine, data, math.nan if loss is None else loss
 
     def go(self) -> RunResult:
-        if self.resumed_from is None:
-            forget(self.folder)
-        write_run(self.folder, self.run)
-        tensorboard = self.folder / "tensorboard" if tensorboard_installed() else None
-        chosen = {f"{part}.{key}": value for part, keys in self.run.plain().items() for key, value in keys.items()}
-        with (
-            RunLog(self.folder / "log.jsonl", tensorboard=tensorboard, hyper_parameters=chosen) as self.log,
-            stop_on_signals() as self.stopped,
-        ):
+        with self._begun() as self.log, stop_on_signals() as self.stopped:
             try:
                 return self._go()
             except NonFiniteError as error:
                 self._rewind()
                 raise self._ended(f"{error}; the checkpoint is from before them") from error
             except OSError as error:
-                raise self._ended(f"{error.filename or self.folder}: {error.strerror}") from error
+                reason = f"{error.filename or self.folder}: {error.strerror}"
+                if self.mesh.world > 1:  # the other ranks are elsewhere, and a save needs all of them
+                    raise self._not_saved(reason) from error
+                raise self._ended(reason) from error
+
+    def _begun(self) -> RunLog | NoLog:
+        """The log of the run, whose folder says what runs in it."""
+        if self.mesh.rank:
+            return NoLog()
+        if self.resumed_from is None:
+            forget(self.folder)
+        write_run(self.folder, self.run)
+        tensorboard = self.folder / "tensorboard" if tensorboard_installed() else None
+        chosen = {f"{part}.{key}": value for part, keys in self.run.plain().items() for key, value in keys.items()}
+        return RunLog(self.folder / "log.jsonl", tensorboard=tensorboard, hyper_parameters=chosen)
 
     def _go(self) -> RunResult:
         t, engine = self.run.train, self.engine
@@ -242,19 +316,26 @@ class _Run:
             "planned_bytes": engine.plan.peak_bytes, "unigram_entropy": self.entropy, "step": engine.steps, "steps": t.steps,
             "folder": str(self.folder), "resumed_from": None if self.resumed_from is None else str(self.resumed_from),
         })  # fmt: skip
-        while engine.steps < t.steps and not self.stopped:
+        while engine.steps < t.steps and not (self.stopped if self.mesh.world == 1 else engine.stop):
             self._step()
             if t.eval_interval and engine.steps % t.eval_interval == 0 and engine.steps < t.steps:
                 self._evaluate()
             if t.checkpoint_interval and engine.steps % t.checkpoint_interval == 0 and engine.steps < t.steps:
                 self._save()
-        stopped_by = self.stopped[0] if self.stopped else None
+        stopped_by = self._stopped_by()
         if stopped_by is None:
             self._evaluate()
         else:
             self._tell("stop", {"step": engine.steps, "signal": stopped_by})
         self._save()
         return self._finish(stopped_by)
+
+    def _stopped_by(self) -> str | None:
+        """The signal that ended the run; of several ranks the first one's that had any."""
+        mine = self.stopped[0] if self.stopped else None
+        if self.mesh.world == 1:
+            return mine
+        return next(filter(None, self.mesh.gather(mine)), None) if self.engine.stop else None
 
     def _tell(self, event: str, numbers: dict[str, Any]) -> None:
         """`show`; where nobody can see it any more, the run stops, and is silent from then on."""
@@ -273,6 +354,10 @@ class _Run:
         with suppress(OSError):
             self._finish(None, sample="")
             reason += f"; the report: {self.folder / 'report.html'}"
+        return self._not_saved(reason)
+
+    def _not_saved(self, reason: str) -> RunEnded:
+        """`reason`, and what was saved before."""
         if self.saved is None:
             return RunEnded(f"{reason}; nothing could be saved")
         step, path = self.saved
@@ -300,8 +385,11 @@ class _Run:
             warmup_steps=t.warmup_steps, total_steps=t.steps,
         )  # fmt: skip
         position = engine.steps, engine.draws, self.batches.state()
-        pairs = [self.batches.next() for _ in range(t.gradient_accumulation)]
-        before = _Before(*position, rate, sum(x.numel() for x, _ in pairs))
+        self.mesh.at(f"step {engine.steps}: reading data")
+        pairs = self.batches.deal(t.gradient_accumulation, self.mesh.rank, self.mesh.world)
+        before = _Before(*position, rate, t.gradient_accumulation * t.batch_size * t.seq_len)
+        if self.stopped:
+            engine.ask_to_stop()
         self.begun = time.perf_counter() if not self.under_way else self.begun
         self.under_way.append(before)
         try:
@@ -347,18 +435,22 @@ class _Run:
         few = len(self.held_out) < t.seq_len + 1 if self.validation is None else not len(self.validation)
         if few or not t.eval_batches:
             return
-        total, count = 0.0, 0
+        total, count = 0.0, 0.0
         for tokens, targets in batches_in_order(
-            self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation
-        ):
+            self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation,
+            rank=self.mesh.rank, world=self.mesh.world,
+        ):  # fmt: skip
+            self.mesh.at(f"step {engine.steps}: evaluating")
             n = count_targets(targets)
             total += engine.evaluate(tokens, targets) * n
             count += n
+        if self.mesh.world > 1:
+            total, count = self.mesh.sum(total, count)
         self.validation_loss = total / count
         self.log.append(engine.steps, "validation", {"loss": self.validation_loss})
         self._tell("validation", {"step": engine.steps, "loss": self.validation_loss, "unigram_entropy": self.entropy})
         if self.validation_loss < (math.inf if self.best is None else self.best.validation_loss):
-            path = save_checkpoint(self.folder / "best", engine.steps, engine.tensors(), self._state(), keep=1)
+            path = self._checkpoint("best", keep=1)
             self.best = Best(path, engine.steps, self.validation_loss)
 
     def _save(self) -> None:
@@ -366,12 +458,15 @@ class _Run:
         self._record(wait=True)
         if self.saved is not None and self.saved[0] == engine.steps:
             return
-        path = save_checkpoint(
-            self.folder / "checkpoints", engine.steps, engine.tensors(), self._state(),
-            keep=self.run.train.keep_checkpoints,
-        )  # fmt: skip
+        path = self._checkpoint("checkpoints", keep=self.run.train.keep_checkpoints)
         self.saved = engine.steps, path
         self._tell("checkpoint", {"step": engine.steps, "path": str(path)})
+
+    def _checkpoint(self, place: str, *, keep: int) -> Path:
+        folder, engine = self.folder / place, self.engine
+        if self.mesh.world > 1:
+            return save_pieces(folder, engine, self.mesh, self._state(), keep=keep)
+        return save_checkpoint(folder, engine.steps, engine.tensors(), self._state(), keep=keep)
 
     def _state(self) -> dict[str, Any]:
         """What a resumed run needs beside the tensors, as plain JSON."""
@@ -388,11 +483,16 @@ class _Run:
 
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, t = self.engine, self.run.train
-        measured = self._resident()
+        measured, report = self._resident(), self.folder / "report.html"
+        if self.mesh.rank:
+            return RunResult(
+                self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
+                measured, "", report, stopped_by, self.best,
+            )  # fmt: skip
         sample = self._sample() if sample is None else sample
         memory = step_report(
             engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step",
-            linear=engine.linear, deterministic=engine.deterministic,
+            linear=engine.linear, deterministic=engine.deterministic, **self.sharding,
         )  # fmt: skip
         facts = {
             "model": f"{sum(p.numel() for p in engine.params.values()):,} parameters, {self.run.model.n_layer} layers",
@@ -405,15 +505,15 @@ class _Run:
             "unigram entropy": f"{self.entropy:.4f} nats",
             "memory": f"{human(engine.plan.peak_bytes)} planned, {human(sum(measured.arenas.values()))} of it resident, "
             f"and {human(measured.beside_bytes)} beside it",
-            "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads",
+            "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads, {self.mesh.world} "
+            f"rank{'s' * (self.mesh.world > 1)}",
         }
         records = read_log(self.folder / "log.jsonl")
-        tables = run_tables(self.run, records, environment(torch.device(t.device), engine.dtype), measured)
+        tables = run_tables(self.run, records, environment(self.device, engine.dtype), measured)
         page = run_report(
             f"tilegrad: {self.folder.name}", records, facts=facts, sample=sample, tables=tables,
             unigram_entropy=self.entropy, planned_bytes=engine.plan.peak_bytes, memory_page=memory.html(),
         )  # fmt: skip
-        report = self.folder / "report.html"
         write_whole(report, [page.encode("utf-8")])
         return RunResult(
             self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
@@ -440,8 +540,7 @@ class _Run:
         return decode_known(self.tokenizer, [*prompt, *tokens])
 
     def _resident(self) -> Resident:
-        plan, device = self.engine.plan.peak_bytes, torch.device(self.run.train.device)
-        return resident(self.engine.arenas.bytes, plan, self.resident_before, device)
+        return resident(self.engine.arenas.bytes, self.engine.plan.peak_bytes, self.resident_before, self.device)
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:

@@ -98,8 +98,9 @@ def _owned(
         here = at, at + stop - start
         params = masters.part(start, stop) if rounded is None else masters.part(*here)
         copies = None if rounded is None else rounded.part(start, stop)
-        ranges: Any = params, grads.part(start, stop), m.part(*here), v.part(*here), copies
-        found.append(Owned(*ranges, decayed=(stop - start) * bucket.decays))
+        decayed = (stop - start) * bucket.decays
+        piece: Any = params, grads.part(start, stop), m.part(*here), v.part(*here), copies, decayed
+        found.append(Owned(*piece))
         at = here[1]
     return tuple(found)
 
@@ -157,8 +158,9 @@ class Optimizer:
         m, v = map(share, "mv") if buckets else map(moment, "mv")
         first_undecayed = sum(len(p.master.shape) >= 2 for p in ordered)
         decayed = (*masters.starts, masters.shape[0])[first_undecayed] if not buckets else 0
-        ranges: Any = masters, grads, m, v, values if copied else None
-        owned = _owned(*ranges, buckets, rank, world) if buckets else (Owned(*ranges, decayed=decayed),)
+        rounded = values if copied else None
+        whole: Any = masters, grads, m, v, rounded, decayed
+        owned = _owned(masters, grads, m, v, rounded, buckets, rank, world) if buckets else (Owned(*whole),)
         scratch = (
             below("global_norm", global_norm_workspace(*(piece.grads for piece in owned)))
             | below("guard", guard_workspace())

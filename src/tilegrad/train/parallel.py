@@ -34,6 +34,15 @@ BUCKET_BYTES = 64 << 20
 Run = tuple[Tensor, int, int]  # of a flattened tensor: the run, its offset, the tensor's length
 
 
+def check_ranks(gradient_accumulation: int, world: int, shard: str) -> None:
+    """Of a run, before any memory is taken."""
+    check_shard(shard, world, "plain")
+    if gradient_accumulation < world:
+        raise ValueError(
+            f"gradient_accumulation: got {gradient_accumulation}; accepted: at least {world}, a micro-batch for each rank"
+        )
+
+
 def check_shard(shard: str, world: int, linear: str) -> None:
     if shard not in get_args(Shard):
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.distributed.checkpoint as dcp
+import torch.distributed.checkpoint
 from safetensors import safe_open
 from torch import Tensor
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
@@ -49,28 +49,31 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+dcp: Any = torch.distributed.checkpoint  # whose types leave its names out
+
+
 class Piece(torch.Tensor):
     """A run of a flattened tensor, as DCP takes its leaves: a tensor of the whole's size, which a DTensor is too."""
 
     tensor: Tensor
-    chunk: ChunkStorageMetadata
+    at: ChunkStorageMetadata
 
     @staticmethod
     def __new__(cls, tensor: Tensor, offset: int, whole: int) -> Piece:
-        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, (whole,), dtype=tensor.dtype, device=tensor.device)  # type: ignore[attr-defined]
-        piece.tensor, piece.chunk = tensor, ChunkStorageMetadata(torch.Size([offset]), tensor.shape)
+        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, (whole,), dtype=tensor.dtype, device=tensor.device)
+        piece.tensor, piece.at = tensor, ChunkStorageMetadata(torch.Size([offset]), tensor.shape)
         return piece
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # noqa: ARG003
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
         raise TypeError(f"a piece of a checkpoint takes part in no {func}")
 
     def __create_write_items__(self, name: str, _whole: object) -> list[WriteItem]:
-        data = TensorWriteData(self.chunk, TensorProperties.create_from_tensor(self.tensor), self.size())
-        return [WriteItem(MetadataIndex(name, self.chunk.offsets), WriteItemType.SHARD, tensor_data=data)]
+        data = TensorWriteData(self.at, TensorProperties.create_from_tensor(self.tensor), self.size())
+        return [WriteItem(MetadataIndex(name, self.at.offsets), WriteItemType.SHARD, tensor_data=data)]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [self.chunk]
+        return [self.at]
 
     def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
         return self.tensor

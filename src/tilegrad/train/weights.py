@@ -116,6 +116,9 @@ class Weights:
     def begin(self, params: Mapping[str, Tensor], origin: Path) -> None:
         """The weights of a run that begins with these; `origin` keeps what an export gives back beside them."""
         self.load(params)
+        self.keep_origin(origin)
+
+    def keep_origin(self, origin: Path) -> None:
         origin.mkdir(parents=True, exist_ok=True)
         (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
         copy_beside(self.folder, origin)

@@ -1,0 +1,128 @@
+"""Runs of several processes under torchrun: the same training as one, lost ranks, restarts, any number of ranks."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from tilegrad.train.checkpoint import latest_checkpoint, load_checkpoint
+from tilegrad.train.log import read_log
+
+SMALL = (
+    "--model.n_layer 2 --model.n_embd 32 --model.block_size 32 --train.batch_size 2 --train.gradient_accumulation 4 "
+    "--train.eval_interval 0 --train.checkpoint_interval 4 --train.log_interval 1 --train.warmup_steps 1"
+).split()
+
+
+class Torchrun:
+    def __init__(self, world: int, folder: Path, *flags: str, restarts: int = 0) -> None:
+        self.folder, self.log = folder, folder.with_suffix(".txt")
+        command = [
+            sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
+            f"--max-restarts={restarts}", "-m", "tilegrad", "train", "--out", str(folder), *SMALL, *flags,
+        ]  # fmt: skip
+        with self.log.open("w") as out:
+            environment = os.environ | {"OMP_NUM_THREADS": "1"}
+            self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
+
+    def wait(self, limit_s: float = 240) -> int:
+        try:
+            return self.process.wait(limit_s)
+        finally:
+            self.process.kill()
+
+    def after_step(self, step: int) -> None:
+        """Wait until the log has it."""
+        until = time.monotonic() + 200
+        while f"step{step:>7,} of" not in self.text():
+            assert self.process.poll() is None and time.monotonic() < until, self.text()
+            time.sleep(0.05)
+
+    def send(self, rank: int, number: signal.Signals) -> None:
+        os.kill(self.pid(rank), number)
+
+    def pid(self, rank: int) -> int:
+        for folder in Path("/proc").iterdir():
+            if folder.name.isdigit():
+                try:
+                    parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                    variables = (folder / "environ").read_bytes().split(b"\0")
+                except OSError:
+                    continue
+                if int(parent) == self.process.pid and f"RANK={rank}".encode() in variables:
+                    return int(folder.name)
+        raise AssertionError(f"no process of rank {rank}")
+
+    def text(self) -> str:
+        return self.log.read_text()
+
+    def params(self) -> dict[str, torch.Tensor]:
+        path = latest_checkpoint(self.folder / "checkpoints")
+        assert path is not None
+        return load_checkpoint(path).tensors
+
+
+def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
+    assert a.keys() == b.keys()
+    return max(float((a[n] - b[n]).abs().max()) for n in a)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_restarted_to_the_same_bits_and_any_number_goes_on(tmp_path: Path) -> None:
+    whole = Torchrun(2, tmp_path / "whole", "--steps", "10")
+    assert whole.wait() == 0, whole.text()
+    killed = Torchrun(2, tmp_path / "killed", "--steps", "10", restarts=1)
+    killed.after_step(6)
+    killed.send(1, signal.SIGKILL)
+    assert killed.wait() == 0, killed.text()
+    assert "resumed from" in killed.text()
+    assert apart(killed.params(), whole.params()) == 0.0
+    losses = {}
+    for world in (1, 4):
+        more = Torchrun(world, tmp_path / "whole", "--resume", "--steps", "11")
+        assert more.wait() == 0, more.text()
+        losses[world] = read_log(more.folder / "log.jsonl")[-1]["loss"]
+        (latest_checkpoint(more.folder / "checkpoints") or Path()).rename(tmp_path / f"gone-{world}")
+    assert losses[1] == pytest.approx(losses[4], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    runs = [Torchrun(world, tmp_path / f"of-{world}", "--steps", "6") for world in (1, 2)]
+    for run in runs:
+        assert run.wait() == 0, run.text()
+    one, two = (
+        [r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] == "train"] for run in runs
+    )
+    assert one == pytest.approx(two, abs=2e-5) and len(one) == 6
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
+def test_a_lost_rank_is_named(tmp_path: Path, number: signal.Signals) -> None:
+    run = Torchrun(3, tmp_path / "run", "--steps", "400", "--timeout", "5")
+    run.after_step(3)
+    pid = run.pid(1)
+    began = time.monotonic()
+    os.kill(pid, number)
+    assert run.wait() != 0
+    if number == signal.SIGSTOP:
+        told = [line for line in run.text().splitlines() if "rank 1 is dead or stopped, last at 'step" in line]
+        assert told and time.monotonic() - began < 40, run.text()
+    assert not (run.folder / "checkpoints" / ".staged").exists()
+
+
+@pytest.mark.slow
+def test_a_stop_is_agreed_and_saved_once(tmp_path: Path) -> None:
+    run = Torchrun(2, tmp_path / "run", "--steps", "400", "--train.checkpoint_interval", "0")
+    run.after_step(3)
+    run.send(1, signal.SIGTERM)
+    assert run.wait() == 0, run.text()
+    assert len(list((run.folder / "checkpoints").iterdir())) == 1 and "stopped by SIGTERM" in run.text()
