@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from .dilated.functional import dilated_attention
+    from .dist.mesh import Mesh
     from .functional import attention, attention_varlen, explain, sdpa
     from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
@@ -32,6 +33,7 @@ _HOME = {
     "attention_bwd": "kernels.attention.api",
     "attention_workspace": "kernels.attention.api",
     "Mask": "kernels.attention.mask",
+    "Mesh": "dist.mesh",
     "Explanation": "kernels.table",
     "Engine": "train.engine",
     "ModelConfig": "model.config",
@@ -45,6 +47,7 @@ __all__ = [
     "Engine",
     "Explanation",
     "Mask",
+    "Mesh",
     "ModelConfig",
     "TrainedModel",
     "attention",

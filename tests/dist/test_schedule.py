@@ -1,0 +1,156 @@
+"""When gradients are final and parameters needed, and how an arena is cut: no ranks."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import replace
+
+import pytest
+import torch
+from support.models import CONFIG, LLAMA, QWEN3, batch
+from torch import Tensor
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.dist.schedule import Bucket, Touch, final, follow, needed, order
+from tilegrad.kernels.op import observe_names, op
+from tilegrad.memory.types import BufferType
+from tilegrad.model.config import PRESETS
+from tilegrad.model.transformer import Transformer, declare
+from tilegrad.train.parallel import buckets_of, schedule_of
+from tilegrad.train.planning import plan_model
+
+CPU = torch.device("cpu")
+MODELS = {**PRESETS, "qwen": QWEN3, "dropout": replace(CONFIG, dropout=0.1)}
+
+
+def handles(config: ModelConfig, *, accumulate: bool = False) -> Transformer:
+    return declare(config, 1, 8, torch.float32, CPU, accumulate=accumulate)
+
+
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("world", [2, 64])
+def test_buckets_of_every_preset(name: str, world: int) -> None:
+    """Every parameter once, in the arena's order; slices are aligned; the backward finishes the buckets from the end."""
+    model = handles(MODELS[name])
+    steps = schedule_of(model)
+    buckets = buckets_of(model, steps, world, 8 << 20)
+    assert [n for b in buckets for n in b.names] == sorted(model.params, key=lambda n: len(model.params[n].master.shape) < 2)
+    ends = 0
+    for b in buckets:
+        assert b.start == ends and (b.stop - b.start) % (world * 16) == 0 and 0 <= b.pad <= 2 * world * 16
+        assert {len(model.params[n].master.shape) >= 2 for n in b.names} == {b.decays}
+        assert [b.part(r, world) for r in (0, world - 1)] == [
+            (b.start, b.start + (b.stop - b.start) // world),
+            (b.stop - (b.stop - b.start) // world, b.stop),
+        ]
+        ends = b.stop
+    assert "wte.weight" in buckets[0].names and set(buckets[0].names) <= {"wte.weight", "wpe.weight"}
+    matrices = [i for i, b in enumerate(buckets) if b.decays]
+    inner = [i for i in order(buckets, steps) if i in matrices and i != 0]
+    assert inner == sorted(inner, reverse=True)
+    assert final(buckets[0], steps) == len(steps) - 1 and needed(buckets[0], steps) == 0
+    for b in buckets:
+        last = final(b, steps)
+        assert steps[last].writes & set(b.names) and not any(s.writes & set(b.names) for s in steps[last + 1 :])
+
+
+class Early(Exception):
+    """A bucket was summed before it was final."""
+
+
+@pytest.mark.parametrize("config", [CONFIG, LLAMA, QWEN3])
+@pytest.mark.parametrize("early", [0, 1])
+def test_a_gradient_is_final_at_its_op_and_not_before(config: ModelConfig, early: int) -> None:
+    """Gradients are poisoned, then taken when the schedule sums them: all are those of the end. The canary takes them one op
+    early, and finds poison or another value."""
+    engine, (tokens, targets) = Engine(config, 2, 8), batch(config, 2, 8)
+    engine.gradients(tokens, targets)
+    want = {name: g.clone() for name, g in engine.grads.items()}
+    steps = schedule_of(declare(config, 2, 8, torch.float32, CPU, engine.recompute, accumulate=False))
+    found: dict[str, Tensor] = {}
+
+    def take(name: str) -> None:
+        found[name] = engine.grads[name].clone()
+
+    after: dict[int, list[object]] = {}
+    for name in want:
+        at = final(Bucket((name,), 0, 0, 0, decays=True), steps) - early
+        after.setdefault(at, []).append(lambda name=name: take(name))
+    engine.arenas.poison("grads")
+    with follow(steps, {}, after, observe_names):  # type: ignore[arg-type]
+        engine._model(2, 8, accumulate=False).step()
+    same = {name: torch.equal(found[name], want[name]) for name in want}
+    assert not any(same.values()) if early else all(same.values()), same
+
+
+def test_a_followed_program_is_the_one_of_its_schedule() -> None:
+    steps = [Touch("first", frozenset(), frozenset()), Touch("second", frozenset(), frozenset())]
+    seen: list[str] = []
+
+    @op()
+    def first(*, y: Tensor) -> None:
+        seen.append("first")
+
+    @op()
+    def second(*, y: Tensor) -> None:
+        seen.append("second")
+
+    x = torch.zeros(1)
+    around = {1: [lambda: seen.append("before")]}, {1: [lambda: seen.append("after")]}
+    with follow(steps, *around, observe_names):
+        first(y=x)
+        second(y=x)
+    assert seen == ["first", "before", "second", "after"]
+    with pytest.raises(RuntimeError, match=r"op number 0 is 'second': not the program"), follow(steps, {}, {}, observe_names):
+        second(y=x)
+    with pytest.raises(RuntimeError, match=r"ended after 1 of the schedule's 2 ops"), follow(steps, {}, {}, observe_names):
+        first(y=x)
+
+
+def test_a_followed_op_costs_microseconds() -> None:
+    @op()
+    def nothing(*, y: Tensor) -> None:
+        pass
+
+    x, n = torch.zeros(1), 2000
+    steps = [Touch("nothing", frozenset(), frozenset())] * n
+
+    def measure() -> float:
+        with follow(steps, {}, {}, observe_names):
+            began = time.perf_counter()
+            for _ in range(n):
+                nothing(y=x)
+            return (time.perf_counter() - began) / n
+
+    assert min(measure() for _ in range(20)) < 5e-6  # 3 on a quiet machine
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer"])
+def test_bytes_of_a_rank(shard: str) -> None:
+    """Moments are 1/world; pads are all that is COMM."""
+    config = replace(PRESETS["tiny"], n_layer=3)
+    plans = {
+        world: plan_model(config, 2, 16, torch.float32, CPU, world=world, shard=shard, bucket_bytes=200_000)  # type: ignore[arg-type]
+        for world in (1, 2, 8, 64)
+    }
+    alone = plans[1].arenas
+    for world, plan in plans.items():
+        pads = sum(h.nbytes for h in plan.trace.handles.values() if h.type is BufferType.COMM)
+        scalars = 64 * 6
+        assert plan.arenas["activations"].arena_bytes == alone["activations"].arena_bytes
+        if world == 1 or shard == "none":
+            assert pads == 0 and plan.peak_bytes <= plans[1].peak_bytes + scalars
+            continue
+        for role in ("params", "grads"):
+            assert alone[role].arena_bytes <= plan.arenas[role].arena_bytes <= alone[role].arena_bytes + pads
+        moments = 2 * plan.arenas["params"].arena_bytes // world
+        assert moments <= plan.arenas["optimizer"].arena_bytes <= moments + scalars
+
+
+def test_a_large_model_on_an_h200(on_hopper: None) -> None:
+    """gpt2-xl in bfloat16, norms and activations recomputed: masters are sharded too."""
+    chosen = (frozenset({"activation", "norm"}),) * 48
+    plan = plan_model(
+        PRESETS["gpt2-xl"], 16, 1024, torch.bfloat16, torch.device("cuda"), chosen, world=8, shard="optimizer"
+    )  # fmt: skip
+    assert plan.peak_bytes <= 37.6e9
