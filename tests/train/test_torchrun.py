@@ -15,10 +15,11 @@ import torch
 from tilegrad.train.checkpoint import latest_checkpoint, load_checkpoint
 from tilegrad.train.log import read_log
 
-SMALL = (
-    "--model.n_layer 2 --model.n_embd 32 --model.block_size 32 --train.batch_size 2 --train.gradient_accumulation 4 "
-    "--train.eval_interval 0 --train.checkpoint_interval 4 --train.log_interval 1 --train.warmup_steps 1"
-).split()
+SMALL = [
+    "--model.n_layer", "2", "--model.n_embd", "32", "--model.block_size", "32", "--train.batch_size", "2",
+    "--train.gradient_accumulation", "4", "--train.eval_interval", "0", "--train.checkpoint_interval", "4",
+    "--train.log_interval", "1", "--train.warmup_steps", "1",
+]  # fmt: skip
 
 
 class Torchrun:
@@ -98,9 +99,7 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
     runs = [Torchrun(world, tmp_path / f"of-{world}", "--steps", "6") for world in (1, 2)]
     for run in runs:
         assert run.wait() == 0, run.text()
-    one, two = (
-        [r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] == "train"] for run in runs
-    )
+    one, two = ([r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] == "train"] for run in runs)
     assert one == pytest.approx(two, abs=2e-5) and len(one) == 6
 
 
