@@ -17,7 +17,7 @@ from tilegrad.memory.types import BufferType
 from tilegrad.model.config import PRESETS
 from tilegrad.model.transformer import Transformer, declare
 from tilegrad.train.parallel import buckets_of, schedule_of
-from tilegrad.train.planning import plan_model
+from tilegrad.train.planning import Recompute, plan_model
 
 CPU = torch.device("cpu")
 MODELS = {**PRESETS, "qwen": QWEN3, "dropout": replace(CONFIG, dropout=0.1)}
@@ -148,7 +148,7 @@ def test_bytes_of_a_rank(shard: str) -> None:
 
 def test_a_large_model_on_an_h200(on_hopper: None) -> None:
     """gpt2-xl in bfloat16, norms and activations recomputed: masters are sharded too."""
-    chosen = (frozenset({"activation", "norm"}),) * 48
+    chosen: Recompute = (frozenset({"activation", "norm"}),) * 48
     plan = plan_model(
         PRESETS["gpt2-xl"], 16, 1024, torch.bfloat16, torch.device("cuda"), chosen, world=8, shard="optimizer"
     )  # fmt: skip

@@ -17,9 +17,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
 from datetime import timedelta
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -38,8 +37,7 @@ class RankLost(RuntimeError):
     """A collective did not complete. The message names the ranks it waits for, and where they are."""
 
 
-@dataclass(frozen=True, slots=True)
-class Note:
+class Note(NamedTuple):
     """What a rank says of itself: a beat that grows while its process lives, the collectives it entered, its place."""
 
     beat: int

@@ -17,8 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from ..memory.planned.arena import alignment, flat
 from ..memory.planned.trace import Handle, Observe
@@ -27,8 +26,7 @@ Work = Callable[[], None]
 ObserveNames = Callable[[Callable[[str, Work], None]], AbstractContextManager[None]]
 
 
-@dataclass(frozen=True, slots=True)
-class Touch:
+class Touch(NamedTuple):
     """One op: the parameters that it reads, and those whose gradients it writes."""
 
     op: str
@@ -36,8 +34,7 @@ class Touch:
     writes: frozenset[str]
 
 
-@dataclass(frozen=True, slots=True)
-class Bucket:
+class Bucket(NamedTuple):
     """Elements [start, stop) of the flat params and grads. The last `pad` of them belong to no parameter."""
 
     names: tuple[str, ...]

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, ParamSpec
+from typing import Any, NamedTuple, ParamSpec
 
 P = ParamSpec("P")
 
@@ -34,8 +34,7 @@ Observer = Callable[[Call], None]
 NameObserver = Callable[[str, Callable[[], None]], None]
 
 
-@dataclass(frozen=True, slots=True)
-class _ByName:
+class _ByName(NamedTuple):
     observer: NameObserver
 
 

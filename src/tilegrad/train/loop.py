@@ -129,6 +129,7 @@ def train(
         raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
     asked: RunConfig = run if run is not None else own
     check_ranks(asked.train.gradient_accumulation, int(os.environ.get("WORLD_SIZE", "1")), shard)
+    check_device(asked.train.device)
     mesh = Mesh(asked.train.device, timeout_s)
     ranks = _Ranks(mesh, shard, bucket_bytes)
     with end_on_signals(), mesh.watch(), claimed(folder) if mesh.rank == 0 else nullcontext():

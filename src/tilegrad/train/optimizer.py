@@ -21,7 +21,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -75,8 +75,7 @@ def _padded(
     return flat(name, padded)
 
 
-@dataclass(frozen=True, slots=True)
-class Owned:
+class Owned(NamedTuple):
     """Ranges that one rank updates, as long as each other; `decayed` of the leading elements decay."""
 
     params: Buffer

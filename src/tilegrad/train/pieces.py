@@ -65,7 +65,7 @@ class Piece(torch.Tensor):
         return piece
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:  # type: ignore[override]
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
         raise TypeError(f"a piece of a checkpoint takes part in no {func}")
 
     def __create_write_items__(self, name: str, _whole: object) -> list[WriteItem]:
