@@ -38,7 +38,7 @@ def test_buckets_of_every_preset(name: str, world: int) -> None:
     ends = 0
     for b in buckets:
         assert b.start == ends and (b.stop - b.start) % (world * 16) == 0 and 0 <= b.pad <= 2 * world * 16
-        assert {len(model.params[n].master.shape) >= 2 for n in b.names} == {b.decays}
+        assert {len(model.params[n].master.shape) >= 2 for n in b.names} == {b.decayed > 0}
         assert [b.part(r, world) for r in (0, world - 1)] == [
             (b.start, b.start + (b.stop - b.start) // world),
             (b.stop - (b.stop - b.start) // world, b.stop),
@@ -73,7 +73,7 @@ def test_a_gradient_is_final_at_its_op_and_not_before(config: ModelConfig, early
 
     after: dict[int, list[object]] = {}
     for name in want:
-        at = final(Bucket((name,), 0, 0, 0, decays=True), steps) - early
+        at = final(Bucket((name,), 0, 0, 0, 0), steps) - early
         after.setdefault(at, []).append(lambda name=name: take(name))
     engine.arenas.poison("grads")
     with follow(steps, {}, after, observe_names):  # type: ignore[arg-type]
@@ -144,6 +144,26 @@ def test_bytes_of_a_rank(shard: str) -> None:
             assert alone[role].arena_bytes <= plan.arenas[role].arena_bytes <= alone[role].arena_bytes + pads
         moments = 2 * plan.arenas["params"].arena_bytes // world
         assert moments <= plan.arenas["optimizer"].arena_bytes <= moments + scalars
+
+
+def test_everything_sharded() -> None:
+    """A small twin of gpt2-xl on 8 ranks: parts are 1/8, what is whole shares addresses, and the arena is its bound."""
+    config = replace(PRESETS["tiny"], n_layer=6)
+    alone = plan_model(config, 2, 64, torch.float32, CPU)
+    plan = plan_model(config, 2, 64, torch.float32, CPU, world=8, shard="all")
+    arena = plan.arenas["activations"]
+    assert arena.arena_bytes <= 1.01 * arena.lower_bound_bytes
+    for role in ("params", "grads", "optimizer"):
+        assert plan.arenas[role].arena_bytes <= alone.arenas[role].arena_bytes / 8 + 8 * 64 * 8 * 8
+    comm = sum(h.nbytes for h in plan.trace.handles.values() if h.type is BufferType.COMM)
+    assert arena.arena_bytes < alone.arenas["activations"].arena_bytes + comm / 2
+
+
+@pytest.mark.slow
+def test_everything_of_a_large_model_sharded() -> None:
+    plan = plan_model(PRESETS["gpt2-xl"], 4, 1024, torch.float32, CPU, world=8, shard="all")
+    arena = plan.arenas["activations"]
+    assert plan.peak_bytes <= 24.4e9 and arena.arena_bytes <= 1.01 * arena.lower_bound_bytes
 
 
 def test_a_large_model_on_an_h200(on_hopper: None) -> None:

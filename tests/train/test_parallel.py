@@ -15,6 +15,8 @@ from torch import Tensor
 
 from tilegrad import Engine
 from tilegrad.dist.mesh import Mesh
+from tilegrad.kernels.op import observe
+from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_into, save_checkpoint
 from tilegrad.train.pieces import load_pieces, save_pieces
 
@@ -71,13 +73,15 @@ def parity(mesh: Mesh, case: str, shard: str, count: int) -> tuple[float, int, i
         ("tied, dropout", "none", 4),
         ("untied, GQA, window", "optimizer", 1),
         ("untied, GQA, window", "none", 1),
+        ("tied, dropout", "all", 3),
+        ("untied, GQA, window", "all", 1),
     ],
 )
 def test_ranks_are_one_process(two_ranks: Ranks, case: str, shard: str, count: int) -> None:
     """Ranks with unequal micro-batches, and with none."""
     for worst, allocated, planned, alone in two_ranks.run(parity, case, shard, count):
         assert worst < 1e-12
-        assert allocated == planned and (planned < alone) == (shard == "optimizer")
+        assert allocated == planned and (planned < alone) == (shard != "none")
 
 
 def trained(mesh: Mesh | None, steps: int, shard: str = "optimizer", bucket_bytes: int = 20_000) -> Engine:
@@ -105,7 +109,7 @@ def saved_and_resumed(mesh: Mesh, folder: str) -> str:
     again.restore(load_pieces(path, again, mesh)["engine"])
     assert equal(again.params, at_3) and again.steps == 3
     assert equal(go_on(again, mesh, 5).params, at_5)
-    for shard, bucket_bytes in (("none", 50_000), ("optimizer", 9_000)):
+    for shard, bucket_bytes in (("none", 50_000), ("all", 1), ("optimizer", 9_000)):
         other = trained(mesh, 1, shard, bucket_bytes)
         other.restore(load_pieces(path, other, mesh)["engine"])
         assert equal(other.params, at_3)
@@ -180,6 +184,44 @@ def guarded(mesh: Mesh) -> None:
 
 def test_a_guard_and_a_stop_are_agreed(two_ranks: Ranks) -> None:
     two_ranks.run(guarded)
+
+
+def poisoned(mesh: Mesh) -> None:
+    """Units whose values are spoiled after their last use, as every dead value: no bit of a gradient changes."""
+    engine = trained(mesh, 1, "all")
+    x, y = micro_batches(97, 5, 2)[mesh.rank]
+
+    def program() -> list[Tensor]:
+        engine.draws = 7
+        engine.gradients(x, y)
+        found = [own.grads.clone() for own in engine.optimizer.owned]
+        engine.optimizer_step(0.0)
+        engine.zero_gradients()
+        engine.forward(x, y, 100)
+        engine.backward()
+        return found + [own.grads.clone() for own in engine.optimizer.owned]
+
+    want = program()
+    engine.arenas.poison()
+    with poison_dead(engine.arenas, observe):
+        got = program()
+    assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
+
+
+def test_units_are_dead_when_the_plan_says_so(two_ranks: Ranks) -> None:
+    two_ranks.run(poisoned)
+
+
+def evaluated(mesh: Mesh) -> float:
+    """A forward of its own gathers units too, and a rank without a micro-batch takes part."""
+    one, many = trained(None, 0), trained(mesh, 0, "all")
+    x, y = micro_batches(97, 5, 1)[0]
+    assert many.evaluate(x, y) == pytest.approx(one.evaluate(x, y), abs=1e-6)
+    return many.step(*mine(mesh, [(x, y)]), 1e-2) - one.step(x, y, 1e-2)
+
+
+def test_evaluation_and_empty_ranks_of_units(two_ranks: Ranks) -> None:
+    assert two_ranks.run(evaluated) == pytest.approx([0.0, 0.0], abs=1e-6)
 
 
 def disagreeing(mesh: Mesh) -> list[str]:

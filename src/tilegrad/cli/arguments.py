@@ -62,7 +62,7 @@ def given_keys(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 def add_ranks(command: argparse.ArgumentParser) -> None:
     """What several ranks share out, under torchrun; a run's own keys say nothing of ranks."""
     command.add_argument(
-        "--shard", choices=("none", "optimizer"), default="optimizer",
+        "--shard", choices=("none", "optimizer", "all"), default="optimizer",
         help="of several ranks (torchrun), what each holds a part of (default: %(default)s)",
     )  # fmt: skip
     command.add_argument(

@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
     start: int
     stop: int
     pad: int
-    decays: bool
+    decayed: int  # leading elements that decay
 
     def part(self, rank: int, world: int) -> tuple[int, int]:
         """[start, stop) of the elements that a rank owns."""
@@ -101,17 +101,18 @@ def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_byt
         held += p.nbytes
     buckets, start = [], 0
     for run in reversed(runs):
-        align = _align(run[0])
+        align = align_of(run[0])
         size = flat("bucket", run).shape[0]
         held = -(-size // align) * align
         ragged = align if held > size else 0  # an arena ends with its last buffer: let that be a pad
         whole = -(-(held + ragged) // (world * align)) * world * align if world > 1 else size
-        buckets.append(Bucket(tuple(p.name for p in run), start, start + whole, max(whole - held, 0), len(run[0].shape) >= 2))
+        decayed = whole if len(run[0].shape) >= 2 else 0
+        buckets.append(Bucket(tuple(p.name for p in run), start, start + whole, max(whole - held, 0), decayed))
         start += max(whole, held)
     return tuple(buckets)
 
 
-def _align(p: Handle) -> int:
+def align_of(p: Handle) -> int:
     """Elements of which every offset is a multiple: on CUDA the same for a parameter and its shorter copy."""
     return 128 if p.device.type == "cuda" else alignment(p.device) // p.dtype.itemsize
 

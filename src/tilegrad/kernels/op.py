@@ -61,6 +61,12 @@ def observe_names(observer: NameObserver) -> Iterator[None]:
         _observer.reset(token)
 
 
+def emitter() -> Observer | None:
+    """The observer that is set now, for whoever puts calls of its own among those of a program; None: they are run."""
+    observer = _observer.get()
+    return None if isinstance(observer, _ByName) else observer
+
+
 def op(
     *, accumulates: tuple[str, ...] = (), adds: tuple[str, ...] = ()
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:

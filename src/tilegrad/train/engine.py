@@ -19,7 +19,7 @@ behind. On a CPU a step is done when `submit` comes back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -28,10 +28,12 @@ from torch import Tensor
 
 from .. import __version__
 from ..dist.mesh import Mesh
+from ..dist.schedule import Touch
+from ..dist.units import Units
 from ..kernels.cpu.build import digest as native_sources
 from ..kernels.cpu.library import library as native_library
 from ..memory.planned.arena import Arenas, MemoryPlan
-from ..memory.planned.trace import bind
+from ..memory.planned.trace import Handle, bind
 from ..model.config import ModelConfig
 from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
@@ -48,8 +50,8 @@ from .parallel import (
     check_agreed,
     check_shard,
     digest,
-    optimizer_buckets,
     schedule_of,
+    shards_of,
 )
 from .planning import plan_model
 from .recompute import choose_recompute
@@ -58,6 +60,9 @@ from .recompute import choose_recompute
 def default_dtype(device: torch.device) -> torch.dtype:
     """What an engine computes in unless told: bfloat16 on CUDA, float32 elsewhere."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
+
+
+_EMPTY = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))  # of a rank that has no micro-batch left
 
 
 class Engine:
@@ -107,11 +112,14 @@ class Engine:
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
         model = declare(*sizes, self.recompute, **options)
+        buckets, units = shards_of(model, **over_ranks)
         handles = Optimizer.declare(
             model.params.values(), betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
-            rank=rank, world=world, buckets=optimizer_buckets(model, **over_ranks),
+            rank=rank, world=world, buckets=buckets, units=units,
         )  # fmt: skip
         self.optimizer = bind(handles, self.arenas.view)
+        self._units: Units | None = None if units is None else bind(units, self.arenas.view)
+        self._schedules: dict[tuple[str, bool, bool], tuple[Touch, ...]] = {}
         self._ranks = self._parallel(mesh, handles, **over_ranks) if mesh is not None and world > 1 else None
         self._bound: dict[tuple[int, int, bool, bool], Transformer] = {}
         self._threads = torch.get_num_threads()
@@ -127,7 +135,7 @@ class Engine:
         self.loss = 0.0  # of the last forward: one that is not finite must not reach the weights
 
         model = self._model(batch_size, seq_len)
-        kept = isinstance(model.embedding.wte.master, Tensor)  # else this rank has its part of the masters alone
+        kept = self._units is None and isinstance(model.embedding.wte.master, Tensor)  # else a part of the masters
         self._params = {name: p.master if kept else p.value for name, p in model.params.items()}
         self.grads: dict[str, Tensor] = {name: p.grad for name, p in model.params.items()}
         generator = torch.Generator().manual_seed(seed)
@@ -144,13 +152,17 @@ class Engine:
 
     @property
     def params(self) -> dict[str, Tensor]:
-        """By name, once those under way have arrived."""
+        """By name, once those under way have arrived. Where everything is sharded, copies that all ranks ask for together."""
         self.settle()
+        if self._ranks is not None and self._units is not None:
+            whole = self._ranks.gathered()
+            return {name: whole[name][: p.numel()].view(p.shape) for name, p in self._params.items()}
         return self._params
 
     def write_param(self, name: str, value: Tensor) -> None:
         """A parameter from outside, of any dtype and device, on every rank."""
-        self.params[name].copy_(value)
+        if self._units is None:
+            self.params[name].copy_(value)
         if self._ranks is not None:
             self._ranks.place(name, value, self.optimizer)
 
@@ -182,7 +194,8 @@ class Engine:
         self.settle()
         with self._on_stream():
             model = self._load(tokens, targets, total_targets)
-            model.forward()
+            with self._around("forward"):
+                model.forward()
             self.optimizer.loss.copy_(model.head.loss)
             self._pending, self.loss = model, self._mean_loss(model)
         return self.loss
@@ -200,7 +213,7 @@ class Engine:
                 "zero_gradients"
             )
         model, self._pending = self._pending, None
-        with self._on_stream():
+        with self._on_stream(), self._around("backward"):
             model.backward()
 
     def gradients(self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> float:
@@ -211,6 +224,7 @@ class Engine:
         total, taken, ranks = sum(count_targets(y) for _, y in batches), len(batches), self._ranks
         if ranks is not None:
             total, taken = ranks.count(total, taken)
+            batches = self.padded(batches)
         if not batches:
             self.zero_gradients()
         loss, first = 0.0, self.draws
@@ -219,11 +233,8 @@ class Engine:
             for i, (x, y) in enumerate(batches):
                 self.draws = first + (i if ranks is None else i * ranks.mesh.world + ranks.mesh.rank)
                 model = self._load(x, y, total, accumulate=i > 0)
-                if ranks is None:
+                with self._around("step", accumulate=i > 0, last=i == len(batches) - 1):
                     model.step()
-                else:
-                    with ranks.around(accumulate=i > 0, last=i == len(batches) - 1):
-                        model.step()
                 self.optimizer.loss.add_(model.head.loss)
                 loss += self._mean_loss(model) * (self._count / total if total else 0.0)
             if ranks is not None and not batches:
@@ -268,6 +279,12 @@ class Engine:
         results, self._results = self._results, []
         return results
 
+    def padded(self, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
+        """As many as the rank with the most of them has, by batches without a target, where every batch gathers parameters
+        from all ranks; else the same."""
+        more = 0 if self._ranks is None else self._ranks.rounds(len(batches)) - len(batches)
+        return batches + [_EMPTY] * more
+
     def zero_gradients(self) -> None:
         if self._ranks is not None:
             self._ranks.forget_sums()
@@ -286,7 +303,8 @@ class Engine:
         self.settle()
         with self._on_stream():
             model = self._load(tokens, targets, None, training=False)
-            model.forward()
+            with self._around("forward", training=False):
+                model.forward()
             return self._mean_loss(model)
 
     # ── state, for checkpoints ──
@@ -341,7 +359,7 @@ class Engine:
             steps[accumulate] = schedule_of(model)
         sharded = shard != "none"
         buckets = buckets_of(model, steps[False], world if sharded else 1, bucket_bytes)
-        return Parallel(mesh, optimizer, buckets, steps, self.arenas.view, sharded=sharded)
+        return Parallel(mesh, optimizer, buckets, steps, self.arenas.view, sharded=sharded, units=self._units)
 
     def _check_ranks(self, ranks: Parallel) -> None:
         """Refuse ranks that would not compute the same thing."""
@@ -350,11 +368,13 @@ class Engine:
             "model": str(self.config), "batch_size": str(self.batch_size), "seq_len": str(self.seq_len),
             "dtype": str(self.dtype), "seed": str(self.seed), "recompute": str(self.recompute),
             "optimizer": f"{o.betas}, {o.eps}, {o.weight_decay}, {o.max_norm}",
-            "shard": "optimizer" if ranks.sharded else "none", "buckets": str([(b.start, b.stop) for b in ranks.buckets]),
+            "shard": "all" if ranks.units else "optimizer" if ranks.sharded else "none",
+            "buckets": str([(b.start, b.stop) for b in ranks.buckets]),
             "tilegrad": __version__, "torch": torch.__version__, "threads": str(torch.get_num_threads()),
             "native library": native if isinstance(native, str) else native_sources(),
         })  # fmt: skip
-        check_agreed(ranks.mesh, {"initial weights": digest(list(self.params.values()))})
+        if self._units is None:
+            check_agreed(ranks.mesh, {"initial weights": digest(list(self.params.values()))})
 
     def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences of t tokens."""
@@ -370,8 +390,31 @@ class Engine:
                 config, b, t, self.dtype, self.device, self.recompute,
                 accumulate=accumulate, linear=linear, deterministic=self.deterministic,
             )  # fmt: skip
-            self._bound[key] = bind(handles, self.arenas.view)
+            self._bound[key] = bind(handles, self._view)
         return self._bound[key]
+
+    def _view(self, handle: Handle) -> object:
+        if self._units is not None and handle.name in self._units.owner:
+            return self._units.view(handle)
+        return self.arenas.view(handle)
+
+    def _around(
+        self, program: str, *, training: bool = True, accumulate: bool = True, last: bool = False
+    ) -> AbstractContextManager[None]:
+        """What the ranks do around a program of the model: of units each one, else a step alone."""
+        if self._ranks is None or (self._units is None and program != "step"):
+            return nullcontext()
+        if self._units is None:
+            return self._ranks.around(accumulate=accumulate, last=last)
+        key = program, training, accumulate
+        if key not in self._schedules:
+            config = self.config if training else replace(self.config, dropout=0.0)
+            model = declare(
+                config, self.batch_size, self.seq_len, self.dtype, self.device, self.recompute,
+                accumulate=accumulate, deterministic=self.deterministic,
+            )  # fmt: skip
+            self._schedules[key] = schedule_of(model, getattr(model, program))
+        return self._ranks.around_units(self._schedules[key], accumulate=accumulate)
 
     def _check(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """Refuse a batch before any buffer changes. The last forward is forgotten: its buffers are about to be used anew."""
@@ -400,7 +443,8 @@ class Engine:
 
     def _round_weights(self, model: Transformer) -> None:
         """The compute copies, where someone else than AdamW has changed the params; masters that are sharded round theirs."""
-        if self._rounded != self._version() and isinstance(model.embedding.wte.master, Tensor):
+        whole = self._units is None and isinstance(model.embedding.wte.master, Tensor)
+        if self._rounded != self._version() and whole:
             model.round_weights()
             self._rounded = self._version()
 

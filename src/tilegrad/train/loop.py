@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..dist.mesh import Mesh, RankLost
 from ..memory.page import human
@@ -315,7 +316,7 @@ class _Run:
             self._tell("data", self.found)
         tokens = min(self.batches.windows * t.seq_len, len(self.text))
         self._tell("start", {
-            "parameters": sum(p.numel() for p in engine.params.values()), "tokens": tokens,
+            "parameters": sum(g.numel() for g in engine.grads.values()), "tokens": tokens,
             "planned_bytes": engine.plan.peak_bytes, "unigram_entropy": self.entropy, "step": engine.steps, "steps": t.steps,
             "folder": str(self.folder), "resumed_from": None if self.resumed_from is None else str(self.resumed_from),
         })  # fmt: skip
@@ -439,10 +440,11 @@ class _Run:
         if few or not t.eval_batches:
             return
         total, count = 0.0, 0.0
-        for tokens, targets in batches_in_order(
+        own = batches_in_order(
             self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation,
             rank=self.mesh.rank, world=self.mesh.world,
-        ):  # fmt: skip
+        )  # fmt: skip
+        for tokens, targets in engine.padded(list(own)):
             self.mesh.at(f"step {engine.steps}: evaluating")
             n = count_targets(targets)
             total += engine.evaluate(tokens, targets) * n
@@ -487,18 +489,19 @@ class _Run:
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, t = self.engine, self.run.train
         measured, report = self._resident(), self.folder / "report.html"
+        params = engine.params  # of all ranks together
         if self.mesh.rank:
             return RunResult(
                 self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
                 measured, "", report, stopped_by, self.best,
             )  # fmt: skip
-        sample = self._sample() if sample is None else sample
+        sample = self._sample(params) if sample is None else sample
         memory = step_report(
             engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step",
             linear=engine.linear, deterministic=engine.deterministic, **self.sharding,
         )  # fmt: skip
         facts = {
-            "model": f"{sum(p.numel() for p in engine.params.values()):,} parameters, {self.run.model.n_layer} layers",
+            "model": f"{sum(g.numel() for g in engine.grads.values()):,} parameters, {self.run.model.n_layer} layers",
             "steps": f"{engine.steps:,} of {t.steps:,}",
             "loss": f"{self.train_loss:.4f}"
             + (f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""),
@@ -523,7 +526,7 @@ class _Run:
             measured, sample, report, stopped_by, self.best,
         )  # fmt: skip
 
-    def _sample(self) -> str:
+    def _sample(self, params: dict[str, Tensor]) -> str:
         room = self.run.model.block_size // 2
         n = min(self.run.train.sample_tokens, self.run.model.block_size - room)
         begin = (
@@ -537,7 +540,7 @@ class _Run:
             return ""
         options: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": self.run.train.seed}
         try:
-            tokens = list(generate(self.run.model, self.engine.params, prompt, n, **options))
+            tokens = list(generate(self.run.model, params, prompt, n, **options))
         except RuntimeError:  # torch, of probabilities that are not finite: these weights write nothing
             return ""
         return decode_known(self.tokenizer, [*prompt, *tokens])

@@ -27,6 +27,7 @@ import torch
 from torch import Tensor
 
 from ..dist.schedule import Bucket
+from ..dist.units import Units
 from ..kernels.adamw import adamw_step, adamw_workspace
 from ..kernels.global_norm import global_norm, global_norm_workspace
 from ..kernels.guard import guard, guard_workspace
@@ -88,17 +89,18 @@ class Owned(NamedTuple):
 
 def _owned(
     masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle, rounded: FlatHandle | None,
-    buckets: Sequence[Bucket], rank: int, world: int,
+    buckets: Sequence[Bucket], rank: int, world: int, units: Units | None,
 ) -> tuple[Owned, ...]:  # fmt: skip
-    """A rank's slice of each bucket."""
+    """A rank's slice of each bucket; of units it has nothing else."""
     found, at = [], 0
     for bucket in buckets:
         start, stop = bucket.part(rank, world)
         here = at, at + stop - start
-        params = masters.part(start, stop) if rounded is None else masters.part(*here)
-        copies = None if rounded is None else rounded.part(start, stop)
-        decayed = (stop - start) * bucket.decays
-        piece: Any = params, grads.part(start, stop), m.part(*here), v.part(*here), copies, decayed
+        there = here if units is not None else (start, stop)
+        params = masters.part(*(there if rounded is None else here))
+        copies = None if rounded is None else rounded.part(*there)
+        decayed = min(max(bucket.start + bucket.decayed - start, 0), stop - start)
+        piece: Any = params, grads.part(*there), m.part(*here), v.part(*here), copies, decayed
         found.append(Owned(*piece))
         at = here[1]
     return tuple(found)
@@ -134,8 +136,11 @@ class Optimizer:
     def declare(
         cls, params: Iterable[Param], *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
         weight_decay: float = 0.1, max_norm: float = 1.0, rank: int = 0, world: int = 1, buckets: Sequence[Bucket] = (),
+        units: Units | None = None,
     ) -> Optimizer:  # fmt: skip
-        """Of one rank of `world`; with `buckets`, sharded over them."""
+        """Of one rank of `world`; with `buckets`, sharded over them; with `units`, of which it has a part each, over those."""
+        if units is not None:
+            buckets = tuple(units.buckets.values())
         ordered = decayed_first(params)
         copied = ordered[0].value is not ordered[0].master
         form = cast(Handle, ordered[0].master)
@@ -151,6 +156,9 @@ class Optimizer:
 
         grads = _padded("grads", ordered, buckets, lambda p: p.grad)
         values = _padded("rounded" if copied else "params", ordered, buckets, lambda p: p.value)
+        if units is not None:
+            grads = flat("grads", list(units.grad_parts.values()))
+            values = flat("rounded" if copied else "params", list(units.value_parts.values()))
         masters = values
         if copied:
             masters = share("master") if buckets else _padded("params", ordered, (), lambda p: p.master)
@@ -159,7 +167,7 @@ class Optimizer:
         decayed = (*masters.starts, masters.shape[0])[first_undecayed] if not buckets else 0
         rounded = values if copied else None
         whole: Any = masters, grads, m, v, rounded, decayed
-        owned = _owned(masters, grads, m, v, rounded, buckets, rank, world) if buckets else (Owned(*whole),)
+        owned = _owned(masters, grads, m, v, rounded, buckets, rank, world, units) if buckets else (Owned(*whole),)
         scratch = (
             below("global_norm", global_norm_workspace(*(piece.grads for piece in owned)))
             | below("guard", guard_workspace())

@@ -24,12 +24,13 @@ from torch import Tensor
 
 from ..dist.mesh import Mesh
 from ..dist.schedule import Bucket, Touch, Work, cut, final, follow, needed, order, touches
-from ..kernels.op import observe, observe_names
+from ..dist.units import Units, gathered
+from ..kernels.op import emitter, observe, observe_names
 from ..memory.planned.trace import FlatHandle, Handle
 from ..model.transformer import Transformer
 from .optimizer import Optimizer, decayed_first
 
-Shard = Literal["none", "optimizer"]
+Shard = Literal["none", "optimizer", "all"]
 BUCKET_BYTES = 64 << 20
 Run = tuple[Tensor, int, int]  # of a flattened tensor: the run, its offset, the tensor's length
 
@@ -50,22 +51,39 @@ def check_shard(shard: str, world: int, linear: str) -> None:
         raise ValueError(f"linear: got {linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
 
 
-def schedule_of(model: Transformer) -> tuple[Touch, ...]:
-    """Of the model's step, on handles."""
+def schedule_of(model: Transformer, program: Callable[[], object] | None = None) -> tuple[Touch, ...]:
+    """Of a program of the model's, by default its step, on handles."""
     values = {cast(Handle, p.value).name: p.name for p in model.params.values()}
     grads = {cast(Handle, p.grad).name: p.name for p in model.params.values()}
-    return touches(model.step, observe, values, grads)
+    return touches(program or model.step, observe, values, grads)
 
 
 def buckets_of(model: Transformer, steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
     return cut([cast(Handle, p.master) for p in decayed_first(model.params.values())], steps, world, bucket_bytes)
 
 
-def optimizer_buckets(model: Transformer, world: int, shard: Shard, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """The buckets that the optimizer is sharded over; none where it is whole on each rank."""
+def shards_of(
+    model: Transformer, world: int, shard: Shard, bucket_bytes: int
+) -> tuple[tuple[Bucket, ...], Units | None]:
+    """The buckets that the optimizer is sharded over, none where it is whole on each rank; the units where all is sharded."""
     if world == 1 or shard == "none":
-        return ()
-    return buckets_of(model, schedule_of(model), world, bucket_bytes)
+        return (), None
+    if shard == "all":
+        return (), Units.declare(list(model.params.values()), world)
+    return buckets_of(model, schedule_of(model), world, bucket_bytes), None
+
+
+def in_units(units: Units | None, model: Transformer, program: Callable[[], None]) -> Callable[[], None]:
+    """The program on handles, with the collectives of its units."""
+    if units is None:
+        return program
+    steps = schedule_of(model, program)
+
+    def run() -> None:
+        with units.around(steps, None, first=False, emit=emitter(), observe=observe, observe_names=observe_names):
+            program()
+
+    return run
 
 
 class Parallel:
@@ -73,9 +91,18 @@ class Parallel:
 
     def __init__(
         self, mesh: Mesh, optimizer: Optimizer, buckets: tuple[Bucket, ...], steps: Mapping[bool, tuple[Touch, ...]],
-        bind: Callable[[Any], Any], *, sharded: bool,
+        bind: Callable[[Any], Any], *, sharded: bool, units: Units | None = None,
     ) -> None:  # fmt: skip
-        self.mesh, self.buckets, self.sharded, self.steps = mesh, buckets, sharded, steps
+        self.mesh, self.buckets, self.sharded, self.steps, self.units = mesh, buckets, sharded, steps, units
+        self.stop = False  # asked of this rank; after a step, of any
+        self.step = 0
+        self.summed = False  # the gradients are those of all ranks
+        self._sums: list[Any] = []
+        self._gathers: dict[int, Any] = {}
+        self.order: tuple[int, ...] = ()
+        if units is not None:
+            self.buckets, self.starts = tuple(units.buckets.values()), units.starts
+            return
         self.order = order(buckets, steps[False])
         self.needed = [needed(bucket, steps[False]) for bucket in buckets]
         values = cast(FlatHandle, optimizer.params if optimizer.rounded is None else optimizer.rounded)
@@ -83,11 +110,6 @@ class Parallel:
         self.starts = {h.name.removeprefix("d "): start for h, start in zip(grads.buffers, grads.starts, strict=True)}
         self.values: list[Tensor] = [bind(values.part(b.start, b.stop)) for b in buckets]
         self.grads: list[Tensor] = [bind(grads.part(b.start, b.stop)) for b in buckets]
-        self.stop = False  # asked of this rank; after a step, of any
-        self.step = 0
-        self.summed = False  # the gradients are those of all ranks
-        self._sums: list[Any] = []
-        self._gathers: dict[int, Any] = {}
 
     # ── gradients ──
 
@@ -97,6 +119,20 @@ class Parallel:
         self.mesh.at(f"step {self.step}: counting targets")
         total, taken = self.mesh.sum(targets, micro_batches)
         return int(total), int(taken)
+
+    def rounds(self, micro_batches: int) -> int:
+        """Of units, which every micro-batch gathers, the most micro-batches that a rank has: all run as many."""
+        return max(self.mesh.gather(micro_batches)) if self.units is not None else micro_batches
+
+    @contextmanager
+    def around_units(self, steps: tuple[Touch, ...], *, accumulate: bool) -> Iterator[None]:
+        """Inside runs a program of these steps; what units it needs come and go."""
+        assert self.units is not None
+        self.mesh.at(f"step {self.step}: forward and backward")
+        with self.units.around(
+            steps, self.mesh, first=not accumulate, emit=emitter(), observe=observe, observe_names=observe_names
+        ):
+            yield
 
     @contextmanager
     def around(self, *, accumulate: bool, last: bool) -> Iterator[None]:
@@ -163,7 +199,7 @@ class Parallel:
         self.stop = stop > 0
         optimizer.apply(learning_rate)
         self.step += 1
-        if self.sharded:
+        if self.sharded and self.units is None:
             self.gather()
         return float(loss)
 
@@ -218,21 +254,29 @@ class Parallel:
             for own in optimizer.owned:
                 if own.rounded is not None:
                     own.rounded.copy_(own.params)
-            self.gather()
-            self.settle()
+            if self.units is None:
+                self.gather()
+                self.settle()
+
+    def gathered(self) -> dict[str, Tensor]:
+        """Every parameter of the units, flat, whole: called on all ranks."""
+        assert self.units is not None
+        return gathered(self.units, self.mesh)
 
     # ── the start ──
 
     def place(self, name: str, whole: Tensor, optimizer: Optimizer) -> None:
         """A parameter's value, in float32 or better: this rank keeps its part of the master where layers compute with a
         copy of it. The copy is written elsewhere, whole."""
-        if optimizer.rounded is None or not self.sharded:
+        if self.units is None and (optimizer.rounded is None or not self.sharded):
             return
         x = whole.reshape(-1)
         for bucket, own in zip(self.buckets, optimizer.owned, strict=True):
             low, high, at = self._overlap(bucket, name, x.numel())
             if name in bucket.names and low < high:
                 own.params[at : at + high - low].copy_(x[low:high])
+                if self.units is not None and own.rounded is not None:
+                    own.rounded[at : at + high - low].copy_(x[low:high])
 
 
 def check_agreed(mesh: Mesh, fields: Mapping[str, str]) -> None:

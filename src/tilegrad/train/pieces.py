@@ -102,7 +102,7 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, An
     mesh.barrier()  # every rank has read the folder's names
     if mesh.rank == 0:
         files = {name: one for part in told for name, one in part.items()}
-        shapes = {name: list(p.shape) for name, p in engine.params.items()}
+        shapes = {name: list(g.shape) for name, g in engine.grads.items()}
         write_manifest(staged, engine.steps, files, {**state, "shapes": shapes, "ranks": mesh.world})
         staged.rename(path)
         sync(folder)
@@ -115,7 +115,7 @@ def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:
     """Into an engine of any number of ranks and any buckets. Nothing is written unless every file is what was saved."""
     mesh.at(f"loading {path.name}")
     manifest = check_together(path, mesh)
-    shapes = {name: list(p.shape) for name, p in engine.params.items()}
+    shapes = {name: list(g.shape) for name, g in engine.grads.items()}
     there = manifest["state"].get("shapes") or _shapes(path / TENSORS, shapes)
     if there != shapes:
         name = next(name for name in sorted({*there, *shapes}) if there.get(name) != shapes.get(name))

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import torch
 
+from ..dist.units import Units
 from ..kernels import gpu
 from ..kernels.op import observe
 from ..memory.planned.arena import MemoryPlan, plan_memory
@@ -17,7 +18,7 @@ from ..model.config import ModelConfig
 from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
 from .optimizer import Optimizer, decayed_first
-from .parallel import BUCKET_BYTES, Shard, optimizer_buckets
+from .parallel import BUCKET_BYTES, Shard, in_units, shards_of
 
 Recompute = tuple[frozenset[Recomputed], ...]
 
@@ -30,18 +31,19 @@ def plan_model(
     """Every byte of training this model, of one rank of `world`. Both ways to its gradients are traced, so the plan serves
     either."""
     model = declare(config, batch_size, seq_len, dtype, device, recompute, linear=linear, deterministic=deterministic)
-    buckets = optimizer_buckets(model, world, shard, bucket_bytes)
-    optimizer = Optimizer.declare(model.params.values(), world=world, buckets=buckets)
+    buckets, units = shards_of(model, world, shard, bucket_bytes)
+    optimizer = Optimizer.declare(model.params.values(), world=world, buckets=buckets, units=units)
+    step, forward, backward = (in_units(units, model, run) for run in (model.step, model.forward, model.backward))
 
     def program() -> None:
-        model.step()
+        step()
         optimizer.update(0.0)
-        model.forward()
-        model.backward()
+        forward()
+        backward()
         if linear != "plain":  # evaluation is
             declare(config, batch_size, seq_len, dtype, device, recompute, deterministic=deterministic).forward()
 
-    return plan_memory(trace(program, observe, _persistent(optimizer, model)), share=share)
+    return plan_memory(trace(program, observe, _persistent(optimizer, model, units)), share=share)
 
 
 def step_report(
@@ -53,14 +55,15 @@ def step_report(
     model = declare(
         config, batch_size, seq_len, dtype, memory.device, recompute, linear=linear, deterministic=deterministic
     )
-    buckets = optimizer_buckets(model, world, shard, bucket_bytes)
-    optimizer = Optimizer.declare(model.params.values(), world=world, buckets=buckets)
+    buckets, units = shards_of(model, world, shard, bucket_bytes)
+    optimizer = Optimizer.declare(model.params.values(), world=world, buckets=buckets, units=units)
+    step = in_units(units, model, model.step)
 
     def program() -> None:
-        model.step()
+        step()
         optimizer.update(0.0)
 
-    one_step = replace(memory, trace=trace(program, observe, _persistent(optimizer, model)))
+    one_step = replace(memory, trace=trace(program, observe, _persistent(optimizer, model, units)))
     return replace(memory_report(one_step, title), beside=tuple(beside(memory.device, batch_size, seq_len).items()))
 
 
@@ -82,7 +85,8 @@ def _cublas_workspace(device: torch.device) -> int:
     return (4096 * 8 if hopper else 4096 * 2 + 16 * 8) * 1024
 
 
-def _persistent(optimizer: Optimizer, model: Transformer) -> object:
+def _persistent(optimizer: Optimizer, model: Transformer, units: Units | None) -> object:
     """Buffers that live as long as the engine, in the order of their arenas: the optimizer's flat ranges, then the compute
-    copies of the params and the scales of float8 products, where there are any."""
-    return optimizer, [p.value for p in decayed_first(model.params.values())], model.scales
+    copies of the params, but for those in units, and the scales of float8 products, where there are any."""
+    copies = [p.value for p in decayed_first(model.params.values())] if units is None else []
+    return optimizer, copies, model.scales
