@@ -96,11 +96,16 @@ def test_a_killed_rank_is_restarted_to_the_same_bits_and_any_number_goes_on(tmp_
 
 @pytest.mark.slow
 def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
-    runs = [Torchrun(world, tmp_path / f"of-{world}", "--steps", "6") for world in (1, 2)]
+    """Five evaluation batches: one rank has one more."""
+    flags = ("--steps", "6", "--train.eval_interval", "3", "--train.eval_batches", "5")
+    runs = [Torchrun(1, tmp_path / "one", *flags)]
+    runs += [Torchrun(2, tmp_path / shard, *flags, "--shard", shard) for shard in ("optimizer", "all")]
+    losses = []
     for run in runs:
         assert run.wait() == 0, run.text()
-    one, two = ([r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] == "train"] for run in runs)
-    assert one == pytest.approx(two, abs=2e-5) and len(one) == 6
+        losses.append([r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] in ("train", "validation")])
+    assert all(each == pytest.approx(losses[0], abs=2e-5) for each in losses)
+    assert len(losses[0]) == 8
 
 
 @pytest.mark.slow
