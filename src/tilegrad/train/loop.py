@@ -117,9 +117,7 @@ def train(
     has restarted resume by themselves."""
     check_platform()
     given: Path | None = None
-    restarted = (
-        int(os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")) > 0
-    )  # by torchrun, with the arguments of the start
+    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, with the arguments of the start
     resume = resume or (restarted and holds_a_run(folder))
     if resume:
         home, given = locate(resume) if isinstance(resume, Path) else (folder, None)
