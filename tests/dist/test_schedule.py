@@ -14,10 +14,11 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.dist.schedule import Bucket, Touch, final, follow, needed, order
 from tilegrad.kernels.op import observe_names, op
 from tilegrad.memory.types import BufferType
+from tilegrad.model.block import Recomputed
 from tilegrad.model.config import PRESETS
 from tilegrad.model.transformer import Transformer, declare
 from tilegrad.train.parallel import buckets_of, schedule_of
-from tilegrad.train.planning import Recompute, plan_model
+from tilegrad.train.planning import plan_model
 
 CPU = torch.device("cpu")
 MODELS = {**PRESETS, "qwen": QWEN3, "dropout": replace(CONFIG, dropout=0.1)}
@@ -168,8 +169,8 @@ def test_everything_of_a_large_model_sharded() -> None:
 
 def test_a_large_model_on_an_h200(on_hopper: None) -> None:
     """gpt2-xl in bfloat16, norms and activations recomputed: masters are sharded too."""
-    chosen: Recompute = (frozenset({"activation", "norm"}),) * 48
+    both: frozenset[Recomputed] = frozenset({"activation", "norm"})
     plan = plan_model(
-        PRESETS["gpt2-xl"], 16, 1024, torch.bfloat16, torch.device("cuda"), chosen, world=8, shard="optimizer"
+        PRESETS["gpt2-xl"], 16, 1024, torch.bfloat16, torch.device("cuda"), (both,) * 48, world=8, shard="optimizer"
     )  # fmt: skip
     assert plan.peak_bytes <= 37.6e9

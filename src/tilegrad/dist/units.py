@@ -65,7 +65,10 @@ class Units:
         groups: dict[str, list[Any]] = {}
         for p in params:
             groups.setdefault(p.master.layer if p.master.layer.startswith("blocks.") else ROOT, []).append(p)
-        buckets, starts, owner, end = {}, {}, {}, 0
+        buckets: dict[str, Bucket] = {}
+        starts: dict[str, int] = {}
+        owner: dict[str, tuple[str, str]] = {}
+        end = 0
         for unit, own in groups.items():
             ordered = sorted(own, key=lambda p: len(p.master.shape) < 2)
             layout, step = flat("unit", [p.master for p in ordered]), world * align_of(own[0].master)
@@ -211,7 +214,7 @@ def _bound(actions: Mapping[int, Sequence[tuple[str, str]]], act: Callable[[str,
 
 def gathered(units: Units, mesh: Mesh) -> dict[str, torch.Tensor]:
     """Every parameter whole, flat, in memory of its own: a collective, called on all ranks."""
-    found = {}
+    found: dict[str, torch.Tensor] = {}
     for unit, bucket in units.buckets.items():
         part = units.value_parts[unit]
         whole = torch.empty(bucket.stop - bucket.start, dtype=part.dtype, device=part.device)
