@@ -246,9 +246,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if claimed != digest:
         raise DamagedCheckpoint(path, f"{MANIFEST} does not have the digest that it says")
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
-        raise DamagedCheckpoint(
-            path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads"
-        )
+        raise DamagedCheckpoint(path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads")
     match content:
         case {"step": int(), "state": dict(), "files": {**files}} if list(files) == [TENSORS] or _are_shards(files):
             pass
