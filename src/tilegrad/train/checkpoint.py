@@ -248,11 +248,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
         raise DamagedCheckpoint(path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads")
     match content:
-        case {"step": int(), "state": dict(), "files": {**files}} if list(files) == [TENSORS] or _are_shards(files):
+        case {"step": int(), "state": dict(), "files": {**given}} if list(given) == [TENSORS] or _are_shards(content["files"]):
             pass
         case _:
             raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
-    for name, what in files.items():
+    for name, what in content["files"].items():
         if not (path / name).is_file():
             raise DamagedCheckpoint(path, f"{name} is missing")
         size, said = (path / name).stat().st_size, what.get("bytes") if isinstance(what, dict) else what
