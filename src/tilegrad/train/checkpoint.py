@@ -248,7 +248,9 @@ def read_manifest(path: Path) -> dict[str, Any]:
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
         raise DamagedCheckpoint(path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads")
     match content:
-        case {"step": int(), "state": dict(), "files": {**given}} if list(given) == [TENSORS] or _are_shards(content["files"]):
+        case {"step": int(), "state": dict(), "files": {**given}} if list(given) == [TENSORS] or _are_shards(
+            content["files"]
+        ):
             pass
         case _:
             raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
