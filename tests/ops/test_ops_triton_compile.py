@@ -107,7 +107,10 @@ def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path:
     assert all(".128" in kernel.sass for kernel in wide), "loads are not of 16 bytes"
 
 
-@pytest.mark.parametrize(("n", "c"), [(1, 1), (1, 768), (1023, 1)])
+ONES = [(1, 1), pytest.param(1, 768, marks=pytest.mark.slow), pytest.param(1023, 1, marks=pytest.mark.slow)]
+
+
+@pytest.mark.parametrize(("n", "c"), ONES)
 def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
     """Triton makes a constant of an argument that is 1."""
     from tilegrad.kernels.activation import triton_ops as activation
