@@ -39,7 +39,7 @@ def test_public_names_are_there_and_documented() -> None:
         tilegrad.atention  # noqa: B018
 
 
-@pytest.mark.parametrize("module", [flash, functional, nn, shared_attention, config, engine, api])
+@pytest.mark.parametrize("module", [flash, functional, nn.attention, nn.dilated, shared_attention, config, engine, api])
 def test_examples_in_docstrings(module: ModuleType) -> None:
     done = doctest.testmod(module)
     assert done.failed == 0

@@ -44,7 +44,8 @@ _HOMES = {  # op of ours → its groups: one, or forward and backward
     "activation": ("activation forward", "activation backward"), "adamw": ("optimizer",),
     "attention": ("attention forward", "attention backward"), "column_sum": ("bias sums",), "cross_entropy": ("loss",),
     "dropout": ("dropout",), "embedding": ("embeddings",), "embedding_mse": ("loss",), "fp8_linear": ("fp8 scaling",),
-    "global_norm": ("optimizer",), "norm": ("norms forward", "norms backward"),
+    "global_norm": ("optimizer",), "mix": ("attention forward", "attention backward"),
+    "norm": ("norms forward", "norms backward"),
     "optimizer": ("optimizer",), "residual": ("norms forward", "norms backward"), "rope": ("rope",),
 }  # fmt: skip
 _BACKWARD = re.compile(r"_(bwd|backward|dq|dkdv|dkv|delta|dbias|dsinks|preprocess|postprocess)")

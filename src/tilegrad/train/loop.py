@@ -65,7 +65,6 @@ from .log import NoLog, RunLog, read_log, tensorboard_installed
 from .machine import check_device, check_platform
 from .optimizer import NonFiniteError, StepResult
 from .parallel import BUCKET_BYTES, Shard, check_agreed, check_ranks
-from .pieces import load_pieces, save_pieces
 from .planning import step_report
 from .report import run_report, run_tables
 from .resident import Resident, held, resident
@@ -270,6 +269,8 @@ class _Run:
         if self.mesh.world == 1:
             load_into(path, self.engine.tensors())
         else:
+            from .pieces import load_pieces  # torch's distributed checkpoint takes a second to load
+
             load_pieces(path, self.engine, self.mesh)
         self.engine.restore(state["engine"])
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
@@ -468,6 +469,8 @@ class _Run:
     def _checkpoint(self, place: str, *, keep: int) -> Path:
         folder, engine = self.folder / place, self.engine
         if self.mesh.world > 1:
+            from .pieces import save_pieces  # torch's distributed checkpoint takes a second to load
+
             return save_pieces(folder, engine, self.mesh, self._state(), keep=keep)
         return save_checkpoint(folder, engine.steps, engine.tensors(), self._state(), keep=keep)
 
