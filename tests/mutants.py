@@ -44,7 +44,7 @@ TESTS = {  # the longest beginning of a path decides
     "kernels/attention/cpu.py": (f"{ATTENTION}native.py",),
     "kernels/cpu/": (f"{ATTENTION}native.py", "tests/ops/test_ops_norm.py", "tests/ops/test_ops_activation.py"),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),
-    "memory/managed/": ("tests/memory", "tests/bench/test_bench_memory.py"),
+    "memory/managed/": ("tests/memory", "tests/bench/test_bench_memory.py", "tests/attacks/test_attack_memory.py"),
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "train/": ("tests/train", "tests/model/test_dropout.py"),

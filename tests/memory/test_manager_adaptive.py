@@ -1,5 +1,6 @@
 """The manager's four enhancements: adaptive cache size, pattern learning, sharing across modules, profiling."""
 
+import itertools
 import json
 import re
 import threading
@@ -11,6 +12,7 @@ import torch
 from tilegrad.memory import AttentionBufferManager, BufferType
 from tilegrad.memory.managed.pattern import PatternLearner, demand
 from tilegrad.memory.managed.pressure import AdaptiveLimit, memory_pressure
+from tilegrad.memory.managed.profile import Profile
 
 Q, K, V, OUT, SCORES = BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT, BufferType.SCORES
 CPU = torch.device("cpu")
@@ -120,6 +122,16 @@ def test_pressure_of_the_nearest_limit(tmp_path, version):
     (group.parent / names[1]).write_text("950\n")
     (group.parent / "memory.stat").write_text(f"anon 1\n{names[2]} 250\n")
     assert memory_pressure(CPU, root) == pytest.approx(0.7)
+
+
+def test_pressure_of_a_gpu_counts_what_its_allocator_holds_unused_as_free(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda _device: (30, 100))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda _device: 20)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: 5)
+    assert memory_pressure(torch.device("cuda", 0)) == pytest.approx(0.55)
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda _device: -90)
+    assert memory_pressure(torch.device("cuda", 0)) == 0.0
+    assert memory_pressure(torch.device("meta")) == 0.0
 
 
 def test_the_real_source_gives_a_share():
@@ -266,6 +278,25 @@ def test_profile_per_type(profiled):
     assert per_type["output"]["mean_lifetime_ms"] > 0, "a dropped buffer ends too"
     assert per_type["key"]["mean_lifetime_ms"] == 0
     assert per_type["value"]["count"] == 0
+
+
+def test_profile_by_a_clock_that_ticks_a_millisecond_at_each_look(monkeypatch):
+    ticks = itertools.count(1_000_000, 1_000_000)
+    monkeypatch.setattr(Profile, "now", lambda _profile: next(ticks))
+    manager = AttentionBufferManager(enable_profiling=True)
+    a = manager.allocate(Q, (1000,))  # asked for at 1, there at 2
+    b = manager.allocate(Q, (500,))  # 3, 4
+    manager.deallocate(a)  # 5, 6
+    manager.deallocate(b)  # 7, 8
+    c = manager.allocate(Q, (1000,))  # 9, 10
+    del c
+    row = manager.get_stats()["per_type"]["query"]  # dropped: seen at 11
+    assert (row["count"], row["bytes"], row["high_water_bytes"]) == (3, 10_000, 6000)
+    assert row["time_ms"] == 5.0
+    assert row["mean_lifetime_ms"] == (5 + 5 + 2) / 3
+    assert [(life.first_ns, life.last_ns) for life in manager._profile.lives()] == [
+        (1e6, 6e6), (3e6, 8e6), (9e6, 11e6)
+    ]  # fmt: skip
 
 
 def test_chrome_trace(profiled, tmp_path):

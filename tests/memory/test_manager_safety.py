@@ -178,6 +178,17 @@ def test_a_holder_that_came_after_the_free_is_seen():
     assert manager.get_stats()["quarantined"] == 1
 
 
+@pytest.mark.parametrize("holder", HOLDERS)
+def test_any_holder_that_came_after_the_free_is_seen(holder, shape):
+    manager = AttentionBufferManager()
+    t = manager.allocate(Q, shape)
+    manager.deallocate(t)
+    address, late = t.data_ptr(), HOLDERS[holder](t)
+    assert manager.allocate(Q, shape).data_ptr() != address
+    assert manager.get_stats()["quarantined"] == 1
+    del late
+
+
 def test_changes_of_shape_by_the_caller_do_not_reach_the_next(manager):
     for change in (
         lambda t: t.t_(),

@@ -2,6 +2,7 @@
 
 import ctypes
 import functools
+import mmap
 import os
 import platform
 import random
@@ -14,7 +15,7 @@ import torch
 
 from tilegrad.memory import AttentionBufferManager, BufferConfig, BufferType
 from tilegrad.memory.managed import numa
-from tilegrad.memory.managed.slab import MIB, BestFitSlab, BucketSlab, size_class
+from tilegrad.memory.managed.slab import MIB, BestFitSlab, BucketSlab, Region, size_class
 from tilegrad.memory.managed.strategies import NumaAware, Strategies
 from tilegrad.memory.types import DEFAULT_CONFIGS
 
@@ -174,6 +175,45 @@ def test_a_region_with_live_blocks_stays_where_there_are_two(slab):
     _, five = slab.take(MIB, 64)
     slab.give_back(five, 64)
     assert slab.idle_bytes == 0
+
+
+def test_a_region_that_is_full_to_its_end_stays_with_a_hole_in_its_midst():
+    """First and last block of one page each: the hole between them begins as far from one end as from the other."""
+    slab, page = BestFitSlab(CPU, pinned=False), mmap.PAGESIZE
+    first, one = slab.take(page, 64)
+    region = slab._stretches[0].region
+    _, two = slab.take(region.nbytes - 2 * page, 64)
+    last, three = slab.take(page, 64)
+    assert one.region is two.region is three.region is region and three.offset + page == region.nbytes
+    slab.take(page, 64)
+    assert len(slab._stretches) == 2
+    slab.give_back(two, 64)
+    assert slab._stretches[0].region is region
+    assert slab.fragmentation() == (region.nbytes - 2 * page, region.nbytes + page)
+    first[:8], last[:8] = 3, 4
+    assert slab.take(2 * page, 64)[1].offset == page, "the smallest hole that fits"
+
+
+def test_the_only_lazy_region_is_kept_and_one_beside_another_goes():
+    slab = BestFitSlab(CPU, pinned=False)
+    slab.give_back(slab.take(MIB, 64)[1], 64)
+    assert [stretch.free for stretch in slab._stretches] == [[(0, slab._stretches[0].region.nbytes)]]
+    blocks = [slab.take(slab._stretches[0].region.nbytes, 64)[1], slab.take(MIB, 64)[1]]
+    assert len(slab._stretches) == 2
+    slab.give_back(blocks[0], 64)
+    assert len(slab._stretches) == 1
+    slab.give_back(blocks[1], 64)
+    assert len(slab._stretches) == 1
+
+
+def test_what_a_released_range_still_costs():
+    page, region = mmap.PAGESIZE, Region(CPU, 4 * MIB, pinned=False)
+    if not region.lazy:
+        pytest.skip("memory here is not returned by pages")
+    assert region.kept(0, 3 * page) == 0
+    assert region.kept(100, 3 * page) == page
+    assert region.kept(100, 50) == 50
+    assert region.kept(page - 1, page + 2) == 2
 
 
 def test_what_leaves_the_cache_leaves_the_process():
