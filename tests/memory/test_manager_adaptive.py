@@ -294,6 +294,7 @@ def test_profile_by_a_clock_that_ticks_a_millisecond_at_each_look(monkeypatch):
     assert (row["count"], row["bytes"], row["high_water_bytes"]) == (3, 10_000, 6000)
     assert row["time_ms"] == 5.0
     assert row["mean_lifetime_ms"] == (5 + 5 + 2) / 3
+    assert manager._profile is not None
     assert [(life.first_ns, life.last_ns) for life in manager._profile.lives()] == [
         (1e6, 6e6), (3e6, 8e6), (9e6, 11e6)
     ]  # fmt: skip
