@@ -350,36 +350,41 @@ def _keep_in_graph() -> None:
 _keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
 
 
-def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """The batching rule of an op whose first `tensors` arguments have a dimension B at 0, or are None.
-
-    Samples are folded into B where q, k and v are each sample's own, and no tensor of the mask nor its gradient is. Otherwise
-    each is a call.
-    """
+def batching_rule(op: Callable[..., Any], tensors: int, folds: Callable[..., bool]) -> Callable[..., Any]:
+    """vmap of an op whose first `tensors` arguments have a dimension B at 0, or are None: samples are folded into B where
+    folds(in_dims, arguments), else each is a call."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         n = info.batch_size
         in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
         first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
+        if folds(in_dims, arguments):
+            own = [
+                x if x is None else (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
+                for x, d in zip(first[:tensors], in_dims, strict=False)
+            ]
+            results = op(*own, *arguments[tensors:])
+            found = tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results)
+            return found, (0,) * len(found)
+        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
+        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+
+    return rule
+
+
+def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """Samples are folded where q, k and v are each sample's own, and no tensor of the mask nor its gradient is."""
+
+    def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         bias, alibi_slopes, sinks, seed, cu_seqlens_q = arguments[tensors : tensors + 5]
         shared = (bias is None or bias.ndim < 4 or bias.shape[0] == 1) and (
             alibi_slopes is None or alibi_slopes.ndim == 1
         )
         shared &= all(d is None for d in in_dims[tensors:]) and sinks is None and seed is None and cu_seqlens_q is None
         summed = tensors > 3 and any(arguments[-1][3:])  # dbias
-        if None not in in_dims[:3] and shared and not summed:
-            own = [
-                x if x is None else (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
-                for x, d in zip(first[:tensors], in_dims, strict=False)
-            ]
-            results = op(*own, *arguments[tensors:])
-            return tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results), (0,) * len(
-                results
-            )
-        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
-        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+        return None not in in_dims[:3] and shared and not summed
 
-    return rule
+    return batching_rule(op, tensors, folds)
 
 
 def _cast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:

@@ -339,7 +339,9 @@ def test_transforms_and_autocast() -> None:
         return dilated_attention(x, x, x, (8, 16), (1, 2), mode="longnet").square().sum()
 
     one_by_one = torch.stack([torch.func.grad(loss)(x) for x in q])
-    torch.testing.assert_close(torch.func.vmap(torch.func.grad(loss))(q), one_by_one)
+    for dim in (0, 3):
+        got = torch.func.vmap(torch.func.grad(loss), dim)(q.movedim(0, dim))
+        torch.testing.assert_close(got, one_by_one)
     with torch.autocast("cpu", torch.bfloat16):
         y = dilated_attention(q[0].float(), q[1].float(), q[2].float(), (8,), (2,))
     assert y.dtype == torch.bfloat16

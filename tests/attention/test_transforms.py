@@ -35,12 +35,12 @@ def test_grad_is_backward() -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-@pytest.mark.parametrize("in_dims", [(0, 0, 0), (0, None, None), (None, 0, 0), (0, 0, None)], ids=str)
+@pytest.mark.parametrize("in_dims", [(0, 0, 0), (2, 1, 4), (0, None, None), (None, 0, 0), (0, 0, None)], ids=str)
 def test_gradients_of_each_sample(in_dims: tuple[int | None, ...]) -> None:
-    given = [x if d == 0 else x[0] for x, d in zip((Q, K, V), in_dims, strict=True)]
+    given = [x[0] if d is None else x.movedim(0, d) for x, d in zip((Q, K, V), in_dims, strict=True)]
     got = torch.func.vmap(torch.func.grad(loss, (0, 1, 2)), in_dims)(*given)
     for i in range(N):
-        one = [x[i] if d == 0 else x for x, d in zip(given, in_dims, strict=True)]
+        one = [x if d is None else x.select(d, i) for x, d in zip(given, in_dims, strict=True)]
         want = torch.func.grad(loss, (0, 1, 2))(*one)
         for a, b in zip(got, want, strict=True):
             torch.testing.assert_close(a[i], b, rtol=1e-12, atol=1e-12)

@@ -118,7 +118,7 @@ def small_chunks(monkeypatch: pytest.MonkeyPatch, size: int) -> None:
 @pytest.mark.parametrize("chunk", [1, 1000, 1 << 24])
 def test_losses(monkeypatch: pytest.MonkeyPatch, loss: str, dtype: torch.dtype, chunk: int) -> None:
     small_chunks(monkeypatch, chunk)
-    for n, c, v in ((1, 3, 2), (63, 16, 50), (113, 24, 63)):
+    for n, c, v in ((1, 3, 2), (63, 16, 50), (113, 24, 63), (9, 16, 200)):
         inputs, targets = build(n, c, v, dtype)
         got = run(loss, inputs, targets, 1 / 64)
         assert_right(loss, got, inputs, targets)

@@ -13,6 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
+from ..autograd import batching_rule
 from .run import backward, forward, new_gradients, new_outputs
 
 _OPTIONS = (
@@ -83,25 +84,8 @@ class _DilatedBackward(torch.autograd.Function):
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """The batching rule of an op whose first `tensors` arguments have a dimension B at 0: samples are folded into B. With a
-    seed each sample is a call, so that all drop alike where the seed is one, and by their own where each has one."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        n, seed = info.batch_size, arguments[tensors]
-        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
-        first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
-        if seed is None:
-            own = [
-                (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
-                for x, d in zip(first[:tensors], in_dims, strict=False)
-            ]
-            results = op(*own, *arguments[tensors:])
-            found = tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results)
-            return found, (0,) * len(found)
-        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
-        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
-
-    return rule
+    """With a seed each sample is a call, so that all drop alike where the seed is one, and by their own where each has one."""
+    return batching_rule(op, tensors, lambda _in_dims, arguments: arguments[tensors] is None)
 
 
 def _cast_under_autocast(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
