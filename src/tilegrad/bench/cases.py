@@ -66,7 +66,7 @@ CASES: dict[str, Case] = {
         Case("124m-b16", _gpt2("gpt2", 16), speed=1.25, aim=1.38, memory=0.45),
         Case("350m-b16", _gpt2("gpt2-medium", 16), speed=1.14, aim=1.25, memory=0.60),
         Case("1.5b-b8", _XL, speed=1.12, memory=0.85),
-        Case("1.5b-b8-budget", _XL, budget_bytes=int(28.9 * _GIB), speed=0.95, memory=0.66),
+        Case("1.5b-b8-budget", _XL, budget_bytes=int(28.2 * _GIB), speed=0.95, memory=0.66),
         Case("llama-125m-b16", _LLAMA, speed=1.15, memory=0.50),
         Case("124m-t32k", _gpt2("gpt2", 1, 32768), speed=1.10, memory=0.50),
     )

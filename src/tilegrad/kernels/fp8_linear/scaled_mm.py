@@ -3,6 +3,10 @@
 PARTS programs go over a tensor, tile by tile, and each keeps the largest magnitude it saw in a place of its own: no atomics.
 A NaN counts as infinite there, so that it can't be mistaken for nothing seen. An activation is rounded to its own dtype
 first: what is multiplied is what the backward recomputes.
+
+The tensor cores add 32 products at a time and keep 13 bits below the largest of them (`use_fast_accum`). At 3,072 inputs that
+errs by 0.1 % of y's root mean square, where the rounding of the factors errs by 4 %; sums in float32 every 128 products
+(0.01 %) take 6 % longer.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
