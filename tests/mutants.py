@@ -38,11 +38,14 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/tilegrad"
 ATTENTION = "tests/attention/test_"
 TESTS = {  # the longest beginning of a path decides
-    "kernels/attention/": tuple(f"{ATTENTION}{name}.py" for name in ("tiled", "reference", "checks", "functional")),
+    "kernels/attention/": tuple(
+        f"{ATTENTION}{name}.py" for name in ("tiled", "reference", "checks", "functional", "context", "problem")
+    ),
     "kernels/attention/triton/": (f"{ATTENTION}triton.py", f"{ATTENTION}triton_compile.py"),
     "kernels/attention/hopper/": tuple(f"{ATTENTION}hopper{name}.py" for name in ("_fwd", "_bwd", "")),
     "kernels/attention/cpu.py": (f"{ATTENTION}native.py",),
     "kernels/cpu/": (f"{ATTENTION}native.py", "tests/ops/test_ops_norm.py", "tests/ops/test_ops_activation.py"),
+    "kernels/rope/": ("tests/ops/test_ops_activation.py", "tests/model/test_model.py", "tests/model/test_families.py"),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),
     "memory/managed/": ("tests/memory", "tests/bench/test_bench_memory.py", "tests/attacks/test_attack_memory.py"),
     "memory/": ("tests/memory", "tests/train/test_engine.py"),

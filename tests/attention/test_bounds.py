@@ -1,0 +1,114 @@
+"""What attention may err by, as it is written down: a bound that moves by a millionth is seen.
+
+A kernel that passes shows that its bounds are wide enough, and a canary that they are narrow enough for a factor. Here is the
+rest: calls that together have every feature, and of each output the geometric means of σ and of a B (over the numbers that are
+not 0), and the slope's deviation. A change of the formulas has to write them down anew.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from support.cases import Call, Case, bounds, build, oracle
+from torch import Tensor
+
+from tilegrad.kernels.attention import bounds as module
+
+ALL = Case(
+    b=2, hkv=2, group=2, tq=5, tk=7, d=3, dv=2, dtype=torch.bfloat16, causal=True, window=(4, None), scale=-0.7, softcap=1.5,
+    bias="hqk", alibi="bh", sinks=True, dropout_p=0.25, dlse=True,
+)  # fmt: skip
+CASES = {
+    "all": ALL,
+    "plain, float64": Case(b=1, hkv=1, tq=4, tk=5, d=3, dv=2, dtype=torch.float64),
+    "a bias for each row": replace(ALL, bias="q", window=None, causal=False, dtype=torch.float16, softcap=0.0),
+    "packed": replace(ALL, bias="", lengths=((3, 4), (5, 2), (1, 1))),
+    "an exp of few bits": replace(ALL, bias="bk", dtype=torch.float32, causal=False),
+    "flushed": Case(b=1, hkv=1, tq=2, tk=120, d=3, dv=2, bias="k"),
+}
+PINNED = {
+    "all": {
+        "o": (5.9596353e-04, 7.7102581e-07, 1.2945523e-02),
+        "lse": (0.0, 1.3528093e-06, 0.0),
+        "dq": (4.0928274e-04, 8.1117387e-07, 1.7282461e-02),
+        "dk": (5.4342541e-04, 7.0198266e-07, 1.8695832e-02),
+        "dv": (8.2082641e-04, 8.8504385e-07, 1.8596464e-02),
+        "dbias": (2.2726059e-04, 5.3636895e-07, 8.5324037e-03),
+        "dsinks": (2.2811763e-03, 3.5108615e-06),
+    },
+    "plain, float64": {
+        "o": (2.5554578e-17, 3.4077917e-15, 5.4565328e-17),
+        "lse": (0.0, 4.2762184e-15, 0.0),
+        "dq": (7.7741804e-18, 1.4544767e-15, 7.1865268e-18),
+        "dk": (9.3080776e-18, 1.1858057e-15, 9.1712529e-18),
+        "dv": (1.5826709e-17, 1.7362770e-15, 3.4985271e-17),
+    },
+    "a bias for each row": {
+        "o": (7.8947424e-05, 6.7304278e-07, 2.0766862e-03),
+        "lse": (0.0, 1.2318767e-06, 0.0),
+        "dq": (9.6847299e-05, 1.1359250e-06, 6.0087031e-03),
+        "dk": (1.3695342e-04, 1.2188855e-06, 4.5080635e-03),
+        "dv": (1.0762343e-04, 8.4953562e-07, 1.3966015e-03),
+        "dbias": (6.6095414e-04, 9.9316830e-06, 8.9100515e-03),
+        "dsinks": (1.1386107e-04, 1.4359710e-06),
+    },
+    "packed": {
+        "o": (6.3718670e-04, 7.1048307e-07, 8.3821327e-03),
+        "lse": (0.0, 8.3385342e-07, 0.0),
+        "dq": (3.3958619e-04, 5.6293909e-07, 1.0120487e-02),
+        "dk": (7.4697121e-04, 8.4299186e-07, 1.5757952e-02),
+        "dv": (1.2179220e-03, 1.1862823e-06, 1.4728041e-02),
+        "dsinks": (1.0182312e-03, 4.3517474e-06),
+    },
+    "an exp of few bits": {
+        "o": (8.0284780e-09, 1.5392413e-06, 1.7789035e-07),
+        "lse": (0.0, 3.5511620e-06, 0.0),
+        "dq": (6.3328875e-09, 1.5635804e-06, 2.1993083e-07),
+        "dk": (7.7197151e-09, 1.2725512e-06, 2.2416084e-07),
+        "dv": (1.2346551e-08, 1.9669259e-06, 4.4065573e-07),
+        "dbias": (1.4100874e-08, 5.4088142e-06, 7.2749605e-07),
+        "dsinks": (7.3335729e-09, 1.7746113e-06),
+    },
+    "flushed": {
+        "o": (2.0058037e-08, 3.0139371e-06, 3.9980170e-08),
+        "lse": (0.0, 2.5541373e-06, 0.0),
+        "dq": (4.6184211e-09, 8.1008033e-07, 1.3736637e-09),
+        "dk": (2.6847846e-32, 2.1458179e-30, 1.9321705e-09),
+        "dv": (1.7154734e-32, 1.8306897e-30, 1.2403070e-08),
+        "dbias": (2.9932584e-34, 3.5683696e-30, 1.1507776e-09),
+    },
+}
+
+
+def call_of(name: str) -> Call:
+    """Of numbers that are the same everywhere; where p is to be flushed, ALiBi makes that of far columns small."""
+    call = build(CASES[name])
+    return replace(call, mask=replace(call.mask, alibi_slopes=torch.ones(1))) if name == "flushed" else call
+
+
+def measured(name: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, tuple[float, ...]]:
+    monkeypatch.setattr(module, "_flushes", lambda _q: name == "flushed")
+    call = call_of(name)
+
+    def mean(x: Tensor) -> float:
+        return float(x[x > 0].log().mean().exp()) if x.any() else 0.0
+
+    found = bounds(call, oracle(call), 1e-6 if name == "an exp of few bits" else 0.0)
+    return {output: tuple(mean(x) for x in bound if x is not None) for output, bound in found.items()}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_bounds_are_those_that_are_written_down(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measured(name, monkeypatch)
+    assert found.keys() == PINNED[name].keys()
+    for output, numbers in found.items():
+        assert numbers == pytest.approx(PINNED[name][output], rel=1e-6, abs=0), output
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_shapes_are_those_of_the_outputs(name: str) -> None:
+    exact = oracle(call_of(name))
+    for output, bound in bounds(call_of(name), exact).items():
+        assert bound.sigma.shape == bound.accumulated.shape == exact[output].shape, output
