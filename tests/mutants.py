@@ -39,7 +39,8 @@ PACKAGE = "src/tilegrad"
 ATTENTION = "tests/attention/test_"
 TESTS = {  # the longest beginning of a path decides
     "kernels/attention/": tuple(
-        f"{ATTENTION}{name}.py" for name in ("tiled", "reference", "checks", "functional", "context", "problem")
+        f"{ATTENTION}{name}.py"
+        for name in ("tiled", "reference", "bounds", "checks", "functional", "context", "problem")
     ),
     "kernels/attention/triton/": (f"{ATTENTION}triton.py", f"{ATTENTION}triton_compile.py"),
     "kernels/attention/hopper/": tuple(f"{ATTENTION}hopper{name}.py" for name in ("_fwd", "_bwd", "")),
@@ -51,7 +52,7 @@ TESTS = {  # the longest beginning of a path decides
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "train/": ("tests/train", "tests/model/test_dropout.py"),
-    "gradcheck.py": ("tests/package/test_cli.py", "-k", "gradcheck"),
+    "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
 }
 NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which decide about speed alone
 CALLERS = {
@@ -86,7 +87,7 @@ class Mutant(NamedTuple):
 
 def of_python(path: str, source: str) -> list[Mutant]:
     """One for each operator, comparison and number (n + 1 of a whole one, 2 x of another); none in annotations, messages and
-    default arguments."""
+    default arguments, nor zip's strict: its lengths are equal wherever the code is right."""
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -140,7 +141,9 @@ def _mutable(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list", "defaults", "kw_defaults"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.AST) and not isinstance(child, (ast.JoinedStr, ast.Raise, ast.Assert)):
+            left_out = isinstance(child, (ast.JoinedStr, ast.Raise, ast.Assert))
+            left_out = left_out or isinstance(child, ast.keyword) and child.arg == "strict"
+            if isinstance(child, ast.AST) and not left_out:
                 yield from _mutable(child)
 
 

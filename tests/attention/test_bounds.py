@@ -26,6 +26,7 @@ CASES = {
     "a bias for each row": replace(ALL, bias="q", window=None, causal=False, dtype=torch.float16, softcap=0.0),
     "packed": replace(ALL, bias="", lengths=((3, 4), (5, 2), (1, 1))),
     "an exp of few bits": replace(ALL, bias="bk", dtype=torch.float32, causal=False),
+    "rows that see nothing": replace(ALL, b=3, hkv=1, group=1, tq=6, tk=3, bias="bhqk", dropout_p=0.0, sinks=False),
     "flushed": Case(b=1, hkv=1, tq=2, tk=120, d=3, dv=2, bias="k"),
 }
 PINNED = {
@@ -71,6 +72,14 @@ PINNED = {
         "dbias": (1.4100874e-08, 5.4088142e-06, 7.2749605e-07),
         "dsinks": (7.3335729e-09, 1.7746113e-06),
     },
+    "rows that see nothing": {
+        "o": (1.1404635e-03, 1.6398650e-06, 1.6382410e-02),
+        "lse": (0.0, 8.6085190e-07, 0.0),
+        "dq": (5.6218387e-04, 8.6628427e-07, 4.0533144e-03),
+        "dk": (1.6926134e-04, 1.8087617e-07, 2.9609733e-03),
+        "dv": (6.3709498e-04, 6.8111831e-07, 3.9171523e-02),
+        "dbias": (6.7633193e-04, 9.9031934e-07, 4.9275898e-03),
+    },
     "flushed": {
         "o": (2.0058037e-08, 3.0139371e-06, 3.9980170e-08),
         "lse": (0.0, 2.5541373e-06, 0.0),
@@ -83,8 +92,12 @@ PINNED = {
 
 
 def call_of(name: str) -> Call:
-    """Of numbers that are the same everywhere; where p is to be flushed, ALiBi makes that of far columns small."""
+    """Where p is to be flushed, ALiBi makes that of far columns small; −∞ in a bias is a mask."""
     call = build(CASES[name])
+    if name == "rows that see nothing":
+        assert call.mask.bias is not None and call.dlse is not None
+        call.mask.bias[:, :, 4, 1] = -torch.inf
+        call.dlse[:, :, :3] = torch.inf
     return replace(call, mask=replace(call.mask, alibi_slopes=torch.ones(1))) if name == "flushed" else call
 
 

@@ -13,7 +13,7 @@ def f(x: int = 3, *, two: bool = True) -> int:
     """2 < 3"""
     if not x or x <= 4 < 9:
         raise ValueError(f"x: got {x + 1}")
-    return "é" and x // 2 - y[0]
+    return "é" and x // 2 - y[0] if zip(x, y, strict=True) else x
 '''
 
 
