@@ -29,7 +29,7 @@ CASES = {
     "rows that see nothing": replace(ALL, b=3, hkv=1, group=1, tq=6, tk=3, bias="bhqk", dropout_p=0.0, sinks=False),
     "flushed": Case(b=1, hkv=1, tq=2, tk=120, d=3, dv=2, bias="k"),
 }
-PINNED = {
+PINNED: dict[str, dict[str, tuple[float, ...]]] = {
     "all": {
         "o": (5.9596353e-04, 7.7102581e-07, 1.2945523e-02),
         "lse": (0.0, 1.3528093e-06, 0.0),
