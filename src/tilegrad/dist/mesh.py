@@ -59,15 +59,15 @@ def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
 
 
 class Mesh:
-    """The ranks that torchrun launched. `timeout_s`: how long a collective waits for a rank.
+    """The ranks that torchrun launched. `timeout_s`: how long a collective waits for a rank. `alone`: one rank all the same.
 
     rank, world               this process and how many there are
     local_rank, local_world   the same on this node
     device                    this rank's: cpu, or the GPU of its local rank
     """
 
-    def __init__(self, device: torch.device | str = "cpu", timeout_s: float = 600.0) -> None:
-        env = os.environ
+    def __init__(self, device: torch.device | str = "cpu", timeout_s: float = 600.0, *, alone: bool = False) -> None:
+        env = {} if alone else os.environ
         self.rank, self.world = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank, self.local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", self.world))
         self.timeout_s = timeout_s

@@ -19,40 +19,25 @@ behind. On a CPU a step is done when `submit` comes back.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from .. import __version__
 from ..dist.mesh import Mesh
-from ..dist.schedule import Touch
-from ..dist.units import Units
-from ..kernels.cpu.build import digest as native_sources
-from ..kernels.cpu.library import library as native_library
 from ..memory.planned.arena import Arenas, MemoryPlan
-from ..memory.planned.trace import Handle, bind
+from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
 from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
 from .batch import check_batch, check_linear, check_sizes, count_targets, micro_batches
 from .capture import DeviceStep, StepQueue
 from .machine import check_fits
-from .optimizer import NonFiniteError, Optimizer, StepResult
-from .parallel import (
-    BUCKET_BYTES,
-    Parallel,
-    Run,
-    Shard,
-    buckets_of,
-    check_agreed,
-    check_shard,
-    digest,
-    schedule_of,
-    shards_of,
-)
+from .optimizer import NonFiniteError, StepResult
+from .parallel import BUCKET_BYTES, Batch, Parallel, Run, Shard, check_shard, optimizer_of
 from .planning import plan_model
 from .recompute import choose_recompute
 
@@ -60,9 +45,6 @@ from .recompute import choose_recompute
 def default_dtype(device: torch.device) -> torch.dtype:
     """What an engine computes in unless told: bfloat16 on CUDA, float32 elsewhere."""
     return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
-_EMPTY = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))  # of a rank that has no micro-batch left
 
 
 class Engine:
@@ -93,9 +75,10 @@ class Engine:
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES,
     ) -> None:  # fmt: skip
-        rank, world = (mesh.rank, mesh.world) if mesh is not None else (0, 1)
-        check_shard(shard, world, linear)
-        self.device = torch.empty(0, device=mesh.device if mesh is not None and world > 1 else device).device
+        mesh = Mesh(device, alone=True) if mesh is None else mesh
+        over_ranks: Any = {"world": mesh.world, "shard": shard, "bucket_bytes": bucket_bytes}
+        check_shard(shard, mesh.world, linear)
+        self.device = torch.empty(0, device=mesh.device if mesh.world > 1 else device).device
         if dtype is None:
             dtype = default_dtype(self.device)
         check_sizes(model_config, batch_size, seq_len, dtype)
@@ -104,30 +87,27 @@ class Engine:
         self.linear: Linear = linear
         self.deterministic = deterministic = deterministic or self.device.type == "cpu"
         check_linear(linear, dtype, self.device)
-        options: Any = {"linear": linear, "deterministic": deterministic}
-        over_ranks: Any = {"world": world, "shard": shard, "bucket_bytes": bucket_bytes}
+        options: Any = {"linear": linear, "deterministic": deterministic, **over_ranks}
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
-        self.recompute = choose_recompute(*sizes, memory_budget, **{**options, **over_ranks})
-        self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **{**options, **over_ranks})
+        self.recompute = choose_recompute(*sizes, memory_budget, **options)
+        self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **options)
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
-        model = declare(*sizes, self.recompute, **options)
-        buckets, units = shards_of(model, **over_ranks)
-        handles = Optimizer.declare(
-            model.params.values(), betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm,
-            rank=rank, world=world, buckets=buckets, units=units,
-        )  # fmt: skip
-        self.optimizer = bind(handles, self.arenas.view)
-        self._units: Units | None = None if units is None else bind(units, self.arenas.view)
-        self._schedules: dict[tuple[str, bool, bool], tuple[Touch, ...]] = {}
-        self._ranks = self._parallel(mesh, handles, **over_ranks) if mesh is not None and world > 1 else None
+        declared = partial(self._declare, batch_size, seq_len)
+        optimizer, units = optimizer_of(
+            declared(), rank=mesh.rank, **over_ranks, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm
+        )
+        self._ranks = Parallel(
+            mesh, declared, optimizer, units, self.arenas.view, shard=shard, bucket_bytes=bucket_bytes
+        )
+        self.optimizer = self._ranks.optimizer
         self._bound: dict[tuple[int, int, bool, bool], Transformer] = {}
         self._threads = torch.get_num_threads()
         self._pending: Transformer | None = None
         self._total = self._count = 0
         self._device_steps: dict[tuple[tuple[int, int], ...], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
-        self._queue = StepQueue(self._stream) if self._stream is not None and self._ranks is None else None
+        self._queue = StepQueue(self._stream) if self._stream is not None and mesh.world == 1 else None
         self._results: list[StepResult] = []
         self._submitted = 0
         self._rounded = -1  # version of the params of which the compute copies are made
@@ -135,7 +115,7 @@ class Engine:
         self.loss = 0.0  # of the last forward: one that is not finite must not reach the weights
 
         model = self._model(batch_size, seq_len)
-        kept = self._units is None and isinstance(model.embedding.wte.master, Tensor)  # else a part of the masters
+        kept = self._masters_kept(model)
         self._params = {name: p.master if kept else p.value for name, p in model.params.items()}
         self.grads: dict[str, Tensor] = {name: p.grad for name, p in model.params.items()}
         generator = torch.Generator().manual_seed(seed)
@@ -147,39 +127,36 @@ class Engine:
                 whole = torch.empty(p.value.shape)
                 p.init.fill(whole, generator)
                 self.write_param(name, whole)
-        if self._ranks is not None:
-            self._check_ranks(self._ranks)
+        self._ranks.check_same({
+            "model": str(model_config), "batch_size": str(batch_size), "seq_len": str(seq_len), "dtype": str(dtype),
+            "seed": str(seed), "recompute": str(self.recompute),
+        }, self._params)  # fmt: skip
 
     @property
     def params(self) -> dict[str, Tensor]:
         """By name, once those under way have arrived. Where everything is sharded, copies that all ranks ask for together."""
         self.settle()
-        if self._ranks is not None and self._units is not None:
-            whole = self._ranks.gathered()
-            return {name: whole[name][: p.numel()].view(p.shape) for name, p in self._params.items()}
-        return self._params
+        return self._ranks.whole(self._params)
 
     def write_param(self, name: str, value: Tensor) -> None:
         """A parameter from outside, of any dtype and device, on every rank."""
-        if self._units is None:
+        if self._ranks.units is None:
             self.params[name].copy_(value)
-        if self._ranks is not None:
-            self._ranks.place(name, value, self.optimizer)
+        self._ranks.place(name, value)
 
     def settle(self) -> None:
         """Wait for the parameters that other ranks are sending."""
-        if self._ranks is not None:
+        if self._ranks.sharded:
             with self._on_stream():
                 self._ranks.settle()
 
     @property
     def stop(self) -> bool:
         """Set on one rank, it is set on all after the next step."""
-        return self._ranks is not None and self._ranks.stop
+        return self._ranks.stop
 
     def ask_to_stop(self) -> None:
-        if self._ranks is not None:
-            self._ranks.stop = True
+        self._ranks.stop = True
 
     @property
     def steps(self) -> int:
@@ -194,7 +171,7 @@ class Engine:
         self.settle()
         with self._on_stream():
             model = self._load(tokens, targets, total_targets)
-            with self._around("forward"):
+            with self._ranks.around("forward"):
                 model.forward()
             self.optimizer.loss.copy_(model.head.loss)
             self._pending, self.loss = model, self._mean_loss(model)
@@ -207,13 +184,13 @@ class Engine:
                 "backward: got no forward since the last backward, or gradients, an evaluate or a refused batch came "
                 "between; call forward(tokens, targets) first"
             )
-        if self._ranks is not None and self._ranks.summed:
+        if self._ranks.summed:
             raise RuntimeError(
                 "backward: got gradients that are summed over the ranks already; accepted: after optimizer_step, or after "
                 "zero_gradients"
             )
         model, self._pending = self._pending, None
-        with self._on_stream(), self._around("backward"):
+        with self._on_stream(), self._ranks.around("backward"):
             model.backward()
 
     def gradients(self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> float:
@@ -221,23 +198,22 @@ class Engine:
         that zeros would take: the first overwrites the gradients, the next add to them. Returns the mean loss."""
         batches = micro_batches(tokens, targets)
         self._check(batches)
-        total, taken, ranks = sum(count_targets(y) for _, y in batches), len(batches), self._ranks
-        if ranks is not None:
-            total, taken = ranks.count(total, taken)
-            batches = self.padded(batches)
+        ranks = self._ranks
+        total, taken = ranks.count(sum(count_targets(y) for _, y in batches), len(batches))
+        batches = ranks.padded(batches)
         if not batches:
             self.zero_gradients()
         loss, first = 0.0, self.draws
         with self._on_stream():
             self.optimizer.loss.zero_()
             for i, (x, y) in enumerate(batches):
-                self.draws = first + (i if ranks is None else i * ranks.mesh.world + ranks.mesh.rank)
+                self.draws = first + ranks.deal(i)
                 model = self._load(x, y, total, accumulate=i > 0)
-                with self._around("step", accumulate=i > 0, last=i == len(batches) - 1):
+                with ranks.around("step", accumulate=i > 0, last=i == len(batches) - 1):
                     model.step()
                 self.optimizer.loss.add_(model.head.loss)
                 loss += self._mean_loss(model) * (self._count / total if total else 0.0)
-            if ranks is not None and not batches:
+            if not batches:
                 ranks.sum_all()
         self.draws, self.loss = first + taken, loss
         return loss
@@ -279,15 +255,12 @@ class Engine:
         results, self._results = self._results, []
         return results
 
-    def padded(self, batches: list[tuple[Tensor, Tensor]]) -> list[tuple[Tensor, Tensor]]:
-        """As many as the rank with the most of them has, by batches without a target, where every batch gathers parameters
-        from all ranks; else the same."""
-        more = 0 if self._ranks is None else self._ranks.rounds(len(batches)) - len(batches)
-        return batches + [_EMPTY] * more
+    def padded(self, batches: list[Batch]) -> list[Batch]:
+        """With batches without a target, where each of them needs all ranks: as many as the rank with the most has."""
+        return self._ranks.padded(batches)
 
     def zero_gradients(self) -> None:
-        if self._ranks is not None:
-            self._ranks.forget_sums()
+        self._ranks.forget_sums()
         self.arenas.bytes["grads"].zero_()
 
     def optimizer_step(self, learning_rate: float) -> float:
@@ -303,7 +276,7 @@ class Engine:
         self.settle()
         with self._on_stream():
             model = self._load(tokens, targets, None, training=False)
-            with self._around("forward", training=False):
+            with self._ranks.around("forward", training=False):
                 model.forward()
             return self._mean_loss(model)
 
@@ -317,19 +290,13 @@ class Engine:
     def pieces(self, *, shared: bool = False) -> dict[str, Run]:
         """What a rank saves and loads instead of `tensors`: runs of flattened tensors, (run, offset, whole length). They are
         what this rank owns; of tensors that every rank has whole, all, or with `shared` this rank's share."""
-        assert self._ranks is not None
         self.settle()
-        whole = {**self._params, **self.optimizer.moments}
-        runs = self._ranks.pieces(
-            self.optimizer, {name: p.numel() for name, p in self._params.items()}, whole, shared=shared
-        )
-        return {**runs, "adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
+        return self._ranks.pieces(self._params, shared=shared)
 
     def pieces_written(self) -> None:
         """The runs of `pieces` were written: the other ranks get them."""
-        assert self._ranks is not None
         with self._on_stream():
-            self._ranks.spread(self.optimizer)
+            self._ranks.spread()
         self._rounded = -1
 
     def state(self) -> dict[str, int]:
@@ -343,38 +310,17 @@ class Engine:
         self._results = []
         self.seed, self.draws, self._submitted = int(state["seed"]), int(state["draws"]), int(state["steps"])
         self.optimizer.restore(state)
-        if self._ranks is not None:
-            self._ranks.step = self._submitted
+        self._ranks.step = self._submitted
 
     # ── inside ──
 
-    def _parallel(self, mesh: Mesh, optimizer: Optimizer, world: int, shard: Shard, bucket_bytes: int) -> Parallel:
-        """The schedules of both ways to the gradients, and the buckets of one of them."""
-        steps = {}
-        for accumulate in (False, True):
-            model = declare(
-                self.config, self.batch_size, self.seq_len, self.dtype, self.device, self.recompute,
-                accumulate=accumulate, deterministic=self.deterministic,
-            )  # fmt: skip
-            steps[accumulate] = schedule_of(model)
-        sharded = shard != "none"
-        buckets = buckets_of(model, steps[False], world if sharded else 1, bucket_bytes)
-        return Parallel(mesh, optimizer, buckets, steps, self.arenas.view, sharded=sharded, units=self._units)
-
-    def _check_ranks(self, ranks: Parallel) -> None:
-        """Refuse ranks that would not compute the same thing."""
-        o, native = self.optimizer, native_library()
-        check_agreed(ranks.mesh, {
-            "model": str(self.config), "batch_size": str(self.batch_size), "seq_len": str(self.seq_len),
-            "dtype": str(self.dtype), "seed": str(self.seed), "recompute": str(self.recompute),
-            "optimizer": f"{o.betas}, {o.eps}, {o.weight_decay}, {o.max_norm}",
-            "shard": "all" if ranks.units else "optimizer" if ranks.sharded else "none",
-            "buckets": str([(b.start, b.stop) for b in ranks.buckets]),
-            "tilegrad": __version__, "torch": torch.__version__, "threads": str(torch.get_num_threads()),
-            "native library": native if isinstance(native, str) else native_sources(),
-        })  # fmt: skip
-        if self._units is None:
-            check_agreed(ranks.mesh, {"initial weights": digest(list(self.params.values()))})
+    def _declare(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
+        """The model on handles, for b sequences of t tokens. Evaluation drops nothing, and rounds nothing to float8."""
+        config, linear = (self.config, self.linear) if training else (replace(self.config, dropout=0.0), "plain")
+        return declare(
+            config, b, t, self.dtype, self.device, self.recompute,
+            accumulate=accumulate, linear=linear, deterministic=self.deterministic,
+        )  # fmt: skip
 
     def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
         """The model bound to the beginning of every buffer, for b sequences of t tokens."""
@@ -385,36 +331,9 @@ class Engine:
             )
         key = b, t, training, accumulate
         if key not in self._bound:
-            config, linear = (self.config, self.linear) if training else (replace(self.config, dropout=0.0), "plain")
-            handles = declare(
-                config, b, t, self.dtype, self.device, self.recompute,
-                accumulate=accumulate, linear=linear, deterministic=self.deterministic,
-            )  # fmt: skip
-            self._bound[key] = bind(handles, self._view)
+            handles = self._declare(b, t, training=training, accumulate=accumulate)
+            self._bound[key] = bind(handles, self._ranks.view)
         return self._bound[key]
-
-    def _view(self, handle: Handle) -> object:
-        if self._units is not None and handle.name in self._units.owner:
-            return self._units.view(handle)
-        return self.arenas.view(handle)
-
-    def _around(
-        self, program: str, *, training: bool = True, accumulate: bool = True, last: bool = False
-    ) -> AbstractContextManager[None]:
-        """What the ranks do around a program of the model: of units each one, else a step alone."""
-        if self._ranks is None or (self._units is None and program != "step"):
-            return nullcontext()
-        if self._units is None:
-            return self._ranks.around(accumulate=accumulate, last=last)
-        key = program, training, accumulate
-        if key not in self._schedules:
-            config = self.config if training else replace(self.config, dropout=0.0)
-            model = declare(
-                config, self.batch_size, self.seq_len, self.dtype, self.device, self.recompute,
-                accumulate=accumulate, deterministic=self.deterministic,
-            )  # fmt: skip
-            self._schedules[key] = schedule_of(model, getattr(model, program))
-        return self._ranks.around_units(self._schedules[key], accumulate=accumulate)
 
     def _check(self, batches: list[tuple[Tensor, Tensor]]) -> None:
         """Refuse a batch before any buffer changes. The last forward is forgotten: its buffers are about to be used anew."""
@@ -443,10 +362,13 @@ class Engine:
 
     def _round_weights(self, model: Transformer) -> None:
         """The compute copies, where someone else than AdamW has changed the params; masters that are sharded round theirs."""
-        whole = self._units is None and isinstance(model.embedding.wte.master, Tensor)
-        if self._rounded != self._version() and whole:
+        if self._rounded != self._version() and self._masters_kept(model):
             model.round_weights()
             self._rounded = self._version()
+
+    def _masters_kept(self, model: Transformer) -> bool:
+        """Whole, on this rank; else it has a part of them."""
+        return self._ranks.units is None and isinstance(model.embedding.wte.master, Tensor)
 
     def _version(self) -> int:
         """torch's count of the changes of the params."""
@@ -462,10 +384,10 @@ class Engine:
         """Of the gradients as they are; waits for it."""
         self._submitted += 1
         with self._on_stream():
-            if self._ranks is None:
+            if self._ranks.mesh.world == 1:
                 self.optimizer.update(learning_rate)
             else:
-                self.loss = self._ranks.update(self.optimizer, learning_rate)
+                self.loss = self._ranks.update(learning_rate)
             result = StepResult(self.loss, float(self.optimizer.norm))
         self._rounded = self._version() if self.optimizer.rounded is not None else -1
         return result

@@ -1,4 +1,5 @@
 """What an engine does with its ranks: data parallel, and with shard="optimizer" each rank owns 1/world of the moments.
+Of one rank nothing is sent, and everything here is next to nothing.
 
     micro-batches    g of a step goes to rank g mod world, which drops by the seed of g: N ranks are one with all of them
     targets          counted over all ranks, so that gradients are summed, never averaged, and unequal ranks are exact
@@ -22,17 +23,22 @@ from typing import Any, Literal, cast, get_args
 import torch
 from torch import Tensor
 
+from .. import __version__
 from ..dist.mesh import Mesh
 from ..dist.schedule import Bucket, Touch, Work, cut, final, follow, needed, order, touches
 from ..dist.units import Units, gathered
+from ..kernels.cpu.build import digest as native_sources
+from ..kernels.cpu.library import library as native_library
 from ..kernels.op import emitter, observe, observe_names
-from ..memory.planned.trace import FlatHandle, Handle
+from ..memory.planned.trace import FlatHandle, Handle, bind
 from ..model.transformer import Transformer
 from .optimizer import Optimizer, decayed_first
 
 Shard = Literal["none", "optimizer", "all"]
 BUCKET_BYTES = 64 << 20
 Run = tuple[Tensor, int, int]  # of a flattened tensor: the run, its offset, the tensor's length
+Batch = tuple[Tensor, Tensor]  # tokens, targets
+_EMPTY: Batch = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))  # of a rank that has none left
 
 
 def check_ranks(gradient_accumulation: int, world: int, shard: str) -> None:
@@ -62,15 +68,17 @@ def buckets_of(model: Transformer, steps: Sequence[Touch], world: int, bucket_by
     return cut([cast(Handle, p.master) for p in decayed_first(model.params.values())], steps, world, bucket_bytes)
 
 
-def shards_of(
-    model: Transformer, world: int, shard: Shard, bucket_bytes: int
-) -> tuple[tuple[Bucket, ...], Units | None]:
-    """The buckets that the optimizer is sharded over, none where it is whole on each rank; the units where all is sharded."""
-    if world == 1 or shard == "none":
-        return (), None
-    if shard == "all":
-        return (), Units.declare(list(model.params.values()), world)
-    return buckets_of(model, schedule_of(model), world, bucket_bytes), None
+def optimizer_of(
+    model: Transformer, *, world: int, shard: Shard, bucket_bytes: int, rank: int = 0, **options: Any
+) -> tuple[Optimizer, Units | None]:
+    """The optimizer of one rank on handles, and the units where all is sharded. `options` are Optimizer.declare's."""
+    params, units = list(model.params.values()), None
+    buckets: tuple[Bucket, ...] = ()
+    if world > 1 and shard == "all":
+        units = Units.declare(params, world)
+    elif world > 1 and shard == "optimizer":
+        buckets = buckets_of(model, schedule_of(model), world, bucket_bytes)
+    return Optimizer.declare(params, rank=rank, world=world, buckets=buckets, units=units, **options), units
 
 
 def in_units(units: Units | None, model: Transformer, program: Callable[[], None]) -> Callable[[], None]:
@@ -87,31 +95,58 @@ def in_units(units: Units | None, model: Transformer, program: Callable[[], None
 
 
 class Parallel:
-    """The ranks of an engine, several of them. `bind` turns handles into tensors."""
+    """The ranks of an engine, and its optimizer. What is given is on handles, which `view` turns into tensors; the model is
+    `declare(training=…, accumulate=…)`."""
 
     def __init__(
-        self, mesh: Mesh, optimizer: Optimizer, buckets: tuple[Bucket, ...], steps: Mapping[bool, tuple[Touch, ...]],
-        bind: Callable[[Any], Any], *, sharded: bool, units: Units | None = None,
+        self, mesh: Mesh, declare: Callable[..., Transformer], optimizer: Optimizer, units: Units | None,
+        view: Callable[[Handle], Any], *, shard: Shard, bucket_bytes: int,
     ) -> None:  # fmt: skip
-        self.mesh, self.buckets, self.sharded, self.steps, self.units = mesh, buckets, sharded, steps, units
+        self.mesh, self.shard = mesh, shard
+        self.sharded = mesh.world > 1 and shard != "none"
+        self.optimizer, self.units = bind(optimizer, view), bind(units, view)
         self.stop = False  # asked of this rank; after a step, of any
         self.step = 0
         self.summed = False  # the gradients are those of all ranks
+        self.buckets: tuple[Bucket, ...] = ()
+        self.order: tuple[int, ...] = ()
+        self._declare, self._view = declare, view
+        self._schedules: dict[tuple[str, bool, bool], tuple[Touch, ...]] = {}
         self._sums: list[Any] = []
         self._gathers: dict[int, Any] = {}
-        self.order: tuple[int, ...] = ()
         if units is not None:
             self.buckets, self.starts = tuple(units.buckets.values()), units.starts
-            return
-        self.order = order(buckets, steps[False])
-        self.needed = [needed(bucket, steps[False]) for bucket in buckets]
-        values = cast(FlatHandle, optimizer.params if optimizer.rounded is None else optimizer.rounded)
-        grads = cast(FlatHandle, optimizer.grads)
-        self.starts = {h.name.removeprefix("d "): start for h, start in zip(grads.buffers, grads.starts, strict=True)}
-        self.values: list[Tensor] = [bind(values.part(b.start, b.stop)) for b in buckets]
-        self.grads: list[Tensor] = [bind(grads.part(b.start, b.stop)) for b in buckets]
+        elif mesh.world > 1:
+            steps = self._schedule("step", accumulate=False)
+            model = declare(training=True, accumulate=False)
+            self.buckets = buckets = buckets_of(model, steps, mesh.world if self.sharded else 1, bucket_bytes)
+            self.order = order(buckets, steps)
+            self.needed = [needed(bucket, steps) for bucket in buckets]
+            values = cast(FlatHandle, optimizer.params if optimizer.rounded is None else optimizer.rounded)
+            grads = cast(FlatHandle, optimizer.grads)
+            names = [h.name.removeprefix("d ") for h in grads.buffers]
+            self.starts = dict(zip(names, grads.starts, strict=True))
+            self.values: list[Tensor] = [view(values.part(b.start, b.stop)) for b in buckets]
+            self.grads: list[Tensor] = [view(grads.part(b.start, b.stop)) for b in buckets]
+
+    def view(self, handle: Handle) -> Any:
+        """The tensor of a buffer of the model's."""
+        if self.units is not None and handle.name in self.units.owner:
+            return self.units.view(handle)
+        return self._view(handle)
+
+    def _schedule(self, program: str, *, training: bool = True, accumulate: bool) -> tuple[Touch, ...]:
+        key = program, training, accumulate
+        if key not in self._schedules:
+            model = self._declare(training=training, accumulate=accumulate)
+            self._schedules[key] = schedule_of(model, getattr(model, program))
+        return self._schedules[key]
 
     # ── gradients ──
+
+    def deal(self, micro_batch: int) -> int:
+        """The number in the whole step of a micro-batch of this rank's."""
+        return micro_batch * self.mesh.world + self.mesh.rank
 
     def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
         """Both over all ranks. The gradients are about to change."""
@@ -120,25 +155,33 @@ class Parallel:
         total, taken = self.mesh.sum(targets, micro_batches)
         return int(total), int(taken)
 
-    def rounds(self, micro_batches: int) -> int:
-        """Of units, which every micro-batch gathers, the most micro-batches that a rank has: all run as many."""
-        return max(self.mesh.gather(micro_batches)) if self.units is not None else micro_batches
+    def padded(self, batches: list[Batch]) -> list[Batch]:
+        """As many as the rank with the most of them has, by batches without a target, where every batch gathers parameters
+        from all ranks; else the same."""
+        rounds = max(self.mesh.gather(len(batches))) if self.units is not None else len(batches)
+        return batches + [_EMPTY] * (rounds - len(batches))
 
     @contextmanager
-    def around_units(self, steps: tuple[Touch, ...], *, accumulate: bool) -> Iterator[None]:
-        """Inside runs a program of these steps; what units it needs come and go."""
-        assert self.units is not None
-        self.mesh.at(f"step {self.step}: forward and backward")
-        with self.units.around(
-            steps, self.mesh, first=not accumulate, emit=emitter(), observe=observe, observe_names=observe_names
-        ):
+    def around(
+        self, program: str, *, training: bool = True, accumulate: bool = True, last: bool = False
+    ) -> Iterator[None]:
+        """Inside runs the model's step, forward or backward, and units come and go around its ops. Without units a step alone
+        needs others: an op waits for the parameters that it reads, and in the last micro-batch buckets are summed as they
+        become final."""
+        if self.units is None and program != "step":
             yield
-
-    @contextmanager
-    def around(self, *, accumulate: bool, last: bool) -> Iterator[None]:
-        """Inside runs one micro-batch's step: an op waits for the parameters that it reads, and in the last micro-batch
-        buckets are summed as they become final."""
-        steps = self.steps[accumulate]
+            return
+        self.mesh.at(f"step {self.step}: forward and backward")
+        if self.units is not None:
+            steps = self._schedule(program, training=training, accumulate=accumulate)
+            hooks: Any = {"emit": emitter(), "observe": observe, "observe_names": observe_names}
+            with self.units.around(steps, self.mesh, first=not accumulate, **hooks):
+                yield
+            return
+        if not self._gathers and not (last and self.order):
+            yield
+            return
+        steps = self._schedule(program, accumulate=accumulate)
         before: dict[int, list[Work]] = {}
         after: dict[int, list[Work]] = {}
         for i in self._gathers:
@@ -147,10 +190,6 @@ class Parallel:
         for i in self.order if last else ():
             at = max(at, final(self.buckets[i], steps))  # never before the one that goes before it
             after.setdefault(at, []).append(partial(self._sum, i))
-        self.mesh.at(f"step {self.step}: forward and backward")
-        if not before and not after:
-            yield
-            return
         with follow(steps, before, after, observe_names):
             yield
 
@@ -180,11 +219,12 @@ class Parallel:
 
     # ── the update ──
 
-    def update(self, optimizer: Optimizer, learning_rate: float) -> float:
+    def update(self, learning_rate: float) -> float:
         """Sum what is not summed yet, agree, update own slices, start their gathers. Returns the loss over all ranks."""
         if not self.summed:
             self.sum_all()
         self.forget_sums()
+        optimizer = self.optimizer
         optimizer.measure()
         agreed = cast(Tensor, optimizer.agreed)
         agreed[0].copy_(optimizer.norm).square_().mul_(self.sharded)
@@ -221,13 +261,12 @@ class Parallel:
 
     # ── checkpoints ──
 
-    def pieces(
-        self, optimizer: Optimizer, sizes: Mapping[str, int], whole: Mapping[str, Tensor], *, shared: bool
-    ) -> dict[str, Run]:
-        """Name → (run, offset in the flattened tensor, its length) of parameters (`sizes`) and moments."""
-        rank, world, found = self.mesh.rank, self.mesh.world, {}
+    def pieces(self, params: Mapping[str, Tensor], *, shared: bool) -> dict[str, Run]:
+        """Name → (run, offset in the flattened tensor, its length) of parameters, moments and the count of updates."""
+        rank, world, optimizer = self.mesh.rank, self.mesh.world, self.optimizer
+        found: dict[str, Run] = {"adam_step": (optimizer.adam_step.view(1), 0, 1)}
         if not self.sharded:
-            for name, x in whole.items():
+            for name, x in {**params, **optimizer.moments}.items():
                 flat, n = x.view(-1), x.numel()
                 low, high = (n * rank // world, n * (rank + 1) // world) if shared else (0, n)
                 if low < high:
@@ -235,10 +274,11 @@ class Parallel:
             return found
         for bucket, own in zip(self.buckets, optimizer.owned, strict=True):
             for name in bucket.names:
-                low, high, at = self._overlap(bucket, name, sizes[name])
+                n = params[name].numel()
+                low, high, at = self._overlap(bucket, name, n)
                 if low < high:
                     for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v)):
-                        found[kind + name] = x[at : at + high - low], low, sizes[name]
+                        found[kind + name] = x[at : at + high - low], low, n
         return found
 
     def _overlap(self, bucket: Bucket, name: str, size: int) -> tuple[int, int, int]:
@@ -248,35 +288,52 @@ class Parallel:
         low, high = max(start, first), min(stop, first + size)
         return low - first, high - first, low - start
 
-    def spread(self, optimizer: Optimizer) -> None:
+    def spread(self) -> None:
         """Every rank's parameters from the slices that each owns."""
         if self.sharded:
-            for own in optimizer.owned:
+            for own in self.optimizer.owned:
                 if own.rounded is not None:
                     own.rounded.copy_(own.params)
             if self.units is None:
                 self.gather()
                 self.settle()
 
-    def gathered(self) -> dict[str, Tensor]:
-        """Every parameter of the units, flat, whole: called on all ranks."""
-        assert self.units is not None
-        return gathered(self.units, self.mesh)
+    def whole(self, params: dict[str, Tensor]) -> dict[str, Tensor]:
+        """The engine's parameters; those of units are gathered, which all ranks ask for together."""
+        if self.units is None:
+            return params
+        found = gathered(self.units, self.mesh)
+        return {name: found[name][: p.numel()].view(p.shape) for name, p in params.items()}
 
     # ── the start ──
 
-    def place(self, name: str, whole: Tensor, optimizer: Optimizer) -> None:
+    def place(self, name: str, whole: Tensor) -> None:
         """A parameter's value, in float32 or better: this rank keeps its part of the master where layers compute with a
         copy of it. The copy is written elsewhere, whole."""
-        if self.units is None and (optimizer.rounded is None or not self.sharded):
+        if self.units is None and (self.optimizer.rounded is None or not self.sharded):
             return
         x = whole.reshape(-1)
-        for bucket, own in zip(self.buckets, optimizer.owned, strict=True):
+        for bucket, own in zip(self.buckets, self.optimizer.owned, strict=True):
             low, high, at = self._overlap(bucket, name, x.numel())
             if name in bucket.names and low < high:
                 own.params[at : at + high - low].copy_(x[low:high])
                 if self.units is not None and own.rounded is not None:
                     own.rounded[at : at + high - low].copy_(x[low:high])
+
+    def check_same(self, fields: Mapping[str, str], params: Mapping[str, Tensor]) -> None:
+        """Refuse ranks that would not compute the same thing. `fields` are the engine's."""
+        if self.mesh.world == 1:
+            return
+        o, native = self.optimizer, native_library()
+        check_agreed(self.mesh, {
+            **fields,
+            "optimizer": f"{o.betas}, {o.eps}, {o.weight_decay}, {o.max_norm}",
+            "shard": self.shard, "buckets": str([(b.start, b.stop) for b in self.buckets]),
+            "tilegrad": __version__, "torch": torch.__version__, "threads": str(torch.get_num_threads()),
+            "native library": native if isinstance(native, str) else native_sources(),
+        })  # fmt: skip
+        if self.units is None:
+            check_agreed(self.mesh, {"initial weights": digest(list(params.values()))})
 
 
 def check_agreed(mesh: Mesh, fields: Mapping[str, str]) -> None:

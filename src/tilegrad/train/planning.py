@@ -18,7 +18,7 @@ from ..model.config import ModelConfig
 from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
 from .optimizer import Optimizer, decayed_first
-from .parallel import BUCKET_BYTES, Shard, in_units, shards_of
+from .parallel import BUCKET_BYTES, Shard, in_units, optimizer_of
 
 Recompute = tuple[frozenset[Recomputed], ...]
 
@@ -31,8 +31,7 @@ def plan_model(
     """Every byte of training this model, of one rank of `world`. Both ways to its gradients are traced, so the plan serves
     either."""
     model = declare(config, batch_size, seq_len, dtype, device, recompute, linear=linear, deterministic=deterministic)
-    buckets, units = shards_of(model, world, shard, bucket_bytes)
-    optimizer = Optimizer.declare(model.params.values(), world=world, buckets=buckets, units=units)
+    optimizer, units = optimizer_of(model, world=world, shard=shard, bucket_bytes=bucket_bytes)
     step, forward, backward = (in_units(units, model, run) for run in (model.step, model.forward, model.backward))
 
     def program() -> None:
@@ -55,8 +54,7 @@ def step_report(
     model = declare(
         config, batch_size, seq_len, dtype, memory.device, recompute, linear=linear, deterministic=deterministic
     )
-    buckets, units = shards_of(model, world, shard, bucket_bytes)
-    optimizer = Optimizer.declare(model.params.values(), world=world, buckets=buckets, units=units)
+    optimizer, units = optimizer_of(model, world=world, shard=shard, bucket_bytes=bucket_bytes)
     step = in_units(units, model, model.step)
 
     def program() -> None:
