@@ -74,6 +74,8 @@ def test_verdicts_of_a_gpu() -> None:
     ]
     lines = verdicts(rows)
     assert lines[0] == "longnet: time per token within 10% over all T (at most 20%)"
+    replayed = [Row("longnet", t, "captured", ms, 1e6 * ms / t) for t, ms in ((32, 1.0), (64, 2.5))]
+    assert verdicts(rows + replayed)[0] == lines[0] + ", captured 25%"
     assert (
         "T 64: 3.00× the fastest gather (at least 1.3), 0.25 of the least memory (at most 0.5), managed 1.00×"
         in lines[2]

@@ -132,10 +132,13 @@ def _widened(y: View, d: int) -> View:
     return View((*shape, d), (*(n // dv * d for n in y.strides[:3]), 1), y.start // dv * d)
 
 
+_MASKS = {causal: Mask(causal) for causal in (False, True)}
+
+
 def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
     """Of each call: with dropout each has a seed of its own."""
     if seed is None:
-        return [Mask(options.causal)] * calls
+        return [_MASKS[options.causal]] * calls
     seeds = (seed + _signed(number * WEYL) if number else seed for number in range(calls))
     return [Mask(options.causal, dropout_p=options.dropout_p, seed=own) for own in seeds]
 
@@ -160,10 +163,21 @@ def new_gradients(q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]) -> li
 
 def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> None:
     """Zeros in the heads of branches that leave positions out; of "longnet" the first branch covers the most."""
-    for branch in plan.branches[:1] if options.mode == "longnet" else plan.branches:
-        if not branch.covers_all:
-            for x in tensors:
-                x[:, branch.heads.start : branch.heads.stop].zero_()
+    found = [b.heads for b in (plan.branches[:1] if options.mode == "longnet" else plan.branches) if not b.covers_all]
+    for first, last in _runs(found):
+        for x in tensors:
+            x[:, first:last].zero_()
+
+
+def _runs(heads: Sequence[range]) -> list[tuple[int, int]]:
+    """(first, behind the last) of each run of neighbours: one launch instead of several."""
+    runs: list[tuple[int, int]] = []
+    for own in heads:
+        if runs and runs[-1][1] == own.start:
+            runs[-1] = runs[-1][0], own.stop
+        else:
+            runs.append((own.start, own.stop))
+    return runs
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
