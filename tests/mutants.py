@@ -40,11 +40,12 @@ ATTENTION = "tests/attention/test_"
 TESTS = {  # the longest beginning of a path decides
     "kernels/attention/": tuple(
         f"{ATTENTION}{name}.py"
-        for name in ("tiled", "reference", "bounds", "checks", "functional", "context", "problem")
+        for name in ("tiled", "reference", "bounds", "checks", "functional", "context", "mask", "problem")
     ),
     "kernels/attention/triton/": (f"{ATTENTION}triton.py", f"{ATTENTION}triton_compile.py"),
     "kernels/attention/hopper/": tuple(f"{ATTENTION}hopper{name}.py" for name in ("_fwd", "_bwd", "")),
     "kernels/attention/cpu.py": (f"{ATTENTION}native.py",),
+    "kernels/attention/table.py": tuple(f"{ATTENTION}{name}.py" for name in ("hopper", "functional", "native")),
     "kernels/cpu/": (f"{ATTENTION}native.py", "tests/ops/test_ops_norm.py", "tests/ops/test_ops_activation.py"),
     "kernels/rope/": ("tests/ops/test_ops_activation.py", "tests/model/test_model.py", "tests/model/test_families.py"),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),
@@ -55,6 +56,7 @@ TESTS = {  # the longest beginning of a path decides
     "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
 }
 NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which decide about speed alone
+SPEED = {"BLOCK", "CHUNK", "SLAB", "TILE", "MOST_ENTRIES"}  # constants that do so in every module that has one
 CALLERS = {
     "csrc/attention/": ("attention/cpu.py",),
     "csrc/rows/": ("cpu/rows.py",),
@@ -87,7 +89,7 @@ class Mutant(NamedTuple):
 
 def of_python(path: str, source: str) -> list[Mutant]:
     """One for each operator, comparison and number (n + 1 of a whole one, 2 x of another); none in annotations, messages and
-    default arguments, nor zip's strict: its lengths are equal wherever the code is right."""
+    default arguments, in the constants of SPEED, nor in zip's strict: its lengths are equal wherever the code is right."""
     lines = source.encode().splitlines(keepends=True)
     starts = [0]
     for line in lines:
@@ -141,10 +143,16 @@ def _mutable(node: ast.AST) -> Iterator[ast.AST]:
         if name in ("annotation", "returns", "decorator_list", "defaults", "kw_defaults"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            left_out = isinstance(child, (ast.JoinedStr, ast.Raise, ast.Assert))
-            left_out = left_out or isinstance(child, ast.keyword) and child.arg == "strict"
-            if isinstance(child, ast.AST) and not left_out:
+            if isinstance(child, ast.AST) and not _left_out(child):
                 yield from _mutable(child)
+
+
+def _left_out(node: ast.AST) -> bool:
+    if isinstance(node, ast.Assign):
+        return all(isinstance(target, ast.Name) and target.id in SPEED for target in node.targets)
+    if isinstance(node, ast.keyword):
+        return node.arg == "strict"
+    return isinstance(node, (ast.JoinedStr, ast.Raise, ast.Assert))
 
 
 def of_cpp(path: str, source: str) -> list[Mutant]:

@@ -9,7 +9,16 @@ import torch
 
 from tilegrad import Mask
 from tilegrad.kernels.attention.mask import attends, distance
-from tilegrad.kernels.attention.problem import Problem, Sizes, output_shapes, rows_aligned, tma_refusal
+from tilegrad.kernels.attention.problem import (
+    Problem,
+    Sizes,
+    four_dims,
+    lse_strides,
+    output_shapes,
+    row_strides,
+    rows_aligned,
+    tma_refusal,
+)
 
 
 def test_sizes_of_a_dense_call() -> None:
@@ -49,3 +58,45 @@ def test_aligned_rows_are_those_that_begin_at_multiples_of_16_bytes() -> None:
         assert (tma_refusal("x", x, varlen=False) is None) == rows_aligned(x)
     assert not rows_aligned(memory.as_strided((1, 1, 2, 8), (64, 64, 64, 2)))
     assert not rows_aligned(memory[:8].expand(1, 1, 2, 8)), "rows that are one another's are nobody's"
+    packed_too_short = memory[:24].view(1, 1, 2, 12)
+    assert packed_too_short.is_contiguous() and not rows_aligned(packed_too_short)
+    assert rows_aligned(memory[:16].view(1, 1, 2, 8)) and not rows_aligned(memory[1:17].view(1, 1, 2, 8))
+
+
+def test_head_dimensions_are_padded_to_powers_of_two() -> None:
+    for d, want in ((1, 32), (31, 32), (32, 32), (33, 64), (64, 64), (65, 128), (128, 128), (129, 256), (256, 256)):
+        q, v = torch.empty(1, 1, 1, d), torch.empty(1, 1, 1, 1)
+        assert Problem(q, q, v, Mask()).sizes.block_d == want
+        assert Problem(v, v, q, Mask()).sizes.block_dv == want
+
+
+def test_strides_over_sequences_heads_and_rows() -> None:
+    x, lse = torch.empty(2, 3, 5, 7), torch.empty(2, 3, 5)
+    assert row_strides(x, varlen=False) == (105, 35, 7) and lse_strides(lse, varlen=False) == (15, 5, 1)
+    assert row_strides(x[0], varlen=True) == (0, 7, 35) and lse_strides(lse[0], varlen=True) == (0, 5, 1)
+    assert row_strides(None, varlen=False) == lse_strides(None, varlen=True) == (0, 0, 0)
+    assert four_dims(x, varlen=False) == ([2, 3, 5, 7], [105, 35, 7, 1])
+    assert four_dims(x[0], varlen=True) == ([1, 5, 3, 7], [0, 7, 35, 1])
+
+
+def test_what_tma_cannot_step_over() -> None:
+    """A handle has no strides; a stride of 2⁴⁰ bytes is too far, where there is a second row to step to."""
+
+    class Far:
+        dtype, shape = torch.bfloat16, (1, 1, 2, 8)
+
+        def __init__(self, rows: int, stride: int) -> None:
+            self.shape, self.strides = (1, 1, rows, 8), (64, 64, stride, 1)
+
+        def stride(self) -> tuple[int, ...]:
+            return self.strides
+
+    for rows, stride, taken in (
+        (2, 2**39, False),
+        (2, 2**39 - 8, True),
+        (1, 2**39, True),
+        (2, 12, False),
+        (3, 0, False),
+    ):
+        assert (tma_refusal("x", Far(rows, stride), varlen=False) is None) == taken, (rows, stride)
+    assert tma_refusal("x", torch.empty(4, 1, 8, dtype=torch.bfloat16), varlen=True) is None

@@ -10,7 +10,19 @@ import pytest
 import torch
 
 from tilegrad.cli import main
-from tilegrad.kernels.scratch import Form, Shapes, below, larger, new_scratch, of, rows_per_block, views
+from tilegrad.kernels.scratch import (
+    Form,
+    Shapes,
+    accumulation_dtype,
+    below,
+    blocks,
+    larger,
+    new_scratch,
+    of,
+    rows_of,
+    rows_per_block,
+    views,
+)
 from tilegrad.kernels.table import Kernel, Table, takes_all
 
 
@@ -82,6 +94,8 @@ def test_a_buffer_may_be_larger_but_not_smaller_other_or_strided() -> None:
     cpu = torch.device("cpu")
     large = torch.arange(10.0)
     assert torch.equal(views({"a": large}, needed, cpu, "test")["a"], large[:6].view(2, 3))
+    exactly = torch.empty(6)
+    assert views({"a": exactly}, needed, cpu, "test")["a"].data_ptr() == exactly.data_ptr()
     for wrong in (torch.empty(5), torch.empty(10, dtype=torch.int32), torch.empty(10, 2)[:, 0]):
         with pytest.raises(
             ValueError, match=r"scratch\['k.a'\]: test got .*accepted: a contiguous torch.float32 tensor of"
@@ -96,9 +110,28 @@ def test_rows_per_block() -> None:
     sizes = {"cpu": 100}
     got = [
         rows_per_block(Form(shape, torch.float32, torch.device("cpu")), sizes)
-        for shape in ((7, 10), (70, 10), (70, 101), (0, 0))
+        for shape in ((7, 10), (70, 10), (70, 101), (0, 0), (200, 1), (200, 0))
     ]
-    assert got == [7, 10, 1, 1]
+    assert got == [7, 10, 1, 1, 100, 100]
+
+
+def test_blocks_cover_all_rows_once_and_whole_ones_are_not_indexed() -> None:
+    assert list(blocks(7, 3)) == [slice(0, 3), slice(3, 6), slice(6, 7)] and not list(blocks(0, 3))
+    x = torch.arange(4)
+    assert rows_of(x, slice(0, 4)) is x
+    assert rows_of(x, slice(0, 3)).tolist() == [0, 1, 2] and rows_of(x, slice(1, 4)).tolist() == [1, 2, 3]
+
+
+def test_the_larger_buffer_of_a_name_and_those_of_one_side() -> None:
+    a: Shapes = {"x": ((2, 3), torch.int8), "a": ((1,), torch.int8)}
+    b: Shapes = {"x": ((7,), torch.int8), "b": ((1,), torch.int64)}
+    assert larger(a, b) == {"x": ((7,), torch.int8), "a": a["a"], "b": b["b"]} == larger(b, a)
+    assert larger(a, {"x": ((5, 1), torch.int8)})["x"] == a["x"]
+
+
+def test_sums_are_formed_in_float32_or_better() -> None:
+    dtypes = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+    assert [accumulation_dtype(x) for x in dtypes] == [torch.float64, *3 * [torch.float32]]
 
 
 def test_doctor_shows_the_table_of_every_op(capsys: pytest.CaptureFixture[str]) -> None:

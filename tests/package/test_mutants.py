@@ -9,6 +9,7 @@ import pytest
 from mutants import Mutant, Tree, Watched, all_mutants, function_of, main, of_cpp, of_python, picked_for, suite_of
 
 SOURCE = '''"""A 1 in words."""
+BLOCK = 1 << 4
 def f(x: int = 3, *, two: bool = True) -> int:
     """2 < 3"""
     if not x or x <= 4 < 9:
