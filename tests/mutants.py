@@ -61,6 +61,7 @@ CALLERS = {
     "csrc/attention/": ("attention/cpu.py",),
     "csrc/rows/": ("cpu/rows.py",),
     "csrc/": ("attention/cpu.py", "cpu/rows.py"),
+    "cpu/abi.py": ("attention/cpu.py", "cpu/rows.py"),
 }
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import asdict, replace
 from typing import Any
 
@@ -76,8 +77,42 @@ def test_what_is_refused(values: dict[str, Any], message: str) -> None:
 def test_scaled_frequencies() -> None:
     plain, one = rope_frequencies(10000.0, 8, None)
     assert plain == pytest.approx([1.0, 0.1, 0.01, 0.001]) and one == 1.0
-    assert rope_frequencies(10000.0, 8, RopeScaling("linear", 4.0))[0] == [f / 4.0 for f in plain]
+    assert rope_frequencies(10000.0, 8, RopeScaling("linear", 4.0)) == ([f / 4.0 for f in plain], 1.0)
     far, _ = rope_frequencies(10000.0, 8, RopeScaling("llama3", 8.0, original=256))
     assert far[0] == plain[0] and far[3] == plain[3] / 8.0 and plain[1] / 8 < far[1] <= plain[1]
     turned, factor = rope_frequencies(10000.0, 8, RopeScaling("yarn", 4.0, original=256))
     assert turned[0] == plain[0] and turned[3] == pytest.approx(plain[3] / 4.0) and factor == pytest.approx(1.1386294)
+
+
+def test_frequencies_between_kept_and_divided_are_blended() -> None:
+    """llama3: wavelengths 6, 63, 628 and 6283 of limits 250 and 1000. yarn: from i = 2.3 on, to i = 5.4."""
+    plain, _ = rope_frequencies(10000.0, 8, None)
+    scaled, one = rope_frequencies(10000.0, 8, RopeScaling("llama3", 8.0, original=1000))
+    m = (1000 / (200 * math.pi) - 1) / 3
+    assert scaled == pytest.approx([1.0, 0.1, (1 - m) * 0.01 / 8 + m * 0.01, 0.001 / 8], rel=1e-12) and one == 1.0
+    other, _ = rope_frequencies(10000.0, 8, RopeScaling("llama3", 8.0, original=1000, low=0.5, high=2.0))
+    m = (1000 / (200 * math.pi) - 0.5) / 1.5
+    assert other == pytest.approx([1.0, 0.1, (1 - m) * 0.01 / 8 + m * 0.01, 0.001 / 8], rel=1e-12)
+    plain, _ = rope_frequencies(10000.0, 16, None)
+    turned, factor = rope_frequencies(10000.0, 16, RopeScaling("yarn", 4.0, original=3000))
+    shares = [0.0, 0.0, 0.0, 0.25, 0.5, 0.75, 1.0, 1.0]
+    want = [f / 4.0 * share + f * (1.0 - share) for f, share in zip(plain, shares, strict=True)]
+    assert turned == pytest.approx(want, rel=1e-12) and factor == pytest.approx(0.1 * math.log(4.0) + 1.0)
+    assert rope_frequencies(10000.0, 16, RopeScaling("yarn", 4.0, attention_factor=0.7))[1] == 0.7
+    short, _ = rope_frequencies(10000.0, 4, RopeScaling("yarn", 4.0, original=6))
+    assert short == pytest.approx([1.0, 0.01 / 4.0]), "none turns once in six tokens"
+    tokens = int(2 * math.pi * math.exp(17.8))  # in which the last i, not whole, is 15.5: there is none beyond 15
+    wide, _ = rope_frequencies(10000.0, 16, RopeScaling("yarn", 4.0, original=tokens, beta_fast=math.exp(16)))
+    shares = [max(i - 1, 0) / 14 for i in range(8)]
+    assert wide == pytest.approx([f / 4.0 * x + f * (1.0 - x) for f, x in zip(plain, shares, strict=True)], rel=1e-12)
+
+
+def test_numbers_of_a_scaling_at_their_limits() -> None:
+    RopeScaling("yarn", 1.0, original=1, low=0.0, high=0.5, beta_slow=0.0)
+    assert RopeScaling("yarn", 2.0) == RopeScaling("yarn", 2.0, 8192, 1.0, 4.0, 32.0, 1.0, None)
+    for bad in (
+        {"factor": 0.99}, {"original": 0}, {"low": -0.1}, {"high": math.inf}, {"factor": True}, {"factor": "2"},
+        {"beta_slow": -1.0}, {"low": 4.0}, {"beta_slow": 32.0}, {"low": 4.0, "high": 3.0},
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match="rope_scaling"):
+            RopeScaling(**({"kind": "yarn", "factor": 2.0} | bad))  # type: ignore[arg-type]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -109,6 +110,47 @@ def test_a_copy_to_compute_with_is_rounded_in_the_same_pass(dtype: torch.dtype) 
         assert torch.equal(copy, arenas.params.to(torch.bfloat16)) and copy.isfinite().all()
 
 
+@pytest.mark.parametrize("cut", [[100], [3, SPLIT], [P]])
+def test_ranges_owned_in_pieces_step_as_one(monkeypatch: pytest.MonkeyPatch, cut: list[int]) -> None:
+    """With and without a copy to compute with; the last cut leaves an empty piece."""
+    monkeypatch.setattr(norm_torch_ops, "BLOCK", 16)
+    one, many, copy = Arenas(torch.float32), Arenas(torch.float32), torch.zeros(P, dtype=torch.bfloat16)
+    ends = [0, *cut, P]
+    pieces = [slice(a, b) for a, b in pairwise(ends)]
+    decayed = [max(0, min(SPLIT, i.stop) - i.start) for i in pieces]
+    shapes = global_norm_workspace(*(many.params[i] for i in pieces))
+    many.scratch |= poisoned(shapes)
+    for step in range(3):
+        g = randn(P, dtype=torch.float32, seed=step + 1)
+        one.update(g.clone(), 1e-2)
+        held: dict[str, Any] = {name: [getattr(many, name)[i] for i in pieces] for name in ("params", "m", "v")}
+        held["grads"] = [g[i] for i in pieces]
+        held["rounded"] = [copy[i] for i in pieces] if step == 2 else None
+        global_norm(held["grads"], norm=many.norm, scratch=many.scratch)
+        adamw_step(many.norm, 1e-2, decayed, 0.1, 1.0, step=many.step, scratch=many.scratch, **held)
+    assert all(torch.allclose(x, y, rtol=1e-6, atol=1e-8) for x, y in zip(one.state(), many.state(), strict=True))
+    assert torch.equal(copy, many.params.bfloat16())
+
+
+@pytest.mark.parametrize("lengths", [(70, 3, 130), (64, 64), (1, 200, 1, 40)])
+def test_global_norm_of_ranges(monkeypatch: pytest.MonkeyPatch, lengths: tuple[int, ...]) -> None:
+    monkeypatch.setattr(norm_torch_ops, "BLOCK", 64)
+    ranges, norm = [randn(n, seed=i) for i, n in enumerate(lengths)], torch.zeros((), dtype=torch.float64)
+    global_norm(ranges, norm=norm, scratch=poisoned(global_norm_workspace(*ranges)), kernel="torch")
+    assert float(norm) == pytest.approx(float(torch.cat(ranges).norm()), rel=1e-12)
+
+
+@pytest.mark.parametrize("decayed", [0, P])
+def test_none_or_all_may_decay(decayed: int) -> None:
+    arenas = Arenas(torch.float64)
+    before, g = arenas.params.clone(), torch.zeros(P, dtype=torch.float64)
+    adamw_step(
+        arenas.norm, 1e-2, decayed, 0.1, params=arenas.params, grads=g, m=arenas.m, v=arenas.v, step=arenas.step,
+        scratch=arenas.scratch,
+    )  # fmt: skip
+    assert torch.allclose(arenas.params, before * (0.999 if decayed else 1.0), rtol=1e-12)
+
+
 def test_state_resumed_gives_the_same_bits() -> None:
     a, b = Arenas(torch.float32), Arenas(torch.float32)
     for i in range(4):
@@ -174,6 +216,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
     arenas: dict[str, Any] = {"params": x, "grads": x, "m": x, "v": x, "step": step}
     for fn, match in (
         (lambda: adamw_step(norm, 1e-3, 7, **arenas), "decayed: got 7; accepted: 0 … 6"),
+        (lambda: adamw_step(norm, 1e-3, -1, **arenas), "decayed: got -1; accepted: 0 … 6"),
         (lambda: adamw_step(norm, 1e-3, 6, 0.1, 0.0, **arenas), "max_norm: got 0.0; accepted: a number > 0"),
         (lambda: adamw_step(norm, 1e-3, 6, **arenas | {"m": randn(5)}), r"m: got .*\(5,\).*accepted: .*\(6,\)"),
         (

@@ -22,6 +22,9 @@ from torch import Tensor
 
 from tilegrad.kernels import embedding_mse, gpu, linear
 from tilegrad.kernels.cross_entropy import (
+    CROSS_ENTROPY,
+    Problem,
+    chunks,
     cross_entropy_bwd,
     cross_entropy_fwd,
     cross_entropy_step,
@@ -133,6 +136,16 @@ def test_no_target_at_all(loss: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize("accumulate", [True, False])
+def test_no_row_at_all_adds_nothing_and_overwrites_by_nothing(loss: str, accumulate: bool) -> None:
+    inputs = {"x": torch.zeros(0, 8), "w": randn(30, 8, dtype=torch.float32)}
+    dw, inv = torch.ones(30, 8), torch.ones(())
+    targets = torch.zeros(0, dtype=torch.int64)
+    call(loss, "bwd", inputs, targets, inv, dx=torch.zeros(0, 8), dw=dw, accumulate=accumulate)
+    assert torch.equal(dw, torch.full((30, 8), 1.0 if accumulate else 0.0))
+
+
+@pytest.mark.parametrize("loss", LOSSES)
 def test_gradient_of_the_weights_accumulates_and_the_others_overwrite(loss: str) -> None:
     inputs, targets = build(63, 16, 50, torch.float64)
     once = run(loss, inputs, targets, 0.1)
@@ -177,6 +190,29 @@ def test_chunks_are_few_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
     for n, want in ((256, [256]), (257, [129, 128]), (600, [200, 200, 200]), (1, [1])):
         x, w = torch.empty(n, 4), torch.empty(50, 4)
         assert [i.stop - i.start for i in torch_ops.chunks_of(x, w)] == want
+    for n, most, multiple, even in ((10, 4, 1, [4, 4, 2]), (10, 8, 4, [8, 2]), (9, 3, 2, [3, 3, 3]), (7, 7, 2, [7])):
+        assert [i.stop - i.start for i in chunks.chunks(n, most, multiple)] == even, (n, most, multiple)
+    assert not list(chunks.chunks(0, 4))
+
+
+def test_rows_of_a_chunk_at_most() -> None:
+    """Rows, columns, bytes of a number, bytes in all, a multiple where there are more."""
+    for given, want in {
+        (1000, 10, 4, 4000, 32): 96,
+        (1000, 10, 4, 1280, 32): 32,
+        (1000, 10, 4, 1240, 32): 31,
+        (20, 10, 4, 4000, 32): 20,
+        (1000, 10, 4, 10, 32): 1,
+        (1000, 0, 4, 400, 256): 100,
+    }.items():
+        assert chunks.most_rows(*given) == want, given
+
+
+def test_float16_is_not_tritons() -> None:
+    """Nor is a CPU, but that is another reason."""
+    x = torch.empty(2, 4)
+    reasons = [CROSS_ENTROPY.explain(Problem(y, y)).reasons["triton"] for y in (x.half(), x)]
+    assert "float16 can hold" in reasons[0] and "float16" not in reasons[1]
 
 
 @pytest.mark.parametrize("loss", LOSSES)
