@@ -276,7 +276,7 @@ while True:
     assert len(checkpoint._saved(folder)) >= 2, "the previous one is still there"
 
 # Die at any moment at all: inside a write, too.
-random.seed(0)
+random.seed(int(sys.argv[3]))
 begin = time.perf_counter()
 step += 1
 save(step)
@@ -304,8 +304,11 @@ print(points, step, hidden)
 """
 
 
-def test_a_process_killed_while_saving_loses_nothing(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLER, tmp_path, "40"], capture_output=True, text=True, timeout=120)
+@pytest.mark.parametrize("kills", [40, pytest.param(200, marks=pytest.mark.slow)])
+def test_a_process_killed_while_saving_loses_nothing(tmp_path: Path, kills: int, request: pytest.FixtureRequest) -> None:
+    seed = request.config.option.seed or 0
+    command = [sys.executable, "-c", KILLER, tmp_path, str(kills), str(seed)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     points, step, hidden = done.stdout.split(maxsplit=2)
     assert int(points) > 20, "moments inside one save"

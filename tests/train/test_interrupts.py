@@ -385,6 +385,30 @@ def test_a_signal_while_the_data_is_prepared_leaves_no_folder(number: signal.Sig
     assert (process.returncode, error) == (code, "") and not Path("deep").exists()
 
 
+@pytest.mark.parametrize("left", [0, 100, 1000])
+def test_data_that_ends_while_it_is_learned_from_saves_and_is_refused_until_it_is_whole(left: int) -> None:
+    """Without a look at its length the process would end by SIGBUS."""
+    tokens, whole = Path("run/data/tokens.bin"), b""
+
+    def cut() -> None:
+        nonlocal whole
+        whole = tokens.read_bytes()
+        os.truncate(tokens, left)
+
+    with pytest.raises(RunEnded, match=f"tokens.bin: cut off while it was read, {left} bytes where .*; saved: .*step-6"):
+        train(RUN, Path("run"), show=at_step(6, cut))
+    kept = newest()
+    assert kept.step == 6 and all(bool(x.isfinite().all()) for x in kept.tensors.values())
+    with pytest.raises(ValueError, match=r"tokens.bin: "):
+        train(None, Path("run"), resume=True)
+    assert newest().step == 6
+    tokens.write_bytes(whole)
+    assert train(None, Path("run"), resume=True).steps == 12
+    train(RUN, Path("whole"))
+    a, b = newest("whole").tensors, newest().tensors
+    assert all(torch.equal(a[name], b[name]) for name in a)
+
+
 def test_a_learning_rate_that_breaks_the_model_is_reported_without_a_sample() -> None:
     run = replace(RUN, train=replace(RUN.train, steps=20, learning_rate=1e30, warmup_steps=0))
     with pytest.raises(RunEnded, match="not finite"):

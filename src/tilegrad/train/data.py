@@ -9,9 +9,11 @@ The last window may be shorter: it is padded with token 0, and with target −1,
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import math
+import mmap
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -139,10 +141,17 @@ class TokenFile:
     """Tokens on disk: a header of 96 bytes, then `tokens`, little-endian, uint16 up to a vocabulary of 65536, else uint32."""
 
     path: Path
-    tokens: Tokens  # a read-only map of the file
+    map: mmap.mmap
+    tokens: Tokens  # in the map, read-only
     vocab_size: int
     source_sha256: str  # of the text, as UTF-8
     tokenizer_sha256: str  # of the tokenizer's json
+
+    def check_length(self) -> None:
+        """OSError where the mapped file has become shorter: reading beyond its end would kill the process (SIGBUS)."""
+        found, mapped = self.map.size(), len(self.map)
+        if found < mapped:
+            raise OSError(errno.EIO, f"cut off while it was read, {found} bytes where there were {mapped}", str(self.path))
 
 
 def write_tokens(path: Path, tokens: Tokens, *, vocab_size: int, source_sha256: str, tokenizer_sha256: str) -> None:
@@ -175,11 +184,11 @@ def open_tokens(path: Path) -> TokenFile:
     if found != expected:
         what = "truncated" if found < expected else "too long"
         raise TokenFileError(f"{path}: {what}, {found} bytes where {count} tokens make {expected}; {remedy}")
-    tokens = (
-        np.memmap(path, _dtype(vocab_size), "r", _HEADER.size, (count,)) if count else np.empty(0, _dtype(vocab_size))
-    )
+    with path.open("rb") as file:
+        mapped = mmap.mmap(file.fileno(), expected, access=mmap.ACCESS_READ)
+    tokens = np.frombuffer(mapped, _dtype(vocab_size), offset=_HEADER.size)
     _check_range(tokens, vocab_size, str(path))
-    return TokenFile(path, tokens, vocab_size, source.hex(), tokenizer.hex())
+    return TokenFile(path, mapped, tokens, vocab_size, source.hex(), tokenizer.hex())
 
 
 def _dtype(vocab_size: int) -> np.dtype[Any]:

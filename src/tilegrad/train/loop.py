@@ -233,7 +233,7 @@ class _Run:
         self.run, self.folder, self.tokenizer, self.show = run, folder, tokenizer, show
         self.mesh = mesh = ranks.mesh
         self.device = mesh.device if mesh.world > 1 else torch.device(run.train.device)
-        self.tokenizer_sha256 = tokens.tokenizer_sha256
+        self.tokens, self.tokenizer_sha256 = tokens, tokens.tokenizer_sha256
         self.entropy = unigram_entropy(tokens.tokens)
         t = run.train
         self.text, self.held_out = tokens.tokens, tokens.tokens
@@ -389,6 +389,7 @@ class _Run:
         )  # fmt: skip
         position = engine.steps, engine.draws, self.batches.state()
         self.mesh.at(f"step {engine.steps}: reading data")
+        self.tokens.check_length()
         pairs = self.batches.deal(t.gradient_accumulation, self.mesh.rank, self.mesh.world)
         before = _Before(*position, rate, t.gradient_accumulation * t.batch_size * t.seq_len)
         if self.stopped:
@@ -439,6 +440,7 @@ class _Run:
         if few or not t.eval_batches:
             return
         total, count = 0.0, 0.0
+        self.tokens.check_length()
         own = batches_in_order(
             self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation,
             rank=self.mesh.rank, world=self.mesh.world,
