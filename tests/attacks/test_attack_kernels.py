@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import random
 import shutil
@@ -16,7 +17,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.cases import Case, build, cases, check_call, run
-from support.guard import Guard
+from support.guard import Apart, Guard
 from support.models import CONFIG, LLAMA, batch
 from support.ops import acc, calls_outside_models, poisoned, randn
 from torch import Tensor
@@ -25,8 +26,9 @@ from tilegrad import Engine
 from tilegrad.kernels.activation import activation_bwd, activation_fwd
 from tilegrad.kernels.attention import cpu as native
 from tilegrad.kernels.cpu import library as native_library
+from tilegrad.kernels.cpu import rows
 from tilegrad.kernels.norm import layernorm_bwd, layernorm_fwd, norm_workspace
-from tilegrad.kernels.op import observe, op
+from tilegrad.kernels.op import Call, observe, op
 
 KERNELS = ("tiled",) if isinstance(native_library.library(), str) else ("native", "tiled")
 GPT = replace(CONFIG, n_layer=1, n_embd=48)
@@ -38,10 +40,10 @@ CONFIGS = (
 )
 
 
-def guarded_step(config: object, dtype: torch.dtype, guard: Guard | None) -> dict[str, Tensor]:
+def guarded_step(config: object, dtype: torch.dtype, guard: Guard | Apart | None, steps: int = 2) -> dict[str, Tensor]:
     engine = Engine(config, 3, 13, dtype=dtype)  # type: ignore[arg-type]
     tokens, targets = batch(engine.config, 3, 13)
-    for _ in range(2):
+    for _ in range(steps):
         if guard is None:
             engine.step(tokens, targets, learning_rate=1e-3)
         else:
@@ -61,6 +63,21 @@ def test_no_op_writes_beside_its_buffers(dtype: torch.dtype) -> None:
     with observe(guard):
         calls_outside_models(dtype)
     assert guard.calls > 200
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_that_lie_apart_change_nothing_or_are_refused(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every op of a step of four models, in the native kernels and in torch's."""
+    apart = Apart()
+    for config in CONFIGS:
+        guarded_step(config, dtype, apart, steps=1)
+    with observe(apart):
+        calls_outside_models(dtype)
+    native_ops = set(apart.taken)
+    monkeypatch.setattr(rows, "refusal", lambda _x: "is switched off")
+    guarded_step(GPT, dtype, apart, steps=1)
+    assert {"activation_fwd", "layernorm_bwd", "linear_fwd", "attention_bwd"} <= native_ops
+    assert sum(apart.taken.values()) > 3 * sum(apart.refused.values()), (apart.taken, apart.refused)
 
 
 def check_beside(case: Case, seed: int, kernel: str) -> None:
@@ -146,31 +163,31 @@ def test_a_bad_number_stays_in_its_packed_sequence(kernel: str) -> None:
     assert not torch.equal(got["o"], want["o"])
 
 
+def rows_of_norm_and_activation(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
+    (n, c), dtype = x.shape, x.dtype
+    w, b = randn(c, dtype=dtype, seed=3), randn(c, dtype=dtype, seed=4)
+    y, dx, a, da = (torch.zeros(n, c, dtype=dtype) for _ in range(4))
+    mean, rstd = (torch.zeros(n, dtype=acc(dtype)) for _ in range(2))
+    dw, db = (torch.zeros(c, dtype=acc(dtype)) for _ in range(2))
+    layernorm_fwd(x, w, b, 1e-5, y=y, mean=mean, rstd=rstd, scratch=poisoned(norm_workspace(x, backward=False)))
+    layernorm_bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, scratch=poisoned(norm_workspace(x, backward=True)))
+    activation_fwd(x, "gelu", a=a)
+    activation_bwd(dy, x, "gelu", dh=da)
+    return {"y": y, "dx": dx, "a": a, "da": da}
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("bad", BAD)
 def test_a_bad_number_in_a_norm_or_an_activation_stays_in_its_row(dtype: torch.dtype, bad: float) -> None:
     n, c = 19, 40
-
-    def results(x: Tensor, dy: Tensor) -> dict[str, Tensor]:
-        w, b = randn(c, dtype=dtype, seed=3), randn(c, dtype=dtype, seed=4)
-        y, mean, rstd, dx, a, da = (torch.zeros(shape, dtype=t) for shape, t in (
-            ((n, c), dtype), ((n,), acc(dtype)), ((n,), acc(dtype)), ((n, c), dtype), ((n, c), dtype), ((n, c), dtype)
-        ))  # fmt: skip
-        dw, db = torch.zeros(c, dtype=acc(dtype)), torch.zeros(c, dtype=acc(dtype))
-        layernorm_fwd(x, w, b, 1e-5, y=y, mean=mean, rstd=rstd, scratch=poisoned(norm_workspace(x, backward=False)))
-        layernorm_bwd(dy, x, w, mean, rstd, dx=dx, dw=dw, db=db, scratch=poisoned(norm_workspace(x, backward=True)))
-        activation_fwd(x, "gelu", a=a)
-        activation_bwd(dy, x, "gelu", dh=da)
-        return {"y": y, "dx": dx, "a": a, "da": da}
-
     x, dy = randn(n, c, dtype=dtype), randn(n, c, dtype=dtype, seed=1)
-    want = results(x, dy)
+    want = rows_of_norm_and_activation(x, dy)
     touched = torch.zeros(n, dtype=torch.bool)
     touched[7] = True
     for which in (0, 1):
         given_x, given_dy = x.clone(), dy.clone()
         (given_x, given_dy)[which][7, 5] = bad
-        got = results(given_x, given_dy)
+        got = rows_of_norm_and_activation(given_x, given_dy)
         assert all(same_elsewhere(got[name], want[name], touched) for name in want)
 
 
@@ -185,20 +202,65 @@ def test_denormals_are_numbers(kernel: str) -> None:
     assert torch.equal(got["o"], torch.full_like(got["o"], 2.0**-133))
 
 
+APART = 2**30
+
+
+def far(x: Tensor, dim: int, apart: int = APART) -> Tensor:
+    """A copy of x whose dimension `dim`, of three, is 2³⁰ elements apart, in memory that is never touched between them."""
+    strides = list(torch.empty(x.shape[:dim] + (1,) + x.shape[dim + 1 :]).stride())
+    strides[dim] = apart
+    assert x.shape[dim] == 3
+    view = torch.empty(2 * apart + x.numel(), dtype=x.dtype).as_strided(x.shape, strides)
+    assert apart < APART or view.untyped_storage().nbytes() // x.itemsize > 2**31
+    return view.copy_(x)
+
+
+class Far:
+    """An observer that runs each op on outputs of these names that are far, and brings the results home."""
+
+    def __init__(self, dim: int, *names: str, apart: int = APART) -> None:
+        self.dim, self.names, self.apart, self.seen = dim, names, apart, set[str]()
+
+    def __call__(self, call: Call) -> None:
+        run = call.run
+        assert isinstance(run, functools.partial)
+        moved = {
+            name: far(x, self.dim, self.apart)
+            for name, x in run.keywords.items()
+            if name in self.names and x is not None
+        }
+        run.func(*run.args, **(run.keywords | moved))
+        for name, x in moved.items():
+            run.keywords[name].copy_(x)
+        self.seen |= set(moved)
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_strides_beyond_two_to_the_31(kernel: str) -> None:
-    """Rows 2³⁰ elements apart in memory that is never touched between them."""
-    case = Case(b=1, hkv=1, tq=3, tk=3, d=8, dv=8, dtype=torch.bfloat16, causal=True)
+@pytest.mark.parametrize("dim", [0, 1, 2])
+def test_strides_beyond_two_to_the_31(kernel: str, dim: int) -> None:
+    """Batches, heads and rows that lie 2³⁰ elements apart, in what is read and in what is written."""
+    case = Case(b=3, hkv=3, tq=3, tk=3, d=8, dv=8, dtype=torch.bfloat16, causal=True)
     call = build(case)
     want = run(call, kernel)
-    apart = 2**30
-    far = {}
-    for name in ("q", "k", "v", "do"):
-        memory = torch.empty(2 * apart + 8, dtype=torch.bfloat16)
-        far[name] = memory.as_strided((1, 1, 3, 8), (0, 0, apart, 1))
-        far[name].copy_(getattr(call, name))
-    assert far["q"].untyped_storage().nbytes() // 2 > 2**31
-    got = run(replace(call, q=far["q"], k=far["k"], v=far["v"], do=far["do"]), kernel)
+    inputs = {name: far(getattr(call, name), dim) for name in ("q", "k", "v", "do")}
+    observer = Far(dim, "o", "dq", "dk", "dv")
+    with observe(observer):
+        got = run(replace(call, **inputs), kernel)
+    assert observer.seen == {"o", "dq", "dk", "dv"}
+    assert all(torch.equal(got[name], x) for name, x in want.items())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_rows_of_norms_and_activations_beyond_two_to_the_31(dtype: torch.dtype) -> None:
+    n, c = 3, 40
+    x, dy = randn(n, c, dtype=dtype), randn(n, c, dtype=dtype, seed=1)
+    results = []
+    for apart in (64, APART):
+        observer = Far(0, "y", "dx", "a", "dh", apart=apart)
+        with observe(observer):
+            results.append(rows_of_norm_and_activation(far(x, 0, apart), far(dy, 0, apart)))
+    want, got = results
+    assert observer.seen == {"y", "dx", "a", "dh"}
     assert all(torch.equal(got[name], x) for name, x in want.items())
 
 

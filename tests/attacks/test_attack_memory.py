@@ -8,6 +8,7 @@ import random
 import sys
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
@@ -19,11 +20,14 @@ from torch import Tensor
 import tilegrad
 from tilegrad import Engine
 from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
+from tilegrad.memory.managed import slab
+from tilegrad.memory.types import DEFAULT_CONFIGS
 from tilegrad.memory.planned.plan import Request, plan
 from tilegrad.model.generate import generate
 
 TYPES = (BufferType.QUERY, BufferType.SCORES, BufferType.OUTPUT, BufferType.CACHE)
 DTYPES = (torch.float32, torch.int64, torch.bfloat16, torch.uint8)
+BEST_FIT = replace(DEFAULT_CONFIGS[BufferType.SCORES], typical_size_mb=1e-4)  # of anything above 210 bytes
 
 
 class Program:
@@ -121,26 +125,53 @@ def program(manager: AttentionBufferManager, seed: int, steps: int, name: int = 
     calls.end()
 
 
-def programs(seeds: range, steps: int = 60) -> None:
+def regions(manager: AttentionBufferManager) -> tuple[int, int]:
+    """How many the bucketed and the best-fit slab hold now."""
+    strategies = manager._cache.strategies._by_name
+    shelves = [len(x._shelves) for x in strategies["bucketed"]._slabs.values()]  # type: ignore[attr-defined]
+    stretches = [len(x._stretches) for x in strategies["fragment_aware"]._slabs.values()]  # type: ignore[attr-defined]
+    return sum(shelves), sum(stretches)
+
+
+def programs(seeds: range, steps: int = 60) -> tuple[int, int]:
+    """The most regions of the two slabs at once. Every second program's are of 16 KiB, and its scores best-fit."""
+    most = (0, 0)
     for seed in seeds:
-        dice = random.Random(-seed)
-        pressed = dice.choice((0.0, 0.0, 0.9, 0.99))
-        manager = AttentionBufferManager(
-            lightweight=False,
-            max_bytes=dice.choice((None, 0, 1 << 14, 1 << 22)),
-            pressure=lambda _device, p=pressed: p,  # type: ignore[misc]
-        )
-        program(manager, seed, steps)
-        check_at_rest(manager)
+        with pytest.MonkeyPatch.context() as patch:
+            if seed % 2:
+                patch.setattr(slab, "_LAZY_BYTES", 1 << 14)
+                patch.setattr(slab, "MIB", 1 << 12)
+            found = one_program(seed, steps)
+            most = max(most[0], found[0]), max(most[1], found[1])
+    return most
+
+
+def one_program(seed: int, steps: int) -> tuple[int, int]:
+    dice = random.Random(-seed)
+    pressed = dice.choice((0.0, 0.0, 0.9, 0.99))
+    manager = AttentionBufferManager(
+        lightweight=False,
+        custom_configs={BufferType.SCORES: BEST_FIT} if seed % 2 else None,
+        max_bytes=dice.choice((None, 0, 1 << 14, 1 << 22)),
+        pressure=lambda _device, p=pressed: p,  # type: ignore[misc]
+    )
+    calls, most = Program(manager, seed), (0, 0)
+    for _ in range(steps):
+        calls.step()
+        found = regions(manager)
+        most = max(most[0], found[0]), max(most[1], found[1])
+    calls.end()
+    check_at_rest(manager)
+    return most
 
 
 def test_random_programs() -> None:
-    programs(range(12))
+    assert min(programs(range(50, 62))) > 1
 
 
 @pytest.mark.slow
 def test_ten_thousand_random_programs(fresh_seed: int) -> None:
-    programs(range(fresh_seed, fresh_seed + 10_000))
+    assert min(programs(range(fresh_seed, fresh_seed + 10_000))) > 1
 
 
 def by_threads(seeds: range, steps: int) -> None:
@@ -150,7 +181,9 @@ def by_threads(seeds: range, steps: int) -> None:
     try:
         for seed in seeds:
             manager = AttentionBufferManager(lightweight=False, max_bytes=1 << 16, pressure=lambda _device: 0.86)
-            with ThreadPoolExecutor(8) as threads:
+            with pytest.MonkeyPatch.context() as patch, ThreadPoolExecutor(8) as threads:
+                if seed % 2:
+                    patch.setattr(slab, "_LAZY_BYTES", 1 << 14)
                 done = [threads.submit(program, manager, 8 * seed + name, steps, name) for name in range(8)]
                 for one in done:
                     one.result(120)

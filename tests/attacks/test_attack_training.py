@@ -1,4 +1,4 @@
-"""Attacks on a training step: a NaN out of each op, a budget one byte too small."""
+"""Attacks on a training step: a NaN out of each op, also seen from another sequence; a budget one byte too small."""
 
 from __future__ import annotations
 
@@ -62,6 +62,48 @@ def test_a_nan_out_of_any_op_reaches_no_weight(config: ModelConfig) -> None:
         left_out += same
         step(engine, config, None)
     assert left_out > 0.9 * sum(not name.startswith(LATE) for name in names)
+
+
+class Neighbour(Spoiler):
+    """The NaN goes into the second of two sequences; `arrived` is the first one's gradient, when it reaches the embedding."""
+
+    spoilt = False
+
+    def __call__(self, call: Call) -> None:
+        if call.name == "embedding_bwd":
+            self.arrived = next(x for x in call.reads if isinstance(x, Tensor) and x.is_floating_point()).clone()[:T]
+        call.run()
+        if len(self.names) == self.at:
+            for x in call.writes:
+                if isinstance(x, Tensor) and x.is_floating_point() and x.ndim and x.shape[0] in (2, 2 * T):
+                    x[x.shape[0] // 2 :].view(-1)[:1] = math.nan
+                    self.spoilt = True
+        self.names.append(call.name)
+
+
+T = 7
+
+
+@pytest.mark.parametrize("config", [GPT, SMALL], ids=["gpt", "llama"])
+def test_a_nan_out_of_any_op_stays_in_its_sequence(config: ModelConfig) -> None:
+    """Forward and backward of two sequences: nothing that one of them carries changes a bit of the other's."""
+    engine = Engine(config, 2, T)
+    tokens, targets = batch(config, 2, T)
+
+    def run(at: int | None) -> Neighbour:
+        engine.draws, neighbour = 0, Neighbour(at)
+        with observe(neighbour):
+            engine.gradients(tokens, targets)
+        return neighbour
+
+    clean = run(None)
+    assert bool(clean.arrived.isfinite().all()) and bool((clean.arrived != 0).any())
+    spoilt = 0
+    for at, name in enumerate(clean.names):
+        found = run(at)
+        assert torch.equal(found.arrived, clean.arrived), f"{at}: {name}"
+        spoilt += found.spoilt
+    assert spoilt > 0.7 * len(clean.names)
 
 
 def test_a_budget_one_byte_too_small_is_refused_and_the_byte_more_is_kept_to() -> None:

@@ -1,8 +1,9 @@
-"""Ops run inside larger buffers: what an op writes lies in the midst of a pattern, and the pattern must stay."""
+"""Observers that run ops elsewhere: in the midst of a pattern, which must stay, and on rows that lie apart."""
 
 from __future__ import annotations
 
 import functools
+from collections import Counter
 from typing import Any
 
 import torch
@@ -55,3 +56,47 @@ def _inside(view: Tensor, memory: Tensor) -> Tensor:
     inside = torch.zeros(memory.shape, dtype=torch.bool)
     inside.as_strided(view.shape, view.stride(), view.storage_offset())[...] = True
     return inside
+
+
+class Apart:
+    """An observer of ops. Each runs three more times, with a gap after each row of what it writes, of what it reads, and of
+    both: the results are the same but for rounding, or strides are refused by name. `taken` and `refused` count by name."""
+
+    def __init__(self) -> None:
+        self.taken, self.refused = Counter[str](), Counter[str]()
+
+    def __call__(self, call: Call) -> None:
+        run = call.run
+        assert isinstance(run, functools.partial)
+        results = []
+        for reads, writes in ((False, True), (True, False), (True, True)):
+            keywords = {name: _copy(x, apart=writes) for name, x in run.keywords.items()}
+            try:
+                run.func(*(_copy(x, apart=reads) for x in run.args), **keywords)
+                results.append(keywords)
+            except ValueError as error:
+                assert "stride" in str(error) or "contiguous" in str(error), f"{call.name}: {error}"
+                self.refused[call.name] += 1
+        call.run()
+        for keywords in results:
+            self.taken[call.name] += 1
+            for name, x in run.keywords.items():
+                if isinstance(x, Tensor) and name != "scratch":
+                    assert _alike(keywords[name], x), f"{call.name}: {name} is another where rows lie apart"
+
+
+def _copy(x: Any, *, apart: bool) -> Any:
+    """A tensor's copy; where rows are to lie apart, with three elements between them."""
+    if not isinstance(x, Tensor):
+        return x
+    if not apart or x.ndim < 2:
+        return x.clone()
+    memory = torch.empty(*x.shape[:-1], x.shape[-1] + 3, dtype=x.dtype)
+    return memory[..., : x.shape[-1]].copy_(x)
+
+
+def _alike(a: Tensor, b: Tensor) -> bool:
+    if not a.is_floating_point() or not a.numel():
+        return torch.equal(a, b)
+    largest = float(b.abs().nan_to_num(posinf=0.0).max())
+    return torch.allclose(a, b, rtol=0.0, atol=(0.02 if b.itemsize < 4 else 1e-5) * largest, equal_nan=True)

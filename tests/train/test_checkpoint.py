@@ -305,7 +305,9 @@ print(points, step, hidden)
 
 
 @pytest.mark.parametrize("kills", [40, pytest.param(200, marks=pytest.mark.slow)])
-def test_a_process_killed_while_saving_loses_nothing(tmp_path: Path, kills: int, request: pytest.FixtureRequest) -> None:
+def test_a_process_killed_while_saving_loses_nothing(
+    tmp_path: Path, kills: int, request: pytest.FixtureRequest
+) -> None:
     seed = request.config.option.seed or 0
     command = [sys.executable, "-c", KILLER, tmp_path, str(kills), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)

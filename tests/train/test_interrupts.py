@@ -395,7 +395,9 @@ def test_data_that_ends_while_it_is_learned_from_saves_and_is_refused_until_it_i
         whole = tokens.read_bytes()
         os.truncate(tokens, left)
 
-    with pytest.raises(RunEnded, match=f"tokens.bin: cut off while it was read, {left} bytes where .*; saved: .*step-6"):
+    with pytest.raises(
+        RunEnded, match=f"tokens.bin: cut off while it was read, {left} bytes where .*; saved: .*step-6"
+    ):
         train(RUN, Path("run"), show=at_step(6, cut))
     kept = newest()
     assert kept.step == 6 and all(bool(x.isfinite().all()) for x in kept.tensors.values())

@@ -151,7 +151,9 @@ class TokenFile:
         """OSError where the mapped file has become shorter: reading beyond its end would kill the process (SIGBUS)."""
         found, mapped = self.map.size(), len(self.map)
         if found < mapped:
-            raise OSError(errno.EIO, f"cut off while it was read, {found} bytes where there were {mapped}", str(self.path))
+            raise OSError(
+                errno.EIO, f"cut off while it was read, {found} bytes where there were {mapped}", str(self.path)
+            )
 
 
 def write_tokens(path: Path, tokens: Tokens, *, vocab_size: int, source_sha256: str, tokenizer_sha256: str) -> None:
