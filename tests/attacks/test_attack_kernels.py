@@ -207,7 +207,7 @@ APART = 2**30
 
 def far(x: Tensor, dim: int, apart: int = APART) -> Tensor:
     """A copy of x whose dimension `dim`, of three, is 2³⁰ elements apart, in memory that is never touched between them."""
-    strides = list(torch.empty(x.shape[:dim] + (1,) + x.shape[dim + 1 :]).stride())
+    strides = list(torch.empty(*x.shape[:dim], 1, *x.shape[dim + 1 :]).stride())
     strides[dim] = apart
     assert x.shape[dim] == 3
     view = torch.empty(2 * apart + x.numel(), dtype=x.dtype).as_strided(x.shape, strides)
@@ -242,10 +242,10 @@ def test_strides_beyond_two_to_the_31(kernel: str, dim: int) -> None:
     case = Case(b=3, hkv=3, tq=3, tk=3, d=8, dv=8, dtype=torch.bfloat16, causal=True)
     call = build(case)
     want = run(call, kernel)
-    inputs = {name: far(getattr(call, name), dim) for name in ("q", "k", "v", "do")}
+    q, k, v, do = (far(x, dim) for x in (call.q, call.k, call.v, call.do))
     observer = Far(dim, "o", "dq", "dk", "dv")
     with observe(observer):
-        got = run(replace(call, **inputs), kernel)
+        got = run(replace(call, q=q, k=k, v=v, do=do), kernel)
     assert observer.seen == {"o", "dq", "dk", "dv"}
     assert all(torch.equal(got[name], x) for name, x in want.items())
 

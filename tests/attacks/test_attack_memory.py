@@ -21,8 +21,8 @@ import tilegrad
 from tilegrad import Engine
 from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
 from tilegrad.memory.managed import slab
-from tilegrad.memory.types import DEFAULT_CONFIGS
 from tilegrad.memory.planned.plan import Request, plan
+from tilegrad.memory.types import DEFAULT_CONFIGS
 from tilegrad.model.generate import generate
 
 TYPES = (BufferType.QUERY, BufferType.SCORES, BufferType.OUTPUT, BufferType.CACHE)

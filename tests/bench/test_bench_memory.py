@@ -10,7 +10,6 @@ from statistics import median
 import pytest
 
 import tilegrad
-
 from tilegrad.bench.memory import TARGETS, bench_memory, pair_ratios, replay, varying_lengths
 from tilegrad.memory import AttentionBufferManager, BufferType
 

@@ -75,7 +75,8 @@ class Apart:
                 run.func(*(_copy(x, apart=reads) for x in run.args), **keywords)
                 results.append(keywords)
             except ValueError as error:
-                assert "stride" in str(error) or "contiguous" in str(error), f"{call.name}: {error}"
+                if "stride" not in str(error) and "contiguous" not in str(error):
+                    raise
                 self.refused[call.name] += 1
         call.run()
         for keywords in results:

@@ -309,7 +309,7 @@ def test_a_process_killed_while_saving_loses_nothing(
     tmp_path: Path, kills: int, request: pytest.FixtureRequest
 ) -> None:
     seed = request.config.option.seed or 0
-    command = [sys.executable, "-c", KILLER, tmp_path, str(kills), str(seed)]
+    command = [sys.executable, "-c", KILLER, str(tmp_path), str(kills), str(seed)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr
     points, step, hidden = done.stdout.split(maxsplit=2)
