@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import math
+import threading
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from support.ranks import Ranks
 
-from tilegrad.dist.mesh import Mesh, Note, RankLost, missing, read_notes, write_note
+from tilegrad.dist.mesh import HUNG, Mesh, Note, RankLost, missing, read_notes, write_note
 
 
 def collectives(mesh: Mesh) -> list[list[float]]:
@@ -37,6 +39,19 @@ def test_collectives_in_place(two_ranks: Ranks) -> None:
         assert found == [whole[4 * rank : 4 * rank + 4], whole, summed] * 2 + [[0.0, 1.0]]
 
 
+def told(mesh: Mesh) -> list[Any]:
+    """Plain data of every form, of another length on each rank; what is not plain is refused, and not sent."""
+    for value in (math.nan, {1, 2}):
+        with pytest.raises((ValueError, TypeError), match="JSON"):
+            mesh.gather(value)
+    return mesh.gather({"name": "é" * mesh.rank, "none": None, "list": [mesh.rank, 0.1, True, 2**53 + 1]})
+
+
+def test_what_ranks_tell_each_other_is_json(two_ranks: Ranks) -> None:
+    want = [{"name": "é" * rank, "none": None, "list": [rank, 0.1, True, 2**53 + 1]} for rank in range(2)]
+    assert two_ranks.run(told) == [want, want]
+
+
 def firsts(mesh: Mesh, folder: str) -> tuple[list[str], str]:
     """Rank 0 writes while the other waits; then it fails, and the other with it."""
     file = Path(folder) / "order"
@@ -62,7 +77,9 @@ def test_rank_0_first(two_ranks: Ranks, tmp_path: Path) -> None:
 
 
 def lost(mesh: Mesh) -> str:
-    """A collective that fails says who is missing: nobody here, but the place is named."""
+    """A collective that fails says who is missing: nobody here, but the place is named. A rank that came here much later
+    would be behind."""
+    mesh.barrier()
     mesh.at("step 3: summing")
     with pytest.raises(RankLost) as error:
         mesh.wait(_Fails())
@@ -112,6 +129,46 @@ def test_one_rank_without_torchrun(monkeypatch: pytest.MonkeyPatch) -> None:
         mesh.barrier()
     assert not torch.distributed.is_initialized() and torch.equal(x, torch.ones(3))
     mesh.close()
+
+
+class _Clock:
+    """Time that passes while someone sleeps, as `mesh` reads it."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def monotonic(self) -> float:
+        return self.now
+
+    def sleep(self, seconds: float) -> None:
+        self.now += seconds
+
+
+def test_the_watch_ends_a_rank_where_nothing_raises(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A rank that stands longer than its collectives may wait, and its others with it; alone it may stand for ever."""
+    clock, ended, distributed = _Clock(), threading.Event(), cast(Any, torch.distributed)
+    monkeypatch.setattr("tilegrad.dist.mesh.time", clock)
+    mesh = Mesh(timeout_s=600)
+    mesh.world, mesh._store = 2, distributed.HashStore()
+    write_note(mesh._store, 1, Note(1, 4, "step 7: reading data"))
+
+    def end(code: int) -> None:
+        clock.now = math.inf if code == HUNG else clock.now
+        ended.set()
+
+    monkeypatch.setattr("tilegrad.dist.mesh.os._exit", end)
+    monkeypatch.setattr("tilegrad.dist.mesh.BEAT_S", 0.01)
+    for alone in (True, False):
+        mesh.at("step 7: agreeing on the norm", alone=alone)
+        clock.sleep(1e6)
+        with mesh.watch():
+            assert ended.wait(0.2 if alone else 10) is not alone
+    assert clock.now == math.inf
+    told = capsys.readouterr().err
+    assert told.startswith("tilegrad: rank 0 stands at 'step 7: agreeing on the norm' for 1000000 s: ")
+    assert "rank 1 is dead or stopped, last at 'step 7: reading data'" in told
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

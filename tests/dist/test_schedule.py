@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 import time
 from dataclasses import replace
 
@@ -107,7 +108,7 @@ def test_a_followed_program_is_the_one_of_its_schedule() -> None:
         first(y=x)
 
 
-def test_a_followed_op_costs_microseconds() -> None:
+def test_a_followed_op_costs_three_microseconds_at_most() -> None:
     @op()
     def nothing(*, y: Tensor) -> None:
         pass
@@ -117,12 +118,12 @@ def test_a_followed_op_costs_microseconds() -> None:
 
     def measure() -> float:
         with follow(steps, {}, {}, observe_names):
-            began = time.perf_counter()
+            began = time.thread_time()  # of this thread's own, however busy the machine is
             for _ in range(n):
                 nothing(y=x)
-            return (time.perf_counter() - began) / n
+            return (time.thread_time() - began) / n
 
-    assert min(measure() for _ in range(20)) < 5e-6  # 3 on a quiet machine
+    assert statistics.median(measure() for _ in range(15)) < 3e-6
 
 
 @pytest.mark.parametrize("shard", ["none", "optimizer"])

@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import errno
+import json
 import math
+import re
+from collections.abc import Iterator
+from contextlib import redirect_stdout
 from dataclasses import replace
+from io import StringIO
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +20,15 @@ from support.ranks import Ranks
 from torch import Tensor
 
 from tilegrad import Engine
+from tilegrad.cli import main
 from tilegrad.dist.mesh import Mesh
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
+from tilegrad.model.config import PRESETS
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_into, save_checkpoint
+from tilegrad.train.config import RunConfig, TrainConfig
+from tilegrad.train.loop import train
+from tilegrad.train.parallel import digest
 from tilegrad.train.pieces import load_pieces, save_pieces
 
 CASES = {
@@ -84,6 +95,40 @@ def test_ranks_are_one_process(two_ranks: Ranks, case: str, shard: str, count: i
         assert allocated == planned and (planned < alone) == (shard != "none")
 
 
+@pytest.fixture(scope="module")
+def four_ranks() -> Iterator[Ranks]:
+    ranks = Ranks(4)
+    yield ranks
+    ranks.close()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("shard", ["none", "optimizer", "all"])
+@pytest.mark.parametrize("count", [2, 7])
+def test_four_ranks_are_one_process(four_ranks: Ranks, case: str, shard: str, count: int) -> None:
+    """Two of them without a micro-batch; and three with twice as many as the fourth."""
+    for worst, allocated, planned, alone in four_ranks.run(parity, case, shard, count):
+        assert worst < 1e-12
+        assert allocated == planned and (planned < alone) == (shard != "none")
+
+
+def printed_and_allocated(mesh: Mesh, shard: str) -> tuple[int, int]:
+    """Bytes that `tilegrad plan` says of one of these ranks, and that one has."""
+    sizes = ["--train.batch_size", "2", "--train.seq_len", "24", "--bucket-mb", "0.5"]
+    with redirect_stdout(StringIO()) as out:
+        assert main(["plan", "--preset", "tiny", "--world-size", str(mesh.world), "--shard", shard, *sizes, "--json"]) == 0
+    engine = Engine(PRESETS["tiny"], 2, 24, mesh=mesh, shard=shard, bucket_bytes=1 << 19)  # type: ignore[arg-type]
+    assert engine.arenas.nbytes == sum(buffer.nbytes for buffer in engine.arenas.bytes.values())
+    return json.loads(out.getvalue())["peak_bytes"], engine.arenas.nbytes
+
+
+@pytest.mark.parametrize("shard", ["none", "optimizer", "all"])
+def test_a_rank_allocates_what_the_plan_prints(two_ranks: Ranks, shard: str) -> None:
+    for printed, allocated in two_ranks.run(printed_and_allocated, shard):
+        assert printed == allocated
+
+
 def trained(mesh: Mesh | None, steps: int, shard: str = "optimizer", bucket_bytes: int = 20_000) -> Engine:
     config = CASES["tied, dropout"]
     engine = Engine(config, 3, 16, seed=3, mesh=mesh, shard=shard, bucket_bytes=bucket_bytes)  # type: ignore[arg-type]
@@ -135,6 +180,63 @@ def test_checkpoints_of_two_ranks_are_read_by_one_and_by_two(two_ranks: Ranks, t
     go_on(one, None, 4)
     for params in after:
         assert apart(params, one.params) < 1e-4
+
+
+def saved(mesh: Mesh, folder: str, shard: str) -> tuple[str, str]:
+    engine = trained(mesh, 2, shard)
+    path = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    return str(path), digest(list(engine.params.values()))
+
+
+def read_again(mesh: Mesh, path: str, shard: str) -> tuple[str, int]:
+    """With buckets of another size than it was saved with."""
+    engine = trained(mesh, 0, shard, 33_000)
+    engine.restore(load_pieces(Path(path), engine, mesh)["engine"])
+    return digest(list(engine.params.values())), engine.steps
+
+
+@pytest.mark.slow
+def test_a_checkpoint_of_four_ranks_is_read_by_any_number(four_ranks: Ranks, tmp_path: Path) -> None:
+    """The same bits of every parameter, whatever is sharded where it is saved and where it is read."""
+    checkpoints = {}
+    for shard in ("none", "optimizer", "all"):
+        ((path, want),) = set(four_ranks.run(saved, str(tmp_path / shard), shard))
+        one = trained(None, 0)
+        one.restore(load_into(Path(path), one.tensors()).state["engine"])
+        assert (digest(list(one.params.values())), one.steps) == (want, 2)
+        checkpoints[path] = want
+    for world in (2, 3, 4):
+        ranks = four_ranks if world == 4 else Ranks(world)
+        for path, want in checkpoints.items():
+            for shard in ("none", "optimizer", "all"):
+                assert ranks.run(read_again, path, shard) == [(want, 2)] * world
+        if world < 4:
+            ranks.close()
+
+
+def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
+    """The disk of rank 1 is full amid a save; then there is room again."""
+    engine = trained(mesh, 1)
+    good = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+
+    def full(*_given: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device", "shard-00002")
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left") as error:
+        if mesh.rank == 1:
+            patch.setattr("torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data", full)
+        save_pieces(Path(folder), go_on(engine, mesh, 2), mesh, {"engine": engine.state()})
+    mesh.barrier()
+    left = sorted(path.name for path in Path(folder).iterdir())
+    mesh.barrier()
+    save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    assert left == [".staged", good.name]
+    return str(error.value), " ".join(sorted(path.name for path in Path(folder).iterdir()))
+
+
+def test_a_full_disk_of_one_rank_is_raised_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
+    for told, names in two_ranks.run(no_room, str(tmp_path)):
+        assert "shard-00002" in told and names == "000001-step-1 000002-step-2"
 
 
 def damaged(mesh: Mesh, folder: str) -> tuple[str, str]:
@@ -222,6 +324,30 @@ def evaluated(mesh: Mesh) -> float:
 
 def test_evaluation_and_empty_ranks_of_units(two_ranks: Ranks) -> None:
     assert two_ranks.run(evaluated) == pytest.approx([0.0, 0.0], abs=1e-6)
+
+
+BAD = {
+    "gradient_accumulation": "gradient_accumulation: got 1; accepted: at least 2, a micro-batch for each rank",
+    "shard": "shard: got 'moments'; accepted: 'none', 'optimizer', 'all'",
+    "linear": "linear: got 'fp8' with 2 ranks, whose scales would differ; accepted: 'plain'",
+    "device": "device: got cuda with 2 ranks on this node; accepted: at most 1, one for each GPU",
+}
+
+
+@pytest.mark.parametrize("name", BAD)
+def test_bad_input_is_refused_before_anything_is_made(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for key, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(key, value)
+    monkeypatch.setattr("tilegrad.train.loop.check_device", lambda _device: None)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    asked: dict[str, Any] = {"gradient_accumulation": 2, "device": "cpu", "linear": "plain"}
+    asked |= {"gradient_accumulation": {name: 1}, "device": {name: "cuda"}, "linear": {name: "fp8"}}.get(name, {})
+    run = RunConfig(replace(CONFIG, vocab_size=256), train=TrainConfig(seq_len=8, **asked))
+    with pytest.raises(ValueError, match=f"^{re.escape(BAD[name])}$"):
+        train(run, tmp_path / "run", shard="moments" if name == "shard" else "optimizer")  # type: ignore[arg-type]
+    assert not (tmp_path / "run").exists()
 
 
 def disagreeing(mesh: Mesh) -> list[str]:

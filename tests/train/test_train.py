@@ -99,6 +99,25 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_offered(run: RunConfig
     assert train(run, tmp_path / "run", resume=first).steps == 8
 
 
+@pytest.mark.parametrize("named", [True, False])
+def test_a_damaged_manifest_is_refused_and_the_previous_offered(run: RunConfig, tmp_path: Path, named: bool) -> None:
+    train(run, tmp_path / "run")
+    first, last = sorted((tmp_path / "run" / "checkpoints").iterdir())
+    (last / "manifest.json").write_text("{}")
+    with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is not a manifest") as error:
+        train(run, tmp_path / "run", resume=last if named else True)
+    assert (error.value.path, error.value.previous) == (last, first)
+
+
+def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path) -> None:
+    """A process killed in its first save leaves a hidden folder: a new run begins there, and there is none to resume."""
+    (tmp_path / "run" / "checkpoints" / ".staged").mkdir(parents=True)
+    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+        train(run, tmp_path / "run", resume=True)
+    assert train(run, tmp_path / "run").steps == 8
+    assert not (tmp_path / "run" / "checkpoints" / ".staged").exists()
+
+
 def test_what_would_lose_or_mix_runs_is_refused(run: RunConfig, tmp_path: Path) -> None:
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         train(run, tmp_path / "run", resume=True)

@@ -11,6 +11,8 @@ with the lowest count are whom the rest waits for. No clocks are compared.
 
 from __future__ import annotations
 
+import json
+import math
 import os
 import sys
 import threading
@@ -98,35 +100,41 @@ class Mesh:
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Any:
         """x = Σ over ranks of x."""
-        return self._run(lambda: dist.all_reduce(x, group=self.group, async_op=not wait), "all_reduce")
+        return self.run(lambda: dist.all_reduce(x, group=self.group, async_op=not wait), "all_reduce")
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor, wait: bool = True) -> Any:
         """out, this rank's part of world equal parts of x, = Σ over ranks of that part; it may lie in x."""
-        return self._run(lambda: _reduce_scatter(out, x, group=self.group, async_op=not wait), "reduce_scatter")
+        return self.run(lambda: _reduce_scatter(out, x, group=self.group, async_op=not wait), "reduce_scatter")
 
     def all_gather(self, part: Tensor, *, out: Tensor, wait: bool = True) -> Any:
         """out = every rank's part, in the order of ranks; part may lie where it will stand in out."""
-        return self._run(lambda: _all_gather(out, part, group=self.group, async_op=not wait), "all_gather")
+        return self.run(lambda: _all_gather(out, part, group=self.group, async_op=not wait), "all_gather")
 
     def wait(self, work: Any) -> None:
         """What follows runs behind the collective that wait=False gave."""
         if work is not None:
-            self._run(work.wait, "wait")
+            self.run(work.wait, "wait")
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, plain data."""
-        told: list[Any] = [value] * self.world
-        self._run(lambda: dist.all_gather_object(told, value, group=self.host_group), "gather")
-        return told
+        """Every rank's value, which travels as JSON."""
+        if self.world == 1:
+            return [value]
+        text = json.dumps(value, allow_nan=False).encode("utf-8")
+        most = torch.tensor(len(text))
+        self.run(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group), "gather")
+        own = torch.frombuffer(bytearray(text.ljust(int(most))), dtype=torch.uint8)  # JSON may end in spaces
+        told = torch.empty(self.world, len(own), dtype=torch.uint8)
+        self.run(lambda: _all_gather(told.view(-1), own, group=self.host_group), "gather")
+        return [json.loads(bytes(row.numpy())) for row in told]
 
     def sum(self, *values: float) -> list[float]:
         """Σ over ranks of each, on the host; whole numbers stay exact below 2⁵³."""
         x = torch.tensor(values, dtype=torch.float64)
-        self._run(lambda: dist.all_reduce(x, group=self.host_group), "sum")
+        self.run(lambda: dist.all_reduce(x, group=self.host_group), "sum")
         return x.tolist()
 
     def barrier(self) -> None:
-        self._run(lambda: dist.barrier(group=self.host_group), "barrier")
+        self.run(lambda: dist.barrier(group=self.host_group), "barrier")
 
     def first(self, work: Callable[[], T]) -> T:
         """`work` on rank 0, then on the first rank of each other node, then on the rest. Who waits does so at the store and
@@ -137,7 +145,9 @@ class Mesh:
         try:
             if awaited is not None:
                 self._await(f"first/{self._firsts}/{awaited}")
+            self.at(self.place, alone=True)
             result = work()
+            self.at(self.place)
         except BaseException:
             self._tell("failed")
             raise
@@ -150,26 +160,28 @@ class Mesh:
 
     def _await(self, key: str) -> None:
         """Polls: a store that waits would keep this rank's beat waiting too."""
+        self.at(self.place, alone=True)
         while not self._store.check([key]):
-            self.at(self.place)
             time.sleep(BEAT_S / 10)
         if self._store.get(key) == b"failed":
             raise RankLost(f"rank {self.rank} at {self.place!r}: rank {key.rsplit('/', 1)[1]} failed there")
 
     # ── who is missing ──
 
-    def at(self, place: str) -> None:
-        """This rank is about to do `place`."""
-        self.place, self._since = place, time.monotonic()
+    def at(self, place: str, *, alone: bool = False) -> None:
+        """This rank is about to do `place`; `alone`: no collective waits for it, so that it may take any time."""
+        self.place, self._since = place, math.inf if alone else time.monotonic()
 
-    def _run(self, collective: Callable[[], Any], name: str) -> Any:
+    def run(self, collective: Callable[[], T], name: str) -> T | None:
+        """What waits for other ranks: where one of them is lost, `RankLost` says which. One rank waits for nobody."""
         if self.world == 1:
             return None
         self.entered, self._since = self.entered + 1, time.monotonic()
         try:
             return collective()
         except RuntimeError as error:
-            raise RankLost(f"rank {self.rank}, {name} at {self.place!r}: {self.missing()}") from error
+            said = str(error).partition("\n")[0]
+            raise RankLost(f"rank {self.rank}, {name} at {self.place!r}: {self.missing()}; torch says: {said}") from error
 
     def missing(self) -> str:
         """Whom this rank waits for. Takes two beats and a half."""

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Any
 
 from .atomic import write_whole
-from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, newest_name, read_state
+from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, latest_good, newest_name, read_state
 from .config import RunConfig, resumed, run_from
 from .data import TokenFile, Tokenizer, load_prepared, load_tokenizer, sha256_of, split, tokens_sha256
 
@@ -46,7 +46,8 @@ def _places(folder: Path) -> tuple[Path, Path]:
 
 
 def holds_a_run(folder: Path) -> bool:
-    return any(place.exists() and any(place.iterdir()) for place in _places(folder))
+    """A whole checkpoint of one; what a process killed in its first save has left is none."""
+    return any(newest_name(place) for place in _places(folder))
 
 
 def _newest(folder: Path) -> Path:
@@ -100,10 +101,8 @@ def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
     source = checkpoint or _newest(folder)
     try:
         saved = run_from(_dated(read_state(source)["run"]), f"{source}/manifest.json")
-    except DamagedCheckpoint:
-        if checkpoint is None:
-            latest_checkpoint(source.parent)  # raises with the good one before it
-        raise
+    except DamagedCheckpoint as error:
+        raise DamagedCheckpoint(source, error.reason, latest_good(source.parent, before=source)) from error
     file = folder / "run.json"
     if not file.exists():
         return saved

@@ -126,7 +126,7 @@ def train(
     elif run is None:
         raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
     asked: RunConfig = run if run is not None else own
-    check_ranks(asked.train.gradient_accumulation, int(os.environ.get("WORLD_SIZE", "1")), shard)
+    check_ranks(asked.train.gradient_accumulation, int(os.environ.get("WORLD_SIZE", "1")), shard, asked.train.linear)
     check_device(asked.train.device)
     mesh = Mesh(asked.train.device, timeout_s)
     ranks = _Ranks(mesh, shard, bucket_bytes)
@@ -493,6 +493,7 @@ class _Run:
         engine, t = self.engine, self.run.train
         measured, report = self._resident(), self.folder / "report.html"
         params = engine.params  # of all ranks together
+        self.mesh.at(f"step {engine.steps}: the report", alone=True)
         if self.mesh.rank:
             return RunResult(
                 self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,

@@ -41,9 +41,9 @@ Batch = tuple[Tensor, Tensor]  # tokens, targets
 _EMPTY: Batch = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))  # of a rank that has none left
 
 
-def check_ranks(gradient_accumulation: int, world: int, shard: str) -> None:
+def check_ranks(gradient_accumulation: int, world: int, shard: str, linear: str) -> None:
     """Of a run, before any memory is taken."""
-    check_shard(shard, world, "plain")
+    check_shard(shard, world, linear)
     if gradient_accumulation < world:
         raise ValueError(
             f"gradient_accumulation: got {gradient_accumulation}; accepted: at least {world}, a micro-batch for each rank"

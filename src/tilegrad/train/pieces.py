@@ -10,14 +10,14 @@ buckets, arenas or ranks. A checkpoint of one process is read too: its tensors a
 
 DCP plans which rank writes and reads what; around it is what `checkpoint.py` does for one process. Pieces are staged under a
 hidden name, each rank hashes its own file, rank 0 writes the manifest and renames. A rank that dies leaves a hidden folder
-and nothing else. Before one is read, each file is hashed by one rank, and all agree.
+and nothing else. Before one is read, each file is hashed by one rank, and all agree. No file is a pickle; between the ranks of
+one save or load, DCP sends its plans as torch sends objects.
 """
 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +25,7 @@ import torch
 import torch.distributed.checkpoint
 from safetensors import safe_open
 from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
@@ -91,9 +92,8 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, An
     pieces = {name: Piece(*piece) for name, piece in engine.pieces(shared=True).items()}
     if mesh.rank:
         pieces.pop("adam_step")
-    with _quiet():
-        writer = dcp.HuggingFaceStorageWriter(str(staged), save_distributed=True)
-        dcp.save(pieces, storage_writer=writer, process_group=mesh.host_group)
+    writer = dcp.HuggingFaceStorageWriter(str(staged), save_distributed=True)
+    _together(mesh, lambda: dcp.save(pieces, storage_writer=writer, process_group=mesh.host_group), "save")
     own = sorted(staged.glob(f"shard-{mesh.rank + 1:05d}-*.safetensors"))
     for file in own:
         sync(file)
@@ -124,9 +124,8 @@ def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:
         _load_whole(path / TENSORS, engine)
     else:
         pieces = {name: Piece(*piece) for name, piece in engine.pieces().items()}
-        with _quiet():
-            reader = dcp.HuggingFaceStorageReader(str(path))
-            dcp.load(pieces, storage_reader=reader, process_group=mesh.host_group)
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        _together(mesh, lambda: dcp.load(pieces, storage_reader=reader, process_group=mesh.host_group), "load")
     engine.pieces_written()
     state: dict[str, Any] = manifest["state"]
     return state
@@ -161,9 +160,13 @@ def _load_whole(file: Path, engine: Engine) -> None:
             piece.copy_(tensors.get_tensor(name).reshape(-1)[offset : offset + piece.numel()])
 
 
-@contextmanager
-def _quiet() -> Iterator[None]:
-    """torch's own warnings about itself are nobody's business here."""
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+def _together(mesh: Mesh, work: Callable[[], None], name: str) -> None:
+    """DCP's work on all ranks. What one of them could not do, a full disk, is raised on all as it was there. torch's own
+    warnings about itself are nobody's business here."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh.run(work, name)
+    except CheckpointException as error:
+        cause, _ = error.failures[min(error.failures)]
+        raise cause from error
