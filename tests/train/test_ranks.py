@@ -6,11 +6,13 @@ import errno
 import json
 import math
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
+from functools import partial
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +29,7 @@ from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_into, save_checkpoint
 from tilegrad.train.config import RunConfig, TrainConfig
-from tilegrad.train.loop import train
+from tilegrad.train.loop import _begin_with, train
 from tilegrad.train.parallel import digest
 from tilegrad.train.pieces import load_pieces, save_pieces
 
@@ -117,7 +119,9 @@ def printed_and_allocated(mesh: Mesh, shard: str) -> tuple[int, int]:
     """Bytes that `tilegrad plan` says of one of these ranks, and that one has."""
     sizes = ["--train.batch_size", "2", "--train.seq_len", "24", "--bucket-mb", "0.5"]
     with redirect_stdout(StringIO()) as out:
-        assert main(["plan", "--preset", "tiny", "--world-size", str(mesh.world), "--shard", shard, *sizes, "--json"]) == 0
+        assert (
+            main(["plan", "--preset", "tiny", "--world-size", str(mesh.world), "--shard", shard, *sizes, "--json"]) == 0
+        )
     engine = Engine(PRESETS["tiny"], 2, 24, mesh=mesh, shard=shard, bucket_bytes=1 << 19)  # type: ignore[arg-type]
     assert engine.arenas.nbytes == sum(buffer.nbytes for buffer in engine.arenas.bytes.values())
     return json.loads(out.getvalue())["peak_bytes"], engine.arenas.nbytes
@@ -222,10 +226,12 @@ def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
     def full(*_given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "shard-00002")
 
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(OSError, match="No space left") as error:
+    go_on(engine, mesh, 2)
+    with pytest.MonkeyPatch.context() as patch:
         if mesh.rank == 1:
             patch.setattr("torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data", full)
-        save_pieces(Path(folder), go_on(engine, mesh, 2), mesh, {"engine": engine.state()})
+        with pytest.raises(OSError, match="No space left") as error:
+            save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
     mesh.barrier()
     left = sorted(path.name for path in Path(folder).iterdir())
     mesh.barrier()
@@ -356,6 +362,7 @@ def disagreeing(mesh: Mesh) -> list[str]:
         {"seed": mesh.rank},
         {"weight_decay": 0.1 * mesh.rank},
         {"bucket_bytes": 9_000 + 20_000 * mesh.rank},
+        {"shard": "none" if mesh.rank else "all"},
     ):
         with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
             Engine(CASES["tied, dropout"], 3, 16, mesh=mesh, **options)
@@ -364,4 +371,33 @@ def disagreeing(mesh: Mesh) -> list[str]:
 
 
 def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> None:
-    assert two_ranks.run(disagreeing) == [["seed", "optimizer", "buckets"]] * 2
+    assert two_ranks.run(disagreeing) == [["seed", "optimizer", "bucket_bytes", "shard"]] * 2
+
+
+def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
+    """Rank 1 draws other weights by the same seed; then it reads others from a file of the same name."""
+    told = []
+    for shard in ("optimizer", "all"):
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tilegrad.model.layer.torch.randn", partial(_drawn, torch.randn, mesh.rank))
+            with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
+                trained(mesh, 0, shard)
+        told.append(str(error.value).split(":")[0])
+        engine = trained(mesh, 0, shard)
+        before = {name: p.clone() for name, p in engine.params.items()}
+        other = SimpleNamespace(read=partial(dict, {name: p + 1e-3 * mesh.rank for name, p in before.items()}))
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr("tilegrad.train.loop.open_weights", {Path("weights"): other}.get)
+            with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
+                _begin_with(Path("weights"), engine, Path(folder), mesh)
+        told.append(str(error.value).split(":")[0])
+        assert equal(engine.params, before)
+    return told
+
+
+def _drawn(randn: Callable[..., Tensor], rank: int, *shape: Any, **options: Any) -> Tensor:
+    return randn(*shape, **options) * (1 + 1e-6 * rank)
+
+
+def test_a_rank_with_other_initial_weights_is_named(two_ranks: Ranks, tmp_path: Path) -> None:
+    assert two_ranks.run(begun_elsewhere, str(tmp_path)) == [["initial weights", "init"] * 2] * 2

@@ -37,7 +37,18 @@ from .batch import check_batch, check_linear, check_sizes, count_targets, micro_
 from .capture import DeviceStep, StepQueue
 from .machine import check_fits
 from .optimizer import NonFiniteError, StepResult
-from .parallel import BUCKET_BYTES, Batch, Parallel, Run, Shard, check_shard, optimizer_of
+from .parallel import (
+    BUCKET_BYTES,
+    Batch,
+    Parallel,
+    Run,
+    Shard,
+    check_agreed,
+    check_same,
+    check_shard,
+    digest,
+    optimizer_of,
+)
 from .planning import plan_model
 from .recompute import choose_recompute
 
@@ -90,6 +101,11 @@ class Engine:
         options: Any = {"linear": linear, "deterministic": deterministic, **over_ranks}
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
         self.recompute = choose_recompute(*sizes, memory_budget, **options)
+        check_same(mesh, {
+            "model": str(model_config), "batch_size": str(batch_size), "seq_len": str(seq_len), "dtype": str(dtype),
+            "seed": str(seed), "recompute": str(self.recompute), "shard": shard, "bucket_bytes": str(bucket_bytes),
+            "optimizer": f"{betas}, {eps}, {weight_decay}, {max_norm}",
+        })  # fmt: skip
         self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **options)
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
@@ -123,14 +139,17 @@ class Engine:
             model.initialise(model_config, generator)
         else:
             model.fill_tables(model_config)
-            for name, p in model.params.items():
-                whole = torch.empty(p.value.shape)
-                p.init.fill(whole, generator)
-                self.write_param(name, whole)
-        self._ranks.check_same({
-            "model": str(model_config), "batch_size": str(batch_size), "seq_len": str(seq_len), "dtype": str(dtype),
-            "seed": str(seed), "recompute": str(self.recompute),
-        }, self._params)  # fmt: skip
+        if mesh.world > 1:
+            drawn = self._params.values() if kept else self._draw(model, generator)
+            check_agreed(mesh, {"initial weights": digest(drawn)})
+
+    def _draw(self, model: Transformer, generator: torch.Generator) -> Iterator[Tensor]:
+        """Each parameter as its layer declares it, whole, once this rank has kept its part: only ranks keep parts."""
+        for name, p in model.params.items():
+            whole = torch.empty(p.value.shape)
+            p.init.fill(whole, generator)
+            self.write_param(name, whole)
+            yield whole
 
     @property
     def params(self) -> dict[str, Tensor]:

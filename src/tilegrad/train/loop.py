@@ -64,7 +64,7 @@ from .folder import (
 from .log import NoLog, RunLog, read_log, tensorboard_installed
 from .machine import check_device, check_platform
 from .optimizer import NonFiniteError, StepResult
-from .parallel import BUCKET_BYTES, Shard, check_agreed, check_ranks
+from .parallel import BUCKET_BYTES, Shard, check_agreed, check_ranks, digest
 from .planning import step_report
 from .report import run_report, run_tables
 from .resident import Resident, held, resident
@@ -197,7 +197,9 @@ def _begin_with(weights: Path, engine: Engine, folder: Path, mesh: Mesh) -> None
     if mesh.world == 1:
         source.begin(engine.params, folder / "origin")
         return
-    for name, value in source.read().items():
+    values = source.read()
+    check_agreed(mesh, {"init": digest(values.values())})
+    for name, value in values.items():
         engine.write_param(name, value)
     if mesh.rank == 0:
         source.keep_origin(folder / "origin")

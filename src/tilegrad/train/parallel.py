@@ -15,7 +15,7 @@ rank without a micro-batch: another order is a hang.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import Any, Literal, cast, get_args
@@ -320,24 +320,20 @@ class Parallel:
                 if self.units is not None and own.rounded is not None:
                     own.rounded[at : at + high - low].copy_(x[low:high])
 
-    def check_same(self, fields: Mapping[str, str], params: Mapping[str, Tensor]) -> None:
-        """Refuse ranks that would not compute the same thing. `fields` are the engine's."""
-        if self.mesh.world == 1:
-            return
-        o, native = self.optimizer, native_library()
-        check_agreed(self.mesh, {
-            **fields,
-            "optimizer": f"{o.betas}, {o.eps}, {o.weight_decay}, {o.max_norm}",
-            "shard": self.shard, "buckets": str([(b.start, b.stop) for b in self.buckets]),
-            "tilegrad": __version__, "torch": torch.__version__, "threads": str(torch.get_num_threads()),
-            "native library": native if isinstance(native, str) else native_sources(),
-        })  # fmt: skip
-        if self.units is None:
-            check_agreed(self.mesh, {"initial weights": digest(list(params.values()))})
+
+def check_same(mesh: Mesh, fields: Mapping[str, str]) -> None:
+    """Refuse ranks that would not compute the same thing, before any memory is taken. `fields` are the engine's."""
+    native = native_library()
+    check_agreed(mesh, {
+        **fields, "tilegrad": __version__, "torch": torch.__version__, "threads": str(torch.get_num_threads()),
+        "native library": native if isinstance(native, str) else native_sources(),
+    })  # fmt: skip
 
 
 def check_agreed(mesh: Mesh, fields: Mapping[str, str]) -> None:
     """Refuse ranks that differ in what must be the same on all: the first field that does is named, with its rank."""
+    if mesh.world == 1:
+        return
     mesh.at("comparing the ranks")
     told = mesh.gather(dict(fields))
     for name in fields:
@@ -346,7 +342,7 @@ def check_agreed(mesh: Mesh, fields: Mapping[str, str]) -> None:
                 raise ValueError(f"{name}: got {theirs.get(name)} on rank {rank}; accepted: rank 0's, {told[0][name]}")
 
 
-def digest(tensors: Sequence[Tensor]) -> str:
+def digest(tensors: Iterable[Tensor]) -> str:
     """sha256 of their bytes."""
     found = hashlib.sha256()
     for x in tensors:
