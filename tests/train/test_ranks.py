@@ -62,8 +62,8 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp_min(1e-30)) for n in b)
 
 
-def parity(mesh: Mesh, case: str, shard: str, count: int) -> tuple[float, int, int, int]:
-    """The worst relative distance after five steps, and bytes."""
+def parity(mesh: Mesh, case: str, shard: str, count: int) -> tuple[float, int, int, int, int]:
+    """The worst relative distance after five steps, and bytes, and how many collectives this rank has entered."""
     config = CASES[case]
     one = Engine(config, 3, 16, **F64)
     many = Engine(config, 3, 16, **F64, mesh=mesh, shard=shard, bucket_bytes=20_000)  # type: ignore[arg-type]
@@ -76,7 +76,8 @@ def parity(mesh: Mesh, case: str, shard: str, count: int) -> tuple[float, int, i
         (result,) = many.finished(wait=True)
         worst = max(worst, abs(result.loss / loss - 1), abs(result.norm / float(one.optimizer.norm) - 1))
     assert many.draws == one.draws and many.steps == one.steps == 5
-    return max(worst, apart(many.params, one.params)), many.arenas.nbytes, many.plan.peak_bytes, one.plan.peak_bytes
+    worst = max(worst, apart(many.params, one.params))
+    return worst, many.arenas.nbytes, many.plan.peak_bytes, one.plan.peak_bytes, mesh.entered
 
 
 @pytest.mark.parametrize(
@@ -92,7 +93,9 @@ def parity(mesh: Mesh, case: str, shard: str, count: int) -> tuple[float, int, i
 )
 def test_ranks_are_one_process(two_ranks: Ranks, case: str, shard: str, count: int) -> None:
     """Ranks with unequal micro-batches, and with none."""
-    for worst, allocated, planned, alone in two_ranks.run(parity, case, shard, count):
+    found = two_ranks.run(parity, case, shard, count)
+    assert len({entered for *_, entered in found}) == 1, "the lowest count is who the others wait for"
+    for worst, allocated, planned, alone, _ in found:
         assert worst < 1e-12
         assert allocated == planned and (planned < alone) == (shard != "none")
 
@@ -110,7 +113,9 @@ def four_ranks() -> Iterator[Ranks]:
 @pytest.mark.parametrize("count", [2, 7])
 def test_four_ranks_are_one_process(four_ranks: Ranks, case: str, shard: str, count: int) -> None:
     """Two of them without a micro-batch; and three with twice as many as the fourth."""
-    for worst, allocated, planned, alone in four_ranks.run(parity, case, shard, count):
+    found = four_ranks.run(parity, case, shard, count)
+    assert len({entered for *_, entered in found}) == 1, "the lowest count is who the others wait for"
+    for worst, allocated, planned, alone, _ in found:
         assert worst < 1e-12
         assert allocated == planned and (planned < alone) == (shard != "none")
 
@@ -294,6 +299,26 @@ def test_a_guard_and_a_stop_are_agreed(two_ranks: Ranks) -> None:
     two_ranks.run(guarded)
 
 
+def unread(mesh: Mesh) -> int:
+    """Gathers under way when a rank changes its own slices, over steps of which rank 1 has no micro-batch."""
+    engine, found = trained(mesh, 1), []
+    update = engine.optimizer.apply
+
+    def apply(_optimizer: object, learning_rate: float) -> None:
+        found.append(len(engine._ranks._gathers))
+        update(learning_rate)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(engine.optimizer), "apply", apply)
+        for step in range(2):
+            engine.step(*mine(mesh, micro_batches(97, step, 1)), 1e-2)
+    return max(found)
+
+
+def test_a_rank_changes_no_parameter_that_is_under_way(two_ranks: Ranks) -> None:
+    assert two_ranks.run(unread) == [0, 0]
+
+
 def poisoned(mesh: Mesh) -> None:
     """Units whose values are spoiled after their last use, as every dead value: no bit of a gradient changes."""
     engine = trained(mesh, 1, "all")
@@ -348,8 +373,8 @@ def test_bad_input_is_refused_before_anything_is_made(
         monkeypatch.setenv(key, value)
     monkeypatch.setattr("tilegrad.train.loop.check_device", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    asked: dict[str, Any] = {"gradient_accumulation": 2, "device": "cpu", "linear": "plain"}
-    asked |= {"gradient_accumulation": {name: 1}, "device": {name: "cuda"}, "linear": {name: "fp8"}}.get(name, {})
+    bad: dict[str, Any] = {"gradient_accumulation": 1, "device": "cuda", "linear": "fp8"}
+    asked: dict[str, Any] = {"gradient_accumulation": 2, **({name: bad[name]} if name in bad else {})}
     run = RunConfig(replace(CONFIG, vocab_size=256), train=TrainConfig(seq_len=8, **asked))
     with pytest.raises(ValueError, match=f"^{re.escape(BAD[name])}$"):
         train(run, tmp_path / "run", shard="moments" if name == "shard" else "optimizer")  # type: ignore[arg-type]

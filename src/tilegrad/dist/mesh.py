@@ -111,9 +111,9 @@ class Mesh:
         return self.run(lambda: _all_gather(out, part, group=self.group, async_op=not wait), "all_gather")
 
     def wait(self, work: Any) -> None:
-        """What follows runs behind the collective that wait=False gave."""
+        """What follows runs behind the collective that wait=False gave. It is not counted: a rank may have none to wait for."""
         if work is not None:
-            self.run(work.wait, "wait")
+            self._guarded(work.wait, "wait")
 
     def gather(self, value: T) -> list[T]:
         """Every rank's value, which travels as JSON."""
@@ -173,12 +173,17 @@ class Mesh:
         self.place, self._since = place, math.inf if alone else time.monotonic()
 
     def run(self, collective: Callable[[], T], name: str) -> T | None:
-        """What waits for other ranks: where one of them is lost, `RankLost` says which. One rank waits for nobody."""
+        """What every rank enters, all of them in one order: where one is lost, `RankLost` says which. One rank waits for
+        nobody."""
         if self.world == 1:
             return None
-        self.entered, self._since = self.entered + 1, time.monotonic()
+        self.entered += 1
+        return self._guarded(collective, name)
+
+    def _guarded(self, work: Callable[[], T], name: str) -> T:
+        self._since = time.monotonic()
         try:
-            return collective()
+            return work()
         except RuntimeError as error:
             said = str(error).partition("\n")[0]
             raise RankLost(f"rank {self.rank}, {name} at {self.place!r}: {self.missing()}; torch says: {said}") from error

@@ -224,6 +224,7 @@ class Parallel:
         if not self.summed:
             self.sum_all()
         self.forget_sums()
+        self.settle()  # of a rank without a micro-batch, which has read none
         optimizer = self.optimizer
         optimizer.measure()
         agreed = cast(Tensor, optimizer.agreed)
