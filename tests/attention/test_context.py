@@ -163,6 +163,44 @@ def test_scratch_of_many_rows_serves_few() -> None:
     assert float((whole(run_on_threads(2, rank)) - want.o).abs().max()) < 1e-12
 
 
+def test_what_is_sent_or_came_is_declared_and_no_more() -> None:
+    """k (2, 3, 8, 5), v (2, 3, 8, 7) of one of four ranks: whole K and V, every rank's part, and half of them for a run."""
+    q, k, v = (Form((2, h, 8, d), torch.bfloat16, torch.device("cpu")) for h, d in ((6, 5), (3, 5), (3, 7)))
+    of = {
+        backward: {
+            name: form
+            for name, form in gather_attention_workspace(q, k, v, Mask(causal=True), 4, backward=backward).items()
+            if not name.startswith("attention.")
+        }
+        for backward in (False, True)
+    }
+    whole_k, whole_v, half_k, half_v = (2, 3, 32, 5), (2, 3, 32, 7), (2, 3, 16, 5), (2, 3, 16, 7)
+    parts = (4, 2 * 3 * 8 * (5 + 7))
+    assert of[False] == {name: (shape, q.dtype) for name, shape in (("parts", parts), ("k", whole_k), ("v", whole_v))}
+    sums = {"dparts": parts, "dk": whole_k, "dv": whole_v, "run_dk": half_k, "run_dv": half_v}
+    assert of[True] == of[False] | {name: (shape, torch.float32) for name, shape in sums.items()}
+
+
+def test_the_calls_that_scratch_is_declared_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every run of up to t rows on any rank, and of as few as decoding has."""
+    seen: list[tuple[int, int, bool]] = []
+
+    def declared(q: Form, k: Form, _v: Form, _mask: Mask, *, deterministic: bool, **_others: Any) -> Any:
+        seen.append((q.shape[2], k.shape[2], deterministic))
+        return {}
+
+    monkeypatch.setattr(context, "attention_workspace", declared)
+    for t, backward, want in (
+        (40, False, {(c, n * c, False) for c in (16, 20) for n in (1, 2, 3, 4)}),
+        (8, True, {(4, n * 4, True) for n in (1, 2, 3, 4)}),
+        (0, True, {(0, 0, True)}),
+    ):
+        seen.clear()
+        q = Form((1, 2, t, 4), torch.float32, torch.device("cpu"))
+        gather_attention_workspace(q, q, q, Mask(causal=True), 2, backward=backward, deterministic=True)
+        assert set(seen) == want and len(seen) == len(want)
+
+
 @pytest.mark.parametrize("kernel", ["native", "tiled", "reference"])
 def test_dk_and_dv_are_float32_where_asked(kernel: str) -> None:
     if kernel == "native" and isinstance(library.library(), str):

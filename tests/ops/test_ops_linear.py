@@ -155,6 +155,41 @@ def test_the_input_half_adds_where_asked(
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("products", [False, True])
+def test_no_row_at_all_adds_nothing_and_overwrites_by_nothing(
+    monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, products: bool
+) -> None:
+    monkeypatch.setattr(linear, "_has_bf16_products", lambda: products)
+    x, w, dy = torch.zeros(0, 6, dtype=dtype), randn(5, 6, dtype=dtype), torch.zeros(0, 5, dtype=dtype)
+    for accumulate in (True, False):
+        dw, db = torch.ones(5, 6, dtype=acc(dtype)), torch.ones(5, dtype=acc(dtype))
+        scratch = poisoned(linear_workspace(x, w, backward=True))
+        linear_bwd(dy, x, w, dx=x.clone(), dw=dw, db=db, accumulate=accumulate, scratch=scratch)
+        assert bool((dw == float(accumulate)).all()) and bool((db == float(accumulate)).all())
+
+
+def test_scratch_is_a_tile_of_each_operand_that_is_converted() -> None:
+    """x (600, 3), w (1100, 3): tiles of 512 rows and 1024 columns of y."""
+    x, w = torch.empty(600, 3, dtype=torch.bfloat16), torch.empty(1100, 3, dtype=torch.bfloat16)
+    f, h = torch.float32, torch.bfloat16
+    in_tiles = {"x32": ((512, 3), f), "y32": ((512, 1024), f)}
+    assert tiled.workspace(x, w.float(), backward=False, bias=True) == in_tiles
+    assert tiled.workspace(x, w, backward=False, bias=True) == in_tiles | {"w32": ((1024, 3), f)}
+    assert tiled.workspace(x[:7], w[:9].float(), backward=True, bias=True) == {
+        "x32": ((7, 3), f), "y32": ((7, 9), f), "dx32": ((7, 3), f),
+    }  # fmt: skip
+    of_dw = {"dw16": ((1024, 3), h), "dw32": ((1024, 3), f)}
+    assert (
+        bf16.workspace(x, w, backward=False, bias=True) == {}
+        and bf16.workspace(x, w, backward=True, bias=True) == of_dw
+    )
+    rounded = {"w16": ((1100, 3), h)}
+    assert bf16.workspace(x, w.float(), backward=False, bias=True) == rounded | {"b16": ((1100,), h)}
+    assert bf16.workspace(x, w.float(), backward=False, bias=False) == rounded
+    assert bf16.workspace(x, w.float(), backward=True, bias=True) == rounded | of_dw
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("bias", [False, True])
 def test_per_head(dtype: torch.dtype, bias: bool) -> None:
     h, d, n = 3, 21, 63
