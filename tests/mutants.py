@@ -38,9 +38,10 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/tilegrad"
 ATTENTION = "tests/attention/test_"
 TESTS = {  # the longest beginning of a path decides
-    "kernels/attention/": tuple(
-        f"{ATTENTION}{name}.py"
-        for name in ("tiled", "reference", "bounds", "checks", "functional", "context", "mask", "problem")
+    "kernels/attention/": (
+        *(f"{ATTENTION}{name}.py" for name in ("tiled", "reference", "bounds", "checks", "functional", "context")),
+        *(f"{ATTENTION}{name}.py" for name in ("mask", "problem")),
+        "tests/ops/test_workspaces.py",
     ),
     "kernels/attention/triton/": (f"{ATTENTION}triton.py", f"{ATTENTION}triton_compile.py"),
     "kernels/attention/hopper/": tuple(f"{ATTENTION}hopper{name}.py" for name in ("_fwd", "_bwd", "")),

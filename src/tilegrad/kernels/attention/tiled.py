@@ -101,7 +101,7 @@ def _scratch_of(sizes: Sizes, dtype: torch.dtype, mask: Mask, *, backward: bool)
         if mask.softcap:
             lengths["tanh"] = scores
         if mask.float_bias is not None and mask.float_bias.dtype != acc:
-            lengths["dbias"] = mask.float_bias.numel()
+            lengths["dbias"] = prod(mask.float_bias.shape)
     else:
         lengths |= {"v": cols * dv, "acc": rows * dv, "row_max": rows, "row_sum": rows, "new_max": rows, "alpha": rows}
     if mask.float_bias is not None:
