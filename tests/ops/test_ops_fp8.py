@@ -11,6 +11,7 @@ from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 from support.ops import poisoned, randn
 from torch import Tensor
 
+from tilegrad.kernels import gpu as device
 from tilegrad.kernels.activation import activation_fwd
 from tilegrad.kernels.closeness import SIGMAS, Bound, complaints
 from tilegrad.kernels.fp8_linear import (
@@ -25,6 +26,7 @@ from tilegrad.kernels.fp8_linear import (
     fp8_scale_step,
 )
 from tilegrad.kernels.fp8_linear.state import FIRST, FIRST_PART, LARGEST, STATE
+from tilegrad.kernels.scratch import Form
 
 N, CIN, COUT = 37, 64, 48
 gpu = pytest.mark.gpu
@@ -128,6 +130,29 @@ def test_a_cpu_is_refused_by_name() -> None:
     x, w, _ = given()
     with pytest.raises(ValueError, match=r"scaled_mm.*needs a CUDA device, not cpu"):
         FP8_LINEAR.select(Problem(x, w))
+
+
+def test_float8_products_need_8_9_and_sides_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(device, "refusal", lambda _x: None)
+    for found, sides, reason in (
+        ((8, 8), (32, 48), "needs compute capability 8.9 or newer, for float8 products, and cuda has 8.8"),
+        ((8, 9), (32, 48), None),
+        ((9, 0), (16, 48), None),
+        ((9, 0), (32, 40), r"takes w with sides that are multiples of 16, not (32, 40)"),
+        ((9, 0), (40, 32), r"takes w with sides that are multiples of 16, not (40, 32)"),
+    ):
+        monkeypatch.setattr(device, "capability", lambda _device, found=found: found)
+        w = Form(sides, torch.bfloat16, torch.device("cuda"))
+        assert FP8_LINEAR.rows[0].refuses(Problem(w, w)) == reason
+
+
+def test_the_state_before_the_first_step_and_its_length() -> None:
+    """The first scales stand for magnitudes of 16 in activations and 1 in weights; 448 is e4m3's largest number."""
+    for weight, largest in ((False, 16.0), (True, 1.0)):
+        state = torch.full(STATE, torch.nan)
+        fill_state(state, weight=weight)
+        assert float(state[0]) == pytest.approx(largest / 448.0) and not state[1:].any()
+    assert torch.finfo(FP8).max == LARGEST and FIRST_PART == 4 and STATE[0] > FIRST_PART
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
