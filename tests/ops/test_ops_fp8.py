@@ -116,6 +116,13 @@ def test_a_scale_outlives_what_is_not_finite_and_a_step_that_saw_nothing(spoiled
     assert state[0] == before and not state[1:].any()
 
 
+def test_a_scale_follows_small_magnitudes_too() -> None:
+    state = state_after(given()[0])
+    state[FIRST_PART] = 0.25
+    fp8_scale_step(state=state, kernel="torch")
+    assert float(state[0]) == pytest.approx(0.25 / 448.0)
+
+
 @pytest.mark.parametrize("kind", ["gelu", "relu", "tanh"])
 def test_an_activation_is_rounded_as_if_formed_first(kind: str) -> None:
     h, a = randn(N, CIN).bfloat16(), torch.empty(N, CIN, dtype=torch.bfloat16)

@@ -132,7 +132,7 @@ def told(shapes: Shapes) -> str:
 
 def small(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (dropout, embedding, embedding_mse, norm, rope):
-        monkeypatch.setitem(module.BLOCK, "cpu", 40)  # type: ignore[attr-defined]
+        monkeypatch.setitem(module.BLOCK, "cpu", 40)
     monkeypatch.setitem(cross_entropy_torch.CHUNK, "cpu", 4 * 100)
     monkeypatch.setattr(cross_entropy_torch, "BLOCK", 40)
     monkeypatch.setattr(tiled, "TILE", 4)
