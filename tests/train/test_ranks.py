@@ -30,12 +30,13 @@ from tilegrad.model.config import PRESETS
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_into, save_checkpoint
 from tilegrad.train.config import RunConfig, TrainConfig
 from tilegrad.train.loop import _begin_with, train
-from tilegrad.train.parallel import digest
+from tilegrad.train.parallel import check_accumulation, digest
 from tilegrad.train.pieces import load_pieces, save_pieces
 
 CASES = {
     "tied, dropout": replace(CONFIG, vocab_size=97, n_embd=32, dropout=0.1),
     "untied, GQA, window": replace(LLAMA, vocab_size=89, n_embd=32, n_layer=2, window=7),
+    "tied, rope, biases": replace(CONFIG, vocab_size=97, n_embd=32, n_layer=2, position="rope"),
 }
 F64: Any = {"dtype": torch.float64, "seed": 3, "eps": 1e-6}  # AdamW turns noise below eps into rate · noise / eps
 Batch = tuple[Tensor, Tensor]
@@ -53,8 +54,8 @@ def micro_batches(vocab: int, step: int, count: int) -> list[Batch]:
     return out
 
 
-def mine(mesh: Mesh, pairs: list[Batch]) -> tuple[list[Tensor], list[Tensor]]:
-    dealt = pairs[mesh.rank :: mesh.world]
+def mine(mesh: Mesh, pairs: list[Batch], context: int = 1) -> tuple[list[Tensor], list[Tensor]]:
+    dealt = pairs[mesh.rank // context :: mesh.world // context]
     return [x for x, _ in dealt], [y for _, y in dealt]
 
 
@@ -62,17 +63,17 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp_min(1e-30)) for n in b)
 
 
-def parity(mesh: Mesh, case: str, shard: str, count: int) -> tuple[float, int, int, int, int]:
+def parity(mesh: Mesh, case: str, shard: str, count: int, context: int = 1) -> tuple[float, int, int, int, int]:
     """The worst relative distance after five steps, and bytes, and how many collectives this rank has entered."""
     config = CASES[case]
-    one = Engine(config, 3, 16, **F64)
-    many = Engine(config, 3, 16, **F64, mesh=mesh, shard=shard, bucket_bytes=20_000)  # type: ignore[arg-type]
+    ranks: Any = {"mesh": mesh, "shard": shard, "bucket_bytes": 20_000, "context": context}
+    one, many = Engine(config, 3, 16, **F64), Engine(config, 3, 16, **F64, **ranks)
     assert apart(many.params, one.params) == 0.0
     worst = 0.0
     for step in range(5):
         pairs = micro_batches(config.vocab_size, step, count)
         loss = one.step([x for x, _ in pairs], [y for _, y in pairs], 1e-2)
-        many.submit(*mine(mesh, pairs), 1e-2)
+        many.submit(*mine(mesh, pairs, context), 1e-2)
         (result,) = many.finished(wait=True)
         worst = max(worst, abs(result.loss / loss - 1), abs(result.norm / float(one.optimizer.norm) - 1))
     assert many.draws == one.draws and many.steps == one.steps == 5
@@ -136,6 +137,105 @@ def printed_and_allocated(mesh: Mesh, shard: str) -> tuple[int, int]:
 def test_a_rank_allocates_what_the_plan_prints(two_ranks: Ranks, shard: str) -> None:
     for printed, allocated in two_ranks.run(printed_and_allocated, shard):
         assert printed == allocated
+
+
+@pytest.mark.parametrize(
+    ("case", "shard", "count"),
+    [("untied, GQA, window", "optimizer", 3), ("tied, rope, biases", "none", 1), ("untied, GQA, window", "all", 2)],
+)
+def test_ranks_that_share_sequences_are_one_process(two_ranks: Ranks, case: str, shard: str, count: int) -> None:
+    """Sequences of unequal lengths, also such as two ranks cannot halve."""
+    for worst, allocated, planned, alone, _ in two_ranks.run(parity, case, shard, count, 2):
+        assert worst < 1e-12
+        assert allocated == planned < alone
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["untied, GQA, window", "tied, rope, biases"])
+@pytest.mark.parametrize(("shard", "count"), [("optimizer", 3), ("none", 1), ("all", 3)])
+def test_two_groups_of_two_ranks_are_one_process(four_ranks: Ranks, case: str, shard: str, count: int) -> None:
+    """A group with one micro-batch more, and a group with none."""
+    found = four_ranks.run(parity, case, shard, count, 2)
+    assert len({entered for *_, entered in found}) == 1, "the lowest count is who the others wait for"
+    for worst, allocated, planned, alone, _ in found:
+        assert worst < 1e-12
+        assert allocated == planned < alone
+
+
+def sharing(mesh: Mesh, shard: str) -> Engine:
+    options: Any = {"mesh": mesh, "shard": shard, "bucket_bytes": 20_000, "context": 2}
+    return Engine(CASES["untied, GQA, window"], 3, 16, **F64, **options)
+
+
+def by_hand(mesh: Mesh, shard: str) -> None:
+    """Both programs of a step in calls of their own, and evaluation: losses are those of whole sequences."""
+    one, many = Engine(CASES["untied, GQA, window"], 3, 16, **F64), sharing(mesh, shard)
+    for x, y in micro_batches(89, 5, 2):
+        for engine in (one, many):
+            engine.forward(x, y, total_targets=90)
+            engine.backward()
+        assert many.loss == pytest.approx(one.loss, rel=1e-12)
+    assert many.optimizer_step(1e-2) == pytest.approx(one.optimizer_step(1e-2), rel=1e-12)
+    assert apart(many.params, one.params) < 1e-12
+    assert many.forward(x, y) == pytest.approx(one.forward(x, y), rel=1e-12)
+    assert many.evaluate(x, y) == pytest.approx(one.evaluate(x, y), rel=1e-12)
+    with pytest.raises(ValueError, match=r"^total_targets: got 3; accepted: at least the \d+ targets of this call"):
+        many.forward(x, y, total_targets=3)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_losses_of_shared_sequences_are_those_of_one_process(two_ranks: Ranks, shard: str) -> None:
+    two_ranks.run(by_hand, shard)
+
+
+def saved_by_a_group(mesh: Mesh, folder: str) -> str:
+    """Read by ranks that share nothing, whose checkpoint a group reads in turn."""
+    engine = sharing(mesh, "optimizer")
+    engine.step(*micro_batches(89, 0, 1)[0], 1e-2)
+    apart_ = Engine(CASES["untied, GQA, window"], 3, 16, **F64, mesh=mesh)
+    for source, other in ((engine, apart_), (apart_, sharing(mesh, "all"))):
+        path = save_pieces(Path(folder), source, mesh, {"engine": source.state()})
+        other.restore(load_pieces(path, other, mesh)["engine"])
+        assert equal(other.params, engine.params) and other.steps == 1
+    return str(path)
+
+
+def test_a_checkpoint_does_not_know_who_shared_sequences(two_ranks: Ranks, tmp_path: Path) -> None:
+    path = two_ranks.run(saved_by_a_group, str(tmp_path))[0]
+    one = Engine(CASES["untied, GQA, window"], 3, 16, **F64)
+    one.step(*micro_batches(89, 0, 1)[0], 1e-2)
+    want = {name: p.clone() for name, p in one.params.items()}
+    load_into(Path(path), one.tensors())
+    assert apart(one.params, want) < 1e-12
+
+
+@pytest.mark.parametrize(
+    ("changed", "ranks", "message"),
+    [
+        ({}, (4, 3), "context: got 3; accepted: a divisor of 4, the number of ranks"),
+        ({}, (1, 2), "context: got 2; accepted: a divisor of 1, the number of ranks"),
+        ({}, (2, 0), "context: got 0; accepted: a divisor of 2, the number of ranks"),
+        ({}, (16, 16), "seq_len: got 16 with context 16; accepted: a multiple of 32"),
+        ({"dropout": 0.1}, (2, 2), "dropout: got 0.1 with context 2; accepted: 0.0"),
+        ({"position": "learned"}, (2, 2), "position: got 'learned' with context 2; accepted: 'rope'"),
+        ({"projection": "per_head", "n_kv_head": None}, (2, 2), "projection: got 'per_head' with context 2; accepted: 'dense'"),
+    ],
+)  # fmt: skip
+def test_what_ranks_cannot_share_is_refused_before_memory_is_taken(
+    monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], ranks: tuple[int, int], message: str
+) -> None:
+    monkeypatch.setattr("tilegrad.train.engine.Arenas", None)
+    mesh = Mesh(alone=True)
+    mesh.world, context = ranks
+    with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
+        Engine(replace(LLAMA, **changed), 3, 16, mesh=mesh, context=context)
+
+
+@pytest.mark.parametrize("context", [1, 2])
+def test_every_group_has_a_micro_batch(context: int) -> None:
+    check_accumulation(4 // context, 4, context)
+    with pytest.raises(ValueError, match=rf"^gradient_accumulation: got \d; accepted: at least {4 // context}, "):
+        check_accumulation(4 // context - 1, 4, context)
 
 
 def trained(mesh: Mesh | None, steps: int, shard: str = "optimizer", bucket_bytes: int = 20_000) -> Engine:
@@ -319,10 +419,10 @@ def test_a_rank_changes_no_parameter_that_is_under_way(two_ranks: Ranks) -> None
     assert two_ranks.run(unread) == [0, 0]
 
 
-def poisoned(mesh: Mesh) -> None:
+def poisoned(mesh: Mesh, context: int) -> None:
     """Units whose values are spoiled after their last use, as every dead value: no bit of a gradient changes."""
-    engine = trained(mesh, 1, "all")
-    x, y = micro_batches(97, 5, 2)[mesh.rank]
+    engine = trained(mesh, 1, "all") if context == 1 else sharing(mesh, "all")
+    x, y = micro_batches(89, 5, 2)[mesh.rank // context]
 
     def program() -> list[Tensor]:
         engine.draws = 7
@@ -341,8 +441,9 @@ def poisoned(mesh: Mesh) -> None:
     assert all(torch.equal(a, b) for a, b in zip(got, want, strict=True))
 
 
-def test_units_are_dead_when_the_plan_says_so(two_ranks: Ranks) -> None:
-    two_ranks.run(poisoned)
+@pytest.mark.parametrize("context", [1, 2])
+def test_units_are_dead_when_the_plan_says_so(two_ranks: Ranks, context: int) -> None:
+    two_ranks.run(poisoned, context)
 
 
 def evaluated(mesh: Mesh) -> float:
@@ -388,15 +489,16 @@ def disagreeing(mesh: Mesh) -> list[str]:
         {"weight_decay": 0.1 * mesh.rank},
         {"bucket_bytes": 9_000 + 20_000 * mesh.rank},
         {"shard": "none" if mesh.rank else "all"},
+        {"context": 1 + mesh.rank},
     ):
         with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
-            Engine(CASES["tied, dropout"], 3, 16, mesh=mesh, **options)
+            Engine(CASES["untied, GQA, window"], 3, 16, mesh=mesh, **options)
         told.append(str(error.value).split(":")[0])
     return told
 
 
 def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> None:
-    assert two_ranks.run(disagreeing) == [["seed", "optimizer", "bucket_bytes", "shard"]] * 2
+    assert two_ranks.run(disagreeing) == [["seed", "optimizer", "bucket_bytes", "shard", "context"]] * 2
 
 
 def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:

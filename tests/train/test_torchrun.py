@@ -109,6 +109,32 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_ranks_that_share_sequences_train_as_one_process_does(tmp_path: Path) -> None:
+    """Five evaluation batches in groups of one and of two; then others go on from what a group saved."""
+    flags = ("--steps", "6", "--train.eval_interval", "3", "--train.eval_batches", "5", "--model.position", "rope")
+    runs = [Torchrun(1, tmp_path / "one", *flags), Torchrun(2, tmp_path / "two", *flags, "--context", "2")]
+    runs += [Torchrun(4, tmp_path / "four", *flags, "--context", "2", "--shard", "all")]
+    losses = []
+    for run in runs:
+        assert run.wait() == 0, run.text()
+        losses.append([r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] in ("train", "validation")])
+    assert all(each == pytest.approx(losses[0], abs=2e-5) for each in losses)
+    assert len(losses[0]) == 8
+    assert "2 ranks, 2 to a sequence" in (tmp_path / "two" / "report.html").read_text(encoding="utf-8")
+    more = [
+        Torchrun(1, tmp_path / "two", "--resume", "--steps", "7"),
+        Torchrun(2, tmp_path / "one", "--resume", "--steps", "7", "--context", "2"),
+        Torchrun(2, tmp_path / "four", "--resume", "--steps", "7"),
+    ]
+    assert [run.wait() for run in more] == [0, 0, 0], [run.text() for run in more]
+    last = [
+        next(r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] == "train" and r["step"] == 7)
+        for run in more
+    ]
+    assert last == pytest.approx([last[0]] * 3, abs=5e-5)
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize("number", [signal.SIGSTOP, signal.SIGKILL])
 def test_a_lost_rank_is_named(tmp_path: Path, number: signal.Signals) -> None:
     """A stopped rank is named by every other within ten seconds. Its place is that of its last beat, so it has run for some."""

@@ -69,7 +69,11 @@ def add_ranks(command: argparse.ArgumentParser) -> None:
         "--bucket-mb", type=float, default=64, metavar="MIB",
         help="gradients that several ranks sum at once; a part of what decides the bits (default: %(default)s)",
     )  # fmt: skip
+    command.add_argument(
+        "--context", type=int, default=1, metavar="N",
+        help="ranks that share each sequence, of a model with rope (default: %(default)s)",
+    )  # fmt: skip
 
 
 def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
-    return {"shard": args.shard, "bucket_bytes": int(args.bucket_mb * 2**20)}
+    return {"shard": args.shard, "bucket_bytes": int(args.bucket_mb * 2**20), "context": args.context}

@@ -15,7 +15,6 @@ def _plan(args: argparse.Namespace) -> int:
 
     from ..train.config import run_from
     from ..train.machine import check_device, too_large
-    from ..train.parallel import check_shard
     from ..train.planning import plan_model, step_report
     from ..train.recompute import choose_recompute
 
@@ -27,12 +26,12 @@ def _plan(args: argparse.Namespace) -> int:
     options: Any = {"linear": t.linear, "deterministic": t.deterministic or t.device == "cpu"}
     if args.world_size < 1:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
-    check_shard(args.shard, args.world_size, t.linear)
     options |= {"world": args.world_size, **ranks_of(args)}
     recompute = choose_recompute(*form, t.memory_budget, **options)
     name = where or content.get("model", {}).get("preset", "tiny")
     title = f"{name}, batch {t.batch_size} × {t.seq_len} tokens, {t.dtype}"
     title += f", one of {args.world_size} ranks, shard {args.shard}" if args.world_size > 1 else ""
+    title += f", {args.context} ranks to a sequence" if args.context > 1 else ""
     memory = plan_model(*form, recompute, **options)
     report = step_report(memory, config, t.batch_size, t.seq_len, dtype, recompute, title, **options)
     if args.html:

@@ -233,9 +233,34 @@ class Mesh:
         print(told, file=sys.stderr, flush=True)
         os._exit(HUNG)
 
+    def neighbours(self, n: int) -> Neighbours:
+        """The n ranks beside each other of which this is one, of 0 … n − 1, n … 2n − 1, and so on. Called on all ranks."""
+        return Neighbours(self, n)
+
     def close(self) -> None:
         if self.world > 1:
             dist.destroy_process_group()
+
+
+class Neighbours:
+    """Some ranks of a mesh with collectives of their own, which count among the mesh's: so every rank has to enter as many."""
+
+    def __init__(self, mesh: Mesh, n: int) -> None:
+        self.rank, self.world, self._mesh = mesh.rank % n, n, mesh
+        starts, limit = range(0, mesh.world, n), timedelta(seconds=mesh.timeout_s)
+        self._group = [dist.new_group(list(range(i, i + n)), limit) for i in starts][mesh.rank // n]
+
+    def all_reduce(self, x: Tensor) -> None:
+        """x = Σ over these ranks of x."""
+        self._mesh.run(lambda: dist.all_reduce(x, group=self._group), "all_reduce")
+
+    def reduce_scatter(self, x: Tensor, *, out: Tensor) -> None:
+        """As the mesh's, over these ranks."""
+        self._mesh.run(lambda: _reduce_scatter(out, x, group=self._group), "reduce_scatter")
+
+    def all_gather(self, part: Tensor, *, out: Tensor) -> None:
+        """As the mesh's, over these ranks."""
+        self._mesh.run(lambda: _all_gather(out, part, group=self._group), "all_gather")
 
 
 def write_note(store: Any, rank: int, note: Note) -> None:

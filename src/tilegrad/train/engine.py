@@ -45,7 +45,6 @@ from .parallel import (
     Shard,
     check_agreed,
     check_same,
-    check_shard,
     digest,
     optimizer_of,
 )
@@ -68,7 +67,8 @@ class Engine:
     With a `mesh` of several ranks (train/parallel.py) each rank gives its own micro-batches, and the step is that of all of
     them. shard="optimizer" leaves each rank 1/world of the moments, "none" all of them. Buckets of `bucket_bytes` of gradients
     are summed at once; they are a part of what decides the bits. There `params` are what layers compute with, a step is not
-    captured, and the loss is that of all ranks after the optimizer's step.
+    captured, and the loss is that of all ranks after the optimizer's step. context=n: n neighbouring ranks share each sequence;
+    they give the same micro-batches, and each computes its rows.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -84,11 +84,10 @@ class Engine:
         dtype: torch.dtype | None = None, seed: int = 0, memory_budget: int | None = None, *,
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
-        mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES,
+        mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
     ) -> None:  # fmt: skip
         mesh = Mesh(device, alone=True) if mesh is None else mesh
         over_ranks: Any = {"world": mesh.world, "shard": shard, "bucket_bytes": bucket_bytes}
-        check_shard(shard, mesh.world, linear)
         self.device = torch.empty(0, device=mesh.device if mesh.world > 1 else device).device
         if dtype is None:
             dtype = default_dtype(self.device)
@@ -98,23 +97,24 @@ class Engine:
         self.linear: Linear = linear
         self.deterministic = deterministic = deterministic or self.device.type == "cpu"
         check_linear(linear, dtype, self.device)
-        options: Any = {"linear": linear, "deterministic": deterministic, **over_ranks}
+        options: Any = {"linear": linear, "deterministic": deterministic, "context": context, **over_ranks}
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
         self.recompute = choose_recompute(*sizes, memory_budget, **options)
         check_same(mesh, {
             "model": str(model_config), "batch_size": str(batch_size), "seq_len": str(seq_len), "dtype": str(dtype),
-            "seed": str(seed), "recompute": str(self.recompute), "shard": shard, "bucket_bytes": str(bucket_bytes),
-            "optimizer": f"{betas}, {eps}, {weight_decay}, {max_norm}",
+            "seed": str(seed), "shard": shard, "bucket_bytes": str(bucket_bytes), "context": str(context),
+            "recompute": str(self.recompute), "optimizer": f"{betas}, {eps}, {weight_decay}, {max_norm}",
         })  # fmt: skip
         self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **options)
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
-        declared = partial(self._declare, batch_size, seq_len)
+        self._context = mesh.neighbours(context) if context > 1 else None
+        declared = partial(self._declare, batch_size, seq_len // context)
         optimizer, units = optimizer_of(
             declared(), rank=mesh.rank, **over_ranks, betas=betas, eps=eps, weight_decay=weight_decay, max_norm=max_norm
         )
         self._ranks = Parallel(
-            mesh, declared, optimizer, units, self.arenas.view, shard=shard, bucket_bytes=bucket_bytes
+            mesh, declared, optimizer, units, self.arenas.view, self._context, shard=shard, bucket_bytes=bucket_bytes
         )
         self.optimizer = self._ranks.optimizer
         self._bound: dict[tuple[int, int, bool, bool], Transformer] = {}
@@ -130,10 +130,11 @@ class Engine:
         self.draws = 0  # of dropout's seeds
         self.loss = 0.0  # of the last forward: one that is not finite must not reach the weights
 
-        model = self._model(batch_size, seq_len)
+        model = self._model(batch_size, seq_len // context)
         kept = self._masters_kept(model)
         self._params = {name: p.master if kept else p.value for name, p in model.params.items()}
         self.grads: dict[str, Tensor] = {name: p.grad for name, p in model.params.items()}
+        self._scales = model.scales
         generator = torch.Generator().manual_seed(seed)
         if kept:
             model.initialise(model_config, generator)
@@ -193,6 +194,7 @@ class Engine:
             with self._ranks.around("forward"):
                 model.forward()
             self.optimizer.loss.copy_(model.head.loss)
+            self._ranks.sum_rows(model.head.loss)
             self._pending, self.loss = model, self._mean_loss(model)
         return self.loss
 
@@ -290,20 +292,21 @@ class Engine:
         return result.norm
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
-        """The mean loss without dropout and without a backward to follow, of this rank's batch."""
+        """The mean loss without dropout and without a backward to follow, of this rank's batch, or its group's."""
         self._check([(tokens, targets)])
         self.settle()
         with self._on_stream():
             model = self._load(tokens, targets, None, training=False)
             with self._ranks.around("forward", training=False):
                 model.forward()
+            self._ranks.sum_rows(model.head.loss)
             return self._mean_loss(model)
 
     # ── state, for checkpoints ──
 
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, as views of the arenas."""
-        scales = {f"scale.{name}": state for name, state in self._model(self.batch_size, self.seq_len).scales.items()}
+        scales = {f"scale.{name}": state for name, state in self._scales.items()}
         return {**self.params, **self.optimizer.tensors(), **scales}
 
     def pieces(self, *, shared: bool = False) -> dict[str, Run]:
@@ -334,15 +337,16 @@ class Engine:
     # ── inside ──
 
     def _declare(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
-        """The model on handles, for b sequences of t tokens. Evaluation drops nothing, and rounds nothing to float8."""
+        """The model on handles, for b sequences of which this rank has t tokens. Evaluation drops nothing, and rounds nothing
+        to float8."""
         config, linear = (self.config, self.linear) if training else (replace(self.config, dropout=0.0), "plain")
         return declare(
             config, b, t, self.dtype, self.device, self.recompute,
-            accumulate=accumulate, linear=linear, deterministic=self.deterministic,
+            accumulate=accumulate, linear=linear, deterministic=self.deterministic, context=self._context,
         )  # fmt: skip
 
     def _model(self, b: int, t: int, *, training: bool = True, accumulate: bool = True) -> Transformer:
-        """The model bound to the beginning of every buffer, for b sequences of t tokens."""
+        """The model bound to the beginning of every buffer, for b sequences of which this rank has t tokens."""
         if torch.get_num_threads() != self._threads and self.device.type == "cpu":
             raise RuntimeError(
                 f"threads: got torch.get_num_threads() = {torch.get_num_threads()}; accepted: {self._threads}, for which "
@@ -364,12 +368,13 @@ class Engine:
         self, tokens: Tensor, targets: Tensor, total: int | None, *, training: bool = True, accumulate: bool = True
     ) -> Transformer:
         """The model for this batch, which was checked, with its inputs in place."""
-        b, t = tokens.shape
-        model = self._model(b, t, training=training, accumulate=accumulate)
         count = count_targets(targets)
         if total is not None and total < count:
             raise ValueError(f"total_targets: got {total}; accepted: at least the {count} targets of this call")
         self._count, self._total = count, count if total is None else total
+        tokens, targets = self._ranks.rows(tokens, targets)
+        b, t = tokens.shape
+        model = self._model(b, t, training=training, accumulate=accumulate)
         model.tokens.copy_(tokens)
         model.head.targets.view(b, t).copy_(targets)
         model.head.inv_total.fill_(1.0 / self._total if self._total else 0.0)

@@ -64,7 +64,7 @@ from .folder import (
 from .log import NoLog, RunLog, read_log, tensorboard_installed
 from .machine import check_device, check_platform
 from .optimizer import NonFiniteError, StepResult
-from .parallel import BUCKET_BYTES, Shard, check_agreed, check_ranks, digest
+from .parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
 from .planning import step_report
 from .report import run_report, run_tables
 from .resident import Resident, held, resident
@@ -108,12 +108,13 @@ def train(
     show: Show = _unseen,
     shard: Shard = "optimizer",
     bucket_bytes: int = BUCKET_BYTES,
+    context: int = 1,
     timeout_s: float = 600.0,
 ) -> RunResult:
     """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one. A resumed run is
     the folder's own, with its own tokens: of `run` only what is in `MAY_CHANGE` may differ, and None changes nothing.
-    `shard`, `bucket_bytes` and `timeout_s`, how long a collective waits for a rank, are of several ranks. Ranks that torchrun
-    has restarted resume by themselves."""
+    `shard`, `bucket_bytes`, `context` and `timeout_s`, how long a collective waits for a rank, are of several ranks. Ranks that
+    torchrun has restarted resume by themselves."""
     check_platform()
     given: Path | None = None
     restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, with the arguments of the start
@@ -126,10 +127,12 @@ def train(
     elif run is None:
         raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
     asked: RunConfig = run if run is not None else own
-    check_ranks(asked.train.gradient_accumulation, int(os.environ.get("WORLD_SIZE", "1")), shard, asked.train.linear)
+    t, world = asked.train, int(os.environ.get("WORLD_SIZE", "1"))
+    check_ranks(asked.model, t.seq_len, t.linear, world=world, shard=shard, context=context)
+    check_accumulation(t.gradient_accumulation, world, context)
     check_device(asked.train.device)
     mesh = Mesh(asked.train.device, timeout_s)
-    ranks = _Ranks(mesh, shard, bucket_bytes)
+    ranks = _Ranks(mesh, shard, bucket_bytes, context)
     with end_on_signals(), mesh.watch(), claimed(folder) if mesh.rank == 0 else nullcontext():
         try:
             if resume:
@@ -149,6 +152,7 @@ class _Ranks:
     mesh: Mesh
     shard: Shard
     bucket_bytes: int
+    context: int
 
 
 def _new(run: RunConfig, folder: Path, show: Show, ranks: _Ranks) -> _Run:
@@ -250,12 +254,17 @@ class _Run:
             check_agreed(mesh, {"run": json.dumps(run.plain()), "data": json.dumps(self.batches.state())})
         _warm_up(t.device)
         before = held(self.device)
+        sharing: Any = {"shard": ranks.shard, "bucket_bytes": ranks.bucket_bytes, "context": ranks.context}
         self.engine = Engine(
             run.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype], t.seed, t.memory_budget,
             weight_decay=t.weight_decay, max_norm=t.max_norm or math.inf, linear=t.linear, deterministic=t.deterministic,
-            mesh=mesh, shard=ranks.shard, bucket_bytes=ranks.bucket_bytes,
+            mesh=mesh, **sharing,
         )  # fmt: skip
-        self.sharding: dict[str, Any] = {"world": mesh.world, "shard": ranks.shard, "bucket_bytes": ranks.bucket_bytes}
+        self.sharding: dict[str, Any] = {"world": mesh.world, **sharing}
+        self.group, self.groups = (
+            mesh.rank // ranks.context,
+            mesh.world // ranks.context,
+        )  # of ranks that share sequences
         self.resident_before = before
         self.validation_loss: float | None = None
         self.best: Best | None = None
@@ -392,7 +401,7 @@ class _Run:
         position = engine.steps, engine.draws, self.batches.state()
         self.mesh.at(f"step {engine.steps}: reading data")
         self.tokens.check_length()
-        pairs = self.batches.deal(t.gradient_accumulation, self.mesh.rank, self.mesh.world)
+        pairs = self.batches.deal(t.gradient_accumulation, self.group, self.groups)
         before = _Before(*position, rate, t.gradient_accumulation * t.batch_size * t.seq_len)
         if self.stopped:
             engine.ask_to_stop()
@@ -445,7 +454,7 @@ class _Run:
         self.tokens.check_length()
         own = batches_in_order(
             self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation,
-            rank=self.mesh.rank, world=self.mesh.world,
+            rank=self.group, world=self.groups,
         )  # fmt: skip
         for tokens, targets in engine.padded(list(own)):
             self.mesh.at(f"step {engine.steps}: evaluating")
@@ -518,7 +527,8 @@ class _Run:
             "memory": f"{human(engine.plan.peak_bytes)} planned, {human(sum(measured.arenas.values()))} of it resident, "
             f"and {human(measured.beside_bytes)} beside it",
             "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads, {self.mesh.world} "
-            f"rank{'s' * (self.mesh.world > 1)}",
+            f"rank{'s' * (self.mesh.world > 1)}"
+            + (f", {self.mesh.world // self.groups} to a sequence" if self.groups < self.mesh.world else ""),
         }
         records = read_log(self.folder / "log.jsonl")
         tables = run_tables(self.run, records, environment(self.device, engine.dtype), measured)

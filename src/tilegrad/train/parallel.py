@@ -7,6 +7,8 @@ Of one rank nothing is sent, and everything here is next to nothing.
     one all-reduce   of ‖own slices of the gradients‖², the loss, and whether a rank was asked to stop
     own slices       clip and AdamW
     slices        →  all-gather in place, behind the next forward: an op waits for the buckets that it reads
+    context=n        n neighbouring ranks share each micro-batch, of which g goes to group g mod (world / n): every rank is
+                     given all of it and takes its rows (kernels/attention/context.py). Sums are over all ranks as ever
 
 Collectives run on slices of the arenas and take no memory. All ranks launch them in one order, that of one schedule, also a
 rank without a micro-batch: another order is a hang.
@@ -22,15 +24,18 @@ from typing import Any, Literal, cast, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from .. import __version__
-from ..dist.mesh import Mesh
+from ..dist.mesh import Mesh, Neighbours
 from ..dist.schedule import Bucket, Touch, Work, cut, final, follow, needed, order, touches
 from ..dist.units import Units, gathered
+from ..kernels.attention.context import positions_of
 from ..kernels.cpu.build import digest as native_sources
 from ..kernels.cpu.library import library as native_library
 from ..kernels.op import emitter, observe, observe_names
 from ..memory.planned.trace import FlatHandle, Handle, bind
+from ..model.config import ModelConfig
 from ..model.transformer import Transformer
 from .optimizer import Optimizer, decayed_first
 
@@ -41,20 +46,31 @@ Batch = tuple[Tensor, Tensor]  # tokens, targets
 _EMPTY: Batch = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))  # of a rank that has none left
 
 
-def check_ranks(gradient_accumulation: int, world: int, shard: str, linear: str) -> None:
-    """Of a run, before any memory is taken."""
-    check_shard(shard, world, linear)
-    if gradient_accumulation < world:
-        raise ValueError(
-            f"gradient_accumulation: got {gradient_accumulation}; accepted: at least {world}, a micro-batch for each rank"
-        )
-
-
-def check_shard(shard: str, world: int, linear: str) -> None:
+def check_ranks(config: ModelConfig, seq_len: int, linear: str, *, world: int, shard: str, context: int) -> None:
+    """What these ranks cannot train, before any memory is taken."""
     if shard not in get_args(Shard):
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
     if world > 1 and linear != "plain":
         raise ValueError(f"linear: got {linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
+    if not isinstance(context, int) or isinstance(context, bool) or context < 1 or world % context:
+        raise ValueError(f"context: got {context!r}; accepted: a divisor of {world}, the number of ranks")
+    if context == 1:
+        return
+    if seq_len % (2 * context):
+        raise ValueError(f"seq_len: got {seq_len} with context {context}; accepted: a multiple of {2 * context}")
+    for name, accepted in (("dropout", 0.0), ("position", "rope"), ("projection", "dense")):
+        got = getattr(config, name)
+        if got != accepted:
+            raise ValueError(f"{name}: got {got!r} with context {context}; accepted: {accepted!r}")
+
+
+def check_accumulation(gradient_accumulation: int, world: int, context: int) -> None:
+    if gradient_accumulation < world // context:
+        each = "rank" if context == 1 else f"group of {context} ranks"
+        raise ValueError(
+            f"gradient_accumulation: got {gradient_accumulation}; accepted: at least {world // context}, a micro-batch for "
+            f"each {each}"
+        )
 
 
 def schedule_of(model: Transformer, program: Callable[[], object] | None = None) -> tuple[Touch, ...]:
@@ -96,13 +112,14 @@ def in_units(units: Units | None, model: Transformer, program: Callable[[], None
 
 class Parallel:
     """The ranks of an engine, and its optimizer. What is given is on handles, which `view` turns into tensors; the model is
-    `declare(training=…, accumulate=…)`."""
+    `declare(training=…, accumulate=…)`. `context`: those with whom this one shares its sequences."""
 
     def __init__(
         self, mesh: Mesh, declare: Callable[..., Transformer], optimizer: Optimizer, units: Units | None,
-        view: Callable[[Handle], Any], *, shard: Shard, bucket_bytes: int,
+        view: Callable[[Handle], Any], context: Neighbours | None, *, shard: Shard, bucket_bytes: int,
     ) -> None:  # fmt: skip
-        self.mesh, self.shard = mesh, shard
+        self.mesh, self.shard, self.context = mesh, shard, context
+        self.group, self.groups = (x // (1 if context is None else context.world) for x in (mesh.rank, mesh.world))
         self.sharded = mesh.world > 1 and shard != "none"
         self.optimizer, self.units = bind(optimizer, view), bind(units, view)
         self.stop = False  # asked of this rank; after a step, of any
@@ -146,20 +163,39 @@ class Parallel:
 
     def deal(self, micro_batch: int) -> int:
         """The number in the whole step of a micro-batch of this rank's."""
-        return micro_batch * self.mesh.world + self.mesh.rank
+        return micro_batch * self.groups + self.group
 
     def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
-        """Both over all ranks. The gradients are about to change."""
+        """Both over all ranks, of which those of a group say the same. The gradients are about to change."""
         self.forget_sums()
         self.mesh.at(f"step {self.step}: counting targets")
         total, taken = self.mesh.sum(targets, micro_batches)
-        return int(total), int(taken)
+        each = self.mesh.world // self.groups
+        return int(total) // each, int(taken) // each
 
     def padded(self, batches: list[Batch]) -> list[Batch]:
-        """As many as the rank with the most of them has, by batches without a target, where every batch gathers parameters
-        from all ranks; else the same."""
-        rounds = max(self.mesh.gather(len(batches))) if self.units is not None else len(batches)
+        """As many as the rank with the most of them has, by batches without a target, where batches have collectives of
+        their own, of which every rank enters as many; else the same."""
+        alike = self.units is not None or self.context is not None
+        rounds = max(self.mesh.gather(len(batches))) if alike else len(batches)
         return batches + [_EMPTY] * (rounds - len(batches))
+
+    def rows(self, tokens: Tensor, targets: Tensor) -> Batch:
+        """This rank's of a micro-batch. Where those of its group would not have equally many, sequences get tokens without a
+        target behind their end, to which none of theirs attends."""
+        if self.context is None:
+            return tokens, targets
+        n, t = self.context.world, tokens.shape[1]
+        more = -t % (2 * n)
+        first, last = positions_of(self.context.rank, n, (t + more) // n)
+        wholes = (pad(x.long(), (0, more), value=value) for x, value in ((tokens, 0), (targets, -1)))
+        own, of_them = (torch.cat([x[:, first], x[:, last]], 1) for x in wholes)
+        return own, of_them
+
+    def sum_rows(self, loss: Tensor) -> None:
+        """loss = Σ over the group of its ranks' parts."""
+        if self.context is not None:
+            self.context.all_reduce(loss)
 
     @contextmanager
     def around(

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from dataclasses import replace
+from typing import Any, cast
 
 import torch
 
 from ..dist.units import Units
 from ..kernels import gpu
+from ..kernels.attention.context import Ranks, RanksToBe
 from ..kernels.op import observe
 from ..memory.planned.arena import MemoryPlan, plan_memory
 from ..memory.planned.report import MemoryReport, memory_report
@@ -18,7 +20,7 @@ from ..model.config import ModelConfig
 from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
 from .optimizer import Optimizer, decayed_first
-from .parallel import BUCKET_BYTES, Shard, in_units, optimizer_of
+from .parallel import BUCKET_BYTES, Shard, check_ranks, in_units, optimizer_of
 
 Recompute = tuple[frozenset[Recomputed], ...]
 
@@ -26,11 +28,14 @@ Recompute = tuple[frozenset[Recomputed], ...]
 def plan_model(
     config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device,
     recompute: Recompute = (), *, linear: Linear = "plain", deterministic: bool = True, share: bool = True,
-    world: int = 1, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES,
+    world: int = 1, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
 ) -> MemoryPlan:  # fmt: skip
-    """Every byte of training this model, of one rank of `world`. Both ways to its gradients are traced, so the plan serves
-    either."""
-    model = declare(config, batch_size, seq_len, dtype, device, recompute, linear=linear, deterministic=deterministic)
+    """Every byte of training this model, of one rank of `world`, of which `context` share a sequence. Both ways to its
+    gradients are traced, so the plan serves either."""
+    check_ranks(config, seq_len, linear, world=world, shard=shard, context=context)
+    rows = seq_len // context
+    given: Any = {"deterministic": deterministic, "context": _group(context)}
+    model = declare(config, batch_size, rows, dtype, device, recompute, linear=linear, **given)
     optimizer, units = optimizer_of(model, world=world, shard=shard, bucket_bytes=bucket_bytes)
     step, forward, backward = (in_units(units, model, run) for run in (model.step, model.forward, model.backward))
 
@@ -40,7 +45,7 @@ def plan_model(
         forward()
         backward()
         if linear != "plain":  # evaluation is
-            declare(config, batch_size, seq_len, dtype, device, recompute, deterministic=deterministic).forward()
+            declare(config, batch_size, rows, dtype, device, recompute, **given).forward()
 
     return plan_memory(trace(program, observe, _persistent(optimizer, model, units)), share=share)
 
@@ -48,12 +53,13 @@ def plan_model(
 def step_report(
     memory: MemoryPlan, config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype,
     recompute: Recompute, title: str, *, linear: Linear = "plain", deterministic: bool = True,
-    world: int = 1, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES,
+    world: int = 1, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
 ) -> MemoryReport:  # fmt: skip
     """What is alive during one step, in the arenas of the whole plan."""
     model = declare(
-        config, batch_size, seq_len, dtype, memory.device, recompute, linear=linear, deterministic=deterministic
-    )
+        config, batch_size, seq_len // context, dtype, memory.device, recompute,
+        linear=linear, deterministic=deterministic, context=_group(context),
+    )  # fmt: skip
     optimizer, units = optimizer_of(model, world=world, shard=shard, bucket_bytes=bucket_bytes)
     step = in_units(units, model, model.step)
 
@@ -63,6 +69,11 @@ def step_report(
 
     one_step = replace(memory, trace=trace(program, observe, _persistent(optimizer, model, units)))
     return replace(memory_report(one_step, title), beside=tuple(beside(memory.device, batch_size, seq_len).items()))
+
+
+def _group(context: int) -> Ranks | None:
+    """Of ranks that share a sequence and need not be there: what is traced does not run."""
+    return cast(Ranks, RanksToBe(context)) if context > 1 else None
 
 
 def beside(device: torch.device, batch_size: int, seq_len: int) -> dict[str, int]:

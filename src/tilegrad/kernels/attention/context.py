@@ -121,7 +121,7 @@ def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
     parts, c = buffers["parts"], k.shape[2] // 2
     for mine, x in zip(_pair(parts[group.rank], k, v), (k, v), strict=True):
         mine.copy_(x)
-    group.all_gather(parts[group.rank], out=parts)
+    group.all_gather(parts[group.rank], out=parts.view(-1))
     for rank, part in enumerate(parts):
         for a, (pk, pv) in zip(runs_of(rank, group.world), _by_run(part, k, v), strict=True):
             buffers["k"][:, :, a * c : (a + 1) * c].copy_(pk)
@@ -143,7 +143,7 @@ def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
                 out.copy_(of_last[:, :, columns])
                 if a <= first:
                     out.add_(of_first[:, :, columns])
-    group.reduce_scatter(dparts, out=dparts[group.rank])
+    group.reduce_scatter(dparts.view(-1), out=dparts[group.rank])
     for x, mine in zip((dk, dv), _pair(dparts[group.rank], dk, dv), strict=True):
         x.copy_(mine)
 
