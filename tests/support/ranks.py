@@ -73,6 +73,7 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, timeout_s: float)
     mesh = Mesh("cpu", timeout_s)
     with mesh.watch():
         while True:
+            mesh.at("between two tests", alone=True)
             check, arguments = pipe.recv()
             mesh.at(check.__name__)
             try:

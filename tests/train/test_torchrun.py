@@ -22,12 +22,20 @@ SMALL = [
 ]  # fmt: skip
 
 
+FAULTY = str(Path(__file__).parents[1] / "support" / "faulty_rank.py")
+
+
 class Torchrun:
-    def __init__(self, world: int, folder: Path, *flags: str, restarts: int = 0) -> None:
+    """`fault`: what goes wrong, on which rank, at which step (support/faulty_rank.py)."""
+
+    def __init__(
+        self, world: int, folder: Path, *flags: str, restarts: int = 0, fault: tuple[str, int, int] | None = None
+    ) -> None:
         self.folder, self.log = folder, folder.with_suffix(".txt")
+        program = ["-m", "tilegrad"] if fault is None else [FAULTY, *map(str, fault)]
         command = [
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
-            f"--max-restarts={restarts}", "-m", "tilegrad", "train", "--out", str(folder), *SMALL, *flags,
+            f"--max-restarts={restarts}", *program, "train", "--out", str(folder), *SMALL, *flags,
         ]  # fmt: skip
         with self.log.open("w") as out:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
@@ -40,9 +48,12 @@ class Torchrun:
             self.process.kill()
 
     def after_step(self, step: int) -> None:
-        """Wait until the log has it."""
+        self.after(f"step{step:>7,} of")
+
+    def after(self, line: str) -> None:
+        """Wait until it is said."""
         until = time.monotonic() + 200
-        while f"step{step:>7,} of" not in self.text():
+        while line not in self.text():
             assert self.process.poll() is None and time.monotonic() < until, self.text()
             time.sleep(0.05)
 
@@ -75,23 +86,63 @@ def apart(a: dict[str, torch.Tensor], b: dict[str, torch.Tensor]) -> float:
     return max(float((a[n] - b[n]).abs().max()) for n in a)
 
 
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Tensor]:
+    """What 14 steps of two ranks come to, left alone."""
+    run = Torchrun(2, tmp_path_factory.mktemp("undisturbed") / "run", "--steps", "14")
+    assert run.wait() == 0, run.text()
+    return run.params()
+
+
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_to_the_same_bits_and_any_number_goes_on(tmp_path: Path) -> None:
-    whole = Torchrun(2, tmp_path / "whole", "--steps", "10")
-    assert whole.wait() == 0, whole.text()
-    killed = Torchrun(2, tmp_path / "killed", "--steps", "10", restarts=1)
+def test_a_killed_rank_is_restarted_to_the_same_bits_and_any_number_goes_on(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    killed = Torchrun(2, tmp_path / "run", "--steps", "14", restarts=1)
     killed.after_step(6)
     killed.send(1, signal.SIGKILL)
     assert killed.wait() == 0, killed.text()
     assert "resumed from" in killed.text()
-    assert apart(killed.params(), whole.params()) == 0.0
+    assert apart(killed.params(), undisturbed) == 0.0
     losses = {}
     for world in (1, 4):
-        more = Torchrun(world, tmp_path / "whole", "--resume", "--steps", "11")
+        more = Torchrun(world, tmp_path / "run", "--resume", "--steps", "15")
         assert more.wait() == 0, more.text()
         losses[world] = read_log(more.folder / "log.jsonl")[-1]["loss"]
         (latest_checkpoint(more.folder / "checkpoints") or Path()).rename(tmp_path / f"gone-{world}")
     assert losses[1] == pytest.approx(losses[4], abs=1e-5)
+
+
+@pytest.mark.slow
+def test_ten_restarts_in_a_row_end_with_the_same_bits(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
+    flags = ("--steps", "14", "--train.checkpoint_interval", "1")
+    run = Torchrun(2, tmp_path / "run", *flags, restarts=10, fault=("killed", 1, 2))
+    assert run.wait(560) == 0, run.text()
+    assert run.text().count("resumed from") == 10
+    assert apart(run.params(), undisturbed) == 0.0
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_a_save_leaves_the_checkpoint_before_it(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    run = Torchrun(2, tmp_path / "run", "--steps", "14", fault=("torn", 1, 8))
+    assert run.wait() != 0
+    assert "rank 0, save at 'step 8: saving': rank 1 is dead or stopped" in run.text()
+    assert sorted(path.name for path in (run.folder / "checkpoints").iterdir()) == [".staged", "000001-step-4"]
+    more = Torchrun(2, tmp_path / "run", "--resume")
+    assert more.wait() == 0, more.text()
+    assert apart(more.params(), undisturbed) == 0.0
+    assert not (run.folder / "checkpoints" / ".staged").exists()
+
+
+@pytest.mark.slow
+def test_a_rank_killed_in_the_first_save_is_restarted_from_the_start(
+    tmp_path: Path, undisturbed: dict[str, torch.Tensor]
+) -> None:
+    run = Torchrun(2, tmp_path / "run", "--steps", "14", restarts=1, fault=("torn", 0, 4))
+    assert run.wait() == 0, run.text()
+    assert "resumed from" not in run.text() and apart(run.params(), undisturbed) == 0.0
 
 
 @pytest.mark.slow
@@ -146,8 +197,27 @@ def test_a_lost_rank_is_named(tmp_path: Path, number: signal.Signals) -> None:
     while number == signal.SIGSTOP and run.text().count(named) < 2:
         assert time.monotonic() - began < 10, run.text()
         time.sleep(0.1)
-    assert run.wait() != 0
+    assert run.wait() != 0 and named in run.text()
     assert not (run.folder / "checkpoints").exists(), "a lost rank never ends in a save"
+
+
+@pytest.mark.slow
+def test_a_rank_asleep_is_named_with_its_place(tmp_path: Path) -> None:
+    flags = ("--steps", "40", "--timeout", "5", "--train.checkpoint_interval", "0")
+    run = Torchrun(3, tmp_path / "run", *flags, fault=("asleep", 1, 20))
+    run.after("asleep")
+    began, named = time.monotonic(), "rank 1 is behind, at 'step 20: reading data'"
+    while run.text().count(named) < 2:
+        assert time.monotonic() - began < 10, run.text()
+        time.sleep(0.1)
+    assert run.wait() != 0 and not (run.folder / "checkpoints").exists()
+
+
+@pytest.mark.slow
+def test_where_nothing_raises_the_watch_ends_the_ranks(tmp_path: Path) -> None:
+    run = Torchrun(2, tmp_path / "run", "--steps", "40", "--timeout", "2", fault=("silent", 0, 3))
+    assert run.wait() != 0
+    assert "stands at 'step 3: counting targets' for" in run.text() and "exitcode: 13" in run.text()
 
 
 @pytest.mark.slow
