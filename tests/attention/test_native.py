@@ -687,6 +687,54 @@ def test_packed_fields_are_where_the_structure_has_them() -> None:
 
 
 @needs_library
+def test_the_sizes_of_a_call_and_a_side_of_the_band_that_masks_nothing() -> None:
+    q, k = torch.empty(2, 6, 3, 16), torch.empty(2, 2, 5, 8)
+    want = {"b": 2, "hq": 6, "hkv": 2, "tq": 3, "tk": 5, "d": 16, "dv": 8, "dtype": 0, "bias_dtype": -1, "scale": 0.25}
+    ends = torch.tensor([0, 2, 3], dtype=torch.int32)
+    for left, right, got in (
+        (None, None, (-1, -1)),
+        (8, 8, (-1, -1)),
+        (7, 0, (7, 0)),
+        (0, 7, (0, 7)),
+        (9, 9, (-1, -1)),
+    ):
+        sizes = native._sizes(q, k, Mask(window=(left, right)))
+        assert sizes | want == sizes and (sizes["left"], sizes["right"]) == got
+    mask = Mask(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=2, max_seqlen_k=4)
+    packed = native._sizes(q[0].transpose(0, 1), k[0].transpose(0, 1), mask)
+    assert packed | want | {"b": 2, "tq": 2, "tk": 4} == packed
+    sizes = native._sizes(
+        q, k, Mask(sinks=torch.empty(6, dtype=torch.float64), alibi_slopes=torch.empty(6), bias=torch.empty(5) > 0)
+    )
+    assert (sizes["sinks_dtype"], sizes["slopes_dtype"], sizes["bias_dtype"]) == (1, 0, 4)
+
+
+def test_views_as_the_library_reads_them() -> None:
+    """An address and four strides, 0 where there is no such axis, or one of 1 that is broadcast."""
+    x, lse, slopes = torch.empty(2, 3, 5, 7), torch.empty(2, 3, 5), torch.empty(2, 3)
+    assert native._rows(x, varlen=False) == (x.data_ptr(), 105, 35, 7, 1)
+    assert native._rows(x[0], varlen=True) == (x.data_ptr(), 0, 7, 35, 1)
+    assert native._statistic(lse, varlen=False) == (lse.data_ptr(), 15, 5, 1, 0)
+    assert native._statistic(lse[0], varlen=True) == (lse.data_ptr(), 0, 5, 1, 0)
+    assert native._by_head(slopes) == (slopes.data_ptr(), 3, 1, 0, 0)
+    assert native._by_head(slopes[0]) == (slopes.data_ptr(), 0, 1, 0, 0)
+    assert native._pairs(x) == (x.data_ptr(), 105, 35, 7, 1)
+    assert native._pairs(x[0, :, :1]) == (x.data_ptr(), 0, 35, 0, 1)
+    absent = (native._rows(None, varlen=False), native._statistic(None, varlen=True), native._by_head(None))
+    assert {*absent, native._pairs(None)} == {(0, 0, 0, 0, 0)}
+    assert [native._signed(seed) for seed in (5, -1, 2**64 - 1, 2**63, 2**63 - 1)] == [5, -1, -1, -(2**63), 2**63 - 1]
+
+
+def test_scratch_begins_at_a_cache_line() -> None:
+    work = torch.empty(100)
+    for offset in range(0, 20, 3):
+        part = work[offset:]
+        fields = native._scratch_fields({"native": part})
+        at, size = fields["scratch"], fields["scratch_bytes"]
+        assert at % 64 == 0 and 0 <= at - part.data_ptr() < 64 and at + size == part.data_ptr() + part.nbytes
+
+
+@needs_library
 def test_doctor_names_what_runs(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor"]) == 0
     out = capsys.readouterr().out

@@ -415,3 +415,9 @@ def test_the_interpreter_is_asked_for_at_each_call(monkeypatch: pytest.MonkeyPat
     for value, refused in (("0", True), ("1", False), ("0", True)):
         monkeypatch.setenv("TRITON_INTERPRET", value)
         assert (gpu.refusal(x) is not None) == refused
+
+
+def test_sizes_of_grids_and_tiles() -> None:
+    assert [gpu.ceil_div(a, 4) for a in (0, 1, 4, 5, 8)] == [0, 1, 1, 2, 2]
+    assert [gpu.padded(n) for n in (0, 1, 2, 3, 4, 5, 1024, 1025)] == [1, 1, 2, 4, 4, 8, 1024, 2048]
+    assert gpu.multiprocessors(torch.device("cpu")) == 8
