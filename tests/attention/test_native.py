@@ -725,6 +725,19 @@ def test_views_as_the_library_reads_them() -> None:
     assert [native._signed(seed) for seed in (5, -1, 2**64 - 1, 2**63, 2**63 - 1)] == [5, -1, -1, -(2**63), 2**63 - 1]
 
 
+def test_a_file_that_ends_before_its_section_headers_is_cut_off() -> None:
+    """A 64-bit ELF file says where they begin, how long each is and how many there are: here up to byte 100 + 10 · 3."""
+    header = bytearray(64)
+    header[:5], header[40:48], header[58:60], header[60:62] = (
+        b"\x7fELF\x02", (100).to_bytes(8, "little"), (10).to_bytes(2, "little"), (3).to_bytes(2, "little"),
+    )  # fmt: skip
+    whole = bytes(header) + bytes(66)
+    assert not native_library._is_cut(whole) and native_library._is_cut(whole[:-1])
+    nothing = b"\x7fELF\x02" + bytes(59)
+    assert not native_library._is_cut(nothing) and native_library._is_cut(nothing[:-1])
+    assert not native_library._is_cut(b"\x7fELF\x01" + whole[5:-1]), "what is no such file, the loader refuses"
+
+
 def test_scratch_begins_at_a_cache_line() -> None:
     work = torch.empty(100)
     for offset in range(0, 20, 3):
