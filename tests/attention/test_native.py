@@ -731,11 +731,28 @@ def test_a_file_that_ends_before_its_section_headers_is_cut_off() -> None:
     header[:5], header[40:48], header[58:60], header[60:62] = (
         b"\x7fELF\x02", (100).to_bytes(8, "little"), (10).to_bytes(2, "little"), (3).to_bytes(2, "little"),
     )  # fmt: skip
+    header[48] = 1  # the field behind
     whole = bytes(header) + bytes(66)
     assert not native_library._is_cut(whole) and native_library._is_cut(whole[:-1])
     nothing = b"\x7fELF\x02" + bytes(59)
     assert not native_library._is_cut(nothing) and native_library._is_cut(nothing[:-1])
     assert not native_library._is_cut(b"\x7fELF\x01" + whole[5:-1]), "what is no such file, the loader refuses"
+
+
+def test_instruction_sets_are_bits_and_the_best_runs_unless_another_is_asked_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    class Library:
+        def tilegrad_native_supported(self) -> int:
+            return 0b0101
+
+    monkeypatch.setattr(native_library, "native", Library)
+    supported, isa = native_library.supported.__wrapped__, native_library._isa.__wrapped__
+    assert supported() == ("portable", "avx512")
+    monkeypatch.setattr(native_library, "supported", supported)
+    assert (isa(None), isa(b""), isa(b"portable"), isa(b"avx512")) == (2, 2, 0, 2)
+    with pytest.raises(ValueError, match="TILEGRAD_ISA: got 'amx'; accepted: one of 'portable', 'avx512' here"):
+        isa(b"amx")
 
 
 def test_scratch_begins_at_a_cache_line() -> None:
