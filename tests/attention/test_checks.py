@@ -6,6 +6,7 @@ import ast
 import inspect
 import math
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -128,6 +129,13 @@ MORE: list[tuple[dict[str, Any], dict[str, Any]]] = [
     ({"cu_seqlens_q": ENDS.to("meta")}, PACKED_CALL),
     ({"cu_seqlens_k": ENDS.to("meta")}, PACKED_CALL),
 ]
+
+
+def test_a_handle_has_a_shape_a_dtype_and_a_device() -> None:
+    whole = {"shape": (2, 4, 6, 8), "dtype": torch.float32, "device": torch.device("cpu")}
+    assert checks._is_tensor(Q) and checks._is_tensor(SimpleNamespace(**whole))
+    for name in whole:
+        assert not checks._is_tensor(SimpleNamespace(**{key: value for key, value in whole.items() if key != name}))
 
 
 def test_every_requirement_has_its_case(monkeypatch: pytest.MonkeyPatch) -> None:
