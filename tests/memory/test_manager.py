@@ -297,6 +297,16 @@ def test_preallocated_buffers_are_handed_out_next(manager):
     assert float(held[3].abs().max()) == 0
 
 
+def test_what_was_preallocated_first_goes_first():
+    rows, square = 2 * 128 * 8 * 64 * 4, 2 * 8 * 128 * 128 * 4
+    manager = AttentionBufferManager(max_bytes=4 * rows + 2 * square, **NO_PRESSURE)
+    manager.preallocate_buffers(2, 128, 8, 64)
+    manager.deallocate(manager.allocate(BufferType.CACHE, (rows,), torch.uint8))
+    per_type = manager.get_stats()["per_type"]
+    cached = [per_type[t]["buffers_cached"] for t in (Q, K, V, OUT, BufferType.SCORES, BufferType.CACHE)]
+    assert cached == [0, 1, 1, 1, 1, 1]
+
+
 def test_preallocation_that_cannot_fit_is_refused():
     manager = AttentionBufferManager(max_bytes=1000)
     with pytest.raises(ValueError, match="do not fit max_bytes=1000"):

@@ -120,6 +120,9 @@ def test_what_a_loaded_model_is_given_is_checked() -> None:
         model.logits("")
     with pytest.raises(ValueError, match="tokens: got 256; accepted: 0 … 255"):
         model.logits([256])
+    with pytest.raises(ValueError, match="tokens: got -1; accepted: 0 … 255"):
+        model.logits([-1])
+    assert model.logits([0, 255]).shape == (2, 256) and model.logits([0] * 32).shape == (32, 256)
     with pytest.raises(ValueError, match="none: got no checkpoint"):
         tilegrad.load("none")
     with pytest.raises(ValueError, match="best: got True beside the checkpoint"):

@@ -17,7 +17,7 @@ import torch
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_checkpoint
-from tilegrad.train.config import DataConfig, RunConfig, TrainConfig, read_run, run_from
+from tilegrad.train.config import DataConfig, RunConfig, TrainConfig, byte_count, read_run, run_from
 from tilegrad.train.log import read_log
 from tilegrad.train.loop import train
 
@@ -332,6 +332,17 @@ BAD: list[tuple[dict[str, Any], str]] = [
 def test_a_bad_run_is_named(content: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         run_from(content, "run.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("7", 7), ("7B", 7), ("7 b", 7), ("3KB", 3000), ("3kib", 3072), ("2MB", 2_000_000), ("2MiB", 1 << 21),
+        ("1.5GB", 1_500_000_000), ("1.5GiB", 3 << 29), ("0.5KB", 500),
+    ],
+)  # fmt: skip
+def test_bytes_are_read_as_they_are_written(text: str, count: int) -> None:
+    assert byte_count(text) == count
 
 
 def test_a_run_from_toml(tmp_path: Path) -> None:
