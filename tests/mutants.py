@@ -329,10 +329,10 @@ def picked_for(mutant: Mutant, tests: Sequence[Watched], most_seconds: float) ->
     if not fit:
         callers = next((files for part, files in CALLERS.items() if part in mutant.path), (mutant.path,))
         fit = [test for test in tests if any(name.split(":")[0].endswith(callers) for name in test.called)]
-    if not fit:
-        files = set(files_of([suite_of(mutant.path) or ()]))
-        fit = [test for test in tests if test.name.split("::")[0] in files]
     cpp = not mutant.path.endswith(".py")
+    if not fit or (function is None and not cpp):  # a constant is read by tests that call nothing of its file
+        files = set(files_of([suite_of(mutant.path) or ()]))
+        fit += [test for test in tests if test not in fit and test.name.split("::")[0] in files]
     fit.sort(key=lambda test: (cpp and "random" not in test.name, len(test.called), test.seconds))
     sums = list(itertools.accumulate(test.seconds for test in fit))
     taken = [test for test, total in zip(fit, sums, strict=True) if total <= most_seconds]

@@ -96,6 +96,12 @@ def test_what_a_decoder_cannot_read_is_named() -> None:
     params = params_of(CONFIG)
     with pytest.raises(ValueError, match="max_tokens: got 0; accepted: an int ≥ 1"):
         generate(CONFIG, params, [1, 2], 0)
+    with pytest.raises(ValueError, match=r"temperature: got -0.1; accepted: a number ≥ 0"):
+        generate(CONFIG, params, [1, 2], 1, temperature=-0.1)
+    with pytest.raises(ValueError, match="top_k: got 0; accepted: None or an int ≥ 1"):
+        generate(CONFIG, params, [1, 2], 1, top_k=0)
+    (likeliest,) = generate(CONFIG, params, [1, 2], 1, temperature=0.0)
+    assert list(generate(CONFIG, params, [1, 2], 1, top_k=1)) == [likeliest]
     decoder = Decoder(CONFIG, params)
     decoder.feed([0] * 24)
     with pytest.raises(ValueError, match="tokens: got 25 in all; accepted: at most block_size, 24"):

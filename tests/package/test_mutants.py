@@ -68,6 +68,7 @@ def test_a_mutant_runs_against_the_tests_that_call_its_function() -> None:
     assert picked_for(inside, tests, 2.5) == ([special], True)
     assert picked_for(inside, [beside, elsewhere], 60) == ([beside], False)
     assert picked_for(inside, [elsewhere], 60) == ([elsewhere], False)
+    assert elsewhere in picked_for(inside._replace(line=1), tests, 60)[0]
 
 
 @pytest.mark.slow

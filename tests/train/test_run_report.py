@@ -218,10 +218,12 @@ def test_the_page_reaches_for_nothing() -> None:
 
 def test_the_page_escapes_all_text() -> None:
     evil = '</script></pre></iframe><img src=x onerror="alert(1)"><!--data-->&'
-    clean = Page(page(memory_page="a"))
+    clean = Page(page(memory_page="a", tables={"Data": [("files", "a")]}))
     records = [*RECORDS, {"step": 11, "kind": "train", "loss": evil}]  # a log that someone edited
     facts = {evil: evil, "parameters": evil}
-    found = Page(page(title=evil, records=records, facts=facts, sample=evil, memory_page=evil))
+    found = Page(
+        page(title=evil, records=records, facts=facts, sample=evil, memory_page=evil, tables={evil: [(evil, evil)]})
+    )
     assert found.tags == clean.tags
     assert found.text["h1"] == found.text["pre"] == [evil]
     assert found.attributes["iframe"]["srcdoc"] == evil

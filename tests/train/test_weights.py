@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from support.models import CONFIG, LLAMA, QWEN3
 
+import tilegrad
 from tilegrad import Engine, ModelConfig
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model.generate import generate
@@ -258,6 +259,7 @@ def test_import_train_export_by_the_command_line(
     assert "there already" in capsys.readouterr().err
     assert main(["generate", "model", "Call me", "--max-tokens", "5", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("Call me")
+    assert tilegrad.load("model").step == 0
     flags = ["--data", "book.txt", "--steps", "6", "--batch-size", "2", "--seq-len", "32", "--learning-rate", "1e-3"]
     assert main(["train", "--init", "model", "--out", "run", *flags]) == 0
     first = json.loads(Path("run/run.json").read_text())
