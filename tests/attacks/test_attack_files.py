@@ -214,7 +214,7 @@ FLAGS = (
 VALUES = (
     "tiny", "0", "-1", "1", "1e400", "nan", "2**3", "", " ", "é", "\n", "a b", "none", "float32", "cpu", "mps", "cuda:99",
     "../..", "empty.txt", "binary.txt", "unicode.txt", "with space.txt", "folder", "missing.txt", "run.toml", "bad.toml",
-    "[1,2]", "999999999999",
+    "huge.txt", "[1,2]", "999999999999",
 )  # fmt: skip
 
 
@@ -223,6 +223,8 @@ def files_for(folder: Path) -> None:
     (folder / "binary.txt").write_bytes(bytes(range(256)) * 9)
     (folder / "unicode.txt").write_text("ünï\u2028\ufeff\U0001f600" * 9)
     (folder / "with space.txt").write_text("a text of a few words " * 40)
+    with (folder / "huge.txt").open("wb") as huge:
+        huge.truncate(1 << 27)  # zeros that take no place on the disk
     (folder / "folder").mkdir()
     (folder / "run.toml").write_text("preset = 'tiny'\n")
     (folder / "bad.toml").write_text("[[[")
