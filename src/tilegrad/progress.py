@@ -31,7 +31,8 @@ def _message(event: str, n: dict[str, Any]) -> str | None:
     """What is worth a line of its own."""
     if event == "start":
         resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
-        return (
+        idle = f"{n['idle_ranks']} of {n['ranks']} ranks have no micro-batch: gradient_accumulation is {n['micro_batches']}\n"
+        return (idle if n["idle_ranks"] else "") + (
             f"{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, "
             f"{human(n['planned_bytes'])} planned{resumed}\n"
             f"The text's unigram entropy, the loss of knowing nothing but frequencies: {n['unigram_entropy']:.4f} nats"

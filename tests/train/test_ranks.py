@@ -27,6 +27,7 @@ from tilegrad.dist.mesh import Mesh
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
+from tilegrad.progress import _message
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_into, save_checkpoint
 from tilegrad.train.config import RunConfig, TrainConfig
 from tilegrad.train.loop import _begin_with, train
@@ -480,6 +481,15 @@ def test_bad_input_is_refused_before_anything_is_made(
     with pytest.raises(ValueError, match=f"^{re.escape(BAD[name])}$"):
         train(run, tmp_path / "run", shard="moments" if name == "shard" else "optimizer")  # type: ignore[arg-type]
     assert not (tmp_path / "run").exists()
+
+
+def test_ranks_without_a_micro_batch_are_told() -> None:
+    """A run goes on with more ranks than it has micro-batches."""
+    start = {"ranks": 4, "micro_batches": 3, "parameters": 1, "tokens": 1, "planned_bytes": 1, "unigram_entropy": 1.0}
+    told = [
+        _message("start", {**start, "idle_ranks": idle, "resumed_from": "here", "step": 2}) or "" for idle in (1, 0)
+    ]
+    assert told[0] == "1 of 4 ranks have no micro-batch: gradient_accumulation is 3\n" + told[1]
 
 
 def disagreeing(mesh: Mesh) -> list[str]:

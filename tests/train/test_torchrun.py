@@ -17,7 +17,7 @@ from tilegrad.train.log import read_log
 
 SMALL = [
     "--model.n_layer", "2", "--model.n_embd", "32", "--model.block_size", "32", "--train.batch_size", "2",
-    "--train.gradient_accumulation", "4", "--train.eval_interval", "0", "--train.checkpoint_interval", "4",
+    "--train.gradient_accumulation", "3", "--train.eval_interval", "0", "--train.checkpoint_interval", "4",
     "--train.log_interval", "1", "--train.warmup_steps", "1",
 ]  # fmt: skip
 
@@ -108,6 +108,7 @@ def test_a_killed_rank_is_restarted_to_the_same_bits_and_any_number_goes_on(
     for world in (1, 4):
         more = Torchrun(world, tmp_path / "run", "--resume", "--steps", "15")
         assert more.wait() == 0, more.text()
+        assert ("1 of 4 ranks have no micro-batch: gradient_accumulation is 3" in more.text()) == (world == 4)
         losses[world] = read_log(more.folder / "log.jsonl")[-1]["loss"]
         (latest_checkpoint(more.folder / "checkpoints") or Path()).rename(tmp_path / f"gone-{world}")
     assert losses[1] == pytest.approx(losses[4], abs=1e-5)
@@ -227,3 +228,4 @@ def test_a_stop_is_agreed_and_saved_once(tmp_path: Path) -> None:
     run.send(1, signal.SIGTERM)
     assert run.wait() == 0, run.text()
     assert len(list((run.folder / "checkpoints").iterdir())) == 1 and "stopped by SIGTERM" in run.text()
+    assert f"go on with: torchrun --nproc-per-node 2 -m tilegrad train --resume {run.folder}" in run.text()

@@ -120,8 +120,10 @@ def _dated(run: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def resume_command(folder: Path) -> str:
-    """What goes on with the run, as a shell reads it."""
-    return f"tilegrad train --resume {shlex.quote(str(folder))}"
+    """What goes on with the run, as a shell reads it; with as many ranks on this node as there are."""
+    ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    launch = f"torchrun --nproc-per-node {ranks} -m tilegrad" if ranks > 1 else "tilegrad"
+    return f"{launch} train --resume {shlex.quote(str(folder))}"
 
 
 def write_run(folder: Path, run: RunConfig) -> None:

@@ -129,7 +129,8 @@ def train(
     asked: RunConfig = run if run is not None else own
     t, world = asked.train, int(os.environ.get("WORLD_SIZE", "1"))
     check_ranks(asked.model, t.seq_len, t.linear, world=world, shard=shard, context=context)
-    check_accumulation(t.gradient_accumulation, world, context)
+    if not resume:  # any number of ranks goes on: those that are too many have no micro-batch, and the start says so
+        check_accumulation(t.gradient_accumulation, world, context)
     check_device(asked.train.device)
     mesh = Mesh(asked.train.device, timeout_s)
     ranks = _Ranks(mesh, shard, bucket_bytes, context)
@@ -329,6 +330,8 @@ class _Run:
             "parameters": sum(g.numel() for g in engine.grads.values()), "tokens": tokens,
             "planned_bytes": engine.plan.peak_bytes, "unigram_entropy": self.entropy, "step": engine.steps, "steps": t.steps,
             "folder": str(self.folder), "resumed_from": None if self.resumed_from is None else str(self.resumed_from),
+            "ranks": self.mesh.world, "micro_batches": t.gradient_accumulation,
+            "idle_ranks": max(0, self.groups - t.gradient_accumulation) * self.mesh.world // self.groups,
         })  # fmt: skip
         while engine.steps < t.steps and not (self.stopped if self.mesh.world == 1 else engine.stop):
             self._step()
