@@ -244,6 +244,7 @@ def test_the_table_says_why_not() -> None:
     assert "float64" in tilegrad.explain(q.double(), q.double(), q.double()).reasons["triton"]
     many = torch.zeros(1, 1, 1, 4).expand(1, 65536, 1, 4)
     assert "up to 65535 kv heads" in tilegrad.explain(many, many, many).reasons["triton"]
+    assert "kv heads" not in tilegrad.explain(many[:, 1:], many[:, 1:], many[:, 1:]).reasons["triton"]
     with pytest.raises(
         ValueError, match=r"kernel: got 'triton', which can't run this call.*'(native|tiled)' would run it"
     ):
