@@ -27,6 +27,7 @@ CASES = {
     "packed": replace(ALL, bias="", lengths=((3, 4), (5, 2), (1, 1))),
     "an exp of few bits": replace(ALL, bias="bk", dtype=torch.float32, causal=False),
     "rows that see nothing": replace(ALL, b=3, hkv=1, group=1, tq=6, tk=3, bias="bhqk", dropout_p=0.0, sinks=False),
+    "a bias of one number": Case(b=1, hkv=1, tq=3, tk=4, d=3, dv=2, bias="1"),
     "flushed": Case(b=1, hkv=1, tq=2, tk=120, d=3, dv=2, bias="k"),
     "flushed, a small do": Case(b=1, hkv=1, tq=2, tk=120, d=3, dv=2, bias="k"),
 }
@@ -80,6 +81,14 @@ PINNED: dict[str, dict[str, tuple[float, ...]]] = {
         "dk": (1.6926134e-04, 1.8087617e-07, 2.9609733e-03),
         "dv": (6.3709498e-04, 6.8111831e-07, 3.9171523e-02),
         "dbias": (6.7633193e-04, 9.9031934e-07, 4.9275898e-03),
+    },
+    "a bias of one number": {
+        "o": (1.5082507e-08, 8.2457457e-07, 2.5084038e-08),
+        "lse": (0.0, 1.0976337e-06, 0.0),
+        "dq": (9.0264532e-09, 7.0855448e-07, 1.2345045e-08),
+        "dk": (1.2022515e-08, 6.9000735e-07, 1.8935421e-08),
+        "dv": (1.4972939e-08, 7.5991661e-07, 4.1352043e-08),
+        "dbias": (5.2223719e-08, 3.2830199e-06, 1.7393993e-23),
     },
     "flushed": {
         "o": (2.0058037e-08, 3.0139371e-06, 3.9980170e-08),
