@@ -755,6 +755,13 @@ def test_instruction_sets_are_bits_and_the_best_runs_unless_another_is_asked_for
         isa(b"amx")
 
 
+@needs_compiler
+def test_a_compiler_is_asked_what_it_can_target() -> None:
+    cxx, nothing = native_build.compiler(), shutil.which("false")
+    assert cxx is not None and "portable" in native_build.targets(cxx)
+    assert nothing is None or native_build.targets(nothing) == {}
+
+
 def test_scratch_begins_at_a_cache_line() -> None:
     work = torch.empty(100)
     for offset in range(0, 20, 3):
