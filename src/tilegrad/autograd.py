@@ -15,6 +15,7 @@ calls once for each sample where a mask's tensor has that dimension.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NoReturn
@@ -25,10 +26,11 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
-from .kernels.attention.api import Forms, recall, select_bwd, select_fwd, signature
+from .kernels.attention.api import Signature, recall, select_bwd, select_fwd, signature
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
 from .kernels.attention.mask import Mask
 from .kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
+from .kernels.scratch import carve, joint_bytes
 
 _PLAIN = frozenset((Tensor, Parameter))
 _DEVICES = frozenset(("cpu", "cuda"))
@@ -44,22 +46,27 @@ def attend(
         seed = _seed_tensor(mask, q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    bare = mask.bare and seed is None
-    held = () if bare else (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
-    if not _observed() and _plain(q, k, v, *held):
-        if torch._C._is_any_autocast_enabled():
-            q, k, v = _cast(q, k, v)
+    if not _observed():
         mask = mask if seed is mask.seed else replace(mask, seed=seed)
-        if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask)):
-            call = (mask, return_lse, deterministic, kernel)
-            return _apply_eagerly(q, k, v, mask.bias, mask.alibi_slopes, mask.sinks, call)  # type: ignore[no-any-return]
-        o, lse = _forward(q, k, v, mask, kernel)
-        return (o, lse) if return_lse else o
+        held = (
+            () if mask.bare else (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+        )
+        autocast = torch._C._is_any_autocast_enabled()
+        key = None if autocast else _forward_key(q, k, v, mask, kernel)
+        if key is not None and q.device.type in _DEVICES or _plain(q, k, v, *held):
+            if autocast:
+                q, k, v = _cast(q, k, v)
+                key = _forward_key(q, k, v, mask, kernel)
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask)):
+                call = (mask, key, return_lse, deterministic, kernel)
+                return _apply_eagerly(call, q, k, v, *held)  # type: ignore[no-any-return]
+            o, lse = _forward(q, k, v, mask, kernel, key)
+            return (o, lse) if return_lse else o
     return _attend_by_op(q, k, v, mask, seed, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
 
 def _learned(mask: Mask) -> bool:
-    return any(x is not None and x.requires_grad for x in (mask.bias, mask.sinks))
+    return not mask.bare and any(x is not None and x.requires_grad for x in (mask.bias, mask.sinks))
 
 
 def _attend_by_op(
@@ -160,84 +167,126 @@ def _new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     return o, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
-def _new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]) -> dict[str, Tensor | None]:
-    """dq, dk, dv, dbias, dsinks by name, None for those not wanted."""
+GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+
+
+def _new_gradients(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """GRADIENTS, None for those not wanted."""
     want_q, want_k, want_v, want_bias, want_sinks = wanted
-    return {
-        "dq": torch.empty_like(q) if want_q else None,
-        "dk": torch.empty_like(k) if want_k else None,
-        "dv": torch.empty_like(v) if want_v else None,
-        "dbias": torch.empty_like(mask.float_bias) if want_bias and mask.float_bias is not None else None,
-        "dsinks": torch.zeros_like(mask.sinks) if want_sinks and mask.sinks is not None else None,  # it accumulates
-    }
+    return (
+        torch.empty_like(q) if want_q else None,
+        torch.empty_like(k) if want_k else None,
+        torch.empty_like(v) if want_v else None,
+        torch.empty_like(mask.float_bias) if want_bias and mask.float_bias is not None else None,
+        torch.zeros_like(mask.sinks) if want_sinks and mask.sinks is not None else None,  # it accumulates
+    )
 
 
-def _as_tensors(q: Tensor, gradients: dict[str, Tensor | None]) -> tuple[Tensor, ...]:
+def _as_tensors(q: Tensor, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
     """The same as an op returns them: empty where None."""
-    return tuple(q.new_empty(0) if x is None else x for x in gradients.values())
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
-def _readable(do: Tensor) -> Tensor:
-    """do with rows that every kernel can read; copied only where they are not."""
-    return do if rows_aligned(do) else do.clone(memory_format=torch.contiguous_format)
+def _forward_key(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None) -> Signature | None:
+    return signature(("new", kernel, torch.get_num_threads()), (q, k, v), mask)
 
 
-def _new(forms: Forms, device: torch.device) -> list[Tensor]:
-    return [torch.empty_strided(shape, strides, dtype=dtype, device=device) for shape, strides, dtype in forms]
-
-
-def _forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None) -> tuple[Tensor, Tensor]:
-    """Checks, allocates, runs: o, lse."""
-    key = signature(("new", kernel, torch.get_num_threads()), (q, k, v), mask)
-    selected = recall(key)
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, key: Signature | None
+) -> tuple[Tensor, Tensor]:
+    """Checks, allocates, runs: o, lse. `key`: of `_forward_key`."""
+    selected, device = recall(key), q.device
     if selected is None:
         selected = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
         o, lse = _new_outputs(q, v, mask)
-        selected = selected.prepared(key, "fwd", (o, lse), q, k, v, mask, o=o, lse=lse)
-        buffers = _new(selected.forms[2:], q.device)
+        work = torch.empty(joint_bytes(selected.scratch), dtype=torch.uint8, device=device)
+        selected = selected.prepared(key, "fwd", (o, lse), work, q, k, v, mask, o=o, lse=lse)
     else:
-        o, lse, *buffers = _new(selected.forms, q.device)
+        (shape, strides, dtype), (lse_shape, lse_strides, lse_type) = selected.forms
+        o = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        lse = torch.empty_strided(lse_shape, lse_strides, dtype=lse_type, device=device)
+        work = (
+            torch.empty(selected.work_bytes, dtype=torch.uint8, device=device)
+            if selected.work_bytes
+            else _no_work(device)
+        )
     if mask.varlen:
         check_lengths(q, k, mask)
-    run = selected.run or selected.module.fwd
-    run(q, k, v, mask, o=o, lse=lse, scratch=dict(zip(selected.scratch, buffers, strict=True)))
+    if selected.run is None:
+        selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=carve(work, selected.scratch))
+    else:
+        held = () if mask.bare else mask.tensors
+        selected.run((q, k, v, o, lse, *held, work), mask)
     return o, lse
+
+
+@functools.cache
+def _no_work(device: torch.device) -> Tensor:
+    """The scratch of kernels that need none."""
+    return torch.empty(0, dtype=torch.uint8, device=device)
+
+
+def _backward_key(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
+    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool,  # noqa: FBT001
+) -> Signature | None:  # fmt: skip
+    call = ("new", kernel, deterministic, torch.get_num_threads(), wanted)
+    return signature(call, (q, k, v, o, lse, do, dlse), mask)
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
-    wanted: tuple[bool, ...], kernel: str | None, *, deterministic: bool,
-) -> dict[str, Tensor | None]:  # fmt: skip
-    """Checks, allocates, runs: the gradients by name, None for those not wanted."""
-    do = _readable(do)
-    call = ("new", kernel, deterministic, torch.get_num_threads(), wanted)
-    key = signature(call, (q, k, v, o, lse, do, dlse), mask)
-    selected = recall(key)
-    gradients = _new_gradients(q, k, v, mask, wanted)
+    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, key: Signature | None,  # noqa: FBT001
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """Checks, allocates, runs: dq, dk, dv, dbias, dsinks, None for those not wanted. `key`: of `_backward_key`."""
+    selected, device = recall(key), q.device
+    if selected is None and not rows_aligned(do):  # not every kernel can read it; what is remembered is read as it is
+        do = do.clone(memory_format=torch.contiguous_format)
+        key = _backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
+        selected = recall(key)
+    gradients = dq, dk, dv, dbias, dsinks = _new_gradients(q, k, v, mask, wanted)
     if selected is None:
-        others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **gradients}
+        named = dict(zip(GRADIENTS, gradients, strict=True))
+        others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **named}
         selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
-        selected = selected.prepared(key, "bwd", (), q, k, v, o, lse, do, dlse, mask, **gradients)
+        work = torch.empty(joint_bytes(selected.scratch), dtype=torch.uint8, device=device)
+        reads = (q, k, v, o, lse, do, dlse, mask)
+        selected = selected.prepared(key, "bwd", (), work, *reads, **named, deterministic=deterministic)
+    else:
+        work = (
+            torch.empty(selected.work_bytes, dtype=torch.uint8, device=device)
+            if selected.work_bytes
+            else _no_work(device)
+        )
     if mask.varlen:
         check_lengths(q, k, mask)
-    scratch = dict(zip(selected.scratch, _new(selected.forms, q.device), strict=True))
-    run = selected.run or selected.module.bwd
-    run(q, k, v, o, lse, do, dlse, mask, **gradients, scratch=scratch, deterministic=deterministic)
+    if selected.run is None:
+        selected.module.bwd(
+            q, k, v, o, lse, do, dlse, mask, dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks,
+            scratch=carve(work, selected.scratch), deterministic=deterministic,
+        )  # fmt: skip
+    else:
+        held = () if mask.bare else mask.tensors
+        given = (q, k, v, o, lse, do, dlse, *held, dq, dk, dv, dbias, dsinks, work)
+        selected.run([x for x in given if x is not None], mask)
     return gradients
 
 
 def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
     *fields, _, kernel = rest
-    return _forward(q, k, v, _mask(*fields), kernel)
+    mask = _mask(*fields)
+    return _forward(q, k, v, mask, kernel, _forward_key(q, k, v, mask, kernel))
 
 
 def _bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *rest: Any
 ) -> tuple[Tensor, ...]:
     *fields, deterministic, kernel, wanted = rest
-    mask = _mask(*fields)
-    gradients = _backward(q, k, v, o, lse, do, dlse, mask, tuple(wanted), kernel, deterministic=deterministic)
-    return _as_tensors(q, gradients)
+    mask, wanted = _mask(*fields), tuple(wanted)
+    key = _backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
+    return _as_tensors(q, _backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key))
 
 
 def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
@@ -258,27 +307,26 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Of the op."""
     q, k, v, *held, o, lse = ctx.saved_tensors
+    *numbers, deterministic, kernel = ctx.options
+    need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
     none = (None,) * (len(ctx.needs_input_grad) - 6)
     if do is None and dlse is None:
         return (None,) * 6 + none
-    if do is None:
-        do = torch.zeros_like(o)
-    need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
+    saved = (q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse)
     wanted = (need_q, need_k, need_v, need_bias, need_sinks)
-    bare = isinstance(ctx.options[0], Mask)
-    *numbers, deterministic, kernel = ctx.options
-    if not torch.is_grad_enabled() and not _observed() and _plain(q, k, v, o, lse, do, dlse, *held):
-        mask = numbers[0] if bare else _mask(*held, *numbers)
-        gradients = _backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic=deterministic)
-        dq, dk, dv, dbias, dsinks = gradients.values()
-    else:
-        transformed = torch._C._are_functorch_transforms_active()
-        call = _AttentionBackward.apply if transformed else torch.ops.tilegrad.attention_bwd
-        numbers = _options(numbers[0]) if bare else numbers
-        grads = call(q, k, v, o, lse, do, dlse, *held, *numbers, deterministic, kernel, list(wanted))
-        dq, dk, dv, dbias, dsinks = (g if want else None for g, want in zip(grads, wanted, strict=True))
+    dq, dk, dv, dbias, dsinks = _backward_by_op(saved, (*held, *numbers, deterministic, kernel), wanted)
     return (dq, dk, dv, dbias, None, dsinks, *none)
+
+
+def _backward_by_op(
+    saved: tuple[Tensor | None, ...], options: tuple[Any, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    transformed = torch._C._are_functorch_transforms_active()
+    call = _AttentionBackward.apply if transformed else torch.ops.tilegrad.attention_bwd
+    grads = call(*saved, *options, list(wanted))
+    return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
 
 
 def _no_second_derivative(*_: Any) -> tuple[None, ...]:
@@ -296,22 +344,44 @@ def _no_forward_mode(*_: Any) -> NoReturn:
 
 
 class _EagerAttention(torch.autograd.Function):
-    """A kernel and its backward, without the dispatcher."""
+    """A kernel and its backward, without the dispatcher. Of a call without tensors beside q, k and v: apply(call, q, k, v);
+    else bias, alibi_slopes, sinks, seed, cu_seqlens_q and cu_seqlens_k stand behind them."""
 
     @staticmethod
-    def forward(
-        ctx: Any, q: Tensor, k: Tensor, v: Tensor, bias: Any, alibi_slopes: Any, sinks: Any, call: tuple[Any, ...]
-    ) -> Any:  # fmt: skip
-        mask, return_lse, deterministic, kernel = call
-        o, lse = _forward(q, k, v, mask, kernel)
+    def forward(ctx: Any, call: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
+        mask, key, return_lse, deterministic, kernel = call
+        o, lse = _forward(q, k, v, mask, kernel, key)
         ctx.set_materialize_grads(False)
-        others = (mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
-        ctx.save_for_backward(q, k, v, bias, alibi_slopes, sinks, *others, o, lse)
-        numbers = (mask,) if mask.bare else _options(mask)  # tensors are kept by autograd alone
-        ctx.options = (*numbers, deterministic, kernel)
+        ctx.save_for_backward(q, k, v, o, lse, *held)
+        ctx.options = (_options(mask) if held else mask, deterministic, kernel)  # tensors are kept by autograd alone
         return (o, lse) if return_lse else o
 
-    backward = staticmethod(_attention_backward)
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:
+        q, k, v, o, lse, *held = ctx.saved_tensors
+        mask, deterministic, kernel = ctx.options
+        if not held:
+            _, need_q, need_k, need_v = ctx.needs_input_grad
+            wanted = (need_q, need_k, need_v, False, False)
+        else:
+            _, need_q, need_k, need_v, need_bias, _, need_sinks, *_ = ctx.needs_input_grad
+            wanted = (need_q, need_k, need_v, need_bias, need_sinks)
+        if do is None:
+            if dlse is None:
+                return (None,) * len(ctx.needs_input_grad)
+            do = torch.zeros_like(o)
+        if not torch.is_grad_enabled() and not _observed():
+            mask = _mask(*held, *mask) if held else mask
+            key = _backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
+            if key is not None or _plain(q, k, v, o, lse, do, dlse, *held):
+                grads = _backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key)
+                dq, dk, dv, dbias, dsinks = grads
+                return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
+            mask = _options(mask) if held else mask
+        options = (*held, *mask) if held else (*(None,) * 6, *_options(mask))
+        grads = _backward_by_op((q, k, v, o, lse, do, dlse), (*options, deterministic, kernel), wanted)
+        dq, dk, dv, dbias, dsinks = grads
+        return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
 
 
 _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Function's own looks for transforms first

@@ -26,6 +26,8 @@ Scratch = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 T = TypeVar("T")
 
+SLOT_BYTES = 256  # what buffers of one allocation begin at multiples of, as CUDA's allocations do
+
 
 @dataclass(frozen=True, slots=True)
 class Form:
@@ -62,6 +64,24 @@ def larger(a: Shapes, b: Shapes) -> Shapes:
 def new_scratch(shapes: Shapes, device: torch.device | str) -> Scratch:
     """Buffers as declared, their contents undefined."""
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
+
+
+def joint_bytes(shapes: Shapes) -> int:
+    """Of one buffer that holds all that was declared."""
+    return sum(_slot_bytes(shape, dtype) for shape, dtype in shapes.values())
+
+
+def carve(work: Tensor, shapes: Shapes) -> Scratch:
+    """The declared buffers as parts of `work` (joint_bytes,) uint8, in their order."""
+    out, start = {}, 0
+    for name, (shape, dtype) in shapes.items():
+        out[name] = work[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
+        start += _slot_bytes(shape, dtype)
+    return out
+
+
+def _slot_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
+    return -(-prod(shape) * dtype.itemsize // SLOT_BYTES) * SLOT_BYTES
 
 
 def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str, *, kernel: str | None = None) -> Scratch:

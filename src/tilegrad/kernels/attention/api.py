@@ -18,6 +18,7 @@ threads, with which scratch on the CPU grows). A training step or a decoding loo
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -29,7 +30,7 @@ from ..cache import remember
 from ..checks import check_given
 from ..cpu import library
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, new_scratch, views
+from ..scratch import Scratch, Shapes, accumulation_dtype, views
 from ..table import Table
 from . import table
 from .checks import check_lengths, check_options, check_tensors
@@ -53,37 +54,52 @@ def _problem(q: Any, k: Any, v: Any, mask: Mask, dkv_dtype: torch.dtype | None) 
     return (Problem if dkv_dtype in (None, q.dtype) else PartBackward)(q, k, v, mask)
 
 
-Forms = tuple[tuple[tuple[int, ...], tuple[int, ...], torch.dtype], ...]  # shape, strides, dtype of each
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 class Selected(NamedTuple):
     """The kernel that `table` selected for a signature, its functions, and the scratch it needs under its own names.
 
-    Of a caller that allocates: the forms of what it allocates, and the kernel prepared for the signature, where it can be.
+    Of a caller that allocates: the forms of o and lse, the bytes of one buffer for all scratch, and the kernel prepared for the
+    signature, where it can be. run(tensors, mask) takes the tensors that are there, in the order q, k, v, o, lse, do, dlse, the
+    mask's, dq, dk, dv, dbias, dsinks, and that buffer.
     """
 
     table: Table
     kernel: str
     module: ModuleType
     scratch: Shapes
-    forms: Forms = ()
+    forms: tuple[Form, ...] = ()
+    work_bytes: int = 0
     run: Callable[..., None] | None = None
 
     def views(self, scratch: Scratch | None, device: torch.device) -> Scratch:
         return views(scratch, self.scratch, device, "attention", kernel=self.kernel)
 
     def prepared(
-        self, key: Signature | None, direction: str, new: tuple[Tensor, ...], *reads: Any, **writes: Any
+        self, key: Signature | None, direction: str, new: tuple[Tensor, ...], work: Tensor, *reads: Any, **writes: Any
     ) -> Selected:
-        """Of a caller that allocates `new` and scratch, remembered so; direction "fwd" or "bwd"."""
+        """Of a caller that allocates `new` and `work`, remembered so; direction "fwd" or "bwd".
+
+        A kernel's `prepare_…` gets each tensor as an object of its own: of attention(x, x, x) it must not learn that q is k.
+        """
         prepare = None if key is None else getattr(self.module, f"prepare_{direction}", None)
+        own_reads = [_own(x) for x in reads]
+        own_writes = {name: _own(x) for name, x in writes.items()}
         selected = self._replace(
-            forms=tuple(
-                (tuple(x.shape), x.stride(), x.dtype) for x in (*new, *new_scratch(self.scratch, "meta").values())
-            ),
-            run=None if prepare is None else prepare(*reads, **writes),
+            forms=tuple((tuple(x.shape), x.stride(), x.dtype) for x in new),
+            work_bytes=work.numel(),
+            run=None if prepare is None else prepare(*own_reads, **own_writes, work=work),
         )
         return selected if key is None else remember(_selected, key, selected)
+
+
+def _own(x: Any) -> Any:
+    """A tensor, or a mask with its tensors, as another object at the same address."""
+    if isinstance(x, Mask):
+        held = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
+        return x if x.bare else replace(x, **{name: _own(getattr(x, name)) for name in held})
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 Signature = tuple[object, ...]
@@ -91,23 +107,26 @@ _selected: dict[Signature, Selected] = {}
 
 
 def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) -> Signature | None:
-    """All that the checks and the selection of a kernel depend on; None where a call has none (handles, lists, an int seed).
+    """All that the checks, the selection and the preparation of a kernel depend on; None where a call has none (handles,
+    subclasses, tensors with a negation to come, lists, an int seed).
 
     Values of tensors are no part of it.
     """
     if mask.numbers is None:
         return None
-    key: list[object] = [call, mask.numbers]
+    key: list[object] = [mask.numbers, *call]
     if not mask.bare:
         tensors += (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
         key.append(mask.alibi_slopes is not None and getattr(mask.alibi_slopes, "requires_grad", False))
     for x in tensors:
         if x is None:
             key.append(None)
-        elif type(x) is Tensor or type(x) is Parameter:
+        elif (type(x) is Tensor or type(x) is Parameter) and not x.is_neg():
             key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED_BYTES)
         else:
             return None
+    if tensors[0].dtype is torch.float32 and tensors[0].is_cuda:
+        key.append(torch.backends.cuda.matmul.fp32_precision)
     return tuple(key)
 
 

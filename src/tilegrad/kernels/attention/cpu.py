@@ -177,65 +177,51 @@ _AT = {
 }  # in words of 8 bytes, as all fields are
 
 
-def _at(names: str) -> tuple[int, ...]:
-    return tuple(_AT[name] for name in names.split())
+_HELD = ("bias", "slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")  # in the order of Mask.tensors
 
 
-_MASK_AT = _at("bias slopes sinks cu_seqlens_q cu_seqlens_k")
-_FORWARD_AT, _BACKWARD_AT = _at("q k v o lse"), _at("q k v o lse do_ dlse dq dk dv_ dsinks")
-_ISA_AT, _SEED_AT, _SCRATCH_AT, _SCRATCH_BYTES_AT = _at("isa seed scratch scratch_bytes")
+def _prepared(
+    direction: int, fields: dict[str, Any], mask: Mask, reads: dict[str, Any], writes: dict[str, Any]
+) -> Callable[..., None]:
+    """Runs calls of one signature: what they have in common is packed once, their addresses and the seed at each call."""
+    common, native_run, dropout = array("Q", pack_call(**fields)), native().tilegrad_native_run, bool(mask.dropout_p)
+    held = (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    given = reads | dict(zip(_HELD, held, strict=True)) | writes
+    places = [_AT[name] for name, x in given.items() if x is not None]
+    isa_at, seed_at, scratch_at, scratch_bytes_at = (_AT[name] for name in ("isa", "seed", "scratch", "scratch_bytes"))
 
-
-def _address(
-    words: array[int], at: tuple[int, ...], tensors: tuple[Tensor | None, ...], mask: Mask, work: Tensor
-) -> bytes:
-    """The words of a call whose addresses and seed are other ones."""
-    for i, x in zip(at, tensors, strict=True):
-        if x is not None:
+    def run(tensors: list[Tensor], mask: Mask) -> None:
+        words, work = common[:], tensors[-1]
+        for i, x in zip(places, tensors, strict=False):  # of the seed too, whose value goes over it
             words[i] = x.data_ptr()
-    if not mask.bare:
-        held = (mask.bias, mask.alibi_slopes, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k)
-        for i, x in zip(_MASK_AT, held, strict=True):
-            if x is not None:
-                words[i] = x.data_ptr()
-        if mask.dropout_p and mask.seed is not None:
-            words[_SEED_AT] = _signed(mask.seed) % 2**64
-    data = work.data_ptr()
-    start = -data % 64
-    words[_ISA_AT], words[_SCRATCH_AT], words[_SCRATCH_BYTES_AT] = isa(), data + start, work.nbytes - start
-    return words.tobytes()
+        if dropout and mask.seed is not None:
+            words[seed_at] = _signed(mask.seed) % 2**64
+        data = work.data_ptr()
+        start = -data % 64
+        words[isa_at], words[scratch_at], words[scratch_bytes_at] = isa(), data + start, work.nbytes - start
+        native_run(words.tobytes(), direction)
+
+    return run
 
 
 def prepare_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor
 ) -> Callable[..., None]:  # fmt: skip
-    """`fwd` for calls of one signature: what they have in common is packed once, and their addresses at each call."""
-    common, native_run = array("Q", pack_call(**_fields(q, k, v, o, lse, mask))), native().tilegrad_native_run
-
-    def run(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, scratch: Scratch) -> None:
-        native_run(_address(common[:], _FORWARD_AT, (q, k, v, o, lse), mask, scratch["native"]), _FORWARD)
-
-    return run
+    """`fwd` for calls of one signature, see api.py."""
+    del work
+    return _prepared(_FORWARD, _fields(q, k, v, o, lse, mask), mask, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, {})
 
 
 def prepare_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-) -> Callable[..., None]:  # fmt: skip
+    work: Tensor, deterministic: bool,
+) -> Callable[..., None] | None:  # fmt: skip
     """The same of `bwd`, which itself runs those with a gradient of bias."""
+    del work, deterministic
     if dbias is not None:
-        return bwd
+        return None
     gradients = _gradient_fields(do, dlse, dq, dk, dv, dsinks, varlen=mask.varlen)
-    common, native_run = (
-        array("Q", pack_call(**_fields(q, k, v, o, lse, mask), **gradients)),
-        native().tilegrad_native_run,
-    )
-
-    def run(
-        q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-        dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None, scratch: Scratch, **_: Any,
-    ) -> None:  # fmt: skip
-        tensors = (q, k, v, o, lse, do, dlse, dq, dk, dv, dsinks)
-        native_run(_address(common[:], _BACKWARD_AT, tensors, mask, scratch["native"]), _BACKWARD)
-
-    return run
+    reads = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do_": do, "dlse": dlse}
+    writes = {"dq": dq, "dk": dk, "dv_": dv, "dsinks": dsinks}
+    return _prepared(_BACKWARD, _fields(q, k, v, o, lse, mask) | gradients, mask, reads, writes)

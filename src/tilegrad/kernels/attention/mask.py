@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import lru_cache
 from types import NoneType
 
 import torch
@@ -22,6 +23,12 @@ from torch import Tensor
 
 Window = tuple[int | None, int | None]
 NUMBERS = frozenset((bool, int, float, NoneType))
+
+
+@lru_cache(4096, typed=True)  # 1 is not True
+def _same(*numbers: object) -> object | None:
+    """An object of its own for each tuple of numbers, by which a mask is told from others faster than by all of them."""
+    return object() if NUMBERS.issuperset(map(type, numbers)) else None
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -41,20 +48,22 @@ class Mask:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    numbers: tuple[object, ...] | None = field(init=False, repr=False)  # with their types, for 1 is not True
+    numbers: object = field(init=False, repr=False)  # one object for masks with the same numbers; None: no numbers
     bare: bool = field(init=False, repr=False)  # without a tensor or a seed
 
     def __post_init__(self) -> None:
-        window = (None, None) if self.window is None else self.window
-        numbers = None
-        if type(window) is tuple:
+        numbers, window = None, (None, None) if self.window is None else self.window
+        if type(window) is tuple and not torch.compiler.is_compiling():
             longest = self.max_seqlen_q, self.max_seqlen_k
-            options = (self.causal, self.scale, self.softcap, self.dropout_p, *longest, *window)
-            types = tuple(map(type, options))
-            numbers = (options, types) if NUMBERS.issuperset(types) else None
+            try:
+                numbers = _same(self.causal, self.scale, self.softcap, self.dropout_p, *longest, *window)
+            except TypeError:  # unhashable
+                numbers = None
         object.__setattr__(self, "numbers", numbers)
-        held = (self.bias, self.alibi_slopes, self.sinks, self.seed, self.cu_seqlens_q, self.cu_seqlens_k)
-        object.__setattr__(self, "bare", all(x is None for x in held))
+        bare = (
+            self.bias is self.alibi_slopes is self.sinks is self.seed is self.cu_seqlens_q is self.cu_seqlens_k is None
+        )
+        object.__setattr__(self, "bare", bare)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

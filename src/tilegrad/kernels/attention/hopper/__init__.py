@@ -15,10 +15,10 @@ from ...scratch import Shapes
 from ..mask import Mask
 from ..problem import sizes_of
 from . import launch_backward
-from .launch_backward import bwd
-from .launch_forward import fwd
+from .launch_backward import bwd, prepare_bwd
+from .launch_forward import fwd, prepare_fwd
 
-__all__ = ["bwd", "fwd", "workspace"]
+__all__ = ["bwd", "fwd", "prepare_bwd", "prepare_fwd", "workspace"]
 
 
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:

@@ -1,21 +1,17 @@
-"""Launches that skip what Triton works out anew at each call, and facts of the device that both directions plan with.
+"""Kernels compiled once for what changes their code, and facts of the device that both directions plan with.
 
 A launch is kept under the addresses, sizes and strides of its call: a training step makes the same ones again.
 """
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Generic, TypeVar
 
 import torch
-from torch import Tensor
-from triton.backends.nvidia.driver import make_tensordesc_arg
-from triton.runtime.driver import driver
 
-from .tma import Descriptor
+from ...cuda_launch import Launch
 
 L2_BYTES = 24 * 2**20  # of L2 that one section of heads may fill: about half of an H100's
 MOST_LAUNCHES = 1024
@@ -50,32 +46,6 @@ def current(device: torch.device) -> AbstractContextManager[None]:
 compiled_kernels: dict[tuple[Any, ...], Any] = {}
 
 
-class Launch:
-    """A kernel with its arguments, ready to run any number of times: tensor maps encoded, addresses taken, and nothing of
-    Triton's in Python left between a call and the driver. It holds addresses, not tensors: whoever keeps one keeps it under
-    the addresses, sizes and strides it was made of."""
-
-    __slots__ = ("_arguments", "_device", "_grid", "_start", "_stream")
-
-    def __init__(self, compiled: Any, grid: int, arguments: tuple[Any, ...], device: int) -> None:
-        launcher, maps = compiled.run, iter(compiled.metadata.tensordesc_meta or ())
-        flat: list[Any] = []
-        for x in arguments:
-            if isinstance(x, Descriptor):
-                flat += make_tensordesc_arg(x, next(maps))
-            else:
-                flat.append(x.data_ptr() if isinstance(x, Tensor) else x)
-        self._start = launcher.launch
-        if inspect.isfunction(self._start):  # Triton's wrapper, which encodes descriptors anew at each call
-            self._start = inspect.getclosurevars(self._start).nonlocals["launcher"]
-        self._device, self._grid, self._stream = device, grid, driver.active.get_current_stream
-        options = (launcher.launch_cooperative_grid, launcher.launch_pdl, None, None)
-        self._arguments = (compiled.function, *options, compiled.packed_metadata, None, None, None, *flat)
-
-    def __call__(self) -> None:
-        self._start(self._grid, 1, 1, self._stream(self._device), *self._arguments)
-
-
 def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, ...], num_warps: int) -> Launch:
     """The launch of kernel[(grid,)](*arguments) on the current device.
 
@@ -87,4 +57,4 @@ def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, 
     compiled = compiled_kernels.get(key)
     if compiled is None:
         compiled = compiled_kernels[key] = kernel.warmup(*arguments, grid=(grid,), num_warps=num_warps)
-    return Launch(compiled, grid, arguments, device)
+    return Launch(compiled, (grid,), arguments, device)

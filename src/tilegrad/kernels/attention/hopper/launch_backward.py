@@ -8,17 +8,19 @@ from __future__ import annotations
 import functools
 import heapq
 import math
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...cuda_launch import Launch, Plan
 from ...gpu import multiprocessors
-from ...scratch import Scratch, Shapes
+from ...scratch import Scratch, Shapes, carve
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of, tma_refusal
 from .backward import DIVIDED, _hopper_bwd_kernel
-from .launch import L2_BYTES, Launch, LaunchCache, current, prepare
+from .launch import L2_BYTES, LaunchCache, current, prepare
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
 from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
 
@@ -162,6 +164,24 @@ def bwd(
         )
         for launch in kept:
             launch()
+
+
+def prepare_bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
+    work: Tensor, deterministic: bool,
+) -> Callable[..., None] | None:  # fmt: skip
+    """`bwd` for calls of one signature, see ../api.py."""
+    sizes = sizes_of(q, k, v, mask)
+    if not q.numel() or not k.numel():
+        return None
+    scratch = carve(work, workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic))
+    given = (q, k, v, o, lse, do, dlse, *mask.tensors, dq, dk, dv, dsinks, work)
+    with current(q.device):
+        launches = _prepare(
+            q, k, v, o, lse, do, dlse, mask, sizes, dq, dk, dv, dsinks, scratch, deterministic=deterministic
+        )
+        return Plan(launches, [x for x in given if x is not None], (work,), launches[0].device)
 
 
 def _prepare(

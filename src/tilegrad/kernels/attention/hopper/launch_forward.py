@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...cuda_launch import Launch, Plan, Zero
 from ...gpu import multiprocessors
 from ...scratch import Scratch
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of, tma_refusal
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
-from .launch import L2_BYTES, Launch, LaunchCache, current, prepare
+from .launch import L2_BYTES, LaunchCache, current, prepare
 from .tma import tile_descriptor
 
 ALONE = 1.35  # of a tile where few warpgroups have rows, the time in warpgroups: one alone is that much slower than its share
@@ -112,6 +114,17 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
         if tile_counter is not None:
             tile_counter.zero_()
         launch()
+
+
+def prepare_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor
+) -> Callable[..., None]:
+    """`fwd` for calls of one signature, see ../api.py."""
+    tile_counter = work.view(torch.int32)[:1] if mask.varlen else None
+    with current(q.device):
+        launch = _prepare(q, k, v, mask, o, lse, tile_counter)
+        launches = (launch,) if tile_counter is None else (Zero(tile_counter), launch)
+        return Plan(launches, (q, k, v, o, lse, *mask.tensors, work), (work,), launch.device)
 
 
 def _prepare(

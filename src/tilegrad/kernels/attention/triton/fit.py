@@ -1,4 +1,4 @@
-"""Which tile a kernel gets on a device, and its launch with it: the first of tiles.py whose shared memory the device has."""
+"""Which tile a kernel gets on a device, and its call with it: the first of tiles.py whose shared memory the device has."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...cuda_launch import Launch, refusal
 from ..problem import Sizes
 from .arguments import Arguments, ieee_fp32
 from .tiles import INTERPRETER, UNALIGNED, Key, Tile, candidates, row
@@ -65,15 +66,33 @@ class Fit(NamedTuple):
 fits: dict[tuple[Any, ...], Fit] = {}
 
 
-def launch(
+class KernelCall(NamedTuple):
+    """A kernel with its arguments by name, constexprs among them, and Triton's options (num_warps, num_stages)."""
+
+    kernel: Any
+    programs: tuple[int, ...]
+    arguments: Arguments
+    options: Arguments
+
+    def run(self) -> None:
+        self.kernel[self.programs](**self.arguments, **self.options)
+
+    def launch(self, device: int) -> Launch | None:
+        """The same by CUDA's driver; None where only Triton can."""
+        compiled = self.kernel.warmup(**self.arguments, **self.options, grid=self.programs)
+        ordered = [self.arguments[name] for name in self.kernel.arg_names]
+        return None if refusal(compiled) else Launch(compiled, self.programs, ordered, device)
+
+
+def fitted(
     kernel: Any, name: str, sizes: Sizes, q: Tensor, grid: Grid, arguments: Arguments, constants: Arguments
-) -> None:
-    """Run `kernel` with the first tile of row `name` that fits."""
+) -> list[KernelCall]:
+    """`kernel` with the first tile of row `name` that fits; nothing where it has no programs."""
     tiles = tiles_for(name, sizes, q.dtype, q.device)
     if constants["ALIGN"] == 1 and q.element_size() == 2 and architecture(q.device) != INTERPRETER:
         tiles = UNALIGNED
     if not all(grid(tiles[0])[1]):
-        return
+        return []
     absent = tuple(argument for argument, x in arguments.items() if x is None)
     bias = arguments["bias"]
     key = (kernel, name, q.device, q.dtype, absent, bias is not None and bias.dtype, tiles[0], *constants.values())
@@ -82,7 +101,7 @@ def launch(
         tile, compiled = _first_that_fits(kernel, tiles, grid, arguments, constants, q.device)
         fit = fits[key] = Fit(name, tile, compiled)
     more, programs = grid(fit.tile)
-    kernel[programs](**arguments, **more, **constants, **_meta(fit.tile))
+    return [KernelCall(kernel, programs, arguments | more | constants | _blocks(fit.tile), _options(fit.tile))]
 
 
 def _first_that_fits(
@@ -93,7 +112,7 @@ def _first_that_fits(
     needed = {}
     for tile in tiles:
         more, programs = grid(tile)
-        compiled = kernel.warmup(**arguments, **more, **constants, **_meta(tile), grid=programs)
+        compiled = kernel.warmup(**arguments, **more, **constants, **_blocks(tile), **_options(tile), grid=programs)
         needed[tile] = compiled.metadata.shared
         if needed[tile] <= shared_memory_bytes(device):
             return tile, compiled
@@ -103,5 +122,9 @@ def _first_that_fits(
     )
 
 
-def _meta(tile: Tile) -> Arguments:
-    return {"BLOCK_M": tile.m, "BLOCK_N": tile.n, "num_warps": tile.warps, "num_stages": tile.stages}
+def _blocks(tile: Tile) -> Arguments:
+    return {"BLOCK_M": tile.m, "BLOCK_N": tile.n}
+
+
+def _options(tile: Tile) -> Arguments:
+    return {"num_warps": tile.warps, "num_stages": tile.stages}

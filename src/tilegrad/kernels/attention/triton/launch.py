@@ -7,13 +7,15 @@ features, head dimensions and whether rows begin at multiples of 16 bytes are. N
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from ...cuda_launch import Plan
 from ...gpu import multiprocessors
-from ...scratch import Scratch, Shapes
+from ...scratch import Scratch, Shapes, carve
 from ..mask import Mask, four_dims
 from ..problem import FEW_ROWS, Sizes, output_shapes, row_strides, sizes_of
 from .arguments import (
@@ -34,9 +36,9 @@ from .backward import (
     _dq_kernel,
     _dsinks_kernel,
 )
-from .fit import launch, product_bits, separate_dk_dv, tiles_for
+from .fit import KernelCall, architecture, fitted, product_bits, separate_dk_dv, tiles_for
 from .forward import _attention_fwd_kernel, _combine_kernel
-from .tiles import Tile
+from .tiles import INTERPRETER, Tile
 
 ROWS = 64  # of a tile in the kernels without GEMMs
 MOST_SPLITS = 64
@@ -89,17 +91,44 @@ def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> A
 
 
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
+    with torch.cuda.device_of(q):
+        for call in _forward(q, k, v, mask, o, lse, scratch):
+            call.run()
+
+
+def prepare_fwd(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor
+) -> Callable[..., None] | None:
+    """`fwd` for calls of one signature, see ../api.py."""
+    scratch = carve(work, workspace(q, k, v, mask, backward=False, deterministic=False))
+    with torch.cuda.device_of(q):
+        return _planned(_forward(q, k, v, mask, o, lse, scratch), (q, k, v, o, lse, *mask.tensors, work), mask.bias)
+
+
+def _planned(calls: list[KernelCall], given: tuple[Tensor | None, ...], *biases: Tensor | None) -> Plan | None:
+    """A plan of calls; None in the interpreter, and where only Triton can launch them. The last tensor is the scratch."""
+    tensors = [x for x in given if x is not None]
+    device = tensors[0].device
+    if architecture(device) == INTERPRETER:
+        return None
+    index = torch.cuda.current_device()
+    launches = [launch for call in calls if (launch := call.launch(index)) is not None]
+    viewed = [tensors[-1], *(x for x in biases if x is not None)]
+    return Plan(launches, tensors, viewed, index) if len(launches) == len(calls) else None
+
+
+def _forward(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, scratch: Scratch
+) -> list[KernelCall]:
     sizes = sizes_of(q, k, v, mask)
     splits = splits_for(sizes, q.dtype, q.device)
     scores = score_arguments(sizes, mask, scratch, q.dtype)
-    with torch.cuda.device_of(q):
-        if splits == 1:
-            _attend(q, k, v, mask, sizes, scores, Output(o, lse, o, lse, 0, 0), splits)
-        else:
-            o_parts, lse_parts = scratch["o_parts"], scratch["lse_parts"]
-            parts = Output(o_parts, lse_parts, o_parts[0], lse_parts[0], o_parts.stride(0), lse_parts.stride(0))
-            _attend(q, k, v, mask, sizes, scores, parts, splits)
-            _combine(parts, mask, sizes, splits, o, lse, ieee=ieee_fp32(q.dtype))
+    if splits == 1:
+        return _attend(q, k, v, mask, sizes, scores, Output(o, lse, o, lse, 0, 0), splits)
+    o_parts, lse_parts = scratch["o_parts"], scratch["lse_parts"]
+    parts = Output(o_parts, lse_parts, o_parts[0], lse_parts[0], o_parts.stride(0), lse_parts.stride(0))
+    calls = _attend(q, k, v, mask, sizes, scores, parts, splits)
+    return [*calls, _combine(parts, mask, sizes, splits, o, lse, ieee=ieee_fp32(q.dtype))]
 
 
 class Output(NamedTuple):
@@ -115,7 +144,7 @@ class Output(NamedTuple):
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, sizes: Sizes, scores: Arguments, out: Output, splits: int
-) -> None:  # fmt: skip
+) -> list[KernelCall]:  # fmt: skip
     arguments = (
         {"q": q, "k": k, "v": v, "o": out.o, "lse": out.lse, "heads": sizes.hq, "splits": splits}
         | scores
@@ -131,20 +160,21 @@ def _attend(
         return {"row_tiles": row_tiles}, (row_tiles * sizes.hq * sizes.batch, splits)
 
     constants = _constants(sizes, mask, q, k, v, out.one_o)
-    launch(_attention_fwd_kernel, _forward_kernel(sizes), sizes, q, grid, arguments, constants)
+    return fitted(_attention_fwd_kernel, _forward_kernel(sizes), sizes, q, grid, arguments, constants)
 
 
 def _combine(
     parts: Output, mask: Mask, sizes: Sizes, splits: int, o: Tensor | None, lse: Tensor | None, *, ieee: bool
-) -> None:  # fmt: skip
+) -> KernelCall:  # fmt: skip
     row_tiles = _ceil_div(sizes.tq, FEW_ROWS)
-    _combine_kernel[(row_tiles * sizes.hq * sizes.batch,)](
+    arguments = dict(
         parts=parts.o, lse_parts=parts.lse, cu_seqlens_q=mask.cu_seqlens_q, o=o, lse=lse,
         **stride_arguments(varlen=mask.varlen, parts=parts.one_o, o=o), parts_s=parts.o_s,
         **lse_stride_arguments(varlen=mask.varlen, lse_parts=parts.one_lse, lse=lse), lse_parts_s=parts.lse_s,
         heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, splits=splits,
         DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=FEW_ROWS, IEEE_FP32=ieee,
     )  # fmt: skip
+    return KernelCall(_combine_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})
 
 
 def bwd(
@@ -152,6 +182,29 @@ def bwd(
     dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
     scratch: Scratch, deterministic: bool,
 ) -> None:  # fmt: skip
+    with torch.cuda.device_of(q):
+        for call in _backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, scratch):
+            call.run()
+
+
+def prepare_bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
+    work: Tensor, deterministic: bool,
+) -> Callable[..., None] | None:  # fmt: skip
+    """`bwd` for calls of one signature, see ../api.py."""
+    scratch = carve(work, workspace(q, k, v, mask, backward=True, deterministic=deterministic))
+    given = (q, k, v, o, lse, do, dlse, *mask.tensors, dq, dk, dv, dbias, dsinks, work)
+    with torch.cuda.device_of(q):
+        calls = _backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, scratch)
+        return _planned(calls, given, mask.bias, dbias)
+
+
+def _backward(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
+    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
+    scratch: Scratch,
+) -> list[KernelCall]:  # fmt: skip
     sizes, ieee = sizes_of(q, k, v, mask), ieee_fp32(q.dtype)
     delta, lse2 = scratch["delta"], scratch["lse2"]
     rows_b, rows_h = (0, delta.stride(0)) if mask.varlen else delta.stride()[:2]
@@ -162,48 +215,51 @@ def bwd(
         | score_arguments(sizes, mask, scratch, q.dtype)
         | stride_arguments(varlen=mask.varlen, q=q, k=k, v=v, do=do)
     )
-    with torch.cuda.device_of(q):
-        _delta(o, lse, do, dlse, mask, sizes, rows)
-        if separate_dk_dv(sizes, q.dtype, q.device):
-            _columns("dk", scores, sizes, mask, dk=dk, dv=None)
-            _columns("dv", scores, sizes, mask, dk=None, dv=dv)
+    calls = _delta(o, lse, do, dlse, mask, sizes, rows)
+    if separate_dk_dv(sizes, q.dtype, q.device):
+        calls += _columns("dk", scores, sizes, mask, dk=dk, dv=None)
+        calls += _columns("dv", scores, sizes, mask, dk=None, dv=dv)
+    else:
+        calls += _columns("dkdv", scores, sizes, mask, dk=dk, dv=dv)
+    if dq is not None:
+        calls += _dq(scores, sizes, mask, dq)
+    if dbias is not None and dbias.numel():
+        own = own_tiles(dbias, sizes)
+        if own.dbias.shape[-1] > 1:
+            calls += _dbias(scores, sizes, mask, own)
         else:
-            _columns("dkdv", scores, sizes, mask, dk=dk, dv=dv)
-        if dq is not None:
-            _dq(scores, sizes, mask, dq)
-        if dbias is not None and dbias.numel():
-            own = own_tiles(dbias, sizes)
-            if own.dbias.shape[-1] > 1:
-                _dbias(scores, sizes, mask, own)
-            else:
-                _dbias_rows(rows, sizes, mask, dlse, own, ieee=ieee)
-        if dsinks is not None and mask.sinks is not None:
-            _dsinks_kernel[(sizes.hq,)](
-                **rows, **sink_arguments(mask), cu_seqlens_q=mask.cu_seqlens_q, dsinks=dsinks,
-                dsinks_h=dsinks.stride(0), batch=sizes.batch, tq=sizes.tq, BLOCK=1024, IEEE_FP32=ieee,
-            )  # fmt: skip
+            calls.append(_dbias_rows(rows, sizes, mask, dlse, own, ieee=ieee))
+    if dsinks is not None and mask.sinks is not None:
+        arguments = dict(
+            **rows, **sink_arguments(mask), cu_seqlens_q=mask.cu_seqlens_q, dsinks=dsinks,
+            dsinks_h=dsinks.stride(0), batch=sizes.batch, tq=sizes.tq, BLOCK=1024, IEEE_FP32=ieee,
+        )  # fmt: skip
+        calls.append(KernelCall(_dsinks_kernel, (sizes.hq,), arguments, {}))
+    return calls
 
 
 def _delta(
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes, rows: Arguments
-) -> None:  # fmt: skip
+) -> list[KernelCall]:  # fmt: skip
     row_tiles = _ceil_div(sizes.tq, ROWS)
     if not row_tiles * sizes.hq * sizes.batch:
-        return
-    _delta_kernel[(row_tiles * sizes.hq * sizes.batch,)](
+        return []
+    arguments = dict(
         o=o, do=do, lse=lse, dlse=dlse, cu_seqlens_q=mask.cu_seqlens_q, **rows,
         **stride_arguments(varlen=mask.varlen, o=o, do=do), **lse_stride_arguments(varlen=mask.varlen, lse=lse, dlse=dlse),
         heads=sizes.hq, row_tiles=row_tiles, tq=sizes.tq, DV=sizes.dv, BLOCK_DV=sizes.block_dv, BLOCK_M=ROWS,
         **addressing(o, do, varlen=mask.varlen), IEEE_FP32=ieee_fp32(o.dtype),
     )  # fmt: skip
+    return [KernelCall(_delta_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})]
 
 
 def _columns(
     kernel: str, scores: Arguments, sizes: Sizes, mask: Mask, *, dk: Tensor | None, dv: Tensor | None
-) -> None:  # fmt: skip
+) -> list[KernelCall]:  # fmt: skip
     """dk, dv or both. A grid's third axis is too short for very many sequences: these take several launches."""
+    calls: list[KernelCall] = []
     if dk is None and dv is None:
-        return
+        return calls
     q, k, v, do = (scores[name] for name in ("q", "k", "v", "do"))
     arguments = (
         {"dk": dk, "dv": dv, "scale": mask.scale_for(sizes.d), "inv_factor": 1.0 / scores["factor"]}
@@ -221,10 +277,11 @@ def _columns(
         ) -> tuple[Arguments, tuple[int, ...]]:
             return {"DUPLICATES": max(1, 32 * tile.warps // tile.m)}, (_ceil_div(sizes.tk, tile.n), sizes.hkv, count)
 
-        launch(_dkdv_kernel, kernel, sizes, q, grid, arguments | {"first_b": first_b}, constants)
+        calls += fitted(_dkdv_kernel, kernel, sizes, q, grid, arguments | {"first_b": first_b}, constants)
+    return calls
 
 
-def _dq(scores: Arguments, sizes: Sizes, mask: Mask, dq: Tensor) -> None:
+def _dq(scores: Arguments, sizes: Sizes, mask: Mask, dq: Tensor) -> list[KernelCall]:
     q, k, v, do = (scores[name] for name in ("q", "k", "v", "do"))
     arguments = (
         {"dq": dq, "scale": mask.scale_for(sizes.d), "heads": sizes.hq}
@@ -237,7 +294,7 @@ def _dq(scores: Arguments, sizes: Sizes, mask: Mask, dq: Tensor) -> None:
         row_tiles = _ceil_div(sizes.tq, tile.m)
         return {"row_tiles": row_tiles}, (row_tiles * sizes.hq * sizes.batch,)
 
-    launch(_dq_kernel, "dq", sizes, q, grid, arguments, _constants(sizes, mask, q, k, v, do, dq))
+    return fitted(_dq_kernel, "dq", sizes, q, grid, arguments, _constants(sizes, mask, q, k, v, do, dq))
 
 
 class OwnTiles(NamedTuple):
@@ -256,7 +313,7 @@ def own_tiles(dbias: Tensor, sizes: Sizes) -> OwnTiles:
     return OwnTiles(dbias, sizes.batch if has_b else 1, sizes.hq if has_h else 1, has_rows)
 
 
-def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> None:
+def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> list[KernelCall]:
     q, k, v, do = (scores[name] for name in ("q", "k", "v", "do"))
     dbias_b, dbias_h, dbias_i, dbias_j = own.dbias.stride()
     arguments = scores | {
@@ -270,18 +327,19 @@ def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> None:
         return {"row_tiles": row_tiles, "col_tiles": col_tiles}, (row_tiles * col_tiles * own.b_step * own.h_step,)
 
     constants = _constants(sizes, mask, q, k, v, do) | {"SUM_ROWS": not own.has_rows}
-    launch(_dbias_kernel, "dq", sizes, q, grid, arguments, constants)
+    return fitted(_dbias_kernel, "dq", sizes, q, grid, arguments, constants)
 
 
 def _dbias_rows(
     rows: Arguments, sizes: Sizes, mask: Mask, dlse: Tensor | None, own: OwnTiles, *, ieee: bool
-) -> None:  # fmt: skip
+) -> KernelCall:  # fmt: skip
     """dbias of a bias that is broadcast over columns."""
     row_tiles = _ceil_div(sizes.tq, ROWS) if own.has_rows else 1
     dbias_b, dbias_h, dbias_i, _ = own.dbias.stride()
-    _dbias_rows_kernel[(row_tiles * own.b_step * own.h_step,)](
+    arguments = dict(
         **rows, **sink_arguments(mask), dlse=dlse, **lse_stride_arguments(varlen=False, dlse=dlse),
         dbias=own.dbias, dbias_b=dbias_b, dbias_h=dbias_h, dbias_i=dbias_i,
         batch=sizes.batch, heads=sizes.hq, row_tiles=row_tiles, b_step=own.b_step, h_step=own.h_step, tq=sizes.tq,
         BLOCK=ROWS, SUM_ROWS=not own.has_rows, IEEE_FP32=ieee,
     )  # fmt: skip
+    return KernelCall(_dbias_rows_kernel, (row_tiles * own.b_step * own.h_step,), arguments, {})

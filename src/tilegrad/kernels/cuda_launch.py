@@ -1,0 +1,246 @@
+"""Launches of compiled Triton kernels by CUDA's driver: arguments are packed once, and a launch is one foreign call.
+
+    Launch   a kernel with its arguments, in memory as cuLaunchKernelEx reads them
+    Plan     the launches of all calls of one signature: what they have in common is packed once, addresses at each call
+
+Triton's own way binds, specialises and parses every argument at every launch: 60 to 200 µs. Its compiler is used, its launcher
+is not. A kernel takes its parameters in order, without constexprs, then two addresses of scratch that ours do not have:
+
+    pointer    8 bytes            tensor descriptor    a tensor map of 128 bytes, the shape in int32, the strides in int64
+    number     of its own type
+
+The driver copies parameters at a launch, so a launch may be captured in a CUDA graph, and repeated. A plan keeps what it packed
+under the addresses and the stream of a call: a training step makes the same ones again.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import struct
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .cache import remember
+
+MAP_BYTES = 128  # of a tensor map, and where one begins
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that no call of CUDA's runtime was made in
+NUMBERS = {
+    "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
+    "fp32": "f", "fp64": "d",
+}  # fmt: skip
+MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+PROMOTE_128_BYTES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
+
+Encoder = Callable[[int, int], None]  # of a tensor map: (where to, the tensor's address)
+_Call = tuple[Callable[..., int], tuple[Any, ...]]  # a function of the driver and its arguments
+_data_ptr = Tensor.data_ptr
+
+
+class _Config(ctypes.Structure):
+    """CUlaunchConfig."""
+
+    _fields_ = [
+        *((name, ctypes.c_uint) for name in ("grid_x", "grid_y", "grid_z", "block_x", "block_y", "block_z", "shared_bytes")),
+        ("stream", ctypes.c_void_p),
+        ("attributes", ctypes.c_void_p),
+        ("number_of_attributes", ctypes.c_uint),
+    ]  # fmt: skip
+
+
+@functools.cache
+def driver() -> ctypes.CDLL:
+    return ctypes.CDLL("libcuda.so.1")
+
+
+def current_stream(device: int) -> int:
+    return int(torch._C._cuda_getCurrentRawStream(device))
+
+
+def current_device() -> int:
+    return int(torch._C._cuda_getDevice())
+
+
+def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
+    rank, itemsize, dtype = len(descriptor.shape), descriptor.base.element_size(), MAP_DTYPES[descriptor.base.dtype]
+    shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
+    strides = (ctypes.c_uint64 * rank)(*(itemsize * s for s in reversed(descriptor.strides[:-1])))  # the columns' is 1
+    box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
+    ones = (ctypes.c_uint32 * rank)(*(1,) * rank)
+    encode = driver().cuTensorMapEncodeTiled
+    rest = (shape, strides, box, ones, 0, meta["swizzle"], PROMOTE_128_BYTES, 0)
+
+    def to(place: int, address: int) -> None:
+        _check(encode(ctypes.c_void_p(place), dtype, rank, ctypes.c_void_p(address), *rest), "cuTensorMapEncodeTiled")
+
+    return to
+
+
+def _check(code: int, call: str) -> None:
+    if code:
+        name = ctypes.c_char_p()
+        driver().cuGetErrorName(code, ctypes.byref(name))
+        raise RuntimeError(f"CUDA: {call} answers {(name.value or b'an unknown error').decode()} ({code})")
+
+
+def refusal(compiled: Any) -> str | None:
+    """Why only Triton can launch a kernel that it compiled; None where this module can."""
+    of = compiled.metadata
+    for name, usual in (("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False)):
+        if getattr(of, name, usual) != usual:
+            return f"{name} is {getattr(of, name)}"
+    scratch = [name for name in ("global_scratch_size", "profile_scratch_size") if getattr(of, name, 0)]
+    return f"has {scratch[0]}" if scratch else None
+
+
+class Launch:
+    """A kernel with its arguments, ready to run any number of times on the current stream of `device`, a number.
+
+    It holds addresses, and tensors until it is bound to a stream: whoever keeps one keeps it under the addresses, sizes and
+    strides that it was made of.
+    """
+
+    def __init__(self, compiled: Any, grid: Sequence[int], arguments: Sequence[Any], device: int) -> None:
+        unfit = refusal(compiled)
+        if unfit:
+            raise RuntimeError(f"kernel: got {compiled.metadata.name}, which {unfit}; accepted: none of it")
+        self.device, self._compiled, self._grid = device, compiled, (*grid, 1, 1)[:3]
+        self._numbers, self._offsets = bytearray(), list[int]()
+        self._pointers, self._maps = list[int](), list[tuple[int, Encoder]]()  # where they lie
+        pointers, bases = list[Tensor](), list[Tensor]()
+        metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
+        for kind, x in zip(compiled.src.signature.values(), arguments, strict=True):
+            if kind == "constexpr":
+                continue
+            if kind.startswith("tensordesc"):
+                self._maps.append((self._place(MAP_BYTES), _encoder(x, next(metas))))
+                bases.append(x.base)
+                for code, numbers in (("i", x.shape), ("q", x.strides)):
+                    for number in numbers:
+                        self._number(code, number)
+            elif kind.startswith("*"):
+                self._pointers.append(self._place(8))
+                pointers.append(x)
+            else:
+                self._number(NUMBERS[kind], x)
+        for _scratch in range(2):
+            self._place(8)
+        self._tensors = (*pointers, *bases)
+        self._addresses = tuple(map(_data_ptr, self._tensors))
+        self._streams: dict[int, _Call] = {}
+
+    def _place(self, size: int) -> int:
+        """Where a parameter of so many bytes, a power of two, begins."""
+        start = -(-len(self._numbers) // size) * size
+        self._numbers += bytes(start + size - len(self._numbers))
+        self._offsets.append(start)
+        return start
+
+    def _number(self, code: str, number: float) -> None:
+        start = self._place(struct.calcsize(code))
+        struct.pack_into(code, self._numbers, start, number)
+
+    def take_tensors(self) -> tuple[Tensor, ...]:
+        """Its tensors in the order of `bind`'s addresses, which are then kept no longer."""
+        tensors, self._tensors = self._tensors, ()
+        return tensors
+
+    def bind(self, stream: int, addresses: Sequence[int]) -> _Call:
+        """The launch on a stream with its tensors at these addresses."""
+        whole = ctypes.create_string_buffer(len(self._numbers) + MAP_BYTES)
+        start = -(-ctypes.addressof(whole) // MAP_BYTES) * MAP_BYTES
+        ctypes.memmove(start, bytes(self._numbers), len(self._numbers))
+        for offset, address in zip(self._pointers, addresses, strict=False):
+            ctypes.c_uint64.from_address(start + offset).value = address
+        for (offset, encode), address in zip(self._maps, addresses[len(self._pointers) :], strict=True):
+            encode(start + offset, address)
+        parameters = (ctypes.c_void_p * len(self._offsets))(*(start + offset for offset in self._offsets))
+        compiled, of = self._compiled, self._compiled.metadata
+        compiled.run  # noqa: B018  # loads the kernel onto the device
+        config = _Config(*self._grid, 32 * of.num_warps, 1, 1, of.shared, stream, None, 0)
+        first = ctypes.c_void_p(ctypes.addressof(config))
+        first.kept = (whole, config, parameters, compiled)  # type: ignore[attr-defined]  # as long as the call
+        function, at = ctypes.c_void_p(compiled.function), ctypes.c_void_p(ctypes.addressof(parameters))
+        return driver().cuLaunchKernelEx, (first, function, at, None)
+
+    def __call__(self) -> None:
+        stream = current_stream(self.device)
+        call = self._streams.get(stream)
+        if call is None:
+            self.take_tensors()
+            call = self._streams[stream] = self.bind(stream, self._addresses)
+        start((call,), self.device)
+
+
+class Zero:
+    """Zeros in an int32 tensor, in a plan among its launches."""
+
+    def __init__(self, x: Tensor) -> None:
+        self._tensors, self._n = (x,), x.numel()
+
+    def take_tensors(self) -> tuple[Tensor, ...]:
+        tensors, self._tensors = self._tensors, ()
+        return tensors
+
+    def bind(self, stream: int, addresses: Sequence[int]) -> _Call:
+        where = ctypes.c_uint64(addresses[0])
+        return driver().cuMemsetD32Async, (where, 0, ctypes.c_size_t(self._n), ctypes.c_void_p(stream))
+
+
+def start(calls: Iterable[_Call], device: int) -> None:
+    for function, arguments in calls:
+        code = function(*arguments)
+        if code == NO_CONTEXT:
+            torch.cuda.mem_get_info(device)  # makes the device's context this thread's
+            code = function(*arguments)
+        if code:
+            _check(code, "a launch")
+
+
+_kept: dict[tuple[object, ...], tuple[_Call, ...]] = {}  # launches under their addresses, of all plans
+
+
+class Plan:
+    """The launches of all calls whose tensors have the sizes, strides, dtypes and alignment of `tensors`, in this order.
+
+    Each of `tensors` is an object of its own, though two may lie at one address. An argument of a kernel is one of them, or a
+    view of one of `viewed`, which shares its memory with no other.
+    """
+
+    def __init__(
+        self, launches: Sequence[Launch | Zero], tensors: Sequence[Tensor], viewed: Sequence[Tensor], device: int
+    ) -> None:
+        self._device = device
+        numbers = {id(x): i for i, x in enumerate(tensors)}
+        self._launches = tuple((each, [_slot(x, numbers, viewed) for x in each.take_tensors()]) for each in launches)
+
+    def __call__(self, tensors: Sequence[Tensor], _mask: object = None) -> None:
+        device = self._device
+        if current_device() != device:
+            with torch.cuda.device(device):
+                self(tensors)
+            return
+        stream = current_stream(device)
+        key = (self, stream, *map(_data_ptr, tensors))
+        calls = _kept.get(key)
+        if calls is None:
+            calls = remember(_kept, key, self._bound(stream, key[2:]))
+        for function, arguments in calls:
+            if function(*arguments):
+                start(((function, arguments),), device)
+
+    def _bound(self, stream: int, addresses: Sequence[Any]) -> tuple[_Call, ...]:
+        return tuple([each.bind(stream, [addresses[i] + more for i, more in slots]) for each, slots in self._launches])
+
+
+def _slot(x: Tensor, numbers: dict[int, int], viewed: Sequence[Tensor]) -> tuple[int, int]:
+    """Where x is among the caller's tensors: the number of one, and bytes from its beginning on."""
+    number = numbers.get(id(x))
+    if number is not None:
+        return number, 0
+    memory = x.untyped_storage().data_ptr()
+    (whole,) = (w for w in viewed if w.untyped_storage().data_ptr() == memory)
+    return numbers[id(whole)], x.data_ptr() - whole.data_ptr()
