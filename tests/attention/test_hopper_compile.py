@@ -17,6 +17,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from support.cases import Case, build
+from support.cuda_driver import FakeDriver
 
 from tilegrad.kernels.attention.problem import output_shapes
 
@@ -161,7 +162,7 @@ def test_few_tiles_are_of_one_warpgroup(compile_call: Compile, d: int, causal: b
     prepared.clear()
     check(compile_call(case(d, causal), backward=False, programs=8))
     ((_, grid, _, _),) = prepared
-    assert grid == 256 // 64 * 2
+    assert grid == (256 // 64 * 2,)
 
 
 FEATURES: dict[str, Case] = {
@@ -210,6 +211,14 @@ def test_the_whole_matrix(compile_call: Compile, d: int, dtype: torch.dtype) -> 
             check(found)
 
 
+BEFORE = 13  # arguments of Triton's launcher before those of the kernel
+
+
+def expanded(kind: str, x: Any) -> list[str]:
+    """The types of the parameters that an argument becomes."""
+    return ["map", *["i32"] * len(x.shape), *["i64"] * len(x.shape)] if kind.startswith("tensordesc") else [kind]
+
+
 @interpreted
 @without_gpu
 @pytest.mark.parametrize("packed", [False, True])
@@ -218,23 +227,33 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
 ) -> None:
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
-    from tilegrad.kernels.attention.hopper import launch
+    from tilegrad.kernels.cuda_launch import MAP_DTYPES, Launch
 
     lengths: dict[str, Any] = {"lengths": ((100, 200), (300, 33)), "sinks": True} if packed else {}
     prepared.clear()
     compile_call(case(64, causal=True, **lengths), backward=False, ptxas=False)
     ((compiled, grid, arguments, _),) = prepared
-    passed: list[tuple[Any, ...]] = []
-    maps = compiled.metadata.tensordesc_meta
+    signature, maps = dict(compiled.src.signature), compiled.metadata.tensordesc_meta
     assert len(maps) == 4
-    triton_s = wrap_handle_tensordesc(lambda *all_of_it: passed.append(all_of_it), dict(compiled.src.signature), maps)
-    cooperative_and_pdl = (False, False)
-    triton_s(grid, 1, 1, 0, 7, *cooperative_and_pdl, None, None, (4, 1, 0), None, None, None, *arguments)
+    passed: list[Any] = []
+    wrap_handle_tensordesc(lambda *whole: passed.extend(whole), signature, maps)(*[None] * BEFORE, *arguments)
+    kinds = [each for kind, x in zip(signature.values(), arguments, strict=True) for each in expanded(kind, x)]
+    theirs = [x for x, kind in zip(passed[BEFORE:], kinds, strict=True) if kind != "constexpr"]
 
-    launcher = SimpleNamespace(launch=triton_s, launch_cooperative_grid=False, launch_pdl=False)
-    ready = SimpleNamespace(run=launcher, metadata=compiled.metadata, function=7, packed_metadata=(4, 1, 0))
     monkeypatch.undo()
-    launch.Launch(ready, grid, arguments, 90)()
-    theirs, ours = passed
-    assert ours == tuple(x.data_ptr() if isinstance(x, torch.Tensor) else x for x in theirs)
-    assert sum(isinstance(x, tuple) and x[:1] == ("map",) for x in ours) == 4
+    fake = FakeDriver(monkeypatch)
+    ready = SimpleNamespace(run=None, metadata=compiled.metadata, src=compiled.src, function=7)
+    launch = Launch(ready, grid, arguments, 0)
+    launch()
+    (started,) = fake.calls
+    taken = [kind for kind in kinds if kind != "constexpr"]
+    ours = fake.parameters(started, [*taken, "*", "*"])
+    assert ours[-2:] == [0, 0]
+    for got, want, kind in zip(ours, theirs, taken, strict=False):
+        if kind == "map":
+            _, address, swizzle, itemsize, _, box, shape, strides, _ = want
+            apart = tuple(itemsize * n for n in strides[:-1])
+            dtype = MAP_DTYPES[torch.bfloat16]
+            assert got == (address, dtype, tuple(shape[::-1]), apart[::-1], tuple(box[::-1]), swizzle)
+        else:
+            assert got == pytest.approx(want.data_ptr() if isinstance(want, torch.Tensor) else want, rel=1e-7)

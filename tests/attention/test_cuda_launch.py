@@ -1,0 +1,198 @@
+"""Launches through CUDA's driver: what it is handed, for which calls it is packed anew, and what is kept."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from support.cuda_driver import FakeDriver
+from torch import Tensor
+
+import tilegrad
+from tilegrad.kernels import cache, cuda_launch
+from tilegrad.kernels.attention import api, table
+from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.cuda_launch import Launch, Plan, Zero
+from tilegrad.kernels.table import Kernel, Table, takes_all
+
+KINDS = {"x": "*fp32", "n": "i32", "BLOCK": "constexpr", "far": "i64", "scale": "fp32", "flag": "i1", "y": "*i32"}
+PARAMETERS = [kind for kind in KINDS.values() if kind != "constexpr"] + ["*i8", "*i8"]  # two of scratch
+
+
+def compiled(**metadata: Any) -> Any:
+    """A kernel as Triton's compiler leaves it."""
+    of = {"num_warps": 4, "shared": 1024, "num_ctas": 1, "name": "kernel"} | metadata
+    return SimpleNamespace(metadata=SimpleNamespace(**of), src=SimpleNamespace(signature=KINDS), run=None, function=99)
+
+
+def arguments(x: Tensor, y: Tensor) -> tuple[Any, ...]:
+    return x, -5, 64, 2**40, 0.5, True, y
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    with pytest.MonkeyPatch.context() as patch:
+        yield FakeDriver(patch)
+
+
+def test_parameters_lie_as_the_driver_reads_them(driver: FakeDriver) -> None:
+    x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
+    launch = Launch(compiled(), (3, 2), arguments(x, y), 0)
+    launch()
+    launch()
+    first, second = driver.calls
+    assert first == second
+    assert (first.grid, first.threads, first.shared_bytes, first.stream, first.function) == (
+        (3, 2, 1),
+        128,
+        1024,
+        7,
+        99,
+    )
+    assert driver.parameters(first, PARAMETERS) == [x.data_ptr(), -5, 2**40, 0.5, 1, y.data_ptr(), 0, 0]
+    driver.stream = 8
+    launch()
+    assert driver.calls[-1].stream == 8
+
+
+def test_a_plan_follows_addresses_and_streams(driver: FakeDriver) -> None:
+    work = torch.zeros(1024, dtype=torch.uint8)
+    x, part = torch.zeros(4), work[512:].view(torch.int32)
+    plan = Plan((Zero(part[:2]), Launch(compiled(), (1,), arguments(x, part), 0)), (x, work), (work,), 0)
+    for stream in (7, 8):
+        driver.stream = stream
+        for other in (x, torch.ones(4)):
+            for buffer in (work, torch.zeros(1024, dtype=torch.uint8)):
+                for _ in range(2):
+                    driver.calls.clear()
+                    plan((other, buffer))
+                    zeroed, started = driver.calls
+                    assert zeroed == ("zero", buffer.data_ptr() + 512, 0, 2)
+                    assert started.stream == stream
+                    values = driver.parameters(started, PARAMETERS)
+                    assert (values[0], values[5]) == (other.data_ptr(), buffer.data_ptr() + 512)
+
+
+@pytest.mark.usefixtures("driver")
+def test_no_tensor_is_kept_and_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
+    plan = Plan((Launch(compiled(), (1,), arguments(x, y), 0),), (x, y), (), 0)
+    plan((x, y))
+    gone = weakref.ref(x), weakref.ref(y)
+    del x, y
+    gc.collect()
+    assert [ref() for ref in gone] == [None, None]
+    monkeypatch.setattr(cache, "MOST_ENTRIES", 3)
+    held = [torch.zeros(4) for _ in range(8)]
+    for x in held:
+        plan((x, torch.zeros(4, dtype=torch.int32)))
+    assert 0 < len(cuda_launch._kept) <= 3
+
+
+def test_an_error_of_the_driver_is_named(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
+    launch = Launch(compiled(), (1,), arguments(x, y), 0)
+    plan = Plan((Launch(compiled(), (1,), arguments(x, y), 0),), (x, y), (), 0)
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
+    for run in (launch, lambda: plan((x, y))):
+        driver.answers = [1, 1]
+        with pytest.raises(RuntimeError, match=r"a launch answers CUDA_ERROR_OF_A_TEST \(1\)"):
+            run()
+        driver.answers = [cuda_launch.NO_CONTEXT] * (1 if run is launch else 2)
+        asked.clear()
+        run()  # a thread without a context gets one
+        assert asked == [0]
+
+
+@pytest.mark.parametrize("what", [{"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}])
+def test_a_kernel_that_needs_tritons_launcher_is_refused(what: dict[str, Any]) -> None:
+    x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
+    with pytest.raises(RuntimeError, match=rf"^kernel: got kernel, which .*{next(iter(what))}"):
+        Launch(compiled(**what), (1,), arguments(x, y), 0)
+
+
+class Recorder:
+    """A kernel of attention that launches, forward and backward, one kernel with all tensors of a call."""
+
+    def __init__(self) -> None:
+        self.prepared = 0
+
+    def workspace(self, *_problem: Any, backward: bool, **_options: Any) -> dict[str, Any]:
+        return {"a": ((3,), torch.int32), "b": ((5 if backward else 2,), torch.float32)}
+
+    def _prepare(self, *tensors: Tensor | None) -> Any:
+        self.prepared += 1
+        given = [x for x in tensors if x is not None]
+        kernel = compiled()
+        kernel.src = SimpleNamespace(signature={str(i): "*i8" for i, _ in enumerate(given)})
+        return Plan((Launch(kernel, (1,), given, 0),), given, (), 0)
+
+    def prepare_fwd(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor) -> Any:
+        return self._prepare(q, k, v, o, lse, *mask.tensors, work)
+
+    def prepare_bwd(
+        self, *reads: Any, dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any, work: Tensor, **_: Any
+    ) -> Any:
+        *tensors, mask = reads
+        return self._prepare(*tensors, *mask.tensors, dq, dk, dv, dbias, dsinks, work)
+
+
+@pytest.fixture
+def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+    recorder, driver.stream = Recorder(), 7
+    monkeypatch.setattr(Kernel, "load", lambda _self: recorder)
+    monkeypatch.setattr(table, "ATTENTION", Table("attention", (Kernel("recorder", "", takes_all),)))
+    monkeypatch.setattr(api, "_selected", {})
+    return recorder
+
+
+def test_the_face_hands_over_every_tensor_where_it_lies(driver: FakeDriver, recorder: Recorder) -> None:
+    x = torch.zeros(1, 2, 8, 16, requires_grad=True)
+    q, k, v = (torch.zeros(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+    do = torch.ones(1, 2, 8, 16)
+    for a, b, c in ((x, x, x), (q, k, v), (v, q, q)):  # q is k at first: the others must not learn it
+        driver.calls.clear()
+        o, lse = tilegrad.attention(a, b, c, return_lse=True)
+        grads = torch.autograd.grad(o, tuple({id(t): t for t in (a, b, c)}.values()), do)
+        forward, backward = driver.calls
+        reads = [t.data_ptr() for t in (a, b, c, o, lse)]
+        assert driver.parameters(forward, ["*"] * 8)[:5] == reads
+        assert driver.parameters(backward, ["*"] * 12)[:6] == [*reads, do.data_ptr()]
+        assert driver.parameters(backward, ["*"] * 12)[6] == grads[0].data_ptr() or a is b
+    assert recorder.prepared == 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"q": torch.zeros(1, 8, 2, 16).transpose(1, 2)},
+        {"q": torch.zeros(1, 4, 8, 16)},
+        {"dtype": torch.float64},
+        {"q": torch.zeros(2 * 8 * 16 + 1)[1:].view(1, 2, 8, 16)},  # no multiple of 16 bytes
+        {"causal": True},
+        {"scale": 0.5},
+        {"deterministic": True},
+        {"sinks": torch.zeros(2)},
+        {"bias": torch.zeros(8, 8)},
+    ],
+)
+def test_another_form_is_prepared_anew(recorder: Recorder, change: dict[str, Any]) -> None:
+    def step(dtype: torch.dtype = torch.float32, q: Tensor | None = None, **options: Any) -> None:
+        rows = torch.zeros(1, 2, 8, 16, dtype=dtype) if q is None else q.detach()
+        k, v = torch.zeros(2, 1, 2, 8, 16, dtype=dtype)
+        o = tilegrad.attention(rows.requires_grad_(), k, v, **options)
+        torch.autograd.grad(o, rows, torch.ones_like(o))
+
+    step()
+    step()
+    assert recorder.prepared == 2
+    step(**change)
+    assert recorder.prepared == (3 if "deterministic" in change else 4)
+    step(**change)
+    assert recorder.prepared == (3 if "deterministic" in change else 4)
