@@ -53,7 +53,7 @@ def attend(
         )
         autocast = torch._C._is_any_autocast_enabled()
         key = None if autocast else _forward_key(q, k, v, mask, kernel)
-        if key is not None and q.device.type in _DEVICES or _plain(q, k, v, *held):
+        if key is not None and (q.is_cuda or q.is_cpu) or _plain(q, k, v, *held):
             if autocast:
                 q, k, v = _cast(q, k, v)
                 key = _forward_key(q, k, v, mask, kernel)
@@ -201,17 +201,14 @@ def _forward(
     if selected is None:
         selected = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
         o, lse = _new_outputs(q, v, mask)
-        work = torch.empty(joint_bytes(selected.scratch), dtype=torch.uint8, device=device)
+        work = _new_work(joint_bytes(selected.scratch), device)
         selected = selected.prepared(key, "fwd", (o, lse), work, q, k, v, mask, o=o, lse=lse)
     else:
         (shape, strides, dtype), (lse_shape, lse_strides, lse_type) = selected.forms
-        o = torch.empty_strided(shape, strides, dtype=dtype, device=device)
+        like_q = shape is None
+        o = torch.empty_like(q) if like_q else torch.empty_strided(shape, strides, dtype=dtype, device=device)
         lse = torch.empty_strided(lse_shape, lse_strides, dtype=lse_type, device=device)
-        work = (
-            torch.empty(selected.work_bytes, dtype=torch.uint8, device=device)
-            if selected.work_bytes
-            else _no_work(device)
-        )
+        work = _new_work(selected.work_bytes, device)
     if mask.varlen:
         check_lengths(q, k, mask)
     if selected.run is None:
@@ -222,9 +219,14 @@ def _forward(
     return o, lse
 
 
+def _new_work(size: int, device: torch.device) -> Tensor:
+    """One buffer for all scratch of a call."""
+    return torch.empty_strided((size,), (1,), dtype=torch.uint8, device=device) if size else _no_work(device)
+
+
 @functools.cache
 def _no_work(device: torch.device) -> Tensor:
-    """The scratch of kernels that need none."""
+    """Of kernels that need none."""
     return torch.empty(0, dtype=torch.uint8, device=device)
 
 
@@ -251,15 +253,11 @@ def _backward(
         named = dict(zip(GRADIENTS, gradients, strict=True))
         others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **named}
         selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
-        work = torch.empty(joint_bytes(selected.scratch), dtype=torch.uint8, device=device)
+        work = _new_work(joint_bytes(selected.scratch), device)
         reads = (q, k, v, o, lse, do, dlse, mask)
         selected = selected.prepared(key, "bwd", (), work, *reads, **named, deterministic=deterministic)
     else:
-        work = (
-            torch.empty(selected.work_bytes, dtype=torch.uint8, device=device)
-            if selected.work_bytes
-            else _no_work(device)
-        )
+        work = _new_work(selected.work_bytes, device)
     if mask.varlen:
         check_lengths(q, k, mask)
     if selected.run is None:

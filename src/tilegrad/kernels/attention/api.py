@@ -54,7 +54,9 @@ def _problem(q: Any, k: Any, v: Any, mask: Mask, dkv_dtype: torch.dtype | None) 
     return (Problem if dkv_dtype in (None, q.dtype) else PartBackward)(q, k, v, mask)
 
 
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+Form = tuple[
+    tuple[int, ...] | None, tuple[int, ...], torch.dtype
+]  # shape, strides, dtype; None: as torch.empty_like(q)
 
 
 class Selected(NamedTuple):
@@ -87,11 +89,16 @@ class Selected(NamedTuple):
         own_reads = [_own(x) for x in reads]
         own_writes = {name: _own(x) for name, x in writes.items()}
         selected = self._replace(
-            forms=tuple((tuple(x.shape), x.stride(), x.dtype) for x in new),
+            forms=tuple(_form(x, reads[0]) for x in new),
             work_bytes=work.numel(),
             run=None if prepare is None else prepare(*own_reads, **own_writes, work=work),
         )
         return selected if key is None else remember(_selected, key, selected)
+
+
+def _form(x: Tensor, q: Tensor) -> Form:
+    like_q = x.dtype == q.dtype and x.shape == q.shape and x.stride() == torch.empty_like(q).stride()
+    return None if like_q else tuple(x.shape), x.stride(), x.dtype
 
 
 def _own(x: Any) -> Any:
@@ -119,10 +126,13 @@ def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) ->
         tensors += (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
         key.append(mask.alibi_slopes is not None and getattr(mask.alibi_slopes, "requires_grad", False))
     for x in tensors:
-        if x is None:
-            key.append(None)
-        elif (type(x) is Tensor or type(x) is Parameter) and not x.is_neg():
+        kind = type(x)
+        if kind is Tensor or kind is Parameter:
+            if x.is_neg():
+                return None
             key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED_BYTES)
+        elif x is None:
+            key.append(None)
         else:
             return None
     if tensors[0].dtype is torch.float32 and tensors[0].is_cuda:
