@@ -6,7 +6,8 @@
                  → (dq, dk, dv, dbias, dsinks)
 
 Both check, allocate and run by the same two functions, `_forward` and `_backward`. Of a small call the dispatcher takes most of
-the time, hence the first way. What a call allocates is worked out once for each signature, like its kernel.
+the time, hence the first way. What a call allocates is worked out once for each signature, and its kernel is prepared for it:
+from call to call addresses change. All scratch of a call is one buffer.
 
 A mask travels through an op as the flat list of its fields, because a schema knows only tensors and numbers. torch.func's
 transforms see an autograd.Function around each op: grad and jacrev run its backward, vmap folds its dimension into B, or
@@ -205,7 +206,7 @@ def _forward(
         selected = selected.prepared(key, "fwd", (o, lse), work, q, k, v, mask, o=o, lse=lse)
     else:
         (shape, strides, dtype), (lse_shape, lse_strides, lse_type) = selected.forms
-        like_q = shape is None
+        like_q = selected.o_like_q
         o = torch.empty_like(q) if like_q else torch.empty_strided(shape, strides, dtype=dtype, device=device)
         lse = torch.empty_strided(lse_shape, lse_strides, dtype=lse_type, device=device)
         work = _new_work(selected.work_bytes, device)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,9 @@ import pytest
 import torch
 from support.cases import Case, build
 from support.compiler import SHARED_MEMORY_BYTES, Compiled, compiling
+from support.cuda_driver import FakeDriver
+
+from tilegrad.kernels.attention.problem import output_shapes
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 pytestmark = pytest.mark.skipif(
@@ -153,3 +157,93 @@ def test_every_feature_at_once(compile_for: Compile) -> None:
     )
     check(found, 90)
     assert found.keys() >= {"_dbias_kernel", "_dsinks_kernel"}
+
+
+PLAIN = Case(b=2, hkv=2, group=2, tq=40, tk=48, d=32, dv=64, dtype=torch.bfloat16)
+PREPARED = {
+    "a bias, slopes, sinks, dropout": replace(
+        PLAIN, causal=True, bias="bhqk", alibi="bh", sinks=True, dropout_p=0.1, dlse=True
+    ),
+    "a mask, a window, a softcap": replace(PLAIN, bias="HQK", window=(7, 3), softcap=2.0, layout="fused"),
+    "a bias of rows in float32": replace(PLAIN, dtype=torch.float32, bias="hq", dlse=True, layout="bthd", scale=-0.3),
+    "packed": replace(PLAIN, lengths=((3, 40), (30, 1)), dv=32, sinks=True),
+    "few rows": replace(PLAIN, tq=2, tk=4096),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", PREPARED)
+def test_the_face_passes_what_tritons_launcher_passes(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, name: str
+) -> None:
+    from triton.backends.compiler import GPUTarget
+    from triton.backends.nvidia.compiler import CUDABackend
+    from triton.compiler.compiler import CompiledKernel
+    from triton.runtime.driver import driver
+
+    from tilegrad.kernels.attention.triton import fit, launch
+    from tilegrad.kernels.scratch import carve, joint_bytes, new_scratch
+
+    theirs: list[tuple[Any, ...]] = []
+
+    class Driver:
+        get_current_device = staticmethod(lambda: 90)
+        get_current_stream = staticmethod(lambda _device: 0)
+        get_current_target = staticmethod(lambda: GPUTarget("cuda", 90, 32))
+        get_active_torch_device = staticmethod(lambda: torch.device("cpu"))
+
+    def run(self: Any) -> Any:
+        def started(x: int, y: int, z: int, *rest: Any) -> None:
+            kinds = [kind for kind in self.src.signature.values() if kind != "constexpr"]
+            given = [a for a, kind in zip(rest[6:], self.src.signature.values(), strict=True) if kind != "constexpr"]
+            theirs.append((self.metadata.name, (x, y, z), kinds, given))
+
+        return started
+
+    monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_args: b"")
+    monkeypatch.setattr(CompiledKernel, "run", property(run))
+    monkeypatch.setattr(CompiledKernel, "_init_handles", lambda _self: None)
+    for module in (fit, launch):
+        monkeypatch.setattr(module, "architecture", lambda _device: 90)
+    monkeypatch.setattr(launch, "multiprocessors", lambda _device: 100)
+    monkeypatch.setattr(fit, "shared_memory_bytes", lambda _device: SHARED_MEMORY_BYTES[90])
+    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    fake = FakeDriver(monkeypatch)
+    call = build(PREPARED[name])
+    mask = replace(call.mask, seed=torch.tensor(5) if call.mask.dropout_p else None)
+    q, k, v = call.q, call.k, call.v
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    o, lse = q.new_empty(o_shape), torch.empty(lse_shape)
+    grads: dict[str, Any] = {
+        "dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v),
+        "dbias": None if mask.float_bias is None else torch.empty_like(mask.float_bias),
+        "dsinks": None if mask.sinks is None else torch.empty_like(mask.sinks),
+    }  # fmt: skip
+    reads = (q, k, v, o, lse, call.do, call.dlse)
+    driver.set_active(Driver())
+    try:
+        for backward in (False, True):
+            shapes = launch.workspace(q, k, v, mask, backward=backward, deterministic=True)
+            made, work = (
+                new_scratch({"work": ((joint_bytes(shapes) or 1,), torch.uint8)}, "cpu")["work"] for _ in "ab"
+            )
+            theirs.clear()
+            fake.calls.clear()
+            if backward:
+                launch.bwd(*reads, mask, **grads, scratch=carve(work, shapes), deterministic=True)
+                plan = launch.prepare_bwd(*reads, mask, **grads, work=made, deterministic=True)
+            else:
+                launch.fwd(q, k, v, mask, o=o, lse=lse, scratch=carve(work, shapes))
+                plan = launch.prepare_fwd(q, k, v, mask, o=o, lse=lse, work=made)
+            assert plan is not None
+            given = (*(reads if backward else reads[:5]), *mask.tensors, *(grads.values() if backward else ()), work)
+            plan([x for x in given if x is not None], mask)
+            assert len(theirs) == len(fake.calls) >= (3 if backward else 1)
+            for (kernel, grid, kinds, want), started in zip(theirs, fake.calls, strict=True):
+                assert started.grid == grid, kernel
+                got = fake.parameters(started, [*kinds, "*", "*"])
+                flat = [x.data_ptr() if isinstance(x, torch.Tensor) else x for x in want]
+                assert got == pytest.approx([*flat, 0, 0], rel=1e-7), kernel
+    finally:
+        driver._active = None

@@ -98,5 +98,6 @@ class FakeDriver:
             if kind == "map":
                 read.append(self.maps[place])
             else:
-                read.append((ctypes.c_uint64 if kind.startswith("*") else _KINDS[kind]).from_address(place).value)
+                number: Any = ctypes.c_uint64 if kind.startswith("*") else _KINDS[kind]
+                read.append(number.from_address(place).value)
         return read

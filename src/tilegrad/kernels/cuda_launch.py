@@ -179,7 +179,8 @@ class Zero:
     """Zeros in an int32 tensor, in a plan among its launches."""
 
     def __init__(self, x: Tensor) -> None:
-        self._tensors, self._n = (x,), x.numel()
+        self._tensors: tuple[Tensor, ...] = (x,)
+        self._n = x.numel()
 
     def take_tensors(self) -> tuple[Tensor, ...]:
         tensors, self._tensors = self._tensors, ()

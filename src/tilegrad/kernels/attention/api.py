@@ -54,17 +54,15 @@ def _problem(q: Any, k: Any, v: Any, mask: Mask, dkv_dtype: torch.dtype | None) 
     return (Problem if dkv_dtype in (None, q.dtype) else PartBackward)(q, k, v, mask)
 
 
-Form = tuple[
-    tuple[int, ...] | None, tuple[int, ...], torch.dtype
-]  # shape, strides, dtype; None: as torch.empty_like(q)
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 class Selected(NamedTuple):
     """The kernel that `table` selected for a signature, its functions, and the scratch it needs under its own names.
 
-    Of a caller that allocates: the forms of o and lse, the bytes of one buffer for all scratch, and the kernel prepared for the
-    signature, where it can be. run(tensors, mask) takes the tensors that are there, in the order q, k, v, o, lse, do, dlse, the
-    mask's, dq, dk, dv, dbias, dsinks, and that buffer.
+    Of a caller that allocates: the forms of o and lse, whether o is as torch.empty_like(q), the bytes of one buffer for all
+    scratch, and the kernel prepared for the signature, where it can be. run(tensors, mask) takes the tensors that are there, in
+    the order q, k, v, o, lse, do, dlse, the mask's, dq, dk, dv, dbias, dsinks, and that buffer.
     """
 
     table: Table
@@ -72,6 +70,7 @@ class Selected(NamedTuple):
     module: ModuleType
     scratch: Shapes
     forms: tuple[Form, ...] = ()
+    o_like_q: bool = False
     work_bytes: int = 0
     run: Callable[..., None] | None = None
 
@@ -89,16 +88,14 @@ class Selected(NamedTuple):
         own_reads = [_own(x) for x in reads]
         own_writes = {name: _own(x) for name, x in writes.items()}
         selected = self._replace(
-            forms=tuple(_form(x, reads[0]) for x in new),
+            forms=tuple((tuple(x.shape), x.stride(), x.dtype) for x in new),
+            o_like_q=bool(new)
+            and new[0].shape == reads[0].shape
+            and new[0].stride() == torch.empty_like(reads[0]).stride(),
             work_bytes=work.numel(),
             run=None if prepare is None else prepare(*own_reads, **own_writes, work=work),
         )
         return selected if key is None else remember(_selected, key, selected)
-
-
-def _form(x: Tensor, q: Tensor) -> Form:
-    like_q = x.dtype == q.dtype and x.shape == q.shape and x.stride() == torch.empty_like(q).stride()
-    return None if like_q else tuple(x.shape), x.stride(), x.dtype
 
 
 def _own(x: Any) -> Any:
