@@ -148,6 +148,11 @@ def test_bytes_of_a_rank(shard: str) -> None:
         assert moments <= plan.arenas["optimizer"].arena_bytes <= moments + scalars
 
 
+def test_a_bucket_holds_something() -> None:
+    with pytest.raises(ValueError, match=r"^bucket_bytes: got 0; accepted: at least 1$"):
+        plan_model(CONFIG, 2, 8, torch.float32, CPU, world=2, bucket_bytes=0)
+
+
 def test_everything_sharded() -> None:
     """A small twin of gpt2-xl on 8 ranks: parts are 1/8, what is whole shares addresses, and the arena is its bound."""
     config = replace(PRESETS["tiny"], n_layer=6)

@@ -464,6 +464,7 @@ BAD = {
     "shard": "shard: got 'moments'; accepted: 'none', 'optimizer', 'all'",
     "linear": "linear: got 'fp8' with 2 ranks, whose scales would differ; accepted: 'plain'",
     "device": "device: got cuda with 2 ranks on this node; accepted: at most 1, one for each GPU",
+    "timeout": "timeout: got 0.0 s; accepted: more than 0, and finite",
 }
 
 
@@ -479,7 +480,10 @@ def test_bad_input_is_refused_before_anything_is_made(
     asked: dict[str, Any] = {"gradient_accumulation": 2, **({name: bad[name]} if name in bad else {})}
     run = RunConfig(replace(CONFIG, vocab_size=256), train=TrainConfig(seq_len=8, **asked))
     with pytest.raises(ValueError, match=f"^{re.escape(BAD[name])}$"):
-        train(run, tmp_path / "run", shard="moments" if name == "shard" else "optimizer")  # type: ignore[arg-type]
+        train(
+            run, tmp_path / "run", shard="moments" if name == "shard" else "optimizer",  # type: ignore[arg-type]
+            timeout_s=0.0 if name == "timeout" else 5.0,
+        )  # fmt: skip
     assert not (tmp_path / "run").exists()
 
 

@@ -72,6 +72,8 @@ class Mesh:
         env = {} if alone else os.environ
         self.rank, self.world = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank, self.local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", self.world))
+        if not 0 < timeout_s < math.inf:
+            raise ValueError(f"timeout: got {timeout_s} s; accepted: more than 0, and finite")
         self.timeout_s = timeout_s
         self.place, self.entered = "start", 0
         self._since, self._firsts = time.monotonic(), 0

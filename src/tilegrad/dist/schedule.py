@@ -84,6 +84,8 @@ def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_byt
     """Buckets of about `bucket_bytes`, front to back, of parameters (handles named by them, in the arena's order), that divide
     by `world`. Those of one dimension are apart, for they do not decay; what the backward's last op finishes (an embedding) is
     apart too, for nothing else shall wait for it."""
+    if bucket_bytes < 1:
+        raise ValueError(f"bucket_bytes: got {bucket_bytes}; accepted: at least 1")
     last: set[str] = set()
     for step in reversed(steps):
         if step.op != steps[-1].op:
