@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -81,13 +82,20 @@ def test_first_use_installs_once_and_again_when_requirements_change(checkout: Pa
 
 @pytest.mark.slow
 def test_a_killed_install_is_repaired(checkout: Path) -> None:
-    for delay in (0.2, 2.0, 5.0):
-        launch = subprocess.Popen(
-            [checkout / "tg", "x"], env=environment(), start_new_session=True, stderr=subprocess.DEVNULL
-        )
-        time.sleep(delay)
-        os.killpg(launch.pid, signal.SIGKILL)
-        launch.wait()
+    """Killed at two moments, and while pip asks an index that does not answer."""
+    with socket.create_server(("127.0.0.1", 0)) as index:
+        index.settimeout(200)
+        asks = {"PIP_INDEX_URL": f"http://127.0.0.1:{index.getsockname()[1]}/", "NO_PROXY": "127.0.0.1"}
+        for delay, more in ((0.2, {}), (2.0, {}), (None, asks)):
+            launch = subprocess.Popen(
+                [checkout / "tg", "x"], env=environment(**more), start_new_session=True, stderr=subprocess.DEVNULL
+            )
+            if delay is None:
+                index.accept()[0].close()
+            else:
+                time.sleep(delay)
+            os.killpg(launch.pid, signal.SIGKILL)
+            launch.wait()
     assert tg(checkout, "after").stdout == "ran after\n"
 
 
