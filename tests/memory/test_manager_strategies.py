@@ -88,6 +88,13 @@ def test_size_classes_waste_less_than_a_sixteenth(n):
     assert size < max(n + 64, n * (1 + 1 / 16) + 64)
 
 
+@pytest.mark.parametrize(("nbytes", "name"), [(0, "direct"), (1, "bucketed"), (MIB - 1, "bucketed"), (MIB, "direct")])
+def test_from_one_byte_up_to_a_mebibyte_buffers_are_bucketed(nbytes, name):
+    manager = AttentionBufferManager()
+    manager.allocate(Q, (nbytes,), torch.uint8)
+    assert manager.get_stats()["strategies"][name] == 1
+
+
 def test_small_buffers_are_parts_of_one_slab():
     manager = AttentionBufferManager()
     held = [manager.allocate(t, (1000,)) for t in (Q, BufferType.KEY, BufferType.TEMP) for _ in range(3)]

@@ -192,6 +192,8 @@ def test_alignment() -> None:
     assert all(offset % 256 == 0 for offset in made.offsets.values())
     assert made.arena_bytes == 4 * 256 + 100
     assert made.lower_bound_bytes == 500
+    odd = [Request(name, 3, ((0, 1),)) for name in "ab"]
+    assert plan(odd, align=1).arena_bytes == 6
 
 
 def test_lower_bound_counts_both_ends_of_a_range() -> None:
