@@ -39,6 +39,25 @@ def test_collectives_in_place(two_ranks: Ranks) -> None:
         assert found == [whole[4 * rank : 4 * rank + 4], whole, summed] * 2 + [[0.0, 1.0]]
 
 
+def of_neighbours(mesh: Mesh, n: int) -> tuple[list[int], list[list[float]], int]:
+    """Rank and world of a group of n, its collectives, and how many of them the mesh counts."""
+    before, group = mesh.entered, mesh.neighbours(n)
+    mine = slice(group.rank * 4, group.rank * 4 + 4)
+    x = torch.arange(4.0 * n) * (mesh.rank + 1)
+    y, z = x.clone(), x.clone()
+    group.reduce_scatter(y, out=y[mine])
+    group.all_gather(y[mine], out=y)
+    group.all_reduce(z)
+    return [group.rank, group.world], [y.tolist(), z.tolist()], mesh.entered - before
+
+
+def test_neighbours_have_collectives_of_their_own(two_ranks: Ranks) -> None:
+    both, alone = two_ranks.run(of_neighbours, 2), two_ranks.run(of_neighbours, 1)
+    for rank in range(2):
+        assert both[rank] == ([rank, 2], [[3.0 * i for i in range(8)]] * 2, 3)
+        assert alone[rank] == ([0, 1], [[(rank + 1.0) * i for i in range(4)]] * 2, 3)
+
+
 def told(mesh: Mesh) -> list[Any]:
     """Plain data of every form, of another length on each rank; what is not plain is refused, and not sent."""
     for value in (math.nan, {1, 2}):

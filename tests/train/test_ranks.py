@@ -122,21 +122,21 @@ def test_four_ranks_are_one_process(four_ranks: Ranks, case: str, shard: str, co
         assert allocated == planned and (planned < alone) == (shard != "none")
 
 
-def printed_and_allocated(mesh: Mesh, shard: str) -> tuple[int, int]:
+def printed_and_allocated(mesh: Mesh, shard: str, context: int) -> tuple[int, int]:
     """Bytes that `tilegrad plan` says of one of these ranks, and that one has."""
-    sizes = ["--train.batch_size", "2", "--train.seq_len", "24", "--bucket-mb", "0.5"]
+    sizes = ["--train.batch_size", "2", "--train.seq_len", "24", "--bucket-mb", "0.5", "--model.position", "rope"]
+    ranks = ["--world-size", str(mesh.world), "--shard", shard, "--context", str(context)]
     with redirect_stdout(StringIO()) as out:
-        assert (
-            main(["plan", "--preset", "tiny", "--world-size", str(mesh.world), "--shard", shard, *sizes, "--json"]) == 0
-        )
-    engine = Engine(PRESETS["tiny"], 2, 24, mesh=mesh, shard=shard, bucket_bytes=1 << 19)  # type: ignore[arg-type]
+        assert main(["plan", "--preset", "tiny", *ranks, *sizes, "--json"]) == 0
+    options: Any = {"mesh": mesh, "shard": shard, "bucket_bytes": 1 << 19, "context": context}
+    engine = Engine(replace(PRESETS["tiny"], position="rope"), 2, 24, **options)
     assert engine.arenas.nbytes == sum(buffer.nbytes for buffer in engine.arenas.bytes.values())
     return json.loads(out.getvalue())["peak_bytes"], engine.arenas.nbytes
 
 
-@pytest.mark.parametrize("shard", ["none", "optimizer", "all"])
-def test_a_rank_allocates_what_the_plan_prints(two_ranks: Ranks, shard: str) -> None:
-    for printed, allocated in two_ranks.run(printed_and_allocated, shard):
+@pytest.mark.parametrize(("shard", "context"), [("none", 1), ("optimizer", 1), ("all", 1), ("optimizer", 2)])
+def test_a_rank_allocates_what_the_plan_prints(two_ranks: Ranks, shard: str, context: int) -> None:
+    for printed, allocated in two_ranks.run(printed_and_allocated, shard, context):
         assert printed == allocated
 
 
