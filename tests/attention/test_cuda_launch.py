@@ -14,7 +14,7 @@ from support.cuda_driver import FakeDriver
 from torch import Tensor
 
 import tilegrad
-from tilegrad.kernels import cache, cuda_launch
+from tilegrad.kernels import cache, cuda_launch, triton_version
 from tilegrad.kernels.attention import api, table
 from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.cuda_launch import Launch, Plan, Zero
@@ -115,6 +115,12 @@ def test_a_kernel_that_needs_tritons_launcher_is_refused(what: dict[str, Any]) -
     x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
     with pytest.raises(RuntimeError, match=rf"^kernel: got kernel, which .*{next(iter(what))}"):
         Launch(compiled(**what), (1,), arguments(x, y), 0)
+
+
+def test_kernels_of_an_unknown_triton_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert cuda_launch.refusal(compiled()) is None
+    monkeypatch.setattr(triton_version, "installed", lambda: "3.10.0")
+    assert "knows Triton 3.6 to 3.9, and 3.10.0 is installed" in str(cuda_launch.refusal(compiled()))
 
 
 class Recorder:

@@ -12,6 +12,7 @@ from support.hopper_specs import AXES, case_of, specs
 from support.pairwise import all_pairs, pairs
 
 from tilegrad import Mask
+from tilegrad.kernels import triton_version
 from tilegrad.kernels.attention.problem import Problem
 from tilegrad.kernels.attention.table import ATTENTION
 from tilegrad.kernels.table import Explanation
@@ -111,6 +112,26 @@ def test_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
     told = explained({}, {})
     assert told.kernel == "triton" and "needs compute capability 9.0, and cuda has 10.0" in told.reasons["hopper"]
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize(
+    ("version", "known"),
+    [
+        ("3.5.1", False),
+        ("3.6.0", True),
+        ("3.6.1+git1", True),
+        ("3.7.0", False),
+        ("3.10.0", False),
+        ("4.0.0", False),
+        ("main", False),
+    ],
+)
+def test_a_triton_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
+    monkeypatch.setattr(triton_version, "installed", lambda: version)
+    told = explained({}, {})
+    assert told.kernel == ("hopper" if known else "triton")
+    assert (f"and {version} is installed" in told.reasons["hopper"]) != known
 
 
 @pytest.mark.usefixtures("on_hopper")

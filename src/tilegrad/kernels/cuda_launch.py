@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from . import triton_version
 from .cache import remember
 
 MAP_BYTES = 128  # of a tensor map, and where one begins
@@ -88,6 +89,9 @@ def _check(code: int, call: str) -> None:
 
 def refusal(compiled: Any) -> str | None:
     """Why only Triton can launch a kernel that it compiled; None where this module can."""
+    unknown = triton_version.parameters_refusal()
+    if unknown:
+        return f"is for a launcher that {unknown}"
     of = compiled.metadata
     for name, usual in (("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False)):
         if getattr(of, name, usual) != usual:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from .. import gpu
+from .. import gpu, triton_version
 from ..cpu import library
 from ..table import Kernel, Table, takes_all
 from .problem import FEW_ROWS, PartBackward, Problem, tma_refusal
@@ -33,11 +33,9 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return "is Gluon, which has no interpreter (TRITON_INTERPRET=1)"
     if q.device.type != "cuda":
         return f"needs a Hopper GPU, not {q.device.type}"
-    import triton
-
-    if not triton.__version__.startswith("3.6."):
-        return f"calls the launcher of Triton 3.6, and {triton.__version__} is installed"
-
+    unknown = triton_version.gluon_refusal()
+    if unknown:
+        return unknown
     major, minor = torch.cuda.get_device_capability(q.device)
     if (major, minor) != (9, 0):
         return f"needs compute capability 9.0, and {q.device} has {major}.{minor}"
