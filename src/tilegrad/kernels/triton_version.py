@@ -3,8 +3,8 @@
     parameters   how a compiled kernel takes its parameters (cuda_launch.py): 3.6 to 3.9 pass them alike, by their own drivers
     Gluon        names and compiler of attention's Hopper kernels: 3.6, with which they run on a GPU
 
-A newer version may change either without an error, so what relies on it refuses, and says so. What is in the way of Gluon's newer
-versions, as their compilers say it for sm_90:
+A newer version may change either without an error, so what relies on it refuses, and says so. What is in the way of Gluon's
+newer versions, as their compilers say it for sm_90:
 
     3.7   gl.thread_barrier is gl.barrier; the forward at D 256 spills 44 bytes; the rest compiles as it is
     3.8   also: _reinterpret to a smaller size is an error (backward_store_dq.py, twice)
