@@ -48,6 +48,7 @@ TESTS = {  # the longest beginning of a path decides
     "kernels/attention/cpu.py": (f"{ATTENTION}native.py",),
     "kernels/attention/table.py": tuple(f"{ATTENTION}{name}.py" for name in ("hopper", "functional", "native")),
     "kernels/cpu/": (f"{ATTENTION}native.py", "tests/ops/test_ops_norm.py", "tests/ops/test_ops_activation.py"),
+    "kernels/cuda_launch.py": (f"{ATTENTION}cuda_launch.py",),
     "kernels/rope/": ("tests/ops/test_ops_activation.py", "tests/model/test_model.py", "tests/model/test_families.py"),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),
     "memory/managed/": ("tests/memory", "tests/bench/test_bench_memory.py", "tests/attacks/test_attack_memory.py"),
