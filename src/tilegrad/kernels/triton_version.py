@@ -1,6 +1,7 @@
 """Which versions of Triton the kernels know, where they rely on more of it than the language.
 
-    parameters   how a compiled kernel takes its parameters (cuda_launch.py): 3.6 to 3.9 pass them alike, by their own drivers
+    parameters   how a compiled kernel takes its parameters (cuda_launch.py): 3.6, with which launches ran on a GPU; by their
+                 sources 3.7 and 3.9 pass them alike
     Gluon        names and compiler of attention's Hopper kernels: 3.6, with which they run on a GPU
 
 A newer version may change either without an error, so what relies on it refuses, and says so. What is in the way of Gluon's
@@ -20,7 +21,7 @@ import re
 
 Version = tuple[int, int]
 
-PARAMETERS: tuple[Version, Version] = ((3, 6), (3, 9))  # the first version and the last
+PARAMETERS: tuple[Version, Version] = ((3, 6), (3, 6))  # the first version and the last
 GLUON: tuple[Version, Version] = ((3, 6), (3, 6))
 
 
