@@ -144,10 +144,16 @@ def check(found: dict[str, Compiled]) -> None:
         assert all(word in kernel.ptx for word in ("wgmma.mma_async", "cp.async.bulk.tensor", "setmaxnreg"))
 
 
+EVERY_OTHER = [
+    pytest.param(d, causal, marks=[pytest.mark.slow] if causal == (d == 128) else [])
+    for d in (64, 128, 256)
+    for causal in (False, True)
+]  # the rest is in the slow set
+
+
 @interpreted
 @without_gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("d", "causal"), EVERY_OTHER)
 def test_no_spills_and_no_serialised_mmas(compile_call: Compile, d: int, causal: bool) -> None:
     found = compile_call(case(d, causal))
     assert found.keys() == set(HEADS)
@@ -156,8 +162,7 @@ def test_no_spills_and_no_serialised_mmas(compile_call: Compile, d: int, causal:
 
 @interpreted
 @without_gpu
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize(("d", "causal"), EVERY_OTHER)
 def test_few_tiles_are_of_one_warpgroup(compile_call: Compile, d: int, causal: bool) -> None:
     prepared.clear()
     check(compile_call(case(d, causal), backward=False, programs=8))
@@ -177,7 +182,13 @@ FEATURES: dict[str, Case] = {
 
 @interpreted
 @without_gpu
-@pytest.mark.parametrize("name", FEATURES)
+@pytest.mark.parametrize(
+    "name",
+    [
+        pytest.param(x, marks=[pytest.mark.slow] if x in ("wide, softcap", "few tiles, shared") else [])
+        for x in FEATURES
+    ],
+)
 def test_features_compile(compile_call: Compile, name: str) -> None:
     found = compile_call(FEATURES[name], ptxas=False, deterministic="packed" in name)
     assert set(HEADS) <= found.keys()

@@ -412,6 +412,7 @@ def test_curves_agree_within_the_spread_of_two_seeds():
     assert distance([1.0] * BLOCK + [2.0] * BLOCK, [1.0] * 2 * BLOCK) == pytest.approx(math.sqrt(0.5))
 
 
+@pytest.mark.slow
 def test_losses_of_both_contenders(monkeypatch, tmp_path):
     """In this process: the same curve from the same parameters, and a different one for another seed."""
     bytes_ = replace(SMALL, problem=replace(SMALL.problem, config=replace(GPT, vocab_size=256)))

@@ -57,7 +57,7 @@ def configs(draw: st.DrawFn) -> ModelConfig:
     )  # fmt: skip
 
 
-@settings(max_examples=50)
+@settings(max_examples=40)
 @given(config=configs(), b=st.integers(1, 3), t=st.sampled_from((1, 2, 7, 13)), seed=st.integers(0, 5))
 def test_gradients_of_random_models_equal_autograd(config: ModelConfig, b: int, t: int, seed: int) -> None:
     check(config, b, t, seed)

@@ -194,6 +194,7 @@ def test_canary_an_import_inside_a_function_closes_a_cycle(tmp_path: Path, first
     assert not cycles(tmp_path)
 
 
+@pytest.mark.slow
 def test_every_module_imports_alone() -> None:
     """Each in a process of its own, as its first: forked, for a process with torch and Triton loaded starts at once."""
     names = sorted(_name(path, ROOT) for path in ROOT.rglob("*.py") if path.name != "__main__.py")

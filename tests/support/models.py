@@ -29,12 +29,13 @@ def batch(config: ModelConfig, b: int, t: int, seed: int = 0, ignored: float = 0
 
 
 def assert_equal_gradients(got: dict[str, Tensor], exact: dict[str, Tensor], limit: float) -> None:
-    """max|a − n| / max(max|a|, max|n|, 1e-6 · the model's largest gradient) for each tensor."""
+    """max|a − n| / max(max|a|, max|n|, 1e-5 · the model's largest gradient) for each tensor. A gradient that vanishes, as that
+    of qk norms does where there is one key, is a sum of terms as large as others': within 4.5 roundings of the largest."""
     assert got.keys() == exact.keys()
     largest = max(float(g.abs().max()) for g in exact.values())
     for name, gradient in exact.items():
         assert got[name].shape == gradient.shape
-        scale = max(float(gradient.abs().max()), float(got[name].abs().max()), 1e-6 * largest)
+        scale = max(float(gradient.abs().max()), float(got[name].abs().max()), 1e-5 * largest)
         error = float((got[name] - gradient).abs().max()) / scale
         assert error <= limit, f"{name}: relative error {error:.2e}"
 
