@@ -31,7 +31,7 @@ from .kernels.attention.api import Signature, recall, select_bwd, select_fwd, si
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
 from .kernels.attention.mask import Mask
 from .kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
-from .kernels.scratch import carve, joint_bytes
+from .kernels.scratch import Layout
 
 _PLAIN = frozenset((Tensor, Parameter))
 _DEVICES = frozenset(("cpu", "cuda"))
@@ -202,7 +202,7 @@ def _forward(
     if selected is None:
         selected = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
         o, lse = _new_outputs(q, v, mask)
-        work = _new_work(joint_bytes(selected.scratch), device)
+        work = _new_work(Layout(selected.scratch).nbytes, device)
         selected = selected.prepared(key, "fwd", (o, lse), work, q, k, v, mask, o=o, lse=lse)
     else:
         (shape, strides, dtype), (lse_shape, lse_strides, lse_type) = selected.forms
@@ -213,7 +213,7 @@ def _forward(
     if mask.varlen:
         check_lengths(q, k, mask)
     if selected.run is None:
-        selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=carve(work, selected.scratch))
+        selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=Layout(selected.scratch).of(work))
     else:
         held = () if mask.bare else mask.tensors
         selected.run((q, k, v, o, lse, *held, work), mask)
@@ -254,7 +254,7 @@ def _backward(
         named = dict(zip(GRADIENTS, gradients, strict=True))
         others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **named}
         selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
-        work = _new_work(joint_bytes(selected.scratch), device)
+        work = _new_work(Layout(selected.scratch).nbytes, device)
         reads = (q, k, v, o, lse, do, dlse, mask)
         selected = selected.prepared(key, "bwd", (), work, *reads, **named, deterministic=deterministic)
     else:
@@ -264,7 +264,7 @@ def _backward(
     if selected.run is None:
         selected.module.bwd(
             q, k, v, o, lse, do, dlse, mask, dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks,
-            scratch=carve(work, selected.scratch), deterministic=deterministic,
+            scratch=Layout(selected.scratch).of(work), deterministic=deterministic,
         )  # fmt: skip
     else:
         held = () if mask.bare else mask.tensors

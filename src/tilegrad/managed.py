@@ -11,7 +11,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from math import prod
 from typing import TYPE_CHECKING, Any, cast
 from weakref import WeakValueDictionary
 
@@ -22,13 +21,12 @@ from .kernels.attention.api import select_bwd, select_fwd
 from .kernels.attention.checks import check_options
 from .kernels.attention.mask import Mask
 from .kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
-from .kernels.scratch import Scratch, Shapes
+from .kernels.scratch import Layout
 from .memory.types import BufferType
 
 if TYPE_CHECKING:
     from .memory.managed.manager import AttentionBufferManager
 
-ALIGNED_BYTES = 256
 _managers: WeakValueDictionary[int, AttentionBufferManager] = WeakValueDictionary()
 
 
@@ -55,25 +53,6 @@ def borrowed(number: int, type: BufferType, nbytes: int, device: torch.device) -
         yield buffer
     finally:
         manager.deallocate(buffer, type)
-
-
-class Layout:
-    """Buffers one after the other in one buffer of bytes; `nbytes` of it."""
-
-    def __init__(self, shapes: Shapes) -> None:
-        self._places: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, int]] = []
-        self.nbytes = 0
-        for name, (shape, dtype) in shapes.items():
-            strides = tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
-            self._places.append((name, shape, strides, dtype, self.nbytes // dtype.itemsize))
-            self.nbytes += -(-prod(shape) * dtype.itemsize // ALIGNED_BYTES) * ALIGNED_BYTES
-
-    def of(self, buffer: Tensor) -> Scratch:
-        """Views of the buffer, by name."""
-        typed = {dtype: buffer.view(dtype) for dtype in {place[3] for place in self._places}}
-        return {
-            name: typed[dtype].as_strided(shape, strides, start) for name, shape, strides, dtype, start in self._places
-        }
 
 
 NO_OTHERS: dict[str, Tensor | None] = dict.fromkeys(

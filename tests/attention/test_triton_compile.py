@@ -182,7 +182,7 @@ def test_the_face_passes_what_tritons_launcher_passes(
     from triton.runtime.driver import driver
 
     from tilegrad.kernels.attention.triton import fit, launch
-    from tilegrad.kernels.scratch import carve, joint_bytes, new_scratch
+    from tilegrad.kernels.scratch import Layout, new_scratch
 
     theirs: list[tuple[Any, ...]] = []
 
@@ -226,15 +226,15 @@ def test_the_face_passes_what_tritons_launcher_passes(
         for backward in (False, True):
             shapes = launch.workspace(q, k, v, mask, backward=backward, deterministic=True)
             made, work = (
-                new_scratch({"work": ((joint_bytes(shapes) or 1,), torch.uint8)}, "cpu")["work"] for _ in "ab"
+                new_scratch({"work": ((Layout(shapes).nbytes or 1,), torch.uint8)}, "cpu")["work"] for _ in "ab"
             )
             theirs.clear()
             fake.calls.clear()
             if backward:
-                launch.bwd(*reads, mask, **grads, scratch=carve(work, shapes), deterministic=True)
+                launch.bwd(*reads, mask, **grads, scratch=Layout(shapes).of(work), deterministic=True)
                 plan = launch.prepare_bwd(*reads, mask, **grads, work=made, deterministic=True)
             else:
-                launch.fwd(q, k, v, mask, o=o, lse=lse, scratch=carve(work, shapes))
+                launch.fwd(q, k, v, mask, o=o, lse=lse, scratch=Layout(shapes).of(work))
                 plan = launch.prepare_fwd(q, k, v, mask, o=o, lse=lse, work=made)
             assert plan is not None
             given = (*(reads if backward else reads[:5]), *mask.tensors, *(grads.values() if backward else ()), work)

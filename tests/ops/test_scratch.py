@@ -12,6 +12,7 @@ import torch
 from tilegrad.cli import main
 from tilegrad.kernels.scratch import (
     Form,
+    Layout,
     Shapes,
     accumulation_dtype,
     below,
@@ -127,6 +128,14 @@ def test_the_larger_buffer_of_a_name_and_those_of_one_side() -> None:
     b: Shapes = {"x": ((7,), torch.int8), "b": ((1,), torch.int64)}
     assert larger(a, b) == {"x": ((7,), torch.int8), "a": a["a"], "b": b["b"]} == larger(b, a)
     assert larger(a, {"x": ((5, 1), torch.int8)})["x"] == a["x"]
+
+
+def test_buffers_one_after_the_other_wherever_theirs_begins() -> None:
+    layout = Layout({"x": ((2, 3), torch.float32), "y": ((5,), torch.int8)})
+    whole = torch.zeros(3 * 256, dtype=torch.uint8)
+    found = layout.of(whole[256:])
+    assert layout.nbytes == 2 * 256 and found["x"].shape == (2, 3) and found["x"].is_contiguous()
+    assert [x.data_ptr() - whole.data_ptr() for x in found.values()] == [256, 512]
 
 
 def test_sums_are_formed_in_float32_or_better() -> None:

@@ -146,18 +146,23 @@ def test_a_rank_killed_in_the_first_save_is_restarted_from_the_start(
     assert "resumed from" not in run.text() and apart(run.params(), undisturbed) == 0.0
 
 
-@pytest.mark.slow
-def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
-    """Five evaluation batches: one rank has one more."""
-    flags = ("--steps", "6", "--train.eval_interval", "3", "--train.eval_batches", "5")
-    runs = [Torchrun(1, tmp_path / "one", *flags)]
-    runs += [Torchrun(2, tmp_path / shard, *flags, "--shard", shard) for shard in ("optimizer", "all")]
+def check_same_losses(runs: list[Torchrun]) -> None:
+    """Of six steps and two validations."""
     losses = []
     for run in runs:
         assert run.wait() == 0, run.text()
         losses.append([r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] in ("train", "validation")])
     assert all(each == pytest.approx(losses[0], abs=2e-5) for each in losses)
     assert len(losses[0]) == 8
+
+
+@pytest.mark.slow
+def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
+    """Five evaluation batches: one rank has one more."""
+    flags = ("--steps", "6", "--train.eval_interval", "3", "--train.eval_batches", "5")
+    runs = [Torchrun(1, tmp_path / "one", *flags)]
+    runs += [Torchrun(2, tmp_path / shard, *flags, "--shard", shard) for shard in ("optimizer", "all")]
+    check_same_losses(runs)
 
 
 @pytest.mark.slow
@@ -166,12 +171,7 @@ def test_ranks_that_share_sequences_train_as_one_process_does(tmp_path: Path) ->
     flags = ("--steps", "6", "--train.eval_interval", "3", "--train.eval_batches", "5", "--model.position", "rope")
     runs = [Torchrun(1, tmp_path / "one", *flags), Torchrun(2, tmp_path / "two", *flags, "--context", "2")]
     runs += [Torchrun(4, tmp_path / "four", *flags, "--context", "2", "--shard", "all")]
-    losses = []
-    for run in runs:
-        assert run.wait() == 0, run.text()
-        losses.append([r["loss"] for r in read_log(run.folder / "log.jsonl") if r["kind"] in ("train", "validation")])
-    assert all(each == pytest.approx(losses[0], abs=2e-5) for each in losses)
-    assert len(losses[0]) == 8
+    check_same_losses(runs)
     assert "2 ranks, 2 to a sequence" in (tmp_path / "two" / "report.html").read_text(encoding="utf-8")
     more = [
         Torchrun(1, tmp_path / "two", "--resume", "--steps", "7"),

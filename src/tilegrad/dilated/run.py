@@ -27,8 +27,8 @@ from ..kernels.attention.mask import Mask
 from ..kernels.attention.problem import ALIGNED_BYTES, lse_dtype, rows_aligned
 from ..kernels.cache import remember
 from ..kernels.mix import mix_fwd, mix_workspace
-from ..kernels.scratch import Form, Shapes, below, of
-from ..managed import NO_OTHERS, Layout, borrowed
+from ..kernels.scratch import Form, Layout, Shapes, below, of
+from ..managed import NO_OTHERS, borrowed
 from ..memory.types import BufferType
 from .pattern import Branch, Mode, StridedCall, View, branches
 

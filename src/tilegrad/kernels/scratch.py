@@ -66,22 +66,24 @@ def new_scratch(shapes: Shapes, device: torch.device | str) -> Scratch:
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
 
 
-def joint_bytes(shapes: Shapes) -> int:
-    """Of one buffer that holds all that was declared."""
-    return sum(_slot_bytes(shape, dtype) for shape, dtype in shapes.values())
+class Layout:
+    """Declared buffers one after the other in one buffer of bytes; `nbytes` of it."""
 
+    def __init__(self, shapes: Shapes) -> None:
+        self._places: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, int]] = []
+        self.nbytes = 0
+        for name, (shape, dtype) in shapes.items():
+            strides = tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
+            self._places.append((name, shape, strides, dtype, self.nbytes // dtype.itemsize))
+            self.nbytes += -(-prod(shape) * dtype.itemsize // SLOT_BYTES) * SLOT_BYTES
 
-def carve(work: Tensor, shapes: Shapes) -> Scratch:
-    """The declared buffers as parts of `work` (joint_bytes,) uint8, in their order."""
-    out, start = {}, 0
-    for name, (shape, dtype) in shapes.items():
-        out[name] = work[start : start + prod(shape) * dtype.itemsize].view(dtype).view(shape)
-        start += _slot_bytes(shape, dtype)
-    return out
-
-
-def _slot_bytes(shape: tuple[int, ...], dtype: torch.dtype) -> int:
-    return -(-prod(shape) * dtype.itemsize // SLOT_BYTES) * SLOT_BYTES
+    def of(self, buffer: Tensor) -> Scratch:
+        """Views of the buffer, by name."""
+        typed = {dtype: buffer.view(dtype) for dtype in {place[3] for place in self._places}}
+        return {
+            name: typed[dtype].as_strided(shape, strides, typed[dtype].storage_offset() + start)
+            for name, shape, strides, dtype, start in self._places
+        }
 
 
 def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str, *, kernel: str | None = None) -> Scratch:

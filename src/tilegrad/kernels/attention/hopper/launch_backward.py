@@ -16,7 +16,7 @@ from torch import Tensor
 
 from ...cuda_launch import Launch, Plan
 from ...gpu import multiprocessors
-from ...scratch import Scratch, Shapes, carve
+from ...scratch import Layout, Scratch, Shapes
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of, tma_refusal
 from .backward import DIVIDED, _hopper_bwd_kernel
@@ -175,7 +175,7 @@ def prepare_bwd(
     sizes = sizes_of(q, k, v, mask)
     if not q.numel() or not k.numel():
         return None
-    scratch = carve(work, workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic))
+    scratch = Layout(workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic)).of(work)
     given = (q, k, v, o, lse, do, dlse, *mask.tensors, dq, dk, dv, dsinks, work)
     with current(q.device):
         launches = _prepare(

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ...cuda_launch import Plan
 from ...gpu import multiprocessors
-from ...scratch import Scratch, Shapes, carve
+from ...scratch import Layout, Scratch, Shapes
 from ..mask import Mask, four_dims
 from ..problem import FEW_ROWS, Sizes, output_shapes, row_strides, sizes_of
 from .arguments import (
@@ -100,7 +100,7 @@ def prepare_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor
 ) -> Callable[..., None] | None:
     """`fwd` for calls of one signature, see ../api.py."""
-    scratch = carve(work, workspace(q, k, v, mask, backward=False, deterministic=False))
+    scratch = Layout(workspace(q, k, v, mask, backward=False, deterministic=False)).of(work)
     with torch.cuda.device_of(q):
         return _planned(_forward(q, k, v, mask, o, lse, scratch), (q, k, v, o, lse, *mask.tensors, work), mask.bias)
 
@@ -193,7 +193,7 @@ def prepare_bwd(
     work: Tensor, deterministic: bool,
 ) -> Callable[..., None] | None:  # fmt: skip
     """`bwd` for calls of one signature, see ../api.py."""
-    scratch = carve(work, workspace(q, k, v, mask, backward=True, deterministic=deterministic))
+    scratch = Layout(workspace(q, k, v, mask, backward=True, deterministic=deterministic)).of(work)
     given = (q, k, v, o, lse, do, dlse, *mask.tensors, dq, dk, dv, dbias, dsinks, work)
     with torch.cuda.device_of(q):
         calls = _backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, scratch)
