@@ -192,10 +192,13 @@ def explain(
     dropout_p: float = 0.0, seed: int | Tensor | None = None, deterministic: bool | None = None,
     kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
+    dv: Tensor | None = None,
 ) -> Explanation:  # fmt: skip
     """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
 
-    `deterministic` is accepted so that a call can be copied; it changes nothing.
+    `deterministic` is accepted so that a call can be copied; it changes nothing. o, do, dq, dk and dv are for a call of
+    `attention_fwd` or `attention_bwd` on buffers of yours: not every kernel can read or write them as they lie.
 
     >>> import torch, tilegrad
     >>> told = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")
@@ -209,7 +212,7 @@ def explain(
     )  # fmt: skip
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    return table.ATTENTION.explain(Problem(q, k, v, mask), kernel)
+    return table.ATTENTION.explain(Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv), kernel)
 
 
 def _mask_of_numbers(causal: Any, window: Any, scale: Any, softcap: Any, dropout_p: Any) -> Mask:

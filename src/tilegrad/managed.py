@@ -57,7 +57,7 @@ def borrowed(number: int, type: BufferType, nbytes: int, device: torch.device) -
 
 NO_OTHERS: dict[str, Tensor | None] = dict.fromkeys(
     ("o", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "dsinks")
-)  # a backward's kernel and its scratch are selected by what is read
+)  # before they are there; those of ours lie as every kernel can read and write them
 
 
 def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: AttentionBufferManager) -> Tensor:

@@ -19,7 +19,7 @@ from tilegrad.kernels.attention.context import (
     gather_attention_workspace,
     positions_of,
 )
-from tilegrad.kernels.attention.problem import PartBackward, Problem
+from tilegrad.kernels.attention.problem import Problem
 from tilegrad.kernels.attention.table import ATTENTION
 from tilegrad.kernels.cpu import library
 from tilegrad.kernels.scratch import Form, accumulation_dtype
@@ -207,7 +207,8 @@ def test_dk_and_dv_are_float32_where_asked(kernel: str) -> None:
         pytest.skip("needs the native library")
     x = given("GQA, softcap, sinks", torch.bfloat16)
     one = alone(x)
-    scratch = poisoned(attention_workspace(*x[:3], x.mask, backward=True, kernel=kernel, dkv_dtype=torch.float32))
+    dk, dv = (Form(tuple(y.shape), torch.float32, y.device) for y in (x.k, x.v))
+    scratch = poisoned(attention_workspace(*x[:3], x.mask, backward=True, kernel=kernel, dk=dk, dv=dv))
     grads = {}
     for dtype in (torch.bfloat16, torch.float32):
         out: dict[str, Any] = {"dk": torch.empty_like(x.k, dtype=dtype), "dv": torch.empty_like(x.v, dtype=dtype)}
@@ -235,9 +236,17 @@ def test_hopper_leaves_float32_dk_and_dv_to_triton() -> None:
         pytest.skip("needs Triton")
     q = Form((1, 8, 4096, 128), torch.bfloat16, torch.device("cuda"))
     assert ATTENTION.select(Problem(q, q, q, Mask(causal=True))).name == "hopper"
-    explained = ATTENTION.explain(PartBackward(q, q, q, Mask(causal=True)))
+    dk = Form(q.shape, torch.float32, q.device)
+    explained = ATTENTION.explain(Problem(q, q, q, Mask(causal=True), dk=dk, dv=None))
     assert explained.kernel == "triton"
     assert explained.reasons["hopper"] == "writes dk and dv in q's dtype alone, and these are float32"
+    declared = gather_attention_workspace(q, q, q, Mask(causal=True), 2, backward=True)
+    assert {name.split(".")[1] for name in declared if name.startswith("attention.")} == {"triton"}
+    assert all(
+        name.split(".")[1] == "hopper"
+        for name in gather_attention_workspace(q, q, q, Mask(causal=True), 2, backward=False)
+        if name.startswith("attention.")
+    )
 
 
 @pytest.mark.parametrize(

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 import torch
 from hypothesis import given, settings
-from support.cases import Call, Case, Tensors, build, cases, run
+from support.cases import Case, build, by_face, cases, run
 from torch import Tensor
 from torch.autograd.graph import save_on_cpu
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -20,30 +20,6 @@ import tilegrad
 from tilegrad.kernels.attention import api
 
 attention = cast("Callable[..., Tensor]", tilegrad.attention)
-
-
-def by_face(call: Call, **more: Any) -> Tensors:
-    """Outputs and gradients of a call through autograd."""
-    q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
-    mask, leaves = call.mask, {"dq": q, "dk": k, "dv": v}
-    names = ("causal", "window", "scale", "softcap", "alibi_slopes", "dropout_p", "seed")
-    options = {name: getattr(mask, name) for name in names} | more
-    if mask.sinks is not None:
-        options["sinks"] = leaves["dsinks"] = mask.sinks.detach().requires_grad_()
-    if mask.float_bias is not None:
-        options["bias"] = leaves["dbias"] = mask.float_bias.detach().requires_grad_()
-    elif mask.bias is not None:
-        options["bias"] = mask.bias
-    face = tilegrad.attention
-    if mask.varlen:
-        face = tilegrad.attention_varlen  # type: ignore[assignment]
-        options |= {
-            name: getattr(mask, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
-        }
-    o, lse = face(q, k, v, return_lse=True, **options)
-    outputs, gradients = ((o, lse), (call.do, call.dlse)) if call.dlse is not None else ((o,), (call.do,))
-    grads = torch.autograd.grad(outputs, tuple(leaves.values()), gradients, allow_unused=True)
-    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 @settings(max_examples=60)

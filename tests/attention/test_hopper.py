@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import functools
 import random
-from typing import Any, NamedTuple
+import re
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
 
 import pytest
 import torch
-from support.cases import Case, build
 from support.hopper_specs import AXES, case_of, specs
 from support.pairwise import all_pairs, pairs
+from torch import Tensor
 
-from tilegrad import Mask
+import tilegrad
+from tilegrad import Mask, attention_bwd, attention_fwd, attention_workspace
 from tilegrad.kernels import triton_version
 from tilegrad.kernels.attention.problem import Problem
+from tilegrad.kernels.attention.qkv import qkv_attention_workspace, split
 from tilegrad.kernels.attention.table import ATTENTION
 from tilegrad.kernels.table import Explanation
 
-triton = pytest.importorskip("triton", reason="needs Triton")
-
-interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
+pytest.importorskip("triton", reason="needs Triton")
 
 
 class Handle(NamedTuple):
@@ -154,14 +157,71 @@ def test_many_short_packed_sequences_are_left_to_triton(sequences: int, longest:
     assert told.kernel == kernel
 
 
-@interpreted
-def test_an_output_that_tma_cannot_address_is_named() -> None:
-    from tilegrad.kernels.attention import hopper
+ODD = X._replace(strides=(4 * 512 * 65, 512 * 65, 65, 1))
+OTHERS = ("o", "do", "dq", "dk", "dv")
 
-    call = build(Case(b=1, hkv=2, tq=256, tk=256, d=64, dv=64, dtype=torch.bfloat16, causal=True))
-    odd = torch.empty(1, 2, 256, 65, dtype=torch.bfloat16)[..., :64]
-    with pytest.raises(ValueError, match=r"o: TMA can't step over T by 65 elements.*kernel='triton' writes it"):
-        hopper.fwd(call.q, call.k, call.v, call.mask, o=odd, lse=None, scratch={})
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("name", OTHERS)
+def test_a_buffer_that_tma_cannot_address_changes_the_kernel(name: str) -> None:
+    even: dict[str, Any] = dict.fromkeys(OTHERS, X._replace(strides=(512 * 768, 64, 768, 1)))
+    for others, kernel in ((even, "hopper"), (even | {name: ODD}, "triton"), (even | {name: None}, "hopper")):
+        told = tilegrad.explain(X, X, X, **others)  # type: ignore[arg-type]
+        assert told.kernel == kernel
+        declared = attention_workspace(X, X, X, Mask(), backward=True, **others)
+        assert declared and {buffer.split(".")[0] for buffer in declared} == {kernel}
+    reason = rf"{name}: TMA can't step over T by 65 elements, only by multiples of 16 bytes"
+    assert re.fullmatch(reason, tilegrad.explain(X, X, X, **{name: ODD}).reasons["hopper"])  # type: ignore[arg-type]
+    x, lse = cast("Any", X), cast("Any", Handle((2, 4, 512), torch.float32))
+    written = {"dq": None, "dk": None, "dv": None}
+    given: dict[str, Any] = {"o": x, "do": x} | written | {name: ODD}
+    o, do, *_ = given.values()
+    gradients = {each: given[each] for each in written}
+    calls: list[Callable[..., object]] = [
+        functools.partial(tilegrad.explain, x, x, x, **given),
+        functools.partial(attention_workspace, x, x, x, Mask(), backward=True, **given),
+        functools.partial(attention_bwd, x, x, x, o, lse, do, None, Mask(), **gradients),
+    ]
+    if name == "o":
+        calls.append(functools.partial(attention_fwd, x, x, x, Mask(), o=o, lse=lse))
+    for call in calls:
+        with pytest.raises(ValueError, match=f"kernel: got 'hopper'.*{reason}; 'triton' would run it"):
+            call(kernel="hopper")
+
+
+@pytest.mark.usefixtures("on_hopper")
+def test_scratch_that_was_declared_without_the_buffers_is_named() -> None:
+    x, odd, lse = cast("Any", X), cast("Any", ODD), cast("Any", Handle((2, 4, 512), torch.float32))
+    declared = {name: Handle(*need) for name, need in attention_workspace(X, X, X, Mask(), backward=True).items()}
+    message = (
+        r"scratch: attention got no 'triton\.delta'; accepted: .*attention_workspace\(…\) names all, given o, do, dq too, for "
+        r"'hopper' can't run this call: dq: TMA can't step over T by 65"
+    )
+    with pytest.raises(ValueError, match=message):
+        attention_bwd(x, x, x, x, lse, x, None, Mask(), dq=odd, dk=None, dv=None, scratch=cast("Any", declared))
+    with pytest.raises(ValueError, match=r"got no 'triton\.delta'; .*names all$"):  # nothing to add for one by name
+        attention_bwd(x, x, x, x, lse, x, None, Mask(), dq=odd, dk=None, dv=None, scratch={}, kernel="triton")
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("d", [16, 24, 64, 72, 128, 256])
+def test_what_a_model_lays_out_is_what_its_scratch_is_declared_for(d: int) -> None:
+    shape, device = (2, 512, 4, 2), torch.device("cuda")
+    declared = [
+        qkv_attention_workspace(*shape, d, torch.bfloat16, device, Mask(causal=True), backward=backward)
+        for backward in (False, True)
+    ]
+
+    def on_gpu(x: Tensor) -> Any:
+        return Handle(tuple(x.shape), x.dtype, device, x.stride(), int(x.storage_offset()) * x.element_size())
+
+    buffers = torch.empty(2, 512, 8 * d, dtype=torch.bfloat16), torch.empty(2, 512, 4, d, dtype=torch.bfloat16)
+    q, k, v = map(on_gpu, split(buffers[0], 4, 2))
+    o = do = on_gpu(buffers[1].transpose(1, 2))
+    for backward, others in ((False, {"o": o}), (True, {"o": o, "do": do, "dq": q, "dk": k, "dv": v})):
+        own = attention_workspace(q, k, v, Mask(causal=True), backward=backward, deterministic=backward, **others)
+        assert all(declared[backward][name] == form for name, form in own.items())
+        assert tilegrad.explain(q, k, v, causal=True, **others).kernel == "hopper"
 
 
 def test_random_shapes_cover_every_pair_of_features() -> None:

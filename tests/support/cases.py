@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
-from tilegrad import Mask, attention_bwd, attention_fwd, attention_workspace
+from tilegrad import Mask, attention, attention_bwd, attention_fwd, attention_varlen, attention_workspace
 from tilegrad.kernels.attention import reference
 from tilegrad.kernels.attention.bounds import bounds as attention_bounds
 from tilegrad.kernels.attention.problem import lse_dtype, output_shapes
@@ -139,6 +140,30 @@ def run(call: Call, kernel: str | None, *, deterministic: bool = False) -> Tenso
         scratch=scratch(backward=True), kernel=kernel, deterministic=deterministic,
     )  # fmt: skip
     return {"o": o, "lse": lse, **grads}
+
+
+def by_face(call: Call, **more: Any) -> Tensors:
+    """Outputs and gradients of a call through autograd."""
+    q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+    mask, leaves = call.mask, {"dq": q, "dk": k, "dv": v}
+    names = ("causal", "window", "scale", "softcap", "alibi_slopes", "dropout_p", "seed")
+    options = {name: getattr(mask, name) for name in names} | more
+    if mask.sinks is not None:
+        options["sinks"] = leaves["dsinks"] = mask.sinks.detach().requires_grad_()
+    if mask.float_bias is not None:
+        options["bias"] = leaves["dbias"] = mask.float_bias.detach().requires_grad_()
+    elif mask.bias is not None:
+        options["bias"] = mask.bias
+    face = attention
+    if mask.varlen:
+        face = attention_varlen  # type: ignore[assignment]
+        options |= {
+            name: getattr(mask, name) for name in ("cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k")
+        }
+    o, lse = face(q, k, v, return_lse=True, **options)
+    outputs, gradients = ((o, lse), (call.do, call.dlse)) if call.dlse is not None else ((o,), (call.do,))
+    grads = torch.autograd.grad(outputs, tuple(leaves.values()), gradients, allow_unused=True)
+    return {"o": o.detach(), "lse": lse.detach(), **dict(zip(leaves, grads, strict=True))}
 
 
 def oracle(call: Call) -> Tensors:

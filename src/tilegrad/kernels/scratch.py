@@ -86,15 +86,18 @@ class Layout:
         }
 
 
-def views(scratch: Scratch | None, needed: Shapes, device: Any, op: str, *, kernel: str | None = None) -> Scratch:
-    """The needed buffers as views of the caller's, which may be larger; a kernel's are looked for below its name."""
+def views(
+    scratch: Scratch | None, needed: Shapes, device: Any, op: str, *, kernel: str | None = None, more: str = ""
+) -> Scratch:
+    """The needed buffers as views of the caller's, which may be larger; a kernel's are looked for below its name. `more` is
+    what an error says of the declaration."""
     out = {}
     for own, (shape, dtype) in needed.items():
         name = own if kernel is None else f"{kernel}.{own}"
         x = None if scratch is None else scratch.get(name)
         if x is None or x.dtype != dtype or x.device != device or x.numel() < prod(shape) or not x.is_contiguous():
             accepted = f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}"
-            accepted += f": {op}_workspace(…) names all"
+            accepted += f": {op}_workspace(…) names all{more}"
             if x is None:
                 raise ValueError(f"scratch: {op} got no {name!r}; accepted: {accepted}")
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}"

@@ -83,8 +83,8 @@ class Decoder:
         values[0, :, start:stop].copy_(v)
         keys, values = keys[:, :, :stop], values[:, :, :stop]
         mask = self.masks[i]
-        scratch = new_scratch(attention_workspace(q[None], keys, values, mask, backward=False), q.device)
         o = torch.empty_like(q[None], memory_format=torch.contiguous_format)
+        scratch = new_scratch(attention_workspace(q[None], keys, values, mask, backward=False, o=o), q.device)
         attention_fwd(q[None], keys, values, mask, o=o, lse=None, scratch=scratch)
         return o[0]
 

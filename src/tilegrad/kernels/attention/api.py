@@ -6,10 +6,12 @@ parameter's gradient. An output given as None is not computed. `scratch` holds w
     q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
     packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
 
-lse is float32, float64 for float64 inputs. dk and dv have q's dtype; as parts of a sum (context.py) both may be float32. The
-table selects by what is read and by that, as a workspace is declared; where the selected kernel can't write an output as it
-lies (hopper: rows off multiples of 16 bytes), it says so and names one that can.
+lse is float32, float64 for float64 inputs. dk and dv have q's dtype; as parts of a sum (context.py) both may be float32.
 The equations are in mask.py (scores) and reference.py (the rest).
+
+The table selects by q, k, v and the mask, and by o, do, dq, dk and dv where they are given: where a kernel can't read or write
+one as it lies (hopper: rows off multiples of 16 bytes), the next one runs. Whoever declares scratch for such buffers gives them
+to `attention_workspace` too; without them it takes for granted that every kernel can.
 
 A call is checked and a kernel selected once for each signature (shapes, strides, dtypes, devices, options, and the number of
 threads, with which scratch on the CPU grows). A training step or a decoding loop then pays for a dictionary lookup.
@@ -35,30 +37,31 @@ from ..table import Table
 from . import table
 from .checks import check_lengths, check_options, check_tensors
 from .mask import Mask
-from .problem import ALIGNED_BYTES, PartBackward, Problem, lse_dtype, output_shapes
+from .problem import ALIGNED_BYTES, Problem, lse_dtype, output_shapes
 
 
 def attention_workspace(
     q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, kernel: str | None = None, deterministic: bool = False,
-    dkv_dtype: torch.dtype | None = None,
+    o: Any = None, do: Any = None, dq: Any = None, dk: Any = None, dv: Any = None,
 ) -> Shapes:  # fmt: skip
-    """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes and devices: handles will do. dkv_dtype:
-    of dk and dv, None = q's."""
+    """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes, devices, and strides and addresses where
+    there are any: handles will do.
+
+    o, do, dq, dk and dv are the call's, where they are known and may lie as not every kernel can read or write them. Those
+    left out count as contiguous, of q's dtype.
+    """
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
-    problem = _problem(q, k, v, mask, dkv_dtype)
+    problem = Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv)
     return table.ATTENTION.workspace(problem, kernel=kernel, backward=backward, deterministic=deterministic)
-
-
-def _problem(q: Any, k: Any, v: Any, mask: Mask, dkv_dtype: torch.dtype | None) -> Problem:
-    return (Problem if dkv_dtype in (None, q.dtype) else PartBackward)(q, k, v, mask)
 
 
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 
 
 class Selected(NamedTuple):
-    """The kernel that `table` selected for a signature, its functions, and the scratch it needs under its own names.
+    """The kernel that `table` selected for a signature, its functions, and the scratch it needs under its own names. `instead`:
+    why it is not the one that q, k, v and the mask alone select, if so.
 
     Of a caller that allocates: the forms of o and lse, whether o is as torch.empty_like(q), the bytes of one buffer for all
     scratch, and the kernel prepared for the signature, where it can be. run(tensors, mask) takes the tensors that are there, in
@@ -69,13 +72,14 @@ class Selected(NamedTuple):
     kernel: str
     module: ModuleType
     scratch: Shapes
+    instead: str = ""
     forms: tuple[Form, ...] = ()
     o_like_q: bool = False
     work_bytes: int = 0
     run: Callable[..., None] | None = None
 
     def views(self, scratch: Scratch | None, device: torch.device) -> Scratch:
-        return views(scratch, self.scratch, device, "attention", kernel=self.kernel)
+        return views(scratch, self.scratch, device, "attention", kernel=self.kernel, more=self.instead)
 
     def prepared(
         self, key: Signature | None, direction: str, new: tuple[Tensor, ...], work: Tensor, *reads: Any, **writes: Any
@@ -151,7 +155,13 @@ def _select(
         library.warn_if_missing()
     module = row.load()
     scratch = module.workspace(*problem, backward=backward, deterministic=deterministic)
-    selected = Selected(table.ATTENTION, row.name, module, scratch)
+    first = table.ATTENTION.select(Problem(*problem), kernel) if problem.others else row
+    instead = ""
+    if first is not row:
+        instead = (
+            f", given {', '.join(problem.others)} too, for {first.name!r} can't run this call: {first.refuses(problem)}"
+        )
+    selected = Selected(table.ATTENTION, row.name, module, scratch, instead)
     return selected if key is None else remember(_selected, key, selected)
 
 
@@ -172,7 +182,7 @@ def select_fwd(
         return selected
     o_shape, lse_shape = _checked_shapes(q, k, v, mask)
     check_given(q.device, ("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype)))
-    return _select(key, Problem(q, k, v, mask), kernel, backward=False, deterministic=False)
+    return _select(key, Problem(q, k, v, mask, o=o), kernel, backward=False, deterministic=False)
 
 
 @op()
@@ -220,7 +230,7 @@ def select_bwd(
         ),
         ("dsinks", others["dsinks"], (q.shape[1],), sinks.dtype if sinks is not None else q.dtype),
     )
-    problem = _problem(q, k, v, mask, dkv_dtype)
+    problem = Problem(q, k, v, mask, **{name: others[name] for name in ("o", "do", "dq", "dk", "dv")})
     return _select(key, problem, kernel, backward=True, deterministic=deterministic)
 
 

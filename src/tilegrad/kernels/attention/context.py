@@ -91,13 +91,14 @@ def gather_attention_workspace(
     """Name → (shape, dtype) of what `scratch` must hold, on any of `world` ranks and for up to t rows of each."""
     check_mask(mask)
     shapes = _buffers(q, k, v, world, backward=backward)
-    acc = accumulation_dtype(q.dtype) if backward else None
+    acc = accumulation_dtype(q.dtype)
     for c in {min(q.shape[2] // 2, FEW_ROWS), q.shape[2] // 2}:
         rows = Form((*q.shape[:2], c, q.shape[3]), q.dtype, q.device)
         for end in range(c, 2 * world * c + 1, max(c, 1)):
             k_run, v_run = (Form((*x.shape[:2], end, x.shape[3]), x.dtype, x.device) for x in (k, v))
+            dk, dv = (Form(x.shape, acc, x.device) if backward else None for x in (k_run, v_run))
             needed = attention_workspace(
-                rows, k_run, v_run, mask, backward=backward, deterministic=backward and deterministic, dkv_dtype=acc
+                rows, k_run, v_run, mask, backward=backward, deterministic=backward and deterministic, dk=dk, dv=dv
             )
             shapes = larger(shapes, below("attention", needed))
     return shapes

@@ -26,23 +26,29 @@ LOG2E = 1.4426950408889634  # log2(e): exp(x) = exp2(x · log2 e), and GPU kerne
 lse_dtype = accumulation_dtype  # lse is a row statistic
 
 
-class Problem(NamedTuple):
-    """A call of attention as the table of kernels reads it."""
+class Inputs(NamedTuple):
+    """What every call has, and what scratch is declared by."""
 
     q: Any
     k: Any
     v: Any
     mask: Mask
 
+
+class Problem(Inputs):
+    """A call of attention as the table of kernels reads it: its inputs, and of o, do, dq, dk and dv those that are known, by
+    name, for a kernel may not be able to read or write one as it lies."""
+
+    others: dict[str, Any]
+
+    def __new__(cls, q: Any, k: Any, v: Any, mask: Mask, **others: Any) -> Problem:
+        problem = super().__new__(cls, q, k, v, mask)
+        problem.others = {name: x for name, x in others.items() if x is not None}
+        return problem
+
     @property
     def sizes(self) -> Sizes:
         return sizes_of(*self)
-
-
-class PartBackward(Problem):
-    """A backward whose dk and dv are parts of sums over ranks (context.py), written in the accumulation dtype."""
-
-    __slots__ = ()
 
 
 class Sizes(NamedTuple):

@@ -7,7 +7,7 @@ import torch
 from .. import gpu, triton_version
 from ..cpu import library
 from ..table import Kernel, Table, takes_all
-from .problem import FEW_ROWS, PartBackward, Problem, tma_refusal
+from .problem import FEW_ROWS, Problem, tma_refusal
 
 MOST_HEADS = 65535  # programs on the second axis of a CUDA grid
 HOPPER_ROWS = 128  # of a row tile
@@ -43,7 +43,7 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return f"takes float16 and bfloat16, not {dtype}"
     if d != dv or d % 8 or d < 16:
         return f"takes one head dimension of 16 to 256 in steps of 8, not {d} for q and {dv} for v"
-    if isinstance(problem, PartBackward):
+    if any(problem.others[name].dtype != q.dtype for name in ("dk", "dv") if name in problem.others):
         return "writes dk and dv in q's dtype alone, and these are float32"
     for name in ("bias", "alibi_slopes"):
         if getattr(mask, name) is not None:
@@ -60,7 +60,8 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return (
             f"leaves more than {MANY_SEQUENCES} packed sequences of up to {SHORT} rows to triton, which is faster there"
         )
-    reasons = (tma_refusal(name, x, varlen=mask.varlen) for name, x in (("q", q), ("k", k), ("v", v)))
+    tensors = {"q": q, "k": k, "v": v} | problem.others
+    reasons = (tma_refusal(name, x, varlen=mask.varlen) for name, x in tensors.items())
     return next((reason for reason in reasons if reason), None)
 
 

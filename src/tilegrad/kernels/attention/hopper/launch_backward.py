@@ -18,7 +18,7 @@ from ...cuda_launch import Launch, Plan
 from ...gpu import multiprocessors
 from ...scratch import Layout, Scratch, Shapes
 from ..mask import Mask
-from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of, tma_refusal
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
 from .backward import DIVIDED, _hopper_bwd_kernel
 from .launch import L2_BYTES, LaunchCache, current, prepare
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
@@ -190,10 +190,6 @@ def _prepare(
     deterministic: bool,
 ) -> tuple[Launch, ...]:  # fmt: skip
     varlen, d, cap, scale, width = mask.varlen, sizes.d, mask.softcap, float(mask.scale_for(sizes.d)), width_of(sizes.d)
-    for name, x in (("o", o), ("do", do), ("dq", dq), ("dk", dk), ("dv", dv)):
-        unfit = None if x is None else tma_refusal(name, x, varlen=varlen)
-        if unfit:
-            raise ValueError(f"{unfit}; kernel='triton' takes it as it is")
     tile = (SOFTCAP_CONFIGS if cap else TILE_CONFIGS)[width]
     programs, tiles = multiprocessors(q.device), count_work_tiles(sizes, k.shape[0] if varlen else None)
     splits = 1 if deterministic else splits_for(sizes, tiles, programs, tile.m)

@@ -13,7 +13,7 @@ from ...cuda_launch import Launch, Plan, Zero
 from ...gpu import multiprocessors
 from ...scratch import Scratch
 from ..mask import Mask
-from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of, tma_refusal
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
 from .launch import L2_BYTES, LaunchCache, current, prepare
@@ -132,9 +132,6 @@ def _prepare(
 ) -> Launch:
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
-    unfit = None if o is None else tma_refusal("o", o, varlen=varlen)
-    if unfit:
-        raise ValueError(f"{unfit}; kernel='triton' writes it as it is")
     config = tile_config(sizes, multiprocessors(q.device), varlen=varlen)
     rows = ROWS.value * config.warpgroups
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
