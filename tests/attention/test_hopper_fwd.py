@@ -165,14 +165,21 @@ def emulated(
 ) -> dict[str, torch.Tensor]:
     """o and lse of the forward, in plain Python; `broken` changes device functions."""
     from tilegrad.kernels.attention import hopper
-    from tilegrad.kernels.attention.hopper import forward, forward_load, forward_scheduler, launch_forward, pipeline
+    from tilegrad.kernels.attention.hopper import (
+        forward,
+        forward_load,
+        forward_scheduler,
+        launch_forward,
+        pieces,
+        pipeline,
+    )
     from tilegrad.kernels.attention.hopper.launch import LaunchCache
     from tilegrad.kernels.attention.triton import numerics, scores
 
     q, k, v, mask = call.q, call.k, call.v, call.mask
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
-    modules = (forward, forward_load, forward_scheduler, pipeline, numerics, scores)
+    modules = (forward, forward_load, forward_scheduler, pieces, pipeline, numerics, scores)
     with emulation(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
         broken(patch)
         patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
@@ -197,6 +204,13 @@ EMULATED: dict[str, Case] = {
     "full": RAGGED,
     "causal, three warpgroups": replace(RAGGED, d=64, dv=64, causal=True),
     "one slot of q": replace(RAGGED, d=256, dv=256),
+    "two pieces": replace(RAGGED, d=96, dv=96),
+    "two pieces, part of the second": replace(RAGGED, d=72, dv=72, causal=True, group=2, layout="fused", sinks=True),
+    "two pieces, window": replace(RAGGED, d=80, dv=80, window=(100, 9), dtype=torch.float16),
+    "two pieces, packed": replace(RAGGED, d=88, dv=88, causal=True, lengths=((130, 300), (77, 128), (40, 0), (5, 1))),
+    "two wide pieces": replace(RAGGED, d=192, dv=192),
+    "two wide pieces, softcap": replace(RAGGED, d=136, dv=136, causal=True, softcap=2.0, scale=-0.2),
+    "two wide pieces, packed": replace(RAGGED, d=160, dv=160, window=(90, 20), lengths=((130, 200), (7, 128))),
     "a warpgroup without rows": replace(RAGGED, causal=True, tq=130, tk=900),
     "no column seen": replace(RAGGED, causal=True, tq=400, tk=100, sinks=True),
     "open window": replace(RAGGED, window=(100, None), group=2, layout="fused"),
@@ -268,16 +282,12 @@ def test_only_the_first_block_of_a_warpgroup_is_masked_where_the_loop_has_no_mas
     assert without > 100
 
 
-def without_wait(of: Any, state: Any, *_barrier: int) -> Any:
-    return of.stages.index(state % of.full.shape[0])
-
-
 def nothing(*_of: Any) -> None:
     pass
 
 
 FORWARD_BROKEN: dict[str, tuple[str, str, Any]] = {
-    "the producer does not wait": ("forward_load", "named_acquire", without_wait),
+    "the producer does not wait": ("forward_load", "named_acquire", nothing),
     "no stage of k and v is released": ("forward", "named_release", nothing),
     "releases are not waited for at the end": ("forward_load", "named_drain", nothing),
     "no turn is passed": ("forward", "named_arrive", nothing),

@@ -40,7 +40,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     fence_async_shared,
     mbarrier,
     tma,
-    warpgroup_mma,
     warpgroup_mma_wait,
 )
 
@@ -59,6 +58,19 @@ from .forward_scheduler import (
     turn_barrier,
     v_barrier,
 )
+from .pieces import (
+    add_dot,
+    dot_rows,
+    load_pieces,
+    new_stages,
+    pieces_of,
+    scale_rows,
+    store_pieces,
+    store_tile,
+    tile_of,
+    wait_pieces,
+    zeros,
+)
 from .pipeline import Pipeline, consumer_wait, mbarriers, named_arrive, named_release, named_wait, read_word
 
 LOWEST = gl.constexpr(-1e38)
@@ -69,7 +81,7 @@ from_log2 = gluon.jit(numerics.from_log2.fn)
 
 
 class Out(NamedTuple):
-    o_desc: Any
+    o_descs: Any
     o: Any
     lse: Any
     o_b: Any
@@ -83,23 +95,25 @@ class Out(NamedTuple):
 @gluon.jit
 def _scores(q, kv_state, pipelines, S: gl.constexpr):
     """q kᵀ with the k of a state, issued."""
-    BLOCK_N: gl.constexpr = pipelines.k.stages.shape[3]
-    BLOCK_D: gl.constexpr = pipelines.k.stages.shape[4]
-    k = consumer_wait(pipelines.k, kv_state).reshape([BLOCK_N, BLOCK_D])
-    nothing = gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S)
-    return warpgroup_mma(q, k.permute((1, 0)), nothing, use_acc=False, is_async=True)
+    STAGES: gl.constexpr = pipelines.k.full.shape[0]
+    consumer_wait(pipelines.k, kv_state)
+    k = tile_of(pipelines.k.stages, kv_state % STAGES)
+    BLOCK_N: gl.constexpr = k[0].shape[0]
+    return dot_rows(q, k, gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S))
 
 
 @gluon.jit
 def _add_values(p, acc, kv_state, rows, pipelines, VARLEN: gl.constexpr):
     """acc + p v with the v of a state, issued. Of packed sequences only `rows` rows of it: p is 0 for those of the next
     sequence, but 0 · NaN would not be."""
-    BLOCK_N: gl.constexpr = pipelines.v.stages.shape[3]
-    BLOCK_D: gl.constexpr = pipelines.v.stages.shape[4]
-    v = consumer_wait(pipelines.v, kv_state).reshape([BLOCK_N, BLOCK_D])
-    if VARLEN and rows < BLOCK_N:
-        _clear_rows(v, rows)
-    return warpgroup_mma(p, v, acc, is_async=True)
+    STAGES: gl.constexpr = pipelines.v.full.shape[0]
+    consumer_wait(pipelines.v, kv_state)
+    v = tile_of(pipelines.v.stages, kv_state % STAGES)
+    if VARLEN and rows < v[0].shape[0]:
+        for i in gl.static_range(len(v)):
+            _clear_rows(v[i], rows)
+        fence_async_shared()
+    return add_dot(p, v, acc)
 
 
 @gluon.jit
@@ -115,7 +129,6 @@ def _clear_rows(v, rows):
             part = v.slice(start, AT_ONCE, dim=0)
             x = part.load(COPY)
             part.store(gl.where(j < rows - start, x, gl.zeros_like(x)))
-    fence_async_shared()
 
 
 @gluon.jit
@@ -168,7 +181,7 @@ def _start_rows(iteration, pipelines, params, S: gl.constexpr):
 
 
 @gluon.jit
-def _write(acc, row_max, row_sum, tile, start, stage, out, VARLEN: gl.constexpr, D: gl.constexpr):
+def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.constexpr, D: gl.constexpr):
     some = row_sum > 0.0
     row_sum = gl.where(some, row_sum, 1.0)
     if out.lse is not None:
@@ -176,28 +189,27 @@ def _write(acc, row_max, row_sum, tile, start, stage, out, VARLEN: gl.constexpr,
         value = gl.where(some, from_log2(row_max + gl.log2(row_sum), IEEE_FP32=False), float("-inf"))
         lse = out.lse + gl.cast(tile.b, gl.int64) * out.lse_b + gl.cast(tile.h, gl.int64) * out.lse_h
         gl.store(lse + (tile.start_q + rows).to(gl.int64) * out.lse_t, value, mask=rows >= 0)
-    if out.o_desc is not None:
-        BLOCK_D: gl.constexpr = acc.shape[1]
-        scale = gl.convert_layout(1.0 / row_sum, gl.SliceLayout(1, acc.type.layout))
-        o = (acc * scale[:, None]).to(stage.dtype)
-        stage.reshape([ROWS, BLOCK_D]).store(o)
+    if out.o is not None:
+        o = tile_of(stages, stage)
+        store_pieces(scale_rows(acc, 1.0 / row_sum), o)
         fence_async_shared()
         if start < 0:
-            _store_rows(stage.reshape([ROWS, BLOCK_D]), tile, start, out, D)
+            for i in gl.static_range(len(o)):
+                _store_rows(o[i], tile, start, out, i * o[0].shape[1], D)
         else:
             b = tile.b
             if VARLEN:
                 b = tile.b * 0
-            tma.async_copy_shared_to_global(out.o_desc, [b, tile.h, tile.start_q + start, 0], stage)
+            store_tile(out.o_descs, (b, tile.h, tile.start_q + start), stages, stage)
 
 
 @gluon.jit
-def _store_rows(o, tile, start, out, D: gl.constexpr):
-    """Rows of o from row 0 on, 16 bytes a thread."""
+def _store_rows(o, tile, start, out, COLUMN: gl.constexpr, D: gl.constexpr):
+    """Rows of o from row 0 on, columns from COLUMN on, 16 bytes a thread."""
     BLOCK_D: gl.constexpr = o.shape[1]
     AT_ONCE: gl.constexpr = 2048 // BLOCK_D
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
-    d = gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))[None, :]
+    d = COLUMN + gl.arange(0, BLOCK_D, layout=gl.SliceLayout(0, COPY))[None, :]
     head = out.o + gl.multiple_of(gl.cast(tile.b, gl.int64) * out.o_b, 8)
     head += gl.multiple_of(gl.cast(tile.h, gl.int64) * out.o_h, 8)
     for n in gl.static_range(0, ROWS, AT_ONCE):
@@ -241,16 +253,17 @@ def _attend(
     D: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """MMA warpgroup W of a CTA."""
-    dtype: gl.constexpr = pipelines.q.stages.dtype
+    dtype: gl.constexpr = pipelines.q.stages[0].dtype
     S: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_N, 16])
-    O: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_D, 16])
-    P: gl.constexpr = gl.DotOperandLayout(0, O, 2)
+    P: gl.constexpr = gl.DotOperandLayout(0, S, 2)
+    PIECES: gl.constexpr = len(pipelines.q.stages)
     TILE: gl.constexpr = ROWS * WARPGROUPS
     Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
     STAGES: gl.constexpr = pipelines.k.full.shape[0]
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
     TURNS: gl.constexpr = WARPGROUPS > 1 and BLOCK_D <= 128
-    Q_REGISTERS: gl.constexpr = BLOCK_D == 128 and params.left is None and params.right is None and not VARLEN
+    FULL: gl.constexpr = params.left is None and params.right is None and not VARLEN
+    Q_REGISTERS: gl.constexpr = FULL and BLOCK_D > 64 and BLOCK_D < 256
     if W == WARPGROUPS - 1:
         _pass_turn(W, WARPGROUPS, STAGES, TURNS)
     iteration = gl.to_tensor(0)
@@ -258,14 +271,14 @@ def _attend(
     span, more = next_span(W, iteration, pipelines, params, TILE, BLOCK_N)
     while more:
         q_stage = iteration % Q_STAGES * WARPGROUPS + W
-        q = pipelines.q.stages.index(q_stage).reshape([ROWS, BLOCK_D])
+        q = tile_of(pipelines.q.stages, q_stage)
         row_max, row_sum = _start_rows(iteration, pipelines, params, S)
-        acc = gl.zeros((ROWS, BLOCK_D), gl.float32, layout=O)
+        acc = zeros(ROWS, pipelines.v.stages)
 
         kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, STAGES, TURNS)
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
         if Q_REGISTERS:
-            q = q.load(gl.DotOperandLayout(0, S, 2))
+            q = load_pieces(q, P)
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
         named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
         if Q_STAGES > 1:
@@ -283,25 +296,25 @@ def _attend(
             s = _scores(q, kv_state + 1, pipelines, S)
             acc = _add_values(p, acc, kv_state, span.tk - (at + 1) * BLOCK_N, pipelines, VARLEN)
             _pass_turn(W, WARPGROUPS, STAGES, TURNS)
-            s = warpgroup_mma_wait(1, deps=(s,))
+            s = warpgroup_mma_wait(PIECES, deps=(s,))
             named_release(pipelines.k, kv_state + 1, K_BARRIER, THREADS)
             p_next, row_max, row_sum, alpha = _softmax_step(
                 s, row_max, row_sum, at, span, params, BLOCK_N, NEGATIVE, EDGES
             )
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+            acc = wait_pieces(0, acc)
             named_release(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
-            acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O))[:, None]
+            acc = scale_rows(acc, alpha)
             p = gl.convert_layout(p_next.to(dtype), P)
             kv_state += 1
         acc = _add_values(p, acc, kv_state, span.tk - span.first * BLOCK_N, pipelines, VARLEN)
-        acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc = wait_pieces(0, acc)
         named_release(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
         tile = read_tile(iteration, pipelines, params)
         kv_state = _skip_blocks(span.first - tile.first, kv_state + 1, pipelines, W, WARPGROUPS, STAGES, TURNS)
         span, more = next_span(W, iteration + 1, pipelines, params, TILE, BLOCK_N)
 
-        o_stage = pipelines.q.stages.index(q_stage)
-        _write(acc, row_max, row_sum, tile, tile.start + W * ROWS, o_stage, out, VARLEN, D)
+        start = tile.start + W * ROWS
+        _write(acc, row_max, row_sum, tile, start, pipelines.q.stages, q_stage, out, VARLEN, D)
         if Q_STAGES == 1:
             tma.store_wait(0)
             mbarrier.arrive(pipelines.q.empty.index(q_stage), count=1)
@@ -318,15 +331,14 @@ SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk"
 
 @gluon.jit(do_not_specialize=[*TENSORS, *STRIDES, *SIZES])
 def _attention_fwd_kernel(
-    q_desc, k_desc, v_desc, cu_seqlens_q, cu_seqlens_k, sinks,
-    o_desc, o, lse, tile_counter,
+    q_desc, k_desc, v_desc, o_desc, q_desc2, k_desc2, v_desc2, o_desc2, cu_seqlens_q, cu_seqlens_k, sinks,
+    o, lse, tile_counter,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
     Q_STAGES: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     VARLEN: gl.constexpr = cu_seqlens_q is not None
-    dtype: gl.constexpr = q_desc.dtype
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_info = WorkTile(
@@ -343,9 +355,12 @@ def _attention_fwd_kernel(
     info_full = gl.allocate_shared_memory(gl.int64, [INFO_STAGES, 1], barrier)
     for stage in gl.static_range(INFO_STAGES):
         mbarrier.init(info_full.index(stage), count=1)
-    q_stages = gl.allocate_shared_memory(dtype, [Q_STAGES * WARPGROUPS, 1, 1, ROWS, BLOCK_D], q_desc.layout)
-    k_stages = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], k_desc.layout)
-    v_stages = gl.allocate_shared_memory(dtype, [STAGES, 1, 1, BLOCK_N, BLOCK_D], v_desc.layout)
+    q_descs = pieces_of(q_desc, q_desc2)
+    k_descs = pieces_of(k_desc, k_desc2)
+    v_descs = pieces_of(v_desc, v_desc2)
+    q_stages = new_stages(q_descs, Q_STAGES * WARPGROUPS)
+    k_stages = new_stages(k_descs, STAGES)
+    v_stages = new_stages(v_descs, STAGES)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], barrier)
     k_full = mbarriers(STAGES, 1)
@@ -361,23 +376,23 @@ def _attention_fwd_kernel(
         cu_seqlens_q, cu_seqlens_k, sinks, sinks_h, tile_counter, batch, heads, group, row_tiles, heads_per_section,
         tq, tk, left, right, scale_log2, softcap_log2,
     )  # fmt: skip
-    out = Out(o_desc, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
-    MORE: gl.constexpr = BLOCK_D == 256  # registers of a thread: else ptxas spills a little
+    out = Out(None if o is None else pieces_of(o_desc, o_desc2), o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
+    MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: else ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (load, (q_desc, k_desc, v_desc, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
+            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
         ], [1], [40])  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (load, (q_desc, k_desc, v_desc, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
+            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
         ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (load, (q_desc, k_desc, v_desc, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
+            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

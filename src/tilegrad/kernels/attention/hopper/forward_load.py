@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 from .forward_scheduler import (
     END,
@@ -21,12 +21,13 @@ from .forward_scheduler import (
     work_tile,
     work_tiles,
 )
+from .pieces import load_tile
 from .pipeline import named_acquire, named_drain
 
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, pipelines, params, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, VARLEN: gl.constexpr
+    q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, VARLEN: gl.constexpr
 ):
     Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
     STAGES: gl.constexpr = pipelines.k.full.shape[0]
@@ -45,24 +46,15 @@ def load(
             for w in gl.static_range(WARPGROUPS):
                 stage = iteration % Q_STAGES * WARPGROUPS + w
                 mbarrier.wait(pipelines.q.empty.index(stage), iteration // Q_STAGES & 1 ^ 1)
-                mbarrier.expect(pipelines.q.full.index(stage), q_desc.block_type.nbytes)
-                row = tile.start_q + tile.start + w * ROWS
-                tma.async_copy_global_to_shared(
-                    q_desc, [b, tile.h, row, 0], pipelines.q.full.index(stage), pipelines.q.stages.index(stage)
-                )
+                load_tile(q_descs, (b, tile.h, tile.start_q + tile.start + w * ROWS), pipelines.q, stage)
             for j in range(tile.last - tile.first):
                 stage = kv_state % STAGES
                 row = tile.start_k + (tile.last - 1 - j) * BLOCK_N
-                k_stage = named_acquire(pipelines.k, kv_state, K_BARRIER, THREADS)
-                mbarrier.expect(pipelines.k.full.index(stage), k_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    k_desc, [b, tile.h // params.group, row, 0], pipelines.k.full.index(stage), k_stage
-                )
-                v_stage = named_acquire(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
-                mbarrier.expect(pipelines.v.full.index(stage), v_desc.block_type.nbytes)
-                tma.async_copy_global_to_shared(
-                    v_desc, [b, tile.h // params.group, row, 0], pipelines.v.full.index(stage), v_stage
-                )
+                at = (b, tile.h // params.group, row)
+                named_acquire(pipelines.k, kv_state, K_BARRIER, THREADS)
+                load_tile(k_descs, at, pipelines.k, stage)
+                named_acquire(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
+                load_tile(v_descs, at, pipelines.v, stage)
                 kv_state += 1
             iteration += 1
         index = next_index(iteration, params)

@@ -17,6 +17,7 @@ from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, size
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
 from .launch import L2_BYTES, LaunchCache, current, prepare
+from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
 ALONE = 1.35  # of a tile where few warpgroups have rows, the time in warpgroups: one alone is that much slower than its share
@@ -34,21 +35,25 @@ class TileConfig(NamedTuple):
 TILE_CONFIGS = {  # by the head dimension, padded
     32: TileConfig(2, 128, 2, 2),
     64: TileConfig(3, 128, 3, 2),
+    96: TileConfig(2, 128, 2, 2),
     128: TileConfig(2, 128, 2, 2),
+    192: TileConfig(2, 64, 2, 2),
     256: TileConfig(2, 64, 2, 1),
 }
-WINDOW_CONFIG = TileConfig(3, 64, 4, 2)  # for D 128: narrow columns waste less beyond a window's two edges
+WINDOW_CONFIG = TileConfig(3, 64, 4, 2)  # for D 96 and 128: narrow columns waste less beyond a window's two edges
 launches: LaunchCache[Launch] = LaunchCache()
 
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
-    """The usual one; of one warpgroup where there is a CTA for each of its tiles; narrow columns for a window at D 128."""
-    config = TILE_CONFIGS[sizes.block_d]
+    """The usual one; of one warpgroup where there is a CTA for each of its tiles; narrow columns for a window at D 96 and
+    128."""
+    width = width_of(sizes.d)
+    config = TILE_CONFIGS[width]
     if varlen:
         return config
     if -(-sizes.tq // ROWS.value) * sizes.hq * sizes.batch <= programs:
         return config._replace(warpgroups=1)
-    return WINDOW_CONFIG if sizes.block_d == 128 and sizes.left is not None else config
+    return WINDOW_CONFIG if width in (96, 128) and sizes.left is not None else config
 
 
 def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
@@ -133,7 +138,7 @@ def _prepare(
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
     config = tile_config(sizes, multiprocessors(q.device), varlen=varlen)
-    rows = ROWS.value * config.warpgroups
+    width, rows = width_of(sizes.d), ROWS.value * config.warpgroups
     row_tiles = q.shape[0] // rows + sizes.batch if varlen else -(-sizes.tq // rows)
     tiles = row_tiles * sizes.hq * (1 if varlen else sizes.batch)
     programs = min(tiles, multiprocessors(q.device))
@@ -145,20 +150,21 @@ def _prepare(
         0 if sinks is None else sinks.stride(0),
     )
     constants = (
-        config.warpgroups, config.columns, sizes.block_d, sizes.d, config.stages, config.q_stages, scale < 0.0,
+        config.warpgroups, config.columns, width, sizes.d, config.stages, config.q_stages, scale < 0.0,
         edges_in_the_loop(sizes, varlen=varlen),
     )  # fmt: skip
     key = (
         q.dtype, varlen, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
         sizes.right is None, mask.softcap == 0.0, constants,
     )  # fmt: skip
+    boxes = ((q, ROWS.value), (k, config.columns), (v, config.columns), (o, ROWS.value))
+    descriptors = [
+        None if x is None or not columns else tile_descriptor(x, rows, columns, varlen=varlen)
+        for columns in columns_of(width)
+        for x, rows in boxes
+    ]
     arguments = (
-        tile_descriptor(q, ROWS.value, sizes.block_d, varlen=varlen),
-        tile_descriptor(k, config.columns, sizes.block_d, varlen=varlen),
-        tile_descriptor(v, config.columns, sizes.block_d, varlen=varlen),
-        mask.cu_seqlens_q, mask.cu_seqlens_k, sinks,
-        None if o is None else tile_descriptor(o, ROWS.value, sizes.block_d, varlen=varlen),
-        o, lse, tile_counter,
+        *descriptors, mask.cu_seqlens_q, mask.cu_seqlens_k, sinks, o, lse, tile_counter,
         *strides, sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, section,
         sizes.tq, sizes.tk, sizes.left, sizes.right,
         max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,

@@ -8,8 +8,8 @@ A pipeline is a circular buffer of stages, each with two mbarriers:
 The state of a pipeline is one integer, the number of stages gone through: stage = state % STAGES, phase = state // STAGES & 1.
 Every warp counts it for itself. A wait for the phase before the first returns at once.
 
-    producer    stage = producer_acquire(pipeline, state)    TMA loads into it, or a store, a fence and producer_commit
-    consumer    stage = consumer_wait(pipeline, state)       reads, then consumer_release
+    producer    producer_acquire(pipeline, state)    TMA loads into the stage, or a store, a fence and producer_commit
+    consumer    consumer_wait(pipeline, state)       reads, then consumer_release
 
 **Named barriers** take the place of an mbarrier where warpgroups signal in their main loop. An mbarrier's arrival is one
 thread's, so a barrier of its whole partition comes before it; at a named barrier every thread arrives and goes on. It has a
@@ -27,7 +27,8 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
 
 class Pipeline(NamedTuple):
-    """Stages with their two mbarriers; None where a named barrier takes its place."""
+    """Stages with their two mbarriers; None where a named barrier takes its place. Stages of tiles are in pieces
+    (pieces.py)."""
 
     stages: Any
     full: Any
@@ -56,10 +57,9 @@ def new_pipeline(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr = 1):
 
 @gluon.jit
 def producer_acquire(pipeline, state):
-    """The stage of a state, once its consumers have released it."""
+    """Wait until the consumers have released the stage of a state."""
     STAGES: gl.constexpr = pipeline.empty.shape[0]
     mbarrier.wait(pipeline.empty.index(state % STAGES), ((state // STAGES) & 1) ^ 1)
-    return pipeline.stages.index(state % STAGES)
 
 
 @gluon.jit
@@ -71,10 +71,9 @@ def producer_commit(pipeline, state):
 
 @gluon.jit
 def consumer_wait(pipeline, state):
-    """The stage of a state, once it is full."""
+    """Wait until the stage of a state is full."""
     STAGES: gl.constexpr = pipeline.full.shape[0]
     mbarrier.wait(pipeline.full.index(state % STAGES), (state // STAGES) & 1)
-    return pipeline.stages.index(state % STAGES)
 
 
 @gluon.jit
@@ -109,7 +108,6 @@ def named_acquire(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr)
     STAGES: gl.constexpr = pipeline.full.shape[0]
     if state >= STAGES:
         named_wait(BARRIER + state % STAGES, THREADS)
-    return pipeline.stages.index(state % STAGES)
 
 
 @gluon.jit

@@ -1,0 +1,136 @@
+"""A head dimension in pieces of columns.
+
+Shapes in Gluon are powers of two. A head dimension is padded to 32, 64, 128 or 256, which is one piece, or to 96 = 64 + 32 or
+192 = 128 + 64, which is two. Whatever has D columns is a tuple of its pieces: TMA descriptors, stages in shared memory, tiles,
+accumulators. Scores are sums over D and have none:
+
+    s = a₁ b₁ᵀ + a₂ b₂ᵀ        o₁ += p v₁        o₂ += p v₂
+
+Each is as many MMAs as there are pieces, which a wait counts one by one.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+
+WIDTHS = (32, 64, 96, 128, 192, 256)
+
+
+def width_of(d: int) -> int:
+    """D padded."""
+    return next(width for width in WIDTHS if width >= d)
+
+
+def columns_of(width: int) -> tuple[int, int]:
+    """Of the first piece and of the second, 0 where there is none."""
+    first = 1 << width.bit_length() - 1
+    return first, width - first
+
+
+@gluon.jit
+def pieces_of(first, second):
+    """A tuple of one where there is no second."""
+    if second is None:
+        return (first,)
+    else:
+        return first, second
+
+
+@gluon.jit
+def new_stages(descs, STAGES: gl.constexpr):
+    """Stages for boxes of a tensor."""
+    return [gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout) for x in descs]  # noqa: RUF005 (in a kernel)
+
+
+@gluon.jit
+def load_tile(descs, at, pipeline, n, MORE_BYTES: gl.constexpr = 0):
+    """All columns of rows into stage n of a pipeline, by TMA. `at` is where their box begins, but for the column. MORE_BYTES
+    come to the same mbarrier by other loads."""
+    full = pipeline.full.index(n)
+    if len(descs) == 1:
+        mbarrier.expect(full, descs[0].block_type.nbytes + MORE_BYTES)
+    else:
+        mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes + MORE_BYTES)
+    for i in gl.static_range(len(descs)):
+        column = i * descs[0].block_type.shape[-1]
+        tma.async_copy_global_to_shared(descs[i], at + (column,), full, pipeline.stages[i].index(n))  # noqa: RUF005
+
+
+@gluon.jit
+def store_tile(descs, at, stages, n):
+    """Stage n to memory, by TMA; `at` as above."""
+    for i in gl.static_range(len(descs)):
+        column = i * descs[0].block_type.shape[-1]
+        tma.async_copy_shared_to_global(descs[i], at + (column,), stages[i].index(n))  # noqa: RUF005
+
+
+@gluon.jit
+def tile_of(stages, n):
+    """Stage n, its pieces as (rows, columns)."""
+    return [x.index(n).reshape([x.shape[-2], x.shape[-1]]) for x in stages]
+
+
+@gluon.jit
+def load_pieces(tile, L: gl.constexpr):
+    """A tile into registers."""
+    return [x.load(L) for x in tile]
+
+
+@gluon.jit
+def store_pieces(x, tile):
+    """x from registers, in the tile's dtype."""
+    for i in gl.static_range(len(tile)):
+        tile[i].store(x[i].to(tile[i].dtype))
+
+
+@gluon.jit
+def zeros(ROWS: gl.constexpr, stages):
+    """Accumulators of a warpgroup's ROWS and the columns of stages."""
+    return [_zeros(ROWS, x.shape[-1]) for x in stages]
+
+
+@gluon.jit
+def _zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
+    L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, COLUMNS, 16])
+    return gl.zeros((ROWS, COLUMNS), gl.float32, layout=L)
+
+
+@gluon.jit
+def dot_rows(a, b, zero):
+    """a bᵀ, issued; `zero` has its shape."""
+    products = warpgroup_mma(a[0], b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
+    for i in gl.static_range(1, len(a)):
+        products = warpgroup_mma(a[i], b[i].permute((1, 0)), products, is_async=True)
+    return products
+
+
+@gluon.jit
+def add_dot(p, x, acc):
+    """acc + p x, issued; p is in registers."""
+    if len(x) == 1:
+        return (_add_dot(p, x[0], acc[0]),)
+    else:
+        return _add_dot(p, x[0], acc[0]), _add_dot(p, x[1], acc[1])
+
+
+@gluon.jit
+def _add_dot(p, x, acc):
+    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=acc.type.layout, k_width=2)
+    return warpgroup_mma(gl.convert_layout(p, A_L), x, acc, is_async=True)
+
+
+@gluon.jit
+def wait_pieces(MMAS: gl.constexpr, acc):
+    """Accumulators, when at most the last MMAS are under way."""
+    if len(acc) == 1:
+        return (warpgroup_mma_wait(MMAS, deps=(acc[0],)),)
+    else:
+        return warpgroup_mma_wait(MMAS, deps=(acc[0], acc[1]))
+
+
+@gluon.jit
+def scale_rows(acc, factor):
+    """acc ∘ factor, a number for each row, in any layout."""
+    return [x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None] for x in acc]
