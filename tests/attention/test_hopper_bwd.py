@@ -34,6 +34,7 @@ from tilegrad.kernels.attention.hopper import (
     backward_mma,
     backward_store_dq,
     backward_wide,
+    pieces,
     pipeline,
     prepost,
 )
@@ -170,7 +171,7 @@ def test_a_packed_sequence_ends_where_tma_stops() -> None:
         start = dice.randrange(total)
         size, h, row = dice.randint(1, total - start), dice.randrange(heads), dice.randrange(2 * total)
         form = varlen_descriptor(x, 64, 64)
-        at = [getattr(c, "value", c) for c in scheduler.tma_coordinates.fn(of, 0, start, size, h, row, 0)]
+        at = [getattr(c, "value", c) for c in (*scheduler.tma_coordinates.fn(of, 0, start, size, h, row), 0)]
         address = 2 * sum(c * stride for c, stride in zip(at, form.strides, strict=True)) % 2**64
         inside = all(0 <= c < n for c, n in zip(at, form.shape, strict=True))
         assert address == 2 * ((start + row) * x.stride(0) + h * x.stride(1))
@@ -258,8 +259,8 @@ def test_a_tensor_that_tma_cannot_address_is_named(monkeypatch: pytest.MonkeyPat
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 MODULES = (
-    kernel, backward_barriers, backward_load, backward_mma, backward_store_dq, backward_wide, pipeline, prepost, scheduler,
-    memory, numerics, scores,
+    kernel, backward_barriers, backward_load, backward_mma, backward_store_dq, backward_wide, pieces, pipeline, prepost,
+    scheduler, memory, numerics, scores,
 )  # fmt: skip
 
 
@@ -366,17 +367,13 @@ def few_columns() -> Known:
     return Known(replace(RAGGED, hkv=1, tq=300, tk=300, d=64, dv=64, causal=True))
 
 
-def without_wait(of: Any, state: Any, *_barrier: int) -> Any:
-    return of.stages.index(state % of.full.shape[0])
-
-
 def nothing(*of: Any, **more: Any) -> None:
     pass
 
 
 BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "a consumer does not wait": (backward_mma, "consumer_wait", without_wait),
-    "the producer does not wait": (backward_load, "named_acquire", without_wait),
+    "a consumer does not wait": (backward_mma, "consumer_wait", nothing),
+    "the producer does not wait": (backward_load, "named_acquire", nothing),
     "dq is read before it is there": (backward_store_dq, "named_wait", nothing),
     "dsᵀ of the other warpgroup is not waited for": (backward_mma, "named_wait", nothing),
     "no stage of q and do is released": (backward_mma, "named_release", nothing),
@@ -406,7 +403,7 @@ def test_in_plain_python_a_broken_kernel_shows(name: str, few_columns: Known) ->
 
 
 WIDE_BROKEN: dict[str, tuple[Any, str, Any]] = {
-    "a consumer does not wait": (backward_wide, "consumer_wait", without_wait),
+    "a consumer does not wait": (backward_wide, "consumer_wait", nothing),
     "no stage is released": (backward_wide, "named_release", nothing),
     "pᵀ and dsᵀ are not waited for": (backward_wide, "named_wait", nothing),
     "nobody is told of pᵀ and dsᵀ": (backward_wide, "named_arrive", nothing),

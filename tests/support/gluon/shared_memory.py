@@ -42,8 +42,10 @@ class Shared:
         return Shared(self.x.narrow(dim, start, length))
 
     def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: SharedLinearLayout | None) -> Shared:
-        view = self.x.view(-1).view(dtype)[: math.prod(shape)].view(shape)
-        return Shared(view) if layout is None else Rearranged(view, layout)
+        if layout is None:
+            return Shared(self.x.view(-1).view(dtype)[: math.prod(shape)].view(shape))
+        assert dtype == self.dtype and shape[0] == len(self.x) and shape[1] % 32 == 0
+        return Rearranged(self.x[:, : shape[1]], layout)  # TMA has 32 columns after 32
 
     def store(self, x: Tensor) -> None:
         assert list(x.shape) == list(self.x.shape)

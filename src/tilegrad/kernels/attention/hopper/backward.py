@@ -43,7 +43,8 @@ from .backward_mma import Factors, SplitSums, mma_warpgroup
 from .backward_scheduler import INFO_STAGES, INFO_WORDS, Params
 from .backward_store_dq import store_dq
 from .backward_wide import DS_DK_REGISTERS, ds_dk_warpgroup, new_exchange, softmax_dv_warpgroup
-from .pipeline import Pipeline, mbarriers, new_pipeline, new_stages
+from .pieces import new_stages, pieces_of
+from .pipeline import Pipeline, mbarriers
 
 Q_STAGES = gl.constexpr(2)
 REGISTERS = gl.constexpr(24)  # of a thread of the producer warp and of the dQ store warp
@@ -57,7 +58,8 @@ POINTERS = ["arrivals", "dq_semaphores", "tile_counter", "cu_seqlens_q", "cu_seq
 
 @gluon.jit(do_not_specialize=SIZES + POINTERS)
 def _hopper_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, cu_seqlens_q, cu_seqlens_k,
+    q_desc, k_desc, v_desc, do_desc, q_desc2, k_desc2, v_desc2, do_desc2, neg_lse2_desc, delta_desc,
+    cu_seqlens_q, cu_seqlens_k,
     dq_desc, dk_desc, dv_desc, sums, arrivals, dq_semaphores, tile_counter,
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
     scale, scale_log2, softcap_log2, scale_over_softcap,
@@ -71,25 +73,30 @@ def _hopper_bwd_kernel(
     factors = Factors(scale, scale_log2, softcap_log2, scale_over_softcap, D > DIVIDED)
 
     WIDE: gl.constexpr = D > 128
+    q_descs = pieces_of(q_desc, q_desc2)
+    k_descs = pieces_of(k_desc, k_desc2)
+    v_descs = pieces_of(v_desc, v_desc2)
+    do_descs = pieces_of(do_desc, do_desc2)
     inputs = Inputs(
-        Pipeline(new_stages(q_desc, Q_STAGES), mbarriers(Q_STAGES, 1), None),
-        Pipeline(new_stages(do_desc, DO_STAGES), mbarriers(DO_STAGES, 1), None),
-        new_pipeline(k_desc, 1, 2), new_pipeline(v_desc, 1, 1 if WIDE else 2),
+        Pipeline(new_stages(q_descs, Q_STAGES), mbarriers(Q_STAGES, 1), None),
+        Pipeline(new_stages(do_descs, DO_STAGES), mbarriers(DO_STAGES, 1), None),
+        Pipeline(new_stages(k_descs, 1), mbarriers(1, 1), mbarriers(1, 2)),
+        Pipeline(new_stages(v_descs, 1), mbarriers(1, 1), mbarriers(1, 1 if WIDE else 2)),
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], neg_lse2_desc.layout),
         gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout),
         gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], WORDS_L),
     )  # fmt: skip
-    dq_pipeline = Pipeline(new_stages(dq_desc, 2), None, mbarriers(2, 1))  # a stage for each MMA warpgroup
+    dq_pipeline = Pipeline(new_stages((dq_desc,), 2)[0], None, mbarriers(2, 1))  # a stage for each MMA warpgroup
     tile_words = gl.allocate_shared_memory(gl.int32, [INFO_STAGES * INFO_WORDS, 1], WORDS_L)
     tile_info = Pipeline(tile_words, mbarriers(INFO_STAGES, 1), mbarriers(INFO_STAGES, 3))
     # the lists below are alike, but a tuple that has a name loses its constants in Gluon
     if WIDE:
         exchange = new_exchange(dtype, BLOCK_N, BLOCK_M)
         gl.warp_specialize([
-            (softmax_dv_warpgroup, (SplitSums(sums, arrivals), params, inputs, exchange, dq_pipeline, tile_info, factors)),
-            (ds_dk_warpgroup, (SplitSums(sums, arrivals), params, inputs, exchange, dq_pipeline, tile_info, factors)),
+            (softmax_dv_warpgroup, (SplitSums(sums, arrivals), params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
+            (ds_dk_warpgroup, (SplitSums(sums, arrivals), params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
             (load, (
-                q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
+                q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
                 rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING,
             )),
             (store_dq, (
@@ -101,10 +108,10 @@ def _hopper_bwd_kernel(
         SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
         ds_stages = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], SCORES_L)
         gl.warp_specialize([
-            (mma_warpgroup, (0, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors)),
-            (mma_warpgroup, (1, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors)),
+            (mma_warpgroup, (0, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors, D)),
+            (mma_warpgroup, (1, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors, D)),
             (load, (
-                q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
+                q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
                 rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING,
             )),
             (store_dq, (

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .backward_barriers import DO, INPUT_THREADS, Q
 from .backward_scheduler import (
@@ -25,6 +25,7 @@ from .backward_scheduler import (
     tma_coordinates,
     work_tile,
 )
+from .pieces import load_tile
 from .pipeline import named_acquire, named_drain, producer_acquire, write_word
 
 
@@ -41,19 +42,17 @@ class Inputs(NamedTuple):
 
 
 @gluon.jit
-def _load_columns(k_desc, v_desc, params, tile, inputs, iteration, BLOCK_N: gl.constexpr):
-    at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N, 0)
-    k_s = producer_acquire(inputs.k, iteration)
-    mbarrier.expect(inputs.k.full.index(0), k_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(k_desc, at, inputs.k.full.index(0), k_s)
-    v_s = producer_acquire(inputs.v, iteration)
-    mbarrier.expect(inputs.v.full.index(0), v_desc.block_type.nbytes)
-    tma.async_copy_global_to_shared(v_desc, at, inputs.v.full.index(0), v_s)
+def _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N: gl.constexpr):
+    at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N)
+    producer_acquire(inputs.k, iteration)
+    load_tile(k_descs, at, inputs.k, 0)
+    producer_acquire(inputs.v, iteration)
+    load_tile(v_descs, at, inputs.v, 0)
 
 
 @gluon.jit
 def _load_tile(
-    q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, tile, iteration, state, inputs, tile_info,
+    q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, tile, iteration, state, inputs, tile_info,
     rows_b, rows_h, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 ):  # fmt: skip
     """q and do of every tile of rows; k and v after the first q, because their stages are released later than q's."""
@@ -67,21 +66,19 @@ def _load_tile(
     for step in range(tile.begin, tile.end):
         h = tile.kv_head * params.group + g
         m = row_tile(tile, i)
-        at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M, 0)
+        at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M)
         flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(i < tile.masked, MASKED, 0)
-        q_s = named_acquire(inputs.q, state, Q, INPUT_THREADS)
+        named_acquire(inputs.q, state, Q, INPUT_THREADS)
         write_word(inputs.row_info, state % Q_STAGES, (m << FLAG_BITS) + flags)
+        load_tile(q_descs, at, inputs.q, state % Q_STAGES, neg_lse2_desc.block_type.nbytes)
         full = inputs.q.full.index(state % Q_STAGES)
-        mbarrier.expect(full, q_desc.block_type.nbytes + neg_lse2_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(q_desc, at, full, q_s)
         neg_lse2_s = inputs.neg_lse2.index(state % Q_STAGES)
         tma.async_copy_global_to_shared(neg_lse2_desc, [h * rows_h + row + m * BLOCK_M], full, neg_lse2_s)
         if step == tile.begin:
-            _load_columns(k_desc, v_desc, params, tile, inputs, iteration, BLOCK_N)
-        do_s = named_acquire(inputs.do, state, DO, INPUT_THREADS)
+            _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N)
+        named_acquire(inputs.do, state, DO, INPUT_THREADS)
+        load_tile(do_descs, at, inputs.do, state % DO_STAGES, delta_desc.block_type.nbytes)
         full = inputs.do.full.index(state % DO_STAGES)
-        mbarrier.expect(full, do_desc.block_type.nbytes + delta_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(do_desc, at, full, do_s)
         delta_s = inputs.delta.index(state % DO_STAGES)
         tma.async_copy_global_to_shared(delta_desc, [h * rows_h + row + m * BLOCK_M], full, delta_s)
         state += 1
@@ -89,13 +86,13 @@ def _load_tile(
         g = gl.where(i == tile.count, g + 1, g)
         i = gl.where(i == tile.count, 0, i)
     if tile.begin == tile.end:
-        _load_columns(k_desc, v_desc, params, tile, inputs, iteration, BLOCK_N)
+        _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N)
     return state
 
 
 @gluon.jit
 def load(
-    q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter, rows_b, rows_h,
+    q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter, rows_b, rows_h,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """The producer warp. `state`: of the pipelines q and do; of k and v it is `iteration`."""
@@ -133,7 +130,7 @@ def load(
                 n = col_tiles - 1 - n
             tile = work_tile(b_of, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
             state = _load_tile(
-                q_desc, k_desc, v_desc, do_desc, neg_lse2_desc, delta_desc, params, tile, iteration, state,
+                q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, tile, iteration, state,
                 inputs, tile_info, rows_b, rows_h, BLOCK_M, BLOCK_N,
             )  # fmt: skip
             iteration += 1

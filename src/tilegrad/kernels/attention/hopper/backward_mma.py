@@ -29,6 +29,7 @@ from .backward_scheduler import (
     wait_for_tile,
 )
 from .backward_store_dq import send_dkdv, send_dq
+from .pieces import add_dot, dot_rows, tile_of, wait_pieces, zeros
 from .pipeline import consumer_release, consumer_wait, named_release, named_wait, only_stage, read_word, write_word
 
 HALF = gl.constexpr(64)  # columns of a warpgroup
@@ -108,23 +109,33 @@ def _score_gradient(p, dp, t, delta, factors):
 
 
 @gluon.jit
+def _sums_of(
+    x, COLUMN: gl.constexpr, which: gl.constexpr, HALF: gl.constexpr, index, sums, BLOCK_N: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
+    """Where the sums of a piece of dk or dv are, from COLUMN on."""
+    ROWS: gl.constexpr = x.shape[0]
+    j = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))[:, None]
+    c = COLUMN + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :]
+    return sums.dkdv + (2 * index + which) * (BLOCK_N * D) + j * D + c
+
+
+@gluon.jit
 def splitk_reduce(
-    x, which: gl.constexpr, HALF: gl.constexpr, iteration, params, tile_info, sums, BLOCK_N: gl.constexpr
-):
+    x, which: gl.constexpr, HALF: gl.constexpr, iteration, params, tile_info, sums, BLOCK_N: gl.constexpr, D: gl.constexpr
+):  # fmt: skip
     """dk or dv of a split work tile, or a half of its columns, added to those of the CTAs before; the last to add stores the
     sum."""
-    ROWS: gl.constexpr = x.shape[0]
-    D: gl.constexpr = x.shape[1]
     index = read_word(tile_info.stages, iteration % INFO_STAGES * INFO_WORDS + TILE_FIELDS - 1)
-    j = HALF * ROWS + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))[:, None]
-    c = gl.arange(0, D, layout=gl.SliceLayout(0, x.type.layout))[None, :]
-    at = sums.dkdv + (2 * index + which) * (BLOCK_N * D) + j * D + c
-    gl.atomic_add(at, x, sem="relaxed")
+    at = [_sums_of(x[0], 0, which, HALF, index, sums, BLOCK_N, D)]
+    if len(x) == 2:
+        at = [at[0], _sums_of(x[1], x[0].shape[1], which, HALF, index, sums, BLOCK_N, D)]
+    for i in gl.static_range(len(x)):
+        gl.atomic_add(at[i], x[i], sem="relaxed")
     gl.thread_barrier()
     last = gl.atomic_add(sums.arrivals + 4 * index + 2 * which + HALF, 1, sem="acq_rel") == params.splits - 1
     gl.thread_barrier()
     if last:
-        x = gl.load(at, cache_modifier=".cg")
+        x = [gl.load(each, cache_modifier=".cg") for each in at]
     write_word(tile_info.stages, stored_word(iteration, which, HALF), gl.where(last, 1, 0))
     return x
 
@@ -133,76 +144,75 @@ def splitk_reduce(
 def _add_rows(
     W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, ds_s, params, inputs, dq_pipeline, tile_info, factors,
 ):  # fmt: skip
-    """dk, dv of warpgroup W after one more tile of rows; it sends a half of dq, of 64 rows: of D where the tile has as many."""
-    BLOCK_N: gl.constexpr = k.shape[0]
-    BLOCK_M: gl.constexpr = q.shape[0]
-    D: gl.constexpr = k.shape[1]
-    dtype: gl.constexpr = k.dtype
+    """dk, dv of warpgroup W after one more tile of rows; it sends a part of dq, of 64 rows: one of the pieces of D, half of D
+    where that is one piece, or D where the tile has as many rows as columns."""
+    PIECES: gl.constexpr = len(k)
+    BLOCK_N: gl.constexpr = k[0].shape[0]
+    BLOCK_M: gl.constexpr = q[0].shape[0]
+    dtype: gl.constexpr = k[0].dtype
     STAGES: gl.constexpr = inputs.row_info.shape[0]
-    DQ_COLUMNS: gl.constexpr = D * BLOCK_M // 128
+    DQ_COLUMNS: gl.constexpr = k[W].shape[1] if PIECES == 2 else k[0].shape[1] * BLOCK_M // 128
     ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, BLOCK_M, 16])
     DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
-    A_L: gl.constexpr = gl.DotOperandLayout(operand_index=0, parent=dk.type.layout, k_width=2)
     ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
     zero = gl.zeros((HALF, BLOCK_M), gl.float32, layout=ST_L)
-    s_token = warpgroup_mma(k.slice(W * HALF, HALF, 0), q.permute((1, 0)), zero, use_acc=False, is_async=True)
+    s_token = dot_rows([x.slice(W * HALF, HALF, 0) for x in k], q, zero)
     consumer_wait(inputs.do, state)
-    dp_token = warpgroup_mma(v.slice(W * HALF, HALF, 0), do.permute((1, 0)), zero, use_acc=False, is_async=True)
+    dp_token = dot_rows([x.slice(W * HALF, HALF, 0) for x in v], do, zero)
     neg_lse2 = inputs.neg_lse2.index(state % STAGES).load(ROW_L)
-    x = warpgroup_mma_wait(1, deps=(s_token,))
+    x = warpgroup_mma_wait(PIECES, deps=(s_token,))
     row = (row_info >> FLAG_BITS) * BLOCK_M
     p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
     p16 = p.to(dtype)
     delta = inputs.delta.index(state % STAGES).load(ROW_L)
     ds16 = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors).to(dtype)
     ds_s.slice(W * HALF, HALF, 0).store(ds16)
-    dv_token = warpgroup_mma(gl.convert_layout(p16, A_L), do, dv, is_async=True)
+    dv_token = add_dot(p16, do, dv)
 
     fence_async_shared()
     named_wait(DS, MMA_THREADS)
     zero_dq = gl.zeros((64, DQ_COLUMNS), gl.float32, layout=DQ_L)
     if BLOCK_M == 64:
-        k_part = k.slice(W * DQ_COLUMNS, DQ_COLUMNS, 1)
+        k_part = k[W] if PIECES == 2 else k[0].slice(W * DQ_COLUMNS, DQ_COLUMNS, 1)
         dq_token = warpgroup_mma(ds_s.permute((1, 0)), k_part, zero_dq, use_acc=False, is_async=True)
     else:
         ds_part = ds_s.slice(W * 64, 64, 1)
-        dq_token = warpgroup_mma(ds_part.permute((1, 0)), k, zero_dq, use_acc=False, is_async=True)
-    dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
-    dv = warpgroup_mma_wait(2, deps=(dv_token,))
+        dq_token = warpgroup_mma(ds_part.permute((1, 0)), k[0], zero_dq, use_acc=False, is_async=True)
+    dk_token = add_dot(ds16, q, dk)
+    dv = wait_pieces(1 + PIECES, dv_token)
     named_release(inputs.do, state, DO, INPUT_THREADS)
-    dq = warpgroup_mma_wait(1, deps=(dq_token,))
+    dq = warpgroup_mma_wait(PIECES, deps=(dq_token,))
     send_dq(W, dq, state + iteration * 2, dq_pipeline)
-    dk = warpgroup_mma_wait(0, deps=(dk_token,))
+    dk = wait_pieces(0, dk_token)
     named_release(inputs.q, state, Q, INPUT_THREADS)
     return dk, dv
 
 
 @gluon.jit
-def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors):
+def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D: gl.constexpr):
     """MMA warpgroup W of two: columns 64 W … of sᵀ, dpᵀ, dk and dv, and a half of dq.
 
     dsᵀ has two stages, so its store waits for nobody: who stores dsᵀ of a tile of rows has met the other at DS of the tile
     before, and there the other's dq of the tile before that was done."""
     BLOCK_N: gl.constexpr = ds_stages.shape[1]
     BLOCK_M: gl.constexpr = ds_stages.shape[2]
-    D: gl.constexpr = inputs.k.stages.shape[-1]
     dtype: gl.constexpr = ds_stages.dtype
-    KV_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, D, 16])
     state = 0
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
-        dk = gl.zeros((HALF, D), gl.float32, layout=KV_L)
-        dv = gl.zeros((HALF, D), gl.float32, layout=KV_L)
+        dk = zeros(HALF, inputs.k.stages)
+        dv = zeros(HALF, inputs.v.stages)
         consumer_wait(inputs.k, iteration)
         consumer_wait(inputs.v, iteration)
         more = tile.begin < tile.end
         while more:
-            k = only_stage(inputs.k.stages, state)
-            v = only_stage(inputs.v.stages, state)
-            q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
+            k = tile_of(inputs.k.stages, only_stage(state))
+            v = tile_of(inputs.v.stages, only_stage(state))
+            consumer_wait(inputs.q, state)
+            q = tile_of(inputs.q.stages, state % inputs.q.full.shape[0])
             row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
-            do = inputs.do.stages.index(state % inputs.do.full.shape[0]).reshape([BLOCK_M, D])
+            do = tile_of(inputs.do.stages, state % inputs.do.full.shape[0])
             dk, dv = _add_rows(
                 W, dk, dv, state, iteration, row_info, q, k, v, do, ds_stages.index(state % 2), params, inputs,
                 dq_pipeline, tile_info, factors,
@@ -211,12 +221,12 @@ def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline,
             more = row_info & LAST == 0
         consumer_release(inputs.k, iteration)
         consumer_release(inputs.v, iteration)
-        dk = dk * factors.scale
+        dk = [x * factors.scale for x in dk]
         if params.splits is not None:
-            dv = splitk_reduce(dv, DV, W, iteration, params, tile_info, sums, BLOCK_N)
-            dk = splitk_reduce(dk, DK, W, iteration, params, tile_info, sums, BLOCK_N)
-        send_dkdv(W, dv, state + iteration * 2, dq_pipeline, dtype)
-        send_dkdv(W, dk, state + iteration * 2 + 1, dq_pipeline, dtype)
+            dv = splitk_reduce(dv, DV, W, iteration, params, tile_info, sums, BLOCK_N, D)
+            dk = splitk_reduce(dk, DK, W, iteration, params, tile_info, sums, BLOCK_N, D)
+        send_dkdv(W, dv, state + iteration * 2, dq_pipeline, dtype, D)
+        send_dkdv(W, dk, state + iteration * 2 + 1, dq_pipeline, dtype, D)
         consumer_release(tile_info, iteration)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)

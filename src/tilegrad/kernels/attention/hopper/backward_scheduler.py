@@ -181,9 +181,9 @@ def first_row(b, start_q, rows_b, VARLEN: gl.constexpr):
 
 
 @gluon.jit
-def tma_coordinates(params, b, start, size, h, row, column):
-    """Coordinates of a row of sequence b for TMA; of packed sequences in the axes of varlen_descriptor."""
+def tma_coordinates(params, b, start, size, h, row):
+    """Where a row of sequence b begins for TMA, but for the column; of packed sequences in the axes of varlen_descriptor."""
     if params.cu_seqlens_q is None:
-        return b, h, row, column
+        return b, h, row
     else:
-        return SEQUENCE_END, start + size, h, SEQUENCE_END - size + row, column
+        return SEQUENCE_END, start + size, h, SEQUENCE_END - size + row

@@ -59,13 +59,21 @@ def send_dq(W: gl.constexpr, dq, count, dq_pipeline):
     named_arrive(DQ + W, DQ_THREADS)
 
 
+@gluon.constexpr_function
+def dkdv_columns(D):
+    """Columns of a box of dk and dv, which may be more than they have."""
+    return 64 if D == 64 else 128
+
+
 @gluon.jit
-def send_dkdv(W: gl.constexpr, x, count, dq_pipeline, DTYPE: gl.constexpr):
-    """A part of dk or dv to the dQ store warp."""
-    M: gl.constexpr = x.shape[0]
-    N: gl.constexpr = x.shape[1]
+def send_dkdv(W: gl.constexpr, x, count, dq_pipeline, DTYPE: gl.constexpr, D: gl.constexpr):
+    """A part of dk or dv, in pieces of columns, to the dQ store warp."""
+    M: gl.constexpr = x[0].shape[0]
+    N: gl.constexpr = dkdv_columns(D)
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], DTYPE)
-    dq_stage(W, count, dq_pipeline)._reinterpret(DTYPE, [M, N], L).store(x.to(DTYPE))
+    stage = dq_stage(W, count, dq_pipeline)._reinterpret(DTYPE, [M, N], L)
+    for i in gl.static_range(len(x)):
+        stage.slice(i * x[0].shape[1], x[i].shape[1], 1).store(x[i].to(DTYPE))
     fence_async_shared()
     named_arrive(DQ + W, DQ_THREADS)
 
@@ -76,7 +84,7 @@ def store_dq(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """The dQ store warp; dv and dk of a work tile come after the last of its dq."""
-    DTYPE: gl.constexpr = inputs.k.stages.dtype
+    DTYPE: gl.constexpr = inputs.k.stages[0].dtype
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
@@ -114,6 +122,7 @@ def _add_row_tiles(
     parts come from the two warpgroups in turn."""
     ROWS: gl.constexpr = dq_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[1]
+    PARTS: gl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row; TMA drops what the last has beyond D
     row = first_row(tile.b, tile.start_q, rows_b, params.cu_seqlens_q is not None)
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
@@ -127,8 +136,8 @@ def _add_row_tiles(
             if before > 0:
                 wait_for_semaphore(counter, before)
         line = h * rows_h + row + m * BLOCK_M
-        for part in gl.static_range((BLOCK_M // ROWS) * (D // COLUMNS)):
-            at = [line + part // (D // COLUMNS) * ROWS, part % (D // COLUMNS) * COLUMNS]
+        for part in gl.static_range((BLOCK_M // ROWS) * PARTS):
+            at = [line + part // PARTS * ROWS, part % PARTS * COLUMNS]
             dq_s = dq_pipeline.stages.index(part % 2)
             named_wait(DQ + part % 2, DQ_THREADS)
             if before == 0:
@@ -153,7 +162,7 @@ def _store_dkdv(
     """A part of dk or dv to memory; of a split work tile only by the CTA that was the last to add."""
     W: gl.constexpr = part % 2
     HALF: gl.constexpr = 0 if D > 128 else W  # of the columns
-    COLUMNS: gl.constexpr = 128 if D > 128 else D
+    COLUMNS: gl.constexpr = dkdv_columns(D)
     BOX: gl.constexpr = [1, 1, 64, COLUMNS] if params.cu_seqlens_q is None else [1, 1, 1, 64, COLUMNS]
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)
     named_wait(DQ + W, DQ_THREADS)
@@ -164,7 +173,7 @@ def _store_dkdv(
         if wanted != 0:
             row = tile.n * BLOCK_N + HALF * 64
             column = part // 2 * COLUMNS if D > 128 else 0
-            at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row, column)
+            at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row) + (column,)
             tma.async_copy_shared_to_global(desc, at, dq_pipeline.stages.index(W)._reinterpret(DTYPE, BOX, L))
             tma.store_wait(0)
     mbarrier.arrive(dq_pipeline.empty.index(W), count=1)

@@ -22,6 +22,7 @@ from .backward_barriers import DO, DS, INPUT_THREADS, MMA_THREADS, P, Q
 from .backward_mma import probabilities, splitk_reduce
 from .backward_scheduler import DK, DV, FLAG_BITS, LAST, wait_for_tile
 from .backward_store_dq import send_dkdv, send_dq
+from .pieces import add_dot, dot_rows, tile_of, wait_pieces, zeros
 from .pipeline import (
     consumer_release,
     consumer_wait,
@@ -32,11 +33,9 @@ from .pipeline import (
     read_word,
 )
 
-SLICES = gl.constexpr(4)  # of dq's columns
+SLICE = gl.constexpr(64)  # columns of a slice of dq
 DS_DK_REGISTERS = gl.constexpr(256)  # of a thread; softmax_dv_warpgroup has what is left, 224
 ST_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sᵀ, dpᵀ and a slice of dq
-KV_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 256, 16]))  # of dk and dv
-A_L = gl.constexpr(gl.DotOperandLayout(operand_index=0, parent=KV_L.value, k_width=2))  # of pᵀ and dsᵀ beside do and q
 # float32 (64, 64) as a warpgroup's accumulator has it: four numbers of each thread side by side
 THREADS_L = gl.constexpr(
     gl.SharedLinearLayout(
@@ -62,45 +61,51 @@ def new_exchange(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constex
 
 
 @gluon.jit
-def _end_tile(x, which: gl.constexpr, state, iteration, params, dq_pipeline, tile_info, sums, DTYPE: gl.constexpr):
-    """dk or dv of a work tile to the dQ store warp, in two parts of D."""
+def _end_tile(
+    x, which: gl.constexpr, count, iteration, params, dq_pipeline, tile_info, sums, DTYPE: gl.constexpr, D: gl.constexpr
+):
+    """dk or dv of a work tile to the dQ store warp, in two parts of D; `count` as in dq_stage."""
     W: gl.constexpr = DV - which
+    BLOCK_N: gl.constexpr = x[0].shape[0]
     if params.splits is not None:
-        x = splitk_reduce(x, which, 0, iteration, params, tile_info, sums, x.shape[0])
-    parts = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute((0, 2, 1)).split()
-    send_dkdv(W, parts[0], state * 2 + iteration * 2, dq_pipeline, DTYPE)
-    send_dkdv(W, parts[1], state * 2 + iteration * 2 + 1, dq_pipeline, DTYPE)
+        x = splitk_reduce(x, which, 0, iteration, params, tile_info, sums, BLOCK_N, D)
+    parts = x
+    if len(x) == 1:
+        parts = x[0].reshape([BLOCK_N, 2, D // 2]).permute((0, 2, 1)).split()
+    send_dkdv(W, (parts[0],), count, dq_pipeline, DTYPE, D)
+    send_dkdv(W, (parts[1],), count + 1, dq_pipeline, DTYPE, D)
     consumer_release(tile_info, iteration)
 
 
 @gluon.jit
 def _gradient_of_rows(ds, k, part: gl.constexpr):
     """A slice of dq = ds k, issued."""
-    WIDTH: gl.constexpr = k.shape[1] // SLICES
+    IN_FIRST: gl.constexpr = k[0].shape[1] // SLICE  # slices in the first piece of D
     BLOCK_M: gl.constexpr = ds.shape[1]
-    zero = gl.zeros((BLOCK_M, WIDTH), gl.float32, layout=ST_L)
-    return warpgroup_mma(ds.permute((1, 0)), k.slice(part * WIDTH, WIDTH, 1), zero, use_acc=False, is_async=True)
+    zero = gl.zeros((BLOCK_M, SLICE), gl.float32, layout=ST_L)
+    k_slice = k[part // IN_FIRST].slice(part % IN_FIRST * SLICE, SLICE, 1)
+    return warpgroup_mma(ds.permute((1, 0)), k_slice, zero, use_acc=False, is_async=True)
 
 
 @gluon.jit
-def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, factors):
+def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D: gl.constexpr):
     """The consumer warpgroup with s, p, dv and every other slice of dq."""
-    BLOCK_N: gl.constexpr = inputs.k.stages.shape[-2]
-    D: gl.constexpr = inputs.k.stages.shape[-1]
+    BLOCK_N: gl.constexpr = inputs.k.stages[0].shape[-2]
     BLOCK_M: gl.constexpr = inputs.neg_lse2.shape[1]
-    dtype: gl.constexpr = inputs.k.stages.dtype
+    dtype: gl.constexpr = inputs.k.stages[0].dtype
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
     state = 0
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
-        dv = gl.zeros((BLOCK_N, D), gl.float32, layout=KV_L)
+        dv = zeros(BLOCK_N, inputs.v.stages)
         consumer_wait(inputs.k, iteration)
         more = tile.begin < tile.end
         while more:
-            k = only_stage(inputs.k.stages, state)
-            q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
-            s_token = warpgroup_mma(k, q.permute((1, 0)), zero, use_acc=False, is_async=True)
+            k = tile_of(inputs.k.stages, only_stage(state))
+            consumer_wait(inputs.q, state)
+            q = tile_of(inputs.q.stages, state % inputs.q.full.shape[0])
+            s_token = dot_rows(k, q, zero)
             row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
             neg_lse2 = inputs.neg_lse2.index(state % inputs.neg_lse2.shape[0]).load(gl.SliceLayout(0, ST_L))
             x = warpgroup_mma_wait(0, deps=(s_token,))
@@ -113,12 +118,13 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
             exchange.p.index(0).store(weight)
             named_arrive(P, MMA_THREADS)
 
-            do = consumer_wait(inputs.do, state).reshape([BLOCK_M, D])
-            dv_token = warpgroup_mma(gl.convert_layout(p.to(dtype), A_L), do, dv, is_async=True)
+            consumer_wait(inputs.do, state)
+            do = tile_of(inputs.do.stages, state % inputs.do.full.shape[0])
+            dv_token = add_dot(p.to(dtype), do, dv)
             named_wait(DS, MMA_THREADS)
-            ds = only_stage(exchange.ds, state)
+            ds = exchange.ds.index(only_stage(state))
             dq_token = _gradient_of_rows(ds, k, 0)
-            dv = warpgroup_mma_wait(1, deps=(dv_token,))
+            dv = wait_pieces(1, dv_token)
             named_release(inputs.do, state, DO, INPUT_THREADS)
             count = state * 2 + iteration * 2
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
@@ -129,32 +135,33 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
             state += 1
             more = row_info & LAST == 0
         consumer_release(inputs.k, iteration)
-        _end_tile(dv, DV, state, iteration, params, dq_pipeline, tile_info, sums, dtype)
+        _end_tile(dv, DV, state * 2 + iteration * 2, iteration, params, dq_pipeline, tile_info, sums, dtype, D)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)
 
 
 @gluon.jit
-def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, factors):
-    """The consumer warpgroup with dp, ds, dk and the other slices of dq."""
-    BLOCK_N: gl.constexpr = inputs.k.stages.shape[-2]
-    D: gl.constexpr = inputs.k.stages.shape[-1]
+def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D: gl.constexpr):
+    """The consumer warpgroup with dp, ds, dk and the other slices of dq: two, or one where D has three."""
+    SLICES: gl.constexpr = D // SLICE // 2
+    BLOCK_N: gl.constexpr = inputs.k.stages[0].shape[-2]
     BLOCK_M: gl.constexpr = inputs.delta.shape[1]
-    dtype: gl.constexpr = inputs.k.stages.dtype
+    dtype: gl.constexpr = inputs.k.stages[0].dtype
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
     state = 0
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
-        dk = gl.zeros((BLOCK_N, D), gl.float32, layout=KV_L)
+        dk = zeros(BLOCK_N, inputs.k.stages)
         consumer_wait(inputs.k, iteration)
         consumer_wait(inputs.v, iteration)
         more = tile.begin < tile.end
         while more:
-            k = only_stage(inputs.k.stages, state)
-            v = only_stage(inputs.v.stages, state)
-            do = consumer_wait(inputs.do, state).reshape([BLOCK_M, D])
-            dp_token = warpgroup_mma(v, do.permute((1, 0)), zero, use_acc=False, is_async=True)
+            k = tile_of(inputs.k.stages, only_stage(state))
+            v = tile_of(inputs.v.stages, only_stage(state))
+            consumer_wait(inputs.do, state)
+            do = tile_of(inputs.do.stages, state % inputs.do.full.shape[0])
+            dp_token = dot_rows(v, do, zero)
             delta = inputs.delta.index(state % inputs.delta.shape[0]).load(gl.SliceLayout(0, ST_L))
             named_wait(P, MMA_THREADS)
             weight = exchange.p.index(0).load(ST_L)
@@ -164,22 +171,29 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
             exchange.ds.index(0).store(ds16)
             fence_async_shared()
             named_arrive(DS, MMA_THREADS)
-            ds = only_stage(exchange.ds, state)
+            ds = exchange.ds.index(only_stage(state))
 
-            q = consumer_wait(inputs.q, state).reshape([BLOCK_M, D])
+            consumer_wait(inputs.q, state)
+            q = tile_of(inputs.q.stages, state % inputs.q.full.shape[0])
             row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
-            dk_token = warpgroup_mma(gl.convert_layout(ds16, A_L), q, dk, is_async=True)
+            dk_token = add_dot(ds16, q, dk)
             dq1_token = _gradient_of_rows(ds, k, 1)
-            dq3_token = _gradient_of_rows(ds, k, 3)
-            dk = warpgroup_mma_wait(2, deps=(dk_token,))
-            named_release(inputs.q, state, Q, INPUT_THREADS)
-            count = state * 2 + iteration * 2
-            send_dq(1, warpgroup_mma_wait(1, deps=(dq1_token,)), count, dq_pipeline)
-            send_dq(1, warpgroup_mma_wait(0, deps=(dq3_token,)), count + 1, dq_pipeline)
+            count = state * SLICES + iteration * 2
+            if SLICES == 2:
+                dq3_token = _gradient_of_rows(ds, k, 3)
+                dk = wait_pieces(2, dk_token)
+                named_release(inputs.q, state, Q, INPUT_THREADS)
+                send_dq(1, warpgroup_mma_wait(1, deps=(dq1_token,)), count, dq_pipeline)
+                send_dq(1, warpgroup_mma_wait(0, deps=(dq3_token,)), count + 1, dq_pipeline)
+            else:
+                dk = wait_pieces(1, dk_token)
+                named_release(inputs.q, state, Q, INPUT_THREADS)
+                send_dq(1, warpgroup_mma_wait(0, deps=(dq1_token,)), count, dq_pipeline)
             state += 1
             more = row_info & LAST == 0
         consumer_release(inputs.k, iteration)
         consumer_release(inputs.v, iteration)
-        _end_tile(dk * factors.scale, DK, state, iteration, params, dq_pipeline, tile_info, sums, dtype)
+        dk = [x * factors.scale for x in dk]
+        _end_tile(dk, DK, state * SLICES + iteration * 2, iteration, params, dq_pipeline, tile_info, sums, dtype, D)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)

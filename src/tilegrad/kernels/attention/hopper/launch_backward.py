@@ -19,7 +19,9 @@ from ...gpu import multiprocessors
 from ...scratch import Layout, Scratch, Shapes
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
+from . import pieces
 from .backward import DIVIDED, _hopper_bwd_kernel
+from .backward_store_dq import dkdv_columns
 from .launch import L2_BYTES, LaunchCache, current, prepare
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
 from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
@@ -41,9 +43,11 @@ class TileConfig(NamedTuple):
     dq_columns: int
 
 
-TILE_CONFIGS = {
+TILE_CONFIGS = {  # by the head dimension, padded
     64: TileConfig(128, 128, 2, 64),
+    96: TileConfig(64, 128, 2, 64),
     128: TileConfig(64, 128, 2, 64),
+    192: TileConfig(64, 64, 2, 64),
     256: TileConfig(64, 64, 1, 64),
 }
 SOFTCAP_CONFIGS = TILE_CONFIGS | {64: TileConfig(64, 128, 2, 32)}  # a softcap takes registers
@@ -51,8 +55,8 @@ launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
 
 
 def width_of(d: int) -> int:
-    """D padded to a power of two, of 128 bytes at least."""
-    return 64 if d <= 64 else 128 if d <= 128 else 256
+    """D padded, to 128 bytes at least."""
+    return max(64, pieces.width_of(d))
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -209,6 +213,13 @@ def _prepare(
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
     rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
     row_tiles = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK
+    boxes = ((q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
+    descriptors = [
+        _descriptor(x, rows, columns, varlen=varlen) if columns else None
+        for columns in pieces.columns_of(width)
+        for x, rows in boxes
+    ]
+    block_d = max(64, sizes.block_d)  # of the pre- and postprocess
     code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, split, d, tile)
 
     preprocess = prepare(
@@ -217,19 +228,17 @@ def _prepare(
             o, do, lse, dlse, cu_q, neg_lse2, delta, None if deterministic else acc, counters, sums,
             *row_strides(o, varlen=varlen), *row_strides(do, varlen=varlen),
             *lse_strides(lse, varlen=varlen), *lse_strides(dlse, varlen=varlen),
-            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, width, BLOCK, PADDING,
+            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, block_d, BLOCK, PADDING,
         ), num_warps=4,
     )  # fmt: skip
     main = prepare(
         _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None),
         min(tiles * splits, programs),
         (
-            _descriptor(q, tile.m, width, varlen=varlen), _descriptor(k, tile.n, width, varlen=varlen),
-            _descriptor(v, tile.n, width, varlen=varlen), _descriptor(do, tile.m, width, varlen=varlen),
-            row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
+            *descriptors, row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
             rows_descriptor(acc, 64, tile.dq_columns),
-            None if dk is None else _descriptor(dk, 64, min(width, 128), varlen=varlen),
-            None if dv is None else _descriptor(dv, 64, min(width, 128), varlen=varlen),
+            None if dk is None else _descriptor(dk, 64, dkdv_columns(width), varlen=varlen),
+            None if dv is None else _descriptor(dv, 64, dkdv_columns(width), varlen=varlen),
             sums, arrivals if split else None, dq_semaphores if deterministic else None, counters,
             rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
             sizes.left, sizes.right,
@@ -242,7 +251,7 @@ def _prepare(
     if dq is not None:
         arguments = (
             acc, dq_semaphores if deterministic else None, cu_q, dq, *row_strides(dq, varlen=varlen), rows_b, rows_h,
-            sizes.hq, row_tiles, sizes.tq, scale, d, width, BLOCK, tile.m,
+            sizes.hq, row_tiles, sizes.tq, scale, d, block_d, BLOCK, tile.m,
         )  # fmt: skip
         grid = row_tiles * sizes.hq * sizes.batch
         prepared.append(prepare(_hopper_postprocess_kernel, code, grid, arguments, num_warps=4))

@@ -45,17 +45,6 @@ def mbarriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
-def new_stages(desc, STAGES: gl.constexpr):
-    """Stages for boxes of a descriptor."""
-    return gl.allocate_shared_memory(desc.dtype, [STAGES] + desc.block_type.shape, desc.layout)  # noqa: RUF005 (in a kernel)
-
-
-@gluon.jit
-def new_pipeline(desc, STAGES: gl.constexpr, CONSUMERS: gl.constexpr = 1):
-    return Pipeline(new_stages(desc, STAGES), mbarriers(STAGES, 1), mbarriers(STAGES, CONSUMERS))
-
-
-@gluon.jit
 def producer_acquire(pipeline, state):
     """Wait until the consumers have released the stage of a state."""
     STAGES: gl.constexpr = pipeline.empty.shape[0]
@@ -126,9 +115,9 @@ def named_drain(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
 
 
 @gluon.jit
-def only_stage(stages, state):
-    """Stage 0, by a number that the compiler does not know: else it keeps the address of each of its MMAs in registers."""
-    return stages.index(state >> 30).reshape([stages.shape[-2], stages.shape[-1]])
+def only_stage(state):
+    """0, but unknown to the compiler: else it keeps the address of each MMA of the stage in registers."""
+    return state >> 30
 
 
 @gluon.jit
