@@ -160,6 +160,24 @@ def test_no_spills_and_no_serialised_mmas(compile_call: Compile, d: int, causal:
     check(found)
 
 
+def mma_columns(ptx: str) -> int:
+    """Columns of all MMAs, each 64 rows and 16 deep."""
+    return sum(map(int, re.findall(r"wgmma\.mma_async\.sync\.aligned\.m64n(\d+)k16", ptx)))
+
+
+@interpreted
+@without_gpu
+@pytest.mark.slow
+@pytest.mark.parametrize("d", [96, 192])
+def test_head_dimensions_of_two_pieces_are_not_padded_to_one(compile_call: Compile, d: int) -> None:
+    """No spill, and MMAs in proportion to D."""
+    padded = {96: 128, 192: 256}[d]
+    whole, found = compile_call(case(padded, causal=True)), compile_call(case(d, causal=True))
+    check(found)
+    for name, kernel in found.items():
+        assert mma_columns(kernel.ptx) * padded == mma_columns(whole[name].ptx) * d, name
+
+
 @interpreted
 @without_gpu
 @pytest.mark.parametrize(("d", "causal"), EVERY_OTHER)
@@ -177,6 +195,8 @@ FEATURES: dict[str, Case] = {
     "few tiles, shared": Case(b=1, hkv=1, group=4, tq=1024, tk=130, d=64, dv=64, dtype=torch.bfloat16),
     "packed, window": case(256, causal=True, window=(100, None), lengths=((100, 200), (0, 7), (300, 33)), sinks=True),
     "wide, softcap": case(256, causal=True, softcap=2.0),
+    "two pieces, packed": case(72, causal=True, lengths=((100, 200), (300, 33)), dlse=True),
+    "two wide pieces": case(160, causal=True),
 }
 
 
@@ -185,7 +205,9 @@ FEATURES: dict[str, Case] = {
 @pytest.mark.parametrize(
     "name",
     [
-        pytest.param(x, marks=[pytest.mark.slow] if x in ("wide, softcap", "few tiles, shared") else [])
+        pytest.param(
+            x, marks=[pytest.mark.slow] if x in ("wide, softcap", "few tiles, shared", "two wide pieces") else []
+        )
         for x in FEATURES
     ],
 )
@@ -218,7 +240,7 @@ def test_the_whole_matrix(compile_call: Compile, d: int, dtype: torch.dtype) -> 
         for name, kernel in found.items():
             assert not kernel.warnings, f"{name}: {kernel.warnings}"
             assert kernel.shared_bytes <= SHARED_MEMORY_BYTES
-        if d in (64, 128, 256) and not (band or packed or deterministic):
+        if d in (64, 96, 128, 192, 256) and not (band or packed or deterministic):
             check(found)
 
 

@@ -68,7 +68,7 @@ def test_one_process_runs_small_shapes_of_many_specifications() -> None:
 
 BASE = Case(b=2, hkv=2, group=2, tq=700, tk=900, d=128, dv=128, dtype=torch.bfloat16, causal=True, device="cuda")
 REPEATED: dict[str, Case] = {
-    f"D{d}": replace(BASE, d=d, dv=d, sinks=d == 64, dlse=d == 128, tq=700 + d, tk=900) for d in (64, 128, 256)
+    f"D{d}": replace(BASE, d=d, dv=d, sinks=d == 64, dlse=d == 128, tq=700 + d, tk=900) for d in (64, 96, 128, 192, 256)
 } | {"packed": replace(BASE, lengths=((500, 600), (77, 300), (900, 900)))}
 
 
@@ -79,6 +79,24 @@ def test_deterministic_repeats_are_bit_equal(name: str) -> None:
     for _ in range(250):
         again = run(call, "hopper", deterministic=True)
         assert all(torch.equal(first[x], again[x]) for x in first)
+
+
+TWO_PIECES: dict[str, Case] = {
+    "full": replace(BASE, causal=False, group=1),
+    "causal": replace(BASE, layout="fused", dlse=True),
+    "window": replace(BASE, causal=False, window=(100, 9), dtype=torch.float16),
+    "groups, open window": replace(BASE, group=4, window=(200, None), layout="bthd", sinks=True),
+    "packed": replace(BASE, lengths=((500, 600), (77, 300), (40, 0), (300, 290)), sinks=True),
+    "softcap, negative scale": replace(BASE, softcap=2.0, scale=-0.2),
+}
+
+
+@pytest.mark.parametrize("d", [72, 80, 96, 136, 160, 192])
+@pytest.mark.parametrize("form", TWO_PIECES)
+def test_head_dimensions_of_two_pieces_agree_with_the_oracle(form: str, d: int) -> None:
+    call = build(replace(TWO_PIECES[form], d=d, dv=d))
+    check_call(call, run(call, "hopper", deterministic=False))
+    check_call(call, run(call, "hopper", deterministic=True))
 
 
 class Bound:
@@ -150,7 +168,7 @@ PACKED = replace(BASE, causal=False, lengths=((100, 70), (90, 200), (33, 77)))
 SPOILT = {"q": (100, 190), "k": (70, 270), "v": (70, 270)}  # rows of the second sequence
 
 
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_nan_of_a_packed_sequence_stays_there_in_the_forward(d: int) -> None:
     call = build(replace(PACKED, d=d, dv=d))
     bound = Bound(call)
@@ -163,7 +181,7 @@ def test_nan_of_a_packed_sequence_stays_there_in_the_forward(d: int) -> None:
     assert torch.equal(o[others], bound.o[others]) and torch.equal(lse[:, others], bound.lse[:, others])
 
 
-@pytest.mark.parametrize("d", [128, 256])
+@pytest.mark.parametrize("d", [96, 128, 192, 256])
 def test_nan_of_a_packed_sequence_stays_there_in_the_backward(d: int) -> None:
     call = build(replace(PACKED, d=d, dv=d))
     exact = oracle(call)

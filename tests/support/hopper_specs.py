@@ -13,7 +13,7 @@ from support.pairwise import Spec, covering
 
 AXES: dict[str, tuple[object, ...]] = {
     "dtype": (torch.bfloat16, torch.float16),
-    "d": (64, 128, 256, 96, 40, 192, 16),
+    "d": (64, 128, 256, 96, 192, 40, 72, 160, 16, 80, 136),
     "group": (1, 3),
     "band": ((False, None), (True, None), (False, (40, 7)), (False, (90, None)), (True, (130, None))),
     "softcap": (0.0, 0.0, 2.0),

@@ -15,11 +15,13 @@ multiplied again: up to D 128 that is 1 to 2 % slower.
 backward_wide.py), a producer warp (backward_load.py) and a dQ store warp (backward_store_dq.py). They exchange through
 pipelines (pipeline.py) and named barriers (backward_barriers.py):
 
-    q, do with neg_lse2, delta, row_info    producer → MMA      two stages each (do of D > 128: one)
+    q, do with neg_lse2, delta, row_info    producer → MMA      two stages each (do of D 256: one)
     k, v                                    producer → MMA      one stage each, loaded while dv and dk of the tile before drain
     ds; beyond D 128 p too                  MMA ↔ MMA           ds up to D 128: two stages
     dq (float32), later dv, dk              MMA → dQ store      one stage of each warpgroup
     tile_info                               producer → all      backward_scheduler.py
+
+**Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, do, dk and dv are tuples of one piece or two.
 
 **Persistent CTAs** take work tiles from a counter, so a tile's loads overlap the end of the tile before. Where the band makes
 the first columns the longest, those of a whole L2 section of heads come first: of no more heads than stay in L2, and of so many

@@ -195,7 +195,6 @@ def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline,
     dsᵀ has two stages, so its store waits for nobody: who stores dsᵀ of a tile of rows has met the other at DS of the tile
     before, and there the other's dq of the tile before that was done."""
     BLOCK_N: gl.constexpr = ds_stages.shape[1]
-    BLOCK_M: gl.constexpr = ds_stages.shape[2]
     dtype: gl.constexpr = ds_stages.dtype
     state = 0
     iteration = 0

@@ -173,8 +173,9 @@ def _store_dkdv(
         if wanted != 0:
             row = tile.n * BLOCK_N + HALF * 64
             column = part // 2 * COLUMNS if D > 128 else 0
-            at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row) + (column,)
-            tma.async_copy_shared_to_global(desc, at, dq_pipeline.stages.index(W)._reinterpret(DTYPE, BOX, L))
+            at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row)
+            stage = dq_pipeline.stages.index(W)._reinterpret(DTYPE, BOX, L)
+            tma.async_copy_shared_to_global(desc, at + (column,), stage)  # noqa: RUF005 (in a kernel)
             tma.store_wait(0)
     mbarrier.arrive(dq_pipeline.empty.index(W), count=1)
 

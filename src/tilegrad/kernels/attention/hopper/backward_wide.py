@@ -6,8 +6,9 @@ each would read one operand of it whole, and the bandwidth of shared memory woul
     softmax_dv_warpgroup    sᵀ = k qᵀ      pᵀ = exp2(…)               dv += pᵀ do      dq slices 0, 2 = ds k
     ds_dk_warpgroup         dpᵀ = v doᵀ    dsᵀ = pᵀ ∘ (dpᵀ + delta)   dk += dsᵀ q      dq slices 1, 3 = ds k
 
-pᵀ goes from the first to the second in float32, with the softcap's factor 1 − t² in it; dsᵀ goes to shared memory for dq,
-which both multiply. Left operands of dv and dk stay in registers. While one computes exponentials or ds, the other's MMAs run.
+A slice of dq is 64 columns, and D 192 has three. pᵀ goes from the first to the second in float32, with the softcap's factor
+1 − t² in it; dsᵀ goes to shared memory for dq, which both multiply. Left operands of dv and dk stay in registers. While one
+computes exponentials or ds, the other's MMAs run.
 """
 
 from __future__ import annotations

@@ -18,8 +18,10 @@ work tile.
 **Turns.** Up to D 128 the warpgroups issue their MMAs in turn, at one named barrier each, so that one's exponentials run beside
 the others' MMAs. A warpgroup that skips a block passes its turn.
 
-**q in registers** at D 128 of full attention: a block of columns then reads a third less of shared memory. Under a causal edge
-that is 1 % slower.
+**Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
+
+**q in registers** at D 96, 128 and 192 of full attention: a block of columns then reads a third less of shared memory. Under a
+causal edge that is 1 % slower.
 
 Which work tiles a CTA takes: forward_scheduler.py.
 
