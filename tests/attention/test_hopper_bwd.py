@@ -250,13 +250,6 @@ def test_launches_are_kept_and_an_output_that_is_not_wanted_is_left_out(monkeypa
     assert backward(monkeypatch, dq=None) == every[:2]
 
 
-@pytest.mark.parametrize("name", ["o", "do", "dq", "dk", "dv"])
-def test_a_tensor_that_tma_cannot_address_is_named(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
-    odd = torch.zeros(2, 4, 64, 65, dtype=torch.bfloat16)[..., :64]
-    with pytest.raises(ValueError, match=rf"^{name}: TMA can't step over T by 65 elements.*kernel='triton' takes it"):
-        backward(monkeypatch, **{name: odd})
-
-
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 MODULES = (
     kernel, backward_barriers, backward_load, backward_mma, backward_store_dq, backward_wide, pieces, pipeline, prepost,
