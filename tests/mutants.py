@@ -402,12 +402,13 @@ def main(arguments: list[str]) -> int:
         "--no-interpreter", action="store_true", help="where Triton's does not work: numpy 2.3 and later"
     )
     parser.add_argument("--tests", type=Path, help="a file to keep what step 1 found; read where it is there")
-    parser.add_argument("--verdicts", type=Path, help="a file for verdicts as JSON lines")
+    parser.add_argument("--verdicts", type=Path, help="a file for verdicts as JSON lines; those in it stand")
     given = parser.parse_args(arguments)
     ends = time.monotonic() + 60 * given.minutes
     mutants = [m for m in all_mutants() if not given.only or any(part in m.path for part in given.only)]
     mutants = [m for m in mutants if not any(part in m.path for part in given.skip)]
     drawn = mutants if given.all else random.Random(given.seed).sample(mutants, min(given.sample, len(mutants)))
+    drawn = _not_judged(drawn, given.verdicts)
     print(f"{len(drawn)} of {len(mutants)} mutants, seed {given.seed}", flush=True)
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory() as folder:
@@ -431,6 +432,18 @@ def main(arguments: list[str]) -> int:
         f"{counts['killed']} of {judged} killed: {share:.1%} ± {2 * spread:.1%} (two standard deviations of the sample)"
     )
     return 1 if counts["survived"] else 0
+
+
+def _not_judged(mutants: Sequence[Mutant], verdicts: Path | None) -> list[Mutant]:
+    rows = map(json.loads, verdicts.read_text().splitlines()) if verdicts and verdicts.exists() else ()
+    judged = Counter((row["path"], row["line"], row["change"]) for row in rows)
+    left = []
+    for mutant in mutants:
+        if judged[mutant[:3]]:
+            judged[mutant[:3]] -= 1
+        else:
+            left.append(mutant)
+    return left
 
 
 def _print(verdict: Verdict, to: Path | None) -> None:
