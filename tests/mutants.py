@@ -9,6 +9,9 @@ A mutant swaps one operator or moves one number: Python (Triton's kernels too) a
        refuses is no mutant
 
 A worker is a process that has torch and pytest loaded; a run of tests is a fork of it.
+
+With --gpu the mutants are Triton's and Hopper's alone, and their tests those with the mark gpu (GPU_TESTS) in the order of
+their file. A kernel may wait for ever: a run that writes nothing for QUIET_SECONDS is ended, and its mutant killed.
 """
 
 from __future__ import annotations
@@ -57,6 +60,13 @@ TESTS = {  # the longest beginning of a path decides
     "train/": ("tests/train", "tests/model/test_dropout.py"),
     "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
 }
+GPU_TESTS = {  # likewise, with --gpu; of a file named …_gpu.py its slow ones, each one specification
+    "kernels/attention/triton/": (f"{ATTENTION}triton_gpu.py",),
+    "kernels/attention/hopper/": (f"{ATTENTION}hopper_gpu.py",),
+    "kernels/": ("tests/ops/test_ops_triton.py", "tests/ops/test_ops_cuda.py"),
+}
+QUIET_SECONDS = 60
+AT_ONCE = 5  # tests with the mark gpu that are watched in one process: each compiles for seconds
 NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which decide about speed alone
 SPEED = {"BLOCK", "CHUNK", "SLAB", "TILE", "MOST_ENTRIES"}  # constants that do so in every module that has one
 CALLERS = {
@@ -173,10 +183,10 @@ def of_cpp(path: str, source: str) -> list[Mutant]:
     return found
 
 
-def suite_of(path: str) -> tuple[str, ...] | None:
-    inner = path.removeprefix(f"{PACKAGE}/")
-    beginnings = [start for start in TESTS if inner.startswith(start)]
-    return TESTS[max(beginnings, key=len)] if beginnings else None
+def suite_of(path: str, *, gpu: bool = False) -> tuple[str, ...] | None:
+    inner, tests = path.removeprefix(f"{PACKAGE}/"), GPU_TESTS if gpu else TESTS
+    beginnings = [start for start in tests if inner.startswith(start)]
+    return tests[max(beginnings, key=len)] if beginnings else None
 
 
 def all_mutants(root: Path = ROOT) -> list[Mutant]:
@@ -207,14 +217,14 @@ class Verdict(NamedTuple):
 class Tree:
     """A copy of the checkout, and the process whose forks run its tests."""
 
-    def __init__(self, folder: Path) -> None:
-        self.root, self.scratch = folder / "tree", folder / "scratch"
+    def __init__(self, folder: Path, *, gpu: bool = False) -> None:
+        self.root, self.scratch, self.gpu = folder / "tree", folder / "scratch", gpu
         self.scratch.mkdir(parents=True)
         ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
         shutil.copytree(ROOT, self.root, ignore=ignored)
         compileall.compile_dir(str(self.root / "src"), quiet=2)
         environment = os.environ | {"PYTHONPATH": f"{self.root}/src:{self.root}/tests", "PYTHONDONTWRITEBYTECODE": "1"}
-        environment |= {"OMP_NUM_THREADS": "1", "CUDA_VISIBLE_DEVICES": ""}
+        environment |= {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
         self.server = subprocess.Popen(
             [sys.executable, str(self.root / "tests/mutants.py"), "--serve"],
             cwd=self.root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
@@ -224,6 +234,7 @@ class Tree:
         """(exit code or 124 after so many seconds, what pytest wrote)"""
         log = self.scratch / "log"
         order = {"arguments": list(arguments), "seconds": seconds, "environment": environment, "log": str(log)}
+        order["quiet"] = QUIET_SECONDS if self.gpu else seconds
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write(json.dumps(order) + "\n")
         self.server.stdin.flush()
@@ -253,12 +264,14 @@ def serve() -> None:
             code = int(pytest.main([*order["arguments"]]))
             sys.stdout.flush()
             os._exit(code)
-        os.write(out, f"{_wait(child, order['seconds'])}\n".encode())
+        os.write(out, f"{_wait(child, order['seconds'], Path(order['log']), order['quiet'])}\n".encode())
 
 
-def _wait(child: int, seconds: float) -> int:
-    ends = time.monotonic() + seconds
-    while time.monotonic() < ends:
+def _wait(child: int, seconds: float, log: Path, quiet: float) -> int:
+    """The exit code of a child; 124 where it runs longer than `seconds`, or writes nothing into its log for `quiet`."""
+    ends, written = time.monotonic() + seconds, time.time()
+    while time.monotonic() < ends and time.time() < written + quiet:
+        written = max(written, log.stat().st_mtime if log.exists() else written)
         done, status = os.waitpid(child, os.WNOHANG)
         if done:
             return os.waitstatus_to_exitcode(status)
@@ -292,19 +305,36 @@ def files_of(suites: Iterable[tuple[str, ...]]) -> list[str]:
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 
 
-def watch(tree: Tree, file: str, *, interpreted: bool) -> tuple[list[Watched], list[str]]:
-    """The tests of a file that pass, and the names of those that do not."""
+def watch(tree: Tree, file: str, *, interpreted: bool, picked: Sequence[str] = ()) -> tuple[list[Watched], list[str]]:
+    """The tests of a file (or some of them) that pass, and the names of those that do not."""
     called = tree.scratch / "called.json"
     called.unlink(missing_ok=True)
     quiet = [argument for argument in QUIET if argument != "-x"]
-    more = [*NUMPYS, "-k", "interpreted"] if interpreted else []
-    code, log = tree.pytest([*quiet, *more, file], 3600, CALLED=str(called), **(INTERPRETED if interpreted else {}))
+    more = [*NUMPYS, "-k", "interpreted"] if interpreted else on_the_gpu(file) if tree.gpu else []
+    environment = {"CALLED": str(called)} | (INTERPRETED if interpreted else {})
+    if picked:
+        names = tree.scratch / "picked"
+        names.write_text("\n".join(picked))
+        environment["PICKED"] = str(names)
+    code, log = tree.pytest([*quiet, *more, file], 3600, **environment)
     if code not in (0, 1, 5):
         raise RuntimeError(f"{file}: pytest's exit code {code}\n{log[-2000:]}")
     found: dict[str, tuple[bool, float, list[str]]] = json.loads(called.read_text())
     kept = {name: it for name, it in found.items() if not any(part in name for part in (*TIMED, "in_the_interpreter"))}
     passed = [Watched(name, interpreted, s, frozenset(called)) for name, (ok, s, called) in kept.items() if ok]
     return passed, [name for name, (ok, _, _) in kept.items() if not ok]
+
+
+def on_the_gpu(file: str) -> list[str]:
+    return ["-m", "gpu", *(["--slow"] if file.endswith("_gpu.py") else [])]
+
+
+def gpu_tests_of(tree: Tree, file: str) -> list[str]:
+    """The names of a file's tests with the mark gpu."""
+    code, log = tree.pytest(["--collect-only", "-q", "-p", "no:cacheprovider", *on_the_gpu(file), file], 300)
+    if code not in (0, 5):
+        raise RuntimeError(f"{file}: pytest's exit code {code}\n{log[-2000:]}")
+    return [line for line in log.splitlines() if line.startswith(f"{file}::")]
 
 
 def function_of(mutant: Mutant) -> str | None:
@@ -322,9 +352,12 @@ def function_of(mutant: Mutant) -> str | None:
     return None if best is None else f"{mutant.path}:{best[0]}"
 
 
-def picked_for(mutant: Mutant, tests: Sequence[Watched], most_seconds: float) -> tuple[list[Watched], bool]:
+def picked_for(
+    mutant: Mutant, tests: Sequence[Watched], most_seconds: float, *, gpu: bool = False
+) -> tuple[list[Watched], bool]:
     """Those to run, the most special first (they call the fewest functions), and whether the time cut some off. C++ is
-    called through the files in CALLERS, and its random tests come first: they see the most."""
+    called through the files in CALLERS, and its random tests come first: they see the most. Of a GPU's kernel the tests
+    that call its file's Python, in the order of their file: the first specifications cover the most."""
     function = function_of(mutant)
     fit = [test for test in tests if function in test.called]
     if not fit:
@@ -332,9 +365,10 @@ def picked_for(mutant: Mutant, tests: Sequence[Watched], most_seconds: float) ->
         fit = [test for test in tests if any(name.split(":")[0].endswith(callers) for name in test.called)]
     cpp = not mutant.path.endswith(".py")
     if not fit or (function is None and not cpp):  # a constant is read by tests that call nothing of its file
-        files = set(files_of([suite_of(mutant.path) or ()]))
+        files = set(files_of([suite_of(mutant.path, gpu=gpu) or ()]))
         fit += [test for test in tests if test not in fit and test.name.split("::")[0] in files]
-    fit.sort(key=lambda test: (cpp and "random" not in test.name, len(test.called), test.seconds))
+    if not gpu:
+        fit.sort(key=lambda test: (cpp and "random" not in test.name, len(test.called), test.seconds))
     sums = list(itertools.accumulate(test.seconds for test in fit))
     taken = [test for test, total in zip(fit, sums, strict=True) if total <= most_seconds]
     return taken, len(taken) < len(fit)
@@ -343,7 +377,7 @@ def picked_for(mutant: Mutant, tests: Sequence[Watched], most_seconds: float) ->
 def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: float) -> Verdict:
     """The tests of a mutant, in its tree; the tree is afterwards as it was."""
     began = time.monotonic()
-    taken, cut = picked_for(mutant, tests, most_seconds)
+    taken, cut = picked_for(mutant, tests, most_seconds, gpu=tree.gpu)
     file = tree.root / mutant.path
     library = next(tree.root.glob("src/tilegrad/kernels/cpu/native_*.so"), None)
     kept, when = file.read_bytes(), file.stat().st_mtime_ns
@@ -367,7 +401,7 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: fl
                 picked.write_text("\n".join(test.name for test in mine))
                 files = sorted({test.name.split("::")[0] for test in mine})
                 seconds = 30 + 4 * sum(test.seconds for test in mine)
-                more = NUMPYS if interpreted else ()
+                more = NUMPYS if interpreted else on_the_gpu(files[0]) if tree.gpu else ()
                 environment = INTERPRETED if interpreted else {}
                 code, log = tree.pytest([*QUIET, *more, *files], seconds, PICKED=str(picked), **environment)
                 if code == 124:
@@ -401,20 +435,22 @@ def main(arguments: list[str]) -> int:
     parser.add_argument(
         "--no-interpreter", action="store_true", help="where Triton's does not work: numpy 2.3 and later"
     )
+    parser.add_argument("--gpu", action="store_true", help="Triton's and Hopper's, by the tests that need a GPU")
     parser.add_argument("--tests", type=Path, help="a file to keep what step 1 found; read where it is there")
     parser.add_argument("--verdicts", type=Path, help="a file for verdicts as JSON lines; those in it stand")
     given = parser.parse_args(arguments)
     ends = time.monotonic() + 60 * given.minutes
     mutants = [m for m in all_mutants() if not given.only or any(part in m.path for part in given.only)]
     mutants = [m for m in mutants if not any(part in m.path for part in given.skip)]
+    mutants = [m for m in mutants if not given.gpu or any(part in m.path for part in ("triton", "hopper"))]
     drawn = mutants if given.all else random.Random(given.seed).sample(mutants, min(given.sample, len(mutants)))
     drawn = _not_judged(drawn, given.verdicts)
     print(f"{len(drawn)} of {len(mutants)} mutants, seed {given.seed}", flush=True)
     verdicts: list[Verdict] = []
     with tempfile.TemporaryDirectory() as folder:
-        trees = [Tree(Path(folder) / str(n)) for n in range(given.workers)]
+        trees = [Tree(Path(folder) / str(n), gpu=given.gpu) for n in range(given.workers)]
         try:
-            files = files_of({suite_of(m.path) or () for m in drawn})
+            files = files_of({suite_of(m.path, gpu=given.gpu) or () for m in drawn})
             files = [file for file in files if not any(part in file for part in given.skip_tests)]
             tests = _watch_all(trees, files, given.tests, interpreter=not given.no_interpreter)
             for mutant, verdict in _each(trees, drawn, lambda t, m: judge(t, m, tests, given.seconds), ends):
@@ -462,14 +498,20 @@ def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, in
     if kept and kept.exists():
         rows = json.loads(kept.read_text())
         return [Watched(name, interpreted, seconds, frozenset(called)) for name, interpreted, seconds, called in rows]
-    wanted = [(file, False) for file in files]
-    if interpreter:
-        wanted += [(file, True) for file in files if "in_the_interpreter" in (ROOT / file).read_text()]
+    wanted: list[tuple[str, bool, Sequence[str]]] = [(file, False, ()) for file in files]
+    if trees[0].gpu:
+        names = {file: gpu_tests_of(trees[0], file) for file in files}
+        wanted = [
+            (file, False, names[file][n : n + AT_ONCE]) for file in files for n in range(0, len(names[file]), AT_ONCE)
+        ]
+    elif interpreter:
+        wanted += [(file, True, ()) for file in files if "in_the_interpreter" in (ROOT / file).read_text()]
     wanted.sort(key=lambda one: -(ROOT / one[0]).stat().st_size)
-    began, tests, red = time.monotonic(), [], []
-    for _, (passed, failed) in _each(trees, wanted, lambda t, w: watch(t, w[0], interpreted=w[1]), float("inf")):
-        tests += passed
-        red += failed
+    began, found = time.monotonic(), {}
+    for one, both in _each(trees, wanted, lambda t, w: watch(t, w[0], interpreted=w[1], picked=w[2]), float("inf")):
+        found[wanted.index(one)] = both
+    tests = [test for n in sorted(found) for test in found[n][0]]
+    red = [name for n in sorted(found) for name in found[n][1]]
     print(
         f"{len(tests)} tests pass unchanged, {time.monotonic() - began:.0f} s; left out: {len(red)} others", flush=True
     )

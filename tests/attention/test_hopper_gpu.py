@@ -243,3 +243,11 @@ def test_a_call_allocates_nothing_and_can_be_captured(pytestconfig: pytest.Confi
         host = {"forward_us": microseconds(bound.forward), "backward_us": microseconds(bound.backward)}
         folder.mkdir(parents=True, exist_ok=True)
         (folder / "hopper_host.json").write_text(json.dumps(host) + "\n")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(specs())))
+def test_shapes_of_a_specification(number: int) -> None:
+    """What the mutants run against (./tg mutants --gpu): one process, one specification after the other."""
+    for seed in range(4):
+        check(number, 4 * number + seed)

@@ -95,3 +95,11 @@ def test_more_than_2_to_the_31_elements() -> None:
         grads = torch.autograd.grad(o, [inputs[name] for name in names], grad)
         results.append([x.detach()[-1:] for x in (o, *grads)])
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", range(len(specs())))
+def test_shapes_of_a_specification(number: int) -> None:
+    """What the mutants run against (./tg mutants --gpu): one process, one specification after the other."""
+    for seed in range(4):
+        check(number, 4 * number + seed)
