@@ -169,7 +169,7 @@ class AttentionBufferManager:
                 and (
                     use_count(tensor) != 1
                     or storage_use_count(slot.cdata) != slot.alone
-                    or references(tensor.untyped_storage()) != slot.storage_refs
+                    or references(slot.storage_object()) != slot.storage_refs
                     or references(tensor) > _OURS
                     or self._debug
                 )
@@ -232,7 +232,7 @@ class AttentionBufferManager:
             if (
                 use_count(tensor) != 1
                 or storage_use_count(slot.cdata) != slot.alone
-                or references(tensor.untyped_storage()) != slot.storage_refs
+                or references(slot.storage_object()) != slot.storage_refs
             ):
                 cache.quarantine(slot)
                 return

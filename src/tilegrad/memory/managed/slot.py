@@ -121,6 +121,7 @@ class Slot:
         "stamp",
         "storage",
         "storage_bytes",
+        "storage_object",
         "storage_refs",
         "tensor",
         "zero",
@@ -146,7 +147,8 @@ class Slot:
     def learn_alone(self) -> None:
         """Reads the counts that mean 'nobody else'; called once, when only this slot holds the bytes."""
         assert self.tensor is not None
-        self.storage_refs = references(self.tensor.untyped_storage())
+        self.storage_object = weakref.ref(self.tensor.untyped_storage())
+        self.storage_refs = references(self.storage_object())
         self.alone = storage_use_count(self.cdata)
 
     def watch(self, dropped: Callable[[weakref.ref[Tensor]], object]) -> None:
@@ -168,7 +170,7 @@ class Slot:
         return (
             use_count(tensor) != 1
             or storage_use_count(self.cdata) != self.alone
-            or references(tensor.untyped_storage()) != self.storage_refs
+            or references(self.storage_object()) != self.storage_refs
         )
 
     def moved(self) -> bool:
