@@ -402,3 +402,14 @@ def test_debug_reports_a_write_after_free_when_the_buffer_is_reshaped():
     t[3] = 7
     with pytest.raises(BufferStateError, match="first at byte 122"):
         manager.allocate(Q, (99, 10))
+
+
+def test_a_holder_that_came_after_the_free_is_seen_by_a_request_of_another_shape():
+    manager = AttentionBufferManager()
+    t = manager.allocate(Q, (64, 10))
+    manager.deallocate(t)
+    late = t[0:2]
+    with manager.scope("another"):
+        assert manager.allocate(Q, (10, 64)).data_ptr() != late.data_ptr()
+    stats = manager.get_stats()
+    assert (stats["quarantined"], stats["per_scope"]["another"]["cache_hits"]) == (1, 0)
