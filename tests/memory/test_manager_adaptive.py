@@ -358,3 +358,45 @@ def test_exports_without_profiling_name_the_remedy(tmp_path):
     for export in ("export_trace", "export_html"):
         with pytest.raises(ValueError, match="enable_profiling=True"):
             getattr(AttentionBufferManager(), export)(tmp_path / "x")
+
+
+def test_what_slabs_hold_idle_is_reserved(pressure, monkeypatch):
+    manager = AttentionBufferManager(pressure=pressure)
+    monkeypatch.setattr(manager._cache.strategies, "idle_bytes", lambda: 1000)
+    held = manager.allocate(Q, (MIB,), torch.uint8)
+    stats = manager.get_stats()
+    assert (stats["bytes_reserved"], stats["bytes_peak"]) == (MIB + 1000, MIB + 1000)
+    del held
+
+
+def test_the_high_water_mark_counts_what_was_asked_for(pressure):
+    manager = AttentionBufferManager(pressure=pressure)
+    manager.deallocate(manager.allocate(Q, (5 * MIB,), torch.uint8))
+    held = [manager.allocate(Q, (4 * MIB,), torch.uint8), manager.allocate(K, (2 * MIB,), torch.uint8)]
+    assert manager.get_stats()["bytes_live"] == manager._cache._high_water == 6 * MIB
+    del held
+
+
+def test_a_pattern_of_just_max_bytes_is_followed_and_makes_nothing_anew(pressure):
+    manager = AttentionBufferManager(max_bytes=MIB, pressure=pressure)
+    manager.deallocate(manager.allocate(K, (MIB // 2,), torch.uint8))
+    made = []
+    for _ in range(6):
+        manager.deallocate(manager.allocate(Q, (MIB,), torch.uint8))
+        manager.end_iteration()
+        made.append(sum(manager.get_stats()["strategies"].values()))
+    stats = manager.get_stats()
+    assert stats["pattern"]["followed"] is True
+    assert made[-1] == made[-2]
+
+
+def test_a_followed_pattern_keeps_nothing_else(pressure):
+    manager = AttentionBufferManager(pressure=pressure)
+    for t in [manager.allocate(Q, (MIB,), torch.uint8), manager.allocate(K, (MIB // 2,), torch.uint8)]:
+        manager.deallocate(t)
+    assert manager.get_stats()["bytes_cached"] == MIB + MIB // 2
+    manager.end_iteration()
+    for _ in range(4):
+        manager.deallocate(manager.allocate(Q, (MIB,), torch.uint8))
+        manager.end_iteration()
+    assert manager.get_stats()["bytes_cached"] == MIB
