@@ -21,7 +21,7 @@ the others' MMAs. A warpgroup that skips a block passes its turn.
 **Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
 
 **q in registers** at D 96, 128 and 192 of full attention: a block of columns then reads a third less of shared memory. Under a
-causal edge that is 1 % slower.
+causal edge that is 1 % slower. At D 256 the bandwidth of shared memory is the limit, and half of q is in registers.
 
 Which work tiles a CTA takes: forward_scheduler.py.
 
@@ -63,6 +63,7 @@ from .forward_scheduler import (
 from .pieces import (
     add_dot,
     dot_rows,
+    halves,
     load_pieces,
     new_stages,
     pieces_of,
@@ -100,6 +101,8 @@ def _scores(q, kv_state, pipelines, S: gl.constexpr):
     STAGES: gl.constexpr = pipelines.k.full.shape[0]
     consumer_wait(pipelines.k, kv_state)
     k = tile_of(pipelines.k.stages, kv_state % STAGES)
+    if len(q) > len(k):
+        k = halves(k[0])
     BLOCK_N: gl.constexpr = k[0].shape[0]
     return dot_rows(q, k, gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S))
 
@@ -281,6 +284,9 @@ def _attend(
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
         if Q_REGISTERS:
             q = load_pieces(q, P)
+        elif BLOCK_D == 256:
+            q = halves(q[0])
+            q = (q[0].load(P), q[1])
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
         named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
         if Q_STAGES > 1:
@@ -379,7 +385,7 @@ def _attention_fwd_kernel(
         tq, tk, left, right, scale_log2, softcap_log2,
     )  # fmt: skip
     out = Out(None if o is None else pieces_of(o_desc, o_desc2), o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
-    MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: else ptxas spills a little
+    MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: ptxas has none to spare
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
@@ -390,7 +396,7 @@ def _attention_fwd_kernel(
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
-        ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
+        ], [4, 1], [240 if MORE else 232, 24 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),

@@ -73,6 +73,13 @@ def tile_of(stages, n):
 
 
 @gluon.jit
+def halves(x):
+    """A tile's columns in two."""
+    HALF: gl.constexpr = x.shape[1] // 2
+    return x.slice(0, HALF, dim=1), x.slice(HALF, HALF, dim=1)
+
+
+@gluon.jit
 def load_pieces(tile, L: gl.constexpr):
     """A tile into registers."""
     return [x.load(L) for x in tile]
