@@ -12,9 +12,9 @@ from torch import Tensor
 pytest.importorskip("triton", reason="needs Triton")
 from support.gluon.emulator import in_python
 from support.gluon.language import Language
-from support.gluon.shared_memory import fence_async_shared, mbarrier
+from support.gluon.shared_memory import beginning, fence_async_shared, mbarrier
 from support.gluon.tensor_core import warpgroup_mma, warpgroup_mma_wait
-from support.gluon.tma import tma, tma_reduce_add
+from support.gluon.tma import tma, tma_load, tma_reduce_add, tma_store
 from support.gluon.values import Number
 
 gl = Language()
@@ -54,7 +54,7 @@ def copy_through_a_pipeline(
             if acquire:
                 mbarrier.wait(empty.index(stage), n // STAGES & 1 ^ 1)
             mbarrier.expect(full.index(stage), x_desc.block_type.nbytes)
-            tma.async_copy_global_to_shared(x_desc, [n * ROWS, 0], full.index(stage), stages.index(stage))
+            tma_load(x_desc, [n * ROWS, 0], full.index(stage), stages.index(stage))
 
     def store() -> None:
         for n in range(TILES):
@@ -191,7 +191,7 @@ def send(y_desc: Any, at: int, *, add: bool, wait: bool = True) -> None:
     stage = gl.allocate_shared_memory(torch.float32, [ROWS, 8], None)
     stage.store(gl.full((ROWS, 8), 1.0, torch.float32))
     fence_async_shared()
-    (tma_reduce_add if add else tma.async_copy_shared_to_global)(y_desc, [Number(at), 0], stage)
+    (tma_reduce_add if add else tma_store)(y_desc, [Number(at), 0], stage)
     if wait:
         tma.store_wait(0)
 
@@ -213,7 +213,7 @@ def test_what_is_under_way_at_the_end_is_an_error() -> None:
         full = barriers(1)
         mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
         stage = gl.allocate_shared_memory(torch.float32, [ROWS, 8], None)
-        tma.async_copy_global_to_shared(x_desc, [0, 0], full.index(0), stage)
+        tma_load(x_desc, [0, 0], full.index(0), stage)
 
     with pytest.raises(AssertionError, match="loads on their way"):
         launch(forgets_a_load, Box(torch.zeros(20, 8)))
@@ -226,7 +226,7 @@ def test_a_load_beyond_the_tensor_gives_zeros() -> None:
         full = barriers(1)
         stage = gl.allocate_shared_memory(torch.float32, [ROWS, 8], None)
         mbarrier.expect(full.index(0), x_desc.block_type.nbytes)
-        tma.async_copy_global_to_shared(x_desc, [Number(-3), 0], full.index(0), stage)
+        tma_load(x_desc, [Number(-3), 0], full.index(0), stage)
         mbarrier.wait(full.index(0), 0)
         gl.store(y + gl.arange(0, ROWS)[:, None] * 8 + gl.arange(0, 8)[None, :], stage.load(None))
 
@@ -342,7 +342,7 @@ def test_a_linear_layout_is_rows_and_columns_of_what_tma_reads() -> None:
         stage = gl.allocate_shared_memory(torch.float32, [rows, columns], None)
         for order in ((1, 2, 4), (4, 1, 2)):
             turned = bases[:5] + [[row, column] for row, (_, column) in zip(order, bases[5:8], strict=True)] + bases[8:]
-            stage._reinterpret(torch.float32, [rows, columns], gl.SharedLinearLayout(turned)).store(x)
+            beginning(stage, torch.float32, [rows, columns], gl.SharedLinearLayout(turned)).store(x)
             seen.append(stage.load(None))
 
     launch(kernel)

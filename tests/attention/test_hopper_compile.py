@@ -6,10 +6,11 @@ tile configs, Gluon and ptxas are the real ones. On a Hopper GPU they run in tes
 
 from __future__ import annotations
 
+import io
 import itertools
 import re
-import subprocess
 from collections.abc import Callable, Iterator
+from contextlib import redirect_stdout
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -20,6 +21,7 @@ from support.cases import Case, build
 from support.cuda_driver import FakeDriver
 
 from tilegrad.kernels.attention.problem import output_shapes
+from tilegrad.kernels.triton_version import OPTIONS
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 
@@ -27,7 +29,6 @@ interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon h
 without_gpu = pytest.mark.skipif(torch.cuda.is_available(), reason="compiles for a GPU that is not there")
 
 SHARED_MEMORY_BYTES = 232_448
-BIN = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HEADS = ("_attention_fwd_kernel", "_hopper_bwd_kernel")  # with MMAs
 
 
@@ -42,13 +43,14 @@ Compile = Callable[..., dict[str, Compiled]]
 prepared: list[tuple[Any, ...]] = []  # what launches would have been made of
 
 
-def through_ptxas(compiled: Any, folder: Path) -> Compiled:
-    ptx = folder / "kernel.ptx"
-    ptx.write_text(compiled.asm["ptx"])
-    command: list[str | Path] = [BIN / "ptxas", "-v", "--gpu-name=sm_90a", ptx, "-o", folder / "kernel.cubin"]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stderr
-    spilled = sum(map(int, re.findall(r"(\d+) bytes spill", said)))
-    return Compiled(spilled, re.findall(r"C75\d\d", said), compiled.metadata.shared, compiled.asm["ptx"])
+def through_ptxas(compiled: Any, backend: Any, make_cubin: Callable[..., bytes]) -> Compiled:
+    """By the ptxas and with the options of the installed Triton."""
+    with redirect_stdout(io.StringIO()) as said:
+        make_cubin(backend, compiled.asm["ptx"], {}, backend.parse_options(dict(OPTIONS)), 90)
+    log = said.getvalue()
+    spills = re.findall(r"(\d+) bytes spill", log)
+    assert spills
+    return Compiled(sum(map(int, spills)), re.findall(r"C75\d\d", log), compiled.metadata.shared, compiled.asm["ptx"])
 
 
 @pytest.fixture
@@ -83,8 +85,9 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
         def fill_tma_descriptor(self, *of: Any) -> tuple[Any, ...]:
             return "map", *of
 
-    found: dict[str, Compiled] = {}
-    run = JITFunction.run
+    found: dict[str, Any] = {}
+    run, make_cubin = JITFunction.run, CUDABackend.make_cubin
+    backend = CUDABackend(GPUTarget("cuda", 90, 32))
 
     def compile_only(self: Any, *args: Any, **kwargs: Any) -> Any:
         compiled = run(self, *args, **kwargs | {"warmup": True})
@@ -97,7 +100,7 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
 
     def call_of(
         case: Case, *, backward: bool = True, ptxas: bool = True, deterministic: bool = False, programs: int = 1
-    ) -> dict[str, Compiled]:
+    ) -> dict[str, Any]:
         monkeypatch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
         call = build(case)
         q, k, v, mask = call.q, call.k, call.v, call.mask
@@ -120,12 +123,13 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
             )  # fmt: skip
         if not ptxas:
             return dict(found)
-        return {name: through_ptxas(compiled, tmp_path) for name, compiled in found.items() if name in HEADS}
+        return {name: through_ptxas(compiled, backend, make_cubin) for name, compiled in found.items() if name in HEADS}
 
     driver.set_active(Driver())
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path / "cache"))
     monkeypatch.setattr(JITFunction, "run", compile_only)
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_args: b"")
+    monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
     monkeypatch.setattr(launch, "Launch", launch_of)
     monkeypatch.setattr(launch_backward, "multiprocessors", lambda _device: 132)
     yield call_of

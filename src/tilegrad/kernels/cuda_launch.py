@@ -34,6 +34,7 @@ NUMBERS = {
     "fp32": "f", "fp64": "d",
 }  # fmt: skip
 MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensorMapDataType
+USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "instrumentation_mode": ""}
 PROMOTE_128_BYTES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
 Encoder = Callable[[int, int], None]  # of a tensor map: (where to, the tensor's address)
@@ -93,7 +94,7 @@ def refusal(compiled: Any) -> str | None:
     if unknown:
         return f"is for a launcher that {unknown}"
     of = compiled.metadata
-    for name, usual in (("num_ctas", 1), ("launch_cooperative_grid", False), ("launch_pdl", False)):
+    for name, usual in USUAL.items():
         if getattr(of, name, usual) != usual:
             return f"{name} is {getattr(of, name)}"
     scratch = [name for name in ("global_scratch_size", "profile_scratch_size") if getattr(of, name, 0)]

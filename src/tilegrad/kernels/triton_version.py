@@ -4,14 +4,11 @@
                  sources 3.7 and 3.9 pass them alike
     Gluon        names and compiler of attention's Hopper kernels: 3.6, with which they run on a GPU
 
-A newer version may change either without an error, so what relies on it refuses, and says so. What is in the way of Gluon's
-newer versions, as their compilers say it for sm_90:
+A newer version may change either without an error, so what relies on it refuses, and says so. What differs by name is in
+attention/hopper/gluon_names.py. What differs without one:
 
-    3.7   gl.thread_barrier is gl.barrier; the forward at D 256 spills 44 bytes; the rest compiles as it is
-    3.8   also: _reinterpret to a smaller size is an error (backward_store_dq.py, twice)
-    3.9   also: tma.async_copy_global_to_shared and async_copy_shared_to_global are async_load and async_store
-
-tma.store_wait waits for reads of shared memory alone in all of them: read_only, its default from 3.8 on, is what 3.6 emits.
+    3.7   ptxas is given --regAllocOptLevel=2
+    3.9   compiles for sm_90 with CUDA 13.4's ptxas; kernels of a launch that names no enable_fp_fusion warn
 """
 
 from __future__ import annotations
@@ -20,6 +17,8 @@ import functools
 import re
 
 Version = tuple[int, int]
+
+OPTIONS = {"enable_fp_fusion": True}  # of every launch, whatever Triton's default: a·b + c is one instruction
 
 PARAMETERS: tuple[Version, Version] = ((3, 6), (3, 6))  # the first version and the last
 GLUON: tuple[Version, Version] = ((3, 6), (3, 6))

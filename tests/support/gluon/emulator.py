@@ -12,9 +12,9 @@ from triton.runtime.jit import JITCallable
 
 from support.gluon.language import Language
 from support.gluon.schedule import Schedule
-from support.gluon.shared_memory import fence_async_shared, mbarrier
+from support.gluon.shared_memory import beginning, fence_async_shared, mbarrier
 from support.gluon.tensor_core import warpgroup_mma, warpgroup_mma_wait
-from support.gluon.tma import Descriptor, tma, tma_reduce_add
+from support.gluon.tma import Descriptor, tma, tma_load, tma_reduce_add, tma_store
 from support.gluon.values import Number, Pointer
 
 REPLACED: dict[str, Any] = {
@@ -23,6 +23,10 @@ REPLACED: dict[str, Any] = {
     "warpgroup_mma": warpgroup_mma,
     "warpgroup_mma_wait": warpgroup_mma_wait,
     "fence_async_shared": fence_async_shared,
+    "barrier": lambda: None,
+    "beginning": beginning,
+    "tma_load": tma_load,
+    "tma_store": tma_store,
     "tma_reduce_add": tma_reduce_add,
 }
 

@@ -70,9 +70,6 @@ class Language(SimpleNamespace):
     def static_assert(self, condition: bool) -> None:
         assert condition
 
-    def thread_barrier(self) -> None:
-        pass
-
     def cdiv(self, x: Any, y: Any) -> Any:
         return (x + y - 1) // y
 

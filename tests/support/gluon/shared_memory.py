@@ -41,12 +41,6 @@ class Shared:
     def slice(self, start: int, length: int, dim: int = 0) -> Shared:
         return Shared(self.x.narrow(dim, start, length))
 
-    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: SharedLinearLayout | None) -> Shared:
-        if layout is None:
-            return Shared(self.x.view(-1).view(dtype)[: math.prod(shape)].view(shape))
-        assert dtype == self.dtype and shape[0] == len(self.x) and shape[1] % 32 == 0
-        return Rearranged(self.x[:, : shape[1]], layout)  # TMA has 32 columns after 32
-
     def store(self, x: Tensor) -> None:
         assert list(x.shape) == list(self.x.shape)
         self.x.copy_(x)
@@ -87,6 +81,14 @@ class Rearranged(Shared):
 
     def store(self, x: Tensor) -> None:
         super().store(x.reshape(-1)[self.seen])
+
+
+def beginning(buffer: Shared, dtype: torch.dtype, shape: list[int], layout: SharedLinearLayout | None) -> Shared:
+    """The first bytes of a buffer as another tensor."""
+    if layout is None:
+        return Shared(buffer.x.view(-1).view(dtype)[: math.prod(shape)].view(shape))
+    assert dtype == buffer.dtype and shape[0] == len(buffer.x) and shape[1] % 32 == 0
+    return Rearranged(buffer.x[:, : shape[1]], layout)  # TMA has 32 columns after 32
 
 
 def fence_async_shared() -> None:

@@ -37,7 +37,7 @@ class Descriptor:
         return self.x.as_strided(counts, strides, self.x.storage_offset() + offset), inside
 
 
-def _load_box(desc: Descriptor, at: Sequence[int], ready: Barrier, to: Shared) -> None:
+def tma_load(desc: Descriptor, at: Sequence[int], ready: Barrier, to: Shared) -> None:
     def fill() -> None:
         inside, part = desc.part(at)
         to.x.zero_()
@@ -69,12 +69,12 @@ def store_wait(left: int) -> None:
         here.schedule.writes.append((here, here.stores.pop(0)()))
 
 
+def tma_store(desc: Descriptor, at: Sequence[int], of: Shared) -> None:
+    _send_box(desc, at, of, add=False)
+
+
 def tma_reduce_add(desc: Descriptor, at: Sequence[int], of: Shared) -> None:
     _send_box(desc, at, of, add=True)
 
 
-tma = SimpleNamespace(
-    async_copy_global_to_shared=_load_box,
-    async_copy_shared_to_global=lambda desc, at, of: _send_box(desc, at, of, add=False),
-    store_wait=store_wait,
-)
+tma = SimpleNamespace(store_wait=store_wait)

@@ -9,7 +9,6 @@ from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import tma
 
 from .backward_barriers import DO, INPUT_THREADS, Q
 from .backward_scheduler import (
@@ -25,6 +24,7 @@ from .backward_scheduler import (
     tma_coordinates,
     work_tile,
 )
+from .gluon_names import tma_load
 from .pieces import load_tile
 from .pipeline import named_acquire, named_drain, producer_acquire, write_word
 
@@ -73,14 +73,14 @@ def _load_tile(
         load_tile(q_descs, at, inputs.q, state % Q_STAGES, neg_lse2_desc.block_type.nbytes)
         full = inputs.q.full.index(state % Q_STAGES)
         neg_lse2_s = inputs.neg_lse2.index(state % Q_STAGES)
-        tma.async_copy_global_to_shared(neg_lse2_desc, [h * rows_h + row + m * BLOCK_M], full, neg_lse2_s)
+        tma_load(neg_lse2_desc, [h * rows_h + row + m * BLOCK_M], full, neg_lse2_s)
         if step == tile.begin:
             _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N)
         named_acquire(inputs.do, state, DO, INPUT_THREADS)
         load_tile(do_descs, at, inputs.do, state % DO_STAGES, delta_desc.block_type.nbytes)
         full = inputs.do.full.index(state % DO_STAGES)
         delta_s = inputs.delta.index(state % DO_STAGES)
-        tma.async_copy_global_to_shared(delta_desc, [h * rows_h + row + m * BLOCK_M], full, delta_s)
+        tma_load(delta_desc, [h * rows_h + row + m * BLOCK_M], full, delta_s)
         state += 1
         i += 1
         g = gl.where(i == tile.count, g + 1, g)

@@ -29,6 +29,7 @@ from .backward_scheduler import (
     wait_for_tile,
 )
 from .backward_store_dq import send_dkdv, send_dq
+from .gluon_names import barrier
 from .pieces import add_dot, dot_rows, tile_of, wait_pieces, zeros
 from .pipeline import consumer_release, consumer_wait, named_release, named_wait, only_stage, read_word, write_word
 
@@ -131,9 +132,9 @@ def splitk_reduce(
         at = [at[0], _sums_of(x[1], x[0].shape[1], which, HALF, index, sums, BLOCK_N, D)]
     for i in gl.static_range(len(x)):
         gl.atomic_add(at[i], x[i], sem="relaxed")
-    gl.thread_barrier()
+    barrier()
     last = gl.atomic_add(sums.arrivals + 4 * index + 2 * which + HALF, 1, sem="acq_rel") == params.splits - 1
-    gl.thread_barrier()
+    barrier()
     if last:
         x = [gl.load(each, cache_modifier=".cg") for each in at]
     write_word(tile_info.stages, stored_word(iteration, which, HALF), gl.where(last, 1, 0))

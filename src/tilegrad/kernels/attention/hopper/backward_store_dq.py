@@ -15,8 +15,8 @@ from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared,
 
 from .backward_barriers import DQ, DQ_THREADS
 from .backward_scheduler import DK, DV, first_row, row_tile, stored_word, tma_coordinates, wait_for_tile
+from .gluon_names import beginning, tma_reduce_add, tma_store
 from .pipeline import consumer_release, named_arrive, named_wait, read_word
-from .tma import tma_reduce_add
 
 
 @gluon.constexpr_function
@@ -54,7 +54,7 @@ def send_dq(W: gl.constexpr, dq, count, dq_pipeline):
     """dq of warpgroup W to the dQ store warp."""
     M: gl.constexpr = dq.shape[0]
     N: gl.constexpr = dq.shape[1]
-    dq_stage(W, count, dq_pipeline)._reinterpret(gl.float32, [M, N], dq_layout(M, N)).store(dq)
+    beginning(dq_stage(W, count, dq_pipeline), gl.float32, [M, N], dq_layout(M, N)).store(dq)
     fence_async_shared()
     named_arrive(DQ + W, DQ_THREADS)
 
@@ -71,7 +71,7 @@ def send_dkdv(W: gl.constexpr, x, count, dq_pipeline, DTYPE: gl.constexpr, D: gl
     M: gl.constexpr = x[0].shape[0]
     N: gl.constexpr = dkdv_columns(D)
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], DTYPE)
-    stage = dq_stage(W, count, dq_pipeline)._reinterpret(DTYPE, [M, N], L)
+    stage = beginning(dq_stage(W, count, dq_pipeline), DTYPE, [M, N], L)
     for i in gl.static_range(len(x)):
         stage.slice(i * x[0].shape[1], x[i].shape[1], 1).store(x[i].to(DTYPE))
     fence_async_shared()
@@ -142,7 +142,7 @@ def _add_row_tiles(
             dq_s = dq_pipeline.stages.index(part % 2)
             named_wait(DQ + part % 2, DQ_THREADS)
             if before == 0:
-                tma.async_copy_shared_to_global(dq_desc, at, dq_s)
+                tma_store(dq_desc, at, dq_s)
             else:
                 tma_reduce_add(dq_desc, at, dq_s)
             tma.store_wait(0)
@@ -181,8 +181,8 @@ def _store_dkdv(
             row = tile.n * BLOCK_N + HALF * 64
             column = part // 2 * COLUMNS if D > 128 else 0
             at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row)
-            stage = dq_pipeline.stages.index(W)._reinterpret(DTYPE, BOX, L)
-            tma.async_copy_shared_to_global(desc, at + (column,), stage)  # noqa: RUF005 (in a kernel)
+            stage = beginning(dq_pipeline.stages.index(W), DTYPE, BOX, L)
+            tma_store(desc, at + (column,), stage)  # noqa: RUF005 (in a kernel)
             tma.store_wait(0)
     mbarrier.arrive(dq_pipeline.empty.index(W), count=1)
 

@@ -13,7 +13,9 @@ from __future__ import annotations
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma, warpgroup_mma, warpgroup_mma_wait
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
+
+from .gluon_names import tma_load, tma_store
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
 
@@ -55,7 +57,7 @@ def load_tile(descs, at, pipeline, n, MORE_BYTES: gl.constexpr = 0):
         mbarrier.expect(full, descs[0].block_type.nbytes + descs[1].block_type.nbytes + MORE_BYTES)
     for i in gl.static_range(len(descs)):
         column = i * descs[0].block_type.shape[-1]
-        tma.async_copy_global_to_shared(descs[i], at + (column,), full, pipeline.stages[i].index(n))  # noqa: RUF005
+        tma_load(descs[i], at + (column,), full, pipeline.stages[i].index(n))  # noqa: RUF005
 
 
 @gluon.jit
@@ -63,7 +65,7 @@ def store_tile(descs, at, stages, n):
     """Stage n to memory, by TMA; `at` as above."""
     for i in gl.static_range(len(descs)):
         column = i * descs[0].block_type.shape[-1]
-        tma.async_copy_shared_to_global(descs[i], at + (column,), stages[i].index(n))  # noqa: RUF005
+        tma_store(descs[i], at + (column,), stages[i].index(n))  # noqa: RUF005
 
 
 @gluon.jit

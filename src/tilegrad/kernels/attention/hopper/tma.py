@@ -16,9 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language._core import builtin
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..problem import ALIGNED_BYTES, four_dims
@@ -26,13 +24,6 @@ from ..problem import ALIGNED_BYTES, four_dims
 SEQUENCE_END = gl.constexpr(2**30)  # the row at which every packed sequence ends, see varlen_descriptor
 
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-
-
-@builtin
-def tma_reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-    """tensor[coord …] += src, asynchronously: Triton 3.6 has the instruction but no Python name for it."""
-    coord = _semantic._convert_to_ir_values(coord, require_i64=False)
-    _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 @functools.cache

@@ -11,6 +11,7 @@ import triton
 from torch import Tensor
 
 from ...cuda_launch import Launch, refusal
+from ...triton_version import OPTIONS
 from ..problem import Sizes
 from .arguments import Arguments, ieee_fp32
 from .tiles import INTERPRETER, UNALIGNED, Key, Tile, candidates, row
@@ -127,4 +128,4 @@ def _blocks(tile: Tile) -> Arguments:
 
 
 def _options(tile: Tile) -> Arguments:
-    return {"num_warps": tile.warps, "num_stages": tile.stages}
+    return {"num_warps": tile.warps, "num_stages": tile.stages, **OPTIONS}
