@@ -317,6 +317,9 @@ EMULATED: dict[str, Case] = {
     "packed": replace(RAGGED, hkv=1, group=2, d=64, dv=64, causal=True, sinks=True, lengths=LENGTHS),
     "packed, wide": replace(RAGGED, hkv=1, d=192, dv=192, window=(40, 20), dlse=True, lengths=LENGTHS),
     "wide, shared": replace(RAGGED, hkv=1, group=4, tq=200, tk=100, d=136, dv=136, dlse=True),
+    "two pieces, packed": replace(RAGGED, d=72, dv=72, hkv=1, causal=True, sinks=True, lengths=LENGTHS),
+    "two pieces, softcap": replace(RAGGED, d=88, dv=88, hkv=1, tq=100, tk=130, softcap=2.0, layout="fused"),
+    "two wide pieces": replace(RAGGED, d=192, dv=192, hkv=1, causal=True, tq=130, tk=150, dtype=torch.float16),
     "wide, softcap": replace(
         RAGGED, hkv=1, tq=100, tk=130, d=136, dv=136, causal=True, softcap=2.0, scale=-0.2, dlse=True
     ),
@@ -411,6 +414,17 @@ def test_in_plain_python_a_broken_kernel_of_wide_heads_shows(name: str) -> None:
     known.check(programs=2)
     with pytest.raises(AssertionError):
         known.check(programs=2, broken=lambda patch: patch.setattr(*WIDE_BROKEN[name]))
+
+
+@interpreted
+@pytest.mark.parametrize(("d", "module"), [(96, backward_mma), (160, backward_wide)])
+def test_in_plain_python_a_piece_that_is_left_out_shows(d: int, module: Any) -> None:
+    def first_only(p: Any, x: Any, acc: Any) -> Any:
+        return pieces._add_dot(p, x[0], acc[0]), pieces._add_dot(p * 0, x[1], acc[1])
+
+    known = Known(replace(RAGGED, hkv=1, d=d, dv=d, tq=70, tk=100))
+    with pytest.raises(AssertionError):
+        known.check(programs=2, broken=lambda patch: patch.setattr(module, "add_dot", first_only))
 
 
 @interpreted

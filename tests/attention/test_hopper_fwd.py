@@ -303,6 +303,21 @@ def test_in_plain_python_a_broken_forward_shows(name: str) -> None:
         check_call(call, emulated(call, 1, lambda patch: patch.setattr(f"{HOPPER}.{module}.{function}", broken)))
 
 
+def first_only(of: Any, x: Any, acc: Any) -> Any:
+    """dot_rows without the second piece."""
+    from support.gluon.tensor_core import warpgroup_mma
+
+    return warpgroup_mma(of[0], x[0].permute((1, 0)), acc, use_acc=False, is_async=True)
+
+
+@interpreted
+def test_in_plain_python_a_piece_that_is_left_out_shows() -> None:
+    call = build(replace(RAGGED, tq=100, tk=130, d=72, dv=72))
+    check_call(call, emulated(call, 1))
+    with pytest.raises(AssertionError):
+        check_call(call, emulated(call, 1, lambda patch: patch.setattr(f"{HOPPER}.forward.dot_rows", first_only)))
+
+
 @interpreted
 @pytest.mark.parametrize("right", [None, 0])
 def test_work_is_balanced_and_a_section_of_heads_fits_l2(right: int | None) -> None:
@@ -338,7 +353,7 @@ def blocks_of_columns(scheduler: Any, sizes: Sizes, config: Any) -> list[int]:
 
 @interpreted
 @pytest.mark.parametrize("right", [None, 0])
-@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("d", [64, 96, 128, 192, 256])
 def test_the_cost_of_a_tile_is_its_blocks_of_columns_and_one_more(
     in_python: Callable[[Program], Any], d: int, right: int | None
 ) -> None:
@@ -360,7 +375,7 @@ def test_few_rows_are_spread_over_the_programs_and_a_window_loads_little_beyond_
     from tilegrad.kernels.attention.hopper import launch_forward as host
 
     scheduler = in_python(Program(0, 1))
-    for d, t in itertools.product((64, 128, 256), (64, 300, 512)):
+    for d, t in itertools.product((64, 96, 128, 192, 256), (64, 300, 512)):
         sizes = Sizes(1, 16, 16, t, t, d, d, None, 0)
         warpgroup_tiles, config = -(-t // 64) * 16, host.tile_config(sizes, 132, varlen=False)
         assert -(-t // (64 * config.warpgroups)) * 16 == warpgroup_tiles <= 132
