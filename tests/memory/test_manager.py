@@ -57,6 +57,7 @@ def test_stats_have_every_named_key(manager):
     named = "cache_hits cache_misses cache_hit_rate bytes_in_use bytes_cached bytes_peak evictions quarantined"
     assert {*named.split(), "strategies", "per_type"} <= manager.get_stats().keys()
     assert set(manager.get_stats()["per_type"]) == set(BufferType)
+    assert manager.get_stats()["pattern"] == {"alike": 0, "broken": 0, "learned": False, "followed": False}
 
 
 def test_default_configs_are_the_table():
@@ -320,6 +321,7 @@ def test_preallocation_that_cannot_fit_is_refused():
 def test_enable_preallocation_caches_the_typical_sizes():
     with pytest.warns(UserWarning, match="COMM"):
         manager = AttentionBufferManager(enable_preallocation=True, **NO_PRESSURE)
+    assert all(cached["buffers_cached"] == 1 for cached in manager.get_stats()["per_type"].values())
     for type, config in DEFAULT_CONFIGS.items():
         manager.allocate(type, (int(config.typical_size_mb * 2**20) // 4,), torch.float32)
     assert rates(manager) == (10, 0)

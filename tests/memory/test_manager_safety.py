@@ -178,12 +178,15 @@ def test_a_holder_that_came_after_the_free_is_seen():
     assert manager.get_stats()["quarantined"] == 1
 
 
+@pytest.mark.parametrize("named", [True, False])
 @pytest.mark.parametrize("holder", HOLDERS)
-def test_any_holder_that_came_after_the_free_is_seen(holder, shape):
+def test_any_holder_that_came_after_the_free_is_seen(holder, shape, named):
     manager = AttentionBufferManager()
     t = manager.allocate(Q, shape)
     manager.deallocate(t)
     address, late = t.data_ptr(), HOLDERS[holder](t)
+    if not named:
+        del t
     assert manager.allocate(Q, shape).data_ptr() != address
     assert manager.get_stats()["quarantined"] == 1
     del late
@@ -413,3 +416,10 @@ def test_a_holder_that_came_after_the_free_is_seen_by_a_request_of_another_shape
         assert manager.allocate(Q, (10, 64)).data_ptr() != late.data_ptr()
     stats = manager.get_stats()
     assert (stats["quarantined"], stats["per_scope"]["another"]["cache_hits"]) == (1, 0)
+
+
+def test_a_square_that_was_transposed_comes_back_as_it_was(manager):
+    t = manager.allocate(Q, (8, 8))
+    manager.deallocate(t.t_())
+    del t
+    assert manager.allocate(Q, (8, 8)).stride() == (8, 1)
