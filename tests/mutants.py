@@ -230,11 +230,13 @@ class Tree:
             cwd=self.root, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True,
         )  # fmt: skip
 
-    def pytest(self, arguments: Sequence[str], seconds: float, **environment: str) -> tuple[int, str]:
-        """(exit code or 124 after so many seconds, what pytest wrote)"""
+    def pytest(
+        self, arguments: Sequence[str], seconds: float, quiet: float = 3600, **environment: str
+    ) -> tuple[int, str]:
+        """(exit code or 124 after so many seconds, or so many in which it wrote nothing; what pytest wrote)"""
         log = self.scratch / "log"
         order = {"arguments": list(arguments), "seconds": seconds, "environment": environment, "log": str(log)}
-        order["quiet"] = QUIET_SECONDS if self.gpu else seconds
+        order["quiet"] = quiet
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write(json.dumps(order) + "\n")
         self.server.stdin.flush()
@@ -403,7 +405,8 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: fl
                 seconds = 30 + 4 * sum(test.seconds for test in mine)
                 more = NUMPYS if interpreted else on_the_gpu(files[0]) if tree.gpu else ()
                 environment = INTERPRETED if interpreted else {}
-                code, log = tree.pytest([*QUIET, *more, *files], seconds, PICKED=str(picked), **environment)
+                quiet = QUIET_SECONDS if tree.gpu else seconds
+                code, log = tree.pytest([*QUIET, *more, *files], seconds, quiet, PICKED=str(picked), **environment)
                 if code == 124:
                     return verdict("killed", "the clock")
                 if code != 0:
