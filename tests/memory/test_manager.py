@@ -299,6 +299,11 @@ def test_preallocated_buffers_are_handed_out_next(manager):
     assert float(held[3].abs().max()) == 0
 
 
+def test_one_of_each_can_be_preallocated(manager):
+    manager.preallocate_buffers(1, 1, 1, 1, types=(Q,))
+    assert manager.get_stats()["per_type"]["query"]["buffers_cached"] == 1
+
+
 def test_what_was_preallocated_first_goes_first():
     rows, square = 2 * 128 * 8 * 64 * 4, 2 * 8 * 128 * 128 * 4
     manager = AttentionBufferManager(max_bytes=4 * rows + 2 * square, **NO_PRESSURE)

@@ -423,3 +423,16 @@ def test_a_square_that_was_transposed_comes_back_as_it_was(manager):
     manager.deallocate(t.t_())
     del t
     assert manager.allocate(Q, (8, 8)).stride() == (8, 1)
+
+
+def test_what_is_freed_while_the_cache_is_cleared_waits(manager, monkeypatch):
+    held = manager.allocate(K, (64,))
+    clear = manager._cache.clear
+
+    def freeing_clear(only):
+        manager.deallocate(held, K)
+        clear(only)
+
+    monkeypatch.setattr(manager._cache, "clear", freeing_clear)
+    manager.clear_cache()
+    assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 1
