@@ -174,8 +174,11 @@ def test_a_holder_that_came_after_the_free_is_seen():
     t = manager.allocate(Q, (64,))
     manager.deallocate(t)
     late = t[0:2]
-    assert manager.allocate(Q, (64,)).data_ptr() != late.data_ptr()
-    assert manager.get_stats()["quarantined"] == 1
+    with manager.scope("next"):
+        assert manager.allocate(Q, (64,)).data_ptr() != late.data_ptr()
+    stats = manager.get_stats()
+    assert (stats["quarantined"], stats["cache_hits"], stats["cache_misses"]) == (1, 0, 2)
+    assert stats["per_scope"]["next"]["cache_hits"] == 0
 
 
 @pytest.mark.parametrize("named", [True, False])
