@@ -231,11 +231,11 @@ class Tree:
         )  # fmt: skip
 
     def pytest(
-        self, arguments: Sequence[str], seconds: float, quiet: float = 3600, **environment: str
+        self, arguments: Sequence[str], seconds: float, environment: dict[str, str] | None = None, quiet: float = 3600
     ) -> tuple[int, str]:
         """(exit code or 124 after so many seconds, or so many in which it wrote nothing; what pytest wrote)"""
         log = self.scratch / "log"
-        order = {"arguments": list(arguments), "seconds": seconds, "environment": environment, "log": str(log)}
+        order = {"arguments": list(arguments), "seconds": seconds, "environment": environment or {}, "log": str(log)}
         order["quiet"] = quiet
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write(json.dumps(order) + "\n")
@@ -244,7 +244,7 @@ class Tree:
 
     def close(self) -> None:
         self.server.kill()
-        self.server.wait()
+        self.server.communicate()
 
 
 def serve() -> None:
@@ -318,7 +318,7 @@ def watch(tree: Tree, file: str, *, interpreted: bool, picked: Sequence[str] = (
         names = tree.scratch / "picked"
         names.write_text("\n".join(picked))
         environment["PICKED"] = str(names)
-    code, log = tree.pytest([*quiet, *more, file], 3600, **environment)
+    code, log = tree.pytest([*quiet, *more, file], 3600, environment)
     if code not in (0, 1, 5):
         raise RuntimeError(f"{file}: pytest's exit code {code}\n{log[-2000:]}")
     found: dict[str, tuple[bool, float, list[str]]] = json.loads(called.read_text())
@@ -404,9 +404,9 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: fl
                 files = sorted({test.name.split("::")[0] for test in mine})
                 seconds = 30 + 4 * sum(test.seconds for test in mine)
                 more = NUMPYS if interpreted else on_the_gpu(files[0]) if tree.gpu else ()
-                environment = INTERPRETED if interpreted else {}
+                environment = {"PICKED": str(picked)} | (INTERPRETED if interpreted else {})
                 quiet = QUIET_SECONDS if tree.gpu else seconds
-                code, log = tree.pytest([*QUIET, *more, *files], seconds, quiet, PICKED=str(picked), **environment)
+                code, log = tree.pytest([*QUIET, *more, *files], seconds, environment, quiet)
                 if code == 124:
                     return verdict("killed", "the clock")
                 if code != 0:

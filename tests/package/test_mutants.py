@@ -77,9 +77,28 @@ def test_a_fork_runs_the_tests_and_one_that_hangs_is_ended(tmp_path: Path, line:
     (tmp_path / "test_it.py").write_text(f"def test_it():\n    {line}\n")
     tree = Tree(tmp_path / "work")
     try:
-        assert tree.pytest(["-q", "-p", "no:cacheprovider", str(tmp_path / "test_it.py")], 20)[0] == want
+        for quiet in (3600, 5):
+            arguments = ["-q", "-p", "no:cacheprovider", str(tmp_path / "test_it.py")]
+            assert tree.pytest(arguments, 20 if quiet > 20 else 3600, quiet=quiet)[0] == want
     finally:
         tree.close()
+
+
+def test_a_kernel_of_a_gpu_runs_against_its_specifications_in_their_order() -> None:
+    found = {m.path.removeprefix("src/tilegrad/kernels/"): m for m in all_mutants()}
+    names = ("attention/test_hopper_gpu", "attention/test_triton_gpu", "ops/test_ops_cuda")
+    tests = [
+        Watched(f"tests/{name}.py::test[{n}]", interpreted=False, seconds=9.0 - n, called=frozenset())
+        for name in names
+        for n in (0, 1, 2)
+    ]
+    for path, first in (
+        ("attention/hopper/forward.py", 0),
+        ("attention/triton/forward.py", 3),
+        ("rope/triton_ops.py", 6),
+    ):
+        assert picked_for(found[path], tests, 60, gpu=True) == (tests[first : first + 3], False)
+        assert picked_for(found[path], tests, 10, gpu=True) == (tests[first : first + 1], True)
 
 
 def test_help(capsys: pytest.CaptureFixture[str]) -> None:
