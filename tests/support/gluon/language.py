@@ -105,15 +105,14 @@ class Language(SimpleNamespace):
         at.memory[where[inside]] = torch.as_tensor(value).expand(where.shape)[inside].to(at.memory.dtype)
 
     def atomic_add(self, at: Pointer, n: Any, sem: str = "") -> Any:
-        """Where n is 0, a thread that looks again at the same place comes back when there was another atomic."""
+        """Where n is 0, a thread that looks again comes back when there was another atomic."""
         here, schedule = task(), task().schedule
         looks = isinstance(n, int) and n == 0
+        schedule.pause(lambda: not looks or schedule.atomics != here.seen)
         where, _ = at.places(True)
-        place = (at.memory.data_ptr(), *where.flatten().tolist())
-        schedule.pause(lambda: not looks or (place, schedule.atomics) != here.seen)
         old = _plain(at.memory[where])
         if looks:
-            here.seen = (place, schedule.atomics)
+            here.seen = schedule.atomics
         else:
             more = torch.as_tensor(n, dtype=at.memory.dtype).expand(where.shape)
             at.memory.index_put_((where,), more, accumulate=True)
@@ -124,10 +123,9 @@ class Language(SimpleNamespace):
         barrier = re.match(r"bar\.(sync|arrive) \$1, (\d+);", asm)
         if barrier:
             NamedBarrier.at(int(of[1][0]), int(barrier[2]), waits=barrier[1] == "sync")
-        elif asm.startswith("cp.async.bulk.wait_group"):
-            but = int(asm.removeprefix("cp.async.bulk.wait_group ").partition(";")[0])
-            store_wait(but)
-            task().schedule.land(task(), but)
+        elif asm.startswith("cp.async.bulk.wait_group 0;"):
+            store_wait(0)
+            task().schedule.land(task())
         else:
             assert asm.startswith("fence.proxy.async.global;"), asm
 

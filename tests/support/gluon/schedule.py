@@ -51,11 +51,10 @@ class Schedule:
         if self.failure:
             raise Stopped
 
-    def land(self, of: Task, but: int) -> None:
-        """A thread's writes in memory, but the last so many."""
+    def land(self, of: Task) -> None:
+        """A thread's writes in memory."""
         mine = [write for owner, write in self.writes if owner is of]
-        mine = mine[: len(mine) - but]
-        self.writes = [each for each in self.writes if each[1] not in mine]
+        self.writes = [each for each in self.writes if each[0] is not of]
         self.dice.shuffle(mine)
         for write in mine:
             write()
@@ -101,7 +100,7 @@ class Task(threading.Thread):
         self.weight = schedule.dice.choice((SLOW, 1.0))
         self.products: list[Product] = []
         self.stores: list[Callable[[], Callable[[], object]]] = []
-        self.seen: tuple[object, ...] = ()  # the counter that this thread last looked at, and atomics so far
+        self.seen = -1  # atomics, when this thread last looked at a counter
         schedule.tasks.append(self)
         self.start()
 

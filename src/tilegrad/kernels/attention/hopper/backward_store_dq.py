@@ -119,15 +119,14 @@ def _add_row_tiles(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """dq of every tile of rows of a work tile, added to memory; with `dq_semaphores` in order, and the first is stored. Its
-    parts come from the two warpgroups in turn. A semaphore is released one tile of rows later: by then TMA has written it."""
+    parts come from the two warpgroups in turn."""
     ROWS: gl.constexpr = dq_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[1]
     PARTS: gl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row; TMA drops what the last has beyond D
     row = first_row(tile.b, tile.start_q, rows_b, params.cu_seqlens_q is not None)
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
-    earlier = dq_semaphores
-    for step in range(tile.begin, tile.end):
+    for _ in range(tile.begin, tile.end):
         h = tile.kv_head * params.group + g
         m = row_tile(tile, i)
         before = 1
@@ -148,17 +147,11 @@ def _add_row_tiles(
             tma.store_wait(0)
             mbarrier.arrive(dq_pipeline.empty.index(part % 2), count=1)
         if dq_semaphores is not None:
-            if step > tile.begin:
-                wait_until_in_memory(BLOCK_M // ROWS * PARTS)
-                gl.atomic_add(earlier, 1, sem="release")
-            earlier = counter
+            wait_until_in_memory()
+            gl.atomic_add(counter, 1, sem="release")
         i += 1
         g = gl.where(i == tile.count, g + 1, g)
         i = gl.where(i == tile.count, 0, i)
-    if dq_semaphores is not None:  # noqa: SIM102 (known to the compiler)
-        if tile.begin < tile.end:
-            wait_until_in_memory(0)
-            gl.atomic_add(earlier, 1, sem="release")
 
 
 @gluon.jit
@@ -219,14 +212,8 @@ def wait_for_semaphore(counter, value):
     _inline_asm("fence.proxy.async.global;")
 
 
-@gluon.constexpr_function
-def _wait_code(but):
-    return f"cp.async.bulk.wait_group {but}; fence.proxy.async.global; bar.warp.sync 0xffffffff;"
-
-
 @gluon.jit
-def wait_until_in_memory(BUT: gl.constexpr):
-    """Until what the warp stored or added by TMA, but the last BUT times, is in memory, not only read from shared memory. One
-    thread issued the TMA and waits for it, another may release the semaphore: hence the warp barrier."""
-    CODE: gl.constexpr = _wait_code(BUT)
-    _inline_asm(CODE)
+def wait_until_in_memory():
+    """Until what the warp stored or added by TMA is in memory, not only read from shared memory. One thread issued the TMA and
+    waits for it, another may release the semaphore: hence the warp barrier."""
+    _inline_asm("cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff;")

@@ -21,8 +21,8 @@ the others' MMAs. A warpgroup that skips a block passes its turn.
 **Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
 
 **q in registers** at D 96, 128 and 192 of full attention: a block of columns then reads a third less of shared memory. Under a
-causal edge that is 1 % slower. At D 256 the bandwidth of shared memory is the limit, and half of q is in registers, but
-for windows of packed sequences, which have none left.
+causal edge that is 1 % slower. At D 256 the bandwidth of shared memory is the limit, and a quarter of q is in registers: 2 to
+3 % faster; half of it is slower, and a window has no registers left.
 
 Which work tiles a CTA takes: forward_scheduler.py.
 
@@ -63,8 +63,8 @@ from .forward_scheduler import (
 )
 from .pieces import (
     add_dot,
+    cut,
     dot_rows,
-    halves,
     load_pieces,
     new_stages,
     pieces_of,
@@ -103,7 +103,7 @@ def _scores(q, kv_state, pipelines, S: gl.constexpr):
     consumer_wait(pipelines.k, kv_state)
     k = tile_of(pipelines.k.stages, kv_state % STAGES)
     if len(q) > len(k):
-        k = halves(k[0])
+        k = cut(k[0])
     BLOCK_N: gl.constexpr = k[0].shape[0]
     return dot_rows(q, k, gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S))
 
@@ -285,9 +285,9 @@ def _attend(
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
         if Q_REGISTERS:
             q = load_pieces(q, P)
-        elif BLOCK_D == 256 and not (VARLEN and params.left is not None):
-            q = halves(q[0])
-            q = (q[0].load(P), q[1])
+        elif BLOCK_D == 256 and params.left is None:
+            q = cut(q[0])
+            q = (q[0].load(P), q[1], q[2])
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
         named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
         if Q_STAGES > 1:
@@ -386,8 +386,7 @@ def _attention_fwd_kernel(
         tq, tk, left, right, scale_log2, softcap_log2,
     )  # fmt: skip
     out = Out(None if o is None else pieces_of(o_desc, o_desc2), o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
-    MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: ptxas has none to spare
-    LOAD: gl.constexpr = 32 if VARLEN and (BLOCK_D == 192 or left is not None) else 24  # of the producer warp
+    MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: else ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
@@ -398,7 +397,7 @@ def _attention_fwd_kernel(
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
-        ], [4, 1], [240 if MORE else 232, LOAD if MORE else 40])  # fmt: skip
+        ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),

@@ -104,12 +104,17 @@ def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
     return min(range(1, min(MOST_SPLITS, steps) + 1), key=duration)
 
 
-def heads_per_section(sizes: Sizes, programs: int) -> int:
+def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = False) -> int:
     """kv heads whose work tiles are taken together. One, except where the band makes the first columns the longest: then those
-    of several heads come first, of no more than stay in L2 with q, do and dq_acc of one query head each."""
-    if sizes.right is None or sizes.left is not None:
-        return 1
+    of several heads come first, of no more than stay in L2 with q, do and dq_acc of one query head each.
+
+    Deterministic work tiles of a head end one after the other, for each waits for the one before at every tile of rows. Where
+    no band shortens them, as many heads go together as CTAs have: the next ones then begin in the order in which they may add."""
     heads, tile = sizes.batch * sizes.hkv, TILE_CONFIGS[width_of(sizes.d)]
+    if deterministic and sizes.right is None and sizes.left is None:
+        return max(1, min(heads, programs // _ceil_div(sizes.tk, tile.n)))
+    if deterministic or sizes.right is None or sizes.left is not None:
+        return 1
     most = max(1, min(L2_BYTES // max(1, sizes.tq * sizes.d * 8), heads))
     rows, before = _ceil_div(sizes.tq, tile.m), sizes.tq - sizes.tk - sizes.right
     firsts = [max(0, n * tile.n + before) // tile.m for n in range(_ceil_div(sizes.tk, tile.n))]
@@ -242,7 +247,7 @@ def _prepare(
             sums, arrivals if split else None, dq_semaphores if deterministic else None, counters,
             rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
             sizes.left, sizes.right,
-            1 if deterministic or varlen else heads_per_section(sizes, programs), splits if split else None,
+            1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic), splits if split else None,
             row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
             tile.m, tile.n, width, tile.do_stages, descending,
         ), num_warps=4,

@@ -75,10 +75,10 @@ def tile_of(stages, n):
 
 
 @gluon.jit
-def halves(x):
-    """A tile's columns in two."""
-    HALF: gl.constexpr = x.shape[1] // 2
-    return x.slice(0, HALF, dim=1), x.slice(HALF, HALF, dim=1)
+def cut(x):
+    """A tile's columns as a quarter, another and a half."""
+    N: gl.constexpr = x.shape[1] // 4
+    return x.slice(0, N, dim=1), x.slice(N, N, dim=1), x.slice(2 * N, 2 * N, dim=1)
 
 
 @gluon.jit
