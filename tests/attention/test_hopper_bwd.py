@@ -207,6 +207,23 @@ def test_heads_go_together_only_where_columns_differ_in_length() -> None:
     assert host.heads_per_section(sizes(8, t=65536), 132) == 1  # one head fills L2
 
 
+def test_deterministic_tiles_begin_in_the_order_in_which_they_may_add() -> None:
+    """Tile n of a head waits for tile n − 1 at every tile of rows. In this order no CTA waits after the first round."""
+    t, heads, rows = 4096, 16, 64  # tiles of rows
+    section = host.heads_per_section(Sizes(1, heads, heads, t, t, 128, 128, None, None), 132, deterministic=True)
+    of = call(t, t, None, None, kv_heads=heads, heads_per_section=section)
+    ends, waits = [0] * 132, []
+    started: dict[tuple[int, int], int] = {}
+    for index in range(heads * t // N):
+        head, n = scheduler.head_and_column.fn(index, of, t // N)
+        idle = ends[0]
+        started[head, n] = max(idle, started.get((head, n - 1), -1) + 1)  # a tile of rows behind
+        waits.append(started[head, n] - idle)
+        heapq.heapreplace(ends, started[head, n] + rows)
+    assert sum(waits[132:]) < 0.02 * rows * len(waits[132:])
+    assert host.heads_per_section(sizes(8), 132, deterministic=True) == 1  # columns of a causal head differ in length
+
+
 @pytest.mark.parametrize(
     ("batch", "heads", "group", "t"), [(16, 4, 8, 1024), (4, 4, 8, 4096), (1, 4, 8, 16384), (4, 16, 1, 4096)]
 )

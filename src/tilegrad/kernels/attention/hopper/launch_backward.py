@@ -109,7 +109,7 @@ def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = Fals
     of several heads come first, of no more than stay in L2 with q, do and dq_acc of one query head each.
 
     Deterministic work tiles of a head end one after the other, for each waits for the one before at every tile of rows. Where
-    no band shortens them, as many heads go together as CTAs have: the next ones then begin in the order in which they may add."""
+    no band shortens them, as many heads go together as fill the CTAs: the next ones begin in the order in which they add."""
     heads, tile = sizes.batch * sizes.hkv, TILE_CONFIGS[width_of(sizes.d)]
     if deterministic and sizes.right is None and sizes.left is None:
         return max(1, min(heads, programs // _ceil_div(sizes.tk, tile.n)))
