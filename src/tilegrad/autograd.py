@@ -1,13 +1,15 @@
 """How a call of attention reaches its kernel: at once where nothing stands between, else through torch's dispatcher.
 
+    known    eager/eager.cpp, from here to the kernel and back in C++     plain tensors and no others than q, k and v, no mode,
+             where it was built                                           no transform, a signature that ran before
     eager    an autograd.Function around the kernel                       plain tensors, no mode, no transform
     op       tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)           compile, export, fake tensors, subclasses,
              tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask)    dispatch and function modes, torch.func, tracing
                  → (dq, dk, dv, dbias, dsinks)
 
-Both check, allocate and run by the same two functions, `_forward` and `_backward`. Of a small call the dispatcher takes most of
-the time, hence the first way. What a call allocates is worked out once for each signature, and its kernel is prepared for it:
-from call to call addresses change. All scratch of a call is one buffer.
+The last two check, allocate and run by the same two functions, `_forward` and `_backward`. Of a small call the dispatcher takes
+most of the time, and then Python: hence the others. What a call allocates is worked out once for each signature, and its kernel
+is prepared for it: from call to call addresses change. All scratch of a call is one buffer. The bits are the same either way.
 
 A mask travels through an op as the flat list of its fields, because a schema knows only tensors and numbers. torch.func's
 transforms see an autograd.Function around each op: grad and jacrev run its backward, vmap folds its dimension into B, or
@@ -19,6 +21,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from types import ModuleType
 from typing import Any, NoReturn
 
 import torch
@@ -27,7 +30,9 @@ from torch.autograd import forward_ad
 from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
-from .kernels.attention.api import Signature, recall, select_bwd, select_fwd, signature
+from .eager import load
+from .kernels.attention import table
+from .kernels.attention.api import Selected, Signature, forget, recall, select_bwd, select_fwd, signature
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
 from .kernels.attention.mask import Mask
 from .kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
@@ -35,12 +40,18 @@ from .kernels.scratch import Layout
 
 _PLAIN = frozenset((Tensor, Parameter))
 _DEVICES = frozenset(("cpu", "cuda"))
+_loaded = load()
+_known: ModuleType | None = None if isinstance(_loaded, str) else _loaded
 
 
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse), differentiable."""
+    if not torch.compiler.is_compiling() and _known is not None and mask.bare:
+        known = _known.attend(q, k, v, mask, mask.numbers, kernel, table.ATTENTION, deterministic, return_lse)
+        if known is not None:
+            return known  # type: ignore[no-any-return]
     seed = mask.seed
     if mask.dropout_p or seed is not None:
         check_options(q, k, v, mask)
@@ -204,6 +215,7 @@ def _forward(
         o, lse = _new_outputs(q, v, mask)
         work = _new_work(Layout(selected.scratch).nbytes, device)
         selected = selected.prepared(key, "fwd", (o, lse), work, q, k, v, mask, o=o, lse=lse)
+        _make_known(selected, key, (q, k, v), mask, (o, lse), kernel)
     else:
         (shape, strides, dtype), (lse_shape, lse_strides, lse_type) = selected.forms
         like_q = selected.o_like_q
@@ -218,6 +230,27 @@ def _forward(
         held = () if mask.bare else mask.tensors
         selected.run((q, k, v, o, lse, *held, work), mask)
     return o, lse
+
+
+def _make_known(
+    selected: Selected, key: Signature | None, reads: tuple[Tensor | None, ...], mask: Mask,
+    new: tuple[Tensor | None, ...], kernel: str | None, *, deterministic: bool = False,
+) -> None:  # fmt: skip
+    """Calls of this signature go by C++ from now on, where it is there and takes them."""
+    q, run = reads[0], selected.run
+    if _known is None or key is None or not mask.bare or run is None or q is None:
+        return
+    native = getattr(run, "native", None)
+    if (
+        native is None and not q.is_cuda or q.is_cuda and q.dtype is torch.float32
+    ):  # whose precision is an option of torch's
+        return
+    wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
+    plan = run if native is None else None
+    if _known.add_program(
+        mask, mask.numbers, kernel, selected.table, deterministic, wanted, reads, new, selected.work_bytes, native, plan
+    ):
+        forget()
 
 
 def _new_work(size: int, device: torch.device) -> Tensor:
@@ -257,6 +290,7 @@ def _backward(
         work = _new_work(Layout(selected.scratch).nbytes, device)
         reads = (q, k, v, o, lse, do, dlse, mask)
         selected = selected.prepared(key, "bwd", (), work, *reads, **named, deterministic=deterministic)
+        _make_known(selected, key, reads[:7], mask, (dq, dk, dv), kernel, deterministic=deterministic)
     else:
         work = _new_work(selected.work_bytes, device)
     if mask.varlen:
@@ -369,18 +403,28 @@ class _EagerAttention(torch.autograd.Function):
             if dlse is None:
                 return (None,) * len(ctx.needs_input_grad)
             do = torch.zeros_like(o)
-        if not torch.is_grad_enabled() and not _observed():
-            mask = _mask(*held, *mask) if held else mask
-            key = _backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
-            if key is not None or _plain(q, k, v, o, lse, do, dlse, *held):
-                grads = _backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key)
-                dq, dk, dv, dbias, dsinks = grads
-                return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
-            mask = _options(mask) if held else mask
-        options = (*held, *mask) if held else (*(None,) * 6, *_options(mask))
-        grads = _backward_by_op((q, k, v, o, lse, do, dlse), (*options, deterministic, kernel), wanted)
-        dq, dk, dv, dbias, dsinks = grads
+        mask = _mask(*held, *mask) if held else mask
+        reads = (q, k, v, o, lse, do, dlse)
+        dq, dk, dv, dbias, dsinks = _backward_of_eager(reads, mask, wanted, kernel, deterministic)
         return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
+
+
+def _backward_of_eager(
+    reads: Sequence[Any], mask: Mask, wanted: tuple[bool, ...], kernel: str | None, deterministic: bool  # noqa: FBT001
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """At once where nothing stands between, else by the op. `wanted` of q, k and v, or of GRADIENTS."""
+    q, k, v, o, lse, do, dlse = reads
+    wanted = wanted if len(wanted) == len(GRADIENTS) else (*wanted, False, False)
+    held = (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+    if not torch.is_grad_enabled() and not _observed():
+        key = _backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
+        if key is not None or _plain(q, k, v, o, lse, do, dlse, *held):
+            return _backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key)
+    return _backward_by_op(tuple(reads), (*held, *_options(mask), deterministic, kernel), wanted)
+
+
+if _known is not None:
+    _known.use(Parameter, _backward_of_eager)
 
 
 _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Function's own looks for transforms first

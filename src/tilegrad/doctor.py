@@ -1,7 +1,7 @@
 """What this installation can run, and what to do where it can't: one line for each part.
 
 `--kernels` adds the table of kernels of every op: which runs a plain call, and why the others don't. `--build` compiles the
-native CPU kernel from the sources that come with the package.
+native CPU kernel and eager calls in C++ from the sources that come with the package.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from . import __version__
+from . import __version__, eager
 from .kernels import (
     activation,
     adamw,
@@ -46,6 +46,12 @@ def doctor(*, build: bool = False, kernels: bool = False) -> int:
             print(f"tilegrad: the native kernel was not built: {error}", file=sys.stderr)
             return 1
         native_library.library.cache_clear()
+        try:
+            print("building eager calls in C++, half a minute …", flush=True)
+            print(f"built {eager.build()}")
+        except RuntimeError as error:
+            print(f"tilegrad: eager calls in C++ were not built, they go through Python: {error}", file=sys.stderr)
+        eager.load.cache_clear()
     width = max(len(name) for name, _ in report())
     for name, line in report():
         print(f"{name:<{width}}  {line}")
@@ -64,6 +70,7 @@ def report() -> Iterator[tuple[str, str]]:
         native_build.compiler() or "none: $CXX, c++, g++ and clang++ are not there (Debian: apt install g++)",
     )
     yield "native kernel", _native()
+    yield "eager calls", _eager()
     yield "Triton", _triton()
     yield "CUDA", _cuda()
     for device, dtype in _places():
@@ -99,6 +106,11 @@ def _places() -> Iterator[tuple[str, torch.dtype]]:
 
 def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
+
+
+def _eager() -> str:
+    found = eager.load()
+    return f"through Python: C++ for them {found}" if isinstance(found, str) else f"in C++, {eager.path()}"
 
 
 def _native() -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any, cast
 
 import pytest
@@ -17,9 +18,31 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilegrad
+from tilegrad import autograd
 from tilegrad.kernels.attention import api
 
 attention = cast("Callable[..., Tensor]", tilegrad.attention)
+
+
+@pytest.fixture(params=["C++", "Python"], autouse=True)
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Calls that are known go by C++, or all through Python."""
+    if request.param == "Python":
+        monkeypatch.setattr(autograd, "_known", None)
+    elif autograd._known is None:
+        pytest.skip(f"C++ for eager calls {autograd._loaded}")
+    else:
+        autograd._known.drop_programs()
+        monkeypatch.setattr(api, "_selected", {})
+        q, k, v = leaves()
+        grads_of(tilegrad.attention(q, k, v), q, k, v)
+        assert is_known(tilegrad.attention(q, k, v))
+    return str(request.param)
+
+
+def is_known(o: Tensor) -> bool:
+    assert o.grad_fn is not None
+    return "CppNode" in o.grad_fn.name()
 
 
 @settings(max_examples=60)
@@ -27,7 +50,7 @@ attention = cast("Callable[..., Tensor]", tilegrad.attention)
 def test_the_same_bits_as_the_kernels_own_functions(case: Case) -> None:
     call = build(case)
     want = run(call, None)
-    for _ in range(2):  # the second time from what was remembered, at other addresses
+    for _ in range(3):  # from the second time on from what was remembered, at other addresses
         got = by_face(call)
         for name, x in got.items():
             assert torch.equal(x.nan_to_num(-1.0), want[name].nan_to_num(-1.0)), name
@@ -78,7 +101,8 @@ def test_a_function_mode_sees_the_op_and_a_default_device_costs_nothing() -> Non
         tilegrad.attention(q, k, v)
     assert any("attention_fwd" in name for name in mode.seen)
     with torch.device("cpu"):
-        assert "Eager" in type(tilegrad.attention(q, k, v).grad_fn).__name__
+        o = tilegrad.attention(q, k, v)
+    assert o.grad_fn is not None and "Eager" in o.grad_fn.name()
 
 
 def test_a_subclass_reaches_the_op() -> None:
@@ -158,3 +182,111 @@ def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     for change in bad:
         with pytest.raises((TypeError, ValueError), match=next(iter(change))):
             attention(q, k, v, **({"causal": True, "window": (5, 0)} | change))
+
+
+def test_every_call_of_a_known_signature_is_the_kernels(way: str) -> None:
+    for case in (
+        Case(dtype=torch.bfloat16),
+        Case(layout="bthd"),
+        Case(causal=True, window=(7, None), softcap=2.0),
+        Case(tk=1),
+    ):
+        call = build(case)
+        want = run(call, None)
+        for known in (False, way == "C++"):
+            q, k, v = (x.detach().requires_grad_() for x in (call.q, call.k, call.v))
+            options: dict[str, Any] = {"causal": case.causal, "window": case.window, "softcap": case.softcap}
+            o, lse = tilegrad.attention(q, k, v, return_lse=True, **options)
+            assert is_known(o) == known
+            grads = torch.autograd.grad(o, (q, k, v), call.do)
+            for name, x in zip(("o", "lse", "dq", "dk", "dv"), (o, lse, *grads), strict=True):
+                assert torch.equal(x, want[name]), name
+            assert o.stride() == torch.empty_like(q).stride()
+            with torch.no_grad():
+                assert torch.equal(tilegrad.attention(q, k, v, **options), o)
+
+
+def test_gradients_that_are_wanted_and_those_that_come() -> None:
+    q, k, v = leaves()
+    o, lse = tilegrad.attention(q, k, v, return_lse=True)
+    do, dlse = torch.randn_like(o), torch.randn_like(lse)
+    whole = torch.autograd.grad((o, lse), (q, k, v), (do, dlse), retain_graph=True)
+    for _ in range(2):
+        o, lse = tilegrad.attention(q, k, v, return_lse=True)
+        again = torch.autograd.grad((o, lse), (q, k, v), (do, dlse), retain_graph=True)
+        assert all(map(torch.equal, again, whole))
+        (dk,) = torch.autograd.grad((o, lse), (k,), (do, dlse), retain_graph=True)
+        assert torch.equal(dk, whole[1])
+        parts = [torch.autograd.grad(x, (q, k, v), g, retain_graph=True) for x, g in ((o, do), (lse, dlse))]
+        for a, b, both in zip(*parts, whole, strict=True):
+            torch.testing.assert_close(a + b, both)
+        detached = tilegrad.attention(q.detach(), k, v.detach())
+        assert torch.equal(*(torch.autograd.grad(x, k, do, retain_graph=True)[0] for x in (detached, o)))
+        torch.autograd.grad(detached, k, do)
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(detached, k, do)
+
+
+def test_a_gradient_that_no_kernel_can_read_is_copied() -> None:
+    q, k, v = leaves()
+    for _ in range(3):
+        o = tilegrad.attention(q, k, v)
+        want = torch.autograd.grad(o, (q, k, v), torch.ones_like(o), retain_graph=True)
+        for do in (torch.ones(()).expand(o.shape), torch.ones(o.shape[::-1]).permute(3, 2, 1, 0)):
+            assert all(map(torch.equal, torch.autograd.grad(o, (q, k, v), do, retain_graph=True), want))
+
+
+def test_second_derivatives_raise_where_they_are_asked_for() -> None:
+    q, k, v = leaves()
+    o = tilegrad.attention(q, k, v)
+    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    with pytest.raises(NotImplementedError, match="no second derivative"):
+        dq.sum().backward()
+
+
+def test_hooks_accumulation_and_other_threads() -> None:
+    q, k, v = leaves()
+    seen: list[Tensor] = []
+    o = tilegrad.attention(q, k, v)
+    o.register_hook(seen.append)
+    o.sum().backward()
+    assert len(seen) == 1 and q.grad is not None
+    first = q.grad.clone()
+    tilegrad.attention(q, k, v).sum().backward()
+    assert torch.equal(q.grad, 2 * first)
+
+    def step(_: int) -> tuple[Tensor, ...]:
+        own = [x.detach().requires_grad_() for x in (q, k, v)]
+        return grads_of(tilegrad.attention(*own), *own)  # type: ignore[call-overload, arg-type]
+
+    with ThreadPoolExecutor(4) as pool:
+        every = list(pool.map(step, range(32)))
+    assert all(all(map(torch.equal, each, every[0])) for each in every)
+
+
+def test_options_of_no_use_are_named_by_the_checks() -> None:
+    q, k, v = (x.detach() for x in leaves())
+    for change in ({"kernel": "none"}, {"kernel": ["native"]}, {"kernel": 3}):
+        with pytest.raises((TypeError, ValueError), match="kernel|unhashable"):
+            attention(q, k, v, **change)
+    with pytest.raises(TypeError, match="q: got int"):
+        attention(3, k, v)
+    with pytest.raises(ValueError, match="v: got shape"):
+        attention(q, k, v[:, :, 1:])
+
+
+def test_an_instruction_set_asked_for_later_is_taken(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, k, v = (x.detach() for x in leaves())
+    monkeypatch.setenv("TILEGRAD_ISA", "none")
+    if tilegrad.explain(q, k, v).kernel != "native":
+        pytest.skip("needs the native library")
+    with pytest.raises(ValueError, match="TILEGRAD_ISA: got 'none'"):
+        attention(q, k, v)
+
+
+def test_autocast_casts_what_is_known_in_float32() -> None:
+    q, k, v = leaves()
+    with torch.autocast("cpu", torch.bfloat16):
+        for _ in range(3):
+            assert tilegrad.attention(q, k, v).dtype == torch.bfloat16
+    assert tilegrad.attention(q, k, v).dtype == q.dtype

@@ -15,7 +15,8 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "memory": set(),
     "kernels": set(),
     "text_table": set(),
-    "autograd": {"kernels"},
+    "eager": {"kernels"},
+    "autograd": {"eager", "kernels"},
     "functional": {"autograd", "kernels"},
     "flash": {"functional"},
     "managed": {"kernels", "memory"},
@@ -31,7 +32,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "document": {"memory", "text_table"},
     "bench": {"kernels", "model", "memory", "train", "functional", "text_table", "dilated"},
     "progress": {"memory", "text_table"},
-    "doctor": {"kernels"},
+    "doctor": {"eager", "kernels"},
     "cli": {
         "model",
         "train",

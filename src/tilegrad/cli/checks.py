@@ -66,5 +66,7 @@ def add_checks(commands: Commands) -> None:
     )
 
     doctor = add_command(commands, "doctor", "what this installation can run, and what to do where it can't", _doctor)
-    doctor.add_argument("--build", action="store_true", help="compile the native CPU kernel (needs a C++ compiler)")
+    doctor.add_argument(
+        "--build", action="store_true", help="compile the native CPU kernel and eager calls (needs a C++ compiler)"
+    )
     doctor.add_argument("--kernels", action="store_true", help="every op's kernels: which runs, and why not the others")

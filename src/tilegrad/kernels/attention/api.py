@@ -147,6 +147,11 @@ def recall(key: Signature | None) -> Selected | None:
     return found if found is not None and found.table is table.ATTENTION else None
 
 
+def forget() -> None:
+    """As if no call had been made."""
+    _selected.clear()
+
+
 def _select(
     key: Signature | None, problem: Problem, kernel: str | None, *, backward: bool, deterministic: bool
 ) -> Selected:

@@ -13,6 +13,7 @@ cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
 
 from __future__ import annotations
 
+import ctypes
 from array import array
 from collections.abc import Callable
 from math import prod
@@ -201,6 +202,8 @@ def _prepared(
         words[isa_at], words[scratch_at], words[scratch_bytes_at] = isa(), data + start, work.nbytes - start
         native_run(words.tobytes(), direction)
 
+    address = ctypes.cast(native_run, ctypes.c_void_p).value
+    run.native = (address, direction, list(common), places, scratch_at)  # type: ignore[attr-defined]  # for eager.cpp
     return run
 
 

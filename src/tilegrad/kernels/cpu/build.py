@@ -98,11 +98,12 @@ def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
     """The object files, compiled into `folder`; raises RuntimeError with the compiler's message."""
     commands = list(_commands(cxx, flags, folder))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        list(pool.map(_run, commands))
+        list(pool.map(run, commands))
     return [command[-1] for command in commands]
 
 
-def _run(command: Sequence[str]) -> None:
+def run(command: Sequence[str]) -> None:
+    """Runs a compiler; raises RuntimeError with its message."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise RuntimeError(f"{' '.join(command)} failed:\n{done.stderr.strip()[-4000:]}")
@@ -118,11 +119,16 @@ def build(to: Path = LIBRARY) -> Path:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         made = folder / to.name
-        _run([cxx, "-shared", "-pthread", *objects(cxx, folder), "-o", str(made)])
-        beside = to.with_name(f".{to.name}.{os.getpid()}")
-        try:
-            shutil.copy(made, beside)
-            beside.replace(to)
-        except OSError as error:
-            raise RuntimeError(f"{to} can't be written: {error}") from error
+        run([cxx, "-shared", "-pthread", *objects(cxx, folder), "-o", str(made)])
+        replace_file(to, made)
     return to
+
+
+def replace_file(to: Path, made: Path) -> None:
+    """A library takes the place of another at once, so that no process loads a part of it."""
+    beside = to.with_name(f".{to.name}.{os.getpid()}")
+    try:
+        shutil.copy(made, beside)
+        beside.replace(to)
+    except OSError as error:
+        raise RuntimeError(f"{to} can't be written: {error}") from error

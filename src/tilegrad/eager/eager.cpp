@@ -1,0 +1,423 @@
+// Eager calls of attention whose signature is known: from Python's arguments to the kernel, and back through autograd, without
+// Python in between. ../autograd.py checks a call, selects and prepares its kernel, and adds that as a program here. A call that
+// has no program, or that something wants to see, is answered with None, and autograd.py runs it.
+//
+//   Call      what a call has beside tensors: its mask without tensors, the kernel asked for, the table of kernels
+//   Program   of a signature in one direction: what it allocates, and how its kernel starts
+//               native   a function of the CPU's library on one structure, into which addresses are written
+//               plan     functions of CUDA's driver, bound to addresses and a stream by Python (kernels/cuda_launch.py), and kept
+#include <ATen/autocast_mode.h>
+#include <ATen/core/LegacyTypeDispatch.h>
+#include <ATen/ops/empty.h>
+#include <ATen/ops/empty_strided.h>
+#include <ATen/ops/zeros_like.h>
+#include <ATen/Parallel.h>
+#include <c10/core/DeviceGuard.h>
+#include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <torch/csrc/autograd/custom_function.h>
+#include <torch/csrc/autograd/forward_grad.h>
+#include <torch/csrc/autograd/python_variable.h>
+#include <torch/csrc/Exceptions.h>
+#include <torch/csrc/jit/frontend/tracer.h>
+#include <pybind11/pybind11.h>
+#include <pybind11/stl.h>
+
+#include <cstdlib>
+#include <mutex>
+#include <unordered_map>
+
+#ifdef WITH_CUDA  // of c10/cuda/CUDAStream.h, which needs CUDA's own headers
+namespace c10::cuda {
+struct __attribute__((visibility("default"))) CUDAStream {
+    c10::Stream stream_;
+    void* stream() const;
+};
+__attribute__((visibility("default"))) CUDAStream getCurrentCUDAStream(c10::DeviceIndex device);
+}  // namespace c10::cuda
+#endif
+
+namespace {
+
+namespace py = pybind11;
+using at::Tensor;
+using torch::autograd::AutogradContext;
+using torch::autograd::variable_list;
+using Words = std::vector<int64_t>;
+
+constexpr size_t MOST_ENTRIES = 4096;  // as kernels/cache.py
+constexpr int64_t ALIGNED_BYTES = 16, LINE_BYTES = 64;
+
+struct Hash {
+    size_t operator()(const Words& words) const {
+        uint64_t hash = 1469598103934665603u;
+        for (int64_t word : words) hash = (hash ^ uint64_t(word)) * 1099511628211u, hash ^= hash >> 29;
+        return hash;
+    }
+};
+
+struct Call : torch::CustomClassHolder {
+    PyObject *mask, *kernel, *table;
+    Words key;
+    bool deterministic;
+    Call(PyObject* mask_, PyObject* kernel_, PyObject* table_, bool deterministic_, Words key_)
+        : mask(Py_NewRef(mask_)), kernel(Py_NewRef(kernel_)), table(Py_NewRef(table_)), key(std::move(key_)),
+          deterministic(deterministic_) {}
+    ~Call() override {
+        py::gil_scoped_acquire held;
+        Py_DECREF(mask), Py_DECREF(kernel), Py_DECREF(table);
+    }
+};
+
+struct Form {
+    Words sizes, strides;
+    at::TensorOptions options;
+    explicit Form(const Tensor& x) : sizes(x.sizes().vec()), strides(x.strides().vec()), options(x.options().requires_grad(false)) {}
+    Tensor make() const { return at::empty_strided(sizes, strides, options); }
+};
+
+struct Launch {
+    int (*function)(uint64_t, uint64_t, uint64_t, uint64_t);
+    uint64_t arguments[4];
+};
+
+struct Program {
+    c10::intrusive_ptr<Call> call;  // keeps alive what the key has addresses of
+    std::vector<Form> outputs;
+    int64_t work_bytes = 0;
+    at::TensorOptions work_options;
+    // of a native one
+    void (*native)(const void*, int64_t) = nullptr;
+    int64_t direction = 0, scratch_at = 0;
+    std::vector<uint64_t> words;
+    std::vector<int64_t> places;
+    std::string isa;
+    // of a plan
+    PyObject* plan = nullptr;
+    c10::Device device{c10::kCPU};
+    std::mutex bound_mutex;
+    std::unordered_map<Words, std::vector<Launch>, Hash> bound;
+    std::vector<py::object> kept;  // the memory that launches point to
+
+    ~Program() {
+        py::gil_scoped_acquire held;
+        Py_XDECREF(plan);
+        kept.clear();
+    }
+    std::vector<Launch> bind(Words key);
+    void run(const std::vector<Tensor>& tensors);
+};
+
+using Programs = std::unordered_map<Words, std::shared_ptr<Program>, Hash>;
+std::mutex programs_mutex;
+Programs& programs = *new Programs;  // never destroyed: at exit there is no interpreter to give objects back to
+auto& calls = *new std::unordered_map<Words, c10::intrusive_ptr<Call>, Hash>;  // under the GIL
+PyObject *parameter_class = nullptr, *slow_backward = nullptr;
+
+const char* asked_isa() {
+    const char* isa = std::getenv("TILEGRAD_ISA");
+    return isa ? isa : "";
+}
+
+// As Python acquires and raises: an error of Python's crosses autograd's threads.
+template <class F>
+auto with_python(F body) {
+    py::gil_scoped_acquire held;
+    try {
+        return body();
+    } catch (py::error_already_set& error) {
+        error.restore();
+        python_error kept;
+        kept.persist();
+        throw kept;
+    }
+}
+
+std::vector<Launch> Program::bind(Words key) {
+    return with_python([&] {
+        py::list addresses;
+        for (size_t i = 1; i < key.size(); i++) addresses.append(uint64_t(key[i]));
+        py::tuple answer = py::reinterpret_borrow<py::object>(plan).attr("numbers")(uint64_t(key[0]), addresses);
+        std::vector<Launch> launches;
+        for (auto each : answer[0]) {
+            auto numbers = each.cast<std::vector<uint64_t>>();
+            launches.push_back({reinterpret_cast<int (*)(uint64_t, uint64_t, uint64_t, uint64_t)>(numbers.at(0)),
+                                {numbers.at(1), numbers.at(2), numbers.at(3), numbers.at(4)}});
+        }
+        std::lock_guard<std::mutex> lock(bound_mutex);
+        if (bound.size() >= MOST_ENTRIES) {
+            bound.clear();
+            kept.clear();
+        }
+        kept.push_back(answer[1]);
+        bound[key] = launches;
+        return launches;
+    });
+}
+
+void Program::run(const std::vector<Tensor>& tensors) {
+    if (native) {
+        std::vector<uint64_t> own(words);
+        for (size_t i = 0; i < places.size(); i++) own[places[i]] = reinterpret_cast<uint64_t>(tensors[i].data_ptr());
+        uint64_t at = reinterpret_cast<uint64_t>(tensors.back().data_ptr()), start = -at % LINE_BYTES;
+        own[scratch_at] = at + start;
+        own[scratch_at + 1] = work_bytes - start;
+        native(own.data(), direction);
+        return;
+    }
+#ifdef WITH_CUDA
+    thread_local Words key;
+    key.clear();
+    key.push_back(reinterpret_cast<int64_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+    for (const Tensor& x : tensors) key.push_back(reinterpret_cast<int64_t>(x.data_ptr()));
+    std::vector<Launch> launches;
+    {
+        std::lock_guard<std::mutex> lock(bound_mutex);
+        auto found = bound.find(key);
+        if (found != bound.end()) launches = found->second;
+    }
+    if (launches.empty()) launches = bind(key);
+    for (const Launch& each : launches) {
+        const uint64_t* a = each.arguments;
+        int code = each.function(a[0], a[1], a[2], a[3]);
+        if (!code) continue;
+        with_python([&] { py::reinterpret_borrow<py::object>(plan).attr("answered")(code); });  // raises, or makes a context
+        code = each.function(a[0], a[1], a[2], a[3]);
+        TORCH_CHECK(!code, "CUDA: a launch answers ", code, " again");
+    }
+#endif
+}
+
+const c10::DispatchKeySet PLAIN({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCPU,
+                                 c10::DispatchKey::AutogradCUDA, c10::DispatchKey::ADInplaceOrView,
+                                 c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA,
+                                 c10::DispatchKey::BackendSelect});
+
+bool within(c10::DispatchKeySet keys) { return !(keys.raw_repr() & ~PLAIN.raw_repr()); }
+
+bool plain(const Tensor& x) { return within(x.key_set()); }
+
+bool observed() {
+    const auto local = c10::impl::tls_local_dispatch_key_set();
+    return !within(local.included_) || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
+           at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing() ||
+           torch::autograd::ForwardADLevel::try_get_by_idx(0) != nullptr;
+}
+
+void add(Words& key, const Tensor& x) {
+    if (!x.defined()) {
+        key.push_back(-1);
+        return;
+    }
+    const int64_t align = reinterpret_cast<int64_t>(x.data_ptr()) % ALIGNED_BYTES;
+    key.push_back(x.dim() | int64_t(x.scalar_type()) << 8 | int64_t(x.device().type()) << 16 |
+                  int64_t(uint8_t(x.device().index())) << 24 | align << 32);
+    for (int64_t n : x.sizes()) key.push_back(n);
+    for (int64_t n : x.strides()) key.push_back(n);
+}
+
+std::shared_ptr<Program> find(const Words& key) {
+    std::lock_guard<std::mutex> lock(programs_mutex);
+    auto found = programs.find(key);
+    return found == programs.end() ? nullptr : found->second;
+}
+
+void forward_key(Words& key, const Call& call, const Tensor& q, const Tensor& k, const Tensor& v) {
+    key = call.key;
+    key.push_back(0);
+    key.push_back(at::get_num_threads());
+    add(key, q), add(key, k), add(key, v);
+}
+
+void backward_key(Words& key, const Call& call, const variable_list& reads, int64_t wanted) {
+    key = call.key;
+    key.push_back(1 | wanted << 1 | int64_t(call.deterministic) << 8);
+    key.push_back(at::get_num_threads());
+    for (const Tensor& x : reads) add(key, x);
+}
+
+variable_list run_forward(Program& program, const Tensor& q, const Tensor& k, const Tensor& v) {
+    at::AutoDispatchBelowADInplaceOrView below;
+    c10::OptionalDeviceGuard on;
+    if (program.device.is_cuda()) on.reset_device(program.device);
+    Tensor o = program.outputs[0].make(), lse = program.outputs[1].make();
+    program.run({q, k, v, o, lse, at::empty({program.work_bytes}, program.work_options)});
+    return {o, lse};
+}
+
+bool rows_aligned(const Tensor& x) {
+    if (x.stride(-1) != 1 || reinterpret_cast<int64_t>(x.data_ptr()) % ALIGNED_BYTES) return false;
+    for (int64_t i = 0; i + 1 < x.dim(); i++)
+        if (x.size(i) > 1 && (x.stride(i) == 0 || x.stride(i) * x.element_size() % ALIGNED_BYTES)) return false;
+    return true;
+}
+
+struct EagerAttention : torch::autograd::Function<EagerAttention> {
+    static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
+                                 const c10::intrusive_ptr<Call>& call, Program& program, bool return_lse) {
+        variable_list out;
+        {
+            py::gil_scoped_release free;
+            out = run_forward(program, q, k, v);
+        }
+        ctx->set_materialize_grads(false);
+        ctx->save_for_backward({q, k, v, out[0], out[1]});
+        ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+        if (!return_lse) out.pop_back();
+        return out;
+    }
+
+    static variable_list backward(AutogradContext* ctx, const variable_list& grads) {
+        variable_list out(6);
+        Tensor dlse = grads.size() > 1 ? grads[1] : Tensor(), dout = grads[0];
+        if (!dout.defined() && !dlse.defined()) return out;
+        variable_list reads = ctx->get_saved_variables();
+        if (!dout.defined()) dout = at::zeros_like(reads[3]);
+        reads.push_back(dout);
+        reads.push_back(dlse);
+        auto held = ctx->saved_data["call"].toCapsule();
+        const Call& call = static_cast<const Call&>(*held);
+        int64_t wanted = 0;
+        for (int i = 0; i < 3; i++) wanted |= int64_t(ctx->needs_input_grad(i)) << i;
+        bool fast = !c10::GradMode::is_enabled() && !observed();
+        for (const Tensor& x : reads) fast = fast && (!x.defined() || plain(x));
+        if (fast) {
+            thread_local Words key;
+            backward_key(key, call, reads, wanted);
+            auto program = find(key);
+            if (!program && !rows_aligned(dout)) {
+                at::AutoDispatchBelowADInplaceOrView below;
+                reads[5] = dout.clone(at::MemoryFormat::Contiguous);
+                backward_key(key, call, reads, wanted);
+                program = find(key);
+            }
+            if (program && (!program->native || program->isa == asked_isa())) {
+                at::AutoDispatchBelowADInplaceOrView below;
+                c10::OptionalDeviceGuard on;
+                if (program->device.is_cuda()) on.reset_device(program->device);
+                std::vector<Tensor> tensors(reads.begin(), reads.end() - !dlse.defined());
+                for (int i = 0, n = 0; i < 3; i++)
+                    if (wanted >> i & 1) tensors.push_back(out[i] = program->outputs[n++].make());
+                tensors.push_back(at::empty({program->work_bytes}, program->work_options));
+                program->run(tensors);
+                return out;
+            }
+        }
+        with_python([&] {
+            py::list given;
+            for (const Tensor& x : reads) given.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(x)));
+            py::tuple wants(3);
+            for (int i = 0; i < 3; i++) wants[i] = py::bool_(wanted >> i & 1);
+            py::tuple made = py::reinterpret_borrow<py::object>(slow_backward)(
+                given, py::reinterpret_borrow<py::object>(call.mask), wants, py::reinterpret_borrow<py::object>(call.kernel),
+                py::bool_(call.deterministic));
+            for (int i = 0; i < 3; i++)
+                if (!made[i].is_none()) out[i] = THPVariable_Unpack(py::object(made[i]).ptr());
+        });
+        return out;
+    }
+};
+
+bool exact(PyObject* x) { return Py_TYPE(x) == (PyTypeObject*)THPVariableClass || Py_TYPE(x) == (PyTypeObject*)parameter_class; }
+
+c10::intrusive_ptr<Call> call_of(PyObject* mask, PyObject* numbers, PyObject* kernel, PyObject* table, bool deterministic) {
+    thread_local Words key;
+    const int64_t name = PyObject_Hash(kernel);
+    if (name == -1) {
+        PyErr_Clear();
+        return {};
+    }
+    key = {reinterpret_cast<int64_t>(numbers), name, reinterpret_cast<int64_t>(table), deterministic};
+    auto found = calls.find(key);
+    if (found != calls.end()) return found->second;
+    if (calls.size() >= MOST_ENTRIES) calls.clear();
+    Words own(key.begin(), key.end() - 1);
+    return calls[key] = c10::make_intrusive<Call>(mask, kernel, table, deterministic, own);
+}
+
+PyObject* wrapped(const variable_list& out, bool return_lse) {
+    if (!return_lse) return THPVariable_Wrap(out[0]);
+    py::tuple pair(2);
+    for (int i = 0; i < 2; i++) pair[i] = py::reinterpret_steal<py::object>(THPVariable_Wrap(out[i]));
+    return pair.release().ptr();
+}
+
+// (q, k, v, mask, numbers, kernel, table, deterministic, return_lse) → o, (o, lse), or None
+PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
+    HANDLE_TH_ERRORS
+    TORCH_CHECK(n == 9);
+    if (!exact(args[0]) || !exact(args[1]) || !exact(args[2])) Py_RETURN_NONE;
+    const Tensor &q = THPVariable_Unpack(args[0]), &k = THPVariable_Unpack(args[1]), &v = THPVariable_Unpack(args[2]);
+    if (!plain(q) || !plain(k) || !plain(v) || observed()) Py_RETURN_NONE;
+    if (at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA)) Py_RETURN_NONE;
+    const bool deterministic =
+        args[7] == Py_None ? at::globalContext().deterministicAlgorithms() : PyObject_IsTrue(args[7]) == 1;
+    const bool return_lse = PyObject_IsTrue(args[8]) == 1;
+    auto call = call_of(args[3], args[4], args[5], args[6], deterministic);
+    if (!call) Py_RETURN_NONE;
+    thread_local Words key;
+    forward_key(key, *call, q, k, v);
+    auto program = find(key);
+    if (!program || (program->native && program->isa != asked_isa())) Py_RETURN_NONE;
+    if (c10::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()))
+        return wrapped(EagerAttention::apply(q, k, v, call, *program, return_lse), return_lse);
+    variable_list out;
+    {
+        py::gil_scoped_release free;
+        out = run_forward(*program, q, k, v);
+    }
+    return wrapped(out, return_lse);
+    END_HANDLE_TH_ERRORS
+}
+
+// Of reads (q, k, v) or (q, k, v, o, lse, do, dlse), with what such a call allocates: exemplars of (o, lse) or (dq, dk, dv), and
+// the bytes of scratch. True where all others were dropped for it.
+bool add_program(py::object mask, py::object numbers, py::object kernel, py::object table, bool deterministic, int64_t wanted,
+                 py::tuple reads, py::tuple outputs, int64_t work_bytes, py::object native, py::object plan) {
+    variable_list given;
+    for (auto x : reads) given.push_back(x.is_none() ? Tensor() : THPVariable_Unpack(x.ptr()));
+    auto program = std::make_shared<Program>();
+    program->call = call_of(mask.ptr(), numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
+    for (auto x : outputs)
+        if (!x.is_none()) program->outputs.emplace_back(THPVariable_Unpack(x.ptr()));
+    program->work_bytes = work_bytes;
+    program->work_options = given[0].options().dtype(at::kByte).requires_grad(false);
+    program->device = given[0].device();
+    if (!native.is_none()) {
+        py::tuple of = native;
+        program->native = reinterpret_cast<void (*)(const void*, int64_t)>(of[0].cast<uint64_t>());
+        program->direction = of[1].cast<int64_t>();
+        program->words = of[2].cast<std::vector<uint64_t>>();
+        program->places = of[3].cast<std::vector<int64_t>>();
+        program->scratch_at = of[4].cast<int64_t>();
+        program->isa = asked_isa();
+    } else {
+        program->plan = plan.inc_ref().ptr();
+    }
+    Words key;
+    if (given.size() == 3) forward_key(key, *program->call, given[0], given[1], given[2]);
+    else backward_key(key, *program->call, given, wanted);
+    Programs old;  // destroyed after the lock is given back
+    std::lock_guard<std::mutex> lock(programs_mutex);
+    if (programs.size() >= MOST_ENTRIES) old.swap(programs);
+    programs[key] = program;
+    return !old.empty();
+}
+
+PyMethodDef attend_method{"attend", (PyCFunction)(void (*)())attend, METH_FASTCALL, nullptr};
+
+}  // namespace
+
+PYBIND11_MODULE(MODULE, m) {
+    m.def("add_program", &add_program);
+    m.def("drop_programs", [] {
+        Programs old;
+        std::lock_guard<std::mutex> lock(programs_mutex);
+        old.swap(programs);
+    });
+    m.def("use", [](py::object parameter, py::object backward) {
+        parameter_class = parameter.release().ptr();
+        slow_backward = backward.release().ptr();
+    });
+    m.add_object("attend", py::reinterpret_steal<py::object>(PyCFunction_New(&attend_method, nullptr)));
+    m.attr("digest") = DIGEST;
+}
