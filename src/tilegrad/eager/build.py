@@ -21,7 +21,7 @@ from ..kernels.cpu.build import HOW, compiler, replace_file, run
 
 SOURCE = Path(__file__).parent / "eager.cpp"
 NAME = "tilegrad_eager"
-FLAGS = ("-std=c++17", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-DMODULE={NAME}")
+FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-DMODULE={NAME}")
 
 
 def path() -> Path:
