@@ -16,6 +16,7 @@ from hypothesis import HealthCheck, core, settings
 from support.interpreter import keep_what_the_interpreter_makes_anew, round_bfloat16
 from support.ranks import Ranks
 
+from tilegrad import autograd, eager
 from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library as native_library
@@ -87,6 +88,14 @@ def pytest_configure(config: pytest.Config) -> None:
         except RuntimeError as error:
             warnings.warn(f"tests run without the native library: {error}", stacklevel=1)
         native_library.library.cache_clear()
+    if native_build.compiler() and isinstance(eager.load(), str) and "PYTEST_XDIST_WORKER" not in os.environ:
+        print("compiling eager calls against this torch, once, half a minute …", flush=True)
+        try:
+            eager.build()
+        except RuntimeError as error:
+            warnings.warn(f"tests run without eager calls in C++: {error}", stacklevel=1)
+        eager.load.cache_clear()
+        autograd.take_known()
     if isinstance(native_library.library(), str):
         config.addinivalue_line("filterwarnings", f"ignore:{native_library.SLOW}:UserWarning")
 

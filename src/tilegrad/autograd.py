@@ -40,8 +40,7 @@ from .kernels.scratch import Layout
 
 _PLAIN = frozenset((Tensor, Parameter))
 _DEVICES = frozenset(("cpu", "cuda"))
-_loaded = load()
-_known: ModuleType | None = None if isinstance(_loaded, str) else _loaded
+_known: ModuleType | None = None  # eager.cpp
 
 
 def attend(
@@ -423,8 +422,16 @@ def _backward_of_eager(
     return _backward_by_op(tuple(reads), (*held, *_options(mask), deterministic, kernel), wanted)
 
 
-if _known is not None:
-    _known.use(Parameter, _backward_of_eager)
+def take_known() -> None:
+    """Known calls go by C++ from now on, where it was built."""
+    global _known
+    found = load()
+    _known = None if isinstance(found, str) else found
+    if _known is not None:
+        _known.use(Parameter, _backward_of_eager)
+
+
+take_known()
 
 
 _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Function's own looks for transforms first

@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilegrad
-from tilegrad import autograd
+from tilegrad import autograd, eager
 from tilegrad.kernels.attention import api
 
 attention = cast("Callable[..., Tensor]", tilegrad.attention)
@@ -30,7 +30,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     if request.param == "Python":
         monkeypatch.setattr(autograd, "_known", None)
     elif autograd._known is None:
-        pytest.skip(f"C++ for eager calls {autograd._loaded}")
+        pytest.skip(f"C++ for eager calls {eager.load()}")
     else:
         autograd._known.drop_programs()
         monkeypatch.setattr(api, "_selected", {})
@@ -267,7 +267,7 @@ def test_hooks_accumulation_and_other_threads() -> None:
 def test_options_of_no_use_are_named_by_the_checks() -> None:
     q, k, v = (x.detach() for x in leaves())
     for change in ({"kernel": "none"}, {"kernel": ["native"]}, {"kernel": 3}):
-        with pytest.raises((TypeError, ValueError), match="kernel|unhashable"):
+        with pytest.raises((TypeError, ValueError), match=r"kernel|unhashable"):
             attention(q, k, v, **change)
     with pytest.raises(TypeError, match="q: got int"):
         attention(3, k, v)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import json
 import sys
+import time
 import types
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 import torch
 
 import tilegrad
-from tilegrad.bench import attention, calls, comparison, cost, timing
+from tilegrad.bench import attention, calls, comparison, cost, host, timing
 from tilegrad.bench.attention import bench_attention
 from tilegrad.bench.comparison import Row
 from tilegrad.bench.shapes import PRESETS, Shape
@@ -319,3 +320,32 @@ def test_flash_attention_4_is_a_peer_where_it_imports(monkeypatch: pytest.Monkey
     assert "fa4" in calls.peers_on(torch.device("cuda"))
     assert calls.check("fa4", shape, torch.float32, torch.device("cpu"), own=False, deterministic=True) == ""
     assert asked[0] == {"window_size": (None, None), "deterministic": True}
+
+
+def test_host_costs_beside_the_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "lines.jsonl"
+    assert host.bench_host(device="cpu", dtype="float32", repeats=3, out=str(file)) == 0
+    printed = capsys.readouterr().out
+    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    every = set(itertools.product(host.DIRECTIONS, ("tilegrad", "sdpa", "empty")))
+    assert {(x["direction"], x["contender"]) for x in lines} == every and len(lines) == len(every)
+    assert all(0 < x["us_20"] <= x["us"] <= x["us_80"] and x["torch"] == torch.__version__ for x in lines)
+    assert all(x["ours_over_it"] == 1.0 for x in lines if x["contender"] == "tilegrad")
+    assert "ours / it" in printed and "3 rounds of 20 calls" in printed
+    for change, message in (
+        ({"dtype": "int8"}, "dtype: got"),
+        ({"repeats": 1}, "repeats: got"),
+        ({"device": "meta"}, "device"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            host.bench_host(**{"device": "cpu", "repeats": 2} | change)  # type: ignore[arg-type]
+
+
+def test_a_slow_call_shows_in_its_host_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    def slow(*call: Any) -> Any:
+        time.sleep(0.001)
+        return tilegrad.attention(*call)
+
+    monkeypatch.setattr(host, "attention", slow)
+    times, left_out = host.measure(torch.device("cpu"), torch.float32, 2)
+    assert min(times["tilegrad"]["forward"]) > 1000 > min(times["empty"]["forward"]) and not left_out

@@ -70,6 +70,12 @@ def _bench_attention(args: argparse.Namespace) -> int:
     )  # fmt: skip
 
 
+def _bench_host(args: argparse.Namespace) -> int:
+    from ..bench.host import bench_host
+
+    return bench_host(device=args.device, dtype=args.dtype, repeats=args.repeats, json=args.json, out=args.out)
+
+
 def _bench_ops(args: argparse.Namespace) -> int:
     from ..bench.ops import bench_ops
 
@@ -213,6 +219,12 @@ def add_benches(commands: Commands) -> None:
     attention.add_argument("--plot", metavar="FILE", help="draw bars (needs matplotlib)")
     attention.add_argument("--profile", action="store_true", help="each kernel's share of the device's limits")
     attention.add_argument("--tune", action="store_true", help="find the fastest tiles and write them into tiles.py")
+    host = add_command(bench, "host", "what a tiny call of attention costs the host, beside SDPA's", _bench_host)
+    host.add_argument("--device", help="default: cuda where there is one, else cpu")
+    host.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
+    host.add_argument("--repeats", type=int, default=200, metavar="N", help="interleaved rounds (default: %(default)s)")
+    host.add_argument("--json", action="store_true", help="JSON lines instead of the table")
+    host.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
     _add_dilated(bench)
     _add_training(bench)
     ops = add_command(

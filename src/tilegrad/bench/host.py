@@ -1,0 +1,167 @@
+"""What a call of attention costs the host: microseconds of a tiny one through autograd, ours and SDPA's, interleaved.
+
+    forward    attend(q, k, v), recorded for a backward           no_grad    the same, recording nothing
+    backward   torch.autograd.grad of what a forward gave
+
+A time is that of CALLS calls, one after the other, over CALLS: on CUDA the device is idle before them and is waited for after
+them, not within. In a round every contender runs once, in an order that changes. `empty` is an autograd.Function in Python that
+computes nothing: what such a one costs at least. An SDPA backend is chosen outside of the time.
+"""
+
+from __future__ import annotations
+
+import json as json_format
+import time
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from functools import partial
+from statistics import median, quantiles
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from ..functional import attention
+from ..text_table import table
+from ..train.environment import environment
+from .timing import Thunk
+
+TINY = {"cuda": (1, 8, 128, 64), "cpu": (1, 2, 4, 16)}  # B, H, T, D
+CALLS = 20
+DIRECTIONS = ("forward", "no_grad", "backward")
+BACKENDS = {"cuda": {"sdpa-cudnn": SDPBackend.CUDNN_ATTENTION, "sdpa-flash": SDPBackend.FLASH_ATTENTION}, "cpu": {}}
+Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
+
+
+class _Empty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        ctx.save_for_backward(q, k, v)
+        return q.detach()
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:  # type: ignore[override]  # torch's names none
+        ctx.saved_tensors  # noqa: B018  # unpacks them
+        return do, do, do
+
+
+Context = Callable[[], AbstractContextManager[Any]]
+
+
+def contenders(device: torch.device) -> dict[str, tuple[Attend, Context]]:
+    """Calls of attention, each with the context that it runs in."""
+    peers: dict[str, Context] = {
+        name: partial(sdpa_kernel, backend) for name, backend in BACKENDS[device.type].items()
+    } or {"sdpa": nullcontext}
+    return (
+        {"tilegrad": (attention, nullcontext)}
+        | {name: (F.scaled_dot_product_attention, context) for name, context in peers.items()}
+        | {"empty": (_Empty.apply, nullcontext)}
+    )
+
+
+def _thunks(attend: Attend, leaves: Sequence[Tensor], do: Tensor) -> dict[str, Thunk]:
+    q, k, v = leaves
+    for _ in range(3):  # what a call remembers is there from the second on
+        o = attend(q, k, v)
+        torch.autograd.grad(o, leaves, do, retain_graph=True)
+
+    def no_grad() -> None:
+        with torch.no_grad():
+            attend(q, k, v)
+
+    return {
+        "forward": lambda: attend(q, k, v),
+        "no_grad": no_grad,
+        "backward": lambda: torch.autograd.grad(o, leaves, do, retain_graph=True),
+    }
+
+
+def _microseconds(run: Thunk, device: torch.device) -> float:
+    wait = torch.cuda.synchronize if device.type == "cuda" else None
+    if wait:
+        wait()
+    began = time.perf_counter_ns()
+    for _ in range(CALLS):
+        run()
+    took = time.perf_counter_ns() - began
+    if wait:
+        wait()
+    return took / CALLS / 1e3
+
+
+def measure(
+    device: torch.device, dtype: torch.dtype, repeats: int
+) -> tuple[dict[str, dict[str, list[float]]], dict[str, str]]:
+    """Contender → direction → µs of each round; and why a peer is left out."""
+    b, h, t, d = TINY[device.type]
+    leaves = [torch.randn(b, h, t, d, device=device, dtype=dtype).requires_grad_() for _ in range(3)]
+    do = torch.randn_like(leaves[0])
+    runs: dict[str, dict[str, Thunk]] = {}
+    left_out: dict[str, str] = {}
+    every = contenders(device)
+    for name, (attend, context) in every.items():
+        try:
+            with context():
+                runs[name] = _thunks(attend, leaves, do)
+        except RuntimeError as error:  # a backend that this device or build has not
+            if name == "tilegrad":
+                raise
+            left_out[name] = str(error).splitlines()[0]
+    times: dict[str, dict[str, list[float]]] = {name: {direction: [] for direction in DIRECTIONS} for name in runs}
+    names = list(runs)
+    for round_ in range(-2, repeats):
+        first = round_ % len(names)
+        for name in names[first:] + names[:first]:
+            with every[name][1]():
+                for direction, run in runs[name].items():
+                    took = _microseconds(run, device)
+                    if round_ >= 0:
+                        times[name][direction].append(took)
+    return times, left_out
+
+
+def bench_host(
+    *,
+    device: str | None = None,
+    dtype: str = "bfloat16",
+    repeats: int = 200,
+    json: bool = False,
+    out: str | None = None,
+) -> int:
+    """Prints µs with the 20th and 80th percentile, and ours over each peer's: the median of the rounds' ratios."""
+    where, kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), getattr(torch, dtype, None)
+    if where.type not in TINY:
+        raise ValueError(f"device: got {device!r}; accepted: 'cpu' or 'cuda'")
+    if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
+        raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
+    if repeats < 2:
+        raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
+    times, left_out = measure(where, kind, repeats)
+    about = environment(where, kind)
+    lines, rows = [], []
+    for direction in DIRECTIONS:
+        for name, of in times.items():
+            us, ours = of[direction], times["tilegrad"][direction]
+            deciles = quantiles(us, n=10, method="inclusive")
+            ratio = median([a / b for a, b in zip(ours, us, strict=True)])
+            found = {"direction": direction, "contender": name, "us": round(deciles[4], 2)}
+            found |= {"us_20": round(deciles[1], 2), "us_80": round(deciles[7], 2), "ours_over_it": round(ratio, 3)}
+            lines.append(json_format.dumps(found | about))
+            spread = f"{deciles[1]:.1f} – {deciles[7]:.1f}"
+            rows.append((direction, name, f"{deciles[4]:.1f}", spread, "" if name == "tilegrad" else f"{ratio:.2f}×"))
+    if out:
+        with open(out, "a") as file:
+            file.write("\n".join(lines) + "\n")
+    if json:
+        print("\n".join(lines))
+        return 0
+    print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None))
+    b, h, t, d = TINY[where.type]
+    print(f"\nmicroseconds of the host, B{b} H{h} T{t} D{d}, {repeats} rounds of {CALLS} calls\n")
+    print(table(("", "", "median", "20 – 80 %", "ours / it"), rows))
+    for name, reason in left_out.items():
+        print(f"{name}: left out, {reason}")
+    return 0
