@@ -257,7 +257,7 @@ def test_hooks_accumulation_and_other_threads() -> None:
 
     def step(_: int) -> tuple[Tensor, ...]:
         own = [x.detach().requires_grad_() for x in (q, k, v)]
-        return grads_of(tilegrad.attention(*own), *own)  # type: ignore[call-overload, arg-type]
+        return grads_of(tilegrad.attention(*own), *own)
 
     with ThreadPoolExecutor(4) as pool:
         every = list(pool.map(step, range(32)))

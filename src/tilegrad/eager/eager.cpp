@@ -164,10 +164,11 @@ void Program::run(const std::vector<Tensor>& tensors) {
         native(own.data(), direction);
         return;
     }
-#ifdef WITH_CUDA
     thread_local Words key;
-    key.clear();
-    key.push_back(reinterpret_cast<int64_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream()));
+    key.assign(1, 0);  // the stream
+#ifdef WITH_CUDA
+    if (device.is_cuda()) key[0] = reinterpret_cast<int64_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream());
+#endif
     for (const Tensor& x : tensors) key.push_back(reinterpret_cast<int64_t>(x.data_ptr()));
     std::vector<Launch> launches;
     {
@@ -184,7 +185,6 @@ void Program::run(const std::vector<Tensor>& tensors) {
         code = each.function(a[0], a[1], a[2], a[3]);
         TORCH_CHECK(!code, "CUDA: a launch answers ", code, " again");
     }
-#endif
 }
 
 const c10::DispatchKeySet PLAIN({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCPU,

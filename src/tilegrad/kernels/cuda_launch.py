@@ -242,7 +242,7 @@ class Plan:
         """For eager.cpp the same launches, each as the address of a function and its four arguments, and what must live as long
         as they are used."""
         calls = self._bound(stream, addresses)
-        return [[_number(x) for x in (ctypes.cast(f, ctypes.c_void_p), *arguments)] for f, arguments in calls], calls
+        return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
 
     def answered(self, code: int) -> None:
         """Of a launch that is then tried once more: raises, but for a thread without a context, which gets one."""
@@ -252,6 +252,10 @@ class Plan:
 
     def _bound(self, stream: int, addresses: Sequence[Any]) -> tuple[_Call, ...]:
         return tuple([each.bind(stream, [addresses[i] + more for i, more in slots]) for each, slots in self._launches])
+
+
+def _address(function: Any) -> ctypes.c_void_p:
+    return ctypes.cast(function, ctypes.c_void_p)
 
 
 def _number(x: Any) -> int:
