@@ -36,6 +36,7 @@ from .kernels.attention.api import Selected, Signature, forget, recall, select_b
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
 from .kernels.attention.mask import Mask
 from .kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
+from .kernels.cuda_launch import Plan
 from .kernels.scratch import Layout
 
 _PLAIN = frozenset((Tensor, Parameter))
@@ -240,9 +241,9 @@ def _make_known(
     if _known is None or key is None or not mask.bare or run is None or q is None:
         return
     native = getattr(run, "native", None)
-    if (
-        native is None and not q.is_cuda or q.is_cuda and q.dtype is torch.float32
-    ):  # whose precision is an option of torch's
+    if native is None and not isinstance(run, Plan):
+        return
+    if q.is_cuda and q.dtype is torch.float32:  # the precision of its products is an option of torch's
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
     plan = run if native is None else None
