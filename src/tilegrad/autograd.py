@@ -49,7 +49,7 @@ def attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse), differentiable."""
     if not torch.compiler.is_compiling() and _known is not None and mask.bare:
-        known = _known.attend(q, k, v, mask, mask.numbers, kernel, table.ATTENTION, deterministic, return_lse)
+        known = _known.attend(q, k, v, mask.numbers, kernel, table.ATTENTION, deterministic, return_lse)
         if known is not None:
             return known  # type: ignore[no-any-return]
     seed = mask.seed

@@ -55,17 +55,10 @@ struct Hash {
     }
 };
 
-struct Call : torch::CustomClassHolder {
+struct Call {
     PyObject *mask, *kernel, *table;
-    Words key;
     bool deterministic;
-    Call(PyObject* mask_, PyObject* kernel_, PyObject* table_, bool deterministic_, Words key_)
-        : mask(Py_NewRef(mask_)), kernel(Py_NewRef(kernel_)), table(Py_NewRef(table_)), key(std::move(key_)),
-          deterministic(deterministic_) {}
-    ~Call() override {
-        py::gil_scoped_acquire held;
-        Py_DECREF(mask), Py_DECREF(kernel), Py_DECREF(table);
-    }
+    Words key;
 };
 
 struct Form {
@@ -81,7 +74,6 @@ struct Launch {
 };
 
 struct Program {
-    c10::intrusive_ptr<Call> call;  // keeps alive what the key has addresses of
     std::vector<Form> outputs;
     int64_t work_bytes = 0;
     at::TensorOptions work_options;
@@ -110,7 +102,7 @@ struct Program {
 using Programs = std::unordered_map<Words, std::shared_ptr<Program>, Hash>;
 std::mutex programs_mutex;
 Programs& programs = *new Programs;  // never destroyed: at exit there is no interpreter to give objects back to
-auto& calls = *new std::unordered_map<Words, c10::intrusive_ptr<Call>, Hash>;  // under the GIL
+auto& calls = *new std::unordered_map<Words, Call*, Hash>;  // under the GIL; they stay, for nodes and keys have their addresses
 PyObject *parameter_class = nullptr, *slow_backward = nullptr;
 
 const char* asked_isa() {
@@ -253,7 +245,7 @@ bool rows_aligned(const Tensor& x) {
 
 struct EagerAttention : torch::autograd::Function<EagerAttention> {
     static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                                 const c10::intrusive_ptr<Call>& call, Program& program, bool return_lse) {
+                                 const Call* call, Program& program, bool return_lse) {
         variable_list out;
         {
             py::gil_scoped_release free;
@@ -261,7 +253,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         }
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({q, k, v, out[0], out[1]});
-        ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+        ctx->saved_data["call"] = reinterpret_cast<int64_t>(call);
         if (!return_lse) out.pop_back();
         return out;
     }
@@ -274,8 +266,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         if (!dout.defined()) dout = at::zeros_like(reads[3]);
         reads.push_back(dout);
         reads.push_back(dlse);
-        auto held = ctx->saved_data["call"].toCapsule();
-        const Call& call = static_cast<const Call&>(*held);
+        const Call& call = *reinterpret_cast<const Call*>(ctx->saved_data["call"].toInt());
         int64_t wanted = 0;
         for (int i = 0; i < 3; i++) wanted |= int64_t(ctx->needs_input_grad(i)) << i;
         bool fast = !c10::GradMode::is_enabled() && !observed();
@@ -319,19 +310,31 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
 
 bool exact(PyObject* x) { return Py_TYPE(x) == (PyTypeObject*)THPVariableClass || Py_TYPE(x) == (PyTypeObject*)parameter_class; }
 
-c10::intrusive_ptr<Call> call_of(PyObject* mask, PyObject* numbers, PyObject* kernel, PyObject* table, bool deterministic) {
+// The call, or none: where no program was added for it.
+const Call* call_of(PyObject* numbers, PyObject* kernel, PyObject* table, bool deterministic) {
     thread_local Words key;
     const int64_t name = PyObject_Hash(kernel);
     if (name == -1) {
         PyErr_Clear();
-        return {};
+        return nullptr;
     }
     key = {reinterpret_cast<int64_t>(numbers), name, reinterpret_cast<int64_t>(table), deterministic};
     auto found = calls.find(key);
-    if (found != calls.end()) return found->second;
-    if (calls.size() >= MOST_ENTRIES) calls.clear();
-    Words own(key.begin(), key.end() - 1);
-    return calls[key] = c10::make_intrusive<Call>(mask, kernel, table, deterministic, own);
+    return found == calls.end() ? nullptr : found->second;
+}
+
+// The same, made for both modes; none where there are too many.
+const Call* new_call(py::object mask, py::object numbers, py::object kernel, py::object table, bool deterministic) {
+    const Call* known = call_of(numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
+    if (known || calls.size() >= MOST_ENTRIES) return known;
+    const Words own = {reinterpret_cast<int64_t>(numbers.ptr()), int64_t(py::hash(kernel)), reinterpret_cast<int64_t>(table.ptr())};
+    for (bool mode : {false, true}) {
+        for (auto x : {mask, kernel, table}) x.inc_ref();  // the mask has its numbers
+        Words key = own;
+        key.push_back(mode);
+        calls[key] = new Call{mask.ptr(), kernel.ptr(), table.ptr(), mode, own};
+    }
+    return call_of(numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
 }
 
 PyObject* wrapped(const variable_list& out, bool return_lse) {
@@ -341,18 +344,18 @@ PyObject* wrapped(const variable_list& out, bool return_lse) {
     return pair.release().ptr();
 }
 
-// (q, k, v, mask, numbers, kernel, table, deterministic, return_lse) → o, (o, lse), or None
+// (q, k, v, numbers, kernel, table, deterministic, return_lse) → o, (o, lse), or None; numbers: of the mask
 PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
     HANDLE_TH_ERRORS
-    TORCH_CHECK(n == 9);
+    TORCH_CHECK(n == 8);
     if (!exact(args[0]) || !exact(args[1]) || !exact(args[2])) Py_RETURN_NONE;
     const Tensor &q = THPVariable_Unpack(args[0]), &k = THPVariable_Unpack(args[1]), &v = THPVariable_Unpack(args[2]);
     if (!plain(q) || !plain(k) || !plain(v) || observed()) Py_RETURN_NONE;
     if (at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA)) Py_RETURN_NONE;
     const bool deterministic =
-        args[7] == Py_None ? at::globalContext().deterministicAlgorithms() : PyObject_IsTrue(args[7]) == 1;
-    const bool return_lse = PyObject_IsTrue(args[8]) == 1;
-    auto call = call_of(args[3], args[4], args[5], args[6], deterministic);
+        args[6] == Py_None ? at::globalContext().deterministicAlgorithms() : PyObject_IsTrue(args[6]) == 1;
+    const bool return_lse = PyObject_IsTrue(args[7]) == 1;
+    const Call* call = call_of(args[3], args[4], args[5], deterministic);
     if (!call) Py_RETURN_NONE;
     thread_local Words key;
     forward_key(key, *call, q, k, v);
@@ -375,8 +378,9 @@ bool add_program(py::object mask, py::object numbers, py::object kernel, py::obj
                  py::tuple reads, py::tuple outputs, int64_t work_bytes, py::object native, py::object plan) {
     variable_list given;
     for (auto x : reads) given.push_back(x.is_none() ? Tensor() : THPVariable_Unpack(x.ptr()));
+    const Call* call = new_call(mask, numbers, kernel, table, deterministic);
+    if (!call) return false;
     auto program = std::make_shared<Program>();
-    program->call = call_of(mask.ptr(), numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
     for (auto x : outputs)
         if (!x.is_none()) program->outputs.emplace_back(THPVariable_Unpack(x.ptr()));
     program->work_bytes = work_bytes;
@@ -394,8 +398,8 @@ bool add_program(py::object mask, py::object numbers, py::object kernel, py::obj
         program->plan = plan.inc_ref().ptr();
     }
     Words key;
-    if (given.size() == 3) forward_key(key, *program->call, given[0], given[1], given[2]);
-    else backward_key(key, *program->call, given, wanted);
+    if (given.size() == 3) forward_key(key, *call, given[0], given[1], given[2]);
+    else backward_key(key, *call, given, wanted);
     Programs old;  // destroyed after the lock is given back
     std::lock_guard<std::mutex> lock(programs_mutex);
     if (programs.size() >= MOST_ENTRIES) old.swap(programs);
