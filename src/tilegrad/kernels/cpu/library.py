@@ -34,7 +34,7 @@ def library() -> ctypes.CDLL | str:
     built_from = build.LIBRARY.read_bytes()  # before it is loaded: a process loads a path once
     if build.digest().encode() not in built_from:
         return f"was built from other sources than those here; {build.HOW}"
-    if _is_cut(built_from):
+    if is_cut(built_from):
         return f"can't be loaded (its file is cut off); {build.HOW}"
     try:
         found = ctypes.CDLL(str(build.LIBRARY))
@@ -54,7 +54,7 @@ def library() -> ctypes.CDLL | str:
     return found
 
 
-def _is_cut(library: bytes) -> bool:
+def is_cut(library: bytes) -> bool:
     """Whether a 64-bit ELF file ends before its section headers, which are its end: loading one would end the process."""
     if library[:5] != b"\x7fELF\x02":
         return False
