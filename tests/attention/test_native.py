@@ -733,10 +733,10 @@ def test_a_file_that_ends_before_its_section_headers_is_cut_off() -> None:
     )  # fmt: skip
     header[48] = 1  # the field behind
     whole = bytes(header) + bytes(66)
-    assert not native_library._is_cut(whole) and native_library._is_cut(whole[:-1])
+    assert not native_library.is_cut(whole) and native_library.is_cut(whole[:-1])
     nothing = b"\x7fELF\x02" + bytes(59)
-    assert not native_library._is_cut(nothing) and native_library._is_cut(nothing[:-1])
-    assert not native_library._is_cut(b"\x7fELF\x01" + whole[5:-1]), "what is no such file, the loader refuses"
+    assert not native_library.is_cut(nothing) and native_library.is_cut(nothing[:-1])
+    assert not native_library.is_cut(b"\x7fELF\x01" + whole[5:-1]), "what is no such file, the loader refuses"
 
 
 def test_instruction_sets_are_bits_and_the_best_runs_unless_another_is_asked_for(

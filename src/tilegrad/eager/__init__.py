@@ -1,9 +1,9 @@
 """Eager calls of attention in C++, where they were built: eager.cpp says what they do. Without them the same calls go through
 Python, to the same bits: only the time of the host differs.
 
-`tilegrad doctor --build` builds them, against the torch and the Python that run. It needs a C++ compiler, torch's headers, which
-come with torch, and Python's. torch's C++ interface changes with its versions: the file's name has torch's and Python's, so that
-one built for others is never loaded, and the module carries a digest of its source and flags.
+`tilegrad doctor --build` builds them, against the torch and the Python that run. It needs a C++ compiler, torch's headers,
+which come with torch, and Python's. torch's C++ interface changes with its versions: the file's name has torch's and
+Python's, so that one built for others is never loaded, and the module carries a digest of its source and flags.
 """
 
 from __future__ import annotations
