@@ -5,7 +5,8 @@
 
 A time is that of CALLS calls, one after the other, over CALLS: on CUDA the device is idle before them and is waited for after
 them, not within. In a round every contender runs once, in an order that changes. `empty` is an autograd.Function in Python that
-computes nothing: what such a one costs at least. An SDPA backend is chosen outside of the time.
+computes nothing: what such a one costs at least. An SDPA backend is chosen outside of the time. On a CPU torch has one thread:
+no wait for others is in it.
 """
 
 from __future__ import annotations
@@ -139,7 +140,12 @@ def bench_host(
         raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
-    times, left_out = measure(where, kind, repeats)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        times, left_out = measure(where, kind, repeats)
+    finally:
+        torch.set_num_threads(threads)
     about = environment(where, kind)
     lines, rows = [], []
     for direction in DIRECTIONS:
