@@ -73,6 +73,15 @@ struct Launch {
     uint64_t arguments[4];
 };
 
+struct Bound {  // launches of a plan at some addresses, and the memory that they point to
+    std::vector<Launch> launches;
+    PyObject* kept;
+    ~Bound() {
+        py::gil_scoped_acquire held;
+        Py_DECREF(kept);
+    }
+};
+
 struct Program {
     std::vector<Form> outputs;
     int64_t work_bytes = 0;
@@ -87,15 +96,13 @@ struct Program {
     PyObject* plan = nullptr;
     c10::Device device{c10::kCPU};
     std::mutex bound_mutex;
-    std::unordered_map<Words, std::vector<Launch>, Hash> bound;
-    std::vector<py::object> kept;  // the memory that launches point to
+    std::unordered_map<Words, std::shared_ptr<Bound>, Hash> bound;
 
     ~Program() {
         py::gil_scoped_acquire held;
         Py_XDECREF(plan);
-        kept.clear();
     }
-    std::vector<Launch> bind(Words key);
+    std::shared_ptr<Bound> bind(Words key);
     void run(const std::vector<Tensor>& tensors);
 };
 
@@ -124,25 +131,23 @@ auto with_python(F body) {
     }
 }
 
-std::vector<Launch> Program::bind(Words key) {
+std::shared_ptr<Bound> Program::bind(Words key) {
     return with_python([&] {
         py::list addresses;
         for (size_t i = 1; i < key.size(); i++) addresses.append(uint64_t(key[i]));
         py::tuple answer = py::reinterpret_borrow<py::object>(plan).attr("numbers")(uint64_t(key[0]), addresses);
-        std::vector<Launch> launches;
+        auto made = std::make_shared<Bound>();
+        made->kept = py::object(answer[1]).release().ptr();
         for (auto each : answer[0]) {
             auto numbers = each.cast<std::vector<uint64_t>>();
-            launches.push_back({reinterpret_cast<int (*)(uint64_t, uint64_t, uint64_t, uint64_t)>(numbers.at(0)),
-                                {numbers.at(1), numbers.at(2), numbers.at(3), numbers.at(4)}});
+            made->launches.push_back({reinterpret_cast<int (*)(uint64_t, uint64_t, uint64_t, uint64_t)>(numbers.at(0)),
+                                      {numbers.at(1), numbers.at(2), numbers.at(3), numbers.at(4)}});
         }
+        decltype(bound) old;  // destroyed after the lock is given back, as Python's objects must be
         std::lock_guard<std::mutex> lock(bound_mutex);
-        if (bound.size() >= MOST_ENTRIES) {
-            bound.clear();
-            kept.clear();
-        }
-        kept.push_back(answer[1]);
-        bound[key] = launches;
-        return launches;
+        if (bound.size() >= MOST_ENTRIES) old.swap(bound);
+        bound[key] = made;
+        return made;
     });
 }
 
@@ -162,14 +167,14 @@ void Program::run(const std::vector<Tensor>& tensors) {
     if (device.is_cuda()) key[0] = reinterpret_cast<int64_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream());
 #endif
     for (const Tensor& x : tensors) key.push_back(reinterpret_cast<int64_t>(x.data_ptr()));
-    std::vector<Launch> launches;
+    std::shared_ptr<Bound> at;
     {
         std::lock_guard<std::mutex> lock(bound_mutex);
         auto found = bound.find(key);
-        if (found != bound.end()) launches = found->second;
+        if (found != bound.end()) at = found->second;
     }
-    if (launches.empty()) launches = bind(key);
-    for (const Launch& each : launches) {
+    if (!at) at = bind(key);
+    for (const Launch& each : at->launches) {
         const uint64_t* a = each.arguments;
         int code = each.function(a[0], a[1], a[2], a[3]);
         if (!code) continue;
@@ -352,9 +357,12 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
     const Tensor &q = THPVariable_Unpack(args[0]), &k = THPVariable_Unpack(args[1]), &v = THPVariable_Unpack(args[2]);
     if (!plain(q) || !plain(k) || !plain(v) || observed()) Py_RETURN_NONE;
     if (at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA)) Py_RETURN_NONE;
-    const bool deterministic =
-        args[6] == Py_None ? at::globalContext().deterministicAlgorithms() : PyObject_IsTrue(args[6]) == 1;
-    const bool return_lse = PyObject_IsTrue(args[7]) == 1;
+    const int deterministic = args[6] == Py_None ? at::globalContext().deterministicAlgorithms() : PyObject_IsTrue(args[6]);
+    const int return_lse = PyObject_IsTrue(args[7]);
+    if (deterministic < 0 || return_lse < 0) {
+        PyErr_Clear();
+        Py_RETURN_NONE;
+    }
     const Call* call = call_of(args[3], args[4], args[5], deterministic);
     if (!call) Py_RETURN_NONE;
     thread_local Words key;
@@ -403,7 +411,7 @@ bool add_program(py::object mask, py::object numbers, py::object kernel, py::obj
     Programs old;  // destroyed after the lock is given back
     std::lock_guard<std::mutex> lock(programs_mutex);
     if (programs.size() >= MOST_ENTRIES) old.swap(programs);
-    programs[key] = program;
+    std::swap(programs[key], program);
     return !old.empty();
 }
 
