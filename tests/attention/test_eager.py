@@ -322,7 +322,7 @@ def test_a_build_that_fails_says_why(
     source.write_text("#error not today\n")
     for name, value in (("SOURCE", source), ("path", lambda: tmp_path / "eager.so")):
         monkeypatch.setattr(eager, name, value)
-    for compiler, reason in ((eager.compiler(), "not today"), (None, "no C\\+\\+ compiler")):
+    for compiler, reason in ((native_build.compiler(), "not today"), (None, "no C\\+\\+ compiler")):
         monkeypatch.setattr(eager, "compiler", lambda compiler=compiler: compiler)
         with pytest.raises(RuntimeError, match=reason if compiler or reason != "not today" else "no C"):
             eager.build()
