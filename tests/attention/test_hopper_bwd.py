@@ -34,6 +34,7 @@ from tilegrad.kernels.attention.hopper import (
     backward_mma,
     backward_store_dq,
     backward_wide,
+    band,
     pieces,
     pipeline,
     prepost,
@@ -269,7 +270,7 @@ def test_launches_are_kept_and_an_output_that_is_not_wanted_is_left_out(monkeypa
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 MODULES = (
-    kernel, backward_barriers, backward_load, backward_mma, backward_store_dq, backward_wide, pieces, pipeline, prepost,
+    kernel, backward_barriers, backward_load, backward_mma, backward_store_dq, backward_wide, band, pieces, pipeline, prepost,
     scheduler, memory, numerics, scores,
 )  # fmt: skip
 

@@ -21,7 +21,7 @@ from support.cases import Case, build
 from support.cuda_driver import FakeDriver
 
 from tilegrad.kernels.attention.problem import output_shapes
-from tilegrad.kernels.triton_version import OPTIONS
+from tilegrad.kernels.triton_version import launch_options
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 
@@ -46,7 +46,7 @@ prepared: list[tuple[Any, ...]] = []  # what launches would have been made of
 def through_ptxas(compiled: Any, backend: Any, make_cubin: Callable[..., bytes]) -> Compiled:
     """By the ptxas and with the options of the installed Triton."""
     with redirect_stdout(io.StringIO()) as said:
-        make_cubin(backend, compiled.asm["ptx"], {}, backend.parse_options(dict(OPTIONS)), 90)
+        make_cubin(backend, compiled.asm["ptx"], {}, backend.parse_options(dict(launch_options())), 90)
     log = said.getvalue()
     spills = re.findall(r"(\d+) bytes spill", log)
     assert spills

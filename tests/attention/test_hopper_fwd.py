@@ -166,6 +166,7 @@ def emulated(
     """o and lse of the forward, in plain Python; `broken` changes device functions."""
     from tilegrad.kernels.attention import hopper
     from tilegrad.kernels.attention.hopper import (
+        band,
         forward,
         forward_load,
         forward_scheduler,
@@ -179,7 +180,7 @@ def emulated(
     q, k, v, mask = call.q, call.k, call.v, call.mask
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
-    modules = (forward, forward_load, forward_scheduler, pieces, pipeline, numerics, scores)
+    modules = (band, forward, forward_load, forward_scheduler, pieces, pipeline, numerics, scores)
     with emulation(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
         broken(patch)
         patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)

@@ -15,10 +15,10 @@ from __future__ import annotations
 
 import functools
 import re
+from typing import Any
 
 Version = tuple[int, int]
 
-OPTIONS = {"enable_fp_fusion": True}  # of every launch, whatever Triton's default: a·b + c is one instruction
 
 PARAMETERS: tuple[Version, Version] = ((3, 6), (3, 6))  # the first version and the last
 GLUON: tuple[Version, Version] = ((3, 6), (3, 6))
@@ -38,6 +38,15 @@ def _refusal(version: str, known: tuple[Version, Version]) -> str | None:
         return None
     names = dict.fromkeys(f"{major}.{minor}" for major, minor in known)
     return f"knows Triton {' to '.join(names)}, and {version} is installed"
+
+
+@functools.cache
+def launch_options() -> dict[str, Any]:
+    """Triton's options that every launch names, whatever their defaults: a·b + c is one instruction."""
+    options: dict[str, Any] = {"enable_fp_fusion": True}
+    if installed().startswith("3.9"):
+        options["ptx_options"] = "--regAllocOptLevel=4"
+    return options
 
 
 def gluon_refusal() -> str | None:

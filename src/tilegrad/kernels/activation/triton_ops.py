@@ -24,7 +24,7 @@ from ..attention.triton.numerics import tanh as finite_tanh
 from ..column_sum.triton_ops import add_partials
 from ..gpu import ceil_div, multiprocessors, padded
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 TILE, COLUMNS = 2048, 1024  # elements of a tile, columns of one whose rows lie apart
 WARPS = 4
@@ -222,7 +222,7 @@ def _launch(kernel: triton.JITFunction, *tensors: Tensor, **constants: str) -> N
     with torch.cuda.device_of(x):
         kernel[grid](
             *tensors, *strides, n, c,
-            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=WARPS, **OPTIONS,
+            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=WARPS, **launch_options(),
         )  # fmt: skip
 
 
@@ -246,7 +246,7 @@ def _launch_backward(
     with torch.cuda.device_of(x):
         kernel[ceil_div(c, block_c), programs](
             *tensors, partials, *strides, n, c,
-            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=warps, **OPTIONS,
+            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=warps, **launch_options(),
         )  # fmt: skip
         if partials is not None:
             add_partials(partials, *wanted, accumulate=accumulate)

@@ -22,7 +22,7 @@ from torch import Tensor
 
 from ..gpu import ceil_div
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 if TYPE_CHECKING:
     from . import Piece
@@ -94,12 +94,12 @@ def step(
         _decide_kernel[(1,)](
             norm, learning_rate, step, decision, weight_decay, max_norm,
             LOG_BETA1=math.log(beta1), LOG_BETA2=math.log(beta2), RATE_ON_DEVICE=isinstance(learning_rate, Tensor),
-            num_warps=1, **OPTIONS,
+            num_warps=1, **launch_options(),
         )  # fmt: skip
         for params, grads, m, v, rounded, decayed in pieces:
             p = len(params)
             if p:
                 _adamw_kernel[(ceil_div(p, TILE),)](
                     decision, grads, params, m, v, rounded, p, decayed, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps,
-                    TILE=TILE, num_warps=WARPS, **OPTIONS,
+                    TILE=TILE, num_warps=WARPS, **launch_options(),
                 )  # fmt: skip

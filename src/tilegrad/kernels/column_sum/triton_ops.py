@@ -18,7 +18,7 @@ from torch import Tensor
 
 from ..gpu import ceil_div, multiprocessors, padded
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 TILE, COLUMNS = 4096, 256  # elements of a tile, columns of one at most
 PROGRAMS = 8  # for each multiprocessor
@@ -90,7 +90,16 @@ def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
     rows, columns = _tile(c)
     with torch.cuda.device_of(x):
         _column_sum_kernel[(programs, ceil_div(c, columns))](
-            x, partials, x.stride(0), n, c, BLOCK_N=rows, BLOCK_C=columns, STAGES=STAGES, num_warps=WARPS, **OPTIONS
+            x,
+            partials,
+            x.stride(0),
+            n,
+            c,
+            BLOCK_N=rows,
+            BLOCK_C=columns,
+            STAGES=STAGES,
+            num_warps=WARPS,
+            **launch_options(),
         )
         add_partials(partials, sums, accumulate=accumulate)
 
@@ -103,5 +112,5 @@ def add_partials(
     grid = ceil_div(c, PARTIALS_COLUMNS), 1 + (second is not None) + (third is not None)
     _add_partials_kernel[grid](
         partials, sums, second, third, programs, c,
-        ACCUMULATE=accumulate, BLOCK_P=PARTIALS_ROWS, BLOCK_C=PARTIALS_COLUMNS, num_warps=WARPS, **OPTIONS,
+        ACCUMULATE=accumulate, BLOCK_P=PARTIALS_ROWS, BLOCK_C=PARTIALS_COLUMNS, num_warps=WARPS, **launch_options(),
     )  # fmt: skip

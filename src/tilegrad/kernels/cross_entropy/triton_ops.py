@@ -29,7 +29,7 @@ from torch import Tensor
 from ..gpu import ceil_div, padded
 from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from ..scratch import Scratch, Shapes, of
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 from .chunks import chunks, most_rows, products_workspace
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
@@ -143,7 +143,7 @@ def run(
                 linear_fwd(x[i], w[j], None, y=logits[:, j], scratch=linear)
             _softmax_kernel[(logits.shape[0],)](
                 targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v,
-                GRADIENT=gradient, TILE=tile, num_warps=max(4, tile >> 9), **OPTIONS,
+                GRADIENT=gradient, TILE=tile, num_warps=max(4, tile >> 9), **launch_options(),
             )  # fmt: skip
             if dw is not None:
                 added = accumulate or i.start > 0  # a later chunk adds to the first
@@ -153,4 +153,4 @@ def run(
                 for j in reversed(columns):  # the few first: what is rounded and added to is small
                     linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
         if loss is not None:
-            _sum_kernel[(1,)](nll, loss, nll.shape[0], SUM=SUM, **OPTIONS)
+            _sum_kernel[(1,)](nll, loss, nll.shape[0], SUM=SUM, **launch_options())

@@ -16,7 +16,7 @@ from torch import Tensor
 from ..gpu import ceil_div, padded
 from ..philox import NO_SEQUENCE, threshold
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 TILE, WARPS = 1024, 4  # columns of a program at most
 
@@ -61,5 +61,5 @@ def fwd(x: Tensor, seed: int | Tensor, dropout_p: float, layer_counter: int, *, 
         with torch.cuda.device_of(x):
             _dropout_kernel[(n, ceil_div(c, tile))](
                 x, seed, y, *x.stride(), *y.stride(), c, threshold(dropout_p), layer_counter, 1.0 / (1.0 - dropout_p),
-                NO_SEQUENCE=NO_SEQUENCE, TILE=tile, num_warps=WARPS, **OPTIONS,
+                NO_SEQUENCE=NO_SEQUENCE, TILE=tile, num_warps=WARPS, **launch_options(),
             )  # fmt: skip

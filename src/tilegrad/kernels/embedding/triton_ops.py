@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ..gpu import ceil_div, padded
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 RUN = 32  # places of a program that adds rows
 WARPS = 4
@@ -110,7 +110,7 @@ def fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, scratch: 
         with torch.cuda.device_of(x):
             _embedding_kernel[(n,)](
                 tokens, wte, wpe, x, wte.stride(0), 0 if wpe is None else wpe.stride(0), x.stride(0),
-                tokens.shape[1], c, BLOCK_C=padded(c), num_warps=WARPS, **OPTIONS,
+                tokens.shape[1], c, BLOCK_C=padded(c), num_warps=WARPS, **launch_options(),
             )  # fmt: skip
 
 
@@ -124,7 +124,7 @@ def bwd(
             if positions:
                 _dwpe_kernel[(positions,)](
                     dx, dwpe, dx.stride(0), dwpe.stride(0), b, t, c,
-                    ACCUMULATE=accumulate, BLOCK_C=padded(c), num_warps=WARPS, **OPTIONS,
+                    ACCUMULATE=accumulate, BLOCK_C=padded(c), num_warps=WARPS, **launch_options(),
                 )  # fmt: skip
         if dwte is not None:
             if not accumulate:
@@ -136,7 +136,7 @@ def bwd(
 def _add_in_order(dx: Tensor, tokens: Tensor, dwte: Tensor, scratch: Scratch) -> None:
     (n, c), (order, ordered, parts) = dx.shape, (scratch[x] for x in ("order", "ordered", "parts"))
     tiles = (ceil_div(n, RUN), ceil_div(c, 1024))
-    constants = {"RUN": RUN, "BLOCK_C": min(padded(c), 1024), "num_warps": WARPS, **OPTIONS}
+    constants = {"RUN": RUN, "BLOCK_C": min(padded(c), 1024), "num_warps": WARPS, **launch_options()}
     torch.sort(tokens, stable=True, out=(ordered, order))
     _runs_kernel[tiles](dx, order, ordered, dwte, parts, dx.stride(0), dwte.stride(0), n, c, **constants)
     _join_kernel[tiles](ordered, parts, dwte, dwte.stride(0), n, c, **constants)

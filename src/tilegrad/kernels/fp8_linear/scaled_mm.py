@@ -21,7 +21,7 @@ from torch import Tensor
 
 from ..activation.triton_ops import activate
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 from . import state as states
 
 TILE, WARPS = 2048, 4  # numbers that a program rounds at once
@@ -80,7 +80,7 @@ def _quantize(x: Tensor, kind: str, *, x8: Tensor, state: Tensor) -> None:
     with torch.cuda.device_of(x):
         _quantize_kernel[(states.PARTS,)](
             x, state, x8, x.stride(0), *x.shape,
-            KIND=kind, CONTIGUOUS=x.is_contiguous(), TILE=TILE, num_warps=WARPS, **OPTIONS,
+            KIND=kind, CONTIGUOUS=x.is_contiguous(), TILE=TILE, num_warps=WARPS, **launch_options(),
         )  # fmt: skip
 
 
@@ -97,4 +97,4 @@ def fwd(
 
 def scale_step(*, state: Tensor) -> None:
     with torch.cuda.device_of(state):
-        _scale_kernel[(1,)](state, PADDED=PADDED, **OPTIONS)
+        _scale_kernel[(1,)](state, PADDED=PADDED, **launch_options())

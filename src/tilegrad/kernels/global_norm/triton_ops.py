@@ -17,7 +17,7 @@ from torch import Tensor
 
 from ..gpu import ceil_div
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 PART, TILE = 1 << 15, 1 << 12  # numbers of a program, and of a tile
 SUM = 1024  # parts that are added side by side
@@ -55,7 +55,7 @@ def fwd(ranges: Sequence[Tensor], *, norm: Tensor, scratch: Scratch) -> None:
             count = ceil_div(grads.shape[0], PART)
             if count:
                 _squares_kernel[(count,)](
-                    grads, squares[at : at + count], grads.shape[0], PART=PART, TILE=TILE, **OPTIONS
+                    grads, squares[at : at + count], grads.shape[0], PART=PART, TILE=TILE, **launch_options()
                 )
             at += count
-        _root_kernel[(1,)](squares, norm, len(squares), SUM=SUM, **OPTIONS)
+        _root_kernel[(1,)](squares, norm, len(squares), SUM=SUM, **launch_options())

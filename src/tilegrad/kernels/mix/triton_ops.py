@@ -12,7 +12,7 @@ from torch import Tensor
 
 from ..gpu import ceil_div, padded
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 TILE, WARPS = 4096, 4  # numbers of o that a program mixes
 
@@ -59,5 +59,5 @@ def fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, scratch: Scra
     with torch.cuda.device_of(part):
         _mix_kernel[(b * h * tiles,)](
             part, part_lse, o, lse, *part.stride()[:3], *part_lse.stride(), *o.stride()[:3], *lse.stride(), h, t, tiles,
-            D=d, ROWS=rows, BLOCK_D=block_d, num_warps=WARPS, **OPTIONS,
+            D=d, ROWS=rows, BLOCK_D=block_d, num_warps=WARPS, **launch_options(),
         )  # fmt: skip

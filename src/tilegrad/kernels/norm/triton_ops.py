@@ -22,7 +22,7 @@ from torch import Tensor
 from ..column_sum.triton_ops import add_partials
 from ..gpu import ceil_div, multiprocessors, padded
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 
 class Tile(NamedTuple):
@@ -164,7 +164,7 @@ def fwd(
     with torch.cuda.device_of(x):
         _norm_fwd_kernel[(ceil_div(n, tile.rows),)](
             x, f, w, b, x1, y, mean, rstd, x.stride(0), _stride(f), _stride(x1), y.stride(0), n, eps,
-            C=c, BLOCK_N=tile.rows, BLOCK_C=padded(c), num_warps=tile.warps, **OPTIONS,
+            C=c, BLOCK_N=tile.rows, BLOCK_C=padded(c), num_warps=tile.warps, **launch_options(),
         )  # fmt: skip
 
 
@@ -180,7 +180,7 @@ def bwd(
         _norm_bwd_kernel[(_programs(x, tile),)](
             dy, x, w, b, mean, rstd, dx, y, partials, dy.stride(0), x.stride(0), _stride(dx), _stride(y), n,
             DW=dw is not None, DB=db is not None, DX_SUM=dx_sum is not None, C=c,
-            BLOCK_N=tile.rows, BLOCK_C=padded(c), STAGES=tile.stages, num_warps=tile.warps, **OPTIONS,
+            BLOCK_N=tile.rows, BLOCK_C=padded(c), STAGES=tile.stages, num_warps=tile.warps, **launch_options(),
         )  # fmt: skip
         if sums:
             add_partials(partials, *sums, accumulate=accumulate)

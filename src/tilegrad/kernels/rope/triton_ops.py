@@ -15,7 +15,7 @@ from torch import Tensor
 
 from ..gpu import ceil_div, padded
 from ..scratch import Scratch, Shapes
-from ..triton_version import OPTIONS
+from ..triton_version import launch_options
 
 TILE, WARPS = 1024, 4  # numbers of a half that a program rotates
 
@@ -57,5 +57,5 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scrat
     with torch.cuda.device_of(x):
         _rotate_kernel[(b * t, ceil_div(h, block_h))](
             x, cos, sin, y, *x.stride(), *y.stride(), *cos.stride(), *sin.stride(), t, h, sign,
-            HALF=d // 2, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=WARPS, **OPTIONS,
+            HALF=d // 2, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=WARPS, **launch_options(),
         )  # fmt: skip

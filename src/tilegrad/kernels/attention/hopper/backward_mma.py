@@ -29,6 +29,7 @@ from .backward_scheduler import (
     wait_for_tile,
 )
 from .backward_store_dq import send_dkdv, send_dq
+from .band import keep_between
 from .gluon_names import barrier
 from .pieces import add_dot, dot_rows, tile_of, wait_pieces, zeros
 from .pipeline import consumer_release, consumer_wait, named_release, named_wait, only_stage, read_word, write_word
@@ -71,14 +72,18 @@ def _mask_out(x, row, first, iteration, params, tile_info, BLOCK_N: gl.constexpr
     which the first is `first`."""
     tile = read_tile(tile_info, iteration, params)
     j = tile.n * BLOCK_N + first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
-    j = gl.where(j < tile.tk, j, NOWHERE)[:, None]
-    at = row + tile.tk - tile.tq + gl.arange(0, x.shape[1], layout=gl.SliceLayout(0, x.type.layout))[None, :]
-    attends = j < NOWHERE
-    if params.right is not None:
-        attends = j <= at + params.right
+    j = gl.where(j < tile.tk, j, NOWHERE)
+    back = j - (row + tile.tk - tile.tq)  # the first row whose diagonal is not before j
     if params.left is not None:
-        attends = attends & (j >= at - params.left)
-    return gl.where(attends, x, float("-inf"))
+        after = back + params.left
+        if params.right is not None:
+            return keep_between(x, back - params.right, after)
+        else:
+            return keep_between(gl.where((j < NOWHERE)[:, None], x, float("-inf")), None, after)
+    elif params.right is not None:
+        return keep_between(x, back - params.right, None)
+    else:
+        return gl.where((j < NOWHERE)[:, None], x, float("-inf"))
 
 
 @gluon.jit

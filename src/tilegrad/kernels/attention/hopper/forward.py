@@ -47,6 +47,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from ..triton import numerics
+from .band import keep_between
 from .forward_load import load
 from .forward_scheduler import (
     INFO_STAGES,
@@ -141,14 +142,13 @@ def _clear_rows(v, rows):
 def _mask_out(x, at, span, params, BLOCK_N: gl.constexpr):
     """x, −inf where a row does not attend to a column of block `at`."""
     place = span.diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
-    end = place * 0 + (span.tk - 1)
+    last = place * 0 + (span.tk - 1)
     if params.right is not None:
-        end = gl.minimum(end, place + params.right)
-    j = at * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, x.type.layout))[None, :]
-    x = gl.where(j <= end[:, None], x, float("-inf"))
+        last = gl.minimum(last, place + params.right)
     if params.left is not None:
-        x = gl.where(j >= (place - params.left)[:, None], x, float("-inf"))
-    return x
+        return keep_between(x, place - params.left - at * BLOCK_N, last - at * BLOCK_N)
+    else:
+        return keep_between(x, None, last - at * BLOCK_N)
 
 
 @gluon.jit

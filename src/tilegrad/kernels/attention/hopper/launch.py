@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 import torch
 
 from ...cuda_launch import Launch
-from ...triton_version import OPTIONS
+from ...triton_version import launch_options
 
 L2_BYTES = 24 * 2**20  # of L2 that one section of heads may fill: about half of an H100's
 MOST_LAUNCHES = 1024
@@ -57,5 +57,7 @@ def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, 
     key = (kernel, device, *key)
     compiled = compiled_kernels.get(key)
     if compiled is None:
-        compiled = compiled_kernels[key] = kernel.warmup(*arguments, grid=(grid,), num_warps=num_warps, **OPTIONS)
+        compiled = compiled_kernels[key] = kernel.warmup(
+            *arguments, grid=(grid,), num_warps=num_warps, **launch_options()
+        )
     return Launch(compiled, (grid,), arguments, device)

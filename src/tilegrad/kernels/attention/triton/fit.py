@@ -11,7 +11,7 @@ import triton
 from torch import Tensor
 
 from ...cuda_launch import Launch, refusal
-from ...triton_version import OPTIONS
+from ...triton_version import launch_options
 from ..problem import Sizes
 from .arguments import Arguments, ieee_fp32
 from .tiles import INTERPRETER, UNALIGNED, Key, Tile, candidates, row
@@ -68,7 +68,7 @@ fits: dict[tuple[Any, ...], Fit] = {}
 
 
 class KernelCall(NamedTuple):
-    """A kernel with its arguments by name, constexprs among them, and Triton's options (num_warps, num_stages)."""
+    """A kernel with its arguments by name, constexprs among them, and its own of Triton's options (num_warps, num_stages)."""
 
     kernel: Any
     programs: tuple[int, ...]
@@ -76,11 +76,11 @@ class KernelCall(NamedTuple):
     options: Arguments
 
     def run(self) -> None:
-        self.kernel[self.programs](**self.arguments, **self.options)
+        self.kernel[self.programs](**self.arguments, **self.options, **launch_options())
 
     def launch(self, device: int) -> Launch | None:
         """The same by CUDA's driver; None where only Triton can."""
-        compiled = self.kernel.warmup(**self.arguments, **self.options, grid=self.programs)
+        compiled = self.kernel.warmup(**self.arguments, **self.options, **launch_options(), grid=self.programs)
         ordered = [self.arguments[name] for name in self.kernel.arg_names]
         return None if refusal(compiled) else Launch(compiled, self.programs, ordered, device)
 
@@ -113,7 +113,8 @@ def _first_that_fits(
     needed = {}
     for tile in tiles:
         more, programs = grid(tile)
-        compiled = kernel.warmup(**arguments, **more, **constants, **_blocks(tile), **_options(tile), grid=programs)
+        options = _options(tile) | launch_options()
+        compiled = kernel.warmup(**arguments, **more, **constants, **_blocks(tile), **options, grid=programs)
         needed[tile] = compiled.metadata.shared
         if needed[tile] <= shared_memory_bytes(device):
             return tile, compiled
@@ -128,4 +129,4 @@ def _blocks(tile: Tile) -> Arguments:
 
 
 def _options(tile: Tile) -> Arguments:
-    return {"num_warps": tile.warps, "num_stages": tile.stages, **OPTIONS}
+    return {"num_warps": tile.warps, "num_stages": tile.stages}
