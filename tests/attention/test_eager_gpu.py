@@ -53,7 +53,7 @@ def test_a_step_is_captured_and_replayed_to_the_same_bits(case: Case) -> None:
     side = torch.cuda.Stream()
     with torch.cuda.stream(side):  # where leaves are made is where their gradients are accumulated
         call, other = build(case, 0), build(case, 1)
-        leaves = [x.detach().requires_grad_() for x in (call.q, call.k, call.v)]
+        leaves = [x.detach().clone().requires_grad_() for x in (call.q, call.k, call.v)]
         first = step(call, leaves)
     torch.cuda.synchronize()
     graph = torch.cuda.CUDAGraph()
@@ -62,7 +62,7 @@ def test_a_step_is_captured_and_replayed_to_the_same_bits(case: Case) -> None:
     for given in (call, other, call):
         with torch.cuda.stream(side), torch.no_grad():
             for leaf, x in zip(leaves, (given.q, given.k, given.v), strict=True):
-                leaf.copy_(x.detach().clone())
+                leaf.copy_(x)
         with torch.cuda.stream(side):
             want = step(call, leaves)
             for x in captured:
