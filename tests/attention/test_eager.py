@@ -242,7 +242,7 @@ def test_a_gradient_that_no_kernel_can_read_is_copied() -> None:
 def test_second_derivatives_raise_where_they_are_asked_for() -> None:
     q, k, v = leaves()
     o = tilegrad.attention(q, k, v)
-    (dq,) = torch.autograd.grad(o.square().sum(), q, create_graph=True)
+    dq, _, _ = torch.autograd.grad(o.square().sum(), (q, k, v), create_graph=True)
     with pytest.raises(NotImplementedError, match="no second derivative"):
         dq.sum().backward()
 
