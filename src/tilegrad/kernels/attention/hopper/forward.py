@@ -20,9 +20,9 @@ the others' MMAs. A warpgroup that skips a block passes its turn.
 
 **Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
 
-**q in registers** at D 96, 128 and 192 of full attention: a block of columns then reads a third less of shared memory. Under a
-causal edge that is 1 % slower. At D 256 the bandwidth of shared memory is the limit, and a quarter of q is in registers: 2 to
-3 % faster; half of it is slower, and a window has no registers left.
+**q in registers** at D 96, 128 and 192 (without a softcap) of full attention: a block of columns then reads a third less of
+shared memory. Under a causal edge that is 1 % slower. At D 256 the bandwidth of shared memory is the limit, and a quarter of q
+is in registers: 2 to 3 % faster; half of it is slower, and a window has no registers left.
 
 Which work tiles a CTA takes: forward_scheduler.py.
 
@@ -269,7 +269,8 @@ def _attend(
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
     TURNS: gl.constexpr = WARPGROUPS > 1 and BLOCK_D <= 128
     FULL: gl.constexpr = params.left is None and params.right is None and not VARLEN
-    Q_REGISTERS: gl.constexpr = FULL and BLOCK_D > 64 and BLOCK_D < 256
+    SPARE: gl.constexpr = BLOCK_D <= 128 or (BLOCK_D == 192 and params.softcap_log2 is None)  # registers for q
+    Q_REGISTERS: gl.constexpr = FULL and BLOCK_D > 64 and SPARE
     if W == WARPGROUPS - 1:
         _pass_turn(W, WARPGROUPS, STAGES, TURNS)
     iteration = gl.to_tensor(0)
