@@ -297,6 +297,7 @@ QUIET = (
     "ignore::pytest.PytestAssertRewriteWarning",
 )
 NUMPYS = ("-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning")  # in the interpreter
+AGAIN = "tests/ops/test_ops_triton_again.py"  # names the tests of other files that the interpreter runs
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 TIMED = ("test_a_pair_costs", "test_the_report", "faster", "overhead")  # a busy machine fails these
 
@@ -307,12 +308,15 @@ def files_of(suites: Iterable[tuple[str, ...]]) -> list[str]:
     return sorted(file.relative_to(ROOT).as_posix() for file in files)
 
 
-def watch(tree: Tree, file: str, *, interpreted: bool, picked: Sequence[str] = ()) -> tuple[list[Watched], list[str]]:
-    """The tests of a file (or some of them) that pass, and the names of those that do not."""
+def watch(
+    tree: Tree, file: str, *, interpreted: str = "", picked: Sequence[str] = ()
+) -> tuple[list[Watched], list[str]]:
+    """The tests of a file that pass, and the names of those that do not. Of all its tests `interpreted`, which is as pytest's
+    -k, in Triton's interpreter; or those picked."""
     called = tree.scratch / "called.json"
     called.unlink(missing_ok=True)
     quiet = [argument for argument in QUIET if argument != "-x"]
-    more = [*NUMPYS, "-k", "interpreted"] if interpreted else on_the_gpu(file) if tree.gpu else []
+    more = [*NUMPYS, "-k", interpreted] if interpreted else on_the_gpu(file) if tree.gpu else []
     environment = {"CALLED": str(called)} | (INTERPRETED if interpreted else {})
     if picked:
         names = tree.scratch / "picked"
@@ -323,8 +327,18 @@ def watch(tree: Tree, file: str, *, interpreted: bool, picked: Sequence[str] = (
         raise RuntimeError(f"{file}: pytest's exit code {code}\n{log[-2000:]}")
     found: dict[str, tuple[bool, float, list[str]]] = json.loads(called.read_text())
     kept = {name: it for name, it in found.items() if not any(part in name for part in (*TIMED, "in_the_interpreter"))}
-    passed = [Watched(name, interpreted, s, frozenset(called)) for name, (ok, s, called) in kept.items() if ok]
+    passed = [Watched(name, bool(interpreted), s, frozenset(called)) for name, (ok, s, called) in kept.items() if ok]
     return passed, [name for name, (ok, _, _) in kept.items() if not ok]
+
+
+def interpreted_of(file: str) -> str:
+    """Which tests of a file Triton's interpreter runs, as pytest's -k has it; "" for none."""
+    module = ast.parse((ROOT / AGAIN).read_text())
+    files = next(x.value for x in module.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "FILES")
+    for names, expression in ast.literal_eval(files).items():
+        if Path(file).name in names.split():
+            return str(expression)
+    return "interpreted" if "in_the_interpreter" in (ROOT / file).read_text() else ""
 
 
 def on_the_gpu(file: str) -> list[str]:
@@ -501,14 +515,14 @@ def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, in
     if kept and kept.exists():
         rows = json.loads(kept.read_text())
         return [Watched(name, interpreted, seconds, frozenset(called)) for name, interpreted, seconds, called in rows]
-    wanted: list[tuple[str, bool, Sequence[str]]] = [(file, False, ()) for file in files]
+    wanted: list[tuple[str, str, Sequence[str]]] = [(file, "", ()) for file in files]
     if trees[0].gpu:
         names = {file: gpu_tests_of(trees[0], file) for file in files}
         wanted = [
-            (file, False, names[file][n : n + AT_ONCE]) for file in files for n in range(0, len(names[file]), AT_ONCE)
+            (file, "", names[file][n : n + AT_ONCE]) for file in files for n in range(0, len(names[file]), AT_ONCE)
         ]
     elif interpreter:
-        wanted += [(file, True, ()) for file in files if "in_the_interpreter" in (ROOT / file).read_text()]
+        wanted += [(file, interpreted_of(file), ()) for file in files if interpreted_of(file)]
     wanted.sort(key=lambda one: -(ROOT / one[0]).stat().st_size)
     began, found = time.monotonic(), {}
     for one, both in _each(trees, wanted, lambda t, w: watch(t, w[0], interpreted=w[1], picked=w[2]), float("inf")):
