@@ -125,7 +125,7 @@ def test_programs_that_share_a_tile_have_all_of_its_steps(splits: int, group: in
         assert all(one.end == following.begin for one, following in itertools.pairwise(parts))
 
 
-@pytest.mark.parametrize("span", [1, 3, 6, 7])
+@pytest.mark.parametrize("span", [1, 3, 4, 5, 6, 7])
 def test_every_head_has_every_tile_and_long_ones_come_first(span: int) -> None:
     of = call(512, 512, None, 0, batch=3, kv_heads=2, heads_per_section=span)
     places = [scheduler.head_and_column.fn(t, of, 4) for t in range(24)]
