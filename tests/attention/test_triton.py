@@ -304,3 +304,17 @@ def test_interpreted_float32_dk_and_dv_of_bfloat16() -> None:
     for name, sums in grads[torch.float32].items():
         assert torch.equal(sums.bfloat16(), grads[torch.bfloat16][name])
         assert not torch.equal(sums.bfloat16().float(), sums)
+
+
+@interpreted
+@pytest.mark.parametrize(("tq", "tk"), [(18, 113), (40, 45)])
+def test_interpreted_rows_behind_the_last_stay_as_they_are(tq: int, tk: int) -> None:
+    """18 rows are two tiles of the kernel that joins the parts of shared columns; 40 are no whole tiles of any."""
+    q, k = (randn(1, 1, t, 16, dtype=torch.float32, seed=t) for t in (tq, tk))
+    rooms = {"o": torch.full((1, 1, 80, 16), 7.0), "lse": torch.full((1, 1, 80), 7.0)}
+    out = {name: room[:, :, :tq] for name, room in rooms.items()}
+    shapes = attention_workspace(q, k, k, Mask(), backward=False, kernel="triton")
+    assert bool(shapes) == (tq < tk // 4), "shared columns have scratch"
+    attention_fwd(q, k, k, Mask(), **out, scratch=new_scratch(shapes, "cpu"), kernel="triton")
+    assert all(torch.equal(room[:, :, tq:], torch.full_like(room[:, :, tq:], 7.0)) for room in rooms.values())
+    assert torch.allclose(out["o"], torch.nn.functional.scaled_dot_product_attention(q, k, k), atol=1e-5)

@@ -40,7 +40,7 @@ def run(tokens: Tensor, inputs: dict[str, Any], dx: Tensor) -> dict[str, Tensor]
 @pytest.mark.parametrize("block", [100, 1 << 16])
 def test_embedding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, positions: bool, block: int) -> None:
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
-    for b, t, c, v in ((1, 1, 1, 1), (3, 63, 17, 20), (2, 113, 64, 300)):
+    for b, t, c, v in ((1, 1, 1, 1), (3, 63, 17, 20), (2, 113, 64, 300), (1, 5, 1025, 3)):
         tokens, inputs, formula, dx = build(b, t, c, v, dtype, positions=positions)
         assert_true(run(tokens, inputs, dx), formula, inputs, {"x": dx}, bounds.embedding(tokens, **inputs, dx=dx))
 

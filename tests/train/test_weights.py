@@ -16,6 +16,7 @@ import tilegrad
 from tilegrad import Engine, ModelConfig
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model.generate import generate
+from tilegrad.train import weights
 from tilegrad.train.weights import config_json, open_weights, theirs, write_weights
 
 KINDS = {
@@ -298,8 +299,29 @@ def test_what_training_from_weights_refuses(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     run = run_from({"train": {"init": str(folder), "steps": 5}, "model": {"dropout": 0.1}}, "flags")
     assert (run.model.n_embd, run.model.dropout, run.train.learning_rate, run.train.seq_len) == (16, 0.1, 2e-5, 16)
+    assert (run.train.steps, run.train.batch_size, run.train.min_learning_rate, run.train.eval_interval) == (
+        200,
+        4,
+        2e-6,
+        50,
+    )
     assert run.data.tokenizer == str(folder / "tokenizer.json")
     with pytest.raises(ValueError, match="init: got 3; accepted: None, or the name of a folder of weights"):
         run_from({"train": {"init": 3}, "model": {"n_layer": 1}}, "flags")
     with pytest.raises(ValueError, match="tokenizer: got 'words'; accepted: 'bytes', 'bpe', or"):
         run_from({"data": {"tokenizer": "words"}}, "flags")
+
+
+def test_what_a_config_leaves_out_is_what_transformers_takes_for_it() -> None:
+    sizes = {
+        "num_attention_heads": 2,
+        "hidden_size": 8,
+        "num_hidden_layers": 1,
+        "vocab_size": 10,
+        "intermediate_size": 16,
+    }
+    c = weights._llama(sizes, "llama")
+    assert (c.block_size, c.n_kv_head, c.norm_eps, c.rope_theta, c.tie_embeddings) == (2048, 2, 1e-6, 10000.0, False)
+    assert (c.qkv_bias, c.proj_bias, c.ffn_bias, c.head_size, c.window) == (False, False, False, None, None)
+    c = weights._gpt2({"vocab_size": 10, "n_layer": 1, "n_head": 2, "n_embd": 8})
+    assert (c.block_size, c.ffn_dim, c.norm_eps, c.tie_embeddings, c.dropout) == (1024, None, 1e-5, True, 0.1)
