@@ -299,12 +299,8 @@ def test_what_training_from_weights_refuses(tmp_path: Path) -> None:
     (folder / "tokenizer.json").write_text("{}")
     run = run_from({"train": {"init": str(folder), "steps": 5}, "model": {"dropout": 0.1}}, "flags")
     assert (run.model.n_embd, run.model.dropout, run.train.learning_rate, run.train.seq_len) == (16, 0.1, 2e-5, 16)
-    assert (run.train.steps, run.train.batch_size, run.train.min_learning_rate, run.train.eval_interval) == (
-        200,
-        4,
-        2e-6,
-        50,
-    )
+    own = run_from({"train": {"init": str(folder)}}, "flags").train
+    assert (own.steps, own.batch_size, own.min_learning_rate, own.eval_interval) == (200, 4, 2e-6, 50)
     assert run.data.tokenizer == str(folder / "tokenizer.json")
     with pytest.raises(ValueError, match="init: got 3; accepted: None, or the name of a folder of weights"):
         run_from({"train": {"init": 3}, "model": {"n_layer": 1}}, "flags")
