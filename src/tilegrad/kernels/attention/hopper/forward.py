@@ -22,7 +22,7 @@ the others' MMAs. A warpgroup that skips a block passes its turn.
 
 **q in registers** at D 96, 128 and 192 (without a softcap) of full attention: a block of columns then reads a third less of
 shared memory. Under a causal edge that is 1 % slower. At D 256 the bandwidth of shared memory is the limit, and a quarter of q
-is in registers: 2 to 3 % faster; half of it is slower, and a window has no registers left.
+is in registers: 2 to 3 % faster; half of it is slower, and a window or packed sequences leave none.
 
 Which work tiles a CTA takes: forward_scheduler.py.
 
@@ -286,7 +286,7 @@ def _attend(
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
         if Q_REGISTERS:
             q = load_pieces(q, P)
-        elif BLOCK_D == 256 and params.left is None:
+        elif BLOCK_D == 256 and params.left is None and not VARLEN:
             q = cut(q[0])
             q = (q[0].load(P), q[1], q[2])
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
