@@ -52,6 +52,9 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--slow", action="store_true", help="run the slow set instead of what CI runs")
     parser.addoption("--shapes", type=int, default=200, help="random shapes of each GPU kernel (-m gpu)")
     parser.addoption("--seed", type=int, help="of the random tests of the slow set; else a new one, which is printed")
+    parser.addoption(
+        "--triton", action="append", default=[], metavar="VERSION=FOLDER", help="a Triton to compile with (--slow)"
+    )
     parser.addoption("--report", type=Path, help="a folder for what GPU tests found, as JSON")
 
 

@@ -120,8 +120,8 @@ def test_a_kernel_that_needs_tritons_launcher_is_refused(what: dict[str, Any]) -
 
 def test_kernels_of_an_unknown_triton_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_launch.refusal(compiled()) is None
-    monkeypatch.setattr(triton_version, "installed", lambda: "3.7.0")
-    assert "knows Triton 3.6, and 3.7.0 is installed" in str(cuda_launch.refusal(compiled()))
+    monkeypatch.setattr(triton_version, "installed", lambda: "3.10.0")
+    assert "knows Triton 3.6 to 3.9, and 3.10.0 is installed" in str(cuda_launch.refusal(compiled()))
 
 
 class Recorder:
