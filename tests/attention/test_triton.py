@@ -318,3 +318,9 @@ def test_interpreted_rows_behind_the_last_stay_as_they_are(tq: int, tk: int) -> 
     attention_fwd(q, k, k, Mask(), **out, scratch=new_scratch(shapes, "cpu"), kernel="triton")
     assert all(torch.equal(room[:, :, tq:], torch.full_like(room[:, :, tq:], 7.0)) for room in rooms.values())
     assert torch.allclose(out["o"], torch.nn.functional.scaled_dot_product_attention(q, k, k), atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("bias", ["bhqk", "BK"])
+def test_interpreted_bias_of_several_batches_and_heads(bias: str) -> None:
+    check(replace(BASE, b=2, hkv=2, tq=18, tk=20, bias=bias))
