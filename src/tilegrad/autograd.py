@@ -1,7 +1,7 @@
 """How a call of attention reaches its kernel: at once where nothing stands between, else through torch's dispatcher.
 
-    known    eager/eager.cpp, from here to the kernel and back in C++     plain tensors and no others than q, k and v, no mode,
-             where it was built                                           no transform, a signature that ran before
+    known    eager/eager.cpp, from here to the kernel and back in C++     plain tensors on a CPU, no others than q, k and v, no
+             where it was built                                           mode, no transform, a signature that ran before
     eager    an autograd.Function around the kernel                       plain tensors, no mode, no transform
     op       tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)           compile, export, fake tensors, subclasses,
              tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask)    dispatch and function modes, torch.func, tracing
@@ -36,7 +36,6 @@ from .kernels.attention.api import Selected, Signature, forget, recall, select_b
 from .kernels.attention.checks import check_lengths, check_options, check_tensors
 from .kernels.attention.mask import Mask
 from .kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
-from .kernels.cuda_launch import Plan
 from .kernels.scratch import Layout
 
 _PLAIN = frozenset((Tensor, Parameter))
@@ -241,14 +240,11 @@ def _make_known(
     if _known is None or key is None or not mask.bare or run is None or q is None:
         return
     native = getattr(run, "native", None)
-    if native is None and not isinstance(run, Plan):
-        return
-    if q.is_cuda and q.dtype is torch.float32:  # the precision of its products is an option of torch's
+    if native is None:
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
-    plan = run if native is None else None
     if _known.add_program(
-        mask, mask.numbers, kernel, selected.table, deterministic, wanted, reads, new, selected.work_bytes, native, plan
+        mask, mask.numbers, kernel, selected.table, deterministic, wanted, reads, new, selected.work_bytes, native
     ):
         forget()
 

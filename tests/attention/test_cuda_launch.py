@@ -14,7 +14,6 @@ from support.cuda_driver import FakeDriver
 from torch import Tensor
 
 import tilegrad
-from tilegrad import autograd, eager
 from tilegrad.kernels import cache, cuda_launch, triton_version
 from tilegrad.kernels.attention import api, table
 from tilegrad.kernels.attention.mask import Mask
@@ -151,14 +150,12 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
+def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Recorder:
     recorder, driver.stream = Recorder(), 7
     monkeypatch.setattr(Kernel, "load", lambda _self: recorder)
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (Kernel("recorder", "", takes_all),)))
     monkeypatch.setattr(api, "_selected", {})
-    yield recorder
-    if autograd._known is not None:
-        autograd._known.drop_programs()
+    return recorder
 
 
 def test_the_face_hands_over_every_tensor_where_it_lies(driver: FakeDriver, recorder: Recorder) -> None:
@@ -205,36 +202,3 @@ def test_another_form_is_prepared_anew(recorder: Recorder, change: dict[str, Any
     assert recorder.prepared == (3 if "deterministic" in change else 4)
     step(**change)
     assert recorder.prepared == (3 if "deterministic" in change else 4)
-
-
-def test_a_known_call_is_started_by_cpp(
-    driver: FakeDriver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    if autograd._known is None:
-        pytest.skip(f"C++ for eager calls {eager.load()}")
-    do = torch.ones(1, 2, 8, 16)
-    for known in (False, True, True):
-        q, k, v = (torch.zeros(1, 2, 8, 16, requires_grad=True) for _ in range(3))
-        driver.calls.clear()
-        o, lse = tilegrad.attention(q, k, v, return_lse=True)
-        assert ("CppNode" in str(o.grad_fn and o.grad_fn.name())) == known
-        grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
-        forward, backward = driver.calls
-        reads = [x.data_ptr() for x in (q, k, v, o, lse)]
-        assert driver.parameters(forward, ["*"] * 8)[:5] == reads
-        assert driver.parameters(backward, ["*"] * 12)[:9] == [*reads, *(x.data_ptr() for x in (do, *grads))]
-    assert recorder.prepared == 2
-    asked: list[int] = []
-    monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
-    for run in (lambda: tilegrad.attention(q, k, v), lambda: torch.autograd.grad(o, q, do, retain_graph=True)):
-        run()
-        driver.answers = [cuda_launch.NO_CONTEXT]
-        asked.clear()
-        run()
-        assert asked == [0]
-        driver.answers = [1]
-        with pytest.raises(RuntimeError, match=r"a launch answers CUDA_ERROR_OF_A_TEST \(1\)"):
-            run()
-        driver.answers = [cuda_launch.NO_CONTEXT] * 2
-        with pytest.raises(RuntimeError, match="a launch answers 201 again"):
-            run()

@@ -43,13 +43,12 @@ def build() -> Path:
     if cxx is None:
         raise RuntimeError("no C++ compiler (Debian: apt install g++)")
     root, to = Path(torch.__file__).parent, path()
-    cuda = ["-DWITH_CUDA", "-lc10_cuda"] if (root / "lib" / "libc10_cuda.so").exists() else []
     includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / to.name
         run([
             cxx, *FLAGS, f'-DDIGEST="{digest()}"', *(f"-I{folder}" for folder in includes), str(SOURCE), "-o", str(made),
-            f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python", *cuda,
+            f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
         ])  # fmt: skip
         replace_file(to, made)
     return to

@@ -3,16 +3,14 @@
 // has no program, or that something wants to see, is answered with None, and autograd.py runs it.
 //
 //   Call      what a call has beside tensors: its mask without tensors, the kernel asked for, the table of kernels
-//   Program   of a signature in one direction: what it allocates, and how its kernel starts
-//               native   a function of the CPU's library on one structure, into which addresses are written
-//               plan     functions of CUDA's driver, bound to addresses and a stream by Python (kernels/cuda_launch.py), and kept
+//   Program   of a signature in one direction: what it allocates, and the structure on which its kernel starts, a function of
+//             the CPU's library: addresses are written into it
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/Parallel.h>
-#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
@@ -25,16 +23,6 @@
 #include <cstdlib>
 #include <mutex>
 #include <unordered_map>
-
-#ifdef WITH_CUDA  // of c10/cuda/CUDAStream.h, which needs CUDA's own headers
-namespace c10::cuda {
-struct __attribute__((visibility("default"))) CUDAStream {
-    c10::Stream stream_;
-    void* stream() const;
-};
-__attribute__((visibility("default"))) CUDAStream getCurrentCUDAStream(c10::DeviceIndex device);
-}  // namespace c10::cuda
-#endif
 
 namespace {
 
@@ -68,42 +56,17 @@ struct Form {
     Tensor make() const { return at::empty_strided(sizes, strides, options); }
 };
 
-struct Launch {
-    int (*function)(uint64_t, uint64_t, uint64_t, uint64_t);
-    uint64_t arguments[4];
-};
-
-struct Bound {  // launches of a plan at some addresses, and the memory that they point to
-    std::vector<Launch> launches;
-    PyObject* kept;
-    ~Bound() {
-        py::gil_scoped_acquire held;
-        Py_DECREF(kept);
-    }
-};
-
 struct Program {
     std::vector<Form> outputs;
     int64_t work_bytes = 0;
     at::TensorOptions work_options;
-    // of a native one
     void (*native)(const void*, int64_t) = nullptr;
     int64_t direction = 0, scratch_at = 0;
     std::vector<uint64_t> words;
     std::vector<int64_t> places;
     std::string isa;
-    // of a plan
-    PyObject* plan = nullptr;
-    c10::Device device{c10::kCPU};
-    std::mutex bound_mutex;
-    std::unordered_map<Words, std::shared_ptr<Bound>, Hash> bound;
 
-    ~Program() {
-        py::gil_scoped_acquire held;
-        Py_XDECREF(plan);
-    }
-    std::shared_ptr<Bound> bind(Words key);
-    void run(const std::vector<Tensor>& tensors);
+    void run(const std::vector<Tensor>& tensors) const;
 };
 
 using Programs = std::unordered_map<Words, std::shared_ptr<Program>, Hash>;
@@ -131,63 +94,17 @@ auto with_python(F body) {
     }
 }
 
-std::shared_ptr<Bound> Program::bind(Words key) {
-    return with_python([&] {
-        py::list addresses;
-        for (size_t i = 1; i < key.size(); i++) addresses.append(uint64_t(key[i]));
-        py::tuple answer = py::reinterpret_borrow<py::object>(plan).attr("numbers")(uint64_t(key[0]), addresses);
-        auto made = std::make_shared<Bound>();
-        made->kept = py::object(answer[1]).release().ptr();
-        for (auto each : answer[0]) {
-            auto numbers = each.cast<std::vector<uint64_t>>();
-            made->launches.push_back({reinterpret_cast<int (*)(uint64_t, uint64_t, uint64_t, uint64_t)>(numbers.at(0)),
-                                      {numbers.at(1), numbers.at(2), numbers.at(3), numbers.at(4)}});
-        }
-        decltype(bound) old;  // destroyed after the lock is given back, as Python's objects must be
-        std::lock_guard<std::mutex> lock(bound_mutex);
-        if (bound.size() >= MOST_ENTRIES) old.swap(bound);
-        bound[key] = made;
-        return made;
-    });
+void Program::run(const std::vector<Tensor>& tensors) const {
+    std::vector<uint64_t> own(words);
+    for (size_t i = 0; i < places.size(); i++) own[places[i]] = reinterpret_cast<uint64_t>(tensors[i].data_ptr());
+    uint64_t at = reinterpret_cast<uint64_t>(tensors.back().data_ptr()), start = -at % LINE_BYTES;
+    own[scratch_at] = at + start;
+    own[scratch_at + 1] = work_bytes - start;
+    native(own.data(), direction);
 }
 
-void Program::run(const std::vector<Tensor>& tensors) {
-    if (native) {
-        std::vector<uint64_t> own(words);
-        for (size_t i = 0; i < places.size(); i++) own[places[i]] = reinterpret_cast<uint64_t>(tensors[i].data_ptr());
-        uint64_t at = reinterpret_cast<uint64_t>(tensors.back().data_ptr()), start = -at % LINE_BYTES;
-        own[scratch_at] = at + start;
-        own[scratch_at + 1] = work_bytes - start;
-        native(own.data(), direction);
-        return;
-    }
-    thread_local Words key;
-    key.assign(1, 0);  // the stream
-#ifdef WITH_CUDA
-    if (device.is_cuda()) key[0] = reinterpret_cast<int64_t>(c10::cuda::getCurrentCUDAStream(device.index()).stream());
-#endif
-    for (const Tensor& x : tensors) key.push_back(reinterpret_cast<int64_t>(x.data_ptr()));
-    std::shared_ptr<Bound> at;
-    {
-        std::lock_guard<std::mutex> lock(bound_mutex);
-        auto found = bound.find(key);
-        if (found != bound.end()) at = found->second;
-    }
-    if (!at) at = bind(key);
-    for (const Launch& each : at->launches) {
-        const uint64_t* a = each.arguments;
-        int code = each.function(a[0], a[1], a[2], a[3]);
-        if (!code) continue;
-        with_python([&] { py::reinterpret_borrow<py::object>(plan).attr("answered")(code); });  // raises, or makes a context
-        code = each.function(a[0], a[1], a[2], a[3]);
-        TORCH_CHECK(!code, "CUDA: a launch answers ", code, " again");
-    }
-}
-
-const c10::DispatchKeySet PLAIN({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCPU,
-                                 c10::DispatchKey::AutogradCUDA, c10::DispatchKey::ADInplaceOrView,
-                                 c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA,
-                                 c10::DispatchKey::BackendSelect});
+const c10::DispatchKeySet PLAIN({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView,
+                                 c10::DispatchKey::AutocastCPU, c10::DispatchKey::BackendSelect});
 
 bool within(c10::DispatchKeySet keys) { return !(keys.raw_repr() & ~PLAIN.raw_repr()); }
 
@@ -234,8 +151,6 @@ void backward_key(Words& key, const Call& call, const variable_list& reads, int6
 
 variable_list run_forward(Program& program, const Tensor& q, const Tensor& k, const Tensor& v) {
     at::AutoDispatchBelowADInplaceOrView below;
-    c10::OptionalDeviceGuard on;
-    if (program.device.is_cuda()) on.reset_device(program.device);
     Tensor o = program.outputs[0].make(), lse = program.outputs[1].make();
     program.run({q, k, v, o, lse, at::empty({program.work_bytes}, program.work_options)});
     return {o, lse};
@@ -286,10 +201,8 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
                 backward_key(key, call, reads, wanted);
                 program = find(key);
             }
-            if (program && (!program->native || program->isa == asked_isa())) {
+            if (program && program->isa == asked_isa()) {
                 at::AutoDispatchBelowADInplaceOrView below;
-                c10::OptionalDeviceGuard on;
-                if (program->device.is_cuda()) on.reset_device(program->device);
                 std::vector<Tensor> tensors(reads.begin(), reads.end() - !dlse.defined());
                 for (int i = 0, n = 0; i < 3; i++)
                     if (wanted >> i & 1) tensors.push_back(out[i] = program->outputs[n++].make());
@@ -368,7 +281,7 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
     thread_local Words key;
     forward_key(key, *call, q, k, v);
     auto program = find(key);
-    if (!program || (program->native && program->isa != asked_isa())) Py_RETURN_NONE;
+    if (!program || program->isa != asked_isa()) Py_RETURN_NONE;
     if (c10::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()))
         return wrapped(EagerAttention::apply(q, k, v, call, *program, return_lse), return_lse);
     variable_list out;
@@ -383,7 +296,7 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
 // Of reads (q, k, v) or (q, k, v, o, lse, do, dlse), with what such a call allocates: exemplars of (o, lse) or (dq, dk, dv), and
 // the bytes of scratch. True where all others were dropped for it.
 bool add_program(py::object mask, py::object numbers, py::object kernel, py::object table, bool deterministic, int64_t wanted,
-                 py::tuple reads, py::tuple outputs, int64_t work_bytes, py::object native, py::object plan) {
+                 py::tuple reads, py::tuple outputs, int64_t work_bytes, py::tuple native) {
     variable_list given;
     for (auto x : reads) given.push_back(x.is_none() ? Tensor() : THPVariable_Unpack(x.ptr()));
     const Call* call = new_call(mask, numbers, kernel, table, deterministic);
@@ -393,18 +306,12 @@ bool add_program(py::object mask, py::object numbers, py::object kernel, py::obj
         if (!x.is_none()) program->outputs.emplace_back(THPVariable_Unpack(x.ptr()));
     program->work_bytes = work_bytes;
     program->work_options = given[0].options().dtype(at::kByte).requires_grad(false);
-    program->device = given[0].device();
-    if (!native.is_none()) {
-        py::tuple of = native;
-        program->native = reinterpret_cast<void (*)(const void*, int64_t)>(of[0].cast<uint64_t>());
-        program->direction = of[1].cast<int64_t>();
-        program->words = of[2].cast<std::vector<uint64_t>>();
-        program->places = of[3].cast<std::vector<int64_t>>();
-        program->scratch_at = of[4].cast<int64_t>();
-        program->isa = asked_isa();
-    } else {
-        program->plan = plan.inc_ref().ptr();
-    }
+    program->native = reinterpret_cast<void (*)(const void*, int64_t)>(native[0].cast<uint64_t>());
+    program->direction = native[1].cast<int64_t>();
+    program->words = native[2].cast<std::vector<uint64_t>>();
+    program->places = native[3].cast<std::vector<int64_t>>();
+    program->scratch_at = native[4].cast<int64_t>();
+    program->isa = asked_isa();
     Words key;
     if (given.size() == 3) forward_key(key, *call, given[0], given[1], given[2]);
     else backward_key(key, *call, given, wanted);

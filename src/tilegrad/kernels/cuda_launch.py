@@ -238,29 +238,8 @@ class Plan:
             if function(*arguments):
                 start(((function, arguments),), device)
 
-    def numbers(self, stream: int, addresses: Sequence[int]) -> tuple[list[list[int]], object]:
-        """For eager.cpp the same launches, each as the address of a function and its four arguments, and what must live as long
-        as they are used."""
-        calls = self._bound(stream, addresses)
-        return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
-
-    def answered(self, code: int) -> None:
-        """Of a launch that is then tried once more: raises, but for a thread without a context, which gets one."""
-        if code != NO_CONTEXT:
-            _check(code, "a launch")
-        torch.cuda.mem_get_info(self._device)
-
     def _bound(self, stream: int, addresses: Sequence[Any]) -> tuple[_Call, ...]:
         return tuple([each.bind(stream, [addresses[i] + more for i, more in slots]) for each, slots in self._launches])
-
-
-def _address(function: Any) -> ctypes.c_void_p:
-    return ctypes.cast(function, ctypes.c_void_p)
-
-
-def _number(x: Any) -> int:
-    """Of an argument as ctypes has it."""
-    return int(getattr(x, "value", x) or 0)
 
 
 def _slot(x: Tensor, numbers: dict[int, int], viewed: Sequence[Tensor]) -> tuple[int, int]:
