@@ -12,8 +12,9 @@ since 3.7) it spills, mostly what a work tile needs outside of its loop:
     bytes stored and loaded   hopper: backward at D 64: 36 and 88; forward at D 128: 52 and 96, at D 256: 48 and 136
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
-With ptxas's own level, 4, all of Hopper's but the forward at D 256 (12 and 28) spill nothing. That was not run on a GPU: Triton
-chose 2 because of an error of CUDA 13's ptxas. 3.9 also warns of a launch that leaves fused multiply-adds to the default.
+With ptxas's own level, 4, all of Hopper's but the forward at D 256 (12 and 28) spill nothing. A few calls were right on an H200
+with it, but Triton chose 2 because of an error of CUDA 13's ptxas. 3.9 also warns of a launch that leaves fused multiply-adds to
+the default.
 """
 
 from __future__ import annotations
