@@ -13,8 +13,8 @@ since 3.7) it spills, mostly what a work tile needs outside of its loop:
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
 With ptxas's own level, 4, all of Hopper's but the forward at D 256 (12 and 28) spill nothing. A few calls were right on an H200
-with it, but Triton chose 2 because of an error of CUDA 13's ptxas. 3.9 also warns of a launch that leaves fused multiply-adds to
-the default.
+with it, but Triton chose 2 because of an error of CUDA 13's ptxas. 3.9 also warns of a launch that leaves fused multiply-adds
+to the default.
 """
 
 from __future__ import annotations
