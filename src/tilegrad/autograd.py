@@ -40,6 +40,7 @@ from .kernels.scratch import Layout
 
 _PLAIN = frozenset((Tensor, Parameter))
 _DEVICES = frozenset(("cpu", "cuda"))
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
 _known: ModuleType | None = None  # eager.cpp
 
 
@@ -125,9 +126,10 @@ def _observed() -> bool:
 
 
 def _plain(q: Any, *others: Any) -> bool:
-    """Whether tensors are what they hold in memory: no subclass, no fake one, none with a negation to come."""
+    """Whether tensors are what they hold in memory: no subclass, no fake one, none with a negation to come, no zeros without
+    memory."""
     for x in (q, *others):
-        if x is not None and (type(x) not in _PLAIN or x.is_neg()):
+        if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
             return False
     return q.device.type in _DEVICES
 
@@ -171,8 +173,8 @@ def _new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     """o in q's memory order, so that a transposed view of (B, T, H, D) gives one back; lse contiguous."""
     o_shape, lse_shape = output_shapes(q, v, mask)
     if len(o_shape) == 4 and q.stride(1) < q.stride(2):
-        b, h, t, d = o_shape
-        o = q.new_empty(b, t, h, d).transpose(1, 2)
+        _, h, t, d = o_shape
+        o = q.new_empty_strided(o_shape, (t * h * d, d, h * d, 1))  # no view: it may be changed in place
     else:
         o = q.new_empty(o_shape)
     return o, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
@@ -412,7 +414,8 @@ def _backward_of_eager(
     q, k, v, o, lse, do, dlse = reads
     wanted = wanted if len(wanted) == len(GRADIENTS) else (*wanted, False, False)
     held = (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
-    if not torch.is_grad_enabled() and not _observed():
+    batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
+    if not batched and not torch.is_grad_enabled() and not _observed():
         key = _backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
         if key is not None or _plain(q, k, v, o, lse, do, dlse, *held):
             return _backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key)

@@ -23,6 +23,7 @@ from tilegrad import autograd, eager
 from tilegrad.cli import main
 from tilegrad.kernels.attention import api
 from tilegrad.kernels.cpu import build as native_build
+from tilegrad.kernels.cpu import library
 
 attention = cast("Callable[..., Tensor]", tilegrad.attention)
 
@@ -329,3 +330,45 @@ def test_a_build_that_fails_says_why(
     monkeypatch.setattr(native_build, "build", lambda: "the library")
     assert main(["doctor", "--build"]) == 0
     assert "eager calls in C++ were not built, they go through Python: no C++ compiler" in capsys.readouterr().err
+
+
+def test_gradients_without_memory_or_in_a_batch() -> None:
+    """Zeros that torch keeps as no memory at all, and several gradients at once (is_grads_batched)."""
+    for _ in range(3):
+        q, k, v = leaves()
+        o = attention(q, k, v)
+        nothing = torch._efficientzerotensor(o.shape)
+        assert not torch.autograd.grad(o, q, nothing, retain_graph=True)[0].any()
+        several = torch.randn(3, *o.shape)
+        got = torch.autograd.grad(o, (q, k, v), several, is_grads_batched=True, retain_graph=True)
+        want = [torch.autograd.grad(o, (q, k, v), do, retain_graph=True) for do in several]
+        for i, x in enumerate(got):
+            assert torch.equal(x, torch.stack([each[i] for each in want]))
+    with pytest.raises(ValueError, match=r"q: got strides \(0, 0, 0, 0\)"):
+        attention(torch._efficientzerotensor(q.shape), k, v)
+
+
+def test_an_output_is_no_view() -> None:
+    _, k, v = leaves()
+    q = torch.randn(k.shape[0], k.shape[2], k.shape[1], k.shape[3]).transpose(1, 2).requires_grad_()
+    for _ in range(3):
+        o = attention(q, k, v)
+        assert o.stride() == q.stride() and not o._is_view()
+
+
+def test_a_kernel_is_a_name() -> None:
+    class Another:
+        def __hash__(self) -> int:
+            return hash("native")
+
+    q, k, v = leaves()
+    if not isinstance(library.library(), str):
+        for _ in range(2):
+            attention(q, k, v, kernel="native")
+    with pytest.raises(ValueError, match="kernel: got"):
+        attention(q, k, v, kernel=Another())
+
+
+@pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
+def test_eager_calls_are_built_where_a_compiler_is() -> None:
+    assert eager.digest().encode() in eager.path().read_bytes()

@@ -19,6 +19,7 @@
 #include <torch/csrc/jit/frontend/tracer.h>
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
+#include <pthread.h>
 
 #include <cstdlib>
 #include <mutex>
@@ -174,6 +175,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({q, k, v, out[0], out[1]});
         ctx->saved_data["call"] = reinterpret_cast<int64_t>(call);
+        ctx->saved_data["isa"] = program.isa;  // the environment is read under the GIL alone
         if (!return_lse) out.pop_back();
         return out;
     }
@@ -201,7 +203,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
                 backward_key(key, call, reads, wanted);
                 program = find(key);
             }
-            if (program && program->isa == asked_isa()) {
+            if (program && program->isa == ctx->saved_data["isa"].toStringRef()) {
                 at::AutoDispatchBelowADInplaceOrView below;
                 std::vector<Tensor> tensors(reads.begin(), reads.end() - !dlse.defined());
                 for (int i = 0, n = 0; i < 3; i++)
@@ -231,6 +233,7 @@ bool exact(PyObject* x) { return Py_TYPE(x) == (PyTypeObject*)THPVariableClass |
 // The call, or none: where no program was added for it.
 const Call* call_of(PyObject* numbers, PyObject* kernel, PyObject* table, bool deterministic) {
     thread_local Words key;
+    if (kernel != Py_None && !PyUnicode_CheckExact(kernel)) return nullptr;
     const int64_t name = PyObject_Hash(kernel);
     if (name == -1) {
         PyErr_Clear();
@@ -339,4 +342,5 @@ PYBIND11_MODULE(MODULE, m) {
     });
     m.add_object("attend", py::reinterpret_steal<py::object>(PyCFunction_New(&attend_method, nullptr)));
     m.attr("digest") = DIGEST;
+    pthread_atfork([] { programs_mutex.lock(); }, [] { programs_mutex.unlock(); }, [] { programs_mutex.unlock(); });
 }

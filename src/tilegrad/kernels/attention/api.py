@@ -116,7 +116,7 @@ _selected: dict[Signature, Selected] = {}
 
 def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) -> Signature | None:
     """All that the checks, the selection and the preparation of a kernel depend on; None where a call has none (handles,
-    subclasses, tensors with a negation to come, lists, an int seed).
+    subclasses, tensors with a negation to come or without memory, lists, an int seed).
 
     Values of tensors are no part of it.
     """
@@ -129,7 +129,7 @@ def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) ->
     for x in tensors:
         kind = type(x)
         if kind is Tensor or kind is Parameter:
-            if x.is_neg():
+            if x.is_neg() or x._is_zerotensor():
                 return None
             key += (x.shape, x.stride(), x.dtype, x.device, x.data_ptr() % ALIGNED_BYTES)
         elif x is None:
@@ -148,7 +148,7 @@ def recall(key: Signature | None) -> Selected | None:
 
 
 def forget() -> None:
-    """As if no call had been made."""
+    """Forgets what was selected; programs of eager.cpp stay."""
     _selected.clear()
 
 
