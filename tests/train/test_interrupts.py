@@ -336,6 +336,8 @@ def test_a_run_that_goes_on_amid_steps_that_are_not_finite_still_ends_before_the
         poisoned_after(5, patch)
         assert train(run, Path("run"), show=at_step(8, send(signal.SIGTERM))).steps == 8
         assert newest().state["engine"]["skipped_in_a_row"] == 3
+        train_lines = [r for r in read_log(Path("run/log.jsonl")) if r["kind"] == "train"]
+        assert [r["skipped"] for r in train_lines] == [0, 0, 0, 0, 0, 1, 2, 3]
         with pytest.raises(
             RunEnded, match=r"10 steps in a row .*; the checkpoint is from before them; .*after 5 steps"
         ):
@@ -468,3 +470,8 @@ def test_an_interrupted_demo_says_that_it_was_stopped(
     out, error = capsys.readouterr()
     assert "It was stopped after 2 of 12 steps." in out and "learn" not in out.replace("to learn from", "")
     assert error == "tilegrad: stopped by SIGINT; go on with: tilegrad train --resume runs/demo\n"
+
+
+def test_the_last_step_is_evaluated_once() -> None:
+    train(replace(RUN, train=replace(RUN.train, steps=6, eval_interval=3)), Path("run"))
+    assert [r["step"] for r in read_log(Path("run/log.jsonl")) if r["kind"] == "validation"] == [3, 6]
