@@ -47,7 +47,7 @@ def build() -> Path:
     with tempfile.TemporaryDirectory() as folder:
         made = Path(folder) / to.name
         run([
-            cxx, *FLAGS, f'-DDIGEST="{digest()}"', *(f"-I{folder}" for folder in includes), str(SOURCE), "-o", str(made),
+            cxx, *FLAGS, f'-DDIGEST="{digest()}"', *(f"-I{include}" for include in includes), str(SOURCE), "-o", str(made),
             f"-L{root / 'lib'}", "-lc10", "-ltorch_cpu", "-ltorch", "-ltorch_python",
         ])  # fmt: skip
         replace_file(to, made)

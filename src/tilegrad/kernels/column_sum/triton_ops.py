@@ -90,17 +90,9 @@ def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
     rows, columns = _tile(c)
     with torch.cuda.device_of(x):
         _column_sum_kernel[(programs, ceil_div(c, columns))](
-            x,
-            partials,
-            x.stride(0),
-            n,
-            c,
-            BLOCK_N=rows,
-            BLOCK_C=columns,
-            STAGES=STAGES,
-            num_warps=WARPS,
-            **launch_options(),
-        )
+            x, partials, x.stride(0), n, c,
+            BLOCK_N=rows, BLOCK_C=columns, STAGES=STAGES, num_warps=WARPS, **launch_options(),
+        )  # fmt: skip
         add_partials(partials, sums, accumulate=accumulate)
 
 

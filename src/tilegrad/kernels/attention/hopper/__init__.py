@@ -6,7 +6,8 @@ float16 and bfloat16, head dimensions of 16 to 256 in steps of 8, the same for v
     host      launch_forward.py, launch_backward.py: plans and launches     launch.py, tma.py: launches and TMA descriptors
     device    forward.py, backward.py: the kernels, with their equations    forward_*.py, backward_*.py: their warps
               pipeline.py: the handshake of all of them                     prepost.py: the backward's pre- and postprocess
-              pieces.py: head dimensions that are no power of two
+              pieces.py: head dimensions that are no power of two           band.py: the mask of a tile
+              gluon_names.py: what versions of Triton name differently
 """
 
 import torch

@@ -4,7 +4,7 @@
     tma_load         a box into shared memory: tma.async_copy_global_to_shared, from 3.8 on tma.async_load
     tma_store        a box out of it: tma.async_copy_shared_to_global, from 3.8 on tma.async_store
     tma_reduce_add   a box added to memory: from 3.8 on tma.async_atomic_add, before that without a name in Python
-    beginning        of a buffer, as another tensor: _reinterpret, in 3.9 reinterpret; from 3.8 on it leaves no bytes out
+    beginning        of a buffer, as another tensor: from 3.8 on a reinterpretation leaves no bytes out
 
 tma.store_wait waits for reads of shared memory alone in all of them: read_only, its default from 3.8 on, is what 3.6 emits.
 """
