@@ -123,6 +123,7 @@ def test_contradicting_options_are_refused():
 
 def test_profiling_makes_the_factorys_manager_tracked(tmp_path):
     create_attention_buffer_manager(enable_profiling=True).export_trace(tmp_path / "t.json")
+    assert (tmp_path / "t.json").stat().st_size
 
 
 def all_dtypes():
