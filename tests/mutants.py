@@ -19,7 +19,6 @@ from __future__ import annotations
 import argparse
 import ast
 import compileall
-import itertools
 import json
 import os
 import queue
@@ -40,6 +39,7 @@ from typing import Any, NamedTuple
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = "src/tilegrad"
 ATTENTION = "tests/attention/test_"
+FRONT = tuple(f"{ATTENTION}{name}.py" for name in ("eager", "functional", "transforms", "sdpa"))
 TESTS = {  # the longest beginning of a path decides
     "kernels/attention/": (
         *(f"{ATTENTION}{name}.py" for name in ("tiled", "reference", "bounds", "checks", "functional", "context")),
@@ -59,6 +59,12 @@ TESTS = {  # the longest beginning of a path decides
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "train/": ("tests/train", "tests/model/test_dropout.py"),
     "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
+    "autograd": FRONT,  # a file or a folder
+    "functional.py": FRONT,
+    "eager/": (f"{ATTENTION}eager.py", f"{ATTENTION}functional.py"),
+    "nn/": (f"{ATTENTION}dilated_modules.py", "tests/integrations/test_torch.py", "tests/package/test_package.py"),
+    "dilated/": (f"{ATTENTION}dilated.py", f"{ATTENTION}dilated_modules.py"),
+    "dist/": ("tests/dist", "tests/train/test_ranks.py", "tests/train/test_engine.py"),
 }
 GPU_TESTS = {  # likewise, with --gpu; of a file named …_gpu.py its slow ones, each one specification
     "kernels/attention/triton/": (f"{ATTENTION}triton_gpu.py",),
@@ -74,6 +80,10 @@ CALLERS = {
     "csrc/rows/": ("cpu/rows.py",),
     "csrc/": ("attention/cpu.py", "cpu/rows.py"),
     "cpu/abi.py": ("attention/cpu.py", "cpu/rows.py"),
+}
+LIBRARIES = {  # of C++: the module that builds it, and its file
+    "kernels/cpu/csrc/": ("tilegrad.kernels.cpu.build", "kernels/cpu/native_*.so"),
+    "eager/": ("tilegrad.eager", "eager/tilegrad_eager_*.so"),
 }
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),
@@ -243,22 +253,31 @@ class Tree:
         return int(self.server.stdout.readline()), log.read_text(errors="replace")
 
     def close(self) -> None:
-        self.server.kill()
+        self.server.terminate()
         self.server.communicate()
 
 
 def serve() -> None:
-    """Runs pytest in a fork for each line of JSON on stdin; writes its exit code."""
+    """Runs pytest in a fork for each line of JSON on stdin; writes its exit code. SIGTERM ends the fork with its server."""
     import numpy  # noqa: F401
     import pytest
     import torch  # noqa: F401
 
     out = os.dup(1)
+    running: list[int] = []
+
+    def end(*_: object) -> None:
+        for child in running:
+            os.killpg(child, signal.SIGKILL)
+        os._exit(1)
+
+    signal.signal(signal.SIGTERM, end)
     for line in sys.stdin:
         order: dict[str, Any] = json.loads(line)
         child = os.fork()
         if not child:
             os.setsid()
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
             log = os.open(order["log"], os.O_CREAT | os.O_TRUNC | os.O_WRONLY)
             os.dup2(log, 1)
             os.dup2(log, 2)
@@ -266,7 +285,10 @@ def serve() -> None:
             code = int(pytest.main([*order["arguments"]]))
             sys.stdout.flush()
             os._exit(code)
-        os.write(out, f"{_wait(child, order['seconds'], Path(order['log']), order['quiet'])}\n".encode())
+        running[:] = [child]
+        code = _wait(child, order["seconds"], Path(order["log"]), order["quiet"])
+        running.clear()
+        os.write(out, f"{code}\n".encode())
 
 
 def _wait(child: int, seconds: float, log: Path, quiet: float) -> int:
@@ -385,8 +407,10 @@ def picked_for(
         fit += [test for test in tests if test not in fit and test.name.split("::")[0] in files]
     if not gpu:
         fit.sort(key=lambda test: (cpp and "random" not in test.name, len(test.called), test.seconds))
-    sums = list(itertools.accumulate(test.seconds for test in fit))
-    taken = [test for test, total in zip(fit, sums, strict=True) if total <= most_seconds]
+    taken: list[Watched] = []
+    for test in fit:
+        if sum(one.seconds for one in (*taken, test)) <= most_seconds:
+            taken.append(test)
     return taken, len(taken) < len(fit)
 
 
@@ -395,7 +419,8 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: fl
     began = time.monotonic()
     taken, cut = picked_for(mutant, tests, most_seconds, gpu=tree.gpu)
     file = tree.root / mutant.path
-    library = next(tree.root.glob("src/tilegrad/kernels/cpu/native_*.so"), None)
+    builder, built = next((both for part, both in LIBRARIES.items() if part in mutant.path), ("", ""))
+    library = next((tree.root / PACKAGE).glob(built), None) if built else None
     kept, when = file.read_bytes(), file.stat().st_mtime_ns
     cpp = not mutant.path.endswith(".py")
     kept_library = library.read_bytes() if library and cpp else None
@@ -406,7 +431,7 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: fl
     try:
         file.write_text(mutant.source)
         if cpp:
-            build = [sys.executable, "-c", "from tilegrad.kernels.cpu import build; build.build()"]
+            build = [sys.executable, "-c", f"import {builder} as it; it.build()"]
             source = os.environ | {"PYTHONPATH": str(tree.root / "src")}
             if subprocess.run(build, env=source, capture_output=True, check=False).returncode:
                 return verdict("refused", "the compiler")
@@ -464,6 +489,7 @@ def main(arguments: list[str]) -> int:
     drawn = _not_judged(drawn, given.verdicts)
     print(f"{len(drawn)} of {len(mutants)} mutants, seed {given.seed}", flush=True)
     verdicts: list[Verdict] = []
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which closes the trees
     with tempfile.TemporaryDirectory() as folder:
         trees = [Tree(Path(folder) / str(n), gpu=given.gpu) for n in range(given.workers)]
         try:
@@ -512,30 +538,33 @@ def _print(verdict: Verdict, to: Path | None) -> None:
 
 
 def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, interpreter: bool) -> list[Watched]:
-    if kept and kept.exists():
-        rows = json.loads(kept.read_text())
-        return [Watched(name, interpreted, seconds, frozenset(called)) for name, interpreted, seconds, called in rows]
-    wanted: list[tuple[str, str, Sequence[str]]] = [(file, "", ()) for file in files]
+    """What step 1 finds; `kept` has {what was watched: (its tests that pass, the names of others)} and is written each time."""
+    wanted: list[tuple[str, str, tuple[str, ...]]] = [(file, "", ()) for file in files]
     if trees[0].gpu:
         names = {file: gpu_tests_of(trees[0], file) for file in files}
         wanted = [
-            (file, "", names[file][n : n + AT_ONCE]) for file in files for n in range(0, len(names[file]), AT_ONCE)
+            (file, "", tuple(names[file][n : n + AT_ONCE]))
+            for file in files
+            for n in range(0, len(names[file]), AT_ONCE)
         ]
     elif interpreter:
         wanted += [(file, interpreted_of(file), ()) for file in files if interpreted_of(file)]
     wanted.sort(key=lambda one: -(ROOT / one[0]).stat().st_size)
-    began, found = time.monotonic(), {}
-    for one, both in _each(trees, wanted, lambda t, w: watch(t, w[0], interpreted=w[1], picked=w[2]), float("inf")):
-        found[wanted.index(one)] = both
-    tests = [test for n in sorted(found) for test in found[n][0]]
-    red = [name for n in sorted(found) for name in found[n][1]]
-    print(
-        f"{len(tests)} tests pass unchanged, {time.monotonic() - began:.0f} s; left out: {len(red)} others", flush=True
-    )
-    if kept:
-        kept.write_text(
-            json.dumps([(test.name, test.interpreted, test.seconds, sorted(test.called)) for test in tests])
-        )
+    began = time.monotonic()
+    found: dict[str, Any] = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    left = [one for one in wanted if json.dumps(one) not in found]
+    for one, (passed, others) in _each(
+        trees, left, lambda t, w: watch(t, w[0], interpreted=w[1], picked=w[2]), float("inf")
+    ):
+        found[json.dumps(one)] = [[(*test[:3], sorted(test.called)) for test in passed], others]
+        if kept:
+            kept.write_text(json.dumps(found))
+    both = [found[json.dumps(one)] for one in wanted]
+    tests = [
+        Watched(name, interp, seconds, frozenset(called)) for rows, _ in both for name, interp, seconds, called in rows
+    ]
+    red = sum(len(others) for _, others in both)
+    print(f"{len(tests)} tests pass unchanged, {time.monotonic() - began:.0f} s; left out: {red} others", flush=True)
     return tests
 
 

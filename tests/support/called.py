@@ -1,6 +1,6 @@
 """A plugin of pytest for the mutants: which functions of the package each test calls, or some tests alone in a given order.
 
-CALLED=file   writes {test: [passed, seconds, [path:line of each function called]]}
+CALLED=file   writes {test: [passed, seconds, [path:line of each function called]]}, what it calls on ranks included
 PICKED=file   runs the tests that the file names, one in a line, in its order
 """
 
@@ -11,7 +11,8 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any
@@ -27,6 +28,24 @@ _codes: dict[int, CodeType] = {}
 def _note(frame: FrameType, _event: str, _argument: Any) -> None:
     code = frame.f_code
     _codes[id(code)] = code
+
+
+def _ours() -> set[str]:
+    called = {f"{code.co_filename.removeprefix(ROOT)}:{code.co_firstlineno}" for code in _codes.values()}
+    return {name for name in called if name.startswith("src/")}
+
+
+@contextmanager
+def on_a_rank() -> Iterator[None]:
+    """Notes in a process that a test started what it calls there, for that test."""
+    _codes.clear()
+    sys.settrace(_note)
+    try:
+        yield
+    finally:
+        sys.settrace(None)
+        with Path(f"{os.environ['CALLED']}.ranks").open("a") as lines:
+            lines.writelines(f"{name}\n" for name in _ours())
 
 
 @pytest.hookimpl(trylast=True)
@@ -50,9 +69,11 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         sys.settrace(None)
         threading.settrace(None)
         seconds = time.perf_counter() - began
-        called = {f"{code.co_filename.removeprefix(ROOT)}:{code.co_firstlineno}" for code in _codes.values()}
-        ours = sorted(name for name in called if name.startswith("src/"))
-        _found[item.nodeid] = (_passed.pop(item.nodeid, False), seconds, ours)
+        ours, ranks = _ours(), Path(f"{os.environ['CALLED']}.ranks")
+        if ranks.exists():
+            ours |= set(ranks.read_text().splitlines())
+            ranks.unlink()
+        _found[item.nodeid] = (_passed.pop(item.nodeid, False), seconds, sorted(ours))
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -12,6 +12,7 @@ import multiprocessing
 import os
 import traceback
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from multiprocessing.connection import Connection
 from typing import Any
@@ -64,6 +65,14 @@ class Ranks:
         self._processes, self._pipes = [], []
 
 
+def _noted() -> AbstractContextManager[None]:
+    if "CALLED" not in os.environ:
+        return nullcontext()
+    from .called import on_a_rank  # which imports pytest
+
+    return on_a_rank()
+
+
 def _serve(pipe: Connection, rank: int, world: int, port: int, timeout_s: float) -> None:
     os.environ |= {
         "RANK": str(rank), "WORLD_SIZE": str(world), "LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": str(world),
@@ -77,7 +86,9 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, timeout_s: float)
             check, arguments = pipe.recv()
             mesh.at(check.__name__)
             try:
-                pipe.send((True, check(mesh, *arguments)))
+                with _noted():
+                    result = check(mesh, *arguments)
+                pipe.send((True, result))
             except BaseException:
                 pipe.send((False, traceback.format_exc()))
                 raise
