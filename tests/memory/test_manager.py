@@ -84,6 +84,7 @@ def test_default_configs_are_the_table():
         ({"lifetime": "long"}, "lifetime: got 'long'; accepted: ephemeral, iteration, persistent"),
         ({"alignment": 48}, "alignment: got 48; accepted: None or a power of two"),
         ({"alignment": True}, "alignment: got True"),
+        ({"alignment": 0}, "alignment: got 0"),
         ({"zero_init": None}, "zero_init: got None; accepted: True or False"),
     ],
 )
@@ -91,6 +92,7 @@ def test_bad_config_values_are_named(change, error):
     good = {"typical_size_mb": 1.0, "reuse_frequency": "high", "lifetime": "iteration"}
     with pytest.raises((ValueError, TypeError), match=error):
         BufferConfig(**{**good, **change})
+    assert BufferConfig(**good, alignment=1).alignment == 1
 
 
 @pytest.mark.parametrize(

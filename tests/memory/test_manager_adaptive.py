@@ -314,7 +314,10 @@ def test_chrome_trace(profiled, tmp_path):
     ]
     assert [e["args"]["freed"] for e in begins] == [True, True, True, False]
     assert [e["args"]["scope"] for e in begins] == ["layer.0"] * 3 + [""]
-    assert all(ends[e["id"]]["ts"] >= e["ts"] for e in begins)
+    lives = [(life.first_ns / 1000, life.last_ns) for life in profiled._profile.lives()]
+    assert [e["ts"] for e in begins] == [first for first, _ in lives], "microseconds"
+    assert [ends[n]["ts"] for n in range(3)] == [last / 1000 for _, last in lives[:3]]
+    assert ends[3]["ts"] >= begins[3]["ts"]
     levels = [e["args"]["QUERY"] for e in trace["traceEvents"] if e["ph"] == "C"]
     assert max(levels) == 12_000
     assert levels[-1] == 0

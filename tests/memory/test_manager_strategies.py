@@ -281,6 +281,15 @@ def test_where_the_kernel_refuses_the_next_strategy_is_used(monkeypatch, broken)
     assert (counts["numa_aware"], counts["fragment_aware"]) == (0, 2)
 
 
+def test_the_kernels_mask_is_read_bit_by_bit(monkeypatch):
+    def answer(name, mode, mask, *_):
+        assert name == "get_mempolicy"
+        mode._obj.value, mask._obj[0], mask._obj[1] = numa._MPOL_BIND, 1 << 3 | 1 << 63, 1 << 1
+
+    monkeypatch.setattr(numa, "_syscall", answer)
+    assert numa.bound_nodes(0) == [3, 63, 65]
+
+
 def test_node_lists(tmp_path):
     assert numa.nodes(tmp_path) == [0]
     folder = tmp_path / "devices/system/node"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import time
 from html.parser import HTMLParser
 from typing import Any
@@ -70,6 +71,22 @@ def test_text(report: MemoryReport) -> None:
     header, *rows = text.split("\n\n")[2].splitlines()
     assert header.split() == ["role", "buffers", "at", "the", "peak", "allocated", "bytes"]
     assert {len(row) for row in rows} == {len(header)}
+
+
+def test_numbers_end_below_the_end_of_their_header() -> None:
+    handles = {
+        name: Handle(name, (n,), torch.float32, BufferType.SCORES, layer="layer 0")
+        for name, n in (("a", 5), ("b", 10**9))
+    }
+    found = Trace(("op",) * 100, handles, {"a": ((0, 99),), "b": ((0, 99),)})
+    text = memory_report(plan_memory(found), "two").table()
+    *tables, largest = [table.splitlines() for table in text.split("\n\n")[2:]]
+    assert len(tables) == 3 and largest[0].startswith("largest of")
+    for words, lines in (*((1, table) for table in tables), (4, largest[1:])):
+        head, *rows = [[cell.span() for cell in re.finditer(r"\S+(?: \S+)*", line)] for line in lines]
+        for row in rows:
+            assert [start for start, _ in row[:words]] == [start for start, _ in head[:words]]
+            assert [end for _, end in row[words:]] == [end for _, end in head[words:]]
 
 
 def test_json_is_the_same_as_data(report: MemoryReport) -> None:
