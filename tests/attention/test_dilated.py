@@ -136,6 +136,53 @@ def test_canary_a_factor_is_seen(mode: str) -> None:
     assert all(f"{name}: " in wrong for name in NAMES)
 
 
+@pytest.mark.parametrize("mode", pattern.MODES)
+def test_the_parts_whose_roundings_are_bounded_sum_to_the_results(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    case, parts = Case(mode=mode, dtype=torch.float32), []
+
+    def seen(of: list[Tensor], _dtype: torch.dtype) -> Tensor:
+        parts.append(sum(of))
+        return torch.zeros_like(of[0])
+
+    monkeypatch.setattr(reference, "_roundings", seen)
+    attended, exact = oracle(case)
+    reference.bounds(*tensors(case), attended, exact, mode=mode)
+    groups = 2 if mode == "head_groups" else 1
+    for name, part in zip(NAMES, parts, strict=True):
+        torch.testing.assert_close(part, (groups if name == "o" else 1) * exact[name])
+
+
+@pytest.mark.parametrize("groups", [1, 2, 3, 4])
+def test_a_division_by_a_power_of_two_rounds_nothing(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(mode="head_groups", segments=(40,) * groups, rates=(1,) * groups, dtype=torch.float32)
+    monkeypatch.setattr(reference, "rounding", lambda x, _dtype: torch.ones_like(x))
+    attended, exact = oracle(case)
+    bounds = reference.bounds(*tensors(case), attended, exact, mode=case.mode)
+    assert all((bounds[name].sigma.max() > 0.01) == (groups == 3) for name in NAMES)
+
+
+def test_roundings_of_do_are_what_each_of_its_numbers_moves() -> None:
+    g, scale = torch.Generator().manual_seed(0), 0.7
+    q, k = (torch.randn(1, 2, 5, 3, generator=g, dtype=torch.float64) for _ in range(2))
+    v, do, var = (torch.randn(1, 2, 5, 4, generator=g, dtype=torch.float64) for _ in range(3))
+    p, var = torch.softmax(scale * q @ k.mT, -1), var.square()
+
+    def results(do: Tensor) -> dict[str, Tensor]:
+        ds = p * (do @ v.mT - (do * (p @ v)).sum(-1, keepdim=True))
+        return {"dq": scale * ds @ k, "dk": scale * ds.mT @ q, "dv": p.mT @ do}
+
+    exact = {"o": p @ v, **results(do)}
+    units = torch.eye(do.numel(), dtype=torch.float64).reshape(-1, *do.shape)
+    moved = [results(unit) for unit in units]
+    got = reference._roundings_of_do(var, p, q, k, v, exact, scale)
+    for name in ("dq", "dk", "dv"):
+        each = list(zip(var.flatten(), (one[name] for one in moved), strict=True))
+        torch.testing.assert_close(got[name][0], torch.stack([one * x**2 for one, x in each]).sum(0))
+        torch.testing.assert_close(
+            got[name][1], torch.stack([one * (x * exact[name]).sum() ** 2 for one, x in each]).sum()
+        )
+
+
 @pytest.fixture
 def fresh() -> Iterator[None]:
     """No plans of other tests, and none for them."""
