@@ -145,8 +145,8 @@ def test_the_parts_whose_roundings_are_bounded_sum_to_the_results(mode: str, mon
         return torch.zeros_like(of[0])
 
     monkeypatch.setattr(reference, "_roundings", seen)
-    attended, exact = oracle(case)
-    reference.bounds(*tensors(case), attended, exact, mode=mode)
+    (q, k, v, dy), (attended, exact) = tensors(case), oracle(case)
+    reference.bounds(q, k, v, dy, attended, exact, mode=mode)
     groups = 2 if mode == "head_groups" else 1
     for name, part in zip(NAMES, parts, strict=True):
         torch.testing.assert_close(part, (groups if name == "o" else 1) * exact[name])
@@ -156,8 +156,8 @@ def test_the_parts_whose_roundings_are_bounded_sum_to_the_results(mode: str, mon
 def test_a_division_by_a_power_of_two_rounds_nothing(groups: int, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(mode="head_groups", segments=(40,) * groups, rates=(1,) * groups, dtype=torch.float32)
     monkeypatch.setattr(reference, "rounding", lambda x, _dtype: torch.ones_like(x))
-    attended, exact = oracle(case)
-    bounds = reference.bounds(*tensors(case), attended, exact, mode=case.mode)
+    (q, k, v, dy), (attended, exact) = tensors(case), oracle(case)
+    bounds = reference.bounds(q, k, v, dy, attended, exact, mode=case.mode)
     assert all((bounds[name].sigma.max() > 0.01) == (groups == 3) for name in NAMES)
 
 

@@ -92,7 +92,7 @@ def test_bad_config_values_are_named(change, error):
     good = {"typical_size_mb": 1.0, "reuse_frequency": "high", "lifetime": "iteration"}
     with pytest.raises((ValueError, TypeError), match=error):
         BufferConfig(**{**good, **change})
-    assert BufferConfig(**good, alignment=1).alignment == 1
+    assert BufferConfig(1.0, "high", "iteration", alignment=1).alignment == 1
 
 
 @pytest.mark.parametrize(
