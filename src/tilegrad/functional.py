@@ -1,4 +1,4 @@
-"""Attention for autograd, as people call it. Options become a mask, and autograd.py runs the call.
+"""Attention for autograd, as people call it. Options become a mask, and autograd/ runs the call.
 
 Under autocast q, k and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives and
 forward-mode AD raise.

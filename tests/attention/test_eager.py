@@ -32,11 +32,11 @@ attention = cast("Callable[..., Tensor]", tilegrad.attention)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Calls that are known go by C++, or all through Python."""
     if request.param == "Python":
-        monkeypatch.setattr(autograd, "_known", None)
-    elif autograd._known is None:
+        monkeypatch.setattr(autograd.run, "known", None)
+    elif autograd.run.known is None:
         pytest.skip(f"C++ for eager calls {eager.load()}")
     else:
-        autograd._known.drop_programs()
+        autograd.run.known.drop_programs()
         monkeypatch.setattr(api, "_selected", {})
         q, k, v = leaves()
         grads_of(tilegrad.attention(q, k, v), q, k, v)

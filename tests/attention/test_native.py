@@ -594,7 +594,7 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
     monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setattr(contract, "_selected", {})
-    monkeypatch.setattr(autograd, "_known", None)  # calls that ran with the library
+    monkeypatch.setattr(autograd.run, "known", None)  # calls that ran with the library
     native_library.library.cache_clear()
     native_library.warn_if_missing.cache_clear()
     try:

@@ -15,7 +15,7 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.cli import main
 from tilegrad.train.checkpoint import load_checkpoint, read_state
 from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
-from tilegrad.train.loop import train
+from tilegrad.train.run import train
 from tilegrad.train.weights import open_weights
 
 RUN = RunConfig(

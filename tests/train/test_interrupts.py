@@ -31,7 +31,8 @@ from tilegrad.train.checkpoint import Checkpoint, latest_checkpoint, load_checkp
 from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.train.engine import Engine
 from tilegrad.train.log import read_log
-from tilegrad.train.loop import RunEnded, train
+from tilegrad.train.loop import RunEnded
+from tilegrad.train.run import train
 
 TOML = """
 [model]
@@ -362,13 +363,13 @@ def test_a_new_run_does_not_mix_with_one_that_died_before_its_first_checkpoint()
 
 SLOW = """
 import sys, time
-from tilegrad.train import loop
+from tilegrad.train import run
 def prepare(*arguments, **options):
     made = genuine(*arguments, **options)
     print("prepared", flush=True)
     time.sleep(60)
     return made
-genuine, loop.prepare = loop.prepare, prepare
+genuine, run.prepare = run.prepare, prepare
 from tilegrad.cli import main
 sys.exit(main(["train", "run.toml", "--out", "deep/run"]))
 """

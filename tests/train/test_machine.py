@@ -15,7 +15,7 @@ import torch
 import tilegrad
 from tilegrad.memory.managed.pressure import memory_limit
 from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
-from tilegrad.train.loop import train
+from tilegrad.train.run import train
 
 CPU = torch.device("cpu")
 RUN = RunConfig(

@@ -30,9 +30,9 @@ from tilegrad.model.config import PRESETS
 from tilegrad.progress import _message
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_into, save_checkpoint
 from tilegrad.train.config import RunConfig, TrainConfig
-from tilegrad.train.loop import _begin_with, train
 from tilegrad.train.parallel import check_accumulation, digest
 from tilegrad.train.pieces import load_pieces, save_pieces
+from tilegrad.train.run import _begin_with, train
 
 CASES = {
     "tied, dropout": replace(CONFIG, vocab_size=97, n_embd=32, dropout=0.1),
@@ -474,7 +474,7 @@ def test_bad_input_is_refused_before_anything_is_made(
 ) -> None:
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr("tilegrad.train.loop.check_device", lambda _device: None)
+    monkeypatch.setattr("tilegrad.train.run.check_device", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     bad: dict[str, Any] = {"gradient_accumulation": 1, "device": "cuda", "linear": "fp8"}
     asked: dict[str, Any] = {"gradient_accumulation": 2, **({name: bad[name]} if name in bad else {})}
@@ -528,7 +528,7 @@ def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
         before = {name: p.clone() for name, p in engine.params.items()}
         other = SimpleNamespace(read=partial(dict, {name: p + 1e-3 * mesh.rank for name, p in before.items()}))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tilegrad.train.loop.open_weights", {Path("weights"): other}.get)
+            patch.setattr("tilegrad.train.run.open_weights", {Path("weights"): other}.get)
             with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
                 _begin_with(Path("weights"), engine, Path(folder), mesh)
         told.append(str(error.value).split(":")[0])

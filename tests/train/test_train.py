@@ -19,7 +19,7 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.train.checkpoint import DamagedCheckpoint, load_checkpoint
 from tilegrad.train.config import DataConfig, RunConfig, TrainConfig, byte_count, read_run, run_from
 from tilegrad.train.log import read_log
-from tilegrad.train.loop import train
+from tilegrad.train.run import train
 
 MODEL = ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, dropout=0.1)
 SETTINGS = TrainConfig(

@@ -1,4 +1,4 @@
-"""Dilated attention for autograd: it checks the call and runs it, eagerly or, as with attention (autograd.py), as ops."""
+"""Dilated attention for autograd: it checks the call and runs it, eagerly or, as with attention (autograd/), as ops."""
 
 from __future__ import annotations
 
@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any, cast
 import torch
 from torch import Tensor
 
-from ..autograd import _cast, _observed, _plain, _seed_tensor
+from ..autograd import observed, plain, seed_tensor
+from ..autograd.ops import autocast
 from ..kernels.attention.checks import check_options, check_tensors, require
 from ..kernels.attention.mask import Mask
 from ..managed import number_of
@@ -59,16 +60,16 @@ def dilated_attention(
     require(not fewer, "q", f"{q.shape[1]} heads for {len(segments)} branches", accepted, show=str)
     accepted = "None or a kernel that takes o and lse as given; reference computes them anew"
     require(kernel != "reference", "kernel", kernel, accepted)
-    drawn = _seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
+    drawn = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     options = Options(
         segments, rates, mode, causal, float(dropout_p), deterministic, kernel, training, number_of(manager)
     )  # fmt: skip
-    if not _observed() and _plain(q, k, v, drawn):
+    if not observed() and plain(q, k, v, drawn):
         if torch._C._is_any_autocast_enabled():
-            q, k, v = _cast(q, k, v)
+            q, k, v = autocast(q, k, v)
         return cast(Tensor, _Eager.apply(q, k, v, drawn, options)) if training else forward(q, k, v, drawn, *options)[0]
     from .ops import dilated_fwd
 
@@ -108,7 +109,7 @@ class _Eager(torch.autograd.Function):
             return (None,) * 5
         wanted = list(ctx.needs_input_grad[:3])
         arguments = (q, k, v, y, lse, dy, seed, *ctx.options, wanted)
-        if not torch.is_grad_enabled() and not _observed() and _plain(q, k, v, y, lse, dy, seed):
+        if not torch.is_grad_enabled() and not observed() and plain(q, k, v, y, lse, dy, seed):
             grads = backward(*arguments)
         else:
             from .ops import dilated_bwd

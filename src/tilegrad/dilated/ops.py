@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..autograd import batching_rule
+from ..autograd.ops import autocast, batching_rule
 from .run import backward, forward, new_gradients, new_outputs
 
 _OPTIONS = (
@@ -88,20 +88,16 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     return batching_rule(op, tensors, lambda _in_dims, arguments: arguments[tensors] is None)
 
 
-def _cast_under_autocast(device_type: str) -> Callable[..., tuple[Tensor, Tensor]]:
-    def call(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-        dtype = torch.get_autocast_dtype(device_type)
-        q, k, v = (x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
-        with torch.autocast(device_type, enabled=False):
-            return torch.ops.tilegrad.dilated_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
-
-    return call
+def _fwd_under_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = autocast(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        return torch.ops.tilegrad.dilated_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
 
 
 for _device in ("CPU", "CUDA"):
     _library.impl("dilated_fwd", forward, _device)
     _library.impl("dilated_bwd", backward, _device)
-    _library.impl("dilated_fwd", _cast_under_autocast(_device.lower()), f"Autocast{_device}")
+    _library.impl("dilated_fwd", _fwd_under_autocast, f"Autocast{_device}")
 torch.library.register_fake("tilegrad::dilated_fwd", _fwd_fake, lib=_library)
 torch.library.register_fake("tilegrad::dilated_bwd", _bwd_fake, lib=_library)
 torch.library.register_autograd("tilegrad::dilated_fwd", _backward, setup_context=_save, lib=_library)

@@ -1,6 +1,6 @@
 // Eager calls of attention whose signature is known: from Python's arguments to the kernel, and back through autograd, without
-// Python in between. ../autograd.py checks a call, selects and prepares its kernel, and adds that as a program here. A call that
-// has no program, or that something wants to see, is answered with None, and autograd.py runs it.
+// Python in between. ../autograd/run.py checks a call, selects and prepares its kernel, and adds that as a program here. A call
+// that has no program, or that something wants to see, is answered with None, and ../autograd runs it.
 //
 //   Call      what a call has beside tensors: its mask without tensors, the kernel asked for, the table of kernels
 //   Program   of a signature in one direction: what it allocates, and the structure on which its kernel starts, a function of

@@ -43,7 +43,7 @@ def train(
     (4, None, 'report.html')
     """
     from .documents import quiet
-    from .loop import train as train_in
+    from .run import train as train_in
 
     if config is None or isinstance(config, Mapping):
         content, name, where = dict(config or {}), None, "config"
@@ -87,7 +87,7 @@ class TrainedModel:
         """The prompt and what follows it. The same seed writes the same. Beyond block_size the window slides, with a warning
         (`model/generate.py` says how)."""
         from ..model.generate import WindowSlides, generate, sliding
-        from .loop import decode_known
+        from .data import decode_known
 
         tokens = [int(token) for token in self.tokenizer.encode(prompt)]
         if slides := sliding(self.config, len(tokens), max_tokens):

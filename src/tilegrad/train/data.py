@@ -122,6 +122,16 @@ def load_tokenizer(path: Path) -> Tokenizer:
     return ByteTokenizer() if kind == "bytes" else BpeTokenizer(_tokenizers().Tokenizer.from_str(text))
 
 
+def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Text of tokens; a model's vocabulary may be larger than the tokenizer's, and such a token reads �."""
+    text, known = "", [token for token in tokens if token < tokenizer.vocab_size]
+    if len(known) == len(tokens):
+        return tokenizer.decode(tokens)
+    for token in tokens:
+        text += tokenizer.decode([token]) if token < tokenizer.vocab_size else "�"
+    return text
+
+
 def _tokenizers() -> Any:
     try:
         import tokenizers

@@ -1,12 +1,10 @@
-"""A training run, from text to report: data → step → log → evaluation → checkpoint, resumable to the bit.
+"""A training run, from text to report: data → step → log → evaluation → checkpoint, resumable to the bit. run.py begins it.
 
-Every check comes before the first write into the run's folder (`folder.py`). SIGTERM, SIGHUP, Ctrl-C and a closed output
-end the run after the step in hand: it is saved, reported, and can be resumed. A full disk, or ten steps in a row that are
-not finite, end it with `RunEnded`, which says what is saved.
+SIGTERM, SIGHUP, Ctrl-C and a closed output end the run after the step in hand: it is saved, reported, and can be resumed. A
+full disk, or ten steps in a row that are not finite, end it with `RunEnded`, which says what is saved.
 
-Launched by torchrun, the run is that of all ranks. Files, log, report and sample are rank 0's; data is prepared there first,
-and evaluation is dealt and summed. A stop asked of one rank is agreed in the next step. A lost rank ends the process at once
-and never in a save, for the others would wait in it.
+Of several ranks, files, log, report and sample are rank 0's, and evaluation is dealt and summed. A stop asked of one rank is
+agreed in the next step.
 """
 
 from __future__ import annotations
@@ -14,13 +12,10 @@ from __future__ import annotations
 import errno
 import json
 import math
-import os
-import shutil
-import sys
 import time
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,55 +23,27 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..dist.mesh import Mesh, RankLost
+from ..dist.mesh import Mesh
 from ..memory.page import human
 from ..model.generate import generate
 from .atomic import named, write_whole
 from .batch import count_targets
 from .checkpoint import load_into, read_state, save_checkpoint
-from .config import DTYPES, RunConfig, resumed
-from .data import (
-    Batches,
-    TokenFile,
-    Tokenizer,
-    batches_in_order,
-    default_text,
-    prepare,
-    split,
-    split_windows,
-    unigram_entropy,
-)
+from .config import DTYPES, RunConfig
+from .data import Batches, TokenFile, Tokenizer, batches_in_order, decode_known, split, split_windows, unigram_entropy
 from .engine import Engine
 from .environment import environment
-from .folder import (
-    Best,
-    best_of,
-    checkpoint_of,
-    claimed,
-    forget,
-    holds_a_run,
-    locate,
-    own_data,
-    own_run,
-    resume_command,
-    write_run,
-)
+from .folder import Best, best_of, forget, resume_command, write_run
 from .log import NoLog, RunLog, read_log, tensorboard_installed
-from .machine import check_device, check_platform
 from .optimizer import NonFiniteError, StepResult
-from .parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
+from .parallel import Shard, check_agreed
 from .planning import step_report
 from .report import run_report, run_tables
 from .resident import Resident, held, resident
 from .schedule import learning_rate
-from .signals import end_on_signals, stop_on_signals
-from .weights import open_weights
+from .signals import stop_on_signals
 
 Show = Callable[[str, dict[str, Any]], None]  # what happened ("start", "train", "validation", …), and its numbers
-
-
-def _unseen(_event: str, _numbers: dict[str, Any]) -> None:
-    """Nobody watches."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -100,126 +67,12 @@ class RunEnded(RuntimeError):
     """A run that could not go on. The message says why, what is saved, and how to resume."""
 
 
-def train(
-    run: RunConfig | None,
-    folder: Path,
-    *,
-    resume: Path | bool = False,
-    show: Show = _unseen,
-    shard: Shard = "optimizer",
-    bucket_bytes: int = BUCKET_BYTES,
-    context: int = 1,
-    timeout_s: float = 600.0,
-) -> RunResult:
-    """Train in `folder`. `resume`: True goes on from the newest checkpoint there, a path from that one. A resumed run is
-    the folder's own, with its own tokens: of `run` only what is in `MAY_CHANGE` may differ, and None changes nothing.
-    `shard`, `bucket_bytes`, `context` and `timeout_s`, how long a collective waits for a rank, are of several ranks. Ranks that
-    torchrun has restarted resume by themselves."""
-    check_platform()
-    given: Path | None = None
-    restarted = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") != "0"  # by torchrun, with the arguments of the start
-    resume = resume or (restarted and holds_a_run(folder))
-    if resume:
-        home, given = locate(resume) if isinstance(resume, Path) else (folder, None)
-        if home.resolve() != folder.resolve():
-            raise ValueError(f"resume: got {resume}; accepted: {folder}, or a checkpoint in it")
-        own = own_run(folder, given)  # a folder without a checkpoint is not claimed, for that would make it
-    elif run is None:
-        raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
-    asked: RunConfig = run if run is not None else own
-    t, world = asked.train, int(os.environ.get("WORLD_SIZE", "1"))
-    check_ranks(asked.model, t.seq_len, t.linear, world=world, shard=shard, context=context)
-    if not resume:  # any number of ranks goes on: those that are too many have no micro-batch, and the start says so
-        check_accumulation(t.gradient_accumulation, world, context)
-    check_device(asked.train.device)
-    mesh = Mesh(asked.train.device, timeout_s)
-    ranks = _Ranks(mesh, shard, bucket_bytes, context)
-    with end_on_signals(), mesh.watch(), claimed(folder) if mesh.rank == 0 else nullcontext():
-        try:
-            if resume:
-                checkpoint = checkpoint_of(folder, given, check=mesh.world == 1)
-                result = _resumed(run, folder, checkpoint, show if mesh.rank == 0 else _unseen, ranks).go()
-            else:
-                result = _new(asked, folder, show if mesh.rank == 0 else _unseen, ranks).go()
-        except RankLost as error:
-            print(f"tilegrad: {error}", file=sys.stderr, flush=True)
-            os._exit(1)  # nothing here may wait for the rank that is lost
-    mesh.close()
-    return result
-
-
 @dataclass(frozen=True, slots=True)
-class _Ranks:
+class Ranks:
     mesh: Mesh
     shard: Shard
     bucket_bytes: int
     context: int
-
-
-def _new(run: RunConfig, folder: Path, show: Show, ranks: _Ranks) -> _Run:
-    """A run that has not begun. What was written for it goes again where it is refused."""
-    data = folder / "data"
-    if holds_a_run(folder):
-        raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
-    mesh = ranks.mesh
-    check_device(run.train.device)
-    files = [Path(name) for name in run.data.files] or [default_text()]
-    existed = data.exists()
-    found: dict[str, Any] = {}
-
-    def tell(event: str, numbers: dict[str, Any]) -> None:
-        if event == "data":
-            found.update(numbers)  # told when the run has begun, which a closed output then stops
-        else:
-            show(event, numbers)
-
-    def prepared() -> tuple[TokenFile, Tokenizer]:
-        return prepare(
-            files, data, tokenizer=run.data.tokenizer, vocab_size=run.data.vocab_size, text_field=run.data.text_field,
-            tell=tell,
-        )  # fmt: skip
-
-    try:
-        mesh.at("preparing data")
-        tokens, tokenizer = mesh.first(prepared)
-        if tokens.vocab_size > run.model.vocab_size:
-            raise ValueError(
-                f"vocab_size: got {run.model.vocab_size}; accepted: at least the tokenizer's, {tokens.vocab_size}"
-            )
-        session = _Run(run, folder, tokens, tokenizer, show, ranks)
-        if run.train.init is not None:
-            _begin_with(Path(run.train.init), session.engine, folder, mesh)
-        session.found = found
-        return session
-    except BaseException:
-        if not existed and mesh.rank == 0:
-            shutil.rmtree(data, ignore_errors=True)
-        raise
-
-
-def _begin_with(weights: Path, engine: Engine, folder: Path, mesh: Mesh) -> None:
-    source = open_weights(weights)
-    if mesh.world == 1:
-        source.begin(engine.params, folder / "origin")
-        return
-    values = source.read()
-    check_agreed(mesh, {"init": digest(values.values())})
-    for name, value in values.items():
-        engine.write_param(name, value)
-    if mesh.rank == 0:
-        source.keep_origin(folder / "origin")
-
-
-def _resumed(run: RunConfig | None, folder: Path, checkpoint: Path, show: Show, ranks: _Ranks) -> _Run:
-    """The folder's run, as it was at the checkpoint. Nothing is written."""
-    own, state = own_run(folder, checkpoint), read_state(checkpoint)
-    run = own if run is None else resumed(own, run.plain())
-    if run.train.steps < state["engine"]["steps"]:
-        raise ValueError(f"steps: got {run.train.steps}; accepted: at least {state['engine']['steps']}, which are done")
-    check_device(run.train.device)
-    session = _Run(run, folder, *own_data(folder, state), show, ranks)
-    session.restore(checkpoint)
-    return session
 
 
 @dataclass(frozen=True, slots=True)
@@ -233,9 +86,9 @@ class _Before:
     tokens: int
 
 
-class _Run:
+class Run:
     def __init__(
-        self, run: RunConfig, folder: Path, tokens: TokenFile, tokenizer: Tokenizer, show: Show, ranks: _Ranks
+        self, run: RunConfig, folder: Path, tokens: TokenFile, tokenizer: Tokenizer, show: Show, ranks: Ranks
     ) -> None:
         self.run, self.folder, self.tokenizer, self.show = run, folder, tokenizer, show
         self.mesh = mesh = ranks.mesh
@@ -504,78 +357,67 @@ class _Run:
         }
 
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
-        engine, t = self.engine, self.run.train
-        measured, report = self._resident(), self.folder / "report.html"
-        params = engine.params  # of all ranks together
+        engine, report = self.engine, self.folder / "report.html"
+        measured, params = self._resident(), engine.params  # of all ranks together
         self.mesh.at(f"step {engine.steps}: the report", alone=True)
         if self.mesh.rank:
-            return RunResult(
-                self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
-                measured, "", report, stopped_by, self.best,
-            )  # fmt: skip
-        sample = self._sample(params) if sample is None else sample
-        memory = step_report(
-            engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step",
-            linear=engine.linear, deterministic=engine.deterministic, **self.sharding,
-        )  # fmt: skip
-        facts = {
-            "model": f"{sum(g.numel() for g in engine.grads.values()):,} parameters, {self.run.model.n_layer} layers",
-            "steps": f"{engine.steps:,} of {t.steps:,}",
-            "loss": f"{self.train_loss:.4f}"
-            + (f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""),
-            "best": "none"
-            if (best := self.best) is None
-            else f"validation {best.validation_loss:.4f} after {best.step:,} steps, {best.path.relative_to(self.folder)}",
-            "unigram entropy": f"{self.entropy:.4f} nats",
-            "memory": f"{human(engine.plan.peak_bytes)} planned, {human(sum(measured.arenas.values()))} of it resident, "
-            f"and {human(measured.beside_bytes)} beside it",
-            "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads, {self.mesh.world} "
-            f"rank{'s' * (self.mesh.world > 1)}"
-            + (f", {self.mesh.world // self.groups} to a sequence" if self.groups < self.mesh.world else ""),
-        }
-        records = read_log(self.folder / "log.jsonl")
-        tables = run_tables(self.run, records, environment(self.device, engine.dtype), measured)
-        page = run_report(
-            f"tilegrad: {self.folder.name}", records, facts=facts, sample=sample, tables=tables,
-            unigram_entropy=self.entropy, planned_bytes=engine.plan.peak_bytes, memory_page=memory.html(),
-        )  # fmt: skip
-        write_whole(report, [page.encode("utf-8")])
+            sample = ""
+        else:
+            sample = self._sample(params) if sample is None else sample
+            write_whole(report, [self._report(measured, sample).encode("utf-8")])
         return RunResult(
             self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
             measured, sample, report, stopped_by, self.best,
         )  # fmt: skip
 
+    def _report(self, measured: Resident, sample: str) -> str:
+        engine, t, world = self.engine, self.run.train, self.mesh.world
+        memory = step_report(
+            engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step",
+            linear=engine.linear, deterministic=engine.deterministic, **self.sharding,
+        )  # fmt: skip
+        validation = f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""
+        best = "none"
+        if self.best is not None:
+            path = self.best.path.relative_to(self.folder)
+            best = f"validation {self.best.validation_loss:.4f} after {self.best.step:,} steps, {path}"
+        sequence = f", {world // self.groups} to a sequence" if self.groups < world else ""
+        facts = {
+            "model": f"{sum(g.numel() for g in engine.grads.values()):,} parameters, {self.run.model.n_layer} layers",
+            "steps": f"{engine.steps:,} of {t.steps:,}",
+            "loss": f"{self.train_loss:.4f}{validation}",
+            "best": best,
+            "unigram entropy": f"{self.entropy:.4f} nats",
+            "memory": f"{human(engine.plan.peak_bytes)} planned, {human(sum(measured.arenas.values()))} of it resident, "
+            f"and {human(measured.beside_bytes)} beside it",
+            "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads, {world} rank{'s' * (world > 1)}{sequence}",
+        }
+        records = read_log(self.folder / "log.jsonl")
+        tables = run_tables(self.run, records, environment(self.device, engine.dtype), measured)
+        return run_report(
+            f"tilegrad: {self.folder.name}", records, facts=facts, sample=sample, tables=tables,
+            unigram_entropy=self.entropy, planned_bytes=engine.plan.peak_bytes, memory_page=memory.html(),
+        )  # fmt: skip
+
     def _sample(self, params: dict[str, Tensor]) -> str:
-        room = self.run.model.block_size // 2
-        n = min(self.run.train.sample_tokens, self.run.model.block_size - room)
-        begin = (
-            0
-            if self.validation is None or not len(self.validation)
-            else int(self.validation[0]) * self.run.train.seq_len
-        )
+        """What the model writes after the first held-out tokens."""
+        t, model = self.run.train, self.run.model
+        room = model.block_size // 2
+        n = min(t.sample_tokens, model.block_size - room)
+        begin = 0 if self.validation is None or not len(self.validation) else int(self.validation[0]) * t.seq_len
         source = self.held_out[begin:] if len(self.held_out) - begin >= room else self.text
         prompt = [int(token) for token in source[: min(room, 32)]]
         if not n or not prompt or not math.isfinite(self.train_loss):
             return ""
-        options: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": self.run.train.seed}
+        options: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": t.seed}
         try:
-            tokens = list(generate(self.run.model, params, prompt, n, **options))
+            tokens = list(generate(model, params, prompt, n, **options))
         except RuntimeError:  # torch, of probabilities that are not finite: these weights write nothing
             return ""
         return decode_known(self.tokenizer, [*prompt, *tokens])
 
     def _resident(self) -> Resident:
         return resident(self.engine.arenas.bytes, self.engine.plan.peak_bytes, self.resident_before, self.device)
-
-
-def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Text of tokens; a model's vocabulary may be larger than the tokenizer's, and such a token reads �."""
-    text, known = "", [token for token in tokens if token < tokenizer.vocab_size]
-    if len(known) == len(tokens):
-        return tokenizer.decode(tokens)
-    for token in tokens:
-        text += tokenizer.decode([token]) if token < tokenizer.vocab_size else "�"
-    return text
 
 
 def _warm_up(device: str) -> None:
