@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -20,9 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilegrad
 from tilegrad import autograd, eager
-from tilegrad.cli import main
 from tilegrad.kernels.attention import api
-from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library
 
 attention = cast("Callable[..., Tensor]", tilegrad.attention)
@@ -296,42 +293,6 @@ def test_autocast_casts_what_is_known_in_float32() -> None:
     assert tilegrad.attention(q, k, v).dtype == q.dtype
 
 
-def test_a_file_that_is_no_module_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    file = tmp_path / "eager.so"
-    monkeypatch.setattr(eager, "path", lambda: file)
-    monkeypatch.setattr(eager, "load", eager.load.__wrapped__)
-    for content, reason in (
-        (None, f"was not built for torch {torch.__version__}"),
-        (b"of another digest", "was built from another source"),
-        (b"\x7fELF\x02" + bytes(35) + b"\xff\xff" + bytes(40) + eager.digest().encode(), "its file is cut off"),
-        (eager.digest().encode(), "can't be loaded"),
-    ):
-        if content is not None:
-            file.write_bytes(content)
-        found = eager.load()
-        assert isinstance(found, str) and reason in found and "run: tilegrad doctor --build" in found
-        assert main(["doctor"]) == 0
-        assert f"through Python: C++ for them {found}" in capsys.readouterr().out
-
-
-def test_a_build_that_fails_says_why(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    source = tmp_path / "eager.cpp"
-    source.write_text("#error not today\n")
-    for name, value in (("SOURCE", source), ("path", lambda: tmp_path / "eager.so")):
-        monkeypatch.setattr(eager, name, value)
-    for compiler, reason in ((native_build.compiler(), "not today"), (None, "no C\\+\\+ compiler")):
-        monkeypatch.setattr(eager, "compiler", lambda compiler=compiler: compiler)
-        with pytest.raises(RuntimeError, match=reason if compiler or reason != "not today" else "no C"):
-            eager.build()
-    monkeypatch.setattr(native_build, "build", lambda: "the library")
-    assert main(["doctor", "--build"]) == 0
-    assert "eager calls in C++ were not built, they go through Python: no C++ compiler" in capsys.readouterr().err
-
-
 def test_gradients_without_memory_or_in_a_batch() -> None:
     """Zeros that torch keeps as no memory at all, and several gradients at once (is_grads_batched)."""
     for _ in range(3):
@@ -367,8 +328,3 @@ def test_a_kernel_is_a_name() -> None:
             attention(q, k, v, kernel="native")
     with pytest.raises(ValueError, match="kernel: got"):
         attention(q, k, v, kernel=Another())
-
-
-@pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
-def test_eager_calls_are_built_where_a_compiler_is() -> None:
-    assert eager.digest().encode() in eager.path().read_bytes()

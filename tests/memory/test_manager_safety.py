@@ -7,7 +7,9 @@ import pytest
 import torch
 
 from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
+from tilegrad.memory.managed.cache import BufferCache
 
+pytestmark = pytest.mark.usefixtures("hits")
 Q, K = BufferType.QUERY, BufferType.KEY
 
 
@@ -372,14 +374,14 @@ def test_a_finalizer_that_frees_does_not_deadlock(manager, buffer_in_cycle):
 
 def test_what_is_freed_while_the_cache_is_searched_waits(manager, monkeypatch):
     held = manager.allocate(K, (64,))
-    find = manager._cache.find
+    find = BufferCache.find
 
-    def freeing_find(free_list):
+    def freeing_find(cache, free_list):
         manager.deallocate(held, K)
         assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 0
-        return find(free_list)
+        return find(cache, free_list)
 
-    monkeypatch.setattr(manager._cache, "find", freeing_find)
+    monkeypatch.setattr(BufferCache, "find", freeing_find)
     manager.allocate(Q, (64,))
     assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 1
 
@@ -430,12 +432,12 @@ def test_a_square_that_was_transposed_comes_back_as_it_was(manager):
 
 def test_what_is_freed_while_the_cache_is_cleared_waits(manager, monkeypatch):
     held = manager.allocate(K, (64,))
-    clear = manager._cache.clear
+    clear = BufferCache.clear
 
-    def freeing_clear(only):
+    def freeing_clear(cache, only):
         manager.deallocate(held, K)
-        clear(only)
+        clear(cache, only)
 
-    monkeypatch.setattr(manager._cache, "clear", freeing_clear)
+    monkeypatch.setattr(BufferCache, "clear", freeing_clear)
     manager.clear_cache()
     assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 1

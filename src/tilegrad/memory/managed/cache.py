@@ -60,6 +60,30 @@ def one_shape(shape: Any) -> tuple[int, ...]:
 
 
 class BufferCache:
+    __slots__ = (
+        "_configs",
+        "_felt_at",
+        "_high_water",
+        "_pattern_high_water",
+        "_pending_release",
+        "_pressure",
+        "_reuse",
+        "_warned_pinned",
+        "bounded",
+        "clock",
+        "dropped",
+        "free_lists",
+        "held",
+        "in_use",
+        "limits",
+        "max_bytes",
+        "peak",
+        "pools",
+        "slack",
+        "slots",
+        "strategies",
+    )
+
     def __init__(
         self,
         configs: Mapping[BufferType, BufferConfig],

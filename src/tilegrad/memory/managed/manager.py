@@ -31,17 +31,18 @@ from torch import Tensor
 
 from ..types import DEFAULT_CONFIGS, BufferConfig, BufferStateError, BufferType
 from .cache import BufferCache, one_device, one_type
+from .hit import shorten
 from .pattern import PatternLearner, demand
 from .pressure import PressureSource, memory_pressure
 from .profile import Life, Profile, ScopeStats, cache_stats, chrome_trace, lives_page
 from .slab import MIB
-from .slot import FreeList, Key, Slot, references, storage_use_count, use_count
+from .slot import FreeList, Key, Pool, Slot, references, storage_use_count, use_count
 from .strategies import Strategies
 
 P = ParamSpec("P")
 R = TypeVar("R")
 
-_CPU = torch.device("cpu")
+_CPU = one_device("cpu")
 _MAX_EVENTS = 1 << 16
 _SQUARE = (BufferType.SCORES, BufferType.WEIGHTS)
 _ATTENTION = (BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT, *_SQUARE)
@@ -65,6 +66,24 @@ class AttentionBufferManager:
     pressure               device → the used share of its memory, in [0, 1]; see `tilegrad.memory.managed.pressure`
     """
 
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_busy",
+        "_cache",
+        "_debug",
+        "_deferred",
+        "_device",
+        "_events",
+        "_following",
+        "_learner",
+        "_lock",
+        "_profile",
+        "_reuse",
+        "_scope",
+        "_scopes",
+        "_tracked",
+    )
     _shared: ClassVar[dict[str, AttentionBufferManager]] = {}
     _shared_lock = threading.Lock()
 
@@ -445,3 +464,11 @@ def create_attention_buffer_manager(
         enable_profiling=enable_profiling,
         lightweight=lightweight and not enable_profiling,
     )
+
+
+def take_hits() -> None:
+    """Hits go through C++ from here on, where that was built."""
+    shorten(AttentionBufferManager, BufferCache, FreeList, Pool, Slot, cpu=_CPU)
+
+
+take_hits()

@@ -1,0 +1,335 @@
+"""A hit in C++ (memory/managed/hit.cpp): which calls it takes, the same state after each as after Python's, nobody's buffer."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import random
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
+from tilegrad.memory.managed import hit
+from tilegrad.memory.managed.slot import Slot
+
+Q, K, OUT = BufferType.QUERY, BufferType.KEY, BufferType.OUTPUT
+SHAPE, NEAR = (2, 64, 8, 16), (2, 60, 8, 16)
+NO_PRESSURE: dict[str, Any] = {"pressure": lambda _device: 0.0}
+
+pytestmark = pytest.mark.skipif(isinstance(hit.load(), str), reason=f"C++ for the manager's hits {hit.load()}")
+
+
+@pytest.fixture
+def in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The names of the calls that reached Python."""
+    module = hit.load()
+    calls: list[str] = []
+
+    def seen(name: str) -> Callable[..., Any]:
+        function = inspect.unwrap(getattr(AttentionBufferManager, name))
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            calls.append(name)
+            return function(*arguments, **options)
+
+        return functools.update_wrapper(getattr(module, name)(call), function)
+
+    for name in ("allocate", "deallocate"):
+        monkeypatch.setattr(AttentionBufferManager, name, seen(name))
+    return calls
+
+
+@pytest.fixture(params=[True, False], ids=["lightweight", "tracked"])
+def manager(request: pytest.FixtureRequest) -> AttentionBufferManager:
+    return AttentionBufferManager(lightweight=request.param, **NO_PRESSURE)
+
+
+def pair(manager: AttentionBufferManager, *arguments: Any, **options: Any) -> None:
+    manager.deallocate(manager.allocate(*arguments, **options), Q)
+
+
+TAKEN: dict[str, tuple[tuple[Any, ...], dict[str, Any]]] = {
+    "same shape": ((Q, SHAPE), {}),
+    "another shape": ((Q, NEAR), {}),
+    "all by name": ((), {"type": Q, "shape": SHAPE, "dtype": torch.float32, "device": None, "zero_init": None}),
+    "in any order": ((Q,), {"zero_init": False, "shape": SHAPE}),
+    "all by place": ((Q, SHAPE, torch.float32, torch.device("cpu"), False), {}),
+}
+
+
+@pytest.mark.parametrize("call", TAKEN)
+def test_a_hit_does_without_python(manager: AttentionBufferManager, in_python: list[str], call: str) -> None:
+    arguments, options = TAKEN[call]
+    pair(manager, *arguments, **options)
+    pair(manager, Q, SHAPE)
+    pair(manager, Q, NEAR)
+    before = manager.get_stats()["cache_hits"]
+    in_python.clear()
+    for _ in range(20):
+        pair(manager, *arguments, **options)
+    assert not in_python
+    assert manager.get_stats()["cache_hits"] == before + 20
+    manager.deallocate(tensor=manager.allocate(Q, SHAPE), type=None)
+    assert not in_python
+
+
+def test_a_hit_below_a_limit_of_bytes_does_without_python(in_python: list[str]) -> None:
+    nbytes = 4 * 2 * 64 * 8 * 16
+    for limit, calls in ((nbytes, []), (nbytes - 1, ["allocate", "deallocate"] * 5)):
+        manager = AttentionBufferManager(max_bytes=limit, **NO_PRESSURE)
+        pair(manager, Q, SHAPE)
+        in_python.clear()
+        for _ in range(5):
+            pair(manager, Q, SHAPE)
+        assert in_python == calls
+        assert manager.get_stats()["bytes_cached"] == (0 if calls else nbytes)
+
+
+def freed_with_a_view(manager: AttentionBufferManager) -> None:
+    tensor = manager.allocate(Q, SHAPE)
+    view = tensor[0]
+    manager.deallocate(tensor)
+    assert view.data_ptr() == tensor.data_ptr()
+
+
+def taken_in_a_scope(manager: AttentionBufferManager) -> None:
+    with manager.scope("layer"):
+        manager.allocate(Q, SHAPE)
+
+
+def taken_under_another_device(manager: AttentionBufferManager) -> None:
+    with torch.device("meta"):
+        assert manager.allocate(Q, SHAPE).is_meta
+
+
+NO_HITS: dict[str, Callable[[AttentionBufferManager], object]] = {
+    "a miss": lambda m: m.allocate(K, SHAPE),
+    "zeros": lambda m: m.allocate(Q, SHAPE, zero_init=True),
+    "zeros of its type": lambda m: m.allocate(OUT, SHAPE),
+    "a list": lambda m: m.allocate(Q, list(SHAPE)),
+    "another dtype": lambda m: m.allocate(Q, SHAPE, torch.int32),
+    "a type by its value": lambda m: m.deallocate(m.allocate(Q, SHAPE), "query"),  # type: ignore[arg-type]
+    "a view": freed_with_a_view,
+    "a default device": taken_under_another_device,
+}
+
+
+@pytest.mark.parametrize("call", NO_HITS)
+def test_what_is_no_plain_hit_goes_to_python(manager: AttentionBufferManager, in_python: list[str], call: str) -> None:
+    pair(manager, Q, SHAPE)
+    manager.deallocate(manager.allocate(OUT, SHAPE))
+    in_python.clear()
+    NO_HITS[call](manager)
+    assert len(in_python) == 1
+
+
+def test_managers_that_write_down_more_go_through_python(in_python: list[str]) -> None:
+    tracked = AttentionBufferManager(**NO_PRESSURE)
+    pair(tracked, Q, SHAPE)
+    in_python.clear()
+    taken_in_a_scope(tracked)
+    assert in_python == ["allocate"] and tracked.get_stats()["per_scope"]["layer"]["cache_hits"] == 1
+    for manager in (
+        AttentionBufferManager(debug=True, **NO_PRESSURE),
+        AttentionBufferManager(enable_profiling=True, **NO_PRESSURE),
+    ):
+        in_python.clear()
+        for _ in range(3):
+            pair(manager, Q, SHAPE)
+        assert in_python == ["allocate", "deallocate"] * 3
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda m: m.allocate(),
+        lambda m: m.allocate(Q),
+        lambda m: m.allocate(Q, SHAPE, type=Q),
+        lambda m: m.allocate(Q, SHAPE, colour=1),
+        lambda m: m.allocate(Q, SHAPE, None, None, None, None),
+        lambda m: m.deallocate(),
+        lambda m: m.deallocate(torch.empty(1), Q, Q),
+        lambda _m: AttentionBufferManager.allocate(),  # type: ignore[call-arg]
+    ],
+)
+def test_wrong_calls_raise_what_python_raises(manager: AttentionBufferManager, wrong: Callable[..., object]) -> None:
+    with pytest.raises(TypeError):
+        wrong(manager)
+    assert inspect.signature(AttentionBufferManager.allocate).parameters["dtype"].default is torch.float32
+    assert AttentionBufferManager.allocate.__name__ == "allocate" and manager.deallocate.__doc__
+
+
+def state(manager: AttentionBufferManager, numbers: dict[Slot, int]) -> dict[str, Any]:
+    """All that a manager knows, its slots by numbers in the order in which they were first seen."""
+    cache = manager._cache
+
+    def number(slot: Slot) -> int:
+        return numbers.setdefault(slot, len(numbers))
+
+    return manager.get_stats() | {
+        "slots": sorted(
+            (number(slot), slot.nbytes, slot.slack, slot.stamp, slot.scope) for slot in cache.slots.values()
+        ),
+        "lists": {tuple(k): [number(slot) for slot in v.slots] for k, v in cache.free_lists.items() if v.slots},
+        "pools": {key: [number(slot) for slot in pool.free] for key, pool in cache.pools.items()},
+        "events": list(manager._events),
+        "rest": (cache.clock, cache.held, cache._high_water, manager._busy, len(manager._deferred)),
+    }
+
+
+def random_calls(manager: AttentionBufferManager, seed: int, steps: int) -> Iterator[dict[str, Any]]:
+    """The manager's state after each of so many calls: takes, gives, views, stale handles, changed layouts, drops."""
+    dice = random.Random(seed)
+    held: list[Tensor] = []
+    kept: list[object] = []
+    numbers: dict[Slot, int] = {}
+    for _ in range(steps):
+        act = dice.random()
+        if act < 0.5 or not held:
+            shape = dice.choice(((0,), (64,), (68,), (72,), (8, 9), (9, 8), (2048,)))
+            dtype = torch.float32 if dice.random() < 0.95 else torch.int16
+            with manager.scope("layer" if dice.random() < 0.1 else ""):
+                held.append(manager.allocate(dice.choice((Q, OUT)), shape, dtype, zero_init=False))
+            assert held[-1].shape == shape and held[-1].dtype is dtype and held[-1].is_contiguous()
+        else:
+            tensor = held.pop(dice.randrange(len(held)))
+            if act < 0.55:
+                kept = [dice.choice((lambda t: t, lambda t: t.detach(), lambda t: t.untyped_storage()))(tensor)]
+            elif act < 0.6:
+                tensor.unsqueeze_(0) if dice.random() < 0.5 else tensor.resize_(2)
+            if act < 0.97:
+                manager.deallocate(tensor)
+            if 0.6 < act < 0.65 and len(tensor.shape) == 2:
+                tensor.t_()
+            del tensor
+        if dice.random() < 0.04:
+            manager.end_iteration()
+        if dice.random() < 0.1:
+            kept.clear()
+        yield state(manager, numbers)
+
+
+@pytest.mark.parametrize("lightweight", [True, False])
+@pytest.mark.parametrize("max_bytes", [None, 1 << 13])
+def test_the_same_state_as_pythons_after_every_call(
+    lightweight: bool, max_bytes: int | None, in_python: list[str]
+) -> None:
+    class InPython(AttentionBufferManager):
+        allocate = inspect.unwrap(AttentionBufferManager.allocate)
+        deallocate = inspect.unwrap(AttentionBufferManager.deallocate)
+
+    calls = 0
+    assert not isinstance(InPython.allocate, type(AttentionBufferManager.allocate))
+    for seed in range(3):
+        options = {"lightweight": lightweight, "max_bytes": max_bytes} | NO_PRESSURE
+        in_cpp, reference = AttentionBufferManager(**options), InPython(**options)
+        for got, want in zip(random_calls(in_cpp, seed, 100), random_calls(reference, seed, 100), strict=True):
+            assert got == want
+            calls += 1
+    assert len(in_python) < 0.65 * calls
+
+
+def test_threads_never_get_what_another_holds(manager: AttentionBufferManager, in_python: list[str]) -> None:
+    """Each thread writes its own number, frees some buffers while a view holds them, and looks whether the number stays."""
+    errors: list[tuple[int, int]] = []
+
+    def work(number: int) -> None:
+        views: list[Tensor] = []
+        for step in range(300):
+            tensor = manager.allocate(Q, (64,), torch.int64, zero_init=False)
+            tensor.fill_(number)
+            if step % 10 == 0:
+                views = [*views[-2:], tensor.detach()]
+            if not all(bool((x == number).all()) for x in (tensor, *views)):
+                errors.append((number, step))
+            manager.deallocate(tensor, Q)
+            del tensor
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not errors
+    stats = manager.get_stats()
+    assert (stats["bytes_in_use"], stats["quarantined"], stats["cache_hits"] + stats["cache_misses"]) == (0, 120, 1200)
+    assert len(in_python) < 600
+
+
+def test_a_hit_waits_for_the_managers_lock(manager: AttentionBufferManager) -> None:
+    pair(manager, Q, SHAPE)
+    thread = threading.Thread(target=pair, args=(manager, Q, SHAPE), daemon=True)
+    with manager._lock:
+        thread.start()
+        thread.join(0.1)
+        assert thread.is_alive()
+        assert manager.get_stats()["cache_hits"] == 0
+    thread.join(20)
+    assert manager.get_stats()["cache_hits"] == 1
+
+
+def test_what_is_freed_while_the_cache_is_busy_waits(manager: AttentionBufferManager, in_python: list[str]) -> None:
+    tensor = manager.allocate(Q, SHAPE)
+    manager._busy = True
+    manager.deallocate(tensor, Q)
+    assert [kept[0] is tensor for kept in manager._deferred] == [True]
+    manager._busy = False
+    assert in_python == ["allocate", "deallocate"]
+    assert manager.get_stats()["per_type"]["query"]["buffers_cached"] == 1
+
+
+def test_a_hash_that_raises_is_pythons_matter(manager: AttentionBufferManager) -> None:
+    class Bad(tuple[int, ...]):
+        def __hash__(self) -> int:
+            raise OverflowError("no hash")
+
+    pair(manager, Q, SHAPE)
+    with pytest.raises(OverflowError, match="no hash"):
+        manager.allocate(Q, Bad(SHAPE))
+    assert manager._lock.acquire(blocking=False)
+    manager._lock.release()
+    pair(manager, Q, SHAPE)
+    assert manager.get_stats()["cache_hits"] == 1
+
+
+def test_references_stay_as_they_are_over_many_hits(manager: AttentionBufferManager) -> None:
+    def many() -> None:
+        for _ in range(600):
+            pair(manager, Q, SHAPE)
+            pair(manager, Q, NEAR)
+        manager._events.clear()
+
+    many()
+    many()
+    cache = manager._cache
+    (slot,) = cache.slots.values()
+    lists = list(set(cache.free_lists.values()))
+    shared: list[Any] = [Q, SHAPE, NEAR, torch.float32, manager, manager._lock, manager._scope, cache, slot, slot.pool]
+    shared += [slot.scope, slot.handle, *lists, *(x for found in lists for x in (found.took, found.gave, found.slots))]
+    before, blocks = [sys.getrefcount(x) for x in shared], sys.getallocatedblocks()
+    many()
+    assert abs(sys.getallocatedblocks() - blocks) < 100
+    assert [sys.getrefcount(x) for x in shared] == before
+
+
+def test_a_stale_handle_is_caught_by_a_tracked_manager_after_hits() -> None:
+    manager = AttentionBufferManager(**NO_PRESSURE)
+    stale = manager.allocate(Q, SHAPE)
+    manager.deallocate(stale)
+    fresh = manager.allocate(Q, NEAR)
+    with pytest.raises(BufferStateError):
+        manager.deallocate(stale)
+    stale.fill_(2)
+    fresh.fill_(1)
+    assert not stale.numel() and bool((fresh == 1).all())
