@@ -224,7 +224,7 @@ PyObject* take(PyObject* self, PyObject* (&given)[5]) {
     int64_t ptr, nbytes, wanted, slack;
     if (!read(slot::ptr(found), ptr) || impl->mutable_data() != reinterpret_cast<void*>(ptr)) return nullptr;
     if (!read(free_list::shape(list), sizes)) return nullptr;
-    if (count ? impl->sizes() != sizes || !impl->is_contiguous() : !can_reshape(found, list, impl)) return nullptr;
+    if (count ? !impl->sizes().equals(sizes) || !impl->is_contiguous() : !can_reshape(found, list, impl)) return nullptr;
     Owned scope(nullptr);
     if (manager::tracked(self) == Py_True) {
         if (Py_REFCNT(tensor) != 1 || !held_alone(found, tensor)) return nullptr;
