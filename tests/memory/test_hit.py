@@ -19,6 +19,7 @@ from tilegrad.memory.managed import hit
 from tilegrad.memory.managed.slot import Slot
 
 Q, K, OUT = BufferType.QUERY, BufferType.KEY, BufferType.OUTPUT
+CPU = torch.device("cpu")
 SHAPE, NEAR = (2, 64, 8, 16), (2, 60, 8, 16)
 NO_PRESSURE: dict[str, Any] = {"pressure": lambda _device: 0.0}
 
@@ -233,6 +234,25 @@ def test_the_same_state_as_pythons_after_every_call(
             assert got == want
             calls += 1
     assert len(in_python) < 0.65 * calls
+
+
+def test_the_smallest_that_fits_and_of_two_alike_the_last(
+    manager: AttentionBufferManager, in_python: list[str]
+) -> None:
+    k = 1024
+    for shape in ((k, k), (1040 * k,), (1039 * k,)):
+        manager._cache.free_list(Q, shape, torch.uint8, CPU)  # from the second call of a shape on
+    kept = [manager.allocate(Q, shape, torch.uint8) for shape in ((1300 * k,), (4, 256 * k), (2, 512 * k))]
+    address = [tensor.data_ptr() for tensor in kept]
+    while kept:
+        manager.deallocate(kept.pop(0))
+    in_python.clear()
+    tensor = manager.allocate(Q, (k, k), torch.uint8)
+    assert tensor.data_ptr() == address[2]
+    pair(manager, Q, (1040 * k,), torch.uint8)  # 1300 / 1.25
+    assert not in_python
+    pair(manager, Q, (1039 * k,), torch.uint8)
+    assert in_python == ["allocate"]
 
 
 def test_threads_never_get_what_another_holds(manager: AttentionBufferManager, in_python: list[str]) -> None:
