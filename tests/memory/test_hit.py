@@ -255,6 +255,32 @@ def test_the_smallest_that_fits_and_of_two_alike_the_last(
     assert in_python == ["allocate"]
 
 
+def test_another_shape_is_a_hit_where_sizes_are_all_that_changes(
+    manager: AttentionBufferManager, in_python: list[str]
+) -> None:
+    for shape, dtype in ((NEAR, torch.float32), (SHAPE, torch.int32)):
+        manager._cache.free_list(Q, shape, dtype, CPU)
+    pair(manager, Q, SHAPE)
+    in_python.clear()
+    tensor = manager.allocate(Q, SHAPE, torch.int32)
+    assert in_python == ["allocate"] and tensor.dtype is torch.int32
+    manager.clear_cache()
+
+    stale = manager.allocate(Q, SHAPE)
+    manager.deallocate(stale)
+    stale.requires_grad_()
+    in_python.clear()
+    assert not manager.allocate(Q, NEAR).requires_grad and in_python == ["allocate"]
+    del stale
+
+    manager.clear_cache()
+    pair(manager, Q, SHAPE)
+    manager._cache._high_water = 0  # the slack of a buffer would lift it
+    in_python.clear()
+    pair(manager, Q, NEAR)
+    assert in_python == ["allocate"] and manager.get_stats()["cache_hits"] == 2
+
+
 def test_threads_never_get_what_another_holds(manager: AttentionBufferManager, in_python: list[str]) -> None:
     """Each thread writes its own number, frees some buffers while a view holds them, and looks whether the number stays."""
     errors: list[tuple[int, int]] = []
