@@ -335,6 +335,15 @@ def test_what_is_freed_while_the_cache_is_busy_waits(manager: AttentionBufferMan
     assert manager.get_stats()["per_type"]["query"]["buffers_cached"] == 1
 
 
+def test_dropped_buffers_are_let_go_of_by_the_next_hit(manager: AttentionBufferManager, in_python: list[str]) -> None:
+    pair(manager, Q, SHAPE)
+    manager.allocate(K, SHAPE)
+    in_python.clear()
+    tensor = manager.allocate(Q, SHAPE)
+    assert in_python == ["allocate"] and not manager._cache.dropped
+    assert manager._cache.in_use == tensor.nbytes
+
+
 def test_a_hash_that_raises_is_pythons_matter(manager: AttentionBufferManager) -> None:
     class Bad(tuple[int, ...]):
         def __hash__(self) -> int:
