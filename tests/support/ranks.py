@@ -79,7 +79,8 @@ def _serve(pipe: Connection, rank: int, world: int, port: int, timeout_s: float)
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "TORCHELASTIC_USE_AGENT_STORE": "True",
     }  # fmt: skip
     torch.set_num_threads(1)
-    mesh = Mesh("cpu", timeout_s)
+    with _noted():
+        mesh = Mesh("cpu", timeout_s)
     with mesh.watch():
         while True:
             mesh.at("between two tests", alone=True)
