@@ -72,7 +72,7 @@ GPU_TESTS = {  # likewise, with --gpu; of a file named …_gpu.py its slow ones,
     "kernels/": ("tests/ops/test_ops_triton.py", "tests/ops/test_ops_cuda.py"),
 }
 QUIET_SECONDS = 60
-AT_ONCE = 5  # tests with the mark gpu that are watched in one process: each compiles for seconds
+AT_ONCE = 2  # tests with the mark gpu that are watched in one process: each compiles for seconds
 NO_RESULT = ("kernels/attention/triton/tiles.py",)  # sizes of tiles, which decide about speed alone
 SPEED = {"BLOCK", "CHUNK", "SLAB", "TILE", "MOST_ENTRIES"}  # constants that do so in every module that has one
 CALLERS = {
@@ -321,6 +321,7 @@ QUIET = (
 NUMPYS = ("-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning")  # in the interpreter
 AGAIN = "tests/ops/test_ops_triton_again.py"  # names the tests of other files that the interpreter runs
 INTERPRETED = {"TRITON_INTERPRET": "1"}
+UNTRACED = {"UNTRACED": "1"}  # Triton's compiler would take minutes, and its kernels are no calls of Python
 TIMED = ("test_a_pair_costs", "test_the_report", "faster", "overhead")  # a busy machine fails these
 
 
@@ -339,7 +340,7 @@ def watch(
     called.unlink(missing_ok=True)
     quiet = [argument for argument in QUIET if argument != "-x"]
     more = [*NUMPYS, "-k", interpreted] if interpreted else on_the_gpu(file) if tree.gpu else []
-    environment = {"CALLED": str(called)} | (INTERPRETED if interpreted else {})
+    environment = {"CALLED": str(called)} | (INTERPRETED if interpreted else {}) | (UNTRACED if tree.gpu else {})
     if picked:
         names = tree.scratch / "picked"
         names.write_text("\n".join(picked))

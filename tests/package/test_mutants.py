@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import ast
+import threading
+import time
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -88,6 +91,28 @@ def test_a_fork_runs_the_tests_and_one_that_hangs_is_ended(tmp_path: Path, line:
             assert tree.pytest(arguments, 20 if quiet > 20 else 3600, quiet=quiet)[0] == want
     finally:
         tree.close()
+
+
+@pytest.mark.slow
+def test_a_tree_that_is_closed_ends_what_it_runs(tmp_path: Path) -> None:
+    beats = tmp_path / "beats"
+    loop = f"while True:\n        open({str(beats)!r}, 'a').write('.')\n        time.sleep(0.1)"
+    (tmp_path / "test_it.py").write_text(f"import time\ndef test_it():\n    {loop}\n")
+    tree = Tree(tmp_path / "work")
+    arguments = ["-q", "-p", "no:cacheprovider", str(tmp_path / "test_it.py")]
+
+    def run() -> None:
+        with suppress(ValueError):  # no exit code comes
+            tree.pytest(arguments, 20)
+
+    threading.Thread(target=run, daemon=True).start()
+    while not beats.exists():
+        time.sleep(0.1)
+    tree.close()
+    time.sleep(0.5)
+    before = beats.stat().st_size
+    time.sleep(1)
+    assert beats.stat().st_size == before
 
 
 def test_a_kernel_of_a_gpu_runs_against_its_specifications_in_their_order() -> None:
