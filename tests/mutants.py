@@ -61,6 +61,7 @@ TESTS = {  # the longest beginning of a path decides
     "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
     "autograd": FRONT,  # a file or a folder
     "functional.py": FRONT,
+    "native_module.py": ("tests/package/test_native_module.py",),
     "eager/": (f"{ATTENTION}eager.py", f"{ATTENTION}functional.py"),
     "nn/": (f"{ATTENTION}dilated_modules.py", "tests/integrations/test_torch.py", "tests/package/test_package.py"),
     "dilated/": (f"{ATTENTION}dilated.py", f"{ATTENTION}dilated_modules.py"),
@@ -81,9 +82,10 @@ CALLERS = {
     "csrc/": ("attention/cpu.py", "cpu/rows.py"),
     "cpu/abi.py": ("attention/cpu.py", "cpu/rows.py"),
 }
-LIBRARIES = {  # of C++: the module that builds it, and its file
-    "kernels/cpu/csrc/": ("tilegrad.kernels.cpu.build", "kernels/cpu/native_*.so"),
-    "eager/": ("tilegrad.eager", "eager/tilegrad_eager_*.so"),
+LIBRARIES = {  # of C++: what builds it, and its file
+    "kernels/cpu/csrc/": ("from tilegrad.kernels.cpu import build as it", "kernels/cpu/native_*.so"),
+    "eager/": ("from tilegrad.eager import MODULE as it", "eager/tilegrad_eager_*.so"),
+    "memory/managed/": ("from tilegrad.memory.managed.hit import MODULE as it", "memory/managed/tilegrad_hit_*.so"),
 }
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {
     ast.Add: ("+", "-"), ast.Sub: ("-", "+"), ast.Mult: ("*", "/"), ast.Div: ("/", "*"), ast.FloorDiv: ("//", "*"),
@@ -432,7 +434,7 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: fl
     try:
         file.write_text(mutant.source)
         if cpp:
-            build = [sys.executable, "-c", f"import {builder} as it; it.build()"]
+            build = [sys.executable, "-c", f"{builder}; it.build()"]
             source = os.environ | {"PYTHONPATH": str(tree.root / "src")}
             if subprocess.run(build, env=source, capture_output=True, check=False).returncode:
                 return verdict("refused", "the compiler")
