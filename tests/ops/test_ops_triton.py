@@ -10,6 +10,7 @@ import pytest
 import torch
 from support import bounds
 from support.fused import check_fused_activation, check_fused_norm
+from support.guard import Guard
 from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 from support.ops import assert_true, poisoned, randn
 from torch import Tensor
@@ -37,6 +38,7 @@ from tilegrad.kernels.norm import (
     rmsnorm_bwd,
     rmsnorm_fwd,
 )
+from tilegrad.kernels.op import observe
 
 pytest.importorskip("triton", reason="needs Triton")
 DTYPES = (torch.float32, torch.float16)  # the interpreter cuts bfloat16 off where the compiler rounds it
@@ -359,6 +361,19 @@ def test_interpreted_swiglu(dtype: torch.dtype) -> None:
 def test_swiglu_on_the_device(dtype: torch.dtype) -> None:
     for n, c in (*SHAPES, *ON_THE_DEVICE):
         check_swiglu(n, c, dtype, "cuda")
+
+
+@interpreted
+def test_interpreted_kernels_write_nothing_beside_their_buffers() -> None:
+    guard = Guard()
+    with observe(guard):
+        for rms in (False, True):
+            inputs, dy = norm_inputs(13, 20, torch.float32, bias=not rms)
+            run_norm(inputs, dy, rms=rms)
+        check_column_sums(apart(13, 20, torch.float32))
+        run_activation(KINDS[0], apart(13, 20, torch.float32, seed=1), apart(13, 20, torch.float32, seed=2))
+        check_swiglu(13, 20, torch.float32, "cpu")
+    assert guard.calls >= 9
 
 
 @interpreted
