@@ -14,6 +14,7 @@ from support.cuda_driver import FakeDriver
 from torch import Tensor
 
 import tilegrad
+from tilegrad import autograd, eager
 from tilegrad.kernels import cache, cuda_launch, triton_version
 from tilegrad.kernels.attention import api, table
 from tilegrad.kernels.attention.mask import Mask
@@ -110,6 +111,27 @@ def test_an_error_of_the_driver_is_named(driver: FakeDriver, monkeypatch: pytest
         assert asked == [0]
 
 
+def test_a_tensor_map_made_in_a_thread_without_a_context(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A backward whose kernels were loaded elsewhere begins with its maps, in a thread of autograd's."""
+    x = torch.zeros(64, 32, dtype=torch.float16)
+    kernel = compiled(tensordesc_meta=[{"block_size": [16, 32], "swizzle": 2}])
+    kernel.src = SimpleNamespace(signature={"x": "tensordesc<fp16[16, 32]>"})
+    descriptor = SimpleNamespace(base=x, shape=[64, 32], strides=[32, 1])
+    plan = Plan((Launch(kernel, (1,), (descriptor,), 0),), (x,), (), 0)
+    asked: list[int | None] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
+    driver.answers = [1]
+    with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled answers CUDA_ERROR_OF_A_TEST \(1\)"):
+        plan((x,))
+    assert not asked
+    driver.answers = [cuda_launch.NO_CONTEXT]
+    plan((x,))
+    assert asked == [None]  # the device of x, a CPU's
+    (started,) = driver.calls
+    found = driver.parameters(started, ["map", "i32", "i32", "i64", "i64", "*i8", "*i8"])[0]
+    assert (found.address, found.sizes, found.strides_bytes, found.box) == (x.data_ptr(), (32, 64), (64,), (32, 16))
+
+
 @pytest.mark.parametrize("what", [{"num_ctas": 2}, {"launch_pdl": True}, {"global_scratch_size": 8}])
 def test_a_kernel_that_needs_tritons_launcher_is_refused(what: dict[str, Any]) -> None:
     x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
@@ -150,12 +172,14 @@ class Recorder:
 
 
 @pytest.fixture
-def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Recorder:
+def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Recorder]:
     recorder, driver.stream = Recorder(), 7
     monkeypatch.setattr(Kernel, "load", lambda _self: recorder)
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (Kernel("recorder", "", takes_all),)))
     monkeypatch.setattr(api, "_selected", {})
-    return recorder
+    yield recorder
+    if autograd.run.known is not None:
+        autograd.run.known.drop_programs()
 
 
 def test_the_face_hands_over_every_tensor_where_it_lies(driver: FakeDriver, recorder: Recorder) -> None:
@@ -202,3 +226,36 @@ def test_another_form_is_prepared_anew(recorder: Recorder, change: dict[str, Any
     assert recorder.prepared == (3 if "deterministic" in change else 4)
     step(**change)
     assert recorder.prepared == (3 if "deterministic" in change else 4)
+
+
+def test_a_known_call_is_started_by_cpp(
+    driver: FakeDriver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if autograd.run.known is None:
+        pytest.skip(f"C++ for eager calls {eager.load()}")
+    do = torch.ones(1, 2, 8, 16)
+    for known in (False, True, True):
+        q, k, v = (torch.zeros(1, 2, 8, 16, requires_grad=True) for _ in range(3))
+        driver.calls.clear()
+        o, lse = tilegrad.attention(q, k, v, return_lse=True)
+        assert ("CppNode" in str(o.grad_fn and o.grad_fn.name())) == known
+        grads = torch.autograd.grad(o, (q, k, v), do, retain_graph=True)
+        forward, backward = driver.calls
+        reads = [x.data_ptr() for x in (q, k, v, o, lse)]
+        assert driver.parameters(forward, ["*"] * 8)[:5] == reads
+        assert driver.parameters(backward, ["*"] * 12)[:9] == [*reads, *(x.data_ptr() for x in (do, *grads))]
+    assert recorder.prepared == 2
+    asked: list[int] = []
+    monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
+    for run in (lambda: tilegrad.attention(q, k, v), lambda: torch.autograd.grad(o, q, do, retain_graph=True)):
+        run()
+        driver.answers = [cuda_launch.NO_CONTEXT]
+        asked.clear()
+        run()
+        assert asked == [0]
+        driver.answers = [1]
+        with pytest.raises(RuntimeError, match=r"a launch answers CUDA_ERROR_OF_A_TEST \(1\)"):
+            run()
+        driver.answers = [cuda_launch.NO_CONTEXT] * 2
+        with pytest.raises(RuntimeError, match="a launch answers 201 again"):
+            run()

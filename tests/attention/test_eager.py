@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tilegrad
 from tilegrad import autograd, eager
+from tilegrad.kernels import cache
 from tilegrad.kernels.attention import api
 from tilegrad.kernels.cpu import library
 
@@ -205,6 +206,27 @@ def test_every_call_of_a_known_signature_is_the_kernels(way: str) -> None:
             assert o.stride() == torch.empty_like(q).stride()
             with torch.no_grad():
                 assert torch.equal(tilegrad.attention(q, k, v, **options), o)
+
+
+def test_more_masks_than_are_kept_begin_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    if way == "Python":
+        pytest.skip("of C++")
+    with monkeypatch.context() as patch:
+        patch.setattr(cache, "MOST_ENTRIES", 20)
+        autograd.take_known()
+        q, k, v = leaves()
+        want = grads_of(tilegrad.attention(q, k, v, scale=0.3), q, k, v)
+        before = tilegrad.attention(q, k, v, scale=0.3)
+        assert is_known(before)
+        for i in range(11):  # a mask is two entries, by `deterministic`
+            tilegrad.attention(q, k, v, scale=1.0 + i)
+        assert all(map(torch.equal, grads_of(before, q, k, v), want))  # a node has its mask for itself
+        for known in (False, True):
+            o = tilegrad.attention(q, k, v, scale=0.7)
+            assert is_known(o) == known
+            grads_of(o, q, k, v)
+        assert all(map(torch.equal, grads_of(tilegrad.attention(q, k, v, scale=0.3), q, k, v), want))
+    autograd.take_known()
 
 
 def test_gradients_that_are_wanted_and_those_that_come() -> None:

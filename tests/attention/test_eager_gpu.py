@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import random
+import subprocess
+import sys
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +17,7 @@ from support.hopper_specs import case_for_hopper, specs
 from torch import Tensor
 
 import tilegrad
-from tilegrad import attention_bwd, attention_fwd, attention_workspace
+from tilegrad import attention_bwd, attention_fwd, attention_workspace, autograd, eager
 from tilegrad.kernels.scratch import new_scratch
 
 pytest.importorskip("triton", reason="needs Triton")
@@ -38,6 +42,56 @@ def test_the_same_bits_as_the_kernels_own_functions(number: int) -> None:
             assert not len(other), (
                 f"call {turn}: {len(other)} of {x.numel()} of {name} differ, first at {other[:4].tolist()}"
             )
+
+
+FIRST = """
+import torch
+from support.cases import build, by_face, run
+from test_eager_gpu import BASE
+call = build(BASE)
+want = run(call, None)  # loads the kernels of both directions, in this thread
+used = [torch.empty(1 << 24, device="cuda") for _ in range(2)]
+del used  # what autograd's thread allocates needs no call of CUDA's
+got = by_face(call)
+assert all(torch.isfinite(x).all() for x in got.values())
+"""
+
+
+def test_the_first_backward_of_a_process_may_be_the_first_call_of_its_thread() -> None:
+    here = Path(__file__).parent
+    paths = os.pathsep.join(map(str, (Path(tilegrad.__file__).parents[1], here.parent, here)))
+    environment = os.environ | {"PYTHONPATH": os.pathsep.join((paths, os.environ.get("PYTHONPATH", "")))}
+    done = subprocess.run([sys.executable, "-c", FIRST], env=environment, capture_output=True, text=True, check=False)
+    assert not done.returncode, done.stderr
+
+
+@pytest.mark.parametrize("way", ["C++", "Python"])
+@pytest.mark.parametrize("d", [64, 128, 192])
+def test_calls_of_a_known_signature_in_memory_that_was_used(d: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Outputs and scratch lie where NaN, ones or −1 were, on two streams, at addresses that change and that come again."""
+    if way == "Python":
+        monkeypatch.setattr(autograd.run, "known", None)
+    elif autograd.run.known is None:
+        pytest.skip(f"C++ for eager calls {eager.load()}")
+    call = build(replace(BASE, d=d, dv=d, tq=69, tk=64, layout="fused", dtype=torch.float16), d)
+    want, side, kept = run(call, None, deterministic=True), torch.cuda.Stream(), list[dict[str, Tensor]]()
+    torch.cuda.synchronize()
+    for turn in range(40):
+        stream = side if turn % 4 > 1 else torch.cuda.default_stream()
+        with torch.cuda.stream(stream):
+            for value in (-1, 1, 0x7FC00000):  # NaN in float32
+                used = [
+                    torch.full((n,), value, dtype=torch.int32, device="cuda") for n in (128, 1 << 14, 1 << 16, 1 << 20)
+                ]
+                del used
+            got = by_face(call, deterministic=True)
+        torch.cuda.synchronize()
+        for name, x in got.items():
+            other = (x != want[name]).nonzero()
+            assert not len(other), f"call {turn}: {len(other)} of {x.numel()} of {name}, first at {other[:4].tolist()}"
+        kept = [*kept, got] if turn % 3 else []
+    o = tilegrad.attention(call.q.detach().requires_grad_(), call.k, call.v, causal=True, deterministic=True)
+    assert o.grad_fn is not None and ("CppNode" in o.grad_fn.name()) == (way == "C++")
 
 
 def step(call: Call, leaves: list[Tensor]) -> list[Tensor]:

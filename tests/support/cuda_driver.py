@@ -88,7 +88,7 @@ class FakeDriver:
             address, dtype, read(ctypes.c_uint64, sizes, rank), read(ctypes.c_uint64, strides, rank - 1),
             read(ctypes.c_uint32, box, rank), swizzle,
         )  # fmt: skip
-        return 0
+        return self._answer()
 
     def parameters(self, started: Started, kinds: Sequence[str]) -> list[Any]:
         """The values of a kernel's parameters, whose types are `kinds`: "*…", "map", and Triton's numbers."""

@@ -1,7 +1,7 @@
 """How a call of attention reaches its kernel: at once where nothing stands between, else through torch's dispatcher.
 
-    known    eager/eager.cpp, from here to the kernel and back in C++     plain tensors on a CPU, no others than q, k and v, no
-             where it was built                                           mode, no transform, a signature that ran before
+    known    eager/eager.cpp, from here to the kernel and back in C++     plain tensors and no others than q, k and v, no mode,
+             where it was built                                           no transform, a signature that ran before
     eager    an autograd.Function around the kernel                       plain tensors, no mode, no transform
     op       ops.py                                                       compile, export, fake tensors, subclasses,
                                                                           dispatch and function modes, torch.func, tracing
@@ -23,6 +23,7 @@ from torch.nn import Parameter
 from torch.utils._device import DeviceContext
 
 from ..eager import load
+from ..kernels import cache
 from ..kernels.attention import table
 from ..kernels.attention.checks import check_options
 from ..kernels.attention.mask import Mask
@@ -141,9 +142,8 @@ _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Functi
 def _backward_of_eager(
     reads: Sequence[Any], mask: Mask, wanted: tuple[bool, ...], kernel: str | None, deterministic: bool  # noqa: FBT001
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """At once where nothing stands between, else by the op. `wanted` of q, k and v, or of run.GRADIENTS."""
+    """At once where nothing stands between, else by the op."""
     q, k, v, o, lse, do, dlse = reads
-    wanted = wanted if len(wanted) == len(run.GRADIENTS) else (*wanted, False, False)
     held = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
     if not batched and not torch.is_grad_enabled() and not observed():
@@ -158,7 +158,7 @@ def take_known() -> None:
     found = load()
     run.known = None if isinstance(found, str) else found
     if run.known is not None:
-        run.known.use(Parameter, _backward_of_eager)
+        run.known.use(Parameter, _backward_of_eager, cache.MOST_ENTRIES)
 
 
 take_known()

@@ -17,6 +17,7 @@ from ..kernels.attention.api import Selected, Signature, forget, recall, select_
 from ..kernels.attention.checks import check_lengths
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
+from ..kernels.cuda_launch import Plan
 from ..kernels.scratch import Layout
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
@@ -130,12 +131,14 @@ def _make_known(
     q, run = reads[0], selected.run
     if known is None or key is None or not mask.bare or run is None or q is None:
         return
-    native = getattr(run, "native", None)
-    if native is None:
+    native, plan = getattr(run, "native", None), run if isinstance(run, Plan) else None
+    if native is None and plan is None:
+        return
+    if q.is_cuda and q.dtype is torch.float32:  # the precision of its products is an option of torch's
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
     if known.add_program(
-        mask, mask.numbers, kernel, selected.table, deterministic, wanted, reads, new, selected.work_bytes, native
+        mask, mask.numbers, kernel, selected.table, deterministic, wanted, reads, new, selected.work_bytes, native, plan
     ):
         forget()
 

@@ -3,15 +3,18 @@
 // that has no program, or that something wants to see, is answered with None, and ../autograd runs it.
 //
 //   Call      what a call has beside tensors: its mask without tensors, the kernel asked for, the table of kernels
-//   Program   of a signature in one direction: what it allocates, and the structure on which its kernel starts, a function of
-//             the CPU's library: addresses are written into it
+//   Program   of a signature in one direction: what it allocates, and how its kernel starts
+//               native   a function of the CPU's library on one structure, into which addresses are written
+//               plan     functions of CUDA's driver, bound to addresses and a stream by Python (kernels/cuda_launch.py), and kept
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
 #include <ATen/ops/empty_strided.h>
 #include <ATen/ops/zeros_like.h>
 #include <ATen/Parallel.h>
+#include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/TorchDispatchModeTLS.h>
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/forward_grad.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -33,7 +36,6 @@ using torch::autograd::AutogradContext;
 using torch::autograd::variable_list;
 using Words = std::vector<int64_t>;
 
-constexpr size_t MOST_ENTRIES = 4096;  // as kernels/cache.py
 constexpr int64_t ALIGNED_BYTES = 16, LINE_BYTES = 64;
 
 struct Hash {
@@ -44,11 +46,27 @@ struct Hash {
     }
 };
 
-struct Call {
-    PyObject *mask, *kernel, *table;
-    bool deterministic;
-    Words key;
+// An object of Python's, given back by whichever thread.
+struct Kept {
+    PyObject* const object;
+    explicit Kept(py::handle x) : object(x.inc_ref().ptr()) {}
+    Kept(const Kept&) = delete;
+    ~Kept() {
+        if (!Py_IsInitialized()) return;
+        py::gil_scoped_acquire held;
+        Py_DECREF(object);
+    }
+    py::object get() const { return py::reinterpret_borrow<py::object>(object); }
 };
+
+struct Call : torch::CustomClassHolder {
+    const Kept mask, kernel, table;  // the mask has its numbers
+    const bool deterministic;
+    const Words key;
+    Call(py::handle mask, py::handle kernel, py::handle table, bool deterministic, Words key)
+        : mask(mask), kernel(kernel), table(table), deterministic(deterministic), key(std::move(key)) {}
+};
+using CallPtr = c10::intrusive_ptr<Call>;
 
 struct Form {
     Words sizes, strides;
@@ -57,24 +75,44 @@ struct Form {
     Tensor make() const { return at::empty_strided(sizes, strides, options); }
 };
 
+struct Launch {
+    int (*function)(uint64_t, uint64_t, uint64_t, uint64_t);
+    uint64_t arguments[4];
+};
+
+struct Bound {  // launches of a plan at some addresses, and the memory that they point to
+    std::vector<Launch> launches;
+    const Kept memory;
+};
+
 struct Program {
     std::vector<Form> outputs;
     int64_t work_bytes = 0;
     at::TensorOptions work_options;
+    // of a native one
     void (*native)(const void*, int64_t) = nullptr;
     int64_t direction = 0, scratch_at = 0;
     std::vector<uint64_t> words;
     std::vector<int64_t> places;
     std::string isa;
+    // of a plan
+    std::unique_ptr<const Kept> plan;
+    c10::Device device{c10::kCPU};
+    int64_t number = 0;  // no other program has it
 
+    std::shared_ptr<Bound> bind(Words key) const;
     void run(const std::vector<Tensor>& tensors) const;
 };
 
-using Programs = std::unordered_map<Words, std::shared_ptr<Program>, Hash>;
-std::mutex programs_mutex;
-Programs& programs = *new Programs;  // never destroyed: at exit there is no interpreter to give objects back to
-auto& calls = *new std::unordered_map<Words, Call*, Hash>;  // under the GIL; they stay, for nodes and keys have their addresses
+template <class Value>
+using Under = std::unordered_map<Words, Value, Hash>;
+// never destroyed: at exit there is no interpreter to give objects back to
+auto& calls = *new Under<CallPtr>;  // under the GIL; what they hold outlives programs, whose keys have its addresses
+std::mutex mutex;                   // of both below; whoever has it never waits for the GIL
+auto& programs = *new Under<std::shared_ptr<Program>>;
+auto& bound = *new Under<std::shared_ptr<Bound>>;
 PyObject *parameter_class = nullptr, *slow_backward = nullptr;
+size_t most_entries = 0;  // of a map; a full one is emptied
 
 const char* asked_isa() {
     const char* isa = std::getenv("TILEGRAD_ISA");
@@ -95,17 +133,64 @@ auto with_python(F body) {
     }
 }
 
-void Program::run(const std::vector<Tensor>& tensors) const {
-    std::vector<uint64_t> own(words);
-    for (size_t i = 0; i < places.size(); i++) own[places[i]] = reinterpret_cast<uint64_t>(tensors[i].data_ptr());
-    uint64_t at = reinterpret_cast<uint64_t>(tensors.back().data_ptr()), start = -at % LINE_BYTES;
-    own[scratch_at] = at + start;
-    own[scratch_at + 1] = work_bytes - start;
-    native(own.data(), direction);
+std::shared_ptr<Bound> Program::bind(Words key) const {
+    return with_python([&] {
+        py::list addresses;
+        for (size_t i = 2; i < key.size(); i++) addresses.append(uint64_t(key[i]));
+        py::tuple answer = plan->get().attr("numbers")(uint64_t(key[1]), addresses);
+        std::vector<Launch> launches;
+        for (auto each : answer[0]) {
+            auto n = each.cast<std::vector<uint64_t>>();
+            launches.push_back({reinterpret_cast<decltype(Launch::function)>(n.at(0)), {n.at(1), n.at(2), n.at(3), n.at(4)}});
+        }
+        std::shared_ptr<Bound> made(new Bound{std::move(launches), Kept(answer[1])});
+        Under<std::shared_ptr<Bound>> old;  // destroyed after the lock is given back
+        std::lock_guard<std::mutex> lock(mutex);
+        if (bound.size() >= most_entries) old.swap(bound);
+        bound.emplace(std::move(key), made);
+        return made;
+    });
 }
 
-const c10::DispatchKeySet PLAIN({c10::DispatchKey::CPU, c10::DispatchKey::AutogradCPU, c10::DispatchKey::ADInplaceOrView,
-                                 c10::DispatchKey::AutocastCPU, c10::DispatchKey::BackendSelect});
+int64_t stream_of(c10::Device device) {
+    if (!device.is_cuda()) return 0;
+    return reinterpret_cast<int64_t>(c10::impl::VirtualGuardImpl(device.type()).getStream(device).native_handle());
+}
+
+void Program::run(const std::vector<Tensor>& tensors) const {
+    if (native) {
+        std::vector<uint64_t> own(words);
+        for (size_t i = 0; i < places.size(); i++) own[places[i]] = reinterpret_cast<uint64_t>(tensors[i].data_ptr());
+        uint64_t at = reinterpret_cast<uint64_t>(tensors.back().data_ptr()), start = -at % LINE_BYTES;
+        own[scratch_at] = at + start;
+        own[scratch_at + 1] = work_bytes - start;
+        native(own.data(), direction);
+        return;
+    }
+    thread_local Words key;
+    key = {number, stream_of(device)};
+    for (const Tensor& x : tensors) key.push_back(reinterpret_cast<int64_t>(x.data_ptr()));
+    std::shared_ptr<Bound> at;
+    {
+        std::lock_guard<std::mutex> lock(mutex);
+        auto found = bound.find(key);
+        if (found != bound.end()) at = found->second;
+    }
+    if (!at) at = bind(key);
+    for (const Launch& each : at->launches) {
+        const uint64_t* a = each.arguments;
+        int code = each.function(a[0], a[1], a[2], a[3]);
+        if (!code) continue;
+        with_python([&] { plan->get().attr("answered")(code); });  // raises, or makes a context
+        code = each.function(a[0], a[1], a[2], a[3]);
+        TORCH_CHECK(!code, "CUDA: a launch answers ", code, " again");
+    }
+}
+
+const c10::DispatchKeySet PLAIN({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, c10::DispatchKey::AutogradCPU,
+                                 c10::DispatchKey::AutogradCUDA, c10::DispatchKey::ADInplaceOrView,
+                                 c10::DispatchKey::AutocastCPU, c10::DispatchKey::AutocastCUDA,
+                                 c10::DispatchKey::BackendSelect});
 
 bool within(c10::DispatchKeySet keys) { return !(keys.raw_repr() & ~PLAIN.raw_repr()); }
 
@@ -131,7 +216,7 @@ void add(Words& key, const Tensor& x) {
 }
 
 std::shared_ptr<Program> find(const Words& key) {
-    std::lock_guard<std::mutex> lock(programs_mutex);
+    std::lock_guard<std::mutex> lock(mutex);
     auto found = programs.find(key);
     return found == programs.end() ? nullptr : found->second;
 }
@@ -150,8 +235,13 @@ void backward_key(Words& key, const Call& call, const variable_list& reads, int6
     for (const Tensor& x : reads) add(key, x);
 }
 
+c10::OptionalDeviceGuard on_device_of(const Program& program) {
+    return program.device.is_cuda() ? c10::OptionalDeviceGuard(program.device) : c10::OptionalDeviceGuard();
+}
+
 variable_list run_forward(Program& program, const Tensor& q, const Tensor& k, const Tensor& v) {
     at::AutoDispatchBelowADInplaceOrView below;
+    const auto on = on_device_of(program);
     Tensor o = program.outputs[0].make(), lse = program.outputs[1].make();
     program.run({q, k, v, o, lse, at::empty({program.work_bytes}, program.work_options)});
     return {o, lse};
@@ -166,7 +256,7 @@ bool rows_aligned(const Tensor& x) {
 
 struct EagerAttention : torch::autograd::Function<EagerAttention> {
     static variable_list forward(AutogradContext* ctx, const Tensor& q, const Tensor& k, const Tensor& v,
-                                 const Call* call, Program& program, bool return_lse) {
+                                 const CallPtr& call, Program& program, bool return_lse) {
         variable_list out;
         {
             py::gil_scoped_release free;
@@ -174,8 +264,8 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         }
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({q, k, v, out[0], out[1]});
-        ctx->saved_data["call"] = reinterpret_cast<int64_t>(call);
-        ctx->saved_data["isa"] = program.isa;  // the environment is read under the GIL alone
+        ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+        if (program.native) ctx->saved_data["isa"] = program.isa;  // the environment is read under the GIL alone
         if (!return_lse) out.pop_back();
         return out;
     }
@@ -188,7 +278,8 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         if (!dout.defined()) dout = at::zeros_like(reads[3]);
         reads.push_back(dout);
         reads.push_back(dlse);
-        const Call& call = *reinterpret_cast<const Call*>(ctx->saved_data["call"].toInt());
+        const auto kept = ctx->saved_data["call"].toCapsule();
+        const Call& call = static_cast<const Call&>(*kept);
         int64_t wanted = 0;
         for (int i = 0; i < 3; i++) wanted |= int64_t(ctx->needs_input_grad(i)) << i;
         bool fast = !c10::GradMode::is_enabled() && !observed();
@@ -203,8 +294,9 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
                 backward_key(key, call, reads, wanted);
                 program = find(key);
             }
-            if (program && program->isa == ctx->saved_data["isa"].toStringRef()) {
+            if (program && (!program->native || program->isa == ctx->saved_data["isa"].toStringRef())) {
                 at::AutoDispatchBelowADInplaceOrView below;
+                const auto on = on_device_of(*program);
                 std::vector<Tensor> tensors(reads.begin(), reads.end() - !dlse.defined());
                 for (int i = 0, n = 0; i < 3; i++)
                     if (wanted >> i & 1) tensors.push_back(out[i] = program->outputs[n++].make());
@@ -216,11 +308,10 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         with_python([&] {
             py::list given;
             for (const Tensor& x : reads) given.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(x)));
-            py::tuple wants(3);
-            for (int i = 0; i < 3; i++) wants[i] = py::bool_(wanted >> i & 1);
-            py::tuple made = py::reinterpret_borrow<py::object>(slow_backward)(
-                given, py::reinterpret_borrow<py::object>(call.mask), wants, py::reinterpret_borrow<py::object>(call.kernel),
-                py::bool_(call.deterministic));
+            py::tuple wants(5);  // of dbias and dsinks too
+            for (int i = 0; i < 5; i++) wants[i] = py::bool_(wanted >> i & 1);
+            py::tuple made = py::reinterpret_borrow<py::object>(slow_backward)(given, call.mask.get(), wants, call.kernel.get(),
+                                                                              py::bool_(call.deterministic));
             for (int i = 0; i < 3; i++)
                 if (!made[i].is_none()) out[i] = THPVariable_Unpack(py::object(made[i]).ptr());
         });
@@ -231,31 +322,28 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
 bool exact(PyObject* x) { return Py_TYPE(x) == (PyTypeObject*)THPVariableClass || Py_TYPE(x) == (PyTypeObject*)parameter_class; }
 
 // The call, or none: where no program was added for it.
-const Call* call_of(PyObject* numbers, PyObject* kernel, PyObject* table, bool deterministic) {
+CallPtr call_of(PyObject* numbers, PyObject* kernel, PyObject* table, bool deterministic) {
     thread_local Words key;
-    if (kernel != Py_None && !PyUnicode_CheckExact(kernel)) return nullptr;
+    if (kernel != Py_None && !PyUnicode_CheckExact(kernel)) return {};
     const int64_t name = PyObject_Hash(kernel);
     if (name == -1) {
         PyErr_Clear();
-        return nullptr;
+        return {};
     }
     key = {reinterpret_cast<int64_t>(numbers), name, reinterpret_cast<int64_t>(table), deterministic};
     auto found = calls.find(key);
-    return found == calls.end() ? nullptr : found->second;
+    return found == calls.end() ? CallPtr() : found->second;
 }
 
-// The same, made for both modes; none where there are too many.
-const Call* new_call(py::object mask, py::object numbers, py::object kernel, py::object table, bool deterministic) {
-    const Call* known = call_of(numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
-    if (known || calls.size() >= MOST_ENTRIES) return known;
-    const Words own = {reinterpret_cast<int64_t>(numbers.ptr()), int64_t(py::hash(kernel)), reinterpret_cast<int64_t>(table.ptr())};
-    for (bool mode : {false, true}) {
-        for (auto x : {mask, kernel, table}) x.inc_ref();  // the mask has its numbers
-        Words key = own;
-        key.push_back(mode);
-        calls[key] = new Call{mask.ptr(), kernel.ptr(), table.ptr(), mode, own};
+CallPtr new_call(py::object mask, py::object numbers, py::object kernel, py::object table, bool deterministic) {
+    Words key = {reinterpret_cast<int64_t>(numbers.ptr()), int64_t(py::hash(kernel)), reinterpret_cast<int64_t>(table.ptr())};
+    for (bool mode : {false, true}) {  // of one forward the backward may be either
+        Words whole = key;
+        whole.push_back(mode);
+        calls[whole] = c10::make_intrusive<Call>(mask, kernel, table, mode, key);
     }
-    return call_of(numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
+    key.push_back(deterministic);
+    return calls[key];
 }
 
 PyObject* wrapped(const variable_list& out, bool return_lse) {
@@ -279,12 +367,12 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
         PyErr_Clear();
         Py_RETURN_NONE;
     }
-    const Call* call = call_of(args[3], args[4], args[5], deterministic);
+    const CallPtr call = call_of(args[3], args[4], args[5], deterministic);
     if (!call) Py_RETURN_NONE;
     thread_local Words key;
     forward_key(key, *call, q, k, v);
     auto program = find(key);
-    if (!program || program->isa != asked_isa()) Py_RETURN_NONE;
+    if (!program || (program->native && program->isa != asked_isa())) Py_RETURN_NONE;
     if (c10::GradMode::is_enabled() && (q.requires_grad() || k.requires_grad() || v.requires_grad()))
         return wrapped(EagerAttention::apply(q, k, v, call, *program, return_lse), return_lse);
     variable_list out;
@@ -296,33 +384,50 @@ PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
     END_HANDLE_TH_ERRORS
 }
 
+void drop(Under<std::shared_ptr<Program>>& old_programs, Under<std::shared_ptr<Bound>>& old_bound) {
+    old_programs.swap(programs);
+    old_bound.swap(bound);
+}
+
 // Of reads (q, k, v) or (q, k, v, o, lse, do, dlse), with what such a call allocates: exemplars of (o, lse) or (dq, dk, dv), and
 // the bytes of scratch. True where all others were dropped for it.
 bool add_program(py::object mask, py::object numbers, py::object kernel, py::object table, bool deterministic, int64_t wanted,
-                 py::tuple reads, py::tuple outputs, int64_t work_bytes, py::tuple native) {
+                 py::tuple reads, py::tuple outputs, int64_t work_bytes, py::object native, py::object plan) {
+    static int64_t numbered = 0;
     variable_list given;
     for (auto x : reads) given.push_back(x.is_none() ? Tensor() : THPVariable_Unpack(x.ptr()));
-    const Call* call = new_call(mask, numbers, kernel, table, deterministic);
-    if (!call) return false;
     auto program = std::make_shared<Program>();
     for (auto x : outputs)
         if (!x.is_none()) program->outputs.emplace_back(THPVariable_Unpack(x.ptr()));
     program->work_bytes = work_bytes;
     program->work_options = given[0].options().dtype(at::kByte).requires_grad(false);
-    program->native = reinterpret_cast<void (*)(const void*, int64_t)>(native[0].cast<uint64_t>());
-    program->direction = native[1].cast<int64_t>();
-    program->words = native[2].cast<std::vector<uint64_t>>();
-    program->places = native[3].cast<std::vector<int64_t>>();
-    program->scratch_at = native[4].cast<int64_t>();
-    program->isa = asked_isa();
+    program->device = given[0].device();
+    program->number = numbered++;
+    if (!native.is_none()) {
+        py::tuple of = native;
+        program->native = reinterpret_cast<void (*)(const void*, int64_t)>(of[0].cast<uint64_t>());
+        program->direction = of[1].cast<int64_t>();
+        program->words = of[2].cast<std::vector<uint64_t>>();
+        program->places = of[3].cast<std::vector<int64_t>>();
+        program->scratch_at = of[4].cast<int64_t>();
+        program->isa = asked_isa();
+    } else {
+        program->plan = std::make_unique<const Kept>(plan);
+    }
+    CallPtr call = call_of(numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
+    bool full = !call && calls.size() >= most_entries;
+    if (full) calls.clear();  // with every program, for their keys have addresses of what calls hold
+    if (!call) call = new_call(mask, numbers, kernel, table, deterministic);
     Words key;
     if (given.size() == 3) forward_key(key, *call, given[0], given[1], given[2]);
     else backward_key(key, *call, given, wanted);
-    Programs old;  // destroyed after the lock is given back
-    std::lock_guard<std::mutex> lock(programs_mutex);
-    if (programs.size() >= MOST_ENTRIES) old.swap(programs);
+    Under<std::shared_ptr<Program>> old_programs;  // destroyed after the lock is given back
+    Under<std::shared_ptr<Bound>> old_bound;
+    std::lock_guard<std::mutex> lock(mutex);
+    full = full || programs.size() >= most_entries;
+    if (full) drop(old_programs, old_bound);
     std::swap(programs[key], program);
-    return !old.empty();
+    return full;
 }
 
 PyMethodDef attend_method{"attend", (PyCFunction)(void (*)())attend, METH_FASTCALL, nullptr};
@@ -332,15 +437,17 @@ PyMethodDef attend_method{"attend", (PyCFunction)(void (*)())attend, METH_FASTCA
 PYBIND11_MODULE(MODULE, m) {
     m.def("add_program", &add_program);
     m.def("drop_programs", [] {
-        Programs old;
-        std::lock_guard<std::mutex> lock(programs_mutex);
-        old.swap(programs);
+        Under<std::shared_ptr<Program>> old_programs;
+        Under<std::shared_ptr<Bound>> old_bound;
+        std::lock_guard<std::mutex> lock(mutex);
+        drop(old_programs, old_bound);
     });
-    m.def("use", [](py::object parameter, py::object backward) {
+    m.def("use", [](py::object parameter, py::object backward, size_t most) {
         parameter_class = parameter.release().ptr();
         slow_backward = backward.release().ptr();
+        most_entries = most;
     });
     m.add_object("attend", py::reinterpret_steal<py::object>(PyCFunction_New(&attend_method, nullptr)));
     m.attr("digest") = DIGEST;
-    pthread_atfork([] { programs_mutex.lock(); }, [] { programs_mutex.unlock(); }, [] { programs_mutex.unlock(); });
+    pthread_atfork([] { mutex.lock(); }, [] { mutex.unlock(); }, [] { mutex.unlock(); });
 }

@@ -18,8 +18,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import struct
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -74,18 +74,35 @@ def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
     ones = (ctypes.c_uint32 * rank)(*(1,) * rank)
     encode = driver().cuTensorMapEncodeTiled
     rest = (shape, strides, box, ones, 0, meta["swizzle"], PROMOTE_128_BYTES, 0)
+    device = descriptor.base.device.index
 
     def to(place: int, address: int) -> None:
-        _check(encode(ctypes.c_void_p(place), dtype, rank, ctypes.c_void_p(address), *rest), "cuTensorMapEncodeTiled")
+        arguments = (ctypes.c_void_p(place), dtype, rank, ctypes.c_void_p(address), *rest)
+        _call((encode, arguments), device, "cuTensorMapEncodeTiled")
 
     return to
 
 
-def _check(code: int, call: str) -> None:
+def _call(call: _Call, device: int, name: str) -> None:
+    """Calls the driver, in a thread without a context once more when it has one: autograd's threads begin without."""
+    function, arguments = call
+    code = function(*arguments)
+    if code == NO_CONTEXT:
+        _make_context(device)
+        code = function(*arguments)
     if code:
-        name = ctypes.c_char_p()
-        driver().cuGetErrorName(code, ctypes.byref(name))
-        raise RuntimeError(f"CUDA: {call} answers {(name.value or b'an unknown error').decode()} ({code})")
+        _raise(code, name)
+
+
+def _make_context(device: int) -> None:
+    """The device's own, for this thread, as any call of CUDA's runtime makes it."""
+    torch.cuda.mem_get_info(device)
+
+
+def _raise(code: int, call: str) -> NoReturn:
+    name = ctypes.c_char_p()
+    driver().cuGetErrorName(code, ctypes.byref(name))
+    raise RuntimeError(f"CUDA: {call} answers {(name.value or b'an unknown error').decode()} ({code})")
 
 
 def refusal(compiled: Any) -> str | None:
@@ -177,7 +194,7 @@ class Launch:
         if call is None:
             self.take_tensors()
             call = self._streams[stream] = self.bind(stream, self._addresses)
-        start((call,), self.device)
+        _call(call, self.device, "a launch")
 
 
 class Zero:
@@ -194,16 +211,6 @@ class Zero:
     def bind(self, stream: int, addresses: Sequence[int]) -> _Call:
         where = ctypes.c_uint64(addresses[0])
         return driver().cuMemsetD32Async, (where, 0, ctypes.c_size_t(self._n), ctypes.c_void_p(stream))
-
-
-def start(calls: Iterable[_Call], device: int) -> None:
-    for function, arguments in calls:
-        code = function(*arguments)
-        if code == NO_CONTEXT:
-            torch.cuda.mem_get_info(device)  # makes the device's context this thread's
-            code = function(*arguments)
-        if code:
-            _check(code, "a launch")
 
 
 _kept: dict[tuple[object, ...], tuple[_Call, ...]] = {}  # launches under their addresses, of all plans
@@ -234,12 +241,34 @@ class Plan:
         calls = _kept.get(key)
         if calls is None:
             calls = remember(_kept, key, self._bound(stream, key[2:]))
-        for function, arguments in calls:
+        for call in calls:
+            function, arguments = call
             if function(*arguments):
-                start(((function, arguments),), device)
+                _call(call, device, "a launch")
+
+    def numbers(self, stream: int, addresses: Sequence[int]) -> tuple[list[list[int]], object]:
+        """For eager.cpp the same launches, each as the address of a function and its four arguments, and what must live as long
+        as they are used."""
+        calls = self._bound(stream, addresses)
+        return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
+
+    def answered(self, code: int) -> None:
+        """Of a launch that is then tried once more: raises, but for a thread without a context, which gets one."""
+        if code != NO_CONTEXT:
+            _raise(code, "a launch")
+        _make_context(self._device)
 
     def _bound(self, stream: int, addresses: Sequence[Any]) -> tuple[_Call, ...]:
         return tuple([each.bind(stream, [addresses[i] + more for i, more in slots]) for each, slots in self._launches])
+
+
+def _address(function: Any) -> ctypes.c_void_p:
+    return ctypes.cast(function, ctypes.c_void_p)
+
+
+def _number(x: Any) -> int:
+    """Of an argument as ctypes has it."""
+    return int(getattr(x, "value", x) or 0)
 
 
 def _slot(x: Tensor, numbers: dict[int, int], viewed: Sequence[Tensor]) -> tuple[int, int]:
