@@ -1,8 +1,8 @@
 // A hit of the buffer manager: `allocate` that finds a buffer cached, of its key or of its size class, and `deallocate` by the
-// only holder, each one call without Python in between. manager.py is the reference, and its lists, dicts and counts are the only
-// state: this reads and writes the fields of those objects, under the manager's lock. Whatever is no plain hit is left as it is and
-// goes on to the Python function: a miss, another holder, another dtype, a full cache, zeroing, a scope, a profile, debug, CUDA,
-// misuse.
+// only holder, each one call without Python in between. manager.py is the reference, and its lists, dicts and counts are the
+// only state: this reads and writes the fields of those objects, under the manager's lock. Whatever is no plain hit is left as
+// it is and goes on to the Python function: a miss, another holder, another dtype, a full cache, zeroing, a scope, a profile,
+// debug, CUDA, misuse.
 #include <Python.h>
 #ifdef Py_GIL_DISABLED
 #error "fields of Python's objects are read under the GIL, which this Python does not have"
@@ -38,12 +38,14 @@ Field busy{self, "_busy"}, cache{self, "_cache"}, debug{self, "_debug"}, device{
 }
 namespace cache {
 Class self;
-Field bounded{self, "bounded"}, clock{self, "clock"}, dropped{self, "dropped"}, free_lists{self, "free_lists"}, held{self, "held"},
-    high_water{self, "_high_water"}, in_use{self, "in_use"}, limits{self, "limits"}, max_bytes{self, "max_bytes"}, slack{self, "slack"}, slots{self, "slots"};
+Field bounded{self, "bounded"}, clock{self, "clock"}, dropped{self, "dropped"}, free_lists{self, "free_lists"},
+    held{self, "held"}, high_water{self, "_high_water"}, in_use{self, "in_use"}, limits{self, "limits"},
+    max_bytes{self, "max_bytes"}, slack{self, "slack"}, slots{self, "slots"};
 }
 namespace free_list {
 Class self;
-Field dtype{self, "dtype"}, gave{self, "gave"}, most{self, "most"}, nbytes{self, "nbytes"}, pool{self, "pool"}, shape{self, "shape"}, slots{self, "slots"}, took{self, "took"};
+Field dtype{self, "dtype"}, gave{self, "gave"}, most{self, "most"}, nbytes{self, "nbytes"}, pool{self, "pool"},
+    shape{self, "shape"}, slots{self, "slots"}, took{self, "took"};
 }
 namespace pool {
 Class self;
@@ -51,9 +53,10 @@ Field free{self, "free"}, hits{self, "hits"}, limit{self, "limit"}, on_cuda{self
 }
 namespace slot {
 Class self;
-Field alone{self, "alone"}, cdata{self, "cdata"}, free_list{self, "free_list"}, freed{self, "freed"}, handle{self, "handle"},
-    nbytes{self, "nbytes"}, pool{self, "pool"}, ptr{self, "ptr"}, scope{self, "scope"}, slack{self, "slack"}, stamp{self, "stamp"},
-    storage_bytes{self, "storage_bytes"}, storage_object{self, "storage_object"}, storage_refs{self, "storage_refs"}, tensor{self, "tensor"}, zero{self, "zero"};
+Field alone{self, "alone"}, cdata{self, "cdata"}, free_list{self, "free_list"}, freed{self, "freed"},
+    handle{self, "handle"}, nbytes{self, "nbytes"}, pool{self, "pool"}, ptr{self, "ptr"}, scope{self, "scope"},
+    slack{self, "slack"}, stamp{self, "stamp"}, storage_bytes{self, "storage_bytes"},
+    storage_object{self, "storage_object"}, storage_refs{self, "storage_refs"}, tensor{self, "tensor"}, zero{self, "zero"};
 }
 
 PyObject *cpu, *mode_stack_depth, *default_dtype;
@@ -115,7 +118,8 @@ PyObject* target(PyObject* weak) {
 // slot.py's three counts: nothing but the tensor's own object holds the tensor, its storage, or the storage's object.
 bool held_alone(PyObject* here, PyObject* tensor) {
     int64_t cdata, alone, storage_refs;
-    if (!read(slot::cdata(here), cdata) || !read(slot::alone(here), alone) || !read(slot::storage_refs(here), storage_refs)) return false;
+    if (!read(slot::cdata(here), cdata) || !read(slot::alone(here), alone)) return false;
+    if (!read(slot::storage_refs(here), storage_refs)) return false;
     if (c10::raw::intrusive_ptr::use_count(unpack(tensor)) != 1) return false;
     if (c10::raw::weak_intrusive_ptr::use_count(reinterpret_cast<c10::StorageImpl*>(cdata)) != alone) return false;
     const Owned object(target(slot::storage_object(here)));
@@ -149,8 +153,9 @@ PyObject* best_fit(PyObject* here, PyObject* list, PyObject* free) {
 bool can_reshape(PyObject* here, PyObject* list, c10::TensorImpl* impl) {
     int64_t cdata, storage_bytes;
     PyObject* old = slot::free_list(here);
-    if (!is(old, free_list::self.type) || free_list::dtype(old) != free_list::dtype(list) || impl->requires_grad()) return false;
-    if (!read(slot::cdata(here), cdata) || !read(slot::storage_bytes(here), storage_bytes)) return false;
+    if (!is(old, free_list::self.type) || free_list::dtype(old) != free_list::dtype(list)) return false;
+    if (impl->requires_grad() || !read(slot::cdata(here), cdata)) return false;
+    if (!read(slot::storage_bytes(here), storage_bytes)) return false;
     const c10::StorageImpl* storage = impl->storage().unsafeGetStorageImpl();
     return reinterpret_cast<int64_t>(storage) == cdata && int64_t(storage->nbytes()) >= storage_bytes;
 }
@@ -264,21 +269,24 @@ bool give(PyObject* self, PyObject* (&given)[2]) {
     if (!is(found, slot::self.type) || slot::tensor(found) != Py_None) return false;
     if (Owned(target(slot::handle(found))).object != tensor) return false;
     PyObject *list = slot::free_list(found), *pools = slot::pool(found);
-    if (!is(list, free_list::self.type) || !is(pools, pool::self.type) || (type && type != Py_None && type != pool::type(pools))) return false;
+    if (!is(list, free_list::self.type) || !is(pools, pool::self.type)) return false;
+    if (type && type != Py_None && type != pool::type(pools)) return false;
     if (unpack(tensor)->requires_grad() || !held_alone(found, tensor) || pool::on_cuda(pools) != Py_False) return false;
     PyObject* scope = slot::scope(found);
     if (!is(scope, &PyUnicode_Type) || PyUnicode_GET_LENGTH(scope)) return false;
 
     int64_t nbytes, slack, limit, clock, all, in_use, max_bytes;
     PyObject* free = pool::free(pools);
-    if (!read(slot::nbytes(found), nbytes) || !read(slot::slack(found), slack) || !read(cache::in_use(here), in_use)) return false;
+    if (!read(slot::nbytes(found), nbytes) || !read(slot::slack(found), slack)) return false;
+    if (!read(cache::in_use(here), in_use)) return false;
     if (!read(pool::limit(pools), limit) || PyDict_GET_SIZE(free) >= limit) return false;
     if (!read(cache::clock(here), clock) || !((clock + 1) & 255)) return false;
     if (cache::bounded(here) != Py_False) {
-        if (PyDict_GET_SIZE(cache::limits(here)) || !read(cache::held(here), all) || !read(cache::max_bytes(here), max_bytes)) return false;
-        if (all - (in_use - nbytes) > max_bytes) return false;
+        if (PyDict_GET_SIZE(cache::limits(here)) || !read(cache::held(here), all)) return false;
+        if (!read(cache::max_bytes(here), max_bytes) || all - (in_use - nbytes) > max_bytes) return false;
     }
-    Owned rest(PyLong_FromLongLong(in_use - nbytes)), all_slack(sum(cache::slack(here), -slack)), now(PyLong_FromLongLong(clock + 1));
+    Owned rest(PyLong_FromLongLong(in_use - nbytes)), all_slack(sum(cache::slack(here), -slack));
+    Owned now(PyLong_FromLongLong(clock + 1));
     if (!rest || !all_slack || !now) return false;
 
     if (PyDict_SetItem(free, found, Py_None) < 0 || PyList_Append(free_list::slots(list), found) < 0) return false;
@@ -367,7 +375,8 @@ PyObject* fits(PyObject*, PyObject* args) {
 PyObject* use(PyObject*, PyObject* args) {
     Class* known[] = {&manager::self, &cache::self, &free_list::self, &pool::self, &slot::self};
     PyObject *classes[5], *device, *dtype, *depth;
-    if (!PyArg_UnpackTuple(args, "use", 8, 8, classes, classes + 1, classes + 2, classes + 3, classes + 4, &device, &dtype, &depth))
+    if (!PyArg_UnpackTuple(args, "use", 8, 8, classes, classes + 1, classes + 2, classes + 3, classes + 4, &device, &dtype,
+                           &depth))
         return nullptr;
     for (int i = 0; i < 5; ++i)
         if (!find(*known[i], classes[i])) return nullptr;
