@@ -43,8 +43,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def is_known(o: Tensor) -> bool:
-    assert o.grad_fn is not None
-    return "CppNode" in o.grad_fn.name()
+    return type(o.grad_fn).__name__ == "CppFunction"
 
 
 @settings(max_examples=60)
@@ -104,7 +103,7 @@ def test_a_function_mode_sees_the_op_and_a_default_device_costs_nothing() -> Non
     assert any("attention_fwd" in name for name in mode.seen)
     with torch.device("cpu"):
         o = tilegrad.attention(q, k, v)
-    assert o.grad_fn is not None and "Eager" in o.grad_fn.name()
+    assert "Eager" in type(o.grad_fn).__name__
 
 
 def test_a_subclass_reaches_the_op() -> None:
