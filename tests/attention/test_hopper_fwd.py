@@ -173,6 +173,7 @@ def emulated(
         launch_forward,
         pieces,
         pipeline,
+        reductions,
     )
     from tilegrad.kernels.attention.hopper.launch import LaunchCache
     from tilegrad.kernels.attention.triton import numerics, scores
@@ -180,7 +181,7 @@ def emulated(
     q, k, v, mask = call.q, call.k, call.v, call.mask
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
-    modules = (band, forward, forward_load, forward_scheduler, pieces, pipeline, numerics, scores)
+    modules = (band, forward, forward_load, forward_scheduler, pieces, pipeline, reductions, numerics, scores)
     with emulation(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
         broken(patch)
         patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)

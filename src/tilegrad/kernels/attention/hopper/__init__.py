@@ -7,7 +7,7 @@ float16 and bfloat16, head dimensions of 16 to 256 in steps of 8, the same for v
     device    forward.py, backward.py: the kernels, with their equations    forward_*.py, backward_*.py: their warps
               pipeline.py: the handshake of all of them                     prepost.py: the backward's pre- and postprocess
               pieces.py: head dimensions that are no power of two           band.py: the mask of a tile
-              gluon_names.py: what versions of Triton name differently
+              reductions.py: maxima and sums of rows                        gluon_names.py: names that differ by version
 """
 
 import torch

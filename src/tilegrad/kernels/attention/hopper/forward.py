@@ -77,6 +77,7 @@ from .pieces import (
     zeros,
 )
 from .pipeline import Pipeline, consumer_wait, mbarriers, named_arrive, named_release, named_wait, read_word
+from .reductions import max_of_rows, sum_of_rows
 
 LOWEST = gl.constexpr(-1e38)
 
@@ -167,10 +168,10 @@ def _softmax_step(
     if EDGES:  # noqa: SIM102 (known to the compiler)
         if (at < span.unmasked) | (at >= span.unmasked_end):
             x = _mask_out(x, at, span, params, BLOCK_N)
-    new_max = gl.maximum(row_max, gl.max(x, 1) * scale_log2)
+    new_max = gl.maximum(row_max, max_of_rows(x) * scale_log2)
     p = gl.exp2(x * scale_log2 - new_max[:, None])
     alpha = gl.exp2(row_max - new_max)
-    return p, new_max, row_sum * alpha + gl.sum(p, 1), alpha
+    return p, new_max, row_sum * alpha + sum_of_rows(p), alpha
 
 
 @gluon.jit
