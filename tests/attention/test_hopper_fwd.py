@@ -238,6 +238,23 @@ def test_in_plain_python_few_tiles_agree_with_the_oracle() -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("d", [128, 256])
+def test_in_plain_python_long_rows_take_their_tiles_from_a_counter(d: int) -> None:
+    call = build(replace(RAGGED, d=d, dv=d, hkv=3, causal=True, tq=300, tk=300))
+
+    def count(patch: pytest.MonkeyPatch) -> None:
+        patch.setattr(f"{HOPPER}.launch_forward.LONG_ROWS", 256)
+
+    def do_not_count(patch: pytest.MonkeyPatch) -> None:
+        count(patch)
+        patch.setattr(torch.Tensor, "zero_", lambda x: x)
+
+    check_call(call, emulated(call, 2, count))
+    with pytest.raises(AssertionError):
+        check_call(call, emulated(call, 2, do_not_count))
+
+
+@interpreted
 @pytest.mark.slow
 def test_in_plain_python_all_specifications_agree_with_the_oracle() -> None:
     every = specs()
@@ -333,13 +350,17 @@ def test_work_is_balanced_and_a_section_of_heads_fits_l2(right: int | None) -> N
         row_tiles, heads = -(-t // (64 * config.warpgroups)), sizes.batch * sizes.hq
         section = host.heads_per_section(sizes, row_tiles, 132, config)
         assert 1 <= section <= heads
-        assert section in (1, heads) or section * 4 * t * d <= L2_BYTES
+        counted = host.counts_tiles(sizes, varlen=False)
+        assert section in (1, heads) or section * 4 * t * d <= L2_BYTES or (counted and section == host.TOGETHER)
         steps = host.tile_steps(t, t, right, row_tiles, config).tolist()
         busy = [0.0] * 132
         order = [m for begin in range(0, heads, section) for m in steps for _ in range(min(section, heads - begin))]
         for index, m in enumerate(order):
             turn, place = divmod(index, 132)
-            busy[place if turn % 2 == 0 else 131 - place] += m
+            place = place if turn % 2 == 0 else 131 - place
+            if counted:
+                place = busy.index(min(busy))
+            busy[place] += m
         assert max(busy) <= 1.06 * sum(busy) / 132, (d, t, section)
 
 

@@ -10,13 +10,12 @@ float16 and bfloat16, head dimensions of 16 to 256 in steps of 8, the same for v
               reductions.py: maxima and sums of rows                        gluon_names.py: names that differ by version
 """
 
-import torch
 from torch import Tensor
 
 from ...scratch import Shapes
 from ..mask import Mask
 from ..problem import sizes_of
-from . import launch_backward
+from . import launch_backward, launch_forward
 from .launch_backward import bwd, prepare_bwd
 from .launch_forward import fwd, prepare_fwd
 
@@ -24,6 +23,7 @@ __all__ = ["bwd", "fwd", "prepare_bwd", "prepare_fwd", "workspace"]
 
 
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
+    sizes = sizes_of(q, k, v, mask)
     if not backward:
-        return {"tile_counter": ((1,), torch.int32)} if mask.varlen else {}
-    return launch_backward.workspace(q, sizes_of(q, k, v, mask), varlen=mask.varlen, deterministic=deterministic)
+        return launch_forward.workspace(sizes, varlen=mask.varlen)
+    return launch_backward.workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic)

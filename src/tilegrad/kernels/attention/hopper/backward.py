@@ -65,7 +65,8 @@ def _hopper_bwd_kernel(
     dq_desc, dk_desc, dv_desc, sums, arrivals, dq_semaphores, tile_counter,
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
     scale, scale_log2, softcap_log2, scale_over_softcap,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DESCENDING: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DO_FIRST: gl.constexpr,
+    DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -99,7 +100,7 @@ def _hopper_bwd_kernel(
             (ds_dk_warpgroup, (SplitSums(sums, arrivals), params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
             (load, (
                 q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
-                rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING,
+                rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST,
             )),
             (store_dq, (
                 dq_desc, dk_desc, dv_desc, params, inputs, dq_pipeline, tile_info, dq_semaphores, row_tiles, rows_b, rows_h,
@@ -114,7 +115,7 @@ def _hopper_bwd_kernel(
             (mma_warpgroup, (1, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors, D)),
             (load, (
                 q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
-                rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING,
+                rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST,
             )),
             (store_dq, (
                 dq_desc, dk_desc, dv_desc, params, inputs, dq_pipeline, tile_info, dq_semaphores, row_tiles, rows_b, rows_h,

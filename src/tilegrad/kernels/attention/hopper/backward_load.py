@@ -51,14 +51,20 @@ def _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N: gl
 
 
 @gluon.jit
+def _load_rows(descs, at, row_desc, row, rows, pipeline, state):
+    """A tile of q or do and what comes with it: neg_lse2 or delta, from `row` on."""
+    stage = state % pipeline.full.shape[0]
+    load_tile(descs, at, pipeline, stage, row_desc.block_type.nbytes)
+    tma_load(row_desc, [row], pipeline.full.index(stage), rows.index(stage))
+
+
+@gluon.jit
 def _load_tile(
     q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, tile, iteration, state, inputs, tile_info,
-    rows_b, rows_h, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
+    rows_b, rows_h, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
     """q and do of every tile of rows; k and v after the first q, because their stages are released later than q's."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
-    Q_STAGES: gl.constexpr = inputs.q.full.shape[0]
-    DO_STAGES: gl.constexpr = inputs.do.full.shape[0]
     publish_tile(tile_info, iteration, tile, VARLEN)
     row = first_row(tile.b, tile.start_q, rows_b, VARLEN)
     g = tile.begin // gl.maximum(tile.count, 1)
@@ -68,19 +74,18 @@ def _load_tile(
         m = row_tile(tile, i)
         at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M)
         flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(i < tile.masked, MASKED, 0)
+        padded_row = h * rows_h + row + m * BLOCK_M
+        if DO_FIRST:
+            named_acquire(inputs.do, state, DO, INPUT_THREADS)
+            _load_rows(do_descs, at, delta_desc, padded_row, inputs.delta, inputs.do, state)
         named_acquire(inputs.q, state, Q, INPUT_THREADS)
-        write_word(inputs.row_info, state % Q_STAGES, (m << FLAG_BITS) + flags)
-        load_tile(q_descs, at, inputs.q, state % Q_STAGES, neg_lse2_desc.block_type.nbytes)
-        full = inputs.q.full.index(state % Q_STAGES)
-        neg_lse2_s = inputs.neg_lse2.index(state % Q_STAGES)
-        tma_load(neg_lse2_desc, [h * rows_h + row + m * BLOCK_M], full, neg_lse2_s)
+        write_word(inputs.row_info, state % inputs.row_info.shape[0], (m << FLAG_BITS) + flags)
+        _load_rows(q_descs, at, neg_lse2_desc, padded_row, inputs.neg_lse2, inputs.q, state)
         if step == tile.begin:
             _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N)
-        named_acquire(inputs.do, state, DO, INPUT_THREADS)
-        load_tile(do_descs, at, inputs.do, state % DO_STAGES, delta_desc.block_type.nbytes)
-        full = inputs.do.full.index(state % DO_STAGES)
-        delta_s = inputs.delta.index(state % DO_STAGES)
-        tma_load(delta_desc, [h * rows_h + row + m * BLOCK_M], full, delta_s)
+        if not DO_FIRST:
+            named_acquire(inputs.do, state, DO, INPUT_THREADS)
+            _load_rows(do_descs, at, delta_desc, padded_row, inputs.delta, inputs.do, state)
         state += 1
         i += 1
         g = gl.where(i == tile.count, g + 1, g)
@@ -93,7 +98,7 @@ def _load_tile(
 @gluon.jit
 def load(
     q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter, rows_b, rows_h,
-    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The producer warp. `state`: of the pipelines q and do; of k and v it is `iteration`."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
@@ -131,7 +136,7 @@ def load(
             tile = work_tile(b_of, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
             state = _load_tile(
                 q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, tile, iteration, state,
-                inputs, tile_info, rows_b, rows_h, BLOCK_M, BLOCK_N,
+                inputs, tile_info, rows_b, rows_h, BLOCK_M, BLOCK_N, DO_FIRST,
             )  # fmt: skip
             iteration += 1
             t, part = take_tile(tile_counter, params)

@@ -11,9 +11,10 @@ warpgroup skips those that none of its rows attends to:
     acc += p v of the last block       o = acc / row_sum
 
 **Pipelines** (pipeline.py) go from the producer warp (forward_load.py) to the warpgroups: q in stages of one warpgroup's rows,
-k and v in stages of one block of columns, released at a named barrier by every thread of the warpgroups. o leaves through the
-stage of its own q, which is not read any more then; that stage is released when TMA has read it, with two stages in the next
-work tile.
+k and v in stages of one block of columns, released at a named barrier by every thread of the warpgroups. With two stages of q,
+o leaves through the stage of its own q, which is not read any more then; that stage is released in the next work tile, when TMA
+has read it. With one, at D 256, q is released after its last scores, so that the next q comes beside the end of this tile, and
+o leaves by halves of D through a stage of its own.
 
 **Turns.** Up to D 128 the warpgroups issue their MMAs in turn, at one named barrier each, so that one's exponentials run beside
 the others' MMAs. A warpgroup that skips a block passes its turn.
@@ -59,9 +60,11 @@ from .forward_scheduler import (
     kv_threads,
     next_span,
     read_tile,
+    takes_turns,
     turn_barrier,
     v_barrier,
 )
+from .gluon_names import tma_store
 from .pieces import (
     add_dot,
     cut,
@@ -87,6 +90,7 @@ from_log2 = gluon.jit(numerics.from_log2.fn)
 
 
 class Out(NamedTuple):
+    stages: Any  # of a half of o, for each warpgroup; None: o leaves through q's
     o_descs: Any
     o: Any
     lse: Any
@@ -197,17 +201,31 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
         lse = out.lse + gl.cast(tile.b, gl.int64) * out.lse_b + gl.cast(tile.h, gl.int64) * out.lse_h
         gl.store(lse + (tile.start_q + rows).to(gl.int64) * out.lse_t, value, mask=rows >= 0)
     if out.o is not None:
-        o = tile_of(stages, stage)
-        store_pieces(scale_rows(acc, 1.0 / row_sum), o)
-        fence_async_shared()
-        if start < 0:
-            for i in gl.static_range(len(o)):
-                _store_rows(o[i], tile, start, out, i * o[0].shape[1], D)
+        b = tile.b
+        if VARLEN:
+            b = tile.b * 0
+        at = (b, tile.h, tile.start_q + start)
+        acc = scale_rows(acc, 1.0 / row_sum)
+        if out.stages is None:
+            o = tile_of(stages, stage)
+            store_pieces(acc, o)
+            fence_async_shared()
+            if start < 0:
+                for i in gl.static_range(len(o)):
+                    _store_rows(o[i], tile, start, out, i * o[0].shape[1], D)
+            else:
+                store_tile(out.o_descs, at, stages, stage)
         else:
-            b = tile.b
-            if VARLEN:
-                b = tile.b * 0
-            store_tile(out.o_descs, (b, tile.h, tile.start_q + start), stages, stage)
+            o = tile_of(out.stages, stage)[0]
+            halves = acc[0].reshape([ROWS, 2, o.shape[1]]).permute((0, 2, 1)).split()
+            for i in gl.static_range(2):
+                tma.store_wait(0)
+                o.store(halves[i].to(o.dtype))
+                fence_async_shared()
+                if start < 0:
+                    _store_rows(o, tile, start, out, i * o.shape[1], D)
+                else:
+                    tma_store(out.o_descs[0], at + (i * o.shape[1],), out.stages[0].index(stage))  # noqa: RUF005
 
 
 @gluon.jit
@@ -226,30 +244,28 @@ def _store_rows(o, tile, start, out, COLUMN: gl.constexpr, D: gl.constexpr):
 
 
 @gluon.jit
-def _wait_for_turn(W: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
+def _wait_for_turn(W: gl.constexpr, pipelines, TURNS: gl.constexpr):
     if TURNS:
-        named_wait(turn_barrier(STAGES) + W, 256)
+        named_wait(turn_barrier(pipelines.k.full.shape[0] + pipelines.v.full.shape[0]) + W, 256)
 
 
 @gluon.jit
-def _pass_turn(W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr):
+def _pass_turn(W: gl.constexpr, WARPGROUPS: gl.constexpr, pipelines, TURNS: gl.constexpr):
     """To the warpgroup after W."""
     if TURNS:
-        named_arrive(turn_barrier(STAGES) + (W + 1) % WARPGROUPS, 256)
+        named_arrive(turn_barrier(pipelines.k.full.shape[0] + pipelines.v.full.shape[0]) + (W + 1) % WARPGROUPS, 256)
 
 
 @gluon.jit
-def _skip_blocks(
-    blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.constexpr, STAGES: gl.constexpr, TURNS: gl.constexpr
-):
+def _skip_blocks(blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr):
     """Release blocks of columns that no row of this warpgroup attends to, each in its turn; the state after them."""
     for _ in range(blocks):
-        _wait_for_turn(W, STAGES, TURNS)
-        _pass_turn(W, WARPGROUPS, STAGES, TURNS)
+        _wait_for_turn(W, pipelines, TURNS)
+        _pass_turn(W, WARPGROUPS, pipelines, TURNS)
         consumer_wait(pipelines.k, kv_state)
         named_release(pipelines.k, kv_state, K_BARRIER, kv_threads(WARPGROUPS))
         consumer_wait(pipelines.v, kv_state)
-        named_release(pipelines.v, kv_state, v_barrier(STAGES), kv_threads(WARPGROUPS))
+        named_release(pipelines.v, kv_state, v_barrier(pipelines.k.full.shape[0]), kv_threads(WARPGROUPS))
         kv_state += 1
     return kv_state
 
@@ -266,14 +282,14 @@ def _attend(
     PIECES: gl.constexpr = len(pipelines.q.stages)
     TILE: gl.constexpr = ROWS * WARPGROUPS
     Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
-    STAGES: gl.constexpr = pipelines.k.full.shape[0]
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
-    TURNS: gl.constexpr = WARPGROUPS > 1 and BLOCK_D <= 128
+    V_BARRIER: gl.constexpr = v_barrier(pipelines.k.full.shape[0])
+    TURNS: gl.constexpr = takes_turns(WARPGROUPS, BLOCK_D)
     FULL: gl.constexpr = params.left is None and params.right is None and not VARLEN
     SPARE: gl.constexpr = BLOCK_D <= 128 or (BLOCK_D == 192 and params.softcap_log2 is None)  # registers for q
     Q_REGISTERS: gl.constexpr = FULL and BLOCK_D > 64 and SPARE
     if W == WARPGROUPS - 1:
-        _pass_turn(W, WARPGROUPS, STAGES, TURNS)
+        _pass_turn(W, WARPGROUPS, pipelines, TURNS)
     iteration = gl.to_tensor(0)
     kv_state = gl.to_tensor(0)
     span, more = next_span(W, iteration, pipelines, params, TILE, BLOCK_N)
@@ -283,7 +299,7 @@ def _attend(
         row_max, row_sum = _start_rows(iteration, pipelines, params, S)
         acc = zeros(ROWS, pipelines.v.stages)
 
-        kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, STAGES, TURNS)
+        kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, TURNS)
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
         if Q_REGISTERS:
             q = load_pieces(q, P)
@@ -303,35 +319,34 @@ def _attend(
         p = gl.convert_layout(p.to(dtype), P)
         for j in range(1, span.last - span.first):
             at = span.last - 1 - j
-            _wait_for_turn(W, STAGES, TURNS)
+            _wait_for_turn(W, pipelines, TURNS)
             s = _scores(q, kv_state + 1, pipelines, S)
             acc = _add_values(p, acc, kv_state, span.tk - (at + 1) * BLOCK_N, pipelines, VARLEN)
-            _pass_turn(W, WARPGROUPS, STAGES, TURNS)
+            _pass_turn(W, WARPGROUPS, pipelines, TURNS)
             s = warpgroup_mma_wait(PIECES, deps=(s,))
             named_release(pipelines.k, kv_state + 1, K_BARRIER, THREADS)
             p_next, row_max, row_sum, alpha = _softmax_step(
                 s, row_max, row_sum, at, span, params, BLOCK_N, NEGATIVE, EDGES
             )
             acc = wait_pieces(0, acc)
-            named_release(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
+            named_release(pipelines.v, kv_state, V_BARRIER, THREADS)
             acc = scale_rows(acc, alpha)
             p = gl.convert_layout(p_next.to(dtype), P)
             kv_state += 1
+        if Q_STAGES == 1:
+            mbarrier.arrive(pipelines.q.empty.index(q_stage), count=1)
         acc = _add_values(p, acc, kv_state, span.tk - span.first * BLOCK_N, pipelines, VARLEN)
         acc = wait_pieces(0, acc)
-        named_release(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
+        named_release(pipelines.v, kv_state, V_BARRIER, THREADS)
         tile = read_tile(iteration, pipelines, params)
-        kv_state = _skip_blocks(span.first - tile.first, kv_state + 1, pipelines, W, WARPGROUPS, STAGES, TURNS)
+        kv_state = _skip_blocks(span.first - tile.first, kv_state + 1, pipelines, W, WARPGROUPS, TURNS)
         span, more = next_span(W, iteration + 1, pipelines, params, TILE, BLOCK_N)
 
         start = tile.start + W * ROWS
         _write(acc, row_max, row_sum, tile, start, pipelines.q.stages, q_stage, out, VARLEN, D)
-        if Q_STAGES == 1:
-            tma.store_wait(0)
-            mbarrier.arrive(pipelines.q.empty.index(q_stage), count=1)
         iteration += 1
     if W == 0:
-        _wait_for_turn(W, STAGES, TURNS)
+        _wait_for_turn(W, pipelines, TURNS)
     tma.store_wait(0)
 
 
@@ -346,8 +361,8 @@ def _attention_fwd_kernel(
     o, lse, tile_counter,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
-    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr, STAGES: gl.constexpr,
-    Q_STAGES: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
+    WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     VARLEN: gl.constexpr = cu_seqlens_q is not None
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -370,12 +385,12 @@ def _attention_fwd_kernel(
     k_descs = pieces_of(k_desc, k_desc2)
     v_descs = pieces_of(v_desc, v_desc2)
     q_stages = new_stages(q_descs, Q_STAGES * WARPGROUPS)
-    k_stages = new_stages(k_descs, STAGES)
-    v_stages = new_stages(v_descs, STAGES)
+    k_stages = new_stages(k_descs, K_STAGES)
+    v_stages = new_stages(v_descs, V_STAGES)
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], barrier)
-    k_full = mbarriers(STAGES, 1)
-    v_full = mbarriers(STAGES, 1)
+    k_full = mbarriers(K_STAGES, 1)
+    v_full = mbarriers(V_STAGES, 1)
     for stage in gl.static_range(Q_STAGES * WARPGROUPS):
         mbarrier.init(q_full.index(stage), count=1)
         mbarrier.init(q_empty.index(stage), count=1)
@@ -387,23 +402,27 @@ def _attention_fwd_kernel(
         cu_seqlens_q, cu_seqlens_k, sinks, sinks_h, tile_counter, batch, heads, group, row_tiles, heads_per_section,
         tq, tk, left, right, scale_log2, softcap_log2,
     )  # fmt: skip
-    out = Out(None if o is None else pieces_of(o_desc, o_desc2), o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
+    o_stages = None
+    if Q_STAGES == 1 and o is not None:
+        o_stages = new_stages((o_desc,), WARPGROUPS)
+    o_descs = None if o is None else pieces_of(o_desc, o_desc2)
+    out = Out(o_stages, o_descs, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
     MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: else ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
+            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [1], [40])  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
+            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
             (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, VARLEN)),
+            (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

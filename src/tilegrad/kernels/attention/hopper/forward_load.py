@@ -1,6 +1,8 @@
 """The producer warp of Hopper's forward: takes work tiles and loads them by TMA.
 
-For each work tile: q of every warpgroup, then k and v of every block of columns, last to first.
+For each work tile: q of every warpgroup, then k and v of the blocks of columns, last to first. Warpgroups that take no turns
+get them in the order in which they want them and release their stages: k of a block, then v of the block before. At D 256
+(full) that is 7 to 11 % faster than k and v of one block; where they take turns it is slower, at D 128 (full) by 9 %.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ from .forward_scheduler import (
     kv_threads,
     next_index,
     publish_tile,
+    takes_turns,
     v_barrier,
     work_tile,
     work_tiles,
@@ -26,14 +29,25 @@ from .pipeline import named_acquire, named_drain
 
 
 @gluon.jit
+def _load_block(descs, at, pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
+    """The state after it."""
+    named_acquire(pipeline, state, BARRIER, THREADS)
+    load_tile(descs, at, pipeline, state % pipeline.full.shape[0])
+    return state + 1
+
+
+@gluon.jit
 def load(
-    q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, VARLEN: gl.constexpr
-):
+    q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr,
+    BLOCK_D: gl.constexpr, VARLEN: gl.constexpr,
+):  # fmt: skip
     Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
-    STAGES: gl.constexpr = pipelines.k.full.shape[0]
     TILE: gl.constexpr = ROWS * WARPGROUPS
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
-    kv_state = 0
+    TURNS: gl.constexpr = takes_turns(WARPGROUPS, BLOCK_D)
+    V_BARRIER: gl.constexpr = v_barrier(pipelines.k.full.shape[0])
+    k_state = gl.to_tensor(0)
+    v_state = gl.to_tensor(0)
     iteration = 0
     index = next_index(0, params)
     while index < work_tiles(params):
@@ -47,19 +61,22 @@ def load(
                 stage = iteration % Q_STAGES * WARPGROUPS + w
                 mbarrier.wait(pipelines.q.empty.index(stage), iteration // Q_STAGES & 1 ^ 1)
                 load_tile(q_descs, (b, tile.h, tile.start_q + tile.start + w * ROWS), pipelines.q, stage)
-            for j in range(tile.last - tile.first):
-                stage = kv_state % STAGES
-                row = tile.start_k + (tile.last - 1 - j) * BLOCK_N
-                at = (b, tile.h // params.group, row)
-                named_acquire(pipelines.k, kv_state, K_BARRIER, THREADS)
-                load_tile(k_descs, at, pipelines.k, stage)
-                named_acquire(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
-                load_tile(v_descs, at, pipelines.v, stage)
-                kv_state += 1
+            h = tile.h // params.group
+            row = tile.start_k + (tile.last - 1) * BLOCK_N
+            k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_BARRIER, THREADS)
+            for _ in range(1, tile.last - tile.first):
+                if TURNS:
+                    v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
+                    k_state = _load_block(k_descs, (b, h, row - BLOCK_N), pipelines.k, k_state, K_BARRIER, THREADS)
+                else:
+                    k_state = _load_block(k_descs, (b, h, row - BLOCK_N), pipelines.k, k_state, K_BARRIER, THREADS)
+                    v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
+                row -= BLOCK_N
+            v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
             iteration += 1
         index = next_index(iteration, params)
     nothing = index * 0
     end = WorkTile(nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
     publish_tile(iteration, end, nothing + END, pipelines)
-    named_drain(pipelines.k, kv_state, K_BARRIER, THREADS)
-    named_drain(pipelines.v, kv_state, v_barrier(STAGES), THREADS)
+    named_drain(pipelines.k, k_state, K_BARRIER, THREADS)
+    named_drain(pipelines.v, v_state, V_BARRIER, THREADS)

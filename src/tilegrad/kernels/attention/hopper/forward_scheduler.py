@@ -6,7 +6,8 @@ slowest warpgroup (the stages of q), so none of four stages is overwritten that 
 block of columns before it waits for the next tile's info, else producer and consumer wait for each other.
 
 **Dense** tiles go out in rounds, forth and back, so that a CTA with long tiles (causal, or full of rows) in one round has short
-ones in the next. `heads_per_section` heads are scheduled together, chosen so that their k and v stay in L2.
+ones in the next; or from a counter, the longest first, each to the CTA that is done. `heads_per_section` heads are scheduled
+together, chosen so that their k and v stay in L2.
 **Packed** sequences are cut into slots of a tile each, sequence b from slot cu_seqlens_q[b] / rows + b on, which needs no sums
 over lengths; CTAs take slots from a counter and skip those without rows.
 
@@ -35,13 +36,19 @@ band_tiles = gluon.jit(scores.band_tiles.fn)
 
 
 @gluon.constexpr_function
-def v_barrier(stages):
-    return K_BARRIER + stages
+def v_barrier(k_stages):
+    return K_BARRIER + k_stages
 
 
 @gluon.constexpr_function
-def turn_barrier(stages):
-    return K_BARRIER + 2 * stages
+def turn_barrier(kv_stages):
+    return K_BARRIER + kv_stages
+
+
+@gluon.constexpr_function
+def takes_turns(warpgroups, width):
+    """Whether the warpgroups issue their MMAs in turn."""
+    return warpgroups > 1 and width <= 128
 
 
 @gluon.constexpr_function
@@ -57,7 +64,7 @@ class Params(NamedTuple):
     cu_seqlens_k: Any
     sinks: Any
     sinks_h: Any
-    tile_counter: Any  # of packed sequences
+    tile_counter: Any  # None: tiles go out in rounds
     batch: Any
     heads: Any
     group: Any  # query heads per kv head
@@ -112,7 +119,7 @@ class Span(NamedTuple):
 @gluon.jit
 def next_index(iteration, params):
     """The work tile of this CTA's iteration."""
-    if params.cu_seqlens_q is not None:
+    if params.tile_counter is not None:
         return gl.atomic_add(params.tile_counter, 1, sem="relaxed")
     else:
         here = gl.program_id(0)

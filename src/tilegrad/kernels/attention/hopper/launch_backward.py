@@ -35,20 +35,22 @@ START = 6  # a CTA's prologue and epilogue of a work tile, in tiles of rows
 
 
 class TileConfig(NamedTuple):
-    """Of the main kernel: rows and columns of a tile, stages of do, columns of a part of dq."""
+    """Of the main kernel: rows and columns of a tile, stages of do, columns of a part of dq, and whether do is loaded before q,
+    as its stages are released, or after it."""
 
     m: int
     n: int
     do_stages: int
     dq_columns: int
+    do_first: bool = False
 
 
 TILE_CONFIGS = {  # by the head dimension, padded
     64: TileConfig(128, 128, 2, 64),
-    96: TileConfig(64, 128, 2, 64),
+    96: TileConfig(64, 128, 2, 64, do_first=True),
     128: TileConfig(64, 128, 2, 64),
-    192: TileConfig(64, 64, 2, 64),
-    256: TileConfig(64, 64, 1, 64),
+    192: TileConfig(64, 64, 2, 64, do_first=True),
+    256: TileConfig(64, 64, 1, 64, do_first=True),
 }
 SOFTCAP_CONFIGS = TILE_CONFIGS | {64: TileConfig(64, 128, 2, 32)}  # a softcap takes registers
 launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
@@ -249,7 +251,7 @@ def _prepare(
             sizes.left, sizes.right,
             1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic), splits if split else None,
             row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
-            tile.m, tile.n, width, tile.do_stages, descending,
+            tile.m, tile.n, width, tile.do_stages, tile.do_first, descending,
         ), num_warps=4,
     )  # fmt: skip
     prepared = [preprocess, main]

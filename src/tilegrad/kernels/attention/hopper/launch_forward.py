@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...cuda_launch import Launch, Plan, Zero
 from ...gpu import multiprocessors
-from ...scratch import Scratch
+from ...scratch import Scratch, Shapes
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
 from .forward import _attention_fwd_kernel
@@ -20,27 +20,30 @@ from .launch import L2_BYTES, LaunchCache, current, prepare
 from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
+LONG_ROWS = 5120
+TOGETHER = 4  # heads, at least, whose tiles a counter hands out together
 ALONE = 1.35  # of a tile where few warpgroups have rows, the time in warpgroups: one alone is that much slower than its share
 
 
 class TileConfig(NamedTuple):
-    """Of a work tile: MMA warpgroups of 64 rows each, columns of a block of k and v, stages of k and of v, stages of q."""
+    """Of a work tile: MMA warpgroups of 64 rows each, columns of a block of k and v, stages of k, of v and of q."""
 
     warpgroups: int
     columns: int
-    stages: int
+    k_stages: int
+    v_stages: int
     q_stages: int
 
 
 TILE_CONFIGS = {  # by the head dimension, padded
-    32: TileConfig(2, 128, 2, 2),
-    64: TileConfig(3, 128, 3, 2),
-    96: TileConfig(2, 128, 2, 2),
-    128: TileConfig(2, 128, 2, 2),
-    192: TileConfig(2, 64, 2, 2),
-    256: TileConfig(2, 64, 2, 1),
+    32: TileConfig(2, 128, 2, 2, 2),
+    64: TileConfig(3, 128, 3, 3, 2),
+    96: TileConfig(2, 128, 2, 2, 2),
+    128: TileConfig(2, 128, 2, 2, 2),
+    192: TileConfig(2, 64, 2, 2, 2),
+    256: TileConfig(2, 64, 2, 2, 1),
 }
-WINDOW_CONFIG = TileConfig(3, 64, 4, 2)  # for D 96 and 128: narrow columns waste less beyond a window's two edges
+WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow columns waste less beyond a window's two edges
 launches: LaunchCache[Launch] = LaunchCache()
 
 
@@ -63,6 +66,18 @@ def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
     return sizes.left is not None or not aligned
 
 
+def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
+    """Whether CTAs take work tiles from a counter in memory, each the next when it needs one, instead of in rounds: those of
+    packed sequences, whose lengths the host does not know, and those of long rows under a causal edge, which differ the most
+    (1 to 2 % faster at D 128 and 256, slower at D 64)."""
+    causal = sizes.right is not None and sizes.left is None
+    return varlen or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
+
+
+def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
+    return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes, varlen=varlen) else {}
+
+
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
     """Heads whose tiles are scheduled together, the longest first; of windows, as many as keep their k and v in L2."""
     heads = sizes.batch * sizes.hq
@@ -70,6 +85,8 @@ def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileC
     most = min(heads, max(1, L2_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))
     if sizes.left is not None or row_tiles * heads <= programs:
         return most
+    if counts_tiles(sizes, varlen=False):
+        return min(heads, max(most, TOGETHER))
     return _balanced_section(sizes.tq, sizes.tk, sizes.right, row_tiles, heads, most, programs, config)
 
 
@@ -106,7 +123,7 @@ def tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, config: Tile
 def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
     if o is lse is None:
         return
-    tile_counter = scratch["tile_counter"] if mask.varlen else None
+    tile_counter = scratch.get("tile_counter")
     tensors = (q, k, v, o, lse, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, tile_counter)
     addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
     strides = (q.stride(), k.stride(), v.stride(), o is not None and o.stride(), lse is not None and lse.stride())
@@ -125,7 +142,8 @@ def prepare_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor
 ) -> Callable[..., None]:
     """`fwd` for calls of one signature, see ../api.py."""
-    tile_counter = work.view(torch.int32)[:1] if mask.varlen else None
+    counted = counts_tiles(sizes_of(q, k, v, mask), varlen=mask.varlen)
+    tile_counter = work.view(torch.int32)[:1] if counted else None
     with current(q.device):
         launch = _prepare(q, k, v, mask, o, lse, tile_counter)
         launches = (launch,) if tile_counter is None else (Zero(tile_counter), launch)
@@ -150,18 +168,19 @@ def _prepare(
         0 if sinks is None else sinks.stride(0),
     )
     constants = (
-        config.warpgroups, config.columns, width, sizes.d, config.stages, config.q_stages, scale < 0.0,
+        config.warpgroups, config.columns, width, sizes.d, config.k_stages, config.v_stages, config.q_stages, scale < 0.0,
         edges_in_the_loop(sizes, varlen=varlen),
     )  # fmt: skip
     key = (
-        q.dtype, varlen, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
+        q.dtype, varlen, tile_counter is None, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
         sizes.right is None, mask.softcap == 0.0, constants,
     )  # fmt: skip
-    boxes = ((q, ROWS.value), (k, config.columns), (v, config.columns), (o, ROWS.value))
+    halves = 2 if config.q_stages == 1 else 1  # in which o leaves
+    boxes = ((q, ROWS.value, 1), (k, config.columns, 1), (v, config.columns, 1), (o, ROWS.value, halves))
     descriptors = [
-        None if x is None or not columns else tile_descriptor(x, rows, columns, varlen=varlen)
+        None if x is None or not columns else tile_descriptor(x, rows, columns // parts, varlen=varlen)
         for columns in columns_of(width)
-        for x, rows in boxes
+        for x, rows, parts in boxes
     ]
     arguments = (
         *descriptors, mask.cu_seqlens_q, mask.cu_seqlens_k, sinks, o, lse, tile_counter,
