@@ -55,9 +55,15 @@ TESTS = {  # the longest beginning of a path decides
     "kernels/rope/": ("tests/ops/test_ops_activation.py", "tests/model/test_model.py", "tests/model/test_families.py"),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),
     "memory/managed/": ("tests/memory", "tests/bench/test_bench_memory.py", "tests/attacks/test_attack_memory.py"),
+    "memory/managed/hit": (
+        "tests/memory/test_hit.py",
+        "tests/memory/test_manager.py",
+        "tests/package/test_native_module.py",
+    ),
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "train/": ("tests/train", "tests/model/test_dropout.py"),
+    "train/config.py": ("tests/train", "tests/package/test_cli.py"),
     "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
     "autograd": FRONT,  # a file or a folder
     "functional.py": FRONT,
@@ -227,14 +233,17 @@ class Verdict(NamedTuple):
 
 
 class Tree:
-    """A copy of the checkout, and the process whose forks run its tests."""
+    """A copy of the checkout, or of another tree, and the process whose forks run its tests."""
 
-    def __init__(self, folder: Path, *, gpu: bool = False) -> None:
+    def __init__(self, folder: Path, *, gpu: bool = False, like: Tree | None = None) -> None:
         self.root, self.scratch, self.gpu = folder / "tree", folder / "scratch", gpu
         self.scratch.mkdir(parents=True)
-        ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
-        shutil.copytree(ROOT, self.root, ignore=ignored)
-        compileall.compile_dir(str(self.root / "src"), quiet=2)
+        if like:
+            shutil.copytree(like.root, self.root)
+        else:
+            ignored = shutil.ignore_patterns(".git", ".venv", "build", "__pycache__", ".*_cache")
+            shutil.copytree(ROOT, self.root, ignore=ignored)
+            compileall.compile_dir(str(self.root / "src"), quiet=2)
         environment = os.environ | {"PYTHONPATH": f"{self.root}/src:{self.root}/tests", "PYTHONDONTWRITEBYTECODE": "1"}
         environment |= {"OMP_NUM_THREADS": "1"} | ({} if gpu else {"CUDA_VISIBLE_DEVICES": ""})
         self.server = subprocess.Popen(
@@ -494,8 +503,9 @@ def main(arguments: list[str]) -> int:
     verdicts: list[Verdict] = []
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # which closes the trees
     with tempfile.TemporaryDirectory() as folder:
-        trees = [Tree(Path(folder) / str(n), gpu=given.gpu) for n in range(given.workers)]
+        trees = [Tree(Path(folder) / "0", gpu=given.gpu)]
         try:
+            trees += [Tree(Path(folder) / str(n), gpu=given.gpu, like=trees[0]) for n in range(1, given.workers)]
             files = files_of({suite_of(m.path, gpu=given.gpu) or () for m in drawn})
             files = [file for file in files if not any(part in file for part in given.skip_tests)]
             tests = _watch_all(trees, files, given.tests, interpreter=not given.no_interpreter)

@@ -10,7 +10,7 @@ import torch
 from tilegrad import Engine, ModelConfig
 from tilegrad.memory import AttentionBufferManager, BufferType
 from tilegrad.model import reference
-from tilegrad.model.generate import Decoder, generate, logits_of, sliding
+from tilegrad.model.generate import Decoder, _pick, generate, logits_of, sliding
 
 CONFIG = ModelConfig(vocab_size=23, block_size=24, n_layer=2, n_head=4, n_embd=16)
 CONFIGS = [
@@ -53,6 +53,13 @@ def test_seed_temperature_and_top_k() -> None:
     assert text(seed=1) == text(seed=1) != text(seed=2)
     assert text(temperature=0.0) == text(top_k=1) == text(temperature=0.0, seed=5)
     assert len(text()) == 12 and all(0 <= token < 23 for token in text())
+
+
+def test_a_low_temperature_takes_the_likeliest_and_a_high_one_does_not() -> None:
+    logits, chance = torch.tensor([0.0, 1.0, 0.5]), torch.Generator().manual_seed(0)
+    assert {_pick(logits, 0.02, None, chance) for _ in range(50)} == {1}
+    assert {_pick(logits, 50.0, None, chance) for _ in range(50)} == {0, 1, 2}
+    assert {_pick(logits, 50.0, 2, chance) for _ in range(50)} == {1, 2}
 
 
 def whole_text_says(config: ModelConfig, params: dict[str, torch.Tensor], window: list[int]) -> int:
