@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -11,7 +12,9 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors import SafetensorError
 
+from tilegrad.train import checkpoint
 from tilegrad.train.checkpoint import (
     DamagedCheckpoint,
     latest_checkpoint,
@@ -37,6 +40,17 @@ def tensors(seed: int = 0) -> dict[str, torch.Tensor]:
         "scalar": torch.tensor(7),
         "none": torch.empty(0, 3),
     }
+
+
+@pytest.mark.parametrize("said", ["No space left on device (os error 28)", "Os { code: 28, kind: StorageFull }"])
+def test_an_error_of_the_system_keeps_its_number(said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_space(_tensors: dict[str, torch.Tensor], _path: Path) -> None:
+        raise SafetensorError(f"Error while serializing: {said}")
+
+    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    with pytest.raises(OSError, match="No space left") as found:
+        checkpoint._save_tensors({}, tmp_path / "x")
+    assert found.value.errno == errno.ENOSPC
 
 
 def test_round_trip(tmp_path: Path) -> None:

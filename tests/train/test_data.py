@@ -210,6 +210,13 @@ def test_a_token_out_of_range_is_named_before_it_is_written(tmp_path: Path, monk
     assert list(tmp_path.iterdir()) == []
 
 
+def test_bytes_of_a_token_by_the_size_of_the_vocabulary() -> None:
+    assert [data._dtype(n).itemsize for n in (1, 1 << 16, (1 << 16) + 1, 1 << 32)] == [2, 2, 4, 4]
+    for n in (0, (1 << 32) + 1):
+        with pytest.raises(ValueError, match=f"vocab_size: got {n}; accepted: 1 … 2³²"):
+            data._dtype(n)
+
+
 def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
     old = open_tokens(write(tmp_path / "tokens.bin", [1, 2, 3], 10))
     new = open_tokens(write(tmp_path / "tokens.bin", [4, 5, 6], 10))

@@ -23,7 +23,7 @@ from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import Handle, bind
 from tilegrad.model import reference as plain
 from tilegrad.model.transformer import Transformer, declare
-from tilegrad.train import recompute
+from tilegrad.train import planning, recompute
 from tilegrad.train.optimizer import NonFiniteError, Optimizer
 from tilegrad.train.planning import plan_model
 
@@ -427,6 +427,17 @@ def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
     first = short.forward(tokens, targets)
     short.params["wte.weight"].mul_(3.0)  # a master that changed is rounded anew
     assert short.forward(tokens, targets) != first
+
+
+@pytest.mark.parametrize(("capability", "mib"), [((9, 0), 32), ((8, 0), 8.125), (None, 32)])
+def test_what_cublas_takes_is_planned(capability: Any, mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
+    monkeypatch.setattr("tilegrad.train.planning.gpu.capability", lambda _device: capability)
+    cuda = torch.device("cuda")
+    assert planning.beside(cuda, 2, 8) == {"cuBLAS's workspace": mib * 2**20, "the batch as it is staged": 17 * 16}
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
+    assert planning.beside(cuda, 2, 8)["cuBLAS's workspace"] == (4096 * 2 + 16 * 8) * 1024
 
 
 @pytest.mark.parametrize(

@@ -154,6 +154,9 @@ def test_the_page_has_every_value_of_the_log() -> None:
     assert found.curves(4) == {"": [(s, float(s)) for s in range(1, 11)]}
     assert json.loads(found.text["script"][0])[0]["levels"] == [{"name": "unigram entropy", "y": 3.125}]
     assert json.loads(found.text["script"][0])[4]["levels"] == [{"name": "planned", "y": 3.0}]
+    assert [chart["from_zero"] for chart in json.loads(found.text["script"][0])] == [False, True, True, True, True]
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        page(unigram_entropy=float("nan"))
     assert found.text["h1"] == ["a run"] and found.text["pre"] == ["the whale"]
     assert {"cpu", "1,024"} <= set(found.text["dd"])
     assert found.tags.count("canvas") == 10

@@ -320,6 +320,9 @@ BAD: list[tuple[dict[str, Any], str]] = [
     ({"train": {"memory_budget": "1.5XB"}}, "memory_budget: got '1.5XB'; accepted: bytes, or a number with KB, MB"),
     ({"data": {"files": 3}}, "files: got 3; accepted: names of files"),
     ({"data": {"tokenizer": "words"}}, "tokenizer: got 'words'; accepted: 'bytes', 'bpe', or"),
+    ({"data": {"bpe_vocab_size": 255}}, "bpe_vocab_size: got 255; accepted: an int ≥ 256"),
+    ({"data": {"bpe_vocab_size": 300.0}}, "bpe_vocab_size: got 300.0; accepted: an int ≥ 256"),
+    ({"data": {"validation_fraction": 1}}, "validation_fraction: got 1; accepted: at least 0 and less than 1"),
     ({"train": {"seq_len": 4096}}, "seq_len: got 4096; accepted: at most block_size, 128"),
     (
         {"model": {"vocab_size": 256}, "data": {"tokenizer": "bpe", "bpe_vocab_size": 9999}},
