@@ -235,7 +235,7 @@ def test_a_refused_batch_leaves_no_wrong_gradient() -> None:
 def test_bad_batches_are_named() -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 5), batch(CONFIG, 2, 5)
     wrong = tokens.clone()
-    wrong[1, 3] = 31
+    wrong[0, 0], wrong[1, 3] = 0, 31  # 0 is a token like others
     with pytest.raises(ValueError, match=r"tokens: got 31 at \[1, 3\]; accepted: 0 … 30"):
         engine.forward(wrong, targets)
     wrong[1, 3] = -100
