@@ -6,16 +6,19 @@ import html
 import importlib.util
 import json
 import math
+import shutil
+import subprocess
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from tilegrad.memory.page import Span, timeline_page
 from tilegrad.memory.types import BufferType
-from tilegrad.train import log
+from tilegrad.train import environment, log
 from tilegrad.train.config import preset_run
 from tilegrad.train.log import RunLog, read_log
 from tilegrad.train.report import run_report, run_tables
@@ -231,3 +234,18 @@ def test_the_page_escapes_all_text() -> None:
     assert found.text["h1"] == found.text["pre"] == [evil]
     assert found.attributes["iframe"]["srcdoc"] == evil
     assert html.escape(evil) in page(title=evil)
+
+
+@pytest.mark.skipif(shutil.which("git") is None, reason="needs git")
+def test_the_environment_names_the_commit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    git = ["git", "-C", str(tmp_path), "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
+    monkeypatch.setattr(environment, "__file__", str(tmp_path / "environment.py"))
+    said = environment.environment(torch.device("cpu"), torch.bfloat16)
+    assert (said["commit"], said["dtype"], said["cudnn"]) == ("unknown", "bfloat16", None)
+    for command in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "x"]):
+        subprocess.run([*git, *command], check=True)
+    head = subprocess.run(
+        [*git, "rev-parse", "--short", "HEAD"], check=True, capture_output=True, text=True
+    ).stdout.strip()
+    assert environment.environment(torch.device("cpu"), torch.bfloat16)["commit"] == head
