@@ -64,6 +64,7 @@ TESTS = {  # the longest beginning of a path decides
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "train/": ("tests/train", "tests/model/test_dropout.py"),
     "train/config.py": ("tests/train", "tests/package/test_cli.py"),
+    "train/api.py": ("tests/train", "tests/package/test_cli.py"),
     "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
     "autograd": FRONT,  # a file or a folder
     "functional.py": FRONT,

@@ -66,7 +66,6 @@ def test_resume_from_python() -> None:
     tilegrad.train(CONTENT, "run")
     assert tilegrad.train(resume="run").steps == 4
     assert tilegrad.train({"train": {"steps": 6}}, resume="run").steps == 6
-    assert tilegrad.train(out="run", resume=True).steps == 6
     assert tilegrad.train(
         run_from(CONTENT | {"train": CONTENT["train"] | {"steps": 6, "warmup_steps": 0}}, ""), resume="run"
     )
