@@ -9,6 +9,7 @@ from __future__ import annotations
 import io
 import itertools
 import re
+import subprocess
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stdout
 from pathlib import Path
@@ -37,6 +38,7 @@ class Compiled(NamedTuple):
     warnings: list[str]  # ptxas's C75xx: wgmma serialised
     shared_bytes: int
     ptx: str
+    cubin: bytes
 
 
 Compile = Callable[..., dict[str, Compiled]]
@@ -46,11 +48,12 @@ prepared: list[tuple[Any, ...]] = []  # what launches would have been made of
 def through_ptxas(compiled: Any, backend: Any, make_cubin: Callable[..., bytes]) -> Compiled:
     """By the ptxas and with the options of the installed Triton."""
     with redirect_stdout(io.StringIO()) as said:
-        make_cubin(backend, compiled.asm["ptx"], {}, backend.parse_options(dict(launch_options())), 90)
+        cubin = make_cubin(backend, compiled.asm["ptx"], {}, backend.parse_options(dict(launch_options())), 90)
     log = said.getvalue()
     spills = re.findall(r"(\d+) bytes spill", log)
     assert spills
-    return Compiled(sum(map(int, spills)), re.findall(r"C75\d\d", log), compiled.metadata.shared, compiled.asm["ptx"])
+    serialised = re.findall(r"C75\d\d", log)
+    return Compiled(sum(map(int, spills)), serialised, compiled.metadata.shared, compiled.asm["ptx"], cubin)
 
 
 @pytest.fixture
@@ -174,13 +177,30 @@ def pairs_of_exponentials(ptx: str) -> float:
     return 2 * len(pairs) / len(exponentials)
 
 
+LETTERS = {"HGMMA": "m", "WARPGROUP.DEPBAR": "w", "FMNMX": "x"}
+
+
+def maxima_between_waits(cubin: bytes, folder: Path) -> list[int]:
+    """In the forward's loop of each warpgroup, the maxima that ptxas has between the wait for s and the wait for acc."""
+    (folder / "kernel.cubin").write_bytes(cubin)
+    command = [triton.knobs.nvidia.nvdisasm.path, "-c", str(folder / "kernel.cubin")]
+    code = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    words = "".join(LETTERS[name] for name in re.findall(r"(HGMMA|WARPGROUP\.DEPBAR|FMNMX)", code))
+    return [len(found) for found in re.findall(r"m{12,}w(x*)w", words)]
+
+
 @interpreted
 @without_gpu
 @pytest.mark.parametrize(("d", "causal"), EVERY_OTHER)
-def test_no_spills_and_no_serialised_mmas(compile_call: Compile, d: int, causal: bool) -> None:
+def test_no_spills_no_serialised_mmas_and_maxima_beside_them(
+    compile_call: Compile, tmp_path: Path, d: int, causal: bool
+) -> None:
     found = compile_call(case(d, causal))
     assert found.keys() == set(HEADS)
     check(found, d)
+    maxima = maxima_between_waits(found["_attention_fwd_kernel"].cubin, tmp_path)
+    assert len(maxima) == (3 if d == 64 else 2)
+    assert min(maxima) >= 16, maxima
     assert pairs_of_exponentials(found["_attention_fwd_kernel"].ptx) < 0.5
 
 

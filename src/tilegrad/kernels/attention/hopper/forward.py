@@ -205,10 +205,9 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
         if VARLEN:
             b = tile.b * 0
         at = (b, tile.h, tile.start_q + start)
-        acc = scale_rows(acc, 1.0 / row_sum)
         if out.stages is None:
             o = tile_of(stages, stage)
-            store_pieces(acc, o)
+            store_pieces(scale_rows(acc, 1.0 / row_sum), o)
             fence_async_shared()
             if start < 0:
                 for i in gl.static_range(len(o)):
@@ -220,7 +219,7 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
             halves = acc[0].reshape([ROWS, 2, o.shape[1]]).permute((0, 2, 1)).split()
             for i in gl.static_range(2):
                 tma.store_wait(0)
-                o.store(halves[i].to(o.dtype))
+                store_pieces(scale_rows((halves[i],), 1.0 / row_sum), (o,))
                 fence_async_shared()
                 if start < 0:
                     _store_rows(o, tile, start, out, i * o.shape[1], D)

@@ -2,7 +2,9 @@
 
 For each work tile: q of every warpgroup, then k and v of the blocks of columns, last to first. Warpgroups that take no turns
 get them in the order in which they want them and release their stages: k of a block, then v of the block before. At D 256
-(full) that is 7 to 11 % faster than k and v of one block; where they take turns it is slower, at D 128 (full) by 9 %.
+(full) that came out 7 to 11 % faster than k and v of one block, at D 192 3 %. Where they take turns it gained nothing, and with
+it ptxas put one warpgroup's wait for acc right behind its wait for s, 9 % slower at D 128 (full): a test counts what it has
+between the two.
 """
 
 from __future__ import annotations
@@ -63,16 +65,18 @@ def load(
                 load_tile(q_descs, (b, tile.h, tile.start_q + tile.start + w * ROWS), pipelines.q, stage)
             h = tile.h // params.group
             row = tile.start_k + (tile.last - 1) * BLOCK_N
-            k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_BARRIER, THREADS)
-            for _ in range(1, tile.last - tile.first):
-                if TURNS:
+            if TURNS:
+                for _ in range(tile.last - tile.first):
+                    k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_BARRIER, THREADS)
                     v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
-                    k_state = _load_block(k_descs, (b, h, row - BLOCK_N), pipelines.k, k_state, K_BARRIER, THREADS)
-                else:
+                    row -= BLOCK_N
+            else:
+                k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_BARRIER, THREADS)
+                for _ in range(1, tile.last - tile.first):
                     k_state = _load_block(k_descs, (b, h, row - BLOCK_N), pipelines.k, k_state, K_BARRIER, THREADS)
                     v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
-                row -= BLOCK_N
-            v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
+                    row -= BLOCK_N
+                v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
             iteration += 1
         index = next_index(iteration, params)
     nothing = index * 0
