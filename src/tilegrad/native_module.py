@@ -11,7 +11,7 @@ import hashlib
 import sysconfig
 import tempfile
 from dataclasses import dataclass
-from importlib.machinery import ExtensionFileLoader
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
 from importlib.util import module_from_spec, spec_from_loader
 from pathlib import Path
 from types import ModuleType
@@ -37,7 +37,7 @@ class NativeModule:
 
     def path(self) -> Path:
         version = torch.__version__.replace("+", "_")
-        return self.folder / f"{self.name}_torch{version}{sysconfig.get_config_var('EXT_SUFFIX')}"
+        return self.folder / f"{self.name}_torch{version}{EXTENSION_SUFFIXES[0]}"
 
     def digest(self) -> str:
         return hashlib.sha256(b"\0".join((repr(self.flags).encode(), self.source.read_bytes()))).hexdigest()[:16]

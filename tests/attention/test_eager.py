@@ -11,6 +11,7 @@ import torch
 from hypothesis import given, settings
 from support.cases import Case, build, by_face, cases, run
 from torch import Tensor
+from torch._dynamo import config as dynamo_config
 from torch.autograd.graph import save_on_cpu
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.overrides import TorchFunctionMode
@@ -349,3 +350,23 @@ def test_a_kernel_is_a_name() -> None:
             attention(q, k, v, kernel="native")
     with pytest.raises(ValueError, match="kernel: got"):
         attention(q, k, v, kernel=Another())
+
+
+@pytest.mark.filterwarnings("ignore::UserWarning")  # of what Dynamo looks at and does not know
+def test_compiled_autograd_runs_known_calls(way: str) -> None:
+    torch.compiler.reset()
+
+    @dynamo_config.patch(compiled_autograd=True)
+    @torch.compile(backend="eager")
+    def backward(loss: Tensor) -> None:
+        loss.backward()
+
+    grads = []
+    for turn in range(3):
+        q, k, v = leaves()
+        o = attention(q, k, v)
+        assert is_known(o) == (way == "C++"), turn
+        backward(o.square().sum())
+        assert q.grad is not None
+        grads.append(q.grad)
+    assert all(torch.equal(x, grads[0]) for x in grads)

@@ -17,6 +17,7 @@ import torch
 from support.cases import Call, Case, build, check_call
 from support.hopper_specs import case_of, specs
 
+from tilegrad import Mask
 from tilegrad.kernels.attention.problem import Sizes, output_shapes
 
 triton = pytest.importorskip("triton", reason="needs Triton")
@@ -362,6 +363,22 @@ def test_work_is_balanced_and_a_section_of_heads_fits_l2(right: int | None) -> N
                 place = busy.index(min(busy))
             busy[place] += m
         assert max(busy) <= 1.06 * sum(busy) / 132, (d, t, section)
+
+
+@interpreted
+@pytest.mark.parametrize("left", [None, 3000, 6000, 20000])
+def test_the_scratch_of_long_rows_serves_shorter_ones(left: int | None) -> None:
+    from tilegrad.kernels.attention import hopper
+
+    def needed(t: int) -> set[str]:
+        x = torch.empty(1, 2, t, 128, device="meta")
+        mask = Mask(causal=True, window=None if left is None else (left, 0))
+        return set(hopper.workspace(x, x, x, mask, backward=False, deterministic=False))
+
+    lengths = (1024, 5119, 5120, 5632, 6001, 6002, 8192, 16384)
+    for shorter, longer in itertools.pairwise(lengths):
+        assert needed(shorter) <= needed(longer), (shorter, longer)
+    assert needed(16384) == {"tile_counter"}
 
 
 def blocks_of_columns(scheduler: Any, sizes: Sizes, config: Any) -> list[int]:

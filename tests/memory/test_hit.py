@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import inspect
 import random
 import sys
@@ -27,23 +26,22 @@ pytestmark = pytest.mark.skipif(isinstance(hit.load(), str), reason=f"C++ for th
 
 
 @pytest.fixture
-def in_python(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def in_python() -> Iterator[list[str]]:
     """The names of the calls that reached Python."""
     module = hit.load()
+    assert not isinstance(module, str)
     calls: list[str] = []
 
     def seen(name: str) -> Callable[..., Any]:
-        function = inspect.unwrap(getattr(AttentionBufferManager, name))
-
         def call(*arguments: Any, **options: Any) -> Any:
             calls.append(name)
-            return function(*arguments, **options)
+            return hit.in_python[name](*arguments, **options)
 
-        return functools.update_wrapper(getattr(module, name)(call), function)
+        return call
 
-    for name in ("allocate", "deallocate"):
-        monkeypatch.setattr(AttentionBufferManager, name, seen(name))
-    return calls
+    module.fall_back(seen("allocate"), seen("deallocate"))
+    yield calls
+    module.fall_back(*hit.in_python.values())
 
 
 @pytest.fixture(params=[True, False], ids=["lightweight", "tracked"])
@@ -162,7 +160,9 @@ def test_managers_that_write_down_more_go_through_python(in_python: list[str]) -
 def test_wrong_calls_raise_what_python_raises(manager: AttentionBufferManager, wrong: Callable[..., object]) -> None:
     with pytest.raises(TypeError):
         wrong(manager)
-    assert inspect.signature(AttentionBufferManager.allocate).parameters["dtype"].default is torch.float32
+    for name, function in hit.in_python.items():
+        both = (inspect.signature(x).parameters for x in (getattr(AttentionBufferManager, name), function))
+        assert len(set(map(tuple, both))) == 1
     assert AttentionBufferManager.allocate.__name__ == "allocate" and manager.deallocate.__doc__
 
 
@@ -222,8 +222,8 @@ def test_the_same_state_as_pythons_after_every_call(
     lightweight: bool, max_bytes: int | None, in_python: list[str]
 ) -> None:
     class InPython(AttentionBufferManager):
-        allocate = inspect.unwrap(AttentionBufferManager.allocate)
-        deallocate = inspect.unwrap(AttentionBufferManager.deallocate)
+        allocate = hit.in_python["allocate"]
+        deallocate = hit.in_python["deallocate"]
 
     calls = 0
     assert not isinstance(InPython.allocate, type(AttentionBufferManager.allocate))
@@ -356,6 +356,36 @@ def test_a_hash_that_raises_is_pythons_matter(manager: AttentionBufferManager) -
     manager._lock.release()
     pair(manager, Q, SHAPE)
     assert manager.get_stats()["cache_hits"] == 1
+
+
+def test_an_interrupt_in_a_hash_is_not_lost(manager: AttentionBufferManager) -> None:
+    interrupts = [KeyboardInterrupt]
+
+    class Once(tuple[int, ...]):
+        def __hash__(self) -> int:
+            if interrupts:
+                raise interrupts.pop()
+            return super().__hash__()
+
+    pair(manager, Q, SHAPE)
+    with pytest.raises(KeyboardInterrupt):
+        manager.allocate(Q, Once(SHAPE))
+
+
+def test_hits_are_called_inside_torch_compile(manager: AttentionBufferManager) -> None:
+    pair(manager, Q, SHAPE)
+
+    def twice(x: torch.Tensor) -> torch.Tensor:
+        buffer = manager.allocate(Q, SHAPE, torch.float32, zero_init=False)
+        buffer.copy_(x * 2)
+        y = buffer + 1
+        manager.deallocate(buffer)
+        return y
+
+    torch.compiler.reset()
+    compiled = torch.compile(twice, backend="eager")
+    for _ in range(2):
+        assert torch.equal(compiled(torch.ones(SHAPE)), torch.full(SHAPE, 3.0))
 
 
 def test_references_stay_as_they_are_over_many_hits(manager: AttentionBufferManager) -> None:

@@ -108,11 +108,13 @@ template <class Value>
 using Under = std::unordered_map<Words, Value, Hash>;
 // never destroyed: at exit there is no interpreter to give objects back to
 auto& calls = *new Under<CallPtr>;  // under the GIL; what they hold outlives programs, whose keys have its addresses
+auto& retired = *new std::vector<CallPtr>;  // calls that left it, kept for the nodes that name them
 std::mutex mutex;                   // of both below; whoever has it never waits for the GIL
 auto& programs = *new Under<std::shared_ptr<Program>>;
 auto& bound = *new Under<std::shared_ptr<Bound>>;
 PyObject *parameter_class = nullptr, *slow_backward = nullptr;
 size_t most_entries = 0;  // of a map; a full one is emptied
+constexpr size_t MOST_RETIRED = 32;  // maps of them
 
 const char* asked_isa() {
     const char* isa = std::getenv("TILEGRAD_ISA");
@@ -264,7 +266,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         }
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({q, k, v, out[0], out[1]});
-        ctx->saved_data["call"] = c10::IValue::make_capsule(call);
+        ctx->saved_data["call"] = reinterpret_cast<int64_t>(call.get());  // a number: compiled autograd hashes what is saved
         if (program.native) ctx->saved_data["isa"] = program.isa;  // the environment is read under the GIL alone
         if (!return_lse) out.pop_back();
         return out;
@@ -278,8 +280,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         if (!dout.defined()) dout = at::zeros_like(reads[3]);
         reads.push_back(dout);
         reads.push_back(dlse);
-        const auto kept = ctx->saved_data["call"].toCapsule();
-        const Call& call = static_cast<const Call&>(*kept);
+        const Call& call = *reinterpret_cast<const Call*>(ctx->saved_data["call"].toInt());
         int64_t wanted = 0;
         for (int i = 0; i < 3; i++) wanted |= int64_t(ctx->needs_input_grad(i)) << i;
         bool fast = !c10::GradMode::is_enabled() && !observed();
@@ -416,7 +417,11 @@ bool add_program(py::object mask, py::object numbers, py::object kernel, py::obj
     }
     CallPtr call = call_of(numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
     bool full = !call && calls.size() >= most_entries;
-    if (full) calls.clear();  // with every program, for their keys have addresses of what calls hold
+    if (full && retired.size() >= MOST_RETIRED * most_entries) return false;  // further masks stay with Python
+    if (full) {
+        for (auto& each : calls) retired.push_back(each.second);
+        calls.clear();  // with every program, for their keys have addresses of what calls hold
+    }
     if (!call) call = new_call(mask, numbers, kernel, table, deterministic);
     Words key;
     if (given.size() == 3) forward_key(key, *call, given[0], given[1], given[2]);

@@ -2,7 +2,7 @@
 // only holder, each one call without Python in between. manager.py is the reference, and its lists, dicts and counts are the
 // only state: this reads and writes the fields of those objects, under the manager's lock. Whatever is no plain hit is left as
 // it is and goes on to the Python function: a miss, another holder, another dtype, a full cache, zeroing, a scope, a profile,
-// debug, CUDA, misuse.
+// debug, buffers of CUDA that were given back, misuse.
 #include <Python.h>
 #ifdef Py_GIL_DISABLED
 #error "fields of Python's objects are read under the GIL, which this Python does not have"
@@ -207,9 +207,12 @@ PyObject* take(PyObject* self, PyObject* (&given)[5]) {
     if (!device) return nullptr;
     const Owned key(PyTuple_Pack(4, type, shape, dtype ? dtype : default_dtype, device));
     if (!key) return nullptr;
-    const Owned kept(Py_XNewRef(PyDict_GetItemWithError(cache::free_lists(here), key.object)));
+    const Owned lists(Py_XNewRef(cache::free_lists(here)));  // a hash or a comparison may run Python, which may replace them
+    if (!lists) return nullptr;
+    const Owned kept(Py_XNewRef(PyDict_GetItemWithError(lists.object, key.object)));
     PyObject* list = kept.object;
-    if (!list) PyErr_Clear();  // Python's own look says what is wrong
+    if (!list && PyErr_ExceptionMatches(PyExc_TypeError)) PyErr_Clear();  // Python's own look says what is wrong
+    if (!list && PyErr_Occurred()) return nullptr;
     if (!is(list, free_list::self.type)) return nullptr;
     PyObject *slots = free_list::slots(list), *pools = free_list::pool(list);
     if (!is(pools, pool::self.type)) return nullptr;
@@ -299,53 +302,29 @@ bool give(PyObject* self, PyObject* (&given)[2]) {
     return true;
 }
 
-// A method: the function of C++ first, then, where that says no, the function of Python.
-struct Method {
-    PyObject_HEAD
-    vectorcallfunc vectorcall;
-    PyObject *function, *dict;
-};
+// The functions of Python, where those of C++ say no.
+PyObject *python_allocate = nullptr, *python_deallocate = nullptr;
 
-PyObject* in_python(PyObject* method, PyObject* const* args, size_t flags, PyObject* keywords) {
-    return PyErr_Occurred() ? nullptr : PyObject_Vectorcall(reinterpret_cast<Method*>(method)->function, args, flags, keywords);
+PyObject* in_python(PyObject* function, PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
+    if (PyErr_Occurred()) return nullptr;
+    std::vector<PyObject*> all{self};
+    all.insert(all.end(), args, args + n + (keywords ? PyTuple_GET_SIZE(keywords) : 0));
+    return PyObject_Vectorcall(function, all.data(), n + 1, keywords);
 }
 
-PyObject* allocate(PyObject* method, PyObject* const* args, size_t flags, PyObject* keywords) {
-    const Py_ssize_t n = PyVectorcall_NARGS(flags);
+PyObject* allocate(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     PyObject* given[5] = {};
-    if (n && PyObject_TypeCheck(args[0], manager::self.type) && spread(allocate_names, args + 1, n - 1, keywords, given)) try {
-            if (PyObject* tensor = take(args[0], given)) return tensor;
+    if (spread(allocate_names, args, n, keywords, given)) try {
+            if (PyObject* tensor = take(self, given)) return tensor;
         } catch (const std::exception&) {  // torch's, of a tensor that is no plain one: nothing was changed before
         }
-    return in_python(method, args, flags, keywords);
+    return in_python(python_allocate, self, args, n, keywords);
 }
 
-PyObject* deallocate(PyObject* method, PyObject* const* args, size_t flags, PyObject* keywords) {
-    const Py_ssize_t n = PyVectorcall_NARGS(flags);
+PyObject* deallocate(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
     PyObject* given[2] = {};
-    if (n && PyObject_TypeCheck(args[0], manager::self.type) && spread(deallocate_names, args + 1, n - 1, keywords, given))
-        if (give(args[0], given)) Py_RETURN_NONE;
-    return in_python(method, args, flags, keywords);
-}
-
-PyObject* bind(PyObject* method, PyObject* self, PyObject*) {
-    return self ? PyMethod_New(method, self) : Py_NewRef(method);
-}
-
-void free_method(PyObject* method) {
-    auto* here = reinterpret_cast<Method*>(method);
-    Py_XDECREF(here->function);
-    Py_XDECREF(here->dict);
-    Py_TYPE(method)->tp_free(method);
-}
-
-PyTypeObject MethodType = {PyVarObject_HEAD_INIT(nullptr, 0)};
-
-PyObject* new_method(vectorcallfunc vectorcall, PyObject* function) {
-    auto* made = PyObject_New(Method, &MethodType);
-    if (!made) return nullptr;
-    made->vectorcall = vectorcall, made->function = Py_NewRef(function), made->dict = nullptr;
-    return reinterpret_cast<PyObject*>(made);
+    if (spread(deallocate_names, args, n, keywords, given) && give(self, given)) Py_RETURN_NONE;
+    return in_python(python_deallocate, self, args, n, keywords);
 }
 
 bool find(Class& known, PyObject* type) {
@@ -384,11 +363,33 @@ PyObject* use(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
+// Python's allocate and deallocate.
+PyObject* fall_back(PyObject*, PyObject* args) {
+    PyObject *takes, *gives;
+    if (!PyArg_UnpackTuple(args, "fall_back", 2, 2, &takes, &gives)) return nullptr;
+    put(python_allocate, Py_NewRef(takes));
+    put(python_deallocate, Py_NewRef(gives));
+    Py_RETURN_NONE;
+}
+
+// allocate and deallocate as methods of the manager's class: of the kind that C types have, which Dynamo knows how to call.
+PyObject* methods(PyObject*, PyObject*) {
+    static PyMethodDef both[] = {
+        {"allocate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(allocate)), METH_FASTCALL | METH_KEYWORDS,
+         "allocate($self, type, shape, dtype=..., device=None, zero_init=None)\n--\n\n"
+         "A contiguous buffer; uninitialised unless `zero_init`, by default what the type's config says."},
+        {"deallocate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(deallocate)), METH_FASTCALL | METH_KEYWORDS,
+         "deallocate($self, tensor, type=None)\n--\n\nGive a buffer back."},
+    };
+    const Owned first(PyDescr_NewMethod(manager::self.type, both)), second(PyDescr_NewMethod(manager::self.type, both + 1));
+    return first && second ? PyTuple_Pack(2, first.object, second.object) : nullptr;
+}
+
 PyMethodDef functions[] = {
     {"fits", fits, METH_VARARGS, nullptr},
     {"use", use, METH_VARARGS, nullptr},
-    {"allocate", [](PyObject*, PyObject* function) { return new_method(allocate, function); }, METH_O, nullptr},
-    {"deallocate", [](PyObject*, PyObject* function) { return new_method(deallocate, function); }, METH_O, nullptr},
+    {"fall_back", fall_back, METH_VARARGS, nullptr},
+    {"methods", methods, METH_NOARGS, nullptr},
     {},
 };
 PyModuleDef definition{PyModuleDef_HEAD_INIT, "tilegrad_hit", nullptr, -1, functions};
@@ -396,17 +397,6 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT, "tilegrad_hit", nullptr, -1, funct
 }  // namespace
 
 PyMODINIT_FUNC PyInit_tilegrad_hit() {
-    static PyGetSetDef attributes[] = {{"__dict__", PyObject_GenericGetDict, nullptr, nullptr, nullptr}, {}};
-    MethodType.tp_name = "tilegrad_hit.Method";
-    MethodType.tp_basicsize = sizeof(Method);
-    MethodType.tp_flags = Py_TPFLAGS_DEFAULT | Py_TPFLAGS_HAVE_VECTORCALL | Py_TPFLAGS_METHOD_DESCRIPTOR;
-    MethodType.tp_vectorcall_offset = offsetof(Method, vectorcall);
-    MethodType.tp_dictoffset = offsetof(Method, dict);
-    MethodType.tp_call = PyVectorcall_Call;
-    MethodType.tp_descr_get = bind;
-    MethodType.tp_dealloc = free_method;
-    MethodType.tp_getset = attributes;
-    if (PyType_Ready(&MethodType) < 0) return nullptr;
     acquire = PyUnicode_InternFromString("acquire"), release = PyUnicode_InternFromString("release");
     append = PyUnicode_InternFromString("append");
     const char* names[] = {"type", "shape", "dtype", "device", "zero_init", "tensor", "type"};

@@ -7,7 +7,7 @@ hit.cpp reads the attributes of the manager's objects where they lie, so their c
 from __future__ import annotations
 
 import functools
-import inspect
+from collections.abc import Callable
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -17,6 +17,7 @@ import torch
 from ...native_module import NativeModule
 
 _HERE = Path(__file__).parent
+in_python: dict[str, Callable[..., Any]] = {}  # the manager's functions of Python
 MODULE = NativeModule("tilegrad_hit", _HERE / "hit.cpp", ("c10",), _HERE)
 
 
@@ -31,12 +32,13 @@ def load() -> ModuleType | str:
 
 
 def shorten(manager: type[Any], *parts: type[Any], cpu: torch.device) -> None:
-    """Puts the functions of C++ before `manager.allocate` and `manager.deallocate`. Each calls the function of Python, its
-    `__wrapped__`, for whatever is no plain hit. parts: the classes of cache, free list, pool and slot."""
+    """Puts the functions of C++ before `manager.allocate` and `manager.deallocate`. Each calls the function of Python for
+    whatever is no plain hit. parts: the classes of cache, free list, pool and slot."""
+    takes, gives = vars(manager)["allocate"], vars(manager)["deallocate"]
+    in_python.update(allocate=takes, deallocate=gives)
     module = load()
     if isinstance(module, str):
         return
-    takes, gives = (inspect.unwrap(vars(manager)[name]) for name in ("allocate", "deallocate"))
     module.use(manager, *parts, cpu, takes.__defaults__[0], torch._C._len_torch_function_stack)
-    manager.allocate = functools.update_wrapper(module.allocate(takes), takes)
-    manager.deallocate = functools.update_wrapper(module.deallocate(gives), gives)
+    module.fall_back(takes, gives)
+    manager.allocate, manager.deallocate = module.methods()

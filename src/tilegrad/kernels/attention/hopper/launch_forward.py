@@ -75,7 +75,8 @@ def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
 
 
 def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
-    return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes, varlen=varlen) else {}
+    """A counter for this call or a shorter one of the same mask, in which a window may reach every column."""
+    return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None), varlen=varlen) else {}
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
@@ -124,6 +125,8 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
     if o is lse is None:
         return
     tile_counter = scratch.get("tile_counter")
+    if tile_counter is not None and not counts_tiles(sizes_of(q, k, v, mask), varlen=mask.varlen):
+        tile_counter = None
     tensors = (q, k, v, o, lse, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, tile_counter)
     addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
     strides = (q.stride(), k.stride(), v.stride(), o is not None and o.stride(), lse is not None and lse.stride())
