@@ -163,6 +163,7 @@ def test_wrong_calls_raise_what_python_raises(manager: AttentionBufferManager, w
     for name, function in hit.in_python.items():
         both = (inspect.signature(x).parameters for x in (getattr(AttentionBufferManager, name), function))
         assert len(set(map(tuple, both))) == 1
+        assert getattr(AttentionBufferManager, name).__doc__ == function.__doc__
     assert AttentionBufferManager.allocate.__name__ == "allocate" and manager.deallocate.__doc__
 
 

@@ -379,7 +379,8 @@ PyObject* methods(PyObject*, PyObject*) {
          "allocate($self, type, shape, dtype=..., device=None, zero_init=None)\n--\n\n"
          "A contiguous buffer; uninitialised unless `zero_init`, by default what the type's config says."},
         {"deallocate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(deallocate)), METH_FASTCALL | METH_KEYWORDS,
-         "deallocate($self, tensor, type=None)\n--\n\nGive a buffer back."},
+         "deallocate($self, tensor, type=None)\n--\n\n"
+         "Takes the buffer back. The tensor is dead from here on, even if a variable still names it."},
     };
     const Owned first(PyDescr_NewMethod(manager::self.type, both)), second(PyDescr_NewMethod(manager::self.type, both + 1));
     return first && second ? PyTuple_Pack(2, first.object, second.object) : nullptr;
