@@ -13,6 +13,7 @@ TINY = Cell("tiny", "float32", 2, 32)
 ALONE = {"step_ms": 1.0, "beyond_bytes": 100}
 
 
+@pytest.mark.slow
 def test_the_whole_bench(capsys, tmp_path):
     began = sum(os.times()[:4])  # the processor's own, children's too: a busy machine counts as a quiet one
     assert bench_training(preset="tiny", cells=[("float32", 2, 32)], repeats=2, json=True, out=tmp_path / "r.md") == 0
