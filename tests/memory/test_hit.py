@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+from support.threads import switching_often
 from torch import Tensor
 
 from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
@@ -298,16 +299,7 @@ def test_threads_never_get_what_another_holds(manager: AttentionBufferManager, i
             manager.deallocate(tensor, Q)
             del tensor
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    switching_often(work, 4)
     assert not errors
     stats = manager.get_stats()
     assert (stats["bytes_in_use"], stats["quarantined"], stats["cache_hits"] + stats["cache_misses"]) == (0, 120, 1200)

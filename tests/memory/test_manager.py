@@ -2,12 +2,12 @@
 
 import subprocess
 import sys
-import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
+from support.threads import switching_often
 
 from tilegrad.memory import (
     AttentionBufferManager,
@@ -374,16 +374,7 @@ def test_threads_never_share_a_buffer(manager):
             manager.deallocate(held, K)
             manager.deallocate(t, Q)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    switching_often(work, 4)
     assert not errors
     stats = manager.get_stats()
     assert stats["cache_hits"] + stats["cache_misses"] == 4 * 300 * 2

@@ -1,7 +1,9 @@
-"""Ranks that are threads of one process: collectives without a process group, for ops that take a group of ranks."""
+"""Ranks that are threads of one process: collectives without a process group, for ops that take a group of ranks. Threads that
+the interpreter switches between all the time, for what has a lock."""
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -63,3 +65,14 @@ def run_on_threads(world: int, check: Callable[[ThreadRank], T]) -> list[T]:
 
     with ThreadPoolExecutor(world) as pool:
         return list(pool.map(guarded, range(world)))
+
+
+def switching_often(work: Callable[[int], object], threads: int) -> None:
+    """work(0) … work(threads − 1) at once."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        with ThreadPoolExecutor(threads) as pool:
+            list(pool.map(work, range(threads)))
+    finally:
+        sys.setswitchinterval(interval)

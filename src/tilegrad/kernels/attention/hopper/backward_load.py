@@ -63,7 +63,8 @@ def _load_tile(
     q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, tile, iteration, state, inputs, tile_info,
     rows_b, rows_h, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """q and do of every tile of rows; k and v after the first q, because their stages are released later than q's."""
+    """q and do of every tile of rows, do first or q first; k and v after the first q, because their stages are released later
+    than q's."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     publish_tile(tile_info, iteration, tile, VARLEN)
     row = first_row(tile.b, tile.start_q, rows_b, VARLEN)
