@@ -217,6 +217,8 @@ def test_what_is_under_way_at_the_end_is_an_error() -> None:
 
     with pytest.raises(AssertionError, match="loads on their way"):
         launch(forgets_a_load, Box(torch.zeros(20, 8)))
+    with pytest.raises(AssertionError, match="within a barrier's phase"):
+        launch(lambda: mbarrier.arrive(barriers(1, count=2).index(0)))
 
 
 def test_a_load_beyond_the_tensor_gives_zeros() -> None:

@@ -22,7 +22,7 @@ from support.cases import Case, build
 from support.cuda_driver import FakeDriver
 
 from tilegrad.kernels.attention.problem import output_shapes
-from tilegrad.kernels.triton_version import launch_options
+from tilegrad.kernels.triton_version import launch_options, takes_more_registers
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 
@@ -146,6 +146,7 @@ def case(d: int, causal: bool, dtype: torch.dtype = torch.bfloat16, **more: Any)
 
 
 SPILLED_BYTES = {
+    ("3.6", 64, "_hopper_bwd_kernel"): 16,
     ("3.8", 256, "_attention_fwd_kernel"): 12,
     ("3.9", 64, "_hopper_bwd_kernel"): 124,
     ("3.9", 128, "_attention_fwd_kernel"): 116,
@@ -177,6 +178,11 @@ def pairs_of_exponentials(ptx: str) -> float:
     return 2 * len(pairs) / len(exponentials)
 
 
+def left_in_registers(ptx: str, columns: int) -> int:
+    """MMAs of so many columns whose left operand is in registers."""
+    return len(re.findall(rf"m64n{columns}k16\S+\s*\{{[^}}]*\}},\s*\{{", ptx))
+
+
 LETTERS = {"HGMMA": "m", "WARPGROUP.DEPBAR": "w", "FMNMX": "x"}
 
 
@@ -195,6 +201,8 @@ def maxima_between_waits(cubin: bytes, folder: Path) -> list[int]:
 def test_no_spills_no_serialised_mmas_and_maxima_beside_them(
     compile_call: Compile, tmp_path: Path, d: int, causal: bool
 ) -> None:
+    from tilegrad.kernels.attention.hopper.launch_backward import TILE_CONFIGS
+
     found = compile_call(case(d, causal))
     assert found.keys() == set(HEADS)
     check(found, d)
@@ -202,6 +210,10 @@ def test_no_spills_no_serialised_mmas_and_maxima_beside_them(
     assert len(maxima) == (3 if d == 64 else 2)
     assert min(maxima) >= 16, maxima
     assert pairs_of_exponentials(found["_attention_fwd_kernel"].ptx) < 0.5
+    if d <= 128:  # of each warpgroup, dpᵀ = v doᵀ with the first columns of v; dv and dk have other numbers of columns
+        held = TILE_CONFIGS[d].v_head // 16
+        assert left_in_registers(found["_hopper_bwd_kernel"].ptx, TILE_CONFIGS[d].m) == 2 * held
+        assert bool(held) != takes_more_registers()
 
 
 def mma_columns(ptx: str) -> int:

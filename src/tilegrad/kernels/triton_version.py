@@ -47,6 +47,11 @@ def _refusal(version: str, known: tuple[Version, Version]) -> str | None:
     return f"knows Triton {' to '.join(names)}, and {version} is installed"
 
 
+def takes_more_registers() -> bool:
+    """Whether ptxas, as this Triton calls it, leaves main loops fewer registers: those of 3.9 spill what 3.6 to 3.8 hold."""
+    return installed().startswith("3.9.")
+
+
 def launch_options() -> dict[str, Any]:
     """Triton's options that every launch names, whatever their defaults: a·b + c is one instruction."""
     return {"enable_fp_fusion": True}

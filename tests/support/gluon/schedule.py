@@ -69,6 +69,7 @@ class Schedule:
         if self.failure:
             raise self.failure
         assert not any(barrier.loads for barrier in self.barriers), "ends with loads on their way"
+        assert all(barrier.arrivals == barrier.count for barrier in self.barriers), "ends within a barrier's phase"
         self.dice.shuffle(self.writes)
         for _, write in self.writes:
             write()

@@ -12,7 +12,7 @@ pᵀ = exp2(c·log2(e)·t + neg_lse2), and ds gains the factor 1 − t². Beyond
 multiplied again: up to D 128 that is 1 to 2 % slower.
 
 **Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with a task each,
-backward_wide.py), a producer warp (backward_load.py) and a dQ store warp (backward_store_dq.py). They exchange through
+backward_wide.py), a producer warp (backward_load.py) and a dQ store warp or two (backward_store_dq.py). They exchange through
 pipelines (pipeline.py) and named barriers (backward_barriers.py):
 
     q, do with neg_lse2, delta, row_info    producer → MMA      two stages each (do of D 256: one)
@@ -20,6 +20,9 @@ pipelines (pipeline.py) and named barriers (backward_barriers.py):
     ds; beyond D 128 p too                  MMA ↔ MMA           ds up to D 128: two stages
     dq (float32), later dv, dk              MMA → dQ store      one stage of each warpgroup
     tile_info                               producer → all      backward_scheduler.py
+
+**v in registers.** The bandwidth of shared memory is the limit, and every tile of rows reads all of k and v. Up to D 128 a
+warpgroup holds the first columns of its v in registers, as many as it has registers for: 2 to 5 % faster.
 
 **Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, do, dk and dv are tuples of one piece or two.
 
@@ -31,6 +34,8 @@ and dv in float32, and the last to add stores. Only tiles of rows that an edge o
 **Packed sequences** are bounded by TMA itself (tma.varlen_descriptor): rows of the next sequence, NaN or not, are never read.
 
 **Deterministic**: additions to a tile of dq happen in the order of the tile scheduler, kept by a semaphore; the first stores.
+At D 96 and 128 each MMA warpgroup then has a dQ store warp of its own, so that the waits of one half for the semaphore and for
+memory overlap those of the other: 3 to 12 % faster.
 
 10·Tq·Tk·D FLOPs a head, half of it if causal.
 """
@@ -40,16 +45,16 @@ from __future__ import annotations
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .backward_load import Inputs, load
+from .backward_load import Inputs, Sources, load
 from .backward_mma import Factors, SplitSums, mma_warpgroup
 from .backward_scheduler import INFO_STAGES, INFO_WORDS, Params
-from .backward_store_dq import store_dq
+from .backward_store_dq import Gradients, store_dq
 from .backward_wide import DS_DK_REGISTERS, ds_dk_warpgroup, new_exchange, softmax_dv_warpgroup
 from .pieces import new_stages, pieces_of
 from .pipeline import Pipeline, mbarriers
 
 Q_STAGES = gl.constexpr(2)
-REGISTERS = gl.constexpr(24)  # of a thread of the producer warp and of the dQ store warp
+REGISTERS = gl.constexpr(24)  # of a thread of the producer warp and of a dQ store warp
 MMA_REGISTERS = gl.constexpr(240)  # of a thread of an MMA warpgroup
 DIVIDED = gl.constexpr(128)  # for wider heads neg_lse2 is stored divided by scale_log2
 
@@ -66,7 +71,7 @@ def _hopper_bwd_kernel(
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
     scale, scale_log2, softcap_log2, scale_over_softcap,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DO_FIRST: gl.constexpr,
-    DESCENDING: gl.constexpr,
+    V_HEAD: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -91,34 +96,34 @@ def _hopper_bwd_kernel(
     )  # fmt: skip
     dq_pipeline = Pipeline(new_stages((dq_desc,), 2)[0], None, mbarriers(2, 1))  # a stage for each MMA warpgroup
     tile_words = gl.allocate_shared_memory(gl.int32, [INFO_STAGES * INFO_WORDS, 1], WORDS_L)
-    tile_info = Pipeline(tile_words, mbarriers(INFO_STAGES, 1), mbarriers(INFO_STAGES, 3))
+    tile_info = Pipeline(tile_words, mbarriers(INFO_STAGES, 1), mbarriers(INFO_STAGES, 2 + DQ_WARPS))
+    sources = Sources(q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, rows_b, rows_h)
+    gradients = Gradients(dq_desc, dk_desc, dv_desc, dq_semaphores, row_tiles, rows_b, rows_h)
+    split_sums = SplitSums(sums, arrivals)
     # the lists below are alike, but a tuple that has a name loses its constants in Gluon
     if WIDE:
         exchange = new_exchange(dtype, BLOCK_N, BLOCK_M)
         gl.warp_specialize([
-            (softmax_dv_warpgroup, (SplitSums(sums, arrivals), params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
-            (ds_dk_warpgroup, (SplitSums(sums, arrivals), params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
-            (load, (
-                q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
-                rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST,
-            )),
-            (store_dq, (
-                dq_desc, dk_desc, dv_desc, params, inputs, dq_pipeline, tile_info, dq_semaphores, row_tiles, rows_b, rows_h,
-                BLOCK_M, BLOCK_N, D, DESCENDING,
-            )),
+            (softmax_dv_warpgroup, (split_sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
+            (ds_dk_warpgroup, (split_sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D)),
+            (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
+            (store_dq, (0, 1, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
         ], [4, 1, 1], [DS_DK_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
     else:
         SCORES_L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([BLOCK_N, BLOCK_M], dtype)
         ds_stages = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], SCORES_L)
-        gl.warp_specialize([
-            (mma_warpgroup, (0, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors, D)),
-            (mma_warpgroup, (1, SplitSums(sums, arrivals), params, inputs, ds_stages, dq_pipeline, tile_info, factors, D)),
-            (load, (
-                q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter,
-                rows_b, rows_h, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST,
-            )),
-            (store_dq, (
-                dq_desc, dk_desc, dv_desc, params, inputs, dq_pipeline, tile_info, dq_semaphores, row_tiles, rows_b, rows_h,
-                BLOCK_M, BLOCK_N, D, DESCENDING,
-            )),
-        ], [4, 1, 1], [MMA_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+        if DQ_WARPS == 1:
+            gl.warp_specialize([
+                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HEAD)),
+                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HEAD)),
+                (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
+                (store_dq, (0, 1, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
+            ], [4, 1, 1], [MMA_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
+        else:
+            gl.warp_specialize([
+                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HEAD)),
+                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HEAD)),
+                (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
+                (store_dq, (0, 2, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
+                (store_dq, (1, 2, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
+            ], [4, 1, 1, 1], [MMA_REGISTERS, REGISTERS, REGISTERS, REGISTERS])  # fmt: skip

@@ -26,7 +26,7 @@ from .backward_scheduler import (
 )
 from .gluon_names import tma_load
 from .pieces import load_tile
-from .pipeline import named_acquire, named_drain, producer_acquire, write_word
+from .pipeline import named_acquire, named_drain, producer_acquire, stage_of, write_word
 
 
 class Inputs(NamedTuple):
@@ -41,33 +41,46 @@ class Inputs(NamedTuple):
     row_info: Any
 
 
+class Sources(NamedTuple):
+    """What the producer warp loads from, by TMA; q, k, v and do in pieces."""
+
+    q_descs: Any
+    k_descs: Any
+    v_descs: Any
+    do_descs: Any
+    neg_lse2_desc: Any
+    delta_desc: Any
+    rows_b: Any
+    rows_h: Any
+
+
 @gluon.jit
-def _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N: gl.constexpr):
+def _load_columns(sources, params, tile, inputs, iteration, BLOCK_N: gl.constexpr):
     at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, tile.n * BLOCK_N)
     producer_acquire(inputs.k, iteration)
-    load_tile(k_descs, at, inputs.k, 0)
+    load_tile(sources.k_descs, at, inputs.k, 0)
     producer_acquire(inputs.v, iteration)
-    load_tile(v_descs, at, inputs.v, 0)
+    load_tile(sources.v_descs, at, inputs.v, 0)
 
 
 @gluon.jit
 def _load_rows(descs, at, row_desc, row, rows, pipeline, state):
     """A tile of q or do and what comes with it: neg_lse2 or delta, from `row` on."""
-    stage = state % pipeline.full.shape[0]
+    stage = stage_of(state, pipeline.full.shape[0])
     load_tile(descs, at, pipeline, stage, row_desc.block_type.nbytes)
     tma_load(row_desc, [row], pipeline.full.index(stage), rows.index(stage))
 
 
 @gluon.jit
 def _load_tile(
-    q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, tile, iteration, state, inputs, tile_info,
-    rows_b, rows_h, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DO_FIRST: gl.constexpr,
+    sources, params, tile, iteration, state, inputs, tile_info,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
     """q and do of every tile of rows, do first or q first; k and v after the first q, because their stages are released later
     than q's."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     publish_tile(tile_info, iteration, tile, VARLEN)
-    row = first_row(tile.b, tile.start_q, rows_b, VARLEN)
+    row = first_row(tile.b, tile.start_q, sources.rows_b, VARLEN)
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
     for step in range(tile.begin, tile.end):
@@ -75,30 +88,30 @@ def _load_tile(
         m = row_tile(tile, i)
         at = tma_coordinates(params, tile.b, tile.start_q, tile.tq, h, m * BLOCK_M)
         flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(i < tile.masked, MASKED, 0)
-        padded_row = h * rows_h + row + m * BLOCK_M
+        padded_row = h * sources.rows_h + row + m * BLOCK_M
         if DO_FIRST:
             named_acquire(inputs.do, state, DO, INPUT_THREADS)
-            _load_rows(do_descs, at, delta_desc, padded_row, inputs.delta, inputs.do, state)
+            _load_rows(sources.do_descs, at, sources.delta_desc, padded_row, inputs.delta, inputs.do, state)
         named_acquire(inputs.q, state, Q, INPUT_THREADS)
-        write_word(inputs.row_info, state % inputs.row_info.shape[0], (m << FLAG_BITS) + flags)
-        _load_rows(q_descs, at, neg_lse2_desc, padded_row, inputs.neg_lse2, inputs.q, state)
+        write_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]), (m << FLAG_BITS) + flags)
+        _load_rows(sources.q_descs, at, sources.neg_lse2_desc, padded_row, inputs.neg_lse2, inputs.q, state)
         if step == tile.begin:
-            _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N)
+            _load_columns(sources, params, tile, inputs, iteration, BLOCK_N)
         if not DO_FIRST:
             named_acquire(inputs.do, state, DO, INPUT_THREADS)
-            _load_rows(do_descs, at, delta_desc, padded_row, inputs.delta, inputs.do, state)
+            _load_rows(sources.do_descs, at, sources.delta_desc, padded_row, inputs.delta, inputs.do, state)
         state += 1
         i += 1
         g = gl.where(i == tile.count, g + 1, g)
         i = gl.where(i == tile.count, 0, i)
     if tile.begin == tile.end:
-        _load_columns(k_descs, v_descs, params, tile, inputs, iteration, BLOCK_N)
+        _load_columns(sources, params, tile, inputs, iteration, BLOCK_N)
     return state
 
 
 @gluon.jit
 def load(
-    q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, inputs, tile_info, tile_counter, rows_b, rows_h,
+    sources, params, inputs, tile_info, tile_counter,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
     """The producer warp. `state`: of the pipelines q and do; of k and v it is `iteration`."""
@@ -136,8 +149,7 @@ def load(
                 n = col_tiles - 1 - n
             tile = work_tile(b_of, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
             state = _load_tile(
-                q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, params, tile, iteration, state,
-                inputs, tile_info, rows_b, rows_h, BLOCK_M, BLOCK_N, DO_FIRST,
+                sources, params, tile, iteration, state, inputs, tile_info, BLOCK_M, BLOCK_N, DO_FIRST
             )  # fmt: skip
             iteration += 1
             t, part = take_tile(tile_counter, params)

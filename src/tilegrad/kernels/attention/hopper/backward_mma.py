@@ -31,8 +31,17 @@ from .backward_scheduler import (
 from .backward_store_dq import send_dkdv, send_dq
 from .band import keep_between
 from .gluon_names import barrier
-from .pieces import add_dot, dot_rows, tile_of, wait_pieces, zeros
-from .pipeline import consumer_release, consumer_wait, named_release, named_wait, only_stage, read_word, write_word
+from .pieces import add_dot, cut, dot_rows, load_head, tile_of, wait_pieces, zeros
+from .pipeline import (
+    consumer_release,
+    consumer_wait,
+    named_release,
+    named_wait,
+    only_stage,
+    read_word,
+    stage_of,
+    write_word,
+)
 
 HALF = gl.constexpr(64)  # columns of a warpgroup
 NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
@@ -131,7 +140,7 @@ def splitk_reduce(
 ):  # fmt: skip
     """dk or dv of a split work tile, or a half of its columns, added to those of the CTAs before; the last to add stores the
     sum."""
-    index = read_word(tile_info.stages, iteration % INFO_STAGES * INFO_WORDS + TILE_FIELDS - 1)
+    index = read_word(tile_info.stages, stage_of(iteration, INFO_STAGES) * INFO_WORDS + TILE_FIELDS - 1)
     at = [_sums_of(x[0], 0, which, HALF, index, sums, BLOCK_N, D)]
     if len(x) == 2:
         at = [at[0], _sums_of(x[1], x[0].shape[1], which, HALF, index, sums, BLOCK_N, D)]
@@ -147,8 +156,15 @@ def splitk_reduce(
 
 
 @gluon.jit
+def _half(W: gl.constexpr, tile):
+    """The columns of warpgroup W: rows of k or v."""
+    return [x.slice(W * HALF, HALF, 0) for x in tile]
+
+
+@gluon.jit
 def _add_rows(
-    W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, ds_s, params, inputs, dq_pipeline, tile_info, factors,
+    W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, v_head, ds_s, params, inputs, dq_pipeline, tile_info,
+    factors,
 ):  # fmt: skip
     """dk, dv of warpgroup W after one more tile of rows; it sends a part of dq, of 64 rows: one of the pieces of D, half of D
     where that is one piece, or D where the tile has as many rows as columns."""
@@ -162,15 +178,16 @@ def _add_rows(
     DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
     zero = gl.zeros((HALF, BLOCK_M), gl.float32, layout=ST_L)
-    s_token = dot_rows([x.slice(W * HALF, HALF, 0) for x in k], q, zero)
+    s_token = dot_rows(_half(W, k), q, zero)
     consumer_wait(inputs.do, state)
-    dp_token = dot_rows([x.slice(W * HALF, HALF, 0) for x in v], do, zero)
-    neg_lse2 = inputs.neg_lse2.index(state % STAGES).load(ROW_L)
-    x = warpgroup_mma_wait(PIECES, deps=(s_token,))
+    dp_token = dot_rows(_half(W, v), do, zero, v_head)
+    DP_MMAS: gl.constexpr = PIECES if v_head is None else len(cut(do, v_head.shape[1]))
+    neg_lse2 = inputs.neg_lse2.index(stage_of(state, STAGES)).load(ROW_L)
+    x = warpgroup_mma_wait(DP_MMAS, deps=(s_token,))
     row = (row_info >> FLAG_BITS) * BLOCK_M
     p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
     p16 = p.to(dtype)
-    delta = inputs.delta.index(state % STAGES).load(ROW_L)
+    delta = inputs.delta.index(stage_of(state, STAGES)).load(ROW_L)
     ds16 = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors).to(dtype)
     ds_s.slice(W * HALF, HALF, 0).store(ds16)
     dv_token = add_dot(p16, do, dv)
@@ -195,12 +212,16 @@ def _add_rows(
 
 
 @gluon.jit
-def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D: gl.constexpr):
+def mma_warpgroup(
+    W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D: gl.constexpr,
+    V_HEAD: gl.constexpr,
+):  # fmt: skip
     """MMA warpgroup W of two: columns 64 W … of sᵀ, dpᵀ, dk and dv, and a half of dq.
 
     dsᵀ has two stages, so its store waits for nobody: who stores dsᵀ of a tile of rows has met the other at DS of the tile
     before, and there the other's dq of the tile before that was done."""
     BLOCK_N: gl.constexpr = ds_stages.shape[1]
+    ST_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, ds_stages.shape[2], 16])
     dtype: gl.constexpr = ds_stages.dtype
     state = 0
     iteration = 0
@@ -210,17 +231,21 @@ def mma_warpgroup(W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline,
         dv = zeros(HALF, inputs.v.stages)
         consumer_wait(inputs.k, iteration)
         consumer_wait(inputs.v, iteration)
+        v_head = None
+        if V_HEAD > 0:
+            v_head = load_head(_half(W, tile_of(inputs.v.stages, only_stage(state))), V_HEAD, ST_L)
         more = tile.begin < tile.end
         while more:
             k = tile_of(inputs.k.stages, only_stage(state))
             v = tile_of(inputs.v.stages, only_stage(state))
             consumer_wait(inputs.q, state)
-            q = tile_of(inputs.q.stages, state % inputs.q.full.shape[0])
-            row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
-            do = tile_of(inputs.do.stages, state % inputs.do.full.shape[0])
+            q = tile_of(inputs.q.stages, stage_of(state, inputs.q.full.shape[0]))
+            row_info = read_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]))
+            do = tile_of(inputs.do.stages, stage_of(state, inputs.do.full.shape[0]))
+            ds_s = ds_stages.index(stage_of(state, ds_stages.shape[0]))
             dk, dv = _add_rows(
-                W, dk, dv, state, iteration, row_info, q, k, v, do, ds_stages.index(state % 2), params, inputs,
-                dq_pipeline, tile_info, factors,
+                W, dk, dv, state, iteration, row_info, q, k, v, do, v_head, ds_s, params, inputs, dq_pipeline, tile_info,
+                factors,
             )  # fmt: skip
             state += 1
             more = row_info & LAST == 0

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .pipeline import consumer_wait, producer_acquire, producer_commit, read_word, write_word
+from .pipeline import consumer_wait, producer_acquire, producer_commit, read_word, stage_of, write_word
 from .tma import SEQUENCE_END
 
 INFO_STAGES = gl.constexpr(2)  # work tiles whose info is kept
@@ -71,7 +71,7 @@ def publish_tile(tile_info, iteration, tile, VARLEN: gl.constexpr):
     producer_acquire(tile_info, iteration)
     for i in gl.static_range(TILE_FIELDS):
         if VARLEN or (i < 3 or i > 6):
-            write_word(tile_info.stages, iteration % INFO_STAGES * INFO_WORDS + i, tile[i])
+            write_word(tile_info.stages, stage_of(iteration, INFO_STAGES) * INFO_WORDS + i, tile[i])
     producer_commit(tile_info, iteration)
 
 
@@ -86,7 +86,7 @@ def wait_for_tile(tile_info, iteration, params):
 def read_tile(tile_info, iteration, params):
     """The same, read again: what is read when it is needed holds no registers before."""
     words = tile_info.stages
-    at = iteration % INFO_STAGES * INFO_WORDS
+    at = stage_of(iteration, INFO_STAGES) * INFO_WORDS
     start_q = 0
     start_k = 0
     tq = params.tq
@@ -106,7 +106,7 @@ def read_tile(tile_info, iteration, params):
 @gluon.jit
 def stored_word(iteration, which: gl.constexpr, HALF: gl.constexpr):
     """The word of tile info that says whether dk or dv, of a half of the columns, is to be stored."""
-    return iteration % INFO_STAGES * INFO_WORDS + TILE_FIELDS + 2 * which + HALF
+    return stage_of(iteration, INFO_STAGES) * INFO_WORDS + TILE_FIELDS + 2 * which + HALF
 
 
 @gluon.jit

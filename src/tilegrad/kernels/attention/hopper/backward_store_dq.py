@@ -1,13 +1,16 @@
-"""The dQ store warp of Hopper's backward: adds dq of every tile of rows to memory by TMA, and stores dk and dv.
+"""The dQ store warps of Hopper's backward: they add dq of every tile of rows to memory by TMA, and store dk and dv.
 
-Deterministic calls add to a tile of dq in the order of the tile scheduler: a semaphore in memory counts the work tiles that
-have added to it. A CTA waits only for work tiles taken before its own, so the wait ends.
+There is one for both MMA warpgroups, or one for each. Deterministic calls add to a tile of dq in the order of the tile
+scheduler: semaphores in memory, one for each dQ store warp, count the work tiles that have added to it. A CTA waits only for
+work tiles taken before its own, so the wait ends.
 
 Rows of dq are permuted among eight, in shared memory and so in dq_acc: row 4c + d is line 2d + c. In the order of rows the
 threads of a warp would store two to a bank.
 """
 
 from __future__ import annotations
+
+from typing import Any, NamedTuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -78,36 +81,38 @@ def send_dkdv(W: gl.constexpr, x, count, dq_pipeline, DTYPE: gl.constexpr, D: gl
     named_arrive(DQ + W, DQ_THREADS)
 
 
+class Gradients(NamedTuple):
+    """Where the dQ store warps write to; None where a gradient is not wanted, or additions have no order."""
+
+    dq_desc: Any
+    dk_desc: Any
+    dv_desc: Any
+    dq_semaphores: Any
+    row_tiles: Any  # of a query head, in dq_semaphores
+    rows_b: Any
+    rows_h: Any
+
+
 @gluon.jit
 def store_dq(
-    dq_desc, dk_desc, dv_desc, params, inputs, dq_pipeline, tile_info, dq_semaphores, row_tiles, rows_b, rows_h,
+    W: gl.constexpr, WARPS: gl.constexpr, gradients, params, dq_pipeline, tile_info, DTYPE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
-    """The dQ store warp; dv and dk of a work tile come after the last of its dq."""
-    DTYPE: gl.constexpr = inputs.k.stages[0].dtype
+    """dQ store warp W of one, or of one for each MMA warpgroup; dv and dk of a work tile come after the last of its dq."""
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
-        _add_row_tiles(
-            dq_desc,
-            params,
-            tile,
-            dq_pipeline,
-            dq_semaphores,
-            row_tiles,
-            rows_b,
-            rows_h,
-            BLOCK_M,
-            BLOCK_N,
-            D,
-            DESCENDING,
-        )
-        for part in gl.static_range(4):
+        _add_row_tiles(W, WARPS, gradients, params, tile, dq_pipeline, BLOCK_M, BLOCK_N, D, DESCENDING)
+        for part in gl.static_range(W, 4, WARPS):
             # up to D 128 a warpgroup has 64 of the columns, of dv and then of dk; beyond, one has dv and the other dk
             if (part % 2 if D > 128 else part // 2) == 0:
-                _store_dkdv(dv_desc, part, tile, params, dq_pipeline, tile_info, iteration, DV, DTYPE, BLOCK_N, D)
+                _store_dkdv(
+                    gradients.dv_desc, part, tile, params, dq_pipeline, tile_info, iteration, DV, DTYPE, BLOCK_N, D
+                )
             else:
-                _store_dkdv(dk_desc, part, tile, params, dq_pipeline, tile_info, iteration, DK, DTYPE, BLOCK_N, D)
+                _store_dkdv(
+                    gradients.dk_desc, part, tile, params, dq_pipeline, tile_info, iteration, DK, DTYPE, BLOCK_N, D
+                )
         consumer_release(tile_info, iteration)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)
@@ -115,28 +120,30 @@ def store_dq(
 
 @gluon.jit
 def _add_row_tiles(
-    dq_desc, params, tile, dq_pipeline, dq_semaphores, row_tiles, rows_b, rows_h,
+    W: gl.constexpr, WARPS: gl.constexpr, gradients, params, tile, dq_pipeline,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     """dq of every tile of rows of a work tile, added to memory; with `dq_semaphores` in order, and the first is stored. Its
     parts come from the two warpgroups in turn."""
+    dq_desc = gradients.dq_desc
     ROWS: gl.constexpr = dq_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[1]
     PARTS: gl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row; TMA drops what the last has beyond D
-    row = first_row(tile.b, tile.start_q, rows_b, params.cu_seqlens_q is not None)
+    row = first_row(tile.b, tile.start_q, gradients.rows_b, params.cu_seqlens_q is not None)
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
     for _ in range(tile.begin, tile.end):
         h = tile.kv_head * params.group + g
         m = row_tile(tile, i)
         before = 1
-        if dq_semaphores is not None:
+        if gradients.dq_semaphores is not None:
             before = earlier_tiles(m, tile, params, BLOCK_M, BLOCK_N, DESCENDING)
-            counter = dq_semaphores + ((tile.b * params.kv_heads * params.group + h) * row_tiles + m)
+            number = (tile.b * params.kv_heads * params.group + h) * gradients.row_tiles + m
+            counter = gradients.dq_semaphores + (number * WARPS + W)
             if before > 0:
                 wait_for_semaphore(counter, before)
-        line = h * rows_h + row + m * BLOCK_M
-        for part in gl.static_range((BLOCK_M // ROWS) * PARTS):
+        line = h * gradients.rows_h + row + m * BLOCK_M
+        for part in gl.static_range(W, (BLOCK_M // ROWS) * PARTS, WARPS):
             at = [line + part // PARTS * ROWS, part % PARTS * COLUMNS]
             dq_s = dq_pipeline.stages.index(part % 2)
             named_wait(DQ + part % 2, DQ_THREADS)
@@ -146,7 +153,7 @@ def _add_row_tiles(
                 tma_reduce_add(dq_desc, at, dq_s)
             tma.store_wait(0)
             mbarrier.arrive(dq_pipeline.empty.index(part % 2), count=1)
-        if dq_semaphores is not None:
+        if gradients.dq_semaphores is not None:
             wait_until_in_memory()
             gl.atomic_add(counter, 1, sem="release")
         i += 1

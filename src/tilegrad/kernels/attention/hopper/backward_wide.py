@@ -32,6 +32,7 @@ from .pipeline import (
     named_wait,
     only_stage,
     read_word,
+    stage_of,
 )
 
 SLICE = gl.constexpr(64)  # columns of a slice of dq
@@ -105,10 +106,10 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
         while more:
             k = tile_of(inputs.k.stages, only_stage(state))
             consumer_wait(inputs.q, state)
-            q = tile_of(inputs.q.stages, state % inputs.q.full.shape[0])
+            q = tile_of(inputs.q.stages, stage_of(state, inputs.q.full.shape[0]))
             s_token = dot_rows(k, q, zero)
-            row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
-            neg_lse2 = inputs.neg_lse2.index(state % inputs.neg_lse2.shape[0]).load(gl.SliceLayout(0, ST_L))
+            row_info = read_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]))
+            neg_lse2 = inputs.neg_lse2.index(stage_of(state, inputs.neg_lse2.shape[0])).load(gl.SliceLayout(0, ST_L))
             x = warpgroup_mma_wait(0, deps=(s_token,))
             named_release(inputs.q, state, Q, INPUT_THREADS)
             row = (row_info >> FLAG_BITS) * BLOCK_M
@@ -120,7 +121,7 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
             named_arrive(P, MMA_THREADS)
 
             consumer_wait(inputs.do, state)
-            do = tile_of(inputs.do.stages, state % inputs.do.full.shape[0])
+            do = tile_of(inputs.do.stages, stage_of(state, inputs.do.full.shape[0]))
             dv_token = add_dot(p.to(dtype), do, dv)
             named_wait(DS, MMA_THREADS)
             ds = exchange.ds.index(only_stage(state))
@@ -161,9 +162,9 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
             k = tile_of(inputs.k.stages, only_stage(state))
             v = tile_of(inputs.v.stages, only_stage(state))
             consumer_wait(inputs.do, state)
-            do = tile_of(inputs.do.stages, state % inputs.do.full.shape[0])
+            do = tile_of(inputs.do.stages, stage_of(state, inputs.do.full.shape[0]))
             dp_token = dot_rows(v, do, zero)
-            delta = inputs.delta.index(state % inputs.delta.shape[0]).load(gl.SliceLayout(0, ST_L))
+            delta = inputs.delta.index(stage_of(state, inputs.delta.shape[0])).load(gl.SliceLayout(0, ST_L))
             named_wait(P, MMA_THREADS)
             weight = exchange.p.index(0).load(ST_L)
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
@@ -175,8 +176,8 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
             ds = exchange.ds.index(only_stage(state))
 
             consumer_wait(inputs.q, state)
-            q = tile_of(inputs.q.stages, state % inputs.q.full.shape[0])
-            row_info = read_word(inputs.row_info, state % inputs.row_info.shape[0])
+            q = tile_of(inputs.q.stages, stage_of(state, inputs.q.full.shape[0]))
+            row_info = read_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]))
             dk_token = add_dot(ds16, q, dk)
             dq1_token = _gradient_of_rows(ds, k, 1)
             count = state * SLICES + iteration * 2

@@ -109,7 +109,7 @@ def _scores(q, kv_state, pipelines, S: gl.constexpr):
     consumer_wait(pipelines.k, kv_state)
     k = tile_of(pipelines.k.stages, kv_state % STAGES)
     if len(q) > len(k):
-        k = cut(k[0])
+        k = cut(k, q[0].shape[1])
     BLOCK_N: gl.constexpr = k[0].shape[0]
     return dot_rows(q, k, gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S))
 
@@ -303,7 +303,7 @@ def _attend(
         if Q_REGISTERS:
             q = load_pieces(q, P)
         elif BLOCK_D == 256 and params.left is None and not VARLEN:
-            q = cut(q[0])
+            q = cut(q, BLOCK_D // 4)
             q = (q[0].load(P), q[1], q[2])
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
         named_release(pipelines.k, kv_state, K_BARRIER, THREADS)

@@ -17,6 +17,7 @@ from torch import Tensor
 from ...cuda_launch import Launch, Plan
 from ...gpu import multiprocessors
 from ...scratch import Layout, Scratch, Shapes
+from ...triton_version import takes_more_registers
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
 from . import pieces
@@ -35,24 +36,31 @@ START = 6  # a CTA's prologue and epilogue of a work tile, in tiles of rows
 
 
 class TileConfig(NamedTuple):
-    """Of the main kernel: rows and columns of a tile, stages of do, columns of a part of dq, and whether do is loaded before q,
-    as its stages are released, or after it."""
+    """Of the main kernel: rows and columns of a tile, stages of do, columns of a part of dq; whether do is loaded before q, as
+    its stages are released, or after it; how many of v's D columns a warpgroup holds in registers; dQ store warps of a
+    deterministic call."""
 
     m: int
     n: int
     do_stages: int
     dq_columns: int
     do_first: bool = False
+    v_head: int = 0
+    dq_warps: int = 1
 
 
+SPARE = not takes_more_registers()  # registers for v
 TILE_CONFIGS = {  # by the head dimension, padded
-    64: TileConfig(128, 128, 2, 64),
-    96: TileConfig(64, 128, 2, 64, do_first=True),
-    128: TileConfig(64, 128, 2, 64),
+    64: TileConfig(128, 128, 2, 64, v_head=16 if SPARE else 0),
+    96: TileConfig(64, 128, 2, 64, do_first=True, v_head=64, dq_warps=2),
+    128: TileConfig(64, 128, 2, 64, v_head=64 if SPARE else 0, dq_warps=2),
     192: TileConfig(64, 64, 2, 64, do_first=True),
     256: TileConfig(64, 64, 1, 64, do_first=True),
 }
-SOFTCAP_CONFIGS = TILE_CONFIGS | {64: TileConfig(64, 128, 2, 32)}  # a softcap takes registers
+SOFTCAP_CONFIGS = TILE_CONFIGS | {  # a softcap takes registers
+    64: TileConfig(64, 128, 2, 32),
+    128: TileConfig(64, 128, 2, 64, dq_warps=2),
+}
 launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
 
 
@@ -85,9 +93,10 @@ def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Sha
         "neg_lse2": (rows, torch.float32),
         "padded_delta": (rows, torch.float32),
     }
-    shapes["counters"] = ((1 + 4 * SPLIT_TILES + sizes.batch * sizes.hq * padded // BLOCK,), torch.int32)
+    tile, width = TILE_CONFIGS[width_of(sizes.d)], width_of(sizes.d)
+    semaphores = sizes.batch * sizes.hq * padded // BLOCK * (tile.dq_warps if deterministic else 1)
+    shapes["counters"] = ((1 + 4 * SPLIT_TILES + semaphores,), torch.int32)
     if not deterministic:
-        tile, width = TILE_CONFIGS[width_of(sizes.d)], width_of(sizes.d)
         shapes["sums"] = ((max(1, min(SPLIT_TILES, count_work_tiles(sizes, None))), 2, tile.n, width), torch.float32)
     return shapes
 
@@ -205,6 +214,7 @@ def _prepare(
     programs, tiles = multiprocessors(q.device), count_work_tiles(sizes, k.shape[0] if varlen else None)
     splits = 1 if deterministic else splits_for(sizes, tiles, programs, tile.m)
     split = splits > 1
+    dq_warps = tile.dq_warps if deterministic else 1
     scale_log2 = 1.0 if cap else math.copysign(max(abs(scale) * LOG2E, LEAST_FACTOR), scale)
     divisor = scale_log2 if width > DIVIDED.value else 1.0
     descending = deterministic and sizes.right is not None
@@ -251,14 +261,14 @@ def _prepare(
             sizes.left, sizes.right,
             1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic), splits if split else None,
             row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
-            tile.m, tile.n, width, tile.do_stages, tile.do_first, descending,
+            tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_head, dq_warps, descending,
         ), num_warps=4,
     )  # fmt: skip
     prepared = [preprocess, main]
     if dq is not None:
         arguments = (
             acc, dq_semaphores if deterministic else None, cu_q, dq, *row_strides(dq, varlen=varlen), rows_b, rows_h,
-            sizes.hq, row_tiles, sizes.tq, scale, d, block_d, BLOCK, tile.m,
+            sizes.hq, row_tiles, sizes.tq, scale, d, block_d, BLOCK, tile.m, dq_warps,
         )  # fmt: skip
         grid = row_tiles * sizes.hq * sizes.batch
         prepared.append(prepare(_hopper_postprocess_kernel, code, grid, arguments, num_warps=4))

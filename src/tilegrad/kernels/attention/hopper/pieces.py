@@ -75,10 +75,21 @@ def tile_of(stages, n):
 
 
 @gluon.jit
-def cut(x):
-    """A tile's columns as a quarter, another and a half."""
-    N: gl.constexpr = x.shape[1] // 4
-    return x.slice(0, N, dim=1), x.slice(N, N, dim=1), x.slice(2 * N, 2 * N, dim=1)
+def cut(tile, N: gl.constexpr):
+    """A tile in other pieces, of which the first has N columns: one of two pieces, or a half or a quarter of the only one."""
+    x = tile[0]
+    if len(tile) == 2:
+        return (x, tile[1]) if x.shape[1] == N else (tile[1], x)
+    elif x.shape[1] == 2 * N:
+        return x.slice(0, N, dim=1), x.slice(N, N, dim=1)
+    else:
+        return x.slice(0, N, dim=1), x.slice(N, N, dim=1), x.slice(2 * N, 2 * N, dim=1)
+
+
+@gluon.jit
+def load_head(tile, N: gl.constexpr, L: gl.constexpr):
+    """The first piece of `cut`, in registers as a left operand of products in layout L."""
+    return cut(tile, N)[0].load(gl.DotOperandLayout(operand_index=0, parent=L, k_width=2))
 
 
 @gluon.jit
@@ -107,9 +118,14 @@ def _zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def dot_rows(a, b, zero):
-    """a bᵀ, issued; `zero` has its shape."""
-    products = warpgroup_mma(a[0], b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
+def dot_rows(a, b, zero, head=None):
+    """a bᵀ, issued; `zero` has its shape. `head` is `load_head` of a."""
+    first = a[0]
+    if head is not None:
+        a = cut(a, head.shape[1])
+        b = cut(b, head.shape[1])
+        first = head
+    products = warpgroup_mma(first, b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):
         products = warpgroup_mma(a[i], b[i].permute((1, 0)), products, is_async=True)
     return products

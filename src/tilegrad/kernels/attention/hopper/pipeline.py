@@ -45,6 +45,14 @@ def mbarriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 
 @gluon.jit
+def stage_of(state, STAGES: gl.constexpr):
+    """state % STAGES, a power of two, for what is addressed in a main loop. Integers have a sign, so a remainder is a division,
+    and addresses that the compiler derives from it take registers."""
+    gl.static_assert(STAGES & (STAGES - 1) == 0)
+    return state & (STAGES - 1)
+
+
+@gluon.jit
 def producer_acquire(pipeline, state):
     """Wait until the consumers have released the stage of a state."""
     STAGES: gl.constexpr = pipeline.empty.shape[0]

@@ -83,7 +83,7 @@ def _hopper_postprocess_kernel(
     dq,
     dq_b: tl.int64, dq_h: tl.int64, dq_t: tl.int64,
     rows_b, rows_h, heads, row_tiles, tq, scale,
-    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr,
+    D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, DQ_WARPS: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % row_tiles
     h = tl.program_id(0) // row_tiles % heads
@@ -99,7 +99,8 @@ def _hopper_postprocess_kernel(
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
     came = both
     if dq_semaphores is not None:
-        came = both & (tl.load(dq_semaphores + (b * heads + h) * row_tiles + tile * BLOCK // BLOCK_M) > 0)
+        number = (b * heads + h) * row_tiles + tile * BLOCK // BLOCK_M
+        came = both & (tl.load(dq_semaphores + number * DQ_WARPS) > 0)
     sums = tl.load(dq_acc + dq_line(at).to(tl.int64)[:, None] * D + c, mask=came, other=0.0)
     tl.store(_rows_of(dq, dq_b, dq_h, dq_t, b, h, t, 8) + c, (sums * scale).to(dq.dtype.element_ty), mask=both)
 
