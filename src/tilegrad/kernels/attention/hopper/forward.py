@@ -23,7 +23,8 @@ the others' MMAs. A warpgroup that skips a block passes its turn.
 
 **q in registers** at D 96, 128 and 192 (without a softcap) of full attention: a block of columns then reads a third less of
 shared memory. Under a causal edge that is 1 % slower. At D 256 the bandwidth of shared memory is the limit, and a quarter of q
-is in registers: 2 to 3 % faster; half of it is slower, and a window or packed sequences leave none.
+is in registers: 2 to 3 % faster; half of it is slower, and a window or packed sequences leave none. The host decides
+(launch_forward.columns_in_registers).
 
 Which work tiles a CTA takes: forward_scheduler.py.
 
@@ -272,7 +273,7 @@ def _skip_blocks(blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.co
 @gluon.jit
 def _attend(
     W: gl.constexpr, pipelines, params, out, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    D: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
+    D: gl.constexpr, Q_HEAD: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """MMA warpgroup W of a CTA."""
     dtype: gl.constexpr = pipelines.q.stages[0].dtype
@@ -284,9 +285,6 @@ def _attend(
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
     V_BARRIER: gl.constexpr = v_barrier(pipelines.k.full.shape[0])
     TURNS: gl.constexpr = takes_turns(WARPGROUPS, BLOCK_D)
-    FULL: gl.constexpr = params.left is None and params.right is None and not VARLEN
-    SPARE: gl.constexpr = BLOCK_D <= 128 or (BLOCK_D == 192 and params.softcap_log2 is None)  # registers for q
-    Q_REGISTERS: gl.constexpr = FULL and BLOCK_D > 64 and SPARE
     if W == WARPGROUPS - 1:
         _pass_turn(W, WARPGROUPS, pipelines, TURNS)
     iteration = gl.to_tensor(0)
@@ -300,10 +298,10 @@ def _attend(
 
         kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, TURNS)
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
-        if Q_REGISTERS:
+        if Q_HEAD == BLOCK_D:
             q = load_pieces(q, P)
-        elif BLOCK_D == 256 and params.left is None and not VARLEN:
-            q = cut(q, BLOCK_D // 4)
+        elif Q_HEAD > 0:
+            q = cut(q, Q_HEAD)
             q = (q[0].load(P), q[1], q[2])
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
         named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
@@ -361,7 +359,8 @@ def _attention_fwd_kernel(
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_HEAD: gl.constexpr,
+    NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     VARLEN: gl.constexpr = cu_seqlens_q is not None
     barrier: gl.constexpr = mbarrier.MBarrierLayout()
@@ -409,19 +408,19 @@ def _attention_fwd_kernel(
     MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: else ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [1], [40])  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -59,7 +59,8 @@ TILE_CONFIGS = {  # by the head dimension, padded
 }
 SOFTCAP_CONFIGS = TILE_CONFIGS | {  # a softcap takes registers
     64: TileConfig(64, 128, 2, 32),
-    128: TileConfig(64, 128, 2, 64, dq_warps=2),
+    96: TILE_CONFIGS[96]._replace(v_head=64 if SPARE else 0),
+    128: TILE_CONFIGS[128]._replace(v_head=0),
 }
 launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
 

@@ -12,6 +12,7 @@ from torch import Tensor
 from ...cuda_launch import Launch, Plan, Zero
 from ...gpu import multiprocessors
 from ...scratch import Scratch, Shapes
+from ...triton_version import takes_more_registers
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
 from .forward import _attention_fwd_kernel
@@ -57,6 +58,16 @@ def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
     if -(-sizes.tq // ROWS.value) * sizes.hq * sizes.batch <= programs:
         return config._replace(warpgroups=1)
     return WINDOW_CONFIG if width in (96, 128) and sizes.left is not None else config
+
+
+def columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
+    """How many of q's columns a warpgroup holds in registers: all of them at D 96, 128 and 192 of full attention, a quarter at
+    D 256, where the compiler has the registers."""
+    width, whole = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen
+    if width == 256:
+        return 64 if sizes.left is None and not varlen else 0
+    spared = (128,) if takes_more_registers() else (96, 128, 192)
+    return width if whole and width in spared and not (softcap and width == 192) else 0
 
 
 def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
@@ -171,7 +182,8 @@ def _prepare(
         0 if sinks is None else sinks.stride(0),
     )
     constants = (
-        config.warpgroups, config.columns, width, sizes.d, config.k_stages, config.v_stages, config.q_stages, scale < 0.0,
+        config.warpgroups, config.columns, width, sizes.d, config.k_stages, config.v_stages, config.q_stages,
+        columns_in_registers(sizes, varlen=varlen, softcap=mask.softcap != 0.0), scale < 0.0,
         edges_in_the_loop(sizes, varlen=varlen),
     )  # fmt: skip
     key = (
