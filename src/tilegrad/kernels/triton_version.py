@@ -6,13 +6,14 @@
 Kernels of 3.6 to 3.9 were run on an H200. A newer version may change either without an error, so what relies on it refuses,
 and says so.
 
-Compiled for sm_90, plain calls of bfloat16 spill nothing with 3.6 and 3.7, and with 3.8 12 bytes in Hopper's forward at D 256.
-3.9 has the ptxas of CUDA 13.4, and as Triton calls it (--regAllocOptLevel=2, since 3.7) it spills more:
+Compiled for sm_90, plain calls of bfloat16 spill 8 bytes in Hopper's backward at D 64, outside of its loop, and with 3.8 12 in the
+forward at D 256. 3.9 has the ptxas of CUDA 13.4, and as Triton calls it (--regAllocOptLevel=2, since 3.7) it spills more, though
+less of q and v is in registers with it (`takes_more_registers`):
 
-    bytes stored and loaded   hopper: backward at D 64: 124; forward at D 128: 116, at D 256: 288
+    bytes stored and loaded   hopper: backward at D 96: 116, at D 256: 108; forward at D 128: 148, at D 256: 280
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
-With ptxas's own level, 4, it spills less, and Hopper's backward of D 64 is 4 % faster in full attention
+With ptxas's own level, 4, it spills less, and Hopper's backward of D 64 was 4 % faster in full attention when it spilled
 (benchmarks/2026-11-17-triton-versions.md). Triton chose 2 because of an error of CUDA 13's ptxas. Level 4 was close to the
 reference in three calls on an H200; more were not compared, so it is not asked for. 3.9 also warns of a launch that leaves
 fused multiply-adds to the default.
