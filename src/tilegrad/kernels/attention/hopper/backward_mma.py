@@ -156,8 +156,8 @@ def splitk_reduce(
 
 
 @gluon.jit
-def _half(W: gl.constexpr, tile):
-    """The columns of warpgroup W: rows of k or v."""
+def _own_columns(W: gl.constexpr, tile):
+    """Of a tile of k or v, the columns of warpgroup W."""
     return [x.slice(W * HALF, HALF, 0) for x in tile]
 
 
@@ -178,9 +178,9 @@ def _add_rows(
     DQ_L: gl.constexpr = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, DQ_COLUMNS, 16])
     ROW_L: gl.constexpr = gl.SliceLayout(0, ST_L)
     zero = gl.zeros((HALF, BLOCK_M), gl.float32, layout=ST_L)
-    s_token = dot_rows(_half(W, k), q, zero)
+    s_token = dot_rows(_own_columns(W, k), q, zero)
     consumer_wait(inputs.do, state)
-    dp_token = dot_rows(_half(W, v), do, zero, v_head)
+    dp_token = dot_rows(_own_columns(W, v), do, zero, v_head)
     DP_MMAS: gl.constexpr = PIECES if v_head is None else len(cut(do, v_head.shape[1]))
     neg_lse2 = inputs.neg_lse2.index(stage_of(state, STAGES)).load(ROW_L)
     x = warpgroup_mma_wait(DP_MMAS, deps=(s_token,))
@@ -233,7 +233,7 @@ def mma_warpgroup(
         consumer_wait(inputs.v, iteration)
         v_head = None
         if V_HEAD > 0:
-            v_head = load_head(_half(W, tile_of(inputs.v.stages, only_stage(state))), V_HEAD, ST_L)
+            v_head = load_head(_own_columns(W, tile_of(inputs.v.stages, only_stage(state))), V_HEAD, ST_L)
         more = tile.begin < tile.end
         while more:
             k = tile_of(inputs.k.stages, only_stage(state))

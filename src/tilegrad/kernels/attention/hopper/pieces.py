@@ -88,7 +88,7 @@ def cut(tile, N: gl.constexpr):
 
 @gluon.jit
 def load_head(tile, N: gl.constexpr, L: gl.constexpr):
-    """The first piece of `cut`, in registers as a left operand of products in layout L."""
+    """The first piece of `cut`, in registers as a left operand of MMAs whose result has layout L."""
     return cut(tile, N)[0].load(gl.DotOperandLayout(operand_index=0, parent=L, k_width=2))
 
 
