@@ -138,6 +138,12 @@ def test_a_triton_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, 
     assert (f"and {version} is installed" in told.reasons["hopper"]) != known
 
 
+@pytest.mark.parametrize(("version", "more"), [("3.6.0", False), ("3.8.1", False), ("3.9.0", True), ("3.10.0", True)])
+def test_a_newer_ptxas_takes_more_registers(monkeypatch: pytest.MonkeyPatch, version: str, more: bool) -> None:
+    monkeypatch.setattr(triton_version, "installed", lambda: version)
+    assert triton_version.takes_more_registers() == more
+
+
 @pytest.mark.usefixtures("on_hopper")
 def test_packed_sequences_are_taken() -> None:
     packed = Handle((4096, 4, 64))

@@ -214,7 +214,7 @@ def test_no_spills_no_serialised_mmas_and_maxima_beside_them(
     assert min(maxima) >= 16, maxima
     assert pairs_of_exponentials(found["_attention_fwd_kernel"].ptx) < 0.5
     if d <= 128:  # of each warpgroup, dpᵀ = v doᵀ with the first columns of v; dv and dk have other numbers of columns
-        held = TILE_CONFIGS[d].v_head // 16
+        held = TILE_CONFIGS[d].v_held // 16
         assert left_in_registers(found["_hopper_bwd_kernel"].ptx, TILE_CONFIGS[d].m) == 2 * held
         assert bool(held) != takes_more_registers()
 
@@ -270,15 +270,21 @@ def test_features_compile(compile_call: Compile, name: str) -> None:
     assert set(HEADS) <= found.keys()
 
 
+MEMORY_WAIT = re.compile(r"cp\.async\.bulk\.wait_group 0;")
+
+
 @interpreted
 @without_gpu
 def test_the_dq_semaphore_is_released_after_a_warp_barrier(compile_call: Compile) -> None:
     """One thread sends dq by TMA and waits for it, another may release the semaphore. The emulator has no threads of a warp."""
-    found = compile_call(case(64, causal=True), ptxas=False, deterministic=True)
+    found = compile_call(case(128, causal=True), ptxas=False, deterministic=True)
     ptx = found["_hopper_bwd_kernel"].asm["ptx"]  # type: ignore[attr-defined]
-    waited = ptx.index("cp.async.bulk.wait_group 0;")
-    assert "bar.warp.sync" in ptx[waited : ptx.index(".global.gpu.release", waited)]
-    assert ptx.count("fence.proxy.async.global") == 2  # before the release, and after the acquire
+    releases = [ptx[place.end() : ptx.index(".global.gpu.release", place.end())] for place in MEMORY_WAIT.finditer(ptx)]
+    assert len(releases) == 2  # dQ store warps
+    assert all("bar.warp.sync" in between for between in releases)
+    assert ptx.count("fence.proxy.async.global") == 4  # before each release, and after each acquire
+    tritons = {int(number) for number in re.findall(r"bar(?:rier)?\.sync(?:\.aligned)?\s+(\d+)", ptx)}
+    assert tritons <= {0, 1, 2}  # ours begin at 5 (pipeline.py)
 
 
 @interpreted

@@ -38,19 +38,25 @@ def installed() -> str:
     return str(triton.__version__)
 
 
+def _number(version: str) -> Version | None:
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (int(found[1]), int(found[2])) if found else None
+
+
 @functools.cache
 def _refusal(version: str, known: tuple[Version, Version]) -> str | None:
     """What is wrong with a version; None for a known one."""
-    found, (first, last) = re.match(r"(\d+)\.(\d+)", version), known
-    if found and first <= (int(found[1]), int(found[2])) <= last:
+    found, (first, last) = _number(version), known
+    if found and first <= found <= last:
         return None
     names = dict.fromkeys(f"{major}.{minor}" for major, minor in known)
     return f"knows Triton {' to '.join(names)}, and {version} is installed"
 
 
 def takes_more_registers() -> bool:
-    """Whether ptxas, as this Triton calls it, leaves main loops fewer registers: those of 3.9 spill what 3.6 to 3.8 hold."""
-    return installed().startswith("3.9.")
+    """Whether ptxas, as this Triton calls it, leaves main loops fewer registers: with 3.9 they spill what they hold with 3.6 to
+    3.8."""
+    return (_number(installed()) or (0, 0)) >= (3, 9)
 
 
 def launch_options() -> dict[str, Any]:

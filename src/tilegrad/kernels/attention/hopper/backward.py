@@ -22,7 +22,8 @@ pipelines (pipeline.py) and named barriers (backward_barriers.py):
     tile_info                               producer → all      backward_scheduler.py
 
 **v in registers.** The bandwidth of shared memory is the limit, and every tile of rows reads all of k and v. Up to D 128 a
-warpgroup holds the first columns of its v in registers, as many as it has registers for: 2 to 5 % faster.
+warpgroup holds the first columns of its v in registers, as many as the compiler and a softcap leave it registers for
+(launch_backward.py): 1 to 3 % faster at D 64, 2 to 9 % at D 96, 2 to 5 % at D 128.
 
 **Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, do, dk and dv are tuples of one piece or two.
 
@@ -71,7 +72,7 @@ def _hopper_bwd_kernel(
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
     scale, scale_log2, softcap_log2, scale_over_softcap,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DO_FIRST: gl.constexpr,
-    V_HEAD: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr,
+    V_HELD: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -81,6 +82,7 @@ def _hopper_bwd_kernel(
     factors = Factors(scale, scale_log2, softcap_log2, scale_over_softcap, D > DIVIDED)
 
     WIDE: gl.constexpr = D > 128
+    gl.static_assert(not WIDE or DQ_WARPS == 1)
     q_descs = pieces_of(q_desc, q_desc2)
     k_descs = pieces_of(k_desc, k_desc2)
     v_descs = pieces_of(v_desc, v_desc2)
@@ -114,15 +116,15 @@ def _hopper_bwd_kernel(
         ds_stages = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], SCORES_L)
         if DQ_WARPS == 1:
             gl.warp_specialize([
-                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HEAD)),
-                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HEAD)),
+                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HELD)),
+                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HELD)),
                 (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
                 (store_dq, (0, 1, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
             ], [4, 1, 1], [MMA_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HEAD)),
-                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HEAD)),
+                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HELD)),
+                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HELD)),
                 (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
                 (store_dq, (0, 2, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
                 (store_dq, (1, 2, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),

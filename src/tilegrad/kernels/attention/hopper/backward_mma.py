@@ -31,7 +31,7 @@ from .backward_scheduler import (
 from .backward_store_dq import send_dkdv, send_dq
 from .band import keep_between
 from .gluon_names import barrier
-from .pieces import add_dot, cut, dot_rows, load_head, tile_of, wait_pieces, zeros
+from .pieces import add_dot, cut, dot_rows, load_held, tile_of, wait_pieces, zeros
 from .pipeline import (
     consumer_release,
     consumer_wait,
@@ -163,7 +163,7 @@ def _own_columns(W: gl.constexpr, tile):
 
 @gluon.jit
 def _add_rows(
-    W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, v_head, ds_s, params, inputs, dq_pipeline, tile_info,
+    W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, v_held, ds_s, params, inputs, dq_pipeline, tile_info,
     factors,
 ):  # fmt: skip
     """dk, dv of warpgroup W after one more tile of rows; it sends a part of dq, of 64 rows: one of the pieces of D, half of D
@@ -180,8 +180,8 @@ def _add_rows(
     zero = gl.zeros((HALF, BLOCK_M), gl.float32, layout=ST_L)
     s_token = dot_rows(_own_columns(W, k), q, zero)
     consumer_wait(inputs.do, state)
-    dp_token = dot_rows(_own_columns(W, v), do, zero, v_head)
-    DP_MMAS: gl.constexpr = PIECES if v_head is None else len(cut(do, v_head.shape[1]))
+    dp_token = dot_rows(_own_columns(W, v), do, zero, v_held)
+    DP_MMAS: gl.constexpr = PIECES if v_held is None else len(cut(do, v_held.shape[1]))
     neg_lse2 = inputs.neg_lse2.index(stage_of(state, STAGES)).load(ROW_L)
     x = warpgroup_mma_wait(DP_MMAS, deps=(s_token,))
     row = (row_info >> FLAG_BITS) * BLOCK_M
@@ -214,7 +214,7 @@ def _add_rows(
 @gluon.jit
 def mma_warpgroup(
     W: gl.constexpr, sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D: gl.constexpr,
-    V_HEAD: gl.constexpr,
+    V_HELD: gl.constexpr,
 ):  # fmt: skip
     """MMA warpgroup W of two: columns 64 W … of sᵀ, dpᵀ, dk and dv, and a half of dq.
 
@@ -231,9 +231,9 @@ def mma_warpgroup(
         dv = zeros(HALF, inputs.v.stages)
         consumer_wait(inputs.k, iteration)
         consumer_wait(inputs.v, iteration)
-        v_head = None
-        if V_HEAD > 0:
-            v_head = load_head(_own_columns(W, tile_of(inputs.v.stages, only_stage(state))), V_HEAD, ST_L)
+        v_held = None
+        if V_HELD > 0:
+            v_held = load_held(_own_columns(W, tile_of(inputs.v.stages, only_stage(state))), V_HELD, ST_L)
         more = tile.begin < tile.end
         while more:
             k = tile_of(inputs.k.stages, only_stage(state))
@@ -244,7 +244,7 @@ def mma_warpgroup(
             do = tile_of(inputs.do.stages, stage_of(state, inputs.do.full.shape[0]))
             ds_s = ds_stages.index(stage_of(state, ds_stages.shape[0]))
             dk, dv = _add_rows(
-                W, dk, dv, state, iteration, row_info, q, k, v, do, v_head, ds_s, params, inputs, dq_pipeline, tile_info,
+                W, dk, dv, state, iteration, row_info, q, k, v, do, v_held, ds_s, params, inputs, dq_pipeline, tile_info,
                 factors,
             )  # fmt: skip
             state += 1

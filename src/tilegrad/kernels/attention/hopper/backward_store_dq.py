@@ -82,7 +82,8 @@ def send_dkdv(W: gl.constexpr, x, count, dq_pipeline, DTYPE: gl.constexpr, D: gl
 
 
 class Gradients(NamedTuple):
-    """Where the dQ store warps write to; None where a gradient is not wanted, or additions have no order."""
+    """Where the dQ store warps write to. dk_desc and dv_desc are None where they are not wanted, dq_semaphores where additions
+    have no order."""
 
     dq_desc: Any
     dk_desc: Any

@@ -273,7 +273,7 @@ def _skip_blocks(blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.co
 @gluon.jit
 def _attend(
     W: gl.constexpr, pipelines, params, out, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    D: gl.constexpr, Q_HEAD: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
+    D: gl.constexpr, Q_HELD: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """MMA warpgroup W of a CTA."""
     dtype: gl.constexpr = pipelines.q.stages[0].dtype
@@ -298,10 +298,10 @@ def _attend(
 
         kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, TURNS)
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
-        if Q_HEAD == BLOCK_D:
+        if Q_HELD == BLOCK_D:
             q = load_pieces(q, P)
-        elif Q_HEAD > 0:
-            q = cut(q, Q_HEAD)
+        elif Q_HELD > 0:
+            q = cut(q, Q_HELD)
             q = (q[0].load(P), q[1], q[2])
         s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
         named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
@@ -359,7 +359,7 @@ def _attention_fwd_kernel(
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_HEAD: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_HELD: gl.constexpr,
     NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     VARLEN: gl.constexpr = cu_seqlens_q is not None
@@ -408,19 +408,19 @@ def _attention_fwd_kernel(
     MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: else ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [1], [40])  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HEAD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

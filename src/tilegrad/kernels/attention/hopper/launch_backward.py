@@ -45,22 +45,22 @@ class TileConfig(NamedTuple):
     do_stages: int
     dq_columns: int
     do_first: bool = False
-    v_head: int = 0
+    v_held: int = 0
     dq_warps: int = 1
 
 
 SPARE = not takes_more_registers()  # registers for v
 TILE_CONFIGS = {  # by the head dimension, padded
-    64: TileConfig(128, 128, 2, 64, v_head=16 if SPARE else 0),
-    96: TileConfig(64, 128, 2, 64, do_first=True, v_head=64, dq_warps=2),
-    128: TileConfig(64, 128, 2, 64, v_head=64 if SPARE else 0, dq_warps=2),
+    64: TileConfig(128, 128, 2, 64, v_held=16 if SPARE else 0),
+    96: TileConfig(64, 128, 2, 64, do_first=True, v_held=64, dq_warps=2),
+    128: TileConfig(64, 128, 2, 64, v_held=64 if SPARE else 0, dq_warps=2),
     192: TileConfig(64, 64, 2, 64, do_first=True),
     256: TileConfig(64, 64, 1, 64, do_first=True),
 }
 SOFTCAP_CONFIGS = TILE_CONFIGS | {  # a softcap takes registers
     64: TileConfig(64, 128, 2, 32),
-    96: TILE_CONFIGS[96]._replace(v_head=64 if SPARE else 0),
-    128: TILE_CONFIGS[128]._replace(v_head=0),
+    96: TILE_CONFIGS[96]._replace(v_held=64 if SPARE else 0),
+    128: TILE_CONFIGS[128]._replace(v_held=0),
 }
 launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
 
@@ -95,7 +95,7 @@ def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Sha
         "padded_delta": (rows, torch.float32),
     }
     tile, width = TILE_CONFIGS[width_of(sizes.d)], width_of(sizes.d)
-    semaphores = sizes.batch * sizes.hq * padded // BLOCK * (tile.dq_warps if deterministic else 1)
+    semaphores = sizes.batch * sizes.hq * padded // BLOCK * (tile.dq_warps if deterministic else 0)
     shapes["counters"] = ((1 + 4 * SPLIT_TILES + semaphores,), torch.int32)
     if not deterministic:
         shapes["sums"] = ((max(1, min(SPLIT_TILES, count_work_tiles(sizes, None))), 2, tile.n, width), torch.float32)
@@ -262,7 +262,7 @@ def _prepare(
             sizes.left, sizes.right,
             1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic), splits if split else None,
             row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
-            tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_head, dq_warps, descending,
+            tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_held, dq_warps, descending,
         ), num_warps=4,
     )  # fmt: skip
     prepared = [preprocess, main]

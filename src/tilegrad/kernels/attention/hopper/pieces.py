@@ -79,15 +79,17 @@ def cut(tile, N: gl.constexpr):
     """A tile in other pieces, of which the first has N columns: one of two pieces, or a half or a quarter of the only one."""
     x = tile[0]
     if len(tile) == 2:
+        gl.static_assert(x.shape[1] == N or tile[1].shape[1] == N)
         return (x, tile[1]) if x.shape[1] == N else (tile[1], x)
     elif x.shape[1] == 2 * N:
         return x.slice(0, N, dim=1), x.slice(N, N, dim=1)
     else:
+        gl.static_assert(x.shape[1] == 4 * N)
         return x.slice(0, N, dim=1), x.slice(N, N, dim=1), x.slice(2 * N, 2 * N, dim=1)
 
 
 @gluon.jit
-def load_head(tile, N: gl.constexpr, L: gl.constexpr):
+def load_held(tile, N: gl.constexpr, L: gl.constexpr):
     """The first piece of `cut`, in registers as a left operand of MMAs whose result has layout L."""
     return cut(tile, N)[0].load(gl.DotOperandLayout(operand_index=0, parent=L, k_width=2))
 
@@ -118,13 +120,13 @@ def _zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def dot_rows(a, b, zero, head=None):
-    """a bᵀ, issued; `zero` has its shape. `head` is `load_head` of a."""
+def dot_rows(a, b, zero, held=None):
+    """a bᵀ, issued; `zero` has its shape. `held` is `load_held` of a."""
     first = a[0]
-    if head is not None:
-        a = cut(a, head.shape[1])
-        b = cut(b, head.shape[1])
-        first = head
+    if held is not None:
+        a = cut(a, held.shape[1])
+        b = cut(b, held.shape[1])
+        first = held
     products = warpgroup_mma(first, b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):
         products = warpgroup_mma(a[i], b[i].permute((1, 0)), products, is_async=True)

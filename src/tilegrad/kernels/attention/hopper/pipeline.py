@@ -14,7 +14,7 @@ Every warp counts it for itself. A wait for the phase before the first returns a
 **Named barriers** take the place of an mbarrier where warpgroups signal in their main loop. An mbarrier's arrival is one
 thread's, so a barrier of its whole partition comes before it; at a named barrier every thread arrives and goes on. It has a
 number, the threads that it counts, and no phase: nobody may arrive a second time before all have arrived once, and an arrival
-for which nobody waits is an error. Barriers 0 … 4 are Triton's.
+for which nobody waits is an error. Barriers 0 … 2 are Triton's, which has more only for partitions of several warps.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ def mbarriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def stage_of(state, STAGES: gl.constexpr):
-    """state % STAGES, a power of two, for what is addressed in a main loop. Integers have a sign, so a remainder is a division,
-    and addresses that the compiler derives from it take registers."""
+    """state % STAGES, a power of two, for addresses. Integers have a sign, so a remainder is a division, and addresses that the
+    compiler derives from it in a loop take registers."""
     gl.static_assert(STAGES & (STAGES - 1) == 0)
     return state & (STAGES - 1)
 
