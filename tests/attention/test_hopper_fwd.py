@@ -323,7 +323,7 @@ def test_in_plain_python_a_broken_forward_shows(name: str) -> None:
         check_call(call, emulated(call, 1, lambda patch: patch.setattr(f"{HOPPER}.{module}.{function}", broken)))
 
 
-def first_only(of: Any, x: Any, acc: Any) -> Any:
+def first_only(of: Any, x: Any, acc: Any, _held: Any) -> Any:
     """dot_rows without the second piece."""
     from support.gluon.tensor_core import warpgroup_mma
 

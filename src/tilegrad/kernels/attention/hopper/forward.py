@@ -68,8 +68,8 @@ from .forward_scheduler import (
 from .gluon_names import tma_store
 from .pieces import (
     add_dot,
-    cut,
     dot_rows,
+    load_held,
     load_pieces,
     new_stages,
     pieces_of,
@@ -104,15 +104,13 @@ class Out(NamedTuple):
 
 
 @gluon.jit
-def _scores(q, kv_state, pipelines, S: gl.constexpr):
+def _scores(q, q_held, kv_state, pipelines, S: gl.constexpr):
     """q kᵀ with the k of a state, issued."""
     STAGES: gl.constexpr = pipelines.k.full.shape[0]
     consumer_wait(pipelines.k, kv_state)
     k = tile_of(pipelines.k.stages, kv_state % STAGES)
-    if len(q) > len(k):
-        k = cut(k, q[0].shape[1])
     BLOCK_N: gl.constexpr = k[0].shape[0]
-    return dot_rows(q, k, gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S))
+    return dot_rows(q, k, gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S), q_held)
 
 
 @gluon.jit
@@ -298,12 +296,12 @@ def _attend(
 
         kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, TURNS)
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
+        q_held = None
         if Q_HELD == BLOCK_D:
             q = load_pieces(q, P)
         elif Q_HELD > 0:
-            q = cut(q, Q_HELD)
-            q = (q[0].load(P), q[1], q[2])
-        s = warpgroup_mma_wait(0, deps=(_scores(q, kv_state, pipelines, S),))
+            q_held = load_held(q, Q_HELD, S)
+        s = warpgroup_mma_wait(0, deps=(_scores(q, q_held, kv_state, pipelines, S),))
         named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
         if Q_STAGES > 1:
             tma.store_wait(0)
@@ -317,7 +315,7 @@ def _attend(
         for j in range(1, span.last - span.first):
             at = span.last - 1 - j
             _wait_for_turn(W, pipelines, TURNS)
-            s = _scores(q, kv_state + 1, pipelines, S)
+            s = _scores(q, q_held, kv_state + 1, pipelines, S)
             acc = _add_values(p, acc, kv_state, span.tk - (at + 1) * BLOCK_N, pipelines, VARLEN)
             _pass_turn(W, WARPGROUPS, pipelines, TURNS)
             s = warpgroup_mma_wait(PIECES, deps=(s,))
