@@ -6,7 +6,7 @@ import math
 import re
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
@@ -86,8 +86,46 @@ def test_gradients_take_the_place_of_what_was_there(config: ModelConfig, dtype: 
             g.fill_(math.nan)
         assert engine.gradients([x for x, _ in batches], [y for _, y in batches]) == loss
         assert_equal_gradients(engine.grads, want, 1e-13 if dtype == torch.float64 else 1e-6)
-    engine.gradients([], [])
-    assert not any(g.any() for g in engine.grads.values())
+
+
+@pytest.mark.parametrize("call", ["gradients", "step", "submit", "submit on CUDA"])
+def test_an_update_of_no_micro_batch_is_refused_before_anything_changes(call: str) -> None:
+    engine, (tokens, targets) = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
+    engine.step(tokens, targets, 1e-2)
+    before, grads, state = clones(engine.tensors()), clones(engine.grads), engine.state()
+    if call == "submit on CUDA":
+        engine._queue = SimpleNamespace(finished=lambda wait: [])  # type: ignore[assignment]  # a queue that nothing reaches
+    rate = () if call == "gradients" else (1e-2,)
+    for tokens_of, targets_of, message in (
+        ([], [], "tokens: got no micro-batch; accepted: one or more"),
+        ([tokens, tokens], [targets], "targets: got 1 micro-batches; accepted: 2, as tokens has"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            getattr(engine, call.split()[0])(tokens_of, targets_of, *rate)
+    assert equal(engine.tensors(), before) and equal(engine.grads, grads) and engine.state() == state
+    assert engine.steps == 1 and engine.finished() == []
+
+
+def test_the_guard_sees_the_loss_of_every_micro_batch() -> None:
+    """A loss that is not finite leaves the step out, whichever micro-batch has it, also where every gradient is finite."""
+    engine = Engine(CONFIG, 2, 8)
+    parts = [batch(CONFIG, 2, 8, seed) for seed in range(3)]
+    loss = engine.gradients([x for x, _ in parts], [y for _, y in parts])
+    assert float(engine.optimizer.loss) == pytest.approx(loss, rel=1e-6)
+    whole = Transformer.step
+    for spoiled in range(len(parts)):
+        before, at = clones(engine.params), iter(range(len(parts)))
+
+        def step(model: Transformer, spoiled: int = spoiled, at: Iterator[int] = at) -> None:
+            whole(model)
+            if next(at) == spoiled:
+                model.head.loss.fill_(math.inf)
+
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Transformer, "step", step)
+            engine.gradients([x for x, _ in parts], [y for _, y in parts])
+        assert all(g.isfinite().all() for g in engine.grads.values())
+        assert math.isnan(engine.optimizer_step(1e-2)) and equal(engine.params, before)
 
 
 def test_micro_batches_of_unequal_length_give_the_gradient_of_one_batch() -> None:

@@ -447,6 +447,22 @@ def test_units_are_dead_when_the_plan_says_so(two_ranks: Ranks, context: int) ->
     two_ranks.run(poisoned, context)
 
 
+def nothing(mesh: Mesh) -> list[str]:
+    """A step of which no rank has a micro-batch; the gradients that were summed before it stay so."""
+    engine, told = trained(mesh, 1), []
+    engine.gradients(*mine(mesh, micro_batches(97, 5, 2)))
+    before, draws = {name: p.clone() for name, p in engine.params.items()}, engine.draws
+    with pytest.raises(ValueError, match=r"tokens: got no micro-batch; accepted: one or more") as error:
+        engine.submit([], [], 1e-2)
+    told.append(str(error.value).split(":")[0])
+    assert equal(engine.params, before) and engine.draws == draws and engine._ranks.summed
+    return told
+
+
+def test_a_step_without_a_micro_batch_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
+    assert two_ranks.run(nothing) == [["tokens"]] * 2
+
+
 def evaluated(mesh: Mesh) -> float:
     """A forward of its own gathers units too, and a rank without a micro-batch takes part."""
     one, many = trained(None, 0), trained(mesh, 0, "all")

@@ -33,7 +33,7 @@ from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
 from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
-from .batch import check_batch, check_linear, check_sizes, count_targets, micro_batches
+from .batch import check_batch, check_linear, check_sizes, check_some, count_targets, micro_batches
 from .capture import DeviceStep, StepQueue
 from .machine import check_fits
 from .optimizer import NonFiniteError, StepResult
@@ -216,7 +216,8 @@ class Engine:
 
     def gradients(self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> float:
         """Forward and backward of one batch, or of a list of micro-batches as if they were one, without the pass over memory
-        that zeros would take: the first overwrites the gradients, the next add to them. Returns the mean loss."""
+        that zeros would take: the first overwrites the gradients, the next add to them. Returns the mean loss. A rank may have
+        no micro-batch where another one has."""
         batches = micro_batches(tokens, targets)
         self._check(batches)
         ranks = self._ranks
@@ -257,8 +258,7 @@ class Engine:
             self._record([self._update(learning_rate)])
             return
         batches = micro_batches(tokens, targets)
-        if not batches:
-            raise ValueError("tokens: got no micro-batch; accepted: one or more")
+        check_some(len(batches))
         self._check(batches)
         step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, _ in batches), self._queue.stream)
         seeds = [step.models[0].draw_seeds(self.seed, self.draws + i) for i in range(len(batches))]

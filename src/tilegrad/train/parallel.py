@@ -37,6 +37,7 @@ from ..kernels.op import emitter, observe, observe_names
 from ..memory.planned.trace import FlatHandle, Handle, bind
 from ..model.config import ModelConfig
 from ..model.transformer import Transformer
+from .batch import check_some
 from .optimizer import Optimizer, decayed_first
 
 Shard = Literal["none", "optimizer", "all"]
@@ -167,9 +168,10 @@ class Parallel:
 
     def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
         """Both over all ranks, of which those of a group say the same. The gradients are about to change."""
-        self.forget_sums()
         self.mesh.at(f"step {self.step}: counting targets")
         total, taken = self.mesh.sum(targets, micro_batches)
+        check_some(int(taken))
+        self.forget_sums()
         each = self.mesh.world // self.groups
         return int(total) // each, int(taken) // each
 
