@@ -6,15 +6,19 @@ forward-mode AD raise.
 
 from __future__ import annotations
 
+import difflib
+import inspect
+from collections.abc import Callable
 from functools import lru_cache
-from typing import Any, Literal, overload
+from typing import Any, Literal, NoReturn, overload
 
 import torch
 from torch import Tensor
+from torch.compiler import is_compiling
 
 from .autograd import attend
 from .kernels.attention import table
-from .kernels.attention.checks import check_options, check_tensors, require
+from .kernels.attention.checks import TENSOR, check_options, check_tensors, require
 from .kernels.attention.mask import Mask, Window
 from .kernels.attention.problem import Problem
 from .kernels.table import Explanation
@@ -51,7 +55,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
     softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
     dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
-    deterministic: bool | None = None, kernel: str | None = None,
+    deterministic: bool | None = None, kernel: str | None = None, **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """softmax(scale · q kᵀ + …) v with exact gradients for q, k, v, bias, sinks, and through lse.
 
@@ -80,6 +84,8 @@ def attention(
     (torch.Size([1, 8, 128, 64]), torch.Size([1, 8, 128]))
     >>> (o.square().sum() + lse.sum()).backward()
     """
+    if unknown:
+        _refuse(unknown, attention)
     if bias is alibi_slopes is sinks is seed is None:
         mask = _mask_of_numbers(causal, window, scale, softcap, dropout_p)
     else:
@@ -122,7 +128,7 @@ def attention_varlen(
     causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
     alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
     seed: int | Tensor | None = None, return_lse: bool = False, deterministic: bool | None = None,
-    kernel: str | None = None,
+    kernel: str | None = None, **unknown: object,
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` over sequences packed end to end: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
 
@@ -136,6 +142,8 @@ def attention_varlen(
     >>> tilegrad.attention_varlen(q, k, v, ends, ends, 7, 7, causal=True).shape
     torch.Size([10, 4, 32])
     """
+    if unknown:
+        _refuse(unknown, attention_varlen)
     mask = Mask(
         causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed,
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -162,15 +170,18 @@ def sdpa(
     """
     given = (("query", query), ("key", key), ("value", value))
     for name, x in given:
+        require(isinstance(x, Tensor), name, type(x).__name__, TENSOR, TypeError, show=str)
         enough = x.ndim >= (3 if enable_gqa else 2)
         require(enough, name, f"shape {tuple(x.shape)}", "(…, L, E), with enable_gqa (…, H, L, E)", show=str)
     require(attn_mask is None or not is_causal, "attn_mask", "a mask and is_causal=True", "one of the two", show=str)
     dims = max(x.ndim for _, x in given)
     q, k, v = (x if x.ndim > 2 else x[None] for _, x in given)
-    heads = torch.broadcast_shapes(*((x.shape[-3],) for x in (q, k, v))) if not enable_gqa else None
-    batch = torch.broadcast_shapes(*(x.shape[:-3] for x in (q, k, v)))
+    heads = None if enable_gqa else _common("heads", _HEADS, *(x.shape[-3:-2] for x in (q, k, v)))
+    batch = _common("batch dimensions", "some that broadcast", *(x.shape[:-3] for x in (q, k, v)))
     q, k, v = (_rows(x.expand(*batch, *(heads or x.shape[-3:-2]), *x.shape[-2:])) for x in (q, k, v))
     bias, window, rows = attn_mask, None, q.shape[2]
+    if bias is not None:
+        _check_attn_mask(bias, (*batch, q.shape[1], rows, k.shape[2]))
     if bias is not None and bias.ndim > 3 and len(batch) != 1:
         bias = bias.expand(*batch, *bias.shape[-3:]).reshape(-1, *bias.shape[-3:])
     if is_causal:  # row i attends to columns j ≤ i: to the first L, at distances of Tk − Tq and more
@@ -178,6 +189,25 @@ def sdpa(
         window = (None, rows - k.shape[2])
     o = attention(q, k, v, bias=bias, window=window, scale=scale, dropout_p=dropout_p)
     return o.reshape((*batch, *o.shape[1:])[-dims:])
+
+
+_HEADS = "as many of each, or enable_gqa=True where query's are a multiple of key's and value's (tilegrad.attention needs no flag)"
+
+
+def _common(what: str, accepted: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that those of query, key and value broadcast to."""
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        q, k, v = (", ".join(map(str, shape)) or "none" for shape in shapes)
+    raise ValueError(f"key: got {what} {k}, and query has {q}, value {v}; accepted: {accepted}")
+
+
+def _check_attn_mask(mask: Tensor, scores: tuple[int, ...]) -> None:
+    require(isinstance(mask, Tensor), "attn_mask", type(mask).__name__, f"None or {TENSOR}", TypeError, show=str)
+    fits = mask.ndim <= len(scores) and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
+    got = f"shape {tuple(mask.shape)}, and (…, Hq, L, S) is {tuple(scores)}"
+    require(fits, "attn_mask", got, "a shape that broadcasts to (…, Hq, L, S)", show=str)
 
 
 def _rows(x: Tensor) -> Tensor:
@@ -193,7 +223,7 @@ def explain(
     kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
     o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
-    dv: Tensor | None = None,
+    dv: Tensor | None = None, **unknown: object,
 ) -> Explanation:  # fmt: skip
     """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
 
@@ -206,6 +236,8 @@ def explain(
     ('tiled', 'runs: asked for by name')
     """
     del deterministic
+    if unknown:
+        _refuse(unknown, explain)
     mask = Mask(
         causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed if seed is not None else 0,
         cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
@@ -215,9 +247,44 @@ def explain(
     return table.ATTENTION.explain(Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv), kernel)
 
 
+_ELSEWHERE = {  # what other libraries call an option: our name for it, and who takes theirs
+    "is_causal": ("causal", "sdpa"),
+    "attn_mask": ("bias", "sdpa"),
+    "softmax_scale": ("scale", "flash"),
+    "window_size": ("window", "flash"),
+    "return_attn_probs": ("return_lse", "flash"),
+    "return_softmax_lse": ("return_lse", "flash"),
+    "attn_bias": ("bias", None),
+    "dropout": ("dropout_p", None),
+    "p": ("dropout_p", None),
+    "s_aux": ("sinks", None),
+    "sm_scale": ("scale", None),
+}
+_THEIR_NAMES = {
+    "sdpa": ", or tilegrad.sdpa, which takes torch's names",
+    "flash": ", or tilegrad.flash, which takes flash-attn's names",
+}
+
+
+def _refuse(unknown: dict[str, object], function: Callable[..., object]) -> NoReturn:
+    """Say which of the function's options the first unknown one is."""
+    options = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY]
+    name, value = next(iter(unknown.items()))
+    ours, face = _ELSEWHERE.get(name, (None, None))
+    if name == "enable_gqa":
+        accepted = f"no such option here, where fewer heads of k and v are groups{_THEIR_NAMES['sdpa']}"
+    elif ours in options:
+        accepted = f"{ours}= here{_THEIR_NAMES[face] if face else ''}"
+    else:
+        close = difflib.get_close_matches(name, options, 1)
+        accepted = f"{f'{close[0]}=? Or any of ' if close else ''}{', '.join(options)}"
+    got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+    raise TypeError(f"{name}: got {got}; accepted: {accepted}")
+
+
 def _mask_of_numbers(causal: Any, window: Any, scale: Any, softcap: Any, dropout_p: Any) -> Mask:
     """The mask of a call without tensors beside q, k and v, made once for each set of options."""
-    if not torch.compiler.is_compiling() and (window is None or type(window) is tuple):
+    if not is_compiling() and (window is None or type(window) is tuple):
         try:
             return _remembered_mask(causal, *((None, None) if window is None else window), scale, softcap, dropout_p)
         except TypeError:  # unhashable, or no pair: the checks say what is wrong

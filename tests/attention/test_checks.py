@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import tilegrad
+from tilegrad import functional
 from tilegrad.kernels import cache
 from tilegrad.kernels.attention import api, checks, table
 from tilegrad.kernels.scratch import new_scratch
@@ -25,6 +26,9 @@ ENDS = torch.tensor([0, 2, 6], dtype=torch.int32)
 
 DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": [1]}, TypeError, "q: got list; accepted: a tensor"),
+    ({"q": Q.numpy()}, TypeError, "q: got ndarray; accepted: a tensor .torch.from_numpy makes one"),
+    ({"v": K.numpy()}, TypeError, "v: got ndarray; accepted: a tensor"),
+    ({"bias": torch.zeros(6, 5).numpy()}, TypeError, "bias: got ndarray; accepted: None or a tensor .torch.from_numpy"),
     ({"bias": 1.0}, TypeError, "bias: got float; accepted: None or a tensor"),
     ({"sinks": 1.0}, TypeError, "sinks: got float"),
     ({"alibi_slopes": torch.ones(4, requires_grad=True)}, ValueError, "alibi_slopes: got requires_grad=True"),
@@ -72,6 +76,7 @@ DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
 PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_q": None}, ValueError, "q: got shape"),
     ({"cu_seqlens_q": [0, 6]}, TypeError, "cu_seqlens_q: got list"),
+    ({"cu_seqlens_q": ENDS.numpy()}, TypeError, "cu_seqlens_q: got ndarray; accepted: None or a tensor"),
     ({"cu_seqlens_q": ENDS.long()}, ValueError, "cu_seqlens_q: got torch.int64"),
     ({"cu_seqlens_k": ENDS[None]}, ValueError, r"cu_seqlens_k: got torch.int32, shape \(1, 3\)"),
     ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: got None; accepted: given exactly where cu_seqlens_q is"),
@@ -106,6 +111,44 @@ def test_packed(change: dict[str, Any], error: type[Exception], message: str) ->
     }
     with pytest.raises(error, match=message):
         tilegrad.attention_varlen(**(arguments | change))
+
+
+DENSE_OPTIONS = {name for name, x in inspect.signature(tilegrad.attention).parameters.items() if x.kind is x.KEYWORD_ONLY}
+TORCHS, FLASHS = "tilegrad.sdpa, which takes torch's names", "tilegrad.flash, which takes flash-attn's names"
+UNKNOWN: list[tuple[str, Any, str]] = [
+    ("is_causal", True, f"is_causal: got True; accepted: causal= here, or {TORCHS}"),
+    ("attn_mask", None, f"attn_mask: got None; accepted: bias= here, or {TORCHS}"),
+    ("attn_mask", Q, f"attn_mask: got a Tensor; accepted: bias= here, or {TORCHS}"),
+    ("enable_gqa", True, f"enable_gqa: got True; accepted: no such option here, where fewer .* are groups, or {TORCHS}"),
+    ("softmax_scale", 0.5, f"softmax_scale: got 0.5; accepted: scale= here, or {FLASHS}"),
+    ("window_size", (1, 0), rf"window_size: got \(1, 0\); accepted: window= here, or {FLASHS}"),
+    ("sm_scale", 1.0, "sm_scale: got 1.0; accepted: scale= here$"),
+    ("casual", True, r"casual: got True; accepted: causal=\? Or any of causal, window, scale"),
+    ("xyz", 1, "xyz: got 1; accepted: causal, window, scale, softcap, bias"),
+]
+
+
+@pytest.mark.parametrize(("name", "value", "message"), UNKNOWN, ids=[name for name, _, _ in UNKNOWN])
+def test_an_option_of_another_library_is_refused_with_our_name_for_it(name: str, value: Any, message: str) -> None:
+    for call in (tilegrad.attention, tilegrad.explain):
+        with pytest.raises(TypeError, match=message):
+            call(Q, K, K, **{name: value})  # type: ignore[call-overload]
+
+
+def test_names_of_other_libraries_lead_to_options_that_exist() -> None:
+    assert {ours for ours, _ in functional._ELSEWHERE.values()} <= DENSE_OPTIONS
+    assert not functional._ELSEWHERE.keys() & DENSE_OPTIONS
+    for name, message in (("is_causal", "accepted: causal= here"), ("attn_mask", "accepted: causal, window, scale, softcap, a")):
+        with pytest.raises(TypeError, match=f"{name}: got True; {message}"):
+            tilegrad.attention_varlen(P, P, P, ENDS, ENDS, 4, 4, **{name: True})  # type: ignore[call-overload]
+
+
+def test_a_kernel_for_gpus_says_what_runs_on_a_machine_without_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    for kernel in ("triton", "hopper"):
+        with pytest.raises(ValueError, match=f"kernel: got '{kernel}', which .* needs a .*; '.*' would run it, and kernel=None"):
+            tilegrad.attention(Q, K, K, kernel=kernel)
 
 
 PACKED_CALL = {"q": P, "k": P, "v": P, "cu_seqlens_q": ENDS, "cu_seqlens_k": ENDS, "max_seqlen_q": 4, "max_seqlen_k": 4}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -124,6 +125,105 @@ def test_multihead_attentions_weights_and_masks(mask: str, batch_first: bool, bi
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-10, atol=1e-11, msg=name)
 
 
+def layers(norm_first: bool, batch_first: bool, heads: int = 4) -> tuple[Any, Any]:
+    """torch's encoder layer, and the same one with our attention in it."""
+    torch.manual_seed(0)
+    form: dict[str, Any] = {"batch_first": batch_first, "dtype": D}
+    theirs = torch.nn.TransformerEncoderLayer(32, heads, 48, dropout=0.0, norm_first=norm_first, **form)
+    torch.nn.init.normal_(theirs.self_attn.in_proj_bias)
+    return theirs, with_ours(copy.deepcopy(theirs), batch_first)
+
+
+def with_ours(module: Any, batch_first: bool) -> Any:
+    for layer in module.modules():
+        for name, theirs in list(layer.named_children()):
+            if isinstance(theirs, torch.nn.MultiheadAttention):
+                ours = Attention(32, theirs.num_heads, theirs.dropout, batch_first=batch_first, dtype=D)
+                ours.load_state_dict(theirs.state_dict())
+                setattr(layer, name, ours.train(theirs.training))
+    return module
+
+
+SELF_MASKS: dict[str, dict[str, Any]] = {
+    "none": {},
+    "padding": {"src_key_padding_mask": torch.arange(9) >= torch.tensor([[9], [5]])},
+    "bool": {"src_mask": torch.ones(9, 9, dtype=torch.bool).triu(3)},
+    "float": {"src_mask": torch.randn(9, 9, dtype=D, generator=torch.Generator().manual_seed(0))},
+    "each head's": {"src_mask": torch.randn(8, 9, 9, dtype=D, generator=torch.Generator().manual_seed(0))},
+    "causal": {"src_mask": torch.ones(9, 9, dtype=torch.bool).triu(1), "is_causal": True},
+}
+SELF_MASKS["both"] = SELF_MASKS["padding"] | SELF_MASKS["bool"]
+
+
+@pytest.mark.parametrize("batch_first", [True, False])
+@pytest.mark.parametrize("norm_first", [True, False])
+def test_an_encoder_layer_computes_the_same_in_train_and_in_eval(norm_first: bool, batch_first: bool) -> None:
+    theirs, ours = layers(norm_first, batch_first)
+    x = torch.randn(2, 9, 32, dtype=D, generator=torch.Generator().manual_seed(1))
+    x = x if batch_first else x.transpose(0, 1)
+    for training in (True, False):
+        theirs.train(training), ours.train(training)
+        for name, masks in SELF_MASKS.items():
+            got, want = ours(x, **masks), theirs(x, **masks)
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11, msg=name)
+            pairs = ((ours, got), (theirs, want))
+            gradients = [torch.autograd.grad(y.sin().sum(), [*layer.parameters()]) for layer, y in pairs]
+            torch.testing.assert_close(*gradients, rtol=1e-9, atol=1e-10, msg=name)
+            with torch.no_grad():  # torch's own layer is fused here, in eval, and takes every number of a mask for −inf
+                alone, fused = ours(x, **masks), theirs(x, **masks)
+            torch.testing.assert_close(alone, want, rtol=1e-10, atol=1e-11, msg=name)
+            if name not in ("float", "each head's"):
+                torch.testing.assert_close(alone, fused, rtol=1e-10, atol=1e-11, msg=name)
+
+
+@pytest.mark.filterwarnings("ignore:enable_nested_tensor is True:UserWarning")
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+@pytest.mark.parametrize("norm_first", [True, False])
+@pytest.mark.parametrize("built", ["of our layers", "and then given our attention"])
+def test_an_encoder_and_a_decoder_of_several_layers(built: str, norm_first: bool) -> None:
+    """An encoder that was built of torch's layers skips padding by nested tensors; one of ours does not, and has values there."""
+    theirs, ours = layers(norm_first, batch_first=True)
+    whole = torch.nn.TransformerEncoder(theirs, 2).eval()
+    mine = torch.nn.TransformerEncoder(ours, 2) if built == "of our layers" else with_ours(copy.deepcopy(whole), True)
+    x = torch.randn(2, 9, 32, dtype=D, generator=torch.Generator().manual_seed(1))
+    padding = SELF_MASKS["padding"]["src_key_padding_mask"]
+    for recorded in (False, True):
+        with torch.set_grad_enabled(recorded):
+            got, want = (model.eval()(x, src_key_padding_mask=padding) for model in (mine, whole))
+            torch.testing.assert_close(got[~padding], want[~padding], rtol=1e-10, atol=1e-11)
+            got, want = (model(x, mask=SELF_MASKS["bool"]["src_mask"]) for model in (mine, whole))
+            torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+    decoder = torch.nn.TransformerDecoderLayer(32, 4, 48, 0.0, batch_first=True, norm_first=norm_first, dtype=D).eval()
+    target = torch.randn(2, 5, 32, dtype=D, generator=torch.Generator().manual_seed(2))
+    masks: dict[str, Any] = {"memory_key_padding_mask": padding, "tgt_mask": torch.ones(5, 5, dtype=torch.bool).triu(1)}
+    want = decoder(target, x, tgt_is_causal=True, **masks)
+    got = with_ours(decoder, True)(target, x, tgt_is_causal=True, **masks)
+    torch.testing.assert_close(got, want, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors:UserWarning")
+def test_a_nested_tensor_is_each_sequence_by_itself() -> None:
+    options: dict[str, Any] = {"num_kv_heads": 2, "window": 3, "rope_theta": 100.0, "dtype": D}
+    layer = Attention(32, 4, batch_first=True, **options)
+    parts = [torch.randn(n, 32, dtype=D, requires_grad=True) for n in (5, 1, 9)]
+    for causal in (False, True):
+        nested = torch.nested.as_nested_tensor(parts)
+        got, _ = layer(nested, nested, nested, is_causal=causal)
+        want = [layer(part, is_causal=causal)[0] for part in parts]
+        for a, b in zip(got.unbind(), want, strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
+        results = [
+            torch.autograd.grad(sum(y.sin().sum() for y in of), [*parts, *layer.parameters()])  # type: ignore[misc]
+            for of in (got.unbind(), want)
+        ]
+        torch.testing.assert_close(*results, rtol=1e-10, atol=1e-11)
+    for case in ({"key": nested[0]}, {"key_padding_mask": torch.zeros(3, 9)}, {"cache": layer.new_cache(3, 9)}):
+        with pytest.raises(ValueError, match="query: got a nested tensor; accepted: a strided one as query, key and value"):
+            layer(nested, **case)
+    with pytest.raises(ValueError, match="key: got a nested tensor; accepted: a padded one here"):
+        layer(torch.randn(3, 9, 32, dtype=D), nested, nested)
+
+
 def test_causal_self_attention_without_a_batch() -> None:
     theirs, ours = torch.nn.MultiheadAttention(32, 4, dtype=D), Attention(32, 4, dtype=D)
     ours.load_state_dict(theirs.state_dict())
@@ -172,3 +272,21 @@ def test_what_attention_refuses() -> None:
         layer(x, x[:, :2], x[:, :2], is_causal=True)
     with pytest.raises(ValueError, match="num_heads: got embed_dim 32, num_heads 5"):
         Attention(32, 5)
+    with pytest.raises(ValueError, match="num_heads 0, num_kv_heads 0; accepted: ints ≥ 1"):
+        Attention(32, 0)
+    cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
+        ((x[..., :8],), {}, r"query: got shape \(1, 3, 8\); accepted: \(B, T, C\).* where C is embed_dim, 32"),
+        ((x, x[..., :8]), {}, r"key: got shape \(1, 3, 8\), and query is \(1, 3, 32\); accepted"),
+        ((x, x, x[0]), {}, r"value: got shape \(3, 32\), and query is \(1, 3, 32\); accepted"),
+        ((x[None],), {}, r"query: got shape \(1, 1, 3, 32\); accepted"),
+        ((x[0, 0],), {}, r"query: got shape \(32,\); accepted"),
+        ((x,), {"attn_mask": torch.zeros(2, 3, 3)}, r"attn_mask: got shape \(2, 3, 3\); accepted: \(3, 3\) or \(4, 3, 3\)"),
+        ((x,), {"key_padding_mask": torch.zeros(1, 4)}, r"key_padding_mask: got shape \(1, 4\); accepted: \(1, 3\) or"),
+    ]
+    for inputs, options, message in cases:
+        with pytest.raises(ValueError, match=message):
+            layer(*inputs, **options)
+    with pytest.raises(TypeError, match="query: got ndarray; accepted: a tensor .torch.from_numpy"):
+        layer(x.numpy())
+    with pytest.raises(ValueError, match=r"accepted: \(T, B, C\) .batch_first=True for \(B, T, C\)."):
+        Attention(32, 4)(x[..., :8])

@@ -88,6 +88,14 @@ def test_gradients_take_the_place_of_what_was_there(config: ModelConfig, dtype: 
         assert_equal_gradients(engine.grads, want, 1e-13 if dtype == torch.float64 else 1e-6)
 
 
+@pytest.mark.parametrize("device", ["cuda", torch.device("cuda", 99), "mps", "meta", "gpu"])
+def test_a_device_that_is_not_there_is_refused_by_name(device: torch.device | str) -> None:
+    if device == "cuda" and torch.cuda.is_available():
+        pytest.skip("it is there")
+    with pytest.raises(ValueError, match=f"device: got '{device}'.*; accepted: cpu"):
+        Engine(CONFIG, 2, 8, device)
+
+
 @pytest.mark.parametrize("call", ["gradients", "step", "submit", "submit on CUDA"])
 def test_an_update_of_no_micro_batch_is_refused_before_anything_changes(call: str) -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)

@@ -75,7 +75,8 @@ class Table:
             raise ValueError(f"kernel: got {kernel!r}; accepted: None or one of {', '.join(map(repr, refusals))}")
         other = self.select(problem).name
         raise ValueError(
-            f"kernel: got {kernel!r}, which can't run this call: {refusals[kernel]}; {other!r} would run it"
+            f"kernel: got {kernel!r}, which can't run this call: {refusals[kernel]}; {other!r} would run it, and kernel=None "
+            "takes it"
         )
 
     def explain(self, problem: Any, kernel: str | None = None) -> Explanation:

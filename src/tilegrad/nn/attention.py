@@ -4,6 +4,9 @@
 
 Parameters have MultiheadAttention's names and shapes, so its state_dict loads. Weights of attention never exist:
 need_weights=True raises. As there, True in a bool mask hides a key.
+
+It can be the self_attn of torch.nn.TransformerEncoderLayer, and the attention of a decoder's. Their fused inference, which reads
+the weights and calls nobody, is turned down: in eval() as in train() these kernels run.
 """
 
 from __future__ import annotations
@@ -16,6 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..functional import attention
+from ..kernels.attention.checks import TENSOR, require
 from ..kernels.attention.mask import Mask
 from ..kernels.rope.frequencies import rope_frequencies
 from ..managed import managed_attention
@@ -58,6 +62,8 @@ class Attention(nn.Module):
     True
     """
 
+    _qkv_same_embed_dim = False  # to torch: its fused layer is not to read the weights in this module's place
+
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, *, batch_first: bool = False,
         num_kv_heads: int | None = None, window: int | None = None, rope_theta: float | None = None,
@@ -67,9 +73,11 @@ class Attention(nn.Module):
         super().__init__()
         self.manager = manager
         kv = num_heads if num_kv_heads is None else num_kv_heads
-        if embed_dim % num_heads or num_heads % kv:
+        if min(embed_dim, num_heads, kv) < 1 or embed_dim % num_heads or num_heads % kv:
             got = f"embed_dim {embed_dim}, num_heads {num_heads}, num_kv_heads {kv}"
-            raise ValueError(f"num_heads: got {got}; accepted: a divisor of embed_dim and a multiple of num_kv_heads")
+            raise ValueError(
+                f"num_heads: got {got}; accepted: ints ≥ 1, num_heads a divisor of embed_dim and a multiple of num_kv_heads"
+            )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, kv
         self.head_dim, self.dropout, self.batch_first = embed_dim // num_heads, dropout, batch_first
         self.window, self.rope_theta = window, rope_theta
@@ -89,7 +97,10 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, None]:  # fmt: skip
         """(y, None). key=None: self-attention. Masks are MultiheadAttention's: key_padding_mask (B, S), attn_mask (L, S) or
         (B·H, L, S), bool with True = hidden, or added to the scores. is_causal needs no mask. With a cache, keys and values of
-        earlier calls come before these, and tokens attend causally."""
+        earlier calls come before these, and tokens attend causally. A nested query (B, jagged, C) is self-attention too."""
+        if isinstance(query, Tensor) and query.is_nested:
+            given = (key, value, key_padding_mask, attn_mask, cache)
+            return self._nested(query, given, is_causal=is_causal, need_weights=need_weights), None
         x, source, target = self._inputs(query, key, value, need_weights=need_weights)
         q, k, v = self._project(x, source, target)
         start = 0 if cache is None else cache.length
@@ -101,7 +112,7 @@ class Attention(nn.Module):
         elif causal and q.shape[2] != k.shape[2]:
             raise ValueError(f"is_causal: got {q.shape[2]} rows and {k.shape[2]} keys; accepted: as many, or a cache")
         window = None if self.window is None else (self.window - 1, None)
-        bias = self._bias(key_padding_mask, None if is_causal else attn_mask, q)
+        bias = self._bias(key_padding_mask, None if is_causal else attn_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0
         if self.manager is None or torch.compiler.is_compiling():  # a compiler's graph has memory of its own
             o = attention(q, k, v, causal=causal, window=window, bias=bias, dropout_p=dropout_p)
@@ -124,11 +135,33 @@ class Attention(nn.Module):
             raise ValueError("need_weights: got True; accepted: False, for the weights never exist")
         x, source = query, query if key is None else key
         target = source if value is None else value
+        for name, y in (("query", x), ("key", source), ("value", target)):
+            require(isinstance(y, Tensor), name, type(y).__name__, TENSOR, TypeError, show=str)
+            require(not y.is_nested, name, "a nested tensor", "a padded one here", show=str)
+            if not (y.ndim == query.ndim in (2, 3) and y.shape[-1] == self.embed_dim):
+                of_query = "" if name == "query" else f", and query is {tuple(query.shape)}"
+                batched = "(B, T, C)" if self.batch_first else "(T, B, C) (batch_first=True for (B, T, C))"
+                accepted = f"{batched}, or (T, C) of each, where C is embed_dim, {self.embed_dim}"
+                raise ValueError(f"{name}: got shape {tuple(y.shape)}{of_query}; accepted: {accepted}")
         if query.ndim == 3 and not self.batch_first:
             x, source, target = (y.transpose(0, 1) for y in (x, source, target))
         if x.ndim == 2:
             x, source, target = x[None], source[None], target[None]
         return x, source, target
+
+    def _nested(self, query: Tensor, given: tuple[object, ...], *, is_causal: bool, need_weights: bool) -> Tensor:
+        """Sequences of different lengths, as torch.nn.TransformerEncoder hands them on where it skips padding."""
+        key, value, *others = given
+        itself = all(x is None or x is query for x in (key, value)) and all(x is None for x in others)
+        strided = query.layout == torch.strided and self.batch_first
+        accepted = "a strided one as query, key and value, with batch_first, without masks and without a cache"
+        require(itself and strided, "query", "a nested tensor", accepted, show=str)
+        lengths = [len(x) for x in query.unbind()]
+        hidden = torch.arange(max(lengths), device=query.device) >= torch.tensor(lengths, device=query.device)[:, None]
+        y, _ = self.forward(
+            torch.nested.to_padded_tensor(query, 0.0), key_padding_mask=hidden, need_weights=need_weights, is_causal=is_causal
+        )
+        return torch.nested.as_nested_tensor([row[:n] for row, n in zip(y, lengths, strict=True)])
 
     def _output(self, o: Tensor, query: Tensor) -> Tensor:
         """o (B, T, C) through the output projection, in query's layout."""
@@ -158,8 +191,15 @@ class Attention(nn.Module):
         real, imaginary = x.chunk(2, -1)
         return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
 
-    def _bias(self, padding: Tensor | None, mask: Tensor | None, q: Tensor) -> Tensor | None:
+    def _bias(self, padding: Tensor | None, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """MultiheadAttention's masks as a bias of `attention`, where True attends."""
+        batch, rows, columns = q.shape[0], q.shape[2], k.shape[2]
+        for name, given, shapes in (
+            ("key_padding_mask", padding, ((batch, columns), (columns,))),
+            ("attn_mask", mask, ((rows, columns), (batch * self.num_heads, rows, columns))),
+        ):
+            if given is not None and tuple(given.shape) not in shapes[: 2 if batch == 1 or name == "attn_mask" else 1]:
+                raise ValueError(f"{name}: got shape {tuple(given.shape)}; accepted: {' or '.join(map(str, shapes))}")
         if mask is not None and mask.ndim == 3:
             mask = mask.unflatten(0, (q.shape[0], self.num_heads))
         if padding is not None:

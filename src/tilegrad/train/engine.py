@@ -35,7 +35,7 @@ from ..model.layer import Linear
 from ..model.transformer import Transformer, declare
 from .batch import check_batch, check_linear, check_sizes, check_some, count_targets, micro_batches
 from .capture import DeviceStep, StepQueue
-from .machine import check_fits
+from .machine import check_device, check_fits
 from .optimizer import NonFiniteError, StepResult
 from .parallel import (
     BUCKET_BYTES,
@@ -86,6 +86,7 @@ class Engine:
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
     ) -> None:  # fmt: skip
+        check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
         over_ranks: Any = {"world": mesh.world, "shard": shard, "bucket_bytes": bucket_bytes}
         self.device = torch.empty(0, device=mesh.device if mesh.world > 1 else device).device

@@ -16,6 +16,7 @@ from .problem import sizes_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 256
+TENSOR = "a tensor (torch.from_numpy makes one of a NumPy array)"
 
 
 def require(
@@ -67,7 +68,9 @@ def _is_number(x: object) -> bool:
 
 def _is_tensor(x: object) -> bool:
     """A tensor, or a handle that stands for one in a memory trace."""
-    return isinstance(x, Tensor) or hasattr(x, "shape") and hasattr(x, "dtype") and hasattr(x, "device")
+    if isinstance(x, Tensor):
+        return True
+    return hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype) and hasattr(x, "device")
 
 
 def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
@@ -84,12 +87,12 @@ _SEED = "None, an int of 64 bits, or a 0-d int64 tensor"
 def check_options(q: Any, k: Any, v: Any, mask: Mask) -> None:
     """Kinds of arguments, and the numbers among them."""
     for name, x in (("q", q), ("k", k), ("v", v)):
-        require(_is_tensor(x), name, x, "a tensor", TypeError, show=_kind)
+        require(_is_tensor(x), name, x, TENSOR, TypeError, show=_kind)
     for name, x in (
         ("bias", mask.bias), ("alibi_slopes", mask.alibi_slopes), ("sinks", mask.sinks),
         ("cu_seqlens_q", mask.cu_seqlens_q), ("cu_seqlens_k", mask.cu_seqlens_k),
     ):  # fmt: skip
-        require(x is None or _is_tensor(x), name, x, "None or a tensor", TypeError, show=_kind)
+        require(x is None or _is_tensor(x), name, x, f"None or {TENSOR}", TypeError, show=_kind)
     learned = getattr(mask.alibi_slopes, "requires_grad", False)
     require(not learned, "alibi_slopes", "requires_grad=True", "slopes without a gradient (call .detach())", show=str)
     require(isinstance(mask.causal, bool), "causal", mask.causal, "True or False", TypeError)
