@@ -10,6 +10,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from . import flash, integrations, memory, nn
     from .dilated.functional import dilated_attention
     from .dist.mesh import Mesh
     from .functional import attention, attention_varlen, explain, sdpa
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from .model.config import ModelConfig
     from .shared_attention import free_attention, init_attention
     from .train.api import TrainedModel, load, presets, train
+    from .train.config import RunConfig, RunEnded
     from .train.engine import Engine
 
 __version__ = "0.1.0.dev0"
@@ -36,6 +38,8 @@ _HOME = {
     "Mesh": "dist.mesh",
     "Explanation": "kernels.table",
     "Engine": "train.engine",
+    "RunConfig": "train.config",
+    "RunEnded": "train.config",
     "ModelConfig": "model.config",
     "init_attention": "shared_attention",
     "free_attention": "shared_attention",
@@ -49,6 +53,8 @@ __all__ = [
     "Mask",
     "Mesh",
     "ModelConfig",
+    "RunConfig",
+    "RunEnded",
     "TrainedModel",
     "attention",
     "attention_bwd",
@@ -66,9 +72,12 @@ __all__ = [
 ]
 
 
+_MODULES = ("flash", "integrations", "memory", "nn", "train")  # train can be called: the function is train.api's
+
+
 def __getattr__(name: str) -> Any:
-    if name == "train":  # a package that can be called: the function is train.api's
-        return import_module(f"{__name__}.train")
+    if name in _MODULES:
+        return import_module(f"{__name__}.{name}")
     if name in _HOME:
         found = globals()[name] = getattr(import_module(f"{__name__}.{_HOME[name]}"), name)
         return found
@@ -76,4 +85,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *__all__, *_MODULES})

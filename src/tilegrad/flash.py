@@ -2,24 +2,30 @@
 
 Arguments are those of flash-attn 2. Tensors are (B, T, H, D), packed ones (total, H, D); Hq is a multiple of Hkv. A side of
 window_size is open at −1, and causal is aligned at the bottom right. Devices and dtypes are those of `tilegrad.attention`.
-What is not there raises: paged caches, and rotary embeddings inside of decoding. return_attn_probs gives (o, lse, None), for
+window_size and max_seqlen are anything that Python takes for an index: ints of NumPy's and of torch's too.
+What is not there raises: paged caches, and rotary embeddings inside of decoding. return_attn_probs gives (o, lse, None) because
 probabilities never exist.
 """
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterable
+from operator import index
+from typing import Any, SupportsIndex
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
 from .functional import attention, attention_varlen
+from .kernels.attention.checks import TENSOR, require
+
+Sides = Iterable[SupportsIndex]  # left and right
 
 
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → o (B, Tq, Hq, Dv), or (o, lse (B, Hq, Tq), None).
@@ -30,6 +36,7 @@ def flash_attn_func(
     torch.Size([2, 16, 4, 32])
     """
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    _tensors(q=q, k=k, v=v)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     o, lse = attention(q, k, v, dropout_p=dropout_p, return_lse=True, **options)
     return (o.transpose(1, 2), lse, None) if return_attn_probs else o.transpose(1, 2)
@@ -37,13 +44,24 @@ def flash_attn_func(
 
 def flash_attn_qkvpacked_func(
     qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False,
 ) -> Any:  # fmt: skip
     """`flash_attn_func` of qkv (B, T, 3, H, D)."""
-    if qkv.ndim != 5 or qkv.shape[2] != 3:
-        raise ValueError(f"qkv: got shape {tuple(qkv.shape)}; accepted: (B, T, 3, H, D)")
-    q, k, v = qkv.unbind(2)
+    q, k, v = _parts("qkv", qkv, "(B, T, 3, H, D)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_func` of q (B, Tq, Hq, D) and kv (B, Tk, 2, Hkv, D)."""
+    k, v = _parts("kv", kv, "(B, Tk, 2, Hkv, D)")
     return flash_attn_func(
         q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
         return_attn_probs,
@@ -51,17 +69,47 @@ def flash_attn_qkvpacked_func(
 
 
 def flash_attn_varlen_func(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: SupportsIndex,
+    max_seqlen_k: SupportsIndex,
     dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
-    window_size: tuple[int, int] = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
     """q (total_q, Hq, D), k and v (total_k, Hkv, D), sequences end to end → o (total_q, Hq, Dv), or with lse (Hq, total_q)."""
     _absent(block_table=block_table)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
-    ends = cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k
+    longest = _int("max_seqlen_q", max_seqlen_q), _int("max_seqlen_k", max_seqlen_k)
+    ends = cu_seqlens_q, cu_seqlens_k, *longest
     o, lse = attention_varlen(q, k, v, *ends, dropout_p=dropout_p, return_lse=True, **options)
     return (o, lse, None) if return_attn_probs else o
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: SupportsIndex, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sides = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_varlen_func` of qkv (total, 3, H, D)."""
+    q, k, v = _parts("qkv", qkv, "(total, 3, H, D)")
+    longest = _int("max_seqlen", max_seqlen)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: SupportsIndex,
+    max_seqlen_k: SupportsIndex, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_varlen_func` of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D)."""
+    k, v = _parts("kv", kv, "(total_k, 2, Hkv, D)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
 
 
 @torch.no_grad()
@@ -69,7 +117,7 @@ def flash_attn_with_kvcache(
     q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
     rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
     cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
-    softmax_scale: float | None = None, causal: bool = False, window_size: tuple[int, int] = (-1, -1),
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sides = (-1, -1),
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
@@ -85,6 +133,7 @@ def flash_attn_with_kvcache(
     )  # fmt: skip
     if (k is None) != (v is None):
         raise ValueError(f"k, v: got {'v' if k is None else 'k'} alone; accepted: both, or none")
+    _tensors(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None or v is None else {"k": k, "v": v}))
     batch, rows, longest = q.shape[0], q.shape[1], k_cache.shape[1]
     if cache_seqlens is None:
         cache_seqlens = longest if k is None else 0
@@ -108,11 +157,13 @@ def flash_attn_with_kvcache(
 
 
 def _options(
-    softmax_scale: float | None, causal: bool, window_size: tuple[int, int], softcap: float, alibi_slopes: Tensor | None,
+    softmax_scale: float | None, causal: bool, window_size: Sides, softcap: float, alibi_slopes: Tensor | None,
     deterministic: bool,
 ) -> dict[str, Any]:  # fmt: skip
     """The options of `attention`."""
-    left, right = (None if side < 0 else side for side in window_size)
+    sides = tuple(window_size) if isinstance(window_size, Iterable) else ()
+    require(len(sides) == 2, "window_size", window_size, "a pair (left, right) of ints, where −1 = open on that side")
+    left, right = (None if side < 0 else side for side in (_int("window_size", x) for x in sides))
     return {
         "scale": softmax_scale,
         "causal": causal,
@@ -121,6 +172,28 @@ def _options(
         "alibi_slopes": None if alibi_slopes is None else alibi_slopes.detach(),
         "deterministic": deterministic or None,
     }
+
+
+def _int(name: str, x: SupportsIndex) -> int:
+    try:
+        return int(index(x))
+    except TypeError:
+        raise TypeError(f"{name}: got {x!r}; accepted: ints of Python's, NumPy's or torch's") from None
+
+
+def _parts(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
+    """q, k and v, or k and v, as views of a tensor of this form."""
+    _tensors(**{name: packed})
+    sizes = form.strip("()").split(", ")
+    count = sizes[-3]
+    fits = packed.ndim == len(sizes) and str(packed.shape[-3]) == count
+    require(fits, name, f"shape {tuple(packed.shape)}", form, show=str)
+    return packed.unbind(-3)
+
+
+def _tensors(**given: Tensor) -> None:
+    for name, x in given.items():
+        require(isinstance(x, Tensor), name, type(x).__name__, TENSOR, TypeError, show=str)
 
 
 def _absent(**given: Tensor | None) -> None:

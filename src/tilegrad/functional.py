@@ -191,7 +191,7 @@ def sdpa(
     return o.reshape((*batch, *o.shape[1:])[-dims:])
 
 
-_HEADS = "as many of each, or enable_gqa=True where query's are a multiple of key's and value's (tilegrad.attention needs no flag)"
+_HEADS = "as many of each, or enable_gqa=True where query's are a multiple of key's (tilegrad.attention needs no flag)"
 
 
 def _common(what: str, accepted: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:

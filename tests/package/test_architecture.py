@@ -19,7 +19,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "eager": {"native_module"},
     "autograd": {"eager", "kernels"},
     "functional": {"autograd", "kernels"},
-    "flash": {"functional"},
+    "flash": {"functional", "kernels"},
     "managed": {"kernels", "memory"},
     "dilated": {"autograd", "kernels", "memory", "managed"},
     "nn": {"functional", "kernels", "memory", "managed", "dilated"},

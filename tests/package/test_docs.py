@@ -56,6 +56,7 @@ def test_the_site_builds_strictly_and_needs_nothing_from_outside(site: Path) -> 
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
     anchors = set(re.findall(r"id=\"(tilegrad[\w.]*)\"", "".join(p.read_text() for p in (site / "api").glob("*.html"))))
     assert not {f"tilegrad.{name}" for name in tilegrad.__all__} - anchors
+    assert {f"tilegrad.Engine.{name}" for name in ("params", "grads", "plan", "loss", "submit", "finished")} <= anchors
     ends = {anchor.rsplit(".", 1)[-1] for anchor in anchors if anchor.startswith("tilegrad.memory.")}
     assert not set(tilegrad.memory.__all__) - ends
 

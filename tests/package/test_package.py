@@ -39,6 +39,23 @@ def test_public_names_are_there_and_documented() -> None:
         tilegrad.atention  # noqa: B018
 
 
+def test_modules_are_reached_by_the_package_and_loaded_when_they_are_used() -> None:
+    code = (
+        "import sys, tilegrad\n"
+        "assert {'nn', 'flash', 'integrations', 'memory', 'train'} <= set(dir(tilegrad))\n"
+        "assert not {name for name in sys.modules if name.startswith('tilegrad.')} and 'torch' not in sys.modules\n"
+        "assert dir(tilegrad.integrations) and 'torch' not in sys.modules\n"
+        "assert {'torch', 'transformers'} <= set(dir(tilegrad.integrations))\n"
+        "tilegrad.flash.flash_attn_func, tilegrad.integrations.transformers.register, tilegrad.integrations.torch.register\n"
+        "tilegrad.nn.Attention, tilegrad.memory.MemoryPlan, tilegrad.train\n"
+        "assert tilegrad.nn is sys.modules['tilegrad.nn'] and 'transformers' not in sys.modules\n"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+    for module in (tilegrad, tilegrad.integrations):
+        with pytest.raises(AttributeError, match=f"module '{module.__name__}' has no attribute 'nothing'"):
+            module.nothing  # noqa: B018
+
+
 @pytest.mark.parametrize("module", [flash, functional, nn.attention, nn.dilated, shared_attention, config, engine, api])
 def test_examples_in_docstrings(module: ModuleType) -> None:
     done = doctest.testmod(module)

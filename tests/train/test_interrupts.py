@@ -28,10 +28,9 @@ from tilegrad import ModelConfig, progress
 from tilegrad.cli import main
 from tilegrad.train import checkpoint, config, loop
 from tilegrad.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
-from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.train.config import DataConfig, RunConfig, RunEnded, TrainConfig
 from tilegrad.train.engine import Engine
 from tilegrad.train.log import read_log
-from tilegrad.train.loop import RunEnded
 from tilegrad.train.run import train
 
 TOML = """

@@ -47,7 +47,7 @@ def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False, **rank
     when several ranks have stopped, for torchrun would start them again."""
     from ..progress import watch
     from ..train.folder import resume_command
-    from ..train.loop import RunEnded
+    from ..train.config import RunEnded
     from ..train.run import train
 
     try:

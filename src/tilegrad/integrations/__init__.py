@@ -1,1 +1,21 @@
-"""Other libraries' models by tilegrad's kernels: one module for each library, which it imports when it is called."""
+"""Other libraries' models by tilegrad's kernels: one module for each library, which is loaded when it is used."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import torch, transformers
+
+__all__ = ["torch", "transformers"]
+
+
+def __getattr__(name: str) -> Any:
+    if name in __all__:
+        return import_module(f"{__name__}.{name}")
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -5,8 +5,8 @@
 Parameters have MultiheadAttention's names and shapes, so its state_dict loads. Weights of attention never exist:
 need_weights=True raises. As there, True in a bool mask hides a key.
 
-It can be the self_attn of torch.nn.TransformerEncoderLayer, and the attention of a decoder's. Their fused inference, which reads
-the weights and calls nobody, is turned down: in eval() as in train() these kernels run.
+It can be the self_attn of torch.nn.TransformerEncoderLayer, and either attention of a decoder's. torch's fused inference, which
+reads the weights and calls nobody, is turned down: in eval() as in train() these kernels run.
 """
 
 from __future__ import annotations

@@ -139,6 +139,14 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
+    """All of a run: the model's shape, how it is trained, and on which data. docs/training.md lists every key. What does not fit
+    together raises when it is made.
+
+    >>> import tilegrad
+    >>> tilegrad.RunConfig().train.seq_len == tilegrad.RunConfig().model.block_size
+    True
+    """
+
     model: ModelConfig = field(default_factory=lambda: PRESETS["tiny"])
     train: TrainConfig = field(default_factory=TrainConfig)
     data: DataConfig = field(default_factory=DataConfig)
@@ -158,6 +166,10 @@ class RunConfig:
     def plain(self) -> dict[str, Any]:
         """As JSON and TOML have it."""
         return asdict(self) | {"data": asdict(self.data) | {"files": list(self.data.files)}}
+
+
+class RunEnded(RuntimeError):
+    """A run that could not go on. The message says why, what is saved, and how to resume."""
 
 
 def preset_run(name: str) -> RunConfig:

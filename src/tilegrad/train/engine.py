@@ -79,6 +79,16 @@ class Engine:
     True
     """
 
+    plan: MemoryPlan
+    """Every buffer of the step with its bytes and its place; `plan.peak_bytes` is what the engine allocates, once."""
+
+    grads: dict[str, Tensor]
+    """By name, float32 or better: what `gradients` and `backward` have written, and `optimizer_step` reads. Views of the arena:
+    they can be changed in place before the update. Of several ranks, after `gradients`, only this rank's slices are sums."""
+
+    loss: float
+    """The mean loss of the last step or forward."""
+
     def __init__(
         self, model_config: ModelConfig, batch_size: int, seq_len: int, device: torch.device | str = "cpu",
         dtype: torch.dtype | None = None, seed: int = 0, memory_budget: int | None = None, *,
@@ -106,7 +116,7 @@ class Engine:
             "seed": str(seed), "shard": shard, "bucket_bytes": str(bucket_bytes), "context": str(context),
             "recompute": str(self.recompute), "optimizer": f"{betas}, {eps}, {weight_decay}, {max_norm}",
         })  # fmt: skip
-        self.plan: MemoryPlan = plan_model(*sizes, self.recompute, **options)
+        self.plan = plan_model(*sizes, self.recompute, **options)
         check_fits(self.plan.peak_bytes, self.device)
         self.arenas = Arenas(self.plan)
         self._context = mesh.neighbours(context) if context > 1 else None
@@ -134,7 +144,7 @@ class Engine:
         model = self._model(batch_size, seq_len // context)
         kept = self._masters_kept(model)
         self._params = {name: p.master if kept else p.value for name, p in model.params.items()}
-        self.grads: dict[str, Tensor] = {name: p.grad for name, p in model.params.items()}
+        self.grads = {name: p.grad for name, p in model.params.items()}
         self._scales = model.scales
         generator = torch.Generator().manual_seed(seed)
         if kept:

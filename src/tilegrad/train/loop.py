@@ -29,7 +29,7 @@ from ..model.generate import generate
 from .atomic import named, write_whole
 from .batch import count_targets
 from .checkpoint import load_into, read_state, save_checkpoint
-from .config import DTYPES, RunConfig
+from .config import DTYPES, RunConfig, RunEnded
 from .data import Batches, TokenFile, Tokenizer, batches_in_order, decode_known, split, split_windows, unigram_entropy
 from .engine import Engine
 from .environment import environment
@@ -61,10 +61,6 @@ class RunResult:
     report: Path
     stopped_by: str | None
     best: Best | None  # of the evaluations; None where there was none
-
-
-class RunEnded(RuntimeError):
-    """A run that could not go on. The message says why, what is saved, and how to resume."""
 
 
 @dataclass(frozen=True, slots=True)
