@@ -10,14 +10,19 @@ import sys
 import sysconfig
 import tomllib
 import zipfile
+from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from support.ops import DTYPES, acc, allocated_bytes
 
 import tilegrad
 from tilegrad import flash, functional, nn, shared_attention
 from tilegrad.kernels.cpu import build as native_build
+from tilegrad.kernels.scratch import new_scratch
 from tilegrad.model import config
 from tilegrad.train import api, engine
 
@@ -77,11 +82,43 @@ def test_examples_in_docstrings(module: ModuleType) -> None:
 )
 def test_code_in_documents_runs(document: str) -> None:
     """Block by block, in order: a later one may use what an earlier one defined."""
+    run_blocks(document)
+
+
+def blocks_of(document: str) -> list[str]:
     blocks = re.findall(r"```python\n(.*?)```", (HERE / document).read_text(), re.DOTALL)
     assert blocks
-    names: dict[str, object] = {"__name__": __name__}
-    for block in blocks:
+    return blocks
+
+
+def run_blocks(document: str) -> dict[str, Any]:
+    names: dict[str, Any] = {"__name__": __name__}
+    for block in blocks_of(document):
         exec(compile(block, document, "exec"), names)
+    return names
+
+
+def test_the_op_of_the_tutorial_allocates_nothing() -> None:
+    names = run_blocks("docs/add-an-op.md")
+    for dtype in DTYPES:
+        x, dy, y, dx = torch.ones(4, 1023, 48, dtype=dtype)
+        w, dw = torch.ones(48, dtype=dtype), torch.zeros(48, dtype=acc(dtype))
+        scratch = new_scratch(names["scale_workspace"](x), "cpu")
+        for accumulate in (True, False):
+            backward = partial(names["scale_bwd"], dy, x, w, dx=dx, dw=dw, scratch=scratch, accumulate=accumulate)
+            assert allocated_bytes(backward) <= 1024, dtype
+        assert allocated_bytes(partial(names["scale_fwd"], x, w, y=y)) <= 1024, dtype
+
+
+def test_the_op_of_the_tutorial_passes_the_linter() -> None:
+    """The op as the file that it would be; then the whole page, where an import stands in the block that needs it."""
+    pytest.importorskip("ruff")
+    first, *rest = blocks_of("docs/add-an-op.md")
+    for code, options in ((first, ()), ("\n\n".join([first, *rest]), ("--ignore", "E402"))):
+        for command in (("check", *options), ("format", "--check")):
+            run = [sys.executable, "-m", "ruff", *command, "--stdin-filename", "src/tilegrad/kernels/scale.py", "-"]
+            done = subprocess.run(run, input=code, cwd=HERE, capture_output=True, text=True)
+            assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_readme_is_one_page() -> None:
