@@ -18,7 +18,7 @@ from support.architectures import DECODER, DECODERS, MODELS, VOCABULARY, apart, 
 from transformers import AutoConfig, AutoModelForCausalLM, DataCollatorWithFlattening  # noqa: E402
 
 from tilegrad import functional  # noqa: E402
-from tilegrad.integrations.transformers import Attends, attention_forward, register  # noqa: E402
+from tilegrad.integrations.transformers import Attends, _restarts, attention_forward, mask, register  # noqa: E402
 
 register()
 LOGITS, GRADIENTS = 5e-6, 1e-5  # float32, relative
@@ -153,6 +153,43 @@ def test_generation_is_the_same_token_for_token(name: str, options: dict[str, An
         more = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False}
         got.append(model_of(name, implementation).generate(**batch, **more, **options))
     assert torch.equal(*got)
+
+
+@pytest.mark.parametrize(
+    ("q_length", "q_offset", "tracing", "whole"),
+    [
+        (1, torch.tensor(5), False, True),
+        (1, torch.tensor(5), True, True),
+        (3, torch.tensor(5), True, True),
+        (3, torch.tensor(5), False, False),
+        (1, 5, False, False),
+        (3, 5, True, False),
+    ],
+)
+def test_a_mask_of_a_moving_cache_is_whole_where_its_place_cannot_be_read(
+    q_length: int, q_offset: int | Tensor, tracing: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A static cache says on the device where it stands. A prompt reads that once; a decoded token and a compiler do not."""
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: tracing)
+    made = mask(1, q_length, 12, q_offset, attention_mask=None)
+    assert (made.bias is not None) == whole
+    if whole:
+        assert made.bias is not None and made.bias.shape == (1, 1, q_length, 12) and made.columns == 12
+    else:
+        assert made.band == (None, 0) and made.used == int(q_offset) + q_length
+    unknown = mask(1, 3, 12, 9, mask_function=lambda b, h, i, j: (i + j) % 2 == 0)
+    assert unknown.bias is not None and unknown.bias.shape == (1, 1, 3, 12)
+
+
+def test_positions_are_read_as_packed_sequences_only_where_they_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    q, positions = torch.zeros(1, 2, 5, 8), torch.tensor([[0, 1, 2, 0, 1]])
+    runs = _restarts(positions, q)
+    assert runs is not None and runs[0].tolist() == [0, 3, 5] and runs[2:] == (3, 3)
+    assert _restarts(torch.arange(5)[None], q) is None
+    for others in (None, positions[0], positions[..., None].expand(1, 5, 2), torch.tensor([[0, 1, 2, 0, 1, 2]])):
+        assert _restarts(others, q) is None
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert _restarts(positions, q) is None
 
 
 def test_gradient_checkpointing_draws_the_same_dropout() -> None:
