@@ -10,7 +10,10 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from . import flash, integrations, memory, nn
+    from . import flash as flash
+    from . import integrations as integrations
+    from . import memory as memory
+    from . import nn as nn
     from .dilated.functional import dilated_attention
     from .dist.mesh import Mesh
     from .functional import attention, attention_varlen, explain, sdpa

@@ -113,13 +113,19 @@ def test_packed(change: dict[str, Any], error: type[Exception], message: str) ->
         tilegrad.attention_varlen(**(arguments | change))
 
 
-DENSE_OPTIONS = {name for name, x in inspect.signature(tilegrad.attention).parameters.items() if x.kind is x.KEYWORD_ONLY}
+DENSE_OPTIONS = {
+    name for name, x in inspect.signature(tilegrad.attention).parameters.items() if x.kind is x.KEYWORD_ONLY
+}
 TORCHS, FLASHS = "tilegrad.sdpa, which takes torch's names", "tilegrad.flash, which takes flash-attn's names"
 UNKNOWN: list[tuple[str, Any, str]] = [
     ("is_causal", True, f"is_causal: got True; accepted: causal= here, or {TORCHS}"),
     ("attn_mask", None, f"attn_mask: got None; accepted: bias= here, or {TORCHS}"),
     ("attn_mask", Q, f"attn_mask: got a Tensor; accepted: bias= here, or {TORCHS}"),
-    ("enable_gqa", True, f"enable_gqa: got True; accepted: no such option here, where fewer .* are groups, or {TORCHS}"),
+    (
+        "enable_gqa",
+        True,
+        f"enable_gqa: got True; accepted: no such option here, where fewer .* are groups, or {TORCHS}",
+    ),
     ("softmax_scale", 0.5, f"softmax_scale: got 0.5; accepted: scale= here, or {FLASHS}"),
     ("window_size", (1, 0), rf"window_size: got \(1, 0\); accepted: window= here, or {FLASHS}"),
     ("sm_scale", 1.0, "sm_scale: got 1.0; accepted: scale= here$"),
@@ -138,7 +144,10 @@ def test_an_option_of_another_library_is_refused_with_our_name_for_it(name: str,
 def test_names_of_other_libraries_lead_to_options_that_exist() -> None:
     assert {ours for ours, _ in functional._ELSEWHERE.values()} <= DENSE_OPTIONS
     assert not functional._ELSEWHERE.keys() & DENSE_OPTIONS
-    for name, message in (("is_causal", "accepted: causal= here"), ("attn_mask", "accepted: causal, window, scale, softcap, a")):
+    for name, message in (
+        ("is_causal", "accepted: causal= here"),
+        ("attn_mask", "accepted: causal, window, scale, softcap, a"),
+    ):
         with pytest.raises(TypeError, match=f"{name}: got True; {message}"):
             tilegrad.attention_varlen(P, P, P, ENDS, ENDS, 4, 4, **{name: True})  # type: ignore[call-overload]
 
@@ -147,7 +156,9 @@ def test_a_kernel_for_gpus_says_what_runs_on_a_machine_without_one(monkeypatch: 
     pytest.importorskip("triton")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     for kernel in ("triton", "hopper"):
-        with pytest.raises(ValueError, match=f"kernel: got '{kernel}', which .* needs a .*; '.*' would run it, and kernel=None"):
+        with pytest.raises(
+            ValueError, match=f"kernel: got '{kernel}', which .* needs a .*; '.*' would run it, and kernel=None"
+        ):
             tilegrad.attention(Q, K, K, kernel=kernel)
 
 

@@ -157,7 +157,8 @@ def test_packed_forms_drop_what_the_others_drop(form: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "window", [[3, 1], np.array([3, 1]), (np.int64(3), np.int8(1)), torch.tensor([3, 1]), (torch.tensor(3), 1), iter((3, 1))]
+    "window",
+    [[3, 1], np.array([3, 1]), (np.int64(3), np.int8(1)), torch.tensor([3, 1]), (torch.tensor(3), 1), iter((3, 1))],
 )
 def test_a_window_is_two_of_whatever_is_an_index(window: Any) -> None:
     q, k, v = draw(2, 5, 4, 8), draw(2, 9, 2, 8), draw(2, 9, 2, 8, seed=1)
@@ -251,7 +252,9 @@ def test_what_is_not_there_is_named(name: str) -> None:
     with pytest.raises(ValueError, match=r"kv: got shape \(1, 1, 2, 1, 8\); accepted: \(total_k, 2, Hkv, D\)"):
         flash_attn_varlen_kvpacked_func(q, torch.zeros(1, 1, 2, 1, 8), ENDS_K, ENDS_K, 9, 9)
     for sides in (3, (1, 2, 3), ()):
-        with pytest.raises(ValueError, match=r"window_size: got .*; accepted: a pair \(left, right\) of ints, where −1"):
+        with pytest.raises(
+            ValueError, match=r"window_size: got .*; accepted: a pair \(left, right\) of ints, where −1"
+        ):
             flash_attn_func(q, q, q, window_size=sides)  # type: ignore[arg-type]
     for side in (1.5, None, torch.tensor(1.5)):
         with pytest.raises(TypeError, match=r"window_size: got .*; accepted: ints of Python's, NumPy's or torch's"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from support.ranks import Ranks
 
+from tilegrad.cli.faults import complain
 from tilegrad.dist.mesh import HUNG, Mesh, Note, RankLost, missing, read_notes, write_note
 
 
@@ -118,7 +119,9 @@ def test_a_failed_collective_names_the_place(two_ranks: Ranks) -> None:
 def test_missing_by_notes() -> None:
     distributed: Any = torch.distributed  # whose types leave HashStore out
     store = distributed.HashStore()
-    for rank, note in enumerate([Note(7, 40, "step 4: summing"), Note(7, 38, "step 4: reading data"), Note(3, 38, "x")]):
+    for rank, note in enumerate(
+        [Note(7, 40, "step 4: summing"), Note(7, 38, "step 4: reading data"), Note(3, 38, "x")]
+    ):
         write_note(store, rank, note)
     before = read_notes(store, 4)
     for rank, note in enumerate([Note(9, 40, "step 4: summing"), Note(9, 38, "step 4: reading data")]):
@@ -128,6 +131,48 @@ def test_missing_by_notes() -> None:
         "rank 2 is dead or stopped, last at 'x'; rank 3 is dead or stopped, last at 'nowhere yet'; "
         "rank 1 is behind, at 'step 4: reading data'"
     )
+
+
+def test_a_rank_that_gave_up_because_another_died_is_not_named_as_dead() -> None:
+    """Rank 1 is killed; rank 2 sees it first, says so and ends; rank 0 reads the notes after that."""
+    stood = {
+        0: Note(9, 40, "a"),
+        1: Note(3, 38, "step 4: reading data"),
+        2: Note(8, 40, "step 4: summing", gave_up=True),
+    }
+    told = missing(stood, stood | {0: Note(11, 40, "a", gave_up=True)})
+    assert told == "rank 1 is dead or stopped, last at 'step 4: reading data'"
+    alone = {rank: note for rank, note in stood.items() if rank != 1}  # a failure of rank 2's own
+    assert missing(alone, alone | {0: Note(11, 40, "a", gave_up=True)}) == "rank 2 gave up first, at 'step 4: summing'"
+
+
+def gives_up(mesh: Mesh) -> bool:
+    mesh.barrier()
+    if mesh.rank == 1:
+        with pytest.raises(RankLost):
+            mesh.wait(_Fails())
+    mesh.barrier()
+    return read_notes(mesh._store, 2)[1].gave_up
+
+
+def test_a_rank_says_that_it_gives_up_before_it_ends(two_ranks: Ranks) -> None:
+    assert two_ranks.run(gives_up) == [True, True]
+
+
+def test_what_all_ranks_refuse_is_said_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distributed: Any = torch.distributed
+    store = distributed.HashStore()
+    monkeypatch.setattr("tilegrad.dist.mesh._store", lambda *_: store)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    for there in ("True", "False"):
+        monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", there)
+        for rank, sentence in ((1, "seed: got 1"), (0, "seed: got 1"), (0, "out: got x")):
+            monkeypatch.setenv("RANK", str(rank))
+            complain(ValueError(sentence))
+        said = ["tilegrad: seed: got 1", "tilegrad: out: got x"]
+        assert capsys.readouterr().err.splitlines() == (said if there == "True" else [said[0], *said])
 
 
 def test_missing_when_all_wait_or_many_are_gone() -> None:

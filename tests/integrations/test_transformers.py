@@ -177,7 +177,7 @@ def test_a_mask_of_a_moving_cache_is_whole_where_its_place_cannot_be_read(
         assert made.bias is not None and made.bias.shape == (1, 1, q_length, 12) and made.columns == 12
     else:
         assert made.band == (None, 0) and made.used == int(q_offset) + q_length
-    unknown = mask(1, 3, 12, 9, mask_function=lambda b, h, i, j: (i + j) % 2 == 0)
+    unknown = mask(1, 3, 12, 9, mask_function=lambda _b, _h, i, j: (i + j) % 2 == 0)
     assert unknown.bias is not None and unknown.bias.shape == (1, 1, 3, 12)
 
 

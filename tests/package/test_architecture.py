@@ -35,6 +35,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "progress": {"memory", "text_table"},
     "doctor": {"eager", "kernels", "memory"},
     "cli": {
+        "dist",
         "model",
         "train",
         "gradcheck",

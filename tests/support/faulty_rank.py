@@ -5,6 +5,7 @@ silent    of the step on, no sum over ranks ends, nor does it raise, on any rank
 torn      the rank is killed in the step's save, when its own file is written; not when torchrun has restarted it
 killed    the rank is killed before it reads the data of the step; restarted for the nth time, another one n steps later,
           and ten times in all
+other seed   the rank is given another one
 """
 
 from __future__ import annotations
@@ -58,4 +59,5 @@ def die_when_written() -> None:
 if __name__ == "__main__":
     faulty: Any = Mesh
     faulty.at = at
-    raise SystemExit(main(sys.argv[4:]))
+    other = sys.argv[1] == "other seed" and os.environ["RANK"] == sys.argv[2]
+    raise SystemExit(main(sys.argv[4:] + (["--seed", "1234"] if other else [])))

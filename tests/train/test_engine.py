@@ -102,7 +102,8 @@ def test_an_update_of_no_micro_batch_is_refused_before_anything_changes(call: st
     engine.step(tokens, targets, 1e-2)
     before, grads, state = clones(engine.tensors()), clones(engine.grads), engine.state()
     if call == "submit on CUDA":
-        engine._queue = SimpleNamespace(finished=lambda wait: [])  # type: ignore[assignment]  # a queue that nothing reaches
+        queue: Any = SimpleNamespace(finished=lambda **_: [])  # that nothing reaches
+        engine._queue = queue
     rate = () if call == "gradients" else (1e-2,)
     for tokens_of, targets_of, message in (
         ([], [], "tokens: got no micro-batch; accepted: one or more"),

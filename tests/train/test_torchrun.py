@@ -115,6 +115,20 @@ def test_a_killed_rank_is_restarted_to_the_same_bits_and_any_number_goes_on(
 
 
 @pytest.mark.slow
+def test_a_refusal_is_printed_once_and_names_the_key(tmp_path: Path) -> None:
+    """What every rank refuses before they meet, and what only their meeting shows."""
+    few = Torchrun(2, tmp_path / "few", "--train.gradient_accumulation", "1")
+    apart_in_seed = Torchrun(2, tmp_path / "seed", "--steps", "4", fault=("other seed", 1, 0))
+    for run, said in (
+        (few, "tilegrad: gradient_accumulation: got 1; accepted: at least 2"),
+        (apart_in_seed, "tilegrad: train.seed: got 1234 on rank 1; accepted: rank 0's, "),
+    ):
+        assert run.wait() != 0
+        lines = [line for line in run.text().splitlines() if line.startswith("tilegrad: ")]
+        assert len(lines) == 1 and lines[0].startswith(said) and len(lines[0]) < 120, run.text()
+
+
+@pytest.mark.slow
 def test_ten_restarts_in_a_row_end_with_the_same_bits(tmp_path: Path, undisturbed: dict[str, torch.Tensor]) -> None:
     flags = ("--steps", "14", "--train.checkpoint_interval", "1")
     run = Torchrun(2, tmp_path / "run", *flags, restarts=10, fault=("killed", 1, 2))

@@ -8,14 +8,24 @@ from typing import TextIO
 
 
 def complain(sentence: object) -> None:
+    """On stderr, once: of several ranks with one complaint the first has it."""
     try:
-        print(f"tilegrad: {sentence}", file=sys.stderr, flush=True)
+        if not _said_already(str(sentence)):
+            print(f"tilegrad: {sentence}", file=sys.stderr, flush=True)
     except OSError:
         silence(sys.stderr)
     try:
         sys.stdout.flush()
     except OSError:
         silence(sys.stdout)
+
+
+def _said_already(sentence: str) -> bool:
+    if os.environ.get("WORLD_SIZE", "1") == "1":
+        return False
+    from ..dist.mesh import said_already
+
+    return said_already(sentence)
 
 
 def silence(stream: TextIO) -> None:

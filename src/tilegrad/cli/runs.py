@@ -46,8 +46,8 @@ def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False, **rank
     """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done, or
     when several ranks have stopped, for torchrun would start them again."""
     from ..progress import watch
-    from ..train.folder import resume_command
     from ..train.config import RunEnded
+    from ..train.folder import resume_command
     from ..train.run import train
 
     try:

@@ -6,11 +6,13 @@ rank, there is no process group, and every collective is nothing.
 A collective that waits for a lost rank fails with an error that names nobody, and on a GPU it need not fail at all. So each
 rank counts the collectives it has entered, and a thread of it writes a beat, that count and its place into the store once a
 second. After a failure the notes are read twice. A beat that stands still is a dead or stopped rank; of the others, those
-with the lowest count are whom the rest waits for. No clocks are compared.
+with the lowest count are whom the rest waits for. A rank that gives up because of another one says so in its note before it
+ends, and is not taken for dead. No clocks are compared.
 """
 
 from __future__ import annotations
 
+import hashlib
 import json
 import math
 import os
@@ -40,22 +42,26 @@ class RankLost(RuntimeError):
 
 
 class Note(NamedTuple):
-    """What a rank says of itself: a beat that grows while its process lives, the collectives it entered, its place."""
+    """What a rank says of itself: a beat that grows while its process lives, the collectives it entered, its place, and
+    whether it has given up because of another one."""
 
     beat: int
     entered: int
     place: str
+    gave_up: bool = False
 
 
 def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
     """Whom the others wait for, of two readings of the notes that are more than a beat apart."""
-    silent = [rank for rank in after if before[rank].beat == after[rank].beat]
-    alive = [rank for rank in after if rank not in silent]
+    still = [rank for rank in after if before[rank].beat == after[rank].beat]
+    silent = [rank for rank in still if not after[rank].gave_up]
+    alive = [rank for rank in after if rank not in silent and not after[rank].gave_up]
     most = max(note.entered for note in after.values())
     least = min((after[rank].entered for rank in alive), default=most)
     behind = [rank for rank in alive if after[rank].entered == least < most]
     told = [f"rank {rank} is dead or stopped, last at {after[rank].place!r}" for rank in silent]
     told += [f"rank {rank} is behind, at {after[rank].place!r}" for rank in behind]
+    told = told or [f"rank {rank} gave up first, at {after[rank].place!r}" for rank in still]
     more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
     return "; ".join(told[:_TOLD]) + more or "every rank is alive and waits: a network between them is lost"
 
@@ -77,6 +83,7 @@ class Mesh:
         self.timeout_s = timeout_s
         self.place, self.entered = "start", 0
         self._since, self._firsts = time.monotonic(), 0
+        self._beat, self._gave_up = 0, False
         self.device = torch.device(device)
         self.group: Any = None  # of the collectives on tensors
         self.host_group: Any = None  # of objects and barriers: always gloo
@@ -166,6 +173,7 @@ class Mesh:
         while not self._store.check([key]):
             time.sleep(BEAT_S / 10)
         if self._store.get(key) == b"failed":
+            self._give_in()
             raise RankLost(f"rank {self.rank} at {self.place!r}: rank {key.rsplit('/', 1)[1]} failed there")
 
     # ── who is missing ──
@@ -187,8 +195,25 @@ class Mesh:
         try:
             return work()
         except RuntimeError as error:
+            self._give_in()
             said = str(error).partition("\n")[0]
-            raise RankLost(f"rank {self.rank}, {name} at {self.place!r}: {self.missing()}; torch says: {said}") from error
+            raise RankLost(
+                f"rank {self.rank}, {name} at {self.place!r}: {self.missing()}; torch says: {said}"
+            ) from error
+
+    def _give_in(self) -> None:
+        """This rank is about to end because another one is lost."""
+        self._gave_up = True
+        self._write()
+
+    def _write(self) -> bool:
+        """This rank's note; False where the store is gone, and torchrun ends this process."""
+        self._beat += 1
+        try:
+            write_note(self._store, self.rank, Note(self._beat, self.entered, self.place, self._gave_up))
+        except RuntimeError:
+            return False
+        return True
 
     def missing(self) -> str:
         """Whom this rank waits for. Takes two beats and a half."""
@@ -216,13 +241,8 @@ class Mesh:
             thread.join()
 
     def _look(self, done: threading.Event) -> None:
-        beat, patience = 0, self.timeout_s + 10 * BEAT_S
-        while True:
-            beat += 1
-            try:
-                write_note(self._store, self.rank, Note(beat, self.entered, self.place))
-            except RuntimeError:  # the store is gone: torchrun ends this process
-                return
+        patience = self.timeout_s + 10 * BEAT_S
+        while self._write():
             stands = time.monotonic() - self._since
             if stands > patience:
                 patience = float("inf")
@@ -231,6 +251,7 @@ class Mesh:
                 return
 
     def _give_up(self, stands: float) -> None:
+        self._give_in()
         told = f"tilegrad: rank {self.rank} stands at {self.place!r} for {stands:.0f} s: {self.missing()}"
         print(told, file=sys.stderr, flush=True)
         os._exit(HUNG)
@@ -266,16 +287,29 @@ class Neighbours:
 
 
 def write_note(store: Any, rank: int, note: Note) -> None:
-    store.set(f"note/{rank}", f"{note.beat} {note.entered} {note.place}")
+    store.set(f"note/{rank}", f"{note.beat} {note.entered} {int(note.gave_up)} {note.place}")
 
 
 def read_notes(store: Any, world: int) -> dict[int, Note]:
     notes = {}
     for rank in range(world):
-        text = store.get(f"note/{rank}").decode() if store.check([f"note/{rank}"]) else "0 0 nowhere yet"
-        beat, entered, place = text.split(" ", 2)
-        notes[rank] = Note(int(beat), int(entered), place)
+        text = store.get(f"note/{rank}").decode() if store.check([f"note/{rank}"]) else "0 0 0 nowhere yet"
+        beat, entered, gave_up, place = text.split(" ", 3)
+        notes[rank] = Note(int(beat), int(entered), place, gave_up == "1")
     return notes
+
+
+def said_already(sentence: str) -> bool:
+    """Whether another rank has said it: what all of them refuse is printed once. Known where torchrun keeps a store for its
+    ranks, also of ranks that ended before they met."""
+    env = os.environ
+    if int(env.get("WORLD_SIZE", "1")) == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
+        return False
+    try:
+        store = _store(int(env["RANK"]), int(env["WORLD_SIZE"]), timedelta(seconds=10))
+        return int(store.add(f"said/{hashlib.sha256(sentence.encode()).hexdigest()}", 1)) > 1
+    except RuntimeError:  # the store is gone, and so are those who might have said it
+        return False
 
 
 def _store(rank: int, world: int, limit: timedelta) -> Any:

@@ -159,7 +159,10 @@ class Attention(nn.Module):
         lengths = [len(x) for x in query.unbind()]
         hidden = torch.arange(max(lengths), device=query.device) >= torch.tensor(lengths, device=query.device)[:, None]
         y, _ = self.forward(
-            torch.nested.to_padded_tensor(query, 0.0), key_padding_mask=hidden, need_weights=need_weights, is_causal=is_causal
+            torch.nested.to_padded_tensor(query, 0.0),
+            key_padding_mask=hidden,
+            need_weights=need_weights,
+            is_causal=is_causal,
         )
         return torch.nested.as_nested_tensor([row[:n] for row, n in zip(y, lengths, strict=True)])
 

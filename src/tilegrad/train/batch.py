@@ -49,7 +49,9 @@ def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[
 def check_some(micro_batches: int) -> None:
     """Refuse an update of nothing, which decay and moments would make all the same. The number is that of all ranks."""
     if not micro_batches:
-        raise ValueError("tokens: got no micro-batch; accepted: one or more (of several ranks, one of them has to have one)")
+        raise ValueError(
+            "tokens: got no micro-batch; accepted: one or more (of several ranks, one of them has to have one)"
+        )
 
 
 def count_targets(targets: Tensor) -> int:

@@ -139,8 +139,8 @@ class DataConfig:
 
 @dataclass(frozen=True, slots=True)
 class RunConfig:
-    """All of a run: the model's shape, how it is trained, and on which data. docs/training.md lists every key. What does not fit
-    together raises when it is made.
+    """All of a run: the model's shape, how it is trained, and on which data. docs/training.md lists every key. What does not
+    fit together raises when it is made.
 
     >>> import tilegrad
     >>> tilegrad.RunConfig().train.seq_len == tilegrad.RunConfig().model.block_size

@@ -20,7 +20,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import replace
+from dataclasses import asdict, replace
 from functools import partial
 from typing import Any
 
@@ -112,9 +112,9 @@ class Engine:
         sizes = (model_config, batch_size, seq_len, dtype, self.device)
         self.recompute = choose_recompute(*sizes, memory_budget, **options)
         check_same(mesh, {
-            "model": str(model_config), "batch_size": str(batch_size), "seq_len": str(seq_len), "dtype": str(dtype),
-            "seed": str(seed), "shard": shard, "bucket_bytes": str(bucket_bytes), "context": str(context),
-            "recompute": str(self.recompute), "optimizer": f"{betas}, {eps}, {weight_decay}, {max_norm}",
+            "model": asdict(model_config), "batch_size": batch_size, "seq_len": seq_len, "dtype": dtype, "seed": seed,
+            "shard": shard, "bucket_bytes": bucket_bytes, "context": context, "recompute": self.recompute,
+            "betas": betas, "eps": eps, "weight_decay": weight_decay, "max_norm": max_norm,
         })  # fmt: skip
         self.plan = plan_model(*sizes, self.recompute, **options)
         check_fits(self.plan.peak_bytes, self.device)

@@ -10,7 +10,6 @@ agreed in the next step.
 from __future__ import annotations
 
 import errno
-import json
 import math
 import time
 from collections import deque
@@ -101,7 +100,7 @@ class Run:
             self.text, self.held_out = split(self.text, run.data.validation_fraction)
         self.batches = Batches(self.text, t.batch_size, t.seq_len, seed=t.seed, windows=training)
         if mesh.world > 1:
-            check_agreed(mesh, {"run": json.dumps(run.plain()), "data": json.dumps(self.batches.state())})
+            check_agreed(mesh, {**run.plain(), "batches": self.batches.state()})
         _warm_up(t.device)
         before = held(self.device)
         sharing: Any = {"shard": ranks.shard, "bucket_bytes": ranks.bucket_bytes, "context": ranks.context}

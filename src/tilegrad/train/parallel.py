@@ -360,25 +360,35 @@ class Parallel:
                     own.rounded[at : at + high - low].copy_(x[low:high])
 
 
-def check_same(mesh: Mesh, fields: Mapping[str, str]) -> None:
+def check_same(mesh: Mesh, fields: Mapping[str, object]) -> None:
     """Refuse ranks that would not compute the same thing, before any memory is taken. `fields` are the engine's."""
     native = native_library()
     check_agreed(mesh, {
-        **fields, "tilegrad": __version__, "torch": torch.__version__, "threads": str(torch.get_num_threads()),
+        **fields, "tilegrad": __version__, "torch": torch.__version__, "threads": torch.get_num_threads(),
         "native library": native if isinstance(native, str) else native_sources(),
     })  # fmt: skip
 
 
-def check_agreed(mesh: Mesh, fields: Mapping[str, str]) -> None:
-    """Refuse ranks that differ in what must be the same on all: the first field that does is named, with its rank."""
+def check_agreed(mesh: Mesh, fields: Mapping[str, object]) -> None:
+    """Refuse ranks that differ in what must be the same on all: the first key that does is named, with its rank; a key inside
+    of a field as field.key. Every rank raises the same."""
     if mesh.world == 1:
         return
     mesh.at("comparing the ranks")
-    told = mesh.gather(dict(fields))
-    for name in fields:
+    told = mesh.gather(dict(_leaves(fields)))
+    for name in {name: None for fields_of in told for name in fields_of}:
         for rank, theirs in enumerate(told):
-            if theirs.get(name) != told[0][name]:
-                raise ValueError(f"{name}: got {theirs.get(name)} on rank {rank}; accepted: rank 0's, {told[0][name]}")
+            if theirs.get(name) != told[0].get(name):
+                accepted = f"rank 0's, {told[0].get(name)}"
+                raise ValueError(f"{name}: got {theirs.get(name)} on rank {rank}; accepted: {accepted}")
+
+
+def _leaves(fields: Mapping[str, object], inside: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{inside}{name}.")
+        else:
+            yield f"{inside}{name}", str(value)
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
