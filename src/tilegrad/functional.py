@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import difflib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from functools import lru_cache
-from typing import Any, Literal, NoReturn, overload
+from typing import Any, Literal, Never, NoReturn, overload
 
 import torch
 from torch import Tensor
@@ -197,7 +197,7 @@ _HEADS = "as many of each, or enable_gqa=True where query's are a multiple of ke
 def _common(what: str, accepted: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
     """The shape that those of query, key and value broadcast to."""
     try:
-        return torch.broadcast_shapes(*shapes)
+        return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         q, k, v = (", ".join(map(str, shape)) or "none" for shape in shapes)
     raise ValueError(f"key: got {what} {k}, and query has {q}, value {v}; accepted: {accepted}")
@@ -223,7 +223,7 @@ def explain(
     kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
     cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
     o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
-    dv: Tensor | None = None, **unknown: object,
+    dv: Tensor | None = None, **unknown: Never,
 ) -> Explanation:  # fmt: skip
     """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
 
@@ -266,7 +266,7 @@ _THEIR_NAMES = {
 }
 
 
-def _refuse(unknown: dict[str, object], function: Callable[..., object]) -> NoReturn:
+def _refuse(unknown: Mapping[str, object], function: Callable[..., object]) -> NoReturn:
     """Say which of the function's options the first unknown one is."""
     options = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY]
     name, value = next(iter(unknown.items()))

@@ -136,9 +136,10 @@ UNKNOWN: list[tuple[str, Any, str]] = [
 
 @pytest.mark.parametrize(("name", "value", "message"), UNKNOWN, ids=[name for name, _, _ in UNKNOWN])
 def test_an_option_of_another_library_is_refused_with_our_name_for_it(name: str, value: Any, message: str) -> None:
-    for call in (tilegrad.attention, tilegrad.explain):
+    calls: list[Any] = [tilegrad.attention, tilegrad.explain]
+    for call in calls:
         with pytest.raises(TypeError, match=message):
-            call(Q, K, K, **{name: value})  # type: ignore[call-overload]
+            call(Q, K, K, **{name: value})
 
 
 def test_names_of_other_libraries_lead_to_options_that_exist() -> None:

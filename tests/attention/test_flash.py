@@ -148,8 +148,8 @@ def test_packed_forms_drop_what_the_others_drop(form: str) -> None:
     inputs = [packed[..., 0, :, :] + 1, packed] if both else [packed]
     q, k, v = [inputs[0], *packed.unbind(-3)] if both else packed.unbind(-3)
     ends: tuple[Any, ...] = () if not varlen else (ENDS_K, 9)
-    twice = (ENDS_K, ENDS_K, 9, 9) if varlen else ()
-    plain = flash_attn_varlen_func if varlen else flash_attn_func
+    twice: tuple[Any, ...] = (ENDS_K, ENDS_K, 9, 9) if varlen else ()
+    plain: Any = flash_attn_varlen_func if varlen else flash_attn_func
     torch.manual_seed(0)
     got = getattr(tilegrad.flash, f"flash_attn_{form}_func")(*inputs, *(twice if both else ends), 0.3, causal=True)
     torch.manual_seed(0)

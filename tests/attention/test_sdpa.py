@@ -103,7 +103,7 @@ def test_what_is_refused() -> None:
     ):
         tilegrad.sdpa(torch.randn(1, 4, 4, 8), q, q)
     with pytest.raises(ValueError, match="key: got batch dimensions 3, and query has 2, value 3; accepted: some that"):
-        tilegrad.sdpa(q.expand(2, 2, 4, 8), *2 * [q.expand(3, 2, 4, 8)])
+        tilegrad.sdpa(q.expand(2, 2, 4, 8), q.expand(3, 2, 4, 8), q.expand(3, 2, 4, 8))
     for shape in ((4, 3), (3, 2, 4, 4), (1, 1, 1, 4, 4)):
         with pytest.raises(
             ValueError, match=r"attn_mask: got shape .*, and \(…, Hq, L, S\) is \(1, 2, 4, 4\); accepted"

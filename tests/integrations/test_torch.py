@@ -213,7 +213,7 @@ def test_a_nested_tensor_is_each_sequence_by_itself() -> None:
         for a, b in zip(got.unbind(), want, strict=True):
             torch.testing.assert_close(a, b, rtol=1e-11, atol=1e-12)
         results = [
-            torch.autograd.grad(sum(y.sin().sum() for y in of), [*parts, *layer.parameters()])  # type: ignore[misc]
+            torch.autograd.grad(sum(y.sin().sum() for y in of), [*parts, *layer.parameters()])
             for of in (got.unbind(), want)
         ]
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-11)

@@ -522,8 +522,9 @@ def disagreeing(mesh: Mesh) -> list[str]:
         {"context": 1 + mesh.rank},
         {"model_config": replace(CASES["untied, GQA, window"], rope_theta=10000.0 + mesh.rank)},
     ):
+        arguments: dict[str, Any] = {"model_config": CASES["untied, GQA, window"], "mesh": mesh, **options}
         with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
-            Engine(**({"model_config": CASES["untied, GQA, window"], "mesh": mesh} | options), batch_size=3, seq_len=16)
+            Engine(**arguments, batch_size=3, seq_len=16)
         assert len(str(error.value)) < 120
         told.append(str(error.value).split(":")[0])
     return told

@@ -197,12 +197,12 @@ class Attention(nn.Module):
     def _bias(self, padding: Tensor | None, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
         """MultiheadAttention's masks as a bias of `attention`, where True attends."""
         batch, rows, columns = q.shape[0], q.shape[2], k.shape[2]
-        for name, given, shapes in (
-            ("key_padding_mask", padding, ((batch, columns), (columns,))),
+        for name, x, shapes in (
+            ("key_padding_mask", padding, ((batch, columns), *([(columns,)] if batch == 1 else []))),
             ("attn_mask", mask, ((rows, columns), (batch * self.num_heads, rows, columns))),
         ):
-            if given is not None and tuple(given.shape) not in shapes[: 2 if batch == 1 or name == "attn_mask" else 1]:
-                raise ValueError(f"{name}: got shape {tuple(given.shape)}; accepted: {' or '.join(map(str, shapes))}")
+            if x is not None and tuple(x.shape) not in shapes:
+                raise ValueError(f"{name}: got shape {tuple(x.shape)}; accepted: {' or '.join(map(str, shapes))}")
         if mask is not None and mask.ndim == 3:
             mask = mask.unflatten(0, (q.shape[0], self.num_heads))
         if padding is not None:
