@@ -239,7 +239,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_good_checkpoint() -> None:
         "go on with: tilegrad train --resume run"
     )
     assert newest().step == 4 and sorted(p.name for p in Path("run/checkpoints").iterdir()) == ["000001-step-4"]
-    assert not list(Path("run").glob(".*"))
+    assert not list(Path("run").glob(".*.staged"))
     assert train(None, Path("run"), resume=True).steps == 12
 
 
@@ -349,9 +349,14 @@ def test_a_run_that_goes_on_amid_steps_that_are_not_finite_still_ends_before_the
 
 
 def test_a_new_run_does_not_mix_with_one_that_died_before_its_first_checkpoint() -> None:
-    Path("run/tensorboard").mkdir(parents=True)
-    Path("run/tensorboard/events").write_text("of the dead run")
-    Path("run/log.jsonl").write_text('{"step": 900, "kind": "train", "loss": 77.0}\n')
+    def killed() -> None:
+        raise SystemExit
+
+    with pytest.raises(SystemExit):
+        train(RUN, Path("run"), show=at_step(3, killed))
+    Path("run/tensorboard").mkdir()
+    Path("run/tensorboard/events.out.tfevents.1").write_text("of the dead run")
+    assert read_log(Path("run/log.jsonl"))[-1]["step"] == 3
     train(RUN, Path("run"))
     assert [r["step"] for r in read_log(Path("run/log.jsonl")) if r["kind"] == "train"] == list(range(1, 13))
     assert not Path("run/tensorboard").exists()

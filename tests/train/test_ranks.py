@@ -7,7 +7,7 @@ import json
 import math
 import re
 from collections.abc import Callable, Iterator
-from contextlib import redirect_stdout
+from contextlib import nullcontext, redirect_stdout
 from dataclasses import replace
 from functools import partial
 from io import StringIO
@@ -28,8 +28,8 @@ from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
 from tilegrad.progress import _message
-from tilegrad.train.checkpoint import DamagedCheckpoint, load_into, save_checkpoint
-from tilegrad.train.config import RunConfig, TrainConfig
+from tilegrad.train.checkpoint import DamagedCheckpoint, latest_checkpoint, load_checkpoint, load_into, save_checkpoint
+from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.train.parallel import check_accumulation, digest
 from tilegrad.train.pieces import load_pieces, save_pieces
 from tilegrad.train.run import _begin_with, train
@@ -349,6 +349,46 @@ def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
 def test_a_full_disk_of_one_rank_is_raised_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
     for told, names in two_ranks.run(no_room, str(tmp_path)):
         assert "shard-00002" in told and names == "000001-step-1 000002-step-2"
+
+
+def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
+    """A run whose ranks have folders of their own; then a save into them."""
+    text = Path(folder, "text.txt")
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    settings = TrainConfig(steps=2, batch_size=1, gradient_accumulation=2, eval_interval=0, sample_tokens=0)
+    run = RunConfig(replace(CASES["tied, dropout"], vocab_size=256), settings, DataConfig(files=(str(text),)))
+    home = Path(folder, f"rank-{mesh.rank}")
+    told = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("tilegrad.train.run.Mesh", lambda _device, _timeout: mesh)
+        patch.setattr("tilegrad.train.folder.SHARED_S", 0.2)
+        patch.setattr(mesh, "watch", nullcontext)
+        patch.setattr(mesh, "close", lambda: None)
+        with pytest.raises(ValueError, match="out: got a folder that the ranks don't share") as error:
+            train(run, home)
+        told.append(str(error.value))
+        assert not Path(folder, f"rank-{mesh.rank}").exists()
+        mesh.barrier()
+        train(run, Path(folder, "shared"))
+    engine = trained(mesh, 1)
+    with pytest.raises(OSError, match="shard-00002") as lost:
+        save_pieces(home, engine, mesh, {"engine": engine.state()})
+    told.append(str(lost.value))
+    assert not list(home.glob("*-step-*"))
+    return told[0], told[1]
+
+
+def test_ranks_that_do_not_share_a_folder_are_refused_before_the_first_step(two_ranks: Ranks, tmp_path: Path) -> None:
+    for refusal, lost in two_ranks.run(apart_in_folders, str(tmp_path)):
+        assert f"don't share: rank 1 ({tmp_path}/rank-1 on " in refusal
+        assert f" can't see what rank 0 wrote into {tmp_path}/rank-0 on " in refusal
+        assert refusal.endswith("accepted: the same --out on every node, on a file system that all of them share")
+        assert f"{tmp_path}/rank-0/.staged/shard-00002-model-00001-of-00001.safetensors" in lost
+    saved = latest_checkpoint(tmp_path / "shared" / "checkpoints")
+    best = latest_checkpoint(tmp_path / "shared" / "best")
+    assert saved is not None and best is not None and load_checkpoint(saved).state["ranks"] == 2
+    names = sorted(path.name for path in saved.glob("*.safetensors"))
+    assert len(names) == 2 and all((saved / name).samefile(best / name) for name in names)
 
 
 def damaged(mesh: Mesh, folder: str) -> tuple[str, str]:

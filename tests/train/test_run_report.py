@@ -6,8 +6,10 @@ import html
 import importlib.util
 import json
 import math
+import resource
 import shutil
 import subprocess
+import threading
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -103,6 +105,32 @@ def test_tensorboard_has_every_number(tmp_path: Path) -> None:
     assert plugin.session_start_info.hparams["train.steps"].number_value == 7
     assert plugin.session_start_info.hparams["model.activation"].string_value == "gelu"
     assert plugin.session_start_info.hparams["data.files"].string_value == "['a.txt']"
+
+
+@pytest.mark.filterwarnings("error::pytest.PytestUnhandledThreadExceptionWarning")
+@pytest.mark.parametrize("room", [0, 60, 300, 700])
+def test_a_disk_without_room_for_tensorboard_is_one_error_that_names_the_file(
+    tmp_path: Path, room: int, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """A thread of TensorBoard's would print a traceback."""
+    pytest.importorskip("tensorboard")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def log_until_it_is_full() -> None:
+        with RunLog(tmp_path / "log.jsonl", tensorboard=tmp_path / "curves", hyper_parameters={"a": 1}) as run:
+            for step in range(200):
+                run.append(step, "t", {"loss": 1.5})
+
+    monkeypatch.setattr(RunLog, "close", lambda self: (self._file.close(), self._curves.close()))
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(OSError, match="File too large") as error:
+            log_until_it_is_full()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert str(tmp_path) in str(error.value.filename)
+    assert not [thread for thread in threading.enumerate() if thread is not threading.main_thread()]
+    assert capfd.readouterr().err == ""
 
 
 class Page(HTMLParser):

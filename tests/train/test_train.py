@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -109,13 +110,80 @@ def test_a_damaged_manifest_is_refused_and_the_previous_offered(run: RunConfig, 
     assert (error.value.path, error.value.previous) == (last, first)
 
 
-def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path) -> None:
+WINDOWED = [
+    {"window": 4, "window_layers": [0]},
+    {"window": 4, "window_layers": [], "position": "rope", "rope_scaling": {"kind": "yarn", "factor": 2.0, "original": 16}},
+]
+
+
+@pytest.mark.parametrize("model", WINDOWED)
+def test_a_run_with_keys_that_are_lists_is_stopped_and_goes_on_to_the_same_bits(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    from tilegrad.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    keys = replace(run, model=replace(run.model, n_layer=2, **model)).plain()
+    assert run_from(json.loads(json.dumps(keys)), "run.json").plain() == keys
+    Path("run.toml").write_text(as_toml(keys | {"model": {**keys["model"], **model}}))  # rope_scaling with its defaults left out
+    assert main(["train", "run.toml", "--out", "whole"]) == 0
+
+    def interrupt(event: str, numbers: dict[str, Any]) -> None:
+        if event == "train" and numbers["step"] == 3:
+            os.kill(os.getpid(), signal.SIGINT)
+
+    assert train(read_run(Path("run.toml")), Path("part"), show=interrupt).stopped_by == "SIGINT"
+    assert main(["train", "run.toml", "--resume", "part"]) == 0
+    a, b = last_tensors(Path("whole")), last_tensors(Path("part"))
+    assert all(torch.equal(a[name], b[name]) for name in a)
+    assert main(["generate", "part", "--max-tokens", "3"]) == 0
+    assert main(["export", "part", "out"]) == 2
+    assert "accepted" in capsys.readouterr().err  # GPT-2 has no window
+
+
+def as_toml(content: dict[str, dict[str, Any]]) -> str:
+    def value(x: object) -> str:
+        if isinstance(x, dict):
+            return "{" + ", ".join(f"{name} = {value(inner)}" for name, inner in x.items()) + "}"
+        return "'none'" if x is None else json.dumps(x)
+
+    return "".join(
+        f"[{section}]\n" + "".join(f"{name} = {value(x)}\n" for name, x in keys.items()) for section, keys in content.items()
+    )
+
+
+@pytest.mark.parametrize("value", [(1, 2), math.inf, torch.tensor(1)])
+def test_what_could_not_be_saved_is_refused_before_the_first_step(
+    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object
+) -> None:
+    state = Engine.state
+    monkeypatch.setattr(Engine, "state", lambda self: {**state(self), "more": value})
+    monkeypatch.setattr(Engine, "submit", None)
+    with pytest.raises((TypeError, ValueError), match=r"state\['engine'\]\['more'\].* JSON"):
+        train(run, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_number_that_no_checkpoint_can_hold_is_refused_by_name(run: RunConfig) -> None:
+    for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
+        with pytest.raises(ValueError, match=f"{name}: got inf; accepted: a finite number ≥ 0"):
+            replace(run.train, **{name: math.inf})
+
+
+def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A process killed in its first save leaves a hidden folder: a new run begins there, and there is none to resume."""
-    (tmp_path / "run" / "checkpoints" / ".staged").mkdir(parents=True)
+
+    def killed(_tensors: object, _path: Path) -> None:
+        raise SystemExit
+
+    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+        patch.setattr("tilegrad.train.checkpoint.save_file", killed)
+        train(run, tmp_path / "run")
+    assert (tmp_path / "run" / "best" / ".staged").is_dir()
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         train(run, tmp_path / "run", resume=True)
     assert train(run, tmp_path / "run").steps == 8
-    assert not (tmp_path / "run" / "checkpoints" / ".staged").exists()
+    assert not (tmp_path / "run" / "best" / ".staged").exists()
 
 
 def test_what_would_lose_or_mix_runs_is_refused(run: RunConfig, tmp_path: Path) -> None:

@@ -108,7 +108,7 @@ def bench_attention(
             if json:
                 print(line, flush=True)
             if out:
-                with open(out, "a") as file:
+                with open(out, "a", encoding="utf-8") as file:
                     file.write(line + "\n")
     if not json:
         print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None) + "\n")

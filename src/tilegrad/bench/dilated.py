@@ -301,7 +301,7 @@ def bench_dilated(
                 if json:
                     print(line, flush=True)
                 if out:
-                    with open(out, "a") as file:
+                    with open(out, "a", encoding="utf-8") as file:
                         file.write(line + "\n")
             if complaint:
                 break

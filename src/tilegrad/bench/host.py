@@ -159,7 +159,7 @@ def bench_host(
             spread = f"{deciles[1]:.1f} – {deciles[7]:.1f}"
             rows.append((direction, name, f"{deciles[4]:.1f}", spread, "" if name == "tilegrad" else f"{ratio:.2f}×"))
     if out:
-        with open(out, "a") as file:
+        with open(out, "a", encoding="utf-8") as file:
             file.write("\n".join(lines) + "\n")
     if json:
         print("\n".join(lines))

@@ -41,6 +41,7 @@ from ..model import reference
 from ..model.config import PRESETS, ModelConfig
 from ..model.transformer import declare
 from ..text_table import table
+from ..train.atomic import check_replaceable
 from ..train.engine import Engine
 from ..train.environment import environment
 
@@ -48,6 +49,7 @@ CELLS = (("float32", 1, 1024), ("float32", 4, 64), ("bfloat16", 1, 1024), ("bflo
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}
 SPEED_TARGET, MEMORY_TARGET = 1.05, 0.6
 LIMIT_S = 150.0
+TITLE = "# Training step against eager PyTorch"  # what the file --out begins with
 SOLO_STEPS = 2  # the second has gradients, moments and activations
 LEARNING_RATE = 1e-4
 KEEP = {  # else eager pays for page faults in every step. torch's aarch64 builds have mimalloc, others use glibc's malloc
@@ -386,6 +388,8 @@ def bench_training(
     """Prints the step against eager's, as a table or as JSON lines (the machine, then a cell each); `out` gets both. The
     exit code is 1 where a check was red or a process failed. limit_s: a contender alone is ended after it, and no pair
     begins after it."""
+    if out is not None:
+        check_replaceable(out, TITLE)
     problems = _problems(preset, cells, repeats, limit_s)
     about = {**machine(), "preset": preset, "command": _command(preset, cells, repeats, limit_s)}
     rows = []
@@ -406,8 +410,7 @@ def bench_training(
     print(lines if json else text)
     if out is not None:
         facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
-        title = "# Training step against eager PyTorch"
-        out.write_text(f"{title}\n\n{facts}\n\n```\n{text}\n```\n\n```json\n{lines}\n```\n")
+        out.write_text(f"{TITLE}\n\n{facts}\n\n```\n{text}\n```\n\n```json\n{lines}\n```\n", encoding="utf-8")
     failed = any("failed" in (answer or {}) for row in rows for answer in (row.raw or {}).values())
     return int(failed or any(row.wrong for row in rows))
 

@@ -31,6 +31,7 @@ import torch
 from ..model.config import ModelConfig
 from ..model.transformer import declare
 from ..text_table import table
+from ..train.atomic import check_replaceable
 from ..train.environment import environment
 from .breakdown import Breakdown, Rates, break_down, floors
 from .breakdown import report as breakdown_report
@@ -44,6 +45,7 @@ from .peer import PeerForm
 PEAK_FLOPS = 989.5e12  # H100 and H200 SXM, bfloat16 without sparsity, as NVIDIA states it
 PEERS: tuple[Kind, ...] = ("compiled", "eager")
 LIMIT_S = 400.0
+TITLE = "# Training step on a GPU"  # what the file --out begins with
 _GIB = 1 << 30
 
 
@@ -335,6 +337,8 @@ def bench_training_cuda(
     """Prints tables or JSON lines (the environment, then the results); `out` gets both, `plot` a picture. The exit code is 1
     where a contender of ours failed or was wrong, or loss curves do not agree."""
     settings = Settings() if settings is None else settings
+    if out is not None:
+        check_replaceable(out, TITLE)
     if breakdown and losses:
         raise ValueError("losses: got True with breakdown; accepted: one of the two")
     chosen = cases_of(list(cases) if cases is not None else ["124m-b16"] if breakdown or losses else None)
@@ -352,8 +356,7 @@ def publish(result: Report, settings: Settings, *, json: bool, out: Path | None,
     print(lines if json else result.text)
     if out is not None:
         facts = "\n".join(f"- {name}: {value}" for name, value in about.items())
-        title = "# Training step on a GPU"
-        out.write_text(f"{title}\n\n{facts}\n\n```\n{result.text}\n```\n\n```json\n{lines}\n```\n")
+        out.write_text(f"{TITLE}\n\n{facts}\n\n```\n{result.text}\n```\n\n```json\n{lines}\n```\n", encoding="utf-8")
     if plot is not None and find_spec("matplotlib") is None:
         _say(f"no picture at {plot}: matplotlib is not installed")
     elif plot is not None:

@@ -150,7 +150,7 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
             lines.append([str(key), "WRONG", wrong, "", ""])
     print(table(("architecture, bits, D, band", "kernel", "tile", "ms", "words spilled"), lines))
     path = Path(tiles.__file__)
-    path.write_text("\n".join(_rewritten(path.read_text().split("\n"))))
+    path.write_text("\n".join(_rewritten(path.read_text(encoding="utf-8").split("\n"))), encoding="utf-8")
     print(
         f"\n{len(jobs)} candidates, {len(spills)} fit, {sum(not n for n in spills.values())} without spills; wrote {path.name}"
     )

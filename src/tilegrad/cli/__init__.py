@@ -10,7 +10,7 @@ from .. import __version__
 from .arguments import Command
 from .benches import add_benches
 from .checks import add_checks
-from .faults import complain, silence
+from .faults import complain, escape_what_cannot_be_shown, silence
 from .memory import add_memory
 from .runs import add_runs
 from .weights import add_weights
@@ -33,6 +33,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
+    escape_what_cannot_be_shown()
     args = build_parser().parse_args(argv)
     run: Command = args.run
     try:

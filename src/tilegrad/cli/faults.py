@@ -1,10 +1,19 @@
-"""How a command ends that can't go on: one sentence on stderr, also where nobody reads stdout any more."""
+"""What a command says, whatever its terminal can show; and how it ends where it can't go on: one sentence on stderr, also
+where nobody reads stdout any more."""
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 from typing import TextIO
+
+
+def escape_what_cannot_be_shown() -> None:
+    """A character that is not in the terminal's encoding, or is half of one, is written as \\u2026 and raises nothing."""
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+            stream.reconfigure(errors="backslashreplace")
 
 
 def complain(sentence: object) -> None:

@@ -13,11 +13,14 @@ from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, r
 def _plan(args: argparse.Namespace) -> int:
     import torch
 
+    from ..train.atomic import check_replaceable
     from ..train.config import run_from
     from ..train.machine import check_device, too_large
     from ..train.planning import plan_model, step_report
     from ..train.recompute import choose_recompute
 
+    if args.html:
+        check_replaceable(Path(args.html), '<meta name="generator" content="tilegrad">')
     content = given_keys(args)
     run, where = run_from(content, args.config or "flags"), Path(args.config).stem if args.config else None
     config, t, dtype = run.model, run.train, getattr(torch, run.train.dtype)

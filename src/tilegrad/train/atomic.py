@@ -1,4 +1,5 @@
-"""Files that are whole or absent, whatever happens while they are written."""
+"""Files that are whole or absent, whatever happens while they are written. Their modes follow the umask, and no symbolic
+link is written through."""
 
 from __future__ import annotations
 
@@ -16,12 +17,18 @@ def sync(path: Path) -> None:
         os.close(descriptor)
 
 
+def create(path: Path) -> int:
+    """A descriptor of the file `path`, which is new: what had its name, left by a killed process or a link, has gone."""
+    path.unlink(missing_ok=True)
+    return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+
+
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write `path` under a temporary name beside it, put it on disk, then rename it: a reader sees what was there before
+    """Write `path` under a temporary name next to it, put it on disk, then rename it: a reader sees what was there before
     or all of `pieces`. Where the disk refuses, what was written goes again. One writer for one path at a time."""
     staged = path.with_name(f".{path.name}.staged")
     try:
-        with staged.open("wb") as file:
+        with os.fdopen(create(staged), "wb") as file:
             for piece in pieces:
                 file.write(piece)
             file.flush()
@@ -31,6 +38,16 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
     except OSError as error:
         staged.unlink(missing_ok=True)
         raise named(error, path) from error
+
+
+def check_replaceable(path: Path, mark: str) -> None:
+    """Refused where `path` is there, and the beginning of it does not say, by `mark`, that tilegrad wrote it."""
+    if path.is_file():
+        with path.open("rb") as file:
+            if mark.encode("utf-8") in file.read(4096):
+                return
+    if path.exists():
+        raise ValueError(f"{path}: got a file that tilegrad did not write; accepted: a new name")
 
 
 def named(error: OSError, path: Path) -> OSError:

@@ -8,17 +8,19 @@ A checkpoint is staged under a hidden name, every file put on disk, then renamed
 is renamed to a hidden name before it is deleted. So what has a checkpoint's name was once whole, and a process killed at
 any moment, or a full disk, loses at most the checkpoint that was being saved: older ones go only after it has its name.
 Hidden leftovers go with the next save. One writer for one folder. Several ranks write shards instead of one file
-(pieces.py), and the two kinds are read alike.
+(pieces.py), and the two kinds are read alike. Where the same tensors are saved in two folders, the second checkpoint has
+hard links to the files of the first, and either can be deleted.
 """
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,7 +30,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
-from .atomic import named, sync
+from .atomic import create, named, sync
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
@@ -68,15 +70,45 @@ def save_checkpoint(
         raise ValueError(f"keep: got {keep}; accepted: at least 1, the checkpoint that is saved")
     if step < 0:
         raise ValueError(f"step: got {step}; accepted: at least 0")
-    _check_plain(dict(state), "state")
+    check_state(state)
+
+    def write(staged: Path) -> Mapping[str, Any]:
+        save_tensors(tensors, staged / TENSORS)
+        sync(staged / TENSORS)
+        return {TENSORS: about(staged / TENSORS)}
+
+    return _staged(folder, step, write, state, keep)
+
+
+def save_same(folder: Path, source: Path, state: Mapping[str, Any], *, keep: int = 3) -> Path:
+    """Save the tensors of the checkpoint `source` once more, with a state of its own: its files are hard links, or copies
+    where the file system has no links."""
+    check_state(state)
+    manifest = read_manifest(source)
+
+    def link(staged: Path) -> Mapping[str, Any]:
+        for name in manifest["files"]:
+            try:
+                os.link(source / name, staged / name)
+            except OSError:
+                shutil.copyfile(source / name, staged / name)
+                sync(staged / name)
+        return cast(Mapping[str, Any], manifest["files"])
+
+    return _staged(folder, manifest["step"], link, state, keep)
+
+
+def _staged(
+    folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]], state: Mapping[str, Any], keep: int
+) -> Path:
+    """A checkpoint in `folder` of the files that `write` puts into a hidden folder; it returns what the manifest says of
+    them."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     path, staged = next_path(folder, step), folder / STAGED
     try:
         staged.mkdir()
-        _save_tensors(tensors, staged / TENSORS)
-        sync(staged / TENSORS)
-        write_manifest(staged, step, {TENSORS: about(staged / TENSORS)}, state)
+        write_manifest(staged, step, write(staged), state)
         staged.rename(path)
         sync(folder)
     except OSError as error:
@@ -97,7 +129,13 @@ def about(file: Path) -> dict[str, Any]:
 
 
 def write_manifest(staged: Path, step: int, files: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """The manifest of files that are on disk; then it and their names are."""
+    """The manifest of files that are on disk; then it and their names are. A file that is missing, or of another size than
+    it was written with, is an OSError, and no manifest is written."""
+    for name, what in files.items():
+        with (staged / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != what["bytes"]:
+            raise OSError(errno.EIO, f"{size} bytes where {what['bytes']} were written", str(staged / name))
     content = {"format": _FORMAT, "version": _VERSION, "step": step, "files": dict(files), "state": dict(state)}
     manifest = json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False)
     (staged / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
@@ -105,10 +143,13 @@ def write_manifest(staged: Path, step: int, files: Mapping[str, Any], state: Map
     sync(staged)
 
 
-def _save_tensors(tensors: Mapping[str, torch.Tensor], path: Path) -> None:
-    """`save_file`, whose own error hides the system's."""
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """`save_file`, whose own error hides the system's, and whose file has mode 0600 whatever the umask is."""
+    os.close(create(path))
+    mode = path.stat().st_mode
     try:
-        save_file(dict(tensors), path)
+        save_file(dict(tensors), path, metadata)
+        path.chmod(mode)
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
         if number is None:
@@ -278,6 +319,15 @@ def _verified(path: Path) -> dict[str, Any]:
         return manifest
 
 
+def is_complete(path: Path) -> bool:
+    """Whether the manifest is right and every file of it is there with its size; the bytes are not read."""
+    try:
+        read_manifest(path)
+    except (DamagedCheckpoint, FileNotFoundError):
+        return False
+    return True
+
+
 def _is_good(path: Path) -> bool:
     try:
         _verified(path)
@@ -287,24 +337,28 @@ def _is_good(path: Path) -> bool:
 
 
 def retire(folder: Path, keep: int) -> None:
-    """Delete what was saved before the last `keep` checkpoints whose manifest and sizes are right."""
+    """Delete what was saved before the last `keep` checkpoints whose manifest and sizes are right. A checkpoint that somebody
+    put another file into stays, and so does a symbolic link."""
     saved, good = _saved(folder), 0
     while saved and good < keep:
-        try:
-            read_manifest(saved.pop())
-            good += 1
-        except DamagedCheckpoint:
-            continue
+        good += is_complete(saved.pop())
     for path in saved:
+        if path.is_symlink() or not all(_wrote(file.name) for file in path.iterdir()):
+            continue
         gone = path.with_name(_GONE + path.name)
         path.rename(gone)
         shutil.rmtree(gone)
 
 
+def _wrote(name: str) -> bool:
+    """Whether a save writes files of this name."""
+    return name in (MANIFEST, TENSORS) or _SHARD.fullmatch(name) is not None
+
+
 def remove_leftovers(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name == STAGED or path.name.startswith(_GONE):
-            shutil.rmtree(path)
+            path.unlink() if path.is_symlink() else shutil.rmtree(path)
 
 
 def _sha256(path: Path) -> str:
@@ -316,8 +370,12 @@ def _digest(content: Mapping[str, Any]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode("utf-8")).hexdigest()
 
 
-def _check_plain(value: object, where: str) -> None:
+def check_state(state: Mapping[str, Any]) -> None:
     """What comes back from JSON must be what went in."""
+    _check_plain(dict(state), "state")
+
+
+def _check_plain(value: object, where: str) -> None:
     if isinstance(value, dict):
         for key, inner in value.items():
             if not isinstance(key, str):

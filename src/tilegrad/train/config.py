@@ -20,6 +20,7 @@ is not given is the preset's, and five keys follow others:
 
 from __future__ import annotations
 
+import math
 import os
 import tomllib
 from collections.abc import Mapping
@@ -83,8 +84,8 @@ class TrainConfig:
                 raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: an int ≥ 0")
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
             value = getattr(self, name)
-            if isinstance(value, bool) or not isinstance(value, int | float) or not value >= 0:
-                raise ValueError(f"{name}: got {value!r}; accepted: a number ≥ 0")
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
+                raise ValueError(f"{name}: got {value!r}; accepted: a finite number ≥ 0")
         budget = self.memory_budget
         if budget is not None and (not _int(budget) or budget < 1):
             raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
@@ -164,8 +165,8 @@ class RunConfig:
             )
 
     def plain(self) -> dict[str, Any]:
-        """As JSON and TOML have it."""
-        return asdict(self) | {"data": asdict(self.data) | {"files": list(self.data.files)}}
+        """As JSON and TOML have it; `run_from` reads the same run from it."""
+        return {section: _plain(values) for section, values in asdict(self).items()}
 
 
 class RunEnded(RuntimeError):
@@ -286,6 +287,8 @@ def resumed(own: RunConfig, asked: Mapping[str, Mapping[str, Any]]) -> RunConfig
                 continue
             if name == "seq_len" and value == 0:
                 value = own.model.block_size
+            if isinstance(value, Mapping | list | tuple):  # as the run has it: every key of rope_scaling, lists
+                value = replace(own, **{section: replace(getattr(own, section), **{name: value})}).plain()[section][name]
             if value == mine[section][name] or (name, value) in (("warmup_steps", -1), ("dtype", "auto")):
                 continue
             if section != "train" or name not in MAY_CHANGE:
@@ -294,6 +297,13 @@ def resumed(own: RunConfig, asked: Mapping[str, Mapping[str, Any]]) -> RunConfig
                 )
             changes[name] = value
     return replace(own, train=replace(own.train, **changes))
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _int(value: object) -> bool:

@@ -7,26 +7,45 @@ checkpoints/          the last few, each whole
 best/                 the checkpoint of the lowest validation loss
 origin/               config.json and tokenizer files of the weights it began with, where --init named some
 report.html           curves, memory, a sample; needs nothing from outside
-run.lock              while a process trains there: its id, and the kernel's lock on it
+tensorboard/          the log as TensorBoard reads it, where it is installed
+.tilegrad-run         says that the folder is a run of tilegrad's: a new run begins in an empty folder, or in one with this
+                      file and no checkpoint
+run.lock              while a process trains there: its id, a token that all ranks must find, and the kernel's lock on it
+
+What is not in this list is never written, and never deleted.
 """
 
 from __future__ import annotations
 
+import errno
 import json
 import os
+import re
+import secrets
 import shlex
-import shutil
+import socket
+import stat
+import time
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .atomic import write_whole
 from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, latest_good, newest_name, read_state
 from .config import RunConfig, resumed, run_from
 from .data import TokenFile, Tokenizer, load_prepared, load_tokenizer, sha256_of, split, tokens_sha256
+from .log import EVENTS
 
+if TYPE_CHECKING:
+    from ..dist.mesh import Mesh
+
+MARKER, LOCK = ".tilegrad-run", "run.lock"
+_MARK = b'{"format": "tilegrad run", "version": 1}\n'
+_LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # what a lock holds: a process's id and its token
+_TOLD = 3  # names that a refusal lists
+SHARED_S = 5.0  # how long a network's file system may take to show a new file
 
 def locate(path: Path) -> tuple[Path, Path | None]:
     """(folder, checkpoint) of what was given to resume: a run's folder, or one of the checkpoints in it."""
@@ -89,10 +108,15 @@ def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
 
 
 def forget(folder: Path) -> None:
-    """The log and the curves of a run that died before its first checkpoint: a new run there has its own."""
+    """The log and the curves of a run that died before its first checkpoint: a new run there has its own. Only what a run
+    wrote is deleted, and nothing through a symbolic link."""
     (folder / "log.jsonl").unlink(missing_ok=True)
-    if (folder / "tensorboard").is_dir():
-        shutil.rmtree(folder / "tensorboard")
+    curves = folder / "tensorboard"
+    if curves.is_dir() and not curves.is_symlink():
+        for file in curves.glob(f"{EVENTS}*"):
+            file.unlink()
+        if not any(curves.iterdir()):
+            curves.rmdir()
 
 
 def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
@@ -164,18 +188,53 @@ def _check_tokenizer(folder: Path, state: Mapping[str, Any], found: str) -> None
         )
 
 
+def _check_ours(folder: Path) -> None:
+    """A folder that is not there, is empty, or is a run's; any other is refused."""
+    if not folder.is_dir():
+        if folder.exists() or folder.is_symlink():
+            raise ValueError(f"{folder}: got what is no folder; accepted: a new folder (--out)")
+        return
+    if holds_a_run(folder) or _is_regular(folder / MARKER) and (folder / MARKER).read_bytes() == _MARK:
+        return
+    others = sorted(path.name for path in folder.iterdir() if path.name != LOCK or not _is_a_lock(path))
+    if others:
+        more = f" and {len(others) - _TOLD} more" if len(others) > _TOLD else ""
+        raise ValueError(
+            f"{folder}: got a folder with {', '.join(others[:_TOLD])}{more}, which no run of tilegrad's wrote; accepted: a "
+            "new or empty folder (--out)"
+        )
+
+
+def _is_regular(path: Path) -> bool:
+    return path.is_file() and not path.is_symlink()
+
+
+def _is_a_lock(path: Path) -> bool:
+    """Left by a process that was killed before it wrote anything else."""
+    return _is_regular(path) and path.stat().st_size < 64 and _LOCK.fullmatch(path.read_bytes()) is not None
+
+
 @contextmanager
-def claimed(folder: Path) -> Iterator[None]:
-    """Inside, no other process trains in `folder`, which is made where it is missing, and goes again if it is left empty.
-    The kernel gives the lock back when the process ends, however it ends."""
+def claimed(folder: Path, *, new: bool) -> Iterator[str]:
+    """Inside, no other process trains in `folder`; the token is in its lock. The folder of a `new` run is made where it is
+    missing, and goes again if nothing is left in it. The kernel gives the lock back when the process ends, however it ends."""
+    if new:
+        _check_ours(folder)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = _locked(folder / "run.lock")
+        token = secrets.token_hex(16)
+        descriptor = _locked(folder / LOCK, token)
         try:
-            yield
+            if new and holds_a_run(folder):
+                raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
+            if new:
+                write_whole(folder / MARKER, [_MARK])
+            yield token
         finally:
-            (folder / "run.lock").unlink(missing_ok=True)
+            if {path.name for path in folder.iterdir()} == {LOCK, MARKER}:
+                (folder / MARKER).unlink()
+            (folder / LOCK).unlink(missing_ok=True)
             os.close(descriptor)
     finally:
         for path in missing:
@@ -184,22 +243,55 @@ def claimed(folder: Path) -> Iterator[None]:
             path.rmdir()
 
 
-def _locked(path: Path) -> int:
-    """A descriptor of the file `path`, which holds this process's id, locked until it is closed."""
+def check_shared(folder: Path, token: str, mesh: Mesh) -> None:
+    """Refused on all ranks where one of them does not find rank 0's token in its `folder`: each rank writes its part of a
+    checkpoint there. Called on every rank; `token` is rank 0's."""
+    token = mesh.gather(token)[0]
+    until = time.monotonic() + SHARED_S
+    while not (found := _token(folder) == token) and time.monotonic() < until:
+        time.sleep(0.1)
+    told = mesh.gather((found, f"{folder.absolute()} on {socket.gethostname()}"))
+    apart = [f"rank {rank} ({where})" for rank, (found, where) in enumerate(told) if not found]
+    if apart:
+        more = f" and {len(apart) - _TOLD} more" if len(apart) > _TOLD else ""
+        raise ValueError(
+            f"out: got a folder that the ranks don't share: {', '.join(apart[:_TOLD])}{more} can't see what rank 0 wrote into "
+            f"{told[0][1]}; accepted: the same --out on every node, on a file system that all of them share"
+        )
+
+
+def _token(folder: Path) -> str | None:
+    try:
+        return (folder / LOCK).read_bytes().decode("ascii", errors="replace").split()[1]
+    except (OSError, IndexError):
+        return None
+
+
+def _locked(path: Path, token: str) -> int:
+    """A descriptor of the file `path`, which holds this process's id and the token, locked until it is closed."""
     import fcntl  # not on Windows, where `generate` works all the same
 
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        try:
+            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+        except OSError as error:
+            if error.errno != errno.ELOOP:
+                raise
+            raise ValueError(f"{path}: got a symbolic link; accepted: no such file, or a run's own lock") from error
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            os.close(descriptor)
+            raise ValueError(f"{path}: got what is no plain file; accepted: no such file, or a run's own lock")
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = os.read(descriptor, 32).decode("ascii", errors="replace").strip() or "unknown"
+            who = os.read(descriptor, 32).decode("ascii", errors="replace").split()
             os.close(descriptor)
             raise ValueError(
-                f"{path.parent}: got a second training while process {who} trains there; accepted: one at a time"
+                f"{path.parent}: got a second training while process {who[0] if who else 'unknown'} trains there; "
+                "accepted: one at a time"
             ) from None
-        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
+        if path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat()):
             os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode("ascii"))
+            os.write(descriptor, f"{os.getpid()} {token}\n".encode("ascii"))
             return descriptor
         os.close(descriptor)  # of a run that ended, and took the name away, between our two calls

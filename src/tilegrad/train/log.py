@@ -2,19 +2,24 @@
 
 from __future__ import annotations
 
+import errno
 import importlib.util
 import json
 import math
 import os
+import secrets
+import socket
+import time
 from collections.abc import Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
 from typing import Any
 
-from .atomic import named
+from .atomic import create, named
 
 Record = dict[str, Any]
+EVENTS = "events.out.tfevents."  # what the names of TensorBoard's files begin with
 
 
 class NoLog:
@@ -48,13 +53,15 @@ class RunLog:
         tensorboard: Path | None = None,
         hyper_parameters: Mapping[str, object] = MappingProxyType({}),
     ) -> None:
-        self._tensorboard = None if tensorboard is None else _summary_writer(tensorboard)
-        if self._tensorboard is not None and hyper_parameters:
-            _add_hyper_parameters(self._tensorboard, hyper_parameters)
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._path = path
-        self._file = path.open("a", encoding="utf-8")
+        self._file = open(path, "a", encoding="utf-8", opener=_open_itself)  # noqa: SIM115
+        try:
+            self._curves = None if tensorboard is None else _Curves(tensorboard, hyper_parameters)
+        except BaseException:
+            self._file.close()
+            raise
 
     def append(self, step: int, kind: str, values: Mapping[str, object]) -> None:
         record = {"step": step, "kind": kind} | {name: _finite(value) for name, value in values.items()}
@@ -63,10 +70,8 @@ class RunLog:
             self._file.flush()
         except OSError as error:
             raise named(error, self._path) from error
-        if self._tensorboard is not None:
-            for name, value in values.items():
-                if isinstance(value, int | float):
-                    self._tensorboard.add_scalar(f"{name}/{kind}", value, step)
+        if self._curves is not None:
+            self._curves.append(step, kind, values)
 
     def close(self) -> None:
         if self._file.closed:
@@ -75,10 +80,11 @@ class RunLog:
             with self._file:
                 self._file.flush()
                 os.fsync(self._file.fileno())
-            if self._tensorboard is not None:
-                self._tensorboard.close()
         except OSError as error:
             raise named(error, self._path) from error
+        finally:
+            if self._curves is not None:
+                self._curves.close()
 
     def __enter__(self) -> RunLog:
         return self
@@ -111,8 +117,18 @@ def tensorboard_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
+def _open_itself(path: str, flags: int) -> int:
+    """As `open` does, but no symbolic link is followed."""
+    try:
+        return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+    except OSError as error:
+        if error.errno != errno.ELOOP:
+            raise
+        raise ValueError(f"{path}: got a symbolic link; accepted: no such file, or a run's own log") from error
+
+
 def _cut_torn_line(path: Path) -> None:
-    if not path.exists():
+    if not path.exists() or path.is_symlink():
         return
     whole = path.read_bytes()
     end = whole.rfind(b"\n") + 1
@@ -124,20 +140,49 @@ def _finite(value: object) -> object:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _summary_writer(folder: Path) -> Any:
-    if not tensorboard_installed():
-        raise ImportError("curves for TensorBoard need it installed: pip install 'tilegrad[tensorboard]'")
-    from torch.utils.tensorboard import SummaryWriter
+class _Curves:
+    """A file of TensorBoard's events. It is written here and not by SummaryWriter, whose thread prints a traceback where the
+    disk is full."""
 
-    return SummaryWriter(str(folder))
+    def __init__(self, folder: Path, hyper_parameters: Mapping[str, object]) -> None:
+        if not tensorboard_installed():
+            raise ImportError("curves for TensorBoard need it installed: pip install 'tilegrad[tensorboard]'")
+        from tensorboard.compat.proto.event_pb2 import Event
+        from tensorboard.summary.writer.record_writer import RecordWriter
+        from torch.utils.tensorboard.summary import hparams, scalar
 
+        self._event, self._scalar = Event, scalar
+        folder.mkdir(parents=True, exist_ok=True)
+        name = f"{EVENTS}{int(time.time()):010d}.{socket.gethostname()}.{os.getpid()}.{secrets.token_hex(4)}"
+        self._path = folder / name
+        self._file = os.fdopen(create(self._path), "wb")
+        self._records = RecordWriter(self._file)
+        self._write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        if hyper_parameters:  # into the run's own folder, where `SummaryWriter.add_hparams` would make another
+            plain = {
+                name: value if isinstance(value, bool | int | float | str) else str(value)
+                for name, value in hyper_parameters.items()
+            }
+            summaries = hparams(plain, dict.fromkeys(("loss/train", "loss/validation"), math.nan))
+            self._write([Event(wall_time=time.time(), summary=summary) for summary in summaries])
 
-def _add_hyper_parameters(writer: Any, values: Mapping[str, object]) -> None:
-    """Into the run's own folder, where `SummaryWriter.add_hparams` would make another."""
-    from torch.utils.tensorboard.summary import hparams
+    def append(self, step: int, kind: str, values: Mapping[str, object]) -> None:
+        points = {f"{name}/{kind}": value for name, value in values.items() if isinstance(value, int | float)}
+        self._write([
+            self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value)) for name, value in points.items()
+        ])  # fmt: skip
 
-    plain = {
-        name: value if isinstance(value, bool | int | float | str) else str(value) for name, value in values.items()
-    }
-    for summary in hparams(plain, dict.fromkeys(("loss/train", "loss/validation"), math.nan)):
-        writer.file_writer.add_summary(summary)
+    def _write(self, events: list[Any]) -> None:
+        """The first error is raised, and nothing is written after it."""
+        try:
+            if not self._file.closed:
+                for event in events:
+                    self._records.write(event.SerializeToString())
+                self._file.flush()
+        except OSError as error:
+            self.close()
+            raise named(error, self._path) from error
+
+    def close(self) -> None:
+        with suppress(OSError):  # what was not written has been said
+            self._file.close()

@@ -10,6 +10,7 @@ agreed in the next step.
 from __future__ import annotations
 
 import errno
+import json
 import math
 import time
 from collections import deque
@@ -27,12 +28,12 @@ from ..memory.page import human
 from ..model.generate import generate
 from .atomic import named, write_whole
 from .batch import count_targets
-from .checkpoint import load_into, read_state, save_checkpoint
-from .config import DTYPES, RunConfig, RunEnded
+from .checkpoint import check_state, is_complete, load_into, read_state, save_checkpoint, save_same
+from .config import DTYPES, RunConfig, RunEnded, run_from
 from .data import Batches, TokenFile, Tokenizer, batches_in_order, decode_known, split, split_windows, unigram_entropy
 from .engine import Engine
 from .environment import environment
-from .folder import Best, best_of, forget, resume_command, write_run
+from .folder import Best, best_of, resume_command, write_run
 from .log import NoLog, RunLog, read_log, tensorboard_installed
 from .optimizer import NonFiniteError, StepResult
 from .parallel import Shard, check_agreed
@@ -122,6 +123,7 @@ class Run:
         self.found: dict[str, Any] = {}  # files, documents, bytes and tokens of a new run's text
         self.saved: tuple[int, Path] | None = None  # the step of the newest checkpoint, and where it is
         self._start()
+        self._check_state()
 
     def restore(self, path: Path) -> None:
         state = read_state(path)
@@ -159,8 +161,6 @@ class Run:
         """The log of the run, whose folder says what runs in it."""
         if self.mesh.rank:
             return NoLog()
-        if self.resumed_from is None:
-            forget(self.folder)
         write_run(self.folder, self.run)
         tensorboard = self.folder / "tensorboard" if tensorboard_installed() else None
         chosen = {f"{part}.{key}": value for part, keys in self.run.plain().items() for key, value in keys.items()}
@@ -234,6 +234,7 @@ class Run:
         self.under_way: deque[_Before] = deque()
         self.begun, self.skipped, self.in_a_row = 0.0, optimizer.skipped, optimizer.skipped_in_a_row
         self.finite = self.engine.state(), self.batches.state(), self.train_loss
+        self.written: tuple[int, Path] | None = None  # the step of what was saved last, in either folder, and where it is
 
     def _rewind(self) -> None:
         """To before the first of the steps in a row that were not finite: they changed neither weights nor moments."""
@@ -331,12 +332,35 @@ class Run:
         self._tell("checkpoint", {"step": engine.steps, "path": str(path)})
 
     def _checkpoint(self, place: str, *, keep: int) -> Path:
-        folder, engine = self.folder / place, self.engine
-        if self.mesh.world > 1:
-            from .pieces import save_pieces  # torch's distributed checkpoint takes a second to load
+        """Save, with links to the files of the checkpoint that was saved last where it has the same tensors."""
+        folder, engine, mesh, state = self.folder / place, self.engine, self.mesh, self._state()
+        step, source = self.written or (-1, self.folder)
+        same = step == engine.steps and mesh.gather(is_complete(source))[0]
+        if mesh.world > 1:
+            from .pieces import save_pieces, save_same_pieces  # torch's distributed checkpoint takes a second to load
 
-            return save_pieces(folder, engine, self.mesh, self._state(), keep=keep)
-        return save_checkpoint(folder, engine.steps, engine.tensors(), self._state(), keep=keep)
+            if same:
+                path = save_same_pieces(folder, source, engine, mesh, state, keep=keep)
+            else:
+                path = save_pieces(folder, engine, mesh, state, keep=keep)
+        elif same:
+            path = save_same(folder, source, state, keep=keep)
+        else:
+            path = save_checkpoint(folder, engine.steps, engine.tensors(), state, keep=keep)
+        self.written = engine.steps, path
+        return path
+
+    def _check_state(self) -> None:
+        """What a checkpoint will hold can be saved, and a resumed run reads the same configuration from it."""
+        state = self._state()
+        if self.mesh.world > 1:
+            from .pieces import state_of_ranks
+
+            state = state_of_ranks(self.engine, self.mesh, state)
+        check_state(state)
+        read = run_from(json.loads(json.dumps(state["run"])), "state['run']")
+        if read != self.run:
+            raise ValueError(f"run: got {self.run}; accepted: one that comes back from JSON, where this is {read}")
 
     def _state(self) -> dict[str, Any]:
         """What a resumed run needs beside the tensors, as plain JSON."""

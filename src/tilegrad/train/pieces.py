@@ -9,8 +9,8 @@ A piece is a run of a flattened tensor, known by the tensor's name and its offse
 buckets, arenas or ranks. A checkpoint of one process is read too: its tensors are pieces that are whole.
 
 DCP plans which rank writes and reads what; around it is what `checkpoint.py` does for one process. Pieces are staged under a
-hidden name, each rank hashes its own file, rank 0 writes the manifest and renames. A rank that dies leaves a hidden folder
-and nothing else. Before one is read, each file is hashed by one rank, and all agree. No file is a pickle; between the ranks of
+hidden name, each rank hashes its own file, rank 0 finds all of them with their sizes, writes the manifest and renames. A rank
+that dies leaves a hidden folder and nothing else. Before one is read, each file is hashed by one rank, and all agree. No file is a pickle; between the ranks of
 one save or load, DCP sends its plans as torch sends objects.
 """
 
@@ -37,11 +37,13 @@ from .checkpoint import (
     TENSORS,
     DamagedCheckpoint,
     about,
+    check_state,
     latest_good,
     next_path,
     read_manifest,
     remove_leftovers,
     retire,
+    save_same,
     write_manifest,
 )
 from .data import sha256_of
@@ -82,7 +84,8 @@ class Piece(torch.Tensor):
 
 def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int = 3) -> Path:
     """Called on every rank; `state` is rank 0's. Returns the path of the new checkpoint."""
-    staged = folder / STAGED
+    staged, saved = folder / STAGED, state_of_ranks(engine, mesh, state)
+    check_state(saved)
     mesh.at(f"step {engine.steps}: saving")
     if mesh.rank == 0:
         folder.mkdir(parents=True, exist_ok=True)
@@ -98,17 +101,41 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, An
     for file in own:
         sync(file)
     told = mesh.gather({file.name: about(file) for file in own})
-    path = next_path(folder, engine.steps)
-    mesh.barrier()  # every rank has read the folder's names
-    if mesh.rank == 0:
-        files = {name: one for part in told for name, one in part.items()}
-        shapes = {name: list(g.shape) for name, g in engine.grads.items()}
-        write_manifest(staged, engine.steps, files, {**state, "shapes": shapes, "ranks": mesh.world})
+
+    def finish() -> Path:
+        path = next_path(folder, engine.steps)
+        write_manifest(staged, engine.steps, {name: one for part in told for name, one in part.items()}, saved)
         staged.rename(path)
         sync(folder)
         retire(folder, keep)
-    mesh.barrier()
-    return path
+        return path
+
+    return _on_rank_0(folder, mesh, finish)
+
+
+def save_same_pieces(folder: Path, source: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int) -> Path:
+    """`save_same`, called on every rank."""
+    mesh.at(f"step {engine.steps}: saving")
+    return _on_rank_0(folder, mesh, lambda: save_same(folder, source, state_of_ranks(engine, mesh, state), keep=keep))
+
+
+def state_of_ranks(engine: Engine, mesh: Mesh, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest of several ranks holds."""
+    return {**state, "shapes": {name: list(g.shape) for name, g in engine.grads.items()}, "ranks": mesh.world}
+
+
+def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
+    """The path of the checkpoint that `work` saves on rank 0. An OSError there is raised on all ranks."""
+    name, failed = "", None
+    if mesh.rank == 0:
+        try:
+            name = work().name
+        except OSError as error:
+            failed = error.errno, error.strerror, str(error.filename)
+    name, failed = mesh.gather((name, failed))[0]
+    if failed:
+        raise OSError(*failed)
+    return folder / name
 
 
 def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:

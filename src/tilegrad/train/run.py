@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from contextlib import nullcontext
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,7 @@ from .checkpoint import read_state
 from .config import RunConfig, resumed
 from .data import TokenFile, Tokenizer, default_text, prepare
 from .engine import Engine
-from .folder import checkpoint_of, claimed, holds_a_run, locate, own_data, own_run
+from .folder import check_shared, checkpoint_of, claimed, forget, holds_a_run, locate, own_data, own_run
 from .loop import Ranks, Run, RunResult, Show
 from .machine import check_device, check_platform
 from .parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
@@ -66,8 +66,9 @@ def train(
     mesh = Mesh(t.device, timeout_s)
     ranks = Ranks(mesh, shard, bucket_bytes, context)
     show = show if mesh.rank == 0 else _unseen
-    with end_on_signals(), mesh.watch(), claimed(folder) if mesh.rank == 0 else nullcontext():
+    with end_on_signals(), mesh.watch(), ExitStack() as until_the_end:
         try:
+            _claim(folder, mesh, until_the_end, new=not resume)
             if resume:
                 checkpoint = checkpoint_of(folder, given, check=mesh.world == 1)
                 result = _resumed(run, folder, checkpoint, show, ranks).go()
@@ -80,12 +81,25 @@ def train(
     return result
 
 
+def _claim(folder: Path, mesh: Mesh, until_the_end: ExitStack, *, new: bool) -> None:
+    """`claimed` by rank 0, and seen by all. Where it is refused, it is refused on all of them."""
+    token, refusal = "", ""
+    if mesh.rank == 0:
+        try:
+            token = until_the_end.enter_context(claimed(folder, new=new))
+        except ValueError as error:
+            refusal = str(error)
+    refusal = mesh.gather(refusal)[0]
+    if refusal:
+        raise ValueError(refusal)
+    if mesh.world > 1:
+        mesh.at("looking for the run's folder")
+        check_shared(folder, token, mesh)
+
+
 def _new(run: RunConfig, folder: Path, show: Show, ranks: Ranks) -> Run:
     """A run that has not begun. What was written for it goes again where it is refused."""
-    data = folder / "data"
-    if holds_a_run(folder):
-        raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
-    mesh = ranks.mesh
+    data, mesh = folder / "data", ranks.mesh
     files = [Path(name) for name in run.data.files] or [default_text()]
     existed = data.exists()
     found: dict[str, Any] = {}
@@ -110,6 +124,8 @@ def _new(run: RunConfig, folder: Path, show: Show, ranks: Ranks) -> Run:
                 f"vocab_size: got {run.model.vocab_size}; accepted: at least the tokenizer's, {tokens.vocab_size}"
             )
         session = Run(run, folder, tokens, tokenizer, show, ranks)
+        if mesh.rank == 0:
+            forget(folder)
         if run.train.init is not None:
             _begin_with(Path(run.train.init), session.engine, folder, mesh)
         session.found = found

@@ -20,12 +20,12 @@ from typing import Any
 
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from ..kernels.rope.frequencies import RopeScaling
 from ..model.config import ModelConfig
 from ..model.transformer import declare
+from .checkpoint import save_tensors
 from .data import Tokenizer, load_tokenizer
 
 Names = Mapping[str, tuple[str, ...]]  # ours → theirs, one above the other; {i} is a block, {p} is weight or bias
@@ -398,7 +398,11 @@ def write_weights(
     content = config_json(config, kept) if origin is None else _same_config(origin, config, kept)
     kind = content["model_type"]
     staged = folder.with_name(f".{folder.name}.partial")
-    shutil.rmtree(staged, ignore_errors=True)
+    if staged.exists():
+        raise ValueError(
+            f"{folder}: got {staged} next to it, which may be what a killed process left; accepted: a new name, or this one "
+            "after that folder is deleted"
+        )
     staged.mkdir(parents=True)
     try:
         _save(staged, dict(theirs(kind, params, config)), kept, max_shard_bytes)
@@ -406,7 +410,7 @@ def write_weights(
         if origin is not None:
             copy_beside(origin, staged)
         if tokenizer is not None and not (staged / "tokenizer.json").exists():
-            shutil.copy(tokenizer, staged / "tokenizer.json")
+            shutil.copyfile(tokenizer, staged / "tokenizer.json")
         staged.rename(folder)
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
@@ -428,7 +432,7 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most:
     files = ["model.safetensors"] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
     for file, names in zip(files, shards, strict=True):
         shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
-        save_file(shard, folder / file, metadata={"format": "pt"})
+        save_tensors(shard, folder / file, {"format": "pt"})
     if n > 1:
         total = sum(x.numel() for x in tensors.values()) * dtype.itemsize
         where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
@@ -449,4 +453,4 @@ def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
 def copy_beside(source: Path, target: Path) -> None:
     """Tokenizer files, generation_config.json and chat templates."""
     for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()}):
-        shutil.copy(path, target / path.name)
+        shutil.copyfile(path, target / path.name)
