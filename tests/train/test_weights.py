@@ -215,7 +215,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tilegrad.train.weights.save_file", full)
+    monkeypatch.setattr("tilegrad.train.weights.save_tensors", full)
     with pytest.raises(OSError, match="No space"):
         write_weights(tmp_path / "out", engine.params, CONFIG)
     assert not list(tmp_path.iterdir())
@@ -239,8 +239,9 @@ def test_an_imported_models_config_and_tokenizer_come_back(tmp_path: Path) -> No
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen2"])
 def test_import_train_export_by_the_command_line(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Weights with a tokenizer in, fine-tuned on a text, out again: transformers writes the text that `generate` writes."""
     pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[bpe]'")
@@ -251,11 +252,11 @@ def test_import_train_export_by_the_command_line(
     monkeypatch.chdir(tmp_path)
     text = default_text().read_text(encoding="utf-8")[20_000:50_000]
     Path("book.txt").write_text(text, encoding="utf-8")
-    config = replace(LLAMA, vocab_size=300, block_size=64, tie_embeddings=True)
+    config = replace(KINDS[kind], vocab_size=300, block_size=64, tie_embeddings=True)
     write_weights(Path("theirs"), engine_of(config).params, config)
     Path("theirs/tokenizer.json").write_text(train_bpe(text, 290).json(), encoding="utf-8")
     assert main(["import", "theirs", "--out", "model"]) == 0
-    assert "a llama of " in capsys.readouterr().out
+    assert f"a {kind} of " in capsys.readouterr().out
     assert main(["import", "theirs", "--out", "model"]) == 2
     assert "there already" in capsys.readouterr().err
     assert main(["generate", "model", "Call me", "--max-tokens", "5", "--temperature", "0"]) == 0
@@ -265,9 +266,10 @@ def test_import_train_export_by_the_command_line(
     assert main(["train", "--init", "model", "--out", "run", *flags]) == 0
     first = json.loads(Path("run/run.json").read_text())
     assert first["model"]["n_kv_head"] == 2 and first["train"]["init"] == "model"
+    assert first["model"]["window_layers"] == ([1] if kind == "qwen2" else None)  # of layer_types that are mixed
     assert main(["train", "--resume", "run", "--steps", "8"]) == 0
     assert main(["export", "run", "out"]) == 0
-    assert "a llama of transformers, after 8 steps" in capsys.readouterr().out
+    assert f"a {kind} of transformers, after 8 steps" in capsys.readouterr().out
     assert sorted(p.name for p in Path("out").iterdir()) == ["config.json", "model.safetensors", "tokenizer.json"]
     path = latest_checkpoint(Path("run/checkpoints"))
     assert path

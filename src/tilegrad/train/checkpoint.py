@@ -148,7 +148,7 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict
     os.close(create(path))
     mode = path.stat().st_mode
     try:
-        save_file(dict(tensors), path, metadata)
+        save_file(dict(tensors), path, **({"metadata": metadata} if metadata else {}))
         path.chmod(mode)
     except SafetensorError as error:
         number = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
