@@ -104,9 +104,10 @@ def test_what_a_killed_run_left_is_replaced_and_what_somebody_put_there_stays() 
     for file in ("run/notes.txt", "run/data/more.txt", "run/tensorboard/mine.txt"):
         assert Path(file).read_text() == "the user's own"
     died("other")
-    for file in Path("other").glob("tensorboard/*"):
-        file.unlink()
-    Path("other/tensorboard").rmdir() if Path("other/tensorboard").exists() else None
+    for event in Path("other").glob("tensorboard/*"):
+        event.unlink()
+    if Path("other/tensorboard").exists():
+        Path("other/tensorboard").rmdir()
     Path("other/tensorboard").symlink_to("../elsewhere")
     assert train(RUN, Path("other")).steps == 4
     assert Path("elsewhere/events.out.tfevents.1").read_text() == "the user's own"
@@ -188,7 +189,7 @@ def test_a_checkpoint_that_is_also_the_best_takes_its_bytes_once() -> None:
     assert kept.state == want.state
 
 
-def no_links(source: object, target: object) -> None:
+def no_links(_source: object, _target: object) -> None:
     raise OSError(errno.EPERM, "Operation not permitted")
 
 
@@ -217,10 +218,11 @@ def test_a_save_of_the_same_tensors_that_fails_leaves_nothing_and_names_the_chec
     def full(_source: object, _target: object) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
-    with monkeypatch.context() as patch, pytest.raises(OSError, match=r"No space left .*checkpoints/000001-step-3"):
+    with monkeypatch.context() as patch:
         patch.setattr(os, "link", no_links)
         patch.setattr("shutil.copyfile", full)
-        checkpoint.save_same(Path("checkpoints"), source, {"a": 1})
+        with pytest.raises(OSError, match=r"No space left .*checkpoints/000001-step-3"):
+            checkpoint.save_same(Path("checkpoints"), source, {"a": 1})
     assert not list(Path("checkpoints").iterdir())
     assert load_checkpoint(checkpoint.save_same(Path("checkpoints"), source, {"a": 1})).state == {"a": 1}
 
@@ -254,10 +256,8 @@ def test_every_file_has_the_mode_that_the_umask_gives(umask: int) -> None:
     for path in [*Path("run").rglob("*"), *Path("out").rglob("*"), Path("new.toml"), Path("plan.html")]:
         modes[str(path)] = path.stat().st_mode
     assert len(modes) > 20
-    wrong = {
-        name: oct(mode) for name, mode in modes.items() if stat.S_IMODE(mode) != (0o777 if stat.S_ISDIR(mode) else 0o666) & ~umask
-    }
-    assert not wrong
+    for name, mode in modes.items():
+        assert stat.S_IMODE(mode) == (0o777 if stat.S_ISDIR(mode) else 0o666) & ~umask, name
 
 
 def test_what_is_there_already_is_not_overwritten_by_other_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -112,20 +112,29 @@ def test_a_damaged_manifest_is_refused_and_the_previous_offered(run: RunConfig, 
 
 WINDOWED = [
     {"window": 4, "window_layers": [0]},
-    {"window": 4, "window_layers": [], "position": "rope", "rope_scaling": {"kind": "yarn", "factor": 2.0, "original": 16}},
+    {
+        "window": 4,
+        "window_layers": [],
+        "position": "rope",
+        "rope_scaling": {"kind": "yarn", "factor": 2.0, "original": 16},
+    },
 ]
 
 
 @pytest.mark.parametrize("model", WINDOWED)
 def test_a_run_with_keys_that_are_lists_is_stopped_and_goes_on_to_the_same_bits(
-    run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, model: dict[str, Any], capsys: pytest.CaptureFixture[str]
+    run: RunConfig,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    model: dict[str, Any],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     from tilegrad.cli import main
 
     monkeypatch.chdir(tmp_path)
     keys = replace(run, model=replace(run.model, n_layer=2, **model)).plain()
     assert run_from(json.loads(json.dumps(keys)), "run.json").plain() == keys
-    Path("run.toml").write_text(as_toml(keys | {"model": {**keys["model"], **model}}))  # rope_scaling with its defaults left out
+    Path("run.toml").write_text(as_toml(keys | {"model": {**keys["model"], **model}}))  # not every key of rope_scaling
     assert main(["train", "run.toml", "--out", "whole"]) == 0
 
     def interrupt(event: str, numbers: dict[str, Any]) -> None:
@@ -148,7 +157,8 @@ def as_toml(content: dict[str, dict[str, Any]]) -> str:
         return "'none'" if x is None else json.dumps(x)
 
     return "".join(
-        f"[{section}]\n" + "".join(f"{name} = {value(x)}\n" for name, x in keys.items()) for section, keys in content.items()
+        f"[{section}]\n" + "".join(f"{name} = {value(x)}\n" for name, x in keys.items())
+        for section, keys in content.items()
     )
 
 
@@ -164,10 +174,10 @@ def test_what_could_not_be_saved_is_refused_before_the_first_step(
     assert not (tmp_path / "run").exists()
 
 
-def test_a_number_that_no_checkpoint_can_hold_is_refused_by_name(run: RunConfig) -> None:
+def test_a_number_that_no_checkpoint_can_hold_is_refused_by_name() -> None:
     for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
         with pytest.raises(ValueError, match=f"{name}: got inf; accepted: a finite number ≥ 0"):
-            replace(run.train, **{name: math.inf})
+            run_from({"train": {name: math.inf}}, "run.toml")
 
 
 def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,9 +186,10 @@ def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path, mo
     def killed(_tensors: object, _path: Path) -> None:
         raise SystemExit
 
-    with monkeypatch.context() as patch, pytest.raises(SystemExit):
+    with monkeypatch.context() as patch:
         patch.setattr("tilegrad.train.checkpoint.save_file", killed)
-        train(run, tmp_path / "run")
+        with pytest.raises(SystemExit):
+            train(run, tmp_path / "run")
     assert (tmp_path / "run" / "best" / ".staged").is_dir()
     with pytest.raises(ValueError, match="no checkpoint to resume from"):
         train(run, tmp_path / "run", resume=True)

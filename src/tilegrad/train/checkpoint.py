@@ -358,7 +358,10 @@ def _wrote(name: str) -> bool:
 def remove_leftovers(folder: Path) -> None:
     for path in folder.iterdir():
         if path.name == STAGED or path.name.startswith(_GONE):
-            path.unlink() if path.is_symlink() else shutil.rmtree(path)
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
 
 
 def _sha256(path: Path) -> str:

@@ -288,7 +288,9 @@ def resumed(own: RunConfig, asked: Mapping[str, Mapping[str, Any]]) -> RunConfig
             if name == "seq_len" and value == 0:
                 value = own.model.block_size
             if isinstance(value, Mapping | list | tuple):  # as the run has it: every key of rope_scaling, lists
-                value = replace(own, **{section: replace(getattr(own, section), **{name: value})}).plain()[section][name]
+                value = replace(own, **{section: replace(getattr(own, section), **{name: value})}).plain()[section][
+                    name
+                ]
             if value == mine[section][name] or (name, value) in (("warmup_steps", -1), ("dtype", "auto")):
                 continue
             if section != "train" or name not in MAY_CHANGE:

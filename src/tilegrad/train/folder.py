@@ -47,6 +47,7 @@ _LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # what a lock holds: a proces
 _TOLD = 3  # names that a refusal lists
 SHARED_S = 5.0  # how long a network's file system may take to show a new file
 
+
 def locate(path: Path) -> tuple[Path, Path | None]:
     """(folder, checkpoint) of what was given to resume: a run's folder, or one of the checkpoints in it."""
     return (path.parent.parent, path) if is_checkpoint(path) else (path, None)
@@ -227,7 +228,9 @@ def claimed(folder: Path, *, new: bool) -> Iterator[str]:
         descriptor = _locked(folder / LOCK, token)
         try:
             if new and holds_a_run(folder):
-                raise ValueError(f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)")
+                raise ValueError(
+                    f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)"
+                )
             if new:
                 write_whole(folder / MARKER, [_MARK])
             yield token

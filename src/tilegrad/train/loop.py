@@ -234,7 +234,9 @@ class Run:
         self.under_way: deque[_Before] = deque()
         self.begun, self.skipped, self.in_a_row = 0.0, optimizer.skipped, optimizer.skipped_in_a_row
         self.finite = self.engine.state(), self.batches.state(), self.train_loss
-        self.written: tuple[int, Path] | None = None  # the step of what was saved last, in either folder, and where it is
+        self.written: tuple[int, Path] | None = (
+            None  # the step of what was saved last, in either folder, and where it is
+        )
 
     def _rewind(self) -> None:
         """To before the first of the steps in a row that were not finite: they changed neither weights nor moments."""

@@ -10,8 +10,8 @@ buckets, arenas or ranks. A checkpoint of one process is read too: its tensors a
 
 DCP plans which rank writes and reads what; around it is what `checkpoint.py` does for one process. Pieces are staged under a
 hidden name, each rank hashes its own file, rank 0 finds all of them with their sizes, writes the manifest and renames. A rank
-that dies leaves a hidden folder and nothing else. Before one is read, each file is hashed by one rank, and all agree. No file is a pickle; between the ranks of
-one save or load, DCP sends its plans as torch sends objects.
+that dies leaves a hidden folder and nothing else. Before one is read, each file is hashed by one rank, and all agree. No file
+is a pickle; between the ranks of one save or load, DCP sends its plans as torch sends objects.
 """
 
 from __future__ import annotations
@@ -113,7 +113,9 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, An
     return _on_rank_0(folder, mesh, finish)
 
 
-def save_same_pieces(folder: Path, source: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int) -> Path:
+def save_same_pieces(
+    folder: Path, source: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int
+) -> Path:
     """`save_same`, called on every rank."""
     mesh.at(f"step {engine.steps}: saving")
     return _on_rank_0(folder, mesh, lambda: save_same(folder, source, state_of_ranks(engine, mesh, state), keep=keep))
