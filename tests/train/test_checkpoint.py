@@ -49,7 +49,7 @@ def test_an_error_of_the_system_keeps_its_number(said: str, tmp_path: Path, monk
 
     monkeypatch.setattr(checkpoint, "save_file", no_space)
     with pytest.raises(OSError, match="No space left") as found:
-        checkpoint._save_tensors({}, tmp_path / "x")
+        checkpoint.save_tensors({}, tmp_path / "x")
     assert found.value.errno == errno.ENOSPC
 
 

@@ -26,6 +26,7 @@ from .atomic import write_whole
 from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, latest_good, newest_name, read_state
 from .config import RunConfig, resumed, run_from
 from .data import TokenFile, Tokenizer, load_prepared, load_tokenizer, sha256_of, split, tokens_sha256
+from .untrusted import decoded, parse_json, shown
 
 
 def locate(path: Path) -> tuple[Path, Path | None]:
@@ -73,7 +74,11 @@ def best_of(folder: Path) -> Best | None:
         state = None if path is None else read_state(path)
     except DamagedCheckpoint:
         return None
-    return None if path is None or state is None else Best(path, state["engine"]["steps"], state["validation_loss"])
+    return (
+        None
+        if path is None or state is None or state["validation_loss"] is None
+        else Best(path, state["engine"]["steps"], state["validation_loss"])
+    )
 
 
 def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
@@ -107,7 +112,9 @@ def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
     if not file.exists():
         return saved
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(decoded(file), "configuration")
+        if not isinstance(content, Mapping):
+            raise ValueError(f"got {shown(content)}; accepted: the sections model, train and data")
         return resumed(saved, run_from(_dated(content), "configuration").plain())
     except ValueError as error:
         raise ValueError(f"{file}: {error}; without this file, the checkpoint's own configuration counts") from error
