@@ -74,11 +74,9 @@ def best_of(folder: Path) -> Best | None:
         state = None if path is None else read_state(path)
     except DamagedCheckpoint:
         return None
-    return (
-        None
-        if path is None or state is None or state["validation_loss"] is None
-        else Best(path, state["engine"]["steps"], state["validation_loss"])
-    )
+    if path is None or state is None or state["validation_loss"] is None:
+        return None
+    return Best(path, state["engine"]["steps"], state["validation_loss"])
 
 
 def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:

@@ -46,7 +46,9 @@ class RopeScaling:
             if value is None and name == "attention_factor":
                 continue
             if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _MOST:
-                raise ValueError(f"rope_scaling.{name}: got {value!r}; accepted: a number ≥ {least:g}, at most {_MOST:g}")
+                raise ValueError(
+                    f"rope_scaling.{name}: got {value!r}; accepted: a number ≥ {least:g}, at most {_MOST:g}"
+                )
         if self.low >= self.high or self.beta_slow >= self.beta_fast:
             got = f"low {self.low}, high {self.high}, beta_slow {self.beta_slow}, beta_fast {self.beta_fast}"
             raise ValueError(f"rope_scaling: got {got}; accepted: low < high and beta_slow < beta_fast")
