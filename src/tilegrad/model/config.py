@@ -98,7 +98,7 @@ class ModelConfig:
         for name in ("qkv_bias", "proj_bias", "ffn_bias"):
             if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 refuse(name, "None, True or False")
-        for name, low, high in (("dropout", 0.0, 1.0), ("norm_eps", 0.0, 1.0), ("rope_theta", 1.0, _MAX_THETA)):
+        for name, low, high in (("dropout", 0.0, 1.0), ("norm_eps", 1e-30, 1.0), ("rope_theta", 1.0, _MAX_THETA)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
                 refuse(name, f"a number, {low:g} ≤ {name} < {high:g}")

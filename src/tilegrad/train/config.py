@@ -191,7 +191,8 @@ class RunConfig:
 
     def plain(self) -> dict[str, Any]:
         """As JSON and TOML have it."""
-        return asdict(self) | {"data": asdict(self.data) | {"files": list(self.data.files)}}
+        plain = asdict(self)
+        return {part: {key: [*x] if isinstance(x, tuple) else x for key, x in keys.items()} for part, keys in plain.items()}
 
 
 class RunEnded(RuntimeError):

@@ -178,8 +178,8 @@ def _files(folder: Path, one: Path | None) -> dict[str, Path]:
     file = folder / "model.safetensors" if one is None else one
     if not _is_there(file):
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-        hint = f" ({pickles[0]} is a pickle, which is never read: save_pretrained of transformers writes safetensors)"
-        raise FileNotFoundError(f"{file}: no such file{hint if pickles else ''}")
+        hint = "is a pickle, which is never read: save_pretrained of transformers writes safetensors"
+        raise FileNotFoundError(f"{file}: no such file" + (f" ({pickles[0]} {hint})" if pickles else ""))
     file = file_in(folder, file.name)
     with open_tensors(file) as opened:
         return dict.fromkeys(opened.keys(), file)
