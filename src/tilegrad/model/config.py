@@ -18,7 +18,7 @@ _CHOICES: dict[str, Any] = {
     "activation": Activation, "norm": Norm, "position": Position, "projection": Projection, "loss": Loss,
 }  # fmt: skip
 LIMITS = {  # the largest that a config may say, several times what any published model has; docs/training.md gives the reasons
-    "vocab_size": 1 << 24, "block_size": 1 << 24, "n_layer": 512, "n_head": 1 << 12, "n_kv_head": 1 << 12,
+    "vocab_size": 1 << 24, "block_size": 1 << 24, "n_layer": 256, "n_head": 1 << 12, "n_kv_head": 1 << 12,
     "n_embd": 1 << 17, "ffn_dim": 1 << 20, "head_size": MAX_HEAD_DIM, "window": (1 << 31) - 1,
 }  # fmt: skip
 _MAX_THETA = 1e12  # of rope; Llama 3's is 5e5

@@ -192,7 +192,9 @@ class RunConfig:
     def plain(self) -> dict[str, Any]:
         """As JSON and TOML have it."""
         plain = asdict(self)
-        return {part: {key: [*x] if isinstance(x, tuple) else x for key, x in keys.items()} for part, keys in plain.items()}
+        return {
+            part: {key: [*x] if isinstance(x, tuple) else x for key, x in keys.items()} for part, keys in plain.items()
+        }
 
 
 class RunEnded(RuntimeError):
