@@ -1,5 +1,6 @@
 """Attacks by checkpoints that lie under a right digest: state of wrong types and ranges, shapes, offsets and shards that are
-not those of the model. Each goes through load, generate, export and resume: refused by a sentence, or the weights are the run's."""
+not those of the model. Each goes through load, generate, export and resume, and is refused by a
+sentence, or the weights are the run's."""
 
 from __future__ import annotations
 

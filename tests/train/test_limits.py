@@ -6,8 +6,6 @@ import gzip
 import json
 import re
 import resource
-import subprocess
-import sys
 import time
 import tracemalloc
 from pathlib import Path
@@ -67,7 +65,9 @@ def test_the_limits_are_those_of_the_documentation() -> None:
 @pytest.mark.parametrize("value", [-2, -1.0, True, "x", 1.5, 2**70])
 def test_only_minus_one_means_automatic(value: Any) -> None:
     assert TrainConfig(steps=100, warmup_steps=-1).warmup_steps == 5
-    with pytest.raises(ValueError, match=r"warmup_steps: got .*; accepted: an int ≥ 0, or -1: a twentieth of the steps"):
+    with pytest.raises(
+        ValueError, match=r"warmup_steps: got .*; accepted: an int ≥ 0, or -1: a twentieth of the steps"
+    ):
         TrainConfig(steps=100, warmup_steps=value)
 
 
@@ -140,17 +140,20 @@ def test_text_that_memory_cannot_hold_is_refused_before_it_is_read(
         read_documents([tmp_path / "a.txt", tmp_path / "a.txt"])
 
 
-def test_import_on_a_full_disk_is_one_sentence(tmp_path: Path) -> None:
+def test_import_and_export_on_a_full_disk_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A limit on the size of files stands for the disk's."""
-    write_weights(tmp_path / "model", tilegrad.Engine(CONFIG, 1, 4).params, CONFIG)
-    command = [sys.executable, "-m", "tilegrad", "import", str(tmp_path / "model"), "--out", str(tmp_path / "out")]
-
-    def full() -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, 4096))
-
-    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=full, timeout=120)
-    assert done.returncode == 1, done
-    assert done.stderr.startswith("tilegrad: [Errno 27] File too large: ") and done.stderr.count("\n") == 1, done.stderr
+    params = tilegrad.Engine(CONFIG, 1, 4).params
+    write_weights(tmp_path / "model", params, CONFIG)
+    out, soft = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (4096, soft[1]))
+    try:
+        assert main(["import", str(tmp_path / "model"), "--out", str(out)]) == 1
+        with pytest.raises(OSError, match="File too large") as caught:
+            write_weights(out, params, CONFIG, max_shard_bytes=1000)  # what `export` calls
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, soft)
+    assert capsys.readouterr().err == f"tilegrad: [Errno 27] File too large: '{out}'\n"
+    assert caught.value.filename == str(out)
     assert [path.name for path in tmp_path.iterdir()] == ["model"]
 
 

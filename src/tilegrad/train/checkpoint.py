@@ -32,7 +32,7 @@ from safetensors.torch import save_file
 from ..model.config import ModelConfig, is_count
 from ..model.transformer import declare
 from .atomic import named, sync
-from .state import State, check_shapes, check_state
+from .state import State, check_run_state, check_shapes
 from .untrusted import read_bytes, shown
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
@@ -343,7 +343,7 @@ def read_manifest(path: Path) -> dict[str, Any]:
     _check_files(path, files)
     try:
         if "run" in state:
-            check_state(state, step)
+            check_run_state(state, step)
         if _are_shards(files):
             check_shapes(state)
     except ValueError as error:

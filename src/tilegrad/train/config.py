@@ -190,11 +190,8 @@ class RunConfig:
             )
 
     def plain(self) -> dict[str, Any]:
-        """As JSON and TOML have it."""
-        plain = asdict(self)
-        return {
-            part: {key: [*x] if isinstance(x, tuple) else x for key, x in keys.items()} for part, keys in plain.items()
-        }
+        """As JSON and TOML have it; `run_from` reads the same run from it."""
+        return {section: _plain(values) for section, values in asdict(self).items()}
 
 
 class RunEnded(RuntimeError):
@@ -329,6 +326,13 @@ def resumed(own: RunConfig, asked: Mapping[str, Mapping[str, Any]]) -> RunConfig
                 )
             changes[name] = value
     return replace(own, train=replace(own.train, **changes))
+
+
+def _plain(value: Any) -> Any:
+    """With lists for tuples."""
+    if isinstance(value, dict):
+        return {key: _plain(inner) for key, inner in value.items()}
+    return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
 def _check_count(name: str, value: object, least: int) -> None:

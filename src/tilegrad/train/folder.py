@@ -104,8 +104,9 @@ def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
     source = checkpoint or _newest(folder)
     try:
         saved = run_from(_dated(read_state(source)["run"]), f"{source}/manifest.json")
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(source, error.reason, latest_good(source.parent, before=source)) from error
+    except ValueError as error:
+        reason = error.reason if isinstance(error, DamagedCheckpoint) else f"manifest.json: run: {error}"
+        raise DamagedCheckpoint(source, reason, latest_good(source.parent, before=source)) from error
     file = folder / "run.json"
     if not file.exists():
         return saved

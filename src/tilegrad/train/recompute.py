@@ -64,12 +64,9 @@ def choose_recompute(
         return plan_model(*sizes, choice, **options).peak_bytes
 
     if peak(n, n, n) > budget:
-        blocks = n  # the last blocks' own recomputation may take more than it frees: go down while that is less
-        while blocks and peak(n, n, blocks - 1) < peak(n, n, blocks):
-            blocks -= 1
-        smallest = peak(n, n, blocks)
+        smallest, blocks = min((peak(n, n, blocks), -blocks) for blocks in range(n + 1))
         if smallest > budget:
-            what = "all" if blocks == n else f"{blocks} of {n} blocks, and the norms and activations of the others,"
+            what = "all" if -blocks == n else f"{-blocks} of {n} blocks, and the norms and activations of the others,"
             raise ValueError(
                 f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with {what} recomputed"
             )

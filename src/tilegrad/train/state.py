@@ -17,17 +17,17 @@ import re
 from collections.abc import Mapping
 from typing import Any
 
-from ..model.config import ModelConfig, is_count
-from .config import LIMITS, run_from
+from ..model.config import LIMITS, ModelConfig, is_count
 from .untrusted import check_values, shown
 
 State = dict[str, Any]  # as the table above has it
 _MOST = 1 << 62
+_MAX_SEED = (1 << 63) - 1
 _COUNTERS = ("draws", "steps", "skipped", "skipped_in_a_row")
 _DIGEST = re.compile("[0-9a-f]{64}")
 
 
-def check_state(state: Mapping[str, object], step: int) -> None:
+def check_run_state(state: Mapping[str, object], step: int) -> None:
     """Refuse, with the field's name, what no run saves after `step` steps."""
     check_values(state, "state")
     engine = _engine(state.get("engine"), "engine")
@@ -44,16 +44,27 @@ def check_state(state: Mapping[str, object], step: int) -> None:
     _finite(state.get("finite"))
     if engine["steps"] != step:
         raise ValueError(f"engine.steps: got {engine['steps']}; accepted: {step}, the manifest's step")
+    _run(run)
+    for name in ("engine", "data"):
+        if _mapping(state[name], name)["seed"] != run["train"].get("seed"):
+            raise ValueError(
+                f"{name}.seed: got {shown(state[name])}; accepted: {shown(run['train'].get('seed'))}, the run's"
+            )
+
+
+def _run(run: Mapping[str, Any]) -> None:
+    """The model, and of the rest what is read without a RunConfig, which `folder.own_run` makes of all of it."""
     try:
-        config = ModelConfig.from_dict(dict(_mapping(run["model"], "run.model")))
-        saved = run_from({name: _mapping(run[name], name) for name in ("model", "train", "data")}, "run")
+        ModelConfig.from_dict(dict(run["model"]))
     except ValueError as error:
-        raise ValueError(f"run: {error}") from error
-    if saved.model != config:
-        raise ValueError("run.model: got a model that leaves out keys; accepted: one that says all of itself")
-    for name, own in (("engine.seed", engine["seed"]), ("data.seed", _mapping(state["data"], "data")["seed"])):
-        if own != saved.train.seed:
-            raise ValueError(f"{name}: got {own}; accepted: {saved.train.seed}, the run's")
+        raise ValueError(f"run.model: {error}") from error
+    data = run["data"]
+    for name, usual in (("tokenizer", "bytes"), ("validation", "end")):
+        if not isinstance(data.get(name, usual), str):
+            raise ValueError(f"run.data.{name}: got {shown(data[name])}; accepted: a name")
+    fraction = data.get("validation_fraction")
+    if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
+        raise ValueError(f"run.data.validation_fraction: got {shown(fraction)}; accepted: at least 0 and less than 1")
 
 
 def check_shapes(state: Mapping[str, object]) -> dict[str, list[int]]:
@@ -89,7 +100,7 @@ def _loss(value: object, name: str) -> None:
 
 def _engine(value: object, name: str) -> Mapping[str, Any]:
     engine = _mapping(value, name)
-    _count(engine.get("seed"), f"{name}.seed", 0, LIMITS["seed"])
+    _count(engine.get("seed"), f"{name}.seed", 0, _MAX_SEED)
     for counter in _COUNTERS:
         _count(engine.get(counter), f"{name}.{counter}", 0)
     if not engine["skipped_in_a_row"] <= engine["skipped"] <= engine["steps"]:
@@ -102,8 +113,8 @@ def _data(value: object, name: str) -> None:
     data = _mapping(value, name)
     for counter in ("epoch", "index"):
         _count(data.get(counter), f"{name}.{counter}", 0)
-    _count(data.get("seed"), f"{name}.seed", 0, LIMITS["seed"])
-    _count(data.get("seq_len"), f"{name}.seq_len", 1, LIMITS["seq_len"])
+    _count(data.get("seed"), f"{name}.seed", 0, _MAX_SEED)
+    _count(data.get("seq_len"), f"{name}.seq_len", 1, LIMITS["block_size"])
     _digest(data.get("tokens_sha256"), f"{name}.tokens_sha256")
 
 
