@@ -224,8 +224,9 @@ def replace_file(file: Path, dice: random.Random) -> str:
     elif kind == "FIFO":
         os.mkfifo(file)
     elif kind != "absent":
-        file.symlink_to({"device": "/dev/zero", "outside": file.parent.parent / "secret.json", "loop": file.name}.get(
-            kind, "/nowhere/at/all"))  # fmt: skip
+        outside = str(file.parent.parent / "secret.json")
+        targets = {"device": "/dev/zero", "outside": outside, "loop": file.name, "dangling": "/nowhere/at/all"}
+        file.symlink_to(targets[kind])
     return kind
 
 

@@ -333,13 +333,10 @@ def read_manifest(path: Path) -> dict[str, Any]:
         raise DamagedCheckpoint(path, f"{MANIFEST} does not have the digest that it says")
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
         raise DamagedCheckpoint(path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads")
-    match content:
-        case {"step": step, "state": {**state}, "files": {**files}} if is_count(step, _MOST, 0) and (
-            [*files] == [TENSORS] or _are_shards(files)
-        ):
-            pass
-        case _:
-            raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
+    step, state, files = (content.get(name) for name in ("step", "state", "files"))
+    whole = is_count(step, _MOST, 0) and isinstance(state, dict) and isinstance(files, dict)
+    if not whole or not ([*files] == [TENSORS] or _are_shards(files)):
+        raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
     _check_files(path, files)
     try:
         if "run" in state:

@@ -36,7 +36,9 @@ def check_run_state(state: Mapping[str, object], step: int) -> None:
     for name in ("model", "train", "data"):
         _mapping(run.get(name), f"run.{name}")
     for name in ("train_loss", "validation_loss"):
-        _loss(state.get(name), name)
+        if name not in state:
+            raise ValueError(f"{name}: got none; accepted: a number, or null")
+        _loss(state[name], name)
     if "tokenizer_sha256" in state:
         _digest(state["tokenizer_sha256"], "tokenizer_sha256")
     if state.get("threads") is not None:
