@@ -29,7 +29,8 @@ from tilegrad.cli import main  # noqa: E402
 from tilegrad.integrations.transformers import register  # noqa: E402
 from tilegrad.model.generate import generate  # noqa: E402
 from tilegrad.train.data import default_text  # noqa: E402
-from tilegrad.train.weights import open_weights, theirs  # noqa: E402
+from tilegrad.train.families import theirs  # noqa: E402
+from tilegrad.train.weights import open_weights  # noqa: E402
 
 register()
 PACKAGE = Path(_spec.origin).parent

@@ -58,7 +58,7 @@ def test_a_config_is_plain_data_and_back() -> None:
 @pytest.mark.parametrize(
     ("values", "message"),
     [
-        ({"head_size": 300}, r"head_size: got 300; accepted: None or an int, 1 … 256"),
+        ({"head_size": 300}, r"head_size: got 300; accepted: None or an int ≥ 1, at most 256"),
         ({"head_size": 6, "projection": "per_head", "n_kv_head": None}, "head_size: got 6; accepted: None or n_embd / n_head"),
         ({"window_layers": (3,)}, r"window_layers: got \(3,\); accepted: None, or numbers of blocks, 0 … 2"),
         ({"qkv_bias": 2}, "qkv_bias: got 2; accepted: None, True or False"),
@@ -108,7 +108,7 @@ def test_frequencies_between_kept_and_divided_are_blended() -> None:
 
 
 def test_numbers_of_a_scaling_at_their_limits() -> None:
-    RopeScaling("yarn", 1.0, original=1, low=0.0, high=0.5, beta_slow=0.0)
+    RopeScaling("yarn", 1.0, original=1, low=1e-6, high=0.5, beta_slow=1e-6)
     assert RopeScaling("yarn", 2.0) == RopeScaling("yarn", 2.0, 8192, 1.0, 4.0, 32.0, 1.0, None)
     for bad in (
         {"factor": 0.99}, {"original": 0}, {"low": -0.1}, {"high": math.inf}, {"factor": True}, {"factor": "2"},

@@ -248,7 +248,7 @@ def longer_checkpoint(folder: Path) -> None:
     from tilegrad.train.checkpoint import save_checkpoint
 
     found = load_checkpoint(max((folder / "checkpoints").iterdir()))
-    save_checkpoint(folder / "checkpoints", 9, found.tensors | {"more": torch.zeros(1)}, found.state)
+    save_checkpoint(folder / "checkpoints", found.step, found.tensors | {"more": torch.zeros(1)}, found.state)
 
 
 def edited(folder: Path) -> None:

@@ -16,8 +16,8 @@ import tilegrad
 from tilegrad import Engine, ModelConfig
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model.generate import generate
-from tilegrad.train import weights
-from tilegrad.train.weights import config_json, open_weights, theirs, write_weights
+from tilegrad.train.families import config_json, config_of, theirs
+from tilegrad.train.weights import open_weights, write_weights
 
 KINDS = {
     "gpt2": CONFIG,
@@ -215,7 +215,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tilegrad.train.weights.save_tensors", full)
+    monkeypatch.setattr("tilegrad.train.checkpoint.save_file", full)
     with pytest.raises(OSError, match="No space"):
         write_weights(tmp_path / "out", engine.params, CONFIG)
     assert not list(tmp_path.iterdir())
@@ -318,8 +318,8 @@ def test_what_a_config_leaves_out_is_what_transformers_takes_for_it() -> None:
         "vocab_size": 10,
         "intermediate_size": 16,
     }
-    c = weights._llama(sizes, "llama")
+    c = config_of({"model_type": "llama", **sizes})
     assert (c.block_size, c.n_kv_head, c.norm_eps, c.rope_theta, c.tie_embeddings) == (2048, 2, 1e-6, 10000.0, False)
     assert (c.qkv_bias, c.proj_bias, c.ffn_bias, c.head_size, c.window) == (False, False, False, None, None)
-    c = weights._gpt2({"vocab_size": 10, "n_layer": 1, "n_head": 2, "n_embd": 8})
+    c = config_of({"model_type": "gpt2", "vocab_size": 10, "n_layer": 1, "n_head": 2, "n_embd": 8})
     assert (c.block_size, c.ffn_dim, c.norm_eps, c.tie_embeddings, c.dropout) == (1024, None, 1e-5, True, 0.1)

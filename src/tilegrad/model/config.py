@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import MISSING, dataclass, fields
 from typing import Any, Literal, get_args
 
 from ..kernels.attention.checks import MAX_HEAD_DIM
@@ -17,6 +17,11 @@ Loss = Literal["cross_entropy", "embedding_mse"]
 _CHOICES: dict[str, Any] = {
     "activation": Activation, "norm": Norm, "position": Position, "projection": Projection, "loss": Loss,
 }  # fmt: skip
+LIMITS = {  # the largest that a config may say, several times what any published model has; docs/training.md gives the reasons
+    "vocab_size": 1 << 24, "block_size": 1 << 24, "n_layer": 256, "n_head": 1 << 12, "n_kv_head": 1 << 12,
+    "n_embd": 1 << 17, "ffn_dim": 1 << 20, "head_size": MAX_HEAD_DIM, "window": (1 << 31) - 1,
+}  # fmt: skip
+_MAX_THETA = 1e12  # of rope; Llama 3's is 5e5
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,6 +30,7 @@ class ModelConfig:
     included; window_layers=(0, 2): in these blocks alone. gelu is the tanh form. projection="per_head": head h's q, k, v read
     only its own D channels of x. head_size=None: n_embd / n_head. qk_norm: q and k of a head are RMS-normed, with weights
     (D,), before rope. qkv_bias, proj_bias, ffn_bias: as bias where None. rope_scaling: also a mapping of RopeScaling's fields.
+    Sizes are at most LIMITS.
 
     >>> import tilegrad
     >>> tilegrad.ModelConfig(vocab_size=256, block_size=64, n_layer=2, n_head=4, n_embd=64).ffn
@@ -78,11 +84,11 @@ class ModelConfig:
             raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: {accepted}")
 
         for name in ("vocab_size", "block_size", "n_layer", "n_head", "n_embd"):
-            if not _positive_int(getattr(self, name)):
-                refuse(name, "an int ≥ 1")
+            if not is_count(getattr(self, name), LIMITS[name]):
+                refuse(name, f"an int ≥ 1, at most {LIMITS[name]:,}")
         for name in ("n_kv_head", "ffn_dim", "window", "head_size"):
-            if getattr(self, name) is not None and not _positive_int(getattr(self, name)):
-                refuse(name, "None or an int ≥ 1")
+            if getattr(self, name) is not None and not is_count(getattr(self, name), LIMITS[name]):
+                refuse(name, f"None or an int ≥ 1, at most {LIMITS[name]:,}")
         for name, choices in _CHOICES.items():
             if getattr(self, name) not in get_args(choices):
                 refuse(name, " or ".join(map(repr, get_args(choices))))
@@ -90,14 +96,12 @@ class ModelConfig:
             if not isinstance(getattr(self, name), bool):
                 refuse(name, "True or False")
         for name in ("qkv_bias", "proj_bias", "ffn_bias"):
-            if getattr(self, name) not in (None, True, False):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), bool):
                 refuse(name, "None, True or False")
-        for name, low, high in (("dropout", 0.0, 1.0), ("norm_eps", 0.0, 1.0), ("rope_theta", 1.0, float("inf"))):
+        for name, low, high in (("dropout", 0.0, 1.0), ("norm_eps", 1e-30, 1.0), ("rope_theta", 1.0, _MAX_THETA)):
             value = getattr(self, name)
             if not isinstance(value, int | float) or isinstance(value, bool) or not low <= value < high:
                 refuse(name, f"a number, {low:g} ≤ {name} < {high:g}")
-        if self.head_size is not None and self.head_size > MAX_HEAD_DIM:
-            refuse("head_size", f"None or an int, 1 … {MAX_HEAD_DIM}")
         if self.head_size is None and (self.n_embd % self.n_head or self.head_dim > MAX_HEAD_DIM):
             refuse("n_head", f"a divisor of n_embd ({self.n_embd}) with n_embd / n_head ≤ {MAX_HEAD_DIM}")
         if self.n_head % self.kv_heads:
@@ -109,14 +113,19 @@ class ModelConfig:
         if self.projection == "per_head" and self.head_dim * self.n_head != self.n_embd:
             refuse("head_size", f"None or n_embd / n_head ({self.n_embd / self.n_head:g}) with projection='per_head'")
         if self.window_layers is not None:
-            if not isinstance(self.window_layers, list | tuple) or not {*self.window_layers} <= {*range(self.n_layer)}:
+            given: Any = self.window_layers
+            blocks = range(self.n_layer)
+            if not isinstance(given, list | tuple) or not all(type(i) is int and i in blocks for i in given):
                 refuse("window_layers", f"None, or numbers of blocks, 0 … {self.n_layer - 1}")
-            object.__setattr__(self, "window_layers", tuple(self.window_layers))
-        given: Any = self.rope_scaling
+            object.__setattr__(self, "window_layers", tuple(given))
+        given = self.rope_scaling
         if isinstance(given, Mapping):
             object.__setattr__(self, "rope_scaling", _scaling(given))
         if given is not None and (self.position != "rope" or not isinstance(given, Mapping | RopeScaling)):
             refuse("rope_scaling", "None, or a RopeScaling with position='rope'")
+        scaling = self.rope_scaling
+        if scaling is not None and scaling.kind == "yarn" and self.rope_theta == 1:
+            refuse("rope_theta", "a number > 1 with a rope_scaling of kind 'yarn'")
         if self.loss == "embedding_mse" and not self.tie_embeddings:
             refuse("tie_embeddings", "True with loss='embedding_mse', whose targets are rows of wte")
 
@@ -127,6 +136,9 @@ class ModelConfig:
         unknown = sorted(set(values) - set(names))
         if unknown:
             raise ValueError(f"{unknown[0]}: got a key that ModelConfig does not have; accepted: {', '.join(names)}")
+        missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
+        if missing:
+            raise ValueError(f"{missing[0]}: got none; accepted: an int ≥ 1, at most {LIMITS[missing[0]]:,}")
         return cls(**values)
 
 
@@ -141,8 +153,8 @@ def _scaling(values: Mapping[str, Any]) -> RopeScaling:
     return RopeScaling(**values)
 
 
-def _positive_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= 1
+def is_count(value: object, most: int, least: int = 1) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and least <= value <= most
 
 
 PRESETS: dict[str, ModelConfig] = {

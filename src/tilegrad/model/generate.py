@@ -32,20 +32,21 @@ class Decoder:
     """A model that has read some tokens. `close` gives the cache back to the manager."""
 
     def __init__(
-        self, config: ModelConfig, params: Mapping[str, Tensor], manager: AttentionBufferManager | None = None
-    ) -> None:
+        self, config: ModelConfig, params: Mapping[str, Tensor], manager: AttentionBufferManager | None = None, *,
+        tokens: int | None = None,
+    ) -> None:  # fmt: skip
+        """`tokens`: as many as will be read between two restarts, by default block_size; the cache has room for these."""
+        room = config.block_size if tokens is None else min(tokens, config.block_size)
         wte = params["wte.weight"]
         self.config, self.params, self.position = config, params, 0
         plain = replace(config, dropout=0.0)
         self.masks = [mask_of(plain, i) for i in range(config.n_layer)]
         self.manager = manager or AttentionBufferManager(device=wte.device)
-        shape = (config.n_layer, 2, 1, config.kv_heads, config.block_size, config.head_dim)
+        shape = (config.n_layer, 2, 1, config.kv_heads, room, config.head_dim)
         self.cache = self.manager.allocate(BufferType.CACHE, shape, wte.dtype, wte.device)
         if config.position == "rope":
-            self.cos, self.sin = (wte.new_empty(config.block_size, config.head_dim // 2) for _ in range(2))
-            rope_table(
-                config.rope_theta, config.head_dim, config.block_size, config.rope_scaling, cos=self.cos, sin=self.sin
-            )
+            self.cos, self.sin = (wte.new_empty(room, config.head_dim // 2) for _ in range(2))
+            rope_table(config.rope_theta, config.head_dim, room, config.rope_scaling, cos=self.cos, sin=self.sin)
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
         """Read more tokens; logits (V,) of the one that follows them."""
@@ -136,7 +137,8 @@ def _generate(
     temperature: float, top_k: int | None, seed: int,
 ) -> Iterator[int]:  # fmt: skip
     generator = torch.Generator().manual_seed(seed)
-    decoder, text = Decoder(config, params), list(prompt)
+    text = list(prompt)
+    decoder = Decoder(config, params, tokens=len(text) + max_tokens)
     try:
         logits = decoder.feed(text[-config.block_size :])
         for left in reversed(range(max_tokens)):

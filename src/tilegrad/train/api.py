@@ -128,8 +128,7 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
     >>> model.logits("Call me ").shape
     torch.Size([8, 256])
     """
-    from ..model.transformer import declare
-    from .checkpoint import load_checkpoint, read_state
+    from .checkpoint import load_model
     from .folder import own_tokenizer, weights_of
     from .weights import imported, is_weights
 
@@ -137,12 +136,9 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
         config, weights, tokenizer = imported(Path(run))
         return TrainedModel(config, {n: w.to(device) for n, w in weights.items()}, tokenizer, 0, Path(run))
     folder, path = weights_of(Path(run), best=best)
-    state = read_state(path)
-    config = ModelConfig.from_dict(state["run"]["model"])
-    names = declare(config, 1, 1, torch.float32, torch.device("cpu")).params
-    loaded = load_checkpoint(path, names)
+    config, loaded = load_model(path)
     params = {name: tensor.to(device) for name, tensor in loaded.tensors.items()}
-    return TrainedModel(config, params, own_tokenizer(folder, state), loaded.step, path)
+    return TrainedModel(config, params, own_tokenizer(folder, loaded.state), loaded.step, path)
 
 
 def presets() -> dict[str, RunConfig]:

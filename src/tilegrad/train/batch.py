@@ -11,8 +11,10 @@ from torch import Tensor
 
 from ..kernels.fp8_linear import FP8_LINEAR, Problem
 from ..kernels.scratch import Form
-from ..model.config import ModelConfig
+from ..model.config import ModelConfig, is_count
 from ..model.layer import Linear
+from .config import LIMITS
+from .untrusted import shown
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
@@ -20,8 +22,8 @@ _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 def check_sizes(config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype) -> None:
     for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
-        if not isinstance(value, int) or isinstance(value, bool) or value < 1:
-            raise ValueError(f"{name}: got {value!r}; accepted: an int ≥ 1")
+        if not is_count(value, LIMITS[name]):
+            raise ValueError(f"{name}: got {shown(value)}; accepted: an int ≥ 1, at most {LIMITS[name]:,}")
     if seq_len > config.block_size:
         raise ValueError(f"seq_len: got {seq_len}; accepted: at most block_size, {config.block_size}")
     if dtype not in _DTYPES:

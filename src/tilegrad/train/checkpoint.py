@@ -17,10 +17,11 @@ from __future__ import annotations
 import errno
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
@@ -30,13 +31,19 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 
+from ..model.config import ModelConfig, is_count
+from ..model.transformer import declare
 from .atomic import create, named, sync
+from .state import State, check_run_state, check_shapes
+from .untrusted import read_bytes, shown
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _SHARD = re.compile(r"shard-\d{5}-[\w-]+\.safetensors")
 STAGED, _GONE = ".staged", ".gone-"
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
+_MOST = 1 << 62
+_OPTIMIZER = re.compile(r"[mv]\.|scale\.|adam_step$")  # tensors that are no parameters
 
 
 @dataclass(frozen=True, slots=True)
@@ -158,23 +165,40 @@ def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict
         raise OSError(code, os.strerror(code)) from error
 
 
-def load_checkpoint(path: Path, names: Collection[str] | None = None) -> Checkpoint:
-    """Every byte is checked, then the tensors are loaded, on CPU: those of these names, by default all."""
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Every byte is checked, then all tensors are loaded, on CPU."""
     manifest = _verified(path)
-    with _Tensors(path, manifest) as file:
-        missing = sorted(set(names or ()) - file.names)
-        if missing:
-            raise ValueError(f"{path}: got no tensor {missing[0]!r}; accepted: a checkpoint of this model")
-        tensors = {name: file.read(name) for name in (sorted(file.names) if names is None else names)}
+    with Tensors(path, manifest) as file:
+        tensors = {name: file.read(name) for name in sorted(file.forms)}
     return Checkpoint(path, manifest["step"], tensors, manifest["state"])
+
+
+def load_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
+    """The model of a run's checkpoint, every byte checked, with its parameters and no moments. They are the model's, name by
+    name and shape by shape: one that has more, or fewer, is of another model."""
+    config = ModelConfig.from_dict(read_state(path)["run"]["model"])
+    manifest = _verified(path)
+    shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
+    with Tensors(path, manifest) as file:
+        there = {name: shape for name, (_, shape) in file.forms.items() if not _OPTIMIZER.match(name)}
+        for name in sorted({*there, *shapes}):
+            if there.get(name) != shapes.get(name):
+                raise DamagedCheckpoint(
+                    path,
+                    f"got {name} of shape {there.get(name)}; accepted: {shapes.get(name)}, by its own configuration",
+                )
+            if file.forms[name][0] not in ("F32", "F64"):
+                raise DamagedCheckpoint(path, f"got {name} of dtype {file.forms[name][0]}; accepted: F32 or F64")
+        tensors = {name: file.read(name) for name in shapes}
+    return config, Checkpoint(path, manifest["step"], tensors, manifest["state"])
 
 
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     """Load into these tensors, of any device, one at a time from the files that are mapped. Names, shapes and dtypes must be
     those of the checkpoint; where one is not, nothing is written."""
     manifest = _verified(path)
-    with _Tensors(path, manifest) as file:
-        here, there = set(tensors), file.names
+    with Tensors(path, manifest) as file:
+        here, there = set(tensors), set(file.forms)
         if here != there:
             raise ValueError(
                 f"{path}: holds other tensors than this model; only in the checkpoint: {sorted(there - here) or 'none'}, "
@@ -190,37 +214,92 @@ def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
     return Checkpoint(path, manifest["step"], dict(tensors), manifest["state"])
 
 
-class _Tensors:
+class Tensors:
     """The tensors of a checkpoint, of one file or of shards, which are mapped while it is open. A shard holds runs of
-    flattened tensors, and its header the offset of each."""
+    flattened tensors, and its header the offset of each; the runs of a tensor must be all of it, once.
+
+    forms   name → (safetensors' dtype, shape)
+    """
 
     def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
-        self._files = ExitStack()
-        self._shapes: dict[str, list[int]] = manifest["state"].get("shapes", {})
-        self._runs: dict[str, list[tuple[int, Any]]] = {}  # name → (offset, file)
-        for name in sorted(manifest["files"]):
-            try:
-                file = self._files.enter_context(safe_open(path / name, framework="pt"))
-            except SafetensorError as error:
-                raise DamagedCheckpoint(path, f"{name} can't be read ({error})") from error
-            offsets = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}"))
-            for tensor in file.keys():  # noqa: SIM118
-                (offset,) = offsets[tensor]["saved_offsets"] if offsets else (0,)
-                self._runs.setdefault(tensor, []).append((offset, file))
-        self.names = set(self._runs)
+        self._files, self._path = ExitStack(), path
+        self._runs: dict[str, list[tuple[int, int, Any]]] = {}  # name → (offset, length, file)
+        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._sharded = [*manifest["files"]] != [TENSORS]
+        try:
+            for name in sorted(manifest["files"]):
+                self._open(name)
+            if self._sharded:
+                self._check_shards(check_shapes(manifest["state"]))
+        except (ValueError, SafetensorError, RecursionError) as error:
+            self._files.close()
+            if isinstance(error, DamagedCheckpoint):
+                raise
+            raise DamagedCheckpoint(path, str(error)) from error
 
-    def __enter__(self) -> _Tensors:
+    def __enter__(self) -> Tensors:
         return self
 
     def __exit__(self, *_: object) -> None:
         self._files.close()
 
+    def _open(self, name: str) -> None:
+        try:
+            file = self._files.enter_context(safe_open(self._path / name, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise DamagedCheckpoint(self._path, f"{name} can't be read ({error})") from error
+        said = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}")) if self._sharded else {}
+        for tensor in file.keys():  # noqa: SIM118
+            form = file.get_slice(tensor)
+            shape, dtype, offset = tuple(form.get_shape()), form.get_dtype(), 0
+            if self._sharded:
+                match said:
+                    case {**known} if isinstance(about := known.get(tensor), dict):
+                        given = about.get("saved_offsets")
+                    case _:
+                        given = None
+                if (
+                    not isinstance(given, list)
+                    or len(given) != 1
+                    or not is_count(given[0], _MOST, 0)
+                    or len(shape) != 1
+                ):
+                    got = f"offsets {shown(given)} and shape {shape}"
+                    raise ValueError(
+                        f"{name}: {tensor}: got {got}; accepted: a run of a flattened tensor and its offset"
+                    )
+                offset = given[0]
+            if self.forms.setdefault(tensor, (dtype, shape))[0] != dtype:
+                raise ValueError(
+                    f"{name}: {tensor}: got dtype {dtype}; accepted: {self.forms[tensor][0]}, as in other shards"
+                )
+            self._runs.setdefault(tensor, []).append((offset, math.prod(shape), file))
+
+    def _check_shards(self, shapes: Mapping[str, list[int]]) -> None:
+        """Every parameter, and its two moments, whole; and the count of updates."""
+        whole = {f"{kind}{name}": tuple(shape) for name, shape in shapes.items() for kind in ("", "m.", "v.")}
+        whole["adam_step"] = ()
+        for name in sorted({*whole, *self._runs}):
+            if name not in whole or name not in self._runs:
+                raise ValueError(
+                    f"{name}: is {'missing' if name in whole else 'no tensor of the shapes'} in its shards"
+                )
+            runs = self._runs[name] = sorted(self._runs[name], key=lambda run: run[:2])
+            at = 0
+            for offset, length, _ in runs:
+                if offset != at:
+                    what = "overlap" if offset < at else "leave a gap"
+                    raise ValueError(f"{name}: its shards {what} at element {min(offset, at)}")
+                at += length
+            if at != math.prod(whole[name]):
+                raise ValueError(
+                    f"{name}: its shards have {at} elements; accepted: {math.prod(whole[name])}, by its shape"
+                )
+            self.forms[name] = self.forms[name][0], whole[name]
+
     def read(self, name: str) -> torch.Tensor:
-        runs = [file.get_tensor(name) for _, file in sorted(self._runs[name], key=lambda run: run[0])]
-        if not self._shapes:
-            return cast(torch.Tensor, runs[0])
-        owner = name.removeprefix("m.").removeprefix("v.")
-        return torch.cat(runs).view(self._shapes.get(owner, []))
+        runs = [file.get_tensor(name) for *_, file in self._runs[name]]
+        return torch.cat(runs).view(self.forms[name][1]) if self._sharded else cast(torch.Tensor, runs[0])
 
 
 def latest_good(folder: Path, before: Path) -> Path | None:
@@ -253,9 +332,15 @@ def is_checkpoint(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).is_file()
 
 
-def read_state(path: Path) -> dict[str, Any]:
-    """What was saved beside the tensors, which are not read: their sizes are checked, not every byte."""
-    state: dict[str, Any] = read_manifest(path)["state"]
+def read_state(path: Path) -> State:
+    """What a run saved next to the tensors, which are not read: the sizes of their files are checked, not every byte. Every
+    field is what state.py says."""
+    state: State = read_manifest(path)["state"]
+    if "run" not in state:
+        reason = f"{MANIFEST}: run: got none; accepted: the configuration of a run"
+        raise DamagedCheckpoint(
+            path, reason, latest_good(path.parent, before=path) if _NAME.fullmatch(path.name) else None
+        )
     return state
 
 
@@ -274,35 +359,48 @@ def _saved(folder: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, itself checked, and the sizes of the files it names."""
+    """The manifest, itself checked, and the sizes of the files it names. A run's state is checked too (state.py): a right
+    digest does not make it true."""
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     try:
-        content = json.loads((path / MANIFEST).read_bytes())
+        content = json.loads(read_bytes(path / MANIFEST))
         claimed, digest = content.pop("sha256"), _digest(content)
     except FileNotFoundError as error:
         raise DamagedCheckpoint(path, f"{MANIFEST} is missing") from error
-    except (ValueError, KeyError, AttributeError, TypeError, RecursionError, IsADirectoryError) as error:
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
         raise DamagedCheckpoint(path, f"{MANIFEST} is not a manifest ({error})") from error
     if claimed != digest:
         raise DamagedCheckpoint(path, f"{MANIFEST} does not have the digest that it says")
     if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
         raise DamagedCheckpoint(path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads")
-    match content:
-        case {"step": int(), "state": dict(), "files": {**given}} if list(given) == [TENSORS] or _are_shards(
-            content["files"]
-        ):
-            pass
-        case _:
-            raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
-    for name, what in content["files"].items():
+    step, state, files = (content.get(name) for name in ("step", "state", "files"))
+    whole = is_count(step, _MOST, 0) and isinstance(state, dict) and isinstance(files, dict)
+    if not whole or not ([*files] == [TENSORS] or _are_shards(files)):
+        raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
+    _check_files(path, files)
+    try:
+        if "run" in state:
+            check_run_state(state, step)
+        if _are_shards(files):
+            check_shapes(state)
+    except ValueError as error:
+        raise DamagedCheckpoint(path, f"{MANIFEST}: {error}") from error
+    manifest: dict[str, Any] = content
+    return manifest
+
+
+def _check_files(path: Path, files: Mapping[str, Any]) -> None:
+    """Each is there with the size that the manifest says, and no other of its kind, because a shard too many would be read."""
+    for name, what in files.items():
         if not (path / name).is_file():
             raise DamagedCheckpoint(path, f"{name} is missing")
         size, said = (path / name).stat().st_size, what.get("bytes") if isinstance(what, dict) else what
-        if size != said:
-            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {said}")
-    manifest: dict[str, Any] = content
-    return manifest
+        if size != said or not isinstance(what, dict):
+            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {shown(said)}")
+    others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in files)
+    if others:
+        raise DamagedCheckpoint(path, f"{others[0]} is there, and {MANIFEST} does not name it")
 
 
 def _are_shards(files: Mapping[str, Any]) -> bool:
@@ -315,7 +413,7 @@ def _verified(path: Path) -> dict[str, Any]:
     for name, what in manifest["files"].items():
         if _sha256(path / name) != what.get("sha256"):
             raise DamagedCheckpoint(path, f"{name} does not have the sha256 that {MANIFEST} says")
-    with _Tensors(path, manifest):
+    with Tensors(path, manifest):
         return manifest
 
 

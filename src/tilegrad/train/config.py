@@ -16,6 +16,8 @@ is not given is the preset's, and five keys follow others:
     warmup_steps   steps / 20, where steps is given
     dtype          bfloat16 on CUDA, float32 elsewhere
     vocab_size     the tokenizer's, where it is larger than the preset's
+
+Sizes are bounded by LIMITS, and checked before anything is allocated for them.
 """
 
 from __future__ import annotations
@@ -30,13 +32,24 @@ from typing import Any, get_args
 
 import torch
 
-from ..model.config import PRESETS, ModelConfig
+from ..model.config import LIMITS as MODEL_LIMITS
+from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Linear
+from .untrusted import check_values, decoded, regular_file, shown, too_deep
 
 MAY_CHANGE = frozenset({  # of [train], when a run goes on: the schedule's ends, what is said and kept, where it runs
     "steps", "learning_rate", "min_learning_rate", "eval_interval", "eval_batches", "checkpoint_interval",
     "keep_checkpoints", "log_interval", "sample_tokens", "memory_budget", "device",
 })  # fmt: skip
+_COUNTS = (  # of steps, or of what is done every few of them
+    "steps", "warmup_steps", "eval_interval", "eval_batches", "checkpoint_interval", "keep_checkpoints", "log_interval",
+    "sample_tokens",
+)  # fmt: skip
+LIMITS = {  # the largest of each key; docs/training.md gives the reasons
+    **MODEL_LIMITS, **dict.fromkeys(_COUNTS, 10**9), "batch_size": 1 << 16, "gradient_accumulation": 1 << 16,
+    "seq_len": MODEL_LIMITS["block_size"], "seed": (1 << 63) - 1, "bpe_vocab_size": MODEL_LIMITS["vocab_size"],
+}  # fmt: skip
+MAX_STEP_TOKENS = 1 << 26  # of all micro-batches, whose tokens and targets are in memory together, 16 bytes each
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -73,27 +86,27 @@ class TrainConfig:
         if self.init is not None and not isinstance(self.init, str):
             raise ValueError(f"init: got {self.init!r}; accepted: None, or the name of a folder of weights")
         for name in ("steps", "batch_size", "gradient_accumulation", "keep_checkpoints", "log_interval"):
-            if not _int(getattr(self, name)) or getattr(self, name) < 1:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: an int ≥ 1")
-        if self.warmup_steps == -1:
+            _check_count(name, getattr(self, name), 1)
+        if self.warmup_steps == -1 and not isinstance(self.warmup_steps, bool | float):
             object.__setattr__(self, "warmup_steps", self.steps // 20)
-        for name in (
-            "seq_len", "warmup_steps", "eval_interval", "eval_batches", "checkpoint_interval", "sample_tokens", "seed",
-        ):  # fmt: skip
-            if not _int(getattr(self, name)) or getattr(self, name) < 0:
-                raise ValueError(f"{name}: got {getattr(self, name)!r}; accepted: an int ≥ 0")
+        elif not is_count(self.warmup_steps, LIMITS["warmup_steps"], 0):
+            raise ValueError(
+                f"warmup_steps: got {shown(self.warmup_steps)}; accepted: an int ≥ 0, or -1: a twentieth of the steps"
+            )
+        for name in ("seq_len", "eval_interval", "eval_batches", "checkpoint_interval", "sample_tokens", "seed"):
+            _check_count(name, getattr(self, name), 0)
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
-                raise ValueError(f"{name}: got {value!r}; accepted: a finite number ≥ 0")
+                raise ValueError(f"{name}: got {shown(value)}; accepted: a finite number ≥ 0")
         budget = self.memory_budget
-        if budget is not None and (not _int(budget) or budget < 1):
-            raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
+        if budget is not None and not is_count(budget, 1 << 63):
+            raise ValueError(f"memory_budget: got {shown(budget)}; accepted: None or a number of bytes ≥ 1")
         if not isinstance(self.device, str):
             raise ValueError(f"device: got {self.device!r}; accepted: cpu, cuda, or cuda:N")
         if self.dtype == "auto":
             object.__setattr__(self, "dtype", "bfloat16" if self.device.startswith("cuda") else "float32")
-        if self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
             raise ValueError(f"dtype: got {self.dtype!r}; accepted: 'auto', {', '.join(map(repr, DTYPES))}")
         if self.linear not in get_args(Linear):
             raise ValueError(f"linear: got {self.linear!r}; accepted: 'plain' or 'fp8'")
@@ -123,13 +136,18 @@ class DataConfig:
         named = isinstance(self.tokenizer, str) and self.tokenizer.endswith(".json")
         if self.tokenizer not in ("bytes", "bpe") and not named:
             raise ValueError(f"tokenizer: got {self.tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")
-        if not _int(self.bpe_vocab_size) or self.bpe_vocab_size < 256:
-            raise ValueError(f"bpe_vocab_size: got {self.bpe_vocab_size!r}; accepted: an int ≥ 256, for the 256 bytes")
+        if not is_count(self.bpe_vocab_size, LIMITS["bpe_vocab_size"], 256):
+            most = LIMITS["bpe_vocab_size"]
+            raise ValueError(
+                f"bpe_vocab_size: got {shown(self.bpe_vocab_size)}; accepted: an int ≥ 256, the bytes, at most {most:,}"
+            )
         fraction = self.validation_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
             raise ValueError(f"validation_fraction: got {fraction!r}; accepted: at least 0 and less than 1")
         if self.validation not in ("windows", "end"):
             raise ValueError(f"validation: got {self.validation!r}; accepted: 'windows' or 'end'")
+        if not isinstance(self.text_field, str):
+            raise ValueError(f"text_field: got {shown(self.text_field)}; accepted: the name of a field")
         object.__setattr__(self, "files", tuple(self.files))
 
     @property
@@ -163,6 +181,13 @@ class RunConfig:
             raise ValueError(
                 f"seq_len: got {self.train.seq_len}; accepted: at most block_size, {self.model.block_size}"
             )
+        t = self.train
+        tokens = t.gradient_accumulation * t.batch_size * t.seq_len
+        if tokens > MAX_STEP_TOKENS:
+            got = f"{t.gradient_accumulation:,} × {t.batch_size:,} × {t.seq_len:,}, {tokens:,} tokens in a step"
+            raise ValueError(
+                f"gradient_accumulation × batch_size × seq_len: got {got}; accepted: at most {MAX_STEP_TOKENS:,}"
+            )
 
     def plain(self) -> dict[str, Any]:
         """As JSON and TOML have it; `run_from` reads the same run from it."""
@@ -175,7 +200,7 @@ class RunEnded(RuntimeError):
 
 def preset_run(name: str) -> RunConfig:
     """The settings that go with a preset: `tiny` is the demo's."""
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"preset: got {name!r}; accepted: {', '.join(PRESETS)}")
     model = PRESETS[name]
     if name == "tiny":
@@ -208,12 +233,17 @@ def read_run(path: Path) -> RunConfig:
 
 
 def read_toml(path: Path) -> dict[str, Any]:
-    if not path.is_file():
+    if not path.exists():
         raise FileNotFoundError(f"{path}: no such configuration; `tilegrad init {path}` writes one to begin with")
+    text = decoded(regular_file(path, "a configuration as TOML; text to learn from goes behind --data"))
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        content = tomllib.loads(text)
+    except RecursionError as error:
+        raise too_deep(text, str(path)) from error
+    except ValueError as error:
         raise ValueError(f"{path}: is not TOML: {error}; text to learn from goes behind --data") from error
+    check_values(content, str(path), text)
+    return content
 
 
 def run_from(content: Mapping[str, Mapping[str, Any]], where: str) -> RunConfig:
@@ -221,7 +251,7 @@ def run_from(content: Mapping[str, Mapping[str, Any]], where: str) -> RunConfig:
     given = checked(content, where)
     model, settings, data = given["model"], given["train"], given["data"]
     base = preset_run(model.pop("preset", "tiny"))
-    if settings.get("init") and "n_layer" not in model:  # a saved run says all of its model
+    if isinstance(settings.get("init"), str) and "n_layer" not in model:  # a saved run says all of its model
         base = initial_run(Path(settings["init"]))
     text = replace(base.data, **data)
     model.setdefault("vocab_size", max(base.model.vocab_size, text.vocab_size))
@@ -239,6 +269,7 @@ def run_from(content: Mapping[str, Mapping[str, Any]], where: str) -> RunConfig:
 def checked(content: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, dict[str, Any]]:
     """What is given, by section, its sizes in bytes and "none" as None; a key that is none of a section's is an error."""
     kinds = {"model": ModelConfig, "train": TrainConfig, "data": DataConfig}
+    check_values(content, where)
     for section in content:
         if section not in kinds or not isinstance(content[section], Mapping):
             raise ValueError(f"{where}: got [{section}]; accepted: the sections {', '.join(f'[{s}]' for s in kinds)}")
@@ -308,5 +339,6 @@ def _plain(value: Any) -> Any:
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value
 
 
-def _int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+def _check_count(name: str, value: object, least: int) -> None:
+    if not is_count(value, LIMITS[name], least):
+        raise ValueError(f"{name}: got {shown(value)}; accepted: an int ≥ {least}, at most {LIMITS[name]:,}")

@@ -16,6 +16,7 @@ import math
 import mmap
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from importlib import resources
@@ -25,8 +26,10 @@ from typing import TYPE_CHECKING, Any, Protocol
 import numpy as np
 import torch
 
+from ..model.config import LIMITS
 from .atomic import write_whole
 from .documents import Tell, quiet, read_documents
+from .untrusted import decoded, parse_json
 
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
@@ -78,16 +81,21 @@ class BpeTokenizer:
     """Byte-level byte-pair encoding, of Hugging Face `tokenizers`; `json` is that library's own format."""
 
     inner: HuggingFaceTokenizer
+    name: str = "tokenizer"  # the file that it is from
 
     @cached_property
     def vocab_size(self) -> int:
         return int(self.inner.get_vocab_size())
 
     def encode(self, text: str) -> Tokens:
-        return np.array(self.inner.encode(text).ids, _dtype(self.vocab_size))
+        with _named_faults(self.name):
+            ids = np.array(self.inner.encode(text).ids, np.int64)
+        _check_range(ids, self.vocab_size, self.name)
+        return ids.astype(_dtype(self.vocab_size))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        return str(self.inner.decode(list(tokens), skip_special_tokens=False))
+        with _named_faults(self.name):
+            return str(self.inner.decode(list(tokens), skip_special_tokens=False))
 
     def json(self) -> str:
         return str(self.inner.to_str())
@@ -102,7 +110,8 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    trainer = library.trainers.BpeTrainer(vocab_size=vocab_size, initial_alphabet=alphabet, show_progress=False)
+    most = min(vocab_size, 256 + len(text.encode("utf-8")))  # the trainer reserves room for all that it is asked for
+    trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([text], trainer)
     if inner.get_vocab_size() != vocab_size:
         raise ValueError(
@@ -114,12 +123,30 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
 
 def load_tokenizer(path: Path) -> Tokenizer:
     """The tokenizer whose `json` is in the file."""
-    text = path.read_text(encoding="utf-8")
+    text = decoded(path)
+    content = parse_json(text, str(path))
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: not a tokenizer; make it again with `prepare`")
+    if model.get("type") == "bytes":
+        return ByteTokenizer()
+    with _named_faults(str(path)):
+        found = BpeTokenizer(_tokenizers().Tokenizer.from_str(text), str(path))
+    if not 1 <= found.vocab_size <= LIMITS["vocab_size"]:
+        raise ValueError(f"{path}: got {found.vocab_size:,} tokens; accepted: 1 … {LIMITS['vocab_size']:,}")
+    return found
+
+
+@contextmanager
+def _named_faults(name: str) -> Iterator[None]:
+    """What `tokenizers` says of a file that it can't use, with the file's name. It raises Exception itself, and a panic of its
+    Rust is no Exception at all."""
     try:
-        kind = json.loads(text)["model"]["type"]
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f"{path}: not a tokenizer; make it again with `prepare`") from error
-    return ByteTokenizer() if kind == "bytes" else BpeTokenizer(_tokenizers().Tokenizer.from_str(text))
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{name}: is no tokenizer that Hugging Face's tokenizers can use: {error}") from error
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
@@ -188,6 +215,8 @@ def open_tokens(path: Path) -> TokenFile:
     _, version, itemsize, count, vocab_size, source, tokenizer = _HEADER.unpack(head)
     if version != _VERSION:
         raise TokenFileError(f"{path}: version {version} is not {_VERSION}, the one that this tilegrad reads; {remedy}")
+    if not 1 <= vocab_size <= 1 << 32:
+        raise TokenFileError(f"{path}: got a vocabulary of {vocab_size}; accepted: 1 … 2³²; {remedy}")
     if itemsize != _dtype(vocab_size).itemsize:
         raise TokenFileError(
             f"{path}: {itemsize} bytes per token do not go with a vocabulary of {vocab_size}; {remedy}"

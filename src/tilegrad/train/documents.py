@@ -4,12 +4,17 @@
 .jsonl        a document for each line, the text in one field of it; a blank line follows each
 .gz           either of these, compressed
 a folder      all of these in it and below it, in sorted order; other files there are counted as left out
+
+All of the text is in memory while it is encoded, so more than half of the machine's memory is refused before it is read. A .gz
+is decompressed piece by piece, and refused once it has grown to more than 100 times its size (and 16 MiB).
 """
 
 from __future__ import annotations
 
 import gzip
 import json
+import math
+import re
 import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
@@ -17,9 +22,17 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
+from ..memory.managed.pressure import memory_limit
+from ..memory.page import human
+from .untrusted import shown
+
 Tell = Callable[[str, dict[str, Any]], None]  # an event and its numbers
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
+_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # how often its size a .gz may hold; and bytes that it may hold in any case
+_SURROGATE = re.compile("[\ud800-\udfff]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,13 +50,17 @@ def quiet(event: str, numbers: dict[str, Any]) -> None:
 def read_documents(paths: Sequence[Path], text_field: str = "text", tell: Tell = quiet) -> Documents:
     """The documents of files and folders, as UTF-8, no line ending changed. Told about each second: the files behind."""
     files, left_out = find_files(paths)
+    memory = memory_limit(torch.device("cpu"))
     parts: list[str] = []
+    room = math.inf if memory is None else memory / 2
     documents, told = 0, time.monotonic()
     for number, file in enumerate(files):
         if time.monotonic() - told > 1:
             told = time.monotonic()
             tell("prepare", {"doing": f"reading: {number:,} of {len(files):,} files, now {file}"})
-        text = _decoded(file)
+        content = _content(file, room)
+        room -= len(content)
+        text = _decoded(file, content)
         if _kind(file) in LINES:
             found = list(_fields(file, text, text_field))
             parts += (f"{document}\n\n" for document in found)
@@ -89,13 +106,39 @@ def _kind(file: Path) -> str:
     return plain.suffix.lower()
 
 
-def _decoded(file: Path) -> str:
-    content = file.read_bytes()
-    if file.suffix.lower() == ".gz":
-        try:
-            content = gzip.decompress(content)
-        except (OSError, EOFError, zlib.error) as error:
-            raise ValueError(f"{file}: is not gzip, or damaged: {error}") from error
+def _content(file: Path, room: float) -> bytes:
+    """The file's bytes, decompressed; refused where they are more than `room`."""
+    size = file.stat().st_size
+    if size > room:
+        raise _too_large(file, size)
+    if file.suffix.lower() != ".gz":
+        return file.read_bytes()
+    parts, grown, most = [], 0, max(_GZIP_GROWTH * size, _GZIP_SMALL)
+    try:
+        with gzip.open(file) as opened:
+            while part := opened.read(1 << 20):
+                grown += len(part)
+                if grown > most:
+                    raise ValueError(
+                        f"{file}: got more than {grown >> 20} MiB out of {size:,} bytes; accepted: at most "
+                        f"{_GZIP_GROWTH} times the compressed size; decompress it yourself if it is meant so"
+                    )
+                if grown > room:
+                    raise _too_large(file, grown)
+                parts.append(part)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: is not gzip, or damaged: {error}") from error
+    return b"".join(parts)
+
+
+def _too_large(file: Path, size: int) -> ValueError:
+    return ValueError(
+        f"{file}: got {human(size)} of text, which with the files before it is more than half of this machine's memory; "
+        "accepted: less, because all of the text is in memory while it is encoded"
+    )
+
+
+def _decoded(file: Path, content: bytes) -> str:
     try:
         text = content.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -115,9 +158,13 @@ def _fields(file: Path, text: str, name: str) -> Iterator[str]:
         where = f"{file}, line {number}"
         try:
             record = json.loads(line)
+        except RecursionError as error:
+            raise ValueError(f"{where}: got values nested too deep; accepted: fewer levels") from error
         except ValueError as error:
             raise ValueError(f"{where}: is not JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get(name), str):
-            has = ", ".join(map(repr, record)) if isinstance(record, dict) else type(record).__name__
+            has = ", ".join(map(shown, [*record][:20])) if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"{where}: got {has}; accepted: an object with the text in {name!r} (data.text_field)")
+        if _SURROGATE.search(record[name]):
+            raise ValueError(f"{where}: got half of a surrogate pair in {name!r}; accepted: text that UTF-8 has")
         yield record[name]

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import torch
 
-from ..model.config import ModelConfig
-from ..model.transformer import declare
-from .checkpoint import load_checkpoint, read_state
+from .checkpoint import load_model
+from .families import config_json
 from .folder import own_tokenizer, weights_of
-from .weights import config_json, write_weights
+from .weights import write_weights
 
 
 def export_run(
@@ -19,9 +18,8 @@ def export_run(
     """(model_type, steps) of what is written: the newest weights, the best, or those of the checkpoint that `run` is itself.
     A run that learnt its own BPE gives its tokenizer.json along; bytes have none."""
     folder, path = weights_of(run, best=best)
-    state = read_state(path)
-    config = ModelConfig.from_dict(state["run"]["model"])
-    checkpoint = load_checkpoint(path, declare(config, 1, 1, torch.float32, "cpu").params)
+    config, checkpoint = load_model(path)
+    state = checkpoint.state
     own_tokenizer(folder, state)  # refuses a tokenizer that is not the weights'
     origin = folder / "origin"
     tokenizer = folder / "data" / "tokenizer.json" if state["run"]["data"]["tokenizer"] != "bytes" else None

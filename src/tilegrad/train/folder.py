@@ -37,6 +37,7 @@ from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, lat
 from .config import RunConfig, resumed, run_from
 from .data import TokenFile, Tokenizer, load_prepared, load_tokenizer, sha256_of, split, tokens_sha256
 from .log import EVENTS
+from .untrusted import decoded, parse_json, shown
 
 if TYPE_CHECKING:
     from ..dist.mesh import Mesh
@@ -93,7 +94,9 @@ def best_of(folder: Path) -> Best | None:
         state = None if path is None else read_state(path)
     except DamagedCheckpoint:
         return None
-    return None if path is None or state is None else Best(path, state["engine"]["steps"], state["validation_loss"])
+    if path is None or state is None or state["validation_loss"] is None:
+        return None
+    return Best(path, state["engine"]["steps"], state["validation_loss"])
 
 
 def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
@@ -126,13 +129,16 @@ def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
     source = checkpoint or _newest(folder)
     try:
         saved = run_from(_dated(read_state(source)["run"]), f"{source}/manifest.json")
-    except DamagedCheckpoint as error:
-        raise DamagedCheckpoint(source, error.reason, latest_good(source.parent, before=source)) from error
+    except ValueError as error:
+        reason = error.reason if isinstance(error, DamagedCheckpoint) else f"manifest.json: run: {error}"
+        raise DamagedCheckpoint(source, reason, latest_good(source.parent, before=source)) from error
     file = folder / "run.json"
     if not file.exists():
         return saved
     try:
-        content = json.loads(file.read_bytes())
+        content = parse_json(decoded(file), "configuration")
+        if not isinstance(content, Mapping):
+            raise ValueError(f"got {shown(content)}; accepted: the sections model, train and data")
         return resumed(saved, run_from(_dated(content), "configuration").plain())
     except ValueError as error:
         raise ValueError(f"{file}: {error}; without this file, the checkpoint's own configuration counts") from error

@@ -43,5 +43,5 @@ def flag_value(text: str) -> Any:
     """What a flag says, read as TOML: 6, 1e-3, true, and what is none of these as the text it is."""
     try:
         return tomllib.loads(f"value = {text}")["value"]
-    except tomllib.TOMLDecodeError:
+    except (ValueError, RecursionError):
         return text

@@ -36,6 +36,7 @@ from .checkpoint import (
     STAGED,
     TENSORS,
     DamagedCheckpoint,
+    Tensors,
     about,
     check_state,
     latest_good,
@@ -52,6 +53,7 @@ if TYPE_CHECKING:
     from .engine import Engine
 
 
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}  # safetensors' names
 dcp: Any = torch.distributed.checkpoint  # whose types leave its names out
 
 
@@ -144,11 +146,7 @@ def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:
     """Into an engine of any number of ranks and any buckets. Nothing is written unless every file is what was saved."""
     mesh.at(f"loading {path.name}")
     manifest = check_together(path, mesh)
-    shapes = {name: list(g.shape) for name, g in engine.grads.items()}
-    there = manifest["state"].get("shapes") or _shapes(path / TENSORS, shapes)
-    if there != shapes:
-        name = next(name for name in sorted({*there, *shapes}) if there.get(name) != shapes.get(name))
-        raise ValueError(f"{path}: got {name} of shape {there.get(name)}; accepted: {shapes.get(name)}, this model's")
+    _check_forms(path, manifest, engine)
     if (path / TENSORS).exists():
         _load_whole(path / TENSORS, engine)
     else:
@@ -176,11 +174,20 @@ def check_together(path: Path, mesh: Mesh) -> dict[str, Any]:
     return manifest
 
 
-def _shapes(file: Path, wanted: Mapping[str, Any]) -> dict[str, list[int]]:
-    """Of a checkpoint of one process, the tensors that are parameters: those without a moment's name."""
-    with safe_open(file, framework="pt") as tensors:
-        names = [name for name in tensors.keys() if f"m.{name}" in tensors.keys() or name in wanted]  # noqa: SIM118
-        return {name: tensors.get_slice(name).get_shape() for name in names}
+def _check_forms(path: Path, manifest: Mapping[str, Any], engine: Engine) -> None:
+    """Refuse other names, shapes or dtypes than this engine's, by the headers alone: all ranks read them and say the same."""
+    wanted = {f"{kind}{name}": tuple(g.shape) for name, g in engine.grads.items() for kind in ("", "m.", "v.")}
+    with Tensors(path, manifest) as file:
+        there = {name: form for name, form in file.forms.items() if not name.startswith("scale.")}
+    for name in sorted({*wanted, *there} - {"adam_step"}):
+        found = there[name][1] if name in there else None
+        if found != wanted.get(name):
+            raise ValueError(f"{path}: got {name} of shape {found}; accepted: {wanted.get(name)}, this model's")
+    for name, (piece, *_) in engine.pieces().items():
+        own = _DTYPES[piece.dtype]
+        if name not in there or there[name][0] != own:
+            got = there[name][0] if name in there else "none"
+            raise ValueError(f"{path}: {name}: got dtype {got}; accepted: {own}, this run's")
 
 
 def _load_whole(file: Path, engine: Engine) -> None:

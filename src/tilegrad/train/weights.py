@@ -1,68 +1,37 @@
 """Weights of Hugging Face folders, in and out: config.json, safetensors, tokenizer.json. transformers is not needed.
 
     source = open_weights(folder)              config.json as a ModelConfig; what the engine has no place for is an error
-    source.load(engine.params)                 every name and shape is checked before the first number is written
+    source.load(engine.params)                 every name, shape and dtype is checked before the first number is written
     write_weights(folder, params, config)      a folder that transformers loads, whole or not at all
 
-A table gives for each of our tensors those of theirs that it is made of, one above the other; GPT-2's matrices are transposed
-(Conv1D). Families: GPT-2, Llama, Mistral, Qwen2, Qwen3. A pickle (.bin, .pt) is never read.
+families.py has the names and config.json. Which files are opened at all, untrusted.py says: names stay in the folder, and so do
+links, but for those of Hugging Face's cache. That holds for what is read and for what an export copies. A pickle (.bin, .pt) is
+never read.
 """
 
 from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
 
 import torch
-from safetensors import safe_open
 from torch import Tensor
 
-from ..kernels.rope.frequencies import RopeScaling
+from ..memory.managed.pressure import memory_limit
+from ..memory.page import human
 from ..model.config import ModelConfig
 from ..model.transformer import declare
+from .atomic import named
 from .checkpoint import save_tensors
 from .data import Tokenizer, load_tokenizer
+from .families import FAMILIES, Config, config_json, config_of, theirs
+from .untrusted import file_in, open_tensors, read_json, shown
 
-Names = Mapping[str, tuple[str, ...]]  # ours → theirs, one above the other; {i} is a block, {p} is weight or bias
-
-_ATTENTION = "model.layers.{i}.self_attn."
-LLAMA: Names = {
-    "wte.{p}": ("model.embed_tokens.{p}",),
-    "blocks.{i}.ln1.{p}": ("model.layers.{i}.input_layernorm.{p}",),
-    "blocks.{i}.attn.qkv.{p}": tuple(f"{_ATTENTION}{x}_proj.{{p}}" for x in "qkv"),
-    **{f"blocks.{{i}}.attn.{x}.{{p}}": (f"{_ATTENTION}{x}_proj.{{p}}",) for x in "qkv"},
-    **{f"blocks.{{i}}.attn.{x}_norm.{{p}}": (f"{_ATTENTION}{x}_norm.{{p}}",) for x in "qk"},
-    "blocks.{i}.attn.proj.{p}": (f"{_ATTENTION}o_proj.{{p}}",),
-    "blocks.{i}.ln2.{p}": ("model.layers.{i}.post_attention_layernorm.{p}",),
-    "blocks.{i}.ffn.gate.{p}": ("model.layers.{i}.mlp.gate_proj.{p}",),
-    "blocks.{i}.ffn.up.{p}": ("model.layers.{i}.mlp.up_proj.{p}",),
-    "blocks.{i}.ffn.down.{p}": ("model.layers.{i}.mlp.down_proj.{p}",),
-    "ln_f.{p}": ("model.norm.{p}",),
-    "lm_head.{p}": ("lm_head.{p}",),
-}
-GPT2: Names = {
-    "wte.{p}": ("transformer.wte.{p}",),
-    "wpe.{p}": ("transformer.wpe.{p}",),
-    "blocks.{i}.ln1.{p}": ("transformer.h.{i}.ln_1.{p}",),
-    "blocks.{i}.attn.qkv.{p}": ("transformer.h.{i}.attn.c_attn.{p}",),
-    "blocks.{i}.attn.proj.{p}": ("transformer.h.{i}.attn.c_proj.{p}",),
-    "blocks.{i}.ln2.{p}": ("transformer.h.{i}.ln_2.{p}",),
-    "blocks.{i}.ffn.up.{p}": ("transformer.h.{i}.mlp.c_fc.{p}",),
-    "blocks.{i}.ffn.down.{p}": ("transformer.h.{i}.mlp.c_proj.{p}",),
-    "ln_f.{p}": ("transformer.ln_f.{p}",),
-    "lm_head.{p}": ("lm_head.{p}",),
-}
-FAMILIES: Mapping[str, Names] = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
-CLASSES = {
-    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-}  # fmt: skip
-_TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
+_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
 _BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # of old checkpoints
 _BESIDE = (
     "tokenizer*",
@@ -79,21 +48,31 @@ class Weights:
     """A folder of Hugging Face's, not yet read but for its config."""
 
     folder: Path
-    origin: dict[str, Any]  # config.json
+    origin: Config  # config.json
     config: ModelConfig
     files: dict[str, Path]  # their name → the file that holds it
 
     @property
+    def kind(self) -> str:
+        return str(self.origin["model_type"])
+
+    @property
     def tokenizer(self) -> Path | None:
-        file = self.folder / "tokenizer.json"
-        return file if file.is_file() else None
+        name = "tokenizer.json"
+        return file_in(self.folder, name) if _is_there(self.folder / name) else None
 
     def load(self, params: Mapping[str, Tensor]) -> None:
         """Copy into `params`, our names → tensors of any device and dtype, one at a time out of mapped files."""
-        config, kind = self.config, self.origin["model_type"]
-        wanted = dict(theirs(kind, params, config))
-        prefix = FAMILIES[kind]["wte.{p}"][0].split(".")[0] + "."
-        there = {name: name if name in self.files else name.removeprefix(prefix) for name in wanted}  # GPT-2's are bare
+        self.check(params)
+        there = self._there(params)
+        with ExitStack() as stack:
+            opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
+            for name, place in theirs(self.kind, params, self.config):
+                place.copy_(opened[self.files[there[name]]].get_tensor(there[name]))
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Refuse files that hold other names, shapes or dtypes than `params`, of which no number is looked at."""
+        config, there = self.config, self._there(params)
         missing = sorted(name for name, own in there.items() if own not in self.files)
         known = {*there.values(), *(["lm_head.weight"] if config.tie_embeddings else [])}
         extra = sorted(name for name in self.files if name not in known and not name.endswith(_BUFFERS))
@@ -103,15 +82,22 @@ class Weights:
                 "accepted: those of config.json"
             )
         with ExitStack() as stack:
-            opened = {file: stack.enter_context(safe_open(file, framework="pt")) for file in {*self.files.values()}}
-            for name, place in wanted.items():
-                shape = tuple(opened[self.files[there[name]]].get_slice(there[name]).get_shape())
+            opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
+            for name, place in theirs(self.kind, params, config):
+                found = opened[self.files[there[name]]].get_slice(there[name])
+                shape, dtype, where = tuple(found.get_shape()), found.get_dtype(), self.files[there[name]]
                 if shape != tuple(place.shape):
                     raise ValueError(
-                        f"{self.folder}: {there[name]}: got shape {shape}; accepted: {tuple(place.shape)}, by config.json"
+                        f"{where}: {there[name]}: got shape {shape}; accepted: {tuple(place.shape)}, by config.json"
                     )
-            for name, place in wanted.items():
-                place.copy_(opened[self.files[there[name]]].get_tensor(there[name]))
+                if dtype not in _DTYPES:
+                    raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(_DTYPES)}")
+
+    def _there(self, params: Mapping[str, Tensor]) -> dict[str, str]:
+        """Their name of each tensor → its name in the files, where GPT-2's are bare."""
+        prefix = FAMILIES[self.kind]["wte.{p}"][0].split(".")[0] + "."
+        names = [name for name, _ in theirs(self.kind, params, self.config)]
+        return {name: name if name in self.files else name.removeprefix(prefix) for name in names}
 
     def begin(self, params: Mapping[str, Tensor], origin: Path) -> None:
         """The weights of a run that begins with these; `origin` keeps what an export gives back beside them."""
@@ -124,16 +110,28 @@ class Weights:
         copy_beside(self.folder, origin)
 
     def read(self) -> dict[str, Tensor]:
-        """All of them, by our names, in float32."""
-        shapes = declare(self.config, 1, 1, torch.float32, "cpu").params
-        params = {name: torch.empty(tuple(p.master.shape)) for name, p in shapes.items()}
+        """All of them, by our names, in float32. Nothing is allocated before names, shapes and dtypes are right."""
+        shapes = {name: p.master.shape for name, p in declare(self.config, 1, 1, torch.float32, "cpu").params.items()}
+        forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        self.check(forms)
+        size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
+        if limit is not None and size > limit:
+            raise ValueError(
+                f"{self.folder}: got weights of {human(size)} in float32; accepted: at most {human(limit)}, all memory"
+            )
+        params = {name: torch.empty(shape) for name, shape in shapes.items()}
         self.load(params)
         return params
 
 
 def is_weights(folder: Path) -> bool:
     """A folder of Hugging Face's, or a file of weights: not a run's."""
-    return folder.is_file() or (folder / "config.json").is_file()
+    return folder.is_file() or _is_there(folder / "config.json")
+
+
+def _is_there(path: Path) -> bool:
+    """Whatever it is: what is no file is refused where it is opened."""
+    return path.is_symlink() or path.exists()
 
 
 def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
@@ -147,242 +145,72 @@ def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
 
 
 def open_weights(source: Path) -> Weights:
-    """A folder with config.json and *.safetensors, or one such file beside its config.json."""
+    """A folder with config.json and *.safetensors, or one such file next to its config.json."""
     folder = source.parent if source.is_file() else source
     if source.is_file() and source.suffix != ".safetensors":
         raise ValueError(
             f"{source}: got {source.suffix or 'no suffix'}; accepted: .safetensors; a pickle is never read"
         )
-    path = folder / "config.json"
-    if not path.is_file():
-        raise FileNotFoundError(f"{path}: no such file; accepted: a folder with config.json and *.safetensors")
-    try:
-        origin = json.loads(path.read_text(encoding="utf-8"))
-    except (UnicodeDecodeError, json.JSONDecodeError) as error:
-        raise ValueError(f"{path}: is not JSON: {error}") from error
-    kind: Any = origin.get("model_type") if isinstance(origin, dict) else None
-    if kind not in FAMILIES:
-        raise ValueError(f"{path}: model_type: got {kind!r}; accepted: {', '.join(map(repr, FAMILIES))}")
-    try:
-        config = _gpt2(origin) if kind == "gpt2" else _llama(origin, kind)
-    except KeyError as error:
-        raise ValueError(f"{path}: got no {error}; accepted: a whole {kind}") from error
-    except ValueError as error:
-        raise ValueError(f"{path}: {error}") from error
+    if not _is_there(folder / "config.json"):
+        raise FileNotFoundError(
+            f"{folder / 'config.json'}: no such file; accepted: a folder with config.json and *.safetensors"
+        )
+    origin, config = _read_config(folder)
     return Weights(folder, origin, config, _files(folder, source if source.is_file() else None))
 
 
+def _read_config(folder: Path) -> tuple[Config, ModelConfig]:
+    path = file_in(folder, "config.json")
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got {shown(content)}; accepted: an object")
+    try:
+        return content, config_of(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
 def _files(folder: Path, one: Path | None) -> dict[str, Path]:
+    """Each tensor's name → the file that holds it."""
     index = folder / "model.safetensors.index.json"
-    if one is None and index.is_file():
-        files = {
-            name: folder / file for name, file in json.loads(index.read_text(encoding="utf-8"))["weight_map"].items()
-        }
-        gone = sorted({str(file) for file in files.values() if not file.is_file()})
-        if gone:
-            raise FileNotFoundError(f"{gone[0]}: no such file, and {index.name} names it")
-        return files
-    file = one or folder / "model.safetensors"
-    if not file.is_file():
+    if one is None and _is_there(index):
+        return _indexed(folder, file_in(folder, index.name))
+    file = folder / "model.safetensors" if one is None else one
+    if not _is_there(file):
         pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
-        hint = f" ({pickles[0]} is a pickle, which is never read: save_pretrained of transformers writes safetensors)"
-        raise FileNotFoundError(f"{file}: no such file{hint if pickles else ''}")
-    with safe_open(file, framework="pt") as opened:
+        hint = "is a pickle, which is never read: save_pretrained of transformers writes safetensors"
+        raise FileNotFoundError(f"{file}: no such file" + (f" ({pickles[0]} {hint})" if pickles else ""))
+    file = file_in(folder, file.name)
+    with open_tensors(file) as opened:
         return dict.fromkeys(opened.keys(), file)
 
 
-def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Tensors, or gradients, by our names → by theirs, as views."""
-    heights = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
-    for ours, x in tensors.items():
-        parts = ours.split(".")
-        i, p = parts[1] if parts[0] == "blocks" else "", parts[-1]
-        pattern = ".".join(["blocks", "{i}", *parts[2:-1], "{p}"] if i else [*parts[:-1], "{p}"])
-        names = [name.format(i=i, p=p) for name in FAMILIES[kind][pattern]]
-        for name, part in zip(names, x.split(heights) if len(names) > 1 else (x,), strict=True):
-            yield name, part.T if kind == "gpt2" and name.endswith(_TRANSPOSED) else part
-
-
-def _refuse(kind: str, wrong: Mapping[str, tuple[Any, str, bool]]) -> None:
-    """`wrong`: name → (got, accepted, good)."""
-    bad = [f"{name}: got {got!r}; accepted: {accepted}" for name, (got, accepted, good) in wrong.items() if not good]
-    if bad:
-        raise ValueError(f"the engine has no such {kind}: {'; '.join(bad)}")
-
-
-def _gpt2(c: Mapping[str, Any]) -> ModelConfig:
-    drops = {c.get(name, 0.1) for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")}
-    act, scaled, by_layer = (
-        c.get("activation_function", "gelu_new"), c.get("scale_attn_weights", True),
-        c.get("scale_attn_by_inverse_layer_idx", False),
-    )  # fmt: skip
-    _refuse(
-        "gpt2",
-        {
-            "activation_function": (act, "'gelu_new'", act in ("gelu_new", "gelu_pytorch_tanh")),
-            "attn_pdrop, resid_pdrop, embd_pdrop": (sorted(drops), "one dropout for all", len(drops) == 1),
-            "scale_attn_weights": (scaled, "True", scaled is True),
-            "scale_attn_by_inverse_layer_idx": (by_layer, "False", by_layer is False),
-            "add_cross_attention": (c.get("add_cross_attention"), "False", not c.get("add_cross_attention")),
-            "quantization_config": (c.get("quantization_config"), "none", not c.get("quantization_config")),
-        },
-    )
-    return ModelConfig(
-        vocab_size=c["vocab_size"], block_size=c.get("n_positions", 1024), n_layer=c["n_layer"], n_head=c["n_head"],
-        n_embd=c["n_embd"], ffn_dim=c.get("n_inner"), norm_eps=c.get("layer_norm_epsilon", 1e-5),
-        tie_embeddings=c.get("tie_word_embeddings", True), dropout=drops.pop(),
-    )  # fmt: skip
-
-
-def _llama(c: Mapping[str, Any], kind: str) -> ModelConfig:
-    heads, width, layers = c["num_attention_heads"], c["hidden_size"], c["num_hidden_layers"]
-    act, drop, head_dim = c.get("hidden_act", "silu"), c.get("attention_dropout", 0.0), c.get("head_dim")
-    block_size = c.get("max_position_embeddings", 2048)
-    rope = c.get("rope_parameters") or c.get("rope_scaling") or {}
-    scaling, known = _scaling(rope, block_size)
-    window, types = _windows(c, kind)
-    turned = rope.get("partial_rotary_factor", c.get("partial_rotary_factor", 1.0))
-    _refuse(
-        kind,
-        {
-            "hidden_act": (act, "'silu'", act in ("silu", "swish")),
-            "attention_dropout": (drop, "0; dropout here is everywhere (--model.dropout)", not drop),
-            "rope_parameters": (dict(rope), "the types default, linear, llama3 and yarn, with their usual keys", known),
-            "partial_rotary_factor": (turned, "1", turned in (None, 1.0)),
-            "layer_types": (sorted({*types}), "full_attention and sliding_attention",
-                            {*types} <= {"full_attention", "sliding_attention"}),
-            "quantization_config": (c.get("quantization_config"), "none", not c.get("quantization_config")),
-        },
-    )  # fmt: skip
-    bias = c.get("attention_bias", False)
-    sliding = tuple(i for i, name in enumerate(types) if name == "sliding_attention")
-    return ModelConfig(
-        vocab_size=c["vocab_size"], block_size=block_size, n_layer=layers, n_head=heads, n_embd=width,
-        n_kv_head=c.get("num_key_value_heads") or heads, ffn_dim=c["intermediate_size"], activation="swiglu", norm="rmsnorm",
-        position="rope", bias=False, tie_embeddings=c.get("tie_word_embeddings", False),
-        window=window if sliding else None, window_layers=None if len(sliding) in (0, layers) else sliding,
-        norm_eps=c.get("rms_norm_eps", 1e-6), rope_theta=float(rope.get("rope_theta", c.get("rope_theta", 10000.0))),
-        rope_scaling=scaling, head_size=None if head_dim is None or head_dim * heads == width else head_dim,
-        qk_norm=kind == "qwen3", qkv_bias=True if kind == "qwen2" else bias, proj_bias=kind != "qwen2" and bias,
-        ffn_bias=kind == "llama" and c.get("mlp_bias", False),
-    )  # fmt: skip
-
-
-def _scaling(rope: Mapping[str, Any], block_size: int) -> tuple[RopeScaling | None, bool]:
-    """(scaling, whether the engine has it)."""
-    kind = rope.get("rope_type", rope.get("type", "default"))
-    keys = {name for name, value in rope.items() if value is not None}
-    keys -= {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    names = {  # theirs → ours
-        "default": {}, "linear": {"factor": "factor"},
-        "llama3": {"factor": "factor", "original_max_position_embeddings": "original", "low_freq_factor": "low",
-                   "high_freq_factor": "high"},
-        "yarn": {"factor": "factor", "original_max_position_embeddings": "original", "beta_fast": "beta_fast",
-                 "beta_slow": "beta_slow", "attention_factor": "attention_factor"},
-    }.get(kind)  # fmt: skip
-    if names is None or not keys <= {*names} or kind != "default" and "factor" not in keys:
-        return None, False
-    if kind == "default":
-        return None, True
-    given = {names[key]: rope[key] for key in keys}
-    return RopeScaling(kind, **({"original": block_size} if kind == "yarn" else {}) | given), True
-
-
-def _windows(c: Mapping[str, Any], kind: str) -> tuple[int | None, list[str]]:
-    """(window, each layer's kind of attention)."""
-    layers, window, types = c["num_hidden_layers"], c.get("sliding_window"), c.get("layer_types")
-    if kind == "llama" or kind.startswith("qwen") and not c.get("use_sliding_window", False):
-        window = None
-    if types is None:
-        first = c.get("max_window_layers", 28) if kind.startswith("qwen") else 0
-        types = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
-    return window, list(types)
-
-
-def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the family that has this model; an error that names what none has."""
-    c = config
-    biases = [c.bias if own is None else own for own in (c.qkv_bias, c.proj_bias, c.ffn_bias)]
-    shape = {
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": c.tie_embeddings,
-        "dtype": str(dtype).removeprefix("torch."),
-    }
-    if (c.activation, c.norm, c.position) == ("gelu", "layernorm", "learned"):
-        _refuse(
-            "gpt2 in transformers",
-            {
-                "bias": (biases, "True", all((c.bias, *biases))),
-                "n_kv_head": (c.n_kv_head, "None, or n_head", c.kv_heads == c.n_head),
-                "head_size": (c.head_size, "None", c.head_dim * c.n_head == c.n_embd),
-                "window": (c.window, "None", c.window is None),
-                "qk_norm": (c.qk_norm, "False", not c.qk_norm),
-                **_common(c),
-            },
+def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+    """Of shards: every file that the index names is there, and holds what the index says and nothing else."""
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict):
+        raise ValueError(
+            f"{index}: got no weight_map; accepted: an object, each tensor's name with the name of its file"
         )
-        return {
-            "architectures": [CLASSES["gpt2"]], "model_type": "gpt2", **shape, "n_positions": c.block_size,
-            "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_inner": c.ffn,
-            "activation_function": "gelu_new", "layer_norm_epsilon": c.norm_eps, "attn_pdrop": c.dropout,
-            "resid_pdrop": c.dropout, "embd_pdrop": c.dropout,
-        }  # fmt: skip
-    kind = "qwen3" if c.qk_norm else "qwen2" if biases == [True, False, False] else "mistral" if c.window else "llama"
-    allowed = {
-        "qwen3": biases[0] == biases[1] and not biases[2],
-        "mistral": not any(biases),
-        "llama": biases[0] == biases[1],
-    }
-    everywhere = c.window_layers is None or kind.startswith("qwen")
-    _refuse(
-        f"{kind} in transformers",
-        {
-            "activation": (
-                c.activation,
-                "'swiglu', or 'gelu' with layernorm and learned positions",
-                c.activation == "swiglu",
-            ),
-            "norm": (c.norm, "'rmsnorm'", c.norm == "rmsnorm"),
-            "position": (c.position, "'rope'", c.position == "rope"),
-            "qkv_bias, proj_bias, ffn_bias": (biases, f"those of {kind}", allowed.get(kind, True)),
-            "window_layers": (c.window_layers, "None", everywhere),
-            "dropout": (c.dropout, "0", not c.dropout),
-            **_common(c),
-        },
-    )
-    s, rope = c.rope_scaling, {"rope_type": "default", "rope_theta": c.rope_theta}
-    if s is not None:
-        more: dict[str, Any] = {"rope_type": s.kind, "factor": s.factor}
-        if s.kind == "llama3":
-            more |= {
-                "original_max_position_embeddings": s.original,
-                "low_freq_factor": s.low,
-                "high_freq_factor": s.high,
-            }
-        elif s.kind == "yarn":
-            more |= {"original_max_position_embeddings": s.original, "beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
-            more |= {} if s.attention_factor is None else {"attention_factor": s.attention_factor}
-        rope |= more
-    out = {
-        "architectures": [CLASSES[kind]], "model_type": kind, **shape, "max_position_embeddings": c.block_size,
-        "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head, "num_key_value_heads": c.kv_heads,
-        "hidden_size": c.n_embd, "head_dim": c.head_dim, "intermediate_size": c.ffn, "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_parameters": rope, "sliding_window": c.window,
-    }  # fmt: skip
-    if kind in ("llama", "qwen3"):
-        out |= {"attention_bias": biases[0]}
-    if kind == "llama":
-        out |= {"mlp_bias": biases[2]}
-    if kind.startswith("qwen"):
-        names = ["sliding_attention" if c.window_of(i) else "full_attention" for i in range(c.n_layer)]
-        out |= {"use_sliding_window": c.window is not None, "max_window_layers": 0, "layer_types": names}
-    return out
-
-
-def _common(c: ModelConfig) -> dict[str, tuple[Any, str, bool]]:
-    return {
-        "projection": (c.projection, "'dense'", c.projection == "dense"),
-        "loss": (c.loss, "'cross_entropy'", c.loss == "cross_entropy"),
-    }
+    paths: dict[str, Path] = {}
+    for file in names.values():
+        if not isinstance(file, str) or file not in paths:
+            try:
+                path = file_in(folder, file, str(index))
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{folder / str(file)}: no such file, and {index.name} names it") from error
+            paths[path.name] = path
+    for file, path in paths.items():
+        with open_tensors(path) as opened:
+            there, said = {*opened.keys()}, {name for name, holder in names.items() if holder == file}
+        more = sorted(name for name in there - said if not name.endswith(_BUFFERS))
+        if said - there or more:
+            raise ValueError(
+                f"{path}: got no tensors {sorted(said - there)[:3] or 'missing'}, and {more[:3] or 'none'} more; "
+                f"accepted: those that {index.name} says"
+            )
+    return {name: paths[file] for name, file in names.items()}
 
 
 def write_weights(
@@ -396,7 +224,7 @@ def write_weights(
         raise ValueError(f"{folder}: got a folder that is there already; accepted: a new name")
     kept = dtype or next(iter(params.values())).dtype
     content = config_json(config, kept) if origin is None else _same_config(origin, config, kept)
-    kind = content["model_type"]
+    kind = str(content["model_type"])
     staged = folder.with_name(f".{folder.name}.partial")
     if staged.exists():
         raise ValueError(
@@ -410,8 +238,11 @@ def write_weights(
         if origin is not None:
             copy_beside(origin, staged)
         if tokenizer is not None and not (staged / "tokenizer.json").exists():
-            shutil.copyfile(tokenizer, staged / "tokenizer.json")
+            shutil.copyfile(file_in(tokenizer.parent, tokenizer.name), staged / "tokenizer.json")
         staged.rename(folder)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise error if isinstance(error, FileNotFoundError) else named(error, folder) from error
     except BaseException:
         shutil.rmtree(staged, ignore_errors=True)
         raise
@@ -440,17 +271,16 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most:
         (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
 
 
-def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
+def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
     """The origin's config.json with this dtype, where it is this model's but for the context and dropout; else one of ours."""
-    content = json.loads((origin / "config.json").read_text(encoding="utf-8"))
-    own = _gpt2(content) if content["model_type"] == "gpt2" else _llama(content, content["model_type"])
+    found, own = _read_config(origin)
     if replace(own, block_size=config.block_size, dropout=config.dropout) != config:
         return config_json(config, dtype)
-    content.pop("torch_dtype", None)
+    content = {name: value for name, value in found.items() if name != "torch_dtype"}
     return {**content, "dtype": str(dtype).removeprefix("torch.")}
 
 
 def copy_beside(source: Path, target: Path) -> None:
-    """Tokenizer files, generation_config.json and chat templates."""
-    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern) if path.is_file()}):
-        shutil.copyfile(path, target / path.name)
+    """Tokenizer files, generation_config.json and chat templates; a link that leaves the folder is refused by name."""
+    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern) if not path.is_dir()}):
+        shutil.copyfile(file_in(source, path.name), target / path.name)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from typing import Literal, get_args
 
 Kind = Literal["linear", "llama3", "yarn"]
+_TURNS = ("low", "high", "beta_fast", "beta_slow")
+_MOST = 1e9  # of every number; the largest published `original` is 262,144
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,10 +36,19 @@ class RopeScaling:
         if self.kind not in get_args(Kind):
             accepted = " or ".join(map(repr, get_args(Kind)))
             raise ValueError(f"rope_scaling.kind: got {self.kind!r}; accepted: {accepted}")
-        for name, least in (("factor", 1.0), ("original", 1), ("low", 0.0), ("high", 0.0), ("beta_slow", 0.0)):
+        for name, least in (
+            ("factor", 1.0),
+            ("original", 1),
+            *((name, 1e-6) for name in _TURNS),
+            ("attention_factor", 0.0),
+        ):
             value = getattr(self, name)
-            if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value < math.inf:
-                raise ValueError(f"rope_scaling.{name}: got {value!r}; accepted: a number ≥ {least:g}")
+            if value is None and name == "attention_factor":
+                continue
+            if not isinstance(value, int | float) or isinstance(value, bool) or not least <= value <= _MOST:
+                raise ValueError(
+                    f"rope_scaling.{name}: got {value!r}; accepted: a number ≥ {least:g}, at most {_MOST:g}"
+                )
         if self.low >= self.high or self.beta_slow >= self.beta_fast:
             got = f"low {self.low}, high {self.high}, beta_slow {self.beta_slow}, beta_fast {self.beta_fast}"
             raise ValueError(f"rope_scaling: got {got}; accepted: low < high and beta_slow < beta_fast")

@@ -196,6 +196,11 @@ def wait(stream: str) -> None:
         mark("wait", stream)
 
 
+def _form(handle: Handle) -> tuple[object, ...]:
+    """All but the shape."""
+    return type(handle), handle.dtype, handle.type, handle.role, handle.layer, handle.device
+
+
 class _Recorder:
     def __init__(self) -> None:
         self.ops: list[str] = []
@@ -206,8 +211,7 @@ class _Recorder:
 
     def declare(self, handle: Handle) -> None:
         known = self.handles.setdefault(handle.name, handle)
-        mine, theirs = dataclasses.replace(handle, shape=()), dataclasses.replace(known, shape=())
-        if mine != theirs or handle.nbytes != known.nbytes:
+        if known is not handle and (_form(handle), handle.nbytes) != (_form(known), known.nbytes):
             raise ValueError(f"two buffers are named {handle.name!r}: {known} and {handle}. Rename one")
 
     def call(self, call: Call) -> None:

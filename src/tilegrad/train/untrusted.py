@@ -1,0 +1,153 @@
+"""Files that others made: which are opened at all, and what is said of one that is not what its name says.
+
+a name    is that of a file in its folder: no path, and no link that leaves the folder. The one exception is Hugging Face's
+          cache, where models--NAME/snapshots/REVISION/FILE is a link into models--NAME/blobs
+a file    is a regular file. A folder, a FIFO or a device is refused before it is opened, because a FIFO would wait for ever
+JSON      is UTF-8 of at most 256 MiB, nested at most 100 deep, without NaN, infinity or integers that no float can hold
+
+Every refusal is a ValueError or a FileNotFoundError that names the file and the reason.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from safetensors import SafetensorError, safe_open
+
+MAX_JSON_BYTES = 1 << 28
+MAX_DEPTH = 100
+_MAX_INT_BITS = 1023  # of which float() is finite
+
+
+def regular_file(path: Path, accepted: str = "a file") -> Path:
+    """`path`, where it is a regular file or a link to one."""
+    try:
+        if path.is_file():
+            return path
+        there = path.exists() or path.is_symlink()
+    except (OSError, ValueError) as error:  # a name that is too long, or that has a byte 0
+        raise ValueError(f"{shown(str(path))}: is no name of a file ({error}); accepted: {accepted}") from error
+    if there:
+        what = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "a FIFO or a device"
+        raise ValueError(f"{path}: got {what}; accepted: {accepted}")
+    raise FileNotFoundError(f"{path}: no such file; accepted: {accepted}")
+
+
+def file_in(folder: Path, name: object, named_by: str = "") -> Path:
+    """The file `name` of a folder that somebody else made, by the rule above; `named_by` says where the name is from."""
+    where = f"{named_by}: " if named_by else f"{folder}: "
+    if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
+        raise ValueError(f"{where}got the name {shown(name)}; accepted: the name of a file in {folder}")
+    path = folder / name
+    try:
+        target, home = path.resolve(), folder.resolve()
+    except (OSError, RuntimeError, ValueError) as error:  # links that go round, a name that is too long
+        raise ValueError(f"{shown(str(path))}: can't be opened: {error}") from error
+    if not target.is_relative_to(home) and target.parent != _blobs(home):
+        raise ValueError(
+            f"{path}: got a link to {target}; accepted: a file in the folder, or in blobs/ of the same model in Hugging "
+            "Face's cache"
+        )
+    return regular_file(path)
+
+
+def _blobs(folder: Path) -> Path | None:
+    """Of a snapshot in Hugging Face's cache, models--NAME/snapshots/REVISION, the folder that its links point into."""
+    model = folder.parent.parent
+    known = folder.parent.name == "snapshots" and model.name.startswith("models--")
+    return model / "blobs" if known else None
+
+
+def read_bytes(path: Path) -> bytes:
+    """A small file, whole."""
+    size = regular_file(path).stat().st_size
+    if size > MAX_JSON_BYTES:
+        raise ValueError(f"{path}: got {size:,} bytes; accepted: at most {MAX_JSON_BYTES:,}")
+    return path.read_bytes()
+
+
+def read_json(path: Path) -> object:
+    """What a JSON file says."""
+    return parse_json(decoded(path), str(path))
+
+
+def decoded(path: Path) -> str:
+    try:
+        return read_bytes(path).decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{path}: is not UTF-8 at byte {error.start} ({error.reason})") from error
+
+
+def parse_json(text: str, where: str) -> object:
+    try:
+        value: object = json.loads(text, parse_constant=_no_constant)
+    except RecursionError as error:
+        raise too_deep(text, where) from error
+    except ValueError as error:
+        raise ValueError(f"{where}: is not JSON: {error}") from error
+    check_values(value, where, text)
+    return value
+
+
+def _no_constant(name: str) -> object:
+    raise ValueError(f"it has no number {name}")
+
+
+def check_values(value: object, where: str, text: str = "") -> None:
+    """Refuse plain data that is nested too deep, or has a number that nothing here takes."""
+    level: list[tuple[object, str]] = [(value, "")]
+    for _ in range(MAX_DEPTH):
+        below: list[tuple[object, str]] = []
+        for one, name in level:
+            if isinstance(one, Mapping):
+                below += ((inner, str(key)) for key, inner in one.items())
+            elif isinstance(one, list | tuple):
+                below += ((inner, name) for inner in one)
+            elif isinstance(one, int) and one.bit_length() > _MAX_INT_BITS:
+                got = f"{where}: {shown(name)}: got an integer of {one.bit_length():,} bits"
+                raise ValueError(f"{got}; accepted: at most {_MAX_INT_BITS:,} bits")
+            elif isinstance(one, float) and not math.isfinite(one):
+                raise ValueError(f"{where}: {shown(name)}: got {one}; accepted: a finite number")
+        if not below:
+            return
+        level = below
+    raise too_deep(text, where)
+
+
+def too_deep(text: str, where: str) -> ValueError:
+    """The refusal of JSON or TOML by the line that first goes too deep."""
+    depth, quoted, escaped, line = 0, "", False, 1
+    for c in text:
+        line += c == "\n"
+        if escaped:
+            escaped = False
+        elif quoted:
+            escaped, quoted = c == "\\", "" if c in (quoted, "\n") else quoted
+        elif c in "\"'":
+            quoted = c
+        elif c in "[{":
+            depth += 1
+            if depth > MAX_DEPTH:
+                return ValueError(
+                    f"{where}, line {line}: got values nested deeper than {MAX_DEPTH}; accepted: fewer levels"
+                )
+        elif c in "]}":
+            depth -= 1
+    return ValueError(f"{where}: got values nested deeper than {MAX_DEPTH}; accepted: fewer levels")
+
+
+def open_tensors(path: Path) -> safe_open:
+    """A file of safetensors, mapped, its header checked."""
+    try:
+        return safe_open(regular_file(path), framework="pt")
+    except (SafetensorError, OSError) as error:
+        raise ValueError(f"{path}: is not safetensors, or damaged: {error}") from error
+
+
+def shown(value: object) -> str:
+    """A value for a sentence, cut where it is long."""
+    text = repr(value[:100] if isinstance(value, str | list | tuple) else value)
+    return text if len(text) <= 100 else f"{text[:100]}…"
