@@ -117,6 +117,8 @@ class ModelConfig:
             object.__setattr__(self, "rope_scaling", _scaling(given))
         if given is not None and (self.position != "rope" or not isinstance(given, Mapping | RopeScaling)):
             refuse("rope_scaling", "None, or a RopeScaling with position='rope'")
+        if self.rope_scaling is not None and self.rope_scaling.kind == "yarn" and self.rope_theta == 1:
+            refuse("rope_theta", "more than 1 with rope_scaling 'yarn', which tells wavelengths apart")
         if self.loss == "embedding_mse" and not self.tie_embeddings:
             refuse("tie_embeddings", "True with loss='embedding_mse', whose targets are rows of wte")
 
