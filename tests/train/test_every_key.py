@@ -33,10 +33,9 @@ from tilegrad.train.keys import keys
 from tilegrad.train.recompute import choose_recompute
 from tilegrad.train.weights import open_weights, write_weights
 
-PAIRS = 11_971  # of values that go together, of all keys
-ROWS = 55  # runs that have all of them, from seed 0
-ROWS_IN_CI, PAIRS_IN_CI = 14, 10_400
-TOGETHER = 18  # combinations that are refused
+PAIRS, ROWS = 11_664, 56  # of values that go together, and runs that have all of them, from seed 0
+PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 8_300, 8, 2
+REFUSALS = 19  # combinations that are refused
 
 
 @pytest.fixture(scope="module")
@@ -193,7 +192,7 @@ def test_runs_of_many_pairs_of_keys_are_resumed_to_the_same_bits_and_exported(
 ) -> None:
     reached = check_rows(covering(AXES, allowed)[:ROWS_IN_CI], texts, tmp_path, monkeypatch)
     assert reached["resumed to the same bits"] == reached["generated"] == ROWS_IN_CI
-    assert reached["exported"] >= 5 and reached["exported"] + reached["export refused"] == ROWS_IN_CI
+    assert reached["exported"] >= EXPORTED_IN_CI and reached["exported"] + reached["export refused"] == ROWS_IN_CI
 
 
 @pytest.mark.slow
@@ -225,7 +224,7 @@ def test_values_that_do_not_go_together_are_refused_by_the_name_of_a_key(
     texts: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found = combinations()
-    assert len(found) == TOGETHER
+    assert len(found) == REFUSALS
     for number, (names, row) in enumerate(found):
         home = tmp_path / str(number)
         shutil.copytree(texts, home)
