@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -15,7 +16,7 @@ from typing import Any
 
 import pytest
 import torch
-from support.interrupts import interrupted, places
+from support.interrupts import Here, interrupted, places
 from support.models import LLAMA, equal
 
 import tilegrad
@@ -58,6 +59,7 @@ class Attack:
     begin: Callable[[], None]
     act: Callable[[], object]
     check: Callable[[], None]
+    here: Here = here
 
 
 def survive(
@@ -75,14 +77,14 @@ def survive(
     fresh("first")
     attack.act()  # what is imported on the way is imported
     fresh("second")
-    every = places(attack.act, here)
+    every = places(attack.act, attack.here)
     chosen = random.Random(seed).sample(every, min(count, len(every)))
     handlers = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
     came = 0
     for at in chosen:
         fresh(str(at))
         try:
-            came += interrupted(attack.act, here, at)
+            came += interrupted(attack.act, attack.here, at)
             assert handlers == [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
             attack.check()
         except BaseException as error:
@@ -286,6 +288,17 @@ def goes_on_to(end: dict[str, torch.Tensor], *, was_saved: bool) -> Callable[[],
     return check
 
 
+def begin_without_a_text() -> None:
+    with contextlib.suppress(FileNotFoundError):
+        train(replace(RUN, data=DataConfig(files=("missing.txt",))), Path("run"))
+
+
+def the_folder_is_nobodys() -> None:
+    assert nobody_trains_in(Path("run"))
+    begin_without_a_text()
+    assert not Path("run/data").exists()
+
+
 def export_it() -> None:
     export_run(Path("run"), Path("out"))
 
@@ -302,6 +315,7 @@ def attacks(end: dict[str, torch.Tensor]) -> dict[str, Attack]:
         "prepare": Attack(prepared, prepare_another, the_data_is_whole),
         "import": Attack(weights_of_a_family, import_them, the_import_is_whole_or_absent),
         "export": Attack(a_run_that_stopped, export_it, the_export_is_whole_or_absent),
+        "claim": Attack(a_text, begin_without_a_text, the_folder_is_nobodys, lambda file: file.endswith("folder.py")),
         "train": Attack(a_text, lambda: train(RUN, Path("run")), goes_on_to(end, was_saved=False)),
         "resume": Attack(
             a_run_that_stopped, lambda: train(RUN, Path("run"), resume=True), goes_on_to(end, was_saved=True)
@@ -310,11 +324,13 @@ def attacks(end: dict[str, torch.Tensor]) -> dict[str, Attack]:
 
 
 PLACES = {  # of the code at which an interrupt comes, of which there are at least as many
-    "save": 1_000, "load": 800, "prepare": 1_000, "import": 2_000, "export": 1_500, "train": 8_000, "resume": 8_000,
+    "save": 1_000, "load": 800, "prepare": 1_000, "import": 2_000, "export": 1_500, "claim": 100,
+    "train": 8_000, "resume": 8_000,
 }  # fmt: skip
-IN_CI = {"save": 40, "load": 10, "prepare": 20, "import": 12, "export": 8, "train": 8, "resume": 8}
+IN_CI = {"save": 40, "load": 10, "prepare": 20, "import": 12, "export": 8, "claim": 60, "train": 8, "resume": 8}
 IN_THE_SLOW_SET = {
-    "save": 1_000, "load": 500, "prepare": 500, "import": 500, "export": 500, "train": 500, "resume": 500,
+    "save": 1_000, "load": 500, "prepare": 500, "import": 500, "export": 500, "claim": 100,
+    "train": 500, "resume": 500,
 }  # fmt: skip
 
 

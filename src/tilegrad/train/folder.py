@@ -12,6 +12,7 @@ run.lock              while a process trains there: its id, and the kernel's loc
 
 from __future__ import annotations
 
+import io
 import json
 import os
 import shlex
@@ -171,12 +172,11 @@ def claimed(folder: Path) -> Iterator[None]:
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
     folder.mkdir(parents=True, exist_ok=True)
     try:
-        descriptor = _locked(folder / "run.lock")
-        try:
-            yield
-        finally:
-            (folder / "run.lock").unlink(missing_ok=True)
-            os.close(descriptor)
+        with _locked(folder / "run.lock"):
+            try:
+                yield
+            finally:
+                (folder / "run.lock").unlink(missing_ok=True)
     finally:
         for path in missing:
             if any(path.iterdir()):
@@ -184,22 +184,23 @@ def claimed(folder: Path) -> Iterator[None]:
             path.rmdir()
 
 
-def _locked(path: Path) -> int:
-    """A descriptor of the file `path`, which holds this process's id, locked until it is closed."""
+def _locked(path: Path) -> io.FileIO:
+    """The file `path`, which holds this process's id, locked until it is closed. An interrupt in here closes it as well: it is
+    an object, which nobody then has."""
     import fcntl  # not on Windows, where `generate` works all the same
 
     while True:
-        descriptor = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        file = io.FileIO(path, "r+", opener=lambda name, _flags: os.open(name, os.O_RDWR | os.O_CREAT, 0o644))
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = os.read(descriptor, 32).decode("ascii", errors="replace").strip() or "unknown"
-            os.close(descriptor)
+            who = file.read(32).decode("ascii", errors="replace").strip() or "unknown"
+            file.close()
             raise ValueError(
                 f"{path.parent}: got a second training while process {who} trains there; accepted: one at a time"
             ) from None
-        if path.exists() and os.path.samestat(os.fstat(descriptor), path.stat()):
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()}\n".encode("ascii"))
-            return descriptor
-        os.close(descriptor)  # of a run that ended, and took the name away, between our two calls
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.stat()):
+            file.truncate(0)
+            file.write(f"{os.getpid()}\n".encode("ascii"))
+            return file
+        file.close()  # of a run that ended, and took the name away, between our two calls
