@@ -208,7 +208,13 @@ AXES: dict[str, tuple[object, ...]] = {  # every option of a call, and sizes aro
 }  # fmt: skip
 
 
-UNPACKED = {"bias": "", "bias_dtype": "float32", "t": (33, 33), "layout": "bhtd", "b": 1}  # of packed sequences these say nothing
+UNPACKED = {
+    "bias": "",
+    "bias_dtype": "float32",
+    "t": (33, 33),
+    "layout": "bhtd",
+    "b": 1,
+}  # packed sequences have none of them
 
 
 def allowed(spec: Spec) -> bool:

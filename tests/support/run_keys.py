@@ -116,7 +116,7 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ("model.projection", "model.head_size"): lambda projection, d: projection == '"per_head"' and d != "none",
     ("model.position", "model.head_size"): lambda position, d: position == '"rope"' and d == "5",
     ("model.position", "model.rope_scaling"): lambda position, scaling: position != '"rope"' and scaling != "none",
-    ("model.rope_scaling", "model.head_size"): lambda scaling, d: scaling != "none" and d == "5",  # whatever the position
+    ("model.rope_scaling", "model.head_size"): lambda scaling, d: scaling != "none" and d == "5",
     ("model.rope_theta", "model.rope_scaling"): lambda theta, scaling: theta == "1.0" and "yarn" in scaling,
     ("model.loss", "model.tie_embeddings"): lambda loss, tied: loss == '"embedding_mse"' and tied == "false",
     ("model.n_layer", "model.window_layers"): lambda layers, windowed: layers == "1" and windowed == "[1]",

@@ -63,7 +63,6 @@ PAIRS, ROWS = 1_272, 33
 ROWS_IN_CI, PAIRS_IN_CI = 12, 1_130
 
 
-
 def allowed(spec: Spec) -> bool:
     """forward and backward of several micro-batches are rounded otherwise than `gradients`."""
     return not (spec.get("way") == "forward" and "batches" in spec and len(BATCHES[spec["batches"]]) > 1)
@@ -87,7 +86,9 @@ def engine_of(spec: Spec) -> Engine:
 
 
 def step_of(spec: Spec, number: int) -> tuple[list[Tensor], list[Tensor]]:
-    parts = [batch(MODELS[spec["model_config"]], b, t, 7 * number + n) for n, (b, t) in enumerate(BATCHES[spec["batches"]])]
+    parts = [
+        batch(MODELS[spec["model_config"]], b, t, 7 * number + n) for n, (b, t) in enumerate(BATCHES[spec["batches"]])
+    ]
     return [x for x, _ in parts], [y for _, y in parts]
 
 
