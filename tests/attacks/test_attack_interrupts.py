@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import fcntl
+import inspect
 import json
 import os
 import random
@@ -44,11 +45,11 @@ pytestmark = [  # a file that was being read when the interrupt came is closed b
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
     pytest.mark.filterwarnings("ignore::ResourceWarning"),
 ]
-OURS = str(Path(tilegrad.__file__).parent / "train")
+OURS = tuple({f"{Path(inspect.getfile(one)).parent}/" for one in (save_checkpoint, prepare, write_weights, train)})
 
 
 def here(file: str) -> bool:
-    """Files of train/, and of the library what deletes and moves folders for them."""
+    """Files of the packages that save, prepare, export and train, and of Python's library what deletes and moves folders."""
     return file.startswith(OURS) or file.endswith(("/shutil.py", "/pathlib.py"))
 
 
