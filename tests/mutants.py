@@ -72,6 +72,8 @@ TESTS = {  # the longest beginning of a path decides
     "eager/": (f"{ATTENTION}eager.py", f"{ATTENTION}functional.py"),
     "nn/": (f"{ATTENTION}dilated_modules.py", "tests/integrations/test_torch.py", "tests/package/test_package.py"),
     "dilated/": (f"{ATTENTION}dilated.py", f"{ATTENTION}dilated_modules.py"),
+    "integrations/": tuple(f"tests/integrations/test_{name}.py" for name in ("torch", "transformers", "parallel")),
+    "cli/": ("tests/package/test_cli.py", "tests/package/test_package.py", "tests/train/test_interrupts.py"),
     "dist/": ("tests/dist", "tests/train/test_ranks.py", "tests/train/test_engine.py"),
 }
 GPU_TESTS = {  # likewise, with --gpu; of a file named …_gpu.py its slow ones, each one specification

@@ -20,7 +20,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import Call, Case, build, cases, check_call, run
+from support.cases import AXES, Call, Case, allowed, build, case_of, cases, check_call, run
+from support.pairwise import all_pairs, covering, pairs
 
 import tilegrad
 from tilegrad import attention_bwd, attention_fwd, attention_workspace, autograd
@@ -61,11 +62,17 @@ def check(case: Case, isa: str, seed: int = 0) -> None:
         check_call(call, run(call, "native"), native.exp_error(case.dtype))
 
 
+PAIRS = 1_889  # of options and sizes, without the instruction sets
+
+
 @needs_library
-@settings(max_examples=300)
-@given(case=cases(), isa=st.sampled_from(ISAS or ("none",)))
-def test_random_calls(case: Case, isa: str) -> None:
-    check(case, isa)
+def test_every_pair_of_options_of_a_call() -> None:
+    axes = AXES | {"isa": ISAS}
+    specs = covering(axes, allowed)
+    assert set.union(*map(pairs, specs)) == all_pairs(axes, allowed)
+    assert len(all_pairs(AXES, allowed)) == PAIRS
+    for spec in specs:
+        check(case_of(spec), spec["isa"])
 
 
 @pytest.mark.slow

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from typing import Any
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import Case, build, cases, check_call, run
+from support.cases import AXES, Case, allowed, build, case_of, cases, check_call, run
+from support.pairwise import all_pairs, covering, pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tilegrad.kernels.attention import api, bounds, tiled
@@ -26,10 +27,24 @@ def check(case: Case, tile: int, slab: int, seed: int = 0) -> None:
         check_call(call, run(call, "tiled"))
 
 
-@settings(max_examples=200)
-@given(case=cases(), tile=st.sampled_from((16, 64, 256)), slab=st.sampled_from((1, 2000, 1 << 21)))
-def test_random_calls(case: Case, tile: int, slab: int) -> None:
-    check(case, tile, slab)
+PAIRS = 2_288  # of options, sizes and tiles
+
+
+def test_every_pair_of_options_of_a_call() -> None:
+    axes = AXES | {"tile": (16, 64, 256), "slab": (1, 2000, 1 << 21)}
+    specs = covering(axes, allowed)
+    every = all_pairs(axes, allowed)
+    assert set.union(*map(pairs, specs)) == every and len(every) == PAIRS
+    for spec in specs:
+        check(case_of(spec), spec["tile"], spec["slab"])
+
+
+def test_every_option_of_a_call_is_among_them() -> None:
+    """A new field of Mask needs values."""
+    of_axes = {"band": {"causal", "window"}, "alibi": {"alibi_slopes"}, "dropout_p": {"dropout_p", "seed"}}
+    lengths = {"cu_seqlens_q", "cu_seqlens_k", "max_seqlen_q", "max_seqlen_k"}
+    drawn = set.union(*({axis} | of_axes.get(axis, set()) for axis in AXES), lengths)
+    assert {one.name for one in fields(Mask) if one.init} <= drawn
 
 
 @pytest.mark.slow

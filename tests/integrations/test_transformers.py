@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -251,3 +252,35 @@ def test_the_code_of_the_page_runs() -> None:
     for block in re.findall(r"```python\n(.*?)```", page.read_text(encoding="utf-8"), re.DOTALL):
         exec(compile(block, page.name, "exec"), names)
     assert names["model"].model.layers[0].self_attn.q_proj.weight.grad is not None  # type: ignore[attr-defined]
+
+
+def test_positions_are_looked_at_once_until_they_change() -> None:
+    """All layers of a forward get one tensor; the lengths of its sequences are the same object."""
+    from tilegrad.integrations.transformers import _restarts
+
+    q, positions = torch.zeros(1, 2, 5, 4), torch.tensor([[0, 1, 2, 0, 1]])
+    first = _restarts(positions, q)
+    assert first is not None and first[0].tolist() == [0, 3, 5]
+    assert _restarts(positions, q) is first
+    positions[0, 2] = 0
+    changed = _restarts(positions, q)
+    assert changed is not None and changed[0].tolist() == [0, 2, 3, 5]
+    with torch.inference_mode():  # changes of such a tensor are not counted
+        unwatched = torch.tensor([[0, 1, 2, 0, 1]])
+        before = _restarts(unwatched, q)
+        unwatched[0, 2] = 0
+        after = _restarts(unwatched, q)
+    assert before is not None and after is not None and before[0].tolist() != after[0].tolist()
+
+
+def test_without_a_mask_a_module_that_says_nothing_is_causal() -> None:
+    q, k, v = (torch.randn(1, 2, 6, 8, generator=torch.Generator().manual_seed(n)) for n in range(3))
+    causal, whole = (functional.attention(q, k, v, causal=side).transpose(1, 2) for side in (True, False))
+    assert not torch.equal(causal, whole)
+    for module, given, want in (
+        (SimpleNamespace(), None, causal),
+        (SimpleNamespace(is_causal=True), None, causal),
+        (SimpleNamespace(is_causal=False), None, whole),
+        (SimpleNamespace(is_causal=True), False, whole),
+    ):
+        assert torch.equal(attention_forward(module, q, k, v, None, is_causal=given)[0], want)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -464,3 +465,13 @@ def test_one_text_as_a_string_is_that_text(
     assert "1 document in 1 file, 800 bytes" in capsys.readouterr().out
     with pytest.raises(ValueError, match=re.escape("files: got 'x.txt'; accepted: names of files, such as ['x.txt']")):
         DataConfig(files="x.txt")  # type: ignore[arg-type]
+
+
+def test_buckets_on_the_command_line_are_in_mib() -> None:
+    from tilegrad.cli.arguments import add_ranks, ranks_of
+    from tilegrad.train.parallel import BUCKET_BYTES
+
+    parser = argparse.ArgumentParser()
+    add_ranks(parser)
+    assert ranks_of(parser.parse_args([]))["bucket_bytes"] == BUCKET_BYTES
+    assert ranks_of(parser.parse_args(["--bucket-mb", "1.5"]))["bucket_bytes"] == 1.5 * 2**20

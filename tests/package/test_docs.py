@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import contextlib
 import importlib.util
 import re
 import shutil
@@ -21,6 +23,7 @@ HERE = Path(__file__).parents[2]
 PAGES = sorted((HERE / "docs").rglob("*.md"))
 PROSE = [page for page in PAGES if page.parent.name != "log"]  # a log's rows are as long as they were written
 LONGEST = 132  # columns of a line of prose
+FILES_THAT_COUNT = 5  # of tests, at the least, on the page of proof
 
 needs_mkdocs = pytest.mark.skipif(
     importlib.util.find_spec("mkdocs") is None or importlib.util.find_spec("mkdocstrings") is None,
@@ -105,6 +108,45 @@ def test_lines_of_prose_fit_a_window(page: Path) -> None:
     lines = page.read_text().splitlines()
     long = [line for line in lines if len(line) > LONGEST and not line.startswith("|")]
     assert not long
+
+
+def asserted_in(file: Path) -> dict[str, object]:
+    """Constants of a test file that one of its assertions or a test's parameters name, with their values."""
+    module = ast.parse(file.read_text(encoding="utf-8"))
+    named = {
+        name.id
+        for node in ast.walk(module)
+        if isinstance(node, ast.Assert)
+        for name in ast.walk(node)
+        if isinstance(name, ast.Name)
+    }
+    found: dict[str, object] = {}
+    for node in module.body:
+        if isinstance(node, ast.Assign):
+            (target,) = node.targets
+            pairs = [(target, node.value)]
+            if isinstance(target, ast.Tuple) and isinstance(node.value, ast.Tuple):
+                pairs = list(zip(target.elts, node.value.elts, strict=True))
+            for name, value in pairs:
+                if isinstance(name, ast.Name) and name.id in named:
+                    with contextlib.suppress(ValueError):
+                        found[name.id] = ast.literal_eval(value)
+    return found
+
+
+def test_counts_on_the_page_of_proof_are_those_that_tests_assert() -> None:
+    page = (HERE / "docs" / "proof.md").read_text(encoding="utf-8")
+    section = page.partition("## What the tests reach")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| `(tests/[\w/]+\.py)` \| (.*) \|$", section, re.MULTILINE)
+    assert len(rows) >= FILES_THAT_COUNT
+    for name, cell in rows:
+        known = asserted_in(HERE / name)
+        counts = re.findall(r"(\d[\d,]*) [^`|]*?\(`(\w+)(?:\[(\w+)\])?`\)", cell)
+        assert counts, name
+        for number, constant, key in counts:
+            value = known[constant]
+            value = value[key] if isinstance(value, dict) else value
+            assert int(number.replace(",", "")) == value, f"{name}: {constant} {key}"
 
 
 def test_the_runs_of_the_training_page_are_valid() -> None:

@@ -9,6 +9,7 @@ import torch
 from hypothesis import strategies as st
 from torch import Tensor
 
+from support.pairwise import Spec
 from tilegrad import Mask, attention, attention_bwd, attention_fwd, attention_varlen, attention_workspace
 from tilegrad.kernels.attention import reference
 from tilegrad.kernels.attention.bounds import bounds as attention_bounds
@@ -182,6 +183,54 @@ def check_call(call: Call, got: Tensors, exp_error: float = 0.0) -> None:
     """`got`, all results of a call or some of them, under the closeness rule."""
     exact = oracle(call)
     assert_close(got, {name: exact[name] for name in got}, bounds(call, exact, exp_error))
+
+
+AXES: dict[str, tuple[object, ...]] = {  # every option of a call, and sizes around the ends of tiles
+    "dtype": (torch.float64, torch.float32, torch.bfloat16, torch.float16),
+    "dims": ((16, 16), (1, 1), (3, 24), (40, 5), (64, 64), (97, 97)),
+    "heads": ((1, 1), (2, 1), (1, 3), (2, 2)),  # of keys and values, and how many of queries for each
+    "b": (1, 3),
+    "t": ((33, 33), (1, 1), (1, 113), (65, 31), (17, 64), (113, 113), (0, 5), (5, 0), (2, 16)),
+    "band": (
+        (False, None), (True, None), (False, (0, 0)), (False, (3, None)), (False, (None, 16)), (False, (40, 1)),
+        (True, (16, 3)), (True, (None, None)),
+    ),
+    "scale": (None, 0.3, -0.2),
+    "softcap": (0.0, 2.0, 30.0),
+    "bias": ("", "bhqk", "hqk", "qk", "bk", "h", "BHQK", "BK", "QK"),
+    "bias_dtype": ("float32", "own"),
+    "alibi": ("", "h", "bh"),
+    "sinks": (False, True),
+    "dropout_p": (0.0, 0.25),
+    "dlse": (False, True),
+    "layout": ("bhtd", "bthd", "fused"),
+    "lengths": ((), ((40, 40),), ((5, 9), (0, 3), (33, 17), (7, 0))),
+}  # fmt: skip
+
+
+UNPACKED = {
+    "bias": "",
+    "bias_dtype": "float32",
+    "t": (33, 33),
+    "layout": "bhtd",
+    "b": 1,
+}  # packed sequences have none of them
+
+
+def allowed(spec: Spec) -> bool:
+    """No value that says nothing beside the others."""
+    if spec.get("lengths") and any(spec.get(axis, value) != value for axis, value in UNPACKED.items()):
+        return False
+    return not (spec.get("bias_dtype") == "own" and not spec.get("bias", "qk").islower())
+
+
+def case_of(spec: Spec) -> Case:
+    """The case of a specification, which may have more axes than these."""
+    (hkv, group), (d, dv), (tq, tk), (causal, window) = spec["heads"], spec["dims"], spec["t"], spec["band"]
+    same = {name: spec[name] for name in AXES if name not in ("heads", "dims", "t", "band", "bias_dtype")}
+    bias_dtype = torch.float32 if spec["bias_dtype"] == "float32" else spec["dtype"]
+    sizes: Any = {"hkv": hkv, "group": group, "d": d, "dv": dv, "tq": tq, "tk": tk}
+    return Case(**sizes, causal=causal, window=window, bias_dtype=bias_dtype, **same)
 
 
 _T = st.sampled_from((0, 1, 2, 5, 16, 17, 31, 33, 63, 64, 65, 113))

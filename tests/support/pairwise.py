@@ -1,6 +1,6 @@
 """Few specifications of a call that cover every pair of values of any two axes: all-pairs testing, greedily.
 
-A specification is one value of every axis. A value that an axis lists twice is drawn twice as often.
+A specification is one value of every axis. A value that an axis lists twice is taken twice as often among equals.
 """
 
 from __future__ import annotations
@@ -13,15 +13,17 @@ from typing import Any
 Axes = Mapping[str, tuple[object, ...]]
 Spec = dict[str, Any]
 Pair = tuple[tuple[str, object], tuple[str, object]]
+Allowed = Callable[[Spec], bool]
 
-DRAWS = 60  # random specifications of which the best is taken
+DRAWS = 10  # specifications of which the best is taken
+TRIES = 1000  # to complete pairs
 
 
 def pairs(spec: Spec) -> set[Pair]:
     return set(itertools.combinations(spec.items(), 2))
 
 
-def all_pairs(axes: Axes, allowed: Callable[[Spec], bool] = lambda _spec: True) -> set[Pair]:
+def all_pairs(axes: Axes, allowed: Allowed = lambda _spec: True) -> set[Pair]:
     return {
         ((a, x), (b, y))
         for (a, xs), (b, ys) in itertools.combinations(axes.items(), 2)
@@ -30,22 +32,56 @@ def all_pairs(axes: Axes, allowed: Callable[[Spec], bool] = lambda _spec: True) 
     }
 
 
-def covering(axes: Axes, allowed: Callable[[Spec], bool] = lambda _spec: True, seed: int = 0) -> list[Spec]:
-    """Of DRAWS random specifications always the one with the most pairs not covered yet, until none is missing.
+class _Missing:
+    """Pairs that no specification has yet. A value is a number, and a set of values the bits of an int."""
 
-    `allowed` also judges a specification of two axes only: it must not ask for others."""
+    def __init__(self, axes: Axes, allowed: Allowed, dice: random.Random) -> None:
+        self.axes, self.dice = axes, dice
+        self.items = list(dict.fromkeys((axis, value) for axis, values in axes.items() for value in values))
+        self.number = {item: n for n, item in enumerate(self.items)}
+        self.partners = [0] * len(self.items)  # those that a value was not seen with yet
+        for x, y in all_pairs(axes, allowed):
+            self.partners[self.number[x]] |= 1 << self.number[y]
+            self.partners[self.number[y]] |= 1 << self.number[x]
+        self.allowed = list(self.partners)  # those that it may be seen with
+
+    def draw(self, first: int, second: int) -> tuple[int, Spec] | None:
+        """(new pairs, a specification with these two values); None where nothing of some axis goes with the rest."""
+        found, bits, new = {first, second}, 1 << first | 1 << second, 1
+        begun = {self.items[n][0] for n in found}
+        for axis in self.dice.sample(list(self.axes), len(self.axes)):
+            if axis in begun:
+                continue
+            fit = [n for value in self.axes[axis] if self.allowed[n := self.number[axis, value]] & bits == bits]
+            if not fit:
+                return None
+            gains = [(self.partners[n] & bits).bit_count() for n in fit]
+            n = self.dice.choice([n for n, gain in zip(fit, gains, strict=True) if gain == max(gains)])
+            found.add(n)
+            bits, new = bits | 1 << n, new + max(gains)
+        return new, dict(self.items[n] for n in sorted(found))
+
+    def cover(self, spec: Spec) -> None:
+        numbers = [self.number[item] for item in spec.items()]
+        bits = sum(1 << n for n in numbers)
+        for n in numbers:
+            self.partners[n] &= ~bits
+
+
+def covering(axes: Axes, allowed: Allowed = lambda _spec: True, seed: int = 0) -> list[Spec]:
+    """Each specification begins with a pair that is missing and takes, axis by axis, the value that covers the most; of DRAWS
+    such the best is chosen. `allowed` also judges a specification of some axes only: it must not ask for others."""
     dice = random.Random(seed)
-
-    def draw() -> Spec:
-        while True:
-            spec = {axis: dice.choice(values) for axis, values in axes.items()}
-            if allowed(spec):
-                return spec
-
-    missing, chosen = all_pairs(axes, allowed), []
-    while missing:
-        best = max((draw() for _ in range(DRAWS)), key=lambda spec: len(pairs(spec) & missing))
-        if pairs(best) & missing:
-            chosen.append(best)
-            missing -= pairs(best)
+    missing, chosen, tries = _Missing(axes, allowed, dice), list[Spec](), 0
+    while any(missing.partners):
+        first = dice.choice([n for n, bits in enumerate(missing.partners) if bits])
+        second = dice.choice([n for n in range(len(missing.items)) if missing.partners[first] >> n & 1])
+        drawn = [it for it in (missing.draw(first, second) for _ in range(DRAWS)) if it is not None and allowed(it[1])]
+        if drawn:
+            chosen.append(max(drawn, key=lambda it: it[0])[1])
+            missing.cover(chosen[-1])
+        elif (tries := tries + 1) == TRIES:
+            raise ValueError(
+                f"{missing.items[first]}, {missing.items[second]}: got in no specification; accepted: pairs that are"
+            )
     return chosen

@@ -118,6 +118,20 @@ def test_a_signal_saves_and_its_hint_is_the_command_that_works(
     assert main(["generate", "my run", "--prompt", "the", "--max-tokens", "2"]) == 0
 
 
+def test_several_ranks_that_were_stopped_end_with_0_because_torchrun_would_start_them_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def of_two(*arguments: Any, **options: Any) -> Any:
+        result = train(*arguments, **options)
+        monkeypatch.setenv("WORLD_SIZE", "2")
+        return result
+
+    watched_by(at_step(2, send(signal.SIGINT)), monkeypatch)
+    monkeypatch.setattr("tilegrad.train.run.train", of_two)
+    assert main(["train", "run.toml", "--out", "run"]) == 0
+    assert newest().step == 2
+
+
 def test_two_interruptions_cost_no_bit() -> None:
     train(RUN, Path("whole"))
     train(RUN, Path("run"), show=at_step(3, send(signal.SIGHUP)))

@@ -1,4 +1,5 @@
-"""A run's weights as a folder that transformers loads, with the config and the tokenizer it began with."""
+"""A run's weights as a folder that transformers loads, with the config and the tokenizer files of the weights it began with,
+where its tokens are still theirs."""
 
 from __future__ import annotations
 
@@ -7,6 +8,7 @@ from pathlib import Path
 import torch
 
 from .checkpoint import load_model
+from .data import load_tokenizer
 from .families import config_json
 from .folder import own_tokenizer, weights_of
 from .weights import write_weights
@@ -20,11 +22,13 @@ def export_run(
     folder, path = weights_of(run, best=best)
     config, checkpoint = load_model(path)
     state = checkpoint.state
-    own_tokenizer(folder, state)  # refuses a tokenizer that is not the weights'
+    own = own_tokenizer(folder, state)  # refuses a tokenizer that is not the weights'
     origin = folder / "origin"
+    began_with = origin / "tokenizer.json"
+    same_tokens = began_with.is_file() and load_tokenizer(began_with).json() == own.json()
     tokenizer = folder / "data" / "tokenizer.json" if state["run"]["data"]["tokenizer"] != "bytes" else None
     write_weights(
-        out, checkpoint.tensors, config, origin=origin if origin.is_dir() else None, tokenizer=tokenizer, dtype=dtype,
+        out, checkpoint.tensors, config, origin=origin if same_tokens else None, tokenizer=tokenizer, dtype=dtype,
         max_shard_bytes=max_shard_bytes,
     )  # fmt: skip
     return str(config_json(config, torch.float32)["model_type"]), checkpoint.step

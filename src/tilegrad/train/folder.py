@@ -18,6 +18,7 @@ What is not in this list is never written, and never deleted.
 from __future__ import annotations
 
 import errno
+import io
 import json
 import os
 import re
@@ -231,20 +232,19 @@ def claimed(folder: Path, *, new: bool) -> Iterator[str]:
     folder.mkdir(parents=True, exist_ok=True)
     try:
         token = secrets.token_hex(16)
-        descriptor = _locked(folder / LOCK, token)
-        try:
-            if new and holds_a_run(folder):
-                raise ValueError(
-                    f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)"
-                )
-            if new:
-                write_whole(folder / MARKER, [_MARK])
-            yield token
-        finally:
-            if {path.name for path in folder.iterdir()} == {LOCK, MARKER}:
-                (folder / MARKER).unlink()
-            (folder / LOCK).unlink(missing_ok=True)
-            os.close(descriptor)
+        with _locked(folder / LOCK, token):
+            try:
+                if new and holds_a_run(folder):
+                    raise ValueError(
+                        f"{folder}: holds a run already; resume it (--resume), or choose another folder (--out)"
+                    )
+                if new:
+                    write_whole(folder / MARKER, [_MARK])
+                yield token
+            finally:
+                if {path.name for path in folder.iterdir()} == {LOCK, MARKER}:
+                    (folder / MARKER).unlink()
+                (folder / LOCK).unlink(missing_ok=True)
     finally:
         for path in missing:
             if any(path.iterdir()):
@@ -276,31 +276,37 @@ def _token(folder: Path) -> str | None:
         return None
 
 
-def _locked(path: Path, token: str) -> int:
-    """A descriptor of the file `path`, which holds this process's id and the token, locked until it is closed."""
+_FLAGS = (
+    os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_CLOEXEC", 0)
+)
+
+
+def _locked(path: Path, token: str) -> io.FileIO:
+    """The file `path`, which holds this process's id and the token, locked until it is closed. An interrupt in here closes it
+    as well: it is an object, which nobody then has."""
     import fcntl  # not on Windows, where `generate` works all the same
 
     while True:
         try:
-            descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC, 0o666)
+            file = io.FileIO(path, "r+", opener=lambda name, _flags: os.open(name, _FLAGS, 0o666))
         except OSError as error:
             if error.errno != errno.ELOOP:
                 raise
             raise ValueError(f"{path}: got a symbolic link; accepted: no such file, or a run's own lock") from error
-        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            os.close(descriptor)
+        if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
+            file.close()
             raise ValueError(f"{path}: got what is no plain file; accepted: no such file, or a run's own lock")
         try:
-            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            who = os.read(descriptor, 32).decode("ascii", errors="replace").split()
-            os.close(descriptor)
+            who = file.read(32).decode("ascii", errors="replace").split()
+            file.close()
             raise ValueError(
                 f"{path.parent}: got a second training while process {who[0] if who else 'unknown'} trains there; "
                 "accepted: one at a time"
             ) from None
-        if path.exists() and os.path.samestat(os.fstat(descriptor), path.lstat()):
-            os.truncate(descriptor, 0)
-            os.write(descriptor, f"{os.getpid()} {token}\n".encode("ascii"))
-            return descriptor
-        os.close(descriptor)  # of a run that ended, and took the name away, between our two calls
+        if path.exists() and os.path.samestat(os.fstat(file.fileno()), path.lstat()):
+            file.truncate(0)
+            file.write(f"{os.getpid()} {token}\n".encode("ascii"))
+            return file
+        file.close()  # the run that held it ended, and removed the name between our two calls

@@ -1,0 +1,70 @@
+"""KeyboardInterrupt at a chosen bytecode of chosen files."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import CodeType, FrameType
+from typing import Any
+
+Here = Callable[[str], bool]  # whether the bytecodes of a file count
+
+
+class Trace:
+    """Counts bytecodes, and raises at the `at`-th; `first` has the count at which each place of the code was reached first."""
+
+    def __init__(self, here: Here, at: int | None = None) -> None:
+        self.here, self.at, self.count = here, at, 0
+        self.first: dict[tuple[CodeType, int], int] = {}
+        self._ours: dict[CodeType, bool] = {}
+
+    def __call__(self, frame: FrameType, _event: str, _argument: Any) -> Any:
+        code = frame.f_code
+        ours = self._ours.get(code)
+        if ours is None:
+            ours = self._ours[code] = self.here(code.co_filename)
+        if not ours:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return self._inside
+
+    def _inside(self, frame: FrameType, event: str, _argument: Any) -> Any:
+        if event == "opcode":
+            self.count += 1
+            if self.at is None:
+                self.first.setdefault((frame.f_code, frame.f_lasti), self.count)
+            elif self.count == self.at:
+                sys.settrace(None)
+                raise KeyboardInterrupt
+        return self._inside
+
+
+@contextmanager
+def traced(trace: Trace) -> Iterator[Trace]:
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        yield trace
+    finally:
+        sys.settrace(before)
+
+
+def places(act: Callable[[], object], here: Here) -> list[int]:
+    """Counts at which `interrupted` reaches each place of the code once, of what `act` runs."""
+    with traced(Trace(here)) as trace:
+        act()
+    return sorted(trace.first.values())
+
+
+def interrupted(act: Callable[[], object], here: Here, at: int) -> bool:
+    """Runs `act` with a KeyboardInterrupt at the `at`-th bytecode; whether it came out of `act`. Of an interrupt right after
+    `os.close` shutil makes an OSError."""
+    try:
+        with traced(Trace(here, at)):
+            act()
+    except (KeyboardInterrupt, OSError) as error:
+        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+            raise
+        return True
+    return False

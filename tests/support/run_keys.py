@@ -1,0 +1,145 @@
+"""Values of every key of a run, as a TOML file has them, and which of them do not go together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from support.pairwise import Spec
+
+ABSENT = ""  # the key is not given
+YES_NO = ("true", "false")
+MAYBE = ("none", *YES_NO)
+
+KEYS: dict[str, tuple[str, ...]] = {
+    "model.preset": ('"tiny"', '"gpt2"', '"gpt2-medium"', '"gpt2-xl"', '"llama-135m"'),
+    "model.vocab_size": ("256", "300", "311"),
+    "model.block_size": ("16", "24"),
+    "model.n_layer": ("1", "2"),
+    "model.n_head": ("1", "2", "4"),
+    "model.n_embd": ("16", "24"),
+    "model.n_kv_head": ("none", "1", "2"),
+    "model.ffn_dim": ("none", "20"),
+    "model.activation": ('"gelu"', '"tanh"', '"relu"', '"swiglu"'),
+    "model.norm": ('"layernorm"', '"rmsnorm"'),
+    "model.position": ('"learned"', '"rope"'),
+    "model.bias": YES_NO,
+    "model.tie_embeddings": YES_NO,
+    "model.projection": ('"dense"', '"per_head"'),
+    "model.loss": ('"cross_entropy"', '"embedding_mse"'),
+    "model.window": ("none", "1", "5", "100"),
+    "model.dropout": ("0.0", "0.2"),
+    "model.norm_eps": ("1e-5", "0.01"),
+    "model.rope_theta": ("10000.0", "1.0", "1000000"),
+    "model.head_size": ("none", "6", "5"),
+    "model.qk_norm": YES_NO,
+    "model.qkv_bias": MAYBE,
+    "model.proj_bias": MAYBE,
+    "model.ffn_bias": MAYBE,
+    "model.window_layers": ("none", "[0]", "[1]", "[]"),
+    "model.rope_scaling": (
+        "none", '{kind = "linear", factor = 2}', '{kind = "llama3", factor = 8.0, original = 8}',
+        '{kind = "yarn", factor = 4.0, original = 8}',
+    ),
+    "train.steps": ("4", "5"),
+    "train.batch_size": ("1", "3"),
+    "train.seq_len": (ABSENT, "0", "9"),
+    "train.gradient_accumulation": (ABSENT, "1", "3"),
+    "train.learning_rate": ("3e-3", "0", "0.5"),
+    "train.min_learning_rate": ("0.0", "1e-4", "1"),
+    "train.warmup_steps": (ABSENT, "-1", "0", "2"),
+    "train.weight_decay": ("0.0", "0.1"),
+    "train.max_norm": ("0", "1.0", "1e-3"),
+    "train.eval_interval": ("0", "1", "2"),
+    "train.eval_batches": ("0", "1", "2"),
+    "train.checkpoint_interval": ("0", "1", "2"),
+    "train.keep_checkpoints": ("1", "2"),
+    "train.log_interval": ("1", "3"),
+    "train.sample_tokens": ("0", "3", "100"),
+    "train.memory_budget": ("none", '"1.5GB"', "least"),  # the least that the plan takes
+    "train.device": ('"cpu"', ABSENT),
+    "train.dtype": ('"auto"', '"float32"', '"float64"', '"bfloat16"'),
+    "train.linear": ('"plain"', ABSENT),
+    "train.deterministic": YES_NO,
+    "train.seed": ("0", "12345678901"),
+    "train.init": ("none", '"weights"'),  # a folder of weights of the same model
+    "data.files": ('["text.txt"]', '["lines.jsonl", "text.txt"]', '"folder"', '["text.txt.gz"]', "[]"),
+    "data.text_field": ('"text"', '"body"'),
+    "data.tokenizer": ('"bytes"', '"bpe"', '"tokenizer.json"'),
+    "data.bpe_vocab_size": ("256", "290"),
+    "data.validation_fraction": ("0", "0.1", "0.5"),
+    "data.validation": ('"windows"', '"end"'),
+}  # fmt: skip
+TOKENIZER_FILE = 270  # tokens of tokenizer.json
+
+BIASES = ("model.qkv_bias", "model.proj_bias", "model.ffn_bias")
+DENSE = {
+    "model.projection": ('"dense"',), "model.loss": ('"cross_entropy"',),
+}  # fmt: skip
+ROTARY = {
+    **DENSE, "model.activation": ('"swiglu"',), "model.norm": ('"rmsnorm"',), "model.position": ('"rope"',),
+    "model.dropout": ("0.0",), "model.head_size": ("none", "6"),
+}  # fmt: skip
+FAMILIES: dict[str, dict[str, tuple[str, ...]]] = {  # what an export to transformers has; "": any model
+    "": {"train.init": ("none",)},
+    "gpt2": {
+        **DENSE, "model.activation": ('"gelu"',), "model.norm": ('"layernorm"',), "model.position": ('"learned"',),
+        "model.bias": ("true",), **dict.fromkeys(BIASES, ("none", "true")), "model.n_kv_head": ("none",),
+        "model.head_size": ("none",), "model.window": ("none",), "model.qk_norm": ("false",),
+        "model.rope_scaling": ("none",),
+    },
+    "llama": {
+        **ROTARY, "model.qkv_bias": ("none",), "model.proj_bias": ("none",), "model.window": ("none",),
+        "model.window_layers": ("none",), "model.qk_norm": ("false",),
+    },
+    "mistral": {
+        **ROTARY, "model.bias": ("false",), **dict.fromkeys(BIASES, ("none", "false")), "model.window": ("1", "5", "100"),
+        "model.window_layers": ("none",), "model.qk_norm": ("false",),
+    },
+    "qwen2": {
+        **ROTARY, "model.bias": ("false",), "model.qkv_bias": ("true",), "model.proj_bias": ("none", "false"),
+        "model.ffn_bias": ("none", "false"), "model.qk_norm": ("false",),
+    },
+    "qwen3": {
+        **ROTARY, "model.qkv_bias": ("none",), "model.proj_bias": ("none",), "model.ffn_bias": ("false",),
+        "model.qk_norm": ("true",),
+    },
+}  # fmt: skip
+AXES: dict[str, tuple[object, ...]] = {"family": tuple(FAMILIES), "stop": (0, 1, 2), **KEYS}
+
+
+Rule = Callable[..., bool]
+REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are refused together
+    ("model.n_head", "model.n_kv_head"): lambda heads, kv: kv != "none" and int(heads) % int(kv) != 0,
+    ("model.projection", "model.n_kv_head", "model.n_head"): lambda projection, kv, heads: (
+        projection == '"per_head"' and kv not in ("none", heads)
+    ),
+    ("model.projection", "model.head_size"): lambda projection, d: projection == '"per_head"' and d != "none",
+    ("model.position", "model.head_size"): lambda position, d: position == '"rope"' and d == "5",
+    ("model.position", "model.rope_scaling"): lambda position, scaling: position != '"rope"' and scaling != "none",
+    ("model.rope_scaling", "model.head_size"): lambda scaling, d: scaling != "none" and d == "5",
+    ("model.rope_theta", "model.rope_scaling"): lambda theta, scaling: theta == "1.0" and "yarn" in scaling,
+    ("model.loss", "model.tie_embeddings"): lambda loss, tied: loss == '"embedding_mse"' and tied == "false",
+    ("model.n_layer", "model.window_layers"): lambda layers, windowed: layers == "1" and windowed == "[1]",
+    ("model.vocab_size", "data.tokenizer"): lambda size, tokenizer: tokenizer == '"tokenizer.json"' and size == "256",
+    ("model.vocab_size", "data.tokenizer", "data.bpe_vocab_size"): lambda size, tokenizer, bpe: (
+        tokenizer == '"bpe"' and int(size) < int(bpe)
+    ),
+}
+
+
+def refused_together(spec: Spec) -> tuple[str, ...] | None:
+    """The keys whose values are refused together; None where all go. A specification need not have all keys."""
+    for keys, rule in REFUSED.items():
+        if all(key in spec for key in keys) and rule(*(spec[key] for key in keys)):
+            return keys
+    return None
+
+
+def allowed(spec: Spec) -> bool:
+    """A specification of some keys goes where some family has all its values."""
+    if refused_together(spec) is not None:
+        return False
+    families = [spec["family"]] if "family" in spec else FAMILIES
+    return any(
+        all(key not in spec or spec[key] in values for key, values in FAMILIES[family].items()) for family in families
+    )

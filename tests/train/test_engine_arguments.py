@@ -1,0 +1,221 @@
+"""Every pair of an engine's arguments: gradients are autograd's, updates torch's, and what changes no number changes no bit."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+import math
+import re
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal
+from support.pairwise import Spec, all_pairs, covering, pairs
+from torch import Tensor
+
+from tilegrad import Engine, ModelConfig
+from tilegrad.dist.mesh import Mesh
+from tilegrad.model import reference as plain
+
+MODELS = {
+    "gpt": replace(CONFIG, n_layer=2),
+    "llama": replace(LLAMA, n_layer=1),
+    "qwen": QWEN3,
+    "embedding": replace(CONFIG, n_layer=1, loss="embedding_mse"),
+    "heads": replace(CONFIG, n_layer=2, projection="per_head", tie_embeddings=False, window=4, window_layers=(1,)),
+    "dropout": replace(CONFIG, n_layer=1, dropout=0.3),
+}
+BATCHES = {  # of one step: (b, t) of each micro-batch
+    "whole": ((3, 9),),
+    "smaller": ((2, 5),),
+    "two": ((3, 9), (1, 4)),
+    "three": ((1, 9), (3, 2), (2, 7)),
+}
+NUMBERS: dict[str, tuple[object, ...]] = {  # what decides about the numbers
+    "model_config": tuple(MODELS),
+    "batches": tuple(BATCHES),
+    "dtype": (None, torch.float32, torch.float64, torch.bfloat16),
+    "seed": (0, 2**40),
+    "betas": ((0.9, 0.95), (0.5, 0.999)),
+    "eps": (1e-8, 1e-4),
+    "weight_decay": (0.1, 0.0),
+    "max_norm": (1.0, math.inf, 1e-3),
+    "learning_rate": (1e-2, 1e-3),
+}
+NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the first is the default
+    "batch_size": (3, 4),
+    "seq_len": (9, 16),
+    "device": ("cpu", torch.device("cpu")),
+    "memory_budget": (None, 1 << 34, "least"),
+    "linear": ("plain",),
+    "deterministic": (True, False),
+    "capture": (True, False),
+    "mesh": (None, "alone"),
+    "shard": ("optimizer", "none"),
+    "bucket_bytes": (4 << 20, 4096),
+    "context": (1,),
+    "way": ("gradients", "step", "submit", "forward"),
+}
+AXES = NUMBERS | NO_BIT
+PAIRS, ROWS = 1_272, 33
+ROWS_IN_CI, PAIRS_IN_CI = 12, 1_130
+
+
+def allowed(spec: Spec) -> bool:
+    """forward and backward of several micro-batches are rounded otherwise than `gradients`."""
+    return not (spec.get("way") == "forward" and "batches" in spec and len(BATCHES[spec["batches"]]) > 1)
+
+
+@functools.cache
+def least(name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int) -> int:
+    with pytest.raises(ValueError, match="memory_budget: got 1 bytes") as error:
+        Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1)
+    found = re.search(r"at least ([\d,]+)", str(error.value))
+    assert found
+    return int(found[1].replace(",", ""))
+
+
+def engine_of(spec: Spec) -> Engine:
+    given = {name: spec[name] for name in inspect.signature(Engine).parameters}
+    if given["memory_budget"] == "least":
+        given["memory_budget"] = least(*(spec[name] for name in ("model_config", "dtype", "batch_size", "seq_len")))
+    given["mesh"] = Mesh("cpu", alone=True) if given["mesh"] else None
+    return Engine(**given | {"model_config": MODELS[spec["model_config"]]})
+
+
+def step_of(spec: Spec, number: int) -> tuple[list[Tensor], list[Tensor]]:
+    parts = [
+        batch(MODELS[spec["model_config"]], b, t, 7 * number + n) for n, (b, t) in enumerate(BATCHES[spec["batches"]])
+    ]
+    return [x for x, _ in parts], [y for _, y in parts]
+
+
+def exact_gradients(config: ModelConfig, params: dict[str, Tensor], tokens: list[Tensor], targets: list[Tensor]) -> Any:
+    """(loss, gradients) by autograd in float64."""
+    leaves = {name: p.double().requires_grad_() for name, p in params.items()}
+    counts = [int((y >= 0).sum()) for y in targets]
+    sums = [plain.loss(leaves, x, y, config) * n for x, y, n in zip(tokens, targets, counts, strict=True)]
+    loss = torch.stack(sums).sum() / sum(counts)
+    return loss.item(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
+
+
+def check_gradients(engine: Engine, loss: float, spec: Spec, params: dict[str, Tensor], number: int) -> None:
+    want, exact = exact_gradients(engine.config, params, *step_of(spec, number))
+    if engine.dtype == torch.bfloat16:
+        assert loss == pytest.approx(want, rel=2e-2)
+        largest = max(float(g.norm()) for g in exact.values())
+        for name, g in exact.items():
+            assert torch.dist(engine.grads[name].double(), g) <= 0.1 * g.norm() + 0.01 * largest, name
+        return
+    tight = engine.dtype == torch.float64
+    assert loss == pytest.approx(want, rel=1e-12 if tight else 1e-5)
+    assert_equal_gradients(engine.grads, exact, 1e-10 if tight else 1e-3)
+
+
+class Expected:
+    """torch's clipping and AdamW in float64, with the gradients that an engine has."""
+
+    def __init__(self, params: dict[str, Tensor], spec: Spec) -> None:
+        self.params = {name: torch.nn.Parameter(p.to(torch.float64, copy=True)) for name, p in params.items()}
+        self.max_norm, self.rate = spec["max_norm"], spec["learning_rate"]
+        decays = {True: spec["weight_decay"], False: 0.0}
+        groups = [
+            {"params": [p for p in self.params.values() if (p.ndim >= 2) is matrix], "weight_decay": decay}
+            for matrix, decay in decays.items()
+        ]
+        self.optimizer = torch.optim.AdamW(groups, lr=self.rate, betas=spec["betas"], eps=spec["eps"])
+
+    def update(self, engine: Engine) -> float:
+        for name, p in self.params.items():
+            p.grad = engine.grads[name].to(torch.float64, copy=True)
+        norm = torch.nn.utils.clip_grad_norm_(self.params.values(), self.max_norm)
+        self.optimizer.step()
+        return float(norm)
+
+    def check(self, engine: Engine) -> None:
+        """An update is at most about the learning rate: errors are counted in it."""
+        unit = 2e-5 * self.rate + (1e-15 if engine.dtype == torch.float64 else 2e-7)
+        for name, p in self.params.items():
+            error = float((engine.params[name].double() - p.detach()).abs().max())
+            assert error <= unit * (1 + float(p.detach().abs().max())), (name, error)
+
+
+def by(way: str, engine: Engine, spec: Spec, number: int) -> float:
+    """One step; its loss."""
+    tokens, targets = step_of(spec, number)
+    if way == "step":
+        return engine.step(tokens, targets, spec["learning_rate"])
+    if way == "submit":
+        engine.submit(tokens, targets, spec["learning_rate"])
+        (result,) = engine.finished(wait=True)
+        return result.loss
+    if way == "forward":
+        engine.zero_gradients()
+        loss = engine.forward(tokens[0], targets[0])
+        engine.backward()
+    else:
+        loss = engine.gradients(tokens, targets)
+    engine.optimizer_step(spec["learning_rate"])
+    return loss
+
+
+def check(spec: Spec) -> bool:
+    """Whether the weights moved."""
+    base = engine_of(spec | {name: values[0] for name, values in NO_BIT.items()})
+    began = clones(base.params)
+    expected, losses = Expected(base.params, spec), []
+    for number in range(2):
+        params = clones(base.params)
+        losses.append(base.gradients(*step_of(spec, number)))
+        if base.config.dropout == 0:
+            check_gradients(base, losses[-1], spec, params, number)
+        norm = expected.update(base)
+        assert base.optimizer_step(spec["learning_rate"]) == pytest.approx(norm, rel=1e-5)
+        expected.check(base)
+    other = engine_of(spec)
+    assert [by(spec["way"], other, spec, number) for number in range(2)] == losses
+    assert equal(other.tensors(), base.tensors()) and other.state() == base.state()
+    tokens, targets = step_of(spec, 2)
+    assert other.evaluate(tokens[0], targets[0]) == base.evaluate(tokens[0], targets[0])
+    return not equal(began, base.params)
+
+
+def check_rows(rows: list[Spec]) -> None:
+    for spec in rows:
+        try:
+            assert check(spec), "the weights have not moved"
+        except BaseException as error:
+            error.add_note(str(spec))
+            raise
+
+
+def test_every_argument_of_an_engine_has_values_here() -> None:
+    assert set(inspect.signature(Engine).parameters) | {"batches", "learning_rate", "way"} == set(AXES)
+
+
+def test_pairs_of_arguments_give_the_numbers_of_autograd_and_the_bits_of_the_defaults() -> None:
+    rows, every = covering(AXES, allowed), all_pairs(AXES, allowed)
+    assert set.union(*map(pairs, rows)) == every and (len(every), len(rows)) == (PAIRS, ROWS)
+    assert len(set.union(*map(pairs, rows[:ROWS_IN_CI]))) >= PAIRS_IN_CI
+    check_rows(rows[:ROWS_IN_CI])
+
+
+@pytest.mark.slow
+def test_every_pair_of_arguments_gives_the_numbers_of_autograd_and_the_bits_of_the_defaults(fresh_seed: int) -> None:
+    for seed in (0, fresh_seed, fresh_seed + 1):
+        check_rows(covering(AXES, allowed, seed))
+
+
+@pytest.mark.parametrize(
+    ("argument", "value"),
+    [
+        ("linear", "fp8"), ("linear", "other"), ("dtype", torch.float16), ("batch_size", 0), ("batch_size", True),
+        ("seq_len", 17), ("memory_budget", 0), ("memory_budget", 1.5), ("context", 2), ("shard", "some"),
+    ],
+)  # fmt: skip
+def test_an_argument_that_no_engine_has_is_refused_by_its_name(argument: str, value: object) -> None:
+    given: Any = {"batch_size": 2, "seq_len": 8, argument: value}
+    with pytest.raises(ValueError, match=rf"^{argument}: got .*; accepted: "):
+        Engine(MODELS["gpt"], **given)
