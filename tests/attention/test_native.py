@@ -20,7 +20,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import Call, Case, build, cases, check_call, run
+from support.cases import LARGE_SCORES, WITH_LARGE_SCORES, Call, Case, build, cases, check_call, run
 
 import tilegrad
 from tilegrad import attention_bwd, attention_fwd, attention_workspace, autograd
@@ -74,6 +74,14 @@ def test_random_calls(case: Case, isa: str) -> None:
 @given(case=cases(), isa=st.sampled_from(ISAS or ("none",)), seed=st.integers(1, 9))
 def test_many_random_calls(case: Case, isa: str, seed: int) -> None:
     check(case, isa, seed)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WITH_LARGE_SCORES)
+def test_large_scores_lose_no_more_than_small_ones(isa: str, name: str, dtype: torch.dtype) -> None:
+    for size in LARGE_SCORES:
+        check(replace(WITH_LARGE_SCORES[name], dtype=dtype, scores=size), isa)
 
 
 @each_isa
