@@ -159,8 +159,8 @@ def test_packed_rows_do_not_overlap_and_begin_where_tma_can_read() -> None:
         q = torch.empty(sum(lengths), 4, 64, device="meta")
         shapes = host.workspace(q, sizes(len(lengths), t=max(lengths)), varlen=True, deterministic=False)
         assert all(begin % padding == 0 for begin in begins)
-        assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["neg_lse2"][0][1]], strict=True))
-        assert shapes["neg_lse2"][0][1] % padding == 0  # so that every head does
+        assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["neg_lse"][0][1]], strict=True))
+        assert shapes["neg_lse"][0][1] % padding == 0  # so that every head does
 
 
 def test_a_packed_sequence_ends_where_tma_stops() -> None:

@@ -25,22 +25,23 @@ import triton
 import triton.language as tl
 
 from .memory import at, lengths, load_tile, steps, store_tile, tile_offsets
-from .numerics import LOWEST, dot, dot_transposed, exponential, from_log2, logarithm, power, ratio, rounded_product, to_log2
+from .numerics import (
+    LOWEST,
+    dot,
+    dot_transposed,
+    exponential,
+    logarithm,
+    power,
+    product_lse,
+    ratio,
+    scaled_max,
+    to_log2,
+)
 from .scores import Head, band_tiles, dropout_mask, nth_tile, scores
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
 SIZES += ["bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h", "sinks_h"]
 SIZES += ["heads", "row_tiles", "tq", "tk", "left", "right", "threshold", "splits"]
-
-
-LARGE = tl.constexpr(2.0**26)  # scores in the log2 domain
-
-
-@triton.jit
-def scaled_max(row_max, log2_factor, coarse_factor):
-    """(c, c · row_max) of each row of a plain call."""
-    c = tl.where(tl.abs(row_max) * log2_factor < LARGE, log2_factor, coarse_factor)
-    return c, row_max * c
 
 
 @triton.jit
@@ -163,12 +164,12 @@ def _attention_fwd_kernel(
     if lse is not None:
         rows = start + tl.arange(0, BLOCK_M)
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
-        log_sum = logarithm(row_sum, IEEE_FP32)
+        value = logarithm(row_sum, IEEE_FP32)
         if PLAIN:
-            c, largest = scaled_max(row_max, log2_factor, coarse_factor)
-            log_sum -= from_log2(tl.fma(row_max, c, -largest), IEEE_FP32)
-            row_max = rounded_product(row_max, factor)
-        tl.store(lse + steps(rows, lse_t, 1), tl.where(some, row_max + log_sum, float("-inf")), mask=rows < tq)
+            value = product_lse(row_max, value, factor, log2_factor, coarse_factor, IEEE_FP32)
+        else:
+            value = row_max + value
+        tl.store(lse + steps(rows, lse_t, 1), tl.where(some, value, float("-inf")), mask=rows < tq)
 
 
 @triton.jit(do_not_specialize=SIZES)

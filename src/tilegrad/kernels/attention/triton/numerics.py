@@ -18,6 +18,7 @@ LN2_HEAD = tl.constexpr(0.693359375)  # 9 bits of ln 2: its product with an expo
 LN2_TAIL = tl.constexpr(-2.1219444005469057e-04)
 LEAST_EXPONENT = tl.constexpr(-87.0)  # exp below it counts as 0
 CHAIN = tl.constexpr(32)  # terms that an IEEE float32 dot product adds one after the other
+LARGE = tl.constexpr(2.0**26)
 LOWEST = tl.constexpr(-1e38)  # a running maximum starts here: finite, so that a row without a key makes no NaN
 
 
@@ -62,6 +63,21 @@ def power(x, IEEE_FP32: tl.constexpr):
 def exponential(x, IEEE_FP32: tl.constexpr):
     """exp(x)"""
     return power(x if IEEE_FP32 else x * LOG2E, IEEE_FP32)
+
+
+@triton.jit
+def scaled_max(row_max, log2_factor, coarse_factor):
+    """(c, c · row_max) of rows of products: c is log2_factor, or coarse_factor beyond LARGE. forward.py says why."""
+    c = tl.where(tl.abs(row_max) * log2_factor < LARGE, log2_factor, coarse_factor)
+    return c, row_max * c
+
+
+@triton.jit
+def product_lse(row_max, log_sum, factor, log2_factor, coarse_factor, IEEE_FP32: tl.constexpr):
+    """lse of rows of products, of which row_max is the largest: factor · row_max, rounded as the backward rounds it, and log_sum
+    without what the rounding of c · row_max has added."""
+    c, largest = scaled_max(row_max, log2_factor, coarse_factor)
+    return rounded_product(row_max, factor) + (log_sum - from_log2(tl.fma(row_max, c, -largest), IEEE_FP32))
 
 
 @triton.jit

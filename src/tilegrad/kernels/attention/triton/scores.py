@@ -84,7 +84,7 @@ def softcap_tanh(s, head, IEEE_FP32: tl.constexpr):
     if s.dtype == tl.float64:
         return 1.0 - 2.0 / (1.0 + tl.exp(s * (2.0 * tl.cast(head.factor, tl.float64) / head.softcap)))
     else:
-        return tanh(s * quotient(head.factor, head.softcap, IEEE_FP32), IEEE_FP32)
+        return tanh(rounded_product(s, quotient(head.factor, head.softcap, IEEE_FP32)), IEEE_FP32)
 
 
 @triton.jit
