@@ -8,7 +8,7 @@
     postprocess  dq = scale · dq_acc, in the tensor's dtype
 
 scale · sᵀ is rounded before neg_lse is added, as the forward rounds the score that lse is formed of, so large scores lose no
-more than small ones. scale is of magnitude 1e-30 at least there. With a softcap c: t = tanh(sᵀ · scale / c),
+more than small ones; where scale is a power of two nothing is rounded, and both are one fma. scale is of magnitude 1e-30 at least there. With a softcap c: t = tanh(sᵀ · scale / c),
 pᵀ = exp(c·t + neg_lse), and ds gains the factor 1 − t².
 
 **Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with a task each,
@@ -71,14 +71,14 @@ def _hopper_bwd_kernel(
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
     scale, score_scale, softcap, scale_over_softcap,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DO_FIRST: gl.constexpr,
-    V_HELD: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr,
+    V_HELD: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr, SCALE_IS_EXACT: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     params = Params(
         cu_seqlens_q, cu_seqlens_k, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits
     )
-    factors = Factors(scale, score_scale, softcap, scale_over_softcap)
+    factors = Factors(scale, score_scale, softcap, scale_over_softcap, SCALE_IS_EXACT)
 
     WIDE: gl.constexpr = D > 128
     gl.static_assert(not WIDE or DQ_WARPS == 1)

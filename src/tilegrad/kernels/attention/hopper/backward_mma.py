@@ -53,12 +53,14 @@ NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
 
 
 class Factors(NamedTuple):
-    """What dk is multiplied by, and scores: by score_scale, which is never 0, or with a softcap by the others."""
+    """What dk is multiplied by, and scores: by score_scale, which is never 0, or with a softcap by the next two. exact: score_scale
+    is a power of two."""
 
     scale: Any
     score_scale: Any
     softcap: Any
     scale_over_softcap: Any
+    exact: Any
 
 
 class SplitSums(NamedTuple):
@@ -94,7 +96,9 @@ def probabilities(
 ):
     """(p, t) of the scores x, whose first column is FIRST of a work tile's BLOCK_N; t is the softcap's tanh."""
     t = x
-    if factors.softcap is None:
+    if factors.softcap is None and factors.exact:
+        x = gl.fma(x, factors.score_scale, neg_lse[None, :])
+    elif factors.softcap is None:
         x = rounded_product(x, factors.score_scale) + neg_lse[None, :]
     else:
         t = tanh(rounded_product(x, factors.scale_over_softcap), IEEE_FP32=False)

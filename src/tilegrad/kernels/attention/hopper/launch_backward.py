@@ -217,6 +217,7 @@ def _prepare(
     split = splits > 1
     dq_warps = tile.dq_warps if deterministic else 1
     score_scale = math.copysign(max(abs(scale), LEAST_FACTOR), scale)
+    exact = not cap and abs(math.frexp(score_scale)[0]) == 0.5
     descending = deterministic and sizes.right is not None
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
     acc, neg_lse, delta, counters = (
@@ -249,7 +250,7 @@ def _prepare(
         ), num_warps=4,
     )  # fmt: skip
     main = prepare(
-        _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None),
+        _hopper_bwd_kernel, (*code, cap == 0.0, exact, sizes.left is None, sizes.right is None),
         min(tiles * splits, programs),
         (
             *descriptors, row_descriptor(neg_lse, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
@@ -261,7 +262,7 @@ def _prepare(
             sizes.left, sizes.right,
             1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic), splits if split else None,
             row_tiles, scale, score_scale, cap or None, scale / cap if cap else None,
-            tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_held, dq_warps, descending,
+            tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_held, dq_warps, descending, exact,
         ), num_warps=4,
     )  # fmt: skip
     prepared = [preprocess, main]
