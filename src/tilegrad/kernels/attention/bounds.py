@@ -30,11 +30,12 @@ of the same rounded scores, bit for bit, so an error of a score is in lse too, a
 key has all of a row, that is nothing, however large its score is. What is left of lse is its own rounding. The row's maximum m is a
 number of the accumulator, so m + log Σ is rounded by log Σ = −log max p at most:
 
-    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ)                         V(exp) comes on top
-    B(row)   = 6 √Σⱼ pᵢⱼ² V(exp) + B(Σ p) + 4 + min(|lse|, −log max p / a)    shared: all of p's row has this relative error
-    V(o)     = Σⱼ pᵢⱼ² V(sᵢⱼ) (keepᵢⱼ vⱼ − oᵢ)²                               what the δ of a row change o by; V(exp) on top
-    V(dq)    = scale² Σⱼ V(sᵢⱼ) (dxᵢⱼ kⱼ − pᵢⱼ Σₖ dxᵢₖ kₖ)²                    likewise
-    B(delta) = 6 √Σⱼ pᵢⱼ² V(sᵢⱼ) (dpᵢⱼ − do·o)² + B(row) |do·o| + B(Σ do o) + |delta|    shared: dsᵢⱼ errs by −pᵢⱼ times it
+    B(row)   = B(Σ p) + 4 + min(|lse|, −log max p / a)                      shared: all of p's row has this relative error
+    V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      what errors of s and exp in a row change o by
+    B(delta) = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) (dpᵢⱼ − do·o)² + B(row) |do·o| + B(Σ do o) + |delta|
+                                                                            shared: dsᵢⱼ errs by −pᵢⱼ times it
+    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ) + Σₖ pᵢₖ² V(exp)         the backward's, but for its own exp
+    V(dq)    = scale² (Σⱼ V(sᵢⱼ) (dxᵢⱼ kⱼ − pᵢⱼ Σₖ dxᵢₖ kₖ)² + Σₖ pᵢₖ² V(exp) (Σₖ dxᵢₖ kₖ)²)      likewise
     V(ds)    = ds² (V(exp) + 1) + p² (V(dp) + (dp² + delta²) / 3)             V(p)/p² comes on top
 
 A GPU flushes p and ds below the accumulator's smallest normal number to 0, and what is formed of such p. There o errs by
@@ -95,15 +96,14 @@ def _bounds(
     v_x = _partial_sums(x, scale**2 * (q**2 @ (k**2).mT), d) + x**2
     v_s = (v_x + _shifts(p, mask, batch) / 3 + (0.0 if tanh is None else 5 * x**2)).masked_fill(p == 0, 0.0)
     v_exp = ((torch.where(p > 0, p.log(), 0.0) ** 2 + exp**2) / 3).masked_fill(p == 0, 0.0)
-    row = _Row(p, v_s)
+    row, of_exp = _Row(p, v_s), (p**2 * v_exp).sum(-1, keepdim=True)
     largest = row.largest_of(p) if p_sink is None else torch.maximum(row.largest_of(p), p_sink)
     size = lse.masked_fill(empty, 0.0).abs()
     of_sum = _of_a_sum(torch.ones_like(lse), (p**2).sum(-1), tk) + exp
     b_lse = SIGMAS * (p**2 * (v_s + v_exp)).sum(-1).sqrt() + of_sum + size
-    b_row = SIGMAS * (p**2 * v_exp).sum(-1).sqrt() + of_sum
-    b_row = b_row + torch.minimum(size, -largest.masked_fill(empty, 1.0).log() / a)
-    v_p, v_r, of_o = row.relative(), r**2 * v_exp, _of_a_sum(o, r**2 @ v**2, tk) + 2 * o.abs()
-    v_delta = (p**2 * v_s * (dr * keep - do_o[..., None]) ** 2 + v_r * dr**2).sum(-1)
+    b_row = of_sum + torch.minimum(size, -largest.masked_fill(empty, 1.0).log() / a)
+    v_p, of_o = row.relative() + of_exp, _of_a_sum(o, r**2 @ v**2, tk) + 2 * o.abs()
+    v_delta = (p**2 * (v_s + v_exp) * (dr * keep - do_o[..., None]) ** 2).sum(-1)
     b_delta = SIGMAS * v_delta.sqrt() + b_row * do_o.abs() + (do**2 * of_o**2).sum(-1).sqrt()
     b_delta = b_delta + _of_a_sum(do_o, (do * o).square().sum(-1), dv) + delta.abs() + dlse.abs()
     v_dp = keep**2 * (_partial_sums(dr, do**2 @ (v**2).mT, dv) + dr**2)
@@ -137,11 +137,11 @@ def _bounds(
     }
     dxk, dxq = dx @ k, to_kv(dx.mT @ q)
     b = {  # B
-        "o": SIGMAS * (row.through(r, v, o) + v_r @ v**2).sqrt() + b_row[..., None] * o.abs() + of_o,
+        "o": SIGMAS * _Row(p, v_s + v_exp).through(r, v, o).sqrt() + b_row[..., None] * o.abs() + of_o,
         "lse": b_lse,
         "dq": abs(scale)
         * (
-            SIGMAS * (row.through(dx, k, dxk) + v_dx @ k**2).sqrt()
+            SIGMAS * (row.through(dx, k, dxk) + of_exp * dxk**2 + v_dx @ k**2).sqrt()
             + b_row[..., None] * dxk.abs()
             + b_delta[..., None] * (pg @ k).abs()
             + _of_a_sum(dxk, dx**2 @ k**2, tk)
@@ -153,7 +153,7 @@ def _bounds(
             + _of_a_sum(dxq, to_kv((dx**2).mT @ q**2), sums)
             + 2 * dxq.abs()
         ),
-        "dv": to_kv((SIGMAS**2 * (r**2 * v_p + v_r) + (r * b_row[..., None]) ** 2).mT @ do**2).sqrt()
+        "dv": to_kv((SIGMAS**2 * r**2 * (v_p + v_exp) + (r * b_row[..., None]) ** 2).mT @ do**2).sqrt()
         + _of_a_sum(exact["dv"], to_kv((r**2).mT @ do**2), sums)
         + 2 * exact["dv"].abs(),
     }
@@ -172,8 +172,11 @@ def _bounds(
             return ((x.sum(-1, keepdim=True) if shape[3] == 1 else x) ** 2).sum_to_size(shape)
 
         along_rows = (var_delta * (p * dbias).sum(-1) ** 2).sum()
-        v_pairs = v_s * (ds - p * ds.sum(-1, keepdim=True)) ** 2 if shape[3] == 1 else ds**2 * v_p
-        own = SIGMAS**2 * (v_pairs + v_ds).sum_to_size(shape)
+        own = SIGMAS**2 * (ds**2 * v_p + v_ds).sum_to_size(shape)
+        if shape[3] == 1:
+            of_row = ds.sum(-1, keepdim=True)
+            own = SIGMAS**2 * (v_s * (ds - p * of_row) ** 2 + v_ds).sum_to_size(shape)
+            own = own + SIGMAS**2 * (of_exp * of_row**2).sum_to_size(shape)
         own = own + squares(ds * b_row[..., None]) + squares(p * b_delta[..., None])
         b_dbias = own.sqrt() + _of_a_sum(dbias, (ds**2).sum_to_size(shape), terms) + dbias.abs()
         var["dbias"] = squares(p * var_delta[..., None].sqrt()).reshape(mask.float_bias.shape), along_rows
