@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import Call, Case, Tensors, bounds, build, oracle
+from support.cases import Call, Case, Tensors, bounds, build, check_call, oracle
 from support.hopper_specs import case_of, specs
 
 pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 from support.gluon.emulator import in_python
+from support.hopper_emulated import forward as forward_in_python
 
 from tilegrad.kernels.attention import hopper
 from tilegrad.kernels.attention.hopper import (
@@ -302,6 +303,25 @@ def emulated(
             scratch=scratch, deterministic=deterministic,
         )  # fmt: skip
     return grads
+
+
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(b=1, hkv=1, group=2, tq=130, tk=130, d=128, dv=128, dtype=torch.bfloat16, causal=True, scores=1e10),
+        Case(b=1, hkv=1, tq=70, tk=130, d=80, dv=80, dtype=torch.bfloat16, sinks=True, scores=1e6),
+        Case(b=1, hkv=1, tq=70, tk=130, d=160, dv=160, dtype=torch.bfloat16, scale=-0.1, scores=1e6),
+        Case(b=1, hkv=1, tq=70, tk=70, d=64, dv=64, dtype=torch.float16, causal=True, scores=1e4),
+        Case(b=1, hkv=1, tq=70, tk=70, d=72, dv=72, dtype=torch.bfloat16, softcap=3e4, scores=1e4),
+    ],
+    ids=lambda case: f"D {case.d}",
+)
+def test_in_plain_python_large_scores_lose_no_more_than_small_ones(case: Case) -> None:
+    of = build(case)
+    got = forward_in_python(of, 2)
+    got |= emulated(of, got["o"], got["lse"], programs=2)
+    check_call(of, got)
 
 
 class Known:
