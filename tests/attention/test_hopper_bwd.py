@@ -493,3 +493,11 @@ def test_nan_of_a_packed_sequence_stays_there_and_an_absent_gradient_changes_no_
         assert torch.equal(spoilt[name][:begin], clean[name][:begin]), name
         assert torch.equal(spoilt[name][end:], clean[name][end:]), name
         assert spoilt[name][begin:end].isnan().all()
+
+
+@interpreted
+def test_a_softcap_is_the_same_function_in_every_kernel() -> None:
+    from tilegrad.kernels.attention.hopper import forward as forward_kernel
+
+    used = [module.tanh.fn for module in (forward_kernel, backward_mma, scores)]
+    assert used == [numerics.tanh.fn] * 3

@@ -14,11 +14,11 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.cases import Call, Case, build, check_call
+from support.cases import Case, build, check_call
 from support.hopper_specs import case_of, specs
 
 from tilegrad import Mask
-from tilegrad.kernels.attention.problem import Sizes, output_shapes
+from tilegrad.kernels.attention.problem import Sizes
 
 triton = pytest.importorskip("triton", reason="needs Triton")
 from support.hopper_emulated import forward as emulated  # noqa: E402

@@ -86,7 +86,7 @@ def test_large_scores_lose_no_more_than_small_ones(isa: str, name: str, dtype: t
 
 @needs_library
 @pytest.mark.parametrize("d", [40, 80, 128])
-@pytest.mark.parametrize("size", (1.0, *LARGE_SCORES))
+@pytest.mark.parametrize("size", [1.0, *LARGE_SCORES])
 def test_large_scores_lose_no_more_than_in_sdpa(size: float, d: int) -> None:
     call = build(Case(b=1, hkv=2, tq=130, tk=130, d=d, dv=d, causal=True, scores=size))
     exact, got = oracle(call), run(call, "native")

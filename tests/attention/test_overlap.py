@@ -1,4 +1,4 @@
-"""Outputs that share memory with something else of the call: refused by name, whatever the kernel, before anything is written."""
+"""Outputs that share memory with something else of the call are refused by name, before anything is written."""
 
 from __future__ import annotations
 
@@ -50,7 +50,9 @@ def call(direction: str, x: dict[str, Tensor], kernel: str) -> None:
 
 
 @pytest.mark.parametrize("kernel", KERNELS)
-def test_every_pair_of_tensors_of_which_one_is_written_is_refused_by_name_where_they_share_a_number(kernel: str) -> None:
+def test_every_pair_of_tensors_of_which_one_is_written_is_refused_by_name_where_they_share_a_number(
+    kernel: str,
+) -> None:
     names = {"fwd": FORWARD, "bwd": BACKWARD}
     for direction, of in names.items():
         x = tensors(of)
@@ -60,7 +62,9 @@ def test_every_pair_of_tensors_of_which_one_is_written_is_refused_by_name_where_
         x = sharing(tensors(names[direction]), a, b)
         before = {name: y.clone() for name, y in x.items()}
         written = b if b in (*GRADIENTS, "o", "lse") and (direction == "bwd") == (b in GRADIENTS) else a
-        with pytest.raises(ValueError, match=rf"^({a}|{b}): got memory that ({a}|{b}) has too; accepted: memory of its own") as e:
+        with pytest.raises(
+            ValueError, match=rf"^({a}|{b}): got memory that ({a}|{b}) has too; accepted: memory of its own"
+        ) as e:
             call(direction, x, kernel)
         assert str(e.value).startswith(f"{written}:")
         assert all(torch.equal(y, before[name]) for name, y in x.items())

@@ -157,8 +157,13 @@ def check_large_scores(name: str, dtype: torch.dtype, size: float) -> None:
 @interpreted
 @pytest.mark.parametrize(
     ("name", "dtype", "size"),
-    [("causal", torch.bfloat16, 1e10), ("causal", torch.float32, 1e6), ("softcap", torch.bfloat16, 1e4), ("alibi", torch.float32, 1e6)],
-)  # fmt: skip
+    [
+        ("causal", torch.bfloat16, 1e10),
+        ("causal", torch.float32, 1e6),
+        ("softcap", torch.bfloat16, 1e4),
+        ("alibi", torch.float32, 1e6),
+    ],
+)
 def test_interpreted_large_scores_lose_no_more_than_small_ones(name: str, dtype: torch.dtype, size: float) -> None:
     check_large_scores(name, dtype, size)
 

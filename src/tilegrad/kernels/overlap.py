@@ -1,9 +1,9 @@
 """Whether tensors share memory: exactly, for any strides.
 
-Parts of one buffer lie among each other without sharing a byte: q, k and v of a fused (B, T, 3, H, D), say. Two tensors share a
-byte where Σ strideₐ · iₐ − Σ strideᵦ · jᵦ is the distance of their addresses for some indices i and j in range. Strides that both
-have count as one, of i − j. The largest comes first: what the others can't reach leaves few indices for it, so a search is
-short.
+Parts of one buffer lie among each other without sharing a byte: q, k and v of a fused (B, T, 3, H, D), say. Two tensors share
+a byte where Σ strideₐ · iₐ − Σ strideᵦ · jᵦ is the distance of their addresses for some indices i and j in range. Strides that
+both have count as one, of i − j. The largest comes first: what the others can't reach leaves few indices for it, so a search
+is short.
 """
 
 from __future__ import annotations
@@ -48,6 +48,6 @@ def check_apart(writes: Mapping[str, Tensor | None], reads: Mapping[str, object]
         for other, y in (*read, *written[:n]):
             if share_memory(x, y):
                 raise ValueError(
-                    f"{name}: got memory that {other} has too; accepted: memory of its own, for no output may share any with an "
-                    "input or with another output (views of one buffer may, where no number belongs to both)"
+                    f"{name}: got memory that {other} has too; accepted: memory of its own, because no output may share any "
+                    "with an input or with another output (views of one buffer may be given, where no number belongs to both)"
                 )

@@ -85,8 +85,8 @@ class Selected(NamedTuple):
     run: Callable[..., None] | None = None
 
     def check_apart(self, tensors: tuple[Tensor | None, ...], mask: Mask) -> None:
-        """No output shares memory with another tensor of the call: q, k, v, o, lse and, of a backward, do, dlse, dq, dk, dv, dbias,
-        dsinks. What holds for addresses of a signature is remembered."""
+        """No output shares memory with another tensor of the call, given as q, k, v, o, lse and, of a backward, do, dlse, dq,
+        dk, dv, dbias, dsinks. What holds for addresses of a signature is remembered."""
         addresses = [x.data_ptr() for x in tensors if x is not None]
         if not mask.bare:
             addresses += [x.data_ptr() for x in mask.tensors]
@@ -96,7 +96,9 @@ class Selected(NamedTuple):
         named = dict(zip(_NAMES, tensors, strict=False))
         written = ("o", "lse") if len(tensors) == 5 else _GRADIENTS
         held = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
-        reads = {name: x for name, x in named.items() if name not in written} | {name: getattr(mask, name) for name in held}
+        reads = {name: x for name, x in named.items() if name not in written} | {
+            name: getattr(mask, name) for name in held
+        }
         check_apart({name: named[name] for name in written}, reads)
         if len(self.apart) >= MOST_ADDRESSES:
             self.apart.clear()

@@ -25,10 +25,10 @@ of what a row shares; a sum of n terms t, whose partial sums s are rounded, adds
     V(exp)   = ((s − lse)² + 16) / 3                                        exp errs by up to 4, or as a kernel says
     B(lse)   = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) + B(Σ p) + |lse| + 4
 
-**Large scores.** A score s errs by δ, as much as |s| a, but p must not: the forward's maximum, lse and the backward's p are formed
-of the same rounded scores, bit for bit, so an error of a score is in lse too, and pᵢⱼ errs by the factor δⱼ − Σₖ pᵢₖ δₖ. Where one
-key has all of a row, that is nothing, however large its score is. What is left of lse is its own rounding. The row's maximum m is a
-number of the accumulator, so m + log Σ is rounded by log Σ = −log max p at most:
+**Large scores.** A score s errs by δ, as much as |s| a, but p must not: the forward's maximum, lse and the backward's p are
+formed of the same rounded scores, bit for bit, so an error of a score is in lse too, and pᵢⱼ errs by δⱼ − Σₖ pᵢₖ δₖ of itself.
+Where one key has all of a row, that is nothing, however large its score is. What is left of lse is its own rounding. The row's
+maximum m is a number of the accumulator, so m + log Σ is rounded by log Σ = −log max p at most:
 
     B(row)   = B(Σ p) + 4 + min(|lse|, −log max p / a)                      shared: all of p's row has this relative error
     V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      what errors of s and exp in a row change o by
@@ -204,8 +204,8 @@ def _bounds(
 
 
 class _Row:
-    """What errors of scores, of variance V(s), do to the numbers of a row that are formed of its p. The key with the largest p is
-    kept apart: its V(s) may be that of a large score, where what is left after subtraction is nothing."""
+    """What errors of scores, of variance V(s), do to the numbers of a row that are formed of its p. The key with the largest p
+    is kept apart: its V(s) may be that of a large score, where what is left after subtraction is nothing."""
 
     def __init__(self, p: Tensor, v_s: Tensor) -> None:
         self.p, self.v_s = p, v_s
@@ -222,7 +222,9 @@ class _Row:
         own = self.p**2 * self.v_s
         others = own.masked_fill(self.is_top, 0.0)
         of_others = others.sum(-1, keepdim=True)
-        rest = torch.where(self.is_top, of_others, self.largest_of(own)[..., None] + (of_others - others).clamp(min=0.0))
+        rest = torch.where(
+            self.is_top, of_others, self.largest_of(own)[..., None] + (of_others - others).clamp(min=0.0)
+        )
         return (1 - self.p) ** 2 * self.v_s + rest
 
     def through(self, c: Tensor, v: Tensor, total: Tensor) -> Tensor:

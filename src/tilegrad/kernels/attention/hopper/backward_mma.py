@@ -53,8 +53,8 @@ NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
 
 
 class Factors(NamedTuple):
-    """What dk is multiplied by, and scores: by score_scale, which is never 0, or with a softcap by the next two. exact: score_scale
-    is a power of two."""
+    """What dk is multiplied by, and scores: by score_scale, which is never 0, or with a softcap by the next two. exact:
+    score_scale is a power of two."""
 
     scale: Any
     score_scale: Any

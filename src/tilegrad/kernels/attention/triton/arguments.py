@@ -48,7 +48,7 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
 
 
 def exponent_arguments(factor: float, dtype: torch.dtype) -> Arguments:
-    """What the forward multiplies a plain call's products by for `power`: factor · log2(e), and the power of two from there on."""
+    """What the forward multiplies products by for `power`: factor · log2(e), and the power of two from there on."""
     log2_factor = factor if ieee_fp32(dtype) else factor * LOG2E
     return {"log2_factor": log2_factor, "coarse_factor": coarse(log2_factor)}
 

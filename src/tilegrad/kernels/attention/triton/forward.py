@@ -8,8 +8,8 @@
     o = acc / row_sum / (1 − dropout_p)          lse = row_max + log row_sum
 
 Of a plain call x are products q·k, and p = exp2(c x − c row_max), c = factor · log2(e), is one fma and one exp2. The fma takes
-a c · row_max that is rounded from a c · x that is not. What was rounded off is one number for all of a row: it cancels in o, and
-lse = factor · row_max + log row_sum makes up for it. Beyond 2²⁶ it would overflow, so c is the next power of two there, and
+a c · row_max that is rounded from a c · x that is not. What was rounded off is one number for all of a row: it cancels in o,
+and `product_lse` takes it out of lse. Beyond 2²⁶ it would overflow, so c is the next power of two there, and
 nothing is rounded off: such scores are 4 apart at least in the log2 domain, and p is 0 or 1 but for a few.
 
 Split-K: where rows are few and columns many, `splits` programs share a row tile's columns. Each writes its own o and lse, in
@@ -86,8 +86,8 @@ def _attention_fwd_kernel(
     o, lse,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h,
     o_b, o_h, o_t, o_s, lse_b, lse_h, lse_t, lse_s,
-    sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits, factor, log2_factor, coarse_factor, softcap,
-    inv_keep,
+    sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits,
+    factor, log2_factor, coarse_factor, softcap, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
@@ -167,8 +167,8 @@ def _attention_fwd_kernel(
         value = logarithm(row_sum, IEEE_FP32)
         if PLAIN:
             value = product_lse(row_max, value, factor, log2_factor, coarse_factor, IEEE_FP32)
-        else:
-            value = row_max + value
+        if not PLAIN:
+            value += row_max
         tl.store(lse + steps(rows, lse_t, 1), tl.where(some, value, float("-inf")), mask=rows < tq)
 
 

@@ -43,7 +43,8 @@ def from_log2(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def power(x, IEEE_FP32: tl.constexpr):
-    """exp2(x) of float32 or, by tl.exp, exp(x) of float64. With IEEE_FP32 exp(x) = 2ⁿ exp(f), |f| ≤ ln 2 / 2, by a polynomial for (exp(f) − 1 − f) / f²; error 0.7 ulp."""
+    """exp2(x). With IEEE_FP32 exp(x), of float64 by tl.exp, of float32 = 2ⁿ exp(f), |f| ≤ ln 2 / 2, by a polynomial for
+    (exp(f) − 1 − f) / f²; error 0.7 ulp."""
     if x.dtype == tl.float64:
         return tl.exp(x)
     elif IEEE_FP32:
@@ -74,7 +75,7 @@ def scaled_max(row_max, log2_factor, coarse_factor):
 
 @triton.jit
 def product_lse(row_max, log_sum, factor, log2_factor, coarse_factor, IEEE_FP32: tl.constexpr):
-    """lse of rows of products, of which row_max is the largest: factor · row_max, rounded as the backward rounds it, and log_sum
+    """lse of rows of products, of which row_max is the largest: factor · row_max, rounded as in the backward, and log_sum
     without what the rounding of c · row_max has added."""
     c, largest = scaled_max(row_max, log2_factor, coarse_factor)
     return rounded_product(row_max, factor) + (log_sum - from_log2(tl.fma(row_max, c, -largest), IEEE_FP32))

@@ -141,8 +141,8 @@ def dropout_mask(i, j, head):
 
 @triton.jit
 def probabilities(s, lse, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh only where the call has them. A score of float64
-    is rounded as lse was."""
+    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh only where the call has them. A score of
+    float64 is rounded as lse was."""
     x, t = scores(s, i, j, head, IEEE_FP32, MASKED)
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
     if PLAIN:
