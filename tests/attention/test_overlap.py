@@ -45,8 +45,9 @@ def call(direction: str, x: dict[str, Tensor], kernel: str) -> None:
     if not backward:
         attention_fwd(x["q"], x["k"], x["v"], mask, o=x["o"], lse=x["lse"], **how)
         return
-    reads = [x[name] for name in ("q", "k", "v", "o", "lse", "do", "dlse")]
-    attention_bwd(*reads, mask, **{name: x[name] for name in GRADIENTS}, **how)
+    q, k, v, o, lse, do, dlse = (x[name] for name in ("q", "k", "v", "o", "lse", "do", "dlse"))
+    gradients: dict[str, Any] = {name: x[name] for name in GRADIENTS}
+    attention_bwd(q, k, v, o, lse, do, dlse, mask, **gradients, **how)
 
 
 @pytest.mark.parametrize("kernel", KERNELS)

@@ -8,8 +8,9 @@
     postprocess  dq = scale · dq_acc, in the tensor's dtype
 
 scale · sᵀ is rounded before neg_lse is added, as the forward rounds the score that lse is formed of, so large scores lose no
-more than small ones. Where scale is a power of two nothing is rounded, and both are one fma. scale is of magnitude 1e-30 at
-least there. With a softcap c: t = tanh(sᵀ · scale / c), pᵀ = exp(c·t + neg_lse), and ds gains the factor 1 − t².
+more than small ones. Where scale is a positive power of two, pᵀ = exp(scale · (sᵀ + neg_lse / scale)) is the same and one
+instruction less; neg_lse is stored divided then. scale is of magnitude 1e-30 at least there. With a softcap c:
+t = tanh(sᵀ · scale / c), pᵀ = exp(c·t + neg_lse), and ds gains the factor 1 − t².
 
 **Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with a task each,
 backward_wide.py), a producer warp (backward_load.py) and a dQ store warp or two (backward_store_dq.py). They exchange through

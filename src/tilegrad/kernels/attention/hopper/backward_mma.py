@@ -54,7 +54,7 @@ NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
 
 class Factors(NamedTuple):
     """What dk is multiplied by, and scores: by score_scale, which is never 0, or with a softcap by the next two. exact:
-    score_scale is a power of two."""
+    scale is a positive power of two, by which neg_lse has been divided, and score_scale is scale · log2(e)."""
 
     scale: Any
     score_scale: Any
@@ -97,16 +97,16 @@ def probabilities(
     """(p, t) of the scores x, whose first column is FIRST of a work tile's BLOCK_N; t is the softcap's tanh."""
     t = x
     if factors.softcap is None and factors.exact:
-        x = gl.fma(x, factors.score_scale, neg_lse[None, :])
+        x = (x + neg_lse[None, :]) * factors.score_scale
     elif factors.softcap is None:
-        x = rounded_product(x, factors.score_scale) + neg_lse[None, :]
+        x = (rounded_product(x, factors.score_scale) + neg_lse[None, :]) * LOG2E
     else:
         t = tanh(rounded_product(x, factors.scale_over_softcap), IEEE_FP32=False)
-        x = rounded_product(t, factors.softcap) + neg_lse[None, :]
+        x = (rounded_product(t, factors.softcap) + neg_lse[None, :]) * LOG2E
     if row_info & MASKED != 0:
         iteration += row_info >> 30  # 0, but unknown to the compiler: else it holds the tile's info in registers
         x = _mask_out(x, row, FIRST, iteration, params, tile_info, BLOCK_N)
-    return gl.exp2(x * LOG2E), t
+    return gl.exp2(x), t
 
 
 @gluon.jit

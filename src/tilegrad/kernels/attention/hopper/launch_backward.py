@@ -19,7 +19,7 @@ from ...gpu import multiprocessors
 from ...scratch import Layout, Scratch, Shapes
 from ...triton_version import takes_more_registers
 from ..mask import Mask
-from ..problem import LEAST_FACTOR, Sizes, lse_strides, row_strides, sizes_of
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
 from . import pieces
 from .backward import _hopper_bwd_kernel
 from .backward_store_dq import dkdv_columns
@@ -217,7 +217,8 @@ def _prepare(
     split = splits > 1
     dq_warps = tile.dq_warps if deterministic else 1
     score_scale = math.copysign(max(abs(scale), LEAST_FACTOR), scale)
-    exact = not cap and abs(math.frexp(score_scale)[0]) == 0.5
+    exact = not cap and math.frexp(score_scale)[0] == 0.5
+    divisor = score_scale if exact else 1.0
     descending = deterministic and sizes.right is not None
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
     acc, neg_lse, delta, counters = (
@@ -246,7 +247,7 @@ def _prepare(
             o, do, lse, dlse, cu_q, neg_lse, delta, None if deterministic else acc, counters, sums,
             *row_strides(o, varlen=varlen), *row_strides(do, varlen=varlen),
             *lse_strides(lse, varlen=varlen), *lse_strides(dlse, varlen=varlen),
-            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, d, block_d, BLOCK, PADDING,
+            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, block_d, BLOCK, PADDING,
         ), num_warps=4,
     )  # fmt: skip
     main = prepare(
@@ -261,7 +262,7 @@ def _prepare(
             rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
             sizes.left, sizes.right,
             1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic), splits if split else None,
-            row_tiles, scale, score_scale, cap or None, scale / cap if cap else None,
+            row_tiles, scale, score_scale * LOG2E if exact else score_scale, cap or None, scale / cap if cap else None,
             tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_held, dq_warps, descending, exact,
         ), num_warps=4,
     )  # fmt: skip
@@ -276,6 +277,6 @@ def _prepare(
     if dsinks is not None and mask.sinks is not None:
         sums_of = (neg_lse, delta, mask.sinks, cu_q, dsinks, mask.sinks.stride(0), dsinks.stride(0))
         dtypes = (varlen, mask.sinks.dtype, dsinks.dtype)
-        heads_of = (*sums_of, rows_b, rows_h, sizes.batch, sizes.tq, 1024)
+        heads_of = (*sums_of, rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024)
         prepared.append(prepare(_hopper_dsinks_kernel, dtypes, sizes.hq, heads_of, num_warps=4))
     return tuple(prepared)

@@ -42,7 +42,7 @@ def _hopper_preprocess_kernel(
     neg_lse, delta, dq_acc, counters, sums,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, do_b: tl.int64, do_h: tl.int64, do_t: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_t: tl.int64,
-    rows_b, rows_h, heads, row_tiles, tq, counted, summed,
+    rows_b, rows_h, heads, row_tiles, tq, counted, summed, divisor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
     tile = tl.program_id(0) % row_tiles
@@ -70,7 +70,7 @@ def _hopper_preprocess_kernel(
     some = lse_row > float("-inf")
 
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    tl.store(neg_lse + at, tl.where(some, -lse_row, float("-inf")))
+    tl.store(neg_lse + at, tl.where(some, -lse_row / divisor, float("-inf")))
     tl.store(delta + at, tl.where(some, -d, 0.0))
     if dq_acc is not None:
         tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=c < D)
@@ -108,7 +108,7 @@ def _hopper_postprocess_kernel(
 def _hopper_dsinks_kernel(
     neg_lse, delta, sinks, cu_seqlens_q,
     dsinks,
-    sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, batch, tq,
+    sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, batch, tq, divisor,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
@@ -119,7 +119,7 @@ def _hopper_dsinks_kernel(
         at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            z = tl.load(neg_lse + at + rows, mask=rows < t, other=0.0)
+            z = tl.load(neg_lse + at + rows, mask=rows < t, other=0.0) * divisor
             acc += tl.math.exp2((sink + z) * LOG2E) * tl.load(delta + at + rows, mask=rows < t, other=0.0)
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))
