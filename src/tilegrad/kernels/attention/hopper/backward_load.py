@@ -1,6 +1,6 @@
 """The producer warp of Hopper's backward: takes work tiles and loads them by TMA.
 
-For each work tile: k and v once, and q, do, neg_lse and delta of every tile of rows that attends to it.
+For each work tile: k and v once, and q, do, neg_lse2 and delta of every tile of rows that attends to it.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ from .pipeline import named_acquire, named_drain, producer_acquire, stage_of, wr
 
 
 class Inputs(NamedTuple):
-    """What the producer warp fills: pipelines of tiles, and what comes with a stage of q (neg_lse, row_info) or do (delta)."""
+    """What the producer warp fills: pipelines of tiles, and what comes with a stage of q (neg_lse2, row_info) or do (delta)."""
 
     q: Any
     do: Any
     k: Any
     v: Any
-    neg_lse: Any
+    neg_lse2: Any
     delta: Any
     row_info: Any
 
@@ -48,7 +48,7 @@ class Sources(NamedTuple):
     k_descs: Any
     v_descs: Any
     do_descs: Any
-    neg_lse_desc: Any
+    neg_lse2_desc: Any
     delta_desc: Any
     rows_b: Any
     rows_h: Any
@@ -65,7 +65,7 @@ def _load_columns(sources, params, tile, inputs, iteration, BLOCK_N: gl.constexp
 
 @gluon.jit
 def _load_rows(descs, at, row_desc, row, rows, pipeline, state):
-    """A tile of q or do and what comes with it: neg_lse or delta, from `row` on."""
+    """A tile of q or do and what comes with it: neg_lse2 or delta, from `row` on."""
     stage = stage_of(state, pipeline.full.shape[0])
     load_tile(descs, at, pipeline, stage, row_desc.block_type.nbytes)
     tma_load(row_desc, [row], pipeline.full.index(stage), rows.index(stage))
@@ -94,7 +94,7 @@ def _load_tile(
             _load_rows(sources.do_descs, at, sources.delta_desc, padded_row, inputs.delta, inputs.do, state)
         named_acquire(inputs.q, state, Q, INPUT_THREADS)
         write_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]), (m << FLAG_BITS) + flags)
-        _load_rows(sources.q_descs, at, sources.neg_lse_desc, padded_row, inputs.neg_lse, inputs.q, state)
+        _load_rows(sources.q_descs, at, sources.neg_lse2_desc, padded_row, inputs.neg_lse2, inputs.q, state)
         if step == tile.begin:
             _load_columns(sources, params, tile, inputs, iteration, BLOCK_N)
         if not DO_FIRST:

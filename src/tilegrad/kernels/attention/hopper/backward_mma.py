@@ -45,22 +45,20 @@ from .pipeline import (
 )
 
 tanh = gluon.jit(numerics.tanh.fn)
-rounded_product = gluon.jit(numerics.rounded_product.fn)
-LOG2E = numerics.LOG2E
 
 HALF = gl.constexpr(64)  # columns of a warpgroup
 NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
 
 
 class Factors(NamedTuple):
-    """What dk is multiplied by, and scores: by score_scale, which is never 0, or with a softcap by the next two. exact:
-    scale is a positive power of two, by which neg_lse has been divided, and score_scale is scale · log2(e)."""
+    """What scores are multiplied by; softcap_log2 is None without a softcap. With `divided`, neg_lse2 has been divided by
+    scale_log2."""
 
     scale: Any
-    score_scale: Any
-    softcap: Any
+    scale_log2: Any
+    softcap_log2: Any
     scale_over_softcap: Any
-    exact: Any
+    divided: Any
 
 
 class SplitSums(NamedTuple):
@@ -92,17 +90,17 @@ def _mask_out(x, row, first, iteration, params, tile_info, BLOCK_N: gl.constexpr
 
 @gluon.jit
 def probabilities(
-    x, neg_lse, row_info, row, iteration, params, tile_info, factors, BLOCK_N: gl.constexpr, FIRST: gl.constexpr
+    x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N: gl.constexpr, FIRST: gl.constexpr
 ):
     """(p, t) of the scores x, whose first column is FIRST of a work tile's BLOCK_N; t is the softcap's tanh."""
     t = x
-    if factors.softcap is None and factors.exact:
-        x = (x + neg_lse[None, :]) * factors.score_scale
-    elif factors.softcap is None:
-        x = (rounded_product(x, factors.score_scale) + neg_lse[None, :]) * LOG2E
+    if factors.softcap_log2 is None:
+        if factors.divided:
+            neg_lse2 = neg_lse2 * factors.scale_log2
+        x = x * factors.scale_log2 + neg_lse2[None, :]
     else:
-        t = tanh(rounded_product(x, factors.scale_over_softcap), IEEE_FP32=False)
-        x = (rounded_product(t, factors.softcap) + neg_lse[None, :]) * LOG2E
+        t = tanh(x * factors.scale_over_softcap, IEEE_FP32=False)
+        x = t * factors.softcap_log2 + neg_lse2[None, :]
     if row_info & MASKED != 0:
         iteration += row_info >> 30  # 0, but unknown to the compiler: else it holds the tile's info in registers
         x = _mask_out(x, row, FIRST, iteration, params, tile_info, BLOCK_N)
@@ -113,7 +111,7 @@ def probabilities(
 def _score_gradient(p, dp, t, delta, factors):
     """dsᵀ = pᵀ ∘ (dpᵀ + delta), and through the softcap."""
     ds = p * (dp + delta[None, :])
-    if factors.softcap is not None:
+    if factors.softcap_log2 is not None:
         ds = ds * (1.0 - t * t)
     return ds
 
@@ -177,10 +175,10 @@ def _add_rows(
     consumer_wait(inputs.do, state)
     dp_token = dot_rows(_own_columns(W, v), do, zero, v_held)
     DP_MMAS: gl.constexpr = PIECES if v_held is None else len(cut(do, v_held.shape[1]))
-    neg_lse = inputs.neg_lse.index(stage_of(state, STAGES)).load(ROW_L)
+    neg_lse2 = inputs.neg_lse2.index(stage_of(state, STAGES)).load(ROW_L)
     x = warpgroup_mma_wait(DP_MMAS, deps=(s_token,))
     row = (row_info >> FLAG_BITS) * BLOCK_M
-    p, t = probabilities(x, neg_lse, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
+    p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, W * HALF)
     p16 = p.to(dtype)
     delta = inputs.delta.index(stage_of(state, STAGES)).load(ROW_L)
     ds16 = _score_gradient(p, warpgroup_mma_wait(0, deps=(dp_token,)), t, delta, factors).to(dtype)

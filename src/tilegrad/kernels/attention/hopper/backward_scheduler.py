@@ -144,7 +144,7 @@ def work_tile(
         last = (gl.maximum(gl.minimum(tq, stop + shift + params.left), 0) + BLOCK_M - 1) // BLOCK_M
     last = gl.maximum(last, first)
     unmasked = gl.minimum(gl.maximum(unmasked, first), last)
-    unmasked_end = last  # rows beyond the end need no mask: their neg_lse makes p = 0
+    unmasked_end = last  # rows beyond the end need no mask: their neg_lse2 makes p = 0
     if params.left is not None:
         unmasked_end = gl.minimum(gl.maximum(start + shift + params.left + 1, 0) // BLOCK_M, last)
     unmasked = gl.where(start + BLOCK_N > tk, last, unmasked)  # columns beyond the end do
@@ -175,7 +175,7 @@ def take_tile(tile_counter, params):
 
 @gluon.jit
 def first_row(b, start_q, rows_b, VARLEN: gl.constexpr):
-    """Where sequence b begins in neg_lse and delta. Packed sequences are padded to multiples of rows_b there, because TMA
+    """Where sequence b begins in neg_lse2 and delta. Packed sequences are padded to multiples of rows_b there, because TMA
     loads from multiples of 16 bytes on."""
     return (start_q + b * rows_b) // rows_b * rows_b if VARLEN else b * rows_b
 

@@ -93,7 +93,7 @@ def _gradient_of_rows(ds, k, part: gl.constexpr):
 def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D: gl.constexpr):
     """The consumer warpgroup with s, p, dv and every other slice of dq."""
     BLOCK_N: gl.constexpr = inputs.k.stages[0].shape[-2]
-    BLOCK_M: gl.constexpr = inputs.neg_lse.shape[1]
+    BLOCK_M: gl.constexpr = inputs.neg_lse2.shape[1]
     dtype: gl.constexpr = inputs.k.stages[0].dtype
     zero = gl.zeros((BLOCK_N, BLOCK_M), gl.float32, layout=ST_L)
     state = 0
@@ -109,13 +109,13 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
             q = tile_of(inputs.q.stages, stage_of(state, inputs.q.full.shape[0]))
             s_token = dot_rows(k, q, zero)
             row_info = read_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]))
-            neg_lse = inputs.neg_lse.index(stage_of(state, inputs.neg_lse.shape[0])).load(gl.SliceLayout(0, ST_L))
+            neg_lse2 = inputs.neg_lse2.index(stage_of(state, inputs.neg_lse2.shape[0])).load(gl.SliceLayout(0, ST_L))
             x = warpgroup_mma_wait(0, deps=(s_token,))
             named_release(inputs.q, state, Q, INPUT_THREADS)
             row = (row_info >> FLAG_BITS) * BLOCK_M
-            p, t = probabilities(x, neg_lse, row_info, row, iteration, params, tile_info, factors, BLOCK_N, 0)
+            p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, 0)
             weight = p
-            if factors.softcap is not None:
+            if factors.softcap_log2 is not None:
                 weight = p * (1.0 - t * t)
             exchange.p.index(0).store(weight)
             named_arrive(P, MMA_THREADS)

@@ -87,11 +87,7 @@ LOWEST = gl.constexpr(-1e38)
 
 tanh = gluon.jit(numerics.tanh.fn)
 to_log2 = gluon.jit(numerics.to_log2.fn)
-rounded_product = gluon.jit(numerics.rounded_product.fn)
-scaled_max = gluon.jit(numerics.scaled_max.fn)
-product_lse = gluon.jit(numerics.product_lse.fn)
-LOG2E = numerics.LOG2E
-LN2 = numerics.LN2
+from_log2 = gluon.jit(numerics.from_log2.fn)
 
 
 class Out(NamedTuple):
@@ -165,23 +161,19 @@ def _softmax_step(
 ):
     """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES none crosses it."""
     x = s
-    if params.softcap is not None:
-        t = tanh(rounded_product(x, params.scale_over_softcap), IEEE_FP32=False)
-        x = rounded_product(t, params.softcap)
+    scale_log2 = params.scale_log2
+    if params.softcap_log2 is not None:
+        sign: gl.constexpr = -1.0 if NEGATIVE else 1.0
+        x = params.softcap_log2 * tanh(x * (sign * params.scale_log2 / params.softcap_log2), IEEE_FP32=False)
+        scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x
     if EDGES:  # noqa: SIM102 (known to the compiler)
         if (at < span.unmasked) | (at >= span.unmasked_end):
             x = _mask_out(x, at, span, params, BLOCK_N)
-    new_max = gl.maximum(row_max, max_of_rows(x))
-    if params.softcap is not None:
-        p = gl.exp2((x - new_max[:, None]) * LOG2E)
-        alpha = gl.exp2((row_max - new_max) * LOG2E)
-    else:
-        _, old = scaled_max(row_max, params.scale_log2, params.coarse_scale_log2)
-        c, new = scaled_max(new_max, params.scale_log2, params.coarse_scale_log2)
-        p = gl.exp2(gl.fma(x, c[:, None], -new[:, None]))
-        alpha = gl.exp2(old - new)
+    new_max = gl.maximum(row_max, max_of_rows(x) * scale_log2)
+    p = gl.exp2(x * scale_log2 - new_max[:, None])
+    alpha = gl.exp2(row_max - new_max)
     return p, new_max, row_sum * alpha + sum_of_rows(p), alpha
 
 
@@ -190,35 +182,21 @@ def _start_rows(iteration, pipelines, params, S: gl.constexpr):
     """(row_max, row_sum) before the first column: nothing, or the sink."""
     row_max = gl.full((ROWS,), LOWEST, gl.float32, layout=gl.SliceLayout(1, S))
     row_sum = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S))
-    if params.softcap is None:
-        row_max = row_max / gl.maximum(params.coarse_scale_log2, 1.0)
     if params.sinks is not None:
         h = read_word(pipelines.tile_info.h, iteration % INFO_STAGES)
-        sink = gl.load(params.sinks + h * params.sinks_h).to(gl.float32)
-        if params.softcap is None:
-            row_max = gl.maximum(row_max, sink / params.scale)
-            _, largest = scaled_max(row_max, params.scale_log2, params.coarse_scale_log2)
-            row_sum = gl.exp2(to_log2(sink, IEEE_FP32=False) - largest)
-        else:
-            row_max = gl.maximum(row_max, sink)
-            row_sum = gl.exp2((sink - row_max) * LOG2E)
+        sink = to_log2(gl.load(params.sinks + h * params.sinks_h).to(gl.float32), IEEE_FP32=False)
+        row_max = gl.maximum(row_max, sink)
+        row_sum = gl.exp2(sink - row_max)
     return row_max, row_sum
 
 
 @gluon.jit
-def _write(acc, row_max, row_sum, tile, start, stages, stage, out, params, VARLEN: gl.constexpr, D: gl.constexpr):
+def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.constexpr, D: gl.constexpr):
     some = row_sum > 0.0
     row_sum = gl.where(some, row_sum, 1.0)
     if out.lse is not None:
         rows = start + gl.arange(0, ROWS, layout=row_sum.type.layout)
-        value = gl.log2(row_sum) * LN2
-        if params.softcap is None:
-            value = product_lse(
-                row_max, value, params.scale, params.scale_log2, params.coarse_scale_log2, IEEE_FP32=False
-            )
-        else:
-            value = row_max + value
-        value = gl.where(some, value, float("-inf"))
+        value = gl.where(some, from_log2(row_max + gl.log2(row_sum), IEEE_FP32=False), float("-inf"))
         lse = out.lse + gl.cast(tile.b, gl.int64) * out.lse_b + gl.cast(tile.h, gl.int64) * out.lse_h
         gl.store(lse + (tile.start_q + rows).to(gl.int64) * out.lse_t, value, mask=rows >= 0)
     if out.o is not None:
@@ -360,7 +338,7 @@ def _attend(
         span, more = next_span(W, iteration + 1, pipelines, params, TILE, BLOCK_N)
 
         start = tile.start + W * ROWS
-        _write(acc, row_max, row_sum, tile, start, pipelines.q.stages, q_stage, out, params, VARLEN, D)
+        _write(acc, row_max, row_sum, tile, start, pipelines.q.stages, q_stage, out, VARLEN, D)
         iteration += 1
     if W == 0:
         _wait_for_turn(W, pipelines, TURNS)
@@ -377,8 +355,7 @@ def _attention_fwd_kernel(
     q_desc, k_desc, v_desc, o_desc, q_desc2, k_desc2, v_desc2, o_desc2, cu_seqlens_q, cu_seqlens_k, sinks,
     o, lse, tile_counter,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
-    batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right,
-    scale, scale_log2, coarse_scale_log2, softcap, scale_over_softcap,
+    batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_HELD: gl.constexpr,
     NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
@@ -419,7 +396,7 @@ def _attention_fwd_kernel(
     )  # fmt: skip
     params = Params(
         cu_seqlens_q, cu_seqlens_k, sinks, sinks_h, tile_counter, batch, heads, group, row_tiles, heads_per_section,
-        tq, tk, left, right, scale, scale_log2, coarse_scale_log2, softcap, scale_over_softcap,
+        tq, tk, left, right, scale_log2, softcap_log2,
     )  # fmt: skip
     o_stages = None
     if Q_STAGES == 1 and o is not None:

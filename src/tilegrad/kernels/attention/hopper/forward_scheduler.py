@@ -74,11 +74,8 @@ class Params(NamedTuple):
     tk: Any
     left: Any
     right: Any
-    scale: Any  # |scale|
     scale_log2: Any  # |scale| · log2(e)
-    coarse_scale_log2: Any  # the power of two from there on, for large scores
-    softcap: Any
-    scale_over_softcap: Any  # with scale's sign
+    softcap_log2: Any  # c · log2(e)
 
 
 class Pipelines(NamedTuple):

@@ -21,13 +21,13 @@ from ...triton_version import takes_more_registers
 from ..mask import Mask
 from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
 from . import pieces
-from .backward import _hopper_bwd_kernel
+from .backward import DIVIDED, _hopper_bwd_kernel
 from .backward_store_dq import dkdv_columns
 from .launch import L2_BYTES, LaunchCache, current, prepare
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
 from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
 
-PADDING = 128  # rows of neg_lse and delta are padded to multiples of it
+PADDING = 128  # rows of neg_lse2 and delta are padded to multiples of it
 BLOCK = 64  # rows of a program of the pre- and postprocess
 SPLIT_TILES = 66  # at most so many work tiles are split among CTAs
 MOST_SPLITS = 32
@@ -91,7 +91,7 @@ def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Sha
         rows = (sizes.hq, (q.shape[0] // PADDING + sizes.batch) * PADDING)
     shapes: Shapes = {
         "dq_acc": ((*rows, sizes.d), torch.float32),
-        "neg_lse": (rows, torch.float32),
+        "neg_lse2": (rows, torch.float32),
         "padded_delta": (rows, torch.float32),
     }
     tile, width = TILE_CONFIGS[width_of(sizes.d)], width_of(sizes.d)
@@ -216,21 +216,20 @@ def _prepare(
     splits = 1 if deterministic else splits_for(sizes, tiles, programs, tile.m)
     split = splits > 1
     dq_warps = tile.dq_warps if deterministic else 1
-    score_scale = math.copysign(max(abs(scale), LEAST_FACTOR), scale)
-    exact = not cap and math.frexp(score_scale)[0] == 0.5
-    divisor = score_scale if exact else 1.0
+    scale_log2 = 1.0 if cap else math.copysign(max(abs(scale) * LOG2E, LEAST_FACTOR), scale)
+    divisor = scale_log2 if width > DIVIDED.value else 1.0
     descending = deterministic and sizes.right is not None
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
-    acc, neg_lse, delta, counters = (
+    acc, neg_lse2, delta, counters = (
         scratch["dq_acc"],
-        scratch["neg_lse"],
+        scratch["neg_lse2"],
         scratch["padded_delta"],
         scratch["counters"],
     )
     arrivals, dq_semaphores = counters[1:], counters[1 + 4 * SPLIT_TILES :]
     sums = scratch["sums"] if split else None
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
-    rows_b, rows_h = (PADDING, neg_lse.stride(0)) if varlen else neg_lse.stride()[:2]
+    rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
     row_tiles = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK
     boxes = ((q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
     descriptors = [
@@ -244,17 +243,17 @@ def _prepare(
     preprocess = prepare(
         _hopper_preprocess_kernel, code, row_tiles * sizes.hq * sizes.batch,
         (
-            o, do, lse, dlse, cu_q, neg_lse, delta, None if deterministic else acc, counters, sums,
+            o, do, lse, dlse, cu_q, neg_lse2, delta, None if deterministic else acc, counters, sums,
             *row_strides(o, varlen=varlen), *row_strides(do, varlen=varlen),
             *lse_strides(lse, varlen=varlen), *lse_strides(dlse, varlen=varlen),
             rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, block_d, BLOCK, PADDING,
         ), num_warps=4,
     )  # fmt: skip
     main = prepare(
-        _hopper_bwd_kernel, (*code, cap == 0.0, exact, sizes.left is None, sizes.right is None),
+        _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None),
         min(tiles * splits, programs),
         (
-            *descriptors, row_descriptor(neg_lse, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
+            *descriptors, row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
             rows_descriptor(acc, 64, tile.dq_columns),
             None if dk is None else _descriptor(dk, 64, dkdv_columns(width), varlen=varlen),
             None if dv is None else _descriptor(dv, 64, dkdv_columns(width), varlen=varlen),
@@ -262,8 +261,8 @@ def _prepare(
             rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
             sizes.left, sizes.right,
             1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic), splits if split else None,
-            row_tiles, scale, score_scale * LOG2E if exact else score_scale, cap or None, scale / cap if cap else None,
-            tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_held, dq_warps, descending, exact,
+            row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
+            tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_held, dq_warps, descending,
         ), num_warps=4,
     )  # fmt: skip
     prepared = [preprocess, main]
@@ -275,7 +274,7 @@ def _prepare(
         grid = row_tiles * sizes.hq * sizes.batch
         prepared.append(prepare(_hopper_postprocess_kernel, code, grid, arguments, num_warps=4))
     if dsinks is not None and mask.sinks is not None:
-        sums_of = (neg_lse, delta, mask.sinks, cu_q, dsinks, mask.sinks.stride(0), dsinks.stride(0))
+        sums_of = (neg_lse2, delta, mask.sinks, cu_q, dsinks, mask.sinks.stride(0), dsinks.stride(0))
         dtypes = (varlen, mask.sinks.dtype, dsinks.dtype)
         heads_of = (*sums_of, rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024)
         prepared.append(prepare(_hopper_dsinks_kernel, dtypes, sizes.hq, heads_of, num_warps=4))

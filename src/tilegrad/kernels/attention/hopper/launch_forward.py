@@ -14,7 +14,7 @@ from ...gpu import multiprocessors
 from ...scratch import Scratch, Shapes
 from ...triton_version import takes_more_registers
 from ..mask import Mask
-from ..problem import LEAST_FACTOR, LOG2E, Sizes, coarse, lse_strides, row_strides, sizes_of
+from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
 from .launch import L2_BYTES, LaunchCache, current, prepare
@@ -176,7 +176,6 @@ def _prepare(
     programs = min(tiles, multiprocessors(q.device))
     section = 1 if varlen else heads_per_section(sizes, row_tiles, programs, config)
     scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
-    factor = max(abs(scale), LEAST_FACTOR)
     strides = (
         *row_strides(o, varlen=varlen),
         *lse_strides(lse, varlen=varlen),
@@ -202,7 +201,6 @@ def _prepare(
         *descriptors, mask.cu_seqlens_q, mask.cu_seqlens_k, sinks, o, lse, tile_counter,
         *strides, sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, section,
         sizes.tq, sizes.tk, sizes.left, sizes.right,
-        factor, factor * LOG2E, coarse(factor * LOG2E), mask.softcap or None, scale / mask.softcap if mask.softcap else None,
-        *constants,
+        max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
     )  # fmt: skip
     return prepare(_attention_fwd_kernel, key, programs, arguments, num_warps=4)

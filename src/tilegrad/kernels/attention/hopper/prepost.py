@@ -1,6 +1,6 @@
-"""Pre- and postprocess of Hopper's backward, row by row; backward.py defines neg_lse, delta and dq_acc.
+"""Pre- and postprocess of Hopper's backward, row by row; backward.py defines neg_lse2, delta and dq_acc.
 
-    preprocess    neg_lse, delta of every row, padding rows too; counters = 0, sums = 0, dq_acc = 0
+    preprocess    neg_lse2, delta of every row, padding rows too; counters = 0, sums = 0, dq_acc = 0
     postprocess   dq = scale · dq_acc[dq_line], in the tensor's dtype; 0 for rows that attend to no column
     dsinks        dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h, with backward.py's delta, the negative one
 
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from ..triton.memory import lengths
-from ..triton.numerics import LOG2E
+from ..triton.numerics import to_log2
 from .backward_scheduler import first_row
 from .backward_store_dq import dq_line
 
@@ -39,7 +39,7 @@ def _clear(x, size, CHUNK: tl.constexpr):
 @triton.jit(do_not_specialize=SIZES + POINTERS)
 def _hopper_preprocess_kernel(
     o, do, lse, dlse, cu_seqlens_q,
-    neg_lse, delta, dq_acc, counters, sums,
+    neg_lse2, delta, dq_acc, counters, sums,
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, do_b: tl.int64, do_h: tl.int64, do_t: tl.int64,
     lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, dlse_b: tl.int64, dlse_h: tl.int64, dlse_t: tl.int64,
     rows_b, rows_h, heads, row_tiles, tq, counted, summed, divisor,
@@ -68,9 +68,10 @@ def _hopper_preprocess_kernel(
     if dlse is not None:
         d -= tl.load(dlse + b * dlse_b + h * dlse_h + t * dlse_t, mask=inside, other=0.0)
     some = lse_row > float("-inf")
+    nothing = tl.where(divisor < 0.0, float("inf"), float("-inf"))
 
     at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None) + rows
-    tl.store(neg_lse + at, tl.where(some, -lse_row / divisor, float("-inf")))
+    tl.store(neg_lse2 + at, tl.where(some, -to_log2(lse_row, IEEE_FP32=False) / divisor, nothing))
     tl.store(delta + at, tl.where(some, -d, 0.0))
     if dq_acc is not None:
         tl.store(dq_acc + at.to(tl.int64)[:, None] * D + c, tl.zeros([BLOCK, BLOCK_D], tl.float32), mask=c < D)
@@ -106,20 +107,20 @@ def _hopper_postprocess_kernel(
 
 @triton.jit(do_not_specialize=SIZES + POINTERS)
 def _hopper_dsinks_kernel(
-    neg_lse, delta, sinks, cu_seqlens_q,
+    neg_lse2, delta, sinks, cu_seqlens_q,
     dsinks,
     sinks_h: tl.int64, dsinks_h: tl.int64, rows_b, rows_h, batch, tq, divisor,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
-    sink = tl.load(sinks + h * sinks_h).to(tl.float32)
+    sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), IEEE_FP32=False)
     acc = tl.zeros([BLOCK], tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
         at = h * rows_h + first_row(b, start_q, rows_b, cu_seqlens_q is not None)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            z = tl.load(neg_lse + at + rows, mask=rows < t, other=0.0) * divisor
-            acc += tl.math.exp2((sink + z) * LOG2E) * tl.load(delta + at + rows, mask=rows < t, other=0.0)
+            z = tl.load(neg_lse2 + at + rows, mask=rows < t, other=0.0) * divisor
+            acc += tl.math.exp2(sink + z) * tl.load(delta + at + rows, mask=rows < t, other=0.0)
     total = tl.load(dsinks + h * dsinks_h).to(tl.float32) + tl.sum(acc, 0)
     tl.store(dsinks + h * dsinks_h, total.to(dsinks.dtype.element_ty))

@@ -166,7 +166,8 @@ def _attention_fwd_kernel(
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
         value = logarithm(row_sum, IEEE_FP32)
         if PLAIN:
-            value = product_lse(row_max, value, factor, log2_factor, coarse_factor, IEEE_FP32)
+            c, _ = scaled_max(row_max, log2_factor, coarse_factor)
+            value = product_lse(row_max, value, factor, c, IEEE_FP32)
         if not PLAIN:
             value += row_max
         tl.store(lse + steps(rows, lse_t, 1), tl.where(some, value, float("-inf")), mask=rows < tq)

@@ -70,15 +70,15 @@ def exponential(x, IEEE_FP32: tl.constexpr):
 def scaled_max(row_max, log2_factor, coarse_factor):
     """(c, c · row_max) of rows of products: c is log2_factor, or coarse_factor beyond LARGE. forward.py says why."""
     c = tl.where(tl.abs(row_max) * log2_factor < LARGE, log2_factor, coarse_factor)
-    return c, row_max * c
+    return c, rounded_product(row_max, c)
 
 
 @triton.jit
-def product_lse(row_max, log_sum, factor, log2_factor, coarse_factor, IEEE_FP32: tl.constexpr):
+def product_lse(row_max, log_sum, factor, c, IEEE_FP32: tl.constexpr):
     """lse of rows of products, of which row_max is the largest: factor · row_max, rounded as in the backward, and log_sum
     without what the rounding of c · row_max has added."""
-    c, largest = scaled_max(row_max, log2_factor, coarse_factor)
-    return rounded_product(row_max, factor) + (log_sum - from_log2(tl.fma(row_max, c, -largest), IEEE_FP32))
+    lost = tl.fma(row_max, c, -rounded_product(row_max, c))
+    return rounded_product(row_max, factor) + (log_sum - from_log2(lost, IEEE_FP32))
 
 
 @triton.jit
