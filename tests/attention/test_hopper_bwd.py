@@ -16,13 +16,14 @@ from typing import Any
 
 import pytest
 import torch
-from support.cases import Call, Case, Tensors, bounds, build, oracle
+from support.cases import Call, Case, Tensors, bounds, build, check_call, oracle
 from support.hopper_specs import case_of, specs
 
 pytest.importorskip("triton", reason="needs Triton")
 
 import triton
 from support.gluon.emulator import in_python
+from support.hopper_emulated import forward as forward_in_python
 
 from tilegrad.kernels.attention import hopper
 from tilegrad.kernels.attention.hopper import (
@@ -304,6 +305,24 @@ def emulated(
     return grads
 
 
+@interpreted
+@pytest.mark.parametrize(
+    "case",
+    [
+        Case(b=1, hkv=1, group=2, tq=130, tk=130, d=128, dv=128, dtype=torch.bfloat16, causal=True, scores=1e3),
+        Case(b=1, hkv=1, tq=70, tk=130, d=80, dv=80, dtype=torch.bfloat16, sinks=True, scores=1e3),
+        Case(b=1, hkv=1, tq=70, tk=70, d=72, dv=72, dtype=torch.bfloat16, softcap=3e3, scores=1e3),
+    ],
+    ids=lambda case: f"D {case.d}",
+)
+def test_in_plain_python_scores_of_a_thousand_lose_no_more_than_small_ones(case: Case) -> None:
+    """Beyond that p errs by |s| · 2⁻²⁴, as cuDNN's does: docs/kernels-gpu.md says why."""
+    of = build(case)
+    got = forward_in_python(of, 2)
+    got |= emulated(of, got["o"], got["lse"], programs=2)
+    check_call(of, got)
+
+
 class Known:
     """A call with its results by the oracle."""
 
@@ -473,3 +492,11 @@ def test_nan_of_a_packed_sequence_stays_there_and_an_absent_gradient_changes_no_
         assert torch.equal(spoilt[name][:begin], clean[name][:begin]), name
         assert torch.equal(spoilt[name][end:], clean[name][end:]), name
         assert spoilt[name][begin:end].isnan().all()
+
+
+@interpreted
+def test_a_softcap_is_the_same_function_in_every_kernel() -> None:
+    from tilegrad.kernels.attention.hopper import forward as forward_kernel
+
+    used = [module.tanh.fn for module in (forward_kernel, backward_mma, scores)]
+    assert used == [numerics.tanh.fn] * 3

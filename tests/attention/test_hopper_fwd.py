@@ -14,14 +14,14 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from support.cases import Call, Case, build, check_call
+from support.cases import Case, build, check_call
 from support.hopper_specs import case_of, specs
 
 from tilegrad import Mask
-from tilegrad.kernels.attention.problem import Sizes, output_shapes
+from tilegrad.kernels.attention.problem import Sizes
 
 triton = pytest.importorskip("triton", reason="needs Triton")
-from support.gluon.emulator import in_python as emulation  # noqa: E402
+from support.hopper_emulated import forward as emulated  # noqa: E402
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 
@@ -159,42 +159,6 @@ def sees(gap: int, left: int | None, right: int | None) -> bool:
 
 
 HOPPER = "tilegrad.kernels.attention.hopper"
-
-
-def emulated(
-    call: Call, programs: int, broken: Callable[[pytest.MonkeyPatch], None] = lambda _patch: None
-) -> dict[str, torch.Tensor]:
-    """o and lse of the forward, in plain Python; `broken` changes device functions."""
-    from tilegrad.kernels.attention import hopper
-    from tilegrad.kernels.attention.hopper import (
-        band,
-        forward,
-        forward_load,
-        forward_scheduler,
-        launch_forward,
-        pieces,
-        pipeline,
-        reductions,
-    )
-    from tilegrad.kernels.attention.hopper.launch import LaunchCache
-    from tilegrad.kernels.attention.triton import numerics, scores
-
-    q, k, v, mask = call.q, call.k, call.v, call.mask
-    o_shape, lse_shape = output_shapes(q, v, mask)
-    out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
-    modules = (band, forward, forward_load, forward_scheduler, pieces, pipeline, reductions, numerics, scores)
-    with emulation(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
-        broken(patch)
-        patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
-        patch.setattr(launch_forward, "launches", LaunchCache())
-        patch.setattr(
-            launch_forward, "prepare",
-            lambda kernel, _key, grid, arguments, **_warps: lambda: launch(kernel, grid, arguments),
-        )  # fmt: skip
-        needed = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
-        scratch = {name: torch.full(shape, 7, dtype=dtype) for name, (shape, dtype) in needed.items()}
-        hopper.fwd(q, k, v, mask, **out, scratch=scratch)
-    return out
 
 
 def check_emulated(case: Case, programs: int) -> None:

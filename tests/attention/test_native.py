@@ -20,7 +20,20 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import AXES, Call, Case, allowed, build, case_of, cases, check_call, run
+from support.cases import (
+    AXES,
+    LARGE_SCORES,
+    WITH_LARGE_SCORES,
+    Call,
+    Case,
+    allowed,
+    build,
+    case_of,
+    cases,
+    check_call,
+    oracle,
+    run,
+)  # fmt: skip
 from support.pairwise import all_pairs, covering, pairs
 
 import tilegrad
@@ -81,6 +94,28 @@ def test_every_pair_of_options_of_a_call() -> None:
 @given(case=cases(), isa=st.sampled_from(ISAS or ("none",)), seed=st.integers(1, 9))
 def test_many_random_calls(case: Case, isa: str, seed: int) -> None:
     check(case, isa, seed)
+
+
+@each_isa
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("name", WITH_LARGE_SCORES)
+def test_large_scores_lose_no_more_than_small_ones(isa: str, name: str, dtype: torch.dtype) -> None:
+    for size in LARGE_SCORES:
+        check(replace(WITH_LARGE_SCORES[name], dtype=dtype, scores=size), isa)
+
+
+@needs_library
+@pytest.mark.parametrize("d", [40, 80, 128])
+@pytest.mark.parametrize("size", [1.0, *LARGE_SCORES])
+def test_large_scores_lose_no_more_than_in_sdpa(size: float, d: int) -> None:
+    call = build(Case(b=1, hkv=2, tq=130, tk=130, d=d, dv=d, causal=True, scores=size))
+    exact, got = oracle(call), run(call, "native")
+    q, k, v = (x.clone().requires_grad_() for x in (call.q, call.k, call.v))
+    o = torch.nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+    theirs = {"o": o.detach(), "dv": torch.autograd.grad(o, v, call.do)[0]}
+    for name, x in theirs.items():
+        ours, sdpa = ((y.double() - exact[name]).norm() / exact[name].norm() for y in (got[name], x))
+        assert ours <= 2 * sdpa + 1e-7, name
 
 
 @each_isa

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from dataclasses import fields, replace
 from typing import Any
 
@@ -9,7 +10,18 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from support.cases import AXES, Case, allowed, build, case_of, cases, check_call, run
+from support.cases import (
+    AXES,
+    LARGE_SCORES,
+    WITH_LARGE_SCORES,
+    Case,
+    allowed,
+    build,
+    case_of,
+    cases,
+    check_call,
+    run,
+)  # fmt: skip
 from support.pairwise import all_pairs, covering, pairs
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -54,6 +66,12 @@ def test_every_option_of_a_call_is_among_them() -> None:
 )
 def test_many_random_calls(case: Case, tile: int, slab: int, seed: int) -> None:
     check(case, tile, slab, seed)
+
+
+@pytest.mark.parametrize("name", WITH_LARGE_SCORES)
+def test_large_scores_lose_no_more_than_small_ones(name: str) -> None:
+    for dtype, size in itertools.product((torch.float32, torch.bfloat16), LARGE_SCORES):
+        check(replace(WITH_LARGE_SCORES[name], dtype=dtype, scores=size), 64, tiled.SLAB)
 
 
 @pytest.mark.parametrize("t", [1, 63, 113, 1023])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -41,6 +42,7 @@ class Case:
     sinks: bool = False
     dropout_p: float = 0.0
     dlse: bool = False
+    scores: float = 1.0  # how large they are: q and k are multiplied by its root
     layout: str = "bhtd"  # "bthd": transposed views; "fused": views of one qkv buffer
     lengths: tuple[tuple[int, int], ...] = ()
     device: str = "cpu"
@@ -80,6 +82,8 @@ def build(case: Case, seed: int = 0) -> Call:
                 (case.hq, case.tq, case.dv),
             )
         )
+    q.mul_(math.sqrt(case.scores))
+    k.mul_(math.sqrt(case.scores))
     extra: dict[str, object] = {}
     if case.bias:
         full = dict(zip("bhqk", (case.b, case.hq, case.tq, case.tk), strict=True))
@@ -231,6 +235,18 @@ def case_of(spec: Spec) -> Case:
     bias_dtype = torch.float32 if spec["bias_dtype"] == "float32" else spec["dtype"]
     sizes: Any = {"hkv": hkv, "group": group, "d": d, "dv": dv, "tq": tq, "tk": tk}
     return Case(**sizes, causal=causal, window=window, bias_dtype=bias_dtype, **same)
+
+
+LARGE_SCORES = (1e4, 1e6, 1e8, 1e10)
+WITH_LARGE_SCORES = {  # what may be in a score; scale is no power of two
+    "causal": Case(b=1, hkv=1, tq=70, tk=70, d=40, dv=40, causal=True, dlse=True),
+    "not": Case(b=1, hkv=1, group=2, tq=33, tk=70, d=24, dv=24, scale=-0.3),
+    "bias": Case(b=1, hkv=1, tq=33, tk=70, d=40, dv=40, bias="hqk", causal=True),
+    "softcap": Case(b=1, hkv=1, tq=33, tk=70, d=40, dv=40, softcap=3e4),
+    "alibi": Case(b=1, hkv=1, tq=33, tk=70, d=40, dv=40, alibi="h", causal=True, sinks=True),
+    "dropout": Case(b=1, hkv=1, tq=33, tk=70, d=40, dv=40, dropout_p=0.25),
+    "packed": Case(hkv=2, d=40, dv=40, causal=True, lengths=((33, 33), (5, 40))),
+}
 
 
 _T = st.sampled_from((0, 1, 2, 5, 16, 17, 31, 33, 63, 64, 65, 113))

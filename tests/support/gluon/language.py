@@ -39,7 +39,7 @@ def _no_layout(*of: Any, **more: Any) -> None:
 class Language(SimpleNamespace):
     """Stands for Gluon's and Triton's modules of the language."""
 
-    float32, int32, int64, constexpr = torch.float32, torch.int32, torch.int64, int
+    float32, float64, int32, int64, constexpr = torch.float32, torch.float64, torch.int32, torch.int64, int
     minimum, maximum = staticmethod(_both(torch.minimum, min)), staticmethod(_both(torch.maximum, max))
     exp2, log2, abs = staticmethod(torch.exp2), staticmethod(torch.log2), staticmethod(torch.abs)
     static_range, zeros_like = staticmethod(range), staticmethod(torch.zeros_like)
@@ -48,6 +48,10 @@ class Language(SimpleNamespace):
     SharedLinearLayout = SharedLinearLayout
     NVMMASharedLayout = SimpleNamespace(get_default_for=_no_layout)
     math = SimpleNamespace(exp2=torch.exp2, log2=torch.log2)
+
+    def fma(self, x: Any, y: Any, z: Any) -> Any:
+        """Rounded twice. Where z is 0, as on a device."""
+        return block(torch.as_tensor(x * y + z))
 
     def program_id(self, axis: int) -> int:
         return task().program.here

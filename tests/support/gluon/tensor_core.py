@@ -23,7 +23,7 @@ class Product:
 
     def run(self) -> None:
         a = self.a.x if isinstance(self.a, Shared) else self.a
-        product = block(a.float() @ self.b.x.float())
+        product = block((a.double() @ self.b.x.double()).float())  # so that k qᵀ has the bits of q kᵀ
         acc = self.acc.value if isinstance(self.acc, Product) else self.acc
         self.result = block(product + acc) if self.use_acc else product
 

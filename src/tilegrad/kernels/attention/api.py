@@ -3,6 +3,10 @@
 Positional tensors are read, keyword-only tensors are written. Outputs overwrite; `dsinks` accumulates, for it is a
 parameter's gradient. An output given as None is not computed. `scratch` holds what `attention_workspace` declares.
 
+No output may share memory with an input or with another output, in whole or in part: every such call is refused by name. Inputs
+may share memory (q is k), and outputs may be views of one buffer among which no number belongs to two (dq, dk and dv as slices
+of dqkv).
+
     q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
     packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
 
@@ -32,6 +36,7 @@ from ..cache import remember
 from ..checks import check_given
 from ..cpu import library
 from ..op import op
+from ..overlap import check_apart
 from ..scratch import Scratch, Shapes, accumulation_dtype, views
 from ..table import Table
 from . import table
@@ -72,11 +77,32 @@ class Selected(NamedTuple):
     kernel: str
     module: ModuleType
     scratch: Shapes
+    apart: set[tuple[int, ...]]  # addresses of calls whose outputs share memory with nothing
     instead: str = ""
     forms: tuple[Form, ...] = ()
     o_like_q: bool = False
     work_bytes: int = 0
     run: Callable[..., None] | None = None
+
+    def check_apart(self, tensors: tuple[Tensor | None, ...], mask: Mask) -> None:
+        """No output shares memory with another tensor of the call, given as q, k, v, o, lse and, of a backward, do, dlse, dq,
+        dk, dv, dbias, dsinks. What holds for addresses of a signature is remembered."""
+        addresses = [x.data_ptr() for x in tensors if x is not None]
+        if not mask.bare:
+            addresses += [x.data_ptr() for x in mask.tensors]
+        at = tuple(addresses)
+        if at in self.apart:
+            return
+        named = dict(zip(_NAMES, tensors, strict=False))
+        written = ("o", "lse") if len(tensors) == 5 else _GRADIENTS
+        held = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
+        reads = {name: x for name, x in named.items() if name not in written} | {
+            name: getattr(mask, name) for name in held
+        }
+        check_apart({name: named[name] for name in written}, reads)
+        if len(self.apart) >= MOST_ADDRESSES:
+            self.apart.clear()
+        self.apart.add(at)
 
     def views(self, scratch: Scratch | None, device: torch.device) -> Scratch:
         return views(scratch, self.scratch, device, "attention", kernel=self.kernel, more=self.instead)
@@ -110,6 +136,9 @@ def _own(x: Any) -> Any:
     return x.detach() if isinstance(x, Tensor) else x
 
 
+MOST_ADDRESSES = 256  # of one signature
+_GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
+_NAMES = ("q", "k", "v", "o", "lse", "do", "dlse", *_GRADIENTS)
 Signature = tuple[object, ...]
 _selected: dict[Signature, Selected] = {}
 
@@ -166,7 +195,7 @@ def _select(
         instead = (
             f", given {', '.join(problem.others)} too, for {first.name!r} can't run this call: {first.refuses(problem)}"
         )
-    selected = Selected(table.ATTENTION, row.name, module, scratch, instead)
+    selected = Selected(table.ATTENTION, row.name, module, scratch, set(), instead)
     return selected if key is None else remember(_selected, key, selected)
 
 
@@ -195,8 +224,9 @@ def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *,
     o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """o and lse of the call. lse is what the backward needs beside o."""
+    """o and lse of the call. lse is what the backward needs next to o."""
     selected = select_fwd(q, k, v, mask, o=o, lse=lse, kernel=kernel)
+    selected.check_apart((q, k, v, o, lse), mask)
     check_lengths(q, k, mask)
     selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=selected.views(scratch, q.device))
 
@@ -249,6 +279,7 @@ def attention_bwd(
     grads = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
     others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **grads}
     selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
+    selected.check_apart((q, k, v, o, lse, do, dlse, dq, dk, dv, dbias, dsinks), mask)
     check_lengths(q, k, mask)
     selected.module.bwd(
         q, k, v, o, lse, do, dlse, mask, **grads,

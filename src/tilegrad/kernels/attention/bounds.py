@@ -20,11 +20,23 @@ The numbers of a row share these roundings. The slope's variance counts each of 
 The accumulator's roundings are as independent. In units of a, V is the variance of what a pair has for itself, B six deviations
 of what a row shares; a sum of n terms t, whose partial sums s are rounded, adds Σ s² / 3 ≈ n ((Σt)² / 3 + Σt² / 6) / 3 to V:
 
-    V(x)     = scale² D ((q·k)² / 3 + Σ (q k)² / 6) / 3 + x²                  the product, then scale, base 2 and shift
-    V(p)/p²  = V(x) + (bias² + (slope · distance)² + (s − lse)² + 16) / 3     exp errs by up to 4, or as a kernel says
-    B(lse)   = 6 √Σⱼ pᵢⱼ² V(p)/p² + B(Σ p) + |lse| + 4                        shared: all of p's row has this relative error
-    B(delta) = 6 √Σⱼ V(rᵢⱼ) (doᵢ·vⱼ)² + B(lse) |do·o| + B(Σ do o) + |delta|    shared: dsᵢⱼ errs by −pᵢⱼ times it
-    V(ds)    = ds² (V(p)/p² + 1) + p² (V(dp) + (dp² + delta²) / 3)
+    V(x)     = scale² D ((q·k)² / 3 + Σ (q k)² / 6) / 3 + x²                  the product, then scale
+    V(s)     = V(x) + (bias² + (slope · distance)²) / 3
+    V(exp)   = ((s − lse)² + 16) / 3                                        exp errs by up to 4, or as a kernel says
+    B(lse)   = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) + B(Σ p) + |lse| + 4
+
+**Large scores.** A score s errs by δ, as much as |s| a, but p must not: the forward's maximum, lse and the backward's p are
+formed of the same rounded scores, bit for bit, so an error of a score is in lse too, and pᵢⱼ errs by δⱼ − Σₖ pᵢₖ δₖ of itself.
+Where one key has all of a row, that is nothing, however large its score is. What is left of lse is its own rounding. The row's
+maximum m is a number of the accumulator, so m + log Σ is rounded by log Σ = −log max p at most:
+
+    B(row)   = B(Σ p) + 4 + min(|lse|, −log max p / a)                      shared: all of p's row has this relative error
+    V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      what errors of s and exp in a row change o by
+    B(delta) = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) (dpᵢⱼ − do·o)² + B(row) |do·o| + B(Σ do o) + |delta|
+                                                                            shared: dsᵢⱼ errs by −pᵢⱼ times it
+    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ) + Σₖ pᵢₖ² V(exp)         the backward's, but for its own exp
+    V(dq)    = scale² (Σⱼ V(sᵢⱼ) (dxᵢⱼ kⱼ − pᵢⱼ Σₖ dxᵢₖ kₖ)² + Σₖ pᵢₖ² V(exp) (Σₖ dxᵢₖ kₖ)²)      likewise
+    V(ds)    = ds² (V(exp) + 1) + p² (V(dp) + (dp² + delta²) / 3)             V(p)/p² comes on top
 
 A GPU flushes p and ds below the accumulator's smallest normal number to 0, and what is formed of such p. There o errs by
 Σⱼ rᵢⱼ |vⱼ| over the pairs that are flushed, dv, dq, dk and dbias likewise, and any output by all of itself where it is below.
@@ -82,20 +94,22 @@ def _bounds(
 
     x, do_o = scale * (q @ k.mT), (do * o).sum(-1)
     v_x = _partial_sums(x, scale**2 * (q**2 @ (k**2).mT), d) + x**2
-    v_p = (v_x + (_shifts(p, mask, batch) + torch.where(p > 0, p.log(), 0.0) ** 2 + exp**2) / 3).masked_fill(
-        p == 0, 0.0
-    )
-    if tanh is not None:
-        v_p = v_p + 5 * x**2
-    b_lse = SIGMAS * (p**2 * v_p).sum(-1).sqrt() + _of_a_sum(torch.ones_like(lse), (p**2).sum(-1), tk)
-    b_lse = b_lse + exp + lse.masked_fill(empty, 0.0).abs()
-    v_r, of_o = r**2 * v_p, _of_a_sum(o, r**2 @ v**2, tk) + 2 * o.abs()
-    b_delta = SIGMAS * (v_r * dr**2).sum(-1).sqrt() + b_lse * do_o.abs() + (do**2 * of_o**2).sum(-1).sqrt()
+    v_s = (v_x + _shifts(p, mask, batch) / 3 + (0.0 if tanh is None else 5 * x**2)).masked_fill(p == 0, 0.0)
+    v_exp = ((torch.where(p > 0, p.log(), 0.0) ** 2 + exp**2) / 3).masked_fill(p == 0, 0.0)
+    row, of_exp = _Row(p, v_s), (p**2 * v_exp).sum(-1, keepdim=True)
+    largest = row.largest_of(p) if p_sink is None else torch.maximum(row.largest_of(p), p_sink)
+    size = lse.masked_fill(empty, 0.0).abs()
+    of_sum = _of_a_sum(torch.ones_like(lse), (p**2).sum(-1), tk) + exp
+    b_lse = SIGMAS * (p**2 * (v_s + v_exp)).sum(-1).sqrt() + of_sum + size
+    b_row = of_sum + torch.minimum(size, -largest.masked_fill(empty, 1.0).log() / a)
+    v_p, of_o = row.relative() + of_exp, _of_a_sum(o, r**2 @ v**2, tk) + 2 * o.abs()
+    v_delta = (p**2 * (v_s + v_exp) * (dr * keep - do_o[..., None]) ** 2).sum(-1)
+    b_delta = SIGMAS * v_delta.sqrt() + b_row * do_o.abs() + (do**2 * of_o**2).sum(-1).sqrt()
     b_delta = b_delta + _of_a_sum(do_o, (do * o).square().sum(-1), dv) + delta.abs() + dlse.abs()
     v_dp = keep**2 * (_partial_sums(dr, do**2 @ (v**2).mT, dv) + dr**2)
-    v_ds = ds**2 * (v_p + 1) + p**2 * (v_dp + ((dr * keep) ** 2 + delta[..., None] ** 2) / 3)
+    v_ds = ds**2 * (v_exp + 1) + p**2 * (v_dp + ((dr * keep) ** 2 + delta[..., None] ** 2) / 3)
     v_dx = v_ds if tanh is None else v_ds * g**2 + ds**2 * _tanh_variance(tanh, v_x, mask.softcap)
-    shared_dx = (dx * b_lse[..., None]) ** 2 + (pg * b_delta[..., None]) ** 2
+    shared_dx = (dx * b_row[..., None]) ** 2 + (pg * b_delta[..., None]) ** 2
 
     def along(c: Tensor) -> Tensor:
         """The variance of Σ cᵢⱼ dxᵢⱼ."""
@@ -123,23 +137,23 @@ def _bounds(
     }
     dxk, dxq = dx @ k, to_kv(dx.mT @ q)
     b = {  # B
-        "o": SIGMAS * (v_r @ v**2).sqrt() + b_lse[..., None] * o.abs() + of_o,
+        "o": SIGMAS * _Row(p, v_s + v_exp).through(r, v, o).sqrt() + b_row[..., None] * o.abs() + of_o,
         "lse": b_lse,
         "dq": abs(scale)
         * (
-            SIGMAS * (v_dx @ k**2).sqrt()
-            + b_lse[..., None] * dxk.abs()
+            SIGMAS * (row.through(dx, k, dxk) + of_exp * dxk**2 + v_dx @ k**2).sqrt()
+            + b_row[..., None] * dxk.abs()
             + b_delta[..., None] * (pg @ k).abs()
             + _of_a_sum(dxk, dx**2 @ k**2, tk)
             + 2 * dxk.abs()
         ),
         "dk": abs(scale)
         * (
-            to_kv((SIGMAS**2 * v_dx + shared_dx).mT @ q**2).sqrt()
+            to_kv((SIGMAS**2 * (dx**2 * v_p + v_dx) + shared_dx).mT @ q**2).sqrt()
             + _of_a_sum(dxq, to_kv((dx**2).mT @ q**2), sums)
             + 2 * dxq.abs()
         ),
-        "dv": to_kv((SIGMAS**2 * v_r + (r * b_lse[..., None]) ** 2).mT @ do**2).sqrt()
+        "dv": to_kv((SIGMAS**2 * r**2 * (v_p + v_exp) + (r * b_row[..., None]) ** 2).mT @ do**2).sqrt()
         + _of_a_sum(exact["dv"], to_kv((r**2).mT @ do**2), sums)
         + 2 * exact["dv"].abs(),
     }
@@ -158,7 +172,12 @@ def _bounds(
             return ((x.sum(-1, keepdim=True) if shape[3] == 1 else x) ** 2).sum_to_size(shape)
 
         along_rows = (var_delta * (p * dbias).sum(-1) ** 2).sum()
-        own = SIGMAS**2 * v_ds.sum_to_size(shape) + squares(ds * b_lse[..., None]) + squares(p * b_delta[..., None])
+        own = SIGMAS**2 * (ds**2 * v_p + v_ds).sum_to_size(shape)
+        if shape[3] == 1:
+            of_row = ds.sum(-1, keepdim=True)
+            own = SIGMAS**2 * (v_s * (ds - p * of_row) ** 2 + v_ds).sum_to_size(shape)
+            own = own + SIGMAS**2 * (of_exp * of_row**2).sum_to_size(shape)
+        own = own + squares(ds * b_row[..., None]) + squares(p * b_delta[..., None])
         b_dbias = own.sqrt() + _of_a_sum(dbias, (ds**2).sum_to_size(shape), terms) + dbias.abs()
         var["dbias"] = squares(p * var_delta[..., None].sqrt()).reshape(mask.float_bias.shape), along_rows
         b["dbias"] = b_dbias.reshape(mask.float_bias.shape)
@@ -182,6 +201,42 @@ def _bounds(
         )
         for name, (of, of_slope) in var.items()
     }
+
+
+class _Row:
+    """What errors of scores, of variance V(s), do to the numbers of a row that are formed of its p. The key with the largest p
+    is kept apart: its V(s) may be that of a large score, where what is left after subtraction is nothing."""
+
+    def __init__(self, p: Tensor, v_s: Tensor) -> None:
+        self.p, self.v_s = p, v_s
+        columns = p.shape[-1]
+        self.top = p.argmax(-1, keepdim=True) if columns else p.new_zeros((*p.shape[:-1], 0), dtype=torch.int64)
+        self.is_top = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, self.top, value=True)
+
+    def largest_of(self, x: Tensor) -> Tensor:
+        """x of the key with the largest p, (…, Tq); 0 where there is no key."""
+        return x.gather(-1, self.top).sum(-1)
+
+    def relative(self) -> Tensor:
+        """V(p) / p² but for exp's."""
+        own = self.p**2 * self.v_s
+        others = own.masked_fill(self.is_top, 0.0)
+        of_others = others.sum(-1, keepdim=True)
+        rest = torch.where(
+            self.is_top, of_others, self.largest_of(own)[..., None] + (of_others - others).clamp(min=0.0)
+        )
+        return (1 - self.p) ** 2 * self.v_s + rest
+
+    def through(self, c: Tensor, v: Tensor, total: Tensor) -> Tensor:
+        """Σⱼ V(s) (cⱼ vⱼ − pⱼ total)², total = Σⱼ cⱼ vⱼ."""
+        if not self.p.shape[-1]:
+            return torch.zeros_like(total)
+        v_s = self.v_s.masked_fill(self.is_top, 0.0)
+        others = (v_s * c**2) @ v**2 - 2 * total * ((v_s * c * self.p) @ v)
+        others = others + total**2 * (v_s * self.p**2).sum(-1, keepdim=True)
+        v_top = v.gather(2, self.top.expand(*self.top.shape[:-1], v.shape[-1]))
+        c_top, p_top = self.largest_of(c)[..., None], self.largest_of(self.p)[..., None]
+        return others.clamp(min=0.0) + self.largest_of(self.v_s)[..., None] * (c_top * v_top - p_top * total) ** 2
 
 
 def _flushes(q: Tensor) -> bool:

@@ -9,6 +9,7 @@ tensor. No Triton is needed here.
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -24,6 +25,11 @@ LEAST_FACTOR = 1e-30  # GPU kernels keep |scale| positive where it is 0, so that
 LOG2E = 1.4426950408889634  # log2(e): exp(x) = exp2(x · log2 e), and GPU kernels keep scores in the log2 domain
 
 lse_dtype = accumulation_dtype  # lse is a row statistic
+
+
+def coarse(factor: float) -> float:
+    """The power of two from `factor` on: its product with a float32 is exact."""
+    return 2.0 ** math.ceil(math.log2(factor))
 
 
 class Inputs(NamedTuple):

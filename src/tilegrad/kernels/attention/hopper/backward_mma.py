@@ -14,6 +14,7 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
+from ..triton import numerics
 from .backward_barriers import DO, DS, INPUT_THREADS, MMA_THREADS, Q
 from .backward_scheduler import (
     DK,
@@ -43,6 +44,8 @@ from .pipeline import (
     write_word,
 )
 
+tanh = gluon.jit(numerics.tanh.fn)
+
 HALF = gl.constexpr(64)  # columns of a warpgroup
 NOWHERE = gl.constexpr(2**30)  # a column that no row attends to
 
@@ -63,16 +66,6 @@ class SplitSums(NamedTuple):
 
     dkdv: Any
     arrivals: Any
-
-
-@gluon.jit
-def _tanh(x):
-    """Odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel."""
-    y = x * x
-    near = 0.020696379244327545 - 0.005768859293311834 * y
-    near = -0.333332896232605 + y * (0.13331660628318787 + y * (-0.05375746265053749 + y * near))
-    far = 1.0 - 2.0 / (1.0 + gl.exp2(gl.minimum(gl.maximum(x, -20.0), 20.0) * 2.8853900817779268))
-    return gl.where(gl.abs(x) < 0.625, x + x * y * near, far)
 
 
 @gluon.jit
@@ -106,7 +99,7 @@ def probabilities(
             neg_lse2 = neg_lse2 * factors.scale_log2
         x = x * factors.scale_log2 + neg_lse2[None, :]
     else:
-        t = _tanh(x * factors.scale_over_softcap)
+        t = tanh(x * factors.scale_over_softcap, IEEE_FP32=False)
         x = t * factors.softcap_log2 + neg_lse2[None, :]
     if row_info & MASKED != 0:
         iteration += row_info >> 30  # 0, but unknown to the compiler: else it holds the tile's info in registers

@@ -15,7 +15,7 @@ from torch import Tensor
 from ...philox import threshold
 from ...scratch import Scratch
 from ..mask import Mask, four_dims
-from ..problem import ALIGNED_BYTES, LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides
+from ..problem import ALIGNED_BYTES, LEAST_FACTOR, LOG2E, Sizes, coarse, lse_strides, row_strides
 
 Arguments = dict[str, Any]
 
@@ -27,10 +27,9 @@ def ieee_fp32(dtype: torch.dtype) -> bool:
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
-def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch, dtype: torch.dtype) -> Arguments:
+def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
     """Of every kernel with scores: sizes, the band, and the features that turn q·k into scores."""
     bias, slopes, seed = mask.bias, mask.alibi_slopes, mask.seed
-    log2e = 1.0 if ieee_fp32(dtype) else LOG2E
     strides = dict.fromkeys(("bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h"), 0)
     if bias is not None:
         bias = four_dims(bias.view(torch.uint8) if bias.dtype == torch.bool else bias)
@@ -44,9 +43,14 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch, dtype: torch.dty
         "bias": bias, "slopes": slopes, "seed": seed if mask.dropout_p else None, "threshold": threshold(mask.dropout_p),
         "inv_keep": 1.0 / (1.0 - mask.dropout_p),
         "group": sizes.group, "tq": sizes.tq, "tk": sizes.tk, "left": sizes.left, "right": sizes.right,
-        "factor": max(abs(mask.scale_for(sizes.d)) * log2e, LEAST_FACTOR),
-        "softcap": mask.softcap * log2e if mask.softcap else None,
+        "factor": max(abs(mask.scale_for(sizes.d)), LEAST_FACTOR), "softcap": mask.softcap or None,
     }  # fmt: skip
+
+
+def exponent_arguments(factor: float, dtype: torch.dtype) -> Arguments:
+    """What the forward multiplies products by for `power`: factor · log2(e), and the power of two from there on."""
+    log2_factor = factor if ieee_fp32(dtype) else factor * LOG2E
+    return {"log2_factor": log2_factor, "coarse_factor": coarse(log2_factor)}
 
 
 def sequence_arguments(mask: Mask) -> Arguments:

@@ -1,6 +1,6 @@
 """Attention's backward in Triton: no atomics, every gradient has one owner, so the same bits come out every time.
 
-    delta   delta = rowsum(do ∘ o) − dlse      lse2 = lse · log2(e)        rows without a key: delta 0, lse2 +inf, so p = 0
+    delta   delta = rowsum(do ∘ o) − dlse      row_lse = lse               rows without a key: delta 0, row_lse +inf, so p = 0
     dk, dv  a program owns a tile of columns of a kv head and loops over its query heads and the rows that attend to it
               sᵀ = k qᵀ   dpᵀ = v doᵀ   dv += rᵀ do   dk += dxᵀ q
     dq      a program owns a tile of rows and loops over the columns they attend to
@@ -12,7 +12,7 @@
 
 r, ds and dx of a tile are in scores.py; scale, and 1/(1 − dropout_p) of dv, are applied once, at the end. Scores are
 computed twice: 7 GEMMs of 2·Tq·Tk·D FLOPs where one fused loop has 5 (8 GEMMs with separate dK and dV passes). That is the
-price of no atomics and no float32 dq in memory. Scratch is two float32 rows, delta and lse2, (B, Hq, Tq) each.
+price of no atomics and no float32 dq in memory. Scratch is two float32 rows, delta and row_lse, (B, Hq, Tq) each.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ import triton
 import triton.language as tl
 
 from .memory import at, deduplicated, lengths, load_row, load_tile, steps, store_tile, tile_offsets
-from .numerics import dot, dot_transposed, to_log2
+from .numerics import dot, dot_transposed
 from .scores import (
     Head,
     band_tiles,
@@ -42,7 +42,7 @@ SIZES += ["first_b", "tq", "tk", "left", "right", "threshold"]
 @triton.jit(do_not_specialize=SIZES)
 def _delta_kernel(
     o, do, lse, dlse, cu_seqlens_q,
-    delta, lse2,
+    delta, row_lse,
     o_b, o_h, o_t, do_b, do_h, do_t, lse_b, lse_h, lse_t, dlse_b, dlse_h, dlse_t, rows_b, rows_h, heads, row_tiles, tq,
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     IEEE_FP32: tl.constexpr,
@@ -73,55 +73,50 @@ def _delta_kernel(
 
     tl.store(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, tl.where(some, d.to(tl.float32), 0.0), mask=inside)
     tl.store(
-        at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
-        tl.where(some, to_log2(lse_row, IEEE_FP32), float("inf")),
+        at(row_lse, rows_b, rows_h, 1, b, h, start_q, 1) + rows,
+        tl.where(some, lse_row, float("inf")),
         mask=inside,
     )
 
 
 @triton.jit
 def _add_rows(
-    dk, dv, k, v, q, do, lse2, delta, q_t, do_t, j, head, inv_factor, first, unmasked, unmasked_end, last,
+    dk, dv, k, v, q, do, row_lse, delta, q_t, do_t, j, head, first, unmasked, unmasked_end, last,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_M: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr,
     IEEE_FP32: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
     DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """dk, dv of the masked or of the unmasked row tiles of one query head.
 
-    Both GEMMs may start from a row instead of 0: s from −lse, in units of factor, and dp from −delta. lse2 and delta are
-    prefetched by hand, since Triton does not pipeline loads so narrow. Register pressure forbids two things: loop-invariant
+    dp may start from −delta instead of 0. s may not start from −lse: every term would be rounded with it. row_lse and delta
+    are prefetched by hand, since Triton does not pipeline loads so narrow. Register pressure forbids two things: loop-invariant
     code motion is off, and the few masked tiles are not pipelined."""
     q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, INT64_OFFSETS)
     do_offsets = q_offsets if SAME_OFFSETS else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, INT64_OFFSETS)
-    S_STARTS: tl.constexpr = not IEEE_FP32 and head.softcap is None and head.bias is None and head.slope is None
     DP_STARTS: tl.constexpr = not IEEE_FP32 and head.seed is None
     tiles = unmasked_end - unmasked
     if MASKED:
         tiles = unmasked - first + last - unmasked_end
     rows = nth_tile(0, first, unmasked, unmasked_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
-    next_lse2 = load_row(lse2, rows, head.tq, float("inf"), DUPLICATES)
+    next_lse = load_row(row_lse, rows, head.tq, float("inf"), DUPLICATES)
     next_delta = load_row(delta, rows, head.tq, 0.0, DUPLICATES)
     for m in tl.range(0, tiles, num_stages=1 if MASKED else None, disable_licm=True):
         start = nth_tile(m, first, unmasked, unmasked_end, MASKED) * BLOCK_M
         rows = start + tl.arange(0, BLOCK_M)
         q_tile = load_tile(q + steps(start, q_t, ALIGN), q_offsets, head.tq - start, D, CHECKED=MASKED)
         do_tile = load_tile(do + steps(start, do_t, ALIGN), do_offsets, head.tq - start, DV, CHECKED=MASKED)
-        lse2_row = deduplicated(next_lse2)
+        lse_row = deduplicated(next_lse)
         delta_row = deduplicated(next_delta)
         next_rows = nth_tile(m + 1, first, unmasked, unmasked_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
-        next_lse2 = load_row(lse2, next_rows, head.tq, float("inf"), DUPLICATES)
+        next_lse = load_row(row_lse, next_rows, head.tq, float("inf"), DUPLICATES)
         next_delta = load_row(delta, next_rows, head.tq, 0.0, DUPLICATES)
-        s_start = None
         dp_start = None
-        if S_STARTS:
-            s_start = lse2_row * -inv_factor
-            lse2_row = 0.0
         if DP_STARTS:
             dp_start = -delta_row
             delta_row = 0.0
-        s = dot_transposed(k, q_tile, s_start, IEEE_FP32)
+        s = dot_transposed(k, q_tile, None, IEEE_FP32)
         dp = dot_transposed(v, do_tile, dp_start, IEEE_FP32)
-        p, keep, t = probabilities(s, lse2_row, rows[None, :], j, head, IEEE_FP32, MASKED)
+        p, keep, t = probabilities(s, lse_row, rows[None, :], j, head, IEEE_FP32, MASKED)
         dx = through_softcap(score_gradient(p, dp, delta_row, keep, head), t, head)
         if DV_WANTED:
             dv = dot(drop(p, keep, head), do_tile, dv, IEEE_FP32)
@@ -132,11 +127,11 @@ def _add_rows(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dkdv_kernel(
-    q, k, v, do, lse2, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed,
+    q, k, v, do, row_lse, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed,
     dk, dv,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dk_b, dk_h, dk_t, dv_b, dv_h, dv_t,
-    first_b, group, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, inv_factor, scale,
+    first_b, group, tq, tk, left, right, threshold: tl.uint32, factor, softcap, inv_keep, scale,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
@@ -172,11 +167,11 @@ def _dkdv_kernel(
         h = kv_head * group + g
         q_head = at(q, q_b, q_h, q_t, b, h, start_q, ALIGN)
         do_head = at(do, do_b, do_h, do_t, b, h, start_q, ALIGN)
-        lse2_head = at(lse2, rows_b, rows_h, 1, b, h, start_q, 1)
+        lse_head = at(row_lse, rows_b, rows_h, 1, b, h, start_q, 1)
         delta_head = at(delta, rows_b, rows_h, 1, b, h, start_q, 1)
         slope = None
         if slopes is not None:
-            slope = to_log2(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), IEEE_FP32)
+            slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32)
         bias_head = None
         if bias is not None:
             bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
@@ -185,8 +180,8 @@ def _dkdv_kernel(
         )
         for MASKED in tl.static_range(2):
             dk_acc, dv_acc = _add_rows(
-                dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse2_head, delta_head, q_t, do_t,
-                j, head, inv_factor, first, unmasked, unmasked_end, last,
+                dk_acc, dv_acc, k_tile, v_tile, q_head, do_head, lse_head, delta_head, q_t, do_t,
+                j, head, first, unmasked, unmasked_end, last,
                 D, DV, BLOCK_M, ALIGN, INT64_OFFSETS, IEEE_FP32, DUPLICATES, SAME_OFFSETS,
                 dk is not None, dv is not None, MASKED,
             )  # fmt: skip
@@ -201,7 +196,7 @@ def _dkdv_kernel(
 
 @triton.jit
 def _add_columns(
-    dq, q, do, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, unmasked, unmasked_end, last,
+    dq, q, do, row_lse, delta, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, unmasked, unmasked_end, last,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
@@ -215,7 +210,7 @@ def _add_columns(
         v_tile = load_tile(v + steps(start, v_t, ALIGN), v_offsets, head.tk - start, DV, CHECKED=MASKED)
         s = dot_transposed(q, k_tile, None, IEEE_FP32)
         dp = dot_transposed(do, v_tile, None, IEEE_FP32)
-        p, keep, t = probabilities(s, lse2[:, None], i, j, head, IEEE_FP32, MASKED)
+        p, keep, t = probabilities(s, row_lse[:, None], i, j, head, IEEE_FP32, MASKED)
         dx = through_softcap(score_gradient(p, dp, delta[:, None], keep, head), t, head)
         dq = dot(dx, k_tile, dq, IEEE_FP32)
     return dq
@@ -223,7 +218,7 @@ def _add_columns(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dq_kernel(
-    q, k, v, do, lse2, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed,
+    q, k, v, do, row_lse, delta, cu_seqlens_q, cu_seqlens_k, bias, slopes, seed,
     dq,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dq_b, dq_h, dq_t,
@@ -257,11 +252,11 @@ def _dq_kernel(
         q_tile, do_tile = q_tile.to(ACC), do_tile.to(ACC)
     if NEGATIVE:
         q_tile = -q_tile
-    lse2 = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=float("inf"))
+    row_lse = tl.load(at(row_lse, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=float("inf"))
     delta = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q, 1) + rows, mask=rows < tq, other=0.0)
     slope = None
     if slopes is not None:
-        slope = to_log2(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), IEEE_FP32)
+        slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32)
     if bias is not None:
         bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
     if seed is not None:
@@ -275,7 +270,7 @@ def _dq_kernel(
     first, unmasked, unmasked_end, last = band_tiles(start, stop, tk - tq, left, right, tk, BLOCK_N)
     for MASKED in tl.static_range(2):
         acc = _add_columns(
-            acc, q_tile, do_tile, lse2, delta, k, v, k_offsets, v_offsets, k_t, v_t, rows[:, None], head,
+            acc, q_tile, do_tile, row_lse, delta, k, v, k_offsets, v_offsets, k_t, v_t, rows[:, None], head,
             first, unmasked, unmasked_end, last, D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
         )  # fmt: skip
 
@@ -285,7 +280,7 @@ def _dq_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dbias_kernel(
-    q, k, v, do, lse2, delta, bias, slopes, seed,
+    q, k, v, do, row_lse, delta, bias, slopes, seed,
     dbias,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, do_b, do_h, do_t, rows_b, rows_h,
     bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h, dbias_b, dbias_h, dbias_i, dbias_j,
@@ -321,7 +316,7 @@ def _dbias_kernel(
         for h in range(own_h, heads, h_step):
             slope = None
             if slopes is not None:
-                slope = to_log2(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), IEEE_FP32)
+                slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32)
             bias_head = bias + steps(b, bias_b, 1) + steps(h, bias_h, 1)
             head = Head(
                 b, h, tq, tk, left, right, factor, softcap, bias_head, bias_i, bias_j, slope, seed, threshold, inv_keep
@@ -335,13 +330,13 @@ def _dbias_kernel(
                 rows = row + tl.arange(0, BLOCK_M)
                 q_tile = load_tile(at(q, q_b, q_h, q_t, b, h, row, ALIGN), q_offsets, tq - row, D, CHECKED=True)
                 do_tile = load_tile(at(do, do_b, do_h, do_t, b, h, row, ALIGN), do_offsets, tq - row, DV, CHECKED=True)
-                lse2_row = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
+                lse_row = tl.load(at(row_lse, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 delta_row = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
                 if FP64:
                     q_tile, do_tile = q_tile.to(ACC), do_tile.to(ACC)
                 s = dot_transposed(q_tile, k_tile, None, IEEE_FP32)
                 dp = dot_transposed(do_tile, v_tile, None, IEEE_FP32)
-                p, keep, _tanh = probabilities(s, lse2_row[:, None], rows[:, None], j, head, IEEE_FP32, MASKED=True)
+                p, keep, _tanh = probabilities(s, lse_row[:, None], rows[:, None], j, head, IEEE_FP32, MASKED=True)
                 acc += score_gradient(p, dp, delta_row[:, None], keep, head)
 
     dbias += steps(own_b, dbias_b, 1) + steps(own_h, dbias_h, 1)
@@ -355,7 +350,7 @@ def _dbias_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dbias_rows_kernel(
-    lse2, delta, dlse, sinks,
+    row_lse, delta, dlse, sinks,
     dbias,
     rows_b, rows_h, dlse_b, dlse_h, dlse_t, sinks_h, dbias_b, dbias_h, dbias_i,
     batch, heads, row_tiles, b_step, h_step, tq,
@@ -373,12 +368,12 @@ def _dbias_rows_kernel(
         for h in range(own_h, heads, h_step):
             for m in range(own_m, m_end):
                 rows = m * BLOCK + tl.arange(0, BLOCK)
-                z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
+                z = tl.load(at(row_lse, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=float("inf"))
                 if dlse is not None:
                     some = z < float("inf")
                     acc += tl.load(at(dlse, dlse_b, dlse_h, dlse_t, b, h, rows, 1), mask=some, other=0.0)
                 if sinks is not None:
-                    sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), IEEE_FP32)
+                    sink = tl.load(sinks + h * sinks_h).to(tl.float32)
                     d = tl.load(at(delta, rows_b, rows_h, 1, b, h, rows, 1), mask=rows < tq, other=0.0)
                     acc += sink_probability(sink, z, IEEE_FP32) * d
 
@@ -392,19 +387,19 @@ def _dbias_rows_kernel(
 
 @triton.jit(do_not_specialize=SIZES)
 def _dsinks_kernel(
-    lse2, delta, sinks, cu_seqlens_q,
+    row_lse, delta, sinks, cu_seqlens_q,
     dsinks,
     rows_b, rows_h, sinks_h, dsinks_h, batch, tq,
     BLOCK: tl.constexpr, IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     h = tl.program_id(0)
-    sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), IEEE_FP32)
+    sink = tl.load(sinks + h * sinks_h).to(tl.float32)
     acc = tl.zeros([BLOCK], tl.float64 if IEEE_FP32 else tl.float32)
     for b in range(0, batch):
         start_q, _start_k, t, _tk = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
         for start in range(0, t, BLOCK):
             rows = start + tl.arange(0, BLOCK)
-            z = tl.load(at(lse2, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))
+            z = tl.load(at(row_lse, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=float("inf"))
             d = tl.load(at(delta, rows_b, rows_h, 1, b, h, start_q + rows, 1), mask=rows < t, other=0.0)
             acc -= sink_probability(sink, z, IEEE_FP32) * d
     total = tl.load(dsinks + h * dsinks_h).to(acc.dtype) + tl.sum(acc, 0)

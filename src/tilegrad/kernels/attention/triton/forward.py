@@ -2,10 +2,15 @@
 
     row_max = sink, row_sum = 1 (or lowest, 0)
     for each tile of columns, first the unmasked ones, then those that an edge of the band crosses:
-      x = scores in the log2 domain (scores.py)
-      new_max = max(row_max, max x)      p = exp2(x − new_max)      alpha = exp2(row_max − new_max)
+      x = scores (scores.py)
+      new_max = max(row_max, max x)      p = exp(x − new_max)       alpha = exp(row_max − new_max)
       row_sum = alpha · row_sum + Σ p    acc = alpha · acc + (p ∘ keep) v
-    o = acc / row_sum / (1 − dropout_p)          lse = (row_max + log2 row_sum) · ln 2
+    o = acc / row_sum / (1 − dropout_p)          lse = row_max + log row_sum
+
+Of a plain call x are products q·k, and p = exp2(c x − c row_max), c = factor · log2(e), is one fma and one exp2. The fma takes
+a c · row_max that is rounded from a c · x that is not. What was rounded off is one number for all of a row: it cancels in o,
+and `product_lse` takes it out of lse. Beyond 2²⁶ it would overflow, so c is the next power of two there, and
+nothing is rounded off: such scores are 4 apart at least in the log2 domain, and p is 0 or 1 but for a few.
 
 Split-K: where rows are few and columns many, `splits` programs share a row tile's columns. Each writes its own o and lse, in
 the dtype of the accumulators, and `_combine_kernel` reduces them in a fixed order: o = Σ exp(lse_s − lse) o_s.
@@ -20,7 +25,18 @@ import triton
 import triton.language as tl
 
 from .memory import at, lengths, load_tile, steps, store_tile, tile_offsets
-from .numerics import LOWEST, dot, dot_transposed, exponential, log_sum, ratio, to_log2
+from .numerics import (
+    LOWEST,
+    dot,
+    dot_transposed,
+    exponential,
+    logarithm,
+    power,
+    product_lse,
+    ratio,
+    scaled_max,
+    to_log2,
+)
 from .scores import Head, band_tiles, dropout_mask, nth_tile, scores
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
@@ -30,10 +46,12 @@ SIZES += ["heads", "row_tiles", "tq", "tk", "left", "right", "threshold", "split
 
 @triton.jit
 def _attend(
-    acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_t, v_t, i, head, first, unmasked, unmasked_end, last,
+    acc, row_max, row_sum, q, k, v, k_offsets, v_offsets, k_t, v_t, i, head, log2_factor, coarse_factor,
+    first, unmasked, unmasked_end, last,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
+    PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
     tiles = unmasked_end - unmasked
     if MASKED:
         tiles = unmasked - first + last - unmasked_end
@@ -42,10 +60,16 @@ def _attend(
         j = start + tl.arange(0, BLOCK_N)[None, :]
         k_tile = load_tile(k + steps(start, k_t, ALIGN), k_offsets, head.tk - start, D, CHECKED=MASKED)
         s = dot_transposed(q, k_tile, None, IEEE_FP32)
-        x, factor, _tanh = scores(s, i, j, head, IEEE_FP32, MASKED)
-        new_max = tl.maximum(row_max, tl.max(x, 1) * factor)
-        p = exponential(x * factor - new_max[:, None], IEEE_FP32)
-        alpha = exponential(row_max - new_max, IEEE_FP32)
+        x, _tanh = scores(s, i, j, head, IEEE_FP32, MASKED)
+        new_max = tl.maximum(row_max, tl.max(x, 1))
+        if PLAIN:
+            _, old = scaled_max(row_max, log2_factor, coarse_factor)
+            c, new = scaled_max(new_max, log2_factor, coarse_factor)
+            p = power(tl.fma(x, c[:, None], -new[:, None]), IEEE_FP32)
+            alpha = power(old - new, IEEE_FP32)
+        else:
+            p = exponential(x - new_max[:, None], IEEE_FP32)
+            alpha = exponential(row_max - new_max, IEEE_FP32)
         row_sum = row_sum * alpha + tl.sum(p, 1)
         acc = acc * alpha[:, None]
         if head.seed is not None:
@@ -62,7 +86,8 @@ def _attention_fwd_kernel(
     o, lse,
     q_b, q_h, q_t, k_b, k_h, k_t, v_b, v_h, v_t, bias_b, bias_h, bias_i, bias_j, slopes_b, slopes_h,
     o_b, o_h, o_t, o_s, lse_b, lse_h, lse_t, lse_s,
-    sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits, factor, softcap, inv_keep,
+    sinks_h, heads, group, row_tiles, tq, tk, left, right, threshold: tl.uint32, splits,
+    factor, log2_factor, coarse_factor, softcap, inv_keep,
     D: tl.constexpr, DV: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
@@ -93,19 +118,27 @@ def _attention_fwd_kernel(
     v = at(v, v_b, v_h, v_t, b, h // group, start_k, ALIGN)
     slope = None
     if slopes is not None:
-        slope = to_log2(tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32), IEEE_FP32)
+        slope = tl.load(slopes + b * slopes_b + h * slopes_h).to(tl.float32)
     if bias is not None:
         bias += steps(b, bias_b, 1) + steps(h, bias_h, 1)
     if seed is not None:
         seed = tl.load(seed)
     head = Head(b, h, tq, tk, left, right, factor, softcap, bias, bias_i, bias_j, slope, seed, threshold, inv_keep)
+    PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
     row_max = tl.full([BLOCK_M], LOWEST, ACC)
     row_sum = tl.zeros([BLOCK_M], ACC)
+    if PLAIN:
+        row_max = row_max / tl.maximum(coarse_factor, 1.0)
     if sinks is not None:
-        sink = to_log2(tl.load(sinks + h * sinks_h).to(tl.float32), IEEE_FP32)
+        sink = tl.load(sinks + h * sinks_h).to(tl.float32)
         sink = tl.where(split == 0, sink, float("-inf"))
-        row_max = tl.maximum(row_max, sink)
-        row_sum = exponential(sink - row_max, IEEE_FP32)
+        if PLAIN:
+            row_max = tl.maximum(row_max, sink / factor)
+            _, largest = scaled_max(row_max, log2_factor, coarse_factor)
+            row_sum = power(to_log2(sink, IEEE_FP32) - largest, IEEE_FP32)
+        else:
+            row_max = tl.maximum(row_max, sink)
+            row_sum = exponential(sink - row_max, IEEE_FP32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], ACC)
 
     stop = tl.minimum(start + BLOCK_M, tq)
@@ -118,7 +151,7 @@ def _attention_fwd_kernel(
     unmasked_end = tl.minimum(tl.maximum(unmasked_end, begin), end)
     for MASKED in tl.static_range(2):
         acc, row_max, row_sum = _attend(
-            acc, row_max, row_sum, q_tile, k, v, k_offsets, v_offsets, k_t, v_t, i, head,
+            acc, row_max, row_sum, q_tile, k, v, k_offsets, v_offsets, k_t, v_t, i, head, log2_factor, coarse_factor,
             first, unmasked, unmasked_end, last, D, DV, BLOCK_N, ALIGN, IEEE_FP32, MASKED,
         )  # fmt: skip
 
@@ -131,8 +164,13 @@ def _attention_fwd_kernel(
     if lse is not None:
         rows = start + tl.arange(0, BLOCK_M)
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1) + steps(split, lse_s, 1)
-        value = tl.where(some, log_sum(row_max, row_sum, IEEE_FP32), float("-inf"))
-        tl.store(lse + steps(rows, lse_t, 1), value, mask=rows < tq)
+        value = logarithm(row_sum, IEEE_FP32)
+        if PLAIN:
+            c, _ = scaled_max(row_max, log2_factor, coarse_factor)
+            value = product_lse(row_max, value, factor, c, IEEE_FP32)
+        if not PLAIN:
+            value += row_max
+        tl.store(lse + steps(rows, lse_t, 1), tl.where(some, value, float("-inf")), mask=rows < tq)
 
 
 @triton.jit(do_not_specialize=SIZES)
@@ -160,7 +198,7 @@ def _combine_kernel(
     acc = tl.zeros([BLOCK_M, BLOCK_DV], row_max.dtype)
 
     for split in tl.range(0, splits):
-        x = to_log2(tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf")), IEEE_FP32)
+        x = tl.load(lse_parts + steps(split, lse_parts_s, 1), mask=inside, other=float("-inf"))
         part = load_tile(parts + steps(split, parts_s, 1), part_offsets, tq - start, DV, CHECKED=True)
         new_max = tl.maximum(row_max, x)
         alpha = exponential(row_max - new_max, IEEE_FP32)
@@ -177,5 +215,5 @@ def _combine_kernel(
         store_tile(o, offsets, ratio(acc, row_sum[:, None], IEEE_FP32), tq - start, DV)
     if lse is not None:
         lse = at(lse, lse_b, lse_h, lse_t, b, h, start_q, 1)
-        value = tl.where(some, log_sum(row_max, row_sum, IEEE_FP32), float("-inf"))
+        value = tl.where(some, row_max + logarithm(row_sum, IEEE_FP32), float("-inf"))
         tl.store(lse + steps(rows, lse_t, 1), value, mask=inside)

@@ -21,6 +21,7 @@ from ..problem import FEW_ROWS, Sizes, output_shapes, row_strides, sizes_of
 from .arguments import (
     Arguments,
     addressing,
+    exponent_arguments,
     ieee_fp32,
     lse_stride_arguments,
     score_arguments,
@@ -73,7 +74,7 @@ def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, de
     if mask.dropout_p and isinstance(mask.seed, int):
         shapes["seed"] = ((), torch.int64)
     if backward:
-        return shapes | {"delta": (lse_shape, torch.float32), "lse2": (lse_shape, torch.float32)}
+        return shapes | {"delta": (lse_shape, torch.float32), "row_lse": (lse_shape, torch.float32)}
     splits = splits_for(sizes, q.dtype, q.device)
     if splits > 1:
         dtype = torch.float64 if product_bits(q.dtype, q.device) == 64 else torch.float32
@@ -122,7 +123,8 @@ def _forward(
 ) -> list[KernelCall]:
     sizes = sizes_of(q, k, v, mask)
     splits = splits_for(sizes, q.dtype, q.device)
-    scores = score_arguments(sizes, mask, scratch, q.dtype)
+    scores = score_arguments(sizes, mask, scratch)
+    scores |= exponent_arguments(scores["factor"], q.dtype)
     if splits == 1:
         return _attend(q, k, v, mask, sizes, scores, Output(o, lse, o, lse, 0, 0), splits)
     o_parts, lse_parts = scratch["o_parts"], scratch["lse_parts"]
@@ -206,13 +208,13 @@ def _backward(
     scratch: Scratch,
 ) -> list[KernelCall]:  # fmt: skip
     sizes, ieee = sizes_of(q, k, v, mask), ieee_fp32(q.dtype)
-    delta, lse2 = scratch["delta"], scratch["lse2"]
+    delta, row_lse = scratch["delta"], scratch["row_lse"]
     rows_b, rows_h = (0, delta.stride(0)) if mask.varlen else delta.stride()[:2]
-    rows: Arguments = {"delta": delta, "lse2": lse2, "rows_b": rows_b, "rows_h": rows_h}
+    rows: Arguments = {"delta": delta, "row_lse": row_lse, "rows_b": rows_b, "rows_h": rows_h}
     scores = (
         {"q": q, "k": k, "v": v, "do": do}
         | rows
-        | score_arguments(sizes, mask, scratch, q.dtype)
+        | score_arguments(sizes, mask, scratch)
         | stride_arguments(varlen=mask.varlen, q=q, k=k, v=v, do=do)
     )
     calls = _delta(o, lse, do, dlse, mask, sizes, rows)
@@ -262,7 +264,7 @@ def _columns(
         return calls
     q, k, v, do = (scores[name] for name in ("q", "k", "v", "do"))
     arguments = (
-        {"dk": dk, "dv": dv, "scale": mask.scale_for(sizes.d), "inv_factor": 1.0 / scores["factor"]}
+        {"dk": dk, "dv": dv, "scale": mask.scale_for(sizes.d)}
         | scores
         | sequence_arguments(mask)
         | stride_arguments(varlen=mask.varlen, dk=dk, dv=dv)

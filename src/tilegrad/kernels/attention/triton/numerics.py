@@ -1,9 +1,9 @@
-"""Arithmetic on the device: the log2 domain, exp, log, tanh, quotients and matrix products, each in two precisions.
+"""Arithmetic on the device: exp, log, tanh, quotients and matrix products, each in two precisions.
 
-By default scores are in the log2 domain, x = log2(e) · s, so that exp(s) is one exp2(x). IEEE_FP32 is for float32 inputs whose
-products may not be tf32: scores stay natural (no log2(e) anywhere), and exp, log, tanh and quotients are rounded like torch's.
-The device's own exp2, log2 and division are off by two units in the last place or more, and an error of a score or of lse is
-an error of every p. Operands may be float64: a device that is fast at float64 holds the owner's tile and the sums in it.
+By default exp(x) is the device's exp2(log2(e) · x). IEEE_FP32 is for float32 inputs whose products may not be tf32: exp, log,
+tanh and quotients are rounded like torch's. The device's own exp2, log2 and division are off by two units in the last place or
+more, and an error of lse is an error of every p. Operands may be float64: a device that is fast at float64 holds the owner's
+tile and the sums in it.
 """
 
 from __future__ import annotations
@@ -14,31 +14,40 @@ import triton.language as tl
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
 LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # what float32 cuts off
-LN2_LOW = tl.constexpr(-1.904654323148236e-09)
 LN2_HEAD = tl.constexpr(0.693359375)  # 9 bits of ln 2: its product with an exponent is exact
 LN2_TAIL = tl.constexpr(-2.1219444005469057e-04)
 LEAST_EXPONENT = tl.constexpr(-87.0)  # exp below it counts as 0
 CHAIN = tl.constexpr(32)  # terms that an IEEE float32 dot product adds one after the other
+LARGE = tl.constexpr(2.0**26)
 LOWEST = tl.constexpr(-1e38)  # a running maximum starts here: finite, so that a row without a key makes no NaN
 
 
 @triton.jit
 def to_log2(x, IEEE_FP32: tl.constexpr):
-    """Into the log2 domain: x · log2(e), rounded once, for an error of lse is an error of every p of its row. With IEEE_FP32
-    there is no log2 domain, and x stays as it is."""
+    """What `power` takes for exp(x): x · log2(e), rounded once, or with IEEE_FP32 x itself."""
     return x if IEEE_FP32 else x * LOG2E + x * LOG2E_LOW
 
 
 @triton.jit
+def rounded_product(x, y):
+    """x · y, rounded before anything is added to it. The compiler makes x · y − lse one fma, which subtracts an lse that was
+    rounded from a product that was not: p errs by |lse| · eps. It does not undo an fma."""
+    return tl.fma(x, y, 0.0)
+
+
+@triton.jit
 def from_log2(x, IEEE_FP32: tl.constexpr):
-    """Out of the log2 domain: x · ln 2."""
-    return x if IEEE_FP32 else x * LN2 + x * LN2_LOW
+    """The reverse."""
+    return x if IEEE_FP32 else x * LN2
 
 
 @triton.jit
 def power(x, IEEE_FP32: tl.constexpr):
-    """exp2(x). With IEEE_FP32 exp(x) = 2ⁿ exp(f), |f| ≤ ln 2 / 2, by a polynomial for (exp(f) − 1 − f) / f²; error 0.7 ulp."""
-    if IEEE_FP32:
+    """exp2(x). With IEEE_FP32 exp(x), of float64 by tl.exp, of float32 = 2ⁿ exp(f), |f| ≤ ln 2 / 2, by a polynomial for
+    (exp(f) − 1 − f) / f²; error 0.7 ulp."""
+    if x.dtype == tl.float64:
+        return tl.exp(x)
+    elif IEEE_FP32:
         bounded = tl.maximum(x, LEAST_EXPONENT)
         n = tl.floor(bounded * LOG2E + 0.5)
         f = (bounded - n * LN2_HEAD) - n * LN2_TAIL
@@ -53,17 +62,32 @@ def power(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def exponential(x, IEEE_FP32: tl.constexpr):
-    """`power` of what may be float64."""
-    return tl.exp(x) if x.dtype == tl.float64 else power(x, IEEE_FP32)
+    """exp(x)"""
+    return power(x if IEEE_FP32 else x * LOG2E, IEEE_FP32)
 
 
 @triton.jit
-def log_sum(row_max, row_sum, IEEE_FP32: tl.constexpr):
-    """lse = log(exp(row_max) row_sum), natural; with IEEE_FP32 in float64."""
+def scaled_max(row_max, log2_factor, coarse_factor):
+    """(c, c · row_max) of rows of products: c is log2_factor, or coarse_factor beyond LARGE. forward.py says why."""
+    c = tl.where(tl.abs(row_max) * log2_factor < LARGE, log2_factor, coarse_factor)
+    return c, rounded_product(row_max, c)
+
+
+@triton.jit
+def product_lse(row_max, log_sum, factor, c, IEEE_FP32: tl.constexpr):
+    """lse of rows of products, of which row_max is the largest: factor · row_max, rounded as in the backward, and log_sum
+    without what the rounding of c · row_max has added."""
+    lost = tl.fma(row_max, c, -rounded_product(row_max, c))
+    return rounded_product(row_max, factor) + (log_sum - from_log2(lost, IEEE_FP32))
+
+
+@triton.jit
+def logarithm(x, IEEE_FP32: tl.constexpr):
+    """log(x); with IEEE_FP32 in float64."""
     if IEEE_FP32:
-        return row_max.to(tl.float64) + tl.log(row_sum.to(tl.float64))
+        return tl.log(x.to(tl.float64))
     else:
-        return from_log2(row_max + tl.math.log2(row_sum), IEEE_FP32)
+        return tl.math.log2(x) * LN2
 
 
 @triton.jit

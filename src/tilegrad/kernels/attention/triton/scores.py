@@ -1,15 +1,16 @@
 """mask.py on the device: which tiles of the band a run of rows attends to, and what becomes of a tile of scores.
 
 A tile of scores is s (M, N) or its transpose: rows i and columns j come as index tensors that broadcast to it, so every
-function here serves both. Scores leave in the log2 domain (numerics.py), x = log2(e) · s:
+function here serves both.
 
-    plain                   x = factor · (q·k)            factor = |scale| · log2(e), applied by the caller
-    softcap c, bias, ALiBi  x = c₂ tanh(factor/c₂ · q·k) + log2(e) · bias − slope₂ · |i + Tk − Tq − j|        factor = 1
+    plain                   x = q·k                       the caller multiplies by factor = |scale|
+    softcap c, bias, ALiBi  x = c tanh(factor/c · q·k) + bias − slope · |i + Tk − Tq − j|
     masked out              x = −inf                      only in tiles that the band's edge or the end of k crosses
 
-With IEEE_FP32 scores stay natural: factor = |scale|, and c₂, slope₂ are c and the slope themselves.
+A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · x) = factor · max(x).
 
-A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · s) = factor · max(s).
+Every kernel rounds a score in the same places: lse is formed of the bits that the backward subtracts it from, so the largest
+score of a row has p = 1 / Σ, however large it is.
 
 Tiles of BLOCK columns that a run of rows attends to, counted from 0:   [0 … first · unmasked … · unmasked_end … last)
 An edge crosses first to unmasked and unmasked_end to last: these need a mask, unmasked to unmasked_end do not. The rows that
@@ -23,7 +24,7 @@ from typing import Any, NamedTuple
 import triton
 import triton.language as tl
 
-from .numerics import LOG2E, exponential, power, quotient, tanh
+from .numerics import exponential, quotient, rounded_product, tanh
 
 
 class Head(NamedTuple):
@@ -36,11 +37,11 @@ class Head(NamedTuple):
     left: Any
     right: Any
     factor: Any
-    softcap: Any  # c in the domain of the scores: c · log2(e), or c with IEEE_FP32
+    softcap: Any
     bias: Any  # at this head
     bias_i: Any
     bias_j: Any
-    slope: Any  # ALiBi's, in the domain of the scores
+    slope: Any  # ALiBi's
     seed: Any
     threshold: Any
     inv_keep: Any  # 1 / (1 − dropout_p)
@@ -83,7 +84,7 @@ def softcap_tanh(s, head, IEEE_FP32: tl.constexpr):
     if s.dtype == tl.float64:
         return 1.0 - 2.0 / (1.0 + tl.exp(s * (2.0 * tl.cast(head.factor, tl.float64) / head.softcap)))
     else:
-        return tanh(s * quotient(head.factor, head.softcap, IEEE_FP32), IEEE_FP32)
+        return tanh(rounded_product(s, quotient(head.factor, head.softcap, IEEE_FP32)), IEEE_FP32)
 
 
 @triton.jit
@@ -103,25 +104,24 @@ def load_bias(head, i, j, FP64: tl.constexpr):
 
 @triton.jit
 def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(x, factor, tanh): scores are x · factor, in the log2 domain or natural (IEEE_FP32); tanh is the softcap's."""
+    """(x, tanh): scores, but of a plain call x · factor are; tanh is the softcap's."""
     x = s
     t = s
-    factor = head.factor
-    if head.softcap is not None or head.bias is not None or head.slope is not None:
-        factor = head.factor * 0.0 + 1.0
+    PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
+    if not PLAIN:
         if head.softcap is not None:
             t = softcap_tanh(s, head, IEEE_FP32)
-            x = head.softcap * t
+            x = rounded_product(t, head.softcap)
         else:
-            x = s * head.factor
+            x = rounded_product(s, head.factor)
         if head.bias is not None:
             bias = load_bias(head, i, j, s.dtype == tl.float64)
             if head.bias.dtype.element_ty == tl.uint8:
                 x = tl.where(bias != 0, x, float("-inf"))
             else:
-                x += bias.to(tl.float32) if IEEE_FP32 else bias.to(tl.float32) * LOG2E
+                x += bias.to(tl.float32)
         if head.slope is not None:
-            x -= head.slope * tl.abs(i + (head.tk - head.tq) - j).to(x.dtype)
+            x -= rounded_product(tl.abs(i + (head.tk - head.tq) - j).to(x.dtype), head.slope)
     if MASKED:
         attends = j < head.tk
         if head.left is not None:
@@ -129,7 +129,7 @@ def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
         if head.right is not None:
             attends &= i + (head.tk - head.tq) - j >= -head.right
         x = tl.where(attends, x, float("-inf"))
-    return x, factor, t
+    return x, t
 
 
 @triton.jit
@@ -140,10 +140,16 @@ def dropout_mask(i, j, head):
 
 
 @triton.jit
-def probabilities(s, lse2, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh only where the call has them."""
-    x, factor, t = scores(s, i, j, head, IEEE_FP32, MASKED)
-    p = exponential(x * factor - lse2, IEEE_FP32)
+def probabilities(s, lse, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
+    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh only where the call has them. A score of
+    float64 is rounded as lse was."""
+    x, t = scores(s, i, j, head, IEEE_FP32, MASKED)
+    PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
+    if PLAIN:
+        x = rounded_product(x, head.factor)
+    if x.dtype == tl.float64:
+        x = x.to(tl.float32).to(tl.float64)
+    p = exponential(x - lse, IEEE_FP32)
     keep = p >= 0.0
     if head.seed is not None:
         keep = dropout_mask(i, j, head)
@@ -151,12 +157,12 @@ def probabilities(s, lse2, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.const
 
 
 @triton.jit
-def sink_probability(sink, lse2, IEEE_FP32: tl.constexpr):
+def sink_probability(sink, lse, IEEE_FP32: tl.constexpr):
     """exp(sink − lse); with IEEE_FP32 in float64, because dsinks is one sum over all of them."""
     if IEEE_FP32:
-        return tl.exp(sink.to(tl.float64) - lse2.to(tl.float64))
+        return tl.exp(sink.to(tl.float64) - lse.to(tl.float64))
     else:
-        return power(sink - lse2, IEEE_FP32)
+        return exponential(sink - lse, IEEE_FP32)
 
 
 @triton.jit

@@ -119,7 +119,10 @@ inline __m512 exponential_of_2(__m512 x) {
 constexpr uint16_t PAIRED[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 
-constexpr float LOG2E = 1.44269504f, LN2 = 0.69314718f;
+// exp(s − shift). The product by log2 e comes last: that of a score would be rounded otherwise than lse, and −inf of finfo.min.
+inline __m512 exponential_of_difference(__m512 s, __m512 shift) {
+    return exponential_of_2(_mm512_mul_ps(_mm512_sub_ps(s, shift), _mm512_set1_ps(1.44269504f)));
+}
 
 }  // namespace ISA
 }  // namespace tilegrad

@@ -28,7 +28,6 @@ struct AmxBackward {
         Statistics<float> rows;
         RowLanes<float> lanes;
         float* row_sums;  // of ds, for dbias
-        float* lse2;  // lse in base 2
         int32_t* next_tile;
     };
 
@@ -81,7 +80,6 @@ struct AmxBackward {
         x.dq = allocator.take<float>(max_rows * d);
         x.row_sums = allocator.take<float>(with_dbias ? max_rows : 0);
         x.rows.allocate(allocator, max_rows);
-        x.lse2 = allocator.take<float>(max_rows);
         x.lanes.allocate(allocator, max_rows);
         x.next_tile = allocator.take<int32_t>(max_rows / ROWS);
         return x;
@@ -110,7 +108,6 @@ struct AmxBackward {
         if (dbias.by_row) memset(x.row_sums, 0, rows * sizeof(float));
         x.rows.fill(call, BF16_ROWS, head, round_up(rows, STRIP), row, row + ROWS / 2 * at_least(d, dv));
         x.lanes.fill(call, head, 0, rows, round_up(rows, STRIP));
-        for (int64_t r = 0; r < round_up(rows, STRIP); ++r) x.lse2[r] = x.rows.lse[r] * LOG2E;
         for (int64_t r0 = 0; r0 < rows; r0 += ROWS) x.next_tile[r0 / ROWS] = int32_t(x.rows.lo[r0] / COLUMNS);
     }
 
@@ -226,10 +223,9 @@ struct AmxBackward {
     template <bool MASKED, Form FORM, bool DROPPING>
     void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending) {
         const bool biased = FORM == BIASED || (FORM == ANY && bias.on);
-        const __m512 times = _mm512_set1_ps(FORM == PRODUCT ? float(call.scale) * LOG2E : LOG2E);
         for (int64_t y = 0; y < STRIP; y += 2) {
             for (int64_t i = attending.begin; i < attending.end; i += 16) {
-                const __m512 lse = _mm512_loadu_ps((biased ? x.rows.lse : x.lse2) + r0 + i), delta = _mm512_loadu_ps(x.rows.delta + r0 + i);
+                const __m512 lse = _mm512_loadu_ps(x.rows.lse + r0 + i), delta = _mm512_loadu_ps(x.rows.delta + r0 + i);
                 __m512 e[2], de[2];
                 I32 dropped[2];
                 if (DROPPING)
@@ -237,16 +233,16 @@ struct AmxBackward {
                                  Score<float>::same(j0 + j + y), 1);
                 for (int64_t z = 0; z < 2; ++z) {
                     const int64_t column = j0 + j + y + z;
-                    V32 x_or_s = load(s + (y + z) * ROWS + i), derivative = all(1.0f);
+                    V32 score = load(s + (y + z) * ROWS + i), derivative = all(1.0f);
                     const V32 b = biased ? bias.lanes(bias_t, ROWS, j + y + z, i) : V32{};
-                    if (FORM == BIASED) x_or_s = x_or_s * float(call.scale) + b;
                     if (FORM == ANY) {
-                        const Score<float> score(call, x.lanes, r0 + i);
-                        x_or_s = score.minus(-b, x_or_s, score.same(column), &derivative);
+                        const Score<float> of_rows(call, x.lanes, r0 + i);
+                        score = of_rows.of(score, b, of_rows.same(column), &derivative);
+                    } else {
+                        score = rounded(score * float(call.scale));
+                        if (FORM == BIASED) score += b;
                     }
-                    const __m512 power = biased ? _mm512_mul_ps(_mm512_sub_ps((__m512)x_or_s, lse), times)  // of finfo.min too
-                                                : _mm512_fmsub_ps((__m512)x_or_s, times, lse);
-                    e[z] = exponential_of_2(power);
+                    e[z] = exponential_of_difference((__m512)score, lse);
                     __m512 dp_of = _mm512_loadu_ps(dp + (y + z) * ROWS + i), r_of = e[z];
                     if (DROPPING) {
                         dp_of = (__m512)dropout.unless(dropped[z], (V32)dp_of * dropout.kept);

@@ -5,11 +5,10 @@
 //   block of rows:   q as pairs of columns
 //     for each tile of columns, for each strip of 32 rows:
 //       sᵀ = k qᵀ                               float32
-//       pᵀ = 2^(s·scale·log2 e − row_max)       p ∘ keep is rounded to bfloat16, as pairs of rows; lanes are rows. With a bias
-//                                             2^((s − row_max)·log2 e): a mask of finfo.min times log2 e would be −inf
+//       pᵀ = 2^((s − row_max)·log2 e)           p ∘ keep is rounded to bfloat16, as pairs of rows; lanes are rows
 //       accᵀ = alpha ∘ accᵀ + vᵀ pᵀ             float32
 //
-// row_max is kept in base 2 without a bias. A row that attends to nothing of a tile has p = 0 there.
+// A row that attends to nothing of a tile has p = 0 there.
 #pragma once
 
 #include "attention/amx.h"
@@ -91,13 +90,13 @@ struct AmxForward {
             pairs_of_columns(q + r * d, STRIP, rows_of_q, STRIP, d);
         }
         lanes.fill(call, head, r0, m, padded);
-        start_rows(call, head, r0, m, padded, row_max, row_sum, bias.on ? 1.0f : LOG2E);
+        start_rows(call, head, r0, m, padded, row_max, row_sum);
         memset(acc, 0, padded * dv * sizeof(float));
         for (int64_t j0 = lanes.lo[0] / COLUMNS * COLUMNS; j0 < lanes.hi[m - 1]; j0 += COLUMNS)
             columns(head, x, r0, m, j0);
         for (int64_t r = 0; r < m; ++r) {
             if (r % STRIP == 0) transpose(o, dv, acc + r * dv, STRIP, dv, STRIP);
-            const float factor = row_sum[r] == 0 ? 0 : dropout.kept / row_sum[r], lse = row_max[r] * (bias.on ? 1.0f : LN2) + logarithm(row_sum[r]);
+            const float factor = row_sum[r] == 0 ? 0 : dropout.kept / row_sum[r], lse = row_max[r] + logarithm(row_sum[r]);
             write_row(call, BF16_ROWS, head, r0 + r, o + r % STRIP * dv, lse, factor);
         }
     }
@@ -143,7 +142,7 @@ struct AmxForward {
     template <bool MASKED, bool BIASED, bool DROPPING>
     bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
         const Score<float> score(call, lanes, r + y);
-        const __m512 times = _mm512_set1_ps(plain ? float(call.scale) * LOG2E : LOG2E);
+        const float factor = plain ? score.scale : 1.0f;
         const __m512 old_max = _mm512_loadu_ps(row_max + r + y), nothing = _mm512_set1_ps(-__builtin_inff());
         float* scores = s + y;
         __m512 largest = nothing, largest2 = nothing;
@@ -152,7 +151,7 @@ struct AmxForward {
                 V32 z = load(scores + j * STRIP);
                 if (BIASED || !plain) {
                     const V32 b = BIASED ? bias.lanes(bias_t, STRIP, j, y) : V32{};
-                    z = products ? z * score.scale + b : score.minus(-b, z, score.same(j0 + j), nullptr);
+                    z = products ? score.product(z) + b : score.of(z, b, score.same(j0 + j), nullptr);
                 }
                 store(scores + j * STRIP, MASKED ? score.mask(z, score.same(j0 + j)) : z);
             }
@@ -161,10 +160,9 @@ struct AmxForward {
             largest2 = _mm512_max_ps(largest2, _mm512_loadu_ps(scores + (j + 1) * STRIP));
         }
         largest = _mm512_max_ps(largest, largest2);
-        const __m512 new_max = _mm512_max_ps(BIASED ? largest : _mm512_mul_ps(largest, times), old_max);
+        const __m512 new_max = _mm512_max_ps((__m512)((V32)largest * factor), old_max);
         auto exponential = [&](int64_t j) {
-            const __m512 z = _mm512_loadu_ps(scores + j * STRIP);
-            return exponential_of_2(BIASED ? _mm512_mul_ps(_mm512_sub_ps(z, new_max), times) : _mm512_fmsub_ps(z, times, new_max));
+            return exponential_of_difference((__m512)rounded(load(scores + j * STRIP) * factor), new_max);
         };
         __m512 total = _mm512_setzero_ps(), total2 = total;
         I32 dropped[DROPPING ? COLUMNS : 1];
@@ -182,7 +180,7 @@ struct AmxForward {
             }
             _mm512_storeu_si512(p + j * STRIP + 2 * y, _mm512_permutexvar_epi16(paired, (__m512i)_mm512_cvtne2ps_pbh(b, a)));
         }
-        const __m512 fall = _mm512_sub_ps(old_max, new_max), alpha = exponential_of_2(BIASED ? _mm512_mul_ps(fall, times) : fall);
+        const __m512 alpha = exponential_of_difference(old_max, new_max);
         _mm512_storeu_ps(lanes.alpha + r + y, alpha);
         _mm512_storeu_ps(row_sum + r + y, _mm512_fmadd_ps(_mm512_loadu_ps(row_sum + r + y), alpha, _mm512_add_ps(total, total2)));
         _mm512_storeu_ps(row_max + r + y, new_max);

@@ -276,13 +276,12 @@ struct Backward {
             dropout.draw(dropped, (stop - begin) / L, head.b, score.same(head.query_head(of)), score.same(head.index(of)), column, L);
         for (int64_t j = begin; j < stop; j += L, column += L) {
             Vec<T> derivative = all(T(1)), s = load(row + j);
-            if (BIASED) {
-                const Vec<T> b = load(row_of_bias + j);
-                s = (plain ? s * score.scale + b : score.minus(-b, s, column, &derivative)) - lse;
-            } else {
-                s = plain ? s * score.scale - lse : score.minus(lse, s, column, &derivative);
-            }
-            const Vec<T> e = exponential(MASKED ? score.mask(s, column) : s);
+            const Vec<T> b = BIASED ? load(row_of_bias + j) : Vec<T>{};
+            if (!plain)
+                s = score.of(s, b, column, &derivative);
+            else
+                s = BIASED ? score.product(s) + b : score.product(s);
+            const Vec<T> e = exponential((MASKED ? score.mask(s, column) : s) - lse);
             Vec<T> dp = load(drow + j), r_of_o = e;
             if (DROPPING) {
                 dp = dropout.unless(dropped[(j - begin) / L], dp * dropout.kept);

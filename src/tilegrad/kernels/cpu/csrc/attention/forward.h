@@ -77,7 +77,7 @@ struct Forward {
             transpose(qt + r * d, STRIP, rows_of_q, d, STRIP, d);
         }
         lanes.fill(call, head, r0, m, padded);
-        start_rows(call, head, r0, m, padded, row_max, row_sum, T(1));
+        start_rows(call, head, r0, m, padded, row_max, row_sum);
         memset(acc, 0, padded * dv * sizeof(T));
         const int64_t first = lanes.lo[0], last = lanes.hi[m - 1];
         for (int64_t j0 = first; j0 < last; j0 += TILE) columns(head, r0, m, j0, at_most(TILE, last - j0));
@@ -131,7 +131,7 @@ struct Forward {
             Vec<T> z = load(scores + y * STRIP);
             if (!plain) {
                 const Vec<T> b = bias.on ? bias.lanes(bias_t, STRIP, a + y, lane) : Vec<T>{};
-                z = products ? z * score.scale + b : score.minus(-b, z, score.same(j + y), nullptr);
+                z = products ? score.product(z) + b : score.of(z, b, score.same(j + y), nullptr);
             }
             if (MASKED) z = score.mask(z, score.same(j + y));
             if (MASKED || !plain) store(scores + y * STRIP, z);
@@ -141,7 +141,7 @@ struct Forward {
         Ints<T> dropped[DROPPING ? TILE : 1];
         if (DROPPING) dropout.draw(dropped, n, head.b, load_ints<T>(lanes.head + x), load_ints<T>(lanes.index + x), score.same(j), 1);
         auto probability = [&](int64_t y) {
-            const Vec<T> p = exponential(load(scores + y * STRIP) * factor - new_max);
+            const Vec<T> p = exponential(rounded(load(scores + y * STRIP) * factor) - new_max);
             store(scores + y * STRIP, DROPPING ? dropout.unless(dropped[y], p) : p);
             return p;
         };

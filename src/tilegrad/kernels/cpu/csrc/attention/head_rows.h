@@ -142,20 +142,23 @@ struct Score {
     Score(const Call& call, T slope, T position, int32_t lo, int32_t hi)  // lanes are columns of one row
         : scale(T(call.scale)), softcap(T(call.softcap)), slope(all(slope)), position(all(position)), lo(Ints<T>{} + lo), hi(Ints<T>{} + hi) {}
 
-    // s − shift, s of mask.py, from products x = q·k; *derivative = ds/dx / scale.
-    Vec<T> minus(Vec<T> shift, Vec<T> x, Ints<T> column, Vec<T>* derivative) const {
+    // s of mask.py from products x = q·k and a bias; *derivative = ds/dx / scale. The forward's bits are the backward's: lse is
+    // subtracted from what it was formed of, and the largest score of a row has p = 1 however large it is.
+    Vec<T> of(Vec<T> x, Vec<T> bias, Ints<T> column, Vec<T>* derivative) const {
         Vec<T> s, slope_of_cap = all(T(1));
         if (softcap != 0) {
-            const Tanh<T> t = hyperbolic_tangent(x * (scale / softcap));
-            s = t.value * softcap - shift;  // one rounding for both
+            const Tanh<T> t = hyperbolic_tangent(rounded(x * (scale / softcap)));
+            s = rounded(t.value * softcap);
             slope_of_cap = t.slope;
         } else {
-            s = x * scale - shift;
+            s = rounded(x * scale);
         }
         if (derivative) *derivative = slope_of_cap;
         const Vec<T> distance = position - __builtin_convertvector(column, Vec<T>);
-        return s - slope * (distance < 0 ? -distance : distance);
+        return s + bias - rounded(slope * (distance < 0 ? -distance : distance));
     }
+
+    Vec<T> product(Vec<T> x) const { return rounded(x * scale); }
 
     Vec<T> mask(Vec<T> s, Ints<T> column) const {
         return ((lo <= column) & (hi > column)) ? s : all(-T(__builtin_inf()));
@@ -164,12 +167,12 @@ struct Score {
     static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
 };
 
-// row_max and row_sum of rows before their first column: those of the sink, if there is one; scores are counted in units of 1 / `unit`.
+// row_max and row_sum of rows before their first column: those of the sink, if there is one.
 template <class T>
-void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum, T unit) {
+void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum) {
     const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
     for (int64_t r = 0; r < padded; ++r) {
-        const T sink = call.sinks.data ? T(sink_of(call, head, r0 + at_most(r, m - 1))) * unit : lowest;
+        const T sink = call.sinks.data ? T(sink_of(call, head, r0 + at_most(r, m - 1))) : lowest;
         row_max[r] = sink < lowest ? lowest : sink;  // NaN stays
         row_sum[r] = sink <= lowest ? 0 : 1;
     }

@@ -58,6 +58,26 @@ template <class T> inline Vec<T> load(const T* p) { return *reinterpret_cast<con
 template <class T> inline void store(T* p, Vec<T> v) { *reinterpret_cast<typename Lanes<T>::U*>(p) = v; }
 template <class T> inline Vec<T> all(T x) { return Vec<T>{} + x; }
 
+// x, rounded before it is added to anything: -ffp-contract=fast would make s · scale − lse one fma, which subtracts an lse that
+// was rounded from a product that was not.
+template <class V>
+inline __attribute__((always_inline)) V rounded(V x) {
+#if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
+    return __builtin_assoc_barrier(x);
+#else  // an empty instruction that may have changed x
+#if defined(__AVX512F__)
+    __asm__("" : "+v"(x));
+#elif defined(__SSE2__)
+    __asm__("" : "+x"(x));
+#elif defined(__aarch64__)
+    __asm__("" : "+w"(x));
+#else
+    __asm__("" : "+m"(x));
+#endif
+    return x;
+#endif
+}
+
 // The larger of two; NaN in `b` stays.
 template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
 #if defined(__aarch64__)

@@ -1,0 +1,53 @@
+"""Whether tensors share memory: exactly, for any strides.
+
+Parts of one buffer lie among each other without sharing a byte: q, k and v of a fused (B, T, 3, H, D), say. Two tensors share
+a byte where Σ strideₐ · iₐ − Σ strideᵦ · jᵦ is the distance of their addresses for some indices i and j in range. Strides that
+both have count as one, of i − j. The largest comes first: what the others can't reach leaves few indices for it, so a search
+is short.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from torch import Tensor
+
+Terms = list[tuple[int, int, int]]  # stride in bytes, least and largest index
+
+
+def share_memory(a: Tensor, b: Tensor) -> bool:
+    if not a.numel() or not b.numel():
+        return False
+    distance = b.data_ptr() - a.data_ptr()
+    ranges: dict[int, list[int]] = {}
+    for x, sign in ((a, 1), (b, -1)):
+        size = x.element_size()
+        for stride, n in ((1, size), *((stride * size, n) for stride, n in zip(x.stride(), x.shape, strict=True))):
+            if stride and n > 1:
+                reach = ranges.setdefault(stride, [0, 0])
+                reach[sign > 0] += sign * (n - 1)
+    return _reachable(distance, [(stride, low, high) for stride, (low, high) in sorted(ranges.items(), reverse=True)])
+
+
+def _reachable(distance: int, terms: Terms) -> bool:
+    """Σ stride · index = distance for some indices."""
+    if not terms:
+        return distance == 0
+    (stride, low, high), rest = terms[0], terms[1:]
+    least = sum(step * first for step, first, _ in rest)
+    most = sum(step * last for step, _, last in rest)
+    first, last = max(low, -((most - distance) // stride)), min(high, (distance - least) // stride)
+    return any(_reachable(distance - stride * index, rest) for index in range(first, last + 1))
+
+
+def check_apart(writes: Mapping[str, Tensor | None], reads: Mapping[str, object]) -> None:
+    """Raises where a tensor that is written shares memory with any other of a call."""
+    written = [(name, x) for name, x in writes.items() if x is not None]
+    read = [(name, x) for name, x in reads.items() if isinstance(x, Tensor)]
+    for n, (name, x) in enumerate(written):
+        for other, y in (*read, *written[:n]):
+            if share_memory(x, y):
+                raise ValueError(
+                    f"{name}: got memory that {other} has too; accepted: memory of its own, because no output may share any "
+                    "with an input or with another output (views of one buffer may be given, where no number belongs to both)"
+                )

@@ -1,0 +1,49 @@
+"""Hopper's forward in the Gluon emulator: what a call's launches compute in plain Python."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from support.cases import Call
+from support.gluon.emulator import in_python
+from tilegrad.kernels.attention.problem import output_shapes
+
+
+def forward(
+    call: Call, programs: int, broken: Callable[[pytest.MonkeyPatch], None] = lambda _patch: None
+) -> dict[str, torch.Tensor]:
+    """o and lse of the forward, in plain Python; `broken` changes device functions."""
+    from tilegrad.kernels.attention import hopper
+    from tilegrad.kernels.attention.hopper import (
+        band,
+        forward_load,
+        forward_scheduler,
+        launch_forward,
+        pieces,
+        pipeline,
+        reductions,
+    )
+    from tilegrad.kernels.attention.hopper import forward as forward_kernel
+    from tilegrad.kernels.attention.hopper.launch import LaunchCache
+    from tilegrad.kernels.attention.triton import numerics, scores
+
+    q, k, v, mask = call.q, call.k, call.v, call.mask
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
+    modules = (band, forward_kernel, forward_load, forward_scheduler, pieces, pipeline, reductions, numerics, scores)
+    with in_python(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
+        broken(patch)
+        patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
+        patch.setattr(launch_forward, "launches", LaunchCache())
+        patch.setattr(
+            launch_forward, "prepare",
+            lambda kernel, _key, grid, arguments, **_warps: lambda: launch(kernel, grid, arguments),
+        )  # fmt: skip
+        needed = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
+        scratch = {name: torch.full(shape, 7, dtype=dtype) for name, (shape, dtype) in needed.items()}
+        hopper.fwd(q, k, v, mask, **out, scratch=scratch)
+    return out
