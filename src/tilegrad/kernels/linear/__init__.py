@@ -45,7 +45,7 @@ def _bf16_on_cpu(x: Any) -> bool:
 def _native_refuses(problem: Problem) -> str | None:
     x, w = problem
     if x.dtype != torch.float32:
-        return "takes float32"
+        return "takes float32 only"
     if min(*x.shape, *w.shape[-2:]) < 2:
         return "takes matrices; BLAS forms the product of a vector by another function"
     found = rows.refusal(x) or library.blas()

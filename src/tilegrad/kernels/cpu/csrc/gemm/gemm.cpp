@@ -11,7 +11,8 @@
 namespace tilegrad {
 namespace {
 
-constexpr int64_t PIECES = 4;            // for each thread
+constexpr int64_t PIECES = 4;            // for each thread, where they are large
+constexpr int64_t LARGE = 512 * 512;     // numbers of c in a piece: BLAS copies a and b for each, which a small one does not repay
 constexpr int64_t SMALLEST = 1 << 18;    // multiplications in a piece
 constexpr int64_t UNIT = 16;             // rows and columns of a piece come in units; the last piece has the rest
 
@@ -23,7 +24,6 @@ struct Side {
     int64_t units() const { return length / UNIT; }
     int64_t begin(int64_t part) const { return part == parts ? length : units() * part / parts * UNIT; }
     int size(int64_t part) const { return int(begin(part + 1) - begin(part)); }
-    double part_length() const { return parts < units() ? double(length) / double(parts) : 0; }  // 0: can't be cut further
 };
 
 struct Work {
@@ -31,6 +31,19 @@ struct Work {
     Side rows, columns;
     int64_t next;  // piece
 };
+
+// Cuts c into this many pieces, so that the least is copied: a once for each part of the columns, b for each of the rows.
+bool cut(Side& rows, Side& columns, int64_t pieces) {
+    int64_t least = INT64_MAX;
+    for (int64_t parts = 1; parts <= pieces; ++parts) {
+        const int64_t others = pieces / parts, copied = others * rows.length + parts * columns.length;
+        if (parts * others != pieces || parts > rows.units() || others > columns.units() || copied >= least) continue;
+        least = copied;
+        rows.parts = parts;
+        columns.parts = others;
+    }
+    return least < INT64_MAX;
+}
 
 void run_pieces(void* context, int) {
     auto& work = *static_cast<Work*>(context);
@@ -57,15 +70,12 @@ void use_blas(Blas found) { blas = found; }
 
 void gemm(const Gemm& call) {
     Work work{call, {call.m}, {call.n}, 0};
-    const int64_t by_size = int64_t(call.m) * call.n * call.k / SMALLEST, most = PIECES * call.threads;
-    const int64_t pieces = call.threads == 1 ? 1 : by_size < most ? by_size : most;
-    while (work.rows.parts * work.columns.parts < pieces) {
-        Side& longer = work.rows.part_length() > work.columns.part_length() ? work.rows : work.columns;
-        if (longer.part_length() == 0) break;
-        ++longer.parts;
-    }
-    const int64_t parts = work.rows.parts * work.columns.parts;
-    run_on_threads(int(parts < call.threads ? parts : call.threads), run_pieces, &work);
+    const int64_t numbers = int64_t(call.m) * call.n, threads = call.threads;
+    int64_t pieces = threads;
+    while (pieces > 1 && pieces < PIECES * threads && numbers / (2 * pieces) >= LARGE) pieces *= 2;
+    if (pieces > numbers * call.k / SMALLEST) pieces = numbers * call.k / SMALLEST;
+    while (pieces > 1 && !cut(work.rows, work.columns, pieces)) --pieces;
+    run_on_threads(int(pieces < threads ? pieces : threads), run_pieces, &work);
 }
 
 }  // namespace tilegrad
