@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import openmp  # before torch: it sets what OpenMP's runtime reads as it is loaded
+from . import openmp as openmp  # before torch: it sets what OpenMP's runtime reads as it is loaded
 
 if TYPE_CHECKING:
     from . import flash as flash
