@@ -22,7 +22,7 @@ from support.threads import switching_often
 from torch import Tensor
 
 from tilegrad.kernels import linear
-from tilegrad.kernels.cpu import library
+from tilegrad.kernels.cpu import abi, library
 from tilegrad.kernels.linear import LINEAR, Problem, cpu, linear_bwd, linear_bwd_input, linear_fwd
 
 HERE = Path(__file__).parent.parent
@@ -98,7 +98,7 @@ def test_random_shapes_have_the_bits_of_torchs_product(shape: tuple[int, int, in
 @needs_blas
 @pytest.mark.parametrize(("field", "wrong"), [("k", -1), ("lda", 1), ("ldc", -1), ("m", -1), ("accumulate", 1)])
 def test_canary_a_product_of_other_sizes_is_seen(monkeypatch: pytest.MonkeyPatch, field: str, wrong: int) -> None:
-    shape, pack = (96, 64, 80), cpu.pack_gemm
+    shape, pack = (96, 64, 80), abi.pack_gemm
     want = of_torch(shape)
 
     def wrongly(**fields: int) -> bytes:
