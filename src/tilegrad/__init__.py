@@ -1,13 +1,15 @@
 """Exact, hand-derived backward passes for transformers, in memory planned to the byte.
 
 Public names are loaded on first use, so that `import tilegrad` and the command's help cost nothing; torch comes with the
-first name that needs it.
+first name that needs it. openmp.py sets an environment variable for it.
 """
 
 from __future__ import annotations
 
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
+
+from . import openmp as openmp  # before torch: it sets what OpenMP's runtime reads as it is loaded
 
 if TYPE_CHECKING:
     from . import flash as flash

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from . import __version__, eager
+from . import __version__, eager, openmp
 from .kernels import (
     activation,
     adamw,
@@ -68,6 +68,7 @@ def doctor(*, build: bool = False, kernels: bool = False) -> int:
 def report() -> Iterator[tuple[str, str]]:
     yield "tilegrad", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}"
     yield "CPU", f"{platform.machine()}, {torch.get_num_threads()} threads (torch.set_num_threads changes it)"
+    yield "OpenMP", openmp.WAITING
     yield (
         "compiler",
         native_build.compiler() or "none: $CXX, c++, g++ and clang++ are not there (Debian: apt install g++)",

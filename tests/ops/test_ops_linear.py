@@ -15,7 +15,7 @@ from tilegrad.kernels import linear
 from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.column_sum import torch_ops as column_sum_torch
-from tilegrad.kernels.cpu import rows
+from tilegrad.kernels.cpu import library, rows
 from tilegrad.kernels.linear import (
     LINEAR,
     Problem,
@@ -317,6 +317,7 @@ def test_column_sum(dtype: torch.dtype, accumulate: bool) -> None:
 
 
 def test_tables_choose_by_dtype_and_a_name_runs_or_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(library, "blas", lambda: "is switched off")
     for products, want in ((True, "bf16"), (False, "tiled")):
         monkeypatch.setattr(linear, "_has_bf16_products", lambda products=products: products)
         x, w = randn(4, 6, dtype=torch.bfloat16), randn(5, 6, dtype=torch.bfloat16)

@@ -1,6 +1,7 @@
 """The structures that cross the C ABI of the native library: one argument of each of its functions.
 
-Call = `Call` of csrc/attention/call.h, Norm and Gelu = those of csrc/rows/norm_gelu.h, field by field. The library says where
+Call = `Call` of csrc/attention/call.h, Norm and Gelu = those of csrc/rows/norm_gelu.h, Gemm = that of csrc/gemm/gemm.h, field
+by field. The library says where
 its compiler put each field (csrc/layout.h), and loading compares (`mismatch`). Packing is derived from the same
 definitions: struct.Struct fills a structure in half the time that ctypes takes for it.
 """
@@ -19,8 +20,8 @@ import torch
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
 NO_DTYPE = -1  # of a tensor that is not there
 
-_INT, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_void_p, ctypes.c_double
-_CODES = {_INT: "q", _POINTER: "P", _DOUBLE: "d"}  # of struct.Struct
+_INT, _INT32, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p, ctypes.c_double
+_CODES = {_INT: "q", _INT32: "i", _POINTER: "P", _DOUBLE: "d"}  # of struct.Struct
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -61,7 +62,14 @@ class Gelu(ctypes.Structure):
     _fields_ = [*_fields("n threads isa dtype", _INT), *_fields("h a da dh", _POINTER)]
 
 
-STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu)
+class Gemm(ctypes.Structure):
+    _fields_ = [
+        *_fields("transpose_a transpose_b m n k lda ldb ldc accumulate threads", _INT32),  # as BLAS takes them
+        *_fields("a b c", _POINTER),
+    ]
+
+
+STRUCTURES: tuple[type[ctypes.Structure], ...] = (View, Rows, Call, Norm, Gelu, Gemm)
 
 
 def _format(structure: type[ctypes.Structure]) -> str:
@@ -83,7 +91,7 @@ def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
     return function
 
 
-pack_call, pack_norm, pack_gelu = packer(Call), packer(Norm), packer(Gelu)
+pack_call, pack_norm, pack_gelu, pack_gemm = packer(Call), packer(Norm), packer(Gelu), packer(Gemm)
 
 
 class _Place(ctypes.Structure):

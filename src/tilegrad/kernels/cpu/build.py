@@ -83,7 +83,7 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
     """The command of each object file, which it puts into `folder`."""
     isas = targets(cxx)
     defines = [f"-DWITH_{isa}" for isa in isas]
-    for name in ("native", "threads/thread_pool", "threads/work_queue"):
+    for name in ("native", "gemm/gemm", "threads/thread_pool", "threads/work_queue"):
         source, target = str(SOURCES / f"{name}.cpp"), str(folder / f"{Path(name).name}.o")
         yield [cxx, *flags, f"-I{SOURCES}", *defines, f'-DDIGEST="{digest()}"', "-c", source, "-o", target]
     for isa, own in isas.items():

@@ -13,6 +13,8 @@ import re
 import warnings
 from pathlib import Path
 
+import torch
+
 from . import build
 from .abi import mismatch
 
@@ -48,7 +50,7 @@ def library() -> ctypes.CDLL | str:
     found.tilegrad_native_scratch.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.argtypes = (ctypes.c_char_p, ctypes.c_int64)
     found.tilegrad_native_run.restype = None
-    for name in ("norm_fwd", "norm_bwd", "gelu"):
+    for name in ("norm_fwd", "norm_bwd", "gelu", "gemm"):
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found
@@ -72,13 +74,30 @@ def warn_if_missing() -> None:
 
 @functools.cache
 def native() -> ctypes.CDLL:
-    """The library, on torch's own threads where its OpenMP runtime can be found."""
+    """The library, on torch's own threads and with its BLAS where these can be found."""
     found = library()
     assert not isinstance(found, str), found
     runtime = openmp()
     if runtime is not None:
         found.tilegrad_native_use_openmp(ctypes.cast(runtime.GOMP_parallel, ctypes.c_void_p))
+    torchs = blas()
+    if not isinstance(torchs, str):
+        functions = (torchs.sgemm_, torchs.omp_get_max_threads, torchs.omp_set_num_threads)
+        found.tilegrad_native_use_blas(*(ctypes.cast(function, ctypes.c_void_p) for function in functions))
     return found
+
+
+@functools.cache
+def blas() -> ctypes.CDLL | str:
+    """What torch is linked with, if OpenBLAS on OpenMP's threads is among it; else the reason why its BLAS is not called here.
+
+    Names are looked up as for torch itself, so `sgemm_` is the function that torch's products call."""
+    linked = ctypes.CDLL(torch._C.__file__)
+    if not hasattr(linked, "openblas_get_parallel"):
+        return "needs a torch with OpenBLAS; the products of this torch are another library's"
+    if linked.openblas_get_parallel() != 2:
+        return "needs a torch whose OpenBLAS runs on OpenMP's threads; this one's has threads of its own"
+    return linked
 
 
 def openmp() -> ctypes.CDLL | None:

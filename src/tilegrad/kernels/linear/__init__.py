@@ -20,13 +20,14 @@ from torch import Tensor
 
 from .. import column_sum
 from ..checks import check_columns, check_given, check_param, check_tensor
+from ..cpu import library, rows
 from ..op import op
 from ..scratch import Form, Scratch, Shapes, accumulation_dtype, below, of, views
 from ..table import Kernel, Table
 
 
 class Problem(NamedTuple):
-    """A product as the table sees it: dtypes, and the device of x."""
+    """A product as the table sees it: shapes, dtypes, and the device of x."""
 
     x: Any
     w: Any
@@ -39,6 +40,16 @@ def _has_bf16_products() -> bool:
 
 def _bf16_on_cpu(x: Any) -> bool:
     return bool(x.dtype == torch.bfloat16 and x.device.type == "cpu")
+
+
+def _native_refuses(problem: Problem) -> str | None:
+    x, w = problem
+    if x.dtype != torch.float32:
+        return "takes float32 only"
+    if min(*x.shape, *w.shape[-2:]) < 2:
+        return "takes matrices; BLAS forms the product of a vector by another function"
+    found = rows.refusal(x) or library.blas()
+    return found if isinstance(found, str) else None
 
 
 def _torch_refuses(problem: Problem) -> str | None:
@@ -61,6 +72,7 @@ def _bf16_refuses(problem: Problem) -> str | None:
 LINEAR = Table(
     "linear",
     (
+        Kernel("native", "linear.cpu", _native_refuses),
         Kernel("torch", "linear.torch_ops", _torch_refuses),
         Kernel("bf16", "linear.bf16", _bf16_refuses),
         Kernel("tiled", "linear.tiled", _tiled_refuses),

@@ -1,5 +1,6 @@
 """Products of bfloat16 on a CPU without bf16 instructions, where torch's own is some hundred times slower than its float32
-one: tiles of the operands are copied to float32 and multiplied there. A float32 w is read as it is.
+one: tiles of the operands are copied to float32, and the table's kernel for float32 multiplies them. A float32 w is read as it
+is.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from typing import Any
 from torch import Tensor
 
 from ..scratch import Scratch, Shapes, accumulation_dtype, blocks
-from .torch_ops import product
+from . import LINEAR, Problem
 
 ROWS, COLS = 512, 1024  # of a tile of y
 
@@ -28,7 +29,7 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) 
         for j in blocks(w.shape[0], COLS):
             y32 = tile_of(scratch["y32"], y[i, j])
             y32.zero_() if b is None else y32.copy_(b[j])
-            y32.t().addmm_(in_tile(scratch, "w32", w[j]), x32.t())
+            _product(in_tile(scratch, "w32", w[j]), x32.t(), out=y32.t(), accumulate=True)
             y[i, j].copy_(y32)
 
 
@@ -37,7 +38,8 @@ def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: S
         dx32 = tile_of(scratch["dx32"], dx[i])
         dx32.copy_(dx[i]) if accumulate else dx32.zero_()
         for j in blocks(w.shape[0], COLS):
-            dx32.addmm_(in_tile(scratch, "y32", dy[i, j]), in_tile(scratch, "w32", w[j]))
+            w32 = in_tile(scratch, "w32", w[j])
+            _product(in_tile(scratch, "y32", dy[i, j]), w32, out=dx32, accumulate=True)
         dx[i].copy_(dx32)
 
 
@@ -47,7 +49,11 @@ def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: 
     for i in blocks(dy.shape[0], ROWS):
         x32 = in_tile(scratch, "x32", x[i])
         for j in blocks(dw.shape[0], COLS):
-            product(in_tile(scratch, "y32", dy[i, j]).t(), x32, out=dw[j], accumulate=accumulate or i.start > 0)
+            _product(in_tile(scratch, "y32", dy[i, j]).t(), x32, out=dw[j], accumulate=accumulate or i.start > 0)
+
+
+def _product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
+    LINEAR.select(Problem(a, b)).load().product(a, b, out=out, accumulate=accumulate)
 
 
 def tile_of(buffer: Tensor, like: Tensor) -> Tensor:

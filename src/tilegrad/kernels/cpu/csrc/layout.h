@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "attention/call.h"
+#include "gemm/gemm.h"
 #include "rows/norm_gelu.h"
 
 namespace tilegrad {
@@ -33,6 +34,8 @@ constexpr Place LAYOUT[] = {
     AT(Norm, dw), AT(Norm, db), AT(Norm, eps), END(Norm),
     AT(Gelu, n), AT(Gelu, threads), AT(Gelu, isa), AT(Gelu, dtype),
     AT(Gelu, h), AT(Gelu, a), AT(Gelu, da), AT(Gelu, dh), END(Gelu),
+    AT(Gemm, transpose_a), AT(Gemm, transpose_b), AT(Gemm, m), AT(Gemm, n), AT(Gemm, k), AT(Gemm, lda), AT(Gemm, ldb), AT(Gemm, ldc),
+    AT(Gemm, accumulate), AT(Gemm, threads), AT(Gemm, a), AT(Gemm, b), AT(Gemm, c), END(Gemm),
     {nullptr, nullptr, 0},
 };
 // clang-format on

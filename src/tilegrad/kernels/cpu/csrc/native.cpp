@@ -1,6 +1,7 @@
 // The C ABI, and the choice of instruction set.
 
 #include "attention/call.h"
+#include "gemm/gemm.h"
 #include "layout.h"
 #include "rows/norm_gelu.h"
 #include "threads/thread_pool.h"
@@ -137,6 +138,11 @@ EXPORT int64_t tilegrad_native_supported() { return tilegrad::supported(); }
 // Use the threads of this OpenMP runtime: its GOMP_parallel.
 EXPORT void tilegrad_native_use_openmp(tilegrad::Parallel parallel) { tilegrad::use_openmp(parallel); }
 
+// Form products by this BLAS.
+EXPORT void tilegrad_native_use_blas(tilegrad::Sgemm sgemm, int (*get_threads)(), void (*set_threads)(int)) {
+    tilegrad::use_blas({sgemm, get_threads, set_threads});
+}
+
 // Enough for any instruction set of this machine.
 EXPORT int64_t tilegrad_native_scratch(const Call* call, int64_t backward) {
     int64_t most = 0;
@@ -180,4 +186,6 @@ EXPORT void tilegrad_native_gelu(const Gelu* call) {
     const tilegrad::NormGeluKernels rows = tilegrad::norm_gelu_kernels(call->isa);
     tilegrad::parallel_for(*call, call->n, rows.lanes, rows.gelu);
 }
+
+EXPORT void tilegrad_native_gemm(const tilegrad::Gemm* call) { tilegrad::gemm(*call); }
 }

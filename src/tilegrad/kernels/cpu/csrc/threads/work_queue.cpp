@@ -1,6 +1,7 @@
 #include "threads/work_queue.h"
 
 #include <sched.h>
+#include <time.h>
 
 namespace tilegrad {
 
@@ -17,6 +18,13 @@ struct WorkQueue {
 };
 
 namespace {
+
+// Waits for another thread: it polls, then gives its time slice away, then sleeps, so that the core is free for that thread.
+void wait_a_moment(int tries, int polls) {
+    const timespec moment{0, 20000};
+    if (tries > polls + 10) nanosleep(&moment, nullptr);
+    else if (tries > polls) sched_yield();
+}
 
 struct Locked {  // held for a few dozen instructions
     WorkQueue* queue;
@@ -61,10 +69,10 @@ WorkQueue* new_queue(char* memory, int64_t slots, int64_t heads) {
 }
 
 Task next_task(WorkQueue* queue, int64_t slot) {
-    for (;;) {
+    for (int tries = 1;; ++tries) {
         Task task = try_next(queue, slot);
         if (task.kind != Task::DONE || task.head == 0) return task;
-        sched_yield();
+        wait_a_moment(tries, 0);
     }
 }
 
@@ -86,8 +94,7 @@ void closed(WorkQueue* queue, int64_t slot) {
 }
 
 void wait_for_order(const int32_t* next_tile, int32_t tile) {
-    for (int n = 0; __atomic_load_n(next_tile, __ATOMIC_ACQUIRE) != tile; ++n)
-        if (n > 1000) sched_yield();
+    for (int tries = 0; __atomic_load_n(next_tile, __ATOMIC_ACQUIRE) != tile; ++tries) wait_a_moment(tries, 1000);
 }
 
 void advance_order(int32_t* next_tile, int32_t tile) { __atomic_store_n(next_tile, tile + 1, __ATOMIC_RELEASE); }

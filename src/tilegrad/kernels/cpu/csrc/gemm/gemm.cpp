@@ -1,0 +1,81 @@
+// Threads take pieces of c from a counter, and each piece is a product on one thread. If a core is busy with something
+// else, the other threads take more pieces. BLAS would give each of its threads an equal share, and the threads that are
+// done first would poll for the last one without sleeping, on the core that it needs.
+//
+// A number of c is one sum over k in an order that depends on k alone: the pieces change no bit.
+
+#include "gemm/gemm.h"
+
+#include "threads/thread_pool.h"
+
+namespace tilegrad {
+namespace {
+
+constexpr int64_t PIECES = 4;            // for each thread, where they are large
+constexpr int64_t LARGE = 512 * 512;     // numbers of c in a piece: BLAS copies a and b for each, which a small one does not repay
+constexpr int64_t SMALLEST = 1 << 18;    // multiplications in a piece
+constexpr int64_t UNIT = 16;             // rows and columns of a piece come in units; the last piece has the rest
+
+Blas blas;
+
+// One side of c, cut into parts.
+struct Side {
+    int64_t length, parts = 1;
+    int64_t units() const { return length / UNIT; }
+    int64_t begin(int64_t part) const { return part == parts ? length : units() * part / parts * UNIT; }
+    int size(int64_t part) const { return int(begin(part + 1) - begin(part)); }
+};
+
+struct Work {
+    const Gemm& call;
+    Side rows, columns;
+    int64_t next;  // piece
+};
+
+// Cuts c into this many pieces, so that the least is copied: a once for each part of the columns, b for each of the rows.
+bool cut(Side& rows, Side& columns, int64_t pieces) {
+    int64_t least = INT64_MAX;
+    for (int64_t parts = 1; parts <= pieces; ++parts) {
+        const int64_t others = pieces / parts, copied = others * rows.length + parts * columns.length;
+        if (parts * others != pieces || parts > rows.units() || others > columns.units() || copied >= least) continue;
+        least = copied;
+        rows.parts = parts;
+        columns.parts = others;
+    }
+    return least < INT64_MAX;
+}
+
+void run_pieces(void* context, int) {
+    auto& work = *static_cast<Work*>(context);
+    const Gemm& call = work.call;
+    const float alpha = 1, beta = float(call.accumulate);
+    const int threads = blas.get_threads();
+    if (threads != 1) blas.set_threads(1);
+    const int64_t pieces = work.rows.parts * work.columns.parts;
+    for (int64_t i; (i = __atomic_fetch_add(&work.next, 1, __ATOMIC_RELAXED)) < pieces;) {
+        const int64_t row_part = i % work.rows.parts, column_part = i / work.rows.parts;
+        const int64_t row = work.rows.begin(row_part), column = work.columns.begin(column_part);
+        const int m = work.rows.size(row_part), n = work.columns.size(column_part);
+        const float* a = call.a + (call.transpose_a ? row * call.lda : row);
+        const float* b = call.b + (call.transpose_b ? column : column * call.ldb);
+        blas.sgemm(call.transpose_a ? "T" : "N", call.transpose_b ? "T" : "N", &m, &n, &call.k, &alpha, a, &call.lda, b,
+                   &call.ldb, &beta, call.c + row + column * call.ldc, &call.ldc);
+    }
+    if (threads != 1) blas.set_threads(threads);
+}
+
+}  // namespace
+
+void use_blas(Blas found) { blas = found; }
+
+void gemm(const Gemm& call) {
+    Work work{call, {call.m}, {call.n}, 0};
+    const int64_t numbers = int64_t(call.m) * call.n, threads = call.threads;
+    int64_t pieces = threads;
+    while (pieces > 1 && pieces < PIECES * threads && numbers / (2 * pieces) >= LARGE) pieces *= 2;
+    if (pieces > numbers * call.k / SMALLEST) pieces = numbers * call.k / SMALLEST;
+    while (pieces > 1 && !cut(work.rows, work.columns, pieces)) --pieces;
+    run_on_threads(int(pieces < threads ? pieces : threads), run_pieces, &work);
+}
+
+}  // namespace tilegrad

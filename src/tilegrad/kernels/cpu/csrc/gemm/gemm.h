@@ -1,0 +1,30 @@
+// A float32 matrix product, as it crosses the C ABI: one call of BLAS, done in pieces by threads. cpu/abi.py defines the
+// structure a second time, and layout.h lists its fields.
+#pragma once
+
+#include <cstdint>
+
+namespace tilegrad {
+
+// As in BLAS, matrices lie column by column: c (m, n) = op(a) (m, k) op(b) (k, n), or c += …
+struct Gemm {
+    int32_t transpose_a, transpose_b, m, n, k, lda, ldb, ldc, accumulate, threads;
+    const float *a, *b;
+    float* c;
+};
+
+using Sgemm = void (*)(const char* transpose_a, const char* transpose_b, const int* m, const int* n, const int* k,
+                       const float* alpha, const float* a, const int* lda, const float* b, const int* ldb,
+                       const float* beta, float* c, const int* ldc);
+
+struct Blas {
+    Sgemm sgemm;
+    int (*get_threads)();  // of the calling thread: how many sgemm may use
+    void (*set_threads)(int);
+};
+
+void use_blas(Blas blas);
+
+void gemm(const Gemm& call);
+
+}  // namespace tilegrad

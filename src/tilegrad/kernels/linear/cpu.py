@@ -1,0 +1,59 @@
+"""Products of float32 matrices on a CPU by torch's own BLAS, in pieces that threads take one after the other: cpu/csrc/gemm.
+
+The bits are those of torch's product on one thread, on any number of threads.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..cpu.abi import pack_gemm
+from ..cpu.library import native
+from ..scratch import Scratch, Shapes
+
+
+def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+    return {}
+
+
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+    if b is not None:
+        y.copy_(b)
+    product(x, w.t(), out=y, accumulate=b is not None)
+
+
+def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    product(dy, w, out=dx, accumulate=accumulate)
+
+
+def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    product(dy.t(), x, out=dw, accumulate=accumulate)
+
+
+def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
+    """out += a b, or = a b. BLAS reads rows as columns, so it forms outᵀ = bᵀ aᵀ."""
+    by_columns, ldc = _layout(out)
+    if by_columns:
+        a, b, out = b.t(), a.t(), out.t()
+    (transpose_a, lda), (transpose_b, ldb) = _layout(b), _layout(a)
+    (rows, columns), k = out.shape, a.shape[1]
+    native().tilegrad_native_gemm(pack_gemm(
+        transpose_a=transpose_a, transpose_b=transpose_b, m=columns, n=rows, k=k, lda=lda, ldb=ldb, ldc=ldc,
+        accumulate=accumulate, threads=torch.get_num_threads(), a=b.data_ptr(), b=a.data_ptr(), c=out.data_ptr(),
+    ))  # fmt: skip
+
+
+def _layout(x: Tensor) -> tuple[bool, int]:
+    """Whether x lies column by column, and the distance of rows, or of columns there."""
+    (rows, columns), (by_row, by_column) = x.shape, x.stride()
+    if by_column == 1 and by_row >= columns:
+        return False, by_row
+    if by_row == 1 and by_column >= rows:
+        return True, by_column
+    raise ValueError(
+        f"linear: got a matrix {tuple(x.shape)} with strides {x.stride()}; accepted: rows or columns whose numbers lie "
+        "next to each other and that do not overlap; .contiguous() makes such a copy"
+    )

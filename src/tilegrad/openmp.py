@@ -1,0 +1,29 @@
+"""How long the threads of OpenMP poll before they sleep. torch's ops and the native kernels run on these threads.
+
+GNU's runtime polls 300,000 times at the end of each parallel loop, some milliseconds. On a core that another process uses
+too, the thread that polls holds up the one it waits for. The runtime reads GOMP_SPINCOUNT once, when torch loads it, so it
+is set here, when `tilegrad` is imported. What the environment says goes first.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+SPINS = "1000"  # what GNU's runtime takes by itself where threads outnumber the cores
+
+
+def _limit_polling() -> str:
+    for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
+        if name in os.environ:
+            return f"{name}={os.environ[name]}, from the environment"
+    if "torch" in sys.modules:
+        return (
+            "threads poll for long at the end of a loop, because torch was imported before tilegrad: on a busy machine "
+            f"import tilegrad first or set GOMP_SPINCOUNT={SPINS}"
+        )
+    os.environ["GOMP_SPINCOUNT"] = SPINS
+    return f"GOMP_SPINCOUNT={SPINS}, set before torch was loaded"
+
+
+WAITING = _limit_polling()  # what was done, for `tilegrad doctor`
