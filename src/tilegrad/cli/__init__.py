@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from .arguments import Command
+from .arguments import Command, Parser
 from .benches import add_benches
 from .checks import add_checks
 from .faults import complain, escape_what_cannot_be_shown, silence
@@ -16,14 +15,15 @@ from .runs import add_runs
 from .weights import add_weights
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def build_parser() -> Parser:
+    parser = Parser(
         prog="tilegrad",
         description="Train transformers with exact, hand-derived backward passes, in memory planned to the byte.",
         epilog="tilegrad COMMAND --help says more of a command. docs/ and README.md say more of the rest.",
     )
     parser.add_argument("--version", action="version", version=f"tilegrad {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=None, parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
     add_runs(commands)
     add_weights(commands)
     add_memory(commands)
@@ -34,8 +34,14 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     escape_what_cannot_be_shown()
-    args = build_parser().parse_args(argv)
-    run: Command = args.run
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
+    run: Command | None = args.run
+    if run is None:
+        parser.print_help()
+        return 0
     try:
         return run(args)
     except (ValueError, FileNotFoundError) as error:  # what a user gave is wrong, and the message says what is accepted

@@ -154,6 +154,8 @@ def open_weights(source: Path) -> Weights:
             f"{source}: got {source.suffix or 'no suffix'}; accepted: .safetensors; a pickle is never read"
         )
     path = folder / "config.json"
+    if not source.exists():
+        raise FileNotFoundError(f"{source}: no such folder or file; accepted: a folder with config.json and *.safetensors")
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; accepted: a folder with config.json and *.safetensors")
     try:

@@ -42,6 +42,17 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
+def memory_available(device: torch.device, root: Path = Path("/")) -> int | None:
+    """What of a device's memory is free for this process now: of the machine, or of the fullest control group. None where
+    nobody knows."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if device.type != "cpu":
+        return None
+    return min((max(0, limit - used) for used, limit in (*_cgroups(root), *_machine(root))), default=None)
+
+
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
     """(used, limit) of each control group from this process's own up to the top, where it has a memory limit."""
     table = root / "proc/self/cgroup"
