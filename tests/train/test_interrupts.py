@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from support.signals import hangups_heard, hear_interrupts
 
 import tilegrad
 from tilegrad import ModelConfig, progress
@@ -67,6 +68,13 @@ def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
     Path("run.toml").write_text(TOML)
     monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> Iterator[None]:
+    """Also where nohup runs the tests."""
+    with hangups_heard():
+        yield
 
 
 def newest(folder: str = "run") -> Checkpoint:
@@ -480,3 +488,17 @@ def test_an_interrupted_demo_says_that_it_was_stopped(
 def test_the_last_step_is_evaluated_once() -> None:
     train(replace(RUN, train=replace(RUN.train, steps=6, eval_interval=3)), Path("run"))
     assert [r["step"] for r in read_log(Path("run/log.jsonl")) if r["kind"] == "validation"] == [3, 6]
+
+
+def test_processes_of_a_test_hear_what_a_script_or_nohup_ignores() -> None:
+    """Both ignore signals for all that they start, and these tests would wait for ever."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    say = "import signal; print(*[signal.getsignal(n) != signal.SIG_IGN for n in (signal.SIGINT, signal.SIGHUP)])"
+    try:
+        hear_interrupts()
+        with hangups_heard():
+            done = subprocess.run([sys.executable, "-c", say], capture_output=True, text=True)
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+    assert done.stdout == "True True\n", done.stderr

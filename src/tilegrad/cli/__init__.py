@@ -15,6 +15,9 @@ from .runs import add_runs
 from .weights import add_weights
 
 
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # torch's words, on a CPU and on CUDA
+
+
 def build_parser() -> Parser:
     parser = Parser(
         prog="tilegrad",
@@ -32,6 +35,12 @@ def build_parser() -> Parser:
     return parser
 
 
+def _check_device(device: str) -> None:
+    from ..train.machine import check_device
+
+    check_device(device)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     escape_what_cannot_be_shown()
     parser = build_parser()
@@ -43,6 +52,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.print_help()
         return 0
     try:
+        if getattr(args, "device", None) is not None:
+            _check_device(args.device)
         return run(args)
     except (ValueError, FileNotFoundError) as error:  # what a user gave is wrong, and the message says what is accepted
         complain(error)
@@ -53,6 +64,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = f"{error.name}: not installed; pip install {error.name}"
         complain(missing if isinstance(error, ModuleNotFoundError) and error.name else error)
         return 2
+    except (MemoryError, RuntimeError) as error:  # more than there is, which is known when it is asked for
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
+            raise
+        complain("memory: there is not enough of it; accepted: smaller sizes")
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe went away, and nothing is left to say

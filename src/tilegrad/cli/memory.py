@@ -24,8 +24,9 @@ def _plan(args: argparse.Namespace) -> int:
     from ..train.planning import plan_model, step_report
     from ..train.recompute import OverBudget, choose_recompute
 
-    if args.html:
-        check_replaceable(Path(args.html), '<meta name="generator" content="tilegrad">')
+    page = Path(args.html) if args.html is not None else None
+    if page is not None:
+        check_replaceable(page, '<meta name="generator" content="tilegrad">')
     content = given_keys(args)
     run, where = run_from(content, args.config or "flags"), Path(args.config).stem if args.config else None
     config, t, dtype = run.model, run.train, getattr(torch, run.train.dtype)
@@ -46,8 +47,8 @@ def _plan(args: argparse.Namespace) -> int:
     title += f", {args.context} ranks to a sequence" if args.context > 1 else ""
     memory = plan_model(*form, recompute, **options)
     report = step_report(memory, config, t.batch_size, t.seq_len, dtype, recompute, title, **options)
-    if args.html:
-        Path(args.html).write_text(report.html(), encoding="utf-8")
+    if page is not None:
+        page.write_text(report.html(), encoding="utf-8")
     fits, sentence = what_fits(report.peak_bytes + sum(dict(report.beside).values()), form[-1])
     if args.json:
         print(json.dumps(report.json() | fits | largest, indent=1))
@@ -59,8 +60,8 @@ def _plan(args: argparse.Namespace) -> int:
     print(f"\n{sentence}")
     if args.fit:
         print(largest_sentence)
-    if args.html:
-        print(f"\nThe timeline: {args.html}")
+    if page is not None:
+        print(f"\nThe timeline: {page}")
     return 0
 
 
