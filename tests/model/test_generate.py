@@ -97,7 +97,7 @@ def test_every_seed_of_torch_is_one(seed: int) -> None:
 def test_weights_that_diverged_are_refused_by_a_sentence(value: float, temperature: float) -> None:
     params = params_of(CONFIG)
     params["ln_f.weight"].fill_(value)
-    with pytest.raises(NonFiniteLogits, match="^logits: got some that are not finite; accepted: "):
+    with pytest.raises(NonFiniteLogits, match=r"^logits: got some that are not finite; accepted: "):
         list(generate(CONFIG, params, [1, 2], 1, temperature=temperature))
 
 

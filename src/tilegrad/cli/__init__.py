@@ -14,7 +14,6 @@ from .memory import add_memory
 from .runs import add_runs
 from .weights import add_weights
 
-
 OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # torch's words, on a CPU and on CUDA
 
 

@@ -128,9 +128,7 @@ def _generate(args: argparse.Namespace) -> int:
     model = load(args.run_folder, best=args.best)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", WindowSlides)
-        text = model.generate(
-            prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
-        )
+        text = model.generate(prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     for warning in caught:
         complain(warning.message)
     print(text)

@@ -166,7 +166,9 @@ def _int(value: object) -> bool:
 
 def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     if not bool(logits.isfinite().all()):
-        raise NonFiniteLogits("logits: got some that are not finite; accepted: weights that did not diverge, or earlier ones")
+        raise NonFiniteLogits(
+            "logits: got some that are not finite; accepted: weights that did not diverge, or earlier ones"
+        )
     if temperature == 0.0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.shape[0]:

@@ -155,7 +155,9 @@ def open_weights(source: Path) -> Weights:
         )
     path = folder / "config.json"
     if not source.exists():
-        raise FileNotFoundError(f"{source}: no such folder or file; accepted: a folder with config.json and *.safetensors")
+        raise FileNotFoundError(
+            f"{source}: no such folder or file; accepted: a folder with config.json and *.safetensors"
+        )
     if not path.is_file():
         raise FileNotFoundError(f"{path}: no such file; accepted: a folder with config.json and *.safetensors")
     try:
