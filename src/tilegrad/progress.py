@@ -34,7 +34,8 @@ def _line(n: dict[str, Any], elapsed: float, left: float) -> str:
 def _short(n: dict[str, Any]) -> str:
     """The same for a bar of 80 columns; what is planned is said at the start."""
     seen, unit = next((n["tokens_seen"] / size, unit) for size, unit in _UNITS if n["tokens_seen"] >= size)
-    memory = f"{n['measured_bytes'] / 2**20:,.0f} MiB"
+    mib = n["measured_bytes"] / 2**20
+    memory = f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
     return f"loss {n['loss']:.3f} {n['tokens_per_second']:,.0f} tok/s {seen:.{1 if unit else 0}f}{unit} tok {memory}"
 
 
@@ -105,7 +106,7 @@ def _rich(out: Any) -> Iterator[Any]:
 
     numbers_column = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
     times = (TimeElapsedColumn(), TimeRemainingColumn(compact=True), TextColumn("left"))
-    columns = (BarColumn(bar_width=6), MofNCompleteColumn(), numbers_column, *times)
+    columns = (BarColumn(bar_width=4), MofNCompleteColumn(), numbers_column, *times)
     bar = Progress(*columns, console=Console(file=out, highlight=False))
     bar.start()
     try:

@@ -21,7 +21,8 @@ def dtype_name(given: object) -> str:
 
 
 def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
-    """ " (did you mean 'steps'?)" of "step", or nothing where no name is near. A mapping says how each name is shown."""
+    """What to add to a refusal of "step": " (did you mean 'steps'?)"; nothing where no name is near. A mapping says how each
+    name is shown."""
     shown = names if isinstance(names, Mapping) else {name: repr(name) for name in names}
     plain = {_plain(name): text for name, text in shown.items()}
     found = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)

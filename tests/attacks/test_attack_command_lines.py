@@ -51,21 +51,11 @@ ALWAYS: dict[str, tuple[str, ...]] = {  # what keeps a command small; what is dr
     "bench attention": ("--shape", "1,1,8,8", "--repeats", "2", "--dtype", "float32"),
     "bench host": ("--repeats", "2", "--dtype", "float32"),
     "bench dilated": (
-        "--lengths",
-        "64",
-        "--segments",
-        "16",
-        "64",
-        "--rates",
-        "1",
-        "2",
-        "--repeats",
-        "2",
-        "--heads",
-        "2",
+        "--lengths", "32", "--segments", "16", "--rates", "1", "--repeats", "2", "--heads", "1", "--head-dim", "8",
+        "--mode", "longnet", "--peers",
     ),
     "bench ops": ("--rows", "4", "--repeats", "1", "--dtype", "float32"),
-}
+}  # fmt: skip
 OFTEN = {"train": 8, "generate": 6, "plan": 4, "export": 4, "import": 4}  # times as often as another command
 NEVER = {"demo"}  # it takes no argument, and trains for a minute
 ENDLESS = {"repeats", "max_tokens", "train.steps"}  # of these a large number is right, and takes as long as it says

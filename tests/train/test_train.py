@@ -390,7 +390,10 @@ def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None
 
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"model": {"preset": "tiny", "n_layers": 2}}, r"got 'n_layers' in \[model\]; accepted: "),
-    ({"training": {}}, r"got \[training\]; accepted: the sections \[model\], \[train\], \[data\]"),
+    (
+        {"training": {}},
+        r"got \[training\] \(did you mean \[train\]\?\); accepted: the sections \[model\], \[train\], \[data\]",
+    ),
     ({"model": {"preset": "huge"}}, "preset: got 'huge'; accepted: tiny"),
     ({"train": {"steps": 0}}, "steps: got 0; accepted: an int ≥ 1"),
     ({"train": {"dtype": "int8"}}, "dtype: got 'int8'"),

@@ -70,11 +70,11 @@ def _largest_batch(
 ) -> tuple[dict[str, int | None], str]:
     """The largest micro-batch that fits into what is free, and into memory_budget, as data and as a sentence."""
     from ..memory.page import human
-    from ..train.machine import memory_available
+    from ..train import machine
     from ..train.recompute import largest_batch
 
     t = run.train
-    free = memory_available(device)
+    free = machine.memory_available(device)
     if free is None and t.memory_budget is None:
         raise ValueError(f"fit: got {device}, whose free memory can't be known here; accepted: with --memory-budget")
     found = largest_batch(run.model, t.seq_len, dtype, device, t.memory_budget, free or t.memory_budget or 0, **options)

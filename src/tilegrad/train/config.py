@@ -252,7 +252,7 @@ def checked(content: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, d
         for key, value in out[section].items():
             if key not in known and (section, key) != ("model", "preset"):
                 accepted = sorted({*known, *(["preset"] if section == "model" else [])})
-                meant = did_you_mean(str(key), accepted) or did_you_mean(str(key), _shown_keys(kinds))
+                meant = did_you_mean(str(key), _shown_keys(kinds) | {name: repr(name) for name in accepted})
                 raise ValueError(f"{where}: got {key!r} in [{section}]{meant}; accepted: {', '.join(accepted)}")
             if value == "none" and key in known and known[key].default is None:
                 out[section][key] = None

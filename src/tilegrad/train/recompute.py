@@ -89,7 +89,8 @@ def largest_batch(
 
     A larger batch takes more memory, but for one place: without a budget activations are recomputed from some size on, and the
     first batch that does so takes less than the one before it. So the search goes on above a batch that recomputes nothing.
-    With one, a batch fits where all blocks recomputed, or all but the last, fit: no other choice was ever the smallest.
+    With one, a batch fits where all blocks recomputed, or all but the last, fit: no other choice was ever the smallest. A budget
+    above `limit` is no reason to recompute what `limit` needs.
     """
     n = config.n_layer
 
@@ -106,12 +107,10 @@ def largest_batch(
         choice = chosen(batch_size)
         return nbytes(batch_size, choice) <= limit, any(choice)
 
-    def fits_budget(batch_size: int) -> bool:
-        most = min(limit, budget or limit)
-        return any(nbytes(batch_size, _choice(n, n, n, blocks)) <= most for blocks in (n, n - 1))
-
-    if budget is not None:
-        found = _most(fits_budget)
+    if budget is not None and budget > limit:
+        found = _most(lambda b: nbytes(b, ()) <= limit)
+    elif budget is not None:
+        found = _most(lambda b: any(nbytes(b, _choice(n, n, n, blocks)) <= budget for blocks in (n, n - 1)))
     else:
         found = _most(lambda b: usual(b)[0] or not usual(b)[1])
         found = found if found and usual(found)[0] else _most(lambda b: usual(b)[0])
