@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import re
+import time
 from typing import Any
 
 import pytest
@@ -23,7 +24,7 @@ TRAIN = {
 
 def test_a_plain_line_has_elapsed_time_time_left_and_tokens_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     out, clock = io.StringIO(), [1000.0]
-    monkeypatch.setattr(progress.time, "monotonic", lambda: clock[0])
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
     with watch(out) as show:
         clock[0] = 1050.0  # what comes before the first step does not count
         show("start", START)
@@ -35,7 +36,8 @@ def test_a_plain_line_has_elapsed_time_time_left_and_tokens_seen(monkeypatch: py
         re.search(r"tok/s  ([\d,]+) tokens seen  (\S+) elapsed, (\S+) left  memory 3.00 MiB planned", l) for l in lines
     ]
     assert [match and match.groups() for match in said] == [
-        ("103,424", "0:10", "49:50"), ("204,800", "1:40", "3:20"), ("408,576", "1:06:40", "0:13"), ("409,600", "1:06:41", "0:00"),
+        ("103,424", "0:10", "49:50"), ("204,800", "1:40", "3:20"), ("408,576", "1:06:40", "0:13"),
+        ("409,600", "1:06:41", "0:00"),
     ]  # fmt: skip
 
 

@@ -69,12 +69,12 @@ def _largest_batch(
     run: RunConfig, dtype: torch.dtype, device: torch.device, options: dict[str, Any]
 ) -> tuple[dict[str, int | None], str]:
     """The largest micro-batch that fits into what is free, and into memory_budget, as data and as a sentence."""
+    from ..memory.managed import pressure
     from ..memory.page import human
-    from ..train import machine
     from ..train.recompute import largest_batch
 
     t = run.train
-    free = machine.memory_available(device)
+    free = pressure.memory_available(device)
     if free is None and t.memory_budget is None:
         raise ValueError(f"fit: got {device}, whose free memory can't be known here; accepted: with --memory-budget")
     found = largest_batch(run.model, t.seq_len, dtype, device, t.memory_budget, free or t.memory_budget or 0, **options)

@@ -6,7 +6,8 @@ import sys
 
 import torch
 
-from ..memory.managed.pressure import memory_available, memory_limit
+from ..memory.managed import pressure
+from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 
 
@@ -46,7 +47,7 @@ def too_large(planned_bytes: int, device: torch.device) -> str | None:
 
 def what_fits(planned_bytes: int, device: torch.device) -> tuple[dict[str, int | bool | None], str]:
     """Whether a plan fits into what is free on the device now, as data, None where nobody knows, and as a sentence."""
-    free, limit = memory_available(device), memory_limit(device)
+    free, limit = pressure.memory_available(device), memory_limit(device)
     data = {"free_bytes": free, "memory_bytes": limit, "fits": None if free is None else planned_bytes <= free}
     if refusal := too_large(planned_bytes, device):
         return data | {"fits": False}, refusal

@@ -89,8 +89,8 @@ def largest_batch(
 
     A larger batch takes more memory, but for one place: without a budget activations are recomputed from some size on, and the
     first batch that does so takes less than the one before it. So the search goes on above a batch that recomputes nothing.
-    With one, a batch fits where all blocks recomputed, or all but the last, fit: no other choice was ever the smallest. A budget
-    above `limit` is no reason to recompute what `limit` needs.
+    With one, a batch fits where all blocks recomputed, or all but the last, fit: no other choice was ever the smallest. A
+    budget above `limit` recomputes nothing that only `limit` needs.
     """
     n = config.n_layer
 
