@@ -41,11 +41,11 @@ def tensors() -> dict[str, torch.Tensor]:
 def signed(path: Path, content: dict[str, Any]) -> None:
     """A manifest whose digest is right, whatever it says."""
     content.pop("sha256", None)
-    path.write_text(json.dumps(content | {"sha256": _digest(content)}))
+    path.write_text(json.dumps(content | {"sha256": _digest(content)}), encoding="utf-8")
 
 
 def edit(path: Path, dice: random.Random) -> None:
-    content = json.loads(path.read_text())
+    content = json.loads(path.read_text(encoding="utf-8"))
     where: Any = content
     while isinstance(where, dict) and where:
         key = dice.choice(sorted(where))
@@ -88,7 +88,9 @@ def damage(checkpoint: Path, dice: random.Random) -> str:
     elif kind == "edit":
         edit(checkpoint / MANIFEST, dice)
     elif kind == "deep":
-        (checkpoint / MANIFEST).write_text("[" * 100_000 if dice.random() < 0.5 else '{"a":' * 100_000)
+        (checkpoint / MANIFEST).write_text(
+            "[" * 100_000 if dice.random() < 0.5 else '{"a":' * 100_000, encoding="utf-8"
+        )
     else:  # a header of safetensors that lies, under the right size and sha256
         header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")]) if file.name == TENSORS else {}
         for about in header.values():
@@ -99,7 +101,7 @@ def damage(checkpoint: Path, dice: random.Random) -> str:
         size = dice.choice((len(text), 2**63, 0))
         made = size.to_bytes(8, "little") + text + bytes(40)
         (checkpoint / TENSORS).write_bytes(made)
-        content = json.loads((checkpoint / MANIFEST).read_text())
+        content = json.loads((checkpoint / MANIFEST).read_text(encoding="utf-8"))
         content["files"][TENSORS] = {"bytes": len(made), "sha256": hashlib.sha256(made).hexdigest()}
         signed(checkpoint / MANIFEST, content)
     return kind
@@ -144,14 +146,14 @@ def test_five_thousand_hostile_checkpoints_are_refused_by_name(tmp_path: Path, f
 
 
 def test_a_folder_that_may_not_be_written_and_a_save_into_a_file(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("here")
+    (tmp_path / "file").write_text("here", encoding="utf-8")
     with pytest.raises(OSError, match="file"):
         save_checkpoint(tmp_path / "file", 1, tensors(), {})
     if os.geteuid():
         (tmp_path / "closed").mkdir(mode=0o500)
         with pytest.raises(PermissionError, match="closed"):
             save_checkpoint(tmp_path / "closed", 1, tensors(), {})
-    assert (tmp_path / "file").read_text() == "here"
+    assert (tmp_path / "file").read_text(encoding="utf-8") == "here"
 
 
 @pytest.mark.skipif(isinstance(native_library.library(), str), reason="needs the native library")

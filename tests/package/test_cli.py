@@ -226,7 +226,7 @@ def test_plan_prints_tables_and_data_and_a_page(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "gpt2, batch 16 × 1024 tokens, bfloat16" in out and "sharing saves" in out and "blocks.11" in out
     assert "the document" not in out
-    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert main(["plan", "--preset", "tiny", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     budget = data["peak_bytes"] - data["peak_bytes"] // 12
@@ -255,7 +255,8 @@ def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture
     config.write_text(
         "[model]\npreset = 'tiny'\nn_layer = 1\nn_embd = 16\n"
         "[train]\nsteps = 3\nwarmup_steps = 1\nbatch_size = 2\nseq_len = 8\n"
-        "sample_tokens = 5\neval_batches = 1\n"
+        "sample_tokens = 5\neval_batches = 1\n",
+        encoding="utf-8",
     )
     assert main(["train", str(config), "--out", out]) == 0
     printed = capsys.readouterr().out
@@ -271,7 +272,7 @@ def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "resumed from" in capsys.readouterr().out
     assert main(["generate", out, "--prompt", "Whale", "--max-tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("Whale")
-    config.write_text("[train]\nstep = 3\n")
+    config.write_text("[train]\nstep = 3\n", encoding="utf-8")
     assert main(["train", str(config), "--out", str(tmp_path / "b")]) == 2
     assert "got 'step' in [train] (did you mean 'steps'?); accepted:" in capsys.readouterr().err
 
@@ -285,7 +286,7 @@ SMALL = (
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(SMALL)
+    Path("run.toml").write_text(SMALL, encoding="utf-8")
     assert main(["train", "run.toml", "--out", "my run"]) == 0
     return Path("my run")
 
@@ -296,7 +297,7 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
     assert "step      5 of 5" in capsys.readouterr().out
     assert main(["train", "--out", str(trained), "--resume", "--steps", "6", "--learning-rate", "1e-4"]) == 0
     assert "step      6 of 6" in capsys.readouterr().out
-    ran = json.loads((trained / "run.json").read_text())
+    ran = json.loads((trained / "run.json").read_text(encoding="utf-8"))
     assert (ran["model"]["n_layer"], ran["train"]["steps"], ran["train"]["learning_rate"]) == (1, 6, 1e-4)
     oldest = min((trained / "checkpoints").iterdir())
     assert main(["train", "--resume", str(oldest)]) == 0
@@ -323,8 +324,8 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
 def test_what_may_not_change_is_refused_by_name(
     trained: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("other.toml").write_text(SMALL.replace("n_embd = 16", "n_embd = 32"))
-    Path("heads.toml").write_text("[model]\nn_head = 2\n")
+    Path("other.toml").write_text(SMALL.replace("n_embd = 16", "n_embd = 32"), encoding="utf-8")
+    Path("heads.toml").write_text("[model]\nn_head = 2\n", encoding="utf-8")
     before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
     assert main(["train", "--resume", str(trained), *flags]) == 2
     assert capsys.readouterr().err == f"tilegrad: {message}\n"
@@ -427,7 +428,7 @@ def test_a_text_that_is_too_short_is_named(
 
 def test_generate_refuses_a_tokenizer_of_another_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(trained), "--max-tokens", "2"]) == 0
-    (trained / "data" / "tokenizer.json").write_text('{"model": {"type":   "bytes"}}')
+    (trained / "data" / "tokenizer.json").write_text('{"model": {"type":   "bytes"}}', encoding="utf-8")
     assert main(["generate", str(trained), "--max-tokens", "2"]) == 2
     assert "tokenizer.json: got a tokenizer of sha256" in capsys.readouterr().err
 
@@ -455,8 +456,8 @@ def test_init_writes_every_key_and_overwrites_nothing(
     assert main(["init"]) == 0 and main(["init", "my.toml"]) == 0
     assert "tilegrad train my.toml" in capsys.readouterr().out
     assert read_run(Path("run.toml")) == preset_run("tiny")
-    shown = re.sub(r"(?m)^#(?=\w+ = )", "", Path("my.toml").read_text())
-    Path("my.toml").write_text(shown)
+    shown = re.sub(r"(?m)^#(?=\w+ = )", "", Path("my.toml").read_text(encoding="utf-8"))
+    Path("my.toml").write_text(shown, encoding="utf-8")
     assert read_run(Path("my.toml")) == preset_run("tiny")  # every default that it shows is one
     keys = {section: set(values) for section, values in tomllib.loads(shown).items()}
     assert keys["model"] - {"preset"} == {f.name for f in fields(ModelConfig)}
@@ -464,7 +465,7 @@ def test_init_writes_every_key_and_overwrites_nothing(
     assert keys["data"] == {f.name for f in fields(DataConfig)}
     assert main(["init", "my.toml"]) == 2
     assert "my.toml: got a file that is there already" in capsys.readouterr().err
-    assert Path("my.toml").read_text() == shown
+    assert Path("my.toml").read_text(encoding="utf-8") == shown
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -482,7 +483,9 @@ def test_help_shows_every_key_with_its_default_and_loads_no_torch(command: str) 
 
 def test_every_key_is_a_flag_that_counts_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text("[model]\nn_layer = 1\nn_embd = 16\n[train]\nsteps = 9\nmemory_budget = '1.5GB'\n")
+    Path("run.toml").write_text(
+        "[model]\nn_layer = 1\nn_embd = 16\n[train]\nsteps = 9\nmemory_budget = '1.5GB'\n", encoding="utf-8"
+    )
     flags = ["--model.n_head", "2", "--train.steps", "40", "--data.files", "a.txt", "b.txt", "--model.bias", "false"]
     args = build_parser().parse_args(["train", "run.toml", *flags, "--learning-rate", "1e-2", "--model.window", "none"])
     run = run_from(given_keys(args), "flags")
@@ -495,7 +498,7 @@ def test_a_text_instead_of_a_configuration_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("book.txt").write_text("Call me Ishmael.")
+    Path("book.txt").write_text("Call me Ishmael.", encoding="utf-8")
     assert main(["train", "book.txt"]) == 2 and main(["train", "none.toml"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "book.txt: is not TOML" in first and "goes behind --data" in first
@@ -504,7 +507,7 @@ def test_a_text_instead_of_a_configuration_is_one_sentence(
 
 def test_plan_of_a_file_is_the_plan_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.toml"
-    file.write_text(SMALL)
+    file.write_text(SMALL, encoding="utf-8")
     assert main(["plan", str(file)]) == 0
     assert "my, batch 2 × 8 tokens, float32" in capsys.readouterr().out
     assert main(["plan", str(file), "--json", "--batch-size", "4"]) == 0
@@ -518,7 +521,7 @@ def test_resume_with_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[
     assert main(["train", "--resume", str(trained), "--model.n_layer", "2"]) == 2
     assert capsys.readouterr().err == "tilegrad: n_layer: got 2; accepted: the run's own, 1, when resuming\n"
     assert main(["train", "--resume", str(trained), "--train.steps", "30", "--train.memory_budget", "1GB"]) == 0
-    ran = json.loads((trained / "run.json").read_text())["train"]
+    ran = json.loads((trained / "run.json").read_text(encoding="utf-8"))["train"]
     assert (ran["steps"], ran["warmup_steps"], ran["memory_budget"]) == (30, 1, 10**9)
 
 
@@ -700,8 +703,8 @@ def test_one_text_as_a_string_is_that_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("x.txt").write_text("the quick brown fox " * 40)
-    Path("my.toml").write_text(SMALL + "[data]\nfiles = 'x.txt'\n")
+    Path("x.txt").write_text("the quick brown fox " * 40, encoding="utf-8")
+    Path("my.toml").write_text(SMALL + "[data]\nfiles = 'x.txt'\n", encoding="utf-8")
     assert main(["train", "my.toml", "--out", "run"]) == 0
     assert "1 document in 1 file, 800 bytes" in capsys.readouterr().out
     with pytest.raises(ValueError, match=re.escape("files: got 'x.txt'; accepted: names of files, such as ['x.txt']")):

@@ -28,7 +28,7 @@ RUN = RunConfig(
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
 
 
 def test_training_needs_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,13 +85,13 @@ def test_on_windows_a_run_is_one_sentence_and_generate_works() -> None:
 
 def test_the_narrowest_limit_is_the_memory_there_is(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 1000 kB\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 1000 kB\n", encoding="utf-8")
     assert memory_limit(CPU, tmp_path) == 4000 * 1024 and memory_available(CPU, tmp_path) == 1000 * 1024
-    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n", encoding="utf-8")
     group = tmp_path / "sys/fs/cgroup/box"
     group.mkdir(parents=True)
-    (group / "memory.current").write_text("5\n")
-    (group / "memory.max").write_text("2000000\n")
+    (group / "memory.current").write_text("5\n", encoding="utf-8")
+    (group / "memory.max").write_text("2000000\n", encoding="utf-8")
     assert memory_limit(CPU, tmp_path) == 2000000 and memory_available(CPU, tmp_path) == 1000 * 1024
     (group / "memory.current").write_text("1999000\n", encoding="utf-8")
     assert memory_available(CPU, tmp_path) == 1000

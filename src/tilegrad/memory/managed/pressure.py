@@ -58,7 +58,7 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
     table = root / "proc/self/cgroup"
     if not table.is_file():
         return
-    for line in table.read_text().splitlines():
+    for line in table.read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top, names = root / "sys/fs/cgroup", ("memory.current", "memory.max", "inactive_file")
@@ -76,21 +76,21 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
 def _group(group: Path, used: str, limit: str, reclaimable: str) -> Iterator[tuple[int, int]]:
     if not (group / limit).is_file() or not (group / used).is_file():
         return
-    text = (group / limit).read_text().strip()
+    text = (group / limit).read_text(encoding="utf-8").strip()
     if text == "max" or int(text) >= _UNLIMITED:
         return
     cached = 0
     if (group / "memory.stat").is_file():
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
         cached = int(stat.get(reclaimable, 0))
-    yield max(0, int((group / used).read_text()) - cached), int(text)
+    yield max(0, int((group / used).read_text(encoding="utf-8")) - cached), int(text)
 
 
 def _machine(root: Path) -> Iterator[tuple[int, int]]:
     info = root / "proc/meminfo"
     if not info.is_file():
         return
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text().splitlines()}
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text(encoding="utf-8").splitlines()}
     if "MemAvailable" in kib:
         yield 1024 * (kib["MemTotal"] - kib["MemAvailable"]), 1024 * kib["MemTotal"]
 
