@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,8 @@ ROOT = Path(__file__).parents[2]
 
 def unnamed(source: str) -> Iterator[ast.Call]:
     """Calls that read or write text in the locale's encoding."""
+    if not re.search(r"(read_text|write_text|open)\(", source):
+        return
     for node in ast.walk(ast.parse(source)):
         if not isinstance(node, ast.Call) or any(keyword.arg in ("encoding", None) for keyword in node.keywords):
             continue
