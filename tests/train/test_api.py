@@ -123,7 +123,7 @@ def test_what_a_loaded_model_is_given_is_checked() -> None:
     with pytest.raises(ValueError, match="tokens: got -1; accepted: 0 … 255"):
         model.logits([-1])
     assert model.logits([0, 255]).shape == (2, 256) and model.logits([0] * 32).shape == (32, 256)
-    with pytest.raises(ValueError, match="none: got no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="none: no such folder; accepted: the folder of a run"):
         tilegrad.load("none")
     with pytest.raises(ValueError, match="best: got True beside the checkpoint"):
         tilegrad.load(model.checkpoint, best=True)
