@@ -65,8 +65,8 @@ Show = Callable[[str, dict[str, Any]], None]
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    Path("run.toml").write_text(TOML)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    Path("run.toml").write_text(TOML, encoding="utf-8")
     monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
 
 
@@ -216,7 +216,7 @@ def test_a_terminal_that_is_gone_saves() -> None:
 
 
 def test_an_output_on_a_full_disk_saves() -> None:
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         process = start(stdout=full)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1 and error.count("\n") == 1, error
@@ -363,7 +363,7 @@ def test_a_new_run_does_not_mix_with_one_that_died_before_its_first_checkpoint()
     with pytest.raises(SystemExit):
         train(RUN, Path("run"), show=at_step(3, killed))
     Path("run/tensorboard").mkdir()
-    Path("run/tensorboard/events.out.tfevents.1").write_text("of the dead run")
+    Path("run/tensorboard/events.out.tfevents.1").write_text("of the dead run", encoding="utf-8")
     assert read_log(Path("run/log.jsonl"))[-1]["step"] == 3
     train(RUN, Path("run"))
     assert [r["step"] for r in read_log(Path("run/log.jsonl")) if r["kind"] == "train"] == list(range(1, 13))

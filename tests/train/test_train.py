@@ -134,7 +134,9 @@ def test_a_run_with_keys_that_are_lists_is_stopped_and_goes_on_to_the_same_bits(
     monkeypatch.chdir(tmp_path)
     keys = replace(run, model=replace(run.model, n_layer=2, **model)).plain()
     assert run_from(json.loads(json.dumps(keys)), "run.json").plain() == keys
-    Path("run.toml").write_text(as_toml(keys | {"model": {**keys["model"], **model}}))  # not every key of rope_scaling
+    Path("run.toml").write_text(
+        as_toml(keys | {"model": {**keys["model"], **model}}), encoding="utf-8"
+    )  # not every key of rope_scaling
     assert main(["train", "run.toml", "--out", "whole"]) == 0
 
     def interrupt(event: str, numbers: dict[str, Any]) -> None:

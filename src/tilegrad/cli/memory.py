@@ -75,9 +75,10 @@ def _largest_batch(
 
     t = run.train
     free = pressure.memory_available(device)
-    if free is None and t.memory_budget is None:
+    limit = free if free is not None else t.memory_budget
+    if limit is None:
         raise ValueError(f"fit: got {device}, whose free memory can't be known here; accepted: with --memory-budget")
-    found = largest_batch(run.model, t.seq_len, dtype, device, t.memory_budget, free or t.memory_budget or 0, **options)
+    found = largest_batch(run.model, t.seq_len, dtype, device, t.memory_budget, limit, **options)
     batch_size, nbytes = found or (0, None)
     data = {"largest_batch_size": batch_size, "largest_batch_bytes": nbytes}
     if nbytes is None:
