@@ -666,7 +666,7 @@ def test_a_page_of_plan_overwrites_only_a_page_of_plan(tmp_path: Path, capsys: p
     notes, page = tmp_path / "notes.html", tmp_path / "page.html"
     notes.write_text("<!doctype html>mine", encoding="utf-8")
     assert main(["plan", "--html", str(notes)]) == 2 and main(["plan", "--html", str(tmp_path)]) == 2
-    assert f"html: got {notes}, which plan did not write; accepted: a new name" in capsys.readouterr().err
+    assert f"{notes}: got a file that tilegrad did not write; accepted: a new name" in capsys.readouterr().err
     assert notes.read_text(encoding="utf-8") == "<!doctype html>mine"
     for batch_size in ("1", "2"):
         assert main(["plan", "--html", str(page), "--batch-size", batch_size]) == 0
