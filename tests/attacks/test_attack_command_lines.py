@@ -315,7 +315,7 @@ def check_end(words: list[str], code: int, out: str, err: str, *, reached: bool)
         assert code == 0 or err.startswith("usage: tilegrad"), (words, err)
     elif code:
         assert err.startswith("tilegrad: ") or "FAIL" in out, (words, code, err)
-    assert all(line.startswith("tilegrad: ") for line in err.splitlines() if reached), (words, err)
+    assert all(line.startswith("tilegrad: ") for line in err.rstrip("\n").split("\n") if reached and err), (words, err)
 
 
 def check_folder(

@@ -52,6 +52,14 @@ def test_help_answers_within_a_second_and_loads_no_torch() -> None:
     assert best < 1.0
 
 
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "latin-1"}])
+def test_help_is_shown_in_every_locale(locale: dict[str, str]) -> None:
+    path = {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
+    command = [sys.executable, "-m", "tilegrad", "train", "--help"]
+    done = subprocess.run(command, capture_output=True, env=os.environ | path | locale)
+    assert (done.returncode, done.stderr) == (0, b"") and b"n_embd" in done.stdout
+
+
 def children_seconds() -> float:
     """Of the processor: a busy machine, on which all takes longer, counts as a quiet one."""
     return sum(os.times()[2:4])
@@ -706,3 +714,24 @@ def test_one_text_as_a_string_is_that_text(
     assert "1 document in 1 file, 800 bytes" in capsys.readouterr().out
     with pytest.raises(ValueError, match=re.escape("files: got 'x.txt'; accepted: names of files, such as ['x.txt']")):
         DataConfig(files="x.txt")  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--bucket-mb", "1e400"], "bucket-mb: got inf; accepted: MiB"),
+        (["plan", "--bucket-mb", "nan"], "bucket-mb: got nan; accepted: MiB"),
+        (["plan", "--bucket-mb", "0"], "bucket-mb: got 0; accepted: MiB"),
+        (["train", "--timeout", "inf"], "timeout: got inf; accepted: seconds"),
+        (["bench", "attention", "--plot", "new.out"], "plot: got 'new.out'; accepted: a name that ends with .png"),
+        (["bench", "ops", "--rows", "99999999999999999999"], "rows: got 99999999999999999999; accepted: 1 …"),
+        (["bench", "dilated", "--lengths", "0"], "lengths: got 0; accepted: 1 …"),
+    ],
+)
+def test_a_number_or_a_name_that_means_nothing_is_refused_before_anything_is_done(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"tilegrad: {said}")
+    assert list(tmp_path.iterdir()) == []

@@ -100,4 +100,6 @@ def add_ranks(command: argparse.ArgumentParser) -> None:
 
 
 def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
+    if not 0 < args.bucket_mb <= 1 << 20:
+        raise ValueError(f"bucket-mb: got {args.bucket_mb:g}; accepted: MiB, more than 0 and at most 2²⁰")
     return {"shard": args.shard, "bucket_bytes": int(args.bucket_mb * 2**20), "context": args.context}

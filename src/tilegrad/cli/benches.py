@@ -9,6 +9,17 @@ from pathlib import Path
 from .arguments import DTYPES, PRESETS, Commands, add_command, add_dtype
 
 
+PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # of those that matplotlib writes
+
+
+def _plot(args: argparse.Namespace) -> str | None:
+    """Where to draw, known before anything is measured."""
+    plot: str | None = args.plot
+    if plot is not None and Path(plot).suffix not in PLOTS:
+        raise ValueError(f"plot: got {plot!r}; accepted: a name that ends with {', '.join(PLOTS)}")
+    return plot
+
+
 def _bench_memory(args: argparse.Namespace) -> int:
     from ..bench.memory import bench_memory
 
@@ -31,6 +42,7 @@ def _bench_training_cuda(args: argparse.Namespace, device: str) -> int:
         raise ValueError(
             f"--dtype, --batch-size, --seq-len: got one on {device}; accepted: on a CPU, --device cpu; here --case"
         )
+    plot = _plot(args)
     form = LIKE_FOR_LIKE if args.like_for_like else PeerForm()
     settings = Settings(
         device=device, peers=tuple(args.peers), form=replace(form, sdpa=args.sdpa), seconds=args.seconds, rounds=args.rounds,
@@ -39,7 +51,7 @@ def _bench_training_cuda(args: argparse.Namespace, device: str) -> int:
     )  # fmt: skip
     return bench_training_cuda(
         cases=args.case, settings=settings, breakdown=args.breakdown, losses=args.losses, steps=args.steps, json=args.json,
-        out=Path(args.out) if args.out else None, plot=Path(args.plot) if args.plot else None,
+        out=Path(args.out) if args.out else None, plot=Path(plot) if plot else None,
     )  # fmt: skip
 
 
@@ -65,7 +77,7 @@ def _bench_attention(args: argparse.Namespace) -> int:
 
     return bench_attention(
         device=args.device, dtype=args.dtype, kernels=args.kernels, preset=args.preset, peers=args.peers,
-        repeats=args.repeats, json=args.json, out=args.out, plot=args.plot, profile=args.profile, tune=args.tune,
+        repeats=args.repeats, json=args.json, out=args.out, plot=_plot(args), profile=args.profile, tune=args.tune,
         deterministic=args.deterministic, shapes=args.shape,
     )  # fmt: skip
 

@@ -25,6 +25,8 @@ if TYPE_CHECKING:
 def _train(args: argparse.Namespace) -> int:
     from ..train.api import asked_for
 
+    if not 0 < args.timeout <= 1e9:
+        raise ValueError(f"timeout: got {args.timeout:g}; accepted: seconds, more than 0 and at most 1e9")
     name = Path(args.config).stem if args.config else None
     where = args.config or "flags"
     run, folder, checkpoint = asked_for(given_keys(args), name=name, where=where, out=args.out, resume=args.resume)
