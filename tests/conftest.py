@@ -15,6 +15,7 @@ import torch
 from hypothesis import HealthCheck, core, settings
 from support.interpreter import keep_what_the_interpreter_makes_anew, round_bfloat16
 from support.ranks import Ranks
+from support.signals import hear_interrupts
 
 from tilegrad import autograd, eager
 from tilegrad.kernels import gpu
@@ -84,6 +85,7 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    hear_interrupts()
     if config.getoption("--slow"):
         if config.option.seed is None:
             config.option.seed = random.SystemRandom().randrange(1 << 30)

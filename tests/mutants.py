@@ -215,7 +215,7 @@ def all_mutants(root: Path = ROOT) -> list[Mutant]:
     for file in sorted((root / PACKAGE).rglob("*")):
         path = file.relative_to(root).as_posix()
         if file.suffix in (".py", ".cpp", ".h") and suite_of(path) and not path.endswith(NO_RESULT):
-            found += (of_python if file.suffix == ".py" else of_cpp)(path, file.read_text())
+            found += (of_python if file.suffix == ".py" else of_cpp)(path, file.read_text(encoding="utf-8"))
     return found
 
 
@@ -264,7 +264,7 @@ class Tree:
         assert self.server.stdin is not None and self.server.stdout is not None
         self.server.stdin.write(json.dumps(order) + "\n")
         self.server.stdin.flush()
-        return int(self.server.stdout.readline()), log.read_text(errors="replace")
+        return int(self.server.stdout.readline()), log.read_text(errors="replace", encoding="utf-8")
 
     def close(self) -> None:
         self.server.terminate()
@@ -357,12 +357,12 @@ def watch(
     environment = {"CALLED": str(called)} | (INTERPRETED if interpreted else {}) | (UNTRACED if tree.gpu else {})
     if picked:
         names = tree.scratch / "picked"
-        names.write_text("\n".join(picked))
+        names.write_text("\n".join(picked), encoding="utf-8")
         environment["PICKED"] = str(names)
     code, log = tree.pytest([*quiet, *more, file], 3600, environment)
     if code not in (0, 1, 5):
         raise RuntimeError(f"{file}: pytest's exit code {code}\n{log[-2000:]}")
-    found: dict[str, tuple[bool, float, list[str]]] = json.loads(called.read_text())
+    found: dict[str, tuple[bool, float, list[str]]] = json.loads(called.read_text(encoding="utf-8"))
     kept = {name: it for name, it in found.items() if not any(part in name for part in (*TIMED, "in_the_interpreter"))}
     passed = [Watched(name, bool(interpreted), s, frozenset(called)) for name, (ok, s, called) in kept.items() if ok]
     return passed, [name for name, (ok, _, _) in kept.items() if not ok]
@@ -370,12 +370,12 @@ def watch(
 
 def interpreted_of(file: str) -> str:
     """Which tests of a file Triton's interpreter runs, as pytest's -k has it; "" for none."""
-    module = ast.parse((ROOT / AGAIN).read_text())
+    module = ast.parse((ROOT / AGAIN).read_text(encoding="utf-8"))
     files = next(x.value for x in module.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "FILES")
     for names, expression in ast.literal_eval(files).items():
         if Path(file).name in names.split():
             return str(expression)
-    return "interpreted" if "in_the_interpreter" in (ROOT / file).read_text() else ""
+    return "interpreted" if "in_the_interpreter" in (ROOT / file).read_text(encoding="utf-8") else ""
 
 
 def on_the_gpu(file: str) -> list[str]:
@@ -395,7 +395,7 @@ def function_of(mutant: Mutant) -> str | None:
     if not mutant.path.endswith(".py"):
         return None
     best: tuple[int, int] | None = None
-    for node in ast.walk(ast.parse((ROOT / mutant.path).read_text())):
+    for node in ast.walk(ast.parse((ROOT / mutant.path).read_text(encoding="utf-8"))):
         if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.Lambda)):
             decorators = [] if isinstance(node, ast.Lambda) else node.decorator_list
             first = min([node.lineno, *(one.lineno for one in decorators)])
@@ -444,7 +444,7 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: fl
         return Verdict(mutant, which, by, len(taken), cut, time.monotonic() - began)
 
     try:
-        file.write_text(mutant.source)
+        file.write_text(mutant.source, encoding="utf-8")
         if cpp:
             build = [sys.executable, "-c", f"{builder}; it.build()"]
             source = os.environ | {"PYTHONPATH": str(tree.root / "src")}
@@ -454,7 +454,7 @@ def judge(tree: Tree, mutant: Mutant, tests: Sequence[Watched], most_seconds: fl
             mine = [test for test in taken if test.interpreted is interpreted]
             if mine:
                 picked = tree.scratch / "picked"
-                picked.write_text("\n".join(test.name for test in mine))
+                picked.write_text("\n".join(test.name for test in mine), encoding="utf-8")
                 files = sorted({test.name.split("::")[0] for test in mine})
                 seconds = 30 + 4 * sum(test.seconds for test in mine)
                 more = NUMPYS if interpreted else on_the_gpu(files[0]) if tree.gpu else ()
@@ -530,7 +530,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _not_judged(mutants: Sequence[Mutant], verdicts: Path | None) -> list[Mutant]:
-    rows = map(json.loads, verdicts.read_text().splitlines()) if verdicts and verdicts.exists() else ()
+    rows = map(json.loads, verdicts.read_text(encoding="utf-8").splitlines()) if verdicts and verdicts.exists() else ()
     judged = Counter((row["path"], row["line"], row["change"]) for row in rows)
     left = []
     for mutant in mutants:
@@ -549,7 +549,7 @@ def _print(verdict: Verdict, to: Path | None) -> None:
     if to:
         row = mutant._asdict() | verdict._asdict()
         del row["source"], row["mutant"]
-        with to.open("a") as lines:
+        with to.open("a", encoding="utf-8") as lines:
             lines.write(json.dumps(row) + "\n")
 
 
@@ -567,14 +567,14 @@ def _watch_all(trees: Sequence[Tree], files: list[str], kept: Path | None, *, in
         wanted += [(file, interpreted_of(file), ()) for file in files if interpreted_of(file)]
     wanted.sort(key=lambda one: -(ROOT / one[0]).stat().st_size)
     began = time.monotonic()
-    found: dict[str, Any] = json.loads(kept.read_text()) if kept and kept.exists() else {}
+    found: dict[str, Any] = json.loads(kept.read_text(encoding="utf-8")) if kept and kept.exists() else {}
     left = [one for one in wanted if json.dumps(one) not in found]
     for one, (passed, others) in _each(
         trees, left, lambda t, w: watch(t, w[0], interpreted=w[1], picked=w[2]), float("inf")
     ):
         found[json.dumps(one)] = [[(*test[:3], sorted(test.called)) for test in passed], others]
         if kept:
-            kept.write_text(json.dumps(found))
+            kept.write_text(json.dumps(found), encoding="utf-8")
     both = [found[json.dumps(one)] for one in wanted]
     tests = [
         Watched(name, interp, seconds, frozenset(called)) for rows, _ in both for name, interp, seconds, called in rows

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
@@ -10,21 +11,32 @@ from typing import Any
 
 from .memory.page import human
 
+_UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "k"), (1, ""))
 
-def _line(n: dict[str, Any]) -> str:
-    """loss, gradient norm, speed, memory of one training record."""
+
+def _time(seconds: float) -> str:
+    """1:02:03 as hours, minutes and seconds; 2:03 below an hour."""
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
+
+
+def _line(n: dict[str, Any], elapsed: float, left: float) -> str:
+    """loss, gradient norm, speed, tokens, time, memory of one training record."""
     memory = f"memory {human(n['planned_bytes'])} planned, {human(n['measured_bytes'])} measured"
     skipped = f"  {n['skipped']} skipped" if n["skipped"] else ""
     return (
-        f"loss {n['loss']:7.4f}  lr {n['learning_rate']:.1e}  |g| {n['gradient_norm']:6.3f}  "
-        f"{n['tokens_per_second']:>8,.0f} tok/s  {memory}{skipped}"
+        f"step {n['step']:>6,} of {n['steps']:,}  loss {n['loss']:7.4f}  lr {n['learning_rate']:.1e}  "
+        f"|g| {n['gradient_norm']:6.3f}  {n['tokens_per_second']:>8,.0f} tok/s  {n['tokens_seen']:,} tokens seen  "
+        f"{_time(elapsed)} elapsed, {_time(left)} left  {memory}{skipped}"
     )
 
 
 def _short(n: dict[str, Any]) -> str:
-    """The same for a bar of 80 columns."""
-    memory = f"{n['planned_bytes'] / 2**20:,.0f} MiB planned, {n['measured_bytes'] / 2**20:,.0f} used"
-    return f"loss {n['loss']:.3f} {n['tokens_per_second']:,.0f} tok/s {memory}"
+    """The same for a bar of 80 columns; what is planned is said at the start."""
+    seen, unit = next((n["tokens_seen"] / size, unit) for size, unit in _UNITS if n["tokens_seen"] >= size)
+    mib = n["measured_bytes"] / 2**20
+    memory = f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
+    return f"loss {n['loss']:.3f} {n['tokens_per_second']:,.0f} tok/s {seen:.{1 if unit else 0}f}{unit} tok {memory}"
 
 
 def _message(event: str, n: dict[str, Any]) -> str | None:
@@ -63,10 +75,16 @@ def watch(stream: Any = None) -> Iterator[Any]:
             yield bar
         return
 
+    begun, first = time.monotonic(), 0  # when and at which step this part of the run began
+
     def show(event: str, numbers: dict[str, Any]) -> None:
+        nonlocal begun, first
+        if event == "start":
+            begun, first = time.monotonic(), numbers["step"]
         message = _message(event, numbers)
         if event == "train":
-            message = f"step {numbers['step']:>6,} of {numbers['steps']:,}  {_line(numbers)}"
+            elapsed, done = time.monotonic() - begun, numbers["step"] - first
+            message = _line(numbers, elapsed, elapsed / done * (numbers["steps"] - numbers["step"]))
         if message:
             print(message, file=out, flush=True)
 
@@ -76,9 +94,19 @@ def watch(stream: Any = None) -> Iterator[Any]:
 @contextmanager
 def _rich(out: Any) -> Iterator[Any]:
     from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
 
-    columns = (BarColumn(bar_width=10), MofNCompleteColumn(), TextColumn("{task.description}"), TimeRemainingColumn())
+    numbers_column = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    times = (TimeElapsedColumn(), TimeRemainingColumn(compact=True), TextColumn("left"))
+    columns = (BarColumn(bar_width=4), MofNCompleteColumn(), numbers_column, *times)
     bar = Progress(*columns, console=Console(file=out, highlight=False))
     bar.start()
     try:
@@ -89,7 +117,7 @@ def _rich(out: Any) -> Iterator[Any]:
             if message:
                 bar.console.print(message)
             if event == "start":
-                bar.update(task, total=numbers["steps"], completed=numbers["step"])
+                bar.reset(task, total=numbers["steps"], completed=numbers["step"])
             elif event == "train":
                 bar.update(task, completed=numbers["step"], description=_short(numbers))
 

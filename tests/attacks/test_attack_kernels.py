@@ -330,11 +330,13 @@ def test_fresh_seeds_are_printed_and_change_what_is_drawn(tmp_path: Path) -> Non
         "import pytest\nfrom hypothesis import given, settings, strategies as st\n"
         "@pytest.mark.slow\n@settings(max_examples=5)\n@given(st.integers(0, 2**60))\n"
         "def test_it(n): print('drawn', n)\n"
-        "@pytest.mark.slow\ndef test_seed(fresh_seed): print('seed', fresh_seed)\n"
+        "@pytest.mark.slow\ndef test_seed(fresh_seed): print('seed', fresh_seed)\n",
+        encoding="utf-8",
     )
     shutil.copy(Path(__file__).parents[1] / "conftest.py", tmp_path)
     (tmp_path / "pytest.ini").write_text(
-        f"[pytest]\npythonpath = {Path(__file__).parents[1]}\nmarkers =\n    slow: slow\n    gpu: gpu\n"
+        f"[pytest]\npythonpath = {Path(__file__).parents[1]}\nmarkers =\n    slow: slow\n    gpu: gpu\n",
+        encoding="utf-8",
     )
     said = []
     for seed in ([], ["--seed", "7"], ["--seed", "7"]):

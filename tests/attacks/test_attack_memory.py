@@ -265,7 +265,7 @@ def test_plans_of_ten_thousand_small_traces_are_the_smallest(fresh_seed: int) ->
 
 
 def resident_bytes() -> int:
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     return pages * 4096
 
 

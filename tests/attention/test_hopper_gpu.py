@@ -242,7 +242,7 @@ def test_a_call_allocates_nothing_and_can_be_captured(pytestconfig: pytest.Confi
     if folder is not None:
         host = {"forward_us": microseconds(bound.forward), "backward_us": microseconds(bound.backward)}
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / "hopper_host.json").write_text(json.dumps(host) + "\n")
+        (folder / "hopper_host.json").write_text(json.dumps(host) + "\n", encoding="utf-8")
 
 
 @pytest.mark.slow

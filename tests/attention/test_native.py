@@ -656,7 +656,7 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
         assert "missing: it was not built at install" in out and "apt install g++" in out and "attention: tiled" in out
         assert main(["doctor", "--build"]) == 1
         assert "no C++ compiler" in capsys.readouterr().err
-        (tmp_path / "none.so").write_text(f"not a library of {native_build.digest()}")
+        (tmp_path / "none.so").write_text(f"not a library of {native_build.digest()}", encoding="utf-8")
         native_library.library.cache_clear()
         assert "can't be loaded" in tilegrad.explain(call.q, call.k, call.v).reasons["native"]
     finally:

@@ -56,7 +56,7 @@ def test_json_lines_carry_device_versions_and_commit(tmp_path: Path, capsys: pyt
     file = tmp_path / "lines.jsonl"
     assert bench_attention(device="cpu", dtype="float32", repeats=2, json=True, out=str(file)) == 0
     lines = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
-    assert lines == [json.loads(line) for line in file.read_text().splitlines()]
+    assert lines == [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     ours = calls.kernels_on(torch.device("cpu"), torch.float32)
     assert "tiled" in ours
     assert {(line["kernel"], line["direction"]) for line in lines} == {
@@ -207,7 +207,7 @@ def test_tuning_rewrites_only_the_rows_of_the_table() -> None:
     from tilegrad.bench.tune import _rewritten
     from tilegrad.kernels.attention.triton import tiles
 
-    before = Path(tiles.__file__).read_text()
+    before = Path(tiles.__file__).read_text(encoding="utf-8")
     after = "\n".join(_rewritten(before.split("\n")))
     names: dict[str, object] = {}
     exec(compile(after, "tiles.py", "exec"), names)
@@ -326,7 +326,7 @@ def test_host_costs_beside_the_peers(tmp_path: Path, capsys: pytest.CaptureFixtu
     file = tmp_path / "lines.jsonl"
     assert host.bench_host(device="cpu", dtype="float32", repeats=3, out=str(file)) == 0
     printed = capsys.readouterr().out
-    lines = [json.loads(line) for line in file.read_text().splitlines()]
+    lines = [json.loads(line) for line in file.read_text(encoding="utf-8").splitlines()]
     every = set(itertools.product(host.DIRECTIONS, ("tilegrad", "sdpa", "empty")))
     assert {(x["direction"], x["contender"]) for x in lines} == every and len(lines) == len(every)
     assert all(0 < x["us_20"] <= x["us"] <= x["us_80"] and x["torch"] == torch.__version__ for x in lines)

@@ -43,7 +43,7 @@ def test_table_and_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
     out = tmp_path / "dilated.jsonl"
     assert bench_dilated(**SMALL, out=str(out)) == 0
     text = capsys.readouterr().out
-    rows = [json.loads(line) for line in out.read_text().splitlines()]
+    rows = [json.loads(line) for line in out.read_text(encoding="utf-8").splitlines()]
     assert {(row["mode"], row["t"], row["kernel"]) for row in rows} == {
         (mode, t, kernel) for mode in MODES for t in (32, 64) for kernel in ("ours", "managed", "gather sdpa")
     }

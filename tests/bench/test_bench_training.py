@@ -24,7 +24,7 @@ def test_the_whole_bench(capsys, tmp_path):
     assert 0.05 < cell["speed_up"] < 20
     assert cell["q1"] <= cell["speed_up"] <= cell["q3"]
     assert cell["ours_beyond_bytes"] > 0 and cell["eager_beyond_bytes"] > 0
-    text = (tmp_path / "r.md").read_text()
+    text = (tmp_path / "r.md").read_text(encoding="utf-8")
     assert "float32 B=2 T=32" in text and "speed-up" in text and about["command"] in text
     assert took < 90  # some 25 s of two cores: three processes that import torch
 

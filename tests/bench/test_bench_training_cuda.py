@@ -242,7 +242,7 @@ def test_the_result_as_json_file_and_exit_code(monkeypatch, capsys, tmp_path):
     about, *lines = map(json.loads, capsys.readouterr().out.splitlines())
     assert {"device", "torch", "commit", "date", "command"} <= about.keys()
     assert lines[0]["contender"] == "eager" and lines[2]["ratio"]["speed"] == 1.0
-    text = (tmp_path / "r.md").read_text()
+    text = (tmp_path / "r.md").read_text(encoding="utf-8")
     assert "exact GELU, float32 residual stream" in text and "989.5 TFLOP/s" in text and "WRONG: x" in text
 
 
@@ -437,7 +437,7 @@ def test_losses_of_both_contenders(monkeypatch, tmp_path):
     assert result.code == 0 and curves.agree and curves.ours[0][0] == pytest.approx(math.log(256), abs=0.1)
     assert curves.ours[0] == pytest.approx(curves.peer[0], rel=0.02) and curves.ours[0] != curves.ours[1]
     publish(result, QUICK, json=False, out=tmp_path / "losses.md", plot=None)
-    assert '"agree": true' in (tmp_path / "losses.md").read_text()
+    assert '"agree": true' in (tmp_path / "losses.md").read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize("what", ["speed", "breakdown", "losses"])

@@ -77,8 +77,8 @@ def firsts(mesh: Mesh, folder: str) -> tuple[list[str], str]:
     file = Path(folder) / "order"
 
     def work() -> list[str]:
-        seen = file.read_text().split() if file.exists() else []
-        file.write_text(" ".join([*seen, str(mesh.rank)]))
+        seen = file.read_text(encoding="utf-8").split() if file.exists() else []
+        file.write_text(" ".join([*seen, str(mesh.rank)]), encoding="utf-8")
         return seen
 
     def fail() -> None:

@@ -120,7 +120,7 @@ def test_import_train_export_transformers(
     assert main(["import", str(folder), "--out", "models/smollm2"]) == 0
     flags = ["--steps", "8", "--batch-size", "2", "--seq-len", "128", "--train.eval_interval", "4"]
     assert main(["train", "--init", "models/smollm2", "--data", "book.txt", "--out", "runs/book", *flags]) == 0
-    lines = [json.loads(line) for line in Path("runs/book/log.jsonl").read_text().splitlines()]
+    lines = [json.loads(line) for line in Path("runs/book/log.jsonl").read_text(encoding="utf-8").splitlines()]
     assert main(["export", "runs/book", "SmolLM2-book", "--best", "--max-shard-size", "200MB"]) == 0
     with capsys.disabled():
         print(capsys.readouterr().out)

@@ -99,14 +99,14 @@ def write(root, **files):
     for name, text in files.items():
         path = root / name.replace("__", "/")
         path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(text)
+        path.write_text(text, encoding="utf-8")
 
 
 @pytest.mark.parametrize("version", [1, 2])
 def test_pressure_of_the_nearest_limit(tmp_path, version):
     root = tmp_path
     (root / "proc/self").mkdir(parents=True)
-    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 900 kB\n")
+    (root / "proc/meminfo").write_text("MemTotal: 1000 kB\nMemFree: 10 kB\nMemAvailable: 900 kB\n", encoding="utf-8")
     assert memory_pressure(CPU, root) == pytest.approx(0.1)
     group = root / ("sys/fs/cgroup/memory/a/b" if version == 1 else "sys/fs/cgroup/a/b")
     group.mkdir(parents=True)
@@ -114,14 +114,14 @@ def test_pressure_of_the_nearest_limit(tmp_path, version):
     if version == 2:
         names = ("memory.max", "memory.current", "inactive_file")
     line = "4:memory:/a/b" if version == 1 else "0::/a/b"
-    (root / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n")
+    (root / "proc/self/cgroup").write_text(f"3:cpu:/\n{line}\n", encoding="utf-8")
     unlimited = str(1 << 62) if version == 1 else "max"
-    (group / names[0]).write_text(unlimited + "\n")
-    (group / names[1]).write_text("500\n")
+    (group / names[0]).write_text(unlimited + "\n", encoding="utf-8")
+    (group / names[1]).write_text("500\n", encoding="utf-8")
     assert memory_pressure(CPU, root) == pytest.approx(0.1)
-    (group.parent / names[0]).write_text("1000\n")
-    (group.parent / names[1]).write_text("950\n")
-    (group.parent / "memory.stat").write_text(f"anon 1\n{names[2]} 250\n")
+    (group.parent / names[0]).write_text("1000\n", encoding="utf-8")
+    (group.parent / names[1]).write_text("950\n", encoding="utf-8")
+    (group.parent / "memory.stat").write_text(f"anon 1\n{names[2]} 250\n", encoding="utf-8")
     assert memory_pressure(CPU, root) == pytest.approx(0.7)
 
 
@@ -304,7 +304,7 @@ def test_profile_by_a_clock_that_ticks_a_millisecond_at_each_look(monkeypatch):
 def test_chrome_trace(profiled, tmp_path):
     profiled.get_stats()
     profiled.export_trace(tmp_path / "trace.json")
-    trace = json.loads((tmp_path / "trace.json").read_text())
+    trace = json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))
     begins = [e for e in trace["traceEvents"] if e["ph"] == "b"]
     ends = {e["id"]: e for e in trace["traceEvents"] if e["ph"] == "e"}
     assert [e["name"] for e in begins] == [
@@ -329,12 +329,12 @@ def test_lives_beyond_the_limit_are_counted(profiled, monkeypatch, tmp_path):
     profiled.get_stats()
     profiled.deallocate(profiled.kept)
     profiled.export_trace(tmp_path / "t.json")
-    assert json.loads((tmp_path / "t.json").read_text())["otherData"] == {"lives_dropped": 1}
+    assert json.loads((tmp_path / "t.json").read_text(encoding="utf-8"))["otherData"] == {"lives_dropped": 1}
 
 
 def test_html_page_needs_nothing_from_the_network(profiled, tmp_path):
     profiled.export_html(tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
     assert "QUERY (1000,) float32" in page
     assert "layer.0" in page
     assert not re.search(r"""(src|href)\s*=\s*["']?(https?:)?//""", page)
@@ -349,7 +349,7 @@ def test_the_page_counts_every_buffer_that_was_made(tmp_path, monkeypatch):
         for buffer in made:
             manager.deallocate(buffer)
     manager.export_html(tmp_path / "page.html")
-    page = (tmp_path / "page.html").read_text()
+    page = (tmp_path / "page.html").read_text(encoding="utf-8")
     legend = page.split('<tbody id="legend">')[1].split("</tbody>")[0]
     assert re.findall(r'data-series="(\w+)".*?<td class="number">(\d+)</tr>', legend) == [
         ("value", "4"), ("key", "4"), ("query", "4"),

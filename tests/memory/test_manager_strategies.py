@@ -25,7 +25,9 @@ needs_numa = pytest.mark.skipif(not numa.supported(), reason="NUMA calls are kno
 
 
 def resident_kib():
-    line = next(row for row in Path("/proc/self/status").read_text().splitlines() if row.startswith("VmRSS"))
+    line = next(
+        row for row in Path("/proc/self/status").read_text(encoding="utf-8").splitlines() if row.startswith("VmRSS")
+    )
     return int(line.split()[1])
 
 
@@ -294,9 +296,9 @@ def test_node_lists(tmp_path):
     assert numa.nodes(tmp_path) == [0]
     folder = tmp_path / "devices/system/node"
     folder.mkdir(parents=True)
-    (folder / "online").write_text("0-2,5\n")
+    (folder / "online").write_text("0-2,5\n", encoding="utf-8")
     assert numa.nodes(tmp_path) == [0, 1, 2, 5]
-    (folder / "has_memory").write_text("1\n")
+    (folder / "has_memory").write_text("1\n", encoding="utf-8")
     assert numa.nodes(tmp_path) == [1]
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 from tilegrad import Engine, ModelConfig
 from tilegrad.memory import AttentionBufferManager, BufferType
 from tilegrad.model import reference
-from tilegrad.model.generate import Decoder, _pick, generate, logits_of, sliding
+from tilegrad.model.generate import Decoder, NonFiniteLogits, _pick, generate, logits_of, sliding
 
 CONFIG = ModelConfig(vocab_size=23, block_size=24, n_layer=2, n_head=4, n_embd=16)
 CONFIGS = [
@@ -60,6 +61,44 @@ def test_a_low_temperature_takes_the_likeliest_and_a_high_one_does_not() -> None
     assert {_pick(logits, 0.02, None, chance) for _ in range(50)} == {1}
     assert {_pick(logits, 50.0, None, chance) for _ in range(50)} == {0, 1, 2}
     assert {_pick(logits, 50.0, 2, chance) for _ in range(50)} == {1, 2}
+
+
+@pytest.mark.parametrize("temperature", [5e-324, 1e-300, 1e-45, 1e-20, 1e-8])
+def test_the_smallest_temperatures_take_the_likeliest(temperature: float) -> None:
+    params = params_of(CONFIG)
+    greedy = list(generate(CONFIG, params, [1, 2], 6, temperature=0.0))
+    for top_k in (None, 3, 10**30):
+        assert list(generate(CONFIG, params, [1, 2], 6, temperature=temperature, top_k=top_k)) == greedy
+
+
+def test_the_highest_temperature_draws_every_token_alike() -> None:
+    chance = torch.Generator().manual_seed(0)
+    assert {_pick(torch.tensor([0.0, 9.0, -9.0]), 1e308, None, chance) for _ in range(50)} == {0, 1, 2}
+
+
+def test_a_sampling_value_out_of_range_is_refused_by_name() -> None:
+    params = params_of(CONFIG)
+    for name, value in (
+        ("temperature", float("nan")), ("temperature", float("inf")), ("temperature", -1e-300), ("temperature", 10**400),
+        ("temperature", "hot"), ("temperature", True), ("top_k", -1), ("top_k", 1.5), ("top_k", "all"),
+        ("seed", 1 << 64), ("seed", -(1 << 63) - 1), ("seed", 0.5), ("seed", None),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=f"^{name}: got {re.escape(repr(value))}; accepted: "):
+            generate(CONFIG, params, [1, 2], 1, **{name: value})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("seed", [-(1 << 63), -1, (1 << 64) - 1])
+def test_every_seed_of_torch_is_one(seed: int) -> None:
+    assert len(list(generate(CONFIG, params_of(CONFIG), [1, 2], 2, seed=seed))) == 2
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.8])
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_diverged_are_refused_by_a_sentence(value: float, temperature: float) -> None:
+    params = params_of(CONFIG)
+    params["ln_f.weight"].fill_(value)
+    with pytest.raises(NonFiniteLogits, match=r"^logits: got some that are not finite; accepted: "):
+        list(generate(CONFIG, params, [1, 2], 1, temperature=temperature))
 
 
 def whole_text_says(config: ModelConfig, params: dict[str, torch.Tensor], window: list[int]) -> int:

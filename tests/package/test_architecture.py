@@ -16,6 +16,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "memory": {"native_module"},
     "kernels": set(),
     "text_table": set(),
+    "spelling": set(),
     "native_module": {"kernels"},  # its compiler, not its ops
     "eager": {"native_module"},
     "autograd": {"eager", "kernels"},
@@ -25,10 +26,10 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "dilated": {"autograd", "kernels", "memory", "managed"},
     "nn": {"functional", "kernels", "memory", "managed", "dilated"},
     "integrations": {"functional", "kernels"},
-    "model": {"kernels", "memory"},
+    "model": {"kernels", "memory", "spelling"},
     "shared_attention": {"kernels", "memory"},
     "dist": {"memory"},
-    "train": {"model", "kernels", "memory", "dist"},
+    "train": {"model", "kernels", "memory", "dist", "spelling"},
     "gradcheck": {"kernels", "model", "memory", "train", "text_table"},
     "check": {"functional", "kernels", "text_table"},
     "document": {"memory", "text_table"},
@@ -47,6 +48,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
         "kernels",
         "functional",
         "text_table",
+        "spelling",
         "progress",
         "doctor",
     },
@@ -59,7 +61,7 @@ def _modules(path: Path, root: Path) -> set[str]:
     """Dotted names that `path` imports, relative ones resolved; lazily or not, for typing or not."""
     package = ["tilegrad", *path.relative_to(root).parent.parts]
     found = set()
-    for node in ast.walk(ast.parse(path.read_text())):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
@@ -110,7 +112,7 @@ def test_canary_an_arrow_the_wrong_way_is_seen(tmp_path: Path, line: str) -> Non
     deep = line.startswith("from ...")
     file = tmp_path / "kernels" / ("attention/tiled.py" if deep else "op.py")
     file.parent.mkdir(parents=True)
-    file.write_text(f"def f():\n    {line}\n")
+    file.write_text(f"def f():\n    {line}\n", encoding="utf-8")
     assert violations(tmp_path) == [
         f"{file.relative_to(tmp_path)} imports tilegrad.memory; kernels may import nothing of ours"
     ]
@@ -118,7 +120,7 @@ def test_canary_an_arrow_the_wrong_way_is_seen(tmp_path: Path, line: str) -> Non
 
 def test_canary_torch_in_the_planner_is_seen(tmp_path: Path) -> None:
     (tmp_path / "memory" / "planned").mkdir(parents=True)
-    (tmp_path / "memory" / "planned" / "plan.py").write_text("import torch\n")
+    (tmp_path / "memory" / "planned" / "plan.py").write_text("import torch\n", encoding="utf-8")
     assert violations(tmp_path) == ["memory/planned/plan.py imports torch; it may import the standard library only"]
 
 
@@ -131,7 +133,7 @@ def _imports(path: Path, root: Path, known: set[str]) -> set[str]:
     """Modules of ours that `path` imports, also inside functions, but not for typing alone."""
     package = ["tilegrad", *path.relative_to(root).parent.parts]
     found: set[str] = set()
-    waiting: list[ast.AST] = [ast.parse(path.read_text())]
+    waiting: list[ast.AST] = [ast.parse(path.read_text(encoding="utf-8"))]
     while waiting:
         node = waiting.pop()
         if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
@@ -179,11 +181,11 @@ def test_no_module_imports_itself_through_others() -> None:
 def test_canary_a_cycle_between_modules_is_seen(tmp_path: Path) -> None:
     """The one that there was: scratch → attention.checks, whose package loads contract, which loads scratch."""
     (tmp_path / "kernels" / "attention").mkdir(parents=True)
-    (tmp_path / "kernels" / "__init__.py").write_text("")
-    (tmp_path / "kernels" / "scratch.py").write_text("from .attention.checks import check_tensor\n")
-    (tmp_path / "kernels" / "attention" / "__init__.py").write_text("from .contract import fwd\n")
-    (tmp_path / "kernels" / "attention" / "checks.py").write_text("check_tensor = 1\n")
-    (tmp_path / "kernels" / "attention" / "contract.py").write_text("from ..scratch import Scratch\n")
+    (tmp_path / "kernels" / "__init__.py").write_text("", encoding="utf-8")
+    (tmp_path / "kernels" / "scratch.py").write_text("from .attention.checks import check_tensor\n", encoding="utf-8")
+    (tmp_path / "kernels" / "attention" / "__init__.py").write_text("from .contract import fwd\n", encoding="utf-8")
+    (tmp_path / "kernels" / "attention" / "checks.py").write_text("check_tensor = 1\n", encoding="utf-8")
+    (tmp_path / "kernels" / "attention" / "contract.py").write_text("from ..scratch import Scratch\n", encoding="utf-8")
     found = cycles(tmp_path)
     assert len(found) == 1 and "kernels.scratch" in found[0] and "attention.contract" in found[0]
 
@@ -191,10 +193,10 @@ def test_canary_a_cycle_between_modules_is_seen(tmp_path: Path) -> None:
 @pytest.mark.parametrize("first", ["from .b import y", "def f():\n    from .b import y", "import tilegrad.train.b"])
 def test_canary_an_import_inside_a_function_closes_a_cycle(tmp_path: Path, first: str) -> None:
     (tmp_path / "train").mkdir()
-    (tmp_path / "train" / "a.py").write_text(f"{first}\n")
-    (tmp_path / "train" / "b.py").write_text("class B:\n    def f(self):\n        from .a import x\n")
+    (tmp_path / "train" / "a.py").write_text(f"{first}\n", encoding="utf-8")
+    (tmp_path / "train" / "b.py").write_text("class B:\n    def f(self):\n        from .a import x\n", encoding="utf-8")
     assert cycles(tmp_path) == ["tilegrad.train.a → tilegrad.train.b → tilegrad.train.a"]
-    (tmp_path / "train" / "b.py").write_text("if TYPE_CHECKING:\n    from .a import x\n")
+    (tmp_path / "train" / "b.py").write_text("if TYPE_CHECKING:\n    from .a import x\n", encoding="utf-8")
     assert not cycles(tmp_path)
 
 

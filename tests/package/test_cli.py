@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import json
 import os
 import re
@@ -11,6 +12,7 @@ import sys
 import tomllib
 from dataclasses import fields
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -20,9 +22,12 @@ import tilegrad
 from tilegrad import Engine, ModelConfig, check, doctor, gradcheck
 from tilegrad.cli import build_parser, main
 from tilegrad.cli.arguments import given_keys
+from tilegrad.memory.managed import pressure
 from tilegrad.model.config import PRESETS
 from tilegrad.train import engine, machine
-from tilegrad.train.config import DataConfig, TrainConfig, run_from
+from tilegrad.train.config import DataConfig, TrainConfig, read_run, run_from
+from tilegrad.train.planning import plan_model
+from tilegrad.train.recompute import choose_recompute
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -48,16 +53,94 @@ def test_help_answers_within_a_second_and_loads_no_torch() -> None:
     assert best < 1.0
 
 
+@pytest.mark.parametrize("locale", [{"LC_ALL": "C", "PYTHONUTF8": "0"}, {"PYTHONIOENCODING": "latin-1"}])
+def test_help_is_shown_in_every_locale(locale: dict[str, str]) -> None:
+    path = {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
+    command = [sys.executable, "-m", "tilegrad", "train", "--help"]
+    done = subprocess.run(command, capture_output=True, env=os.environ | path | locale)
+    assert (done.returncode, done.stderr) == (0, b"") and b"n_embd" in done.stdout
+
+
 def children_seconds() -> float:
     """Of the processor: a busy machine, on which all takes longer, counts as a quiet one."""
     return sum(os.times()[2:4])
 
 
-def test_no_command_and_a_wrong_one_exit_2(capsys: pytest.CaptureFixture[str]) -> None:
-    for argv in ([], ["chekc"], ["check"], ["check", "flash", "--wrong"]):
-        with pytest.raises(SystemExit, match="2"):
-            main(argv)
-    assert "usage: tilegrad" in capsys.readouterr().err
+def test_no_command_prints_the_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    out, error = capsys.readouterr()
+    assert out.startswith("usage: tilegrad") and "generate" in out and error == ""
+
+
+@pytest.mark.parametrize(
+    ("words", "meant"),
+    [
+        (["chekc"], "invalid choice: 'chekc' .*did you mean 'check'"),
+        (["bench", "attenton"], "did you mean 'attention'"),
+        (["check"], "the following arguments are required: WHAT"),
+        (["check", "flash", "--breif"], r"unrecognized arguments: --breif \(did you mean --brief\?\)"),
+        (["--verson"], r"--verson \(did you mean --version\?\)"),
+        (["train", "--n_layer", "6"], r"--n_layer \(did you mean --model.n_layer\?\)"),
+        (["plan", "--batch_size=6"], r"--batch_size=6 \(did you mean --batch-size\?\)"),
+        (["generate", "run", "--temprature", "1"], r"--temprature \(did you mean --temperature\?\)"),
+        (["export", "run", "out", "--dtype", "float23"], "did you mean 'float32'"),
+        (["init", "--xyzzy"], "unrecognized arguments: --xyzzy\n$"),
+    ],
+)
+def test_a_misspelt_command_or_flag_is_refused_with_what_was_meant(
+    words: list[str], meant: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match="2"):
+        main(words)
+    error = capsys.readouterr().err
+    assert error.startswith("usage: tilegrad") and re.search(meant, error), error
+
+
+@pytest.mark.parametrize(
+    ("sections", "said"),
+    [
+        ({"train": {"step": 3}}, r"got 'step' in \[train\] \(did you mean 'steps'\?\); accepted: "),
+        ({"train": {"n_layer": 3}}, r"got 'n_layer' in \[train\] \(did you mean 'n_layer' in \[model\]\?\)"),
+        ({"model": {"Batch-Size": 3}}, r"did you mean 'batch_size' in \[train\]"),
+        ({"trian": {}}, r"got \[trian\] \(did you mean \[train\]\?\); accepted: the sections"),
+        ({"preset": "tiny"}, r"got 'preset' in no section \(did you mean 'preset' in \[model\]\?\)"),
+        ({"data": {"xyzzy": 3}}, r"got 'xyzzy' in \[data\]; accepted: "),
+    ],
+)
+def test_a_misspelt_key_is_refused_with_what_was_meant(sections: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ValueError, match=said):
+        tilegrad.train(sections, tmp_path / "run")
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_misspelt_field_of_a_model_is_refused_with_what_was_meant() -> None:
+    with pytest.raises(ValueError, match=r"^n_heads: .*\(did you mean 'n_head'\?\); accepted: "):
+        ModelConfig.from_dict({"n_heads": 3})
+
+
+@pytest.mark.parametrize(
+    ("typed", "name"),
+    [
+        ("bf16", "bfloat16"), ("BF16", "bfloat16"), ("torch.bfloat16", "bfloat16"), ("fp32", "float32"), ("f32", "float32"),
+        ("float", "float32"), ("fp64", "float64"), ("double", "float64"), ("float32", "float32"),
+    ],
+)  # fmt: skip
+def test_a_dtype_is_what_people_type(typed: str, name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    args = build_parser().parse_args(["train", "--dtype", typed])
+    assert run_from(given_keys(args), "flags").train.dtype == name
+    (tmp_path / "run.toml").write_text(f"[train]\ndtype = '{typed}'\n", encoding="utf-8")
+    assert read_run(tmp_path / "run.toml").train.dtype == TrainConfig(dtype=typed).dtype == name
+    assert build_parser().parse_args(["export", "run", "out", "--dtype", typed]).dtype == name
+    assert build_parser().parse_args(["bench", "attention", "--dtype", typed]).dtype == name
+    assert main(["plan", "--dtype", typed, "--model.n_layer", "1"]) == 0
+    assert f"tokens, {name}\n" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("typed", ["bf17", "fp16", "half", "int8", "Auto", ""])
+def test_a_dtype_that_is_none_is_refused_as_it_was_typed(typed: str) -> None:
+    with pytest.raises(ValueError, match=f"^dtype: got '{typed}'; accepted: 'auto', 'float32'"):
+        TrainConfig(dtype=typed)
+    assert TrainConfig(dtype=torch.float64).dtype == "float64"  # type: ignore[arg-type]
 
 
 def on_this_machine() -> str:
@@ -149,7 +232,7 @@ def test_plan_prints_tables_and_data_and_a_page(tmp_path: Path, capsys: pytest.C
     out = capsys.readouterr().out
     assert "gpt2, batch 16 × 1024 tokens, bfloat16" in out and "sharing saves" in out and "blocks.11" in out
     assert "the document" not in out
-    assert page.read_text().startswith("<!doctype html>")
+    assert page.read_text(encoding="utf-8").startswith("<!doctype html>")
     assert main(["plan", "--preset", "tiny", "--json"]) == 0
     data = json.loads(capsys.readouterr().out)
     budget = data["peak_bytes"] - data["peak_bytes"] // 12
@@ -178,7 +261,8 @@ def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture
     config.write_text(
         "[model]\npreset = 'tiny'\nn_layer = 1\nn_embd = 16\n"
         "[train]\nsteps = 3\nwarmup_steps = 1\nbatch_size = 2\nseq_len = 8\n"
-        "sample_tokens = 5\neval_batches = 1\n"
+        "sample_tokens = 5\neval_batches = 1\n",
+        encoding="utf-8",
     )
     assert main(["train", str(config), "--out", out]) == 0
     printed = capsys.readouterr().out
@@ -194,10 +278,9 @@ def test_train_resume_and_generate(tmp_path: Path, capsys: pytest.CaptureFixture
     assert "resumed from" in capsys.readouterr().out
     assert main(["generate", out, "--prompt", "Whale", "--max-tokens", "4", "--temperature", "0"]) == 0
     assert capsys.readouterr().out.startswith("Whale")
-    assert main(["generate", str(tmp_path / "none")]) == 2
-    config.write_text("[train]\nstep = 3\n")
+    config.write_text("[train]\nstep = 3\n", encoding="utf-8")
     assert main(["train", str(config), "--out", str(tmp_path / "b")]) == 2
-    assert "got 'step' in [train]; accepted:" in capsys.readouterr().err
+    assert "got 'step' in [train] (did you mean 'steps'?); accepted:" in capsys.readouterr().err
 
 
 SMALL = (
@@ -209,7 +292,7 @@ SMALL = (
 @pytest.fixture
 def trained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text(SMALL)
+    Path("run.toml").write_text(SMALL, encoding="utf-8")
     assert main(["train", "run.toml", "--out", "my run"]) == 0
     return Path("my run")
 
@@ -220,7 +303,7 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
     assert "step      5 of 5" in capsys.readouterr().out
     assert main(["train", "--out", str(trained), "--resume", "--steps", "6", "--learning-rate", "1e-4"]) == 0
     assert "step      6 of 6" in capsys.readouterr().out
-    ran = json.loads((trained / "run.json").read_text())
+    ran = json.loads((trained / "run.json").read_text(encoding="utf-8"))
     assert (ran["model"]["n_layer"], ran["train"]["steps"], ran["train"]["learning_rate"]) == (1, 6, 1e-4)
     oldest = min((trained / "checkpoints").iterdir())
     assert main(["train", "--resume", str(oldest)]) == 0
@@ -247,8 +330,8 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
 def test_what_may_not_change_is_refused_by_name(
     trained: Path, flags: list[str], message: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    Path("other.toml").write_text(SMALL.replace("n_embd = 16", "n_embd = 32"))
-    Path("heads.toml").write_text("[model]\nn_head = 2\n")
+    Path("other.toml").write_text(SMALL.replace("n_embd = 16", "n_embd = 32"), encoding="utf-8")
+    Path("heads.toml").write_text("[model]\nn_head = 2\n", encoding="utf-8")
     before = {p: p.read_bytes() for p in trained.rglob("*") if p.is_file()}
     assert main(["train", "--resume", str(trained), *flags]) == 2
     assert capsys.readouterr().err == f"tilegrad: {message}\n"
@@ -266,9 +349,92 @@ def test_a_resume_without_a_run_makes_no_folder(
     assert list(tmp_path.iterdir()) == [] and "Traceback" not in capsys.readouterr().err
 
 
+def test_an_empty_prompt_is_refused_and_never_replaced(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    refused = "tilegrad: prompt: got ''; accepted: a text of at least one token\n"
+    for words in ([""], ["--prompt", ""]):
+        assert main(["generate", str(trained), *words]) == 2
+        assert capsys.readouterr()[1] == refused
+    assert main(["generate", str(trained), "a", "--prompt", "b"]) == 2
+    assert capsys.readouterr().err == "tilegrad: prompt: got 'a' and --prompt 'b'; accepted: one of them\n"
+    assert main(["generate", str(trained), "--max-tokens", "2"]) == 0
+    assert capsys.readouterr().out.startswith("Call me ")
+
+
+def test_a_temperature_next_to_nothing_writes_as_temperature_0(
+    trained: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written = []
+    for temperature in ("0", "1e-300"):
+        assert main(["generate", str(trained), "the", "--max-tokens", "5", "--temperature", temperature]) == 0
+        written.append(capsys.readouterr().out)
+    assert written[0] == written[1]
+    for flag, value in (
+        ("--temperature", "inf"),
+        ("--temperature", "nan"),
+        ("--seed", str(1 << 64)),
+        ("--top-k", "-1"),
+    ):
+        assert main(["generate", str(trained), flag, value]) == 2
+        assert capsys.readouterr().err.startswith(f"tilegrad: {flag.strip('-').replace('-', '_')}: got ")
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["generate", "my rum"],
+        ["export", "my rum", "out"],
+        ["train", "--resume", "my rum"],
+        ["train", "--out", "my rum", "--resume"],
+    ],
+)
+@pytest.mark.usefixtures("trained")
+def test_a_folder_that_is_not_there_is_said_and_the_nearest_one_named(
+    words: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(words) == 2
+    assert capsys.readouterr().err == (
+        "tilegrad: my rum: no such folder (did you mean my run?); accepted: the folder of a run, or a checkpoint in it\n"
+    )
+    assert not Path("my rum").exists() and not Path("out").exists()
+
+
+def test_weights_that_are_not_there_and_a_file_instead_of_a_run_are_said(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("notes.txt").write_text("mine", encoding="utf-8")
+    for words in (["import", "nope"], ["train", "--init", "nope"]):
+        assert main(words) == 2
+        assert capsys.readouterr().err.startswith("tilegrad: nope: no such folder or file; accepted: ")
+    assert main(["train", "--resume", "notes.txt"]) == 2
+    assert capsys.readouterr().err.startswith("tilegrad: notes.txt: got a file; accepted: the folder of a run")
+    assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
+
+
+@pytest.mark.parametrize(
+    ("names", "flags", "said"),
+    [
+        (["empty.txt"], [], "empty.txt: got no text; accepted: "),
+        (["empty.txt"], ["--data.tokenizer", "bpe"], "empty.txt: got no text; accepted: "),
+        (["short.txt"], [], "short.txt: got 3 tokens; accepted: at least seq_len + 1 = 129; "),
+        (["empty.txt", "short.txt"], ["--seq-len", "3"], "empty.txt, short.txt: got 3 tokens; accepted: at least seq_len"),
+    ],
+)  # fmt: skip
+def test_a_text_that_is_too_short_is_named(
+    names: list[str], flags: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:  # fmt: skip
+    monkeypatch.chdir(tmp_path)
+    Path("empty.txt").touch()
+    Path("short.txt").write_text("abc", encoding="utf-8")
+    assert main(["train", "--data", *names, *flags]) == 2
+    assert capsys.readouterr().err.startswith(f"tilegrad: {said}")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["empty.txt", "short.txt"]
+
+
 def test_generate_refuses_a_tokenizer_of_another_run(trained: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["generate", str(trained), "--max-tokens", "2"]) == 0
-    (trained / "data" / "tokenizer.json").write_text('{"model": {"type":   "bytes"}}')
+    (trained / "data" / "tokenizer.json").write_text('{"model": {"type":   "bytes"}}', encoding="utf-8")
     assert main(["generate", str(trained), "--max-tokens", "2"]) == 2
     assert "tokenizer.json: got a tokenizer of sha256" in capsys.readouterr().err
 
@@ -296,8 +462,8 @@ def test_init_writes_every_key_and_overwrites_nothing(
     assert main(["init"]) == 0 and main(["init", "my.toml"]) == 0
     assert "tilegrad train my.toml" in capsys.readouterr().out
     assert read_run(Path("run.toml")) == preset_run("tiny")
-    shown = re.sub(r"(?m)^#(?=\w+ = )", "", Path("my.toml").read_text())
-    Path("my.toml").write_text(shown)
+    shown = re.sub(r"(?m)^#(?=\w+ = )", "", Path("my.toml").read_text(encoding="utf-8"))
+    Path("my.toml").write_text(shown, encoding="utf-8")
     assert read_run(Path("my.toml")) == preset_run("tiny")  # every default that it shows is one
     keys = {section: set(values) for section, values in tomllib.loads(shown).items()}
     assert keys["model"] - {"preset"} == {f.name for f in fields(ModelConfig)}
@@ -305,7 +471,7 @@ def test_init_writes_every_key_and_overwrites_nothing(
     assert keys["data"] == {f.name for f in fields(DataConfig)}
     assert main(["init", "my.toml"]) == 2
     assert "my.toml: got a file that is there already" in capsys.readouterr().err
-    assert Path("my.toml").read_text() == shown
+    assert Path("my.toml").read_text(encoding="utf-8") == shown
 
 
 @pytest.mark.parametrize("command", ["train", "plan"])
@@ -323,7 +489,9 @@ def test_help_shows_every_key_with_its_default_and_loads_no_torch(command: str) 
 
 def test_every_key_is_a_flag_that_counts_before_the_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("run.toml").write_text("[model]\nn_layer = 1\nn_embd = 16\n[train]\nsteps = 9\nmemory_budget = '1.5GB'\n")
+    Path("run.toml").write_text(
+        "[model]\nn_layer = 1\nn_embd = 16\n[train]\nsteps = 9\nmemory_budget = '1.5GB'\n", encoding="utf-8"
+    )
     flags = ["--model.n_head", "2", "--train.steps", "40", "--data.files", "a.txt", "b.txt", "--model.bias", "false"]
     args = build_parser().parse_args(["train", "run.toml", *flags, "--learning-rate", "1e-2", "--model.window", "none"])
     run = run_from(given_keys(args), "flags")
@@ -336,7 +504,7 @@ def test_a_text_instead_of_a_configuration_is_one_sentence(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("book.txt").write_text("Call me Ishmael.")
+    Path("book.txt").write_text("Call me Ishmael.", encoding="utf-8")
     assert main(["train", "book.txt"]) == 2 and main(["train", "none.toml"]) == 2
     first, second = capsys.readouterr().err.splitlines()
     assert "book.txt: is not TOML" in first and "goes behind --data" in first
@@ -345,7 +513,7 @@ def test_a_text_instead_of_a_configuration_is_one_sentence(
 
 def test_plan_of_a_file_is_the_plan_of_its_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "my.toml"
-    file.write_text(SMALL)
+    file.write_text(SMALL, encoding="utf-8")
     assert main(["plan", str(file)]) == 0
     assert "my, batch 2 × 8 tokens, float32" in capsys.readouterr().out
     assert main(["plan", str(file), "--json", "--batch-size", "4"]) == 0
@@ -359,7 +527,7 @@ def test_resume_with_keys_as_flags(trained: Path, capsys: pytest.CaptureFixture[
     assert main(["train", "--resume", str(trained), "--model.n_layer", "2"]) == 2
     assert capsys.readouterr().err == "tilegrad: n_layer: got 2; accepted: the run's own, 1, when resuming\n"
     assert main(["train", "--resume", str(trained), "--train.steps", "30", "--train.memory_budget", "1GB"]) == 0
-    ran = json.loads((trained / "run.json").read_text())["train"]
+    ran = json.loads((trained / "run.json").read_text(encoding="utf-8"))["train"]
     assert (ran["steps"], ran["warmup_steps"], ran["memory_budget"]) == (30, 1, 10**9)
 
 
@@ -450,17 +618,99 @@ def test_a_plan_larger_than_memory_is_refused_before_it_is_allocated(
     assert list(tmp_path.iterdir()) == []
     assert main(["plan", *flags]) == 0
     assert error.removeprefix("tilegrad: ") in capsys.readouterr().out
-    monkeypatch.setattr(machine, "memory_limit", lambda _device: None)
-    assert main(["plan", *flags]) == 0
-    assert "memory: got" not in capsys.readouterr().out
+
+
+def test_plan_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    flags = ["plan", "--model.n_layer", "1", "--batch-size", "4"]
+    fits = "it fits: cpu has 9.00 GiB free, of 10.00 GiB in all"
+    lacks = r"it does not fit now: cpu has 3.00 MiB free, of 10.00 GiB in all; end other programs, or give a smaller batch_size"
+    unknown = "whether it fits can't be known here: cpu does not say how much memory is free"
+    cases = ((9 << 30, 10 << 30, fits, True), (3 << 20, 10 << 30, lacks, False), (None, None, unknown, None))
+    for free, limit, said, answer in cases:
+        monkeypatch.setattr(pressure, "memory_available", lambda _device, free=free: free)
+        monkeypatch.setattr(machine, "memory_limit", lambda _device, limit=limit: limit)
+        assert main(flags) == 0
+        assert said in capsys.readouterr().out
+        assert main([*flags, "--json"]) == 0
+        data = json.loads(capsys.readouterr().out)
+        assert (data["free_bytes"], data["memory_bytes"], data["fits"]) == (free, limit, answer)
+    assert main([*flags, "--fit"]) == 2
+    assert (
+        "fit: got cpu, whose free memory can't be known here; accepted: with --memory-budget" in capsys.readouterr().err
+    )
+    assert main([*flags, "--fit", "--memory-budget", "10MB"]) == 0
+    assert "the largest batch that fits is " in capsys.readouterr().out
+
+
+def test_plan_finds_the_largest_batch_that_fits(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    flags = ["plan", "--batch-size", "1", "--model.n_layer", "1", "--model.n_embd", "16", "--model.block_size", "16"]
+    run = run_from(given_keys(build_parser().parse_args(flags)), "flags")
+    sizes = (16, torch.float32, torch.device("cpu"))
+
+    @functools.cache
+    def peak(batch_size: int, budget: int | None) -> float:
+        """As `train` would plan it; infinite where it refuses the budget."""
+        try:
+            choice = choose_recompute(run.model, batch_size, *sizes, budget)
+        except ValueError:
+            return float("inf")
+        return plan_model(run.model, batch_size, *sizes, choice).peak_bytes
+
+    five = int(peak(5, None))
+    for limit, budget in ((five, None), (five - 1, None), (1, None), (1 << 30, five), (five, 1 << 30)):
+        monkeypatch.setattr(pressure, "memory_available", lambda _device, limit=limit: limit)
+        given = [] if budget is None else ["--memory-budget", str(budget)]
+        assert main([*flags, "--json", "--fit", *given]) == 0
+        found = json.loads(capsys.readouterr().out)
+        fitting = {b: x for b in range(1, 9) if (x := peak(b, budget)) <= limit}
+        assert found["largest_batch_size"] == max(fitting, default=0) < 8, (limit, budget)
+        assert found["largest_batch_bytes"] == fitting.get(max(fitting, default=0))
+    assert main([*flags, "--fit", "--memory-budget", "1000"]) == 2
+    assert re.search(r"accepted: at least .* recomputed; no batch fits, not even one of", capsys.readouterr().err)
+
+
+def test_a_page_of_plan_overwrites_only_a_page_of_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    notes, page = tmp_path / "notes.html", tmp_path / "page.html"
+    notes.write_text("<!doctype html>mine", encoding="utf-8")
+    assert main(["plan", "--html", str(notes)]) == 2 and main(["plan", "--html", str(tmp_path)]) == 2
+    assert f"{notes}: got a file that tilegrad did not write; accepted: a new name" in capsys.readouterr().err
+    assert notes.read_text(encoding="utf-8") == "<!doctype html>mine"
+    for batch_size in ("1", "2"):
+        assert main(["plan", "--html", str(page), "--batch-size", batch_size]) == 0
+        assert f"batch {batch_size} × 128 tokens" in page.read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "error", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried")]
+)
+def test_more_memory_than_there_is_ends_with_a_sentence(
+    error: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def broken(**_options: object) -> int:
+        raise error
+
+    monkeypatch.setattr(doctor, "doctor", broken)
+    assert main(["doctor"]) == 1
+    assert capsys.readouterr().err == "tilegrad: memory: there is not enough of it; accepted: smaller sizes\n"
+
+
+@pytest.mark.parametrize("command", [["bench", "host"], ["bench", "ops"], ["check", "flash"]])
+def test_a_device_that_is_none_is_refused_by_every_command(
+    command: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for device in ("gpu", "mps", "cuda:99", "["):
+        assert main([*command, "--device", device]) == 2
+        assert capsys.readouterr().err.startswith(f"tilegrad: device: got {device!r}")
 
 
 def test_one_text_as_a_string_is_that_text(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("x.txt").write_text("the quick brown fox " * 40)
-    Path("my.toml").write_text(SMALL + "[data]\nfiles = 'x.txt'\n")
+    Path("x.txt").write_text("the quick brown fox " * 40, encoding="utf-8")
+    Path("my.toml").write_text(SMALL + "[data]\nfiles = 'x.txt'\n", encoding="utf-8")
     assert main(["train", "my.toml", "--out", "run"]) == 0
     assert "1 document in 1 file, 800 bytes" in capsys.readouterr().out
     with pytest.raises(ValueError, match=re.escape("files: got 'x.txt'; accepted: names of files, such as ['x.txt']")):
@@ -475,3 +725,24 @@ def test_buckets_on_the_command_line_are_in_mib() -> None:
     add_ranks(parser)
     assert ranks_of(parser.parse_args([]))["bucket_bytes"] == BUCKET_BYTES
     assert ranks_of(parser.parse_args(["--bucket-mb", "1.5"]))["bucket_bytes"] == 1.5 * 2**20
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train", "--bucket-mb", "1e400"], "bucket-mb: got inf; accepted: MiB"),
+        (["plan", "--bucket-mb", "nan"], "bucket-mb: got nan; accepted: MiB"),
+        (["plan", "--bucket-mb", "0"], "bucket-mb: got 0; accepted: MiB"),
+        (["train", "--timeout", "inf"], "timeout: got inf; accepted: seconds"),
+        (["bench", "attention", "--plot", "new.out"], "plot: got 'new.out'; accepted: a name that ends with .png"),
+        (["bench", "ops", "--rows", "99999999999999999999"], "rows: got 99999999999999999999; accepted: 1 …"),
+        (["bench", "dilated", "--lengths", "0"], "lengths: got 0; accepted: 1 …"),
+    ],
+)
+def test_a_number_or_a_name_that_means_nothing_is_refused_before_anything_is_done(
+    words: list[str], said: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith(f"tilegrad: {said}")
+    assert list(tmp_path.iterdir()) == []

@@ -46,18 +46,22 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @needs_mkdocs
 def test_the_site_builds_strictly_and_needs_nothing_from_outside(site: Path) -> None:
-    html = {page: page.read_text() for page in site.rglob("*.html")}
+    html = {page: page.read_text(encoding="utf-8") for page in site.rglob("*.html")}
     assert len(html) >= len(PAGES)
     fetched = re.compile(r"<(?:script|img|iframe|link)\b[^>]*?\b(?:src|href)=\"?(?:https?:)?//[^\s\">]*")
     outside = {str(page.relative_to(site)): found for page, text in html.items() if (found := fetched.findall(text))}
     assert not outside
-    styles = "".join(style.read_text() for style in site.rglob("*.css"))
+    styles = "".join(style.read_text(encoding="utf-8") for style in site.rglob("*.css"))
     assert not re.findall(r"(?:@import|url\()\s*[\"']?(?:https?:)?//", styles)
 
 
 @needs_mkdocs
 def test_every_public_name_is_in_the_reference(site: Path) -> None:
-    anchors = set(re.findall(r"id=\"(tilegrad[\w.]*)\"", "".join(p.read_text() for p in (site / "api").glob("*.html"))))
+    anchors = set(
+        re.findall(
+            r"id=\"(tilegrad[\w.]*)\"", "".join(p.read_text(encoding="utf-8") for p in (site / "api").glob("*.html"))
+        )
+    )
     assert not {f"tilegrad.{name}" for name in tilegrad.__all__} - anchors
     assert {f"tilegrad.Engine.{name}" for name in ("params", "grads", "plan", "loss", "submit", "finished")} <= anchors
     ends = {anchor.rsplit(".", 1)[-1] for anchor in anchors if anchor.startswith("tilegrad.memory.")}
@@ -69,22 +73,22 @@ def test_canary_a_broken_link_fails(tmp_path: Path) -> None:
     (tmp_path / "docs").mkdir()
     for name in ("site.css", "site.py"):
         shutil.copy(HERE / "docs" / name, tmp_path / "docs")
-    config = (HERE / "mkdocs.yml").read_text()
-    (tmp_path / "mkdocs.yml").write_text(config[: config.index("nav:")])
-    (tmp_path / "docs" / "index.md").write_text("# A page\n\n[back](index.md#a-page)\n")
+    config = (HERE / "mkdocs.yml").read_text(encoding="utf-8")
+    (tmp_path / "mkdocs.yml").write_text(config[: config.index("nav:")], encoding="utf-8")
+    (tmp_path / "docs" / "index.md").write_text("# A page\n\n[back](index.md#a-page)\n", encoding="utf-8")
     assert build(tmp_path, tmp_path / "site").returncode == 0
     for link in ("missing.md", "index.md#missing"):
-        (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n[away]({link})\n")
+        (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n[away]({link})\n", encoding="utf-8")
         done = build(tmp_path, tmp_path / "site")
         assert done.returncode != 0 and "missing" in done.stdout + done.stderr
 
 
 def test_every_figure_is_used_and_stands_alone() -> None:
     figures = sorted((HERE / "docs").rglob("*.svg"))
-    pages = "".join(page.read_text() for page in PAGES)
+    pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert figures
     for figure in figures:
-        text = figure.read_text()
+        text = figure.read_text(encoding="utf-8")
         names = {element.tag.rsplit("}", 1)[-1] for element in ElementTree.fromstring(text).iter()}
         assert {"title", "desc"} <= names and not {"script", "image", "foreignObject"} & names, figure.name
         assert "prefers-color-scheme: dark" in text, figure.name
@@ -96,7 +100,7 @@ def test_a_terminal_is_drawn_as_it_stands_at_the_end(tmp_path: Path) -> None:
     code = r"print('\r\x1b[2Kearlier\r\x1b[2K\x1b[32mlater\x1b[0m'); [print(f'line{n}') for n in range(60)]"
     command = [sys.executable, str(HERE / "docs" / "terminal.py"), str(tmp_path / "t.svg"), sys.executable, "-c", code]
     subprocess.run(command, check=True, capture_output=True, stdin=subprocess.DEVNULL)
-    text = (tmp_path / "t.svg").read_text()
+    text = (tmp_path / "t.svg").read_text(encoding="utf-8")
     names = {element.tag.rsplit("}", 1)[-1] for element in ElementTree.fromstring(text).iter()}
     assert {"title", "desc"} <= names and "url(http" not in text and "prefers-color-scheme: dark" in text
     assert ">later<" in text and ">earlier<" not in text
@@ -105,7 +109,7 @@ def test_a_terminal_is_drawn_as_it_stands_at_the_end(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("page", PROSE, ids=lambda page: str(page.relative_to(HERE / "docs")))
 def test_lines_of_prose_fit_a_window(page: Path) -> None:
-    lines = page.read_text().splitlines()
+    lines = page.read_text(encoding="utf-8").splitlines()
     long = [line for line in lines if len(line) > LONGEST and not line.startswith("|")]
     assert not long
 
@@ -150,7 +154,7 @@ def test_counts_on_the_page_of_proof_are_those_that_tests_assert() -> None:
 
 
 def test_the_runs_of_the_training_page_are_valid() -> None:
-    blocks = re.findall(r"```toml\n(.*?)```", (HERE / "docs" / "training.md").read_text(), re.DOTALL)
+    blocks = re.findall(r"```toml\n(.*?)```", (HERE / "docs" / "training.md").read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     for block in blocks:
         run = run_from(tomllib.loads(block), "training.md")

@@ -35,10 +35,10 @@ def checkout(tmp_path: Path) -> Path:
     package = root / "src" / "tilegrad"
     package.mkdir(parents=True)
     shutil.copy(HERE / "tg", root)
-    (root / "pyproject.toml").write_text(PYPROJECT)
-    (root / "constraints.txt").write_text("")
-    (package / "__init__.py").write_text("")
-    (package / "__main__.py").write_text("import sys; print('ran', *sys.argv[1:])")
+    (root / "pyproject.toml").write_text(PYPROJECT, encoding="utf-8")
+    (root / "constraints.txt").write_text("", encoding="utf-8")
+    (package / "__init__.py").write_text("", encoding="utf-8")
+    (package / "__main__.py").write_text("import sys; print('ran', *sys.argv[1:])", encoding="utf-8")
     return root
 
 
@@ -76,7 +76,7 @@ def test_first_use_installs_once_and_again_when_requirements_change(checkout: Pa
     first, second = tg(checkout, "a"), tg(checkout, "b")
     assert first.stdout == "ran a\n" and "installing" in first.stderr, first.stderr
     assert second.stdout == "ran b\n" and second.stderr == ""
-    (checkout / "constraints.txt").write_text("# changed\n")
+    (checkout / "constraints.txt").write_text("# changed\n", encoding="utf-8")
     assert "installing" in tg(checkout, "c").stderr
 
 

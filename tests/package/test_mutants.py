@@ -83,7 +83,7 @@ def test_a_mutant_runs_against_the_tests_that_call_its_function() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("line", "want"), [("assert 1", 0), ("assert 0", 1), ("while True: pass", 124)])
 def test_a_fork_runs_the_tests_and_one_that_hangs_is_ended(tmp_path: Path, line: str, want: int) -> None:
-    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {line}\n")
+    (tmp_path / "test_it.py").write_text(f"def test_it():\n    {line}\n", encoding="utf-8")
     tree = Tree(tmp_path / "work")
     try:
         for quiet in (3600, 5):
@@ -97,7 +97,7 @@ def test_a_fork_runs_the_tests_and_one_that_hangs_is_ended(tmp_path: Path, line:
 def test_a_tree_that_is_closed_ends_what_it_runs(tmp_path: Path) -> None:
     beats = tmp_path / "beats"
     loop = f"while True:\n        open({str(beats)!r}, 'a').write('.')\n        time.sleep(0.1)"
-    (tmp_path / "test_it.py").write_text(f"import time\ndef test_it():\n    {loop}\n")
+    (tmp_path / "test_it.py").write_text(f"import time\ndef test_it():\n    {loop}\n", encoding="utf-8")
     tree = Tree(tmp_path / "work")
     arguments = ["-q", "-p", "no:cacheprovider", str(tmp_path / "test_it.py")]
 

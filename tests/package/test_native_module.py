@@ -56,7 +56,7 @@ def test_a_build_that_fails_says_why(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     source = tmp_path / "broken.cpp"
-    source.write_text("#error not today\n")
+    source.write_text("#error not today\n", encoding="utf-8")
     for home in HOMES.values():
         monkeypatch.setattr(home, "MODULE", replace(home.MODULE, source=source, folder=tmp_path))
         monkeypatch.setattr(home, "load", functools.cache(home.load.__wrapped__))

@@ -30,10 +30,10 @@ HERE = Path(__file__).parents[2]
 
 
 def test_version_is_stated_once() -> None:
-    content = tomllib.loads((HERE / "pyproject.toml").read_text())
+    content = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))
     assert content["project"]["dynamic"] == ["version"] and "version" not in content["project"]
     stated = HERE / content["tool"]["hatch"]["version"]["path"]
-    assert f'__version__ = "{tilegrad.__version__}"' in stated.read_text()
+    assert f'__version__ = "{tilegrad.__version__}"' in stated.read_text(encoding="utf-8")
 
 
 def test_public_names_are_there_and_documented() -> None:
@@ -87,7 +87,7 @@ def test_code_in_documents_runs(document: str) -> None:
 
 
 def blocks_of(document: str) -> list[str]:
-    blocks = re.findall(r"```python\n(.*?)```", (HERE / document).read_text(), re.DOTALL)
+    blocks = re.findall(r"```python\n(.*?)```", (HERE / document).read_text(encoding="utf-8"), re.DOTALL)
     assert blocks
     return blocks
 
@@ -118,12 +118,12 @@ def test_the_op_of_the_tutorial_passes_the_linter() -> None:
     for code, options in ((first, ()), ("\n\n".join([first, *rest]), ("--ignore", "E402"))):
         for command in (("check", *options), ("format", "--check")):
             run = [sys.executable, "-m", "ruff", *command, "--stdin-filename", "src/tilegrad/kernels/scale.py", "-"]
-            done = subprocess.run(run, input=code, cwd=HERE, capture_output=True, text=True)
+            done = subprocess.run(run, input=code, cwd=HERE, capture_output=True, encoding="utf-8")
             assert done.returncode == 0, done.stdout + done.stderr
 
 
 def test_the_readme_is_one_page() -> None:
-    assert len((HERE / "README.md").read_text().splitlines()) <= 90
+    assert len((HERE / "README.md").read_text(encoding="utf-8").splitlines()) <= 90
 
 
 @pytest.mark.parametrize(
@@ -131,12 +131,12 @@ def test_the_readme_is_one_page() -> None:
 )
 def test_every_file_and_test_that_a_document_names_exists(document: str) -> None:
     path = HERE / document if document.isupper() or document[0].isupper() else HERE / "docs" / document
-    text = path.read_text()
+    text = path.read_text(encoding="utf-8")
     missing = []
     for name in re.findall(r"`((?:src|tests|docs|benchmarks|kernels|memory|model|train|bench)/[\w./]+)`", text):
         if not any((base / name).exists() for base in (HERE, HERE / "src" / "tilegrad")):
             missing.append(name)
-    tests = "\n".join(p.read_text() for p in (HERE / "tests").rglob("*.py"))
+    tests = "\n".join(p.read_text(encoding="utf-8") for p in (HERE / "tests").rglob("*.py"))
     missing += [
         name
         for name in re.findall(r"`(test_\w+)`", text)
@@ -154,7 +154,7 @@ def test_nothing_names_a_machine() -> None:
     for name in files.stdout.split():
         path = HERE / name
         if path.suffix in (".py", ".md", ".toml", ".txt", ".json", ".html", "") and path.is_file():
-            assert not pattern.search(path.read_text()), name
+            assert not pattern.search(path.read_text(encoding="utf-8")), name
 
 
 @pytest.mark.slow
@@ -208,11 +208,13 @@ def test_a_wheel_to_publish_is_not_built_without_the_library(monkeypatch: pytest
     monkeypatch.setenv("TILEGRAD_NATIVE", "require")
     with pytest.raises(RuntimeError, match=r"no C\+\+ compiler"):
         one.initialize("standard", data)
-    released = tomllib.loads((HERE / "pyproject.toml").read_text())["tool"]["cibuildwheel"]["environment"]
+    released = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["tool"]["cibuildwheel"][
+        "environment"
+    ]
     assert released == {"TILEGRAD_NATIVE": "require"}
 
 
 def test_the_project_says_where_it_lives() -> None:
-    urls = tomllib.loads((HERE / "pyproject.toml").read_text())["project"]["urls"]
+    urls = tomllib.loads((HERE / "pyproject.toml").read_text(encoding="utf-8"))["project"]["urls"]
     assert {"Homepage", "Documentation", "Repository", "Issues", "Changelog"} <= urls.keys()
     assert all(url.startswith("https://") for url in urls.values())

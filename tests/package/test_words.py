@@ -17,7 +17,7 @@ ANYWHERE = re.compile(  # in code, docstrings and comments; -ffp-contract is the
 )
 NAMES = {"half", "sees", "lane", "lanes", "LANES"}  # fine words, but not for a variable
 OF_TORCH = {"half_to_float"}  # a keyword of _softmax
-NOT_USED = (HERE / "docs" / "glossary.md").read_text().split("## Words not used")[1]
+NOT_USED = (HERE / "docs" / "glossary.md").read_text(encoding="utf-8").split("## Words not used")[1]
 
 
 def found(text: str) -> list[str]:
@@ -31,7 +31,7 @@ def found(text: str) -> list[str]:
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda path: str(path.relative_to(HERE / "src" / "tilegrad")))
 def test_words_not_used(path: Path) -> None:
-    assert not found(path.read_text())
+    assert not found(path.read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize(

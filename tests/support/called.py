@@ -45,14 +45,14 @@ def on_a_rank() -> Iterator[None]:
         yield
     finally:
         sys.settrace(None)
-        with Path(f"{os.environ['CALLED']}.ranks").open("a") as lines:
+        with Path(f"{os.environ['CALLED']}.ranks").open("a", encoding="utf-8") as lines:
             lines.writelines(f"{name}\n" for name in _ours())
 
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     if "PICKED" in os.environ:
-        place = {name: n for n, name in enumerate(Path(os.environ["PICKED"]).read_text().splitlines())}
+        place = {name: n for n, name in enumerate(Path(os.environ["PICKED"]).read_text(encoding="utf-8").splitlines())}
         items[:] = sorted((item for item in items if item.nodeid in place), key=lambda item: place[item.nodeid])
 
 
@@ -73,7 +73,7 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, object, object
         seconds = time.perf_counter() - began
         ours, ranks = _ours(), Path(f"{os.environ['CALLED']}.ranks")
         if ranks.exists():
-            ours |= set(ranks.read_text().splitlines())
+            ours |= set(ranks.read_text(encoding="utf-8").splitlines())
             ranks.unlink()
         _found[item.nodeid] = (_passed.pop(item.nodeid, False), seconds, sorted(ours))
 
@@ -85,4 +85,4 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_sessionfinish() -> None:
     if "CALLED" in os.environ:
-        Path(os.environ["CALLED"]).write_text(json.dumps(_found))
+        Path(os.environ["CALLED"]).write_text(json.dumps(_found), encoding="utf-8")

@@ -76,7 +76,7 @@ def report(kernel: str, verdicts: list[Verdict], folder: Path | None) -> str:
             "specifications": [_plain(verdict) for verdict in sorted(verdicts, key=lambda v: v.specification)],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{kernel}.json").write_text(json.dumps(told, indent=1) + "\n")
+        (folder / f"{kernel}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
     return (
         f"{kernel}: {shapes - len(failures)} of {shapes} random shapes of {len(verdicts)} specifications pass; "
         f"specialised {dict(specialised)}; failures: {failures[:5]}"

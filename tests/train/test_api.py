@@ -35,8 +35,8 @@ TOML = "\n".join(
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    Path("my.toml").write_text(TOML)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    Path("my.toml").write_text(TOML, encoding="utf-8")
 
 
 def weights(folder: str | Path) -> dict[str, torch.Tensor]:
@@ -123,11 +123,11 @@ def test_what_a_loaded_model_is_given_is_checked() -> None:
     with pytest.raises(ValueError, match="tokens: got -1; accepted: 0 … 255"):
         model.logits([-1])
     assert model.logits([0, 255]).shape == (2, 256) and model.logits([0] * 32).shape == (32, 256)
-    with pytest.raises(ValueError, match="none: got no checkpoint"):
+    with pytest.raises(FileNotFoundError, match="none: no such folder; accepted: the folder of a run"):
         tilegrad.load("none")
     with pytest.raises(ValueError, match="best: got True beside the checkpoint"):
         tilegrad.load(model.checkpoint, best=True)
-    Path("run/data/tokenizer.json").write_text('{"model": {"type": "bytes"} }')
+    Path("run/data/tokenizer.json").write_text('{"model": {"type": "bytes"} }', encoding="utf-8")
     with pytest.raises(ValueError, match="accepted: that of the weights"):
         tilegrad.load("run")
 

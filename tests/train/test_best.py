@@ -31,7 +31,7 @@ RUN = RunConfig(
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
 
 
 def evaluations(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
@@ -57,7 +57,7 @@ def test_the_best_is_kept_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     assert (result.best.path, result.best.step, result.best.validation_loss) == (best(), 4, 2.0)
     assert torch.equal(load_checkpoint(best()).tensors["wte.weight"], weights[4])
     assert read_state(best())["validation_loss"] == 2.0
-    page = Path("run/report.html").read_text()
+    page = Path("run/report.html").read_text(encoding="utf-8")
     assert "validation 2.0000 after 4 steps, best/000002-step-4" in page
 
 
@@ -75,7 +75,7 @@ def test_the_best_survives_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_damaged_best_does_not_stop_a_resume(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 1.0, 6: 2.0, 8: 2.5, 10: 2.5})
     train(replace(RUN, train=replace(RUN.train, steps=6)), Path("run"))
-    (best() / "manifest.json").write_text("{")
+    (best() / "manifest.json").write_text("{", encoding="utf-8")
     result = train(RUN, Path("run"), resume=True)
     assert result.best is not None and (result.best.step, result.best.path) == (8, best())
 

@@ -139,11 +139,13 @@ def flip(path: Path, at: int) -> None:
 
 
 def edit(path: Path) -> None:
-    (path / "manifest.json").write_text((path / "manifest.json").read_text().replace('"step": 2', '"step": 3'))
+    (path / "manifest.json").write_text(
+        (path / "manifest.json").read_text(encoding="utf-8").replace('"step": 2', '"step": 3'), encoding="utf-8"
+    )
 
 
 def write(path: Path, text: str) -> None:
-    path.write_text(text)
+    path.write_text(text, encoding="utf-8")
 
 
 DAMAGE: dict[str, tuple[Callable[[Path], None], str]] = {
@@ -189,13 +191,13 @@ def test_damage_is_named_and_the_previous_one_is_offered(tmp_path: Path, damage:
 def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
     path = save_checkpoint(tmp_path, 2, {}, {"seed": 5})
     manifest = path / "manifest.json"
-    whole = manifest.read_text()
+    whole = manifest.read_text(encoding="utf-8")
     inside = [i for i, c in enumerate(whole) if c.isalnum()]
     for at in inside[:: max(1, len(inside) // 60)]:
         flip(manifest, at)
         with pytest.raises(DamagedCheckpoint):
             load_checkpoint(path)
-        manifest.write_text(whole)
+        manifest.write_text(whole, encoding="utf-8")
     assert load_checkpoint(path).step == 2
 
 

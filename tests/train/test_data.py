@@ -46,9 +46,9 @@ def test_the_text_that_ships_is_the_one_its_notice_describes() -> None:
     whole = default_text().read_bytes()
     assert len(whole) > 1_000_000
     assert whole.startswith(b"CHAPTER 1. Loomings.") and b"Call me Ishmael." in whole[:100]
-    readme = default_text().with_name("README.md").read_text()
+    readme = default_text().with_name("README.md").read_text(encoding="utf-8")
     assert hashlib.sha256(whole).hexdigest() in readme and f"{len(whole):,} bytes" in readme
-    licence = default_text().with_name("LICENSE.txt").read_text()
+    licence = default_text().with_name("LICENSE.txt").read_text(encoding="utf-8")
     assert "Creative Commons Zero v1.0 Universal" in licence
     assert "Open Data Commons Public Domain Dedication & License 1.0" in licence
 
@@ -71,13 +71,13 @@ def test_bad_text_is_named_with_its_byte(tmp_path: Path) -> None:
 def test_a_folder_is_read_in_order_with_lines_and_gzip(tmp_path: Path) -> None:
     (tmp_path / "b" / "deep").mkdir(parents=True)
     (tmp_path / "b" / "deep" / "x.txt.gz").write_bytes(gzip.compress("zip–ped ".encode()))
-    (tmp_path / "b" / "c.jsonl").write_text('{"text": "one", "id": 1}\n\n{"text": "two\\n"}\n')
-    (tmp_path / "a.md").write_text("# first ")
+    (tmp_path / "b" / "c.jsonl").write_text('{"text": "one", "id": 1}\n\n{"text": "two\\n"}\n', encoding="utf-8")
+    (tmp_path / "a.md").write_text("# first ", encoding="utf-8")
     (tmp_path / "picture.png").write_bytes(b"\x89PNG")
     read = read_documents([tmp_path])
     assert read.text == "# first one\n\ntwo\n\n\nzip–ped "
     assert (read.files, read.documents, read.left_out) == (3, 4, 1)
-    (tmp_path / "b" / "c.jsonl").write_text('{"story": "one"}')
+    (tmp_path / "b" / "c.jsonl").write_text('{"story": "one"}', encoding="utf-8")
     assert read_documents([tmp_path / "b" / "c.jsonl"], "story").text == "one\n\n"
 
 
@@ -112,8 +112,8 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, name: str, co
 
 def test_prepare_says_what_is_there_and_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(data, "_LONG", 5)
-    (tmp_path / "a.txt").write_text("na–ve")
-    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n')
+    (tmp_path / "a.txt").write_text("na–ve", encoding="utf-8")
+    (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n', encoding="utf-8")
     told: list[tuple[str, dict[str, object]]] = []
     prepare([tmp_path], tmp_path / "data", tell=lambda event, numbers: told.append((event, numbers)))
     assert told == [
@@ -139,7 +139,7 @@ def test_bpe_is_lossless_deterministic_and_saved(tmp_path: Path) -> None:
     strange = text[:1000] + "  naïve \n\n\t 日本語 🐋"
     assert first.decode(first.encode(strange).tolist()) == strange
     assert len(first.encode(text)) < 0.7 * len(text)
-    (tmp_path / "tokenizer.json").write_text(first.json())
+    (tmp_path / "tokenizer.json").write_text(first.json(), encoding="utf-8")
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
     assert np.array_equal(loaded.encode(strange), first.encode(strange))
     with pytest.raises(ValueError, match="vocab_size: got 255; accepted: at least 256"):
@@ -242,19 +242,19 @@ def test_prepare_uses_what_is_there_and_only_that(tmp_path: Path, kind: str) -> 
         pytest.importorskip("tokenizers")
     vocab_size = 256 if kind == "bytes" else 270
     text = tmp_path / "text.txt"
-    text.write_text("the whale, the white whale, the whale that was white; " * 40)
+    text.write_text("the whale, the white whale, the whale that was white; " * 40, encoding="utf-8")
     folder = tmp_path / "data"
 
     def made(**change: object) -> tuple[int, str]:
         file, tokenizer = prepare([text], folder, **({"tokenizer": kind, "vocab_size": vocab_size} | change))  # type: ignore[arg-type]
-        assert tokenizer.decode(file.tokens.tolist()) == text.read_text()
+        assert tokenizer.decode(file.tokens.tolist()) == text.read_text(encoding="utf-8")
         assert file.vocab_size == tokenizer.vocab_size
         assert file.source_sha256 == hashlib.sha256(text.read_bytes()).hexdigest()
-        return file.path.stat().st_mtime_ns, (folder / "tokenizer.json").read_text()
+        return file.path.stat().st_mtime_ns, (folder / "tokenizer.json").read_text(encoding="utf-8")
 
     first = made()
     assert made() == first
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     assert made()[1] == first[1]
     tokens = (folder / "tokens.bin").read_bytes()
     (folder / "tokens.bin").write_bytes(tokens[:-3])
@@ -262,7 +262,7 @@ def test_prepare_uses_what_is_there_and_only_that(tmp_path: Path, kind: str) -> 
     if kind == "bpe":
         assert made(vocab_size=265)[1] != first[1]
         assert json.loads(made(tokenizer="bytes", vocab_size=256)[1]) == {"model": {"type": "bytes"}}
-    text.write_text("another text of whales " * 30)
+    text.write_text("another text of whales " * 30, encoding="utf-8")
     again = made(vocab_size=256)
     assert again[0] != first[0]
 

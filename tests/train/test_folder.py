@@ -42,7 +42,7 @@ MINE = [
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
 
 
 def found(folder: str) -> dict[str, bytes | None]:
@@ -56,7 +56,7 @@ def test_a_folder_with_a_file_of_the_users_is_refused_by_name_and_stays_as_it_wa
 ) -> None:
     file = Path("home", name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    file.write_text("the user's own")
+    file.write_text("the user's own", encoding="utf-8")
     before = found("home")
     assert main([*TRAIN, "--out", "home"]) == 2
     assert capsys.readouterr().err == (
@@ -69,7 +69,7 @@ def test_a_folder_with_a_file_of_the_users_is_refused_by_name_and_stays_as_it_wa
 def test_a_run_in_the_folder_where_one_stands_is_refused_if_it_is_not_empty(capsys: pytest.CaptureFixture[str]) -> None:
     for name in MINE[:6]:
         Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text("the user's own")
+        Path(name).write_text("the user's own", encoding="utf-8")
     before = found(".")
     assert main([*TRAIN, "--out", "."]) == 2
     assert "got a folder with data, log.jsonl, report.html and 3 more, which no run" in capsys.readouterr().err
@@ -99,10 +99,10 @@ def test_what_a_killed_run_left_is_replaced_and_what_somebody_put_there_stays() 
     Path("elsewhere").mkdir()
     for file in ("run/notes.txt", "run/data/more.txt", "run/tensorboard/mine.txt", "elsewhere/events.out.tfevents.1"):
         Path(file).parent.mkdir(exist_ok=True)
-        Path(file).write_text("the user's own")
+        Path(file).write_text("the user's own", encoding="utf-8")
     assert train(RUN, Path("run")).steps == 4
     for file in ("run/notes.txt", "run/data/more.txt", "run/tensorboard/mine.txt"):
-        assert Path(file).read_text() == "the user's own"
+        assert Path(file).read_text(encoding="utf-8") == "the user's own"
     died("other")
     for event in Path("other").glob("tensorboard/*"):
         event.unlink()
@@ -110,7 +110,7 @@ def test_what_a_killed_run_left_is_replaced_and_what_somebody_put_there_stays() 
         Path("other/tensorboard").rmdir()
     Path("other/tensorboard").symlink_to("../elsewhere")
     assert train(RUN, Path("other")).steps == 4
-    assert Path("elsewhere/events.out.tfevents.1").read_text() == "the user's own"
+    assert Path("elsewhere/events.out.tfevents.1").read_text(encoding="utf-8") == "the user's own"
 
 
 def test_a_run_from_before_there_was_a_marker_goes_on() -> None:
@@ -128,7 +128,7 @@ def test_a_refused_run_leaves_neither_marker_nor_folder() -> None:
         with pytest.raises(FileNotFoundError):
             train(bad, Path(folder))
     assert not list(Path("mine").iterdir()) and not Path("deep").exists()
-    Path("file").write_text("the user's own")
+    Path("file").write_text("the user's own", encoding="utf-8")
     with pytest.raises(ValueError, match="file: got what is no folder"):
         train(RUN, Path("file"))
 
@@ -136,12 +136,12 @@ def test_a_refused_run_leaves_neither_marker_nor_folder() -> None:
 @pytest.mark.parametrize("name", ["run.lock", "log.jsonl"])
 def test_a_symbolic_link_where_a_run_writes_is_refused_by_name(name: str) -> None:
     train(replace(RUN, train=replace(RUN.train, steps=2)), Path("run"))
-    Path("victim").write_text("the user's own, without an end of line")
+    Path("victim").write_text("the user's own, without an end of line", encoding="utf-8")
     Path("run", name).unlink(missing_ok=True)
     Path("run", name).symlink_to("../victim")
     with pytest.raises(ValueError, match=rf"run/{name}: got a symbolic link; accepted: no such file, or a run's own"):
         train(None, Path("run"), resume=True)
-    assert Path("victim").read_text() == "the user's own, without an end of line"
+    assert Path("victim").read_text(encoding="utf-8") == "the user's own, without an end of line"
     Path("run", name).unlink()
     assert train(RUN, Path("run"), resume=True).steps == 4
 
@@ -150,7 +150,7 @@ def test_a_symbolic_link_where_a_run_writes_is_refused_by_name(name: str) -> Non
 def test_nothing_is_written_or_deleted_through_a_symbolic_link(name: str) -> None:
     train(replace(RUN, train=replace(RUN.train, steps=2)), Path("run"))
     Path("victim").mkdir()
-    Path("victim/file").write_text("the user's own")
+    Path("victim/file").write_text("the user's own", encoding="utf-8")
     Path("run", name).symlink_to(Path("victim/file" if name.startswith(".") else "victim").absolute())
     before = found("victim")
     assert train(RUN, Path("run"), resume=True).steps == 4
@@ -159,14 +159,14 @@ def test_nothing_is_written_or_deleted_through_a_symbolic_link(name: str) -> Non
 
 def test_a_checkpoint_that_somebody_put_a_file_into_stays_and_so_does_a_link() -> None:
     one, two = (save_checkpoint(Path("run"), step, {"x": torch.ones(3)}, {}) for step in (1, 2))
-    (one / "notes.txt").write_text("the user's own")
+    (one / "notes.txt").write_text("the user's own", encoding="utf-8")
     two.rename("moved")
     two.symlink_to(Path("moved").absolute())
     before = found("moved")
     for step in (3, 4):
         save_checkpoint(Path("run"), step, {"x": torch.ones(3)}, {}, keep=1)
     assert sorted(p.name for p in Path("run").iterdir()) == [one.name, two.name, "000004-step-4"]
-    assert (one / "notes.txt").read_text() == "the user's own" and found("moved") == before
+    assert (one / "notes.txt").read_text(encoding="utf-8") == "the user's own" and found("moved") == before
 
 
 def tensors_in(place: str) -> Path:
@@ -264,7 +264,7 @@ def test_what_is_there_already_is_not_overwritten_by_other_commands(capsys: pyte
     train(RUN, Path("run"))
     for name in ("out/notes.txt", ".new.partial/notes.txt", "page.html", "new.toml"):
         Path(name).parent.mkdir(exist_ok=True)
-        Path(name).write_text("the user's own")
+        Path(name).write_text("the user's own", encoding="utf-8")
     for command in (
         ["export", "run", "out"], ["export", "run", "new"], ["plan", "--html", "page.html"], ["init", "new.toml"],
         ["bench", "training", "--device", "cpu", "--out", "page.html"],
@@ -272,7 +272,7 @@ def test_what_is_there_already_is_not_overwritten_by_other_commands(capsys: pyte
         assert main(command) == 2
         assert "accepted: a new name" in capsys.readouterr().err
     for name in ("out/notes.txt", ".new.partial/notes.txt", "page.html", "new.toml"):
-        assert Path(name).read_text() == "the user's own"
+        assert Path(name).read_text(encoding="utf-8") == "the user's own"
     assert not Path("new").exists()
     Path("page.html").unlink()
     for _again in range(2):

@@ -22,6 +22,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
+from support.signals import hangups_heard, hear_interrupts
 
 import tilegrad
 from tilegrad import ModelConfig, progress
@@ -64,9 +65,16 @@ Show = Callable[[str, dict[str, Any]], None]
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
-    Path("run.toml").write_text(TOML)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
+    Path("run.toml").write_text(TOML, encoding="utf-8")
     monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
+
+
+@pytest.fixture(autouse=True)
+def hangups_are_heard() -> Iterator[None]:
+    """Also where nohup runs the tests."""
+    with hangups_heard():
+        yield
 
 
 def newest(folder: str = "run") -> Checkpoint:
@@ -222,7 +230,7 @@ def test_a_terminal_that_is_gone_saves() -> None:
 
 
 def test_an_output_on_a_full_disk_saves() -> None:
-    with open("/dev/full", "w") as full:
+    with open("/dev/full", "w", encoding="utf-8") as full:
         process = start(stdout=full)
     _, error = process.communicate(timeout=60)
     assert process.returncode == 1 and error.count("\n") == 1, error
@@ -369,7 +377,7 @@ def test_a_new_run_does_not_mix_with_one_that_died_before_its_first_checkpoint()
     with pytest.raises(SystemExit):
         train(RUN, Path("run"), show=at_step(3, killed))
     Path("run/tensorboard").mkdir()
-    Path("run/tensorboard/events.out.tfevents.1").write_text("of the dead run")
+    Path("run/tensorboard/events.out.tfevents.1").write_text("of the dead run", encoding="utf-8")
     assert read_log(Path("run/log.jsonl"))[-1]["step"] == 3
     train(RUN, Path("run"))
     assert [r["step"] for r in read_log(Path("run/log.jsonl")) if r["kind"] == "train"] == list(range(1, 13))
@@ -494,3 +502,17 @@ def test_an_interrupted_demo_says_that_it_was_stopped(
 def test_the_last_step_is_evaluated_once() -> None:
     train(replace(RUN, train=replace(RUN.train, steps=6, eval_interval=3)), Path("run"))
     assert [r["step"] for r in read_log(Path("run/log.jsonl")) if r["kind"] == "validation"] == [3, 6]
+
+
+def test_processes_of_a_test_hear_what_a_script_or_nohup_ignores() -> None:
+    """Both ignore signals for all that they start, and these tests would wait for ever."""
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in (signal.SIGINT, signal.SIGHUP)}
+    say = "import signal; print(*[signal.getsignal(n) != signal.SIG_IGN for n in (signal.SIGINT, signal.SIGHUP)])"
+    try:
+        hear_interrupts()
+        with hangups_heard():
+            done = subprocess.run([sys.executable, "-c", say], capture_output=True, text=True)
+    finally:
+        for number, was in before.items():
+            signal.signal(number, was)
+    assert done.stdout == "True True\n", done.stderr

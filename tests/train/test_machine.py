@@ -13,7 +13,7 @@ import pytest
 import torch
 
 import tilegrad
-from tilegrad.memory.managed.pressure import memory_limit
+from tilegrad.memory.managed.pressure import memory_available, memory_limit
 from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
 from tilegrad.train.run import train
 
@@ -28,7 +28,7 @@ RUN = RunConfig(
 @pytest.fixture(autouse=True)
 def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    Path("text.txt").write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
 
 
 def test_training_needs_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -85,15 +85,17 @@ def test_on_windows_a_run_is_one_sentence_and_generate_works() -> None:
 
 def test_the_narrowest_limit_is_the_memory_there_is(tmp_path: Path) -> None:
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 1000 kB\n")
-    assert memory_limit(CPU, tmp_path) == 4000 * 1024
-    (tmp_path / "proc/self/cgroup").write_text("0::/box\n")
+    (tmp_path / "proc/meminfo").write_text("MemTotal: 4000 kB\nMemAvailable: 1000 kB\n", encoding="utf-8")
+    assert memory_limit(CPU, tmp_path) == 4000 * 1024 and memory_available(CPU, tmp_path) == 1000 * 1024
+    (tmp_path / "proc/self/cgroup").write_text("0::/box\n", encoding="utf-8")
     group = tmp_path / "sys/fs/cgroup/box"
     group.mkdir(parents=True)
-    (group / "memory.current").write_text("5\n")
-    (group / "memory.max").write_text("2000000\n")
-    assert memory_limit(CPU, tmp_path) == 2000000
-    assert memory_limit(torch.device("meta"), tmp_path) is None
+    (group / "memory.current").write_text("5\n", encoding="utf-8")
+    (group / "memory.max").write_text("2000000\n", encoding="utf-8")
+    assert memory_limit(CPU, tmp_path) == 2000000 and memory_available(CPU, tmp_path) == 1000 * 1024
+    (group / "memory.current").write_text("1999000\n", encoding="utf-8")
+    assert memory_available(CPU, tmp_path) == 1000
+    assert memory_limit(torch.device("meta"), tmp_path) is memory_available(torch.device("meta"), tmp_path) is None
 
 
 def test_without_proc_the_limit_is_the_systems(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -354,7 +354,7 @@ def test_a_full_disk_of_one_rank_is_raised_on_all(two_ranks: Ranks, tmp_path: Pa
 def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
     """A run whose ranks have folders of their own; then a save into them."""
     text = Path(folder, "text.txt")
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 20)
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 20, encoding="utf-8")
     settings = TrainConfig(steps=2, batch_size=1, gradient_accumulation=2, eval_interval=0, sample_tokens=0)
     run = RunConfig(replace(CASES["tied, dropout"], vocab_size=256), settings, DataConfig(files=(str(text),)))
     home = Path(folder, f"rank-{mesh.rank}")

@@ -35,7 +35,7 @@ def test_records_come_back_in_order(tmp_path: Path) -> None:
         run.append(1, "validation", {"loss": math.nan, "other": -math.inf})
     assert read_log(path)[1] == {"step": 1, "kind": "validation", "loss": None, "other": None}
     run.close()
-    for line in path.read_text().splitlines():
+    for line in path.read_text(encoding="utf-8").splitlines():
         json.loads(line, parse_constant=pytest.fail)
 
 
@@ -60,7 +60,7 @@ def test_a_torn_last_line_is_left_out_and_cut_off(tmp_path: Path) -> None:
 @pytest.mark.parametrize("line", ["{", "[]", "3", '{"step": 1}', "", "\\xff"])
 def test_a_damaged_line_inside_is_named(tmp_path: Path, line: str) -> None:
     path = tmp_path / "log.jsonl"
-    path.write_text(f'{{"step": 1, "kind": "train"}}\n{line}\n{{"step": 2, "kind": "train"}}\n')
+    path.write_text(f'{{"step": 1, "kind": "train"}}\n{line}\n{{"step": 2, "kind": "train"}}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"log\.jsonl: line 2 is not a record"):
         read_log(path)
 
@@ -77,7 +77,7 @@ def test_what_was_logged_after_the_step_of_a_resume_does_not_count(tmp_path: Pat
     assert [(r["step"], r["kind"], r.get("loss")) for r in read_log(path)] == [
         (1, "train", 1.0), (2, "train", 2.0), (2, "validation", 9.0), (2, "resume", None), (3, "train", 30.0),
     ]  # fmt: skip
-    assert len(path.read_text().splitlines()) == 7, "nothing that was written is rewritten"
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 7, "nothing that was written is rewritten"
 
 
 def test_tensorboard_is_named_where_it_is_missing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

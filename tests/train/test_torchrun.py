@@ -37,7 +37,7 @@ class Torchrun:
             sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={world}",
             f"--max-restarts={restarts}", *program, "train", "--out", str(folder), *SMALL, *flags,
         ]  # fmt: skip
-        with self.log.open("w") as out:
+        with self.log.open("w", encoding="utf-8") as out:
             environment = os.environ | {"OMP_NUM_THREADS": "1"}
             self.process = subprocess.Popen(command, stdout=out, stderr=subprocess.STDOUT, env=environment)
 
@@ -64,7 +64,7 @@ class Torchrun:
         for folder in Path("/proc").iterdir():
             if folder.name.isdigit():
                 try:
-                    parent = (folder / "stat").read_text().rsplit(")", 1)[1].split()[1]
+                    parent = (folder / "stat").read_text(encoding="utf-8").rsplit(")", 1)[1].split()[1]
                     variables = (folder / "environ").read_bytes().split(b"\0")
                 except OSError:
                     continue
@@ -73,7 +73,7 @@ class Torchrun:
         raise AssertionError(f"no process of rank {rank}")
 
     def text(self) -> str:
-        return self.log.read_text()
+        return self.log.read_text(encoding="utf-8")
 
     def params(self) -> dict[str, torch.Tensor]:
         path = latest_checkpoint(self.folder / "checkpoints")

@@ -32,7 +32,7 @@ SETTINGS = TrainConfig(
 @pytest.fixture
 def run(tmp_path: Path) -> RunConfig:
     text = tmp_path / "text.txt"
-    text.write_text("the quick brown fox jumps over the lazy dog. " * 60)
+    text.write_text("the quick brown fox jumps over the lazy dog. " * 60, encoding="utf-8")
     return RunConfig(MODEL, SETTINGS, DataConfig(files=(str(text),)))
 
 
@@ -65,8 +65,8 @@ def test_a_run_folder_holds_what_it_says(run: RunConfig, tmp_path: Path) -> None
     result = train(run, tmp_path / "run", show=lambda event, _numbers: events.append(event))
     folder = tmp_path / "run"
     assert {"run.json", "data", "log.jsonl", "checkpoints", "report.html"} <= {p.name for p in folder.iterdir()}
-    assert json.loads((folder / "run.json").read_text())["model"]["n_embd"] == 16
-    page = (folder / "report.html").read_text()
+    assert json.loads((folder / "run.json").read_text(encoding="utf-8"))["model"]["n_embd"] == 16
+    page = (folder / "report.html").read_text(encoding="utf-8")
     assert not re.search(r"(src|href)=.https?://", page) and "unigram entropy" in page
     assert events[:2] == ["data", "start"] and events.count("train") == 8 and events.count("validation") == 3
     assert (
@@ -79,7 +79,7 @@ def test_a_run_folder_holds_what_it_says(run: RunConfig, tmp_path: Path) -> None
 def test_a_validation_loss_of_zero_is_reported(run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Engine, "evaluate", lambda *_given: 0.0)
     assert train(run, tmp_path / "run").validation_loss == 0.0
-    assert ", validation 0.0000" in (tmp_path / "run" / "report.html").read_text()
+    assert ", validation 0.0000" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 def test_it_learns_the_text(run: RunConfig, tmp_path: Path) -> None:
@@ -104,7 +104,7 @@ def test_a_damaged_checkpoint_is_refused_and_the_previous_offered(run: RunConfig
 def test_a_damaged_manifest_is_refused_and_the_previous_offered(run: RunConfig, tmp_path: Path, named: bool) -> None:
     train(run, tmp_path / "run")
     first, last = sorted((tmp_path / "run" / "checkpoints").iterdir())
-    (last / "manifest.json").write_text("{}")
+    (last / "manifest.json").write_text("{}", encoding="utf-8")
     with pytest.raises(DamagedCheckpoint, match=r"manifest\.json is not a manifest") as error:
         train(run, tmp_path / "run", resume=last if named else True)
     assert (error.value.path, error.value.previous) == (last, first)
@@ -134,7 +134,9 @@ def test_a_run_with_keys_that_are_lists_is_stopped_and_goes_on_to_the_same_bits(
     monkeypatch.chdir(tmp_path)
     keys = replace(run, model=replace(run.model, n_layer=2, **model)).plain()
     assert run_from(json.loads(json.dumps(keys)), "run.json").plain() == keys
-    Path("run.toml").write_text(as_toml(keys | {"model": {**keys["model"], **model}}))  # not every key of rope_scaling
+    Path("run.toml").write_text(
+        as_toml(keys | {"model": {**keys["model"], **model}}), encoding="utf-8"
+    )  # not every key of rope_scaling
     assert main(["train", "run.toml", "--out", "whole"]) == 0
 
     def interrupt(event: str, numbers: dict[str, Any]) -> None:
@@ -219,7 +221,7 @@ def test_resume_needs_nothing_but_the_folder(run: RunConfig, tmp_path: Path) -> 
     assert train(None, folder, resume=True).steps == 6
     longer = replace(run, train=replace(run.train, steps=8, learning_rate=5e-4, log_interval=3, checkpoint_interval=0))
     assert train(longer, folder, resume=folder).steps == 8
-    assert json.loads((folder / "run.json").read_text()) == longer.plain()
+    assert json.loads((folder / "run.json").read_text(encoding="utf-8")) == longer.plain()
     with pytest.raises(ValueError, match="run: got None; accepted: a RunConfig, or None when resuming"):
         train(None, tmp_path / "new")
 
@@ -232,7 +234,7 @@ def test_a_finished_run_is_not_saved_again(run: RunConfig, tmp_path: Path) -> No
 
 
 def other_tokenizer(folder: Path) -> None:
-    (folder / "data" / "tokenizer.json").write_text('{"model": {"type": "bytes"} }')
+    (folder / "data" / "tokenizer.json").write_text('{"model": {"type": "bytes"} }', encoding="utf-8")
 
 
 def other_data(folder: Path) -> None:
@@ -240,7 +242,7 @@ def other_data(folder: Path) -> None:
     from tilegrad.train.data import prepare
 
     text = folder.parent / "other.txt"
-    text.write_text("call me ishmael. some years ago, never mind how long precisely. " * 40)
+    text.write_text("call me ishmael. some years ago, never mind how long precisely. " * 40, encoding="utf-8")
     prepare([text], folder / "data")
 
 
@@ -252,9 +254,9 @@ def longer_checkpoint(folder: Path) -> None:
 
 
 def edited(folder: Path) -> None:
-    content = json.loads((folder / "run.json").read_text())
+    content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     content["train"]["seed"] = 7
-    (folder / "run.json").write_text(json.dumps(content))
+    (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
 
 
 def torn(folder: Path) -> None:
@@ -351,8 +353,8 @@ def test_a_refused_run_leaves_no_folder(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("short.txt").write_text("short")
-    Path("array.json").write_text("[]")
+    Path("short.txt").write_text("short", encoding="utf-8")
+    Path("array.json").write_text("[]", encoding="utf-8")
     settings, data, error = REFUSED[name]
     bad = replace(run, train=replace(run.train, **settings), data=replace(run.data, **data))
     there = sorted(tmp_path.rglob("*"))
@@ -372,7 +374,8 @@ def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None
     config.write_text(
         "[model]\nvocab_size = 256\nblock_size = 16\nn_layer = 1\nn_head = 2\nn_embd = 16\n"
         "[train]\nsteps = 100000\nbatch_size = 2\nseq_len = 12\nlog_interval = 1\nsample_tokens = 4\n"
-        f"[data]\nfiles = [{run.data.files[0]!r}]\n"
+        f"[data]\nfiles = [{run.data.files[0]!r}]\n",
+        encoding="utf-8",
     )
     folder = tmp_path / "run"
     command = [sys.executable, "-m", "tilegrad", "train", str(config), "--out", str(folder)]
@@ -389,8 +392,14 @@ def test_sigterm_saves_and_exits_cleanly(run: RunConfig, tmp_path: Path) -> None
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
-    ({"model": {"preset": "tiny", "n_layers": 2}}, r"got 'n_layers' in \[model\]; accepted: "),
-    ({"training": {}}, r"got \[training\]; accepted: the sections \[model\], \[train\], \[data\]"),
+    (
+        {"model": {"preset": "tiny", "n_layers": 2}},
+        r"got 'n_layers' in \[model\] \(did you mean 'n_layer'\?\); accepted: ",
+    ),
+    (
+        {"training": {}},
+        r"got \[training\] \(did you mean \[train\]\?\); accepted: the sections \[model\], \[train\], \[data\]",
+    ),
     ({"model": {"preset": "huge"}}, "preset: got 'huge'; accepted: tiny"),
     ({"train": {"steps": 0}}, "steps: got 0; accepted: an int ≥ 1"),
     ({"train": {"dtype": "int8"}}, "dtype: got 'int8'"),
@@ -429,10 +438,12 @@ def test_bytes_are_read_as_they_are_written(text: str, count: int) -> None:
 
 def test_a_run_from_toml(tmp_path: Path) -> None:
     file = tmp_path / "run.toml"
-    file.write_text('[model]\npreset = "tiny"\nn_layer = 6\n[train]\nsteps = 70\n[data]\nfiles = ["a.txt"]\n')
+    file.write_text(
+        '[model]\npreset = "tiny"\nn_layer = 6\n[train]\nsteps = 70\n[data]\nfiles = ["a.txt"]\n', encoding="utf-8"
+    )
     run = read_run(file)
     assert (run.model.n_layer, run.model.n_embd, run.train.steps, run.data.files) == (6, 128, 70, ("a.txt",))
-    file.write_text("[model\n")
+    file.write_text("[model\n", encoding="utf-8")
     with pytest.raises(ValueError, match="is not TOML"):
         read_run(file)
 
@@ -458,10 +469,10 @@ def test_a_run_from_before_validation_was_drawn_goes_on_with_the_end_of_its_text
     folder, whole = tmp_path / "run", train(ended, tmp_path / "whole")
     train(ended, folder)
     found = load_checkpoint(next(p for p in (folder / "checkpoints").iterdir() if p.name.endswith("step-4")))
-    content = json.loads((folder / "run.json").read_text())
+    content = json.loads((folder / "run.json").read_text(encoding="utf-8"))
     for saved in (found.state["run"], content):
         del saved["data"]["validation"], saved["data"]["text_field"]
-    (folder / "run.json").write_text(json.dumps(content))
+    (folder / "run.json").write_text(json.dumps(content), encoding="utf-8")
     save_checkpoint(folder / "checkpoints", found.step, found.tensors, found.state)
     with pytest.raises(ValueError, match="validation: got 'windows'; accepted: the run's own, 'end', when resuming"):
         train(run, folder, resume=True)

@@ -104,8 +104,8 @@ def test_transformers_has_the_same_loss_gradients_and_text(kind: str, tmp_path: 
 def saved(tmp_path: Path, config: ModelConfig = LLAMA, **changed: Any) -> Path:
     folder = tmp_path / "model"
     write_weights(folder, engine_of(config).params, config)
-    content = json.loads((folder / "config.json").read_text()) | changed
-    (folder / "config.json").write_text(json.dumps(content))
+    content = json.loads((folder / "config.json").read_text(encoding="utf-8")) | changed
+    (folder / "config.json").write_text(json.dumps(content), encoding="utf-8")
     return folder
 
 
@@ -119,7 +119,7 @@ def test_shards_bare_names_short_dtypes_and_a_file(tmp_path: Path) -> None:
     rest = {name: x for name, x in tensors.items() if name not in half}
     save_file(rest | {"h.0.attn.bias": torch.ones(1, 1, 4, 4)}, folder / "b.safetensors")  # a buffer of old checkpoints
     index = {name: "a.safetensors" if name in half else "b.safetensors" for name in tensors}
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}), encoding="utf-8")
     whole = open_weights(folder / "model.safetensors")  # the file, of float32
     for source, exact in ((whole, True), (open_weights(folder), False)):
         engine = Engine(source.config, 1, 4, seed=1)
@@ -146,7 +146,7 @@ def test_an_export_in_shards_is_the_same_model(tmp_path: Path) -> None:
         assert len(shard) == 1 or sum(x.nbytes for x in shard.values()) <= 2000
         found |= shard
     assert found.keys() == one.keys() and all(torch.equal(found[name], x) for name, x in one.items())
-    index = json.loads((tmp_path / "more" / "model.safetensors.index.json").read_text())
+    index = json.loads((tmp_path / "more" / "model.safetensors.index.json").read_text(encoding="utf-8"))
     assert index["metadata"]["total_size"] == sum(x.nbytes for x in one.values())
     params = open_weights(tmp_path / "more").read()
     assert all(torch.equal(params[name], p.bfloat16().float()) for name, p in engine.params.items())
@@ -226,14 +226,14 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 
 def test_an_imported_models_config_and_tokenizer_come_back(tmp_path: Path) -> None:
     folder = saved(tmp_path, LLAMA, initializer_range=0.05)
-    (folder / "tokenizer.json").write_text("{}")
-    (folder / "generation_config.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
+    (folder / "generation_config.json").write_text("{}", encoding="utf-8")
     source = open_weights(folder)
     engine = Engine(source.config, 1, 4)
     source.load(engine.params)
     write_weights(tmp_path / "out", engine.params, replace(source.config, block_size=8), origin=folder)
-    content = json.loads((tmp_path / "out" / "config.json").read_text())
-    assert content == json.loads((folder / "config.json").read_text())
+    content = json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
+    assert content == json.loads((folder / "config.json").read_text(encoding="utf-8"))
     assert {p.name for p in (tmp_path / "out").iterdir()} == {p.name for p in folder.iterdir()}
     a, b = (load_file(x / "model.safetensors") for x in (folder, tmp_path / "out"))
     assert a.keys() == b.keys() and all(torch.equal(a[name], b[name]) for name in a)
@@ -264,7 +264,7 @@ def test_import_train_export_by_the_command_line(
     assert tilegrad.load("model").step == 0
     flags = ["--data", "book.txt", "--steps", "6", "--batch-size", "2", "--seq-len", "32", "--learning-rate", "1e-3"]
     assert main(["train", "--init", "model", "--out", "run", *flags]) == 0
-    first = json.loads(Path("run/run.json").read_text())
+    first = json.loads(Path("run/run.json").read_text(encoding="utf-8"))
     assert first["model"]["n_kv_head"] == 2 and first["train"]["init"] == "model"
     assert first["model"]["window_layers"] == ([1] if kind == "qwen2" else None)  # of layer_types that are mixed
     assert main(["train", "--resume", "run", "--steps", "8"]) == 0
@@ -298,7 +298,7 @@ def test_what_training_from_weights_refuses(tmp_path: Path) -> None:
         FileNotFoundError, match=r"tokenizer.json: no such file; accepted: weights with their tokenizer"
     ):
         run_from({"train": {"init": str(folder)}}, "flags")
-    (folder / "tokenizer.json").write_text("{}")
+    (folder / "tokenizer.json").write_text("{}", encoding="utf-8")
     run = run_from({"train": {"init": str(folder), "steps": 5}, "model": {"dropout": 0.1}}, "flags")
     assert (run.model.n_embd, run.model.dropout, run.train.learning_rate, run.train.seq_len) == (16, 0.1, 2e-5, 16)
     own = run_from({"train": {"init": str(folder)}}, "flags").train

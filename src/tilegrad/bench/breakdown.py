@@ -117,7 +117,7 @@ def our_kernels() -> Mapping[str, str]:
     found = {}
     for path in sorted(root.rglob("*.py")):
         op = path.relative_to(root).parts[0].removesuffix(".py")
-        for name in re.findall(r"^def (_?\w+_kernel)\(", path.read_text(), re.MULTILINE):
+        for name in re.findall(r"^def (_?\w+_kernel)\(", path.read_text(encoding="utf-8"), re.MULTILINE):
             found[name] = op
     return found
 

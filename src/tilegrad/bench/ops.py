@@ -177,6 +177,8 @@ def bench_ops(
         raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
     if repeats < 1:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 1")
+    if any(not 1 <= n < 1 << 31 for n in rows or ()):
+        raise ValueError(f"rows: got {', '.join(map(str, rows or ()))}; accepted: 1 … 2³¹ − 1")
     about, copy = environment(where, kind), copy_bytes_per_s(where)
     found: list[Row] = []
     for n in rows or ROWS[where.type]:

@@ -238,7 +238,7 @@ def measure_memory(cell: Cell, kind: Kind) -> dict[str, Any]:
 
 def _resident(field: str) -> int:
     """Bytes. Not getrusage's maximum: a process inherits that one from whoever started it."""
-    for line in Path("/proc/self/status").read_text().splitlines():
+    for line in Path("/proc/self/status").read_text(encoding="utf-8").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
     raise RuntimeError(f"{field}: /proc/self/status has no such line; the memory bench needs Linux")

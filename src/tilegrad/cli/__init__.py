@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 
 from .. import __version__
-from .arguments import Command
+from .arguments import Command, Parser
 from .benches import add_benches
 from .checks import add_checks
 from .faults import complain, escape_what_cannot_be_shown, silence
@@ -15,15 +14,18 @@ from .memory import add_memory
 from .runs import add_runs
 from .weights import add_weights
 
+OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # torch's words, on a CPU and on CUDA
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+
+def build_parser() -> Parser:
+    parser = Parser(
         prog="tilegrad",
         description="Train transformers with exact, hand-derived backward passes, in memory planned to the byte.",
         epilog="tilegrad COMMAND --help says more of a command. docs/ and README.md say more of the rest.",
     )
     parser.add_argument("--version", action="version", version=f"tilegrad {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    parser.set_defaults(run=None, parser=parser)
+    commands = parser.add_subparsers(metavar="COMMAND")
     add_runs(commands)
     add_weights(commands)
     add_memory(commands)
@@ -32,11 +34,25 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _check_device(device: str) -> None:
+    from ..train.machine import check_device
+
+    check_device(device)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     escape_what_cannot_be_shown()
-    args = build_parser().parse_args(argv)
-    run: Command = args.run
+    parser = build_parser()
+    args, unknown = parser.parse_known_args(argv)
+    if unknown:
+        args.parser.refuse(unknown)
+    run: Command | None = args.run
+    if run is None:
+        parser.print_help()
+        return 0
     try:
+        if getattr(args, "device", None) is not None:
+            _check_device(args.device)
         return run(args)
     except (ValueError, FileNotFoundError) as error:  # what a user gave is wrong, and the message says what is accepted
         complain(error)
@@ -47,6 +63,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         missing = f"{error.name}: not installed; pip install {error.name}"
         complain(missing if isinstance(error, ModuleNotFoundError) and error.name else error)
         return 2
+    except (MemoryError, RuntimeError) as error:  # more than there is, which is known when it is asked for
+        if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
+            raise
+        complain("memory: there is not enough of it; accepted: smaller sizes")
+        return 1
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:  # the reader of a pipe went away, and nothing is left to say

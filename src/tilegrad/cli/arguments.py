@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, NoReturn, TypeAlias
 
+from ..spelling import did_you_mean, dtype_name
 from ..train.keys import flag_value, keys
 
 Command = Callable[[argparse.Namespace], int]
-Commands: TypeAlias = "argparse._SubParsersAction[argparse.ArgumentParser]"
+Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # of model/config.py, which loads torch
 DTYPES = ("float32", "float64", "bfloat16")  # torch's names, everywhere
 SHORT = {  # of a key that is often a flag
@@ -21,10 +22,33 @@ SHORT = {  # of a key that is often a flag
 }  # fmt: skip
 
 
-def add_command(commands: Commands, name: str, text: str, run: Command | None = None) -> argparse.ArgumentParser:
-    command = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
-    command.set_defaults(run=run)
+class Parser(argparse.ArgumentParser):
+    """One that names what a misspelt command, choice or flag was meant to be."""
+
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        try:
+            super()._check_value(action, value)
+        except argparse.ArgumentError as error:
+            error.message += did_you_mean(str(value), [str(choice) for choice in action.choices or ()])
+            raise
+
+    def refuse(self, unknown: Sequence[str]) -> NoReturn:
+        """End with a sentence about arguments that this command does not have."""
+        flags = {name: name for action in self._actions for name in action.option_strings}
+        short = {name.rpartition(".")[2]: name for name in flags}  # n_layer of --model.n_layer
+        words = [f"{word}{did_you_mean(word.partition('=')[0], short | flags)}" for word in unknown]
+        self.error(f"unrecognized arguments: {' '.join(words)}")
+
+
+def add_command(commands: Commands, name: str, text: str, run: Command | None = None) -> Parser:
+    command: Parser = commands.add_parser(name, help=text, description=f"{text[0].upper()}{text[1:]}.")
+    command.set_defaults(run=run, parser=command)
     return command
+
+
+def add_dtype(command: argparse._ActionsContainer, text: str, **options: Any) -> None:
+    """A flag that takes a dtype by torch's name, or as people write it: bf16, fp32."""
+    command.add_argument("--dtype", type=dtype_name, help=text, **options)
 
 
 def add_keys(command: argparse.ArgumentParser) -> None:
@@ -76,4 +100,6 @@ def add_ranks(command: argparse.ArgumentParser) -> None:
 
 
 def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
+    if not 0 < args.bucket_mb <= 1 << 20:
+        raise ValueError(f"bucket-mb: got {args.bucket_mb:g}; accepted: MiB, more than 0 and at most 2²⁰")
     return {"shard": args.shard, "bucket_bytes": int(args.bucket_mb * 2**20), "context": args.context}

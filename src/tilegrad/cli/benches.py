@@ -6,7 +6,17 @@ import argparse
 from dataclasses import replace
 from pathlib import Path
 
-from .arguments import DTYPES, PRESETS, Commands, add_command
+from .arguments import DTYPES, PRESETS, Commands, add_command, add_dtype
+
+PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # of those that matplotlib writes
+
+
+def _plot(args: argparse.Namespace) -> str | None:
+    """Where to draw, known before anything is measured."""
+    plot: str | None = args.plot
+    if plot is not None and Path(plot).suffix not in PLOTS:
+        raise ValueError(f"plot: got {plot!r}; accepted: a name that ends with {', '.join(PLOTS)}")
+    return plot
 
 
 def _bench_memory(args: argparse.Namespace) -> int:
@@ -31,6 +41,7 @@ def _bench_training_cuda(args: argparse.Namespace, device: str) -> int:
         raise ValueError(
             f"--dtype, --batch-size, --seq-len: got one on {device}; accepted: on a CPU, --device cpu; here --case"
         )
+    plot = _plot(args)
     form = LIKE_FOR_LIKE if args.like_for_like else PeerForm()
     settings = Settings(
         device=device, peers=tuple(args.peers), form=replace(form, sdpa=args.sdpa), seconds=args.seconds, rounds=args.rounds,
@@ -39,7 +50,7 @@ def _bench_training_cuda(args: argparse.Namespace, device: str) -> int:
     )  # fmt: skip
     return bench_training_cuda(
         cases=args.case, settings=settings, breakdown=args.breakdown, losses=args.losses, steps=args.steps, json=args.json,
-        out=Path(args.out) if args.out else None, plot=Path(args.plot) if args.plot else None,
+        out=Path(args.out) if args.out else None, plot=Path(plot) if plot else None,
     )  # fmt: skip
 
 
@@ -65,7 +76,7 @@ def _bench_attention(args: argparse.Namespace) -> int:
 
     return bench_attention(
         device=args.device, dtype=args.dtype, kernels=args.kernels, preset=args.preset, peers=args.peers,
-        repeats=args.repeats, json=args.json, out=args.out, plot=args.plot, profile=args.profile, tune=args.tune,
+        repeats=args.repeats, json=args.json, out=args.out, plot=_plot(args), profile=args.profile, tune=args.tune,
         deterministic=args.deterministic, shapes=args.shape,
     )  # fmt: skip
 
@@ -101,7 +112,7 @@ def _add_dilated(bench: Commands) -> None:
         _bench_dilated,
     )
     dilated.add_argument("--device", help="default: cuda where there is one, else cpu")
-    dilated.add_argument("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on CUDA, else float32)")
+    add_dtype(dilated, "bfloat16, float16 or float32 (default: bfloat16 on CUDA, else float32)")
     dilated.add_argument("--mode", nargs="+", metavar="NAME", help="head_groups, longnet (default: both)")
     dilated.add_argument(
         "--lengths", type=int, nargs="+", metavar="T", help="default: 32768 … 524288 on CUDA, 4096 … 16384 else"
@@ -180,7 +191,7 @@ def _add_training(bench: Commands) -> None:
     cpu.add_argument(
         "--repeats", type=int, default=5, metavar="N", help="pairs of steps per cell (default: %(default)s)"
     )
-    cpu.add_argument("--dtype", choices=DTYPES, help="with --batch-size and --seq-len: this cell alone")
+    add_dtype(cpu, "with --batch-size and --seq-len: this cell alone", choices=DTYPES)
     cpu.add_argument("--batch-size", type=int, metavar="N")
     cpu.add_argument("--seq-len", type=int, metavar="N")
 
@@ -196,7 +207,7 @@ def add_benches(commands: Commands) -> None:
         _bench_attention,
     )
     attention.add_argument("--device", help="default: cuda where there is one, else cpu")
-    attention.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
+    add_dtype(attention, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
     attention.add_argument("--kernels", nargs="+", metavar="NAME", help="default: those that run there")
     attention.add_argument(
         "--preset",
@@ -221,7 +232,7 @@ def add_benches(commands: Commands) -> None:
     attention.add_argument("--tune", action="store_true", help="find the fastest tiles and write them into tiles.py")
     host = add_command(bench, "host", "what a tiny call of attention costs the host, beside SDPA's", _bench_host)
     host.add_argument("--device", help="default: cuda where there is one, else cpu")
-    host.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
+    add_dtype(host, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
     host.add_argument("--repeats", type=int, default=200, metavar="N", help="interleaved rounds (default: %(default)s)")
     host.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     host.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
@@ -231,7 +242,7 @@ def add_benches(commands: Commands) -> None:
         bench, "ops", "every kernel of norms, activations and sums, as bytes/s against a copy", _bench_ops
     )
     ops.add_argument("--device", help="default: cuda where there is one, else cpu")
-    ops.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
+    add_dtype(ops, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
     ops.add_argument("--rows", type=int, nargs="+", metavar="N", help="B·T (default: 16384 65536 on CUDA, 512 else)")
     ops.add_argument("--repeats", type=int, default=20, metavar="N", help="interleaved rounds (default: %(default)s)")
     ops.add_argument("--json", action="store_true", help="JSON lines instead of the table")

@@ -12,7 +12,10 @@ from typing import TextIO
 def escape_what_cannot_be_shown() -> None:
     """A character that is not in the terminal's encoding, or is half of one, is written as \\u2026 and raises nothing."""
     for stream in (sys.stdout, sys.stderr):
-        if isinstance(stream, io.TextIOWrapper) and stream.errors == "strict":
+        if isinstance(stream, io.TextIOWrapper) and stream.errors in (
+            "strict",
+            "surrogateescape",
+        ):  # the latter: locale C
             stream.reconfigure(errors="backslashreplace")
 
 

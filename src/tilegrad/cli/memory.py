@@ -5,9 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
+
+if TYPE_CHECKING:
+    import torch
+
+    from ..train.config import RunConfig
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -15,12 +20,13 @@ def _plan(args: argparse.Namespace) -> int:
 
     from ..train.atomic import check_replaceable
     from ..train.config import run_from
-    from ..train.machine import check_device, too_large
+    from ..train.machine import check_device, what_fits
     from ..train.planning import plan_model, step_report
-    from ..train.recompute import choose_recompute
+    from ..train.recompute import OverBudget, choose_recompute
 
-    if args.html:
-        check_replaceable(Path(args.html), '<meta name="generator" content="tilegrad">')
+    page = Path(args.html) if args.html is not None else None
+    if page is not None:
+        check_replaceable(page, '<meta name="generator" content="tilegrad">')
     content = given_keys(args)
     run, where = run_from(content, args.config or "flags"), Path(args.config).stem if args.config else None
     config, t, dtype = run.model, run.train, getattr(torch, run.train.dtype)
@@ -30,28 +36,54 @@ def _plan(args: argparse.Namespace) -> int:
     if args.world_size < 1:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
     options |= {"world": args.world_size, **ranks_of(args)}
-    recompute = choose_recompute(*form, t.memory_budget, **options)
+    largest, largest_sentence = _largest_batch(run, dtype, form[-1], options) if args.fit else ({}, "")
+    try:
+        recompute = choose_recompute(*form, t.memory_budget, **options)
+    except OverBudget as error:
+        raise ValueError(f"{error}; {largest_sentence}") if args.fit else error from None
     name = where or content.get("model", {}).get("preset", "tiny")
     title = f"{name}, batch {t.batch_size} × {t.seq_len} tokens, {t.dtype}"
     title += f", one of {args.world_size} ranks, shard {args.shard}" if args.world_size > 1 else ""
     title += f", {args.context} ranks to a sequence" if args.context > 1 else ""
     memory = plan_model(*form, recompute, **options)
     report = step_report(memory, config, t.batch_size, t.seq_len, dtype, recompute, title, **options)
-    if args.html:
-        Path(args.html).write_text(report.html(), encoding="utf-8")
+    if page is not None:
+        page.write_text(report.html(), encoding="utf-8")
+    fits, sentence = what_fits(report.peak_bytes + sum(dict(report.beside).values()), form[-1])
     if args.json:
-        print(json.dumps(report.json(), indent=1))
+        print(json.dumps(report.json() | fits | largest, indent=1))
         return 0
     print(report.table())
     chosen = {name: sum(name in block for block in recompute) for name in ("norm", "activation", "block")}
     if any(chosen.values()):
         print("\nrecomputed: " + ", ".join(f"{name} in {n} blocks" for name, n in chosen.items() if n))
-    refusal = too_large(report.peak_bytes, form[-1])
-    if refusal:
-        print(f"\n{refusal}")
-    if args.html:
-        print(f"\nThe timeline: {args.html}")
+    print(f"\n{sentence}")
+    if args.fit:
+        print(largest_sentence)
+    if page is not None:
+        print(f"\nThe timeline: {page}")
     return 0
+
+
+def _largest_batch(
+    run: RunConfig, dtype: torch.dtype, device: torch.device, options: dict[str, Any]
+) -> tuple[dict[str, int | None], str]:
+    """The largest micro-batch that fits into what is free, and into memory_budget, as data and as a sentence."""
+    from ..memory.managed import pressure
+    from ..memory.page import human
+    from ..train.recompute import largest_batch
+
+    t = run.train
+    free = pressure.memory_available(device)
+    limit = free if free is not None else t.memory_budget
+    if limit is None:
+        raise ValueError(f"fit: got {device}, whose free memory can't be known here; accepted: with --memory-budget")
+    found = largest_batch(run.model, t.seq_len, dtype, device, t.memory_budget, limit, **options)
+    batch_size, nbytes = found or (0, None)
+    data = {"largest_batch_size": batch_size, "largest_batch_bytes": nbytes}
+    if nbytes is None:
+        return data, f"no batch fits, not even one of a single sequence of {t.seq_len} tokens"
+    return data, f"the largest batch that fits is {batch_size:,} × {t.seq_len} tokens, {human(nbytes)}"
 
 
 def add_memory(commands: Commands) -> None:
@@ -63,6 +95,7 @@ def add_memory(commands: Commands) -> None:
     )
     plan.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     plan.add_argument("--json", action="store_true", help="the same as data")
+    plan.add_argument("--fit", action="store_true", help="also find the largest batch size that fits into free memory")
     plan.add_argument(
         "--world-size", type=int, default=1, metavar="N", help="of one of N ranks, which need not be there (default: 1)"
     )

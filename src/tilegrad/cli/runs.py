@@ -15,6 +15,8 @@ from typing import TYPE_CHECKING, Any
 from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
 from .faults import complain, silence
 
+PROMPT = "Call me "  # of generate, where none is given
+
 if TYPE_CHECKING:
     from ..train.config import RunConfig
     from ..train.loop import RunResult
@@ -23,6 +25,8 @@ if TYPE_CHECKING:
 def _train(args: argparse.Namespace) -> int:
     from ..train.api import asked_for
 
+    if not 0 < args.timeout <= 1e9:
+        raise ValueError(f"timeout: got {args.timeout:g}; accepted: seconds, more than 0 and at most 1e9")
     name = Path(args.config).stem if args.config else None
     where = args.config or "flags"
     run, folder, checkpoint = asked_for(given_keys(args), name=name, where=where, out=args.out, resume=args.resume)
@@ -120,12 +124,13 @@ def _generate(args: argparse.Namespace) -> int:
     from ..model.generate import WindowSlides
     from ..train.api import load
 
+    if args.text is not None and args.prompt is not None:
+        raise ValueError(f"prompt: got {args.text!r} and --prompt {args.prompt!r}; accepted: one of them")
+    prompt = next((given for given in (args.text, args.prompt) if given is not None), PROMPT)
     model = load(args.run_folder, best=args.best)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", WindowSlides)
-        text = model.generate(
-            args.text or args.prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed
-        )
+        text = model.generate(prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
     for warning in caught:
         complain(warning.message)
     print(text)
@@ -163,7 +168,7 @@ def add_runs(commands: Commands) -> None:
     )
     text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
     text.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
-    text.add_argument("--prompt", default="Call me ", help="what it goes on from (default: %(default)r)")
+    text.add_argument("--prompt", help=f"what it goes on from (default: {PROMPT!r})")
     text.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="how much it writes (default: %(default)s)"
     )

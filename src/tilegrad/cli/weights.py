@@ -6,7 +6,7 @@ import argparse
 import shlex
 from pathlib import Path
 
-from .arguments import DTYPES, Commands, add_command
+from .arguments import DTYPES, Commands, add_command, add_dtype
 
 
 def _import(args: argparse.Namespace) -> int:
@@ -47,7 +47,7 @@ def add_weights(commands: Commands) -> None:
     give = add_command(commands, "export", "write a run's weights as a folder that transformers loads", _export)
     give.add_argument("run_folder", metavar="RUN", help="the folder of a run, or a checkpoint in it")
     give.add_argument("out", metavar="DIR", help="where to, never overwritten")
-    give.add_argument("--dtype", choices=DTYPES, help="of the weights written (default: the run's)")
+    add_dtype(give, "of the weights written (default: the run's)", choices=DTYPES)
     give.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
     give.add_argument(
         "--max-shard-size", metavar="X", help="split into files of at most 5GB, say, with an index (default: one file)"

@@ -8,6 +8,7 @@ from typing import Any, Literal, get_args
 
 from ..kernels.attention.checks import MAX_HEAD_DIM
 from ..kernels.rope.frequencies import RopeScaling
+from ..spelling import did_you_mean
 
 Activation = Literal["gelu", "tanh", "relu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]
@@ -135,7 +136,10 @@ class ModelConfig:
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(names))
         if unknown:
-            raise ValueError(f"{unknown[0]}: got a key that ModelConfig does not have; accepted: {', '.join(names)}")
+            meant = did_you_mean(unknown[0], names)
+            raise ValueError(
+                f"{unknown[0]}: got a key that ModelConfig does not have{meant}; accepted: {', '.join(names)}"
+            )
         missing = [field.name for field in fields(cls) if field.default is MISSING and field.name not in values]
         if missing:
             raise ValueError(f"{missing[0]}: got none; accepted: an int ≥ 1, at most {LIMITS[missing[0]]:,}")

@@ -12,6 +12,7 @@ Sizes change with every token, so this is the managed side of memory: an `Attent
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
@@ -99,6 +100,10 @@ def logits_of(params: Mapping[str, Tensor], n: Tensor, config: ModelConfig) -> T
     return (head @ n.transpose(0, -1)).transpose(0, -1)
 
 
+class NonFiniteLogits(ValueError):
+    """Of weights that diverged: there is nothing to draw from."""
+
+
 class WindowSlides(UserWarning):
     """Generated text is longer than block_size."""
 
@@ -123,12 +128,15 @@ def generate(
     temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
 ) -> Iterator[int]:  # fmt: skip
     """Tokens that follow the prompt, as they come; beyond block_size the window slides. The same seed gives the same tokens."""
-    if max_tokens < 1:
-        raise ValueError(f"max_tokens: got {max_tokens}; accepted: an int ≥ 1")
-    if not temperature >= 0.0:
-        raise ValueError(f"temperature: got {temperature}; accepted: a number ≥ 0, 0 = always the likeliest")
-    if top_k is not None and top_k < 1:
-        raise ValueError(f"top_k: got {top_k}; accepted: None or an int ≥ 1")
+    if not _int(max_tokens) or max_tokens < 1:
+        raise ValueError(f"max_tokens: got {max_tokens!r}; accepted: an int ≥ 1")
+    number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
+    if not number or not 0.0 <= temperature <= sys.float_info.max:
+        raise ValueError(f"temperature: got {temperature!r}; accepted: a number ≥ 0, 0 = always the likeliest")
+    if top_k is not None and (not _int(top_k) or top_k < 1):
+        raise ValueError(f"top_k: got {top_k!r}; accepted: None or an int ≥ 1")
+    if not _int(seed) or not -(1 << 63) <= seed < 1 << 64:
+        raise ValueError(f"seed: got {seed!r}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
     return _generate(config, params, prompt, max_tokens, temperature, top_k, seed)
 
 
@@ -154,9 +162,18 @@ def _generate(
         decoder.close()
 
 
+def _int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
 def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
+    if not bool(logits.isfinite().all()):
+        raise NonFiniteLogits(
+            "logits: got some that are not finite; accepted: weights that did not diverge, or earlier ones"
+        )
     if temperature == 0.0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.shape[0]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    return int(torch.multinomial(torch.softmax(logits / temperature, -1), 1, generator=generator))
+    scores = (logits.double() - logits.max()) / temperature  # at most 0, and 0 of the likeliest at any temperature
+    return int(torch.multinomial(torch.softmax(scores.float(), -1), 1, generator=generator))

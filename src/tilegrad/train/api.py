@@ -90,6 +90,8 @@ class TrainedModel:
         from .data import decode_known
 
         tokens = [int(token) for token in self.tokenizer.encode(prompt)]
+        if not tokens:
+            raise ValueError(f"prompt: got {prompt!r}; accepted: a text of at least one token")
         if slides := sliding(self.config, len(tokens), max_tokens):
             warnings.warn(slides, WindowSlides, stacklevel=2)
         options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}

@@ -35,6 +35,7 @@ import torch
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Linear
+from ..spelling import did_you_mean, dtype_name
 from .untrusted import check_values, decoded, regular_file, shown, too_deep
 
 MAY_CHANGE = frozenset({  # of [train], when a run goes on: the schedule's ends, what is said and kept, where it runs
@@ -104,10 +105,10 @@ class TrainConfig:
             raise ValueError(f"memory_budget: got {shown(budget)}; accepted: None or a number of bytes ≥ 1")
         if not isinstance(self.device, str):
             raise ValueError(f"device: got {self.device!r}; accepted: cpu, cuda, or cuda:N")
-        if self.dtype == "auto":
-            object.__setattr__(self, "dtype", "bfloat16" if self.device.startswith("cuda") else "float32")
-        if not isinstance(self.dtype, str) or self.dtype not in DTYPES:
+        if not isinstance(self.dtype, str) or (name := dtype_name(self.dtype)) not in ("auto", *DTYPES):
             raise ValueError(f"dtype: got {self.dtype!r}; accepted: 'auto', {', '.join(map(repr, DTYPES))}")
+        automatic = "bfloat16" if self.device.startswith("cuda") else "float32"
+        object.__setattr__(self, "dtype", automatic if name == "auto" else name)
         if self.linear not in get_args(Linear):
             raise ValueError(f"linear: got {self.linear!r}; accepted: 'plain' or 'fp8'")
         if not isinstance(self.deterministic, bool):
@@ -272,7 +273,9 @@ def checked(content: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, d
     check_values(content, where)
     for section in content:
         if section not in kinds or not isinstance(content[section], Mapping):
-            raise ValueError(f"{where}: got [{section}]; accepted: the sections {', '.join(f'[{s}]' for s in kinds)}")
+            got = f"[{section}]" if isinstance(content[section], Mapping) else f"{section!r} in no section"
+            meant = did_you_mean(str(section), _shown_keys(kinds) | {s: f"[{s}]" for s in kinds})
+            raise ValueError(f"{where}: got {got}{meant}; accepted: the sections {', '.join(f'[{s}]' for s in kinds)}")
     out: dict[str, dict[str, Any]] = {}
     for section, kind in kinds.items():
         known = {f.name: f for f in fields(kind)}
@@ -280,14 +283,23 @@ def checked(content: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, d
         for key, value in out[section].items():
             if key not in known and (section, key) != ("model", "preset"):
                 accepted = sorted({*known, *(["preset"] if section == "model" else [])})
-                raise ValueError(f"{where}: got {key!r} in [{section}]; accepted: {', '.join(accepted)}")
+                meant = did_you_mean(str(key), _shown_keys(kinds) | {name: repr(name) for name in accepted})
+                raise ValueError(f"{where}: got {key!r} in [{section}]{meant}; accepted: {', '.join(accepted)}")
             if value == "none" and key in known and known[key].default is None:
                 out[section][key] = None
             elif key == "memory_budget" and isinstance(value, str):
                 out[section][key] = byte_count(value)
             elif key == "files":
                 out[section][key] = [value] if isinstance(value, str) else value
+            elif key == "dtype" and isinstance(value, str):
+                out[section][key] = dtype_name(value)
     return out
+
+
+def _shown_keys(kinds: Mapping[str, type]) -> dict[str, str]:
+    """Of every section's keys: 'steps' in [train]."""
+    names = [(section, f.name) for section, kind in kinds.items() for f in fields(kind)]
+    return {name: f"{name!r} in [{section}]" for section, name in [("model", "preset"), *names]}
 
 
 def byte_count(text: str, name: str = "memory_budget") -> int:

@@ -68,6 +68,8 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", tell: Tell =
         else:
             parts.append(text)
             documents += 1
+    if not any(parts):
+        raise ValueError(f"{', '.join(map(str, paths))}: got no text; accepted: {_accepted()} with text in it")
     return Documents("".join(parts), len(files), documents, left_out)
 
 

@@ -33,6 +33,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..spelling import did_you_mean
 from .atomic import write_whole
 from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, latest_good, newest_name, read_state
 from .config import RunConfig, resumed, run_from
@@ -52,7 +53,16 @@ SHARED_S = 5.0  # how long a network's file system may take to show a new file
 
 def locate(path: Path) -> tuple[Path, Path | None]:
     """(folder, checkpoint) of what was given to resume: a run's folder, or one of the checkpoints in it."""
+    if not path.is_dir():
+        what = "got a file" if path.exists() else f"no such folder{did_you_mean(path.name, _neighbours(path))}"
+        raise FileNotFoundError(f"{path}: {what}; accepted: the folder of a run, or a checkpoint in it")
     return (path.parent.parent, path) if is_checkpoint(path) else (path, None)
+
+
+def _neighbours(path: Path) -> dict[str, str]:
+    """Names of the folders next to where `path` would be, and where they are."""
+    there = path.parent.iterdir() if path.parent.is_dir() else ()
+    return {other.name: str(other) for other in there if other.is_dir()}
 
 
 def checkpoint_of(folder: Path, given: Path | None, *, check: bool = True) -> Path:

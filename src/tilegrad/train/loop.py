@@ -25,7 +25,7 @@ from torch import Tensor
 
 from ..dist.mesh import Mesh
 from ..memory.page import human
-from ..model.generate import generate
+from ..model.generate import NonFiniteLogits, generate
 from .atomic import named, write_whole
 from .batch import count_targets
 from .checkpoint import check_state, is_complete, load_into, read_state, save_checkpoint, save_same
@@ -296,7 +296,8 @@ class Run:
             }  # fmt: skip
             self.log.append(step, "train", numbers)
             if step % t.log_interval == 0 or step in (1, t.steps):
-                self._tell("train", numbers | {"step": step, "steps": t.steps, "planned_bytes": engine.plan.peak_bytes})
+                seen = {"step": step, "steps": t.steps, "tokens_seen": step * before.tokens}
+                self._tell("train", numbers | seen | {"planned_bytes": engine.plan.peak_bytes})
 
     def _evaluate(self) -> None:
         t, engine = self.run.train, self.engine
@@ -433,7 +434,7 @@ class Run:
         options: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": t.seed}
         try:
             tokens = list(generate(model, params, prompt, n, **options))
-        except RuntimeError:  # torch, of probabilities that are not finite: these weights write nothing
+        except NonFiniteLogits:  # these weights write nothing
             return ""
         return decode_known(self.tokenizer, [*prompt, *tokens])
 

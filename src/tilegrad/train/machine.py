@@ -6,6 +6,7 @@ import sys
 
 import torch
 
+from ..memory.managed import pressure
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 
@@ -41,6 +42,23 @@ def too_large(planned_bytes: int, device: torch.device) -> str | None:
     return (
         f"memory: got a plan of {human(planned_bytes)}; accepted: at most {human(limit)}, which is all that {device} has; "
         "give a smaller batch_size or seq_len, or a memory_budget below that"
+    )
+
+
+def what_fits(planned_bytes: int, device: torch.device) -> tuple[dict[str, int | bool | None], str]:
+    """Whether a plan fits into what is free on the device now, as data, None where nobody knows, and as a sentence."""
+    free, limit = pressure.memory_available(device), memory_limit(device)
+    data = {"free_bytes": free, "memory_bytes": limit, "fits": None if free is None else planned_bytes <= free}
+    if refusal := too_large(planned_bytes, device):
+        return data | {"fits": False}, refusal
+    total = "" if limit is None else f", of {human(limit)} in all"
+    if free is None:
+        return data, f"whether it fits can't be known here: {device} does not say how much memory is free{total}"
+    if planned_bytes <= free:
+        return data, f"it fits: {device} has {human(free)} free{total}"
+    return data, (
+        f"it does not fit now: {device} has {human(free)} free{total}; end other programs, or give a smaller batch_size or "
+        "seq_len, or a memory_budget"
     )
 
 

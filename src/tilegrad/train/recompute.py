@@ -23,9 +23,13 @@ import torch
 
 from ..model.block import Recomputed
 from ..model.config import ModelConfig
-from .planning import Recompute, plan_model
+from .planning import Recompute, beside, plan_model
 
 _SMALL = 1 / 4
+
+
+class OverBudget(ValueError):
+    """No choice of what to recompute keeps a plan within its budget."""
 
 
 def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recompute:
@@ -67,13 +71,62 @@ def choose_recompute(
         smallest, blocks = min((peak(n, n, blocks), -blocks) for blocks in range(n + 1))
         if smallest > budget:
             what = "all" if -blocks == n else f"{-blocks} of {n} blocks, and the norms and activations of the others,"
-            raise ValueError(
+            raise OverBudget(
                 f"memory_budget: got {budget:,} bytes; accepted: at least {smallest:,}, with {what} recomputed"
             )
     blocks = _fewest(n, lambda k: peak(n, n, k) <= budget)
     activations = _fewest(n - blocks, lambda k: peak(n, k, blocks) <= budget)
     norms = _fewest(n - blocks, lambda k: peak(k, activations, blocks) <= budget)
     return _choice(n, norms, activations, blocks)
+
+
+def largest_batch(
+    config: ModelConfig, seq_len: int, dtype: torch.dtype, device: torch.device, budget: int | None, limit: int,
+    **options: Any,
+) -> tuple[int, int] | None:  # fmt: skip
+    """(batch_size, bytes) of the largest micro-batch whose plan, chosen as `train` does with this budget, takes at most `limit`
+    bytes; None where that of one sequence takes more.
+
+    A larger batch takes more memory, but for one place: without a budget activations are recomputed from some size on, and the
+    first batch that does so takes less than the one before it. So the search goes on above a batch that recomputes nothing.
+    With one, a batch fits where all blocks recomputed, or all but the last, fit: no other choice was ever the smallest. A
+    budget above `limit` recomputes nothing that only `limit` needs.
+    """
+    n = config.n_layer
+
+    def nbytes(batch_size: int, choice: Recompute) -> int:
+        plan = plan_model(config, batch_size, seq_len, dtype, device, choice, **options)
+        return plan.peak_bytes + sum(beside(device, batch_size, seq_len).values())
+
+    def chosen(batch_size: int) -> Recompute:
+        return choose_recompute(config, batch_size, seq_len, dtype, device, budget, **options)
+
+    @functools.cache
+    def usual(batch_size: int) -> tuple[bool, bool]:
+        """Whether it fits, and whether something is recomputed."""
+        choice = chosen(batch_size)
+        return nbytes(batch_size, choice) <= limit, any(choice)
+
+    if budget is not None and budget > limit:
+        found = _most(lambda b: nbytes(b, ()) <= limit)
+    elif budget is not None:
+        found = _most(lambda b: any(nbytes(b, _choice(n, n, n, blocks)) <= budget for blocks in (n, n - 1)))
+    else:
+        found = _most(lambda b: usual(b)[0] or not usual(b)[1])
+        found = found if found and usual(found)[0] else _most(lambda b: usual(b)[0])
+    return (found, nbytes(found, chosen(found))) if found else None
+
+
+def _most(holds: Callable[[int], bool]) -> int:
+    """The largest n ≥ 1 of which it holds, by doubling and bisection, as if it held of every smaller one; 0 where of none."""
+    high = 1
+    while holds(high):
+        high *= 2
+    low = high // 2
+    while low + 1 < high:
+        middle = (low + high) // 2
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    return low
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int:

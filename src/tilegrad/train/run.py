@@ -119,6 +119,11 @@ def _new(run: RunConfig, folder: Path, show: Show, ranks: Ranks) -> Run:
     try:
         mesh.at("preparing data")
         tokens, tokenizer = mesh.first(prepared)
+        if len(tokens.tokens) <= run.train.seq_len:
+            raise ValueError(
+                f"{', '.join(map(str, files))}: got {len(tokens.tokens)} tokens; accepted: at least seq_len + 1 = "
+                f"{run.train.seq_len + 1}; give more text, or a smaller seq_len"
+            )
         if tokens.vocab_size > run.model.vocab_size:
             raise ValueError(
                 f"vocab_size: got {run.model.vocab_size}; accepted: at least the tokenizer's, {tokens.vocab_size}"

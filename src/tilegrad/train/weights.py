@@ -151,6 +151,10 @@ def open_weights(source: Path) -> Weights:
         raise ValueError(
             f"{source}: got {source.suffix or 'no suffix'}; accepted: .safetensors; a pickle is never read"
         )
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source}: no such folder or file; accepted: a folder with config.json and *.safetensors"
+        )
     if not _is_there(folder / "config.json"):
         raise FileNotFoundError(
             f"{folder / 'config.json'}: no such file; accepted: a folder with config.json and *.safetensors"

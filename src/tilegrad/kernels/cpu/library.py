@@ -106,7 +106,7 @@ def openmp() -> ctypes.CDLL | None:
     if _children:
         return None
     maps = Path("/proc/self/maps")
-    lines = maps.read_text().splitlines() if maps.exists() else []
+    lines = maps.read_text(encoding="utf-8").splitlines() if maps.exists() else []
     paths = {line[line.index("/") :] for line in lines if re.search(r"/lib(gomp|iomp5|omp)\b[^/]*\.so", line)}
     torchs = sorted(path for path in paths if "torch" in path) or sorted(paths)
     if len(torchs) != 1:

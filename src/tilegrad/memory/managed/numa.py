@@ -28,7 +28,7 @@ def nodes(sys_root: Path = Path("/sys")) -> list[int]:
     for name in ("has_memory", "online"):
         file = sys_root / "devices/system/node" / name
         if file.is_file():
-            return _parse_list(file.read_text())
+            return _parse_list(file.read_text(encoding="utf-8"))
     return [0]
 
 

@@ -42,12 +42,23 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
     return min(limits, default=None)
 
 
+def memory_available(device: torch.device, root: Path = Path("/")) -> int | None:
+    """What of a device's memory is free for this process now: of the machine, or of the fullest control group. None where
+    nobody knows."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return int(torch.cuda.mem_get_info(device)[0]) + unused
+    if device.type != "cpu":
+        return None
+    return min((max(0, limit - used) for used, limit in (*_cgroups(root), *_machine(root))), default=None)
+
+
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
     """(used, limit) of each control group from this process's own up to the top, where it has a memory limit."""
     table = root / "proc/self/cgroup"
     if not table.is_file():
         return
-    for line in table.read_text().splitlines():
+    for line in table.read_text(encoding="utf-8").splitlines():
         _, controllers, path = line.split(":", 2)
         if not controllers:
             top, names = root / "sys/fs/cgroup", ("memory.current", "memory.max", "inactive_file")
@@ -65,21 +76,21 @@ def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
 def _group(group: Path, used: str, limit: str, reclaimable: str) -> Iterator[tuple[int, int]]:
     if not (group / limit).is_file() or not (group / used).is_file():
         return
-    text = (group / limit).read_text().strip()
+    text = (group / limit).read_text(encoding="utf-8").strip()
     if text == "max" or int(text) >= _UNLIMITED:
         return
     cached = 0
     if (group / "memory.stat").is_file():
-        stat = dict(line.split() for line in (group / "memory.stat").read_text().splitlines())
+        stat = dict(line.split() for line in (group / "memory.stat").read_text(encoding="utf-8").splitlines())
         cached = int(stat.get(reclaimable, 0))
-    yield max(0, int((group / used).read_text()) - cached), int(text)
+    yield max(0, int((group / used).read_text(encoding="utf-8")) - cached), int(text)
 
 
 def _machine(root: Path) -> Iterator[tuple[int, int]]:
     info = root / "proc/meminfo"
     if not info.is_file():
         return
-    kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text().splitlines()}
+    kib = {line.split(":")[0]: int(line.split()[1]) for line in info.read_text(encoding="utf-8").splitlines()}
     if "MemAvailable" in kib:
         yield 1024 * (kib["MemTotal"] - kib["MemAvailable"]), 1024 * kib["MemTotal"]
 
