@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import itertools
 import random
@@ -207,9 +208,9 @@ def test_canary_a_program_sees_a_buffer_that_is_handed_out_twice(monkeypatch: py
 
     def early(manager: AttentionBufferManager, tensor: Tensor, kind: BufferType | None = None) -> None:
         given(manager, tensor, kind)
-        slots = [slot for pool in manager._cache.pools.values() for slot in pool.free]
-        if len(slots) > 1 and slots[0].nbytes == slots[-1].nbytes:
-            slots[-1].pool.free[slots[-1]] = slots[0].pool.free[slots[0]]
+        for pool in manager._cache.pools.values():
+            for slot in list(pool.free)[:1]:
+                pool.free[copy.copy(slot)] = pool.free[slot]
 
     monkeypatch.setattr(AttentionBufferManager, "deallocate", early)
     with pytest.raises((AssertionError, KeyError, BufferStateError)):

@@ -119,11 +119,11 @@ def test_a_scale_is_that_of_the_scores(mode: Any, dropout: float) -> None:
     results = []
     for attention, query in ((scaled, q), (plain, 2 * q)):  # 1/√16 = 0.25
         torch.manual_seed(0)
-        results.append(step(attention, (query.detach().requires_grad_(), k, v)))
+        results.append(step(attention, [query.detach().requires_grad_(), k, v]))
     (y, dq, *rest), (want, dq_plain, *rest_plain) = results
     for got, expected in zip((y, dq, *rest), (want, 2 * dq_plain, *rest_plain), strict=True):
         torch.testing.assert_close(got, expected)
-    assert not torch.allclose(y, step(plain, (q, k, v))[0])
+    assert not torch.allclose(y, step(plain, [q, k, v])[0])
     compiled = torch.compile(scaled.eval(), backend="eager")
     torch.testing.assert_close(compiled(q, k, v), scaled(q, k, v))
     assert "scale=0.5" in repr(scaled) and scaled.buffer_manager is scaled.manager is not None

@@ -324,9 +324,9 @@ def test_a_manager_says_how_it_was_made():
     assert manager.configs == {**DEFAULT_CONFIGS, BufferType.SCORES: scores}
     assert create_attention_buffer_manager(enable_reuse=False).enable_reuse is False
     with pytest.raises(AttributeError):
-        manager.enable_reuse = False
+        manager.enable_reuse = False  # type: ignore[misc]
     with pytest.raises(TypeError):
-        manager.configs[Q] = scores
+        manager.configs[Q] = scores  # type: ignore[index]
 
 
 def test_one_of_each_can_be_preallocated(manager):

@@ -125,18 +125,31 @@ bool read(PyObject* shape, Sizes& to) {
     return true;
 }
 
-// cache.py's `_best_fit`: the smallest cached buffer of nbytes to 1.25 nbytes, where all buffers are below the high-water mark.
+// cache.py's `in_use`
+bool sum_in_use(PyObject* here, int64_t& bytes) {
+    PyObject *ident, *each;
+    bytes = 0;
+    for (Py_ssize_t at = 0; PyDict_Next(cache::slots(here), &at, &ident, &each);) {
+        int64_t nbytes;
+        if (!is(each, slot::self.type) || !read(slot::nbytes(each), nbytes)) return false;
+        bytes += nbytes;
+    }
+    return true;
+}
+
+// cache.py's `_best_fit`: the smallest cached buffer of nbytes to 1.25 nbytes, below the high-water mark.
 PyObject* best_fit(PyObject* here, PyObject* list, PyObject* free) {
     PyObject *best = nullptr, *each, *tensor;
-    int64_t nbytes, least, size, most_held, high_water;
-    if (!read(cache::most_held(here), most_held) || !read(cache::high_water(here), high_water)) return nullptr;
-    if (most_held > high_water) return nullptr;
+    int64_t nbytes, least, size, most_held, high_water, in_use;
     if (!read(free_list::nbytes(list), nbytes) || !read(free_list::most(list), least)) return nullptr;
     for (Py_ssize_t at = 0; PyDict_Next(free, &at, &each, &tensor);) {
         if (!is(each, slot::self.type) || !read(slot::storage_bytes(each), size)) return nullptr;
         if (nbytes <= size && size <= least) best = each, least = size;
     }
-    return best;
+    if (!best || !read(cache::most_held(here), most_held) || !read(cache::high_water(here), high_water)) return nullptr;
+    if (most_held <= high_water) return best;
+    if (!read(slot::nbytes(best), size) || !sum_in_use(here, in_use)) return nullptr;
+    return in_use + size <= high_water ? best : nullptr;
 }
 
 // Whether the tensor can have that shape at no more than a change of its sizes: of the same dtype, in no graph, its own bytes.

@@ -175,7 +175,7 @@ class AttentionBufferManager:
         except IndexError:
             tensor = None
         hit = tensor is not None
-        if hit:
+        if tensor is not None:
             pool.hits += 1
         else:  # none is ready, or another thread was faster
             slot, tensor, hit = cache.find(free_list)
@@ -326,10 +326,11 @@ class AttentionBufferManager:
 
     @contextmanager
     def scope(self, module_name: str) -> Iterator[None]:
-        """Counts what is allocated inside under that name (the innermost); a lightweight manager keeps no such count."""
+        """Counts what is allocated inside under that name (the innermost; "": none); a lightweight manager keeps no such
+        count."""
         outer, here = self._open_scope(), Scope(module_name)
         try:
-            self._scope.set((weakref.ref(here), outer))
+            self._scope.set((weakref.ref(here), outer) if here else None)
             yield
         finally:
             self._scope.set(outer)

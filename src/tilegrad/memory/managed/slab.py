@@ -19,15 +19,16 @@ from bisect import insort
 from collections.abc import Callable, Iterator
 from contextvars import Context
 from dataclasses import dataclass
+from functools import partial
 from operator import attrgetter
 from threading import get_ident
-from typing import ClassVar, ParamSpec, TypeVar
+from typing import ClassVar, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
-P = ParamSpec("P")
+Ts = TypeVarTuple("Ts")
 R = TypeVar("R")
 
 MIB = 1 << 20
@@ -227,12 +228,12 @@ class Exclusive:
         self._contexts: dict[int, Context] = {}
         self._owner = 0
 
-    def run(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def run(self, act: Callable[[*Ts], R], *args: *Ts) -> R:
         """What `act` returns; Nested where this thread is inside already, as a finalizer may be."""
         while True:
             context = self._contexts.setdefault(_forks, Context())
             try:
-                return context.run(self._own, act, *args, **kwargs)
+                return context.run(self._own, partial(act, *args))
             except RuntimeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise  # by `act`: the context's own refusal has no frame below this one
@@ -240,10 +241,10 @@ class Exclusive:
                     raise Nested from None
             time.sleep(_LOOK_AGAIN_S)
 
-    def _own(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
+    def _own(self, act: Callable[[], R]) -> R:
         self._owner = get_ident()
         try:
-            return act(*args, **kwargs)
+            return act()
         finally:
             self._owner = 0
 
