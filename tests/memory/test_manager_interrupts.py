@@ -223,10 +223,10 @@ def test_an_interrupt_at_any_bytecode_leaves_a_true_manager(hits: str) -> None:
     dice, count = random.Random(hits), 0
     for name in ACTS:
         number = length(name, "tracked")
-        for at in dice.sample(range(1, number + 1), min(12, number)):
+        for at in dice.sample(range(1, number + 1), min(8, number)):
             interrupt_at(name, "tracked", at)
             count += 1
-    assert count > 150
+    assert count > 100
 
 
 @pytest.mark.usefixtures("small_regions")
@@ -317,7 +317,7 @@ def forked(manager: AttentionBufferManager) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_child_of_fork_has_a_usable_manager_whatever_another_thread_does() -> None:
+def test_a_child_of_fork_has_a_usable_manager_whatever_another_thread_does(hits: str) -> None:
     manager = AttentionBufferManager(pressure=lambda _device: 0.0, custom_configs={MASK: BEST_FIT})
     end = threading.Event()
 
@@ -334,11 +334,11 @@ def test_a_child_of_fork_has_a_usable_manager_whatever_another_thread_does() -> 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            codes = [forked(manager) for _ in range(25)]
+            codes = [forked(manager) for _ in range(25 if hits == "Python" else 5)]
     finally:
         end.set()
         thread.join(20)
-    assert codes == [0] * 25
+    assert not any(codes), codes
     check(manager, [])
 
 
