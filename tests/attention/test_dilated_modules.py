@@ -104,10 +104,29 @@ def test_what_is_returned_is_not_the_managers(mode: Any) -> None:
     manager = AttentionBufferManager()
     attention = DilatedAttention([16, 50], [1, 3], mode=mode, manager=manager)
     returned = step(attention, qkv(2, 50, 4, 8, dtype=torch.float32))
-    held = [(slot.ptr, slot.ptr + slot.storage_bytes) for slot in manager._cache.slots.values()]
+    held = [(slot.ptr, slot.ptr + slot.storage_bytes) for pool in manager._cache.pools.values() for slot in pool.free]
     assert held
     for x in returned:
         assert not any(first <= x.data_ptr() < last for first, last in held)
+
+
+@pytest.mark.parametrize("mode", ["head_groups", "longnet"])
+@pytest.mark.parametrize("dropout", [0.0, 0.5])
+def test_a_scale_is_that_of_the_scores(mode: Any, dropout: float) -> None:
+    q, k, v = qkv(2, 50, 4, 16, dtype=torch.float32)
+    scaled = DilatedAttention([16, 50], [1, 3], dropout, mode, scale=0.5)
+    plain = DilatedAttention([16, 50], [1, 3], dropout, mode)
+    results = []
+    for attention, query in ((scaled, q), (plain, 2 * q)):  # 1/√16 = 0.25
+        torch.manual_seed(0)
+        results.append(step(attention, [query.detach().requires_grad_(), k, v]))
+    (y, dq, *rest), (want, dq_plain, *rest_plain) = results
+    for got, expected in zip((y, dq, *rest), (want, 2 * dq_plain, *rest_plain), strict=True):
+        torch.testing.assert_close(got, expected)
+    assert not torch.allclose(y, step(plain, [q, k, v])[0])
+    compiled = torch.compile(scaled.eval(), backend="eager")
+    torch.testing.assert_close(compiled(q, k, v), scaled(q, k, v))
+    assert "scale=0.5" in repr(scaled) and scaled.buffer_manager is scaled.manager is not None
 
 
 def test_managed_and_not_are_the_same_bits_also_while_a_graph_is_kept() -> None:

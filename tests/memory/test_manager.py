@@ -302,6 +302,33 @@ def test_preallocated_buffers_are_handed_out_next(manager):
     assert float(held[3].abs().max()) == 0
 
 
+def test_buffers_are_preallocated_with_the_device_in_fifth_place(manager):
+    manager.preallocate_buffers(2, 16, 4, 8, torch.device("cpu"))
+    stats = manager.get_stats()
+    assert stats["preallocated_buffers"] == stats["cached_buffers"] == 6
+    manager.preallocate_buffers(2, 16, 4, 8, "cpu", torch.bfloat16, types=(Q,))
+    manager.allocate(Q, (2, 16, 4, 8), torch.bfloat16)
+    manager.allocate(Q, (2, 16, 4, 8))
+    stats = manager.get_stats()
+    assert (stats["preallocated_buffers"], stats["cached_buffers"]) == (7, 5)
+    assert stats["buffer_types"] is stats["per_type"]
+    assert stats["buffer_types"][Q]["allocations"] == stats["cache_hits"] == 2
+    with pytest.raises(TypeError, match=r"device: got torch.float32; accepted: a device, and dtype= after it"):
+        manager.preallocate_buffers(2, 16, 4, 8, torch.float32)
+
+
+def test_a_manager_says_how_it_was_made():
+    scores = BufferConfig(8.0, "high", "persistent", zero_init=False)
+    manager = AttentionBufferManager(custom_configs={BufferType.SCORES: scores})
+    assert (manager.enable_reuse, manager.enable_preallocation) == (True, False)
+    assert manager.configs == {**DEFAULT_CONFIGS, BufferType.SCORES: scores}
+    assert create_attention_buffer_manager(enable_reuse=False).enable_reuse is False
+    with pytest.raises(AttributeError):
+        manager.enable_reuse = False  # type: ignore[misc]
+    with pytest.raises(TypeError):
+        manager.configs[Q] = scores  # type: ignore[index]
+
+
 def test_one_of_each_can_be_preallocated(manager):
     manager.preallocate_buffers(1, 1, 1, 1, types=(Q,))
     assert manager.get_stats()["per_type"]["query"]["buffers_cached"] == 1
@@ -424,8 +451,9 @@ class Cached:
 )
 def test_the_smallest_that_fits_unless_its_slack_lifts_the_high_water_mark(manager, cached, in_use, slack, taken):
     cache = manager._cache
-    cache.in_use, cache.slack, cache._high_water = in_use, slack, 1000
-    free = {Cached(nbytes): None for nbytes in cached}
+    cache.slots[0] = SimpleNamespace(nbytes=in_use, slack=slack)
+    cache.most_held, cache._high_water = in_use + sum(cached), 1000
+    free = {Cached(nbytes): torch.empty(0) for nbytes in cached}
     found = cache._best_fit(SimpleNamespace(nbytes=100, most=125, pool=SimpleNamespace(free=free)))
     assert (found and found.nbytes) == taken
 

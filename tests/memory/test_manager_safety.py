@@ -8,6 +8,7 @@ import torch
 
 from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
 from tilegrad.memory.managed.cache import BufferCache
+from tilegrad.memory.managed.slab import BucketSlab
 
 pytestmark = pytest.mark.usefixtures("hits")
 Q, K = BufferType.QUERY, BufferType.KEY
@@ -284,10 +285,10 @@ def test_a_dropped_tensor_in_a_graph_lives_as_long_as_the_graph(manager):
 def test_memory_of_a_dropped_tensor_goes_at_once():
     manager = AttentionBufferManager(lightweight=True)
     t = manager.allocate(Q, (1200, 1024))
-    storage = manager._cache.slots[id(t)].storage
-    assert not storage.expired()
+    storage = manager._cache.slots[id(t)].storage_object
+    assert storage() is not None
     del t
-    assert storage.expired()
+    assert storage() is None
 
 
 def test_a_manager_that_goes_gives_its_cache_back(shape):
@@ -295,10 +296,10 @@ def test_a_manager_that_goes_gives_its_cache_back(shape):
     try:
         manager = AttentionBufferManager()
         t = manager.allocate(Q, shape)
-        storage = manager._cache.slots[id(t)].storage
+        storage = manager._cache.slots[id(t)].storage_object
         manager.deallocate(t)
         del t, manager
-        assert storage.expired()
+        assert storage() is None
     finally:
         gc.enable()
 
@@ -372,18 +373,39 @@ def test_a_finalizer_that_frees_does_not_deadlock(manager, buffer_in_cycle):
     assert manager.get_stats()["bytes_in_use"] == 0
 
 
-def test_what_is_freed_while_the_cache_is_searched_waits(manager, monkeypatch):
+def test_what_is_freed_while_the_cache_is_searched_is_cached_at_once(manager, monkeypatch):
     held = manager.allocate(K, (64,))
-    find = BufferCache.find
+    make_room = BufferCache.make_room
 
-    def freeing_find(cache, free_list):
+    def freeing(cache, nbytes):
+        monkeypatch.undo()
         manager.deallocate(held, K)
-        assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 0
-        return find(cache, free_list)
+        assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 1
+        return make_room(cache, nbytes)
 
-    monkeypatch.setattr(BufferCache, "find", freeing_find)
+    monkeypatch.setattr(BufferCache, "make_room", freeing)
     manager.allocate(Q, (64,))
     assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 1
+
+
+@pytest.mark.parametrize("change", ["take", "sweep"])
+def test_a_finalizer_amid_a_change_of_a_slab_does_not_wait_for_itself(manager, monkeypatch, change):
+    """It gets memory of torch's allocator, and what it frees is swept later."""
+    held = manager.allocate(K, (64,))
+    inner = getattr(BucketSlab, change)
+
+    def finalizing(slab, *arguments):
+        monkeypatch.undo()
+        manager.deallocate(held, K)
+        manager.clear_cache()
+        manager.allocate(Q, (64,)).fill_(1)
+        return inner(slab, *arguments)
+
+    monkeypatch.setattr(BucketSlab, change, finalizing)
+    manager.allocate(Q, (64,)).fill_(2)
+    assert manager.get_stats()["strategies"]["direct"] == 1
+    manager.clear_cache()
+    assert manager.get_stats()["bytes_reserved"] == 0
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32, torch.bool, torch.complex64])
@@ -430,14 +452,17 @@ def test_a_square_that_was_transposed_comes_back_as_it_was(manager):
     assert manager.allocate(Q, (8, 8)).stride() == (8, 1)
 
 
-def test_what_is_freed_while_the_cache_is_cleared_waits(manager, monkeypatch):
+def test_what_is_freed_while_the_cache_is_cleared_is_cached_once(manager, monkeypatch):
     held = manager.allocate(K, (64,))
-    clear = BufferCache.clear
+    manager.deallocate(manager.allocate(Q, (64,)))
+    drop = BufferCache._drop
 
-    def freeing_clear(cache, only):
+    def freeing_drop(cache, slot):
+        monkeypatch.undo()
         manager.deallocate(held, K)
-        clear(cache, only)
+        return drop(cache, slot)
 
-    monkeypatch.setattr(BufferCache, "clear", freeing_clear)
-    manager.clear_cache()
-    assert manager.get_stats()["per_type"]["key"]["buffers_cached"] == 1
+    monkeypatch.setattr(BufferCache, "_drop", freeing_drop)
+    manager.clear_cache(Q)
+    per_type = manager.get_stats()["per_type"]
+    assert (per_type["query"]["buffers_cached"], per_type["key"]["buffers_cached"]) == (0, 1)

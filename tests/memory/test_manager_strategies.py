@@ -75,10 +75,12 @@ def test_alignment_is_real(alignment, nbytes, bucketed):
 
 
 def test_an_unaligned_block_is_refused(monkeypatch):
-    monkeypatch.setattr(BucketSlab, "_aligned_top", lambda _self, shelf, _alignment: shelf.top + 8)
+    monkeypatch.setattr(BucketSlab, "rounded", lambda _self, nbytes, _alignment: (nbytes + 8, 1))
     manager = AttentionBufferManager()
+    held = manager.allocate(Q, (16,))
     with pytest.raises(RuntimeError, match="not aligned to 64"):
-        manager.allocate(Q, (16,))
+        manager.allocate(Q, (15,))
+    del held
 
 
 @pytest.mark.parametrize("n", [1, 63, 64, 65, 1000, 1024, 1025, 4097, 99_999, MIB - 1])
@@ -108,30 +110,26 @@ def test_small_buffers_are_parts_of_one_slab():
 def test_a_freed_class_is_used_again():
     slab = BucketSlab(CPU, pinned=False)
     blocks = [slab.take(1000, 64) for _ in range(3)]
-    address = blocks[1][0].data_ptr()
-    slab.give_back(blocks.pop(1)[1], 64)
-    assert slab.idle_bytes == 1024
-    assert slab.take(990, 64)[0].data_ptr() == address
-    assert slab.idle_bytes == 0
+    address = blocks.pop(1)[0].data_ptr()
+    slab.sweep()
+    assert slab.idle_bytes() == 1024
+    blocks.append(slab.take(990, 64))
+    assert blocks[-1][0].data_ptr() == address
+    assert slab.idle_bytes() == 0
 
 
 def test_best_fit_merges_neighbours_and_measures_holes():
     slab = BestFitSlab(CPU, pinned=False)
-    taken = [slab.take(n * MIB, 64) for n in (3, 2, 4, 1, 2)]
+    taken: list[Any] = [slab.take(n * MIB, 64) for n in (3, 2, 4, 1, 2)]
     assert slab.fragmentation() == (0, 12 * MIB)
     start = taken[0][0].data_ptr()
-    for index in (1, 3):
-        slab.give_back(taken[index][1], 64)
+    taken[1] = taken[3] = None
+    slab.sweep()
     assert slab.fragmentation() == (3 * MIB, 12 * MIB)
-    assert slab.take(MIB, 64)[0].data_ptr() == start + 9 * MIB
-    slab.give_back(taken[2][1], 64)
+    taken[3] = slab.take(MIB, 64)
+    assert taken[3][0].data_ptr() == start + 9 * MIB
+    taken[2] = None
     assert slab.take(6 * MIB, 64)[0].data_ptr() == start + 3 * MIB
-    other = BestFitSlab(CPU, pinned=False)
-    taken = [other.take(n * MIB, 64) for n in (3, 2, 4, 1)]
-    start = taken[0][0].data_ptr()
-    for index in (2, 1):
-        other.give_back(taken[index][1], 64)
-    assert other.take(6 * MIB, 64)[0].data_ptr() == start + 3 * MIB
 
 
 def test_fragmentation_is_in_the_stats():
@@ -146,24 +144,24 @@ def test_fragmentation_is_in_the_stats():
 def test_slabs_never_overlap_and_lose_nothing(seed):
     dice = random.Random(seed)
     for slab in (BestFitSlab(CPU, pinned=False), BucketSlab(CPU, pinned=False)):
-        held: dict[int, Any] = {}
+        held: dict[int, torch.Tensor] = {}
         for step in range(400):
             if held and dice.random() < 0.45:
-                _, block, alignment = held.pop(dice.choice(list(held)))
-                slab.give_back(block, alignment)
+                kept = held.pop(dice.choice(list(held)))
+                assert bool((kept == kept[0]).all()), "pages of a block that is held were returned"
+                del kept
             else:
                 alignment = dice.choice([64, 64, 4096, 8192])
                 n = dice.randrange(1, 200_000)
-                base, block = slab.take(n, alignment)
+                base = held[step] = slab.take(n, alignment)[0].fill_(1 + step % 255)
                 assert base.numel() >= n
                 assert base.data_ptr() % alignment == 0
-                held[step] = (base, block, alignment)
-            spans = sorted((b.data_ptr(), b.data_ptr() + b.numel()) for b, _, _ in held.values())
+                del base
+            spans = sorted((b.data_ptr(), b.data_ptr() + b.numel()) for b in held.values())
             assert all(last <= first for (_, last), (first, _) in pairwise(spans))
-        for _, block, alignment in held.values():
-            slab.give_back(block, alignment)
         held.clear()
-        assert slab.idle_bytes == 0
+        slab.sweep()
+        assert slab.idle_bytes() == 0
     assert BestFitSlab(CPU, pinned=False).fragmentation() == (0, 0)
 
 
@@ -171,48 +169,53 @@ def test_slabs_never_overlap_and_lose_nothing(seed):
 def test_a_region_with_live_blocks_stays_where_there_are_two(slab):
     """Address space only: no page of it is written but the first of each block."""
     slab = slab(torch.device("cpu"), pinned=False)
-    (first, one), (small, two), (_, three) = slab.take(200 * MIB, 64), slab.take(MIB, 64), slab.take(200 * MIB, 64)
+    (first, one), (small, two), (third, three) = slab.take(200 * MIB, 64), slab.take(MIB, 64), slab.take(200 * MIB, 64)
     assert one.region is two.region is not three.region
     small[:8] = 7
-    slab.give_back(one, 64)
+    address = first.data_ptr()
+    del first
+    slab.sweep()
     assert small[:8].tolist() == [7] * 8
     again, four = slab.take(200 * MIB, 64)
-    assert four.region is one.region and again.data_ptr() == first.data_ptr()
-    for block in (four, two, three):
-        slab.give_back(block, 64)
-    assert slab.idle_bytes == 0
-    _, five = slab.take(MIB, 64)
-    slab.give_back(five, 64)
-    assert slab.idle_bytes == 0
+    assert four.region is one.region and again.data_ptr() == address
+    del again, small, third
+    slab.sweep()
+    assert slab.idle_bytes() == 0 and len(slab.regions) == 1
+    slab.take(MIB, 64)
+    slab.sweep()
+    assert slab.idle_bytes() == 0
 
 
 def test_a_region_that_is_full_to_its_end_stays_with_a_hole_in_its_midst():
     """First and last block of one page each: the hole between them begins as far from one end as from the other."""
     slab, page = BestFitSlab(CPU, pinned=False), mmap.PAGESIZE
     first, one = slab.take(page, 64)
-    region = slab._stretches[0].region
-    _, two = slab.take(region.nbytes - 2 * page, 64)
+    region = slab.regions[0]
+    midst, two = slab.take(region.nbytes - 2 * page, 64)
     last, three = slab.take(page, 64)
-    assert one.region is two.region is three.region is region and three.offset + page == region.nbytes
-    slab.take(page, 64)
-    assert len(slab._stretches) == 2
-    slab.give_back(two, 64)
-    assert slab._stretches[0].region is region
+    assert one.region is two.region is three.region is region and three.end == region.nbytes
+    other, _ = slab.take(page, 64)
+    assert len(slab.regions) == 2
+    del midst
+    slab.sweep()
+    assert slab.regions[0] is region
     assert slab.fragmentation() == (region.nbytes - 2 * page, region.nbytes + page)
     first[:8], last[:8] = 3, 4
     assert slab.take(2 * page, 64)[1].offset == page, "the smallest hole that fits"
+    del other
 
 
 def test_the_only_lazy_region_is_kept_and_one_beside_another_goes():
     slab = BestFitSlab(CPU, pinned=False)
-    slab.give_back(slab.take(MIB, 64)[1], 64)
-    assert [stretch.free for stretch in slab._stretches] == [[(0, slab._stretches[0].region.nbytes)]]
-    blocks = [slab.take(slab._stretches[0].region.nbytes, 64)[1], slab.take(MIB, 64)[1]]
-    assert len(slab._stretches) == 2
-    slab.give_back(blocks[0], 64)
-    assert len(slab._stretches) == 1
-    slab.give_back(blocks[1], 64)
-    assert len(slab._stretches) == 1
+    slab.take(MIB, 64)
+    slab.sweep()
+    assert [list(region.gaps()) for region in slab.regions] == [[(0, slab.regions[0].nbytes)]]
+    taken = [slab.take(slab.regions[0].nbytes, 64)[0], slab.take(MIB, 64)[0]]
+    assert len(slab.regions) == 2
+    while taken:
+        del taken[0]
+        slab.sweep()
+        assert len(slab.regions) == 1
 
 
 def test_what_a_released_range_still_costs():

@@ -22,8 +22,8 @@ if TYPE_CHECKING:
 
 def dilated_attention(
     q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *,
-    mode: Mode = "head_groups", causal: bool = False, dropout_p: float = 0.0, seed: int | Tensor | None = None,
-    attn_mask: None = None, bias: None = None, window: None = None, sinks: None = None,
+    mode: Mode = "head_groups", causal: bool = False, scale: float | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, attn_mask: None = None, bias: None = None, window: None = None, sinks: None = None,
     deterministic: bool | None = None, kernel: str | None = None, manager: AttentionBufferManager | None = None,
 ) -> Tensor:  # fmt: skip
     """Attention inside segments among every r-th position, with exact gradients; linear in T.       q, k, v (B, H, T, D)
@@ -36,6 +36,7 @@ def dilated_attention(
                       "longnet": every branch covers all heads, head h begins at h mod r; branches are mixed at each position
                       by the softmax of their logsumexps. A position that no branch covers gives 0
     causal            a position attends to none behind it
+    scale             of the scores; None: 1/√D
     dropout_p         drops probabilities once, after the softmax; which ones is a pure function of seed and shapes
     manager           an AttentionBufferManager whose buffers the call works in; None: torch's allocator
 
@@ -48,9 +49,9 @@ def dilated_attention(
     torch.Size([1, 6, 4096, 64])
     """
     for name, given in (("attn_mask", attn_mask), ("bias", bias), ("window", window), ("sinks", sinks)):
-        accepted = "None: dilated attention has segments, rates and causal, and nothing else"
+        accepted = "None: dilated attention has segments, rates, causal and scale, and nothing else"
         require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
-    check_options(q, k, v, Mask(causal, dropout_p=dropout_p, seed=seed))
+    check_options(q, k, v, Mask(causal, scale=scale, dropout_p=dropout_p, seed=seed))
     check_tensors(q, k, v, Mask(causal))
     segments, rates = check_pattern(segment_lengths, dilation_rates, mode)
     require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, and q has {q.shape[2]}", "as many", show=str)
@@ -65,7 +66,7 @@ def dilated_attention(
         deterministic = torch.are_deterministic_algorithms_enabled()
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     options = Options(
-        segments, rates, mode, causal, float(dropout_p), deterministic, kernel, training, number_of(manager)
+        segments, rates, mode, causal, scale, float(dropout_p), deterministic, kernel, training, number_of(manager)
     )  # fmt: skip
     if not observed() and plain(q, k, v, drawn):
         if torch._C._is_any_autocast_enabled():

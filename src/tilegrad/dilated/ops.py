@@ -17,8 +17,8 @@ from ..autograd.ops import autocast, batching_rule
 from .run import backward, forward, new_gradients, new_outputs
 
 _OPTIONS = (
-    "Tensor? seed, int[] segment_lengths, int[] dilation_rates, str mode, bool causal, float dropout_p, bool deterministic, "
-    "str? kernel, bool training, int manager"
+    "Tensor? seed, int[] segment_lengths, int[] dilation_rates, str mode, bool causal, float? scale, float dropout_p, "
+    "bool deterministic, str? kernel, bool training, int manager"
 )
 _library = torch.library.Library("tilegrad", "FRAGMENT")
 _library.define(f"dilated_fwd(Tensor q, Tensor k, Tensor v, {_OPTIONS}) -> (Tensor y, Tensor lse)")

@@ -47,6 +47,7 @@ class Options(NamedTuple):
     rates: list[int]
     mode: Mode
     causal: bool
+    scale: float | None
     dropout_p: float
     deterministic: bool
     kernel: str | None
@@ -109,7 +110,7 @@ def _new_plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -
 
 def _job(call: StridedCall, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options, *, added: bool) -> Job:
     q, k, v = (call.of(x) for x in qkv)
-    mask = Mask(options.causal, dropout_p=options.dropout_p, seed=0 if options.dropout_p else None)
+    mask = Mask(options.causal, scale=options.scale, dropout_p=options.dropout_p, seed=0 if options.dropout_p else None)
     fwd = select_fwd(q, k, v, mask, o=None, lse=None, kernel=options.kernel)
     bwd = select_bwd(q, k, v, mask, NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
     forward, backward = below("attention", fwd.scratch), below("attention", bwd.scratch)
@@ -138,9 +139,10 @@ _MASKS = {causal: Mask(causal) for causal in (False, True)}
 def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
     """Of each call: with dropout each has a seed of its own."""
     if seed is None:
-        return [_MASKS[options.causal]] * calls
+        plain = _MASKS[options.causal] if options.scale is None else Mask(options.causal, scale=options.scale)
+        return [plain] * calls
     seeds = (seed + _signed(number * WEYL) if number else seed for number in range(calls))
-    return [Mask(options.causal, dropout_p=options.dropout_p, seed=own) for own in seeds]
+    return [Mask(options.causal, scale=options.scale, dropout_p=options.dropout_p, seed=own) for own in seeds]
 
 
 def _in_order_of(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:

@@ -20,7 +20,7 @@ from .attention import Attention
 class DilatedAttention(nn.Module):
     """Dilated attention of query, key and value (B, T, H, D).
 
-    segment_lengths, dilation_rates, mode   those of `tilegrad.dilated_attention`
+    segment_lengths, dilation_rates, mode   those of `tilegrad.dilated_attention`, as `scale`
     dropout                                 of probabilities, in training
     enable_buffer_manager                   False: torch's allocator
     enable_buffer_reuse                     False: the manager caches nothing
@@ -41,7 +41,7 @@ class DilatedAttention(nn.Module):
     def __init__(
         self, segment_lengths: Sequence[int], dilation_rates: Sequence[int], dropout: float = 0.0,
         mode: Mode = "head_groups", enable_buffer_manager: bool = True, enable_buffer_reuse: bool = True,
-        enable_preallocation: bool = False, manager: AttentionBufferManager | None = None,
+        enable_preallocation: bool = False, manager: AttentionBufferManager | None = None, scale: float | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         self.segment_lengths, self.dilation_rates = check_pattern(segment_lengths, dilation_rates, mode)
@@ -49,7 +49,7 @@ class DilatedAttention(nn.Module):
             raise ValueError(f"dropout: got {dropout!r}; accepted: a number p, 0 ≤ p < 1")
         if manager is not None and not enable_buffer_manager:
             raise ValueError("manager: got one with enable_buffer_manager=False; accepted: None there")
-        self.mode, self.dropout = mode, dropout
+        self.mode, self.dropout, self.scale = mode, dropout, scale
         self.enable_buffer_manager, self.enable_buffer_reuse = enable_buffer_manager, enable_buffer_reuse
         self.enable_preallocation = enable_preallocation
         self.manager = self._new_manager() if manager is None else manager
@@ -60,10 +60,15 @@ class DilatedAttention(nn.Module):
         """(B, T, H, D). An attention_mask is refused."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         y = dilated_attention(
-            q, k, v, self.segment_lengths, self.dilation_rates, mode=self.mode, causal=is_causal,
+            q, k, v, self.segment_lengths, self.dilation_rates, mode=self.mode, causal=is_causal, scale=self.scale,
             dropout_p=self.dropout if self.training else 0.0, attn_mask=attention_mask, manager=self.manager,
         )  # fmt: skip
         return y.transpose(1, 2)
+
+    @property
+    def buffer_manager(self) -> AttentionBufferManager | None:
+        """The document's name for `manager`."""
+        return self.manager
 
     def get_buffer_stats(self) -> dict[str, Any]:
         """The manager's counts and bytes; empty where there is no manager."""
@@ -75,7 +80,8 @@ class DilatedAttention(nn.Module):
             self.manager.clear_cache()
 
     def extra_repr(self) -> str:
-        return f"{self.segment_lengths}, {self.dilation_rates}, mode={self.mode!r}, dropout={self.dropout}"
+        scale = "" if self.scale is None else f", scale={self.scale}"
+        return f"{self.segment_lengths}, {self.dilation_rates}, mode={self.mode!r}, dropout={self.dropout}{scale}"
 
     def _new_manager(self) -> AttentionBufferManager | None:
         if not self.enable_buffer_manager:
@@ -110,7 +116,7 @@ class MultiheadDilatedAttention(Attention):
         self, embed_dim: int, num_heads: int, segment_lengths: Sequence[int], dilation_rates: Sequence[int],
         dropout: float = 0.0, bias: bool = True, *, batch_first: bool = False, mode: Mode = "head_groups",
         enable_buffer_manager: bool = True, enable_buffer_reuse: bool = True, enable_preallocation: bool = False,
-        manager: AttentionBufferManager | None = None,
+        manager: AttentionBufferManager | None = None, scale: float | None = None,
         device: torch.device | str | None = None, dtype: torch.dtype | None = None,
     ) -> None:  # fmt: skip
         super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
@@ -119,7 +125,7 @@ class MultiheadDilatedAttention(Attention):
             raise ValueError(f"num_heads: got {got}; accepted: as many as branches, or more")
         self.dilated = DilatedAttention(
             segment_lengths, dilation_rates, dropout, mode, enable_buffer_manager, enable_buffer_reuse, enable_preallocation,
-            manager,
+            manager, scale,
         )  # fmt: skip
 
     def forward(  # type: ignore[override]  # it has no cache

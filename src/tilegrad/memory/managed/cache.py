@@ -2,13 +2,16 @@
 
 Bytes:
 
-    held      =  in_use + cached            real: rounding and slack included
-    reserved  =  held + idle                idle: held by slabs, in no buffer
+    reserved  =  in_use + cached + idle     real: rounding and slack included; idle: held by slabs, in no buffer
     live      =  in_use − slack             what was asked for, of the buffers in use
     high_water  =  the most that live ever was (at least 1 MiB), or what a learned pattern needs
 
 A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ high_water.
-The caller holds the manager's lock, and nothing is freed meanwhile (the manager puts that off).
+
+There is no lock and no count of bytes. A buffer is in use (in `slots`, its tensor the caller's) or cached (in its pool's
+`free`, its tensor there), and each step from one to the other is one operation of a dict, which the interpreter does not
+divide. In between the call that moves it holds the only reference to the tensor: where the call ends early, by an
+interrupt or with its thread, the tensor dies, and its bytes with it. Bytes are summed where they are asked for.
 """
 
 from __future__ import annotations
@@ -18,20 +21,23 @@ import time
 import warnings
 from collections import deque
 from collections.abc import Collection, Mapping
-from contextlib import ExitStack
+from contextlib import suppress
+from operator import attrgetter
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..types import BufferConfig, BufferStateError, BufferType
 from .pressure import AdaptiveLimit, PressureSource
 from .slab import MIB
-from .slot import FreeList, Key, Pool, Slot, detach_storage
+from .slot import FreeList, Key, Pool, Slot, detach_storage, shaped
 from .strategies import AllocationRequest, Strategies
 
 _MAX_FREE_LISTS = 4096
 _PRESSURE_EVERY_S = 0.05
 _CPU = torch.device("cpu")
+_NBYTES, _SLACK = attrgetter("nbytes"), attrgetter("slack")
 
 
 def one_device(device: torch.device | str) -> torch.device:
@@ -61,32 +67,30 @@ def one_shape(shape: Any) -> tuple[int, ...]:
 
 class BufferCache:
     __slots__ = (
-        "_configs",
         "_felt_at",
         "_high_water",
         "_pattern_high_water",
-        "_pending_release",
         "_pressure",
         "_reuse",
         "_warned_pinned",
         "bounded",
         "clock",
+        "configs",
         "dropped",
         "free_lists",
-        "held",
-        "in_use",
         "limits",
         "max_bytes",
+        "most_held",
         "peak",
         "pools",
-        "slack",
+        "preallocated",
         "slots",
         "strategies",
     )
 
     def __init__(
         self,
-        configs: Mapping[BufferType, BufferConfig],
+        configs: dict[BufferType, BufferConfig],
         *,
         reuse: bool,
         max_bytes: int | None,
@@ -101,10 +105,10 @@ class BufferCache:
         self.strategies = strategies
         self.max_bytes = sys.maxsize if max_bytes is None else max_bytes
         self.bounded = max_bytes is not None
-        self.held = self.in_use = self.slack = self.peak = self.clock = 0
-        self._configs, self._reuse, self._pressure = configs, reuse, pressure
+        self.most_held = self.peak = self.clock = 0  # most_held: no fewer bytes than are in use and cached now
+        self.configs, self._reuse, self._pressure = configs, reuse, pressure
+        self.preallocated = 0
         self._high_water, self._pattern_high_water = MIB, 0
-        self._pending_release: list[Slot] = []
         self._felt_at = 0.0
         self._warned_pinned = False
 
@@ -116,41 +120,49 @@ class BufferCache:
         free_list = self.free_lists.get(key)
         if free_list is None:
             if len(self.free_lists) >= _MAX_FREE_LISTS:
-                self.free_lists = {k: kept for k, kept in list(self.free_lists.items()) if kept.slots}
-            free_list = self.free_lists[key] = FreeList(key, self._pool(key))
+                self.free_lists = {k: kept for k, kept in self.free_lists.copy().items() if kept.slots}
+            free_list = self.free_lists.setdefault(key, FreeList(key, self._pool(key)))
         if isinstance(shape, tuple) and (key.device.type == "cpu" or torch.device(device).index is not None):
             self.free_lists[type, shape, dtype, device] = free_list
         return free_list
 
-    def find(self, free_list: FreeList) -> tuple[Slot, bool]:
-        """A slot for a free_list that has none ready, and whether it came from the cache."""
-        slot = self._best_fit(free_list)
+    def find(self, free_list: FreeList) -> tuple[Slot, Tensor, bool]:
+        """A buffer for a free_list that has none ready, and whether it came from the cache."""
         pool = free_list.pool
-        if slot is None:
-            pool.misses += 1
-            self.make_room(free_list.nbytes)
-            return self.make(free_list), False
-        del pool.free[slot]
-        slot.free_list.slots.remove(slot)
-        pool.hits += 1
-        if slot.poison is not None:
-            self.check_poison(slot)
-        if slot.retarget(free_list):
-            del self.slots[slot.ident]
-            self.adopt(slot)
-        return slot, True
+        while (slot := self._best_fit(free_list)) is not None:
+            tensor = self.claim(slot)
+            if tensor is None:
+                continue
+            pool.hits += 1
+            if slot.poison is not None:
+                self.check_poison(slot, tensor)
+            found = slot.retarget(tensor, free_list)
+            if found is not tensor:
+                slot.watch(found, self.dropped.append)
+            return slot, found, True
+        pool.misses += 1
+        self.make_room(free_list.nbytes)
+        return *self.make(free_list), False
+
+    def claim(self, slot: Slot) -> Tensor | None:
+        """Takes a buffer out of the cache; None where another thread was faster."""
+        tensor = slot.pool.free.pop(slot, None)
+        if tensor is not None:
+            with suppress(ValueError):  # it may lack the slot where a call was interrupted
+                slot.free_list.slots.remove(slot)
+        return tensor
 
     def _pool(self, key: Key) -> Pool:
         pool = self.pools.get((key.type, key.device))
         if pool is None:
-            config = self._configs[key.type]
+            config = self.configs[key.type]
             host = config.prefer_pinned and key.device.type == "cpu"
             pinned = host and torch.cuda.is_available()
             if host and not pinned and not self._warned_pinned:
                 self._warned_pinned = True
-                warnings.warn(f"{key.type.name} buffers are plain memory: no CUDA device to pin for", stacklevel=5)
+                warnings.warn(f"{key.type.name} buffers are plain memory: no CUDA device to pin for", stacklevel=4)
             pool = Pool(key.type, key.device, config, pinned, key.device.type == "cuda", self._limit(config))
-            self.pools[key.type, key.device] = pool
+            pool = self.pools.setdefault((key.type, key.device), pool)
         return pool
 
     def _limit(self, config: BufferConfig) -> int:
@@ -162,57 +174,58 @@ class BufferCache:
         """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack could lift us past the high-water mark:
         then all slack in use must stay within 5 % of it."""
         best, nbytes, least = None, free_list.nbytes, free_list.most
-        for slot in free_list.pool.free:
+        for slot in list(free_list.pool.free):
             if nbytes <= slot.storage_bytes <= least:
                 best, least = slot, slot.storage_bytes
-        if best is None or self.in_use + best.nbytes <= self._high_water:
+        if best is None or self.most_held <= self._high_water:
+            return best
+        in_use, slack = self.in_use()
+        if in_use + best.nbytes <= self._high_water:
             return best
         near = self._high_water * 0.05
-        slack = self.slack + best.nbytes - nbytes
-        return best if slack <= near or self.in_use + best.nbytes <= self._high_water + near else None
+        slack += best.nbytes - nbytes
+        return best if slack <= near or in_use + best.nbytes <= self._high_water + near else None
 
     def make_room(self, nbytes: int) -> None:
         """Drops cached buffers until so many new bytes do not pass the high-water mark."""
         if time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
             self.apply_pressure()
-        self._high_water = max(self._high_water, self.in_use - self.slack + nbytes)
+        in_use, slack = self.in_use()
+        self._high_water = max(self._high_water, in_use - slack + nbytes)
         high_water = max(self._high_water, self._pattern_high_water)
-        while self.cached and self.reserved() + nbytes > high_water:
-            self._evict(self._oldest(self.pools.values()))
-        self._sweep()
+        while self.reserved() + nbytes > high_water and self._evict(self._oldest(self.pools.values())):
+            pass
+        self.strategies.sweep()
 
-    def make(self, free_list: FreeList) -> Slot:
-        """A slot of new memory; it counts as cached until it is handed out."""
+    def make(self, free_list: FreeList) -> tuple[Slot, Tensor]:
+        """A buffer of new memory, neither in use nor cached."""
         pool = free_list.pool
-        request = AllocationRequest(free_list.nbytes, pool.device, pool.config, pool.pinned)
-        base, block = self.strategies.take(request)
-        with ExitStack() as on_error:
-            on_error.callback(self.strategies.give_back, request, block)
-            slot = Slot(free_list, request, base, block)
-            on_error.pop_all()
+        base, block = self.strategies.take(AllocationRequest(free_list.nbytes, pool.device, pool.config, pool.pinned))
+        slot, tensor = Slot(free_list, base, block), shaped(base.untyped_storage(), free_list.key)
         del base
         slot.learn_alone()
-        self.adopt(slot)
-        self.held += slot.nbytes
-        self.peak = max(self.peak, self.reserved())
-        return slot
+        slot.watch(tensor, self.dropped.append)
+        self.most_held = self.in_use()[0] + self.cached + slot.nbytes
+        self.peak = max(self.peak, self.most_held + self.strategies.idle_bytes())
+        return slot, tensor
 
-    def adopt(self, slot: Slot) -> None:
-        slot.watch(self.dropped.append)
-        self.slots[slot.ident] = slot
-
-    def store(self, slot: Slot) -> None:
-        """Caches a slot that nobody uses; `trim` is the caller's."""
-        slot.free_list.slots.append(slot)
-        slot.pool.free[slot] = None
+    def store(self, slot: Slot, tensor: Tensor) -> None:
+        """Caches a buffer that is not in use; `trim` is the caller's."""
         slot.stamp = self.clock = self.clock + 1
+        slot.pool.free[slot] = tensor
+        slot.free_list.slots.append(slot)
+
+    def in_use(self) -> tuple[int, int]:
+        """(bytes, slack) of the buffers in use."""
+        slots = list(self.slots.values())
+        return sum(map(_NBYTES, slots)), sum(map(_SLACK, slots))
 
     @property
     def cached(self) -> int:
-        return self.held - self.in_use
+        return sum(slot.nbytes for pool in list(self.pools.values()) for slot in list(pool.free))
 
     def reserved(self) -> int:
-        return self.held + self.strategies.idle_bytes()
+        return self.in_use()[0] + self.cached + self.strategies.idle_bytes()
 
     def is_over(self) -> bool:
         """Whether the cache holds more bytes than it may."""
@@ -225,81 +238,75 @@ class BufferCache:
         """Drops what is beyond the limits: buffers per pool, bytes in all, bytes of a device short of memory."""
         if not self.clock & 255 and time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
             self.apply_pressure()
-        for pool in list(self.pools.values()):
-            while len(pool.free) > pool.limit:
-                self._evict(next(iter(pool.free)))
-        while self.cached > self.max_bytes:
-            self._evict(self._oldest(self.pools.values()))
+        pools = list(self.pools.values())
+        for pool in pools:
+            while len(pool.free) > pool.limit and self._evict(self._oldest([pool])):
+                pass
+        while self.bounded and self.cached > self.max_bytes and self._evict(self._oldest(pools)):
+            pass
         for device, limit in list(self.limits.items()):
+            there = [pool for pool in pools if pool.device == device]
             while limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes:
-                self._evict(self._oldest([pool for pool in self.pools.values() if pool.device == device]))
-        self._sweep()
+                if not self._evict(self._oldest(there)):
+                    break
+        self.strategies.sweep()
 
     def apply_pressure(self) -> None:
         """Asks the pressure source about every device in use, and adapts what may be cached there."""
         self._felt_at = time.monotonic()
-        for device in {device for _, device in self.pools}:
+        for device in {device for _, device in list(self.pools)}:
             limit = self.limits.get(device) or AdaptiveLimit()
             limit.feel(self._pressure(device), self.cached_on(device))
             if limit.max_bytes is None:
                 self.limits.pop(device, None)
             else:
+                self.bounded = True
                 self.limits[device] = limit
         self.bounded = bool(self.limits) or self.max_bytes < sys.maxsize
 
     def cached_on(self, device: torch.device) -> int:
-        pools = [pool for pool in self.pools.values() if pool.device == device]
-        return sum(slot.nbytes for pool in pools for slot in pool.free)
+        pools = [pool for pool in list(self.pools.values()) if pool.device == device]
+        return sum(slot.nbytes for pool in pools for slot in list(pool.free))
 
-    def _oldest(self, pools: Collection[Pool]) -> Slot:
-        return min((next(iter(pool.free)) for pool in pools if pool.free), key=lambda slot: slot.stamp)
+    def _oldest(self, pools: Collection[Pool]) -> Slot | None:
+        first = (slot for pool in list(pools) for slot in list(pool.free)[:1])
+        return min(first, key=lambda slot: slot.stamp, default=None)
 
-    def _evict(self, slot: Slot) -> None:
-        slot.pool.evictions += self._reuse
-        self._drop(slot)
+    def _evict(self, slot: Slot | None) -> bool:
+        """Whether there was one to evict."""
+        if slot is None:
+            return False
+        if self._drop(slot):
+            slot.pool.evictions += self._reuse
+        return True
 
-    def _drop(self, slot: Slot) -> None:
-        del slot.pool.free[slot]
-        slot.free_list.slots.remove(slot)
-        tensor = slot.tensor
-        assert tensor is not None
-        self.forget(slot)
+    def _drop(self, slot: Slot) -> bool:
+        tensor = self.claim(slot)
+        if tensor is None:
+            return False
+        slot.handle = None
         detach_storage(tensor)
-
-    def forget(self, slot: Slot) -> None:
-        """The slot is no longer ours; a block of a slab goes back once nobody holds its storage."""
-        if self.slots.get(slot.ident) is slot:
-            del self.slots[slot.ident]
-        self.held -= slot.nbytes
-        slot.tensor = slot.handle = None
-        if slot.block.slab is not None:
-            self._pending_release.append(slot)
+        return True
 
     def quarantine(self, slot: Slot) -> None:
         """Someone else holds the bytes: they stay that holder's, and are never handed out."""
         slot.pool.quarantined += 1
-        self.forget(slot)
-
-    def _sweep(self) -> None:
-        waiting, self._pending_release = self._pending_release, []
-        for slot in waiting:
-            if slot.storage.expired():
-                self.strategies.give_back(slot.request, slot.block)
-            else:
-                self._pending_release.append(slot)
+        self.slots.pop(slot.ident, None)
+        slot.handle = None
 
     def reap(self) -> list[Slot]:
         """Lets go of the buffers in use whose callers dropped them."""
         gone = []
-        while self.dropped:
-            handle = self.dropped.popleft()
+        for handle in list(self.dropped):
             slot: Slot = handle.slot
             if slot.handle is handle:
-                self.in_use -= slot.nbytes
-                self.slack -= slot.slack
-                self.forget(slot)
-                gone.append(slot)
-        self._sweep()
+                if self.slots.get(slot.ident) is slot:
+                    del self.slots[slot.ident]
+                    gone.append(slot)
+                slot.handle = None
+            with suppress(ValueError):
+                self.dropped.remove(handle)
+        self.strategies.sweep()
         return gone
 
     def clear(self, type: BufferType | None) -> None:
@@ -307,11 +314,11 @@ class BufferCache:
             if type is None or pool.type is type:
                 for slot in list(pool.free):
                     self._drop(slot)
-        self._sweep()
+        self.strategies.sweep()
 
-    def check_poison(self, slot: Slot) -> None:
+    def check_poison(self, slot: Slot, tensor: Tensor) -> None:
         try:
-            slot.check_poison()
+            slot.check_poison(tensor)
         except BufferStateError:
             self.quarantine(slot)
             raise
@@ -327,15 +334,15 @@ class BufferCache:
         nbytes = sum(count * key.nbytes for key, count in plan.items())
         if nbytes > self.max_bytes or self.limits:
             plan = {}
-        for pool in self.pools.values():
+        for pool in list(self.pools.values()):
             needs = sum(count for key, count in plan.items() if (key.type, key.device) == (pool.type, pool.device))
             pool.limit = max(self._limit(pool.config), needs)
         self._pattern_high_water = 0
         if plan:
-            for slot in [slot for pool in self.pools.values() for slot in pool.free]:
-                if len(slot.free_list.slots) > plan.get(slot.free_list.key, 0):
+            for slot in [slot for pool in list(self.pools.values()) for slot in list(pool.free)]:
+                if self._ready(slot.free_list) > plan.get(slot.free_list.key, 0):
                     self._drop(slot)
-            self._sweep()
+            self.strategies.sweep()
             self._fill(plan)
             self._pattern_high_water = self.reserved()
         self.trim()
@@ -344,5 +351,11 @@ class BufferCache:
     def _fill(self, wanted: Mapping[Key, int]) -> None:
         for key, count in wanted.items():
             free_list = self.free_list(*key)
-            for _ in range(count - len(free_list.slots)):
-                self.store(self.make(free_list))
+            for _ in range(count - self._ready(free_list)):
+                self.store(*self.make(free_list))
+                self.preallocated += 1
+
+    @staticmethod
+    def _ready(free_list: FreeList) -> int:
+        """The cached buffers of one exact key."""
+        return sum(slot.free_list.key == free_list.key for slot in list(free_list.pool.free))

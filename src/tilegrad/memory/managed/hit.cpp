@@ -1,8 +1,9 @@
 // A hit of the buffer manager: `allocate` that finds a buffer cached, of its key or of its size class, and `deallocate` by the
 // only holder, each one call without Python in between. manager.py is the reference, and its lists, dicts and counts are the
-// only state: this reads and writes the fields of those objects, under the manager's lock. Whatever is no plain hit is left as
-// it is and goes on to the Python function: a miss, another holder, another dtype, a full cache, zeroing, a scope, a profile,
-// debug, buffers of CUDA that were given back, misuse.
+// only state: this reads and writes the fields of those objects. From the first change to the last no code of Python runs, so
+// neither an interrupt nor another thread comes in between. Whatever is no plain hit is left as it is and goes on to the Python
+// function: a miss, another holder, another dtype, a full cache, zeroing, a scope, a profile, debug, buffers of CUDA that were
+// given back, misuse.
 #include <Python.h>
 #ifdef Py_GIL_DISABLED
 #error "fields of Python's objects are read under the GIL, which this Python does not have"
@@ -33,14 +34,14 @@ struct Field {
 
 namespace manager {
 Class self;
-Field busy{self, "_busy"}, cache{self, "_cache"}, debug{self, "_debug"}, device{self, "_device"}, events{self, "_events"},
-    lock{self, "_lock"}, profile{self, "_profile"}, scope{self, "_scope"}, tracked{self, "_tracked"};
+Field cache{self, "_cache"}, debug{self, "_debug"}, device{self, "_device"}, events{self, "_events"},
+    profile{self, "_profile"}, scope{self, "_scope"}, tracked{self, "_tracked"};
 }
 namespace cache {
 Class self;
 Field bounded{self, "bounded"}, clock{self, "clock"}, dropped{self, "dropped"}, free_lists{self, "free_lists"},
-    held{self, "held"}, high_water{self, "_high_water"}, in_use{self, "in_use"}, limits{self, "limits"},
-    max_bytes{self, "max_bytes"}, slack{self, "slack"}, slots{self, "slots"};
+    high_water{self, "_high_water"}, limits{self, "limits"}, max_bytes{self, "max_bytes"}, most_held{self, "most_held"},
+    pools{self, "pools"}, slots{self, "slots"};
 }
 namespace free_list {
 Class self;
@@ -54,13 +55,13 @@ Field free{self, "free"}, hits{self, "hits"}, limit{self, "limit"}, on_cuda{self
 namespace slot {
 Class self;
 Field alone{self, "alone"}, cdata{self, "cdata"}, free_list{self, "free_list"}, freed{self, "freed"},
-    handle{self, "handle"}, nbytes{self, "nbytes"}, pool{self, "pool"}, ptr{self, "ptr"}, scope{self, "scope"},
-    slack{self, "slack"}, stamp{self, "stamp"}, storage_bytes{self, "storage_bytes"},
-    storage_object{self, "storage_object"}, storage_refs{self, "storage_refs"}, tensor{self, "tensor"}, zero{self, "zero"};
+    handle{self, "handle"}, ident{self, "ident"}, nbytes{self, "nbytes"}, pool{self, "pool"}, ptr{self, "ptr"},
+    scope{self, "scope"}, slack{self, "slack"}, stamp{self, "stamp"}, storage_bytes{self, "storage_bytes"},
+    storage_object{self, "storage_object"}, storage_refs{self, "storage_refs"}, zero{self, "zero"};
 }
 
 PyObject *cpu, *mode_stack_depth, *default_dtype;
-PyObject *acquire, *release, *append;  // interned names, as those of arguments
+PyObject *append, *no_scope;  // interned, as the names of arguments
 PyObject *allocate_names[5], *deallocate_names[2];
 
 bool is(PyObject* object, PyTypeObject* type) { return object && Py_TYPE(object) == type; }
@@ -83,22 +84,10 @@ struct Owned {
 
 void put(PyObject*& field, PyObject* owned) { Py_XDECREF(std::exchange(field, owned)); }
 
-PyObject* call(PyObject* name, PyObject* self, PyObject* argument = nullptr) {
-    PyObject* arguments[] = {self, argument};
-    return PyObject_VectorcallMethod(name, arguments, argument ? 2 : 1, nullptr);
+bool note(PyObject* events, PyObject* event) {
+    PyObject* arguments[] = {events, event};
+    return bool(Owned(PyObject_VectorcallMethod(append, arguments, 2, nullptr)));
 }
-
-struct Locked {
-    PyObject* lock;
-    bool held;
-    explicit Locked(PyObject* given) : lock(given), held(bool(Owned(call(acquire, lock)))) {}
-    ~Locked() {
-        PyObject *type, *value, *trace;
-        PyErr_Fetch(&type, &value, &trace);
-        if (held && !Owned(call(release, lock))) PyErr_WriteUnraisable(lock);
-        PyErr_Restore(type, value, trace);
-    }
-};
 
 // A tensor's Python object has a pointer to its implementation first; `use` makes sure of it.
 c10::TensorImpl* unpack(PyObject* tensor) { return *reinterpret_cast<c10::TensorImpl**>(tensor + 1); }
@@ -120,10 +109,10 @@ bool held_alone(PyObject* here, PyObject* tensor) {
     int64_t cdata, alone, storage_refs;
     if (!read(slot::cdata(here), cdata) || !read(slot::alone(here), alone)) return false;
     if (!read(slot::storage_refs(here), storage_refs)) return false;
+    const Owned object(target(slot::storage_object(here)));  // while it lives, so does what cdata points to
+    if (!object || Py_REFCNT(object.object) + 1 != storage_refs) return false;  // sys.getrefcount has one more
     if (c10::raw::intrusive_ptr::use_count(unpack(tensor)) != 1) return false;
-    if (c10::raw::weak_intrusive_ptr::use_count(reinterpret_cast<c10::StorageImpl*>(cdata)) != alone) return false;
-    const Owned object(target(slot::storage_object(here)));
-    return object && Py_REFCNT(object.object) == storage_refs;  // one of them ours, as sys.getrefcount has one
+    return c10::raw::intrusive_ptr::use_count(reinterpret_cast<c10::StorageImpl*>(cdata)) == size_t(alone);
 }
 
 using Sizes = c10::SmallVector<int64_t, 8>;
@@ -136,17 +125,31 @@ bool read(PyObject* shape, Sizes& to) {
     return true;
 }
 
+// cache.py's `in_use`
+bool sum_in_use(PyObject* here, int64_t& bytes) {
+    PyObject *ident, *each;
+    bytes = 0;
+    for (Py_ssize_t at = 0; PyDict_Next(cache::slots(here), &at, &ident, &each);) {
+        int64_t nbytes;
+        if (!is(each, slot::self.type) || !read(slot::nbytes(each), nbytes)) return false;
+        bytes += nbytes;
+    }
+    return true;
+}
+
 // cache.py's `_best_fit`: the smallest cached buffer of nbytes to 1.25 nbytes, below the high-water mark.
 PyObject* best_fit(PyObject* here, PyObject* list, PyObject* free) {
-    PyObject *best = nullptr, *each, *none;
-    int64_t nbytes, least, size, in_use, high_water;
+    PyObject *best = nullptr, *each, *tensor;
+    int64_t nbytes, least, size, most_held, high_water, in_use;
     if (!read(free_list::nbytes(list), nbytes) || !read(free_list::most(list), least)) return nullptr;
-    for (Py_ssize_t at = 0; PyDict_Next(free, &at, &each, &none);) {
+    for (Py_ssize_t at = 0; PyDict_Next(free, &at, &each, &tensor);) {
         if (!is(each, slot::self.type) || !read(slot::storage_bytes(each), size)) return nullptr;
         if (nbytes <= size && size <= least) best = each, least = size;
     }
-    if (!best || !read(slot::nbytes(best), size) || !read(cache::in_use(here), in_use)) return nullptr;
-    return read(cache::high_water(here), high_water) && in_use + size <= high_water ? best : nullptr;
+    if (!best || !read(cache::most_held(here), most_held) || !read(cache::high_water(here), high_water)) return nullptr;
+    if (most_held <= high_water) return best;
+    if (!read(slot::nbytes(best), size) || !sum_in_use(here, in_use)) return nullptr;
+    return in_use + size <= high_water ? best : nullptr;
 }
 
 // Whether the tensor can have that shape at no more than a change of its sizes: of the same dtype, in no graph, its own bytes.
@@ -163,8 +166,7 @@ bool can_reshape(PyObject* here, PyObject* list, c10::TensorImpl* impl) {
 bool remove(PyObject* list, PyObject* item) {
     Py_ssize_t i = PyList_GET_SIZE(list) - 1;
     while (i >= 0 && PyList_GET_ITEM(list, i) != item) --i;
-    if (i < 0) PyErr_SetString(PyExc_ValueError, "a cached buffer is not in its free list");
-    return i >= 0 && PyList_SetSlice(list, i, i + 1, nullptr) == 0;
+    return i < 0 || PyList_SetSlice(list, i, i + 1, nullptr) == 0;
 }
 
 // The arguments after self, by place or by name, into `given`, one for each name; false for any that do not fit.
@@ -184,12 +186,6 @@ bool spread(PyObject* const (&names)[N], PyObject* const* args, size_t n, PyObje
 PyObject* plain_cache(PyObject* self) {
     PyObject* here = manager::cache(self);
     return is(here, cache::self.type) && manager::profile(self) == Py_None && manager::debug(self) == Py_False ? here : nullptr;
-}
-
-// in_use or slack, changed by so much; null where either is no number.
-PyObject* sum(PyObject* number, int64_t change) {
-    int64_t value;
-    return read(number, value) ? PyLong_FromLongLong(value + change) : nullptr;
 }
 
 // The cached tensor; null where this is no hit, or with an error set.
@@ -219,45 +215,56 @@ PyObject* take(PyObject* self, PyObject* (&given)[5]) {
     PyObject* free = pool::free(pools);
     if (!PyDict_GET_SIZE(free)) return nullptr;  // a look before the lock, which a miss need not take twice
 
-    const Locked locked(manager::lock(self));
-    if (!locked.held || manager::busy(self) != Py_False || PyObject_Size(cache::dropped(here))) return nullptr;
+    if (PyObject_Size(cache::dropped(here))) return nullptr;
     const Py_ssize_t count = PyList_GET_SIZE(slots);
     PyObject* found = count ? PyList_GET_ITEM(slots, count - 1) : best_fit(here, list, free);
     if (!is(found, slot::self.type)) return nullptr;
-    PyObject* tensor = slot::tensor(found);
-    if (!tensor || tensor == Py_None || slot::freed(found) != Py_None) return nullptr;
+    Owned tensor(Py_XNewRef(PyDict_GetItemWithError(free, found)));
+    if (!tensor || slot::freed(found) != Py_None) return nullptr;
     if (zero_init != Py_False && slot::zero(found) != Py_False) return nullptr;
-    c10::TensorImpl* impl = unpack(tensor);
+    c10::TensorImpl* impl = unpack(tensor.object);
     Sizes sizes;
-    int64_t ptr, nbytes, wanted, slack;
+    int64_t ptr, nbytes, wanted, hits;
     if (!read(slot::ptr(found), ptr) || impl->mutable_data() != reinterpret_cast<void*>(ptr)) return nullptr;
     if (!read(free_list::shape(list), sizes)) return nullptr;
     if (count ? !impl->sizes().equals(sizes) || !impl->is_contiguous() : !can_reshape(found, list, impl)) return nullptr;
-    Owned scope(nullptr);
     if (manager::tracked(self) == Py_True) {
-        if (Py_REFCNT(tensor) != 1 || !held_alone(found, tensor)) return nullptr;
-        if (PyContextVar_Get(manager::scope(self), nullptr, &scope.object) < 0) return nullptr;
-        if (!is(scope.object, &PyUnicode_Type) || PyUnicode_GET_LENGTH(scope.object)) return nullptr;
+        if (Py_REFCNT(tensor.object) != 2 || !held_alone(found, tensor.object)) return nullptr;  // the pool's, and ours
+        Owned scope(nullptr);
+        if (PyContextVar_Get(manager::scope(self), nullptr, &scope.object) < 0 || scope.object != Py_None) return nullptr;
     }
     if (!read(slot::nbytes(found), nbytes) || !read(free_list::nbytes(list), wanted)) return nullptr;
-    slack = nbytes - wanted;
-    Owned in_use(sum(cache::in_use(here), nbytes)), all_slack(sum(cache::slack(here), slack)), hits(sum(pool::hits(pools), 1));
-    Owned own_slack(PyLong_FromLongLong(slack));
-    if (!in_use || !all_slack || !hits || !own_slack) return nullptr;
+    if (!read(pool::hits(pools), hits)) return nullptr;
+    Owned more(PyLong_FromLongLong(hits + 1)), slack(PyLong_FromLongLong(nbytes - wanted));
+    if (!more || !slack) return nullptr;
 
-    if (!count) impl->set_sizes_contiguous(sizes);
     const Owned taken(Py_NewRef(found));
-    if (!remove(free_list::slots(slot::free_list(found)), found) || PyDict_DelItem(free, found) < 0) return nullptr;
-    if (!Owned(call(append, manager::events(self), free_list::took(list)))) return nullptr;
+    if (!remove(free_list::slots(slot::free_list(found)), found)) return nullptr;
     if (!count) {
+        impl->set_sizes_contiguous(sizes);
         put(slot::free_list(found), Py_NewRef(list));
-        put(slot::slack(found), own_slack.give());
+        put(slot::slack(found), slack.give());
     }
-    put(pool::hits(pools), hits.give());
-    put(cache::in_use(here), in_use.give());
-    put(cache::slack(here), all_slack.give());
-    if (scope) put(slot::scope(found), scope.give());
-    return std::exchange(slot::tensor(found), Py_NewRef(Py_None));
+    if (PyDict_SetItem(cache::slots(here), slot::ident(found), found) < 0 || PyDict_DelItem(free, found) < 0) return nullptr;
+    if (!note(manager::events(self), free_list::took(list))) return nullptr;
+    put(pool::hits(pools), more.give());
+    put(slot::scope(found), Py_NewRef(no_scope));
+    return tensor.give();
+}
+
+// cache.py's `cached`
+bool sum_cached(PyObject* here, int64_t& bytes) {
+    PyObject *key, *pools, *each, *tensor;
+    bytes = 0;
+    for (Py_ssize_t at = 0; PyDict_Next(cache::pools(here), &at, &key, &pools);) {
+        if (!is(pools, pool::self.type)) return false;
+        for (Py_ssize_t in = 0; PyDict_Next(pool::free(pools), &in, &each, &tensor);) {
+            int64_t nbytes;
+            if (!is(each, slot::self.type) || !read(slot::nbytes(each), nbytes)) return false;
+            bytes += nbytes;
+        }
+    }
+    return true;
 }
 
 // Whether the buffer was taken back; with an error set where it says no, that error is the call's.
@@ -265,38 +272,28 @@ bool give(PyObject* self, PyObject* (&given)[2]) {
     auto [tensor, type] = given;
     PyObject* here = plain_cache(self);
     if (!here || !tensor) return false;
-    const Locked locked(manager::lock(self));
-    if (!locked.held || manager::busy(self) != Py_False) return false;
     const Owned ident(PyLong_FromVoidPtr(tensor));
-    PyObject* found = ident ? PyDict_GetItemWithError(cache::slots(here), ident.object) : nullptr;
-    if (!is(found, slot::self.type) || slot::tensor(found) != Py_None) return false;
-    if (Owned(target(slot::handle(found))).object != tensor) return false;
+    const Owned kept(ident ? Py_XNewRef(PyDict_GetItemWithError(cache::slots(here), ident.object)) : nullptr);
+    PyObject* found = kept.object;
+    if (!is(found, slot::self.type) || Owned(target(slot::handle(found))).object != tensor) return false;
     PyObject *list = slot::free_list(found), *pools = slot::pool(found);
     if (!is(list, free_list::self.type) || !is(pools, pool::self.type)) return false;
     if (type && type != Py_None && type != pool::type(pools)) return false;
     if (unpack(tensor)->requires_grad() || !held_alone(found, tensor) || pool::on_cuda(pools) != Py_False) return false;
-    PyObject* scope = slot::scope(found);
-    if (!is(scope, &PyUnicode_Type) || PyUnicode_GET_LENGTH(scope)) return false;
 
-    int64_t nbytes, slack, limit, clock, all, in_use, max_bytes;
+    int64_t limit, clock, nbytes, cached, max_bytes;
     PyObject* free = pool::free(pools);
-    if (!read(slot::nbytes(found), nbytes) || !read(slot::slack(found), slack)) return false;
-    if (!read(cache::in_use(here), in_use)) return false;
     if (!read(pool::limit(pools), limit) || PyDict_GET_SIZE(free) >= limit) return false;
-    if (!read(cache::clock(here), clock) || !((clock + 1) & 255)) return false;
     if (cache::bounded(here) != Py_False) {
-        if (PyDict_GET_SIZE(cache::limits(here)) || !read(cache::held(here), all)) return false;
-        if (!read(cache::max_bytes(here), max_bytes) || all - (in_use - nbytes) > max_bytes) return false;
+        if (PyDict_GET_SIZE(cache::limits(here)) || !read(cache::max_bytes(here), max_bytes)) return false;
+        if (!sum_cached(here, cached) || !read(slot::nbytes(found), nbytes) || cached + nbytes > max_bytes) return false;
     }
-    Owned rest(PyLong_FromLongLong(in_use - nbytes)), all_slack(sum(cache::slack(here), -slack));
+    if (!read(cache::clock(here), clock) || !((clock + 1) & 255)) return false;
     Owned now(PyLong_FromLongLong(clock + 1));
-    if (!rest || !all_slack || !now) return false;
+    if (!now) return false;
 
-    if (PyDict_SetItem(free, found, Py_None) < 0 || PyList_Append(free_list::slots(list), found) < 0) return false;
-    if (!Owned(call(append, manager::events(self), free_list::gave(list)))) return false;
-    put(slot::tensor(found), Py_NewRef(tensor));
-    put(cache::in_use(here), rest.give());
-    put(cache::slack(here), all_slack.give());
+    if (PyDict_SetItem(free, found, tensor) < 0 || PyDict_DelItem(cache::slots(here), ident.object) < 0) return false;
+    if (PyList_Append(free_list::slots(list), found) < 0 || !note(manager::events(self), free_list::gave(list))) return false;
     put(slot::stamp(found), Py_NewRef(now.object));
     put(cache::clock(here), now.give());
     return true;
@@ -398,8 +395,7 @@ PyModuleDef definition{PyModuleDef_HEAD_INIT, "tilegrad_hit", nullptr, -1, funct
 }  // namespace
 
 PyMODINIT_FUNC PyInit_tilegrad_hit() {
-    acquire = PyUnicode_InternFromString("acquire"), release = PyUnicode_InternFromString("release");
-    append = PyUnicode_InternFromString("append");
+    append = PyUnicode_InternFromString("append"), no_scope = PyUnicode_InternFromString("");
     const char* names[] = {"type", "shape", "dtype", "device", "zero_init", "tensor", "type"};
     for (int i = 0; i < 7; ++i) (i < 5 ? allocate_names[i] : deallocate_names[i - 5]) = PyUnicode_InternFromString(names[i]);
     PyObject* module = PyModule_Create(&definition);

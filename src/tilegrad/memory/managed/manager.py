@@ -8,23 +8,22 @@ A cached buffer is bytes of one (type, device): it serves every shape and dtype 
 cached leaves, least recently freed first, before in use + cached passes the most bytes ever asked for at one time,
 beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and when memory gets tight.
 
-One lock guards everything (`acquire` and `release` by name on the hot path: half the cost of `with`). It is
-re-entrant, because a finalizer may free a buffer while it is held; what is freed while the cache is being searched or
-trimmed waits until that is done.
+Threads share a manager without a lock, and any call may be interrupted: cache.py says how. Who frees a buffer in a
+finalizer, inside whatever call, does as any other.
 """
 
 from __future__ import annotations
 
 import json
-import threading
 import weakref
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, ClassVar, ParamSpec, TypeVar
+from types import MappingProxyType
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -34,20 +33,17 @@ from .cache import BufferCache, one_device, one_type
 from .hit import shorten
 from .pattern import PatternLearner, demand
 from .pressure import PressureSource, memory_pressure
-from .profile import Life, Profile, ScopeStats, cache_stats, chrome_trace, lives_page
+from .profile import Life, OpenScope, Profile, Scope, ScopeStats, cache_stats, chrome_trace, lives_page
 from .slab import MIB
-from .slot import FreeList, Key, Pool, Slot, references, storage_use_count, use_count
+from .slot import FreeList, Key, Pool, Slot, detach_storage, references, storage_use_count, use_count
 from .strategies import Strategies
-
-P = ParamSpec("P")
-R = TypeVar("R")
 
 _CPU = one_device("cpu")
 _MAX_EVENTS = 1 << 16
 _SQUARE = (BufferType.SCORES, BufferType.WEIGHTS)
 _ATTENTION = (BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT, *_SQUARE)
 
-_OURS = 3  # references to a cached tensor where `allocate` counts them: the slot, a name, the argument
+_OURS = 2  # references to a cached tensor where `allocate` counts them: a name, the argument
 
 _mode_stack_depth = torch._C._len_torch_function_stack
 
@@ -69,15 +65,13 @@ class AttentionBufferManager:
     __slots__ = (
         "__dict__",
         "__weakref__",
-        "_busy",
         "_cache",
         "_debug",
-        "_deferred",
         "_device",
         "_events",
         "_following",
         "_learner",
-        "_lock",
+        "_preallocation",
         "_profile",
         "_reuse",
         "_scope",
@@ -85,7 +79,6 @@ class AttentionBufferManager:
         "_tracked",
     )
     _shared: ClassVar[dict[str, AttentionBufferManager]] = {}
-    _shared_lock = threading.Lock()
 
     def __init__(
         self,
@@ -113,8 +106,8 @@ class AttentionBufferManager:
             if not isinstance(config, BufferConfig):
                 raise TypeError(f"custom_configs[{type.name}]: got {config!r}; accepted: a BufferConfig")
         self._reuse, self._tracked, self._debug = enable_reuse, not lightweight, debug
+        self._preallocation = enable_preallocation
         self._device = None if device is None else one_device(device)
-        self._lock = threading.RLock()
         self._cache = BufferCache(
             configs,
             reuse=enable_reuse,
@@ -122,12 +115,10 @@ class AttentionBufferManager:
             pressure=pressure,
             strategies=strategies or Strategies(),
         )
-        self._busy = False
-        self._deferred: deque[tuple[Tensor, BufferType | None]] = deque()
         self._events: deque[tuple[Key, int]] = deque(maxlen=_MAX_EVENTS)
         self._learner: PatternLearner[Key] = PatternLearner()
         self._following = False
-        self._scope: ContextVar[str] = ContextVar("scope", default="")
+        self._scope: ContextVar[OpenScope | None] = ContextVar("scope", default=None)
         self._scopes: dict[str, ScopeStats] = {}
         self._profile = Profile() if enable_profiling else None
         weakref.finalize(self, self._cache.clear, None).atexit = False
@@ -139,10 +130,21 @@ class AttentionBufferManager:
     @classmethod
     def shared(cls, name: str) -> AttentionBufferManager:
         """The process's tracked manager of that name, made on first use."""
-        with cls._shared_lock:
-            if name not in cls._shared:
-                cls._shared[name] = cls()
-            return cls._shared[name]
+        found = cls._shared.get(name)
+        return cls._shared.setdefault(name, cls()) if found is None else found
+
+    @property
+    def configs(self) -> Mapping[BufferType, BufferConfig]:
+        """The config of each type, `custom_configs` among them."""
+        return MappingProxyType(self._cache.configs)
+
+    @property
+    def enable_reuse(self) -> bool:
+        return self._reuse
+
+    @property
+    def enable_preallocation(self) -> bool:
+        return self._preallocation
 
     def allocate(
         self,
@@ -160,56 +162,49 @@ class AttentionBufferManager:
             if device is None:
                 device = torch.get_default_device() if _mode_stack_depth() else _CPU
         cache = self._cache
-        lock = self._lock
-        lock.acquire()
+        if cache.dropped:
+            self._reap()
         try:
-            if cache.dropped:
-                self._exclusive(self._reap)
-            try:
-                free_list = cache.free_lists[type, shape, dtype, device]
-            except (KeyError, TypeError):
-                free_list = self._exclusive(cache.free_list, type, shape, dtype, device)
-            slots = free_list.slots
-            if slots:
-                slot, hit = slots.pop(), True
-                pool = free_list.pool
-                del pool.free[slot]
-                pool.hits += 1
-            else:
-                slot, hit = self._find(free_list)
-            tensor = slot.tensor
-            assert tensor is not None
-            tracked = self._tracked
-            if hit and (
-                tensor.shape != free_list.shape
-                or not tensor.is_contiguous()
-                or tensor.data_ptr() != slot.ptr
-                or tracked
-                and (
-                    use_count(tensor) != 1
-                    or storage_use_count(slot.cdata) != slot.alone
-                    or references(slot.storage_object()) != slot.storage_refs
-                    or references(tensor) > _OURS
-                    or self._debug
-                )
-            ):
-                del tensor
-                slot, hit = self._look_again(slot)
-                tensor = slot.tensor
-                assert tensor is not None
-            if tracked:
-                slot.scope = scope = self._scope.get()
-                if scope or profile is not None:
-                    self._note_taken(slot, began, hit=hit)
-            slot.tensor = None
-            cache.in_use += slot.nbytes
-            if slot.slack:
-                cache.slack += slot.slack
-            self._events.append(free_list.took)
-            if slot.freed is not None:
-                slot.await_freed(tensor)
-        finally:
-            lock.release()
+            free_list = cache.free_lists[type, shape, dtype, device]
+        except (KeyError, TypeError):
+            free_list = cache.free_list(type, shape, dtype, device)
+        pool = free_list.pool
+        try:
+            slot = free_list.slots.pop()
+            tensor = pool.free.pop(slot, None)
+        except IndexError:
+            tensor = None
+        hit = tensor is not None
+        if tensor is not None:
+            pool.hits += 1
+        else:  # none is ready, or another thread was faster
+            slot, tensor, hit = cache.find(free_list)
+        tracked = self._tracked
+        own = slot.storage_object()  # while it lives, so does what `cdata` points to
+        if hit and (
+            tensor.shape != free_list.shape
+            or not tensor.is_contiguous()
+            or tensor.data_ptr() != slot.ptr
+            or tracked
+            and (
+                own is None
+                or use_count(tensor) != 1
+                or references(own) != slot.storage_refs
+                or storage_use_count(slot.cdata) != slot.alone
+                or references(tensor) > _OURS
+                or self._debug
+            )
+        ):
+            del own
+            slot, tensor, hit = self._look_again(slot, tensor, named=tracked and references(tensor) > _OURS)
+        if tracked:
+            slot.scope = "" if self._scope.get() is None else self._scope_name()
+        if slot.freed is not None:
+            slot.await_freed(tensor)
+        cache.slots[slot.ident] = slot
+        self._events.append(free_list.took)
+        if slot.scope or profile is not None:
+            self._note_taken(slot, began, hit=hit)
         if zero_init or (zero_init is None and slot.zero):
             tensor.zero_()
         return tensor
@@ -219,58 +214,55 @@ class AttentionBufferManager:
         profile = self._profile
         began = 0 if profile is None else profile.now()
         cache = self._cache
-        lock = self._lock
-        lock.acquire()
+        slots = cache.slots
+        ident = id(tensor)
         try:
-            if self._busy:
-                self._deferred.append((tensor, type))
+            slot = slots[ident]
+        except KeyError:
+            raise self._not_in_use(tensor) from None
+        handle = slot.handle
+        if handle is None or handle() is not tensor:
+            if slot.is_dying(tensor):
                 return
-            try:
-                slot = cache.slots[id(tensor)]
-            except KeyError:
-                raise self._not_in_use(tensor) from None
-            handle = slot.handle
-            if handle is None or handle() is not tensor or slot.tensor is not None:
-                if slot.is_dying(tensor):
-                    return
-                raise self._not_in_use(tensor)
-            free_list, pool = slot.free_list, slot.pool
-            if type is not None and type is not pool.type and one_type(type) is not pool.type:
-                raise BufferStateError(f"type={type!r}: this buffer is {pool.type.name}; pass that type or none")
-            if tensor.requires_grad:
-                raise BufferStateError(
-                    f"a {pool.type.name} buffer with {'grad_fn' if tensor.grad_fn else 'requires_grad=True'} belongs "
-                    "to a graph; drop it instead, the graph frees it"
-                )
-            cache.in_use -= slot.nbytes
-            if slot.slack:
-                cache.slack -= slot.slack
+            raise self._not_in_use(tensor)
+        pool, free_list = slot.pool, slot.free_list
+        if type is not None and type is not pool.type and one_type(type) is not pool.type:
+            raise BufferStateError(f"type={type!r}: this buffer is {pool.type.name}; pass that type or none")
+        if tensor.requires_grad:
+            raise BufferStateError(
+                f"a {pool.type.name} buffer with {'grad_fn' if tensor.grad_fn else 'requires_grad=True'} belongs "
+                "to a graph; drop it instead, the graph frees it"
+            )
+        if profile is not None:
+            profile.end(slot, began_ns=began)
+        own = slot.storage_object()
+        if (
+            own is None
+            or use_count(tensor) != 1
+            or references(own) != slot.storage_refs
+            or storage_use_count(slot.cdata) != slot.alone
+            or self._debug
+            and slot.moved(tensor)
+        ):
+            cache.quarantine(slot)
             self._events.append(free_list.gave)
-            if slot.scope or profile is not None:
-                self._note_given(slot, began)
-            if (
-                use_count(tensor) != 1
-                or storage_use_count(slot.cdata) != slot.alone
-                or references(slot.storage_object()) != slot.storage_refs
-            ):
-                cache.quarantine(slot)
-                return
-            slot.tensor = tensor
-            if pool.on_cuda:
-                slot.mark_freed()
-            if self._debug:
-                if slot.moved():
-                    cache.quarantine(slot)
-                    return
-                slot.poison_bytes()
-            free_list.slots.append(slot)
-            free = pool.free
-            free[slot] = None
-            slot.stamp = cache.clock = clock = cache.clock + 1
-            if len(free) > pool.limit or not clock & 255 or (cache.bounded and cache.is_over()):
-                self._exclusive(cache.trim)
-        finally:
-            lock.release()
+            return
+        del own  # whoever takes the buffer next counts who holds it
+        if pool.on_cuda:
+            slot.mark_freed()
+        if self._debug:
+            slot.poison_bytes(tensor)
+        slot.stamp = cache.clock = clock = cache.clock + 1
+        free = pool.free
+        try:
+            del slots[ident]  # nothing interrupts between these two: neither is a call
+            free[slot] = tensor
+        except KeyError:  # another thread freed it meanwhile
+            raise self._not_in_use(tensor) from None
+        free_list.slots.append(slot)
+        self._events.append(free_list.gave)
+        if len(free) > pool.limit or not clock & 255 or (cache.bounded and cache.is_over()):
+            cache.trim()
 
     @contextmanager
     def buffer(
@@ -294,14 +286,16 @@ class AttentionBufferManager:
         seq_len: int,
         num_heads: int,
         head_dim: int,
-        dtype: torch.dtype = torch.float32,
         device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
         *,
         types: Collection[BufferType] = _ATTENTION,
     ) -> None:
         """Makes sure that one buffer of each type is cached: (B, T, H, D), and (B, H, T, T) for SCORES and WEIGHTS."""
         if not self._reuse:
             raise ValueError("preallocate_buffers needs enable_reuse=True: nothing is kept without it")
+        if isinstance(device, torch.dtype):
+            raise TypeError(f"device: got {device}; accepted: a device, and dtype= after it")
         sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_heads": num_heads, "head_dim": head_dim}
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
@@ -312,60 +306,69 @@ class AttentionBufferManager:
         nbytes = sum(key.nbytes for key in wanted)
         if nbytes > self._cache.max_bytes:
             raise ValueError(f"preallocate_buffers: {nbytes} bytes do not fit max_bytes={self._cache.max_bytes}")
-        with self._lock:
-            self._exclusive(self._cache.ready, wanted)
+        self._cache.ready(wanted)
 
     def clear_cache(self, type: BufferType | None = None) -> None:
         """Gives every cached buffer (of one type) back to the system; buffers in use are untouched."""
         only = None if type is None else one_type(type)
-        with self._lock:
-            self._exclusive(self._reap)
-            self._exclusive(self._cache.clear, only)
+        self._reap()
+        self._cache.clear(only)
 
     def end_iteration(self) -> None:
         """Marks the end of an iteration. After three alike, what the next one needs is cached when this returns."""
-        with self._lock:
-            self._exclusive(self._reap)
-            self._learner.observe(demand(self._events) if len(self._events) < _MAX_EVENTS else {})
-            self._events.clear()
-            self._exclusive(self._cache.apply_pressure)
-            if self._reuse:
-                self._following = self._exclusive(self._cache.follow, self._learner.plan)
+        self._reap()
+        events = self._events.copy()
+        self._events.clear()
+        self._learner.observe(demand(events) if len(events) < _MAX_EVENTS else {})
+        self._cache.apply_pressure()
+        if self._reuse:
+            self._following = self._cache.follow(self._learner.plan)
 
     @contextmanager
     def scope(self, module_name: str) -> Iterator[None]:
-        """Counts what is allocated inside under that name (the innermost); a lightweight manager keeps no such count."""
-        token = self._scope.set(module_name)
+        """Counts what is allocated inside under that name (the innermost; "": none); a lightweight manager keeps no such
+        count."""
+        outer, here = self._open_scope(), Scope(module_name)
         try:
+            self._scope.set((weakref.ref(here), outer) if here else None)
             yield
         finally:
-            self._scope.reset(token)
+            self._scope.set(outer)
+
+    def _open_scope(self) -> OpenScope | None:
+        """The innermost. One that was not closed, because an interrupt came just then, ends with its last reference."""
+        innermost = self._scope.get()
+        while innermost is not None and innermost[0]() is None:
+            innermost = innermost[1]
+        return innermost
 
     def get_stats(self) -> dict[str, Any]:
         """Counts and bytes. `bytes_reserved` = in use + cached + idle in slabs, all real; `bytes_peak` is its peak;
-        `bytes_live` is what was asked for of the buffers in use."""
-        with self._lock:
-            self._exclusive(self._reap)
-            return cache_stats(self._cache, self._profile) | {
-                "pattern": {
-                    "alike": self._learner.alike,
-                    "broken": self._learner.broken,
-                    "learned": bool(self._learner.plan),
-                    "followed": self._following,
-                },
-                "per_scope": {name: asdict(stats) for name, stats in self._scopes.items()},
-            }
+        `bytes_live` is what was asked for of the buffers in use; `preallocated_buffers` is how many were made before they
+        were asked for. `buffer_types` is another name of `per_type`."""
+        self._reap()
+        scopes = {
+            name: asdict(stats) | {"bytes_in_use": self._scope_bytes(name)}
+            for name, stats in self._scopes.copy().items()
+        }
+        return cache_stats(self._cache, self._profile) | {
+            "pattern": {
+                "alike": self._learner.alike,
+                "broken": self._learner.broken,
+                "learned": bool(self._learner.plan),
+                "followed": self._following,
+            },
+            "per_scope": scopes,
+        }
 
     def export_trace(self, path: str | Path) -> None:
         """Writes every buffer's life as Chrome trace JSON (chrome://tracing, Perfetto)."""
-        with self._lock:
-            trace = chrome_trace(self._profiled("export_trace"))
+        trace = chrome_trace(self._profiled("export_trace"))
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
     def export_html(self, path: str | Path) -> None:
         """Writes every buffer's life as one page that needs nothing from the network."""
-        with self._lock:
-            page = lives_page(self._profiled("export_html"), self.get_stats())
+        page = lives_page(self._profiled("export_html"), self.get_stats())
         Path(path).write_text(page, encoding="utf-8")
 
     def _profiled(self, caller: str) -> Profile:
@@ -373,82 +376,62 @@ class AttentionBufferManager:
             raise ValueError(f"{caller} has nothing to write: make the manager with enable_profiling=True")
         return self._profile
 
-    def _exclusive(self, act: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
-        """Runs one step on the cache; buffers that finalizers free meanwhile are taken back after it."""
-        if self._busy:
-            return act(*args, **kwargs)
-        self._busy = True
-        try:
-            return act(*args, **kwargs)
-        finally:
-            self._busy = False
-            self._take_deferred()
-
-    def _find(self, free_list: FreeList) -> tuple[Slot, bool]:
-        self._busy = True
-        try:
-            return self._cache.find(free_list)
-        finally:
-            self._busy = False
-            if self._deferred:
-                self._take_deferred()
-
-    def _take_deferred(self) -> None:
-        while self._deferred:
-            self.deallocate(*self._deferred.popleft())
-
     def _reap(self) -> None:
         for slot in self._cache.reap():
             self._events.append(slot.free_list.gave)
-            self._note_given(slot, None)
+            if self._profile is not None:
+                self._profile.end(slot, began_ns=None)
 
-    def _look_again(self, slot: Slot) -> tuple[Slot, bool]:
-        """The slot to hand out instead of a cached one that is suspect, and whether it is a cached one.
+    def _look_again(self, slot: Slot, tensor: Tensor, *, named: bool) -> tuple[Slot, Tensor, bool]:
+        """The buffer to hand out instead of a cached one that is suspect, and whether it is a cached one.
 
         If its bytes moved (a resize_ that grew), or someone took hold of them since it was freed, it is quarantined and
         another made. If a variable still names its tensor, a new one over the same bytes is handed out, so that freeing
         the old one again is caught. Another shape or stride (resize_, t_) is undone."""
         cache = self._cache
         if self._debug:
-            cache.check_poison(slot)
-        if slot.moved() or self._tracked and slot.held_elsewhere():
+            cache.check_poison(slot, tensor)
+        if slot.moved(tensor) or self._tracked and slot.held_elsewhere(tensor):
             cache.quarantine(slot)
             slot.pool.hits -= 1
             slot.pool.misses += 1
-            self._exclusive(cache.make_room, slot.free_list.nbytes)
-            return self._exclusive(cache.make, slot.free_list), False
-        if self._tracked and slot.named_elsewhere():
-            del cache.slots[slot.ident]
-            slot.renew()
-            cache.adopt(slot)
-        slot.restore_layout()
-        return slot, True
+            cache.make_room(slot.free_list.nbytes)
+            return *cache.make(slot.free_list), False
+        if named:
+            old, tensor = tensor, tensor.data
+            slot.watch(tensor, cache.dropped.append)
+            detach_storage(old)
+        slot.restore_layout(tensor)
+        return slot, tensor, True
 
     def _note_taken(self, slot: Slot, began_ns: int, *, hit: bool) -> None:
         if slot.scope:
-            self._scopes.setdefault(slot.scope, ScopeStats()).take(slot.free_list.nbytes, hit=hit)
+            stats = self._scopes.setdefault(slot.scope, ScopeStats())
+            stats.take(slot.free_list.nbytes, self._scope_bytes(slot.scope), hit=hit)
         if self._profile is not None:
             key = slot.free_list.key
             label = f"{key.type.name} {key.shape} {str(key.dtype).removeprefix('torch.')}"
             life = Life(key.type, label, slot.scope, slot.block.strategy, slot.free_list.nbytes, began_ns, None)
             self._profile.begin(slot, life, began_ns=began_ns)
 
+    def _scope_name(self) -> str:
+        innermost = self._open_scope()
+        return "" if innermost is None else str(innermost[0]() or "")
+
+    def _scope_bytes(self, name: str) -> int:
+        """What was asked for of the buffers in use that were taken in a scope."""
+        return sum(slot.free_list.nbytes for slot in list(self._cache.slots.values()) if slot.scope == name)
+
     def _not_in_use(self, tensor: object) -> BufferStateError:
         if not isinstance(tensor, Tensor):
             return BufferStateError(f"tensor: got {tensor!r}; accepted: a tensor from this manager's allocate")
-        slot = self._cache.slots.get(id(tensor))
-        if slot is not None and slot.tensor is tensor:
-            return BufferStateError(f"this {slot.pool.type.name} buffer was deallocated already; free it once")
+        for pool in list(self._cache.pools.values()):
+            if any(cached is tensor for cached in list(pool.free.values())):
+                return BufferStateError(f"this {pool.type.name} buffer was deallocated already; free it once")
         return BufferStateError(
             f"tensor of shape {tuple(tensor.shape)} is not a buffer in use of this manager: it came from elsewhere, is "
             "a view of a buffer, or was deallocated before; pass the tensor that allocate returned, once"
         )
-
-    def _note_given(self, slot: Slot, began_ns: int | None) -> None:
-        if slot.scope:
-            self._scopes[slot.scope].bytes_in_use -= slot.free_list.nbytes
-        if self._profile is not None:
-            self._profile.end(slot, began_ns=began_ns)
 
 
 def create_attention_buffer_manager(

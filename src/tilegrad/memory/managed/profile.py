@@ -7,9 +7,10 @@ Times are nanoseconds of `time.perf_counter_ns`, from the moment the profile was
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from ..page import Span, human, timeline_page
 from ..types import BufferType
@@ -18,20 +19,25 @@ from .cache import BufferCache
 MAX_LIVES = 1_000_000
 
 
+class Scope(str):
+    """The name of a scope, which lives as long as its block."""
+
+
+OpenScope: TypeAlias = "tuple[weakref.ref[Scope], OpenScope | None]"  # and the one around it
+
+
 @dataclass(slots=True)
 class ScopeStats:
     allocations: int = 0
     cache_hits: int = 0
     bytes_allocated: int = 0
-    bytes_in_use: int = 0
     bytes_peak: int = 0
 
-    def take(self, nbytes: int, *, hit: bool) -> None:
+    def take(self, nbytes: int, in_use: int, *, hit: bool) -> None:
         self.allocations += 1
         self.cache_hits += hit
         self.bytes_allocated += nbytes
-        self.bytes_in_use += nbytes
-        self.bytes_peak = max(self.bytes_peak, self.bytes_in_use)
+        self.bytes_peak = max(self.bytes_peak, in_use)
 
 
 @dataclass(slots=True)
@@ -43,7 +49,6 @@ class TypeProfile:
     time_ns: int = 0
     ended: int = 0
     lifetime_ns: int = 0
-    bytes_in_use: int = 0
     bytes_high_water: int = 0
 
 
@@ -70,20 +75,21 @@ class Profile:
 
     def begin(self, slot: object, life: Life, *, began_ns: int) -> None:
         row = self.types[life.type]
+        self._open[slot] = life
         row.count += 1
         row.bytes += life.nbytes
-        row.bytes_in_use += life.nbytes
-        row.bytes_high_water = max(row.bytes_high_water, row.bytes_in_use)
+        in_use = sum(other.nbytes for other in list(self._open.values()) if other.type is life.type)
+        row.bytes_high_water = max(row.bytes_high_water, in_use)
         row.time_ns += self.now() - began_ns
-        self._open[slot] = life
 
     def end(self, slot: object, *, began_ns: int | None) -> None:
         """The buffer came back (began_ns: when its deallocate was called) or its last holder dropped it (None)."""
-        life = self._open.pop(slot)
+        life = self._open.pop(slot, None)
+        if life is None:  # an interrupted call has ended it
+            return
         last = self.now()
         row = self.types[life.type]
         row.ended += 1
-        row.bytes_in_use -= life.nbytes
         row.lifetime_ns += last - life.first_ns
         if began_ns is not None:
             row.time_ns += last - began_ns
@@ -96,7 +102,7 @@ class Profile:
         return time.perf_counter_ns() - self.start_ns
 
     def lives(self) -> list[Life]:
-        return sorted([*self._ended, *self._open.values()], key=lambda life: life.first_ns)
+        return sorted([*self._ended, *list(self._open.values())], key=lambda life: life.first_ns)
 
     def type_stats(self, type: BufferType) -> dict[str, Any]:
         row = self.types[type]
@@ -174,13 +180,15 @@ def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
 def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
     """Counts and bytes, in all and per type."""
     pools = list(cache.pools.values())
+    in_use, slack = cache.in_use()
+    per_type = {str(type): _type_stats(cache, type, profile) for type in BufferType}
     hits, misses = sum(p.hits for p in pools), sum(p.misses for p in pools)
     return {
         "cache_hits": hits,
         "cache_misses": misses,
         "cache_hit_rate": hits / (hits + misses) if hits + misses else 0.0,
-        "bytes_in_use": cache.in_use,
-        "bytes_live": cache.in_use - cache.slack,
+        "bytes_in_use": in_use,
+        "bytes_live": in_use - slack,
         "bytes_cached": cache.cached,
         "bytes_reserved": cache.reserved(),
         "bytes_peak": cache.peak,
@@ -189,15 +197,19 @@ def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
         "strategies": dict(cache.strategies.counts),
         "fragmentation": cache.strategies.fragmentation(),
         "pinned": any(p.pinned for p in pools),
-        "cache_limits": {str(d): limit.max_bytes for d, limit in cache.limits.items()},
-        "per_type": {str(type): _type_stats(cache, type, profile) for type in BufferType},
+        "cache_limits": {str(d): limit.max_bytes for d, limit in list(cache.limits.items())},
+        "cached_buffers": sum(row["buffers_cached"] for row in per_type.values()),
+        "preallocated_buffers": cache.preallocated,
+        "per_type": per_type,
+        "buffer_types": per_type,
     }
 
 
 def _type_stats(cache: BufferCache, type: BufferType, profile: Profile | None) -> dict[str, Any]:
-    pools = [pool for pool in cache.pools.values() if pool.type is type]
-    in_use = [slot for slot in list(cache.slots.values()) if slot.tensor is None and slot.pool.type is type]
+    pools = [pool for pool in list(cache.pools.values()) if pool.type is type]
+    in_use = [slot for slot in list(cache.slots.values()) if slot.pool.type is type]
     stats = {
+        "allocations": sum(p.hits + p.misses for p in pools),
         "cache_hits": sum(p.hits for p in pools),
         "cache_misses": sum(p.misses for p in pools),
         "evictions": sum(p.evictions for p in pools),

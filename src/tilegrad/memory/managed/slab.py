@@ -11,16 +11,31 @@ once it is written, and a block that is given back returns its whole pages to th
 from __future__ import annotations
 
 import mmap
-from bisect import bisect_left
-from dataclasses import dataclass, field
+import os
+import sys
+import time
+import weakref
+from bisect import insort
+from collections.abc import Callable, Iterator
+from contextvars import Context
+from dataclasses import dataclass
+from functools import partial
+from operator import attrgetter
+from threading import get_ident
+from typing import ClassVar, TypeVar, TypeVarTuple
 
 import torch
 from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
+Ts = TypeVarTuple("Ts")
+R = TypeVar("R")
+
 MIB = 1 << 20
 _MAP_NORESERVE = 0x4000
 _LAZY_BYTES = 256 * MIB
+_LOOK_AGAIN_S = 1e-4
+_OFFSET = attrgetter("offset")
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -46,7 +61,7 @@ class Region:
         else:
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.address = self._bytes.data_ptr()
-        self.granule = mmap.PAGESIZE if self.lazy else 512
+        self.blocks: list[Block] = []  # by offset
 
     def block(self, offset: int, nbytes: int) -> Tensor:
         return own_storage(self._bytes[offset : offset + nbytes])
@@ -66,19 +81,40 @@ class Region:
         if last > first:
             self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
+    def gaps(self) -> Iterator[tuple[int, int]]:
+        """(first, behind the last) byte of each stretch in no block."""
+        at = 0
+        for block in list(self.blocks):
+            if block.offset > at:
+                yield at, block.offset
+            at = block.end
+        if at < self.nbytes:
+            yield at, self.nbytes
+
+    def idle_bytes(self) -> int:
+        """What is held from the system in no block. Behind the last block a lazy region has no page of its own."""
+        if not self.lazy:
+            return self.nbytes - sum(block.nbytes for block in list(self.blocks))
+        return sum(self.kept(first, last - first) for first, last in self.gaps() if last < self.nbytes)
+
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         self._bytes.record_stream(stream)
 
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Bytes that a strategy handed to the manager; `nbytes` is all they cost, rounding included."""
+    """Bytes that a strategy handed to the manager; `nbytes` is all they cost, rounding included. A block of a slab is taken
+    for as long as its storage lives."""
 
     strategy: str
     nbytes: int
     region: Region | None = None
     offset: int = 0
-    slab: BucketSlab | BestFitSlab | None = None
+    storage: weakref.ref[torch.UntypedStorage] | None = None
+
+    @property
+    def end(self) -> int:
+        return self.offset + self.nbytes
 
 
 _WHOLE_PAGES_FROM = 1 << 16
@@ -93,149 +129,134 @@ def size_class(nbytes: int) -> int:
     return round_up(nbytes, max(step, 4096) if nbytes >= _WHOLE_PAGES_FROM else step)
 
 
-@dataclass(slots=True, eq=False)
-class _Shelf:
-    """One region of a bucket slab: blocks are cut at `top`, and a freed block waits for its class."""
+class Slab:
+    """Blocks cut from the smallest gap that holds them.
 
-    region: Region
-    top: int = 0
-    live: int = 0
-    free: dict[tuple[int, int], list[int]] = field(default_factory=dict)
+    All that it knows is the blocks of each region, by offset. Gaps, sizes and idle bytes follow from them, and a block ends
+    with its storage, so an interruption leaves nothing to undo: `sweep` finds what nobody holds any more. Calls that change
+    a slab are the caller's to keep apart.
+    """
 
-
-class BucketSlab:
-    """Blocks in size classes; a freed block serves its own class only, so nothing is searched and nothing splits."""
+    strategy: ClassVar[str]
+    least_bytes: ClassVar[int]  # of a region that is one real allocation
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self.device, self.pinned = device, pinned
-        self.idle_bytes = 0
-        self._shelves: list[_Shelf] = []
+        self.lazy = device.type == "cpu" and not pinned
+        self.regions: list[Region] = []
+
+    def rounded(self, nbytes: int, alignment: int) -> tuple[int, int]:
+        """The size and the alignment of a block for a request."""
+        raise NotImplementedError
 
     def take(self, nbytes: int, alignment: int) -> tuple[Tensor, Block]:
-        size = round_up(size_class(nbytes), alignment)
-        if size >= _WHOLE_PAGES_FROM:
-            alignment = max(alignment, mmap.PAGESIZE)
-        for shelf in self._shelves:
-            waiting = shelf.free.get((size, alignment))
-            if waiting:
-                offset = waiting.pop()
-                self.idle_bytes -= shelf.region.kept(offset, size)
-                return self._cut(shelf, offset, size)
-        for shelf in self._shelves:
-            offset = self._aligned_top(shelf, alignment)
-            if offset + size <= shelf.region.nbytes:
-                break
-        else:
-            shelf = self._grow(size + alignment)
-            offset = self._aligned_top(shelf, alignment)
-        if not shelf.region.lazy:
-            self.idle_bytes -= size
-        shelf.top = offset + size
-        return self._cut(shelf, offset, size)
+        self.sweep()
+        size, alignment = self.rounded(nbytes, alignment)
+        region, offset = self._fit(size, alignment) or self._grow(size, alignment)
+        base = region.block(offset, size)
+        block = Block(self.strategy, size, region, offset, weakref.ref(base.untyped_storage()))
+        insort(region.blocks, block, key=_OFFSET)
+        return base, block
 
-    def _cut(self, shelf: _Shelf, offset: int, size: int) -> tuple[Tensor, Block]:
-        shelf.live += 1
-        return shelf.region.block(offset, size), Block("bucketed", size, shelf.region, offset, self)
+    def sweep(self) -> None:
+        """Lets go of the blocks that nobody holds, and returns what pages it can to the system."""
+        for region in list(self.regions):
+            for block in [block for block in region.blocks if block.storage() is None]:  # type: ignore[misc]
+                at = region.blocks.index(block)
+                first = region.blocks[at - 1].end if at else 0
+                last = (
+                    region.blocks[at + 1].offset if at + 1 < len(region.blocks) else round_up(block.end, mmap.PAGESIZE)
+                )
+                region.release(first, min(last, region.nbytes) - first)
+                del region.blocks[at]
+            if not region.blocks and (len(self.regions) > 1 or not region.lazy):
+                self.regions.remove(region)
 
-    def _aligned_top(self, shelf: _Shelf, alignment: int) -> int:
-        return round_up(shelf.region.address + shelf.top, alignment) - shelf.region.address
+    def _fit(self, size: int, alignment: int) -> tuple[Region, int] | None:
+        best, least = None, sys.maxsize
+        for region in self.regions:
+            for offset, end in region.gaps():
+                start = round_up(region.address + offset, alignment) - region.address
+                if start + size <= end and end - offset < least:
+                    best, least = (region, start), end - offset
+        return best
 
-    def _grow(self, at_least: int) -> _Shelf:
-        lazy = self.device.type == "cpu" and not self.pinned
-        region = Region(self.device, max(at_least, _LAZY_BYTES if lazy else 4 * MIB), pinned=self.pinned)
-        self._shelves.append(_Shelf(region))
-        if not region.lazy:
-            self.idle_bytes += region.nbytes
-        return self._shelves[-1]
+    def _grow(self, size: int, alignment: int) -> tuple[Region, int]:
+        room = round_up(size + alignment, 2 * MIB)
+        region = Region(self.device, max(room, _LAZY_BYTES if self.lazy else self.least_bytes), pinned=self.pinned)
+        self.regions.append(region)
+        return region, -region.address % alignment
 
-    def give_back(self, block: Block, alignment: int) -> None:
-        shelf = next(s for s in self._shelves if s.region is block.region)
-        shelf.live -= 1
-        shelf.region.release(block.offset, block.nbytes)
-        if block.nbytes >= _WHOLE_PAGES_FROM:
-            alignment = max(alignment, mmap.PAGESIZE)
-        shelf.free.setdefault((block.nbytes, alignment), []).append(block.offset)
-        self.idle_bytes += shelf.region.kept(block.offset, block.nbytes)
-        if shelf.live:
-            return
-        if not shelf.region.lazy:
-            self.idle_bytes -= shelf.region.nbytes
-            self._shelves.remove(shelf)
-            return
-        for (size, _), offsets in shelf.free.items():
-            self.idle_bytes -= sum(shelf.region.kept(offset, size) for offset in offsets)
-        shelf.region.release(0, shelf.region.nbytes)
-        shelf.free.clear()
-        shelf.top = 0
-
-
-@dataclass(slots=True, eq=False)
-class _Stretch:
-    """One region of a best-fit slab; `free` is its free ranges (offset, size) by offset, never two that touch."""
-
-    region: Region
-    free: list[tuple[int, int]]
-
-
-class BestFitSlab:
-    """Blocks cut from the smallest free range that holds them; a freed block merges with its free neighbours."""
-
-    def __init__(self, device: torch.device, *, pinned: bool) -> None:
-        self.device, self.pinned = device, pinned
-        self._stretches: list[_Stretch] = []
-
-    @property
     def idle_bytes(self) -> int:
-        return sum(size for s in self._stretches if not s.region.lazy for _, size in s.free)
-
-    def take(self, nbytes: int, alignment: int) -> tuple[Tensor, Block]:
-        stretch, index, size = self._fit(nbytes, alignment) or self._grow(nbytes, alignment)
-        offset, free = stretch.free[index]
-        stretch.free[index : index + 1] = [(offset + size, free - size)] if free > size else []
-        start = round_up(stretch.region.address + offset, alignment) - stretch.region.address
-        return stretch.region.block(start, offset + size - start), Block(
-            "fragment_aware", size, stretch.region, offset, self
-        )
-
-    def _fit(self, nbytes: int, alignment: int) -> tuple[_Stretch, int, int] | None:
-        best: tuple[int, _Stretch, int, int] | None = None
-        for stretch in self._stretches:
-            for index, (offset, free) in enumerate(stretch.free):
-                skip = -(stretch.region.address + offset) % alignment
-                size = round_up(nbytes + skip, stretch.region.granule)
-                if size <= free and (best is None or free < best[0]):
-                    best = (free, stretch, index, size)
-        return best and best[1:]
-
-    def _grow(self, nbytes: int, alignment: int) -> tuple[_Stretch, int, int]:
-        lazy = self.device.type == "cpu" and not self.pinned
-        room = round_up(nbytes + alignment, 2 * MIB)
-        region = Region(self.device, max(room, _LAZY_BYTES) if lazy else room, pinned=self.pinned)
-        self._stretches.append(_Stretch(region, [(0, region.nbytes)]))
-        size = round_up(nbytes + -region.address % alignment, region.granule)
-        return self._stretches[-1], 0, size
-
-    def give_back(self, block: Block, alignment: int) -> None:
-        stretch = next(s for s in self._stretches if s.region is block.region)
-        stretch.region.release(block.offset, block.nbytes)
-        free, first, last = stretch.free, block.offset, block.offset + block.nbytes
-        at = bisect_left(free, (first, 0))
-        if at < len(free) and free[at][0] == last:
-            last += free.pop(at)[1]
-        if at and sum(free[at - 1]) == first:
-            first = free.pop(at - 1)[0]
-            at -= 1
-        free.insert(at, (first, last - first))
-        if last - first == stretch.region.nbytes and (len(self._stretches) > 1 or not stretch.region.lazy):
-            self._stretches.remove(stretch)
+        return sum(region.idle_bytes() for region in list(self.regions))
 
     def fragmentation(self) -> tuple[int, int]:
         """(bytes in holes below the highest block, bytes up to that block), over all regions."""
-        holes = extent = 0
-        for stretch in self._stretches:
-            top = stretch.region.nbytes
-            if stretch.free and sum(stretch.free[-1]) == top:
-                top = stretch.free[-1][0]
-            extent += top
-            holes += sum(size for offset, size in stretch.free if offset < top)
-        return holes, extent
+        taken = [list(region.blocks) for region in list(self.regions)]
+        extent = sum(blocks[-1].end for blocks in taken if blocks)
+        return extent - sum(block.nbytes for blocks in taken for block in blocks), extent
+
+
+class BucketSlab(Slab):
+    """Blocks in size classes, so that the gap of one serves the next of its class."""
+
+    strategy, least_bytes = "bucketed", 4 * MIB
+
+    def rounded(self, nbytes: int, alignment: int) -> tuple[int, int]:
+        size = round_up(size_class(nbytes), alignment)
+        return size, max(alignment, mmap.PAGESIZE) if size >= _WHOLE_PAGES_FROM else alignment
+
+
+class BestFitSlab(Slab):
+    """Blocks of whole pages (of 512 bytes where memory is not returned by pages)."""
+
+    strategy, least_bytes = "fragment_aware", 0
+
+    def rounded(self, nbytes: int, alignment: int) -> tuple[int, int]:
+        granule = mmap.PAGESIZE if self.lazy else 512
+        return round_up(nbytes, granule), max(alignment, granule)
+
+
+class Exclusive:
+    """Runs one function at a time, whichever threads call.
+
+    No lock is held that an interruption could leave held: `Context.run` enters, calls and leaves in C, and refuses a
+    context that is entered. A child of fork has contexts of its own, because the thread inside may not be in it.
+    """
+
+    def __init__(self) -> None:
+        self._contexts: dict[int, Context] = {}
+        self._owner = 0
+
+    def run(self, act: Callable[[*Ts], R], *args: *Ts) -> R:
+        """What `act` returns; Nested where this thread is inside already, as a finalizer may be."""
+        while True:
+            context = self._contexts.setdefault(_forks, Context())
+            try:
+                return context.run(self._own, partial(act, *args))
+            except RuntimeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # by `act`: the context's own refusal has no frame below this one
+                if self._owner == get_ident():
+                    raise Nested from None
+            time.sleep(_LOOK_AGAIN_S)
+
+    def _own(self, act: Callable[[], R]) -> R:
+        self._owner = get_ident()
+        try:
+            return act()
+        finally:
+            self._owner = 0
+
+
+class Nested(RuntimeError):
+    """This thread is inside the exclusive function already."""
+
+
+def _forked() -> None:
+    global _forks
+    _forks += 1
+
+
+_forks = 0
+os.register_at_fork(after_in_child=_forked)

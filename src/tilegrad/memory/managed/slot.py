@@ -1,7 +1,7 @@
 """One buffer of the manager, in use or cached: its bytes, the tensor that names them, and who else holds them.
 
-While a slot is in use the caller owns the tensor and the slot knows it by a weak reference only. Three counts say
-whether anyone but the caller holds a buffer when it comes back:
+A slot knows its tensor by a weak reference only. While the buffer is in use the caller owns the tensor, while it is cached
+its pool does. Three counts say whether anyone else holds a buffer when it comes back:
 
     tensor._use_count()        graphs that saved it, DLPack exports, views of it (their base)
     the storage's use count    aliases: views, detach(), numpy()
@@ -19,11 +19,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from torch.multiprocessing.reductions import StorageWeakRef
 
 from ..types import BufferConfig, BufferStateError, BufferType
 from .slab import Block
-from .strategies import AllocationRequest
 
 storage_use_count = torch._C._storage_Use_Count
 use_count: Callable[[Tensor], int] = Tensor._use_count  # type: ignore[attr-defined]
@@ -53,7 +51,7 @@ class Handle(weakref.ref[Tensor]):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The cached buffers of one (type, device), least recently freed first."""
+    """The cached buffers of one (type, device), least recently freed first: whoever removes one from `free` owns its tensor."""
 
     type: BufferType
     device: torch.device
@@ -61,7 +59,7 @@ class Pool:
     pinned: bool
     on_cuda: bool
     limit: int
-    free: dict[Slot, None] = field(default_factory=dict)
+    free: dict[Slot, Tensor] = field(default_factory=dict)
     hits: int = 0
     misses: int = 0
     evictions: int = 0
@@ -69,7 +67,8 @@ class Pool:
 
 
 class FreeList:
-    """The cached buffers whose tensor has one exact key; `took` and `gave` are its events for pattern learning."""
+    """Where to look first for a cached buffer of one exact key: the pool's `free` decides whether it is there, and may hold
+    one that this list lacks. `took` and `gave` are the key's events for pattern learning."""
 
     __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
 
@@ -115,20 +114,17 @@ class Slot:
         "poison",
         "pool",
         "ptr",
-        "request",
         "scope",
         "slack",
         "stamp",
-        "storage",
         "storage_bytes",
         "storage_object",
         "storage_refs",
-        "tensor",
         "zero",
     )
 
-    def __init__(self, free_list: FreeList, request: AllocationRequest, base: Tensor, block: Block) -> None:
-        self.pool, self.free_list, self.request, self.block = free_list.pool, free_list, request, block
+    def __init__(self, free_list: FreeList, base: Tensor, block: Block) -> None:
+        self.pool, self.free_list, self.block = free_list.pool, free_list, block
         self.nbytes = block.nbytes
         self.slack = block.nbytes - free_list.nbytes
         self.zero = free_list.pool.config.zero_init
@@ -137,90 +133,69 @@ class Slot:
         self.poison: torch.dtype | None = None
         self.freed: tuple[torch.cuda.Stream, torch.cuda.Event] | None = None
         self.ident = 0
-        self.storage = StorageWeakRef(base.untyped_storage())
         self.storage_bytes = base.numel()
-        self.cdata: int = self.storage.cdata
+        self.storage_object = weakref.ref(base.untyped_storage())
+        self.cdata: int = base.untyped_storage()._cdata
         self.ptr = base.data_ptr()
-        self.tensor: Tensor | None = shaped(base.untyped_storage(), free_list.key)
         self.handle: Handle | None = None
 
     def learn_alone(self) -> None:
-        """Reads the counts that mean 'nobody else'; called once, when only this slot holds the bytes."""
-        assert self.tensor is not None
-        self.storage_object = weakref.ref(self.tensor.untyped_storage())
-        self.storage_refs = references(self.storage_object())
-        self.alone = storage_use_count(self.cdata)
+        """Reads the counts that mean 'nobody else'; called once, when one tensor holds the bytes."""
+        own = self.storage_object()
+        self.storage_refs, self.alone = references(own), storage_use_count(self.cdata)
 
-    def watch(self, dropped: Callable[[weakref.ref[Tensor]], object]) -> None:
-        """Calls `dropped` with the handle when the tensor dies in the caller's hands."""
-        assert self.tensor is not None
-        self.ident = id(self.tensor)
-        self.handle = Handle(self.tensor, dropped)
-        self.handle.slot = self
+    def watch(self, tensor: Tensor, dropped: Callable[[weakref.ref[Tensor]], object]) -> None:
+        """Makes the tensor this slot's, and calls `dropped` with the handle when its last owner lets it die."""
+        handle = Handle(tensor, dropped)
+        handle.slot = self
+        self.ident, self.handle = id(tensor), handle
 
     def is_dying(self, tensor: Tensor) -> bool:
         """Whether a finalizer passes the tensor that this slot lost: the collector clears weak references before it
         calls the finalizers of a cycle. The buffer counts as dropped then."""
-        return self.handle is not None and self.handle() is None and tensor.untyped_storage()._cdata == self.cdata
+        return self.handle is not None and self.handle() is None and tensor.untyped_storage() is self.storage_object()
 
-    def held_elsewhere(self) -> bool:
-        """Whether anything but variables holds the cached bytes; `allocate` and `deallocate` spell the same out for speed."""
-        tensor = self.tensor
-        assert tensor is not None
+    def held_elsewhere(self, tensor: Tensor) -> bool:
+        """Whether anything but variables holds the bytes; `allocate` and `deallocate` spell the same out for speed."""
+        own = self.storage_object()  # while it lives, so does what `cdata` points to
         return (
-            use_count(tensor) != 1
+            own is None
+            or use_count(tensor) != 1
+            or references(own) != self.storage_refs
             or storage_use_count(self.cdata) != self.alone
-            or references(self.storage_object()) != self.storage_refs
         )
 
-    def moved(self) -> bool:
-        """Whether the cached tensor is over other bytes than it was given; a view of its own bytes further on counts too."""
-        assert self.tensor is not None
-        return self.tensor.data_ptr() != self.ptr
+    def moved(self, tensor: Tensor) -> bool:
+        """Whether the tensor is over other bytes than it was given; a view of its own bytes further on counts too."""
+        return tensor.data_ptr() != self.ptr
 
-    def restore_layout(self) -> None:
+    def restore_layout(self, tensor: Tensor) -> None:
         """Undoes a resize_ or t_ of the caller."""
-        tensor, shape = self.tensor, self.free_list.shape
-        assert tensor is not None
+        shape = self.free_list.shape
         if tensor.shape != shape or not tensor.is_contiguous():
             tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
 
-    def retarget(self, free_list: FreeList) -> bool:
-        """Makes the cached tensor one of another shape or dtype over the same bytes; True if that took a new object."""
-        old = self.tensor
-        assert old is not None
+    def retarget(self, old: Tensor, free_list: FreeList) -> Tensor:
+        """The tensor with another shape or dtype over the same bytes: itself, or a new one that is to be watched."""
         same_dtype = free_list.dtype is self.free_list.dtype
         self.free_list, self.slack = free_list, self.nbytes - free_list.nbytes
         if same_dtype and not old.requires_grad:
-            old.resize_(free_list.shape)
-            return False
-        self.tensor = shaped(old.untyped_storage(), free_list.key)
+            return old.resize_(free_list.shape)
+        new = shaped(old.untyped_storage(), free_list.key)
         detach_storage(old)
-        return True
+        return new
 
-    def named_elsewhere(self) -> bool:
-        """Whether a variable outside still names the cached tensor."""
-        return references(self.tensor) > 2
-
-    def renew(self) -> None:
-        """Puts a new tensor over the bytes; whoever still names the old one then holds an empty tensor."""
-        assert self.tensor is not None
-        old, self.tensor = self.tensor, self.tensor.data
-        detach_storage(old)
-
-    def poison_bytes(self) -> None:
-        assert self.tensor is not None
-        raw = self._raw()
-        raw.fill_(_POISON_BYTE)
-        self.poison = self.tensor.dtype
+    def poison_bytes(self, tensor: Tensor) -> None:
+        self._raw(tensor).fill_(_POISON_BYTE)
+        self.poison = tensor.dtype
         if self.poison in _NAN_DTYPES:
-            self.tensor.fill_(float("nan"))
+            tensor.fill_(float("nan"))
 
-    def check_poison(self) -> None:
+    def check_poison(self, tensor: Tensor) -> None:
         """Raises if a byte changed since the buffer was freed."""
-        if self.poison is None or self.tensor is None:
+        if self.poison is None:
             return
-        raw, dtype = self._raw(), self.poison
+        raw, dtype = self._raw(tensor), self.poison
         self.poison = None
         expected = torch.full_like(raw, _POISON_BYTE)
         if dtype in _NAN_DTYPES:
@@ -235,9 +210,8 @@ class Slot:
                 f"changed, the first at byte {int(changed[0])}; stop using a tensor once it is deallocated"
             )
 
-    def _raw(self) -> Tensor:
-        assert self.tensor is not None
-        storage = self.tensor.untyped_storage()
+    def _raw(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
         return shaped(
             storage, Key(self.free_list.key.type, (storage.nbytes(),), torch.uint8, self.free_list.key.device)
         )
@@ -253,12 +227,11 @@ class Slot:
         """Makes the current stream wait for the work of the stream that freed the buffer, if that is another."""
         assert self.freed is not None
         stream, event = self.freed
-        self.freed = None
         current = torch.cuda.current_stream(self.pool.device)
-        if current == stream:
-            return
-        current.wait_event(event)
-        if self.block.region is not None:
-            self.block.region.record_stream(current)
-        else:
-            tensor.record_stream(current)
+        if current != stream:
+            current.wait_event(event)
+            if self.block.region is not None:
+                self.block.region.record_stream(current)
+            else:
+                tensor.record_stream(current)
+        self.freed = None

@@ -8,17 +8,19 @@ direct           everything else               the allocator of torch
 
 from __future__ import annotations
 
+import mmap
 import warnings
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
-from typing import Protocol
+from typing import ClassVar, Protocol
 
 import torch
 from torch import Tensor
 
 from ..types import BufferConfig
 from . import numa
-from .slab import MIB, BestFitSlab, Block, BucketSlab, Region, own_storage, round_up
+from .slab import MIB, BestFitSlab, Block, BucketSlab, Exclusive, Nested, Region, Slab, own_storage, round_up
 
 STRATEGIES = ("bucketed", "numa_aware", "fragment_aware", "direct")
 
@@ -44,34 +46,40 @@ class Strategy(Protocol):
     def applies(self, request: AllocationRequest) -> bool: ...
 
     def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
-        """uint8 bytes, at least as many as asked, under a storage of their own; and what to give back for them."""
+        """uint8 bytes, at least as many as asked, under a storage of their own, which nobody gives back: they end with it."""
         ...
 
-    def give_back(self, request: AllocationRequest, block: Block) -> None: ...
 
-    def idle_bytes(self) -> int: ...
+class _Slabs:
+    """A strategy that cuts slabs, one for each device and kind of memory; one thread at a time."""
 
+    slab: ClassVar[type[Slab]]
 
-class Bucketed:
     def __init__(self) -> None:
-        self._slabs: dict[tuple[torch.device, bool], BucketSlab] = {}
+        self._slabs: dict[tuple[torch.device, bool], Slab] = {}
+        self._exclusive = Exclusive()
+
+    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
+        where = (request.device, request.pinned)
+        slab = self._slabs.get(where) or self._slabs.setdefault(where, self.slab(where[0], pinned=where[1]))
+        return self._exclusive.run(slab.take, request.nbytes, request.alignment)
+
+    def sweep(self) -> None:
+        for slab in list(self._slabs.values()):
+            with suppress(Nested):  # in a finalizer amid a change, which the next sweep follows
+                self._exclusive.run(slab.sweep)
+
+    def idle_bytes(self) -> int:
+        return sum(slab.idle_bytes() for slab in list(self._slabs.values()))
+
+
+class Bucketed(_Slabs):
+    slab = BucketSlab
 
     def applies(self, request: AllocationRequest) -> bool:
         config = request.config
         small = 0 < request.nbytes < MIB
         return small and config.prefer_bucketed and config.reuse_frequency == "high" and request.sliceable
-
-    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
-        where = (request.device, request.pinned)
-        if where not in self._slabs:
-            self._slabs[where] = BucketSlab(request.device, pinned=request.pinned)
-        return self._slabs[where].take(request.nbytes, request.alignment)
-
-    def give_back(self, request: AllocationRequest, block: Block) -> None:
-        self._slabs[request.device, request.pinned].give_back(block, request.alignment)
-
-    def idle_bytes(self) -> int:
-        return sum(slab.idle_bytes for slab in self._slabs.values())
 
 
 class NumaAware:
@@ -92,41 +100,22 @@ class NumaAware:
     def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
         region = Region(request.device, request.nbytes + request.alignment, pinned=False)
         node = numa.current_node()
-        numa.bind(region.address, round_up(region.nbytes, region.granule), node)
+        numa.bind(region.address, round_up(region.nbytes, mmap.PAGESIZE), node)
         if numa.bound_nodes(region.address) != [node]:
             raise OSError(f"mbind to node {node} reported success, the kernel names {numa.bound_nodes(region.address)}")
         start = -region.address % request.alignment
-        return region.block(start, request.nbytes), Block("numa_aware", request.nbytes, region)
+        return region.block(start, request.nbytes), Block("numa_aware", request.nbytes)
 
     def refuse(self, error: OSError) -> None:
         self._usable = False
         warnings.warn(f"NUMA binding is not possible here ({error}): using the next strategy", stacklevel=2)
 
-    def give_back(self, request: AllocationRequest, block: Block) -> None:
-        block.region = None
 
-    def idle_bytes(self) -> int:
-        return 0
-
-
-class FragmentAware:
-    def __init__(self) -> None:
-        self._slabs: dict[tuple[torch.device, bool], BestFitSlab] = {}
+class FragmentAware(_Slabs):
+    slab = BestFitSlab
 
     def applies(self, request: AllocationRequest) -> bool:
         return request.nbytes > 2 * request.config.typical_size_mb * MIB and request.sliceable
-
-    def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
-        where = (request.device, request.pinned)
-        if where not in self._slabs:
-            self._slabs[where] = BestFitSlab(request.device, pinned=request.pinned)
-        return self._slabs[where].take(request.nbytes, request.alignment)
-
-    def give_back(self, request: AllocationRequest, block: Block) -> None:
-        self._slabs[request.device, request.pinned].give_back(block, request.alignment)
-
-    def idle_bytes(self) -> int:
-        return sum(slab.idle_bytes for slab in self._slabs.values())
 
     def fragmentation(self) -> float:
         """The share of the slabs' extent that is holes between blocks: 0 is none."""
@@ -147,21 +136,15 @@ class Direct:
         start = -whole.data_ptr() % request.alignment
         return own_storage(whole[start : start + request.nbytes]), Block("direct", request.nbytes + spare)
 
-    def give_back(self, request: AllocationRequest, block: Block) -> None:
-        """The tensor was the only owner: nothing is left to return."""
-
-    def idle_bytes(self) -> int:
-        return 0
-
 
 class Strategies:
     """The four in order, with how often each was used."""
 
     def __init__(self, numa_aware: NumaAware | None = None) -> None:
         self._numa = numa_aware or NumaAware()
-        self._fragment = FragmentAware()
+        self._bucketed, self._fragment = Bucketed(), FragmentAware()
         self._by_name: dict[str, Strategy] = dict(
-            zip(STRATEGIES, (Bucketed(), self._numa, self._fragment, Direct()), strict=True)
+            zip(STRATEGIES, (self._bucketed, self._numa, self._fragment, Direct()), strict=True)
         )
         self.counts = dict.fromkeys(STRATEGIES, 0)
 
@@ -171,6 +154,8 @@ class Strategies:
                 continue
             try:
                 base, block = strategy.take(request)
+            except Nested:  # a finalizer allocates while this thread changes the slab
+                continue
             except OSError as error:
                 if strategy is not self._numa:
                     raise
@@ -182,11 +167,13 @@ class Strategies:
             return base, block
         raise AssertionError("direct applies to every request")
 
-    def give_back(self, request: AllocationRequest, block: Block) -> None:
-        self._by_name[block.strategy].give_back(request, block)
+    def sweep(self) -> None:
+        """Lets go of the blocks of slabs that nobody holds any more."""
+        self._bucketed.sweep()
+        self._fragment.sweep()
 
     def idle_bytes(self) -> int:
-        return sum(strategy.idle_bytes() for strategy in self._by_name.values())
+        return self._bucketed.idle_bytes() + self._fragment.idle_bytes()
 
     def fragmentation(self) -> float:
         return self._fragment.fragmentation()
