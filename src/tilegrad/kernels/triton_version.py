@@ -6,8 +6,8 @@
 Kernels of 3.6 to 3.9 were run on an H200. A newer version may change either without an error, so what relies on it refuses,
 and says so.
 
-Compiled for sm_90, plain calls of bfloat16 spill 8 bytes in Hopper's backward at D 64, outside of its loop, causal ones 24 of
-which 16 are in it, and with 3.8 12 in the forward at D 256. 3.9 has the ptxas of CUDA 13.4, and as Triton calls it (--regAllocOptLevel=2, since 3.7) it spills more,
+Compiled for sm_90, plain calls of bfloat16 spill 8 bytes in Hopper's backward at D 64, outside of its loop, and with 3.8 12 in
+the forward at D 256. 3.9 has the ptxas of CUDA 13.4, and as Triton calls it (--regAllocOptLevel=2, since 3.7) it spills more,
 though less of q and v is in registers with it (`takes_more_registers`):
 
     bytes stored and loaded   hopper: backward at D 96: 116, at D 256: 108; forward at D 128: 148, at D 256: 280
