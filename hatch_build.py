@@ -14,7 +14,7 @@ from typing import Any
 
 from hatchling.builders.hooks.plugin.interface import BuildHookInterface
 
-BUILDER = "src/tilegrad/kernels/cpu/build.py"
+BUILDER = "src/tilegrad/native/build.py"
 
 
 class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from tilegrad.dilated.reference import pairs
+from tilegrad.functional.dilated.reference import pairs
 
 T, SEGMENTS, RATES = 16, (4, 8, 16), (1, 2, 4)
 CELL, GAP, LEFT = 11, 30, 24

@@ -17,11 +17,12 @@ from support.interpreter import keep_what_the_interpreter_makes_anew, round_bflo
 from support.ranks import Ranks
 from support.signals import hear_interrupts
 
-from tilegrad import autograd, eager
+from tilegrad.functional import dispatch as autograd
+from tilegrad.functional import eager
 from tilegrad.kernels import gpu
-from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library as native_library
 from tilegrad.memory.managed import hit, manager
+from tilegrad.native import build as native_build
 
 COMMON = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), database=None)
 settings.register_profile("tilegrad", COMMON, derandomize=True)

@@ -63,8 +63,8 @@ TESTS = {  # the longest beginning of a path decides
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "train/": ("tests/train", "tests/model/test_dropout.py"),
-    "train/config.py": ("tests/train", "tests/package/test_cli.py"),
-    "train/api.py": ("tests/train", "tests/package/test_cli.py"),
+    "training/config.py": ("tests/train", "tests/package/test_cli.py"),
+    "training/api.py": ("tests/train", "tests/package/test_cli.py"),
     "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
     "autograd": FRONT,  # a file or a folder
     "functional.py": FRONT,
@@ -93,7 +93,7 @@ CALLERS = {
 }
 LIBRARIES = {  # of C++: what builds it, and its file
     "kernels/cpu/csrc/": ("from tilegrad.kernels.cpu import build as it", "kernels/cpu/native_*.so"),
-    "eager/": ("from tilegrad.eager import MODULE as it", "eager/tilegrad_eager_*.so"),
+    "eager/": ("from tilegrad.functional.eager import MODULE as it", "eager/tilegrad_eager_*.so"),
     "memory/managed/": ("from tilegrad.memory.managed.hit import MODULE as it", "memory/managed/tilegrad_hit_*.so"),
 }
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {

@@ -9,24 +9,24 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from . import openmp as openmp  # before torch: it sets what OpenMP's runtime reads as it is loaded
+from .native import openmp as openmp  # before torch: it sets what OpenMP's runtime reads as it is loaded
 
 if TYPE_CHECKING:
-    from . import flash as flash
     from . import integrations as integrations
     from . import memory as memory
     from . import nn as nn
-    from .dilated.functional import dilated_attention
     from .dist.mesh import Mesh
+    from .engine.engine import Engine
     from .functional import attention, attention_varlen, explain, sdpa
+    from .functional.dilated.functional import dilated_attention
+    from .integrations import flash_attn as flash
     from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
     from .kernels.table import Explanation
     from .model.config import ModelConfig
-    from .shared_attention import free_attention, init_attention
-    from .train.api import TrainedModel, load, presets, train
-    from .train.config import RunConfig, RunEnded
-    from .train.engine import Engine
+    from .specification.shared_attention import free_attention, init_attention
+    from .training.api import TrainedModel, load, presets, train
+    from .training.config import RunConfig, RunEnded
 
 __version__ = "0.1.0.dev0"
 

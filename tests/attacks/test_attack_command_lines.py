@@ -18,14 +18,14 @@ from pathlib import Path
 
 import pytest
 
-from tilegrad import gradcheck
 from tilegrad.bench import memory as bench_memory
 from tilegrad.bench import training as bench_training
 from tilegrad.cli import build_parser, main
 from tilegrad.cli.arguments import Parser
-from tilegrad.spelling import dtype_name
-from tilegrad.train import loop
-from tilegrad.train.keys import flag_value, keys
+from tilegrad.engine import gradcheck
+from tilegrad.text.spelling import dtype_name
+from tilegrad.training import loop
+from tilegrad.training.keys import flag_value, keys
 
 TOML = """[model]
 n_layer = 1

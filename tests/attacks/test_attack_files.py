@@ -16,9 +16,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library as native_library
-from tilegrad.train.checkpoint import (
+from tilegrad.native import build as native_build
+from tilegrad.training.checkpoint import (
     DamagedCheckpoint,
     _digest,
     latest_checkpoint,

@@ -23,8 +23,11 @@ from support.models import LLAMA, equal
 import tilegrad
 from tilegrad import ModelConfig
 from tilegrad.cli import main
-from tilegrad.train import loop
-from tilegrad.train.checkpoint import (
+from tilegrad.data.tokens import default_text, load_prepared, prepare
+from tilegrad.engine.engine import Engine
+from tilegrad.pretrained.weights import open_weights, write_weights
+from tilegrad.training import loop
+from tilegrad.training.checkpoint import (
     DamagedCheckpoint,
     latest_checkpoint,
     load_checkpoint,
@@ -32,14 +35,11 @@ from tilegrad.train.checkpoint import (
     newest_name,
     save_checkpoint,
 )
-from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
-from tilegrad.train.data import default_text, load_prepared, prepare
-from tilegrad.train.engine import Engine
-from tilegrad.train.export import export_run
-from tilegrad.train.folder import holds_a_run
-from tilegrad.train.log import read_log
-from tilegrad.train.run import train
-from tilegrad.train.weights import open_weights, write_weights
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.export import export_run
+from tilegrad.training.folder import holds_a_run
+from tilegrad.training.log import read_log
+from tilegrad.training.run import train
 
 pytestmark = [  # a file that was being read when the interrupt came is closed by whoever collects it
     pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning"),
@@ -369,7 +369,7 @@ def test_canary_a_save_under_its_final_name_is_seen(tmp_path: Path, monkeypatch:
 
 
 def test_canary_an_export_that_leaves_its_parts_is_seen(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilegrad.train.weights.shutil.rmtree", lambda *_arguments, **_options: None)
+    monkeypatch.setattr("tilegrad.pretrained.weights.shutil.rmtree", lambda *_arguments, **_options: None)
     attack = Attack(weights_of_a_family, import_them, the_import_is_whole_or_absent)
     with pytest.raises((AssertionError, FileExistsError)):
         survive(attack, tmp_path, monkeypatch, 40)

@@ -25,8 +25,8 @@ from support.models import CONFIG, LLAMA
 import tilegrad
 from tilegrad import Engine
 from tilegrad.cli import build_parser, main
-from tilegrad.train.data import default_text, train_bpe
-from tilegrad.train.weights import write_weights
+from tilegrad.data.tokens import default_text, train_bpe
+from tilegrad.pretrained.weights import write_weights
 
 pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[bpe]'")
 pytestmark = pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="needs FIFOs and links")

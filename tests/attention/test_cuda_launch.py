@@ -14,7 +14,8 @@ from support.cuda_driver import FakeDriver
 from torch import Tensor
 
 import tilegrad
-from tilegrad import autograd, eager
+from tilegrad.functional import dispatch as autograd
+from tilegrad.functional import eager
 from tilegrad.kernels import cache, cuda_launch, triton_version
 from tilegrad.kernels.attention import api, table
 from tilegrad.kernels.attention.mask import Mask

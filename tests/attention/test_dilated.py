@@ -13,9 +13,9 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import tilegrad
-from tilegrad.dilated import pattern, reference
-from tilegrad.dilated import run as execution
-from tilegrad.dilated.functional import dilated_attention
+from tilegrad.functional.dilated import pattern, reference
+from tilegrad.functional.dilated import run as execution
+from tilegrad.functional.dilated.functional import dilated_attention
 from tilegrad.kernels.attention import Mask, table
 from tilegrad.kernels.attention.problem import Problem
 from tilegrad.kernels.closeness import complaints

@@ -19,7 +19,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilegrad
-from tilegrad import autograd, eager
+from tilegrad.functional import dispatch as autograd
+from tilegrad.functional import eager
 from tilegrad.kernels import cache
 from tilegrad.kernels.attention import api
 from tilegrad.kernels.cpu import library

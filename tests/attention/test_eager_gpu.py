@@ -17,7 +17,9 @@ from support.hopper_specs import case_for_hopper, specs
 from torch import Tensor
 
 import tilegrad
-from tilegrad import attention_bwd, attention_fwd, attention_workspace, autograd, eager
+from tilegrad import attention_bwd, attention_fwd, attention_workspace
+from tilegrad.functional import dispatch as autograd
+from tilegrad.functional import eager
 from tilegrad.kernels.scratch import new_scratch
 
 pytest.importorskip("triton", reason="needs Triton")

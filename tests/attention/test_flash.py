@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 import tilegrad
-from tilegrad.flash import (
+from tilegrad.integrations.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
     flash_attn_qkvpacked_func,

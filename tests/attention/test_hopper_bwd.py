@@ -26,9 +26,7 @@ from support.gluon.emulator import in_python
 from support.hopper_emulated import forward as forward_in_python
 
 from tilegrad.kernels.attention import hopper
-from tilegrad.kernels.attention.hopper import (
-    backward as kernel,
-)
+from tilegrad.kernels.attention.hopper import backward as kernel
 from tilegrad.kernels.attention.hopper import (
     backward_barriers,
     backward_load,
@@ -40,12 +38,8 @@ from tilegrad.kernels.attention.hopper import (
     pipeline,
     prepost,
 )
-from tilegrad.kernels.attention.hopper import (
-    backward_scheduler as scheduler,
-)
-from tilegrad.kernels.attention.hopper import (
-    launch_backward as host,
-)
+from tilegrad.kernels.attention.hopper import backward_scheduler as scheduler
+from tilegrad.kernels.attention.hopper import launch_backward as host
 from tilegrad.kernels.attention.hopper.launch import L2_BYTES, LaunchCache
 from tilegrad.kernels.attention.hopper.tma import varlen_descriptor
 from tilegrad.kernels.attention.mask import Mask

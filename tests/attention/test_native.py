@@ -37,15 +37,16 @@ from support.cases import (
 from support.pairwise import all_pairs, covering, pairs
 
 import tilegrad
-from tilegrad import attention_bwd, attention_fwd, attention_workspace, autograd
+from tilegrad import attention_bwd, attention_fwd, attention_workspace
 from tilegrad.cli import main
+from tilegrad.functional import dispatch as autograd
 from tilegrad.kernels.attention import api as contract
 from tilegrad.kernels.attention import cpu as native
 from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.cpu import abi
-from tilegrad.kernels.cpu import build as native_build
 from tilegrad.kernels.cpu import library as native_library
 from tilegrad.kernels.philox import drop_mask, round_keys
+from tilegrad.native import build as native_build
 
 HERE = Path(__file__).parents[1]
 MISSING = native_library.library()

@@ -13,8 +13,8 @@ from tilegrad.bench import dilated as bench
 from tilegrad.bench.dilated import Row, bench_dilated, verdicts
 from tilegrad.bench.gathered import gathered
 from tilegrad.cli import main
-from tilegrad.dilated.functional import dilated_attention
-from tilegrad.dilated.pattern import MODES
+from tilegrad.functional.dilated.functional import dilated_attention
+from tilegrad.functional.dilated.pattern import MODES
 
 SMALL: dict[str, Any] = {
     "device": "cpu", "lengths": (32, 64), "segments": (8, 16, 32), "rates": (1, 2, 4), "heads": 4, "head_dim": 8, "repeats": 2,

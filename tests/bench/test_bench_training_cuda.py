@@ -31,9 +31,9 @@ from tilegrad.bench.training_cuda import (
     report,
     row_of,
 )
+from tilegrad.engine.engine import Engine
 from tilegrad.model import reference
 from tilegrad.model.config import ModelConfig
-from tilegrad.train.engine import Engine
 
 CPU = torch.device("cpu")
 GPT = ModelConfig(vocab_size=61, block_size=16, n_layer=2, n_head=4, n_embd=32)

@@ -18,8 +18,8 @@ from tilegrad.memory.types import BufferType
 from tilegrad.model.block import Recomputed
 from tilegrad.model.config import PRESETS
 from tilegrad.model.transformer import Transformer, declare
-from tilegrad.train.parallel import buckets_of, schedule_of
-from tilegrad.train.planning import plan_model
+from tilegrad.engine.parallel import buckets_of, schedule_of
+from tilegrad.engine.planning import plan_model
 
 CPU = torch.device("cpu")
 MODELS = {**PRESETS, "qwen": QWEN3, "dropout": replace(CONFIG, dropout=0.1)}

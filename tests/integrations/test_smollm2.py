@@ -26,11 +26,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from tilegrad import Engine  # noqa: E402
 from tilegrad.cli import main  # noqa: E402
+from tilegrad.data.tokens import default_text  # noqa: E402
 from tilegrad.integrations.transformers import register  # noqa: E402
 from tilegrad.model.generate import generate  # noqa: E402
-from tilegrad.train.data import default_text  # noqa: E402
-from tilegrad.train.families import theirs  # noqa: E402
-from tilegrad.train.weights import open_weights  # noqa: E402
+from tilegrad.pretrained.families import theirs  # noqa: E402
+from tilegrad.pretrained.weights import open_weights  # noqa: E402
 
 register()
 PACKAGE = Path(_spec.origin).parent

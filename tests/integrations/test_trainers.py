@@ -20,8 +20,8 @@ from support.architectures import VOCABULARY, model_of  # noqa: E402
 from transformers import DataCollatorWithFlattening, PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
+from tilegrad.data.tokens import train_bpe  # noqa: E402
 from tilegrad.integrations.transformers import register  # noqa: E402
-from tilegrad.train.data import train_bpe  # noqa: E402
 
 register()
 TEXTS = [("the whale and the sea " * n).strip() for n in (3, 5, 2, 7, 4, 6, 3, 5)]

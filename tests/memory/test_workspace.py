@@ -10,8 +10,8 @@ import weakref
 import pytest
 import torch
 
-from tilegrad.memory.managed.workspace import Lease, Workspace
 from tilegrad.memory.types import BufferStateError
+from tilegrad.specification.workspace import Lease, Workspace
 
 NEEDS = {"grad_Q": ((2, 3, 4), torch.float32), "grad_scores": ((5,), torch.float64)}
 

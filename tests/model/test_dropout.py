@@ -18,7 +18,8 @@ import torch
 from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones
 from torch import Tensor
 
-from tilegrad import Engine, ModelConfig, gradcheck
+from tilegrad import Engine, ModelConfig
+from tilegrad.engine import gradcheck
 from tilegrad.model import attention as attention_module
 from tilegrad.model import reference, transformer
 from tilegrad.model.attention import mask_of

@@ -11,7 +11,7 @@ import torch
 from support.models import LLAMA, QWEN3
 
 from tilegrad import Engine, ModelConfig
-from tilegrad.gradcheck import check_model
+from tilegrad.engine.gradcheck import check_model
 from tilegrad.kernels.rope.frequencies import RopeScaling, rope_frequencies
 from tilegrad.model import reference
 from tilegrad.model.generate import generate

@@ -13,7 +13,7 @@ from torch import Tensor
 
 import tilegrad
 from tilegrad.memory.types import BufferStateError
-from tilegrad.shared_attention import SHARED, WEIGHTS, SharedAttention
+from tilegrad.specification.shared_attention import SHARED, WEIGHTS, SharedAttention
 
 
 def layer(predecessor: SharedAttention | None = None, **more: Any) -> SharedAttention:

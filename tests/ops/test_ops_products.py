@@ -289,7 +289,7 @@ def test_the_function_called_is_the_one_that_torch_is_linked_with() -> None:
 
 
 VARIABLES = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
-SHOW = "import sys; print(sys.modules['tilegrad.openmp'].WAITING)"
+SHOW = "import sys; print(sys.modules['tilegrad.native.openmp'].WAITING)"
 
 
 @pytest.mark.parametrize(

@@ -16,14 +16,7 @@ from support.ops import assert_true, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels import gpu
-from tilegrad.kernels.activation import (
-    ACTIVATION,
-    KINDS,
-    activation_bwd,
-    activation_fwd,
-    swiglu_bwd,
-    swiglu_fwd,
-)
+from tilegrad.kernels.activation import ACTIVATION, KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
 from tilegrad.kernels.activation import Problem as ActivationProblem
 from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace

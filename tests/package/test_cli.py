@@ -19,15 +19,16 @@ import torch
 from torch import Tensor
 
 import tilegrad
-from tilegrad import Engine, ModelConfig, check, doctor, gradcheck
-from tilegrad.cli import build_parser, main
+from tilegrad import Engine, ModelConfig
+from tilegrad.cli import build_parser, doctor, main
 from tilegrad.cli.arguments import given_keys
+from tilegrad.engine import engine, gradcheck, machine
+from tilegrad.engine.planning import plan_model
+from tilegrad.engine.recompute import choose_recompute
 from tilegrad.memory.managed import pressure
 from tilegrad.model.config import PRESETS
-from tilegrad.train import engine, machine
-from tilegrad.train.config import DataConfig, TrainConfig, read_run, run_from
-from tilegrad.train.planning import plan_model
-from tilegrad.train.recompute import choose_recompute
+from tilegrad.specification import flash_cases as check
+from tilegrad.training.config import DataConfig, TrainConfig, read_run, run_from
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -250,7 +251,7 @@ def test_check_document_prints_the_specifications_table(capsys: pytest.CaptureFi
 def test_presets_and_dtypes_are_spelt_once() -> None:
     from tilegrad.cli import arguments
     from tilegrad.model.config import PRESETS
-    from tilegrad.train.config import DTYPES
+    from tilegrad.training.config import DTYPES
 
     assert tuple(PRESETS) == arguments.PRESETS
     assert set(arguments.DTYPES) == set(DTYPES) and all(isinstance(getattr(torch, d), torch.dtype) for d in DTYPES)
@@ -442,7 +443,7 @@ def test_generate_refuses_a_tokenizer_of_another_run(trained: Path, capsys: pyte
 def test_the_demo_trains_and_says_whether_it_learned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilegrad.train import config
+    from tilegrad.training import config
 
     monkeypatch.chdir(tmp_path)
     short = config.TrainConfig(steps=2, warmup_steps=1, batch_size=2, seq_len=16, eval_batches=1, sample_tokens=4)
@@ -456,7 +457,7 @@ def test_the_demo_trains_and_says_whether_it_learned(
 def test_init_writes_every_key_and_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilegrad.train.config import preset_run, read_run
+    from tilegrad.training.config import preset_run, read_run
 
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0 and main(["init", "my.toml"]) == 0
@@ -719,7 +720,7 @@ def test_one_text_as_a_string_is_that_text(
 
 def test_buckets_on_the_command_line_are_in_mib() -> None:
     from tilegrad.cli.arguments import add_ranks, ranks_of
-    from tilegrad.train.parallel import BUCKET_BYTES
+    from tilegrad.engine.parallel import BUCKET_BYTES
 
     parser = argparse.ArgumentParser()
     add_ranks(parser)

@@ -9,7 +9,14 @@ import torch
 from torch import Tensor
 
 from tilegrad import ModelConfig
-from tilegrad.gradcheck import GradientError, check_attention, check_gradients, check_model, gradient_table, small
+from tilegrad.engine.gradcheck import (
+    GradientError,
+    check_attention,
+    check_gradients,
+    check_model,
+    gradient_table,
+    small,
+)
 
 
 def randn(*shape: int) -> Tensor:
@@ -90,7 +97,7 @@ def test_only_float64_is_taken() -> None:
 
 
 def test_attention_is_checked_with_every_feature_that_has_a_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilegrad.gradcheck.SAMPLES", 2)
+    monkeypatch.setattr("tilegrad.engine.gradcheck.SAMPLES", 2)
     results = check_attention("tiled")
     assert [(r.tensor, r.shape) for r in results] == [
         ("q", (1, 2, 270, 4)), ("k", (1, 1, 300, 4)), ("v", (1, 1, 300, 3)), ("bias", (2, 1, 300)), ("sinks", (2,)),

@@ -11,10 +11,11 @@ from types import ModuleType, SimpleNamespace
 import pytest
 import torch
 
-from tilegrad import eager, native_module
 from tilegrad.cli import main
-from tilegrad.kernels.cpu import build as native_build
+from tilegrad.functional import eager
 from tilegrad.memory.managed import hit
+from tilegrad.native import build as native_build
+from tilegrad.native import extension as native_module
 
 HOMES = {"eager calls": eager, "the manager's hits": hit}
 

@@ -20,11 +20,14 @@ import torch
 from support.ops import DTYPES, acc, allocated_bytes
 
 import tilegrad
-from tilegrad import flash, functional, nn, shared_attention
-from tilegrad.kernels.cpu import build as native_build
+from tilegrad import functional, nn
+from tilegrad.engine import engine
+from tilegrad.integrations import flash_attn as flash
 from tilegrad.kernels.scratch import new_scratch
 from tilegrad.model import config
-from tilegrad.train import api, engine
+from tilegrad.native import build as native_build
+from tilegrad.specification import shared_attention
+from tilegrad.training import api
 
 HERE = Path(__file__).parents[2]
 
@@ -48,7 +51,7 @@ def test_modules_are_reached_by_the_package_and_loaded_when_they_are_used() -> N
     code = (
         "import sys, tilegrad\n"
         "assert {'nn', 'flash', 'integrations', 'memory', 'train'} <= set(dir(tilegrad))\n"
-        "assert {name for name in sys.modules if name.startswith('tilegrad.')} == {'tilegrad.openmp'}\n"
+        "assert {name for name in sys.modules if name.startswith('tilegrad.')} == {'tilegrad.native.openmp'}\n"
         "assert 'torch' not in sys.modules\n"
         "assert dir(tilegrad.integrations) and 'torch' not in sys.modules\n"
         "assert {'torch', 'transformers'} <= set(dir(tilegrad.integrations))\n"
@@ -166,7 +169,7 @@ def test_what_is_built_installs_and_runs(tmp_path: Path, kind: str) -> None:
     (built,) = tmp_path.iterdir()
     if kind == "wheel":
         names = zipfile.ZipFile(built).namelist()
-        assert {"tilegrad/py.typed", "tilegrad/train/example.toml"} <= set(names) and not any(
+        assert {"tilegrad/py.typed", "tilegrad/training/example.toml"} <= set(names) and not any(
             n.startswith("tests") for n in names
         )
         has_library = any(n.endswith(".so") for n in names)

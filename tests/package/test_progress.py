@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from tilegrad import progress
-from tilegrad.progress import watch
+from tilegrad.cli import progress
+from tilegrad.cli.progress import watch
 
 START = {
     "parameters": 1, "tokens": 2, "planned_bytes": 3 << 20, "unigram_entropy": 1.0, "step": 100, "steps": 400, "folder": "run",

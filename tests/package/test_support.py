@@ -10,7 +10,8 @@ import conftest
 import pytest
 from support.sweep import Verdict, report
 
-from tilegrad.kernels.cpu import build, library
+from tilegrad.kernels.cpu import library
+from tilegrad.native import build
 
 
 def test_a_sweep_is_reported_as_json(tmp_path: Path) -> None:

@@ -7,13 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tilegrad.kernels.activation import (
-    activation_bwd,
-    activation_fwd,
-    activation_workspace,
-    swiglu_bwd,
-    swiglu_fwd,
-)
+from tilegrad.kernels.activation import activation_bwd, activation_fwd, activation_workspace, swiglu_bwd, swiglu_fwd
 from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.norm import (
     add_layernorm_fwd,

@@ -13,11 +13,7 @@ from torch import Tensor
 from support.threads import Alone
 from tilegrad.kernels import linear
 from tilegrad.kernels.attention import Mask, attention_bwd, attention_fwd, attention_workspace
-from tilegrad.kernels.attention.context import (
-    gather_attention_bwd,
-    gather_attention_fwd,
-    gather_attention_workspace,
-)
+from tilegrad.kernels.attention.context import gather_attention_bwd, gather_attention_fwd, gather_attention_workspace
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.mix import mix_fwd, mix_workspace

@@ -18,8 +18,8 @@ import tilegrad
 from tilegrad.cli import main
 from tilegrad.model import reference
 from tilegrad.model.generate import WindowSlides
-from tilegrad.train.checkpoint import load_checkpoint
-from tilegrad.train.config import run_from
+from tilegrad.training.checkpoint import load_checkpoint
+from tilegrad.training.config import run_from
 
 CONTENT: dict[str, dict[str, Any]] = {
     "model": {"n_layer": 1, "n_embd": 16, "block_size": 32},
@@ -157,6 +157,6 @@ def test_presets_are_whole_runs() -> None:
 def test_train_is_the_package_and_the_function() -> None:
     package: object = importlib.import_module("tilegrad.train")
     assert package is tilegrad.train
-    first_use = "import tilegrad, sys; f = tilegrad.train; import tilegrad.train.keys; assert f is tilegrad.train"
+    first_use = "import tilegrad, sys; f = tilegrad.train; import tilegrad.training.keys; assert f is tilegrad.train"
     here = os.environ | {"PYTHONPATH": str(Path(tilegrad.__file__).parents[1])}
     subprocess.run([sys.executable, "-c", f"{first_use}; assert 'torch' not in sys.modules"], check=True, env=here)

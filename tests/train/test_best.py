@@ -13,10 +13,10 @@ import torch
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.cli import main
-from tilegrad.train.checkpoint import load_checkpoint, read_state
-from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
-from tilegrad.train.run import train
-from tilegrad.train.weights import open_weights
+from tilegrad.pretrained.weights import open_weights
+from tilegrad.training.checkpoint import load_checkpoint, read_state
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.run import train
 
 RUN = RunConfig(
     ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),

@@ -11,8 +11,8 @@ from support.models import CONFIG, LLAMA, batch, clones, equal
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
-from tilegrad.train.capture import DeviceStep
-from tilegrad.train.optimizer import MAX_SKIPPED
+from tilegrad.engine.capture import DeviceStep
+from tilegrad.engine.optimizer import MAX_SKIPPED
 
 DROPOUT = replace(CONFIG, dropout=0.2)
 STREAM: torch.cuda.Stream = None  # type: ignore[assignment]  # only a capture uses it

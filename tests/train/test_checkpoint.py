@@ -14,8 +14,8 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from tilegrad.train import checkpoint
-from tilegrad.train.checkpoint import (
+from tilegrad.training import checkpoint
+from tilegrad.training.checkpoint import (
     DamagedCheckpoint,
     latest_checkpoint,
     load_checkpoint,
@@ -202,7 +202,7 @@ def test_every_bit_of_a_manifest_counts(tmp_path: Path) -> None:
 
 
 def test_a_checkpoint_of_another_version_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("tilegrad.train.checkpoint._VERSION", 2)
+    monkeypatch.setattr("tilegrad.training.checkpoint._VERSION", 2)
     path = save_checkpoint(tmp_path, 2, {}, {})
     monkeypatch.undo()
     with pytest.raises(DamagedCheckpoint, match="'tilegrad checkpoint' version 1"):
@@ -243,7 +243,7 @@ KILLER = """
 import os, pathlib, random, signal, sys, time
 import torch
 from tilegrad.train import checkpoint
-from tilegrad.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 torch.set_num_threads(1)
 folder, kills = pathlib.Path(sys.argv[1]), int(sys.argv[2])

@@ -16,8 +16,9 @@ import numpy as np
 import pytest
 import torch
 
-from tilegrad.train import data
-from tilegrad.train.data import (
+from tilegrad.data import tokens as data
+from tilegrad.data.documents import read_documents
+from tilegrad.data.tokens import (
     Batches,
     ByteTokenizer,
     TokenFileError,
@@ -32,7 +33,6 @@ from tilegrad.train.data import (
     unigram_entropy,
     write_tokens,
 )
-from tilegrad.train.documents import read_documents
 
 ZERO = "0" * 64
 

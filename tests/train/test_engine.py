@@ -18,14 +18,14 @@ from support.ops import allowed_bytes
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine import planning, recompute
+from tilegrad.engine.optimizer import NonFiniteError, Optimizer
+from tilegrad.engine.planning import plan_model
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import Handle, bind
 from tilegrad.model import reference as plain
 from tilegrad.model.transformer import Transformer, declare
-from tilegrad.train import planning, recompute
-from tilegrad.train.optimizer import NonFiniteError, Optimizer
-from tilegrad.train.planning import plan_model
 
 
 def test_another_number_of_threads_is_an_error_and_not_a_wrong_gradient() -> None:
@@ -480,7 +480,7 @@ def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
 def test_what_cublas_takes_is_planned(capability: Any, mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
-    monkeypatch.setattr("tilegrad.train.planning.gpu.capability", lambda _device: capability)
+    monkeypatch.setattr("tilegrad.engine.planning.gpu.capability", lambda _device: capability)
     cuda = torch.device("cuda")
     assert planning.beside(cuda, 2, 8) == {"cuBLAS's workspace": mib * 2**20, "the batch as it is staged": 17 * 16}
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")

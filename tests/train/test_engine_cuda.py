@@ -10,9 +10,9 @@ import torch
 from support.models import CONFIG, LLAMA, assert_equal_gradients, batch, clones, equal
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine.optimizer import NonFiniteError
 from tilegrad.kernels.op import Call, observe
 from tilegrad.model import reference as plain
-from tilegrad.train.optimizer import NonFiniteError
 
 pytestmark = pytest.mark.gpu
 

@@ -23,16 +23,16 @@ from support.run_keys import ABSENT, AXES, KEYS, REFUSED, TOKENIZER_FILE, allowe
 
 import tilegrad
 from tilegrad.cli import main
-from tilegrad.train import loop
-from tilegrad.train.checkpoint import latest_checkpoint, load_checkpoint
-from tilegrad.train.config import DTYPES, read_run
-from tilegrad.train.data import default_text, train_bpe
-from tilegrad.train.engine import Engine
-from tilegrad.train.export import export_run
-from tilegrad.train.keys import keys
-from tilegrad.train.recompute import choose_recompute
-from tilegrad.train.schedule import learning_rate
-from tilegrad.train.weights import open_weights, write_weights
+from tilegrad.data.tokens import default_text, train_bpe
+from tilegrad.engine.engine import Engine
+from tilegrad.engine.recompute import choose_recompute
+from tilegrad.pretrained.weights import open_weights, write_weights
+from tilegrad.training import loop
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
+from tilegrad.training.config import DTYPES, read_run
+from tilegrad.training.export import export_run
+from tilegrad.training.keys import keys
+from tilegrad.training.schedule import learning_rate
 
 PAIRS, ROWS = 11_664, 56  # of values that go together, and runs that have all of them, from seed 0
 PAIRS_IN_CI, ROWS_IN_CI, EXPORTED_IN_CI = 8_300, 8, 2

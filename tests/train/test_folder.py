@@ -18,10 +18,10 @@ import torch
 
 from tilegrad import ModelConfig
 from tilegrad.cli import main
-from tilegrad.train import checkpoint
-from tilegrad.train.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
-from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
-from tilegrad.train.run import train
+from tilegrad.training import checkpoint
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.run import train
 
 RUN = RunConfig(
     ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16),

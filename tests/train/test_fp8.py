@@ -9,11 +9,11 @@ import torch
 from support.models import CONFIG, LLAMA, batch, clones, equal
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine import batch as checks
+from tilegrad.engine.planning import plan_model
 from tilegrad.kernels import fp8_linear
 from tilegrad.kernels.table import Table
 from tilegrad.model.block import Recomputed
-from tilegrad.train import batch as checks
-from tilegrad.train.planning import plan_model
 
 
 @pytest.fixture

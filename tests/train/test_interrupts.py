@@ -25,14 +25,14 @@ from safetensors.torch import save_file
 from support.signals import hangups_heard, hear_interrupts
 
 import tilegrad
-from tilegrad import ModelConfig, progress
-from tilegrad.cli import main
-from tilegrad.train import checkpoint, config, loop
-from tilegrad.train.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
-from tilegrad.train.config import DataConfig, RunConfig, RunEnded, TrainConfig
-from tilegrad.train.engine import Engine
-from tilegrad.train.log import read_log
-from tilegrad.train.run import train
+from tilegrad import ModelConfig
+from tilegrad.cli import main, progress
+from tilegrad.engine.engine import Engine
+from tilegrad.training import checkpoint, config, loop
+from tilegrad.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
+from tilegrad.training.config import DataConfig, RunConfig, RunEnded, TrainConfig
+from tilegrad.training.log import read_log
+from tilegrad.training.run import train
 
 TOML = """
 [model]
@@ -135,7 +135,7 @@ def test_several_ranks_that_were_stopped_end_with_0_because_torchrun_would_start
         return result
 
     watched_by(at_step(2, send(signal.SIGINT)), monkeypatch)
-    monkeypatch.setattr("tilegrad.train.run.train", of_two)
+    monkeypatch.setattr("tilegrad.training.run.train", of_two)
     assert main(["train", "run.toml", "--out", "run"]) == 0
     assert newest().step == 2
 
@@ -272,7 +272,7 @@ def full(*_arguments: object, **_options: object) -> None:
 def test_a_log_that_cannot_be_written_saves_the_steps_that_were_made(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilegrad.train.log import RunLog
+    from tilegrad.training.log import RunLog
 
     append = RunLog.append
 

@@ -16,11 +16,11 @@ from support.models import CONFIG
 
 import tilegrad
 from tilegrad.cli import main
+from tilegrad.data import documents
+from tilegrad.data.documents import read_documents
 from tilegrad.model.config import ModelConfig
-from tilegrad.train import documents
-from tilegrad.train.config import LIMITS, MAX_STEP_TOKENS, TrainConfig, run_from
-from tilegrad.train.documents import read_documents
-from tilegrad.train.weights import write_weights
+from tilegrad.pretrained.weights import write_weights
+from tilegrad.training.config import LIMITS, MAX_STEP_TOKENS, TrainConfig, run_from
 
 KEYS = {
     "model": ("n_layer", "vocab_size", "block_size", "n_head", "n_embd", "ffn_dim", "n_kv_head", "window", "head_size"),

@@ -14,8 +14,8 @@ import torch
 
 import tilegrad
 from tilegrad.memory.managed.pressure import memory_available, memory_limit
-from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
-from tilegrad.train.run import train
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.run import train
 
 CPU = torch.device("cpu")
 RUN = RunConfig(

@@ -10,11 +10,11 @@ from support.models import CONFIG, LLAMA, batch, clones, equal
 from torch.profiler import ProfilerActivity, profile
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine.optimizer import Optimizer
+from tilegrad.engine.planning import plan_model, step_report
 from tilegrad.memory.planned.arena import Arenas, plan_memory
 from tilegrad.memory.planned.trace import bind
 from tilegrad.model.transformer import declare
-from tilegrad.train.optimizer import Optimizer
-from tilegrad.train.planning import plan_model, step_report
 
 CPU = torch.device("cpu")
 GAPS = replace(CONFIG, n_embd=12)  # not a whole number of cache lines: arenas have gaps

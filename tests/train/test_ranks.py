@@ -23,16 +23,22 @@ from torch import Tensor
 
 from tilegrad import Engine
 from tilegrad.cli import main
+from tilegrad.cli.progress import _message
 from tilegrad.dist.mesh import Mesh
+from tilegrad.engine.parallel import check_accumulation, digest
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
-from tilegrad.progress import _message
-from tilegrad.train.checkpoint import DamagedCheckpoint, latest_checkpoint, load_checkpoint, load_into, save_checkpoint
-from tilegrad.train.config import DataConfig, RunConfig, TrainConfig
-from tilegrad.train.parallel import check_accumulation, digest
-from tilegrad.train.pieces import load_pieces, save_pieces
-from tilegrad.train.run import _begin_with, train
+from tilegrad.training.checkpoint import (
+    DamagedCheckpoint,
+    latest_checkpoint,
+    load_checkpoint,
+    load_into,
+    save_checkpoint,
+)
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig
+from tilegrad.training.pieces import load_pieces, save_pieces
+from tilegrad.training.run import _begin_with, train
 
 CASES = {
     "tied, dropout": replace(CONFIG, vocab_size=97, n_embd=32, dropout=0.1),
@@ -225,7 +231,7 @@ def test_a_checkpoint_does_not_know_who_shared_sequences(two_ranks: Ranks, tmp_p
 def test_what_ranks_cannot_share_is_refused_before_memory_is_taken(
     monkeypatch: pytest.MonkeyPatch, changed: dict[str, Any], ranks: tuple[int, int], message: str
 ) -> None:
-    monkeypatch.setattr("tilegrad.train.engine.Arenas", None)
+    monkeypatch.setattr("tilegrad.engine.engine.Arenas", None)
     mesh = Mesh(alone=True)
     mesh.world, context = ranks
     with pytest.raises(ValueError, match="^" + re.escape(message) + "$"):
@@ -360,8 +366,8 @@ def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
     home = Path(folder, f"rank-{mesh.rank}")
     told = []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("tilegrad.train.run.Mesh", lambda _device, _timeout: mesh)
-        patch.setattr("tilegrad.train.folder.SHARED_S", 0.2)
+        patch.setattr("tilegrad.training.run.Mesh", lambda _device, _timeout: mesh)
+        patch.setattr("tilegrad.training.folder.SHARED_S", 0.2)
         patch.setattr(mesh, "watch", nullcontext)
         patch.setattr(mesh, "close", lambda: None)
         with pytest.raises(ValueError, match="out: got a folder that the ranks don't share") as error:
@@ -530,7 +536,7 @@ def test_bad_input_is_refused_before_anything_is_made(
 ) -> None:
     for key, value in (("RANK", "0"), ("WORLD_SIZE", "2"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(key, value)
-    monkeypatch.setattr("tilegrad.train.run.check_device", lambda _device: None)
+    monkeypatch.setattr("tilegrad.training.run.check_device", lambda _device: None)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     bad: dict[str, Any] = {"gradient_accumulation": 1, "device": "cuda", "linear": "fp8"}
     asked: dict[str, Any] = {"gradient_accumulation": 2, **({name: bad[name]} if name in bad else {})}
@@ -590,7 +596,7 @@ def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
         before = {name: p.clone() for name, p in engine.params.items()}
         other = SimpleNamespace(read=partial(dict, {name: p + 1e-3 * mesh.rank for name, p in before.items()}))
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr("tilegrad.train.run.open_weights", {Path("weights"): other}.get)
+            patch.setattr("tilegrad.training.run.open_weights", {Path("weights"): other}.get)
             with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
                 _begin_with(Path("weights"), engine, Path(folder), mesh)
         told.append(str(error.value).split(":")[0])

@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from tilegrad.train.resident import Held, held, resident, resident_bytes
+from tilegrad.training.resident import Held, held, resident, resident_bytes
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -53,7 +53,7 @@ def test_the_arenas_of_a_trained_model_are_the_plan_to_the_byte() -> None:
 import torch
 from tilegrad import Engine
 from tilegrad.model.config import PRESETS
-from tilegrad.train.resident import held, resident
+from tilegrad.training.resident import held, resident
 cpu = torch.device("cpu")
 torch.ones(512, 512).mm(torch.ones(512, 512))
 before = held(cpu)

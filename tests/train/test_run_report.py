@@ -20,11 +20,12 @@ import torch
 
 from tilegrad.memory.page import Span, timeline_page
 from tilegrad.memory.types import BufferType
-from tilegrad.train import environment, log
-from tilegrad.train.config import preset_run
-from tilegrad.train.log import RunLog, read_log
-from tilegrad.train.report import run_report, run_tables
-from tilegrad.train.resident import Resident
+from tilegrad.text import environment
+from tilegrad.training import log
+from tilegrad.training.config import preset_run
+from tilegrad.training.log import RunLog, read_log
+from tilegrad.training.report import run_report, run_tables
+from tilegrad.training.resident import Resident
 
 
 def test_records_come_back_in_order(tmp_path: Path) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from tilegrad.train.schedule import learning_rate
+from tilegrad.training.schedule import learning_rate
 
 RUN: dict[str, Any] = {"peak": 1e-3, "floor": 1e-4, "warmup_steps": 10, "total_steps": 110}
 

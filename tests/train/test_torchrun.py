@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from tilegrad.train.checkpoint import latest_checkpoint, load_checkpoint
-from tilegrad.train.log import read_log
+from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
+from tilegrad.training.log import read_log
 
 SMALL = [
     "--model.n_layer", "2", "--model.n_embd", "32", "--model.block_size", "32", "--train.batch_size", "2",

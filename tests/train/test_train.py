@@ -17,10 +17,10 @@ import pytest
 import torch
 
 from tilegrad import Engine, ModelConfig
-from tilegrad.train.checkpoint import DamagedCheckpoint, load_checkpoint
-from tilegrad.train.config import DataConfig, RunConfig, TrainConfig, byte_count, read_run, run_from
-from tilegrad.train.log import read_log
-from tilegrad.train.run import train
+from tilegrad.training.checkpoint import DamagedCheckpoint, load_checkpoint
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, byte_count, read_run, run_from
+from tilegrad.training.log import read_log
+from tilegrad.training.run import train
 
 MODEL = ModelConfig(vocab_size=256, block_size=16, n_layer=1, n_head=2, n_embd=16, dropout=0.1)
 SETTINGS = TrainConfig(
@@ -189,7 +189,7 @@ def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path, mo
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr("tilegrad.train.checkpoint.save_file", killed)
+        patch.setattr("tilegrad.training.checkpoint.save_file", killed)
         with pytest.raises(SystemExit):
             train(run, tmp_path / "run")
     assert (tmp_path / "run" / "best" / ".staged").is_dir()
@@ -239,7 +239,7 @@ def other_tokenizer(folder: Path) -> None:
 
 def other_data(folder: Path) -> None:
     """Tokens and tokenizer of another text, that go together but not with the weights."""
-    from tilegrad.train.data import prepare
+    from tilegrad.data.tokens import prepare
 
     text = folder.parent / "other.txt"
     text.write_text("call me ishmael. some years ago, never mind how long precisely. " * 40, encoding="utf-8")
@@ -247,7 +247,7 @@ def other_data(folder: Path) -> None:
 
 
 def longer_checkpoint(folder: Path) -> None:
-    from tilegrad.train.checkpoint import save_checkpoint
+    from tilegrad.training.checkpoint import save_checkpoint
 
     found = load_checkpoint(max((folder / "checkpoints").iterdir()))
     save_checkpoint(folder / "checkpoints", found.step, found.tensors | {"more": torch.zeros(1)}, found.state)
@@ -300,7 +300,7 @@ def test_a_refused_resume_writes_nothing(run: RunConfig, tmp_path: Path, name: s
 
 def without_digest(folder: Path) -> None:
     """A checkpoint as it was before the tokenizer's digest was saved in it."""
-    from tilegrad.train.checkpoint import save_checkpoint
+    from tilegrad.training.checkpoint import save_checkpoint
 
     found = load_checkpoint(max((folder / "checkpoints").iterdir()))
     assert found.state.pop("tokenizer_sha256")
@@ -308,9 +308,9 @@ def without_digest(folder: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_the_weights_own_is_refused(run: RunConfig, tmp_path: Path) -> None:
-    from tilegrad.train.checkpoint import read_state
-    from tilegrad.train.data import ByteTokenizer
-    from tilegrad.train.folder import own_data, own_tokenizer
+    from tilegrad.data.tokens import ByteTokenizer
+    from tilegrad.training.checkpoint import read_state
+    from tilegrad.training.folder import own_data, own_tokenizer
 
     folder = tmp_path / "run"
     train(run, folder)
@@ -324,9 +324,9 @@ def test_a_tokenizer_that_is_not_the_weights_own_is_refused(run: RunConfig, tmp_
 
 
 def test_a_checkpoint_without_the_digest_still_loads(run: RunConfig, tmp_path: Path) -> None:
-    from tilegrad.train.checkpoint import read_state
-    from tilegrad.train.data import ByteTokenizer
-    from tilegrad.train.folder import own_tokenizer
+    from tilegrad.data.tokens import ByteTokenizer
+    from tilegrad.training.checkpoint import read_state
+    from tilegrad.training.folder import own_tokenizer
 
     folder = tmp_path / "run"
     train(replace(run, train=replace(run.train, steps=6)), folder)
@@ -463,7 +463,7 @@ def test_what_is_not_given_follows_what_is() -> None:
 def test_a_run_from_before_validation_was_drawn_goes_on_with_the_end_of_its_text(
     run: RunConfig, tmp_path: Path
 ) -> None:
-    from tilegrad.train.checkpoint import save_checkpoint
+    from tilegrad.training.checkpoint import save_checkpoint
 
     ended = replace(run, data=replace(run.data, validation="end"))
     folder, whole = tmp_path / "run", train(ended, tmp_path / "whole")

@@ -16,8 +16,8 @@ import tilegrad
 from tilegrad import Engine, ModelConfig
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model.generate import generate
-from tilegrad.train.families import config_json, config_of, theirs
-from tilegrad.train.weights import open_weights, write_weights
+from tilegrad.pretrained.families import config_json, config_of, theirs
+from tilegrad.pretrained.weights import open_weights, write_weights
 
 KINDS = {
     "gpt2": CONFIG,
@@ -215,7 +215,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tilegrad.train.checkpoint.save_file", full)
+    monkeypatch.setattr("tilegrad.training.checkpoint.save_file", full)
     with pytest.raises(OSError, match="No space"):
         write_weights(tmp_path / "out", engine.params, CONFIG)
     assert not list(tmp_path.iterdir())
@@ -246,8 +246,8 @@ def test_import_train_export_by_the_command_line(
     """Weights with a tokenizer in, fine-tuned on a text, out again: transformers writes the text that `generate` writes."""
     pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[bpe]'")
     from tilegrad.cli import main
-    from tilegrad.train.checkpoint import latest_checkpoint, load_checkpoint
-    from tilegrad.train.data import default_text, load_tokenizer, train_bpe
+    from tilegrad.data.tokens import default_text, load_tokenizer, train_bpe
+    from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 
     monkeypatch.chdir(tmp_path)
     text = default_text().read_text(encoding="utf-8")[20_000:50_000]
@@ -291,7 +291,7 @@ def test_import_train_export_by_the_command_line(
 
 
 def test_what_training_from_weights_refuses(tmp_path: Path) -> None:
-    from tilegrad.train.config import run_from
+    from tilegrad.training.config import run_from
 
     folder = saved(tmp_path)
     with pytest.raises(

@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from ..kernels.attention.table import ATTENTION
-from ..train.environment import environment
+from ..text.environment import environment
 from .calls import ERRORS_OF_A_PEER, Inputs, check, kernels_on, peers_on, refusal
 from .comparison import Row, plot_bars, report
 from .shapes import PRESETS, Shape

@@ -30,7 +30,7 @@ import torch
 from torch.profiler import ProfilerActivity, profile
 
 from .. import kernels
-from ..text_table import table
+from ..text.table import table
 from .cost import Demand
 from .timing import Thunk
 

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from ..text_table import table
+from ..text.table import table
 from .shapes import Shape
 
 

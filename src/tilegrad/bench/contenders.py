@@ -25,10 +25,10 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
-from ..train.data import ByteTokenizer, default_text
-from ..train.engine import Engine
-from ..train.optimizer import StepResult
-from ..train.schedule import learning_rate
+from ..data.tokens import ByteTokenizer, default_text
+from ..engine.engine import Engine
+from ..engine.optimizer import StepResult
+from ..training.schedule import learning_rate
 from .breakdown import Launch, launches_of
 from .cases import Case
 from .peer import Peer, PeerForm

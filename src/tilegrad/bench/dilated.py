@@ -23,14 +23,14 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..dilated import reference
-from ..dilated.functional import check_pattern, dilated_attention
-from ..dilated.pattern import MODES, Mode
+from ..functional.dilated import reference
+from ..functional.dilated.functional import check_pattern, dilated_attention
+from ..functional.dilated.pattern import MODES, Mode
 from ..kernels.attention import cpu
 from ..kernels.closeness import complaints
 from ..memory.managed.manager import AttentionBufferManager, create_attention_buffer_manager
-from ..text_table import table
-from ..train.environment import environment
+from ..text.environment import environment
+from ..text.table import table
 from .gathered import backends_on, gathered
 from .timing import Thunk, interleaved
 

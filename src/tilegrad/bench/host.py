@@ -25,8 +25,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import attention
-from ..text_table import table
-from ..train.environment import environment
+from ..text.environment import environment
+from ..text.table import table
 from .timing import Thunk
 
 TINY = {"cuda": (1, 8, 128, 64), "cpu": (1, 2, 4, 16)}  # B, H, T, D

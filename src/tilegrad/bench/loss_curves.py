@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..text_table import table
+from ..text.table import table
 from .cases import Case
 from .contenders import Entry, Kind, Worker
 from .peer import PeerForm

@@ -19,7 +19,7 @@ import torch
 
 from ..memory import AttentionBufferManager, BufferType
 from ..memory.managed import hit
-from ..train.environment import environment
+from ..text.environment import environment
 
 SHAPE = (2, 1024, 8, 64)
 OTHER_SHAPE = (2, 1000, 8, 64)

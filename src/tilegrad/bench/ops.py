@@ -18,8 +18,8 @@ from torch import Tensor
 from ..kernels import activation, column_sum, norm
 from ..kernels.scratch import Scratch, Shapes, new_scratch
 from ..kernels.table import Table
-from ..text_table import table
-from ..train.environment import environment
+from ..text.environment import environment
+from ..text.table import table
 from .timing import interleaved
 
 ROWS = {"cuda": (16384, 65536), "cpu": (512,)}

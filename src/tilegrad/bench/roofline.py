@@ -16,7 +16,7 @@ from statistics import median
 
 import torch
 
-from ..text_table import table
+from ..text.table import table
 from .calls import Inputs
 from .shapes import Shape
 from .timing import interleaved

@@ -37,13 +37,13 @@ from typing import Any, Literal, Protocol
 import torch
 from torch import Tensor
 
+from ..engine.engine import Engine
 from ..model import reference
 from ..model.config import PRESETS, ModelConfig
 from ..model.transformer import declare
-from ..text_table import table
-from ..train.atomic import check_replaceable
-from ..train.engine import Engine
-from ..train.environment import environment
+from ..text.atomic import check_replaceable
+from ..text.environment import environment
+from ..text.table import table
 
 CELLS = (("float32", 1, 1024), ("float32", 4, 64), ("bfloat16", 1, 1024), ("bfloat16", 4, 64))
 TOLERANCE = {"float32": 1e-4, "bfloat16": 5e-2}

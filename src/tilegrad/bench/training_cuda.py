@@ -30,9 +30,9 @@ import torch
 
 from ..model.config import ModelConfig
 from ..model.transformer import declare
-from ..text_table import table
-from ..train.atomic import check_replaceable
-from ..train.environment import environment
+from ..text.atomic import check_replaceable
+from ..text.environment import environment
+from ..text.table import table
 from .breakdown import Breakdown, Rates, break_down, floors
 from .breakdown import report as breakdown_report
 from .cases import Case, Problem, cases_of

@@ -21,7 +21,7 @@ import torch
 from ..kernels.attention.triton import tiles
 from ..kernels.attention.triton.tiles import Key, Tile, Tiles
 from ..kernels.scratch import new_scratch
-from ..text_table import table
+from ..text.table import table
 from .calls import Inputs, check
 from .shapes import Shape
 from .timing import Thunk, interleaved

@@ -35,7 +35,7 @@ def build_parser() -> Parser:
 
 
 def _check_device(device: str) -> None:
-    from ..train.machine import check_device
+    from ..engine.machine import check_device
 
     check_device(device)
 

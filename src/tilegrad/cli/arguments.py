@@ -7,8 +7,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias
 
-from ..spelling import did_you_mean, dtype_name
-from ..train.keys import flag_value, keys
+from ..text.spelling import did_you_mean, dtype_name
+from ..training.keys import flag_value, keys
 
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
@@ -73,7 +73,7 @@ def add_keys(command: argparse.ArgumentParser) -> None:
 
 def given_keys(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
     """What FILE and the flags say, by section; of a key in both the flag counts."""
-    from ..train.config import read_toml
+    from ..training.config import read_toml
 
     content = read_toml(Path(args.config)) if args.config else {}
     for name, value in vars(args).items():

@@ -8,20 +8,20 @@ from .arguments import PRESETS, Commands, add_command
 
 
 def _check_flash(args: argparse.Namespace) -> int:
-    from ..check import check_flash
+    from ..specification.flash_cases import check_flash
 
     return 0 if check_flash(args.kernel, args.device, matrices=not args.brief) else 1
 
 
 def _check_document(_args: argparse.Namespace) -> int:
-    from ..document import document_table
+    from ..specification.memory_table import document_table
 
     print(document_table())
     return 0
 
 
 def _gradcheck(args: argparse.Namespace) -> int:
-    from ..gradcheck import LIMIT, check_attention, check_model, gradient_table
+    from ..engine.gradcheck import LIMIT, check_attention, check_model, gradient_table
     from ..model.config import PRESETS as MODELS
 
     if args.preset is None:
@@ -37,7 +37,7 @@ def _gradcheck(args: argparse.Namespace) -> int:
 
 
 def _doctor(args: argparse.Namespace) -> int:
-    from ..doctor import doctor
+    from .doctor import doctor
 
     return doctor(build=args.build, kernels=args.kernels)
 

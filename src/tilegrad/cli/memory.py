@@ -12,17 +12,17 @@ from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, r
 if TYPE_CHECKING:
     import torch
 
-    from ..train.config import RunConfig
+    from ..training.config import RunConfig
 
 
 def _plan(args: argparse.Namespace) -> int:
     import torch
 
-    from ..train.atomic import check_replaceable
-    from ..train.config import run_from
-    from ..train.machine import check_device, what_fits
-    from ..train.planning import plan_model, step_report
-    from ..train.recompute import OverBudget, choose_recompute
+    from ..engine.machine import check_device, what_fits
+    from ..engine.planning import plan_model, step_report
+    from ..engine.recompute import OverBudget, choose_recompute
+    from ..text.atomic import check_replaceable
+    from ..training.config import run_from
 
     page = Path(args.html) if args.html is not None else None
     if page is not None:
@@ -69,9 +69,9 @@ def _largest_batch(
     run: RunConfig, dtype: torch.dtype, device: torch.device, options: dict[str, Any]
 ) -> tuple[dict[str, int | None], str]:
     """The largest micro-batch that fits into what is free, and into memory_budget, as data and as a sentence."""
+    from ..engine.recompute import largest_batch
     from ..memory.managed import pressure
     from ..memory.page import human
-    from ..train.recompute import largest_batch
 
     t = run.train
     free = pressure.memory_available(device)

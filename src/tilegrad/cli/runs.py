@@ -18,12 +18,12 @@ from .faults import complain, silence
 PROMPT = "Call me "  # of generate, where none is given
 
 if TYPE_CHECKING:
-    from ..train.config import RunConfig
-    from ..train.loop import RunResult
+    from ..training.config import RunConfig
+    from ..training.loop import RunResult
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ..train.api import asked_for
+    from ..training.api import asked_for
 
     if not 0 < args.timeout <= 1e9:
         raise ValueError(f"timeout: got {args.timeout:g}; accepted: seconds, more than 0 and at most 1e9")
@@ -34,7 +34,7 @@ def _train(args: argparse.Namespace) -> int:
 
 
 def _init(args: argparse.Namespace) -> int:
-    from ..train.keys import example
+    from ..training.keys import example
 
     file = Path(args.file)
     try:
@@ -49,10 +49,10 @@ def _init(args: argparse.Namespace) -> int:
 def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False, **ranks: Any) -> tuple[RunResult | None, int]:
     """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done, or
     when several ranks have stopped, for torchrun would start them again."""
-    from ..progress import watch
-    from ..train.config import RunEnded
-    from ..train.folder import resume_command
-    from ..train.run import train
+    from ..training.config import RunEnded
+    from ..training.folder import resume_command
+    from ..training.run import train
+    from .progress import watch
 
     try:
         with watch() as show:
@@ -77,7 +77,7 @@ def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False, **rank
 
 def _print_result(result: RunResult) -> None:
     from ..memory.page import human
-    from ..text_table import table
+    from ..text.table import table
 
     rows: list[tuple[str, str]] = [
         ("steps", f"{result.steps:,}"),
@@ -97,7 +97,7 @@ def _print_result(result: RunResult) -> None:
 
 
 def _demo(_args: argparse.Namespace) -> int:
-    from ..train.config import preset_run
+    from ..training.config import preset_run
 
     start = time.perf_counter()
     folder, number = Path("runs/demo"), 1
@@ -122,7 +122,7 @@ def _demo(_args: argparse.Namespace) -> int:
 
 def _generate(args: argparse.Namespace) -> int:
     from ..model.generate import WindowSlides
-    from ..train.api import load
+    from ..training.api import load
 
     if args.text is not None and args.prompt is not None:
         raise ValueError(f"prompt: got {args.text!r} and --prompt {args.prompt!r}; accepted: one of them")

@@ -10,7 +10,7 @@ from .arguments import DTYPES, Commands, add_command, add_dtype
 
 
 def _import(args: argparse.Namespace) -> int:
-    from ..train.weights import open_weights, write_weights
+    from ..pretrained.weights import open_weights, write_weights
 
     source = open_weights(Path(args.source))
     params = source.read()
@@ -26,8 +26,8 @@ def _import(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from ..train.config import byte_count
-    from ..train.export import export_run
+    from ..training.config import byte_count
+    from ..training.export import export_run
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     most = None if args.max_shard_size is None else byte_count(args.max_shard_size, "max_shard_size")

@@ -8,7 +8,7 @@ from typing import Any, Literal, get_args
 
 from ..kernels.attention.checks import MAX_HEAD_DIM
 from ..kernels.rope.frequencies import RopeScaling
-from ..spelling import did_you_mean
+from ..text.spelling import did_you_mean
 
 Activation = Literal["gelu", "tanh", "relu", "swiglu"]
 Norm = Literal["layernorm", "rmsnorm"]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..functional import attention
+from ..functional.scratch import managed_attention
 from ..kernels.attention.checks import TENSOR, require
 from ..kernels.attention.mask import Mask
 from ..kernels.rope.frequencies import rope_frequencies
-from ..managed import managed_attention
 from ..memory.managed.manager import AttentionBufferManager
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from ..dilated.functional import check_pattern, dilated_attention
-from ..dilated.pattern import Mode
+from ..functional.dilated.functional import check_pattern, dilated_attention
+from ..functional.dilated.pattern import Mode
 from ..memory.managed.manager import AttentionBufferManager, create_attention_buffer_manager
 from .attention import Attention
 

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import torch
 
-from . import build
+from ...native import build
 from .abi import mismatch
 
 ISAS = ("portable", "avx2", "avx512", "amx")

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ...native_module import NativeModule
+from ...native.extension import NativeModule
 
 _HERE = Path(__file__).parent
 in_python: dict[str, Callable[..., Any]] = {}  # the manager's functions of Python

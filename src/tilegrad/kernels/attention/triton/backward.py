@@ -22,16 +22,7 @@ import triton.language as tl
 
 from .memory import at, deduplicated, lengths, load_row, load_tile, steps, store_tile, tile_offsets
 from .numerics import dot, dot_transposed
-from .scores import (
-    Head,
-    band_tiles,
-    drop,
-    nth_tile,
-    probabilities,
-    score_gradient,
-    sink_probability,
-    through_softcap,
-)
+from .scores import Head, band_tiles, drop, nth_tile, probabilities, score_gradient, sink_probability, through_softcap
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "do", "lse", "dlse", "rows", "dq", "dk", "dv") for axis in "bht"]
 SIZES += [f"{x}_{axis}" for x in ("bias", "dbias") for axis in "bhij"]

@@ -29,14 +29,7 @@ from .arguments import (
     sink_arguments,
     stride_arguments,
 )
-from .backward import (
-    _dbias_kernel,
-    _dbias_rows_kernel,
-    _delta_kernel,
-    _dkdv_kernel,
-    _dq_kernel,
-    _dsinks_kernel,
-)
+from .backward import _dbias_kernel, _dbias_rows_kernel, _delta_kernel, _dkdv_kernel, _dq_kernel, _dsinks_kernel
 from .fit import KernelCall, architecture, fitted, product_bits, separate_dk_dv, tiles_for
 from .forward import _attention_fwd_kernel, _combine_kernel
 from .tiles import INTERPRETER, Tile

@@ -1,0 +1,151 @@
+"""What this installation can run, and what to do where it can't: one line for each part.
+
+`--kernels` adds the table of kernels of every op: which runs a plain call, and why the others don't. `--build` compiles the
+native CPU kernel, and eager calls and the manager's hits in C++, from the sources that come with the package.
+"""
+
+from __future__ import annotations
+
+import platform
+import sys
+from collections.abc import Iterator
+from importlib import metadata
+from types import ModuleType
+from typing import Any
+
+import torch
+
+from .. import __version__
+from ..functional import eager
+from ..kernels import (
+    activation,
+    adamw,
+    column_sum,
+    cross_entropy,
+    dropout,
+    embedding,
+    fp8_linear,
+    global_norm,
+    linear,
+    mix,
+    norm,
+    rope,
+)
+from ..kernels.attention import problem as attention
+from ..kernels.attention.mask import Mask
+from ..kernels.attention.table import ATTENTION
+from ..kernels.cpu import library as native_library
+from ..kernels.table import Table
+from ..memory.managed import hit
+from ..native import build as native_build
+from ..native import openmp
+
+
+def doctor(*, build: bool = False, kernels: bool = False) -> int:
+    """Prints the report; exit code 1 if a build was asked for and failed."""
+    if build:
+        try:
+            print(f"built {native_build.build()}")
+        except RuntimeError as error:
+            print(f"tilegrad: the native kernel was not built: {error}", file=sys.stderr)
+            return 1
+        native_library.library.cache_clear()
+        for what, home, time in (("the manager's hits", hit, "ten seconds"), ("eager calls", eager, "half a minute")):
+            try:
+                print(f"building {what} in C++, {time} …", flush=True)
+                print(f"built {home.MODULE.build()}")
+            except RuntimeError as error:
+                print(f"tilegrad: {what} in C++ were not built, they go through Python: {error}", file=sys.stderr)
+            home.load.cache_clear()
+    width = max(len(name) for name, _ in report())
+    for name, line in report():
+        print(f"{name:<{width}}  {line}")
+    if kernels:
+        for device, dtype in _places():
+            for table, call in plain_calls(device, dtype):
+                print(f"\n{table.op}, {_short(dtype)} on {device}\n{table.explain(call)}")
+    return 0
+
+
+def report() -> Iterator[tuple[str, str]]:
+    yield "tilegrad", f"{__version__}, Python {platform.python_version()}, torch {torch.__version__}"
+    yield "CPU", f"{platform.machine()}, {torch.get_num_threads()} threads (torch.set_num_threads changes it)"
+    yield "OpenMP", openmp.WAITING
+    yield (
+        "compiler",
+        native_build.compiler() or "none: $CXX, c++, g++ and clang++ are not there (Debian: apt install g++)",
+    )
+    yield "native kernel", _native()
+    yield "eager calls", _in_cpp(eager)
+    yield "manager's hits", _in_cpp(hit)
+    yield "Triton", _triton()
+    yield "CUDA", _cuda()
+    for device, dtype in _places():
+        yield f"on {device}", f"{_short(dtype)} " + "; ".join(_order(*call) for call in plain_calls(device, dtype))
+
+
+def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, Any], ...]:
+    """Of each op with more than one kernel its table and a call without options."""
+    q = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
+    x = q[0, 0]
+    return (
+        (ATTENTION, attention.Problem(q, q, q, Mask())),
+        (norm.NORM, norm.Problem(x)),
+        (activation.ACTIVATION, activation.Problem("gelu", (x, x))),
+        (linear.LINEAR, linear.Problem(x, x)),
+        (fp8_linear.FP8_LINEAR, fp8_linear.Problem(x, x)),
+        (column_sum.COLUMN_SUM, column_sum.Problem(x)),
+        (embedding.EMBEDDING, embedding.Problem(x)),
+        (rope.ROPE, rope.Problem(q)),
+        (mix.MIX, mix.Problem(q)),
+        (dropout.DROPOUT, dropout.Problem(x)),
+        (cross_entropy.CROSS_ENTROPY, cross_entropy.Problem(x, x)),
+        (global_norm.GLOBAL_NORM, global_norm.Problem(x.view(-1))),
+        (adamw.ADAMW, adamw.Problem(x.view(-1))),
+    )
+
+
+def _places() -> Iterator[tuple[str, torch.dtype]]:
+    for device in ("cpu", *(("cuda",) if torch.cuda.is_available() else ())):
+        for dtype in (torch.float32, torch.bfloat16):
+            yield device, dtype
+
+
+def _short(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _in_cpp(home: ModuleType) -> str:
+    found = home.load()
+    return f"through Python: C++ for them {found}" if isinstance(found, str) else f"in C++, {home.MODULE.path()}"
+
+
+def _native() -> str:
+    found = native_library.library()
+    if isinstance(found, str):
+        return f"missing: it {found}"
+    return (
+        f"{native_build.LIBRARY}, instruction sets {', '.join(native_library.supported())} (TILEGRAD_ISA asks for one)"
+    )
+
+
+def _triton() -> str:
+    try:
+        return metadata.version("triton")
+    except metadata.PackageNotFoundError:
+        return "missing: pip install triton; it is for CUDA devices"
+
+
+def _cuda() -> str:
+    if not torch.cuda.is_available():
+        return "no device" if torch.version.cuda else "no device: this torch is built for the CPU"
+    names = [torch.cuda.get_device_name(n) for n in range(torch.cuda.device_count())]
+    return ", ".join(
+        f"{name} ({'.'.join(map(str, torch.cuda.get_device_capability(n)))})" for n, name in enumerate(names)
+    )
+
+
+def _order(table: Table, call: Any) -> str:
+    """Kernels that take a call, in the table's order: the first runs."""
+    names = [row.name for row in table.rows if not row.by_name_only and row.refuses(call) is None]
+    return f"{table.op}: {', then '.join(names) or 'none'}"

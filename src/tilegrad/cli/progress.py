@@ -1,0 +1,127 @@
+"""A training run as a person watches it: a live bar where rich is installed and there is a terminal, else plain lines."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from importlib.util import find_spec
+from typing import Any
+
+from ..memory.page import human
+
+_UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "k"), (1, ""))
+
+
+def _time(seconds: float) -> str:
+    """1:02:03 as hours, minutes and seconds; 2:03 below an hour."""
+    minutes, s = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
+
+
+def _line(n: dict[str, Any], elapsed: float, left: float) -> str:
+    """loss, gradient norm, speed, tokens, time, memory of one training record."""
+    memory = f"memory {human(n['planned_bytes'])} planned, {human(n['measured_bytes'])} measured"
+    skipped = f"  {n['skipped']} skipped" if n["skipped"] else ""
+    return (
+        f"step {n['step']:>6,} of {n['steps']:,}  loss {n['loss']:7.4f}  lr {n['learning_rate']:.1e}  "
+        f"|g| {n['gradient_norm']:6.3f}  {n['tokens_per_second']:>8,.0f} tok/s  {n['tokens_seen']:,} tokens seen  "
+        f"{_time(elapsed)} elapsed, {_time(left)} left  {memory}{skipped}"
+    )
+
+
+def _short(n: dict[str, Any]) -> str:
+    """The same for a bar of 80 columns; what is planned is said at the start."""
+    seen, unit = next((n["tokens_seen"] / size, unit) for size, unit in _UNITS if n["tokens_seen"] >= size)
+    mib = n["measured_bytes"] / 2**20
+    memory = f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
+    return f"loss {n['loss']:.3f} {n['tokens_per_second']:,.0f} tok/s {seen:.{1 if unit else 0}f}{unit} tok {memory}"
+
+
+def _message(event: str, n: dict[str, Any]) -> str | None:
+    """What is worth a line of its own."""
+    if event == "start":
+        resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
+        idle = f"{n['idle_ranks']} of {n['ranks']} ranks have no micro-batch: gradient_accumulation is {n['micro_batches']}\n"
+        return (idle if n["idle_ranks"] else "") + (
+            f"{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, "
+            f"{human(n['planned_bytes'])} planned{resumed}\n"
+            f"The text's unigram entropy, the loss of knowing nothing but frequencies: {n['unigram_entropy']:.4f} nats"
+        )
+    if event == "prepare":
+        return str(n["doing"])
+    if event == "data":
+        left_out = f"; {n['left_out']:,} files of other kinds are left out" if n["left_out"] else ""
+        documents = (
+            f"{n['documents']:,} document{'s' * (n['documents'] != 1)} in {n['files']:,} file{'s' * (n['files'] != 1)}"
+        )
+        return f"{documents}, {n['bytes']:,} bytes, {n['tokens']:,} tokens{left_out}"
+    if event == "validation":
+        below = n["unigram_entropy"] - n["loss"]
+        where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
+        return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {where}"
+    if event == "stop":
+        return f"{n['signal']} after step {n['step']:,}: saving"
+    return None
+
+
+@contextmanager
+def watch(stream: Any = None) -> Iterator[Any]:
+    """A `show(event, numbers)` for `train`."""
+    out = stream or sys.stdout
+    if out.isatty() and find_spec("rich") is not None:
+        with _rich(out) as bar:
+            yield bar
+        return
+
+    begun, first = time.monotonic(), 0  # when and at which step this part of the run began
+
+    def show(event: str, numbers: dict[str, Any]) -> None:
+        nonlocal begun, first
+        if event == "start":
+            begun, first = time.monotonic(), numbers["step"]
+        message = _message(event, numbers)
+        if event == "train":
+            elapsed, done = time.monotonic() - begun, numbers["step"] - first
+            message = _line(numbers, elapsed, elapsed / done * (numbers["steps"] - numbers["step"]))
+        if message:
+            print(message, file=out, flush=True)
+
+    yield show
+
+
+@contextmanager
+def _rich(out: Any) -> Iterator[Any]:
+    from rich.console import Console
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeElapsedColumn,
+        TimeRemainingColumn,
+    )
+    from rich.table import Column
+
+    numbers_column = TextColumn("{task.description}", table_column=Column(no_wrap=True, overflow="ellipsis"))
+    times = (TimeElapsedColumn(), TimeRemainingColumn(compact=True), TextColumn("left"))
+    columns = (BarColumn(bar_width=4), MofNCompleteColumn(), numbers_column, *times)
+    bar = Progress(*columns, console=Console(file=out, highlight=False))
+    bar.start()
+    try:
+        task = bar.add_task("", total=None)
+
+        def show(event: str, numbers: dict[str, Any]) -> None:
+            message = _message(event, numbers)
+            if message:
+                bar.console.print(message)
+            if event == "start":
+                bar.reset(task, total=numbers["steps"], completed=numbers["step"])
+            elif event == "train":
+                bar.update(task, completed=numbers["step"], description=_short(numbers))
+
+        yield show
+    finally:
+        with suppress(OSError):  # of a terminal that is gone
+            bar.stop()

@@ -1,0 +1,172 @@
+"""Files → text. What a file is, its name says; what is not understood is refused, never learned from as raw bytes.
+
+.txt .md …    one document, as it is; one follows the other with nothing between
+.jsonl        a document for each line, the text in one field of it; a blank line follows each
+.gz           either of these, compressed
+a folder      all of these in it and below it, in sorted order; other files there are counted as left out
+
+All of the text is in memory while it is encoded, so more than half of the machine's memory is refused before it is read. A .gz
+is decompressed piece by piece, and refused once it has grown to more than 100 times its size (and 16 MiB).
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import math
+import re
+import time
+import zlib
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ..memory.managed.pressure import memory_limit
+from ..memory.page import human
+from ..text.untrusted import shown
+
+Tell = Callable[[str, dict[str, Any]], None]  # an event and its numbers
+TEXT = (".txt", ".text", ".md", ".rst", ".tex")
+LINES = (".jsonl",)
+_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # how often its size a .gz may hold; and bytes that it may hold in any case
+_SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+@dataclass(frozen=True, slots=True)
+class Documents:
+    text: str
+    files: int
+    documents: int
+    left_out: int  # files in folders that are of other kinds
+
+
+def quiet(event: str, numbers: dict[str, Any]) -> None:
+    pass
+
+
+def read_documents(paths: Sequence[Path], text_field: str = "text", tell: Tell = quiet) -> Documents:
+    """The documents of files and folders, as UTF-8, no line ending changed. Told about each second: the files behind."""
+    files, left_out = find_files(paths)
+    memory = memory_limit(torch.device("cpu"))
+    parts: list[str] = []
+    room = math.inf if memory is None else memory / 2
+    documents, told = 0, time.monotonic()
+    for number, file in enumerate(files):
+        if time.monotonic() - told > 1:
+            told = time.monotonic()
+            tell("prepare", {"doing": f"reading: {number:,} of {len(files):,} files, now {file}"})
+        content = _content(file, room)
+        room -= len(content)
+        text = _decoded(file, content)
+        if _kind(file) in LINES:
+            found = list(_fields(file, text, text_field))
+            parts += (f"{document}\n\n" for document in found)
+            documents += len(found)
+        else:
+            parts.append(text)
+            documents += 1
+    if not any(parts):
+        raise ValueError(f"{', '.join(map(str, paths))}: got no text; accepted: {_accepted()} with text in it")
+    return Documents("".join(parts), len(files), documents, left_out)
+
+
+def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
+    """(files to read, how many others the folders hold)."""
+    files, left_out = [], 0
+    for path in paths:
+        if path.is_dir():
+            below = sorted(file for file in path.rglob("*") if file.is_file())
+            understood = [file for file in below if _kind(file) in TEXT + LINES]
+            if not understood:
+                raise ValueError(
+                    f"{path}: got a folder without text; accepted: one with {_accepted()} in it or below it"
+                )
+            files += understood
+            left_out += len(below) - len(understood)
+        elif not path.is_file():
+            raise FileNotFoundError(f"{path}: no such text file or folder")
+        elif _kind(path) not in ("", *TEXT, *LINES):
+            raise ValueError(
+                f"{path}: got a file of kind {''.join(path.suffixes[-2:])!r}; accepted: {_accepted()}; "
+                "plain text of another name goes by .txt"
+            )
+        else:
+            files.append(path)
+    return files, left_out
+
+
+def _accepted() -> str:
+    return f"{', '.join(TEXT + LINES)}, each also with .gz"
+
+
+def _kind(file: Path) -> str:
+    """The suffix that says what is inside, below .gz."""
+    plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
+    return plain.suffix.lower()
+
+
+def _content(file: Path, room: float) -> bytes:
+    """The file's bytes, decompressed; refused where they are more than `room`."""
+    size = file.stat().st_size
+    if size > room:
+        raise _too_large(file, size)
+    if file.suffix.lower() != ".gz":
+        return file.read_bytes()
+    parts, grown, most = [], 0, max(_GZIP_GROWTH * size, _GZIP_SMALL)
+    try:
+        with gzip.open(file) as opened:
+            while part := opened.read(1 << 20):
+                grown += len(part)
+                if grown > most:
+                    raise ValueError(
+                        f"{file}: got more than {grown >> 20} MiB out of {size:,} bytes; accepted: at most "
+                        f"{_GZIP_GROWTH} times the compressed size; decompress it yourself if it is meant so"
+                    )
+                if grown > room:
+                    raise _too_large(file, grown)
+                parts.append(part)
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: is not gzip, or damaged: {error}") from error
+    return b"".join(parts)
+
+
+def _too_large(file: Path, size: int) -> ValueError:
+    return ValueError(
+        f"{file}: got {human(size)} of text, which with the files before it is more than half of this machine's memory; "
+        "accepted: less, because all of the text is in memory while it is encoded"
+    )
+
+
+def _decoded(file: Path, content: bytes) -> str:
+    try:
+        text = content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise ValueError(
+            f"{file}: not UTF-8 at byte {error.start}, 0x{error.object[error.start]:02x} ({error.reason}); "
+            "convert it, for instance with iconv -t utf-8"
+        ) from error
+    if "\0" in text:
+        raise ValueError(f"{file}: got a byte 0 at {content.index(0)}: binary; accepted: UTF-8 text")
+    return text
+
+
+def _fields(file: Path, text: str, name: str) -> Iterator[str]:
+    for number, line in enumerate(text.split("\n"), 1):
+        if not line.strip():
+            continue
+        where = f"{file}, line {number}"
+        try:
+            record = json.loads(line)
+        except RecursionError as error:
+            raise ValueError(f"{where}: got values nested too deep; accepted: fewer levels") from error
+        except ValueError as error:
+            raise ValueError(f"{where}: is not JSON: {error}") from error
+        if not isinstance(record, dict) or not isinstance(record.get(name), str):
+            has = ", ".join(map(shown, [*record][:20])) if isinstance(record, dict) else type(record).__name__
+            raise ValueError(f"{where}: got {has}; accepted: an object with the text in {name!r} (data.text_field)")
+        if _SURROGATE.search(record[name]):
+            raise ValueError(f"{where}: got half of a surrogate pair in {name!r}; accepted: text that UTF-8 has")
+        yield record[name]

@@ -1,0 +1,89 @@
+"""Which batches an engine takes, and what is wrong with one that it does not."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from ..kernels.fp8_linear import FP8_LINEAR, Problem
+from ..kernels.scratch import Form
+from ..model.config import ModelConfig, is_count
+from ..model.layer import Linear
+from ..text.untrusted import shown
+from ..training.config import LIMITS
+
+_DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+_INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+def check_sizes(config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype) -> None:
+    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+        if not is_count(value, LIMITS[name]):
+            raise ValueError(f"{name}: got {shown(value)}; accepted: an int ≥ 1, at most {LIMITS[name]:,}")
+    if seq_len > config.block_size:
+        raise ValueError(f"seq_len: got {seq_len}; accepted: at most block_size, {config.block_size}")
+    if dtype not in _DTYPES:
+        raise ValueError(f"dtype: got {dtype}; accepted: {', '.join(map(str, _DTYPES))}")
+
+
+def check_linear(linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
+    if linear not in get_args(Linear):
+        raise ValueError(f"linear: got {linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
+    if linear == "fp8":
+        form = Form((16, 16), dtype, device)
+        reason = "needs dtype bfloat16" if dtype != torch.bfloat16 else FP8_LINEAR.rows[0].refuses(Problem(form, form))
+        if reason is not None:
+            raise ValueError(f"linear: got 'fp8', which {reason}; accepted: 'plain' here")
+
+
+def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Pairs of one step: a pair of tensors is one, lists of equal length are as many."""
+    x, y = ([given] if isinstance(given, Tensor) else list(given) for given in (tokens, targets))
+    if len(x) != len(y):
+        raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
+    return list(zip(x, y, strict=True))
+
+
+def check_some(micro_batches: int) -> None:
+    """Refuse an update of nothing, which decay and moments would make all the same. The number is that of all ranks."""
+    if not micro_batches:
+        raise ValueError(
+            "tokens: got no micro-batch; accepted: one or more (of several ranks, one of them has to have one)"
+        )
+
+
+def count_targets(targets: Tensor) -> int:
+    return int((targets >= 0).sum())
+
+
+def check_batch(tokens: Tensor, targets: Tensor, batch_size: int, seq_len: int, vocab_size: int) -> tuple[int, int]:
+    """(b, t) of a batch that fits. Values are looked at on a CPU; on CUDA, where that would wait, with TILEGRAD_CHECK=1."""
+    for name, x in (("tokens", tokens), ("targets", targets)):
+        if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in _INTS:
+            got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{name}: got {got}; accepted: a tensor of ints, (b, t)")
+    b, t = tokens.shape
+    if not (1 <= b <= batch_size and 1 <= t <= seq_len):
+        limit = f"(1 … {batch_size}, 1 … {seq_len})"
+        raise ValueError(f"tokens: got shape {(b, t)}; accepted: (b, t) in {limit}, as the engine was planned")
+    if targets.shape != tokens.shape:
+        raise ValueError(f"targets: got shape {tuple(targets.shape)}; accepted: that of tokens, {(b, t)}")
+    if tokens.device.type == "cpu" or os.environ.get("TILEGRAD_CHECK") == "1":
+        _check_range("tokens", tokens, 0, vocab_size)
+        _check_range("targets", targets, -1, vocab_size)
+    return b, t
+
+
+def _check_range(name: str, x: Tensor, low: int, vocab_size: int) -> None:
+    smallest, largest = (int(end) for end in x.aminmax())
+    if smallest >= low and largest < vocab_size:
+        return
+    wrong = ((x < low) | (x >= vocab_size)).nonzero()[0].tolist()
+    value = int(x[tuple(wrong)])
+    ignored = "; −1 marks a position without a target" if name == "targets" else ""
+    torch_like = " (torch's −100 means nothing here)" if value == -100 else ""
+    raise ValueError(f"{name}: got {value} at {wrong}{torch_like}; accepted: 0 … {vocab_size - 1}{ignored}")

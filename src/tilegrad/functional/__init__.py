@@ -1,0 +1,297 @@
+"""Attention for autograd, as people call it. Options become a mask, and autograd/ runs the call.
+
+Under autocast q, k and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives and
+forward-mode AD raise.
+"""
+
+from __future__ import annotations
+
+import difflib
+import inspect
+from collections.abc import Callable, Mapping
+from functools import lru_cache
+from typing import Any, Literal, Never, NoReturn, overload
+
+import torch
+from torch import Tensor
+from torch.compiler import is_compiling
+
+from ..kernels.attention import table
+from ..kernels.attention.checks import TENSOR, check_options, check_tensors, require
+from ..kernels.attention.mask import Mask, Window
+from ..kernels.attention.problem import Problem
+from ..kernels.table import Explanation
+from .dispatch import attend
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[False] = False,
+    deterministic: bool | None = None, kernel: str | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[True],
+    deterministic: bool | None = None, kernel: str | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool,
+    deterministic: bool | None = None, kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool = False,
+    deterministic: bool | None = None, kernel: str | None = None, **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """softmax(scale · q kᵀ + …) v with exact gradients for q, k, v, bias, sinks, and through lse.
+
+    q (B, Hq, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv), any strides with the last one 1, Hq a multiple of Hkv; the
+    result is (B, Hq, Tq, Dv), laid out in memory as q is. Scores go through these, in this order:
+
+    scale         times q·k; None = 1/√D
+    softcap       c > 0: s = c·tanh(s/c)
+    bias          added; broadcastable to (B, Hq, Tq, Tk), float32 or q's dtype; bool: True = attends, without gradient
+    alibi_slopes  − slope[h]·|i + Tk − Tq − j|; (Hq,) or (B, Hq), no gradient
+    causal        query i attends to keys j ≤ i + Tk − Tq
+    window        (left, right): i + Tk − Tq − left ≤ j ≤ i + Tk − Tq + right; None = open on that side
+    sinks         (Hq,): one logit per head that joins the softmax's denominator and has no value
+    dropout_p     drops weights after the softmax; which ones is a pure function of seed (an int, a 0-d int64 tensor
+                  read on the device, or None = drawn from torch's generator), the same in every kernel
+
+    A row that attends to no key gives 0. return_lse adds the natural-log logsumexp (B, Hq, Tq) in float32 (float64 for
+    float64), differentiable. deterministic=True promises bit-equal results; None follows torch.use_deterministic_algorithms.
+    kernel names a kernel, which runs or raises; `explain` says which would run and why.
+
+    >>> import torch, tilegrad
+    >>> q = torch.randn(1, 8, 128, 64, requires_grad=True)
+    >>> k, v = torch.randn(2, 1, 2, 128, 64)
+    >>> o, lse = tilegrad.attention(q, k, v, causal=True, window=(63, 0), return_lse=True)
+    >>> o.shape, lse.shape
+    (torch.Size([1, 8, 128, 64]), torch.Size([1, 8, 128]))
+    >>> (o.square().sum() + lse.sum()).backward()
+    """
+    if unknown:
+        _refuse(unknown, attention)
+    if bias is alibi_slopes is sinks is seed is None:
+        mask = _mask_of_numbers(causal, window, scale, softcap, dropout_p)
+    else:
+        mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed)
+    return attend(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: Literal[False] = False, deterministic: bool | None = None,
+    kernel: str | None = None,
+) -> Tensor: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: Literal[True], deterministic: bool | None = None,
+    kernel: str | None = None,
+) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+@overload
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: bool, deterministic: bool | None = None,
+    kernel: str | None = None,
+) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+
+
+def attention_varlen(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
+    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, return_lse: bool = False, deterministic: bool | None = None,
+    kernel: str | None = None, **unknown: object,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    """`attention` over sequences packed end to end: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
+
+    Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and likewise of k and v (int32, on q's device); it may
+    be empty. max_seqlen_* are the longest lengths. The result is (total_q, Hq, Dv), lse (Hq, total_q). The values of
+    cu_seqlens are checked on the CPU, on a device only with TILEGRAD_CHECK=1 in the environment.
+
+    >>> import torch, tilegrad
+    >>> q, k, v = torch.randn(3, 10, 4, 32)
+    >>> ends = torch.tensor([0, 3, 3, 10], dtype=torch.int32)
+    >>> tilegrad.attention_varlen(q, k, v, ends, ends, 7, 7, causal=True).shape
+    torch.Size([10, 4, 32])
+    """
+    if unknown:
+        _refuse(unknown, attention_varlen)
+    mask = Mask(
+        causal, window, scale, softcap, None, alibi_slopes, sinks, dropout_p, seed,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    return attend(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
+
+
+def sdpa(
+    query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
+    is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,  # noqa: FBT001, FBT002
+) -> Tensor:  # fmt: skip
+    """torch.nn.functional.scaled_dot_product_attention by tilegrad's kernels: its arguments, its meaning.
+
+    query (…, Hq, L, E), key (…, H, S, E), value (…, H, S, Ev) → (…, Hq, L, Ev). Dimensions before the last two broadcast; with
+    enable_gqa Hq is a multiple of H. attn_mask broadcasts to (…, Hq, L, S): bool, True = attends, or added to the scores.
+
+    `attention` differs in two things. is_causal is aligned at the top left, row i attends to columns j ≤ i, where `attention`'s
+    causal is aligned at the bottom right; for L = S they are one. And a dimension does not broadcast there.
+
+    >>> import torch, tilegrad
+    >>> q, k, v = torch.randn(3, 2, 4, 16, 32)
+    >>> torch.allclose(tilegrad.sdpa(q, k, v, is_causal=True), tilegrad.attention(q, k, v, causal=True))
+    True
+    """
+    given = (("query", query), ("key", key), ("value", value))
+    for name, x in given:
+        require(isinstance(x, Tensor), name, type(x).__name__, TENSOR, TypeError, show=str)
+        enough = x.ndim >= (3 if enable_gqa else 2)
+        require(enough, name, f"shape {tuple(x.shape)}", "(…, L, E), with enable_gqa (…, H, L, E)", show=str)
+    require(attn_mask is None or not is_causal, "attn_mask", "a mask and is_causal=True", "one of the two", show=str)
+    dims = max(x.ndim for _, x in given)
+    q, k, v = (x if x.ndim > 2 else x[None] for _, x in given)
+    heads = None if enable_gqa else _common("heads", _HEADS, *(x.shape[-3:-2] for x in (q, k, v)))
+    batch = _common("batch dimensions", "some that broadcast", *(x.shape[:-3] for x in (q, k, v)))
+    q, k, v = (_rows(x.expand(*batch, *(heads or x.shape[-3:-2]), *x.shape[-2:])) for x in (q, k, v))
+    bias, window, rows = attn_mask, None, q.shape[2]
+    if bias is not None:
+        _check_attn_mask(bias, (*batch, q.shape[1], rows, k.shape[2]))
+    if bias is not None and bias.ndim > 3 and len(batch) != 1:
+        bias = bias.expand(*batch, *bias.shape[-3:]).reshape(-1, *bias.shape[-3:])
+    if is_causal:  # row i attends to columns j ≤ i: to the first L, at distances of Tk − Tq and more
+        k, v = k[:, :, :rows], v[:, :, :rows]
+        window = (None, rows - k.shape[2])
+    o = attention(q, k, v, bias=bias, window=window, scale=scale, dropout_p=dropout_p)
+    return o.reshape((*batch, *o.shape[1:])[-dims:])
+
+
+_HEADS = "as many of each, or enable_gqa=True where query's are a multiple of key's (tilegrad.attention needs no flag)"
+
+
+def _common(what: str, accepted: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
+    """The shape that those of query, key and value broadcast to."""
+    try:
+        return tuple(torch.broadcast_shapes(*shapes))
+    except RuntimeError:
+        q, k, v = (", ".join(map(str, shape)) or "none" for shape in shapes)
+    raise ValueError(f"key: got {what} {k}, and query has {q}, value {v}; accepted: {accepted}")
+
+
+def _check_attn_mask(mask: Tensor, scores: tuple[int, ...]) -> None:
+    require(isinstance(mask, Tensor), "attn_mask", type(mask).__name__, f"None or {TENSOR}", TypeError, show=str)
+    fits = mask.ndim <= len(scores) and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
+    got = f"shape {tuple(mask.shape)}, and (…, Hq, L, S) is {tuple(scores)}"
+    require(fits, "attn_mask", got, "a shape that broadcasts to (…, Hq, L, S)", show=str)
+
+
+def _rows(x: Tensor) -> Tensor:
+    """(…, H, T, D) → (B, H, T, D) with contiguous rows, a view where there is one."""
+    x = x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
+    return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
+
+
+def explain(
+    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
+    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
+    dropout_p: float = 0.0, seed: int | Tensor | None = None, deterministic: bool | None = None,
+    kernel: str | None = None, cu_seqlens_q: Tensor | None = None,
+    cu_seqlens_k: Tensor | None = None, max_seqlen_q: int = 0, max_seqlen_k: int = 0,
+    o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
+    dv: Tensor | None = None, **unknown: Never,
+) -> Explanation:  # fmt: skip
+    """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
+
+    `deterministic` is accepted so that a call can be copied; it changes nothing. o, do, dq, dk and dv are for a call of
+    `attention_fwd` or `attention_bwd` on buffers of yours: not every kernel can read or write them as they lie.
+
+    >>> import torch, tilegrad
+    >>> told = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")
+    >>> told.kernel, told.reasons["tiled"]
+    ('tiled', 'runs: asked for by name')
+    """
+    del deterministic
+    if unknown:
+        _refuse(unknown, explain)
+    mask = Mask(
+        causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed if seed is not None else 0,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+    check_options(q, k, v, mask)
+    check_tensors(q, k, v, mask)
+    return table.ATTENTION.explain(Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv), kernel)
+
+
+_ELSEWHERE = {  # what other libraries call an option: our name for it, and who takes theirs
+    "is_causal": ("causal", "sdpa"),
+    "attn_mask": ("bias", "sdpa"),
+    "softmax_scale": ("scale", "flash"),
+    "window_size": ("window", "flash"),
+    "return_attn_probs": ("return_lse", "flash"),
+    "return_softmax_lse": ("return_lse", "flash"),
+    "attn_bias": ("bias", None),
+    "dropout": ("dropout_p", None),
+    "p": ("dropout_p", None),
+    "s_aux": ("sinks", None),
+    "sm_scale": ("scale", None),
+}
+_THEIR_NAMES = {
+    "sdpa": ", or tilegrad.sdpa, which takes torch's names",
+    "flash": ", or tilegrad.flash, which takes flash-attn's names",
+}
+
+
+def _refuse(unknown: Mapping[str, object], function: Callable[..., object]) -> NoReturn:
+    """Say which of the function's options the first unknown one is."""
+    options = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY]
+    name, value = next(iter(unknown.items()))
+    ours, face = _ELSEWHERE.get(name, (None, None))
+    if name == "enable_gqa":
+        accepted = f"no such option here, where fewer heads of k and v are groups{_THEIR_NAMES['sdpa']}"
+    elif ours in options:
+        accepted = f"{ours}= here{_THEIR_NAMES[face] if face else ''}"
+    else:
+        close = difflib.get_close_matches(name, options, 1)
+        accepted = f"{f'{close[0]}=? Or any of ' if close else ''}{', '.join(options)}"
+    got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
+    raise TypeError(f"{name}: got {got}; accepted: {accepted}")
+
+
+def _mask_of_numbers(causal: Any, window: Any, scale: Any, softcap: Any, dropout_p: Any) -> Mask:
+    """The mask of a call without tensors beside q, k and v, made once for each set of options."""
+    if not is_compiling() and (window is None or type(window) is tuple):
+        try:
+            return _remembered_mask(causal, *((None, None) if window is None else window), scale, softcap, dropout_p)
+        except TypeError:  # unhashable, or no pair: the checks say what is wrong
+            pass
+    return Mask(causal, window, scale, softcap, dropout_p=dropout_p)
+
+
+@lru_cache(1024, typed=True)  # 1 is not True
+def _remembered_mask(causal: Any, left: Any, right: Any, scale: Any, softcap: Any, dropout_p: Any) -> Mask:
+    return Mask(causal, (left, right), scale, softcap, dropout_p=dropout_p)

@@ -1,0 +1,120 @@
+"""Dilated attention for autograd: it checks the call and runs it, eagerly or, as with attention (autograd/), as ops."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any, cast
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention.checks import check_options, check_tensors, require
+from ...kernels.attention.mask import Mask
+from ..dispatch import observed, plain, seed_tensor
+from ..library import autocast
+from ..scratch import number_of
+from .pattern import MODES, Mode
+from .run import Options, backward, forward
+
+if TYPE_CHECKING:
+    from ...memory.managed.manager import AttentionBufferManager
+
+
+def dilated_attention(
+    q: Tensor, k: Tensor, v: Tensor, segment_lengths: Sequence[int], dilation_rates: Sequence[int], *,
+    mode: Mode = "head_groups", causal: bool = False, scale: float | None = None, dropout_p: float = 0.0,
+    seed: int | Tensor | None = None, attn_mask: None = None, bias: None = None, window: None = None, sinks: None = None,
+    deterministic: bool | None = None, kernel: str | None = None, manager: AttentionBufferManager | None = None,
+) -> Tensor:  # fmt: skip
+    """Attention inside segments among every r-th position, with exact gradients; linear in T.       q, k, v (B, H, T, D)
+
+    segment_lengths   s of each branch; the tail is a shorter segment, and one longer than T is T
+    dilation_rates    r of each branch
+    mode              "head_groups": contiguous groups of heads, as many as branches, the first ones larger by the remainder;
+                      group g attends among positions (g mod r) :: r of its segments, gives 0 at the others, and the result
+                      is divided by the number of branches.
+                      "longnet": every branch covers all heads, head h begins at h mod r; branches are mixed at each position
+                      by the softmax of their logsumexps. A position that no branch covers gives 0
+    causal            a position attends to none behind it
+    scale             of the scores; None: 1/√D
+    dropout_p         drops probabilities once, after the softmax; which ones is a pure function of seed and shapes
+    manager           an AttentionBufferManager whose buffers the call works in; None: torch's allocator
+
+    attn_mask, bias, window and sinks are refused. deterministic and kernel are those of `tilegrad.attention`; "reference"
+    is refused, for it computes o and lse anew. The result is laid out in memory as q is.
+
+    >>> import torch, tilegrad
+    >>> q, k, v = torch.randn(3, 1, 6, 4096, 64)
+    >>> tilegrad.dilated_attention(q, k, v, (1024, 4096), (1, 4), causal=True).shape
+    torch.Size([1, 6, 4096, 64])
+    """
+    for name, given in (("attn_mask", attn_mask), ("bias", bias), ("window", window), ("sinks", sinks)):
+        accepted = "None: dilated attention has segments, rates, causal and scale, and nothing else"
+        require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
+    check_options(q, k, v, Mask(causal, scale=scale, dropout_p=dropout_p, seed=seed))
+    check_tensors(q, k, v, Mask(causal))
+    segments, rates = check_pattern(segment_lengths, dilation_rates, mode)
+    require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, and q has {q.shape[2]}", "as many", show=str)
+    require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, and q has {q.shape[1]}", "as many", show=str)
+    fewer = mode == "head_groups" and q.shape[1] < len(segments)
+    accepted = "as many heads as branches, or more"
+    require(not fewer, "q", f"{q.shape[1]} heads for {len(segments)} branches", accepted, show=str)
+    accepted = "None or a kernel that takes o and lse as given; reference computes them anew"
+    require(kernel != "reference", "kernel", kernel, accepted)
+    drawn = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
+    options = Options(
+        segments, rates, mode, causal, scale, float(dropout_p), deterministic, kernel, training, number_of(manager)
+    )  # fmt: skip
+    if not observed() and plain(q, k, v, drawn):
+        if torch._C._is_any_autocast_enabled():
+            q, k, v = autocast(q, k, v)
+        return cast(Tensor, _Eager.apply(q, k, v, drawn, options)) if training else forward(q, k, v, drawn, *options)[0]
+    from .ops import dilated_fwd
+
+    return dilated_fwd(q, k, v, drawn, *options)[0]
+
+
+def check_pattern(
+    segment_lengths: Sequence[int], dilation_rates: Sequence[int], mode: str
+) -> tuple[list[int], list[int]]:
+    """Lengths and rates as lists, of a mode that there is."""
+    require(mode in MODES, "mode", mode, " or ".join(map(repr, MODES)))
+    given = (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates))
+    for name, values in given:
+        whole = isinstance(values, Sequence) and not isinstance(values, str)
+        positive = whole and len(values) > 0 and all(type(n) is int and n > 0 for n in values)
+        require(positive, name, values, "a sequence of ints ≥ 1, one for each branch")
+    got = f"{len(dilation_rates)} for {len(segment_lengths)} segment_lengths"
+    require(len(segment_lengths) == len(dilation_rates), "dilation_rates", got, "one for each branch", show=str)
+    return list(segment_lengths), list(dilation_rates)
+
+
+class _Eager(torch.autograd.Function):
+    """Both directions without the dispatcher: plain tensors, no mode, no transform."""
+
+    @staticmethod
+    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, options: Options) -> Tensor:
+        y, lse = forward(q, k, v, seed, *options)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, seed, y, lse)
+        ctx.options = options
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, dy: Tensor | None) -> tuple[Tensor | None, ...]:
+        q, k, v, seed, y, lse = ctx.saved_tensors
+        if dy is None:
+            return (None,) * 5
+        wanted = list(ctx.needs_input_grad[:3])
+        arguments = (q, k, v, y, lse, dy, seed, *ctx.options, wanted)
+        if not torch.is_grad_enabled() and not observed() and plain(q, k, v, y, lse, dy, seed):
+            grads = backward(*arguments)
+        else:
+            from .ops import dilated_bwd
+
+            grads = dilated_bwd(*arguments)
+        dq, dk, dv = (g if want else None for g, want in zip(grads, wanted, strict=True))
+        return dq, dk, dv, None, None

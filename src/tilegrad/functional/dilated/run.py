@@ -1,0 +1,255 @@
+"""Both directions of dilated attention on plain tensors: a plan for each form of a call, and its jobs one after the other.
+
+"head_groups", G branches, the heads of group g:        "longnet", all heads in every branch:
+
+    y = o_g / G                                             y = Σ_b softmax_b(lse_b) o_b over the branches at a position
+
+The mix of "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
+lse = log Σ_b exp lse_b. So its exact gradient is that of attention over each branch with the mixed y and lse in the place
+of o and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor a gradient of it is kept. The backward of "head_groups" is
+attention's with do = dy / G and o = G y.
+
+What is returned or kept for the backward is torch's: y, lse (B, H, T), and the gradients. All else is one TEMP buffer of the
+manager's in each pass, and in a forward of "longnet" one OUTPUT buffer, as large as the largest call needs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ...kernels.attention import table
+from ...kernels.attention.api import Selected, Signature, select_bwd, select_fwd
+from ...kernels.attention.mask import Mask
+from ...kernels.attention.problem import ALIGNED_BYTES, lse_dtype, rows_aligned
+from ...kernels.cache import remember
+from ...kernels.mix import mix_fwd, mix_workspace
+from ...kernels.scratch import Form, Layout, Shapes, below, of
+from ...memory.types import BufferType
+from ..scratch import NO_OTHERS, borrowed
+from .pattern import Branch, Mode, StridedCall, View, branches
+
+WEYL = 0x9E3779B97F4A7C15  # odd, so that the seeds of 2⁶⁴ calls are different
+
+
+def _signed(n: int) -> int:
+    """The 64 bits of n as int64 has them."""
+    return (n + 2**63) % 2**64 - 2**63
+
+
+class Options(NamedTuple):
+    """The arguments of the ops beside tensors; `training`: a backward follows."""
+
+    segments: list[int]
+    rates: list[int]
+    mode: Mode
+    causal: bool
+    scale: float | None
+    dropout_p: float
+    deterministic: bool
+    kernel: str | None
+    training: bool
+    manager: int
+
+    @property
+    def divisor(self) -> int:
+        return len(self.rates) if self.mode == "head_groups" else 1
+
+
+class Job(NamedTuple):
+    """A call, its kernel in each direction, and the buffers it works in; `added`: an earlier branch has written there."""
+
+    fwd: Selected
+    bwd: Selected
+    added: bool
+    views: dict[str, View]  # of q, k, v, y, lse, dq, dk, dv
+    forward_layout: Layout
+    backward_layout: Layout
+    part_layout: Layout  # o of an added call
+
+
+class Plan(NamedTuple):
+    """All jobs of a call. Both directions ask for buffers of the same size, so that a manager's serve each other."""
+
+    branches: tuple[Branch, ...]
+    jobs: tuple[Job, ...]
+    temp_bytes: int
+    part_bytes: int
+
+
+_plans: dict[Signature, Plan] = {}
+
+
+def _plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -> Plan:
+    """Kept under all that it depends on."""
+    forms = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES) for x in (*qkv, y)]
+    patterns = (tuple(options.segments), tuple(options.rates), *options[2:-1])
+    key = (*forms, y.dtype, y.device, patterns, torch.get_num_threads(), id(table.ATTENTION))
+    found = _plans.get(key)
+    return found if found is not None else remember(_plans, key, _new_plan(qkv, y, lse, options))
+
+
+def _new_plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -> Plan:
+    if not qkv[0].numel() or not y.numel():
+        return Plan((), (), 0, 0)
+    b, h, t, _ = y.shape
+    strides = tuple([x.stride()[:3] for x in (*qkv, y)])
+    found = branches((b, h, t), strides, tuple(options.segments), tuple(options.rates), options.mode)
+    jobs = []
+    for number, branch in enumerate(found):
+        added = options.mode == "longnet" and number > 0
+        jobs += [_job(call, qkv, y, lse, options, added=added) for call in branch.calls]
+    temp = max(job.forward_layout.nbytes for job in jobs)
+    if options.training:
+        temp = max(temp, *(job.backward_layout.nbytes for job in jobs))
+    return Plan(found, tuple(jobs), temp, max(job.part_layout.nbytes for job in jobs))
+
+
+def _job(call: StridedCall, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options, *, added: bool) -> Job:
+    q, k, v = (call.of(x) for x in qkv)
+    mask = Mask(options.causal, scale=options.scale, dropout_p=options.dropout_p, seed=0 if options.dropout_p else None)
+    fwd = select_fwd(q, k, v, mask, o=None, lse=None, kernel=options.kernel)
+    bwd = select_bwd(q, k, v, mask, NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
+    forward, backward = below("attention", fwd.scratch), below("attention", bwd.scratch)
+    part: Shapes = {}
+    output = (*call.shape, y.shape[3]), y.dtype
+    if options.divisor > 1:
+        backward |= {"o": output, "do": output}
+    if added:
+        forward |= below("mix", mix_workspace(Form(*output, y.device))) | {"lse": (call.shape, lse.dtype)}
+        backward |= {f"d{name}": (tuple(x.shape), y.dtype) for name, x in zip("qkv", (q, k, v), strict=True)}
+        part = {"o": output}
+    views = {name: call.view_of(x) for name, x in zip("qkvy", (*qkv, y), strict=True)} | {"lse": call.view_of(lse)}
+    views |= {f"d{name}": _widened(views["y"], x.shape[3]) for name, x in zip("qkv", qkv, strict=True)}
+    return Job(fwd, bwd, added, views, Layout(forward), Layout(backward), Layout(part))
+
+
+def _widened(y: View, d: int) -> View:
+    """The same rows of a tensor in y's order, of d columns."""
+    *shape, dv = y.shape
+    return View((*shape, d), (*(n // dv * d for n in y.strides[:3]), 1), y.start // dv * d)
+
+
+_MASKS = {causal: Mask(causal) for causal in (False, True)}
+
+
+def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
+    """Of each call: with dropout each has a seed of its own."""
+    if seed is None:
+        plain = _MASKS[options.causal] if options.scale is None else Mask(options.causal, scale=options.scale)
+        return [plain] * calls
+    seeds = (seed + _signed(number * WEYL) if number else seed for number in range(calls))
+    return [Mask(options.causal, scale=options.scale, dropout_p=options.dropout_p, seed=own) for own in seeds]
+
+
+def _in_order_of(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
+    """A new (B, H, T, …) in q's memory order: (B, T, H, …) where heads lie closer than positions."""
+    b, h, t, *rest = shape
+    if q.stride(1) < q.stride(2):
+        return q.new_empty((b, t, h, *rest), dtype=dtype).transpose(1, 2)
+    return q.new_empty(tuple(shape), dtype=dtype)
+
+
+def new_outputs(q: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    y = _in_order_of(q, (*q.shape[:3], v.shape[3]), q.dtype)
+    return y, _in_order_of(q, q.shape[:3], lse_dtype(q.dtype))
+
+
+def new_gradients(q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]) -> list[Tensor]:
+    given = zip((q, k, v), wanted, strict=True)
+    return [_in_order_of(q, x.shape, q.dtype) if want else q.new_empty(0) for x, want in given]
+
+
+def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> None:
+    """Zeros in the heads of branches that leave positions out; of "longnet" the first branch covers the most."""
+    found = [b.heads for b in (plan.branches[:1] if options.mode == "longnet" else plan.branches) if not b.covers_all]
+    for first, last in _runs(found):
+        for x in tensors:
+            x[:, first:last].zero_()
+
+
+def _runs(heads: Sequence[range]) -> list[tuple[int, int]]:
+    """(first, behind the last) of each run of neighbours: one launch instead of several."""
+    runs: list[tuple[int, int]] = []
+    for own in heads:
+        if runs and runs[-1][1] == own.start:
+            runs[-1] = runs[-1][0], own.stop
+        else:
+            runs.append((own.start, own.stop))
+    return runs
+
+
+def forward(q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, *given: Any) -> tuple[Tensor, Tensor]:
+    options = Options(*given)
+    y, lse = new_outputs(q, v)
+    plan = _plan((q, k, v), y, lse, options)
+    _zero_where_uncovered(plan, options, y)
+    if options.mode == "longnet" and plan.branches and not plan.branches[0].covers_all:
+        lse.fill_(-torch.inf)
+    with (
+        borrowed(options.manager, BufferType.TEMP, plan.temp_bytes, q.device) as temp,
+        borrowed(options.manager, BufferType.OUTPUT, plan.part_bytes, q.device) as part,
+    ):
+        views = {"q": q, "k": k, "v": v, "y": y, "lse": lse}
+        for job, mask in zip(plan.jobs, _masks(options, seed, len(plan.jobs)), strict=True):
+            _run_forward(job, views, mask, 1 / options.divisor, temp, part)
+    return y, lse
+
+
+def _run_forward(job: Job, given: dict[str, Tensor], mask: Mask, factor: float, temp: Tensor, part: Tensor) -> None:
+    scratch = job.forward_layout.of(temp)
+    q, k, v, o, lse = (job.views[name].of(x) for name, x in given.items())
+    if not job.added:
+        job.fwd.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=of("attention", scratch))
+        if factor != 1.0:
+            o *= factor
+        return
+    part_o, part_lse = job.part_layout.of(part)["o"], scratch["lse"]
+    job.fwd.module.fwd(q, k, v, mask, o=part_o, lse=part_lse, scratch=of("attention", scratch))
+    mix_fwd(part_o, part_lse, o=o, lse=lse, scratch=of("mix", scratch))
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, y: Tensor, lse: Tensor, dy: Tensor, seed: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *given, wanted = rest
+    options = Options(*given)
+    grads = new_gradients(q, k, v, wanted)
+    plan = _plan((q, k, v), y, lse, options)
+    if not rows_aligned(dy) or any(n > 1 and a != b for n, a, b in zip(y.shape, dy.stride(), y.stride(), strict=True)):
+        dy = torch.empty_like(y).copy_(dy)
+    written = {name: x for name, x, want in zip(("dq", "dk", "dv"), grads, wanted, strict=True) if want}
+    _zero_where_uncovered(plan, options, *written.values())
+    with borrowed(options.manager, BufferType.TEMP, plan.temp_bytes, q.device) as temp:
+        read = {"q": q, "k": k, "v": v, "y": y, "lse": lse}
+        for job, mask in zip(plan.jobs, _masks(options, seed, len(plan.jobs)), strict=True):
+            _run_backward(job, read, dy, written, mask, options, temp)
+    return tuple(grads)
+
+
+def _run_backward(
+    job: Job,
+    read: dict[str, Tensor],
+    dy: Tensor,
+    written: dict[str, Tensor],
+    mask: Mask,
+    options: Options,
+    temp: Tensor,
+) -> None:
+    scratch = job.backward_layout.of(temp)
+    q, k, v, o, lse = (job.views[name].of(x) for name, x in read.items())
+    do, grads = job.views["y"].of(dy), {name: job.views[name].of(x) for name, x in written.items()}
+    if options.divisor > 1:
+        o = torch.mul(o, options.divisor, out=scratch["o"])
+        do = torch.mul(do, 1 / options.divisor, out=scratch["do"])
+    job.bwd.module.bwd(
+        q, k, v, o, lse, do, None, mask, dbias=None, dsinks=None, scratch=of("attention", scratch),
+        deterministic=options.deterministic,
+        **{name: grads.get(name) if not job.added else scratch.get(name) for name in ("dq", "dk", "dv")},
+    )  # fmt: skip
+    if job.added:
+        for name, x in grads.items():
+            x += scratch[name]

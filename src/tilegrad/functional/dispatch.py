@@ -1,0 +1,164 @@
+"""How a call of attention reaches its kernel: at once where nothing stands between, else through torch's dispatcher.
+
+    known    functional/eager.cpp, from here to the kernel and back in C++     plain tensors and no others than q, k and v, no mode,
+             where it was built                                           no transform, a signature that ran before
+    eager    an autograd.Function around the kernel                       plain tensors, no mode, no transform
+    op       ops.py                                                       compile, export, fake tensors, subclasses,
+                                                                          dispatch and function modes, torch.func, tracing
+
+The last two check, allocate and run by the same two functions, those of run.py. Of a small call the dispatcher takes most of
+the time, and then Python: hence the others. The bits are the same either way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+from torch.nn import Parameter
+from torch.utils._device import DeviceContext
+
+from ..kernels import cache
+from ..kernels.attention import table
+from ..kernels.attention.checks import check_options
+from ..kernels.attention.mask import Mask
+from . import call as run
+from .eager import load
+from .library import attend_by_op, autocast, backward_by_op, mask_of, numbers_of, tensors_of
+
+_PLAIN = frozenset((Tensor, Parameter))
+_DEVICES = frozenset(("cpu", "cuda"))
+_is_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
+) -> Tensor | tuple[Tensor, Tensor]:
+    """o, or (o, lse), differentiable."""
+    if mask.bare and mask.numbers is not None and run.known is not None:  # numbers are None for a compiler
+        found = run.known.attend(q, k, v, mask.numbers, kernel, table.ATTENTION, deterministic, return_lse)
+        if found is not None:
+            return found  # type: ignore[no-any-return]
+    seed = mask.seed
+    if mask.dropout_p or seed is not None:
+        check_options(q, k, v, mask)
+        seed = seed_tensor(mask, q.device)
+    if deterministic is None:
+        deterministic = torch.are_deterministic_algorithms_enabled()
+    if not observed():
+        mask = mask if seed is mask.seed else replace(mask, seed=seed)
+        held = () if mask.bare else tensors_of(mask, seed)
+        casts = torch._C._is_any_autocast_enabled()
+        key = None if casts else run.forward_key(q, k, v, mask, kernel)
+        if key is not None and (q.is_cuda or q.is_cpu) or plain(q, k, v, *held):
+            if casts:
+                q, k, v = autocast(q, k, v)
+                key = run.forward_key(q, k, v, mask, kernel)
+            if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask)):
+                call = (mask, key, return_lse, deterministic, kernel)
+                return _apply_eagerly(call, q, k, v, *held)  # type: ignore[no-any-return]
+            o, lse = run.forward(q, k, v, mask, kernel, key)
+            return (o, lse) if return_lse else o
+    return attend_by_op(q, k, v, mask, seed, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
+
+
+def _learned(mask: Mask) -> bool:
+    return not mask.bare and any(x is not None and x.requires_grad for x in (mask.bias, mask.sinks))
+
+
+def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
+    """Drawn where dropout has no seed; an int where nothing is dropped is left out."""
+    seed = mask.seed
+    if seed is None and mask.dropout_p:
+        return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
+    if isinstance(seed, int):
+        signed = seed - 2**64 if seed >= 2**63 else seed
+        return torch.full((), signed, dtype=torch.int64, device=device) if mask.dropout_p else None
+    return seed
+
+
+def observed() -> bool:
+    """Whether something wants to see the op: a compiler, a transform, a mode, a tracer, forward-mode AD."""
+    return bool(
+        torch.compiler.is_compiling()
+        or torch._C._are_functorch_transforms_active()
+        or torch._C._len_torch_dispatch_stack()
+        or torch._C._is_tracing()
+        or forward_ad._current_level >= 0
+        or torch._C._len_torch_function_stack()
+        and not all(type(mode) is DeviceContext for mode in torch.overrides._get_current_function_mode_stack())
+    )
+
+
+def plain(q: Any, *others: Any) -> bool:
+    """Whether tensors are what they hold in memory: no subclass, no fake one, none with a negation to come, no zeros without
+    memory."""
+    for x in (q, *others):
+        if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
+            return False
+    return q.device.type in _DEVICES
+
+
+class _EagerAttention(torch.autograd.Function):
+    """A kernel and its backward, without the dispatcher. Of a call without tensors beside q, k and v: apply(call, q, k, v);
+    else bias, alibi_slopes, sinks, seed, cu_seqlens_q and cu_seqlens_k stand behind them."""
+
+    @staticmethod
+    def forward(ctx: Any, call: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
+        mask, key, return_lse, deterministic, kernel = call
+        o, lse = run.forward(q, k, v, mask, kernel, key)
+        ctx.set_materialize_grads(False)
+        ctx.save_for_backward(q, k, v, o, lse, *held)
+        ctx.options = (numbers_of(mask) if held else mask, deterministic, kernel)  # tensors are kept by autograd alone
+        return (o, lse) if return_lse else o
+
+    @staticmethod
+    def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:
+        q, k, v, o, lse, *held = ctx.saved_tensors
+        mask, deterministic, kernel = ctx.options
+        if not held:
+            _, need_q, need_k, need_v = ctx.needs_input_grad
+            wanted = (need_q, need_k, need_v, False, False)
+        else:
+            _, need_q, need_k, need_v, need_bias, _, need_sinks, *_ = ctx.needs_input_grad
+            wanted = (need_q, need_k, need_v, need_bias, need_sinks)
+        if do is None:
+            if dlse is None:
+                return (None,) * len(ctx.needs_input_grad)
+            do = torch.zeros_like(o)
+        mask = mask_of(*held, *mask) if held else mask
+        reads = (q, k, v, o, lse, do, dlse)
+        dq, dk, dv, dbias, dsinks = _backward_of_eager(reads, mask, wanted, kernel, deterministic)
+        return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
+
+
+_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Function's own looks for transforms first
+
+
+def _backward_of_eager(
+    reads: Sequence[Any], mask: Mask, wanted: tuple[bool, ...], kernel: str | None, deterministic: bool  # noqa: FBT001
+) -> tuple[Tensor | None, ...]:  # fmt: skip
+    """At once where nothing stands between, else by the op."""
+    q, k, v, o, lse, do, dlse = reads
+    held = tensors_of(mask, mask.seed)
+    batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
+    if not batched and not torch.is_grad_enabled() and not observed():
+        key = run.backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
+        if key is not None or plain(q, k, v, o, lse, do, dlse, *held):
+            return run.backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key)
+    return backward_by_op(tuple(reads), (*held, *numbers_of(mask), deterministic, kernel), wanted)
+
+
+def take_known() -> None:
+    """Known calls go by C++ from now on, where it was built."""
+    found = load()
+    run.known = None if isinstance(found, str) else found
+    if run.known is not None:
+        run.known.use(Parameter, _backward_of_eager, cache.MOST_ENTRIES)
+
+
+take_known()

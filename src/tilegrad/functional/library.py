@@ -1,0 +1,251 @@
+"""Attention as ops of torch.library: what compilers, transforms, fake tensors, subclasses and modes see.
+
+    tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)
+    tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)      empty where not wanted
+
+A mask travels through an op as the flat list of its fields, because a schema knows only tensors and numbers. torch.func's
+transforms see an autograd.Function around each op: grad and jacrev run its backward, vmap folds its dimension into B, or
+calls once for each sample where a mask's tensor has that dimension. Second derivatives and forward mode raise.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+import torch
+from torch import Tensor
+from torch.autograd import forward_ad
+
+from ..kernels.attention.checks import check_options, check_tensors
+from ..kernels.attention.mask import Mask
+from .call import backward, backward_key, forward, forward_key, new_gradients, new_outputs
+
+_FIELDS = (
+    "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
+    "SymInt max_seqlen_q, SymInt max_seqlen_k, bool causal, int? left, int? right, float? scale, float softcap, "
+    "float dropout_p"
+)
+_library = torch.library.Library("tilegrad", "DEF")
+_library.define(
+    f"attention_fwd(Tensor q, Tensor k, Tensor v, {_FIELDS}, bool deterministic, str? kernel) -> (Tensor o, Tensor lse)"
+)
+_library.define(
+    "attention_bwd(Tensor q, Tensor k, Tensor v, Tensor o, Tensor lse, Tensor do, Tensor? dlse, "
+    f"{_FIELDS}, bool deterministic, str? kernel, bool[] wanted) "
+    "-> (Tensor dq, Tensor dk, Tensor dv, Tensor dbias, Tensor dsinks)"
+)
+
+
+def tensors_of(mask: Mask, seed: int | Tensor | None) -> tuple[Any, ...]:
+    """The tensors among _FIELDS; the mask's seed may not be one yet."""
+    return (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+
+
+def numbers_of(mask: Mask) -> tuple[Any, ...]:
+    """The numbers among _FIELDS."""
+    left, right = mask.window or (None, None)
+    longest = mask.max_seqlen_q, mask.max_seqlen_k
+    return (*longest, mask.causal, left, right, mask.scale, mask.softcap, mask.dropout_p)
+
+
+def mask_of(*fields: Any) -> Mask:
+    """The mask of an op's arguments, which are in the order of _FIELDS."""
+    (
+        bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+        causal, left, right, scale, softcap, dropout_p,
+    ) = fields  # fmt: skip
+    return Mask(
+        causal, (left, right), scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed,
+        cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
+    )  # fmt: skip
+
+
+def attend_by_op(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, seed: Tensor | None, *,
+    return_lse: bool, deterministic: bool, kernel: str | None,
+) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    check_options(q, k, v, mask)
+    if forward_ad._current_level >= 0 and any(
+        forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, *mask.tensors)
+    ):
+        _no_forward_mode()
+    arguments = (q, k, v, *tensors_of(mask, seed), *numbers_of(mask), deterministic, kernel)
+    if torch._C._are_functorch_transforms_active():
+        if torch.compiler.is_compiling():
+            _keep_in_graph()
+        o, lse = _transformed(*arguments)
+    else:
+        o, lse = torch.ops.tilegrad.attention_fwd(*arguments)
+    return (o, lse) if return_lse else o
+
+
+def _fwd(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    *fields, _, kernel = rest
+    mask = mask_of(*fields)
+    return forward(q, k, v, mask, kernel, forward_key(q, k, v, mask, kernel))
+
+
+def _bwd(
+    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *rest: Any
+) -> tuple[Tensor, ...]:
+    *fields, deterministic, kernel, wanted = rest
+    mask, wanted = mask_of(*fields), tuple(wanted)
+    key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
+    return _as_tensors(q, backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key))
+
+
+def _as_tensors(q: Tensor, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
+    """As an op returns them: empty where None."""
+    return tuple(q.new_empty(0) if x is None else x for x in gradients)
+
+
+def _fwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    mask = mask_of(*rest[:-2])
+    check_tensors(q, k, v, mask)
+    return new_outputs(q, v, mask)
+
+
+def _bwd_fake(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, ...]:
+    _, _, _, _, *fields, _, _, wanted = rest  # o, lse, do, dlse; deterministic, kernel
+    return _as_tensors(q, new_gradients(q, k, v, mask_of(*fields), wanted))
+
+
+def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
+    ctx.set_materialize_grads(False)
+    ctx.save_for_backward(*inputs[:9], *output)
+    ctx.options = inputs[9:]
+
+
+def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
+    """Of the op."""
+    q, k, v, *held, o, lse = ctx.saved_tensors
+    *numbers, deterministic, kernel = ctx.options
+    need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
+    none = (None,) * (len(ctx.needs_input_grad) - 6)
+    if do is None and dlse is None:
+        return (None,) * 6 + none
+    saved = (q, k, v, o, lse, torch.zeros_like(o) if do is None else do, dlse)
+    wanted = (need_q, need_k, need_v, need_bias, need_sinks)
+    dq, dk, dv, dbias, dsinks = backward_by_op(saved, (*held, *numbers, deterministic, kernel), wanted)
+    return (dq, dk, dv, dbias, None, dsinks, *none)
+
+
+def backward_by_op(
+    saved: tuple[Tensor | None, ...], options: tuple[Any, ...], wanted: tuple[bool, ...]
+) -> tuple[Tensor | None, ...]:
+    transformed = torch._C._are_functorch_transforms_active()
+    call = _AttentionBackward.apply if transformed else torch.ops.tilegrad.attention_bwd
+    grads = call(*saved, *options, list(wanted))
+    return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
+
+
+def _no_second_derivative(*_: Any) -> tuple[None, ...]:
+    raise NotImplementedError(
+        "tilegrad attention has no second derivative: its backward is not differentiable; "
+        "call backward or grad without create_graph=True"
+    )
+
+
+def _no_forward_mode(*_: Any) -> NoReturn:
+    raise NotImplementedError(
+        "tilegrad attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual tensors); "
+        "use reverse mode: backward, torch.func.grad, vjp or jacrev"
+    )
+
+
+class _Attention(torch.autograd.Function):
+    """attention_fwd as torch.func's transforms take it."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_fwd(*arguments))
+    setup_context = staticmethod(_save)
+    backward = staticmethod(_attention_backward)
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+class _AttentionBackward(torch.autograd.Function):
+    """attention_bwd likewise."""
+
+    generate_vmap_rule = True
+    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_bwd(*arguments))
+    setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
+    backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
+    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
+
+
+def _transformed(*arguments: Any) -> Any:
+    return _Attention.apply(*arguments)
+
+
+def _keep_in_graph() -> None:
+    """Have torch.compile call `_transformed` as it is, which can't be traced. It runs while tracing, for to say so at import
+    would load torch's compiler: 1.6 s."""
+    torch.compiler.allow_in_graph(_transformed)
+
+
+_keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
+
+
+def batching_rule(op: Callable[..., Any], tensors: int, folds: Callable[..., bool]) -> Callable[..., Any]:
+    """vmap of an op whose first `tensors` arguments have a dimension B at 0, or are None: samples are folded into B where
+    folds(in_dims, arguments), else each is a call."""
+
+    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
+        n = info.batch_size
+        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
+        first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
+        if folds(in_dims, arguments):
+            own = [
+                x if x is None else (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
+                for x, d in zip(first[:tensors], in_dims, strict=False)
+            ]
+            results = op(*own, *arguments[tensors:])
+            found = tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results)
+            return found, (0,) * len(found)
+        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
+        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
+
+    return rule
+
+
+def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
+    """Samples are folded where q, k and v are each sample's own, and no tensor of the mask nor its gradient is."""
+
+    def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
+        bias, alibi_slopes, sinks, seed, cu_seqlens_q = arguments[tensors : tensors + 5]
+        shared = (bias is None or bias.ndim < 4 or bias.shape[0] == 1) and (
+            alibi_slopes is None or alibi_slopes.ndim == 1
+        )
+        shared &= all(d is None for d in in_dims[tensors:]) and sinks is None and seed is None and cu_seqlens_q is None
+        summed = tensors > 3 and any(arguments[-1][3:])  # dbias
+        return None not in in_dims[:3] and shared and not summed
+
+    return batching_rule(op, tensors, folds)
+
+
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """To the autocast dtype of q's device, where autocast is on there; float64 stays."""
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+
+
+def _fwd_under_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
+    q, k, v = autocast(q, k, v)
+    with torch.autocast(q.device.type, enabled=False):
+        return torch.ops.tilegrad.attention_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
+
+
+for _device in ("CPU", "CUDA"):
+    _library.impl("attention_fwd", _fwd, _device)
+    _library.impl("attention_bwd", _bwd, _device)
+    _library.impl("attention_fwd", _fwd_under_autocast, f"Autocast{_device}")
+torch.library.register_fake("tilegrad::attention_fwd", _fwd_fake, lib=_library)
+torch.library.register_fake("tilegrad::attention_bwd", _bwd_fake, lib=_library)
+torch.library.register_autograd("tilegrad::attention_fwd", _attention_backward, setup_context=_save, lib=_library)
+torch.library.register_autograd("tilegrad::attention_bwd", _no_second_derivative, lib=_library)
+torch.library.register_vmap("tilegrad::attention_fwd", _vmap(torch.ops.tilegrad.attention_fwd, 3), lib=_library)
+torch.library.register_vmap("tilegrad::attention_bwd", _vmap(torch.ops.tilegrad.attention_bwd, 7), lib=_library)

@@ -1,0 +1,202 @@
+"""flash-attn's functions by tilegrad's kernels, with its argument names and layouts.
+
+Arguments are those of flash-attn 2. Tensors are (B, T, H, D), packed ones (total, H, D); Hq is a multiple of Hkv. A side of
+window_size is open at −1, and causal is aligned at the bottom right. Devices and dtypes are those of `tilegrad.attention`.
+window_size and max_seqlen are anything that Python takes for an index: ints of NumPy's and of torch's too.
+What is not there raises: paged caches, and rotary embeddings inside of decoding. return_attn_probs gives (o, lse, None) because
+probabilities never exist.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from operator import index
+from typing import Any, SupportsIndex
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ..functional import attention, attention_varlen
+from ..kernels.attention.checks import TENSOR, require
+
+Sides = Iterable[SupportsIndex]  # left and right
+
+
+def flash_attn_func(
+    q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """q (B, Tq, Hq, D), k and v (B, Tk, Hkv, D) → o (B, Tq, Hq, Dv), or (o, lse (B, Hq, Tq), None).
+
+    >>> import torch
+    >>> from tilegrad.flash import flash_attn_func
+    >>> flash_attn_func(*torch.randn(3, 2, 16, 4, 32), causal=True).shape
+    torch.Size([2, 16, 4, 32])
+    """
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    _tensors(q=q, k=k, v=v)
+    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
+    o, lse = attention(q, k, v, dropout_p=dropout_p, return_lse=True, **options)
+    return (o.transpose(1, 2), lse, None) if return_attn_probs else o.transpose(1, 2)
+
+
+def flash_attn_qkvpacked_func(
+    qkv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_func` of qkv (B, T, 3, H, D)."""
+    q, k, v = _parts("qkv", qkv, "(B, T, 3, H, D)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_kvpacked_func(
+    q: Tensor, kv: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_func` of q (B, Tq, Hq, D) and kv (B, Tk, 2, Hkv, D)."""
+    k, v = _parts("kv", kv, "(B, Tk, 2, Hkv, D)")
+    return flash_attn_func(
+        q, k, v, dropout_p, softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic,
+        return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_func(
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: SupportsIndex,
+    max_seqlen_k: SupportsIndex,
+    dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
+) -> Any:  # fmt: skip
+    """q (total_q, Hq, D), k and v (total_k, Hkv, D), sequences end to end → o (total_q, Hq, Dv), or with lse (Hq, total_q)."""
+    _absent(block_table=block_table)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
+    longest = _int("max_seqlen_q", max_seqlen_q), _int("max_seqlen_k", max_seqlen_k)
+    ends = cu_seqlens_q, cu_seqlens_k, *longest
+    o, lse = attention_varlen(q, k, v, *ends, dropout_p=dropout_p, return_lse=True, **options)
+    return (o, lse, None) if return_attn_probs else o
+
+
+def flash_attn_varlen_qkvpacked_func(
+    qkv: Tensor, cu_seqlens: Tensor, max_seqlen: SupportsIndex, dropout_p: float = 0.0,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sides = (-1, -1), softcap: float = 0.0,
+    alibi_slopes: Tensor | None = None, deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_varlen_func` of qkv (total, 3, H, D)."""
+    q, k, v = _parts("qkv", qkv, "(total, 3, H, D)")
+    longest = _int("max_seqlen", max_seqlen)
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens, cu_seqlens, longest, longest, dropout_p, softmax_scale, causal, window_size, softcap,
+        alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+def flash_attn_varlen_kvpacked_func(
+    q: Tensor, kv: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: SupportsIndex,
+    max_seqlen_k: SupportsIndex, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
+    window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
+    deterministic: bool = False, return_attn_probs: bool = False,
+) -> Any:  # fmt: skip
+    """`flash_attn_varlen_func` of q (total_q, Hq, D) and kv (total_k, 2, Hkv, D)."""
+    k, v = _parts("kv", kv, "(total_k, 2, Hkv, D)")
+    return flash_attn_varlen_func(
+        q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p, softmax_scale, causal, window_size,
+        softcap, alibi_slopes, deterministic, return_attn_probs,
+    )  # fmt: skip
+
+
+@torch.no_grad()
+def flash_attn_with_kvcache(
+    q: Tensor, k_cache: Tensor, v_cache: Tensor, k: Tensor | None = None, v: Tensor | None = None,
+    rotary_cos: Tensor | None = None, rotary_sin: Tensor | None = None, cache_seqlens: int | Tensor | None = None,
+    cache_batch_idx: Tensor | None = None, cache_leftpad: Tensor | None = None, block_table: Tensor | None = None,
+    softmax_scale: float | None = None, causal: bool = False, window_size: Sides = (-1, -1),
+    softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
+    return_softmax_lse: bool = False,
+) -> Any:  # fmt: skip
+    """Decoding: q (B, Tq, Hq, D) over caches (B, Tmax, Hkv, D), of which row b has cache_seqlens[b] columns; no gradient.
+
+    k and v (B, Tnew, Hkv, D) are first written into the caches behind those columns, in place; cache_seqlens is left to the
+    caller. cache_seqlens=None is a full cache, or with k an empty one. num_splits and rotary_interleaved change nothing.
+    """
+    del rotary_interleaved, num_splits
+    _absent(
+        rotary_cos=rotary_cos, rotary_sin=rotary_sin, cache_batch_idx=cache_batch_idx, cache_leftpad=cache_leftpad,
+        block_table=block_table,
+    )  # fmt: skip
+    if (k is None) != (v is None):
+        raise ValueError(f"k, v: got {'v' if k is None else 'k'} alone; accepted: both, or none")
+    _tensors(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None or v is None else {"k": k, "v": v}))
+    batch, rows, longest = q.shape[0], q.shape[1], k_cache.shape[1]
+    if cache_seqlens is None:
+        cache_seqlens = longest if k is None else 0
+    columns = torch.as_tensor(cache_seqlens, device=q.device, dtype=torch.int64).expand(batch)
+    if k is not None and v is not None:
+        at = torch.arange(batch, device=q.device)[:, None], columns[:, None] + torch.arange(k.shape[1], device=q.device)
+        k_cache[at], v_cache[at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
+        columns = columns + k.shape[1]
+    none = torch.zeros_like(columns)  # a cache's unused columns are a sequence without rows
+    ends_q, ends_k = (
+        pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
+        for lengths in ((none + rows, none), (columns, longest - columns))
+    )
+    if alibi_slopes is not None and alibi_slopes.ndim == 2:
+        alibi_slopes = alibi_slopes.repeat_interleave(2, 0)
+    options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic=False)
+    q, keys, values = (x.flatten(0, 1) for x in (q, k_cache, v_cache))
+    o, lse = attention_varlen(q, keys, values, ends_q, ends_k, rows, longest, return_lse=True, **options)
+    o = o.unflatten(0, (batch, rows))
+    return (o, lse.unflatten(1, (batch, rows)).transpose(0, 1)) if return_softmax_lse else o
+
+
+def _options(
+    softmax_scale: float | None, causal: bool, window_size: Sides, softcap: float, alibi_slopes: Tensor | None,
+    deterministic: bool,
+) -> dict[str, Any]:  # fmt: skip
+    """The options of `attention`."""
+    sides = tuple(window_size) if isinstance(window_size, Iterable) else ()
+    require(len(sides) == 2, "window_size", window_size, "a pair (left, right) of ints, where −1 = open on that side")
+    left, right = (None if side < 0 else side for side in (_int("window_size", x) for x in sides))
+    return {
+        "scale": softmax_scale,
+        "causal": causal,
+        "window": (left, right),
+        "softcap": softcap,
+        "alibi_slopes": None if alibi_slopes is None else alibi_slopes.detach(),
+        "deterministic": deterministic or None,
+    }
+
+
+def _int(name: str, x: SupportsIndex) -> int:
+    try:
+        return int(index(x))
+    except TypeError:
+        raise TypeError(f"{name}: got {x!r}; accepted: ints of Python's, NumPy's or torch's") from None
+
+
+def _parts(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:
+    """q, k and v, or k and v, as views of a tensor of this form."""
+    _tensors(**{name: packed})
+    sizes = form.strip("()").split(", ")
+    count = sizes[-3]
+    fits = packed.ndim == len(sizes) and str(packed.shape[-3]) == count
+    require(fits, name, f"shape {tuple(packed.shape)}", form, show=str)
+    return packed.unbind(-3)
+
+
+def _tensors(**given: Tensor) -> None:
+    for name, x in given.items():
+        require(isinstance(x, Tensor), name, type(x).__name__, TENSOR, TypeError, show=str)
+
+
+def _absent(**given: Tensor | None) -> None:
+    for name, x in given.items():
+        if x is not None:
+            raise NotImplementedError(f"{name}: got a tensor; accepted: None")

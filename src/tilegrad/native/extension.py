@@ -1,0 +1,79 @@
+"""A Python module in C++, from one source file that comes with the package. Everything that it does has a slower way in Python.
+
+`tilegrad doctor --build` compiles it, against the torch and the Python that run. It needs a C++ compiler, torch's headers,
+which come with torch, and Python's. torch's C++ interface changes with its versions: the file's name has torch's and
+Python's, so that one built for others is never loaded, and the module carries a digest of its source and flags.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sysconfig
+import tempfile
+from dataclasses import dataclass
+from importlib.machinery import EXTENSION_SUFFIXES, ExtensionFileLoader
+from importlib.util import module_from_spec, spec_from_loader
+from pathlib import Path
+from types import ModuleType
+
+import torch
+
+from ..kernels.cpu.library import is_cut
+from .build import HOW, compiler, replace_file, run
+
+
+@dataclass(frozen=True, slots=True)
+class NativeModule:
+    """libraries: of torch, that the source needs; folder: where the compiled file lies."""
+
+    name: str
+    source: Path
+    libraries: tuple[str, ...]
+    folder: Path
+
+    @property
+    def flags(self) -> tuple[str, ...]:
+        return ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", f"-DMODULE={self.name}")
+
+    def path(self) -> Path:
+        version = torch.__version__.replace("+", "_")
+        return self.folder / f"{self.name}_torch{version}{EXTENSION_SUFFIXES[0]}"
+
+    def digest(self) -> str:
+        return hashlib.sha256(b"\0".join((repr(self.flags).encode(), self.source.read_bytes()))).hexdigest()[:16]
+
+    def build(self) -> Path:
+        """The file, compiled and linked; RuntimeError with the compiler's message where it can't be."""
+        cxx = compiler()
+        if cxx is None:
+            raise RuntimeError("no C++ compiler (Debian: apt install g++)")
+        root, to = Path(torch.__file__).parent, self.path()
+        includes = [root / "include", root / "include/torch/csrc/api/include", sysconfig.get_paths()["include"]]
+        with tempfile.TemporaryDirectory() as folder:
+            made = Path(folder) / to.name
+            run([
+                cxx, *self.flags, f'-DDIGEST="{self.digest()}"', *(f"-I{include}" for include in includes), str(self.source),
+                "-o", str(made), f"-L{root / 'lib'}", *(f"-l{library}" for library in self.libraries),
+            ])  # fmt: skip
+            replace_file(to, made)
+        return to
+
+    def load(self) -> ModuleType | str:
+        """The module, or the reason why Python goes its slower way instead, and what to do."""
+        path = self.path()
+        if not path.exists():
+            return f"was not built for torch {torch.__version__}; {HOW}"
+        built = path.read_bytes()
+        if self.digest().encode() not in built:
+            return f"was built from another source than that here; {HOW}"
+        if is_cut(built):
+            return f"can't be loaded (its file is cut off); {HOW}"
+        file = ExtensionFileLoader(self.name, str(path))
+        spec = spec_from_loader(self.name, file)
+        assert spec is not None
+        try:
+            module = module_from_spec(spec)
+            file.exec_module(module)
+        except ImportError as error:
+            return f"can't be loaded ({error}); {HOW}"
+        return module

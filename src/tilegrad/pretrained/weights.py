@@ -1,0 +1,290 @@
+"""Weights of Hugging Face folders, in and out: config.json, safetensors, tokenizer.json. transformers is not needed.
+
+    source = open_weights(folder)              config.json as a ModelConfig; what the engine has no place for is an error
+    source.load(engine.params)                 every name, shape and dtype is checked before the first number is written
+    write_weights(folder, params, config)      a folder that transformers loads, whole or not at all
+
+families.py has the names and config.json. Which files are opened at all, untrusted.py says: names stay in the folder, and so do
+links, but for those of Hugging Face's cache. That holds for what is read and for what an export copies. A pickle (.bin, .pt) is
+never read.
+"""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from ..data.tokens import Tokenizer, load_tokenizer
+from ..memory.managed.pressure import memory_limit
+from ..memory.page import human
+from ..model.config import ModelConfig
+from ..model.transformer import declare
+from ..text.atomic import named
+from ..text.untrusted import file_in, open_tensors, read_json, shown
+from ..training.checkpoint import save_tensors
+from .families import FAMILIES, Config, config_json, config_of, theirs
+
+_DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
+_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # of old checkpoints
+_BESIDE = (
+    "tokenizer*",
+    "vocab.json",
+    "merges.txt",
+    "special_tokens_map.json",
+    "generation_config.json",
+    "chat_template*",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """A folder of Hugging Face's, not yet read but for its config."""
+
+    folder: Path
+    origin: Config  # config.json
+    config: ModelConfig
+    files: dict[str, Path]  # their name → the file that holds it
+
+    @property
+    def kind(self) -> str:
+        return str(self.origin["model_type"])
+
+    @property
+    def tokenizer(self) -> Path | None:
+        name = "tokenizer.json"
+        return file_in(self.folder, name) if _is_there(self.folder / name) else None
+
+    def load(self, params: Mapping[str, Tensor]) -> None:
+        """Copy into `params`, our names → tensors of any device and dtype, one at a time out of mapped files."""
+        self.check(params)
+        there = self._there(params)
+        with ExitStack() as stack:
+            opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
+            for name, place in theirs(self.kind, params, self.config):
+                place.copy_(opened[self.files[there[name]]].get_tensor(there[name]))
+
+    def check(self, params: Mapping[str, Tensor]) -> None:
+        """Refuse files that hold other names, shapes or dtypes than `params`, of which no number is looked at."""
+        config, there = self.config, self._there(params)
+        missing = sorted(name for name, own in there.items() if own not in self.files)
+        known = {*there.values(), *(["lm_head.weight"] if config.tie_embeddings else [])}
+        extra = sorted(name for name in self.files if name not in known and not name.endswith(_BUFFERS))
+        if missing or extra:
+            raise ValueError(
+                f"{self.folder}: got no tensors {missing[:3] or 'missing'}, and {extra[:3] or 'none'} beyond the model's; "
+                "accepted: those of config.json"
+            )
+        with ExitStack() as stack:
+            opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
+            for name, place in theirs(self.kind, params, config):
+                found = opened[self.files[there[name]]].get_slice(there[name])
+                shape, dtype, where = tuple(found.get_shape()), found.get_dtype(), self.files[there[name]]
+                if shape != tuple(place.shape):
+                    raise ValueError(
+                        f"{where}: {there[name]}: got shape {shape}; accepted: {tuple(place.shape)}, by config.json"
+                    )
+                if dtype not in _DTYPES:
+                    raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(_DTYPES)}")
+
+    def _there(self, params: Mapping[str, Tensor]) -> dict[str, str]:
+        """Their name of each tensor → its name in the files, where GPT-2's are bare."""
+        prefix = FAMILIES[self.kind]["wte.{p}"][0].split(".")[0] + "."
+        names = [name for name, _ in theirs(self.kind, params, self.config)]
+        return {name: name if name in self.files else name.removeprefix(prefix) for name in names}
+
+    def begin(self, params: Mapping[str, Tensor], origin: Path) -> None:
+        """The weights of a run that begins with these; `origin` keeps what an export gives back beside them."""
+        self.load(params)
+        self.keep_origin(origin)
+
+    def keep_origin(self, origin: Path) -> None:
+        origin.mkdir(parents=True, exist_ok=True)
+        (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
+        copy_beside(self.folder, origin)
+
+    def read(self) -> dict[str, Tensor]:
+        """All of them, by our names, in float32. Nothing is allocated before names, shapes and dtypes are right."""
+        shapes = {name: p.master.shape for name, p in declare(self.config, 1, 1, torch.float32, "cpu").params.items()}
+        forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+        self.check(forms)
+        size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
+        if limit is not None and size > limit:
+            raise ValueError(
+                f"{self.folder}: got weights of {human(size)} in float32; accepted: at most {human(limit)}, all memory"
+            )
+        params = {name: torch.empty(shape) for name, shape in shapes.items()}
+        self.load(params)
+        return params
+
+
+def is_weights(folder: Path) -> bool:
+    """A folder of Hugging Face's, or a file of weights: not a run's."""
+    return folder.is_file() or _is_there(folder / "config.json")
+
+
+def _is_there(path: Path) -> bool:
+    """Whatever it is: what is no file is refused where it is opened."""
+    return path.is_symlink() or path.exists()
+
+
+def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
+    """A model to generate with: its config, its weights and its tokenizer."""
+    source = open_weights(folder)
+    if source.tokenizer is None:
+        raise FileNotFoundError(
+            f"{source.folder / 'tokenizer.json'}: no such file; accepted: weights with their tokenizer"
+        )
+    return source.config, source.read(), load_tokenizer(source.tokenizer)
+
+
+def open_weights(source: Path) -> Weights:
+    """A folder with config.json and *.safetensors, or one such file next to its config.json."""
+    folder = source.parent if source.is_file() else source
+    if source.is_file() and source.suffix != ".safetensors":
+        raise ValueError(
+            f"{source}: got {source.suffix or 'no suffix'}; accepted: .safetensors; a pickle is never read"
+        )
+    if not source.exists():
+        raise FileNotFoundError(
+            f"{source}: no such folder or file; accepted: a folder with config.json and *.safetensors"
+        )
+    if not _is_there(folder / "config.json"):
+        raise FileNotFoundError(
+            f"{folder / 'config.json'}: no such file; accepted: a folder with config.json and *.safetensors"
+        )
+    origin, config = _read_config(folder)
+    return Weights(folder, origin, config, _files(folder, source if source.is_file() else None))
+
+
+def _read_config(folder: Path) -> tuple[Config, ModelConfig]:
+    path = file_in(folder, "config.json")
+    content = read_json(path)
+    if not isinstance(content, dict):
+        raise ValueError(f"{path}: got {shown(content)}; accepted: an object")
+    try:
+        return content, config_of(content)
+    except ValueError as error:
+        raise ValueError(f"{path}: {error}") from error
+
+
+def _files(folder: Path, one: Path | None) -> dict[str, Path]:
+    """Each tensor's name → the file that holds it."""
+    index = folder / "model.safetensors.index.json"
+    if one is None and _is_there(index):
+        return _indexed(folder, file_in(folder, index.name))
+    file = folder / "model.safetensors" if one is None else one
+    if not _is_there(file):
+        pickles = sorted(p.name for pattern in ("*.bin", "*.pt", "*.pth") for p in folder.glob(pattern))
+        hint = "is a pickle, which is never read: save_pretrained of transformers writes safetensors"
+        raise FileNotFoundError(f"{file}: no such file" + (f" ({pickles[0]} {hint})" if pickles else ""))
+    file = file_in(folder, file.name)
+    with open_tensors(file) as opened:
+        return dict.fromkeys(opened.keys(), file)
+
+
+def _indexed(folder: Path, index: Path) -> dict[str, Path]:
+    """Of shards: every file that the index names is there, and holds what the index says and nothing else."""
+    content = read_json(index)
+    names = content.get("weight_map") if isinstance(content, dict) else None
+    if not isinstance(names, dict):
+        raise ValueError(
+            f"{index}: got no weight_map; accepted: an object, each tensor's name with the name of its file"
+        )
+    paths: dict[str, Path] = {}
+    for file in names.values():
+        if not isinstance(file, str) or file not in paths:
+            try:
+                path = file_in(folder, file, str(index))
+            except FileNotFoundError as error:
+                raise FileNotFoundError(f"{folder / str(file)}: no such file, and {index.name} names it") from error
+            paths[path.name] = path
+    for file, path in paths.items():
+        with open_tensors(path) as opened:
+            there, said = {*opened.keys()}, {name for name, holder in names.items() if holder == file}
+        more = sorted(name for name in there - said if not name.endswith(_BUFFERS))
+        if said - there or more:
+            raise ValueError(
+                f"{path}: got no tensors {sorted(said - there)[:3] or 'missing'}, and {more[:3] or 'none'} more; "
+                f"accepted: those that {index.name} says"
+            )
+    return {name: paths[file] for name, file in names.items()}
+
+
+def write_weights(
+    folder: Path, params: Mapping[str, Tensor], config: ModelConfig, *, origin: Path | None = None,
+    tokenizer: Path | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None,
+) -> None:  # fmt: skip
+    """A folder that transformers loads, which must not be there. `origin`: the folder that the model was imported from, whose
+    config.json and tokenizer go along where they are still this model's; `tokenizer`: a tokenizer.json where there is none.
+    Files hold at most `max_shard_bytes`, or one tensor that is larger; None is one file."""
+    if folder.exists():
+        raise ValueError(f"{folder}: got a folder that is there already; accepted: a new name")
+    kept = dtype or next(iter(params.values())).dtype
+    content = config_json(config, kept) if origin is None else _same_config(origin, config, kept)
+    kind = str(content["model_type"])
+    staged = folder.with_name(f".{folder.name}.partial")
+    if staged.exists():
+        raise ValueError(
+            f"{folder}: got {staged} next to it, which may be what a killed process left; accepted: a new name, or this one "
+            "after that folder is deleted"
+        )
+    staged.mkdir(parents=True)
+    try:
+        _save(staged, dict(theirs(kind, params, config)), kept, max_shard_bytes)
+        (staged / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        if origin is not None:
+            copy_beside(origin, staged)
+        if tokenizer is not None and not (staged / "tokenizer.json").exists():
+            shutil.copyfile(file_in(tokenizer.parent, tokenizer.name), staged / "tokenizer.json")
+        staged.rename(folder)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise error if isinstance(error, FileNotFoundError) else named(error, folder) from error
+    except BaseException:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise
+
+
+def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most: int | None) -> None:
+    """model.safetensors, or model-00001-of-0000n.safetensors … with an index, one shard in memory at a time."""
+    shards: list[list[str]] = [[]]
+    room = most
+    for name, x in tensors.items():
+        size = x.numel() * dtype.itemsize
+        if room is not None and size > room and shards[-1]:
+            shards.append([])
+            room = most
+        shards[-1].append(name)
+        room = None if room is None else room - size
+    n = len(shards)
+    files = ["model.safetensors"] if n == 1 else [f"model-{i:05d}-of-{n:05d}.safetensors" for i in range(1, n + 1)]
+    for file, names in zip(files, shards, strict=True):
+        shard = {name: tensors[name].detach().to("cpu", dtype).contiguous() for name in names}
+        save_tensors(shard, folder / file, {"format": "pt"})
+    if n > 1:
+        total = sum(x.numel() for x in tensors.values()) * dtype.itemsize
+        where = {name: file for file, names in zip(files, shards, strict=True) for name in names}
+        index = {"metadata": {"total_size": total}, "weight_map": where}
+        (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+
+
+def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    """The origin's config.json with this dtype, where it is this model's but for the context and dropout; else one of ours."""
+    found, own = _read_config(origin)
+    if replace(own, block_size=config.block_size, dropout=config.dropout) != config:
+        return config_json(config, dtype)
+    content = {name: value for name, value in found.items() if name != "torch_dtype"}
+    return {**content, "dtype": str(dtype).removeprefix("torch.")}
+
+
+def copy_beside(source: Path, target: Path) -> None:
+    """Tokenizer files, generation_config.json and chat templates; a link that leaves the folder is refused by name."""
+    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern) if not path.is_dir()}):
+        shutil.copyfile(file_in(source, path.name), target / path.name)

@@ -1,0 +1,137 @@
+"""Backward buffers that several layers share by hand: the specification's `predecessor`.
+
+A `Workspace` is a set of named buffers. Each layer takes a `Lease` on it and reaches the buffers through the lease:
+
+    needs = {"grad_Q": ((B, T, C), torch.float32), …}
+    first = Workspace(needs, device).acquire("layer 0", needs, device)
+    second = first.workspace.acquire("layer 1", needs, device)       # layer 1's predecessor is layer 0
+    second.begin(); second["grad_Q"].copy_(…); second.end()
+    first.release(); second.release()                                 # in any order; twice is harmless
+
+Counted: the buffers live until the last lease is released. A released lease refuses its buffers, the others go on. A
+lease that is dropped without release counts as released; nothing in the workspace refers back to its users.
+
+Pending: sharing is sound while one layer at a time has gradients in the buffers, from its `loss` until its `backward`
+returns. `begin` says so and may be repeated by the same lease; until `end`, `begin` of another lease or from another
+thread raises and names both. Hold no buffer outside the lease, or it outlives the workspace.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from ..memory.types import BufferStateError
+
+Needs = Mapping[str, tuple[Sequence[int], torch.dtype]]
+
+
+class Workspace:
+    def __init__(self, buffers: Needs, device: torch.device | str) -> None:
+        self._buffers = {
+            name: torch.zeros(tuple(s), dtype=dtype, device=device) for name, (s, dtype) in buffers.items()
+        }
+        self._description = _describe(buffers, device)
+        self._users: weakref.WeakSet[Lease] = weakref.WeakSet()
+        self._pending: tuple[weakref.ref[Lease], threading.Thread] | None = None
+        self._freed = False
+        self._lock = threading.Lock()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes held now: 0 once the last user is gone."""
+        with self._lock:
+            return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
+
+    def acquire(self, user: str, buffers: Needs, device: torch.device | str) -> Lease:
+        """A lease for the user of that name, who needs these buffers on this device: exactly what the workspace has."""
+        wanted = _describe(buffers, device)
+        if wanted != self._description:
+            raise ValueError(
+                f"{user} cannot share this workspace: it needs {wanted}, the workspace has {self._description}. "
+                "Share between layers of one shape, dtype and device, or give it no predecessor"
+            )
+        with self._lock:
+            if self._freed:
+                raise BufferStateError(
+                    f"{user} cannot share this workspace: its last user was freed. Give it no predecessor"
+                )
+            lease = Lease(self, user)
+            self._users.add(lease)
+            return lease
+
+    def _begin(self, lease: Lease) -> None:
+        with self._lock:
+            self._check_live(lease)
+            self._check_pending(lease)
+            self._pending = weakref.ref(lease), threading.current_thread()
+
+    def _end(self, lease: Lease) -> None:
+        with self._lock:
+            self._check_pending(lease)
+            self._pending = None
+
+    def _release(self, lease: Lease) -> None:
+        with self._lock:
+            self._users.discard(lease)
+            if self._pending and self._pending[0]() is lease:
+                self._pending = None
+            if not self._users:
+                self._freed = True
+                self._buffers.clear()
+
+    def _buffer(self, lease: Lease, name: str) -> torch.Tensor:
+        with self._lock:
+            self._check_live(lease)
+            if name not in self._buffers:
+                raise KeyError(f"no buffer {name!r} in this workspace: it has {', '.join(self._buffers)}")
+            return self._buffers[name]
+
+    def _check_live(self, lease: Lease) -> None:
+        if lease not in self._users:
+            raise BufferStateError(f"{lease.user} was freed: its backward buffers are gone, make a new layer")
+
+    def _check_pending(self, lease: Lease) -> None:
+        """Nothing is pending, or this lease is, from this thread."""
+        if self._pending is None:
+            return
+        other, thread = self._pending[0](), self._pending[1]
+        here = threading.current_thread()
+        if other is None or (other is lease and thread is here):
+            return
+        raise BufferStateError(
+            f"{lease.user} (thread {here.name}) needs the shared backward buffers while {other.user} (thread "
+            f"{thread.name}) is pending: run the backward of {other.user} first, or give each its own buffers"
+        )
+
+
+class Lease:
+    """One user's hold on a workspace."""
+
+    def __init__(self, workspace: Workspace, user: str) -> None:
+        self.workspace = workspace
+        self.user = user
+
+    def __getitem__(self, name: str) -> torch.Tensor:
+        return self.workspace._buffer(self, name)
+
+    def begin(self) -> None:
+        """From here until `end` the buffers hold this user's gradients."""
+        self.workspace._begin(self)
+
+    def end(self) -> None:
+        self.workspace._end(self)
+
+    def release(self) -> None:
+        """Give the hold back; the last to do so frees the buffers."""
+        self.workspace._release(self)
+
+
+def _describe(buffers: Needs, device: torch.device | str) -> str:
+    """All that must agree, in words. An index-less device is the one that torch would allocate on."""
+    where = torch.empty(0, device=device).device
+    inside = ", ".join(f"{name} {tuple(s)} {str(dtype).removeprefix('torch.')}" for name, (s, dtype) in buffers.items())
+    return f"{{{inside}}} on {where}"

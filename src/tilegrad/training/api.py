@@ -1,0 +1,155 @@
+"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`. What a run needs is loaded when there is one."""
+
+from __future__ import annotations
+
+import os
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from ..model.config import PRESETS, ModelConfig
+from .config import RunConfig, preset_run, read_toml, resumed, run_from
+
+if TYPE_CHECKING:
+    from ..data.tokens import Tokenizer
+    from .loop import RunResult, Show
+
+Sections = Mapping[str, Mapping[str, Any]]  # what a TOML file says: section → key → value
+StrPath = str | os.PathLike[str]
+
+
+def train(
+    config: RunConfig | Sections | StrPath | None = None, out: StrPath | None = None, *, resume: StrPath | None = None,
+    show: Show | None = None,
+) -> RunResult:  # fmt: skip
+    """Train a run in the folder `out`, as `tilegrad train` does, and return its folder, its losses and its best checkpoint.
+
+    config   a TOML file's name, its sections as a dictionary, or a RunConfig; None: the preset tiny, or all of `resume`
+    out      by default runs/NAME: NAME is the file's, the preset's, or "run" of a RunConfig
+    resume   a run's folder, or a checkpoint in it, to go on with; of `config` only what changes no past step may differ
+    show     hears each event and its numbers: `show=print`
+
+    Ctrl-C and SIGTERM end it after the step in hand, saved: `stopped_by` of the result names the signal.
+
+    >>> import tempfile, tilegrad
+    >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
+    >>> result = tilegrad.train(small, out=f"{tempfile.mkdtemp()}/small")
+    >>> result.steps, result.stopped_by, result.report.name
+    (4, None, 'report.html')
+    """
+    from ..data.documents import quiet
+    from .run import train as train_in
+
+    if config is None or isinstance(config, Mapping):
+        content, name, where = dict(config or {}), None, "config"
+    elif isinstance(config, RunConfig):
+        content, name, where = config.plain(), "run", "config"
+    else:
+        content, name, where = read_toml(Path(config)), Path(config).stem, str(config)
+    run, folder, checkpoint = asked_for(content, name=name, where=where, out=out, resume=resume)
+    return train_in(run, folder, resume=checkpoint, show=show or quiet)
+
+
+def asked_for(
+    content: Sections, *, name: str | None, where: str, out: StrPath | None, resume: StrPath | bool | None
+) -> tuple[RunConfig, Path, Path | bool]:
+    """The run, its folder, and where it goes on from: a checkpoint, True for the newest, False for a new run. resume=True
+    goes on with what is in `out`."""
+    from .folder import locate, own_run
+
+    folder = Path(out or f"runs/{name or content.get('model', {}).get('preset', 'tiny')}")
+    if resume is None or resume is False:
+        return run_from(content, where), folder, False
+    home, checkpoint = locate(folder if resume is True else Path(resume))
+    if out and home.resolve() != folder.resolve():
+        raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
+    return resumed(own_run(home, checkpoint), content), home, checkpoint or True
+
+
+@dataclass(frozen=True, slots=True)
+class TrainedModel:
+    """A model with its weights and its tokenizer. `params` are float32 (float64 of a float64 run), by name."""
+
+    config: ModelConfig
+    params: dict[str, Tensor]
+    tokenizer: Tokenizer
+    step: int  # after how many it was saved
+    checkpoint: Path
+
+    def generate(
+        self, prompt: str, max_tokens: int = 80, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
+    ) -> str:
+        """The prompt and what follows it. The same seed writes the same. Beyond block_size the window slides, with a warning
+        (`model/generate.py` says how)."""
+        from ..data.tokens import decode_known
+        from ..model.generate import WindowSlides, generate, sliding
+
+        tokens = [int(token) for token in self.tokenizer.encode(prompt)]
+        if not tokens:
+            raise ValueError(f"prompt: got {prompt!r}; accepted: a text of at least one token")
+        if slides := sliding(self.config, len(tokens), max_tokens):
+            warnings.warn(slides, WindowSlides, stacklevel=2)
+        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
+        written = list(generate(self.config, self.params, tokens, max_tokens, **options))
+        return decode_known(self.tokenizer, tokens + written)
+
+    @torch.no_grad()
+    def logits(self, text: str | Sequence[int]) -> Tensor:
+        """Logits (T, V) of what follows each token of a text, or of its tokens; at most block_size of them."""
+        from ..model.generate import logits_of
+        from ..model.reference import hidden_states
+
+        tokens = [int(token) for token in (self.tokenizer.encode(text) if isinstance(text, str) else text)]
+        wrong = [token for token in tokens if not 0 <= token < self.config.vocab_size]
+        if wrong:
+            raise ValueError(f"tokens: got {wrong[0]}; accepted: 0 … {self.config.vocab_size - 1}")
+        if not 1 <= len(tokens) <= self.config.block_size:
+            raise ValueError(f"tokens: got {len(tokens)} in all; accepted: 1 … block_size, {self.config.block_size}")
+        ids = torch.tensor([tokens], device=self.params["wte.weight"].device)
+        return logits_of(self.params, hidden_states(self.params, ids, self.config)[0], self.config)
+
+
+def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu") -> TrainedModel:
+    """The model of a run's folder: its newest checkpoint, its best one, or the checkpoint that `run` is itself. A folder
+    of Hugging Face's weights with their tokenizer is loaded as well, as after 0 steps.
+
+    >>> import tempfile, tilegrad
+    >>> folder = f"{tempfile.mkdtemp()}/small"
+    >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
+    >>> _ = tilegrad.train(small, folder)
+    >>> model = tilegrad.load(folder, best=True)
+    >>> model.config.n_embd, model.step, model.params["wte.weight"].shape, model.tokenizer.vocab_size
+    (32, 4, torch.Size([256, 32]), 256)
+    >>> model.generate("Call me ", max_tokens=5).startswith("Call me ")
+    True
+    >>> model.logits("Call me ").shape
+    torch.Size([8, 256])
+    """
+    from ..pretrained.weights import imported, is_weights
+    from .checkpoint import load_model
+    from .folder import own_tokenizer, weights_of
+
+    if is_weights(Path(run)) and not best:
+        config, weights, tokenizer = imported(Path(run))
+        return TrainedModel(config, {n: w.to(device) for n, w in weights.items()}, tokenizer, 0, Path(run))
+    folder, path = weights_of(Path(run), best=best)
+    config, loaded = load_model(path)
+    params = {name: tensor.to(device) for name, tensor in loaded.tensors.items()}
+    return TrainedModel(config, params, own_tokenizer(folder, loaded.state), loaded.step, path)
+
+
+def presets() -> dict[str, RunConfig]:
+    """The runs that ship, by name: `.model` is the shape, `.train` and `.data` the settings that go with it.
+
+    >>> import tilegrad
+    >>> list(tilegrad.presets())
+    ['tiny', 'gpt2', 'gpt2-medium', 'gpt2-xl', 'llama-135m']
+    >>> tilegrad.presets()["gpt2"].model.n_layer
+    12
+    """
+    return {name: preset_run(name) for name in PRESETS}

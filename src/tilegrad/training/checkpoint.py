@@ -1,0 +1,491 @@
+"""Checkpoints: folders that are whole or absent, and that say what is in them.
+
+    runs/tiny/checkpoints/000007-step-350/     the seventh that was saved, after 350 steps
+        tensors.safetensors
+        manifest.json                          step, state, size and sha256 of every file, and a digest of itself
+
+A checkpoint is staged under a hidden name, every file put on disk, then renamed, then the rename put on disk; an old one
+is renamed to a hidden name before it is deleted. So what has a checkpoint's name was once whole, and a process killed at
+any moment, or a full disk, loses at most the checkpoint that was being saved: older ones go only after it has its name.
+Hidden leftovers go with the next save. One writer for one folder. Several ranks write shards instead of one file
+(pieces.py), and the two kinds are read alike. Where the same tensors are saved in two folders, the second checkpoint has
+hard links to the files of the first, and either can be deleted.
+"""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import math
+import os
+import re
+import shutil
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, cast
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+
+from ..model.config import ModelConfig, is_count
+from ..model.transformer import declare
+from ..text.atomic import create, named, sync
+from ..text.untrusted import read_bytes, shown
+from .state import State, check_run_state, check_shapes
+
+_FORMAT, _VERSION = "tilegrad checkpoint", 1
+_NAME = re.compile(r"(\d{6,})-step-(\d+)")
+_SHARD = re.compile(r"shard-\d{5}-[\w-]+\.safetensors")
+STAGED, _GONE = ".staged", ".gone-"
+TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
+_MOST = 1 << 62
+_OPTIMIZER = re.compile(r"[mv]\.|scale\.|adam_step$")  # tensors that are no parameters
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    path: Path
+    step: int
+    tensors: dict[str, torch.Tensor]
+    state: dict[str, Any]
+
+
+class DamagedCheckpoint(ValueError):
+    """A checkpoint that is not what was saved, or not of this version. `previous`: the newest good one before it, or None."""
+
+    def __init__(self, path: Path, reason: str, previous: Path | None = None) -> None:
+        self.path, self.reason, self.previous = path, reason, previous
+        remedy = f"the one before it is good: {previous}" if previous else "there is no good one before it"
+        super().__init__(f"{path}: damaged, {reason}; {remedy}")
+
+
+def save_checkpoint(
+    folder: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, keep: int = 3
+) -> Path:
+    """Save into a new folder inside `folder`, which is made where it is missing, and return its path.
+
+    tensors   contiguous, on any device; views of one arena are fine, tensors that overlap are refused
+    state     plain JSON: what else a resumed run needs (config, seeds, position in the data)
+    keep      how many good checkpoints stay, this one included; what was saved before them is deleted. Of the older
+              ones the manifest and the sizes are looked at, not every byte: `latest_checkpoint` does that.
+    """
+    if keep < 1:
+        raise ValueError(f"keep: got {keep}; accepted: at least 1, the checkpoint that is saved")
+    if step < 0:
+        raise ValueError(f"step: got {step}; accepted: at least 0")
+    check_state(state)
+
+    def write(staged: Path) -> Mapping[str, Any]:
+        save_tensors(tensors, staged / TENSORS)
+        sync(staged / TENSORS)
+        return {TENSORS: about(staged / TENSORS)}
+
+    return _staged(folder, step, write, state, keep)
+
+
+def save_same(folder: Path, source: Path, state: Mapping[str, Any], *, keep: int = 3) -> Path:
+    """Save the tensors of the checkpoint `source` once more, with a state of its own: its files are hard links, or copies
+    where the file system has no links."""
+    check_state(state)
+    manifest = read_manifest(source)
+
+    def link(staged: Path) -> Mapping[str, Any]:
+        for name in manifest["files"]:
+            try:
+                os.link(source / name, staged / name)
+            except OSError:
+                shutil.copyfile(source / name, staged / name)
+                sync(staged / name)
+        return cast(Mapping[str, Any], manifest["files"])
+
+    return _staged(folder, manifest["step"], link, state, keep)
+
+
+def _staged(
+    folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]], state: Mapping[str, Any], keep: int
+) -> Path:
+    """A checkpoint in `folder` of the files that `write` puts into a hidden folder; it returns what the manifest says of
+    them."""
+    folder.mkdir(parents=True, exist_ok=True)
+    remove_leftovers(folder)
+    path, staged = next_path(folder, step), folder / STAGED
+    try:
+        staged.mkdir()
+        write_manifest(staged, step, write(staged), state)
+        staged.rename(path)
+        sync(folder)
+    except OSError as error:
+        shutil.rmtree(staged, ignore_errors=True)
+        raise named(error, path) from error
+    retire(folder, keep)
+    return path
+
+
+def next_path(folder: Path, step: int) -> Path:
+    saved = _saved(folder)
+    return folder / f"{1 + (_parse(saved[-1])[0] if saved else 0):06d}-step-{step}"
+
+
+def about(file: Path) -> dict[str, Any]:
+    """What a manifest says of a file."""
+    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+
+
+def write_manifest(staged: Path, step: int, files: Mapping[str, Any], state: Mapping[str, Any]) -> None:
+    """The manifest of files that are on disk; then it and their names are. A file that is missing, or of another size than
+    it was written with, is an OSError, and no manifest is written."""
+    for name, what in files.items():
+        with (staged / name).open("rb") as file:
+            size = os.fstat(file.fileno()).st_size
+        if size != what["bytes"]:
+            raise OSError(errno.EIO, f"{size} bytes where {what['bytes']} were written", str(staged / name))
+    content = {"format": _FORMAT, "version": _VERSION, "step": step, "files": dict(files), "state": dict(state)}
+    manifest = json.dumps(content | {"sha256": _digest(content)}, indent=1, allow_nan=False)
+    (staged / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
+    sync(staged / MANIFEST)
+    sync(staged)
+
+
+def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """`save_file`, whose own error hides the system's, and whose file has mode 0600 whatever the umask is."""
+    os.close(create(path))
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, **({"metadata": metadata} if metadata else {}))
+        path.chmod(mode)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1] or number[2])
+        raise OSError(code, os.strerror(code)) from error
+
+
+def load_checkpoint(path: Path) -> Checkpoint:
+    """Every byte is checked, then all tensors are loaded, on CPU."""
+    manifest = _verified(path)
+    with Tensors(path, manifest) as file:
+        tensors = {name: file.read(name) for name in sorted(file.forms)}
+    return Checkpoint(path, manifest["step"], tensors, manifest["state"])
+
+
+def load_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
+    """The model of a run's checkpoint, every byte checked, with its parameters and no moments. They are the model's, name by
+    name and shape by shape: one that has more, or fewer, is of another model."""
+    config = ModelConfig.from_dict(read_state(path)["run"]["model"])
+    manifest = _verified(path)
+    shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
+    with Tensors(path, manifest) as file:
+        there = {name: shape for name, (_, shape) in file.forms.items() if not _OPTIMIZER.match(name)}
+        for name in sorted({*there, *shapes}):
+            if there.get(name) != shapes.get(name):
+                raise DamagedCheckpoint(
+                    path,
+                    f"got {name} of shape {there.get(name)}; accepted: {shapes.get(name)}, by its own configuration",
+                )
+            if file.forms[name][0] not in ("F32", "F64"):
+                raise DamagedCheckpoint(path, f"got {name} of dtype {file.forms[name][0]}; accepted: F32 or F64")
+        tensors = {name: file.read(name) for name in shapes}
+    return config, Checkpoint(path, manifest["step"], tensors, manifest["state"])
+
+
+def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
+    """Load into these tensors, of any device, one at a time from the files that are mapped. Names, shapes and dtypes must be
+    those of the checkpoint; where one is not, nothing is written."""
+    manifest = _verified(path)
+    with Tensors(path, manifest) as file:
+        here, there = set(tensors), set(file.forms)
+        if here != there:
+            raise ValueError(
+                f"{path}: holds other tensors than this model; only in the checkpoint: {sorted(there - here) or 'none'}, "
+                f"only here: {sorted(here - there) or 'none'}"
+            )
+        for name, tensor in tensors.items():
+            saved = file.read(name)
+            there_is, here_is = (f"{t.dtype} {tuple(t.shape)}" for t in (saved, tensor))
+            if there_is != here_is:
+                raise ValueError(f"{path}: {name} is {there_is} in the checkpoint, {here_is} here")
+        for name, tensor in tensors.items():
+            tensor.copy_(file.read(name))
+    return Checkpoint(path, manifest["step"], dict(tensors), manifest["state"])
+
+
+class Tensors:
+    """The tensors of a checkpoint, of one file or of shards, which are mapped while it is open. A shard holds runs of
+    flattened tensors, and its header the offset of each; the runs of a tensor must be all of it, once.
+
+    forms   name → (safetensors' dtype, shape)
+    """
+
+    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+        self._files, self._path = ExitStack(), path
+        self._runs: dict[str, list[tuple[int, int, Any]]] = {}  # name → (offset, length, file)
+        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._sharded = [*manifest["files"]] != [TENSORS]
+        try:
+            for name in sorted(manifest["files"]):
+                self._open(name)
+            if self._sharded:
+                self._check_shards(check_shapes(manifest["state"]))
+        except (ValueError, SafetensorError, RecursionError) as error:
+            self._files.close()
+            if isinstance(error, DamagedCheckpoint):
+                raise
+            raise DamagedCheckpoint(path, str(error)) from error
+
+    def __enter__(self) -> Tensors:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._files.close()
+
+    def _open(self, name: str) -> None:
+        try:
+            file = self._files.enter_context(safe_open(self._path / name, framework="pt"))
+        except (SafetensorError, OSError) as error:
+            raise DamagedCheckpoint(self._path, f"{name} can't be read ({error})") from error
+        said = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}")) if self._sharded else {}
+        for tensor in file.keys():  # noqa: SIM118
+            form = file.get_slice(tensor)
+            shape, dtype, offset = tuple(form.get_shape()), form.get_dtype(), 0
+            if self._sharded:
+                match said:
+                    case {**known} if isinstance(about := known.get(tensor), dict):
+                        given = about.get("saved_offsets")
+                    case _:
+                        given = None
+                if (
+                    not isinstance(given, list)
+                    or len(given) != 1
+                    or not is_count(given[0], _MOST, 0)
+                    or len(shape) != 1
+                ):
+                    got = f"offsets {shown(given)} and shape {shape}"
+                    raise ValueError(
+                        f"{name}: {tensor}: got {got}; accepted: a run of a flattened tensor and its offset"
+                    )
+                offset = given[0]
+            if self.forms.setdefault(tensor, (dtype, shape))[0] != dtype:
+                raise ValueError(
+                    f"{name}: {tensor}: got dtype {dtype}; accepted: {self.forms[tensor][0]}, as in other shards"
+                )
+            self._runs.setdefault(tensor, []).append((offset, math.prod(shape), file))
+
+    def _check_shards(self, shapes: Mapping[str, list[int]]) -> None:
+        """Every parameter, and its two moments, whole; and the count of updates."""
+        whole = {f"{kind}{name}": tuple(shape) for name, shape in shapes.items() for kind in ("", "m.", "v.")}
+        whole["adam_step"] = ()
+        for name in sorted({*whole, *self._runs}):
+            if name not in whole or name not in self._runs:
+                raise ValueError(
+                    f"{name}: is {'missing' if name in whole else 'no tensor of the shapes'} in its shards"
+                )
+            runs = self._runs[name] = sorted(self._runs[name], key=lambda run: run[:2])
+            at = 0
+            for offset, length, _ in runs:
+                if offset != at:
+                    what = "overlap" if offset < at else "leave a gap"
+                    raise ValueError(f"{name}: its shards {what} at element {min(offset, at)}")
+                at += length
+            if at != math.prod(whole[name]):
+                raise ValueError(
+                    f"{name}: its shards have {at} elements; accepted: {math.prod(whole[name])}, by its shape"
+                )
+            self.forms[name] = self.forms[name][0], whole[name]
+
+    def read(self, name: str) -> torch.Tensor:
+        runs = [file.get_tensor(name) for *_, file in self._runs[name]]
+        return torch.cat(runs).view(self.forms[name][1]) if self._sharded else cast(torch.Tensor, runs[0])
+
+
+def latest_good(folder: Path, before: Path) -> Path | None:
+    """The newest good checkpoint that was saved before another."""
+    return next((path for path in reversed(_saved(folder)) if _parse(path) < _parse(before) and _is_good(path)), None)
+
+
+def latest_checkpoint(folder: Path) -> Path | None:
+    """The newest checkpoint, every byte of it checked; None where none was saved. If it is damaged, `DamagedCheckpoint`
+    says how, and its `previous` is the newest good one before it: the caller decides whether to go on from there."""
+    saved = _saved(folder)
+    if not saved:
+        return None
+    try:
+        _verified(saved[-1])
+    except DamagedCheckpoint as error:
+        previous = next((path for path in reversed(saved[:-1]) if _is_good(path)), None)
+        raise DamagedCheckpoint(error.path, error.reason, previous) from error
+    return saved[-1]
+
+
+def newest_name(folder: Path) -> Path | None:
+    """The newest checkpoint, not looked into; None where none was saved."""
+    saved = _saved(folder)
+    return saved[-1] if saved else None
+
+
+def is_checkpoint(path: Path) -> bool:
+    """Whether the path has a checkpoint's name, or is one."""
+    return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).is_file()
+
+
+def read_state(path: Path) -> State:
+    """What a run saved next to the tensors, which are not read: the sizes of their files are checked, not every byte. Every
+    field is what state.py says."""
+    state: State = read_manifest(path)["state"]
+    if "run" not in state:
+        reason = f"{MANIFEST}: run: got none; accepted: the configuration of a run"
+        raise DamagedCheckpoint(
+            path, reason, latest_good(path.parent, before=path) if _NAME.fullmatch(path.name) else None
+        )
+    return state
+
+
+def _parse(path: Path) -> tuple[int, int]:
+    """The number and the step that the name says."""
+    match = _NAME.fullmatch(path.name)
+    assert match, path
+    return int(match[1]), int(match[2])
+
+
+def _saved(folder: Path) -> list[Path]:
+    """Every checkpoint by name, in the order in which they were saved."""
+    if not folder.is_dir():
+        return []
+    return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_parse)
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """The manifest, itself checked, and the sizes of the files it names. A run's state is checked too (state.py): a right
+    digest does not make it true."""
+    if not path.is_dir():
+        raise FileNotFoundError(f"{path}: no such checkpoint")
+    try:
+        content = json.loads(read_bytes(path / MANIFEST))
+        claimed, digest = content.pop("sha256"), _digest(content)
+    except FileNotFoundError as error:
+        raise DamagedCheckpoint(path, f"{MANIFEST} is missing") from error
+    except (ValueError, KeyError, AttributeError, TypeError, RecursionError) as error:
+        raise DamagedCheckpoint(path, f"{MANIFEST} is not a manifest ({error})") from error
+    if claimed != digest:
+        raise DamagedCheckpoint(path, f"{MANIFEST} does not have the digest that it says")
+    if (content.get("format"), content.get("version")) != (_FORMAT, _VERSION):
+        raise DamagedCheckpoint(path, f"{MANIFEST} is not of {_FORMAT!r} version {_VERSION}, which this tilegrad reads")
+    step, state, files = (content.get(name) for name in ("step", "state", "files"))
+    whole = is_count(step, _MOST, 0) and isinstance(state, dict) and isinstance(files, dict)
+    if not whole or not ([*files] == [TENSORS] or _are_shards(files)):
+        raise DamagedCheckpoint(path, f"{MANIFEST} does not name a step, a state and {TENSORS}")
+    _check_files(path, files)
+    try:
+        if "run" in state:
+            check_run_state(state, step)
+        if _are_shards(files):
+            check_shapes(state)
+    except ValueError as error:
+        raise DamagedCheckpoint(path, f"{MANIFEST}: {error}") from error
+    manifest: dict[str, Any] = content
+    return manifest
+
+
+def _check_files(path: Path, files: Mapping[str, Any]) -> None:
+    """Each is there with the size that the manifest says, and no other of its kind, because a shard too many would be read."""
+    for name, what in files.items():
+        if not (path / name).is_file():
+            raise DamagedCheckpoint(path, f"{name} is missing")
+        size, said = (path / name).stat().st_size, what.get("bytes") if isinstance(what, dict) else what
+        if size != said or not isinstance(what, dict):
+            raise DamagedCheckpoint(path, f"{name} has {size} bytes, not {shown(said)}")
+    others = sorted(file.name for file in path.glob("*.safetensors") if file.name not in files)
+    if others:
+        raise DamagedCheckpoint(path, f"{others[0]} is there, and {MANIFEST} does not name it")
+
+
+def _are_shards(files: Mapping[str, Any]) -> bool:
+    """Of several ranks (pieces.py)."""
+    return bool(files) and all(_SHARD.fullmatch(name) for name in files)
+
+
+def _verified(path: Path) -> dict[str, Any]:
+    manifest = read_manifest(path)
+    for name, what in manifest["files"].items():
+        if _sha256(path / name) != what.get("sha256"):
+            raise DamagedCheckpoint(path, f"{name} does not have the sha256 that {MANIFEST} says")
+    with Tensors(path, manifest):
+        return manifest
+
+
+def is_complete(path: Path) -> bool:
+    """Whether the manifest is right and every file of it is there with its size; the bytes are not read."""
+    try:
+        read_manifest(path)
+    except (DamagedCheckpoint, FileNotFoundError):
+        return False
+    return True
+
+
+def _is_good(path: Path) -> bool:
+    try:
+        _verified(path)
+    except DamagedCheckpoint:
+        return False
+    return True
+
+
+def retire(folder: Path, keep: int) -> None:
+    """Delete what was saved before the last `keep` checkpoints whose manifest and sizes are right. A checkpoint that somebody
+    put another file into stays, and so does a symbolic link."""
+    saved, good = _saved(folder), 0
+    while saved and good < keep:
+        good += is_complete(saved.pop())
+    for path in saved:
+        if path.is_symlink() or not all(_wrote(file.name) for file in path.iterdir()):
+            continue
+        gone = path.with_name(_GONE + path.name)
+        path.rename(gone)
+        shutil.rmtree(gone)
+
+
+def _wrote(name: str) -> bool:
+    """Whether a save writes files of this name."""
+    return name in (MANIFEST, TENSORS) or _SHARD.fullmatch(name) is not None
+
+
+def remove_leftovers(folder: Path) -> None:
+    for path in folder.iterdir():
+        if path.name == STAGED or path.name.startswith(_GONE):
+            if path.is_symlink():
+                path.unlink()
+            else:
+                shutil.rmtree(path)
+
+
+def _sha256(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def _digest(content: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode("utf-8")).hexdigest()
+
+
+def check_state(state: Mapping[str, Any]) -> None:
+    """What comes back from JSON must be what went in."""
+    _check_plain(dict(state), "state")
+
+
+def _check_plain(value: object, where: str) -> None:
+    if isinstance(value, dict):
+        for key, inner in value.items():
+            if not isinstance(key, str):
+                raise TypeError(f"{where}: the key {key!r} is not a string")
+            _check_plain(inner, f"{where}[{key!r}]")
+    elif isinstance(value, list):
+        for index, inner in enumerate(value):
+            _check_plain(inner, f"{where}[{index}]")
+    elif isinstance(value, float) and value - value != 0.0:
+        raise ValueError(f"{where}={value}: JSON has no number that is not finite")
+    elif value is not None and type(value) not in (bool, int, float, str):
+        raise TypeError(f"{where}: {type(value).__name__} is not JSON; use dict, list, str, int, float, bool or None")

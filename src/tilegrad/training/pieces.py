@@ -1,0 +1,208 @@
+"""Checkpoints of several ranks, read by any number of them: torch's distributed checkpoint (DCP) in safetensors.
+
+    runs/large/checkpoints/000007-step-350/
+        shard-00001-model-00001-of-00001.safetensors     what rank 0 owns: pieces of parameters and moments
+        shard-00002-model-00001-of-00001.safetensors     …
+        manifest.json                                    as of one process: step, state, size and sha256 of every file
+
+A piece is a run of a flattened tensor, known by the tensor's name and its offset there. So a checkpoint knows nothing of
+buckets, arenas or ranks. A checkpoint of one process is read too: its tensors are pieces that are whole.
+
+DCP plans which rank writes and reads what; around it is what `checkpoint.py` does for one process. Pieces are staged under a
+hidden name, each rank hashes its own file, rank 0 finds all of them with their sizes, writes the manifest and renames. A rank
+that dies leaves a hidden folder and nothing else. Before one is read, each file is hashed by one rank, and all agree. No file
+is a pickle; between the ranks of one save or load, DCP sends its plans as torch sends objects.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed.checkpoint
+from safetensors import safe_open
+from torch import Tensor
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from ..data.tokens import sha256_of
+from ..dist.mesh import Mesh
+from ..text.atomic import sync
+from .checkpoint import (
+    MANIFEST,
+    STAGED,
+    TENSORS,
+    DamagedCheckpoint,
+    Tensors,
+    about,
+    check_state,
+    latest_good,
+    next_path,
+    read_manifest,
+    remove_leftovers,
+    retire,
+    save_same,
+    write_manifest,
+)
+
+if TYPE_CHECKING:
+    from ..engine.engine import Engine
+
+
+_DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}  # safetensors' names
+dcp: Any = torch.distributed.checkpoint  # whose types leave its names out
+
+
+class Piece(torch.Tensor):
+    """A run of a flattened tensor, as DCP takes its leaves: a tensor of the whole's size, which a DTensor is too."""
+
+    tensor: Tensor
+    at: ChunkStorageMetadata
+
+    @staticmethod
+    def __new__(cls, tensor: Tensor, offset: int, whole: int) -> Piece:
+        piece: Piece = torch.Tensor._make_wrapper_subclass(cls, (whole,), dtype=tensor.dtype, device=tensor.device)
+        piece.tensor, piece.at = tensor, ChunkStorageMetadata(torch.Size([offset]), tensor.shape)
+        return piece
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+        raise TypeError(f"a piece of a checkpoint takes part in no {func}")
+
+    def __create_write_items__(self, name: str, _whole: object) -> list[WriteItem]:
+        data = TensorWriteData(self.at, TensorProperties.create_from_tensor(self.tensor), self.size())
+        return [WriteItem(MetadataIndex(name, self.at.offsets), WriteItemType.SHARD, tensor_data=data)]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [self.at]
+
+    def __get_tensor_shard__(self, _index: MetadataIndex) -> Tensor:
+        return self.tensor
+
+
+def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int = 3) -> Path:
+    """Called on every rank; `state` is rank 0's. Returns the path of the new checkpoint."""
+    staged, saved = folder / STAGED, state_of_ranks(engine, mesh, state)
+    check_state(saved)
+    mesh.at(f"step {engine.steps}: saving")
+    if mesh.rank == 0:
+        folder.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(folder)
+        staged.mkdir()
+    mesh.barrier()
+    pieces = {name: Piece(*piece) for name, piece in engine.pieces(shared=True).items()}
+    if mesh.rank:
+        pieces.pop("adam_step")
+    writer = dcp.HuggingFaceStorageWriter(str(staged), save_distributed=True)
+    _together(mesh, lambda: dcp.save(pieces, storage_writer=writer, process_group=mesh.host_group), "save")
+    own = sorted(staged.glob(f"shard-{mesh.rank + 1:05d}-*.safetensors"))
+    for file in own:
+        sync(file)
+    told = mesh.gather({file.name: about(file) for file in own})
+
+    def finish() -> Path:
+        path = next_path(folder, engine.steps)
+        write_manifest(staged, engine.steps, {name: one for part in told for name, one in part.items()}, saved)
+        staged.rename(path)
+        sync(folder)
+        retire(folder, keep)
+        return path
+
+    return _on_rank_0(folder, mesh, finish)
+
+
+def save_same_pieces(
+    folder: Path, source: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int
+) -> Path:
+    """`save_same`, called on every rank."""
+    mesh.at(f"step {engine.steps}: saving")
+    return _on_rank_0(folder, mesh, lambda: save_same(folder, source, state_of_ranks(engine, mesh, state), keep=keep))
+
+
+def state_of_ranks(engine: Engine, mesh: Mesh, state: Mapping[str, Any]) -> dict[str, Any]:
+    """What the manifest of several ranks holds."""
+    return {**state, "shapes": {name: list(g.shape) for name, g in engine.grads.items()}, "ranks": mesh.world}
+
+
+def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
+    """The path of the checkpoint that `work` saves on rank 0. An OSError there is raised on all ranks."""
+    name, failed = "", None
+    if mesh.rank == 0:
+        try:
+            name = work().name
+        except OSError as error:
+            failed = error.errno, error.strerror, str(error.filename)
+    name, failed = mesh.gather((name, failed))[0]
+    if failed:
+        raise OSError(*failed)
+    return folder / name
+
+
+def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:
+    """Into an engine of any number of ranks and any buckets. Nothing is written unless every file is what was saved."""
+    mesh.at(f"loading {path.name}")
+    manifest = check_together(path, mesh)
+    _check_forms(path, manifest, engine)
+    if (path / TENSORS).exists():
+        _load_whole(path / TENSORS, engine)
+    else:
+        pieces = {name: Piece(*piece) for name, piece in engine.pieces().items()}
+        reader = dcp.HuggingFaceStorageReader(str(path))
+        _together(mesh, lambda: dcp.load(pieces, storage_reader=reader, process_group=mesh.host_group), "load")
+    engine.pieces_written()
+    state: dict[str, Any] = manifest["state"]
+    return state
+
+
+def check_together(path: Path, mesh: Mesh) -> dict[str, Any]:
+    """The manifest of a checkpoint of which each rank has hashed its share of the files; refused on all ranks alike."""
+    bad, manifest = "", {}
+    try:
+        manifest = read_manifest(path)
+        for file in sorted(manifest["files"])[mesh.rank :: mesh.world]:
+            if sha256_of(path / file) != manifest["files"][file]["sha256"]:
+                bad = f"{file} does not have the sha256 that {MANIFEST} says"
+    except DamagedCheckpoint as error:
+        bad = error.reason
+    bad = next(filter(None, mesh.gather(bad)), "")
+    if bad:
+        raise DamagedCheckpoint(path, bad, latest_good(path.parent, before=path))
+    return manifest
+
+
+def _check_forms(path: Path, manifest: Mapping[str, Any], engine: Engine) -> None:
+    """Refuse other names, shapes or dtypes than this engine's, by the headers alone: all ranks read them and say the same."""
+    wanted = {f"{kind}{name}": tuple(g.shape) for name, g in engine.grads.items() for kind in ("", "m.", "v.")}
+    with Tensors(path, manifest) as file:
+        there = {name: form for name, form in file.forms.items() if not name.startswith("scale.")}
+    for name in sorted({*wanted, *there} - {"adam_step"}):
+        found = there[name][1] if name in there else None
+        if found != wanted.get(name):
+            raise ValueError(f"{path}: got {name} of shape {found}; accepted: {wanted.get(name)}, this model's")
+    for name, (piece, *_) in engine.pieces().items():
+        own = _DTYPES[piece.dtype]
+        if name not in there or there[name][0] != own:
+            got = there[name][0] if name in there else "none"
+            raise ValueError(f"{path}: {name}: got dtype {got}; accepted: {own}, this run's")
+
+
+def _load_whole(file: Path, engine: Engine) -> None:
+    with safe_open(file, framework="pt") as tensors:
+        for name, (piece, offset, _) in engine.pieces().items():
+            piece.copy_(tensors.get_tensor(name).reshape(-1)[offset : offset + piece.numel()])
+
+
+def _together(mesh: Mesh, work: Callable[[], None], name: str) -> None:
+    """DCP's work on all ranks. What one of them could not do, a full disk, is raised on all as it was there. torch's own
+    warnings about itself are nobody's business here."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            mesh.run(work, name)
+    except CheckpointException as error:
+        cause, _ = error.failures[min(error.failures)]
+        raise cause from error
