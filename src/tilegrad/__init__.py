@@ -35,22 +35,23 @@ _HOME = {
     "attention_varlen": "functional",
     "explain": "functional",
     "sdpa": "functional",
-    "dilated_attention": "dilated.functional",
+    "dilated_attention": "functional.dilated.functional",
     "attention_fwd": "kernels.attention.api",
     "attention_bwd": "kernels.attention.api",
     "attention_workspace": "kernels.attention.api",
     "Mask": "kernels.attention.mask",
     "Mesh": "dist.mesh",
     "Explanation": "kernels.table",
-    "Engine": "train.engine",
-    "RunConfig": "train.config",
-    "RunEnded": "train.config",
+    "Engine": "engine.engine",
+    "RunConfig": "training.config",
+    "RunEnded": "training.config",
     "ModelConfig": "model.config",
-    "init_attention": "shared_attention",
-    "free_attention": "shared_attention",
-    "TrainedModel": "train.api",
-    "load": "train.api",
-    "presets": "train.api",
+    "init_attention": "specification.shared_attention",
+    "free_attention": "specification.shared_attention",
+    "TrainedModel": "training.api",
+    "load": "training.api",
+    "presets": "training.api",
+    "train": "training.api",
 }
 __all__ = [
     "Engine",
@@ -77,7 +78,7 @@ __all__ = [
 ]
 
 
-_MODULES = ("flash", "integrations", "memory", "nn", "train")  # train can be called: the function is train.api's
+_MODULES = ("flash", "integrations", "memory", "nn")
 
 
 def __getattr__(name: str) -> Any:

@@ -44,7 +44,7 @@ _LONG = 10_000_000  # characters that take long enough to say so
 
 def default_text() -> Path:
     """The text that ships with the package: Moby-Dick, 1.2 MB, in the public domain."""
-    return Path(str(resources.files("tilegrad.train").joinpath("text/moby-dick.txt")))
+    return Path(str(resources.files("tilegrad.data").joinpath("text/moby-dick.txt")))
 
 
 class Tokenizer(Protocol):

@@ -1,13 +1,13 @@
-"""How a call of attention reaches its kernel: at once where nothing stands between, else through torch's dispatcher.
+"""Three dispatch paths for attention: cached C++ call, eager autograd.Function, torch.library op.
 
-    known    functional/eager.cpp, from here to the kernel and back in C++     plain tensors and no others than q, k and v, no mode,
-             where it was built                                           no transform, a signature that ran before
-    eager    an autograd.Function around the kernel                       plain tensors, no mode, no transform
-    op       ops.py                                                       compile, export, fake tensors, subclasses,
-                                                                          dispatch and function modes, torch.func, tracing
+    fast path   eager.cpp, to the kernel and back in C++, where it     plain tensors and no others than q, k and v, no mode,
+                was built                                              no transform, a signature that ran before
+    eager       an autograd.Function around the kernel                 plain tensors, no mode, no transform
+    op          library.py                                             compile, export, fake tensors, subclasses,
+                                                                       dispatch and function modes, torch.func, tracing
 
-The last two check, allocate and run by the same two functions, those of run.py. Of a small call the dispatcher takes most of
-the time, and then Python: hence the others. The bits are the same either way.
+The last two check, allocate and run through the same two functions of call.py. The dispatcher and then Python take most of
+the time of a small call, which is why the other paths exist. All three give the same bits.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..kernels import cache
 from ..kernels.attention import table
 from ..kernels.attention.checks import check_options
 from ..kernels.attention.mask import Mask
-from . import call as run
+from . import call
 from .eager import load
 from .library import attend_by_op, autocast, backward_by_op, mask_of, numbers_of, tensors_of
 
@@ -39,8 +39,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse), differentiable."""
-    if mask.bare and mask.numbers is not None and run.known is not None:  # numbers are None for a compiler
-        found = run.known.attend(q, k, v, mask.numbers, kernel, table.ATTENTION, deterministic, return_lse)
+    if mask.bare and mask.numbers is not None and call.known is not None:  # numbers are None for a compiler
+        found = call.known.attend(q, k, v, mask.numbers, kernel, table.ATTENTION, deterministic, return_lse)
         if found is not None:
             return found  # type: ignore[no-any-return]
     seed = mask.seed
@@ -53,15 +53,15 @@ def attend(
         mask = mask if seed is mask.seed else replace(mask, seed=seed)
         held = () if mask.bare else tensors_of(mask, seed)
         casts = torch._C._is_any_autocast_enabled()
-        key = None if casts else run.forward_key(q, k, v, mask, kernel)
+        key = None if casts else call.forward_key(q, k, v, mask, kernel)
         if key is not None and (q.is_cuda or q.is_cpu) or plain(q, k, v, *held):
             if casts:
                 q, k, v = autocast(q, k, v)
-                key = run.forward_key(q, k, v, mask, kernel)
+                key = call.forward_key(q, k, v, mask, kernel)
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask)):
-                call = (mask, key, return_lse, deterministic, kernel)
-                return _apply_eagerly(call, q, k, v, *held)  # type: ignore[no-any-return]
-            o, lse = run.forward(q, k, v, mask, kernel, key)
+                options = (mask, key, return_lse, deterministic, kernel)
+                return _apply_eagerly(options, q, k, v, *held)  # type: ignore[no-any-return]
+            o, lse = call.forward(q, k, v, mask, kernel, key)
             return (o, lse) if return_lse else o
     return attend_by_op(q, k, v, mask, seed, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
 
@@ -104,13 +104,13 @@ def plain(q: Any, *others: Any) -> bool:
 
 
 class _EagerAttention(torch.autograd.Function):
-    """A kernel and its backward, without the dispatcher. Of a call without tensors beside q, k and v: apply(call, q, k, v);
-    else bias, alibi_slopes, sinks, seed, cu_seqlens_q and cu_seqlens_k stand behind them."""
+    """A kernel and its backward, without the dispatcher: apply(options, q, k, v). A call with other tensors passes all of bias,
+    alibi_slopes, sinks, seed, cu_seqlens_q and cu_seqlens_k after them."""
 
     @staticmethod
-    def forward(ctx: Any, call: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
-        mask, key, return_lse, deterministic, kernel = call
-        o, lse = run.forward(q, k, v, mask, kernel, key)
+    def forward(ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
+        mask, key, return_lse, deterministic, kernel = options
+        o, lse = call.forward(q, k, v, mask, kernel, key)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse, *held)
         ctx.options = (numbers_of(mask) if held else mask, deterministic, kernel)  # tensors are kept by autograd alone
@@ -147,18 +147,18 @@ def _backward_of_eager(
     held = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
     if not batched and not torch.is_grad_enabled() and not observed():
-        key = run.backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
+        key = call.backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
         if key is not None or plain(q, k, v, o, lse, do, dlse, *held):
-            return run.backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key)
+            return call.backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key)
     return backward_by_op(tuple(reads), (*held, *numbers_of(mask), deterministic, kernel), wanted)
 
 
 def take_known() -> None:
     """Known calls go by C++ from now on, where it was built."""
     found = load()
-    run.known = None if isinstance(found, str) else found
-    if run.known is not None:
-        run.known.use(Parameter, _backward_of_eager, cache.MOST_ENTRIES)
+    call.known = None if isinstance(found, str) else found
+    if call.known is not None:
+        call.known.use(Parameter, _backward_of_eager, cache.MOST_ENTRIES)
 
 
 take_known()

@@ -19,9 +19,10 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-SOURCES = Path(__file__).parent / "csrc"
+KERNELS = Path(__file__).parents[1] / "kernels" / "cpu"
+SOURCES = KERNELS / "csrc"
 MACHINE = platform.machine().lower()
-LIBRARY = Path(__file__).parent / f"native_{MACHINE}.so"
+LIBRARY = KERNELS / f"native_{MACHINE}.so"
 AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
 TARGETS: dict[str, dict[str, Sequence[str]]] = {  # instruction set → the compiler's flags for it
     "x86_64": {
@@ -132,3 +133,11 @@ def replace_file(to: Path, made: Path) -> None:
         beside.replace(to)
     except OSError as error:
         raise RuntimeError(f"{to} can't be written: {error}") from error
+
+
+def is_cut(library: bytes) -> bool:
+    """Whether a 64-bit ELF file ends before its section headers, which are its end: loading one would end the process."""
+    if library[:5] != b"\x7fELF\x02":
+        return False
+    at, size, count = (int.from_bytes(library[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
+    return len(library) < max(64, at + size * count)

@@ -18,8 +18,7 @@ from types import ModuleType
 
 import torch
 
-from ..kernels.cpu.library import is_cut
-from .build import HOW, compiler, replace_file, run
+from .build import HOW, compiler, is_cut, replace_file, run
 
 
 @dataclass(frozen=True, slots=True)

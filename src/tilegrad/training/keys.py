@@ -25,7 +25,7 @@ class Key:
 
 def example() -> str:
     """Every key with its default and meaning, as a TOML file."""
-    return resources.files("tilegrad.train").joinpath("example.toml").read_text(encoding="utf-8")
+    return resources.files("tilegrad.training").joinpath("example.toml").read_text(encoding="utf-8")
 
 
 def keys() -> list[Key]:

@@ -68,7 +68,7 @@ def run_report(
         else "",
         "data": json.dumps(charts, separators=(",", ":"), allow_nan=False).replace("<", "\\u003c"),
     }
-    page = resources.files("tilegrad.train").joinpath("report.html").read_text(encoding="utf-8")
+    page = resources.files("tilegrad.training").joinpath("report.html").read_text(encoding="utf-8")
     for name, text in parts.items():  # no text holds a placeholder: "<" is escaped in all of them
         page = page.replace(f"<!--{name}-->", text)
     return page

@@ -36,7 +36,7 @@ def library() -> ctypes.CDLL | str:
     built_from = build.LIBRARY.read_bytes()  # before it is loaded: a process loads a path once
     if build.digest().encode() not in built_from:
         return f"was built from other sources than those here; {build.HOW}"
-    if is_cut(built_from):
+    if build.is_cut(built_from):
         return f"can't be loaded (its file is cut off); {build.HOW}"
     try:
         found = ctypes.CDLL(str(build.LIBRARY))
@@ -54,14 +54,6 @@ def library() -> ctypes.CDLL | str:
         function = getattr(found, f"tilegrad_native_{name}")
         function.argtypes, function.restype = (ctypes.c_char_p,), None
     return found
-
-
-def is_cut(library: bytes) -> bool:
-    """Whether a 64-bit ELF file ends before its section headers, which are its end: loading one would end the process."""
-    if library[:5] != b"\x7fELF\x02":
-        return False
-    at, size, count = (int.from_bytes(library[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))
-    return len(library) < max(64, at + size * count)
 
 
 @functools.cache

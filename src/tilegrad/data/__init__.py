@@ -1,0 +1,1 @@
+"""Text to batches: documents are read, tokenized, stored as one file of tokens, and cut into windows."""

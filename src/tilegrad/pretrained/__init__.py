@@ -1,0 +1,1 @@
+"""Weights of Hugging Face folders, in and out."""

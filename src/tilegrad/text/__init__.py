@@ -1,0 +1,1 @@
+"""Tables, files that are whole or absent, and what a result was measured on."""
