@@ -195,7 +195,6 @@ def test_plot(tmp_path: Path) -> None:
         ({"shapes": ["1,2,64,16"], "preset": "laptop"}, "shapes: got .* and the preset 'laptop'; accepted: one of"),
         ({"kernels": ["x"]}, "kernels: got"),
         ({"peers": ["x"]}, "peers: got \\['x'\\]; accepted: names among sdpa"),
-        ({"tune": True}, "device: got cpu; accepted: a CUDA device"),
     ],
 )
 def test_bad_arguments_say_what_is_accepted(arguments: dict[str, object], message: str) -> None:
@@ -204,7 +203,7 @@ def test_bad_arguments_say_what_is_accepted(arguments: dict[str, object], messag
 
 
 def test_tuning_rewrites_only_the_rows_of_the_table() -> None:
-    from tilegrad.bench.tune import _rewritten
+    from benchmarks.tune import _rewritten
     from tilegrad.kernels.attention.triton import tiles
 
     before = Path(tiles.__file__).read_text(encoding="utf-8")
@@ -216,7 +215,7 @@ def test_tuning_rewrites_only_the_rows_of_the_table() -> None:
 
 
 def test_tuning_takes_dk_and_dv_apart_only_where_both_were_timed_and_are_faster() -> None:
-    from tilegrad.bench.tune import _taken
+    from benchmarks.tune import _taken
     from tilegrad.kernels.attention.triton.tiles import Tile, Tiles
 
     a, b, c, d = (Tile(n, 32, 4, 1) for n in (16, 32, 64, 128))

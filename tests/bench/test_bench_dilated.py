@@ -1,4 +1,4 @@
-"""`tilegrad bench dilated`: its peers compute what ours does, its table and lines, and an error that is seen."""
+"""`benchmarks.dilated`: its peers compute what ours does, its table and lines, and an error that is seen."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from typing import Any
 import pytest
 import torch
 
-from tilegrad.bench import dilated as bench
-from tilegrad.bench.dilated import Row, bench_dilated, verdicts
-from tilegrad.bench.gathered import gathered
-from tilegrad.cli import main
+from benchmarks import dilated as bench
+from benchmarks.dilated import Row, bench_dilated, verdicts
+from benchmarks.gathered import gathered
 from tilegrad.functional.dilated.functional import dilated_attention
 from tilegrad.functional.dilated.pattern import MODES
 
@@ -55,7 +54,7 @@ def test_table_and_lines(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> 
 
 def test_json_and_modes_by_command(capsys: pytest.CaptureFixture[str]) -> None:
     flags = "--device cpu --lengths 32 --segments 8 16 --rates 1 2 --heads 2 --head-dim 8 --repeats 2 --mode longnet --peers"
-    assert main(["bench", "dilated", *flags.split(), "--causal", "--json"]) == 0
+    assert bench.main([*flags.split(), "--causal", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert [row["kernel"] for row in rows] == ["ours", "managed"] and rows[0]["causal"] is True
 

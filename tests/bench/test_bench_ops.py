@@ -1,4 +1,4 @@
-"""`tilegrad bench ops`: the bytes it counts, the kernels it runs."""
+"""`benchmarks.ops`: the bytes it counts, the kernels it runs."""
 
 from __future__ import annotations
 
@@ -7,14 +7,11 @@ import json
 import pytest
 import torch
 
-from tilegrad.bench.ops import FAMILIES, F, bench_ops
-from tilegrad.cli import main
+from benchmarks.ops import FAMILIES, F, bench_ops, main
 
 
 def test_every_kernel_that_takes_a_call_has_a_line(capsys: pytest.CaptureFixture[str]) -> None:
-    assert (
-        main(["bench", "ops", "--device", "cpu", "--dtype", "float32", "--rows", "8", "--repeats", "1", "--json"]) == 0
-    )
+    assert main(["--device", "cpu", "--dtype", "float32", "--rows", "8", "--repeats", "1", "--json"]) == 0
     rows = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     for family in FAMILIES:
         for case in family(8, torch.float32, torch.device("cpu")):

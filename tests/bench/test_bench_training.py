@@ -1,128 +1,466 @@
-"""`tilegrad.bench.training`: the whole bench on a small model, and no speed-up without a green check."""
+"""`benchmarks.training` and its parts, on a CPU with small models: the peer is the same function, a contender that is
+wrong has no speed, every kernel has a group."""
 
 import json
-import os
+import math
+from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
 
-from tilegrad.bench import training
-from tilegrad.bench.training import TOLERANCE, Cell, bench_training, disagreement, measure_speed, report, row_of
+from benchmarks import contenders, training
+from benchmarks.breakdown import GROUPS, OTHER, Launch, Rates, break_down, floors, group_of, groups_of, our_kernels
+from benchmarks.breakdown import report as breakdown_report
+from benchmarks.cases import CASES, Case, Problem, cases_of
+from benchmarks.contenders import Batches, Entry, Kind, Measured, Ours, disagreement
+from benchmarks.loss_curves import BLOCK, Curves, distance
+from benchmarks.loss_curves import report as curves_report
+from benchmarks.peer import LIKE_FOR_LIKE, Peer, PeerForm, PeerModel, initial_parameters
+from benchmarks.step_cost import step_demands, step_flops
+from benchmarks.training import (
+    Ratio,
+    Report,
+    Row,
+    Settings,
+    bench_training,
+    parameter_count,
+    publish,
+    ratios,
+    report,
+    row_of,
+)
+from tilegrad.bench.timing import sustained
+from tilegrad.engine.engine import Engine
+from tilegrad.model import reference
+from tilegrad.model.config import ModelConfig
 
-TINY = Cell("tiny", "float32", 2, 32)
-ALONE = {"step_ms": 1.0, "beyond_bytes": 100}
-
-
-@pytest.mark.slow
-def test_the_whole_bench(capsys, tmp_path):
-    began = sum(os.times()[:4])  # the processor's own, children's too: a busy machine counts as a quiet one
-    assert bench_training(preset="tiny", cells=[("float32", 2, 32)], repeats=2, json=True, out=tmp_path / "r.md") == 0
-    took = sum(os.times()[:4]) - began
-    about, cell = map(json.loads, capsys.readouterr().out.splitlines())
-    assert {"cpu", "cores", "torch", "python", "commit", "date", "command"} <= about.keys()
-    assert cell["pairs"] == 2 and cell["notes"] == [] and not cell["wrong"]
-    assert 0.05 < cell["speed_up"] < 20
-    assert cell["q1"] <= cell["speed_up"] <= cell["q3"]
-    assert cell["ours_beyond_bytes"] > 0 and cell["eager_beyond_bytes"] > 0
-    text = (tmp_path / "r.md").read_text(encoding="utf-8")
-    assert "float32 B=2 T=32" in text and "speed-up" in text and about["command"] in text
-    assert took < 90  # some 25 s of two cores: three processes that import torch
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_both_contenders_agree(dtype):
-    speed = measure_speed(Cell("tiny", dtype, 2, 8), repeats=2, limit_s=60.0)
-    assert speed.keys() == {"ms", "page_faults", "losses"}
-    assert len(speed["ms"]["ours"]) == len(speed["ms"]["eager"]) == 2
-
-
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ["wpe.weight", "blocks.1.attn.qkv.weight", "blocks.3.ffn.down.bias", "ln_f.bias"])
-def test_canary_a_wrong_gradient_has_no_speed_up(monkeypatch, dtype, name):
-    class Broken(training.Ours):
-        def gradients(self):
-            loss, grads = super().gradients()
-            g = grads[name]
-            g[: len(g) // 8].mul_(0.5)
-            return loss, grads
-
-    monkeypatch.setattr(training, "Ours", Broken)
-    cell = Cell("tiny", dtype, 2, 32)
-    speed = measure_speed(cell, repeats=1, limit_s=60.0)
-    assert speed.keys() == {"wrong"}
-    assert f"tilegrad: gradient of {name} " in speed["wrong"]
-    row = row_of(cell, ALONE, ALONE, speed)
-    assert row.wrong and row.speed_up is None
-    text = report([row])
-    assert "WRONG" in text and name in text
-    assert "met" not in text.splitlines()[2].split("≥")[1].split("≤")[0]
+CPU = torch.device("cpu")
+GPT = ModelConfig(vocab_size=61, block_size=16, n_layer=2, n_head=4, n_embd=32)
+LLAMA = replace(GPT, activation="swiglu", norm="rmsnorm", position="rope", bias=False, n_kv_head=2)
+SMALL = Case("small", Problem(GPT, 4, 16, "float32"), device="cpu", speed=1.2, aim=1.3, memory=0.5)
+QUICK = Settings(device="cpu", peers=("eager",), seconds=0.05, rounds=2, limit_s=120.0)
 
 
-def test_canary_a_wrong_optimizer_has_no_speed_up(monkeypatch):
-    monkeypatch.setattr(
-        training.Ours, "step", lambda self: self.engine.step(self.tokens, self.targets, learning_rate=1e-2)
-    )
-    assert "after 4 steps the loss is" in measure_speed(TINY, repeats=3, limit_s=60.0)["wrong"]
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:mkldnn_matmul failed", "ignore:Mismatch dtype"
+)  # bf16 on a CPU without it
 
 
-def test_a_red_check_is_an_exit_code(monkeypatch, capsys):
-    def answer(_cell, kind, _repeats, _limit_s):
-        return {"wrong": "loss 2.0"} if kind == "speed" else ALONE
+def batch(config, b=2, t=16):
+    drawn = torch.randint(0, config.vocab_size, (b, t + 1), generator=torch.Generator().manual_seed(1))
+    return drawn[:, :-1], drawn[:, 1:]
 
-    monkeypatch.setattr(training, "_in_a_process", answer)
-    assert bench_training(preset="tiny", cells=[("float32", 1, 8)]) == 1
-    assert "WRONG, so there is no speed-up: loss 2.0" in capsys.readouterr().out
+
+# ── the peer ──
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA, replace(GPT, tie_embeddings=False)], ids=["gpt", "llama", "untied"])
+@pytest.mark.parametrize("gqa", [True, False])
+def test_the_peer_is_the_reference_model(config, gqa):
+    params = initial_parameters(config, 3)
+    tokens, targets = batch(config)
+    targets = targets.clone()
+    targets[0, :5] = -1
+    model = PeerModel(config, PeerForm(gelu="tanh"), gqa=gqa)
+    model.load(params)
+    loss = model(tokens, targets)
+    loss.backward()
+    expected, grads = reference.gradients(params, tokens, targets, config)
+    torch.testing.assert_close(loss.detach(), expected)
+    for name, p in model.named_parameters():
+        torch.testing.assert_close(p.grad, grads[name], rtol=1e-4, atol=1e-6, msg=name)
+
+
+def test_the_peer_begins_with_the_engines_parameters():
+    engine = Engine(LLAMA, 1, 4, seed=5)
+    params = initial_parameters(LLAMA, 5)
+    assert params.keys() == engine.params.keys()
+    assert all(torch.equal(params[name], p) for name, p in engine.params.items())
+
+
+def test_the_forms_of_the_peer_are_different_functions():
+    def loss(form, *, bf16):
+        model = PeerModel(GPT, form)
+        model.load({name: 5 * p for name, p in initial_parameters(GPT, 0).items()})
+        with torch.autocast("cpu", torch.bfloat16, enabled=bf16):
+            return float(model(*batch(GPT)).detach())
+
+    tanh = PeerForm(gelu="tanh")
+    assert loss(PeerForm(), bf16=False) != loss(tanh, bf16=False)
+    assert loss(tanh, bf16=True) != loss(LIKE_FOR_LIKE, bf16=True)
+    assert "tanh GELU, bfloat16 residual stream" in str(LIKE_FOR_LIKE)
+
+
+@pytest.mark.parametrize(
+    "changes", [{"dropout": 0.1}, {"window": 4}, {"projection": "per_head"}, {"activation": "relu"}]
+)
+def test_the_peer_refuses_what_it_is_not(changes):
+    with pytest.raises(ValueError, match=f"{next(iter(changes))}: got .*as the peer has"):
+        PeerModel(replace(GPT, **changes), PeerForm())
+
+
+def test_the_peer_trains_as_the_engine_does():
+    """Ten steps of both from the same parameters: forward, backward, clipping, AdamW and decay are the same."""
+    tokens, targets = batch(GPT)
+    engine = Engine(GPT, 2, 16)
+    peer = Peer(GPT, 2, 16, CPU, seed=0, form=PeerForm(gelu="tanh"), compiled=False)
+    ours = [engine.step(tokens, targets, learning_rate=1e-2) for _ in range(10)]
+    theirs = []
+    for _ in range(10):
+        peer.submit(tokens, targets, 1e-2)
+        theirs.append(peer.loss())
+    assert theirs == pytest.approx(ours, rel=2e-2)
+    assert theirs[-1] < theirs[0] - 1
+
+
+@pytest.mark.parametrize("config", [GPT, LLAMA], ids=["gpt", "llama"])
+def test_the_compiled_peer_is_one_graph(config):
+    model = PeerModel(config, LIKE_FOR_LIKE)
+    graph = torch.compile(model, fullgraph=True, backend="aot_eager")
+    with torch.autocast("cpu", torch.bfloat16):
+        torch.testing.assert_close(graph(*batch(config)), model(*batch(config)))
+
+
+# ── contenders ──
+
+
+def test_a_process_for_each_contender():
+    """The whole path, in processes: two contenders that agree, and the table with its goals."""
+    case = replace(SMALL, micro_batches=2)
+    rows = training.measure(case.problem, [SMALL, replace(case, name="small-2x2")], QUICK)
+    assert [(row.case, row.contender) for row in rows] == [
+        ("small", "eager"), ("small", "ours"), ("small-2x2", "ours"),
+    ]  # fmt: skip
+    for row in rows:
+        assert not row.note and len(row.tokens_per_s) == 2 and (row.speed or 0) > 0 and row.mfu is None
+        assert (row.allocated_bytes or 0) > 0 and row.reserved_bytes is None
+        assert row.loss == pytest.approx(rows[0].loss, rel=0.05)
+    assert rows[0].sdpa == "FLASH_ATTENTION" and (rows[1].planned_bytes or 0) > 0
+    text = report(rows, ratios(rows, [SMALL], ["eager"]))
+    assert "small-2x2" in text and "eager" in text
+
+
+def test_a_process_that_fails_is_named_and_the_others_go_on():
+    case = Case("odd", SMALL.problem, micro_batches=3, device="cpu")
+    rows = training.measure(SMALL.problem, [SMALL, case], replace(QUICK, peers=(), rounds=1))
+    assert rows[0].tokens_per_s and not rows[0].wrong
+    assert rows[1].wrong and "micro_batches: got 3; accepted: a divisor of 4" in rows[1].note
+
+
+def test_canary_a_wrong_step_has_no_speed(monkeypatch):
+    right = Measured(Entry("eager", SMALL))
+    ours = Measured(Entry("ours", SMALL))
+    assert disagreement(ours.started["losses"], right.started["losses"]) == ""
+    right_submit = Ours.submit
+    monkeypatch.setattr(Ours, "submit", lambda self, x, y, rate: right_submit(self, x, y, 3 * rate))
+    wrong = Measured(Entry("ours", SMALL))
+    run = {"steps": 1, "seconds": 1.0, "loss": 4.0, "allocated_bytes": None, "reserved_bytes": None, "page_faults": 0.0}
+    row = row_of(wrong.entry, SMALL.problem, wrong.started, [run], right.started["losses"], 1e12)
+    assert row.wrong and row.speed is None and "WRONG: in 4 steps the loss falls by" in row.note
+    assert "not measured" in report([row, row], ratios([row, replace(row, contender="eager")], [SMALL], ["eager"]))
+
+
+def test_a_malloc_that_does_not_obey_is_named():
+    """Without this most of a speed-up may be page faults."""
+    started: dict[str, Any] = {"losses": [4.0, 3.9], "start_s": 1.0}
+    run = {"steps": 1, "seconds": 1.0, "loss": 4.0, "allocated_bytes": 1, "reserved_bytes": None, "page_faults": 1e5}
+    found = row_of(Entry("eager", SMALL), SMALL.problem, started, [run], None, 1e12)
+    assert found.note == "100000 page faults a step: malloc did not keep what was freed" and found.speed
 
 
 def test_disagreement():
-    ref = {"a": torch.ones(4), "b": torch.full((4,), 1e-8)}
-    assert disagreement(1.0, {"a": torch.ones(4), "b": torch.zeros(4)}, 1.0, ref, 1e-3) == ""
-    assert "loss 1.1" in disagreement(1.1, ref, 1.0, ref, 1e-3)
-    assert "loss nan" in disagreement(float("nan"), ref, 1.0, ref, 1e-3)
-    assert "of a is off" in disagreement(1.0, ref | {"a": torch.tensor([1, 1, 1, torch.nan])}, 1.0, ref, 1e-3)
-    assert "other parameters: b" in disagreement(1.0, {"a": ref["a"]}, 1.0, ref, 1e-3)
+    assert disagreement([10.0, 8.1], [10.0, 8.0]) == ""
+    assert "falls by 1.5" in disagreement([10.0, 8.5], [10.0, 8.0])
+    assert "the first loss is 9.8" in disagreement([9.8, 7.8], [10.0, 8.0])
+    assert disagreement([10.0, math.nan], [10.0, 8.0])
 
 
-def test_a_contender_that_is_too_slow_is_named(monkeypatch, capsys):
-    def answer(_cell, kind, _repeats, limit_s):
-        assert kind != "speed", "a contender that was late alone is not paired"
-        return {"late": limit_s} if kind == "eager" else ALONE
-
-    monkeypatch.setattr(training, "_in_a_process", answer)
-    assert bench_training(preset="tiny", cells=[("bfloat16", 1, 8)], limit_s=7.0) == 0
-    text = capsys.readouterr().out
-    assert "eager alone: ended after 7 s" in text and "there is no speed-up" in text
-
-
-def test_a_malloc_that_does_not_obey_is_told():
-    """Else most of a speed-up may be page faults."""
-    speed = {
-        "ms": {"ours": [1.0, 1.0], "eager": [2.0, 2.0]},
-        "page_faults": {"ours": [3, 4], "eager": [100_000, 120_000]},
-    }
-    row = row_of(TINY, ALONE, ALONE, speed)
-    assert row.speed_up == 2.0
-    assert row.notes == ("eager takes 110000 page faults a step: malloc did not keep what was freed",)
+def test_tokens_are_fresh_and_the_same_for_all():
+    entry = Entry("ours", SMALL, seed=7)
+    a, b = Batches(entry), Batches(entry)
+    first, second = a.next(), a.next()
+    assert not torch.equal(first[0], second[0])
+    assert torch.equal(first[0], b.next()[0])
+    assert torch.equal(first[0][:, 1:], first[1][:, :-1])
+    text = torch.arange(50)
+    tokens, targets = Batches(entry, text).next()
+    assert torch.equal(targets, tokens + 1) and tokens.shape == (4, 16)
 
 
-def test_a_process_is_ended_at_its_limit():
-    assert training._in_a_process(TINY, "ours", 1, 0.05) == {"late": 0.05}
+def test_sustained_runs_long_enough():
+    calls = []
+    done = sustained(lambda: calls.append(1), 0.02, CPU)
+    assert done.steps == len(calls) and done.seconds >= 0.02
+    assert sustained(lambda: None, 0.0, CPU).steps == 1
 
 
-def test_a_process_that_fails_says_why():
-    answer = training._in_a_process(Cell("tiny", "float32", 1, 4096), "ours", 1, 60.0)
-    assert "seq_len: got 4096" in answer["failed"]
-    assert "failed" in report([row_of(TINY, answer, ALONE, None)])
+# ── the table ──
 
 
-def test_bad_arguments_are_named():
-    with pytest.raises(ValueError, match="preset: got 'huge'"):
-        bench_training(preset="huge")
-    with pytest.raises(ValueError, match="repeats: got 0"):
-        bench_training(repeats=0)
-    with pytest.raises(ValueError, match="limit_s: got 0"):
-        bench_training(limit_s=0)
-    with pytest.raises(ValueError, match="dtype: got 'float16'; accepted: " + ", ".join(TOLERANCE)):
-        bench_training(cells=[("float16", 1, 8)])
-    with pytest.raises(ValueError, match="seq_len: got 129; accepted: 1 … 128"):
-        bench_training(preset="tiny", cells=[("float32", 1, 129)])
+def row(contender: Kind = "ours", **values: Any) -> Row:
+    given: dict[str, Any] = {"tokens_per_s": (100.0, 120.0), "allocated_bytes": 1 << 30, "reserved_bytes": 2 << 30}
+    return Row("small", contender, **{**given, **values})
+
+
+def test_ratios_and_goals():
+    rows = [
+        row("compiled", tokens_per_s=(80.0, 100.0), allocated_bytes=4 << 30),
+        row("eager", tokens_per_s=(50.0, 60.0)),
+        row(),
+    ]
+    compiled, eager = ratios(rows, [replace(SMALL, device="cuda")], ["compiled", "eager"])
+    assert compiled == Ratio("small", "compiled", (100 / 80 + 120 / 100) / 2, 1.2, 1.3, 0.25, 0.5)
+    assert eager == Ratio("small", "eager", 2.0, None, None, 1.0, None)
+    text = report(rows, [compiled, eager])
+    assert "≥ 1.20 met" in text and "≤ 0.50 met" in text
+    assert "≥ 1.20 missed" in report(rows, [replace(compiled, speed=1.199)])
+    assert "≤ 0.50 missed" in report(rows, [replace(compiled, memory=0.501)])
+
+
+def test_the_table_of_cases():
+    assert len(CASES) == 13 and {case.device for case in CASES.values()} == {"cuda", "cpu"}
+    config = CASES["124m-b64"].problem.config
+    assert config.vocab_size == 50304 and parameter_count(config) == 124_475_904
+    assert abs(parameter_count(CASES["llama-125m-b16"].problem.config) - 125e6) < 1e6
+    assert parameter_count(CASES["1.5b-b8"].problem.config) == pytest.approx(1.557e9, rel=1e-2)
+    assert CASES["124m-t32k"].problem.tokens == 32768
+    for case in CASES.values():
+        assert case.problem.batch_size % case.micro_batches == 0 and case.speed and case.memory
+    assert [case.name for case in cases_of(["124m-b16", "124m-b64"], "cuda")] == ["124m-b64", "124m-b16"]
+    with pytest.raises(ValueError, match="case: got 'huge'; accepted: 124m-b64, "):
+        cases_of(["huge"], "cuda")
+
+
+def test_mfu_counts_the_model_once():
+    problem = CASES["124m-b16"].problem
+    n, c = problem.tokens, 768
+    linears, head = 12 * 12 * c * c, 50304 * c
+    attention = 12 * 2 * 2 * 16 * 12 * (1024 * 1025 // 2) * 64
+    assert problem.flops == 3 * (2 * n * (linears + head) + attention)
+    assert step_flops(LLAMA, 1, 16) < step_flops(replace(LLAMA, n_kv_head=4), 1, 16)
+
+
+def test_the_result_as_json_file_and_exit_code(monkeypatch, capsys, tmp_path):
+    rows = [row("eager"), row(wrong=True, note="WRONG: x")]
+    monkeypatch.setattr(training, "measure", lambda *_: rows)
+    monkeypatch.setattr(training, "cases_of", lambda *_: [SMALL])
+    assert bench_training(settings=QUICK, json=True, out=tmp_path / "r.md") == 1
+    about, *lines = map(json.loads, capsys.readouterr().out.splitlines())
+    assert {"device", "torch", "commit", "date", "command"} <= about.keys()
+    assert lines[0]["contender"] == "eager" and lines[2]["ratio"]["speed"] == 1.0
+    text = (tmp_path / "r.md").read_text(encoding="utf-8")
+    assert "exact GELU, float32 residual stream" in text and "989.5 TFLOP/s" in text and "WRONG: x" in text
+
+
+def test_the_command_without_where_results_go():
+    given = ["--out", "/x/r.md", "--case", "124m-b16", "--plot", "/x/r.png", "--json"]
+    assert training.command(given) == "python -m benchmarks.training --case 124m-b16 --json"
+
+
+def test_no_matplotlib_no_picture(monkeypatch, capsys, tmp_path):
+    monkeypatch.setattr(training, "find_spec", lambda _: None)
+    assert publish(Report("text", (), None), QUICK, json=False, out=None, plot=tmp_path / "p.png") == 0
+    said = capsys.readouterr()
+    assert said.out == "text\n" and "matplotlib is not installed" in said.err
+
+
+def test_bad_settings_are_named():
+    for changes, message in (
+        ({"rounds": 0}, "rounds: got 0"), ({"seconds": 0.0}, "seconds: got 0"), ({"peers": ("jax",)}, "peers: got 'jax'"),
+    ):  # fmt: skip
+        with pytest.raises(ValueError, match=message):
+            replace(QUICK, **changes)
+    with pytest.raises(ValueError, match="one of the two"):
+        bench_training(settings=QUICK, breakdown=True, losses=True)
+    with pytest.raises(ValueError, match="peers: got none"):
+        bench_training(settings=replace(QUICK, peers=()), losses=True)
+
+
+# ── the breakdown ──
+
+
+RECORDED = {  # the group before the loss and behind it; GEMMs and ours as recorded on an H200, CUDA 13.0
+    "nvjet_sm90_tst_192x192_64x4_2x1_v_bz_coopB_bias_TNN": ("GEMM forward", "GEMM forward"),
+    "nvjet_sm90_qqtst_256x128_128x4_1x2_h_bz_coopA_bias_TNT": ("GEMM forward", "GEMM forward"),
+    "nvjet_sm90_tst_256x128_64x4_1x2_h_bz_coopA_NNT": ("GEMM forward", "GEMM dgrad"),
+    "nvjet_sm90_tss_128x8_64x12_2x1_v_bx_splitK_NNT": ("GEMM forward", "GEMM dgrad"),
+    "nvjet_sm90_tss_192x192_64x3_1x2_h_bz_coopB_splitK_NTN": ("GEMM forward", "GEMM wgrad"),
+    "nvjet_sm90_tss_128x128_64x6_2x4_h_bz_NTT": ("GEMM forward", "GEMM wgrad"),
+    "void cutlass::Kernel2<cutlass_80_tensorop_s16816gemm_bf16_256x128_32x6_nt_align8>": (
+        "GEMM forward", "GEMM wgrad",
+    ),
+    "void cutlass::Kernel2<cutlass_75_tensorop_bf16_s1688gemm_bf16_256x128_nn_align1>": (
+        "GEMM forward", "GEMM dgrad",
+    ),
+    "at::native::(anonymous namespace)::fill_reverse_indices_kernel(long*, int, at::cuda::detail::IntDivider<unsigned int>)": (
+        "embeddings", "embeddings",
+    ),
+    "void at_cuda_detail::cub::detail::radix_sort::DeviceRadixSortExclusiveSumKernel": ("embeddings", "embeddings"),
+    "_add_partials_kernel": ("bias sums", "bias sums"),
+    "_softmax_kernel": ("loss", "loss"),
+    "_runs_kernel": ("embeddings", "embeddings"),
+    "_decide_kernel": ("optimizer", "optimizer"),
+    "_quantize_kernel": ("fp8 scaling", "fp8 scaling"),
+    "_attention_fwd_kernel": ("attention forward", "attention forward"),
+    "_hopper_bwd_kernel": ("attention backward", "attention backward"),
+    "_hopper_preprocess_kernel": ("attention backward", "attention backward"),
+    "_dkdv_kernel": ("attention backward", "attention backward"),
+    "cudnn_generated_fort_native_sdpa_sm90_flash_bprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0": (
+        "attention backward", "attention backward",
+    ),
+    "cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16_knob_7_64x128x64_4x1x1_kernel0_0": (
+        "attention forward", "attention forward",
+    ),
+    "_norm_fwd_kernel": ("norms forward", "norms forward"),
+    "_norm_bwd_kernel": ("norms backward", "norms backward"),
+    "_activation_fwd_kernel": ("activation forward", "activation forward"),
+    "_swiglu_bwd_kernel": ("activation backward", "activation backward"),
+    "_column_sum_kernel": ("bias sums", "bias sums"),
+    "void at::native::(anonymous namespace)::vectorized_layer_norm_kernel<c10::BFloat16, float, false>(int, float)": (
+        "norms forward", "norms forward",
+    ),
+    "void at::native::(anonymous namespace)::layer_norm_grad_input_kernel_vectorized<c10::BFloat16, float>(int)": (
+        "norms backward", "norms backward",
+    ),
+    "void (anonymous namespace)::softmax_warp_forward<float, float, float, 10, false, false>(float*)": ("loss", "loss"),
+    "void at::native::(anonymous namespace)::multi_tensor_apply_kernel<FusedAdamMathFunctor<float, 4>>(int)": (
+        "optimizer", "optimizer",
+    ),
+    "void at::native::vectorized_elementwise_kernel<4, at::native::GeluCUDAKernelImpl(at::TensorIteratorBase&)>": (
+        "activation forward", "activation forward",
+    ),
+    "void at::native::(anonymous namespace)::indexSelectLargeIndex<c10::BFloat16, long, unsigned int, 2>": (
+        "embeddings", "embeddings",
+    ),
+    "Memcpy DtoD (Device -> Device)": ("copies", "copies"),
+    "void at::native::vectorized_elementwise_kernel<4, at::native::FillFunctor<float>, std::array<char*, 1ul>>": (OTHER, OTHER),
+    "a kernel that nobody knows": (OTHER, OTHER),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_a_recorded_kernel_has_its_group(name):
+    assert (group_of(name, backward=False), group_of(name, backward=True)) == RECORDED[name]
+
+
+def test_every_kernel_of_ours_has_a_group():
+    found = {name: group_of(name, backward=True) for name in our_kernels()}
+    assert {"_norm_fwd_kernel", "_attention_fwd_kernel", "_hopper_bwd_kernel", "_add_partials_kernel"} <= found.keys()
+    assert [name for name, group in found.items() if group == OTHER or group not in GROUPS] == []
+
+
+TN, NN, NT = ("nvjet_tst_128x256_64x4_1x2_h_bz_coopA_" + layout for layout in ("TNT", "NNT", "NTT"))
+REDUCE = "void cublasLt::splitKreduce_kernel<32, 16, int, float>"
+STEP = [
+    ("indexSelectLargeIndex", "embeddings"), ("_norm_fwd_kernel", "norms forward"), ("Memset (Device)", "GEMM forward"),
+    (TN, "GEMM forward"), ("_activation_fwd_kernel", "activation forward"), ("a_gemm", "GEMM forward"),
+    ("_norm_fwd_kernel", "norms forward"),
+    (TN, "head forward"), (REDUCE, "head forward"), ("softmax_warp_forward", "loss"), ("nll_loss_x", "loss"),
+    (NN, "head dgrad"), ("Memset (Device)", "head wgrad"), (NT, "head wgrad"), (REDUCE, "head wgrad"),
+    (TN, "head forward"), ("softmax_warp_forward", "loss"), (NN, "head dgrad"), (NT, "head wgrad"),
+    ("_sum_kernel", "loss"),
+    ("_norm_bwd_kernel", "norms backward"), (NT, "GEMM wgrad"), (NN, "GEMM dgrad"), (TN, "GEMM forward"),
+    ("_activation_bwd_kernel", "activation backward"), (NN, "GEMM dgrad"), (NT, "GEMM wgrad"), (REDUCE, "GEMM wgrad"),
+    ("embedding_backward", "embeddings"), ("FusedAdam", "optimizer"), ("never seen", OTHER),
+]  # fmt: skip
+
+
+def test_the_groups_of_a_step():
+    """Also the head's GEMMs in chunks, and what belongs to a GEMM; a second step is grouped as the first."""
+    names = [name for name, _ in STEP]
+    assert groups_of(names * 2) == [group for _, group in STEP] * 2
+
+
+def test_break_down_drops_nothing():
+    launches = [Launch(name, 10.0 * i, 8.0) for i, (name, _) in enumerate(STEP * 2)]
+    launches.append(Launch("never seen", 10.0, 5.0))  # at the same time as another
+    found = break_down(launches[::-1], {"GEMM forward": 0.01, "rope": 0.5}, steps=2)
+    assert sum(group.ms for group in found.groups) == pytest.approx((8.0 * 2 * len(STEP) + 5.0) / 2e3)
+    assert sum(group.launches for group in found.groups) == pytest.approx(len(STEP) + 0.5)
+    assert found.span_ms == pytest.approx((10 * (2 * len(STEP) - 1) + 8) / 2e3)
+    assert found.gaps_ms == pytest.approx(2 * (2 * len(STEP) - 1) / 2e3)
+    assert found.unknown == {"never seen": pytest.approx(21.0 / 2e3)}
+    assert found.floor_ms == pytest.approx(0.51)
+    text = breakdown_report(found, Rates())
+    assert "never seen" in text and "690 TFLOP/s" in text and "4.3 TB/s" in text and "gaps" in text
+
+
+def test_floors_are_those_of_the_design():
+    """GPT-2 124M, 16 × 1024 tokens, bfloat16."""
+    problem = CASES["124m-b16"].problem
+    demands = step_demands(problem.config, 16, 1024, 2, parameter_count(problem.config))
+    ms = floors(demands, Rates())
+    expected = {
+        "GEMM forward": 4.03, "GEMM dgrad": 4.03, "GEMM wgrad": 4.03, "head forward": 1.84, "head dgrad": 1.84,
+        "head wgrad": 1.84, "attention forward": 0.45, "attention backward": 1.12, "activation forward": 0.56,
+        "activation backward": 1.12, "loss": 0.77, "norms forward": 0.57, "norms backward": 0.72,
+    }  # fmt: skip
+    for group, value in expected.items():
+        assert ms[group] == pytest.approx(value, abs=0.02), group
+    assert ms["optimizer"] == pytest.approx(0.87 + 0.12, abs=0.02)
+    assert ms["rope"] == 0 and set(ms) <= set(GROUPS)
+    assert floors(demands, Rates(), fp8=True)["GEMM forward"] < 0.6 * ms["GEMM forward"]
+    assert floors(demands, Rates(flops=345e12))["head forward"] == pytest.approx(2 * ms["head forward"], rel=1e-3)
+
+
+# ── loss curves ──
+
+
+def test_curves_agree_within_the_spread_of_two_seeds():
+    seeds = [[5 - 0.01 * i + shift for i in range(2 * BLOCK)] for shift in (0.0, 0.1)]
+    near = [[loss + 0.05 for loss in losses] for losses in seeds]
+    curves = Curves("compiled", tuple(map(tuple, near)), tuple(map(tuple, seeds)))
+    assert curves.spread == pytest.approx(0.1) and curves.gaps == pytest.approx((0.05, 0.05)) and curves.agree
+    assert "The curves agree" in curves_report(curves)
+    far = replace(curves, ours=(curves.ours[0], tuple(loss + 0.2 for loss in seeds[1])))
+    assert not far.agree and "DO NOT agree" in curves_report(far)
+    assert not replace(curves, ours=(curves.ours[0], (math.nan,) * 2 * BLOCK)).agree
+    assert distance([1.0] * BLOCK + [2.0] * BLOCK, [1.0] * 2 * BLOCK) == pytest.approx(math.sqrt(0.5))
+
+
+@pytest.mark.slow
+def test_losses_of_both_contenders(monkeypatch, tmp_path):
+    """In this process: the same curve from the same parameters, and a different one for another seed."""
+    bytes_ = replace(SMALL, problem=replace(SMALL.problem, config=replace(GPT, vocab_size=256)))
+
+    class Here:
+        def __init__(self, entry):
+            self.entry, self.measured = entry, Measured(entry)
+            self.answers = [self.measured.started]
+
+        def ask(self, method, *arguments):
+            self.answers.append(getattr(self.measured, method)(*arguments))
+
+        def answer(self, _limit_s):
+            return self.answers.pop(0)
+
+        def close(self):
+            pass
+
+    monkeypatch.setattr("benchmarks.loss_curves.Worker", Here)
+    result = training.losses_report([bytes_], QUICK, steps=BLOCK)
+    curves = result.drawn["small"]
+    assert result.code == 0 and curves.agree and curves.ours[0][0] == pytest.approx(math.log(256), abs=0.1)
+    assert curves.ours[0] == pytest.approx(curves.peer[0], rel=0.02) and curves.ours[0] != curves.ours[1]
+    publish(result, QUICK, json=False, out=tmp_path / "losses.md", plot=None)
+    assert '"agree": true' in (tmp_path / "losses.md").read_text(encoding="utf-8")
+
+
+@pytest.mark.parametrize("what", ["speed", "breakdown", "losses"])
+def test_pictures(what, tmp_path):
+    pytest.importorskip("matplotlib")
+    curves = Curves("compiled", ((1.0,) * BLOCK,) * 2, ((2.0,) * BLOCK,) * 2)
+    launches = [Launch(name, 10.0 * i, 8.0) for i, (name, _) in enumerate(STEP)]
+    drawn = {
+        "speed": ([row(), row("compiled")], []),
+        "breakdown": {"small": break_down(launches, {"loss": 0.1})},
+        "losses": {"small": curves},
+    }[what]
+    publish(Report("", (), drawn), QUICK, json=False, out=None, plot=tmp_path / "p.png")
+    assert (tmp_path / "p.png").stat().st_size > 5000
+
+
+def test_contenders_of_a_case():
+    assert Entry("ours", SMALL).name == "ours small" and Entry("compiled", SMALL).name == "compiled"
+    assert isinstance(contenders.contender(Entry("eager", SMALL)), Peer)

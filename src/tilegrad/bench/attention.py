@@ -70,7 +70,7 @@ def measure(
 def bench_attention(
     *, device: str | None = None, dtype: str = "bfloat16", kernels: Sequence[str] | None = None, preset: str | None = None,
     peers: Sequence[str] | None = None, repeats: int = 30, json: bool = False, out: str | None = None, plot: str | None = None,
-    profile: bool = False, tune: bool = False, deterministic: bool = False, shapes: Sequence[str] | None = None,
+    profile: bool = False, deterministic: bool = False, shapes: Sequence[str] | None = None,
 ) -> int:  # fmt: skip
     """Prints times and ratios (or JSON lines); `out` appends the JSON lines to a file. `peers`: None = all that are there;
     `shapes`, as Shape.parse reads them, take the preset's place. Exit code 1 if a kernel is wrong."""
@@ -92,10 +92,6 @@ def bench_attention(
             f"kernels: got {sorted(unknown)}; accepted: names among {', '.join(row.name for row in ATTENTION.rows)}"
         )
     about = environment(where, kind) | {"deterministic": deterministic}
-    if tune:
-        from .tune import tune_tiles
-
-        return tune_tiles(where, kind)
     theirs = peers_on(where) if peers is None else tuple(peers)
     if set(theirs) - set(peers_on(where)):
         raise ValueError(f"peers: got {list(theirs)}; accepted: names among {', '.join(peers_on(where))}")

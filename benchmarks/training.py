@@ -1,4 +1,4 @@
-"""A whole training step on a GPU against the same model in PyTorch, compiled and eager: `tilegrad bench training`.
+"""A whole training step against the same model in PyTorch: `python -m benchmarks.training`, on a GPU and on a CPU.
 
 Contenders run in processes of their own (contenders.py) and are interleaved: in a round each runs back-to-back steps on
 fresh tokens for `seconds`, in an order that is reversed every other round. A power-capped card slows down under load, so
@@ -6,21 +6,23 @@ only long runs count.
 
     tokens/s    tokens of a round's steps / its seconds; the median over rounds
     speed       the median over rounds of ours / the peer's
-    MFU         FLOPs of a step (bench/cost.py step_flops) · steps/s / PEAK_FLOPS
-    memory      torch.cuda.max_memory_allocated and …_reserved of the contender's own process, over the timed steps
+    MFU         FLOPs of a step (step_cost.py step_flops) · steps/s / PEAK_FLOPS
+    memory      torch.cuda.max_memory_allocated and …_reserved of the contender's own process, over the timed steps; on a CPU
+                peak resident bytes less those after the imports, of a process whose malloc returns what is freed
 
 A contender whose loss does not fall as the first peer's does has no speed (contenders.py disagreement).
 """
 
 from __future__ import annotations
 
+import argparse
 import json as json_format
 import subprocess
 import sys
 import time
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
 from pathlib import Path
 from statistics import median
@@ -28,24 +30,26 @@ from typing import Any
 
 import torch
 
-from ..model.config import ModelConfig
-from ..model.transformer import declare
-from ..text.atomic import check_replaceable
-from ..text.environment import environment
-from ..text.table import table
+from tilegrad.model.config import ModelConfig
+from tilegrad.model.transformer import declare
+from tilegrad.text.atomic import check_replaceable
+from tilegrad.text.environment import environment
+from tilegrad.text.table import table
+
 from .breakdown import Breakdown, Rates, break_down, floors
 from .breakdown import report as breakdown_report
 from .cases import Case, Problem, cases_of
-from .contenders import PROFILED_STEPS, Entry, Kind, Worker, disagreement
-from .cost import step_demands
+from .contenders import FAULTS_BYTES, PAGE_BYTES, PROFILED_STEPS, Entry, Kind, Worker, disagreement
 from .loss_curves import Curves, measure_curves
 from .loss_curves import report as curves_report
-from .peer import PeerForm
+from .peer import LIKE_FOR_LIKE, PeerForm
+from .step_cost import step_demands
 
 PEAK_FLOPS = 989.5e12  # H100 and H200 SXM, bfloat16 without sparsity, as NVIDIA states it
 PEERS: tuple[Kind, ...] = ("compiled", "eager")
+GOAL_PEER: dict[str, Kind] = {"cuda": "compiled", "cpu": "eager"}  # whom a case's goals are against
 LIMIT_S = 400.0
-TITLE = "# Training step on a GPU"  # what the file --out begins with
+TITLE = "# Training step"  # what the file --out begins with
 _GIB = 1 << 30
 
 
@@ -90,6 +94,7 @@ class Row:
     start_s: float | None = None
     sdpa: str | None = None
     clocks: tuple[str, ...] = ()  # SM clock, power, capped or not: in the middle of each round
+    page_faults: float = 0.0  # of a step, on a CPU
     note: str = ""
     wrong: bool = False
 
@@ -100,15 +105,15 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Ratio:
-    """Ours over a peer's: tokens/s and peak allocated bytes, with the case's bars where the peer is compiled."""
+    """Ours over a peer's: tokens/s and peak allocated bytes, with the case's goals where they are against this peer."""
 
     case: str
     peer: Kind
     speed: float | None
-    speed_bar: float | None
+    speed_goal: float | None
     aim: float | None
     memory: float | None
-    memory_bar: float | None
+    memory_goal: float | None
 
 
 # ── speed and memory ──
@@ -116,8 +121,9 @@ class Ratio:
 
 def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list[Row]:
     """The peers, then each case, of one problem."""
-    entries = [Entry(peer, cases[0], settings.device, settings.form) for peer in settings.peers]
-    entries += [Entry("ours", case, settings.device) for case in cases]
+    entries = [Entry(peer, cases[0], settings.form) for peer in settings.peers]
+    entries += [Entry("ours", case) for case in cases]
+    resident = {entry.name: _resident(entry, settings) for entry in entries if entry.device == "cpu"}
     workers = [Worker(entry) for entry in entries]
     try:
         started = [_progress(worker, worker.answer(settings.limit_s), "started") for worker in workers]
@@ -126,9 +132,9 @@ def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list
         for round_ in range(settings.rounds):
             for worker in alive if round_ % 2 == 0 else reversed(alive):
                 worker.ask("run", settings.seconds)
-                clock = _clock(settings) if settings.device == "cuda" else ""
+                clock = _clock(settings) if worker.entry.device == "cuda" else ""
                 answer = _progress(worker, worker.answer(settings.limit_s), f"round {round_ + 1}")
-                runs[worker.entry.name].append(answer | {"clock": clock})
+                runs[worker.entry.name].append(answer | {"clock": clock} | resident.get(worker.entry.name, {}))
             alive = [worker for worker in alive if "failed" not in runs[worker.entry.name][-1]]
     finally:
         for worker in workers:
@@ -140,6 +146,16 @@ def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list
     ]
 
 
+def _resident(entry: Entry, settings: Settings) -> dict[str, Any]:
+    """Peak bytes of a contender on a CPU, from a process of its own that starts and ends."""
+    worker = Worker(replace(entry, malloc="return"))
+    try:
+        answer = _progress(worker, worker.answer(settings.limit_s), "measured alone")
+    finally:
+        worker.close()
+    return {"allocated_bytes": answer.get("start_allocated_bytes")}
+
+
 def row_of(
     entry: Entry, problem: Problem, started: Mapping[str, Any], runs: Sequence[Mapping[str, Any]],
     reference: Sequence[float] | None, peak_flops: float,
@@ -149,6 +165,10 @@ def row_of(
     if failed:
         return Row(case, entry.kind, note=f"failed: {failed}", wrong=entry.kind == "ours")
     wrong = disagreement(started["losses"], reference) if reference else ""
+    faults = median(run["page_faults"] for run in runs) if entry.device == "cpu" else 0.0
+    slow_malloc = ""
+    if faults * PAGE_BYTES > FAULTS_BYTES:
+        slow_malloc = f"{faults:.0f} page faults a step: malloc did not keep what was freed"
     speeds = tuple(problem.tokens * run["steps"] / run["seconds"] for run in runs)
     peaks = {
         name: max((run[name] for run in runs if run[name] is not None), default=None)
@@ -156,11 +176,11 @@ def row_of(
     }
     return Row(
         case, entry.kind, tokens_per_s=() if wrong else speeds, flops_per_token=problem.flops / problem.tokens,
-        mfu=None if wrong else median(speeds) * problem.flops / problem.tokens / peak_flops,
+        mfu=None if wrong or entry.device == "cpu" else median(speeds) * problem.flops / problem.tokens / peak_flops,
         planned_bytes=started.get("planned_bytes"), loss=runs[-1]["loss"],
         check_losses=tuple(started["losses"]), start_s=started["start_s"],
         sdpa=started.get("sdpa"), clocks=tuple(run["clock"] for run in runs if run.get("clock")),
-        note=f"WRONG: {wrong}" if wrong else "", wrong=bool(wrong), **peaks,
+        page_faults=faults, note=f"WRONG: {wrong}" if wrong else slow_malloc, wrong=bool(wrong), **peaks,
     )  # fmt: skip
 
 
@@ -176,8 +196,8 @@ def ratios(rows: Sequence[Row], cases: Sequence[Case], peers: Iterable[Kind]) ->
             if ours.allocated_bytes and theirs.allocated_bytes:
                 memory = ours.allocated_bytes / theirs.allocated_bytes
             speed = median(a / b for a, b in pairs) if pairs else None
-            bars = (case.speed, case.aim, case.memory) if peer == "compiled" else (None, None, None)
-            found.append(Ratio(case.name, peer, speed, bars[0], bars[1], memory, bars[2]))
+            goals = (case.speed, case.aim, case.memory) if peer == GOAL_PEER[case.device] else (None, None, None)
+            found.append(Ratio(case.name, peer, speed, goals[0], goals[1], memory, goals[2]))
     return found
 
 
@@ -213,7 +233,7 @@ def parameter_count(config: ModelConfig) -> int:
 
 
 def measure_breakdown(case: Case, settings: Settings) -> Breakdown:
-    worker = Worker(Entry("ours", case, settings.device))
+    worker = Worker(Entry("ours", case))
     try:
         _progress(worker, _answered(worker, settings.limit_s), "started")
         worker.ask("profile")
@@ -255,12 +275,12 @@ def report(rows: Sequence[Row], found: Sequence[Ratio]) -> str:
     if found:
         verdicts = [
             [
-                r.case, r.peer, _number(r.speed, ".3f", "×"), _verdict(r.speed, r.speed_bar, least=True),
-                _number(r.aim, ".2f", "×"), _number(r.memory, ".3f", "×"), _verdict(r.memory, r.memory_bar, least=False),
+                r.case, r.peer, _number(r.speed, ".3f", "×"), _verdict(r.speed, r.speed_goal, least=True),
+                _number(r.aim, ".2f", "×"), _number(r.memory, ".3f", "×"), _verdict(r.memory, r.memory_goal, least=False),
             ]
             for r in found
         ]  # fmt: skip
-        text += ["", table(("case", "against", "speed", "bar", "aim", "memory", "bar"), verdicts)]
+        text += ["", table(("case", "against", "speed", "goal", "aim", "memory", "goal"), verdicts)]
     text += [f"{row.case}: {row.contender}: {row.note}" for row in rows if row.note]
     return "\n".join(text)
 
@@ -273,13 +293,13 @@ def _gib(value: int | None) -> str:
     return "–" if value is None else f"{value / _GIB:.2f}"
 
 
-def _verdict(value: float | None, bar: float | None, *, least: bool) -> str:
-    if bar is None:
+def _verdict(value: float | None, goal: float | None, *, least: bool) -> str:
+    if goal is None:
         return "–"
     sign = "≥" if least else "≤"
     if value is None:
-        return f"{sign} {bar:.2f} not measured"
-    return f"{sign} {bar:.2f} {'met' if (value >= bar if least else value <= bar) else 'missed'}"
+        return f"{sign} {goal:.2f} not measured"
+    return f"{sign} {goal:.2f} {'met' if (value >= goal if least else value <= goal) else 'missed'}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -324,13 +344,13 @@ def losses_report(cases: Sequence[Case], settings: Settings, steps: int) -> Repo
         raise ValueError("peers: got none; accepted: the one to compare loss curves with, compiled or eager")
     found: dict[str, Curves] = {}
     for case in cases:
-        found[case.name] = measure_curves(case, settings.device, settings.peers[0], settings.limit_s, steps)
+        found[case.name] = measure_curves(case, settings.peers[0], settings.limit_s, steps)
     text = "\n\n".join(f"{name}: {curves_report(curves)}" for name, curves in found.items())
     lines = tuple({"case": name, "agree": curves.agree} | asdict(curves) for name, curves in found.items())
     return Report(text, lines, found, int(not all(curves.agree for curves in found.values())))
 
 
-def bench_training_cuda(
+def bench_training(
     *, cases: Sequence[str] | None = None, settings: Settings | None = None, breakdown: bool = False, losses: bool = False,
     steps: int = 500, json: bool = False, out: Path | None = None, plot: Path | None = None,
 ) -> int:  # fmt: skip
@@ -341,7 +361,9 @@ def bench_training_cuda(
         check_replaceable(out, TITLE)
     if breakdown and losses:
         raise ValueError("losses: got True with breakdown; accepted: one of the two")
-    chosen = cases_of(list(cases) if cases is not None else ["124m-b16"] if breakdown or losses else None)
+    chosen = cases_of(
+        list(cases) if cases is not None else ["124m-b16"] if breakdown or losses else None, settings.device
+    )
     return publish(
         breakdowns_report(chosen, settings) if breakdown
         else losses_report(chosen, settings, steps) if losses
@@ -373,4 +395,58 @@ def command(arguments: Sequence[str]) -> str:
         for before, argument in zip(("", *arguments), arguments, strict=False)
         if not {before, argument} & {"--out", "--plot"}
     ]
-    return " ".join(("tilegrad", *kept))
+    return " ".join(("python -m benchmarks.training", *kept))
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.training", description=__doc__.split("\n", 1)[0])
+    add, rates = parser.add_argument, Rates()
+    add(
+        "--case",
+        nargs="+",
+        metavar="NAME",
+        help="such as 124m-b16 (default: all of the device; a wrong name lists them)",
+    )
+    add("--device", default="cuda" if torch.cuda.is_available() else "cpu", help="default: %(default)s")
+    add("--peers", nargs="*", choices=PEERS, help="default: compiled and eager on a GPU, eager on a CPU")
+    add("--like-for-like", action="store_true", help="peers with tanh GELU and a bfloat16 residual stream, as ours")
+    add(
+        "--sdpa",
+        choices=("default", "cudnn", "flash"),
+        default="default",
+        help="the peers' attention (default: torch's)",
+    )
+    add("--seconds", type=float, default=4.0, metavar="S", help="of a contender in a round (default: %(default)s)")
+    add("--rounds", type=int, default=2, metavar="N", help="default: %(default)s")
+    add("--limit-s", type=float, default=LIMIT_S, metavar="S", help="for a process to answer (default: %(default)s)")
+    add("--breakdown", action="store_true", help="our step by group, against each group's floor")
+    add("--losses", action="store_true", help="loss curves on the text that ships, two seeds, against the first peer")
+    add("--steps", type=int, default=500, metavar="N", help="of --losses (default: %(default)s)")
+    add(
+        "--peak-tflops",
+        type=float,
+        default=PEAK_FLOPS / 1e12,
+        metavar="X",
+        help="the bfloat16 peak, for MFU (%(default)s)",
+    )
+    add("--floor-tflops", type=float, default=rates.flops / 1e12, metavar="X", help="a bfloat16 GEMM's (%(default)s)")
+    add("--floor-tbytes", type=float, default=rates.bytes / 1e12, metavar="X", help="memory's TB/s (%(default)s)")
+    add("--json", action="store_true", help="JSON lines instead of the table")
+    add("--out", type=Path, metavar="FILE", help="write both to a file")
+    add("--plot", type=Path, metavar="FILE", help="draw the result (needs matplotlib)")
+    args = parser.parse_args(arguments)
+    peers = PEERS if args.device == "cuda" else ("eager",)
+    settings = Settings(
+        device=args.device, peers=peers if args.peers is None else tuple(args.peers),
+        form=replace(LIKE_FOR_LIKE if args.like_for_like else PeerForm(), sdpa=args.sdpa), seconds=args.seconds,
+        rounds=args.rounds, limit_s=args.limit_s, peak_flops=1e12 * args.peak_tflops,
+        rates=Rates(1e12 * args.floor_tflops, 1e12 * args.floor_tbytes, 2e12 * args.floor_tflops),
+    )  # fmt: skip
+    return bench_training(
+        cases=args.case, settings=settings, breakdown=args.breakdown, losses=args.losses, steps=args.steps, json=args.json,
+        out=args.out, plot=args.plot,
+    )  # fmt: skip
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,4 +1,4 @@
-"""`tilegrad bench ops`: each kernel of the ops that are bound by memory, as bytes per second against a copy's.
+"""`python -m benchmarks.ops`: each kernel of the ops that are bound by memory, as bytes per second against a copy's.
 
 The bytes are those that an op must read and write, each once; a kernel that makes several passes is that much slower. Shapes
 are GPT-2's: C = 768 for norms, F = 3072 for activations, N = B·T rows. Kernels of one op run interleaved.
@@ -6,7 +6,9 @@ are GPT-2's: C = 768 for norms, F = 3072 for activations, N = B·T rows. Kernels
 
 from __future__ import annotations
 
+import argparse
 import json as json_format
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -15,12 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..kernels import activation, column_sum, norm
-from ..kernels.scratch import Scratch, Shapes, new_scratch
-from ..kernels.table import Table
-from ..text.environment import environment
-from ..text.table import table
-from .timing import interleaved
+from tilegrad.bench.timing import interleaved
+from tilegrad.kernels import activation, column_sum, norm
+from tilegrad.kernels.scratch import Scratch, Shapes, new_scratch
+from tilegrad.kernels.table import Table
+from tilegrad.text.environment import environment
+from tilegrad.text.table import table
 
 ROWS = {"cuda": (16384, 65536), "cpu": (512,)}
 C, F = 768, 3072
@@ -192,3 +194,19 @@ def bench_ops(
         print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None) + "\n")
         print(report(found, copy))
     return 0
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.ops", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", help="default: cuda where there is one, else cpu")
+    parser.add_argument("--dtype", default="bfloat16", help="bfloat16, float16 or float32 (default: %(default)s)")
+    parser.add_argument("--rows", type=int, nargs="+", metavar="N", help="B·T (default: 16384 65536 on CUDA, 512 else)")
+    parser.add_argument(
+        "--repeats", type=int, default=20, metavar="N", help="interleaved rounds (default: %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="JSON lines instead of the table")
+    return bench_ops(**vars(parser.parse_args(arguments)))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

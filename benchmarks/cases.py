@@ -1,4 +1,5 @@
-"""The training steps that `tilegrad bench training` measures on a GPU, and what each must reach against compiled PyTorch.
+"""The training steps that `python -m benchmarks.training` measures, and the goal of each against PyTorch: compiled on a GPU,
+eager on a CPU.
 
 A case is one way to run a problem: the peers run the problem as one batch, ours as the case says. Cases of one problem are
 measured together, against the same peers.
@@ -8,9 +9,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from ..model.config import PRESETS, ModelConfig
-from ..model.layer import Linear
-from .cost import step_flops
+from tilegrad.model.config import PRESETS, ModelConfig
+from tilegrad.model.layer import Linear
+
+from .step_cost import step_flops
 
 _GIB = 1 << 30
 VOCAB_SIZE = 50304  # GPT-2's 50257, rounded up to a multiple of 128 as nanoGPT and llm.c do
@@ -36,22 +38,29 @@ class Problem:
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`speed`: tokens/s over the compiled peer's, at least; `aim`: what is hoped for; `memory`: peak bytes over its, at
-    most."""
+    """`speed`: tokens/s over the peer's, at least; `aim`: what is hoped for; `memory`: peak bytes over the peer's, at most.
+    The peer of a CPU case is eager, that of a GPU case compiled."""
 
     name: str
     problem: Problem
     micro_batches: int = 1
     budget_bytes: int | None = None
     linear: Linear = "plain"
+    device: str = "cuda"
     speed: float | None = None
     aim: float | None = None
     memory: float | None = None
 
 
-def _gpt2(preset: str, batch_size: int, seq_len: int = 1024) -> Problem:
-    config = replace(PRESETS[preset], vocab_size=VOCAB_SIZE, block_size=seq_len)
-    return Problem(config, batch_size, seq_len)
+def _gpt2(preset: str, batch_size: int, seq_len: int = 1024, dtype: str = "bfloat16") -> Problem:
+    config = replace(PRESETS[preset], vocab_size=VOCAB_SIZE, block_size=max(1024, seq_len))
+    return Problem(config, batch_size, seq_len, dtype)
+
+
+def _on_cpu(dtype: str, batch_size: int, seq_len: int) -> Case:
+    return Case(
+        f"cpu-{dtype}-t{seq_len}", _gpt2("gpt2", batch_size, seq_len, dtype), device="cpu", speed=1.05, memory=0.6
+    )
 
 
 _B64 = _gpt2("gpt2", 64)
@@ -69,13 +78,17 @@ CASES: dict[str, Case] = {
         Case("1.5b-b8-budget", _XL, budget_bytes=int(28.2 * _GIB), speed=0.95, memory=0.66),
         Case("llama-125m-b16", _LLAMA, speed=1.15, memory=0.50),
         Case("124m-t32k", _gpt2("gpt2", 1, 32768), speed=1.10, memory=0.50),
+        _on_cpu("float32", 1, 1024),
+        _on_cpu("float32", 4, 64),
+        _on_cpu("bfloat16", 1, 1024),
+        _on_cpu("bfloat16", 4, 64),
     )
 }
 
 
-def cases_of(names: list[str] | None) -> list[Case]:
-    """By name, in the table's order; None: all."""
+def cases_of(names: list[str] | None, device: str) -> list[Case]:
+    """By name, in the table's order; None: all of this device."""
     unknown = sorted(set(names or ()) - CASES.keys())
     if unknown:
         raise ValueError(f"case: got {unknown[0]!r}; accepted: {', '.join(CASES)}")
-    return [case for name, case in CASES.items() if names is None or name in names]
+    return [case for name, case in CASES.items() if (case.device == device if names is None else name in names)]

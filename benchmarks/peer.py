@@ -1,4 +1,4 @@
-"""The peer of a training step on a GPU: the same model as plain PyTorch, eager or under `torch.compile`.
+"""The peer of a training step: the same model as plain PyTorch, eager or under `torch.compile`.
 
 As nanoGPT trains: float32 parameters under `torch.autocast`, `F.scaled_dot_product_attention`, one fused linear for q, k, v,
 a tied head, cross-entropy on all logits at once, `clip_grad_norm_`, fused AdamW. With fewer heads of k and v they are
@@ -23,8 +23,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..model.config import ModelConfig
-from ..model.transformer import declare
+from tilegrad.model.config import ModelConfig
+from tilegrad.model.transformer import declare
 
 Gelu = Literal["exact", "tanh"]
 Residual = Literal["float32", "bfloat16"]
@@ -199,9 +199,9 @@ class Peer:
 
     def __init__(
         self, config: ModelConfig, batch_size: int, seq_len: int, device: torch.device, *, seed: int, form: PeerForm,
-        compiled: bool,
+        compiled: bool, dtype: torch.dtype = torch.bfloat16,
     ) -> None:  # fmt: skip
-        self.device, self.sdpa = device, form.sdpa
+        self.device, self.dtype, self.sdpa = device, dtype, form.sdpa
         torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
         with self._attention():
             few, self.backend = (sdpa_backend(config, batch_size, seq_len, device, gqa=gqa) for gqa in (True, False))
@@ -219,7 +219,8 @@ class Peer:
 
     def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
         x, y = (given.to(self.device, non_blocking=True) for given in (tokens, targets))
-        with self._attention(), torch.autocast(self.device.type, torch.bfloat16):
+        autocast = torch.autocast(self.device.type, torch.bfloat16, enabled=self.dtype == torch.bfloat16)
+        with self._attention(), autocast:
             loss: Tensor = self._forward(x, y)
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)

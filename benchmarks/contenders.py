@@ -1,7 +1,9 @@
 """The contenders of a training benchmark: each in a process of its own, which lives as long as its problem is measured.
 
-So memory is each one's own, and speed is interleaved all the same: a process does nothing until it is asked, and one is
-asked at a time. Every contender begins with the same parameters and is fed by one stream of random tokens.
+Memory is then each one's own, and speed is interleaved all the same: a process does nothing until it is asked, and one is
+asked at a time. On a CPU malloc decides about both: it keeps freed pages where speed is measured, or eager pays for page
+faults in every step, and returns them where memory is. Every contender begins with the same parameters and is fed by one
+stream of random tokens.
 
     start     builds the model and trains CHECK_STEPS steps on one fixed batch: the losses must fall alike (`disagreement`)
     run       sustained steps on fresh tokens at a rate so small that the loss stays where it is
@@ -17,28 +19,43 @@ import sys
 import time
 import traceback
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from multiprocessing.connection import Connection
+from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 from typing import Any, Literal, Protocol
 
 import torch
 from torch import Tensor
 
-from ..data.tokens import ByteTokenizer, default_text
-from ..engine.engine import Engine
-from ..engine.optimizer import StepResult
-from ..training.schedule import learning_rate
+from tilegrad.bench.timing import sustained
+from tilegrad.data.tokens import ByteTokenizer, default_text
+from tilegrad.engine.engine import Engine
+from tilegrad.engine.optimizer import StepResult
+from tilegrad.training.schedule import learning_rate
+
 from .breakdown import Launch, launches_of
 from .cases import Case
 from .peer import Peer, PeerForm
-from .timing import sustained
 
 Kind = Literal["ours", "compiled", "eager"]
 CHECK_STEPS = 5
 CHECK_RATE, SPEED_RATE = 1e-4, 1e-6
 FALL_TOLERANCE = 0.1
 WARM_STEPS, PROFILED_STEPS = 10, 3
+MALLOC = {  # torch's aarch64 builds have mimalloc, others use glibc's malloc
+    "keep": {
+        "MALLOC_MMAP_MAX_": "0",  # glibc takes no MALLOC_MMAP_THRESHOLD_ above 32 MiB, and silently
+        "MALLOC_TRIM_THRESHOLD_": str(1 << 36),
+        "MALLOC_TOP_PAD_": str(1 << 26),
+        "MIMALLOC_PURGE_DELAY": "-1",
+    },
+    "return": {"MIMALLOC_PURGE_DELAY": "0"},  # glibc does so for large blocks unless it is told not to
+}
+FAULTS_BYTES = 1 << 26  # of a step, above which a note says that malloc did not obey
+PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 CURVE_PEAK, CURVE_FLOOR, CURVE_WARMUP = 6e-4, 6e-5, 0.1  # the rate of `curve`; the warm-up as a share of its steps
 
 
@@ -48,10 +65,14 @@ class Entry:
 
     kind: Kind
     case: Case
-    device: str = "cuda"
     form: PeerForm = field(default_factory=PeerForm)
     seed: int = 0
     check_steps: int = CHECK_STEPS
+    malloc: Literal["keep", "return"] = "keep"  # of a process on a CPU
+
+    @property
+    def device(self) -> str:
+        return self.case.device
 
     @property
     def name(self) -> str:
@@ -97,7 +118,7 @@ def contender(entry: Entry) -> Contender:
     problem = entry.case.problem
     return Peer(
         problem.config, problem.batch_size, problem.seq_len, torch.device(entry.device), seed=entry.seed, form=entry.form,
-        compiled=entry.kind == "compiled",
+        compiled=entry.kind == "compiled", dtype=getattr(torch, problem.dtype),
     )  # fmt: skip
 
 
@@ -127,6 +148,7 @@ class Measured:
     def __init__(self, entry: Entry) -> None:
         began = time.perf_counter()
         self.entry, self.device = entry, torch.device(entry.device)
+        self._resident_before = resident_bytes("VmRSS") if self.device.type == "cpu" else 0
         self.contender: Contender = contender(entry)
         self.batches = Batches(entry)
         tokens, targets = self.batches.next()
@@ -139,9 +161,11 @@ class Measured:
             self.started["sdpa"] = self.contender.backend
 
     def _peak(self, prefix: str = "") -> dict[str, int | None]:
-        """Peak bytes since the last call: of tensors, and of what torch took from the device for them."""
+        """Peak bytes: of tensors, and of what torch took from the device for them, since the last call; on a CPU of what is
+        resident, since the imports."""
         if self.device.type != "cuda":
-            return {f"{prefix}allocated_bytes": None, f"{prefix}reserved_bytes": None}
+            peak = resident_bytes("VmHWM") - self._resident_before
+            return {f"{prefix}allocated_bytes": peak, f"{prefix}reserved_bytes": None}
         allocated, reserved = torch.cuda.max_memory_allocated(), torch.cuda.max_memory_reserved()
         torch.cuda.reset_peak_memory_stats()
         return {f"{prefix}allocated_bytes": allocated, f"{prefix}reserved_bytes": reserved}
@@ -154,8 +178,11 @@ class Measured:
         self.contender.submit(*self.batches.next(), SPEED_RATE)
 
     def run(self, seconds: float) -> dict[str, Any]:
+        faults = getrusage(RUSAGE_SELF).ru_minflt
         done = sustained(self._step, seconds, self.device)
-        return {"steps": done.steps, "seconds": done.seconds, "loss": self.contender.loss(), **self._peak()}
+        faults = getrusage(RUSAGE_SELF).ru_minflt - faults
+        counts = {"steps": done.steps, "seconds": done.seconds, "page_faults": faults / done.steps}
+        return {**counts, "loss": self.contender.loss(), **self._peak()}
 
     def profile(self) -> list[Launch]:
         for _ in range(WARM_STEPS):
@@ -172,6 +199,14 @@ class Measured:
             )
             losses.append(self._loss_of(*batches.next(), rate))
         return losses
+
+
+def resident_bytes(field: str) -> int:
+    """Of this process: VmRSS now, VmHWM at its peak. getrusage's maximum is inherited from whoever started the process."""
+    for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
+        if line.startswith(f"{field}:"):
+            return int(line.split()[1]) << 10
+    raise RuntimeError(f"{field}: /proc/self/status has no such line; memory on a CPU is measured on Linux")
 
 
 def disagreement(losses: Sequence[float], reference: Sequence[float]) -> str:
@@ -197,7 +232,8 @@ class Worker:
         self.entry = entry
         self._here, there = context.Pipe()
         self._process = context.Process(target=_work, args=(there, entry))
-        self._process.start()
+        with _environment(MALLOC[entry.malloc] if entry.device == "cpu" else {}):
+            self._process.start()
         there.close()
 
     def ask(self, method: str, *arguments: Any) -> None:
@@ -218,6 +254,20 @@ class Worker:
         if self._process.is_alive():
             self._process.kill()
         self._here.close()
+
+
+@contextmanager
+def _environment(variables: Mapping[str, str]) -> Iterator[None]:
+    """What a process that starts inside inherits, in the place of malloc's variables here."""
+    ours = dict(os.environ)
+    for name in [name for name in os.environ if name.startswith(("MALLOC_", "MIMALLOC_"))]:
+        del os.environ[name]
+    os.environ.update(variables)
+    try:
+        yield
+    finally:
+        os.environ.clear()
+        os.environ.update(ours)
 
 
 def _work(there: Connection, entry: Entry) -> None:

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from ..functional.dilated.pattern import head_groups
+from tilegrad.functional.dilated.pattern import head_groups
 
 BACKENDS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION}
 Attend = Callable[[Tensor, Tensor, Tensor], tuple[Tensor, Tensor]]

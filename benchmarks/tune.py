@@ -1,4 +1,4 @@
-"""`tilegrad bench attention --tune`: times candidate tiles of the Triton kernels and writes kernels/attention/triton/tiles.py.
+"""`python -m benchmarks.tune`: times candidate tiles of the Triton kernels and writes kernels/attention/triton/tiles.py.
 
 Every candidate is compiled first, in as many processes as there are cores (Triton keeps what it compiled on disk), then
 timed interleaved at T = 4096 and 16k tokens (float32: 2048 and 4k), hidden 2048. A kernel's time is that of the op
@@ -9,8 +9,10 @@ registers, is not taken where another does neither; the tiles taken pass the che
 
 from __future__ import annotations
 
+import argparse
 import multiprocessing
 import os
+import sys
 from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -18,13 +20,13 @@ from statistics import median
 
 import torch
 
-from ..kernels.attention.triton import tiles
-from ..kernels.attention.triton.tiles import Key, Tile, Tiles
-from ..kernels.scratch import new_scratch
-from ..text.table import table
-from .calls import Inputs, check
-from .shapes import Shape
-from .timing import Thunk, interleaved
+from tilegrad.bench.calls import Inputs, check
+from tilegrad.bench.shapes import Shape
+from tilegrad.bench.timing import Thunk, interleaved
+from tilegrad.kernels.attention.triton import tiles
+from tilegrad.kernels.attention.triton.tiles import Key, Tile, Tiles
+from tilegrad.kernels.scratch import new_scratch
+from tilegrad.text.table import table
 
 T, TOKENS, HIDDEN = {16: 4096, 32: 2048, 64: 2048}, {16: 16384, 32: 4096, 64: 4096}, 2048
 REPEATS = 10
@@ -78,7 +80,7 @@ def _thunk(inputs: Inputs, kernel: str) -> Thunk:
     forward, _, out = inputs.ours("triton")
     if kernel == "fwd":
         return forward
-    from ..kernels.attention.triton import launch as module
+    from tilegrad.kernels.attention.triton import launch as module
 
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     shapes = module.workspace(q, k, v, mask, backward=True, deterministic=True)
@@ -95,7 +97,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
     """(words spilled, what is wrong), from a process of its own: the compiled kernel stays on disk."""
     from triton.runtime.errors import OutOfResources
 
-    from ..kernels.attention.triton.fit import fits
+    from tilegrad.kernels.attention.triton.fit import fits
 
     tiles.set_row(key, row)
     _, _, head_dim, band = key
@@ -110,7 +112,7 @@ def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: 
 
 def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, ...] = (64, 128, 256)) -> int:
     """Times every candidate, prints the best of each kernel and rewrites the table of tiles.py."""
-    from ..kernels.attention.triton.fit import architecture, product_bits
+    from tilegrad.kernels.attention.triton.fit import architecture, product_bits
 
     if device.type != "cuda":
         raise ValueError(f"device: got {device}; accepted: a CUDA device, for tiles are tuned where they run")
@@ -192,3 +194,13 @@ def _rewritten(lines: list[str]) -> Iterator[str]:
 
 def _row_text(row: Tiles) -> str:
     return f"Tiles({', '.join(f'Tile{tuple(tile)}' for tile in row if tile is not None)})"
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.tune", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--device", default="cuda", help="default: %(default)s")
+    parser.add_argument(
+        "--dtype", choices=("bfloat16", "float16", "float32"), default="bfloat16", help="default: %(default)s"
+    )
+    args = parser.parse_args()
+    sys.exit(tune_tiles(torch.device(args.device), getattr(torch, args.dtype)))

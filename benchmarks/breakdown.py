@@ -1,7 +1,7 @@
-"""`tilegrad bench training --breakdown`: where the milliseconds of a step go, by group, against each group's floor.
+"""`python -m benchmarks.training --breakdown`: where the milliseconds of a step go, by group, against each group's floor.
 
     floor of an op       max(FLOPs / FLOP rate, bytes / byte rate)          the rates: Rates, an H200's measured ones
-    floor of a group     the sum over its ops (bench/cost.py)
+    floor of a group     the sum over its ops (step_cost.py)
     gaps                 the span of the step − the time in which any kernel runs
 
 The profiler gives the device's kernels in order, by name and with their times; also those of a replayed CUDA graph, which
@@ -29,10 +29,11 @@ from typing import NamedTuple
 import torch
 from torch.profiler import ProfilerActivity, profile
 
-from .. import kernels
-from ..text.table import table
-from .cost import Demand
-from .timing import Thunk
+from tilegrad import kernels
+from tilegrad.bench.timing import Thunk
+from tilegrad.text.table import table
+
+from .step_cost import Demand
 
 OTHER = "other"
 GROUPS = (

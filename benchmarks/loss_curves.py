@@ -1,4 +1,4 @@
-"""`tilegrad bench training --losses`: the engine's losses against the peer's, from the same initial parameters, on a text.
+"""`python -m benchmarks.training --losses`: losses of ours and of the peer, from the same parameters, on a text.
 
 Two seeds; a seed gives the initial parameters and the order of the text's windows, to both alike. Over blocks of BLOCK
 steps, with a bar for a block's mean loss,
@@ -16,7 +16,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import fmean
 
-from ..text.table import table
+from tilegrad.text.table import table
+
 from .cases import Case
 from .contenders import Entry, Kind, Worker
 from .peer import PeerForm
@@ -56,15 +57,13 @@ def distance(a: Sequence[float], b: Sequence[float]) -> float:
     return math.sqrt(fmean(squares))
 
 
-def measure_curves(case: Case, device: str, peer: Kind, limit_s: float, steps: int) -> Curves:
+def measure_curves(case: Case, peer: Kind, limit_s: float, steps: int) -> Curves:
     """All four runs at once, each in its process: nothing is timed."""
     if steps < BLOCK:
         raise ValueError(f"steps: got {steps}; accepted: an int ≥ {BLOCK}, one block")
     form = PeerForm(gelu="tanh")
     kinds: tuple[Kind, ...] = ("ours", peer)
-    workers = {
-        (kind, seed): Worker(Entry(kind, case, device, form, seed, check_steps=0)) for kind in kinds for seed in SEEDS
-    }
+    workers = {(kind, seed): Worker(Entry(kind, case, form, seed, check_steps=0)) for kind in kinds for seed in SEEDS}
     try:
         for worker in workers.values():
             worker.ask("curve", steps)

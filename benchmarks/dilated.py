@@ -14,7 +14,9 @@ the manager's from the third iteration on.
 
 from __future__ import annotations
 
+import argparse
 import json as json_format
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
 from statistics import median
@@ -23,16 +25,17 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from ..functional.dilated import reference
-from ..functional.dilated.functional import check_pattern, dilated_attention
-from ..functional.dilated.pattern import MODES, Mode
-from ..kernels.attention import cpu
-from ..kernels.closeness import complaints
-from ..memory.managed.manager import AttentionBufferManager, create_attention_buffer_manager
-from ..text.environment import environment
-from ..text.table import table
+from tilegrad.bench.timing import Thunk, interleaved
+from tilegrad.functional.dilated import reference
+from tilegrad.functional.dilated.functional import check_pattern, dilated_attention
+from tilegrad.functional.dilated.pattern import MODES, Mode
+from tilegrad.kernels.attention import cpu
+from tilegrad.kernels.closeness import complaints
+from tilegrad.memory.managed.manager import AttentionBufferManager, create_attention_buffer_manager
+from tilegrad.text.environment import environment
+from tilegrad.text.table import table
+
 from .gathered import backends_on, gathered
-from .timing import Thunk, interleaved
 
 SEGMENTS, RATES = (2048, 8192, 32768), (1, 4, 16)
 LENGTHS = {"cuda": (32768, 65536, 131072, 262144, 524288), "cpu": (4096, 8192, 16384)}
@@ -313,3 +316,28 @@ def bench_dilated(
         print(", ".join(f"{name} {value}" for name, value in about.items() if value is not None) + "\n")
         print(report(rows))
     return int(wrong)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.dilated", description=__doc__.split("\n", 1)[0])
+    add = parser.add_argument
+    add("--device", help="default: cuda where there is one, else cpu")
+    add("--dtype", help="bfloat16, float16 or float32 (default: bfloat16 on CUDA, else float32)")
+    add("--modes", nargs="+", metavar="NAME", help="head_groups, longnet (default: both)")
+    add("--lengths", type=int, nargs="+", metavar="T", help="default: 32768 … 524288 on CUDA, 4096 … 16384 else")
+    add("--segments", type=int, nargs="+", metavar="S", help="default: 2048 8192 32768 on CUDA, 256 1024 4096 else")
+    add("--rates", type=int, nargs="+", metavar="R", help="default: 1 4 16")
+    add("--heads", type=int, default=16, metavar="H", help="default: %(default)s")
+    add("--head-dim", type=int, default=64, metavar="D", help="default: %(default)s")
+    add("--batch-size", type=int, default=1, metavar="B", help="default: %(default)s")
+    add("--causal", action="store_true")
+    add("--peers", nargs="*", metavar="NAME", help="flash, cudnn; sdpa on a CPU (default: all)")
+    add("--repeats", type=int, default=10, metavar="N", help="interleaved rounds (default: %(default)s)")
+    add("--json", action="store_true", help="JSON lines instead of the table")
+    add("--out", metavar="FILE", help="append the JSON lines to a file")
+    given = vars(parser.parse_args(arguments))
+    return bench_dilated(**{name: value for name, value in given.items() if value is not None})
+
+
+if __name__ == "__main__":
+    sys.exit(main())

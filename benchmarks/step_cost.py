@@ -1,0 +1,82 @@
+"""What a training step must compute and move: FLOPs and bytes of its ops, by group."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from tilegrad.bench.cost import attention_bytes, attention_flops
+from tilegrad.model.config import ModelConfig
+
+
+class Demand(NamedTuple):
+    """Of one or more ops that are alike."""
+
+    flops: float
+    bytes: float
+
+
+def linears(config: ModelConfig) -> list[tuple[int, int]]:
+    """(inputs, outputs) of a block's linears."""
+    c, f, d = config.n_embd, config.ffn, config.head_dim
+    up = [(c, f)] * (2 if config.activation == "swiglu" else 1)
+    return [(c, (config.n_head + 2 * config.kv_heads) * d), (config.n_head * d, c), *up, (f, c)]
+
+
+def step_flops(config: ModelConfig, batch_size: int, seq_len: int) -> int:
+    """Of a training step, as MFU counts them: three times the forward's linears, head and attention (causal pairs only). The
+    backward counts twice the forward, whatever is recomputed; norms, activations and the optimizer count nothing."""
+    n, c = batch_size * seq_len, config.n_embd
+    products = config.n_layer * sum(i * o for i, o in linears(config)) + config.vocab_size * c
+    left = None if config.window is None else config.window - 1
+    attention = attention_flops(
+        batch_size, config.n_head, seq_len, seq_len, config.head_dim, config.head_dim, left=left, right=0
+    )
+    return 3 * (2 * n * products + config.n_layer * attention)
+
+
+def step_demands(
+    config: ModelConfig, batch_size: int, seq_len: int, element_bytes: int, n_params: int
+) -> dict[str, list[Demand]]:
+    """What a step can't do without, op by op, in the groups of breakdown.py.     N = B·T rows   e = element_bytes
+
+    A linear reads and writes each of its three matrices once; weight gradients are float32. A residual addition and the norm
+    behind it are one pass; the norm's backward writes the norm's output again, the activation's backward the activation. The
+    loss's gradient takes the logits' place. AdamW reads w, g, m, v and writes w, m, v and the compute copy; the clip reads g.
+    Bias gradients ride along.
+    """
+    n, e, layers = batch_size * seq_len, element_bytes, config.n_layer
+    c, f, v, d = config.n_embd, config.ffn, config.vocab_size, config.head_dim
+    forward, weight = [], []
+    for i, o in linears(config):
+        forward.append(Demand(2 * n * i * o, e * (n * i + i * o + n * o)))
+        weight.append(Demand(2 * n * i * o, e * (n * i + n * o) + 4 * i * o))
+    head = Demand(2 * n * c * v, e * (n * c + c * v + n * v))
+    head_weight = Demand(2 * n * c * v, e * (n * c + n * v) + 4 * c * v)
+
+    def attention(*, backward: bool) -> Demand:
+        sizes = (seq_len, seq_len, d, d)
+        flops = attention_flops(batch_size, config.n_head, *sizes, right=0, backward=backward)
+        return Demand(flops, attention_bytes(batch_size, config.n_head, config.kv_heads, *sizes, e, backward=backward))
+
+    hidden = 2 if config.activation == "swiglu" else 1
+    norms = 2 * layers + 1
+    rope = 2 * e * n * (config.n_head + config.kv_heads) * d if config.position == "rope" else 0
+    copy = 0 if e == 4 else e  # of the parameters, in the compute dtype
+    return {
+        "GEMM forward": forward * layers,
+        "GEMM dgrad": forward * layers,
+        "GEMM wgrad": weight * layers,
+        "head forward": [head],
+        "head dgrad": [head],
+        "head wgrad": [head_weight],
+        "attention forward": [attention(backward=False)] * layers,
+        "attention backward": [attention(backward=True)] * layers,
+        "rope": [Demand(0, rope)] * (2 * layers),
+        "norms forward": [Demand(0, 2 * e * n * c)] + [Demand(0, 4 * e * n * c)] * (norms - 1),
+        "norms backward": [Demand(0, 4 * e * n * c)] + [Demand(0, 5 * e * n * c)] * (norms - 1),
+        "activation forward": [Demand(0, (hidden + 1) * e * n * f)] * layers,
+        "activation backward": [Demand(0, 2 * (hidden + 1) * e * n * f)] * layers,
+        "loss": [Demand(0, 2 * e * n * v)],
+        "optimizer": [Demand(0, 4 * n_params), Demand(0, (28 + copy) * n_params)],
+        "embeddings": [Demand(0, 2 * e * n * c), Demand(0, e * n * c + 8 * min(n, v) * c)],
+    }
