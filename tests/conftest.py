@@ -17,8 +17,7 @@ from support.interpreter import keep_what_the_interpreter_makes_anew, round_bflo
 from support.ranks import Ranks
 from support.signals import hear_interrupts
 
-from tilegrad.functional import dispatch as autograd
-from tilegrad.functional import eager
+from tilegrad.functional import dispatch, eager
 from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import library as native_library
 from tilegrad.memory.managed import hit, manager
@@ -107,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
             warnings.warn(f"tests run without the native library: {error}", stacklevel=1)
         native_library.library.cache_clear()
     for what, home, take in (
-        ("eager calls", eager, autograd.take_known),
+        ("eager calls", eager, dispatch.take_known),
         ("the manager's hits", hit, manager.take_hits),
     ):
         if native_build.compiler() and isinstance(home.load(), str) and "PYTEST_XDIST_WORKER" not in os.environ:

@@ -14,8 +14,7 @@ from support.cuda_driver import FakeDriver
 from torch import Tensor
 
 import tilegrad
-from tilegrad.functional import dispatch as autograd
-from tilegrad.functional import eager
+from tilegrad.functional import call, eager
 from tilegrad.kernels import cache, cuda_launch, triton_version
 from tilegrad.kernels.attention import api, table
 from tilegrad.kernels.attention.mask import Mask
@@ -179,8 +178,8 @@ def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (Kernel("recorder", "", takes_all),)))
     monkeypatch.setattr(api, "_selected", {})
     yield recorder
-    if autograd.run.known is not None:
-        autograd.run.known.drop_programs()
+    if call.known is not None:
+        call.known.drop_programs()
 
 
 def test_the_face_hands_over_every_tensor_where_it_lies(driver: FakeDriver, recorder: Recorder) -> None:
@@ -232,7 +231,7 @@ def test_another_form_is_prepared_anew(recorder: Recorder, change: dict[str, Any
 def test_a_known_call_is_started_by_cpp(
     driver: FakeDriver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if autograd.run.known is None:
+    if call.known is None:
         pytest.skip(f"C++ for eager calls {eager.load()}")
     do = torch.ones(1, 2, 8, 16)
     for known in (False, True, True):

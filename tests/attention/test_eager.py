@@ -19,8 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tilegrad
-from tilegrad.functional import dispatch as autograd
-from tilegrad.functional import eager
+from tilegrad.functional import call, dispatch, eager
 from tilegrad.kernels import cache
 from tilegrad.kernels.attention import api
 from tilegrad.kernels.cpu import library
@@ -32,11 +31,11 @@ attention = cast("Callable[..., Tensor]", tilegrad.attention)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Calls that are known go by C++, or all through Python."""
     if request.param == "Python":
-        monkeypatch.setattr(autograd.run, "known", None)
-    elif autograd.run.known is None:
+        monkeypatch.setattr(call, "known", None)
+    elif call.known is None:
         pytest.skip(f"C++ for eager calls {eager.load()}")
     else:
-        autograd.run.known.drop_programs()
+        call.known.drop_programs()
         monkeypatch.setattr(api, "_selected", {})
         q, k, v = leaves()
         grads_of(tilegrad.attention(q, k, v), q, k, v)
@@ -214,7 +213,7 @@ def test_more_masks_than_are_kept_begin_anew(way: str, monkeypatch: pytest.Monke
         pytest.skip("of C++")
     with monkeypatch.context() as patch:
         patch.setattr(cache, "MOST_ENTRIES", 20)
-        autograd.take_known()
+        dispatch.take_known()
         q, k, v = leaves()
         want = grads_of(tilegrad.attention(q, k, v, scale=0.3), q, k, v)
         before = tilegrad.attention(q, k, v, scale=0.3)
@@ -227,7 +226,7 @@ def test_more_masks_than_are_kept_begin_anew(way: str, monkeypatch: pytest.Monke
             assert is_known(o) == known
             grads_of(o, q, k, v)
         assert all(map(torch.equal, grads_of(tilegrad.attention(q, k, v, scale=0.3), q, k, v), want))
-    autograd.take_known()
+    dispatch.take_known()
 
 
 def test_gradients_that_are_wanted_and_those_that_come() -> None:

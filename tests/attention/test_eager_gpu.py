@@ -18,7 +18,6 @@ from torch import Tensor
 
 import tilegrad
 from tilegrad import attention_bwd, attention_fwd, attention_workspace
-from tilegrad.functional import dispatch as autograd
 from tilegrad.functional import eager
 from tilegrad.kernels.scratch import new_scratch
 
@@ -72,8 +71,8 @@ def test_the_first_backward_of_a_process_may_be_the_first_call_of_its_thread() -
 def test_calls_of_a_known_signature_in_memory_that_was_used(d: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch lie where NaN, ones or −1 were, on two streams, at addresses that change and that come again."""
     if way == "Python":
-        monkeypatch.setattr(autograd.run, "known", None)
-    elif autograd.run.known is None:
+        monkeypatch.setattr(eager_call, "known", None)
+    elif eager_call.known is None:
         pytest.skip(f"C++ for eager calls {eager.load()}")
     call = build(replace(BASE, d=d, dv=d, tq=69, tk=64, layout="fused", dtype=torch.float16), d)
     want, side, kept = run(call, None, deterministic=True), torch.cuda.Stream(), list[dict[str, Tensor]]()
@@ -97,7 +96,7 @@ def test_calls_of_a_known_signature_in_memory_that_was_used(d: int, way: str, mo
 
 
 def step(call: Call, leaves: list[Tensor]) -> list[Tensor]:
-    """o, lse and the gradients of a call through autograd."""
+    """o, lse and the gradients of a call through dispatch."""
     mask, options = call.mask, {"causal": True, "deterministic": True, "return_lse": True}
     if mask.varlen:
         ends = (mask.cu_seqlens_q, mask.cu_seqlens_k, mask.max_seqlen_q, mask.max_seqlen_k)

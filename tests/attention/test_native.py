@@ -39,7 +39,7 @@ from support.pairwise import all_pairs, covering, pairs
 import tilegrad
 from tilegrad import attention_bwd, attention_fwd, attention_workspace
 from tilegrad.cli import main
-from tilegrad.functional import dispatch as autograd
+from tilegrad.functional import call as eager_call
 from tilegrad.kernels.attention import api as contract
 from tilegrad.kernels.attention import cpu as native
 from tilegrad.kernels.attention.mask import Mask
@@ -637,7 +637,7 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
     monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
     monkeypatch.setattr(contract, "_selected", {})
-    monkeypatch.setattr(autograd.run, "known", None)  # calls that ran with the library
+    monkeypatch.setattr(eager_call, "known", None)  # calls that ran with the library
     native_library.library.cache_clear()
     native_library.warn_if_missing.cache_clear()
     try:
@@ -777,10 +777,10 @@ def test_a_file_that_ends_before_its_section_headers_is_cut_off() -> None:
     )  # fmt: skip
     header[48] = 1  # the field behind
     whole = bytes(header) + bytes(66)
-    assert not native_library.is_cut(whole) and native_library.is_cut(whole[:-1])
+    assert not native_build.is_cut(whole) and native_build.is_cut(whole[:-1])
     nothing = b"\x7fELF\x02" + bytes(59)
-    assert not native_library.is_cut(nothing) and native_library.is_cut(nothing[:-1])
-    assert not native_library.is_cut(b"\x7fELF\x01" + whole[5:-1]), "what is no such file, the loader refuses"
+    assert not native_build.is_cut(nothing) and native_build.is_cut(nothing[:-1])
+    assert not native_build.is_cut(b"\x7fELF\x01" + whole[5:-1]), "what is no such file, the loader refuses"
 
 
 def test_instruction_sets_are_bits_and_the_best_runs_unless_another_is_asked_for(

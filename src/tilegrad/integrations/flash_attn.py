@@ -22,6 +22,8 @@ from ..kernels.attention.checks import TENSOR, require
 
 Sides = Iterable[SupportsIndex]  # left and right
 
+__all__ = ["flash_attn_func", "flash_attn_qkvpacked_func", "flash_attn_varlen_func", "flash_attn_with_kvcache"]
+
 
 def flash_attn_func(
     q: Tensor, k: Tensor, v: Tensor, dropout_p: float = 0.0, softmax_scale: float | None = None, causal: bool = False,
