@@ -18,6 +18,7 @@ from torch import Tensor
 
 import tilegrad
 from tilegrad import attention_bwd, attention_fwd, attention_workspace
+from tilegrad.functional import call as eager_call
 from tilegrad.functional import eager
 from tilegrad.kernels.scratch import new_scratch
 
