@@ -14,7 +14,7 @@ though less of q and v is in registers with it (`takes_more_registers`):
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
 With ptxas's own level, 4, it spills less, and Hopper's backward of D 64 was 4 % faster in full attention when it spilled
-(benchmarks/2026-11-17-triton-versions.md). Triton chose 2 because of an error of CUDA 13's ptxas. Level 4 was close to the
+(benchmarks/2026-11-17-triton.md). Triton chose 2 because of an error of CUDA 13's ptxas. Level 4 was close to the
 reference in three calls on an H200; more were not compared, so it is not asked for. 3.9 also warns of a launch that leaves
 fused multiply-adds to the default.
 """

@@ -1,4 +1,4 @@
-"""Tile sizes of each kernel: a committed table, written by `tilegrad bench attention --tune`.
+"""Tile sizes of each kernel: a committed table, written by `python -m benchmarks.tune`.
 
 A row is chosen by
 

@@ -1,0 +1,120 @@
+"""The README's two charts, drawn from the dated results: python docs/charts.py
+
+    docs/figures/training.svg    tokens/s and memory of a training step, against compiled PyTorch
+    docs/figures/attention.svg   speed of attention by head dimension, against FlashAttention-4 and cuDNN
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from statistics import geometric_mean, median
+from typing import Any
+
+HERE = Path(__file__).parent
+RESULTS = HERE.parent / "benchmarks"
+TRAINING, ATTENTION = "2026-11-17-training-h200.jsonl", "2026-11-17-attention-h200-fa4.jsonl"
+CASES = {  # of the training bench, with a name for readers
+    "124m-b16": "GPT-2 124M, batch 16", "124m-b64": "… batch 64", "124m-b64-fp8": "… batch 64, fp8 forward",
+    "350m-b16": "GPT-2 350M, batch 16", "1.5b-b8": "GPT-2 1.5B, batch 8", "llama-125m-b16": "Llama 125M, batch 16",
+    "124m-t32k": "GPT-2 124M, T 32,768",
+}  # fmt: skip
+STYLE = """
+text { font: 13px system-ui, sans-serif; fill: #1f2328; } .small { font-size: 11px; fill: #59636e; } .head { font-weight: 600; }
+.ours { fill: #1f6f8b; } .peer { fill: #e07a3f; } .axis { stroke: #59636e; } .range { stroke: #1f2328; stroke-width: 1.5; }
+@media (prefers-color-scheme: dark) {
+  text { fill: #e6edf3; } .small { fill: #9198a1; } .ours { fill: #4aa8c7; } .axis { stroke: #9198a1; } .range { stroke: #e6edf3; }
+}"""
+LABEL, ROW, BAR = 190, 24, 12
+
+
+@dataclass(frozen=True, slots=True)
+class Bar:
+    value: float
+    low: float | None = None
+    high: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Panel:
+    """A column of bars; `one` is where the peer is, and `limit` the right end of the axis."""
+
+    title: str
+    bars: list[Bar]
+    limit: float
+
+
+def read(name: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (RESULTS / name).read_text(encoding="utf-8").splitlines()]
+
+
+def training() -> str:
+    ratios = {row["ratio"]["case"]: row["ratio"] for row in read(TRAINING) if row.get("ratio", {}).get("peer") == "compiled"}
+    speeds = [Bar(ratios[case]["speed"]) for case in CASES]
+    memory = [Bar(ratios[case]["memory"]) for case in CASES]
+    panels = [Panel("times as fast", speeds, 1.6), Panel("of its memory", memory, 1.1)]
+    title = "A training step against compiled PyTorch, one H200, bfloat16"
+    return drawn(title, list(CASES.values()), panels, TRAINING)
+
+
+def attention() -> str:
+    rounds: dict[tuple[str, int, bool, int], dict[str, list[float]]] = {}
+    for row in read(ATTENTION):
+        shape = row.get("shape", {})
+        plain = shape and not (shape["window"] or shape["hkv"] or shape["lengths"] or row.get("deterministic"))
+        if plain and row.get("rounds_ms"):
+            key = row["direction"], shape["d"], shape["causal"], shape["t"]
+            rounds.setdefault(key, {})[row["kernel"]] = row["rounds_ms"]
+    names, panels = [], {(d, peer): [] for d in ("forward", "backward") for peer in ("fa4", "sdpa-cudnn")}
+    for d in (64, 128, 256):
+        for causal in (False, True):
+            names.append(f"D {d}, {'causal' if causal else 'full'}")
+            for direction, peer in panels:
+                cells = [
+                    median(theirs / ours for theirs, ours in zip(times[peer], times["hopper"], strict=True))
+                    for key, times in rounds.items()
+                    if key[:3] == (direction, d, causal) and {peer, "hopper"} <= times.keys()
+                ]
+                panels[direction, peer].append(Bar(geometric_mean(cells), min(cells), max(cells)))
+    peers = {"fa4": "FlashAttention-4", "sdpa-cudnn": "cuDNN"}
+    columns = [Panel(f"{direction}, × {peers[peer]}", bars, 1.6) for (direction, peer), bars in panels.items()]
+    title = "Attention kernels against FlashAttention-4 and cuDNN, one H200, bfloat16: mean and range over T 1k to 16k"
+    return drawn(title, names, columns, ATTENTION)
+
+
+def drawn(title: str, names: list[str], panels: list[Panel], source: str) -> str:
+    """Rows of bars; the vertical line is the peer, 1."""
+    wide = (960 - LABEL) // len(panels)
+    scale = wide - 56
+    tall = 64 + ROW * len(names) + 22
+    parts = [f'<text class="head" x="8" y="20">{html.escape(title)}</text>']
+    for i, name in enumerate(names):
+        parts.append(f'<text x="{LABEL - 10}" y="{70 + ROW * i}" text-anchor="end">{html.escape(name)}</text>')
+    for column, panel in enumerate(panels):
+        left = LABEL + column * wide
+        one = left + scale / panel.limit
+        parts.append(f'<text class="small" x="{left}" y="44">{html.escape(panel.title)}</text>')
+        for i, bar in enumerate(panel.bars):
+            y = 60 + ROW * i
+            end = left + scale * min(bar.value, panel.limit) / panel.limit
+            parts.append(f'<rect class="ours" x="{left}" y="{y}" width="{end - left:.1f}" height="{BAR}"/>')
+            if bar.low is not None and bar.high is not None:
+                a, b = (left + scale * min(x, panel.limit) / panel.limit for x in (bar.low, bar.high))
+                parts.append(f'<line class="range" x1="{a:.1f}" x2="{b:.1f}" y1="{y + BAR / 2}" y2="{y + BAR / 2}"/>')
+                end = max(end, b)
+            parts.append(f'<text class="small" x="{end + 5:.1f}" y="{y + 10}">{bar.value:.2f}×</text>')
+        parts.append(f'<line class="axis" x1="{one:.1f}" x2="{one:.1f}" y1="52" y2="{56 + ROW * len(names)}"/>')
+    parts.append(f'<text class="small" x="8" y="{tall - 6}">The vertical line is the peer. benchmarks/{source}</text>')
+    described = "; ".join(
+        f"{name}: " + ", ".join(f"{panel.title} {panel.bars[i].value:.2f}" for panel in panels) for i, name in enumerate(names)
+    )
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {tall}" width="960" height="{tall}">'
+    about = f"<title>{html.escape(title)}</title><desc>{html.escape(described)}</desc><style>{STYLE}</style>"
+    return "\n".join([head + about, *parts, "</svg>", ""])
+
+
+if __name__ == "__main__":
+    (HERE / "figures" / "training.svg").write_text(training(), encoding="utf-8")
+    (HERE / "figures" / "attention.svg").write_text(attention(), encoding="utf-8")
