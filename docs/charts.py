@@ -1,7 +1,7 @@
 """The README's two charts, drawn from the dated results: python docs/charts.py
 
-    docs/figures/training.svg    tokens/s and memory of a training step, against compiled PyTorch
-    docs/figures/attention.svg   speed of attention by head dimension, against FlashAttention-4 and cuDNN
+docs/figures/training.svg    tokens/s and memory of a training step, against compiled PyTorch
+docs/figures/attention.svg   speed of attention by head dimension, against FlashAttention-4 and cuDNN
 """
 
 from __future__ import annotations
@@ -51,7 +51,9 @@ def read(name: str) -> list[dict[str, Any]]:
 
 
 def training() -> str:
-    ratios = {row["ratio"]["case"]: row["ratio"] for row in read(TRAINING) if row.get("ratio", {}).get("peer") == "compiled"}
+    ratios = {
+        row["ratio"]["case"]: row["ratio"] for row in read(TRAINING) if row.get("ratio", {}).get("peer") == "compiled"
+    }
     speeds = [Bar(ratios[case]["speed"]) for case in CASES]
     memory = [Bar(ratios[case]["memory"]) for case in CASES]
     panels = [Panel("times as fast", speeds, 1.6), Panel("of its memory", memory, 1.1)]
@@ -108,7 +110,8 @@ def drawn(title: str, names: list[str], panels: list[Panel], source: str) -> str
         parts.append(f'<line class="axis" x1="{one:.1f}" x2="{one:.1f}" y1="52" y2="{56 + ROW * len(names)}"/>')
     parts.append(f'<text class="small" x="8" y="{tall - 6}">The vertical line is the peer. benchmarks/{source}</text>')
     described = "; ".join(
-        f"{name}: " + ", ".join(f"{panel.title} {panel.bars[i].value:.2f}" for panel in panels) for i, name in enumerate(names)
+        f"{name}: " + ", ".join(f"{panel.title} {panel.bars[i].value:.2f}" for panel in panels)
+        for i, name in enumerate(names)
     )
     head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 960 {tall}" width="960" height="{tall}">'
     about = f"<title>{html.escape(title)}</title><desc>{html.escape(described)}</desc><style>{STYLE}</style>"
