@@ -36,7 +36,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
     model = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16, "dropout": 0.1}
     settings = {"steps": 2, "batch_size": 1, "checkpoint_interval": 1, "eval_interval": 0, "sample_tokens": 0}
     text = home / "text.txt"
-    text.write_text("Call me Ishmael. Some years ago, never mind how long precisely. " * 20)
+    text.write_text("Call me Ishmael. Some years ago, never mind how long precisely. " * 20, encoding="utf-8")
     tilegrad.train({"model": model, "train": settings, "data": {"files": [str(text)]}}, home / "whole")
     shutil.rmtree(home / "whole" / "best", ignore_errors=True)
     shutil.copytree(home / "whole", home / "shards")
@@ -47,7 +47,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
 
 def shard(path: Path) -> None:
     """One file → two shards, as torch's distributed checkpoint has them."""
-    tensors, content = load_file(path / TENSORS), json.loads((path / MANIFEST).read_text())
+    tensors, content = load_file(path / TENSORS), json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     content["state"] |= {
         "shapes": {name: [*x.shape] for name, x in tensors.items() if f"m.{name}" in tensors}, "ranks": 2,
     }  # fmt: skip
@@ -72,12 +72,12 @@ def write_shard(path: Path, content: dict[str, Any], name: str, part: dict[str, 
 
 def sign(path: Path, content: dict[str, Any]) -> None:
     content.pop("sha256", None)
-    (path / MANIFEST).write_text(json.dumps(content | {"sha256": _digest(content)}))
+    (path / MANIFEST).write_text(json.dumps(content | {"sha256": _digest(content)}), encoding="utf-8")
 
 
 def lie(path: Path, dice: random.Random) -> str:
     """One lie in a checkpoint, all digests made right; what it is."""
-    content = json.loads((path / MANIFEST).read_text())
+    content = json.loads((path / MANIFEST).read_text(encoding="utf-8"))
     kind = dice.choice(("state", "state", "state", "model", "engine", "tensors", "offsets", "files"))
     if kind == "tensors" or kind == "offsets":
         what = lie_in_tensors(path, content, kind, dice)

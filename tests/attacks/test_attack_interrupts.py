@@ -188,7 +188,7 @@ WEIGHTS = replace(LLAMA, vocab_size=256, n_layer=1, n_kv_head=2)
 def weights_of_a_family() -> None:
     params = Engine(WEIGHTS, 1, 4, seed=3).params
     write_weights(Path("weights"), params, WEIGHTS, max_shard_bytes=6000)
-    Path("mine.txt").write_text("of the user's")
+    Path("mine.txt").write_text("of the user's", encoding="utf-8")
 
 
 def import_them() -> None:
@@ -208,7 +208,7 @@ def all_or_nothing(out: str, again: Callable[[], object], want: Callable[[], dic
 
 
 def the_import_is_whole_or_absent() -> None:
-    assert Path("mine.txt").read_text() == "of the user's"
+    assert Path("mine.txt").read_text(encoding="utf-8") == "of the user's"
     all_or_nothing("models/mine", import_them, open_weights(Path("weights")).read)
 
 
@@ -272,7 +272,7 @@ def nobody_trains_in(run: Path) -> bool:
     """The lock, where its file is left, is nobody's."""
     if not (run / "run.lock").exists():
         return True
-    with (run / "run.lock").open() as file:
+    with (run / "run.lock").open(encoding="utf-8") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
     return True
 

@@ -68,14 +68,14 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
         write_weights(home / name, Engine(config, 1, 4).params, config, max_shard_bytes=shard)
         (home / name / TOKENIZER).write_text(tokenizer, encoding="utf-8")
     (home / "text.txt").write_text(text[:2000], encoding="utf-8")
-    (home / "secret.json").write_text('{"secret": 1}')
+    (home / "secret.json").write_text('{"secret": 1}', encoding="utf-8")
     return [home / name for name in models]
 
 
 def edit_json(file: Path, change: Callable[[dict[str, Any]], None]) -> None:
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     change(content)
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content), encoding="utf-8")
 
 
 def damage(folder: Path, dice: random.Random) -> str:
@@ -109,7 +109,7 @@ def damage(folder: Path, dice: random.Random) -> str:
 
 
 def damage_config(file: Path, kind: str, dice: random.Random) -> str:
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     junk = dice.choice(JUNK)
     rope = {"rope_type": dice.choice(("linear", "llama3", "yarn", "default", 3)), "factor": 2.0}
     rope |= {dice.choice(("factor", "rope_theta", "beta_slow", "beta_fast", "low_freq_factor", "rope_type")): junk}
@@ -128,12 +128,12 @@ def damage_config(file: Path, kind: str, dice: random.Random) -> str:
         )
     else:
         content[name] = junk
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content), encoding="utf-8")
     return f"{kind}: {name} = {str(content.get(name))[:60]}"
 
 
 def damage_tokenizer(file: Path, dice: random.Random) -> str:
-    content = json.loads(file.read_text())
+    content = json.loads(file.read_text(encoding="utf-8"))
     where: Any = content
     path = []
     while isinstance(where, dict) and where:
@@ -143,7 +143,7 @@ def damage_tokenizer(file: Path, dice: random.Random) -> str:
             break
         where = where[key]
     where[key] = dice.choice(JUNK)
-    file.write_text(json.dumps(content))
+    file.write_text(json.dumps(content), encoding="utf-8")
     return f"tokenizer: {path} = {str(where[key])[:40]}"
 
 
@@ -186,8 +186,10 @@ def damage_index(folder: Path, dice: random.Random) -> str:
     """Shards and an index that lies about them; what is one file gets an index."""
     index = folder / INDEX
     if not index.exists():
-        index.write_text(json.dumps({"weight_map": dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)}))
-    content = json.loads(index.read_text())
+        index.write_text(
+            json.dumps({"weight_map": dict.fromkeys(load_file(folder / WEIGHTS), WEIGHTS)}), encoding="utf-8"
+        )
+    content = json.loads(index.read_text(encoding="utf-8"))
     names = content["weight_map"]
     name = dice.choice(sorted(names))
     kind = dice.choice(("file", "file", "file", "absent", "more", "whole"))
@@ -212,7 +214,7 @@ def damage_index(folder: Path, dice: random.Random) -> str:
         names["no.such.tensor"] = names[name]
     else:
         content["weight_map"] = dice.choice(JUNK)
-    index.write_text(json.dumps(content))
+    index.write_text(json.dumps(content), encoding="utf-8")
     return f"index {kind}: {name} {str(names.get(name))[:40]}"
 
 
@@ -372,7 +374,7 @@ def test_what_a_run_began_with_is_copied_by_the_same_rule(originals: list[Path],
     small = ["--data", text, "--steps", "1", "--batch-size", "1", "--seq-len", "8", "--train.eval_batches", "0"]
     assert said_by(["train", "--init", str(originals[0]), "--out", str(run), *small])[0] == 0
     assert said_by(["export", str(run), str(tmp_path / "first")])[0] == 0
-    (tmp_path / "secret").write_text("secret")
+    (tmp_path / "secret").write_text("secret", encoding="utf-8")
     (run / "origin" / "chat_template.jinja").symlink_to("../../secret")
     code, said = said_by(["export", str(run), str(tmp_path / "second")])
     assert code == 2 and "origin/chat_template.jinja: got a link to" in said, said

@@ -16,7 +16,7 @@ from tilegrad.kernels.scratch import new_scratch
 
 KERNELS = ("native", "tiled", "reference")
 B, H, T, D = 1, 2, 8, 4
-SHAPES = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv"), (B, H, T, D))
+SHAPES: dict[str, tuple[int, ...]] = dict.fromkeys(("q", "k", "v", "o", "do", "dq", "dk", "dv"), (B, H, T, D))
 SHAPES |= {"lse": (B, H, T), "dlse": (B, H, T), "bias": (H, T, T), "sinks": (H,), "dbias": (H, T, T), "dsinks": (H,)}
 FORWARD = ("q", "k", "v", "bias", "sinks", "o", "lse")
 BACKWARD = (*FORWARD, "do", "dlse", "dq", "dk", "dv", "dbias", "dsinks")

@@ -283,7 +283,11 @@ def test_the_table_says_why_products_are_not_in_pieces(monkeypatch: pytest.Monke
 def test_the_function_called_is_the_one_that_torch_is_linked_with() -> None:
     torchs = library.blas()
     assert not isinstance(torchs, str)
-    found = [line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/libopenblas" in line]
+    found = [
+        line.split()[-1]
+        for line in Path("/proc/self/maps").read_text(encoding="utf-8").splitlines()
+        if "/libopenblas" in line
+    ]
     addresses = {ctypes.cast(ctypes.CDLL(path).sgemm_, ctypes.c_void_p).value for path in set(found) if "torch" in path}
     assert addresses == {ctypes.cast(torchs.sgemm_, ctypes.c_void_p).value}
 
@@ -318,5 +322,5 @@ def test_openmp_polls_less_unless_torch_came_first_or_the_environment_says_other
     done = python(f"{imports}; {SHOW}", without=VARIABLES, OMP_DISPLAY_ENV="VERBOSE", **environment)
     said = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
     assert done.stdout.startswith(told) and set(said) <= {spins}
-    if Path("/proc/self/maps").exists() and "/libgomp" in Path("/proc/self/maps").read_text():
+    if Path("/proc/self/maps").exists() and "/libgomp" in Path("/proc/self/maps").read_text(encoding="utf-8"):
         assert said

@@ -99,7 +99,7 @@ def test_a_model_takes_no_value_of_another_type(values: dict[str, Any]) -> None:
 def test_deep_nesting_and_numbers_of_thousands_of_digits_are_one_sentence(
     name: str, text: str, words: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    (tmp_path / name).write_text(text)
+    (tmp_path / name).write_text(text, encoding="utf-8")
     file = str(tmp_path / name)
     arguments = [file] if name.endswith(".toml") else ["--data", file]
     assert main(["train", *arguments, "--out", str(tmp_path / "run")]) == 2
@@ -165,11 +165,11 @@ def test_memory_of_a_generated_text_follows_its_length_not_the_context(tmp_path:
 
     config = replace(LLAMA, n_layer=1, vocab_size=256)
     write_weights(tmp_path / "model", tilegrad.Engine(config, 1, 4).params, config)
-    content = json.loads((tmp_path / "model" / "config.json").read_text())
+    content = json.loads((tmp_path / "model" / "config.json").read_text(encoding="utf-8"))
     (tmp_path / "model" / "config.json").write_text(
-        json.dumps(content | {"max_position_embeddings": LIMITS["block_size"]})
+        json.dumps(content | {"max_position_embeddings": LIMITS["block_size"]}), encoding="utf-8"
     )
-    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"type": "bytes"}}')
+    (tmp_path / "model" / "tokenizer.json").write_text('{"model": {"type": "bytes"}}', encoding="utf-8")
     begin = time.process_time()
     assert tilegrad.load(tmp_path / "model").generate("Call me ", max_tokens=4).startswith("Call me ")
     assert time.process_time() - begin < 5

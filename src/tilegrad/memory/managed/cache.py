@@ -193,9 +193,9 @@ class BufferCache:
         in_use, slack = self.in_use()
         self._high_water = max(self._high_water, in_use - slack + nbytes)
         high_water = max(self._high_water, self._pattern_high_water)
-        while self.reserved() + nbytes > high_water and self._evict(self._oldest(self.pools.values())):
-            pass
-        self.strategies.sweep()
+        while (oldest := self._oldest(self.pools.values())) and self.reserved() + nbytes > high_water:
+            self._evict(oldest)
+            self.strategies.sweep()
 
     def make(self, free_list: FreeList) -> tuple[Slot, Tensor]:
         """A buffer of new memory, neither in use nor cached."""
@@ -300,9 +300,10 @@ class BufferCache:
         for handle in list(self.dropped):
             slot: Slot = handle.slot
             if slot.handle is handle:
-                if self.slots.get(slot.ident) is slot:
-                    del self.slots[slot.ident]
-                    gone.append(slot)
+                with suppress(KeyError):
+                    if self.slots[slot.ident] is slot:  # between this and the next nothing comes: neither is a call
+                        del self.slots[slot.ident]
+                        gone.append(slot)
                 slot.handle = None
             with suppress(ValueError):
                 self.dropped.remove(handle)

@@ -15,12 +15,13 @@ import os
 import sys
 import time
 import weakref
-from bisect import insort
-from collections.abc import Callable, Iterator
+from bisect import bisect
+from collections.abc import Callable
 from contextvars import Context
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
-from operator import attrgetter
+from itertools import compress
+from operator import attrgetter, call, is_
 from threading import get_ident
 from typing import ClassVar, TypeVar, TypeVarTuple
 
@@ -35,7 +36,8 @@ MIB = 1 << 20
 _MAP_NORESERVE = 0x4000
 _LAZY_BYTES = 256 * MIB
 _LOOK_AGAIN_S = 1e-4
-_OFFSET = attrgetter("offset")
+_OFFSET, _END, _STORAGE = attrgetter("offset"), attrgetter("end"), attrgetter("storage")
+_IS_NONE = partial(is_, None)
 
 
 def round_up(n: int, multiple: int) -> int:
@@ -61,7 +63,8 @@ class Region:
         else:
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.address = self._bytes.data_ptr()
-        self.blocks: list[Block] = []  # by offset
+        self.blocks: tuple[Block, ...] = ()  # by offset
+        self._gaps: tuple[object, list[tuple[int, int]]] = (None, [])
 
     def block(self, offset: int, nbytes: int) -> Tensor:
         return own_storage(self._bytes[offset : offset + nbytes])
@@ -81,20 +84,20 @@ class Region:
         if last > first:
             self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
-    def gaps(self) -> Iterator[tuple[int, int]]:
-        """(first, behind the last) byte of each stretch in no block."""
-        at = 0
-        for block in list(self.blocks):
-            if block.offset > at:
-                yield at, block.offset
-            at = block.end
-        if at < self.nbytes:
-            yield at, self.nbytes
+    def gaps(self) -> list[tuple[int, int]]:
+        """(first, behind the last) byte of each stretch in no block; computed once for each tuple of blocks."""
+        blocks = self.blocks
+        known, found = self._gaps
+        if known is not blocks:
+            starts = (*map(_OFFSET, blocks), self.nbytes)
+            found = [(end, start) for end, start in zip((0, *map(_END, blocks)), starts, strict=True) if end < start]
+            self._gaps = (blocks, found)
+        return found
 
     def idle_bytes(self) -> int:
         """What is held from the system in no block. Behind the last block a lazy region has no page of its own."""
         if not self.lazy:
-            return self.nbytes - sum(block.nbytes for block in list(self.blocks))
+            return sum(last - first for first, last in self.gaps())
         return sum(self.kept(first, last - first) for first, last in self.gaps() if last < self.nbytes)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
@@ -111,10 +114,10 @@ class Block:
     region: Region | None = None
     offset: int = 0
     storage: weakref.ref[torch.UntypedStorage] | None = None
+    end: int = field(init=False)
 
-    @property
-    def end(self) -> int:
-        return self.offset + self.nbytes
+    def __post_init__(self) -> None:
+        self.end = self.offset + self.nbytes
 
 
 _WHOLE_PAGES_FROM = 1 << 16
@@ -127,6 +130,11 @@ def size_class(nbytes: int) -> int:
         return max(64, round_up(nbytes, 64))
     step = max(64, 1 << ((nbytes - 1).bit_length() - 6))
     return round_up(nbytes, max(step, 4096) if nbytes >= _WHOLE_PAGES_FROM else step)
+
+
+def _dead(blocks: tuple[Block, ...]) -> list[Block]:
+    """Those whose storage nobody holds. All in C: a thread that came in between would find a storage held by the question."""
+    return list(compress(blocks, map(_IS_NONE, map(call, map(_STORAGE, blocks)))))
 
 
 class Slab:
@@ -155,20 +163,21 @@ class Slab:
         region, offset = self._fit(size, alignment) or self._grow(size, alignment)
         base = region.block(offset, size)
         block = Block(self.strategy, size, region, offset, weakref.ref(base.untyped_storage()))
-        insort(region.blocks, block, key=_OFFSET)
+        at = bisect(region.blocks, offset, key=_OFFSET)
+        region.blocks = (*region.blocks[:at], block, *region.blocks[at:])
         return base, block
 
     def sweep(self) -> None:
         """Lets go of the blocks that nobody holds, and returns what pages it can to the system."""
         for region in list(self.regions):
-            for block in [block for block in region.blocks if block.storage() is None]:  # type: ignore[misc]
+            for block in _dead(region.blocks):
                 at = region.blocks.index(block)
                 first = region.blocks[at - 1].end if at else 0
                 last = (
                     region.blocks[at + 1].offset if at + 1 < len(region.blocks) else round_up(block.end, mmap.PAGESIZE)
                 )
                 region.release(first, min(last, region.nbytes) - first)
-                del region.blocks[at]
+                region.blocks = (*region.blocks[:at], *region.blocks[at + 1 :])
             if not region.blocks and (len(self.regions) > 1 or not region.lazy):
                 self.regions.remove(region)
 
@@ -192,7 +201,7 @@ class Slab:
 
     def fragmentation(self) -> tuple[int, int]:
         """(bytes in holes below the highest block, bytes up to that block), over all regions."""
-        taken = [list(region.blocks) for region in list(self.regions)]
+        taken = [region.blocks for region in list(self.regions)]
         extent = sum(blocks[-1].end for blocks in taken if blocks)
         return extent - sum(block.nbytes for blocks in taken for block in blocks), extent
 
