@@ -25,7 +25,8 @@ STYLE = """
 text { font: 13px system-ui, sans-serif; fill: #1f2328; } .small { font-size: 11px; fill: #59636e; } .head { font-weight: 600; }
 .ours { fill: #1f6f8b; } .peer { fill: #e07a3f; } .axis { stroke: #59636e; } .range { stroke: #1f2328; stroke-width: 1.5; }
 @media (prefers-color-scheme: dark) {
-  text { fill: #e6edf3; } .small { fill: #9198a1; } .ours { fill: #4aa8c7; } .axis { stroke: #9198a1; } .range { stroke: #e6edf3; }
+  text { fill: #e6edf3; } .small { fill: #9198a1; } .ours { fill: #4aa8c7; }
+  .axis { stroke: #9198a1; } .range { stroke: #e6edf3; }
 }"""
 LABEL, ROW, BAR = 190, 24, 12
 

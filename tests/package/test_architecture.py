@@ -24,7 +24,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "flash": {"integrations"},
     "specification": {"functional", "kernels", "memory", "text"},
     "engine": {"model", "kernels", "memory", "dist", "native", "text"},
-    "data": {"memory", "text"},
+    "data": {"memory", "model", "text"},
     "pretrained": {"data", "kernels", "memory", "model", "text"},
     "training": {"engine", "data", "pretrained", "model", "kernels", "memory", "dist", "text"},
     "bench": {"kernels", "memory", "functional", "text"},

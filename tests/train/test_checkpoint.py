@@ -14,7 +14,6 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-from tilegrad.training import checkpoint
 from tilegrad.training.checkpoint import (
     DamagedCheckpoint,
     latest_checkpoint,
@@ -47,9 +46,9 @@ def test_an_error_of_the_system_keeps_its_number(said: str, tmp_path: Path, monk
     def no_space(_tensors: dict[str, torch.Tensor], _path: Path) -> None:
         raise SafetensorError(f"Error while serializing: {said}")
 
-    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    monkeypatch.setattr(atomic, "save_file", no_space)
     with pytest.raises(OSError, match="No space left") as found:
-        checkpoint.save_tensors({}, tmp_path / "x")
+        atomic.save_tensors({}, tmp_path / "x")
     assert found.value.errno == errno.ENOSPC
 
 

@@ -28,7 +28,7 @@ import tilegrad
 from tilegrad import ModelConfig
 from tilegrad.cli import main, progress
 from tilegrad.engine.engine import Engine
-from tilegrad.training import checkpoint, config, loop
+from tilegrad.training import config, loop
 from tilegrad.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from tilegrad.training.config import DataConfig, RunConfig, RunEnded, TrainConfig
 from tilegrad.training.log import read_log
@@ -176,7 +176,7 @@ def interrupted_save(times: int, monkeypatch: pytest.MonkeyPatch) -> None:
         send(*[signal.SIGINT] * times)()
         save_file(tensors, path)
 
-    monkeypatch.setattr(checkpoint, "save_file", save)
+    monkeypatch.setattr(atomic, "save_file", save)
 
 
 def test_a_second_ctrl_c_within_the_save_loses_nothing(
@@ -301,7 +301,7 @@ def test_a_save_that_fails_is_named_as_the_system_names_it(monkeypatch: pytest.M
         path.write_bytes(b"half")
         raise SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)")
 
-    monkeypatch.setattr(checkpoint, "save_file", no_space)
+    monkeypatch.setattr(atomic, "save_file", no_space)
     longer = replace(RUN, train=replace(RUN.train, keep_checkpoints=1))
     with pytest.raises(RunEnded, match=r"000002-step-8: No space left on device; .*step-4, after 4 steps") as ended:
         train(longer, Path("run"), resume=True)

@@ -189,7 +189,7 @@ def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path, mo
         raise SystemExit
 
     with monkeypatch.context() as patch:
-        patch.setattr("tilegrad.training.checkpoint.save_file", killed)
+        patch.setattr("tilegrad.text.atomic.save_file", killed)
         with pytest.raises(SystemExit):
             train(run, tmp_path / "run")
     assert (tmp_path / "run" / "best" / ".staged").is_dir()

@@ -215,7 +215,7 @@ def test_nothing_is_half_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     def full(*_: Any, **__: Any) -> None:
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tilegrad.training.checkpoint.save_file", full)
+    monkeypatch.setattr("tilegrad.text.atomic.save_file", full)
     with pytest.raises(OSError, match="No space"):
         write_weights(tmp_path / "out", engine.params, CONFIG)
     assert not list(tmp_path.iterdir())

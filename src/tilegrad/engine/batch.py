@@ -11,10 +11,12 @@ from torch import Tensor
 
 from ..kernels.fp8_linear import FP8_LINEAR, Problem
 from ..kernels.scratch import Form
+from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import ModelConfig, is_count
 from ..model.layer import Linear
 from ..text.untrusted import shown
-from ..training.config import LIMITS
+
+LIMITS = {"batch_size": 1 << 16, "seq_len": MODEL_LIMITS["block_size"]}  # docs/training.md gives the reasons
 
 _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)

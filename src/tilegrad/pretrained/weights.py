@@ -26,9 +26,8 @@ from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 from ..model.config import ModelConfig
 from ..model.transformer import declare
-from ..text.atomic import named
+from ..text.atomic import named, save_tensors
 from ..text.untrusted import file_in, open_tensors, read_json, shown
-from ..training.checkpoint import save_tensors
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names

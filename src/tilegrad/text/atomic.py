@@ -4,8 +4,13 @@ link is written through."""
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from pathlib import Path
+
+from safetensors import SafetensorError
+from safetensors.torch import save_file
+from torch import Tensor
 
 
 def sync(path: Path) -> None:
@@ -53,3 +58,18 @@ def check_replaceable(path: Path, mark: str) -> None:
 def named(error: OSError, path: Path) -> OSError:
     """The error with the path that it is about: a failed write does not know it."""
     return OSError(error.errno, error.strerror or str(error), str(path))
+
+
+def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
+    """`save_file`, whose own error hides the system's, and whose file has mode 0600 whatever the umask is."""
+    os.close(create(path))
+    mode = path.stat().st_mode
+    try:
+        save_file(dict(tensors), path, **({"metadata": metadata} if metadata else {}))
+        path.chmod(mode)
+    except SafetensorError as error:
+        number = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
+        if number is None:
+            raise
+        code = int(number[1] or number[2])
+        raise OSError(code, os.strerror(code)) from error

@@ -29,11 +29,10 @@ from typing import Any, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from ..model.config import ModelConfig, is_count
 from ..model.transformer import declare
-from ..text.atomic import create, named, sync
+from ..text.atomic import named, save_tensors, sync
 from ..text.untrusted import read_bytes, shown
 from .state import State, check_run_state, check_shapes
 
@@ -148,21 +147,6 @@ def write_manifest(staged: Path, step: int, files: Mapping[str, Any], state: Map
     (staged / MANIFEST).write_text(manifest + "\n", encoding="utf-8")
     sync(staged / MANIFEST)
     sync(staged)
-
-
-def save_tensors(tensors: Mapping[str, torch.Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """`save_file`, whose own error hides the system's, and whose file has mode 0600 whatever the umask is."""
-    os.close(create(path))
-    mode = path.stat().st_mode
-    try:
-        save_file(dict(tensors), path, **({"metadata": metadata} if metadata else {}))
-        path.chmod(mode)
-    except SafetensorError as error:
-        number = re.search(r"\(os error (\d+)\)|code: (\d+)", str(error))
-        if number is None:
-            raise
-        code = int(number[1] or number[2])
-        raise OSError(code, os.strerror(code)) from error
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
