@@ -275,7 +275,14 @@ def bench_dilated(
         raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
-    sizes = {"lengths": lengths or (), "heads": [heads], "head_dim": [head_dim], "batch_size": [batch_size]}
+    sizes = {
+        "lengths": lengths or (),
+        "segments": segments or (),
+        "rates": rates,
+        "heads": [heads],
+        "head_dim": [head_dim],
+        "batch_size": [batch_size],
+    }
     for name, given in sizes.items():
         if any(not 1 <= n < 1 << 31 for n in given):
             raise ValueError(f"{name}: got {', '.join(map(str, given))}; accepted: 1 … 2³¹ − 1")

@@ -116,7 +116,7 @@ def test_large_scores_lose_no_more_than_in_sdpa(size: float, d: int) -> None:
     theirs = {"o": o.detach(), "dv": torch.autograd.grad(o, v, call.do)[0]}
     for name, x in theirs.items():
         ours, sdpa = ((y.double() - exact[name]).norm() / exact[name].norm() for y in (got[name], x))
-        assert ours <= 2 * sdpa + 1e-7, name
+        assert ours <= (2 * sdpa if sdpa < 1 else 0) + 1e-7, name  # on x86 SDPA's own dv is NaN from 10⁸ on
 
 
 @each_isa

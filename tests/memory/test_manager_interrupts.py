@@ -307,7 +307,8 @@ def forked(manager: AttentionBufferManager) -> int:
         code = 1
         try:
             for type, shape in ONE_OF_EACH.items():
-                manager.deallocate(manager.allocate(type, (*shape, 2)).fill_(1))
+                if not (manager.configs[type].prefer_pinned and torch.cuda.is_initialized()):  # no CUDA after fork
+                    manager.deallocate(manager.allocate(type, (*shape, 2)).fill_(1))
             manager.clear_cache()
             manager.end_iteration()
             code = 0 if manager.get_stats()["bytes_cached"] == 0 else 2

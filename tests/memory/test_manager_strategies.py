@@ -2,10 +2,12 @@
 
 import ctypes
 import functools
+import gc
 import mmap
 import os
 import platform
 import random
+import weakref
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -116,6 +118,20 @@ def test_a_freed_class_is_used_again():
     blocks.append(slab.take(990, 64))
     assert blocks[-1][0].data_ptr() == address
     assert slab.idle_bytes() == 0
+
+
+def test_a_region_without_blocks_needs_no_garbage_collector():
+    slab = BestFitSlab(CPU, pinned=False)
+    blocks = [slab.take(200 * MIB, 64) for _ in range(2)]
+    assert len(slab.regions) == 2 and slab.idle_bytes() >= 0
+    region = weakref.ref(slab.regions[1])
+    gc.disable()
+    try:
+        blocks.pop()
+        slab.sweep()
+        assert region() is None and len(slab.regions) == 1
+    finally:
+        gc.enable()
 
 
 def test_best_fit_merges_neighbours_and_measures_holes():

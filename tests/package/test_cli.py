@@ -141,7 +141,15 @@ def test_a_dtype_is_what_people_type(typed: str, name: str, tmp_path: Path, caps
 def test_a_dtype_that_is_none_is_refused_as_it_was_typed(typed: str) -> None:
     with pytest.raises(ValueError, match=f"^dtype: got '{typed}'; accepted: 'auto', 'float32'"):
         TrainConfig(dtype=typed)
+
+
+def test_torchs_own_dtype_is_one() -> None:
     assert TrainConfig(dtype=torch.float64).dtype == "float64"  # type: ignore[arg-type]
+    assert run_from({"train": {"dtype": torch.bfloat16}}, "here").train.dtype == "bfloat16"
+    wrong: object
+    for wrong in (torch.float16, 3, None, []):
+        with pytest.raises(ValueError, match=f"^dtype: got {re.escape(repr(wrong))}; accepted: 'auto', "):
+            TrainConfig(dtype=wrong)  # type: ignore[arg-type]
 
 
 def on_this_machine() -> str:
@@ -738,6 +746,7 @@ def test_buckets_on_the_command_line_are_in_mib() -> None:
         (["bench", "attention", "--plot", "new.out"], "plot: got 'new.out'; accepted: a name that ends with .png"),
         (["bench", "ops", "--rows", "99999999999999999999"], "rows: got 99999999999999999999; accepted: 1 …"),
         (["bench", "dilated", "--lengths", "0"], "lengths: got 0; accepted: 1 …"),
+        (["bench", "dilated", "--rates", "99999999999999999999"], "rates: got 99999999999999999999; accepted: 1 …"),
     ],
 )
 def test_a_number_or_a_name_that_means_nothing_is_refused_before_anything_is_done(

@@ -178,7 +178,7 @@ def test_what_could_not_be_saved_is_refused_before_the_first_step(
 
 def test_a_number_that_no_checkpoint_can_hold_is_refused_by_name() -> None:
     for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
-        with pytest.raises(ValueError, match=f"{name}: got inf; accepted: a finite number ≥ 0"):
+        with pytest.raises(ValueError, match=f"{name}'?: got inf; accepted: a finite number"):
             run_from({"train": {name: math.inf}}, "run.toml")
 
 

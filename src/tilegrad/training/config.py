@@ -105,7 +105,7 @@ class TrainConfig:
             raise ValueError(f"memory_budget: got {shown(budget)}; accepted: None or a number of bytes ≥ 1")
         if not isinstance(self.device, str):
             raise ValueError(f"device: got {self.device!r}; accepted: cpu, cuda, or cuda:N")
-        if not isinstance(self.dtype, str) or (name := dtype_name(self.dtype)) not in ("auto", *DTYPES):
+        if not isinstance(self.dtype, str | torch.dtype) or (name := dtype_name(self.dtype)) not in ("auto", *DTYPES):
             raise ValueError(f"dtype: got {self.dtype!r}; accepted: 'auto', {', '.join(map(repr, DTYPES))}")
         automatic = "bfloat16" if self.device.startswith("cuda") else "float32"
         object.__setattr__(self, "dtype", automatic if name == "auto" else name)
@@ -291,7 +291,7 @@ def checked(content: Mapping[str, Mapping[str, Any]], where: str) -> dict[str, d
                 out[section][key] = byte_count(value)
             elif key == "files":
                 out[section][key] = [value] if isinstance(value, str) else value
-            elif key == "dtype" and isinstance(value, str):
+            elif key == "dtype" and isinstance(value, str | torch.dtype):
                 out[section][key] = dtype_name(value)
     return out
 

@@ -94,6 +94,10 @@ class Region:
             self._gaps = (blocks, found)
         return found
 
+    def forget_gaps(self) -> None:
+        """Breaks the cycle through the blocks that the gaps were computed for: the memory goes with the last reference."""
+        self._gaps = (None, [])
+
     def idle_bytes(self) -> int:
         """What is held from the system in no block. Behind the last block a lazy region has no page of its own."""
         if not self.lazy:
@@ -180,6 +184,7 @@ class Slab:
                 region.blocks = (*region.blocks[:at], *region.blocks[at + 1 :])
             if not region.blocks and (len(self.regions) > 1 or not region.lazy):
                 self.regions.remove(region)
+                region.forget_gaps()
 
     def _fit(self, size: int, alignment: int) -> tuple[Region, int] | None:
         best, least = None, sys.maxsize

@@ -1,7 +1,6 @@
 #include "threads/work_queue.h"
 
 #include <sched.h>
-#include <time.h>
 
 namespace tilegrad {
 
@@ -18,13 +17,6 @@ struct WorkQueue {
 };
 
 namespace {
-
-// Waits for another thread: it polls, then gives its time slice away, then sleeps, so that the core is free for that thread.
-void wait_a_moment(int tries, int polls) {
-    const timespec moment{0, 20000};
-    if (tries > polls + 10) nanosleep(&moment, nullptr);
-    else if (tries > polls) sched_yield();
-}
 
 struct Locked {  // held for a few dozen instructions
     WorkQueue* queue;
@@ -69,10 +61,10 @@ WorkQueue* new_queue(char* memory, int64_t slots, int64_t heads) {
 }
 
 Task next_task(WorkQueue* queue, int64_t slot) {
-    for (int tries = 1;; ++tries) {
+    for (;;) {
         Task task = try_next(queue, slot);
         if (task.kind != Task::DONE || task.head == 0) return task;
-        wait_a_moment(tries, 0);
+        sched_yield();
     }
 }
 
@@ -94,7 +86,8 @@ void closed(WorkQueue* queue, int64_t slot) {
 }
 
 void wait_for_order(const int32_t* next_tile, int32_t tile) {
-    for (int tries = 0; __atomic_load_n(next_tile, __ATOMIC_ACQUIRE) != tile; ++tries) wait_a_moment(tries, 1000);
+    for (int n = 0; __atomic_load_n(next_tile, __ATOMIC_ACQUIRE) != tile; ++n)
+        if (n > 1000) sched_yield();
 }
 
 void advance_order(int32_t* next_tile, int32_t tile) { __atomic_store_n(next_tile, tile + 1, __ATOMIC_RELEASE); }
