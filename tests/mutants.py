@@ -62,16 +62,24 @@ TESTS = {  # the longest beginning of a path decides
     ),
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
-    "train/": ("tests/train", "tests/model/test_dropout.py"),
+    "engine/": ("tests/train", "tests/model/test_dropout.py"),
+    "training/": ("tests/train",),
+    "data/": ("tests/train",),
+    "pretrained/": ("tests/train",),
+    "text/": ("tests/train", "tests/package/test_cli.py"),
+    "specification/": (
+        "tests/model/test_shared_attention.py",
+        "tests/memory/test_workspace.py",
+        "tests/package/test_cli.py",
+    ),
     "training/config.py": ("tests/train", "tests/package/test_cli.py"),
     "training/api.py": ("tests/train", "tests/package/test_cli.py"),
-    "gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
-    "autograd": FRONT,  # a file or a folder
-    "functional.py": FRONT,
-    "native_module.py": ("tests/package/test_native_module.py",),
-    "eager/": (f"{ATTENTION}eager.py", f"{ATTENTION}functional.py"),
+    "engine/gradcheck.py": ("tests/package/test_gradcheck.py", "tests/package/test_cli.py", "-k", "gradcheck"),
+    "functional/": FRONT,
+    "native/": ("tests/package/test_native_module.py",),
+    "functional/eager": (f"{ATTENTION}eager.py", f"{ATTENTION}functional.py"),
     "nn/": (f"{ATTENTION}dilated_modules.py", "tests/integrations/test_torch.py", "tests/package/test_package.py"),
-    "dilated/": (f"{ATTENTION}dilated.py", f"{ATTENTION}dilated_modules.py"),
+    "functional/dilated/": (f"{ATTENTION}dilated.py", f"{ATTENTION}dilated_modules.py"),
     "integrations/": tuple(f"tests/integrations/test_{name}.py" for name in ("torch", "transformers", "parallel")),
     "cli/": ("tests/package/test_cli.py", "tests/package/test_package.py", "tests/train/test_interrupts.py"),
     "dist/": ("tests/dist", "tests/train/test_ranks.py", "tests/train/test_engine.py"),
@@ -92,8 +100,8 @@ CALLERS = {
     "cpu/abi.py": ("attention/cpu.py", "cpu/rows.py"),
 }
 LIBRARIES = {  # of C++: what builds it, and its file
-    "kernels/cpu/csrc/": ("from tilegrad.kernels.cpu import build as it", "kernels/cpu/native_*.so"),
-    "eager/": ("from tilegrad.functional.eager import MODULE as it", "eager/tilegrad_eager_*.so"),
+    "kernels/cpu/csrc/": ("from tilegrad.native import build as it", "kernels/cpu/native_*.so"),
+    "functional/": ("from tilegrad.functional.eager import MODULE as it", "functional/tilegrad_eager_*.so"),
     "memory/managed/": ("from tilegrad.memory.managed.hit import MODULE as it", "memory/managed/tilegrad_hit_*.so"),
 }
 SWAPS: dict[type[ast.AST], tuple[str, str]] = {

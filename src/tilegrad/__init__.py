@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from .native import openmp as openmp  # before torch: it sets what OpenMP's runtime reads as it is loaded
 
 if TYPE_CHECKING:
+    from . import flash as flash
     from . import integrations as integrations
     from . import memory as memory
     from . import nn as nn
@@ -19,7 +20,6 @@ if TYPE_CHECKING:
     from .engine.engine import Engine
     from .functional import attention, attention_varlen, explain, sdpa
     from .functional.dilated.functional import dilated_attention
-    from .integrations import flash_attn as flash
     from .kernels.attention.api import attention_bwd, attention_fwd, attention_workspace
     from .kernels.attention.mask import Mask
     from .kernels.table import Explanation

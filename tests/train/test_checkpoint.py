@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
+from tilegrad.text import atomic
 from tilegrad.training.checkpoint import (
     DamagedCheckpoint,
     latest_checkpoint,
@@ -241,7 +242,8 @@ def test_all_is_on_disk_before_it_has_its_name(tmp_path: Path, monkeypatch: pyte
 KILLER = """
 import os, pathlib, random, signal, sys, time
 import torch
-from tilegrad.train import checkpoint
+from tilegrad.text import atomic
+from tilegrad.training import checkpoint
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint, save_checkpoint
 
 torch.set_num_threads(1)
@@ -272,7 +274,7 @@ def crash_at(n):
         return wrapped
     os.fsync, os.unlink, os.rmdir = wrap(os.fsync), wrap(os.unlink), wrap(os.rmdir)
     for name in ("rename", "mkdir", "write_text"): setattr(pathlib.Path, name, wrap(getattr(pathlib.Path, name)))
-    checkpoint.save_file = wrap(checkpoint.save_file)
+    atomic.save_file = wrap(atomic.save_file)
 
 step, points = 2, 0
 save(1); save(2)

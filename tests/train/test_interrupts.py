@@ -28,6 +28,7 @@ import tilegrad
 from tilegrad import ModelConfig
 from tilegrad.cli import main, progress
 from tilegrad.engine.engine import Engine
+from tilegrad.text import atomic
 from tilegrad.training import config, loop
 from tilegrad.training.checkpoint import Checkpoint, latest_checkpoint, load_checkpoint
 from tilegrad.training.config import DataConfig, RunConfig, RunEnded, TrainConfig
@@ -389,7 +390,7 @@ def test_a_new_run_does_not_mix_with_one_that_died_before_its_first_checkpoint()
 
 SLOW = """
 import sys, time
-from tilegrad.train import run
+from tilegrad.training import run
 def prepare(*arguments, **options):
     made = genuine(*arguments, **options)
     print("prepared", flush=True)

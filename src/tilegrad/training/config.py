@@ -48,7 +48,8 @@ _COUNTS = (  # of steps, or of what is done every few of them
     "sample_tokens",
 )  # fmt: skip
 LIMITS = {  # the largest of each key; docs/training.md gives the reasons
-    **MODEL_LIMITS, **BATCH_LIMITS, **dict.fromkeys(_COUNTS, 10**9), "gradient_accumulation": 1 << 16, "seed": (1 << 63) - 1, "bpe_vocab_size": MODEL_LIMITS["vocab_size"],
+    **MODEL_LIMITS, **BATCH_LIMITS, **dict.fromkeys(_COUNTS, 10**9), "gradient_accumulation": 1 << 16,
+    "seed": (1 << 63) - 1, "bpe_vocab_size": MODEL_LIMITS["vocab_size"],
 }  # fmt: skip
 MAX_STEP_TOKENS = 1 << 26  # of all micro-batches, whose tokens and targets are in memory together, 16 bytes each
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
