@@ -19,7 +19,6 @@ from pathlib import Path
 import pytest
 
 from tilegrad.bench import memory as bench_memory
-from tilegrad.bench import training as bench_training
 from tilegrad.cli import build_parser, main
 from tilegrad.cli.arguments import Parser
 from tilegrad.engine import gradcheck
@@ -50,11 +49,6 @@ ALWAYS: dict[str, tuple[str, ...]] = {  # what keeps a command small; what is dr
     "generate": ("--max-tokens", "3"),
     "bench attention": ("--shape", "1,1,8,8", "--repeats", "2", "--dtype", "float32"),
     "bench host": ("--repeats", "2", "--dtype", "float32"),
-    "bench dilated": (
-        "--lengths", "32", "--segments", "16", "--rates", "1", "--repeats", "2", "--heads", "1", "--head-dim", "8",
-        "--mode", "longnet", "--peers",
-    ),
-    "bench ops": ("--rows", "4", "--repeats", "1", "--dtype", "float32"),
 }  # fmt: skip
 OFTEN = {"train": 8, "generate": 6, "plan": 4, "export": 4, "import": 4}  # times as often as another command
 NEVER = {"demo"}  # it takes no argument, and trains for a minute
@@ -282,7 +276,6 @@ def attack(users: Path, here: Path, seeds: range, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
     monkeypatch.setattr(gradcheck, "SAMPLES", 1)
     monkeypatch.setattr(bench_memory, "bench_memory", lambda **_options: 0)
-    monkeypatch.setattr(bench_training, "bench_training", lambda **_options: 0)
     shutil.copytree(users, here / "user", symlinks=True)
     folder, before, tally = here / "user", look(users), Tally()
     monkeypatch.chdir(folder)

@@ -267,7 +267,6 @@ def test_what_is_there_already_is_not_overwritten_by_other_commands(capsys: pyte
         Path(name).write_text("the user's own", encoding="utf-8")
     for command in (
         ["export", "run", "out"], ["export", "run", "new"], ["plan", "--html", "page.html"], ["init", "new.toml"],
-        ["bench", "training", "--device", "cpu", "--out", "page.html"],
     ):  # fmt: skip
         assert main(command) == 2
         assert "accepted: a new name" in capsys.readouterr().err
