@@ -82,8 +82,7 @@ VALID: dict[str, tuple[str, ...]] = {  # of a key or an argument, besides its de
     "max_tokens": ("1", "4"), "temperature": ("0", "0.7", "1e-300"), "top_k": ("1", "5", "999"), "seed": ("0", "3"),
     "source": ("weights", "weights/model.safetensors"), "out": ("new", "deep/new"), "max_shard_size": ("1KB", "5GB"),
     "kernel": ("tiled", "native"), "device": ("cpu",), "dtype": ("float32", "fp32"), "kernels": ("tiled",),
-    "peers": ("sdpa",), "repeats": ("2",), "rows": ("3",), "shape": ("1,1,8,8", "1,2,9,8,causal"), "mode": ("longnet",),
-    "lengths": ("64",), "segments": ("16",), "rates": ("1",), "heads": ("2",), "head_dim": ("8",), "batch_size": ("1",),
+    "peers": ("sdpa",), "repeats": ("2",), "shape": ("1,1,8,8", "1,2,9,8,causal"),
 }  # fmt: skip
 RUNS = (
     "run-cut",
