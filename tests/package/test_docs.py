@@ -159,3 +159,15 @@ def test_the_runs_of_the_training_page_are_valid() -> None:
     for block in blocks:
         run = run_from(tomllib.loads(block), "training.md")
         assert run.train.warmup_steps < run.train.steps
+
+
+def test_each_tutorial_has_its_notebook() -> None:
+    spec = importlib.util.spec_from_file_location("notebooks", HERE / "docs" / "notebooks.py")
+    assert spec is not None and spec.loader is not None
+    notebooks = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(notebooks)
+    pages = sorted((HERE / "docs" / "tutorials").glob("*.md"))
+    assert len(pages) == 2
+    for page in pages:
+        made = notebooks.notebook(page.read_text(encoding="utf-8"))
+        assert page.with_suffix(".ipynb").read_text(encoding="utf-8") == made, "run: python docs/notebooks.py"

@@ -83,6 +83,8 @@ def test_examples_in_docstrings(module: ModuleType) -> None:
         "docs/add-an-op.md",
         "docs/weights.md",
         "docs/coming-from.md",
+        "docs/tutorials/attention.md",
+        "docs/tutorials/train.md",
     ],
 )
 def test_code_in_documents_runs(document: str) -> None:
