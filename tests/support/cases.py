@@ -72,12 +72,13 @@ def build(case: Case, seed: int = 0) -> Call:
 
 
 def _rule_applies(call: Call, scores: float) -> bool:
-    """Whether no p is below float32's smallest normal number, where exp gives 0 on some processors. From scores of 10⁶ on one
-    key must have all of each row: the rule is of first order, and can't say how two keys share a row whose scores differ by
-    less than they are rounded by."""
+    """Whether no p is near float32's smallest normal number, below which exp gives 0 on some processors.
+
+    From scores of 10⁶ on one key must have all of each row: the rule is of first order, and can't say how two keys share a row
+    whose scores differ by less than they are rounded by."""
     p = reference.softmax(call.q.double(), call.k.double(), call.mask, range(len(call.q))).p
     if scores < 1e6:
-        return bool(((p < 1e-48) | (p > 1.2e-38)).all())
+        return bool(((p < 1e-48) | (p > 1e-36)).all())
     return bool(((p < 1e-290) | (p > 1 - 1e-9)).all())
 
 
