@@ -63,17 +63,22 @@ class Call:
 
 
 def build(case: Case, seed: int = 0) -> Call:
-    """The tensors of a case. With scores of 10⁶ and more one key has all of each row: the closeness rule is of first order, and
-    can't say how two keys share a row whose scores differ by less than they are rounded by."""
+    """The tensors of a case. Large scores are drawn again until the closeness rule can say something about every p."""
     for tried in range(seed, seed + 64):
         call = _build(case, tried)
-        if case.scores < 1e6 or case.lengths or case.softcap or _one_key_has_each_row(call):
+        if case.scores < 1e4 or case.lengths or case.softcap or _rule_applies(call, case.scores):
             return call
-    raise AssertionError(f"no seed from {seed} on gives a key of its own to each row of {case}")
+    raise AssertionError(f"no seed from {seed} on gives a call that the closeness rule applies to: {case}")
 
 
-def _one_key_has_each_row(call: Call) -> bool:
+def _rule_applies(call: Call, scores: float) -> bool:
+    """Whether no p is near float32's smallest normal number, below which exp gives 0 on some processors.
+
+    From scores of 10⁶ on one key must have all of each row: the rule is of first order, and can't say how two keys share a row
+    whose scores differ by less than they are rounded by."""
     p = reference.softmax(call.q.double(), call.k.double(), call.mask, range(len(call.q))).p
+    if scores < 1e6:
+        return bool(((p < 1e-48) | (p > 1e-36)).all())
     return bool(((p < 1e-290) | (p > 1 - 1e-9)).all())
 
 
