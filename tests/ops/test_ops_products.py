@@ -24,6 +24,7 @@ from torch import Tensor
 from tilegrad.kernels import linear
 from tilegrad.kernels.cpu import abi, library
 from tilegrad.kernels.linear import LINEAR, Problem, cpu, linear_bwd, linear_bwd_input, linear_fwd
+from tilegrad.native.openmp import SPINS
 
 HERE = Path(__file__).parent.parent
 MODELS = (  # (N, Cin, Cout) of the presets' products, with fewer rows and a smaller vocabulary
@@ -299,7 +300,7 @@ SHOW = "import sys; print(sys.modules['tilegrad.native.openmp'].WAITING)"
 @pytest.mark.parametrize(
     ("imports", "environment", "spins", "told"),
     [
-        ("import tilegrad, torch", {}, "1000", "GOMP_SPINCOUNT=1000, set before torch was loaded"),
+        ("import tilegrad, torch", {}, SPINS, f"GOMP_SPINCOUNT={SPINS}, set before torch was loaded"),
         ("import tilegrad, torch", {"GOMP_SPINCOUNT": "7"}, "7", "GOMP_SPINCOUNT=7, from the environment"),
         (
             "import tilegrad, torch",

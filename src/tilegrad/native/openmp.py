@@ -8,9 +8,11 @@ is set here, when `tilegrad` is imported. What the environment says goes first.
 from __future__ import annotations
 
 import os
+import platform
 import sys
 
-SPINS = "1000"  # what GNU's runtime takes by itself where threads outnumber the cores
+# fewer make a quiet machine slower, more a busy one; x86 was measured at 1000: benchmarks/2026-11-18-load.md
+SPINS = "1000" if platform.machine() in ("x86_64", "AMD64") else "5000"
 
 
 def _limit_polling() -> str:
