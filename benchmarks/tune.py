@@ -20,9 +20,10 @@ from statistics import median
 
 import torch
 
-from tilegrad.bench.calls import Inputs, check
+from tilegrad.bench.calls import Inputs, check, thunk
 from tilegrad.bench.shapes import Shape
 from tilegrad.bench.timing import Thunk, interleaved
+from tilegrad.kernels.attention.problem import Backward
 from tilegrad.kernels.attention.triton import tiles
 from tilegrad.kernels.attention.triton.tiles import Key, Tile, Tiles
 from tilegrad.kernels.scratch import new_scratch
@@ -85,12 +86,11 @@ def _thunk(inputs: Inputs, kernel: str) -> Thunk:
     q, k, v, mask = inputs.q, inputs.k, inputs.v, inputs.mask
     shapes = module.workspace(q, k, v, mask, backward=True, deterministic=True)
     scratch = new_scratch(shapes, q.device)
-    wanted = {name: out[name] if name in (kernel, kernel[:2], kernel[2:]) else None for name in ("dq", "dk", "dv")}
+    dq, dk, dv = (out[name] if name in (kernel, kernel[:2], kernel[2:]) else None for name in ("dq", "dk", "dv"))
     forward()
-    return lambda: module.bwd(
-        q, k, v, out["o"], out["lse"], inputs.do, None, mask, **wanted, dbias=None, dsinks=None,
-        scratch=scratch, deterministic=True,
-    )  # fmt: skip
+    reads, memory = (q, k, v, out["o"], out["lse"], inputs.do, None, mask), tuple(scratch.values())
+    call = Backward(*reads, dq, dk, dv, None, None, memory, deterministic=True)
+    return thunk(module.prepare_bwd, call, scratch)
 
 
 def compile_tile(key: Key, row: Tiles, kernel: str, dtype: torch.dtype, device: str) -> tuple[int, str]:

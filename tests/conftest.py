@@ -106,7 +106,7 @@ def pytest_configure(config: pytest.Config) -> None:
             warnings.warn(f"tests run without the native library: {error}", stacklevel=1)
         native_library.library.cache_clear()
     for what, home, take in (
-        ("eager calls", eager, dispatch.take_known),
+        ("eager calls", eager, dispatch.load_fast_path),
         ("the manager's hits", hit, manager.take_hits),
     ):
         if native_build.compiler() and isinstance(home.load(), str) and "PYTEST_XDIST_WORKER" not in os.environ:

@@ -238,7 +238,7 @@ def test_a_wrong_output_or_scratch_is_named() -> None:
         with pytest.raises(ValueError, match=r"scratch\['tiled.s'\]: attention got"):
             tilegrad.attention_fwd(q, K, K, mask, o=o, lse=lse, scratch=scratch | {"tiled.s": wrong}, kernel="tiled")
     with pytest.raises(
-        ValueError, match="dbias: got a tensor; accepted: None, for this call has no bias with a gradient"
+        ValueError, match="dbias: got a tensor; accepted: None, because this call has no bias with a gradient"
     ):
         tilegrad.attention_bwd(q, K, K, o, lse, o, None, mask, dq=None, dk=None, dv=None, dbias=o)
     with pytest.raises(ValueError, match="do: got"):
@@ -270,7 +270,7 @@ SCRATCH = {
 def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     monkeypatch.setattr(api, "check_tensors", lambda *call: checked.append(call))
-    monkeypatch.setattr(api, "_selected", {})
+    monkeypatch.setattr(api, "_prepared", {})
     for _ in range(3):
         forward(torch.zeros(2, 4, 6, 8), tilegrad.Mask(causal=True))
     assert len(checked) == 1
@@ -303,8 +303,8 @@ def test_another_table_selects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_remembered_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_selected", {})
+    monkeypatch.setattr(api, "_prepared", {})
     monkeypatch.setattr(cache, "MOST_ENTRIES", 2)
     for scale in (0.1, 0.2, 0.3):
         forward(Q, tilegrad.Mask(scale=scale))
-    assert len(api._selected) == 1
+    assert len(api._prepared) == 1

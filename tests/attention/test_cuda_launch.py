@@ -17,8 +17,9 @@ import tilegrad
 from tilegrad.functional import call, eager
 from tilegrad.kernels import cache, cuda_launch, triton_version
 from tilegrad.kernels.attention import api, table
-from tilegrad.kernels.attention.mask import Mask
+from tilegrad.kernels.attention.problem import Backward, Forward
 from tilegrad.kernels.cuda_launch import Launch, Plan, Zero
+from tilegrad.kernels.scratch import Views
 from tilegrad.kernels.table import Kernel, Table, takes_all
 
 KINDS = {"x": "*fp32", "n": "i32", "BLOCK": "constexpr", "far": "i64", "scale": "fp32", "flag": "i1", "y": "*i32"}
@@ -35,6 +36,10 @@ def arguments(x: Tensor, y: Tensor) -> tuple[Any, ...]:
     return x, -5, 64, 2**40, 0.5, True, y
 
 
+def call_of(*tensors: Tensor) -> Any:
+    return SimpleNamespace(tensors=tensors)
+
+
 @pytest.fixture
 def driver() -> Iterator[FakeDriver]:
     with pytest.MonkeyPatch.context() as patch:
@@ -43,9 +48,9 @@ def driver() -> Iterator[FakeDriver]:
 
 def test_parameters_lie_as_the_driver_reads_them(driver: FakeDriver) -> None:
     x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
-    launch = Launch(compiled(), (3, 2), arguments(x, y), 0)
-    launch()
-    launch()
+    plan, given = Plan((Launch(compiled(), (3, 2), arguments(x, y), 0),), call_of(x, y), (), 0), call_of(x, y)
+    plan(given)
+    plan(given)
     first, second = driver.calls
     assert first == second
     assert (first.grid, first.threads, first.shared_bytes, first.stream, first.function) == (
@@ -57,21 +62,21 @@ def test_parameters_lie_as_the_driver_reads_them(driver: FakeDriver) -> None:
     )
     assert driver.parameters(first, PARAMETERS) == [x.data_ptr(), -5, 2**40, 0.5, 1, y.data_ptr(), 0, 0]
     driver.stream = 8
-    launch()
+    plan(given)
     assert driver.calls[-1].stream == 8
 
 
 def test_a_plan_follows_addresses_and_streams(driver: FakeDriver) -> None:
     work = torch.zeros(1024, dtype=torch.uint8)
     x, part = torch.zeros(4), work[512:].view(torch.int32)
-    plan = Plan((Zero(part[:2]), Launch(compiled(), (1,), arguments(x, part), 0)), (x, work), (work,), 0)
+    plan = Plan((Zero(part[:2]), Launch(compiled(), (1,), arguments(x, part), 0)), call_of(x, work), (work,), 0)
     for stream in (7, 8):
         driver.stream = stream
         for other in (x, torch.ones(4)):
             for buffer in (work, torch.zeros(1024, dtype=torch.uint8)):
                 for _ in range(2):
                     driver.calls.clear()
-                    plan((other, buffer))
+                    plan(call_of(other, buffer))
                     zeroed, started = driver.calls
                     assert zeroed == ("zero", buffer.data_ptr() + 512, 0, 2)
                     assert started.stream == stream
@@ -82,8 +87,8 @@ def test_a_plan_follows_addresses_and_streams(driver: FakeDriver) -> None:
 @pytest.mark.usefixtures("driver")
 def test_no_tensor_is_kept_and_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
-    plan = Plan((Launch(compiled(), (1,), arguments(x, y), 0),), (x, y), (), 0)
-    plan((x, y))
+    plan = Plan((Launch(compiled(), (1,), arguments(x, y), 0),), call_of(x, y), (), 0)
+    plan(call_of(x, y))
     gone = weakref.ref(x), weakref.ref(y)
     del x, y
     gc.collect()
@@ -91,24 +96,22 @@ def test_no_tensor_is_kept_and_what_is_kept_is_bounded(monkeypatch: pytest.Monke
     monkeypatch.setattr(cache, "MOST_ENTRIES", 3)
     held = [torch.zeros(4) for _ in range(8)]
     for x in held:
-        plan((x, torch.zeros(4, dtype=torch.int32)))
+        plan(call_of(x, torch.zeros(4, dtype=torch.int32)))
     assert 0 < len(cuda_launch._kept) <= 3
 
 
 def test_an_error_of_the_driver_is_named(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
     x, y = torch.zeros(4), torch.zeros(4, dtype=torch.int32)
-    launch = Launch(compiled(), (1,), arguments(x, y), 0)
-    plan = Plan((Launch(compiled(), (1,), arguments(x, y), 0),), (x, y), (), 0)
+    plan = Plan((Launch(compiled(), (1,), arguments(x, y), 0),), call_of(x, y), (), 0)
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
-    for run in (launch, lambda: plan((x, y))):
-        driver.answers = [1, 1]
-        with pytest.raises(RuntimeError, match=r"a launch answers CUDA_ERROR_OF_A_TEST \(1\)"):
-            run()
-        driver.answers = [cuda_launch.NO_CONTEXT] * (1 if run is launch else 2)
-        asked.clear()
-        run()  # a thread without a context gets one
-        assert asked == [0]
+    driver.answers = [1, 1]
+    with pytest.raises(RuntimeError, match=r"a launch answers CUDA_ERROR_OF_A_TEST \(1\)"):
+        plan(call_of(x, y))
+    driver.answers = [cuda_launch.NO_CONTEXT] * 2
+    asked.clear()
+    plan(call_of(x, y))  # a thread without a context gets one
+    assert asked == [0]
 
 
 def test_a_tensor_map_made_in_a_thread_without_a_context(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -117,15 +120,15 @@ def test_a_tensor_map_made_in_a_thread_without_a_context(driver: FakeDriver, mon
     kernel = compiled(tensordesc_meta=[{"block_size": [16, 32], "swizzle": 2}])
     kernel.src = SimpleNamespace(signature={"x": "tensordesc<fp16[16, 32]>"})
     descriptor = SimpleNamespace(base=x, shape=[64, 32], strides=[32, 1])
-    plan = Plan((Launch(kernel, (1,), (descriptor,), 0),), (x,), (), 0)
+    plan = Plan((Launch(kernel, (1,), (descriptor,), 0),), call_of(x), (), 0)
     asked: list[int | None] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
     driver.answers = [1]
     with pytest.raises(RuntimeError, match=r"cuTensorMapEncodeTiled answers CUDA_ERROR_OF_A_TEST \(1\)"):
-        plan((x,))
+        plan(call_of(x))
     assert not asked
     driver.answers = [cuda_launch.NO_CONTEXT]
-    plan((x,))
+    plan(call_of(x))
     assert asked == [None]  # the device of x, a CPU's
     (started,) = driver.calls
     found = driver.parameters(started, ["map", "i32", "i32", "i64", "i64", "*i8", "*i8"])[0]
@@ -154,21 +157,13 @@ class Recorder:
     def workspace(self, *_problem: Any, backward: bool, **_options: Any) -> dict[str, Any]:
         return {"a": ((3,), torch.int32), "b": ((5 if backward else 2,), torch.float32)}
 
-    def _prepare(self, *tensors: Tensor | None) -> Any:
+    def prepare_fwd(self, given: Forward | Backward, _views: Views) -> Plan:
         self.prepared += 1
-        given = [x for x in tensors if x is not None]
         kernel = compiled()
-        kernel.src = SimpleNamespace(signature={str(i): "*i8" for i, _ in enumerate(given)})
-        return Plan((Launch(kernel, (1,), given, 0),), given, (), 0)
+        kernel.src = SimpleNamespace(signature={str(i): "*i8" for i, _ in enumerate(given.tensors)})
+        return Plan((Launch(kernel, (1,), given.tensors, 0),), given, (), 0)
 
-    def prepare_fwd(self, q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor) -> Any:
-        return self._prepare(q, k, v, o, lse, *mask.tensors, work)
-
-    def prepare_bwd(
-        self, *reads: Any, dq: Any, dk: Any, dv: Any, dbias: Any, dsinks: Any, work: Tensor, **_: Any
-    ) -> Any:
-        *tensors, mask = reads
-        return self._prepare(*tensors, *mask.tensors, dq, dk, dv, dbias, dsinks, work)
+    prepare_bwd = prepare_fwd
 
 
 @pytest.fixture
@@ -176,10 +171,10 @@ def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
     recorder, driver.stream = Recorder(), 7
     monkeypatch.setattr(Kernel, "load", lambda _self: recorder)
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (Kernel("recorder", "", takes_all),)))
-    monkeypatch.setattr(api, "_selected", {})
+    monkeypatch.setattr(api, "_prepared", {})
     yield recorder
-    if call.known is not None:
-        call.known.drop_programs()
+    if call.fast_path is not None:
+        call.fast_path.drop_programs()
 
 
 def test_the_face_hands_over_every_tensor_where_it_lies(driver: FakeDriver, recorder: Recorder) -> None:
@@ -231,7 +226,7 @@ def test_another_form_is_prepared_anew(recorder: Recorder, change: dict[str, Any
 def test_a_known_call_is_started_by_cpp(
     driver: FakeDriver, recorder: Recorder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    if call.known is None:
+    if call.fast_path is None:
         pytest.skip(f"C++ for eager calls {eager.load()}")
     do = torch.ones(1, 2, 8, 16)
     for known in (False, True, True):

@@ -31,12 +31,12 @@ attention = cast("Callable[..., Tensor]", tilegrad.attention)
 def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Calls that are known go by C++, or all through Python."""
     if request.param == "Python":
-        monkeypatch.setattr(call, "known", None)
-    elif call.known is None:
+        monkeypatch.setattr(call, "fast_path", None)
+    elif call.fast_path is None:
         pytest.skip(f"C++ for eager calls {eager.load()}")
     else:
-        call.known.drop_programs()
-        monkeypatch.setattr(api, "_selected", {})
+        call.fast_path.drop_programs()
+        monkeypatch.setattr(api, "_prepared", {})
         q, k, v = leaves()
         grads_of(tilegrad.attention(q, k, v), q, k, v)
         assert is_known(tilegrad.attention(q, k, v))
@@ -169,7 +169,7 @@ def test_inference_mode_and_no_grad_record_nothing() -> None:
 def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
     monkeypatch.setattr(api, "check_tensors", lambda *call: checked.append(call))
-    monkeypatch.setattr(api, "_selected", {})
+    monkeypatch.setattr(api, "_prepared", {})
     q, k, v = leaves()
     for _ in range(3):
         grads_of(tilegrad.attention(q, k, v, causal=True, window=(5, 0)), q, k, v)
@@ -213,7 +213,7 @@ def test_more_masks_than_are_kept_begin_anew(way: str, monkeypatch: pytest.Monke
         pytest.skip("of C++")
     with monkeypatch.context() as patch:
         patch.setattr(cache, "MOST_ENTRIES", 20)
-        dispatch.take_known()
+        dispatch.load_fast_path()
         q, k, v = leaves()
         want = grads_of(tilegrad.attention(q, k, v, scale=0.3), q, k, v)
         before = tilegrad.attention(q, k, v, scale=0.3)
@@ -226,7 +226,7 @@ def test_more_masks_than_are_kept_begin_anew(way: str, monkeypatch: pytest.Monke
             assert is_known(o) == known
             grads_of(o, q, k, v)
         assert all(map(torch.equal, grads_of(tilegrad.attention(q, k, v, scale=0.3), q, k, v), want))
-    dispatch.take_known()
+    dispatch.load_fast_path()
 
 
 def test_gradients_that_are_wanted_and_those_that_come() -> None:

@@ -72,8 +72,8 @@ def test_the_first_backward_of_a_process_may_be_the_first_call_of_its_thread() -
 def test_calls_of_a_known_signature_in_memory_that_was_used(d: int, way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Outputs and scratch lie where NaN, ones or −1 were, on two streams, at addresses that change and that come again."""
     if way == "Python":
-        monkeypatch.setattr(eager_call, "known", None)
-    elif eager_call.known is None:
+        monkeypatch.setattr(eager_call, "fast_path", None)
+    elif eager_call.fast_path is None:
         pytest.skip(f"C++ for eager calls {eager.load()}")
     call = build(replace(BASE, d=d, dv=d, tq=69, tk=64, layout="fused", dtype=torch.float16), d)
     want, side, kept = run(call, None, deterministic=True), torch.cuda.Stream(), list[dict[str, Tensor]]()

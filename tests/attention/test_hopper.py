@@ -201,8 +201,8 @@ def test_scratch_that_was_declared_without_the_buffers_is_named() -> None:
     x, odd, lse = cast("Any", X), cast("Any", ODD), cast("Any", Handle((2, 4, 512), torch.float32))
     declared = {name: Handle(*need) for name, need in attention_workspace(X, X, X, Mask(), backward=True).items()}
     message = (
-        r"scratch: attention got no 'triton\.delta'; accepted: .*attention_workspace\(…\) names all, given o, do, dq too, for "
-        r"'hopper' can't run this call: dq: TMA can't step over T by 65"
+        r"scratch: attention got no 'triton\.delta'; accepted: .*attention_workspace\(…\) names all, given o, do, dq too, "
+        r"because 'hopper' can't run this call: dq: TMA can't step over T by 65"
     )
     with pytest.raises(ValueError, match=message):
         attention_bwd(x, x, x, x, lse, x, None, Mask(), dq=odd, dk=None, dv=None, scratch=cast("Any", declared))

@@ -24,6 +24,8 @@ pytest.importorskip("triton", reason="needs Triton")
 import triton
 from support.gluon.emulator import in_python
 from support.hopper_emulated import forward as forward_in_python
+from support.hopper_emulated import run_in_python
+from support.kernels import run_backward
 
 from tilegrad.kernels.attention import hopper
 from tilegrad.kernels.attention.hopper import backward as kernel
@@ -40,7 +42,7 @@ from tilegrad.kernels.attention.hopper import (
 )
 from tilegrad.kernels.attention.hopper import backward_scheduler as scheduler
 from tilegrad.kernels.attention.hopper import launch_backward as host
-from tilegrad.kernels.attention.hopper.launch import L2_BYTES, LaunchCache
+from tilegrad.kernels.attention.hopper.launch import L2_BYTES
 from tilegrad.kernels.attention.hopper.tma import varlen_descriptor
 from tilegrad.kernels.attention.mask import Mask
 from tilegrad.kernels.attention.problem import Sizes, sizes_of
@@ -236,27 +238,18 @@ def test_programs_end_together_in_the_order_of_the_walk(batch: int, heads: int, 
 def backward(monkeypatch: pytest.MonkeyPatch, **given: Any) -> list[str]:
     """Names of the kernels of a call that launches nothing."""
     names: list[str] = []
-
-    def prepare(kernel: Any, *_form: Any, **_more: Any) -> Any:
-        names.append(kernel.__name__)
-        return lambda: None
-
-    monkeypatch.setattr(host, "prepare", prepare)
+    run_in_python(monkeypatch, host, lambda kernel, *_: names.append(kernel.__name__))
     q = torch.zeros(2, 4, 64, 64, dtype=torch.bfloat16)
     lse, mask, of = torch.zeros(2, 4, 64), Mask(causal=True), sizes(2, t=64, d=64)
     shapes = host.workspace(q, of, varlen=False, deterministic=False)
     scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
     tensors = {"o": q, "do": q, "dq": q, "dk": q, "dv": q} | given
-    for _ in range(2):
-        hopper.bwd(
-            q, q, q, tensors["o"], lse, tensors["do"], None, mask, dq=tensors["dq"], dk=tensors["dk"],
-            dv=tensors["dv"], dbias=None, dsinks=None, scratch=scratch, deterministic=False,
-        )  # fmt: skip
+    o, do = tensors.pop("o"), tensors.pop("do")
+    run_backward(hopper, q, q, q, o, lse, do, None, mask, **tensors, scratch=scratch, deterministic=False)
     return names
 
 
-def test_launches_are_kept_and_an_output_that_is_not_wanted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(host, "launches", LaunchCache())
+def test_an_output_that_is_not_wanted_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     every = ["_hopper_preprocess_kernel", "_hopper_bwd_kernel", "_hopper_postprocess_kernel"]
     assert backward(monkeypatch) == every
     assert backward(monkeypatch, dk=None) == every
@@ -285,17 +278,11 @@ def emulated(
     if mask.sinks is not None:
         grads["dsinks"] = torch.zeros_like(mask.sinks)
     with in_python(*MODULES, seed=seed) as launch, pytest.MonkeyPatch.context() as outer:  # undone first
-        outer.setattr(host, "launches", LaunchCache())
         outer.setattr(host, "multiprocessors", lambda _device: programs)
-        outer.setattr(
-            host, "prepare",
-            lambda kernel, _key, grid, arguments, **_warps: lambda: launch(kernel, grid, arguments),
-        )  # fmt: skip
+        run_in_python(outer, host, launch)
         broken(outer)
-        hopper.bwd(
-            q, k, v, o, lse, of.do, of.dlse, mask, **dict.fromkeys(("dq", "dk", "dv", "dbias", "dsinks")) | grads,
-            scratch=scratch, deterministic=deterministic,
-        )  # fmt: skip
+        reads = (q, k, v, o, lse, of.do, of.dlse, mask)
+        run_backward(hopper, *reads, **grads, scratch=scratch, deterministic=deterministic)
     return grads
 
 

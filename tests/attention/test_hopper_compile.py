@@ -20,6 +20,7 @@ import pytest
 import torch
 from support.cases import Case, build
 from support.cuda_driver import FakeDriver
+from support.kernels import run_backward, run_forward
 
 from tilegrad.kernels.attention.problem import output_shapes
 from tilegrad.kernels.triton_version import launch_options, takes_more_registers
@@ -99,9 +100,9 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
         found[self.__name__] = compiled
         return compiled
 
-    def launch_of(*call: Any) -> Callable[[], None]:
+    def launch_of(*call: Any) -> Any:
         prepared.append(call)
-        return lambda: None
+        return SimpleNamespace(device=0, take_tensors=lambda: ())
 
     def call_of(
         case: Case, *, backward: bool = True, ptxas: bool = True, deterministic: bool = False, programs: int = 1
@@ -113,16 +114,14 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
         o, lse = q.new_empty(o_shape), q.new_empty(lse_shape, dtype=torch.float32)
         found.clear()
         monkeypatch.setattr(launch, "compiled_kernels", {})
-        monkeypatch.setattr(launch_forward, "launches", launch.LaunchCache())
-        monkeypatch.setattr(launch_backward, "launches", launch.LaunchCache())
         shapes = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
         scratch = {name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()}
-        hopper.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch)
+        run_forward(hopper, q, k, v, mask, o=o, lse=lse, scratch=scratch)
         if backward:
             shapes = hopper.workspace(q, k, v, mask, backward=True, deterministic=deterministic)
-            hopper.bwd(
-                q, k, v, o, lse, call.do, call.dlse, mask, dq=torch.empty_like(q), dk=torch.empty_like(k),
-                dv=torch.empty_like(v), dbias=None, dsinks=None if mask.sinks is None else torch.empty_like(mask.sinks),
+            run_backward(
+                hopper, q, k, v, o, lse, call.do, call.dlse, mask, dq=torch.empty_like(q), dk=torch.empty_like(k),
+                dv=torch.empty_like(v), dsinks=None if mask.sinks is None else torch.empty_like(mask.sinks),
                 scratch={name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in shapes.items()},
                 deterministic=deterministic,
             )  # fmt: skip
@@ -320,7 +319,7 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
 ) -> None:
     from triton.backends.nvidia.driver import wrap_handle_tensordesc
 
-    from tilegrad.kernels.cuda_launch import MAP_DTYPES, Launch
+    from tilegrad.kernels.cuda_launch import MAP_DTYPES, Launch, Plan
 
     lengths: dict[str, Any] = {"lengths": ((100, 200), (300, 33)), "sinks": True} if packed else {}
     prepared.clear()
@@ -342,7 +341,8 @@ def test_a_prepared_launch_passes_what_tritons_own_passes(
     fake = FakeDriver(monkeypatch)
     ready = SimpleNamespace(run=None, metadata=compiled.metadata, src=compiled.src, function=7)
     launch = Launch(ready, grid, arguments, 0)
-    launch()
+    given = SimpleNamespace(tensors=list({id(x): x for x in launch._tensors}.values()))
+    Plan((launch,), given, (), 0)(given)
     (started,) = fake.calls
     taken = [kind for kind in kinds if kind != "constexpr"]
     ours = fake.parameters(started, [*taken, "*", "*"])

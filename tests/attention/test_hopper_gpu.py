@@ -32,14 +32,14 @@ FEW_PROGRAMS = 3  # so few that each has many tiles
 
 def check(number: int, seed: int) -> None:
     """Every other shape with FEW_PROGRAMS persistent CTAs instead of one for each multiprocessor."""
+    from tilegrad.kernels.attention import api
     from tilegrad.kernels.attention.hopper import launch_backward, launch_forward
-    from tilegrad.kernels.attention.hopper.launch import LaunchCache
 
     spec = specs()[number]
     call = build(case_for_hopper(spec, random.Random(seed)), seed)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(api, "_prepared", {})
         for module in (launch_forward, launch_backward):
-            patch.setattr(module, "launches", LaunchCache())
             if seed % 2:
                 patch.setattr(module, "multiprocessors", lambda _device: FEW_PROGRAMS)
         check_call(call, run(call, "hopper", deterministic=bool(spec["deterministic"])))

@@ -75,10 +75,10 @@ def test_what_a_mask_says_of_itself() -> None:
     assert Mask().float_bias is None and Mask().bool_bias is None
     assert Mask(scale=0.3).scale_for(16) == 0.3 and Mask().scale_for(16) == 0.25
     assert Mask(cu_seqlens_q=ends).varlen and not Mask().varlen
-    assert Mask().bare and not Mask(seed=1).bare and not Mask(sinks=of_float).bare
+    assert not Mask().has_tensors and Mask(seed=1).has_tensors and Mask(sinks=of_float).has_tensors
     assert [id(x) for x in Mask(bias=of_float, seed=3, cu_seqlens_k=ends).tensors] == [id(of_float), id(ends)]
-    assert Mask(causal=True).numbers != Mask(causal=1).numbers  # type: ignore[arg-type]
-    assert Mask(window=[1, 2]).numbers is None  # type: ignore[arg-type]
+    assert Mask(causal=True).cache_key != Mask(causal=1).cache_key  # type: ignore[arg-type]
+    assert Mask(window=[1, 2]).cache_key is None  # type: ignore[arg-type]
     assert repr(Mask()) == (
         "Mask(causal=False, window=None, scale=None, softcap=0.0, bias=None, alibi_slopes=None, sinks=None, dropout_p=0.0, "
         "seed=None, cu_seqlens_q=None, cu_seqlens_k=None, max_seqlen_q=0, max_seqlen_k=0)"

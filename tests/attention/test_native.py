@@ -475,6 +475,7 @@ def test_it_runs_on_torchs_own_threads() -> None:
 FORK = """
 import os, torch
 from support.cases import Case, build, run
+from support.kernels import run_backward, run_forward
 from tilegrad.kernels.attention import cpu as native
 torch.set_num_threads(4)
 call = build(Case(b=1, hkv=3, tq=300, tk=300, d=32, dv=32, causal=True))
@@ -487,8 +488,8 @@ scratch = [
 o, lse, grads = torch.empty(q.shape), torch.empty(q.shape[:3]), {name: torch.empty(q.shape) for name in ("dq", "dk", "dv")}
 
 def same():  # torch's own threads do not survive a fork: only ours run here
-    native.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
-    native.bwd(q, k, v, o, lse, call.do, None, mask, **grads, dbias=None, dsinks=None, scratch=scratch[1], deterministic=True)
+    run_forward(native, q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
+    run_backward(native, q, k, v, o, lse, call.do, None, mask, **grads, scratch=scratch[1], deterministic=True)
     return all(x.numpy().tobytes() == want[name] for name, x in {"o": o, "lse": lse, **grads}.items())
 
 for _ in range(3):
@@ -636,8 +637,8 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
 ) -> None:
     monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
-    monkeypatch.setattr(contract, "_selected", {})
-    monkeypatch.setattr(eager_call, "known", None)  # calls that ran with the library
+    monkeypatch.setattr(contract, "_prepared", {})
+    monkeypatch.setattr(eager_call, "fast_path", None)  # calls that ran with the library
     native_library.library.cache_clear()
     native_library.warn_if_missing.cache_clear()
     try:
@@ -810,8 +811,7 @@ def test_scratch_begins_at_a_cache_line() -> None:
     work = torch.empty(100)
     for offset in range(0, 20, 3):
         part = work[offset:]
-        fields = native._scratch_fields({"native": part})
-        at, size = fields["scratch"], fields["scratch_bytes"]
+        at, size = native.from_cache_line(part, part.nbytes)
         assert at % 64 == 0 and 0 <= at - part.data_ptr() < 64 and at + size == part.data_ptr() + part.nbytes
 
 

@@ -75,13 +75,13 @@ def test_samples_are_one_call_where_they_can_be(monkeypatch: pytest.MonkeyPatch)
     from tilegrad.kernels.attention import tiled
 
     ran: list[tuple[int, ...]] = []
-    fwd = tiled.fwd
+    run_forward = tiled._run_forward
 
-    def spy(q: Tensor, *rest: Any, **more: Any) -> Any:
-        ran.append(tuple(q.shape))
-        return fwd(q, *rest, **more)
+    def spy(call: Any, *rest: Any) -> None:
+        ran.append(tuple(call.q.shape))
+        run_forward(call, *rest)
 
-    monkeypatch.setattr(tiled, "fwd", spy)
+    monkeypatch.setattr(tiled, "_run_forward", spy)
     torch.func.vmap(lambda q, k, v: tilegrad.attention(q, k, v, kernel="tiled"))(Q, K, V)
     assert ran == [(N * 2, 4, 5, 8)]
 

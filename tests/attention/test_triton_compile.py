@@ -14,6 +14,7 @@ import torch
 from support.cases import Case, build
 from support.compiler import SHARED_MEMORY_BYTES, Compiled, compiling
 from support.cuda_driver import FakeDriver
+from support.kernels import run_backward, run_forward
 
 from tilegrad.kernels.attention.problem import output_shapes
 
@@ -55,10 +56,10 @@ def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compile:
         shapes = [launch.workspace(q, k, v, mask, backward=x, deterministic=True) for x in (False, True)]
         scratch = [{name: torch.empty(shape, dtype=dtype) for name, (shape, dtype) in each.items()} for each in shapes]
         with compiling(architecture, tmp_path) as found:
-            launch.fwd(q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
+            run_forward(launch, q, k, v, mask, o=o, lse=lse, scratch=scratch[0])
             if backward:
-                launch.bwd(
-                    q, k, v, o, lse, call.do, call.dlse, mask, **grads, dbias=dbias, dsinks=dsinks, scratch=scratch[1],
+                run_backward(
+                    launch, q, k, v, o, lse, call.do, call.dlse, mask, **grads, dbias=dbias, dsinks=dsinks, scratch=scratch[1],
                     deterministic=True,
                 )  # fmt: skip
         return found
@@ -191,7 +192,9 @@ def test_the_face_passes_what_tritons_launcher_passes(
     from triton.compiler.compiler import CompiledKernel
     from triton.runtime.driver import driver
 
+    from tilegrad.kernels.attention.problem import Backward, Forward
     from tilegrad.kernels.attention.triton import fit, launch
+    from tilegrad.kernels.cuda_launch import Plan
     from tilegrad.kernels.scratch import Layout, new_scratch
 
     theirs: list[tuple[Any, ...]] = []
@@ -240,15 +243,20 @@ def test_the_face_passes_what_tritons_launcher_passes(
             )
             theirs.clear()
             fake.calls.clear()
-            if backward:
-                launch.bwd(*reads, mask, **grads, scratch=Layout(shapes).of(work), deterministic=True)
-                plan = launch.prepare_bwd(*reads, mask, **grads, work=made, deterministic=True)
-            else:
-                launch.fwd(q, k, v, mask, o=o, lse=lse, scratch=Layout(shapes).of(work))
-                plan = launch.prepare_fwd(q, k, v, mask, o=o, lse=lse, work=made)
-            assert plan is not None
-            given = (*(reads if backward else reads[:5]), *mask.tensors, *(grads.values() if backward else ()), work)
-            plan([x for x in given if x is not None], mask)
+            views = Layout(shapes).of
+            of: Any = launch._backward if backward else launch._forward
+            prepare: Any = launch.prepare_bwd if backward else launch.prepare_fwd
+            first, second = (
+                Backward(*reads, mask, **grads, memory=(x,), deterministic=True)
+                if backward
+                else Forward(q, k, v, mask, o, lse, (x,))
+                for x in (made, work)
+            )
+            for each in of(second, views(work)):
+                each.run()
+            plan = prepare(first, views)
+            assert isinstance(plan, Plan)
+            plan(second)
             assert len(theirs) == len(fake.calls) >= (3 if backward else 1)
             for (kernel, grid, kinds, want), started in zip(theirs, fake.calls, strict=True):
                 assert started.grid == grid, kernel

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import pytest
 import torch
 
 from support.cases import Call
 from support.gluon.emulator import in_python
+from support.kernels import run_forward
 from tilegrad.kernels.attention.problem import output_shapes
 
 
@@ -28,7 +30,6 @@ def forward(
         reductions,
     )
     from tilegrad.kernels.attention.hopper import forward as forward_kernel
-    from tilegrad.kernels.attention.hopper.launch import LaunchCache
     from tilegrad.kernels.attention.triton import numerics, scores
 
     q, k, v, mask = call.q, call.k, call.v, call.mask
@@ -38,12 +39,24 @@ def forward(
     with in_python(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
         broken(patch)
         patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)
-        patch.setattr(launch_forward, "launches", LaunchCache())
-        patch.setattr(
-            launch_forward, "prepare",
-            lambda kernel, _key, grid, arguments, **_warps: lambda: launch(kernel, grid, arguments),
-        )  # fmt: skip
+        run_in_python(patch, launch_forward, launch)
         needed = hopper.workspace(q, k, v, mask, backward=False, deterministic=False)
         scratch = {name: torch.full(shape, 7, dtype=dtype) for name, (shape, dtype) in needed.items()}
-        hopper.fwd(q, k, v, mask, **out, scratch=scratch)
+        run_forward(hopper, q, k, v, mask, **out, scratch=scratch)
     return out
+
+
+def run_in_python(patch: pytest.MonkeyPatch, host: Any, launch: Callable[..., None]) -> None:
+    """Launches of a host module become calls of `launch`, and its plans run them one after the other."""
+
+    def prepare(kernel: Any, _key: Any, grid: int, arguments: Any, **_warps: int) -> Any:
+        return Started(lambda: launch(kernel, grid, arguments))
+
+    patch.setattr(host, "prepare", prepare)
+    patch.setattr(host, "Plan", lambda launches, *_: lambda _call: [each.start() for each in launches])
+    patch.setattr(host, "Zero", lambda x: Started(x.zero_), raising=False)
+
+
+class Started(NamedTuple):
+    start: Callable[[], object]
+    device: int = 0

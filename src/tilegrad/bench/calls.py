@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
 from collections.abc import Callable
@@ -14,10 +15,10 @@ from torch import Tensor
 from ..kernels.attention import Mask, cpu, reference
 from ..kernels.attention.bounds import bounds
 from ..kernels.attention.mask import packed
-from ..kernels.attention.problem import Problem, lse_dtype, output_shapes
+from ..kernels.attention.problem import Backward, Forward, Problem, lse_dtype, output_shapes
 from ..kernels.attention.table import ATTENTION
 from ..kernels.closeness import complaints
-from ..kernels.scratch import new_scratch
+from ..kernels.scratch import Scratch, new_scratch, separate
 from .shapes import Shape
 from .timing import Thunk
 
@@ -27,6 +28,16 @@ if TYPE_CHECKING:
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling FlexAttention takes longer than timing it
 CHECKED_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers of each float64 matrix of a check
 ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError, ValueError)
+
+
+def thunk(prepare: Callable[..., Callable[..., None]], call: Forward | Backward, scratch: Scratch) -> Thunk:
+    """Runs a kernel, which is prepared at the first time."""
+
+    @functools.cache
+    def run() -> Callable[..., None]:
+        return prepare(call, separate(scratch))
+
+    return lambda: run()(call)
 
 
 class Inputs:
@@ -57,16 +68,11 @@ class Inputs:
         out = {"o": q.new_empty(o_shape), "lse": q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))}
         out |= {"dq": torch.empty_like(q), "dk": torch.empty_like(k), "dv": torch.empty_like(v)}
 
-        def forward() -> None:
-            module.fwd(q, k, v, mask, o=out["o"], lse=out["lse"], scratch=scratch[0])
-
-        def backward() -> None:
-            module.bwd(
-                q, k, v, out["o"], out["lse"], self.do, None, mask, dq=out["dq"], dk=out["dk"], dv=out["dv"],
-                dbias=None, dsinks=None, scratch=scratch[1], deterministic=deterministic,
-            )  # fmt: skip
-
-        return forward, backward, out
+        memory = [tuple(buffers.values()) for buffers in scratch]
+        fwd = Forward(q, k, v, mask, out["o"], out["lse"], memory[0])
+        grads = (out["dq"], out["dk"], out["dv"], None, None)
+        bwd = Backward(q, k, v, out["o"], out["lse"], self.do, None, mask, *grads, memory[1], deterministic)
+        return thunk(module.prepare_fwd, fwd, scratch[0]), thunk(module.prepare_bwd, bwd, scratch[1]), out
 
     def peer(self, name: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
         """The same of SDPA's backends, FlexAttention and FlashAttention-4, through their own autograd call."""

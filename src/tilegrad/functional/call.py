@@ -1,27 +1,30 @@
 """A call of attention on plain tensors: it is checked, its outputs and scratch are allocated, and its kernel runs.
 
-What a call allocates is worked out once for each signature, and its kernel is prepared for it: from call to call addresses
-change. All scratch of a call is one buffer. Where eager.cpp was built and takes the signature, it does the same from then on.
+What a call allocates is worked out once for each signature, and its kernel is prepared for it: from call to call only addresses
+change. All scratch of a call is one buffer, torch's or a manager's (scratch.py). Where eager.cpp was built and takes the
+signature, it does the same from then on.
 """
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from types import ModuleType
 
 import torch
 from torch import Tensor
 
-from ..kernels.attention.api import Selected, Signature, forget, recall, select_bwd, select_fwd, signature
+from ..kernels.attention.api import PreparedCall, Signature, forget, keep, recall, select_bwd, select_fwd, signature
 from ..kernels.attention.checks import check_lengths
+from ..kernels.attention.cpu import NativeRun
 from ..kernels.attention.mask import Mask
-from ..kernels.attention.problem import lse_dtype, output_shapes, rows_aligned
+from ..kernels.attention.problem import Backward, Forward, lse_dtype, output_shapes, rows_aligned
 from ..kernels.cuda_launch import Plan
 from ..kernels.scratch import Layout
+from ..memory.types import BufferType
+from .scratch import NO_OTHERS, borrow
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-known: ModuleType | None = None  # eager.cpp
+fast_path: ModuleType | None = None  # eager.cpp
 
 
 def new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
@@ -49,106 +52,115 @@ def new_gradients(
     )
 
 
-def forward_key(q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None) -> Signature | None:
-    return signature(("new", kernel, torch.get_num_threads()), (q, k, v), mask)
+def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
+    """To the autocast dtype of q's device, where autocast is on there; float64 stays."""
+    device_type = q.device.type
+    if not torch.is_autocast_enabled(device_type):
+        return q, k, v
+    dtype = torch.get_autocast_dtype(device_type)
+    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
+
+
+def forward_key(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, *, for_both: bool = False
+) -> Signature | None:
+    return signature(("new", kernel, torch.get_num_threads(), for_both), (q, k, v), mask)
 
 
 def forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, key: Signature | None
-) -> tuple[Tensor, Tensor]:
-    """Checks, allocates, runs: o, lse. `key`: of `forward_key`."""
-    selected, device = recall(key), q.device
-    if selected is None:
-        selected = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, key: Signature | None, *,
+    manager: int = 0, for_both: bool = False,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Checks, allocates, runs: o, lse. `key` is `forward_key`'s. `for_both`: the scratch is as large as the backward's, too."""
+    prepared, device = recall(key), q.device
+    if prepared is None:
+        selection = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
+        layout = Layout(selection.scratch)
+        other = select_bwd(q, k, v, mask, NO_OTHERS, kernel=kernel, deterministic=False).scratch if for_both else {}
+        work_bytes = max(layout.nbytes, Layout(other).nbytes)
         o, lse = new_outputs(q, v, mask)
-        work = _new_work(Layout(selected.scratch).nbytes, device)
-        selected = selected.prepared(key, "fwd", (o, lse), work, q, k, v, mask, o=o, lse=lse)
-        _make_known(selected, key, (q, k, v), mask, (o, lse), kernel)
     else:
-        (shape, strides, dtype), (lse_shape, lse_strides, lse_type) = selected.forms
-        like_q = selected.o_like_q
+        (shape, strides, dtype), (lse_shape, lse_strides, lse_type) = prepared.outputs
+        like_q = prepared.o_like_q
         o = torch.empty_like(q) if like_q else torch.empty_strided(shape, strides, dtype=dtype, device=device)
         lse = torch.empty_strided(lse_shape, lse_strides, dtype=lse_type, device=device)
-        work = _new_work(selected.work_bytes, device)
+        work_bytes = prepared.work_bytes
     if mask.varlen:
         check_lengths(q, k, mask)
-    if selected.run is None:
-        selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=Layout(selected.scratch).of(work))
-    else:
-        held = () if mask.bare else mask.tensors
-        selected.run((q, k, v, o, lse, *held, work), mask)
+    work, lender = borrow(manager, BufferType.TEMP, work_bytes, device)
+    try:
+        call = Forward(q, k, v, mask, o, lse, (work,))
+        if prepared is None:
+            outputs = tuple((tuple(x.shape), x.stride(), x.dtype) for x in (o, lse))
+            like_q = o.shape == q.shape and o.stride() == torch.empty_like(q).stride()
+            run = selection.prepare(call, layout.of)
+            prepared = keep(key, PreparedCall(selection, run, outputs, like_q, work_bytes))
+            if key is not None and not manager:
+                _register_fast_path(prepared, call, (q, k, v), (o, lse), kernel, deterministic=False)
+        prepared.run(call)
+    finally:
+        if lender is not None:
+            lender.deallocate(work, BufferType.TEMP)
     return o, lse
 
 
 def backward_key(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
-    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool,  # noqa: FBT001
+    wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, manager: int = 0,  # noqa: FBT001
 ) -> Signature | None:  # fmt: skip
-    call = ("new", kernel, deterministic, torch.get_num_threads(), wanted)
+    call = ("new", kernel, torch.get_num_threads(), manager != 0, deterministic, wanted)
     return signature(call, (q, k, v, o, lse, do, dlse), mask)
 
 
 def backward(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
     wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, key: Signature | None,  # noqa: FBT001
+    manager: int = 0,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Checks, allocates, runs: dq, dk, dv, dbias, dsinks, None for those not wanted. `key`: of `backward_key`."""
-    selected, device = recall(key), q.device
-    if selected is None and not rows_aligned(do):  # not every kernel can read it; what is remembered is read as it is
+    """Checks, allocates, runs: dq, dk, dv, dbias, dsinks, None for those not wanted. `key` is `backward_key`'s."""
+    prepared, device = recall(key), q.device
+    if prepared is None and not rows_aligned(do):  # not every kernel can read it; what is prepared is read as it is
         do = do.clone(memory_format=torch.contiguous_format)
-        key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
-        selected = recall(key)
+        key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
+        prepared = recall(key)
     gradients = dq, dk, dv, dbias, dsinks = new_gradients(q, k, v, mask, wanted)
-    if selected is None:
-        named = dict(zip(GRADIENTS, gradients, strict=True))
-        others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **named}
-        selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
-        work = _new_work(Layout(selected.scratch).nbytes, device)
-        reads = (q, k, v, o, lse, do, dlse, mask)
-        selected = selected.prepared(key, "bwd", (), work, *reads, **named, deterministic=deterministic)
-        _make_known(selected, key, reads[:7], mask, (dq, dk, dv), kernel, deterministic=deterministic)
+    if prepared is None:
+        others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **dict(zip(GRADIENTS, gradients, strict=True))}
+        selection = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
+        layout = Layout(selection.scratch)
+        other = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel).scratch if manager else {}
+        work_bytes = max(layout.nbytes, Layout(other).nbytes)
     else:
-        work = _new_work(selected.work_bytes, device)
+        work_bytes = prepared.work_bytes
     if mask.varlen:
         check_lengths(q, k, mask)
-    if selected.run is None:
-        selected.module.bwd(
-            q, k, v, o, lse, do, dlse, mask, dq=dq, dk=dk, dv=dv, dbias=dbias, dsinks=dsinks,
-            scratch=Layout(selected.scratch).of(work), deterministic=deterministic,
-        )  # fmt: skip
-    else:
-        held = () if mask.bare else mask.tensors
-        given = (q, k, v, o, lse, do, dlse, *held, dq, dk, dv, dbias, dsinks, work)
-        selected.run([x for x in given if x is not None], mask)
+    work, lender = borrow(manager, BufferType.TEMP, work_bytes, device)
+    try:
+        call = Backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, (work,), deterministic)
+        if prepared is None:
+            prepared = keep(key, PreparedCall(selection, selection.prepare(call, layout.of), work_bytes=work_bytes))
+            if key is not None and not manager:
+                _register_fast_path(prepared, call, call[:7], (dq, dk, dv), kernel, deterministic=deterministic)
+        prepared.run(call)
+    finally:
+        if lender is not None:
+            lender.deallocate(work, BufferType.TEMP)
     return gradients
 
 
-def _make_known(
-    selected: Selected, key: Signature | None, reads: tuple[Tensor | None, ...], mask: Mask,
-    new: tuple[Tensor | None, ...], kernel: str | None, *, deterministic: bool = False,
+def _register_fast_path(
+    prepared: PreparedCall, call: Forward | Backward, reads: tuple[Tensor | None, ...], new: tuple[Tensor | None, ...],
+    kernel: str | None, *, deterministic: bool,
 ) -> None:  # fmt: skip
-    """Calls of this signature go by C++ from now on, where it is there and takes them."""
-    q, run = reads[0], selected.run
-    if known is None or key is None or not mask.bare or run is None or q is None:
-        return
-    native, plan = getattr(run, "native", None), run if isinstance(run, Plan) else None
-    if native is None and plan is None:
+    """Has eager.cpp run calls of this signature from now on, where it was built and takes them."""
+    q, mask, run = call.q, call.mask, prepared.run
+    if fast_path is None or mask.has_tensors or not isinstance(run, NativeRun | Plan):
         return
     if q.is_cuda and q.dtype is torch.float32:  # the precision of its products is an option of torch's
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
-    if known.add_program(
-        mask, mask.numbers, kernel, selected.table, deterministic, wanted, reads, new, selected.work_bytes, native, plan
-    ):
+    if fast_path.add_program(
+        mask, mask.cache_key, kernel, prepared.selection.table, deterministic, wanted, reads, new, prepared.work_bytes,
+        run.program if isinstance(run, NativeRun) else None, run if isinstance(run, Plan) else None,
+    ):  # fmt: skip
         forget()
-
-
-def _new_work(size: int, device: torch.device) -> Tensor:
-    """One buffer for all scratch of a call."""
-    return torch.empty_strided((size,), (1,), dtype=torch.uint8, device=device) if size else _no_work(device)
-
-
-@functools.cache
-def _no_work(device: torch.device) -> Tensor:
-    """Of kernels that need none."""
-    return torch.empty(0, dtype=torch.uint8, device=device)

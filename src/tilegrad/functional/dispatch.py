@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -28,7 +28,11 @@ from ..kernels.attention.checks import check_options
 from ..kernels.attention.mask import Mask
 from . import call
 from .eager import load
-from .library import attend_by_op, autocast, backward_by_op, mask_of, numbers_of, tensors_of
+from .library import attend_by_op, backward_by_op, mask_of, numbers_of, tensors_of
+from .scratch import number_of
+
+if TYPE_CHECKING:
+    from ..memory.managed.manager import AttentionBufferManager
 
 _PLAIN = frozenset((Tensor, Parameter))
 _DEVICES = frozenset(("cpu", "cuda"))
@@ -39,8 +43,8 @@ def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
     """o, or (o, lse), differentiable."""
-    if mask.bare and mask.numbers is not None and call.known is not None:  # numbers are None for a compiler
-        found = call.known.attend(q, k, v, mask.numbers, kernel, table.ATTENTION, deterministic, return_lse)
+    if not mask.has_tensors and mask.cache_key is not None and call.fast_path is not None:  # no key for a compiler
+        found = call.fast_path.attend(q, k, v, mask.cache_key, kernel, table.ATTENTION, deterministic, return_lse)
         if found is not None:
             return found  # type: ignore[no-any-return]
     seed = mask.seed
@@ -49,17 +53,17 @@ def attend(
         seed = seed_tensor(mask, q.device)
     if deterministic is None:
         deterministic = torch.are_deterministic_algorithms_enabled()
-    if not observed():
+    if not is_traced_or_transformed():
         mask = mask if seed is mask.seed else replace(mask, seed=seed)
-        held = () if mask.bare else tensors_of(mask, seed)
+        held = tensors_of(mask, seed) if mask.has_tensors else ()
         casts = torch._C._is_any_autocast_enabled()
         key = None if casts else call.forward_key(q, k, v, mask, kernel)
-        if key is not None and (q.is_cuda or q.is_cpu) or plain(q, k, v, *held):
+        if key is not None and (q.is_cuda or q.is_cpu) or is_plain_tensor(q, k, v, *held):
             if casts:
-                q, k, v = autocast(q, k, v)
+                q, k, v = call.autocast(q, k, v)
                 key = call.forward_key(q, k, v, mask, kernel)
             if torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask)):
-                options = (mask, key, return_lse, deterministic, kernel)
+                options = (mask, key, return_lse, deterministic, kernel, 0)
                 return _apply_eagerly(options, q, k, v, *held)  # type: ignore[no-any-return]
             o, lse = call.forward(q, k, v, mask, kernel, key)
             return (o, lse) if return_lse else o
@@ -67,7 +71,7 @@ def attend(
 
 
 def _learned(mask: Mask) -> bool:
-    return not mask.bare and any(x is not None and x.requires_grad for x in (mask.bias, mask.sinks))
+    return mask.has_tensors and any(x is not None and x.requires_grad for x in (mask.bias, mask.sinks))
 
 
 def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
@@ -81,7 +85,7 @@ def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
     return seed
 
 
-def observed() -> bool:
+def is_traced_or_transformed() -> bool:
     """Whether something wants to see the op: a compiler, a transform, a mode, a tracer, forward-mode AD."""
     return bool(
         torch.compiler.is_compiling()
@@ -94,7 +98,7 @@ def observed() -> bool:
     )
 
 
-def plain(q: Any, *others: Any) -> bool:
+def is_plain_tensor(q: Any, *others: Any) -> bool:
     """Whether tensors are what they hold in memory: no subclass, no fake one, none with a negation to come, no zeros without
     memory."""
     for x in (q, *others):
@@ -109,17 +113,22 @@ class _EagerAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
-        mask, key, return_lse, deterministic, kernel = options
-        o, lse = call.forward(q, k, v, mask, kernel, key)
+        mask, key, return_lse, deterministic, kernel, manager = options
+        o, lse = call.forward(q, k, v, mask, kernel, key, manager=manager, for_both=manager != 0)
         ctx.set_materialize_grads(False)
         ctx.save_for_backward(q, k, v, o, lse, *held)
-        ctx.options = (numbers_of(mask) if held else mask, deterministic, kernel)  # tensors are kept by autograd alone
+        ctx.options = (
+            numbers_of(mask) if held else mask,
+            deterministic,
+            kernel,
+            manager,
+        )  # autograd alone keeps tensors
         return (o, lse) if return_lse else o
 
     @staticmethod
     def backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> Any:
         q, k, v, o, lse, *held = ctx.saved_tensors
-        mask, deterministic, kernel = ctx.options
+        mask, deterministic, kernel, manager = ctx.options
         if not held:
             _, need_q, need_k, need_v = ctx.needs_input_grad
             wanted = (need_q, need_k, need_v, False, False)
@@ -132,7 +141,7 @@ class _EagerAttention(torch.autograd.Function):
             do = torch.zeros_like(o)
         mask = mask_of(*held, *mask) if held else mask
         reads = (q, k, v, o, lse, do, dlse)
-        dq, dk, dv, dbias, dsinks = _backward_of_eager(reads, mask, wanted, kernel, deterministic)
+        dq, dk, dv, dbias, dsinks = _backward_of_eager(reads, mask, wanted, kernel, deterministic, manager)
         return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
 
 
@@ -140,25 +149,44 @@ _apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Functi
 
 
 def _backward_of_eager(
-    reads: Sequence[Any], mask: Mask, wanted: tuple[bool, ...], kernel: str | None, deterministic: bool  # noqa: FBT001
+    reads: Sequence[Any], mask: Mask, wanted: tuple[bool, ...], kernel: str | None, deterministic: bool,  # noqa: FBT001
+    manager: int = 0,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """At once where nothing stands between, else by the op."""
+    """The kernel itself on plain tensors, else the op."""
     q, k, v, o, lse, do, dlse = reads
     held = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
-    if not batched and not torch.is_grad_enabled() and not observed():
-        key = call.backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic)
-        if key is not None or plain(q, k, v, o, lse, do, dlse, *held):
-            return call.backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key)
+    if not batched and not torch.is_grad_enabled() and not is_traced_or_transformed():
+        key = call.backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
+        if key is not None or is_plain_tensor(q, k, v, o, lse, do, dlse, *held):
+            return call.backward(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, key, manager)
     return backward_by_op(tuple(reads), (*held, *numbers_of(mask), deterministic, kernel), wanted)
 
 
-def take_known() -> None:
-    """Known calls go by C++ from now on, where it was built."""
+def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: AttentionBufferManager) -> Tensor:
+    """`tilegrad.attention` of a mask without sinks or packed sequences, its scratch in buffers of the manager's.
+
+    It is for eager calls: neither torch.compile nor torch.func's transforms go through it.
+    """
+    check_options(q, k, v, mask)
+    mask = replace(mask, seed=seed_tensor(mask, q.device))
+    q, k, v = call.autocast(q, k, v)
+    number = number_of(manager)
+    for_both = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad or _learned(mask))
+    key = call.forward_key(q, k, v, mask, None, for_both=for_both)
+    if not for_both:
+        return call.forward(q, k, v, mask, None, key, manager=number)[0]
+    options = (mask, key, False, torch.are_deterministic_algorithms_enabled(), None, number)
+    held = tensors_of(mask, mask.seed) if mask.has_tensors else ()
+    return _apply_eagerly(options, q, k, v, *held)  # type: ignore[no-any-return]
+
+
+def load_fast_path() -> None:
+    """Signatures that ran before run in C++ from now on, where it was built."""
     found = load()
-    call.known = None if isinstance(found, str) else found
-    if call.known is not None:
-        call.known.use(Parameter, _backward_of_eager, cache.MOST_ENTRIES)
+    call.fast_path = None if isinstance(found, str) else found
+    if call.fast_path is not None:
+        call.fast_path.use(Parameter, _backward_of_eager, cache.MOST_ENTRIES)
 
 
-take_known()
+load_fast_path()

@@ -19,7 +19,7 @@ from torch.autograd import forward_ad
 
 from ..kernels.attention.checks import check_options, check_tensors
 from ..kernels.attention.mask import Mask
-from .call import backward, backward_key, forward, forward_key, new_gradients, new_outputs
+from .call import autocast, backward, backward_key, forward, forward_key, new_gradients, new_outputs
 
 _FIELDS = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
@@ -222,15 +222,6 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
         return None not in in_dims[:3] and shared and not summed
 
     return batching_rule(op, tensors, folds)
-
-
-def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """To the autocast dtype of q's device, where autocast is on there; float64 stays."""
-    device_type = q.device.type
-    if not torch.is_autocast_enabled(device_type):
-        return q, k, v
-    dtype = torch.get_autocast_dtype(device_type)
-    return tuple(x if x.dtype == torch.float64 else x.to(dtype) for x in (q, k, v))
 
 
 def _fwd_under_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:

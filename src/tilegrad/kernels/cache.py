@@ -1,7 +1,15 @@
-"""Caches of what a call worked out, under a key of all that it depends on: one rule for every one of them.
+"""The caches of a call, and the one rule by which entries leave them: a full cache is emptied.
 
-A cache is a dictionary of its module, looked up by `.get`. `remember` bounds it: a full cache is emptied. Sizes that change
-with every call then hold no memory, and those of a loop are worked out once more.
+A cache is a dictionary of its module, read by `.get`; `remember` adds to it. With sizes that change at every call a cache then
+holds a bounded amount of memory, and what a loop needs again is computed once more. A call of attention meets five:
+
+    mask.py          masks without tensors, by their numbers
+    attention/api    prepared calls, by the signature of a call
+    eager.cpp        the same in C++, where it was built
+    cuda_launch.py   launches bound to addresses and a stream (in eager.cpp where it runs the call)
+    hopper, triton   compiled kernels, by what changes their code
+
+Facts of a process or a device that never change (functools.cache) are no caches in this sense.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ import ctypes
 import functools
 import struct
 from collections.abc import Callable, Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor
@@ -119,11 +119,7 @@ def refusal(compiled: Any) -> str | None:
 
 
 class Launch:
-    """A kernel with its arguments, ready to run any number of times on the current stream of `device`, a number.
-
-    It holds addresses, and tensors until it is bound to a stream: whoever keeps one keeps it under the addresses, sizes and
-    strides that it was made of.
-    """
+    """A compiled kernel with its arguments. It holds the tensors among them until a plan takes them, which binds addresses."""
 
     def __init__(self, compiled: Any, grid: Sequence[int], arguments: Sequence[Any], device: int) -> None:
         unfit = refusal(compiled)
@@ -151,8 +147,6 @@ class Launch:
         for _scratch in range(2):
             self._place(8)
         self._tensors = (*pointers, *bases)
-        self._addresses = tuple(map(_data_ptr, self._tensors))
-        self._streams: dict[int, _Call] = {}
 
     def _place(self, size: int) -> int:
         """Where a parameter of so many bytes, a power of two, begins."""
@@ -188,14 +182,6 @@ class Launch:
         function, at = ctypes.c_void_p(compiled.function), ctypes.c_void_p(ctypes.addressof(parameters))
         return driver().cuLaunchKernelEx, (first, function, at, None)
 
-    def __call__(self) -> None:
-        stream = current_stream(self.device)
-        call = self._streams.get(stream)
-        if call is None:
-            self.take_tensors()
-            call = self._streams[stream] = self.bind(stream, self._addresses)
-        _call(call, self.device, "a launch")
-
 
 class Zero:
     """Zeros in an int32 tensor, in a plan among its launches."""
@@ -216,35 +202,42 @@ class Zero:
 _kept: dict[tuple[object, ...], tuple[_Call, ...]] = {}  # launches under their addresses, of all plans
 
 
-class Plan:
-    """The launches of all calls whose tensors have the sizes, strides, dtypes and alignment of `tensors`, in this order.
+class HasTensors(Protocol):
+    """A call: the tensors whose addresses its launches take."""
 
-    Each of `tensors` is an object of its own, though two may lie at one address. An argument of a kernel is one of them, or a
-    view of one of `viewed`, which shares its memory with no other.
+    @property
+    def tensors(self) -> Sequence[Tensor]: ...
+
+
+class Plan:
+    """The launches of all calls whose tensors have the sizes, strides, dtypes and alignment of those of `call`.
+
+    Each of these is an object of its own, though two may have one address. An argument of a kernel is one of them, or a view
+    into one of `viewed`: contiguous memory that no other tensor of the call has, or a tensor that the view begins with.
     """
 
     def __init__(
-        self, launches: Sequence[Launch | Zero], tensors: Sequence[Tensor], viewed: Sequence[Tensor], device: int
+        self, launches: Sequence[Launch | Zero], call: HasTensors, viewed: Sequence[Tensor], device: int
     ) -> None:
         self._device = device
-        numbers = {id(x): i for i, x in enumerate(tensors)}
+        numbers = {id(x): i for i, x in enumerate(call.tensors)}
         self._launches = tuple((each, [_slot(x, numbers, viewed) for x in each.take_tensors()]) for each in launches)
 
-    def __call__(self, tensors: Sequence[Tensor], _mask: object = None) -> None:
+    def __call__(self, call: HasTensors) -> None:
         device = self._device
         if current_device() != device:
             with torch.cuda.device(device):
-                self(tensors)
+                self(call)
             return
         stream = current_stream(device)
-        key = (self, stream, *map(_data_ptr, tensors))
+        key = (self, stream, *map(_data_ptr, call.tensors))
         calls = _kept.get(key)
         if calls is None:
             calls = remember(_kept, key, self._bound(stream, key[2:]))
-        for call in calls:
-            function, arguments = call
+        for each in calls:
+            function, arguments = each
             if function(*arguments):
-                _call(call, device, "a launch")
+                _call(each, device, "a launch")
 
     def numbers(self, stream: int, addresses: Sequence[int]) -> tuple[list[list[int]], object]:
         """For eager.cpp the same launches, each as the address of a function and its four arguments, and what must live as long
@@ -276,6 +269,9 @@ def _slot(x: Tensor, numbers: dict[int, int], viewed: Sequence[Tensor]) -> tuple
     number = numbers.get(id(x))
     if number is not None:
         return number, 0
-    memory = x.untyped_storage().data_ptr()
-    (whole,) = (w for w in viewed if w.untyped_storage().data_ptr() == memory)
-    return numbers[id(whole)], x.data_ptr() - whole.data_ptr()
+    address = x.data_ptr()
+    starts = [whole.data_ptr() for whole in viewed]
+    if address in starts:  # a bias may be expanded: only its beginning says that a view is the bias's
+        return numbers[id(viewed[starts.index(address)])], 0
+    (whole,) = (w for w, start in zip(viewed, starts, strict=True) if start < address < start + w.nbytes)
+    return numbers[id(whole)], address - whole.data_ptr()

@@ -14,7 +14,7 @@ An op that calls another op keeps that op's scratch below the op's name, by the 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from typing import Any, TypeVar
@@ -24,6 +24,7 @@ from torch import Tensor
 
 Scratch = dict[str, Tensor]
 Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
+Views = Callable[..., Scratch]  # (*memory) → the declared buffers by name: `Layout(…).of` or `separate(…)`
 T = TypeVar("T")
 
 SLOT_BYTES = 256  # what buffers of one allocation begin at multiples of, as CUDA's allocations do
@@ -67,23 +68,35 @@ def new_scratch(shapes: Shapes, device: torch.device | str) -> Scratch:
 
 
 class Layout:
-    """Declared buffers one after the other in one buffer of bytes; `nbytes` of it."""
+    """Declared buffers one after the other in one buffer of `nbytes` bytes."""
 
     def __init__(self, shapes: Shapes) -> None:
-        self._places: list[tuple[str, tuple[int, ...], tuple[int, ...], torch.dtype, int]] = []
+        self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]] = {}
         self.nbytes = 0
         for name, (shape, dtype) in shapes.items():
             strides = tuple([prod(shape[i + 1 :]) for i in range(len(shape))])
-            self._places.append((name, shape, strides, dtype, self.nbytes // dtype.itemsize))
+            self._places[name] = shape, strides, dtype, self.nbytes // dtype.itemsize
             self.nbytes += -(-prod(shape) * dtype.itemsize // SLOT_BYTES) * SLOT_BYTES
+
+    def below(self, owner: str) -> Layout:
+        """The buffers of `owner` alone, where they are in the same buffer of bytes."""
+        part = Layout({})
+        part.nbytes, part._places = self.nbytes, of(owner, self._places)
+        return part
 
     def of(self, buffer: Tensor) -> Scratch:
         """Views of the buffer, by name."""
-        typed = {dtype: buffer.view(dtype) for dtype in {place[3] for place in self._places}}
+        typed = {dtype: buffer.view(dtype) for dtype in {place[2] for place in self._places.values()}}
         return {
             name: typed[dtype].as_strided(shape, strides, typed[dtype].storage_offset() + start)
-            for name, shape, strides, dtype, start in self._places
+            for name, (shape, strides, dtype, start) in self._places.items()
         }
+
+
+def separate(names: Iterable[str]) -> Views:
+    """The views of declared buffers that are tensors of their own, given in the order of their declaration."""
+    names = tuple(names)
+    return lambda *memory: dict(zip(names, memory, strict=True))
 
 
 def views(

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from ..functional import attention
-from ..functional.scratch import managed_attention
+from ..functional.dispatch import managed_attention
 from ..kernels.attention.checks import TENSOR, require
 from ..kernels.attention.mask import Mask
 from ..kernels.rope.frequencies import rope_frequencies

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from ...kernels.attention.checks import check_options, check_tensors, require
 from ...kernels.attention.mask import Mask
-from ..dispatch import observed, plain, seed_tensor
-from ..library import autocast
+from ..call import autocast
+from ..dispatch import is_plain_tensor, is_traced_or_transformed, seed_tensor
 from ..scratch import number_of
 from .pattern import MODES, Mode
 from .run import Options, backward, forward
@@ -68,7 +68,7 @@ def dilated_attention(
     options = Options(
         segments, rates, mode, causal, scale, float(dropout_p), deterministic, kernel, training, number_of(manager)
     )  # fmt: skip
-    if not observed() and plain(q, k, v, drawn):
+    if not is_traced_or_transformed() and is_plain_tensor(q, k, v, drawn):
         if torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q, k, v)
         return cast(Tensor, _Eager.apply(q, k, v, drawn, options)) if training else forward(q, k, v, drawn, *options)[0]
@@ -110,7 +110,11 @@ class _Eager(torch.autograd.Function):
             return (None,) * 5
         wanted = list(ctx.needs_input_grad[:3])
         arguments = (q, k, v, y, lse, dy, seed, *ctx.options, wanted)
-        if not torch.is_grad_enabled() and not observed() and plain(q, k, v, y, lse, dy, seed):
+        if (
+            not torch.is_grad_enabled()
+            and not is_traced_or_transformed()
+            and is_plain_tensor(q, k, v, y, lse, dy, seed)
+        ):
             grads = backward(*arguments)
         else:
             from .ops import dilated_bwd

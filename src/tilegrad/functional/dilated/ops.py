@@ -13,7 +13,8 @@ from typing import Any, NoReturn
 import torch
 from torch import Tensor
 
-from ..library import autocast, batching_rule
+from ..call import autocast
+from ..library import batching_rule
 from .run import backward, forward, new_gradients, new_outputs
 
 _OPTIONS = (

@@ -22,9 +22,9 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import table
-from ...kernels.attention.api import Selected, Signature, select_bwd, select_fwd
+from ...kernels.attention.api import Run, Selection, Signature, select_bwd, select_fwd
 from ...kernels.attention.mask import Mask
-from ...kernels.attention.problem import ALIGNED_BYTES, lse_dtype, rows_aligned
+from ...kernels.attention.problem import ALIGNED_BYTES, Backward, Forward, lse_dtype, rows_aligned
 from ...kernels.cache import remember
 from ...kernels.mix import mix_fwd, mix_workspace
 from ...kernels.scratch import Form, Layout, Shapes, below, of
@@ -62,13 +62,25 @@ class Options(NamedTuple):
 class Job(NamedTuple):
     """A call, its kernel in each direction, and the buffers it works in; `added`: an earlier branch has written there."""
 
-    fwd: Selected
-    bwd: Selected
+    fwd: Selection
+    bwd: Selection
     added: bool
     views: dict[str, View]  # of q, k, v, y, lse, dq, dk, dv
     forward_layout: Layout
     backward_layout: Layout
     part_layout: Layout  # o of an added call
+    prepared: dict[object, Run]
+
+    def run(self, call: Forward | Backward, temp: Tensor) -> None:
+        """Prepares the kernel at the first call with these outputs. Of `temp` only the alignment can change."""
+        backward = isinstance(call, Backward)
+        wanted = (call.dq is None, call.dk is None, call.dv is None) if isinstance(call, Backward) else None
+        key = wanted, temp.data_ptr() % ALIGNED_BYTES
+        run = self.prepared.get(key)
+        if run is None:
+            layout = (self.backward_layout if backward else self.forward_layout).below("attention")
+            run = self.prepared[key] = (self.bwd if backward else self.fwd).prepare(call, layout.of)
+        run(call)
 
 
 class Plan(NamedTuple):
@@ -124,7 +136,7 @@ def _job(call: StridedCall, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, optio
         part = {"o": output}
     views = {name: call.view_of(x) for name, x in zip("qkvy", (*qkv, y), strict=True)} | {"lse": call.view_of(lse)}
     views |= {f"d{name}": _widened(views["y"], x.shape[3]) for name, x in zip("qkv", qkv, strict=True)}
-    return Job(fwd, bwd, added, views, Layout(forward), Layout(backward), Layout(part))
+    return Job(fwd, bwd, added, views, Layout(forward), Layout(backward), Layout(part), {})
 
 
 def _widened(y: View, d: int) -> View:
@@ -203,12 +215,12 @@ def _run_forward(job: Job, given: dict[str, Tensor], mask: Mask, factor: float, 
     scratch = job.forward_layout.of(temp)
     q, k, v, o, lse = (job.views[name].of(x) for name, x in given.items())
     if not job.added:
-        job.fwd.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=of("attention", scratch))
+        job.run(Forward(q, k, v, mask, o, lse, (temp,)), temp)
         if factor != 1.0:
             o *= factor
         return
     part_o, part_lse = job.part_layout.of(part)["o"], scratch["lse"]
-    job.fwd.module.fwd(q, k, v, mask, o=part_o, lse=part_lse, scratch=of("attention", scratch))
+    job.run(Forward(q, k, v, mask, part_o, part_lse, (temp,)), temp)
     mix_fwd(part_o, part_lse, o=o, lse=lse, scratch=of("mix", scratch))
 
 
@@ -245,11 +257,8 @@ def _run_backward(
     if options.divisor > 1:
         o = torch.mul(o, options.divisor, out=scratch["o"])
         do = torch.mul(do, 1 / options.divisor, out=scratch["do"])
-    job.bwd.module.bwd(
-        q, k, v, o, lse, do, None, mask, dbias=None, dsinks=None, scratch=of("attention", scratch),
-        deterministic=options.deterministic,
-        **{name: grads.get(name) if not job.added else scratch.get(name) for name in ("dq", "dk", "dv")},
-    )  # fmt: skip
+    dq, dk, dv = ((scratch if job.added else grads).get(name) for name in ("dq", "dk", "dv"))
+    job.run(Backward(q, k, v, o, lse, do, None, mask, dq, dk, dv, None, None, (temp,), options.deterministic), temp)
     if job.added:
         for name, x in grads.items():
             x += scratch[name]

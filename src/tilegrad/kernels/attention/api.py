@@ -24,7 +24,7 @@ threads, with which scratch on the CPU grows). A training step or a decoding loo
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
 
@@ -37,12 +37,12 @@ from ..checks import check_given
 from ..cpu import library
 from ..op import op
 from ..overlap import check_apart
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
+from ..scratch import Scratch, Shapes, Views, accumulation_dtype, separate, views
 from ..table import Table
 from . import table
 from .checks import check_lengths, check_options, check_tensors
 from .mask import Mask
-from .problem import ALIGNED_BYTES, Problem, lse_dtype, output_shapes
+from .problem import ALIGNED_BYTES, Backward, Forward, Problem, lse_dtype, output_shapes
 
 
 def attention_workspace(
@@ -61,98 +61,23 @@ def attention_workspace(
     return table.ATTENTION.workspace(problem, kernel=kernel, backward=backward, deterministic=deterministic)
 
 
-Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
-
-
-class Selected(NamedTuple):
-    """The kernel that `table` selected for a signature, its functions, and the scratch it needs under its own names. `instead`:
-    why it is not the one that q, k, v and the mask alone select, if so.
-
-    Of a caller that allocates: the forms of o and lse, whether o is as torch.empty_like(q), the bytes of one buffer for all
-    scratch, and the kernel prepared for the signature, where it can be. run(tensors, mask) takes the tensors that are there, in
-    the order q, k, v, o, lse, do, dlse, the mask's, dq, dk, dv, dbias, dsinks, and that buffer.
-    """
-
-    table: Table
-    kernel: str
-    module: ModuleType
-    scratch: Shapes
-    apart: set[tuple[int, ...]]  # addresses of calls whose outputs share memory with nothing
-    instead: str = ""
-    forms: tuple[Form, ...] = ()
-    o_like_q: bool = False
-    work_bytes: int = 0
-    run: Callable[..., None] | None = None
-
-    def check_apart(self, tensors: tuple[Tensor | None, ...], mask: Mask) -> None:
-        """No output shares memory with another tensor of the call, given as q, k, v, o, lse and, of a backward, do, dlse, dq,
-        dk, dv, dbias, dsinks. What holds for addresses of a signature is remembered."""
-        addresses = [x.data_ptr() for x in tensors if x is not None]
-        if not mask.bare:
-            addresses += [x.data_ptr() for x in mask.tensors]
-        at = tuple(addresses)
-        if at in self.apart:
-            return
-        named = dict(zip(_NAMES, tensors, strict=False))
-        written = ("o", "lse") if len(tensors) == 5 else _GRADIENTS
-        held = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
-        reads = {name: x for name, x in named.items() if name not in written} | {
-            name: getattr(mask, name) for name in held
-        }
-        check_apart({name: named[name] for name in written}, reads)
-        if len(self.apart) >= MOST_ADDRESSES:
-            self.apart.clear()
-        self.apart.add(at)
-
-    def views(self, scratch: Scratch | None, device: torch.device) -> Scratch:
-        return views(scratch, self.scratch, device, "attention", kernel=self.kernel, more=self.instead)
-
-    def prepared(
-        self, key: Signature | None, direction: str, new: tuple[Tensor, ...], work: Tensor, *reads: Any, **writes: Any
-    ) -> Selected:
-        """Of a caller that allocates `new` and `work`, remembered so; direction "fwd" or "bwd".
-
-        A kernel's `prepare_…` gets each tensor as an object of its own: of attention(x, x, x) it must not learn that q is k.
-        """
-        prepare = None if key is None else getattr(self.module, f"prepare_{direction}", None)
-        own_reads = [_own(x) for x in reads]
-        own_writes = {name: _own(x) for name, x in writes.items()}
-        selected = self._replace(
-            forms=tuple((tuple(x.shape), x.stride(), x.dtype) for x in new),
-            o_like_q=bool(new)
-            and new[0].shape == reads[0].shape
-            and new[0].stride() == torch.empty_like(reads[0]).stride(),
-            work_bytes=work.numel(),
-            run=None if prepare is None else prepare(*own_reads, **own_writes, work=work),
-        )
-        return selected if key is None else remember(_selected, key, selected)
-
-
-def _own(x: Any) -> Any:
-    """A tensor, or a mask with its tensors, as another object at the same address."""
-    if isinstance(x, Mask):
-        held = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
-        return x if x.bare else replace(x, **{name: _own(getattr(x, name)) for name in held})
-    return x.detach() if isinstance(x, Tensor) else x
-
-
-MOST_ADDRESSES = 256  # of one signature
-_GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
-_NAMES = ("q", "k", "v", "o", "lse", "do", "dlse", *_GRADIENTS)
 Signature = tuple[object, ...]
-_selected: dict[Signature, Selected] = {}
+Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
+Run = Callable[[Any], None]  # of a Forward, or of a Backward
+_prepared: dict[Signature, PreparedCall] = {}
+_MASK_TENSORS = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
 def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) -> Signature | None:
     """All that the checks, the selection and the preparation of a kernel depend on; None where a call has none (handles,
-    subclasses, tensors with a negation to come or without memory, lists, an int seed).
+    subclasses, tensors with a pending negation or without memory, lists, an int seed).
 
     Values of tensors are no part of it.
     """
-    if mask.numbers is None:
+    if mask.cache_key is None:
         return None
-    key: list[object] = [mask.numbers, *call]
-    if not mask.bare:
+    key: list[object] = [mask.cache_key, *call]
+    if mask.has_tensors:
         tensors += (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
         key.append(mask.alibi_slopes is not None and getattr(mask.alibi_slopes, "requires_grad", False))
     for x in tensors:
@@ -170,20 +95,63 @@ def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) ->
     return tuple(key)
 
 
-def recall(key: Signature | None) -> Selected | None:
-    """What was selected for a signature from the table of now."""
-    found = None if key is None else _selected.get(key)
-    return found if found is not None and found.table is table.ATTENTION else None
+class Selection(NamedTuple):
+    """The kernel that `table` selects for a call, and the scratch that it needs, under its own names. `instead`: why it is not
+    the kernel that q, k, v and the mask alone select, if so."""
+
+    table: Table
+    kernel: str
+    module: ModuleType
+    scratch: Shapes
+    instead: str
+
+    def prepare(self, call: Forward | Backward, views: Views) -> Run:
+        """run(call) for all calls of this signature, with scratch in memory of the same layout.
+
+        A kernel gets each tensor as an object of its own: from attention(x, x, x) it must not learn that q is k.
+        """
+        own = type(call)(*map(_own, call))
+        prepare = self.module.prepare_fwd if isinstance(call, Forward) else self.module.prepare_bwd
+        return prepare(own, views)  # type: ignore[no-any-return]
+
+
+def _own(x: Any) -> Any:
+    """Tensors, also those of a mask, as other objects at the same address."""
+    if isinstance(x, Mask):
+        return replace(x, **{name: _own(getattr(x, name)) for name in _MASK_TENSORS}) if x.has_tensors else x
+    if isinstance(x, tuple):
+        return tuple(map(_own, x))
+    return x.detach() if isinstance(x, Tensor) else x
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PreparedCall:
+    """A selected kernel that is ready for all calls of one signature, and what a caller that allocates allocates for it: the
+    forms of o and lse, whether o is as torch.empty_like(q), and the bytes of one buffer for all scratch."""
+
+    selection: Selection
+    run: Run
+    outputs: tuple[Form, ...] = ()
+    o_like_q: bool = False
+    work_bytes: int = 0
+
+
+def recall(key: Signature | None) -> PreparedCall | None:
+    """The prepared call of a signature, if the table is still the one that it was selected from."""
+    found = None if key is None else _prepared.get(key)
+    return found if found is not None and found.selection.table is table.ATTENTION else None
+
+
+def keep(key: Signature | None, prepared: PreparedCall) -> PreparedCall:
+    return prepared if key is None else remember(_prepared, key, prepared)
 
 
 def forget() -> None:
-    """Forgets what was selected; programs of eager.cpp stay."""
-    _selected.clear()
+    """Forgets all prepared calls."""
+    _prepared.clear()
 
 
-def _select(
-    key: Signature | None, problem: Problem, kernel: str | None, *, backward: bool, deterministic: bool
-) -> Selected:
+def _select(problem: Problem, kernel: str | None, *, backward: bool, deterministic: bool) -> Selection:
     row = table.ATTENTION.select(problem, kernel)
     if kernel is None and row.name == "tiled" and problem.q.device.type == "cpu":
         library.warn_if_missing()
@@ -192,11 +160,9 @@ def _select(
     first = table.ATTENTION.select(Problem(*problem), kernel) if problem.others else row
     instead = ""
     if first is not row:
-        instead = (
-            f", given {', '.join(problem.others)} too, for {first.name!r} can't run this call: {first.refuses(problem)}"
-        )
-    selected = Selected(table.ATTENTION, row.name, module, scratch, set(), instead)
-    return selected if key is None else remember(_selected, key, selected)
+        given = ", ".join(problem.others)
+        instead = f", given {given} too, because {first.name!r} can't run this call: {first.refuses(problem)}"
+    return Selection(table.ATTENTION, row.name, module, scratch, instead)
 
 
 def _checked_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -208,15 +174,11 @@ def _checked_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[tuple[
 
 def select_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, kernel: str | None
-) -> Selected:
-    """Checks a forward's tensors and selects its kernel, once for each signature."""
-    key = signature(("fwd", kernel, torch.get_num_threads()), (q, k, v, o, lse), mask)
-    selected = recall(key)
-    if selected is not None:
-        return selected
+) -> Selection:
+    """Checks a forward's tensors and selects its kernel."""
     o_shape, lse_shape = _checked_shapes(q, k, v, mask)
     check_given(q.device, ("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype)))
-    return _select(key, Problem(q, k, v, mask, o=o), kernel, backward=False, deterministic=False)
+    return _select(Problem(q, k, v, mask, o=o), kernel, backward=False, deterministic=False)
 
 
 @op()
@@ -225,26 +187,25 @@ def attention_fwd(
     o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
     """o and lse of the call. lse is what the backward needs next to o."""
-    selected = select_fwd(q, k, v, mask, o=o, lse=lse, kernel=kernel)
-    selected.check_apart((q, k, v, o, lse), mask)
-    check_lengths(q, k, mask)
-    selected.module.fwd(q, k, v, mask, o=o, lse=lse, scratch=selected.views(scratch, q.device))
+    key = signature(("fwd", kernel, torch.get_num_threads(), _aligned(scratch)), (q, k, v, o, lse), mask)
+    prepared = recall(key)
+    selection = prepared.selection if prepared else select_fwd(q, k, v, mask, o=o, lse=lse, kernel=kernel)
+    call = Forward(q, k, v, mask, o, lse, ())
+    _run(key, prepared, selection, call, {"o": o, "lse": lse}, scratch)
 
 
 def select_bwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, others: dict[str, Tensor | None], *,
     kernel: str | None, deterministic: bool,
-) -> Selected:  # fmt: skip
+) -> Selection:  # fmt: skip
     """The same for a backward; `others` are o, lse, do, dlse and the gradients by name."""
-    key = signature(("bwd", kernel, deterministic, torch.get_num_threads()), (q, k, v, *others.values()), mask)
-    selected = recall(key)
-    if selected is not None:
-        return selected
     o_shape, lse_shape = _checked_shapes(q, k, v, mask)
     bias, sinks = mask.float_bias, mask.sinks
     for name, like in (("dbias", bias), ("dsinks", sinks)):
         if others[name] is not None and like is None:
-            raise ValueError(f"{name}: got a tensor; accepted: None, for this call has no {name[1:]} with a gradient")
+            raise ValueError(
+                f"{name}: got a tensor; accepted: None, because this call has no {name[1:]} with a gradient"
+            )
     dkv_dtype = next((x.dtype for x in (others["dk"], others["dv"]) if x is not None), q.dtype)
     if dkv_dtype != accumulation_dtype(q.dtype):
         dkv_dtype = q.dtype
@@ -257,16 +218,13 @@ def select_bwd(
         ("dq", others["dq"], tuple(q.shape), q.dtype),
         ("dk", others["dk"], tuple(k.shape), dkv_dtype),
         ("dv", others["dv"], tuple(v.shape), dkv_dtype),
-        (
-            "dbias",
-            others["dbias"],
-            tuple(bias.shape) if bias is not None else (),
-            bias.dtype if bias is not None else q.dtype,
-        ),
-        ("dsinks", others["dsinks"], (q.shape[1],), sinks.dtype if sinks is not None else q.dtype),
     )
+    if bias is not None:
+        check_given(q.device, ("dbias", others["dbias"], tuple(bias.shape), bias.dtype))
+    if sinks is not None:
+        check_given(q.device, ("dsinks", others["dsinks"], (q.shape[1],), sinks.dtype))
     problem = Problem(q, k, v, mask, **{name: others[name] for name in ("o", "do", "dq", "dk", "dv")})
-    return _select(key, problem, kernel, backward=True, deterministic=deterministic)
+    return _select(problem, kernel, backward=True, deterministic=deterministic)
 
 
 @op(accumulates=("dsinks",))
@@ -278,10 +236,45 @@ def attention_bwd(
     """Gradients of L given do = ∂L/∂o and dlse = ∂L/∂lse (None = 0)."""
     grads = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
     others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **grads}
-    selected = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
-    selected.check_apart((q, k, v, o, lse, do, dlse, dq, dk, dv, dbias, dsinks), mask)
-    check_lengths(q, k, mask)
-    selected.module.bwd(
-        q, k, v, o, lse, do, dlse, mask, **grads,
-        scratch=selected.views(scratch, q.device), deterministic=deterministic,
-    )  # fmt: skip
+    how = ("bwd", kernel, torch.get_num_threads(), _aligned(scratch), deterministic)
+    key = signature(how, (q, k, v, *others.values()), mask)
+    prepared = recall(key)
+    if prepared:
+        selection = prepared.selection
+    else:
+        selection = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
+    call = Backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, (), deterministic)
+    _run(key, prepared, selection, call, grads, scratch)
+
+
+_checked: dict[
+    tuple[object, ...], bool
+] = {}  # calls whose outputs share no memory with other tensors, by their addresses
+
+
+def _aligned(scratch: Scratch | None) -> bool:
+    """A part of the signature: Triton compiles for it. `views` checks the rest of scratch at each call."""
+    buffers = () if scratch is None else scratch.values()
+    return not any(x.data_ptr() % ALIGNED_BYTES for x in buffers if isinstance(x, Tensor))
+
+
+def _run(
+    key: Signature | None, prepared: PreparedCall | None, selection: Selection, call: Forward | Backward,
+    writes: dict[str, Tensor | None], scratch: Scratch | None,
+) -> None:  # fmt: skip
+    """Checks what a signature does not say (addresses, lengths, scratch), and runs the prepared call."""
+    addresses = (prepared, *[x.data_ptr() for x in call.tensors])
+    if prepared is None or addresses not in _checked:
+        reads = {name: x for name, x in call._asdict().items() if name not in writes}
+        check_apart(writes, reads | {name: getattr(call.mask, name) for name in _MASK_TENSORS})
+        if prepared is not None:
+            remember(_checked, addresses, value=True)
+    check_lengths(call.q, call.k, call.mask)
+    device = call.q.device
+    needed = views(scratch, selection.scratch, device, "attention", kernel=selection.kernel, more=selection.instead)
+    if not any(x is not None for x in writes.values()):
+        return
+    call = call._replace(memory=tuple(needed.values()))
+    if prepared is None:
+        prepared = keep(key, PreparedCall(selection, selection.prepare(call, separate(selection.scratch))))
+    prepared.run(call)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import ctypes
 from array import array
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -25,8 +24,9 @@ from torch import Tensor
 from ..cpu.abi import DTYPES, NO_DTYPE, Call, pack_call
 from ..cpu.library import ISAS, isa, native
 from ..philox import threshold
-from ..scratch import Scratch, Shapes, accumulation_dtype
+from ..scratch import Shapes, Views, accumulation_dtype
 from .mask import Mask, four_dims
+from .problem import Backward, Forward
 
 _FORWARD, _BACKWARD = 0, 1
 _ABSENT = (0, 0, 0, 0, 0)  # the view of no tensor
@@ -116,115 +116,90 @@ def _data(x: Tensor | None) -> int:
     return 0 if x is None else x.data_ptr()
 
 
-def _fields(q: Tensor, k: Tensor, v: Tensor, o: Tensor | None, lse: Tensor | None, mask: Mask) -> dict[str, Any]:
+def _fields(call: Forward | Backward) -> dict[str, Any]:
     """The fields of `Call` that both directions have, but for scratch."""
+    q, mask = call.q, call.mask
     varlen = mask.varlen
     dropout: dict[str, Any] = {}
     if mask.dropout_p and mask.seed is not None:
         dropout = {"dropout_threshold": threshold(mask.dropout_p), "seed": _signed(mask.seed)}
     return {
-        **_sizes(q, v, mask), **dropout, "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
-        "q": _rows(q, varlen=varlen), "k": _rows(k, varlen=varlen), "v": _rows(v, varlen=varlen), "o": _rows(o, varlen=varlen),
-        "lse": _statistic(lse, varlen=varlen), "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes),
-        "bias": _pairs(mask.bias),
+        **_sizes(q, call.v, mask), **dropout,
+        "cu_seqlens_q": _data(mask.cu_seqlens_q), "cu_seqlens_k": _data(mask.cu_seqlens_k),
+        "q": _rows(q, varlen=varlen), "k": _rows(call.k, varlen=varlen), "v": _rows(call.v, varlen=varlen),
+        "o": _rows(call.o, varlen=varlen), "lse": _statistic(call.lse, varlen=varlen),
+        "sinks": _by_head(mask.sinks), "slopes": _by_head(mask.alibi_slopes), "bias": _pairs(mask.bias),
     }  # fmt: skip
-
-
-def _gradient_fields(
-    do: Tensor, dlse: Tensor | None, dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None,
-    *, varlen: bool,
-) -> dict[str, Any]:  # fmt: skip
-    """Those of the backward alone, but for dbias."""
-    return {
-        "do_": _rows(do, varlen=varlen), "dlse": _statistic(dlse, varlen=varlen), "dsinks": _by_head(dsinks),
-        "dq": _rows(dq, varlen=varlen), "dk": _rows(dk, varlen=varlen), "dv_": _rows(dv, varlen=varlen),
-        "dbias_dtype": NO_DTYPE, "dkv_dtype": DTYPES[next((x.dtype for x in (dk, dv) if x is not None), do.dtype)],
-    }  # fmt: skip
-
-
-def _scratch_fields(scratch: Scratch) -> dict[str, Any]:
-    """From the first cache line on."""
-    work = scratch["native"]
-    data = work.data_ptr()
-    start = -data % 64
-    return {"scratch": data + start, "scratch_bytes": work.nbytes - start}
-
-
-def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    native().tilegrad_native_run(pack_call(**_fields(q, k, v, o, lse, mask), **_scratch_fields(scratch)), _FORWARD)
-
-
-def bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    scratch: Scratch, deterministic: bool,
-) -> None:  # fmt: skip
-    sums = dbias
-    if dbias is not None:
-        sums = scratch.get("dbias", dbias)
-        if not _kept_in_all(dbias, q, v) or mask.band != (None, None):
-            sums.zero_()
-    fields = _fields(q, k, v, o, lse, mask) | _scratch_fields(scratch)
-    fields |= _gradient_fields(do, dlse, dq, dk, dv, dsinks, varlen=mask.varlen)
-    if sums is not None:
-        fields |= {"dbias": _pairs(sums), "dbias_dtype": DTYPES[sums.dtype]}
-    native().tilegrad_native_run(pack_call(**fields), _BACKWARD)
-    if dbias is not None and sums is not None and sums is not dbias:
-        dbias.copy_(sums)
 
 
 _AT = {
     field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_
 }  # in words of 8 bytes, as all fields are
+_MASK_FIELDS = ("bias", "slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")  # in the order of Mask.tensors
 
 
-_HELD = ("bias", "slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")  # in the order of Mask.tensors
+class NativeRun:
+    """Runs calls of one signature: what they have in common is packed once; addresses, the instruction set and the seed at each
+    call. eager.cpp does the same with `program`."""
 
+    def __init__(self, direction: int, fields: dict[str, Any], call: Forward | Backward, views: Views) -> None:
+        mask, dbias = call.mask, call.dbias if isinstance(call, Backward) else None
+        held = (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
+        given = {name: getattr(call, name, None) for name in ("q", "k", "v", "o", "lse", "do", "dlse")}
+        given |= dict(zip(_MASK_FIELDS, held, strict=True))
+        given |= {name: getattr(call, name, None) for name in ("dq", "dk", "dv", "dbias", "dsinks")}
+        fields_of = {"do": "do_", "dv": "dv_"}
+        self._places = [_AT[fields_of.get(name, name)] for name, x in given.items() if isinstance(x, Tensor)]
+        self._direction, self._words, self._run = (
+            direction,
+            array("Q", pack_call(**fields)),
+            native().tilegrad_native_run,
+        )
+        address = ctypes.cast(self._run, ctypes.c_void_p).value
+        self.program = (address, direction, list(self._words), self._places, _AT["scratch"])
+        self._views, self._dropout = views, bool(mask.dropout_p)
+        self._scratch_bytes = views(*call.memory)["native"].nbytes
+        self._zero_dbias = dbias is not None and (not _kept_in_all(dbias, call.q, call.v) or mask.band != (None, None))
 
-def _prepared(
-    direction: int, fields: dict[str, Any], mask: Mask, reads: dict[str, Any], writes: dict[str, Any]
-) -> Callable[..., None]:
-    """Runs calls of one signature: what they have in common is packed once, their addresses and the seed at each call."""
-    common, native_run, dropout = array("Q", pack_call(**fields)), native().tilegrad_native_run, bool(mask.dropout_p)
-    held = (mask.bias, mask.alibi_slopes, mask.sinks, mask.seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
-    given = reads | dict(zip(_HELD, held, strict=True)) | writes
-    places = [_AT[name] for name, x in given.items() if x is not None]
-    isa_at, seed_at, scratch_at, scratch_bytes_at = (_AT[name] for name in ("isa", "seed", "scratch", "scratch_bytes"))
-
-    def run(tensors: list[Tensor], mask: Mask) -> None:
-        words, work = common[:], tensors[-1]
-        for i, x in zip(places, tensors, strict=False):  # of the seed too, whose value goes over it
+    def __call__(self, call: Forward | Backward) -> None:
+        words, dbias, sums = self._words[:], None, None
+        for i, x in zip(self._places, call.tensors, strict=False):  # the seed's too, which its value replaces
             words[i] = x.data_ptr()
-        if dropout and mask.seed is not None:
-            words[seed_at] = _signed(mask.seed) % 2**64
-        data = work.data_ptr()
-        start = -data % 64
-        words[isa_at], words[scratch_at], words[scratch_bytes_at] = isa(), data + start, work.nbytes - start
-        native_run(words.tobytes(), direction)
-
-    address = ctypes.cast(native_run, ctypes.c_void_p).value
-    run.native = (address, direction, list(common), places, scratch_at)  # type: ignore[attr-defined]  # for eager.cpp
-    return run
-
-
-def prepare_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor
-) -> Callable[..., None]:  # fmt: skip
-    """`fwd` for calls of one signature, see api.py."""
-    del work
-    return _prepared(_FORWARD, _fields(q, k, v, o, lse, mask), mask, {"q": q, "k": k, "v": v, "o": o, "lse": lse}, {})
+        if self._dropout and call.mask.seed is not None:
+            words[_AT["seed"]] = _signed(call.mask.seed) % 2**64
+        if isinstance(call, Backward) and call.dbias is not None:
+            dbias = call.dbias
+            sums = self._views(*call.memory).get("dbias", dbias)
+            words[_AT["dbias"]] = sums.data_ptr()
+            if self._zero_dbias:
+                sums.zero_()
+        words[_AT["scratch"]], words[_AT["scratch_bytes"]] = from_cache_line(call.memory[0], self._scratch_bytes)
+        words[_AT["isa"]] = isa()
+        self._run(words.tobytes(), self._direction)
+        if dbias is not None and sums is not None and sums is not dbias:
+            dbias.copy_(sums)
 
 
-def prepare_bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    work: Tensor, deterministic: bool,
-) -> Callable[..., None] | None:  # fmt: skip
-    """The same of `bwd`, which itself runs those with a gradient of bias."""
-    del work, deterministic
-    if dbias is not None:
-        return None
-    gradients = _gradient_fields(do, dlse, dq, dk, dv, dsinks, varlen=mask.varlen)
-    reads = {"q": q, "k": k, "v": v, "o": o, "lse": lse, "do_": do, "dlse": dlse}
-    writes = {"dq": dq, "dk": dk, "dv_": dv, "dsinks": dsinks}
-    return _prepared(_BACKWARD, _fields(q, k, v, o, lse, mask) | gradients, mask, reads, writes)
+def from_cache_line(memory: Tensor, nbytes: int) -> tuple[int, int]:
+    """Address and bytes of scratch that begins at a cache line."""
+    data = memory.data_ptr()
+    start = -data % 64
+    return data + start, nbytes - start
+
+
+def prepare_fwd(call: Forward, views: Views) -> NativeRun:
+    return NativeRun(_FORWARD, _fields(call), call, views)
+
+
+def prepare_bwd(call: Backward, views: Views) -> NativeRun:
+    varlen = call.mask.varlen
+    fields = _fields(call) | {
+        "do_": _rows(call.do, varlen=varlen), "dlse": _statistic(call.dlse, varlen=varlen), "dsinks": _by_head(call.dsinks),
+        "dq": _rows(call.dq, varlen=varlen), "dk": _rows(call.dk, varlen=varlen), "dv_": _rows(call.dv, varlen=varlen),
+        "dbias_dtype": NO_DTYPE,
+        "dkv_dtype": DTYPES[next((x.dtype for x in (call.dk, call.dv) if x is not None), call.do.dtype)],
+    }  # fmt: skip
+    if call.dbias is not None:
+        sums = views(*call.memory).get("dbias", call.dbias)
+        fields |= {"dbias": _pairs(sums), "dbias_dtype": DTYPES[sums.dtype]}
+    return NativeRun(_BACKWARD, fields, call, views)

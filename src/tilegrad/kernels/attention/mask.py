@@ -26,7 +26,7 @@ NUMBERS = frozenset((bool, int, float, NoneType))
 
 
 @lru_cache(4096, typed=True)  # 1 is not True
-def _same(*numbers: object) -> object | None:
+def _interned(*numbers: object) -> object | None:
     """An object of its own for each tuple of numbers, by which a mask is told from others faster than by all of them."""
     return object() if NUMBERS.issuperset(map(type, numbers)) else None
 
@@ -48,22 +48,22 @@ class Mask:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    numbers: object = field(init=False, repr=False)  # one object for masks with the same numbers; None: no numbers
-    bare: bool = field(init=False, repr=False)  # without a tensor or a seed
+    cache_key: object = field(init=False, repr=False)  # one object for masks with the same numbers; None: not cached
+    has_tensors: bool = field(init=False, repr=False)  # or a seed
 
     def __post_init__(self) -> None:
         numbers, window = None, (None, None) if self.window is None else self.window
         if type(window) is tuple and not torch.compiler.is_compiling():
             longest = self.max_seqlen_q, self.max_seqlen_k
             try:
-                numbers = _same(self.causal, self.scale, self.softcap, self.dropout_p, *longest, *window)
+                numbers = _interned(self.causal, self.scale, self.softcap, self.dropout_p, *longest, *window)
             except TypeError:  # unhashable
                 numbers = None
-        object.__setattr__(self, "numbers", numbers)
-        bare = (
+        object.__setattr__(self, "cache_key", numbers)
+        none = (
             self.bias is self.alibi_slopes is self.sinks is self.seed is self.cu_seqlens_q is self.cu_seqlens_k is None
         )
-        object.__setattr__(self, "bare", bare)
+        object.__setattr__(self, "has_tensors", not none)
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:

@@ -57,6 +57,52 @@ class Problem(Inputs):
         return sizes_of(*self)
 
 
+class Forward(NamedTuple):
+    """The arguments of a forward on tensors. `memory` holds the scratch: the buffers that the kernel declares, in their order,
+    or one buffer for all of them (scratch.Layout)."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    mask: Mask
+    o: Tensor | None
+    lse: Tensor | None
+    memory: tuple[Tensor, ...]
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        """Those that are given, in the order in which a prepared kernel takes addresses."""
+        mask = self.mask.tensors if self.mask.has_tensors else ()
+        return [x for x in (self.q, self.k, self.v, self.o, self.lse, *mask, *self.memory) if x is not None]
+
+
+class Backward(NamedTuple):
+    """The arguments of a backward."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    o: Tensor
+    lse: Tensor
+    do: Tensor
+    dlse: Tensor | None
+    mask: Mask
+    dq: Tensor | None
+    dk: Tensor | None
+    dv: Tensor | None
+    dbias: Tensor | None
+    dsinks: Tensor | None
+    memory: tuple[Tensor, ...]
+    deterministic: bool
+
+    @property
+    def tensors(self) -> list[Tensor]:
+        mask = self.mask.tensors if self.mask.has_tensors else ()
+        reads = (self.q, self.k, self.v, self.o, self.lse, self.do, self.dlse)
+        writes = (self.dq, self.dk, self.dv, self.dbias, self.dsinks)
+        return [x for x in (*reads, *mask, *writes, *self.memory) if x is not None]
+
+
 class Sizes(NamedTuple):
     """Of packed sequences, tq and tk are the longest lengths, and batch is their number.
 

@@ -22,13 +22,16 @@ A row that attends to no key has p = 0 and lse = −inf (the sink's logit where 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ..philox import WORK_BUFFERS, drop_mask, round_keys
+from ..scratch import Shapes, Views
 from .mask import Mask, attends, distance, four_dims, packed, sequences
+from .problem import Backward, Forward
 
 
 class Gradients(NamedTuple):
@@ -54,7 +57,7 @@ def forward(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor
 
 
 def backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask) -> Gradients:
-    """All gradients, in q's dtype; o and lse are computed anew."""
+    """All gradients, in q's dtype; o and lse are recomputed."""
     if mask.varlen:
         return _backward_varlen(q, k, v, do, dlse, mask)
     return _backward(q, k, v, do, dlse, mask, range(q.shape[0]))
@@ -172,32 +175,32 @@ def _backward_varlen(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor |
     return Gradients(dq, dk, dv, None, dsinks)
 
 
-def workspace(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool
-) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
+def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:
     return {}
 
 
-def fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: dict[str, Tensor]
-) -> None:
-    o64, lse64 = forward(q.double(), k.double(), v.double(), mask)
-    if o is not None:
-        o.copy_(o64)
-    if lse is not None:
-        lse.copy_(lse64)
+def prepare_fwd(_call: Forward, _views: Views) -> Callable[[Forward], None]:
+    return _run_forward
 
 
-def bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    scratch: dict[str, Tensor], deterministic: bool,
-) -> None:  # fmt: skip
-    dlse64 = None if dlse is None else dlse.double()
-    g = backward(q.double(), k.double(), v.double(), do.double(), dlse64, mask)
-    for out, value in ((dq, g.dq), (dk, g.dk), (dv, g.dv), (dbias, g.dbias)):
+def prepare_bwd(_call: Backward, _views: Views) -> Callable[[Backward], None]:
+    return _run_backward
+
+
+def _run_forward(call: Forward) -> None:
+    o, lse = forward(call.q.double(), call.k.double(), call.v.double(), call.mask)
+    if call.o is not None:
+        call.o.copy_(o)
+    if call.lse is not None:
+        call.lse.copy_(lse)
+
+
+def _run_backward(call: Backward) -> None:
+    dlse = None if call.dlse is None else call.dlse.double()
+    g = backward(call.q.double(), call.k.double(), call.v.double(), call.do.double(), dlse, call.mask)
+    for out, value in ((call.dq, g.dq), (call.dk, g.dk), (call.dv, g.dv), (call.dbias, g.dbias)):
         if out is not None:
             assert value is not None
             out.copy_(value)
-    if dsinks is not None and g.dsinks is not None:
-        dsinks += g.dsinks
+    if call.dsinks is not None and g.dsinks is not None:
+        call.dsinks.add_(g.dsinks)

@@ -23,7 +23,7 @@ sums are formed there and any strides do. Scratch is O(slab · tile + T · D); n
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from math import prod
 
@@ -31,9 +31,9 @@ import torch
 from torch import Tensor
 
 from ..philox import WORK_BUFFERS, Key, drop_mask, round_keys
-from ..scratch import Scratch, Shapes, accumulation_dtype
+from ..scratch import Scratch, Shapes, Views, accumulation_dtype
 from .mask import Mask, four_dims, packed, sequences
-from .problem import Sizes, sizes_of
+from .problem import Backward, Forward, Sizes, sizes_of
 
 TILE = 256  # rows, and columns, of a tile
 SLAB = 1 << 21  # scores held at once
@@ -122,8 +122,18 @@ def _scratch_of(sizes: Sizes, dtype: torch.dtype, mask: Mask, *, backward: bool)
     return shapes
 
 
-def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    cut = Cut.of(sizes_of(q, k, v, mask))
+def prepare_fwd(call: Forward, views: Views) -> Callable[[Forward], None]:
+    cut = Cut.of(sizes_of(call.q, call.k, call.v, call.mask))
+    return lambda call: _run_forward(call, cut, views(*call.memory))
+
+
+def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
+    cut = Cut.of(sizes_of(call.q, call.k, call.v, call.mask))
+    return lambda call: _run_backward(call, cut, views(*call.memory))
+
+
+def _run_forward(call: Forward, cut: Cut, scratch: Scratch) -> None:
+    q, k, v, mask, o, lse, _ = call
     keys = _round_keys(mask, scratch)
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
         _fwd(q, k, v, mask, 0, cut, keys, o=o, lse=lse, scratch=scratch)
@@ -134,12 +144,8 @@ def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: T
         _fwd(packed(q, i), packed(k, j), packed(v, j), mask, b, cut, keys, o=ob, lse=lseb, scratch=scratch)
 
 
-def bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    scratch: Scratch, deterministic: bool,
-) -> None:  # fmt: skip
-    cut = Cut.of(sizes_of(q, k, v, mask))
+def _run_backward(call: Backward, cut: Cut, scratch: Scratch) -> None:
+    q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, _, _ = call
     keys = _round_keys(mask, scratch)
     dbias_sum = None
     if dbias is not None:

@@ -16,10 +16,10 @@ from ...scratch import Shapes
 from ..mask import Mask
 from ..problem import sizes_of
 from . import launch_backward, launch_forward
-from .launch_backward import bwd, prepare_bwd
-from .launch_forward import fwd, prepare_fwd
+from .launch_backward import prepare_bwd
+from .launch_forward import prepare_fwd
 
-__all__ = ["bwd", "fwd", "prepare_bwd", "prepare_fwd", "workspace"]
+__all__ = ["prepare_bwd", "prepare_fwd", "workspace"]
 
 
 def workspace(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, backward: bool, deterministic: bool) -> Shapes:

@@ -1,40 +1,17 @@
-"""Kernels compiled once for what changes their code, and facts of the device that both directions plan with.
-
-A launch is kept under the addresses, sizes and strides of its call: a training step makes the same ones again.
-"""
+"""Kernels compiled once for what changes their code, and facts of the device that both directions plan with."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, Generic, TypeVar
+from typing import Any
 
 import torch
 
+from ...cache import remember
 from ...cuda_launch import Launch
 from ...triton_version import launch_options
 
 L2_BYTES = 24 * 2**20  # of L2 that one section of heads may fill: about half of an H100's
-MOST_LAUNCHES = 1024
-T = TypeVar("T")
-
-
-class LaunchCache(Generic[T]):
-    """What was prepared for a call, by its key; at most MOST_LAUNCHES, then it starts anew."""
-
-    def __init__(self) -> None:
-        self._kept: dict[tuple[object, ...], T] = {}
-
-    def get(self, key: tuple[object, ...], prepare: Callable[[], T]) -> T:
-        kept = self._kept.get(key)
-        if kept is None:
-            if len(self._kept) >= MOST_LAUNCHES:
-                self._kept.clear()
-            kept = self._kept[key] = prepare()
-        return kept
-
-    def clear(self) -> None:
-        self._kept.clear()
 
 
 def current(device: torch.device) -> AbstractContextManager[None]:
@@ -57,7 +34,6 @@ def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, 
     key = (kernel, device, *key)
     compiled = compiled_kernels.get(key)
     if compiled is None:
-        compiled = compiled_kernels[key] = kernel.warmup(
-            *arguments, grid=(grid,), num_warps=num_warps, **launch_options()
-        )
+        compiled = kernel.warmup(*arguments, grid=(grid,), num_warps=num_warps, **launch_options())
+        remember(compiled_kernels, key, compiled)
     return Launch(compiled, (grid,), arguments, device)

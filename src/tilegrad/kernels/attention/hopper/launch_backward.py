@@ -5,7 +5,6 @@ Nothing is allocated.
 
 from __future__ import annotations
 
-import functools
 import heapq
 import math
 from collections.abc import Callable
@@ -16,14 +15,13 @@ from torch import Tensor
 
 from ...cuda_launch import Launch, Plan
 from ...gpu import multiprocessors
-from ...scratch import Layout, Scratch, Shapes
+from ...scratch import Scratch, Shapes, Views
 from ...triton_version import takes_more_registers
-from ..mask import Mask
-from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
+from ..problem import LEAST_FACTOR, LOG2E, Backward, Sizes, lse_strides, row_strides, sizes_of
 from . import pieces
 from .backward import DIVIDED, _hopper_bwd_kernel
 from .backward_store_dq import dkdv_columns
-from .launch import L2_BYTES, LaunchCache, current, prepare
+from .launch import L2_BYTES, current, prepare
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
 from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
 
@@ -62,7 +60,6 @@ SOFTCAP_CONFIGS = TILE_CONFIGS | {  # a softcap takes registers
     96: TILE_CONFIGS[96]._replace(v_held=64 if SPARE else 0),
     128: TILE_CONFIGS[128]._replace(v_held=0),
 }
-launches: LaunchCache[tuple[Launch, ...]] = LaunchCache()
 
 
 def width_of(d: int) -> int:
@@ -134,7 +131,6 @@ def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = Fals
     return _soonest(most, heads, steps, programs)
 
 
-@functools.lru_cache(1024)
 def _soonest(most: int, heads: int, steps: tuple[int, ...], programs: int) -> int:
     """Of 1, 2, 4 … `most` heads together the fewest with which the last CTA ends within half a percent of the soonest, if each
     takes the next tile when it is idle. `steps`: tiles of rows of each of a head's work tiles."""
@@ -157,59 +153,15 @@ def _descriptor(x: Tensor, rows: int, columns: int, *, varlen: bool) -> Descript
     return varlen_descriptor(x, rows, columns) if varlen else tile_descriptor(x, rows, columns, varlen=False)
 
 
-def bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    scratch: Scratch, deterministic: bool,
-) -> None:  # fmt: skip
+def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
+    with current(call.q.device):
+        launches = _prepare(call, views(*call.memory))
+        return Plan(launches, call, call.memory, launches[0].device)
+
+
+def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
+    q, k, v, o, lse, do, dlse, mask, dq, dk, dv, _, dsinks, _, deterministic = call
     sizes = sizes_of(q, k, v, mask)
-    if not q.numel() or not k.numel():
-        for x in (dq, dk, dv):
-            if x is not None:
-                x.zero_()
-        return
-    strided = (q, k, v, o, do, dq, dk, dv, lse, dlse)
-    others = (dsinks, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, *scratch.values())
-    key = (
-        tuple([None if x is None else x.data_ptr() for x in strided + others]),
-        tuple([None if x is None else x.stride() for x in strided]),
-        sizes, q.shape[0], k.shape[0], q.dtype, q.device, mask.scale, mask.softcap, deterministic,
-        tuple([None if x is None else (x.dtype, x.stride()) for x in (dsinks, mask.sinks)]),
-    )  # fmt: skip
-    with current(q.device):
-        kept = launches.get(
-            key,
-            lambda: _prepare(
-                q, k, v, o, lse, do, dlse, mask, sizes, dq, dk, dv, dsinks, scratch, deterministic=deterministic
-            ),
-        )
-        for launch in kept:
-            launch()
-
-
-def prepare_bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    work: Tensor, deterministic: bool,
-) -> Callable[..., None] | None:  # fmt: skip
-    """`bwd` for calls of one signature, see ../api.py."""
-    sizes = sizes_of(q, k, v, mask)
-    if not q.numel() or not k.numel():
-        return None
-    scratch = Layout(workspace(q, sizes, varlen=mask.varlen, deterministic=deterministic)).of(work)
-    given = (q, k, v, o, lse, do, dlse, *mask.tensors, dq, dk, dv, dsinks, work)
-    with current(q.device):
-        launches = _prepare(
-            q, k, v, o, lse, do, dlse, mask, sizes, dq, dk, dv, dsinks, scratch, deterministic=deterministic
-        )
-        return Plan(launches, [x for x in given if x is not None], (work,), launches[0].device)
-
-
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dsinks: Tensor | None, scratch: Scratch, *,
-    deterministic: bool,
-) -> tuple[Launch, ...]:  # fmt: skip
     varlen, d, cap, scale, width = mask.varlen, sizes.d, mask.softcap, float(mask.scale_for(sizes.d)), width_of(sizes.d)
     tile = (SOFTCAP_CONFIGS if cap else TILE_CONFIGS)[width]
     programs, tiles = multiprocessors(q.device), count_work_tiles(sizes, k.shape[0] if varlen else None)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from typing import NamedTuple
 
@@ -11,13 +10,12 @@ from torch import Tensor
 
 from ...cuda_launch import Launch, Plan, Zero
 from ...gpu import multiprocessors
-from ...scratch import Scratch, Shapes
+from ...scratch import Shapes, Views
 from ...triton_version import takes_more_registers
-from ..mask import Mask
-from ..problem import LEAST_FACTOR, LOG2E, Sizes, lse_strides, row_strides, sizes_of
+from ..problem import LEAST_FACTOR, LOG2E, Forward, Sizes, lse_strides, row_strides, sizes_of
 from .forward import _attention_fwd_kernel
 from .forward_scheduler import ROWS
-from .launch import L2_BYTES, LaunchCache, current, prepare
+from .launch import L2_BYTES, current, prepare
 from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
@@ -45,7 +43,6 @@ TILE_CONFIGS = {  # by the head dimension, padded
     256: TileConfig(2, 64, 2, 2, 1),
 }
 WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow columns waste less beyond a window's two edges
-launches: LaunchCache[Launch] = LaunchCache()
 
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
@@ -102,7 +99,6 @@ def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileC
     return _balanced_section(sizes.tq, sizes.tk, sizes.right, row_tiles, heads, most, programs, config)
 
 
-@functools.lru_cache(1024)
 def _balanced_section(
     tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, config: TileConfig
 ) -> int:
@@ -132,41 +128,17 @@ def tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, config: Tile
     return 1 + (attended / config.columns).ceil() * at_work / config.warpgroups
 
 
-def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    if o is lse is None:
-        return
-    tile_counter = scratch.get("tile_counter")
-    if tile_counter is not None and not counts_tiles(sizes_of(q, k, v, mask), varlen=mask.varlen):
-        tile_counter = None
-    tensors = (q, k, v, o, lse, mask.sinks, mask.cu_seqlens_q, mask.cu_seqlens_k, tile_counter)
-    addresses = tuple([None if x is None else x.data_ptr() for x in tensors])
-    strides = (q.stride(), k.stride(), v.stride(), o is not None and o.stride(), lse is not None and lse.stride())
-    cu, sinks = mask.cu_seqlens_q, mask.sinks
-    lengths = None if cu is None else (cu.shape, mask.max_seqlen_q, mask.max_seqlen_k)
-    options = (mask.band, mask.scale, mask.softcap, lengths, None if sinks is None else (sinks.dtype, sinks.stride()))
-    key = (addresses, q.shape, k.shape, strides, options, q.dtype, q.device)
-    with current(q.device):
-        launch = launches.get(key, lambda: _prepare(q, k, v, mask, o, lse, tile_counter))
-        if tile_counter is not None:
-            tile_counter.zero_()
-        launch()
-
-
-def prepare_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor
-) -> Callable[..., None]:
-    """`fwd` for calls of one signature, see ../api.py."""
-    counted = counts_tiles(sizes_of(q, k, v, mask), varlen=mask.varlen)
-    tile_counter = work.view(torch.int32)[:1] if counted else None
-    with current(q.device):
-        launch = _prepare(q, k, v, mask, o, lse, tile_counter)
+def prepare_fwd(call: Forward, views: Views) -> Callable[[Forward], None]:
+    counted = counts_tiles(sizes_of(call.q, call.k, call.v, call.mask), varlen=call.mask.varlen)
+    tile_counter = views(*call.memory)["tile_counter"] if counted else None
+    with current(call.q.device):
+        launch = _prepare(call, tile_counter)
         launches = (launch,) if tile_counter is None else (Zero(tile_counter), launch)
-        return Plan(launches, (q, k, v, o, lse, *mask.tensors, work), (work,), launch.device)
+        return Plan(launches, call, call.memory, launch.device)
 
 
-def _prepare(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, tile_counter: Tensor | None
-) -> Launch:
+def _prepare(call: Forward, tile_counter: Tensor | None) -> Launch:
+    q, k, v, mask, o, lse, _ = call
     sizes = sizes_of(q, k, v, mask)
     varlen = mask.varlen
     config = tile_config(sizes, multiprocessors(q.device), varlen=varlen)

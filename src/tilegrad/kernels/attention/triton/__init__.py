@@ -1,5 +1,5 @@
 """Attention in Triton."""
 
-from .launch import bwd, fwd, prepare_bwd, prepare_fwd, workspace
+from .launch import prepare_bwd, prepare_fwd, workspace
 
-__all__ = ["bwd", "fwd", "prepare_bwd", "prepare_fwd", "workspace"]
+__all__ = ["prepare_bwd", "prepare_fwd", "workspace"]

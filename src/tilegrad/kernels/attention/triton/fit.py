@@ -10,6 +10,7 @@ import torch
 import triton
 from torch import Tensor
 
+from ...cache import remember
 from ...cuda_launch import Launch, refusal
 from ...triton_version import launch_options
 from ..problem import Sizes
@@ -100,7 +101,7 @@ def fitted(
     fit = fits.get(key)
     if fit is None:
         tile, compiled = _first_that_fits(kernel, tiles, grid, arguments, constants, q.device)
-        fit = fits[key] = Fit(name, tile, compiled)
+        fit = remember(fits, key, Fit(name, tile, compiled))
     more, programs = grid(fit.tile)
     return [KernelCall(kernel, programs, arguments | more | constants | _blocks(fit.tile), _options(fit.tile))]
 

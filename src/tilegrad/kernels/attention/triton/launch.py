@@ -8,16 +8,16 @@ features, head dimensions and whether rows begin at multiples of 16 bytes are. N
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...cuda_launch import Plan
 from ...gpu import multiprocessors
-from ...scratch import Layout, Scratch, Shapes
+from ...scratch import Scratch, Shapes, Views
 from ..mask import Mask, four_dims
-from ..problem import FEW_ROWS, Sizes, output_shapes, row_strides, sizes_of
+from ..problem import FEW_ROWS, Backward, Forward, Sizes, output_shapes, row_strides, sizes_of
 from .arguments import (
     Arguments,
     addressing,
@@ -84,36 +84,40 @@ def _constants(sizes: Sizes, mask: Mask, q: Tensor, *others: Tensor | None) -> A
     }  # fmt: skip
 
 
-def fwd(q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, scratch: Scratch) -> None:
-    with torch.cuda.device_of(q):
-        for call in _forward(q, k, v, mask, o, lse, scratch):
-            call.run()
+Call = TypeVar("Call", Forward, Backward)
 
 
-def prepare_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor, lse: Tensor, work: Tensor
-) -> Callable[..., None] | None:
-    """`fwd` for calls of one signature, see ../api.py."""
-    scratch = Layout(workspace(q, k, v, mask, backward=False, deterministic=False)).of(work)
-    with torch.cuda.device_of(q):
-        return _planned(_forward(q, k, v, mask, o, lse, scratch), (q, k, v, o, lse, *mask.tensors, work), mask.bias)
+def _prepared(
+    call: Call, views: Views, kernel_calls: Callable[[Call, Scratch], list[KernelCall]]
+) -> Callable[[Call], None]:
+    """A plan; or, in the interpreter and where only Triton can launch a kernel, Triton's launches at each call."""
+
+    def run(call: Call) -> None:
+        with torch.cuda.device_of(call.q):
+            for each in kernel_calls(call, views(*call.memory)):
+                each.run()
+
+    if architecture(call.q.device) == INTERPRETER:
+        return run
+    with torch.cuda.device_of(call.q):
+        device = torch.cuda.current_device()
+        launches = [each.launch(device) for each in kernel_calls(call, views(*call.memory))]
+    biases: tuple[Tensor | None, ...] = (call.mask.bias, getattr(call, "dbias", None))
+    viewed = [*call.memory, *(x for x in biases if x is not None)]
+    ready = [launch for launch in launches if launch is not None]
+    return Plan(ready, call, viewed, device) if len(ready) == len(launches) else run
 
 
-def _planned(calls: list[KernelCall], given: tuple[Tensor | None, ...], *biases: Tensor | None) -> Plan | None:
-    """A plan of calls; None in the interpreter, and where only Triton can launch them. The last tensor is the scratch."""
-    tensors = [x for x in given if x is not None]
-    device = tensors[0].device
-    if architecture(device) == INTERPRETER:
-        return None
-    index = torch.cuda.current_device()
-    launches = [launch for call in calls if (launch := call.launch(index)) is not None]
-    viewed = [tensors[-1], *(x for x in biases if x is not None)]
-    return Plan(launches, tensors, viewed, index) if len(launches) == len(calls) else None
+def prepare_fwd(call: Forward, views: Views) -> Callable[[Forward], None]:
+    return _prepared(call, views, _forward)
 
 
-def _forward(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, o: Tensor | None, lse: Tensor | None, scratch: Scratch
-) -> list[KernelCall]:
+def prepare_bwd(call: Backward, views: Views) -> Callable[[Backward], None]:
+    return _prepared(call, views, _backward)
+
+
+def _forward(call: Forward, scratch: Scratch) -> list[KernelCall]:
+    q, k, v, mask, o, lse, _ = call
     sizes = sizes_of(q, k, v, mask)
     splits = splits_for(sizes, q.dtype, q.device)
     scores = score_arguments(sizes, mask, scratch)
@@ -172,34 +176,8 @@ def _combine(
     return KernelCall(_combine_kernel, (row_tiles * sizes.hq * sizes.batch,), arguments, {})
 
 
-def bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    scratch: Scratch, deterministic: bool,
-) -> None:  # fmt: skip
-    with torch.cuda.device_of(q):
-        for call in _backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, scratch):
-            call.run()
-
-
-def prepare_bwd(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, *,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    work: Tensor, deterministic: bool,
-) -> Callable[..., None] | None:  # fmt: skip
-    """`bwd` for calls of one signature, see ../api.py."""
-    scratch = Layout(workspace(q, k, v, mask, backward=True, deterministic=deterministic)).of(work)
-    given = (q, k, v, o, lse, do, dlse, *mask.tensors, dq, dk, dv, dbias, dsinks, work)
-    with torch.cuda.device_of(q):
-        calls = _backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, scratch)
-        return _planned(calls, given, mask.bias, dbias)
-
-
-def _backward(
-    q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask,
-    dq: Tensor | None, dk: Tensor | None, dv: Tensor | None, dbias: Tensor | None, dsinks: Tensor | None,
-    scratch: Scratch,
-) -> list[KernelCall]:  # fmt: skip
+def _backward(call: Backward, scratch: Scratch) -> list[KernelCall]:
+    q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, _, _ = call
     sizes, ieee = sizes_of(q, k, v, mask), ieee_fp32(q.dtype)
     delta, row_lse = scratch["delta"], scratch["row_lse"]
     rows_b, rows_h = (0, delta.stride(0)) if mask.varlen else delta.stride()[:2]
