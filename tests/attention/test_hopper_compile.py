@@ -102,7 +102,7 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
 
     def launch_of(*call: Any) -> Any:
         prepared.append(call)
-        return SimpleNamespace(device=0, take_tensors=lambda: ())
+        return SimpleNamespace(device=0)
 
     def call_of(
         case: Case, *, backward: bool = True, ptxas: bool = True, deterministic: bool = False, programs: int = 1
@@ -135,6 +135,8 @@ def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Co
     monkeypatch.setattr(CUDABackend, "make_cubin", lambda *_args: b"")
     monkeypatch.setattr(triton.knobs.nvidia, "dump_ptxas_log", True)
     monkeypatch.setattr(launch, "Launch", launch_of)
+    for module in (launch_forward, launch_backward):
+        monkeypatch.setattr(module, "Plan", lambda *_: lambda _call: None)
     monkeypatch.setattr(launch_backward, "multiprocessors", lambda _device: 132)
     yield call_of
     driver._active = None

@@ -1,4 +1,4 @@
-"""Attention for autograd, as people call it. Options become a mask, and autograd/ runs the call.
+"""Attention for autograd, as people call it. Options become a mask, and dispatch.py runs the call.
 
 Under autocast q, k and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives and
 forward-mode AD raise.
@@ -9,48 +9,52 @@ from __future__ import annotations
 import difflib
 import inspect
 from collections.abc import Callable, Mapping
-from functools import lru_cache
-from typing import Any, Literal, Never, NoReturn, overload
+from typing import Literal, Never, NoReturn, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
-from torch.compiler import is_compiling
 
 from ..kernels.attention import table
 from ..kernels.attention.checks import TENSOR, check_options, check_tensors, require
-from ..kernels.attention.mask import Mask, Window
+from ..kernels.attention.mask import Mask, Window, interned_mask
 from ..kernels.attention.problem import Problem
 from ..kernels.table import Explanation
 from .dispatch import attend
 
 
-@overload
-def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
-    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[False] = False,
-    deterministic: bool | None = None, kernel: str | None = None,
-) -> Tensor: ...  # fmt: skip
+class VarlenOptions(TypedDict, total=False):
+    """The options of `attention_varlen`; its docstring and `attention`'s say what they do."""
+
+    causal: bool
+    window: Window | None
+    scale: float | None
+    softcap: float
+    alibi_slopes: Tensor | None
+    sinks: Tensor | None
+    dropout_p: float
+    seed: int | Tensor | None
+    deterministic: bool | None
+    kernel: str | None
+
+
+class AttentionOptions(VarlenOptions, total=False):
+    """The options of `attention`."""
+
+    bias: Tensor | None
 
 
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
-    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: Literal[True],
-    deterministic: bool | None = None, kernel: str | None = None,
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[False] = False, **options: Unpack[AttentionOptions]
+) -> Tensor: ...
 @overload
 def attention(
-    q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
-    softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
-    dropout_p: float = 0.0, seed: int | Tensor | None = None, return_lse: bool,
-    deterministic: bool | None = None, kernel: str | None = None,
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: Literal[True], **options: Unpack[AttentionOptions]
+) -> tuple[Tensor, Tensor]: ...
+@overload
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, *, return_lse: bool, **options: Unpack[AttentionOptions]
+) -> Tensor | tuple[Tensor, Tensor]: ...
 def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, window: Window | None = None, scale: float | None = None,
     softcap: float = 0.0, bias: Tensor | None = None, alibi_slopes: Tensor | None = None, sinks: Tensor | None = None,
@@ -87,7 +91,7 @@ def attention(
     if unknown:
         _refuse(unknown, attention)
     if bias is alibi_slopes is sinks is seed is None:
-        mask = _mask_of_numbers(causal, window, scale, softcap, dropout_p)
+        mask = interned_mask(causal, window, scale, softcap, dropout_p)
     else:
         mask = Mask(causal, window, scale, softcap, bias, alibi_slopes, sinks, dropout_p, seed)
     return attend(q, k, v, mask, return_lse=return_lse, deterministic=deterministic, kernel=kernel)
@@ -95,34 +99,19 @@ def attention(
 
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, return_lse: Literal[False] = False, deterministic: bool | None = None,
-    kernel: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[False] = False, **options: Unpack[VarlenOptions],
 ) -> Tensor: ...  # fmt: skip
-
-
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, return_lse: Literal[True], deterministic: bool | None = None,
-    kernel: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: Literal[True], **options: Unpack[VarlenOptions],
 ) -> tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 @overload
 def attention_varlen(
-    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
-    causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
-    alibi_slopes: Tensor | None = None, sinks: Tensor | None = None, dropout_p: float = 0.0,
-    seed: int | Tensor | None = None, return_lse: bool, deterministic: bool | None = None,
-    kernel: str | None = None,
+    q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int,
+    *, return_lse: bool, **options: Unpack[VarlenOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
-
-
 def attention_varlen(
     q: Tensor, k: Tensor, v: Tensor, cu_seqlens_q: Tensor, cu_seqlens_k: Tensor, max_seqlen_q: int, max_seqlen_k: int, *,
     causal: bool = False, window: Window | None = None, scale: float | None = None, softcap: float = 0.0,
@@ -280,18 +269,3 @@ def _refuse(unknown: Mapping[str, object], function: Callable[..., object]) -> N
         accepted = f"{f'{close[0]}=? Or any of ' if close else ''}{', '.join(options)}"
     got = f"a {type(value).__name__}" if isinstance(value, Tensor) else repr(value)
     raise TypeError(f"{name}: got {got}; accepted: {accepted}")
-
-
-def _mask_of_numbers(causal: Any, window: Any, scale: Any, softcap: Any, dropout_p: Any) -> Mask:
-    """The mask of a call without tensors beside q, k and v, made once for each set of options."""
-    if not is_compiling() and (window is None or type(window) is tuple):
-        try:
-            return _remembered_mask(causal, *((None, None) if window is None else window), scale, softcap, dropout_p)
-        except TypeError:  # unhashable, or no pair: the checks say what is wrong
-            pass
-    return Mask(causal, window, scale, softcap, dropout_p=dropout_p)
-
-
-@lru_cache(1024, typed=True)  # 1 is not True
-def _remembered_mask(causal: Any, left: Any, right: Any, scale: Any, softcap: Any, dropout_p: Any) -> Mask:
-    return Mask(causal, (left, right), scale, softcap, dropout_p=dropout_p)

@@ -160,7 +160,7 @@ def _register_fast_path(
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
     if fast_path.add_program(
-        mask, mask.cache_key, kernel, prepared.selection.table, deterministic, wanted, reads, new, prepared.work_bytes,
+        mask.cache_key, kernel, prepared.selection.table, deterministic, wanted, reads, new, prepared.work_bytes,
         run.program if isinstance(run, NativeRun) else None, run if isinstance(run, Plan) else None,
     ):  # fmt: skip
         forget()

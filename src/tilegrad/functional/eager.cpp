@@ -1,9 +1,9 @@
-// Eager calls of attention whose signature is known: from Python's arguments to the kernel, and back through autograd, without
-// Python in between. ../autograd/run.py checks a call, selects and prepares its kernel, and adds that as a program here. A call
-// that has no program, or that something wants to see, is answered with None, and ../autograd runs it.
+// Eager calls of attention of a signature that ran before: from Python's arguments to the kernel, and back through autograd,
+// without Python in between. call.py checks a call, selects and prepares its kernel, and adds that as a program here. A call
+// without a program, or one that is traced or transformed, is answered with None, and dispatch.py runs it.
 //
-//   Call      what a call has beside tensors: its mask without tensors, the kernel asked for, the table of kernels
-//   Program   of a signature in one direction: what it allocates, and how its kernel starts
+//   Call      what a call has besides q, k and v: its mask, the kernel asked for, the table of kernels
+//   Program   a signature in one direction: what it allocates, and how its kernel starts
 //               native   a function of the CPU's library on one structure, into which addresses are written
 //               plan     functions of CUDA's driver, bound to addresses and a stream by Python (kernels/cuda_launch.py), and kept
 #include <ATen/autocast_mode.h>
@@ -46,7 +46,7 @@ struct Hash {
     }
 };
 
-// An object of Python's, given back by whichever thread.
+// An object of Python's that any thread may release.
 struct Kept {
     PyObject* const object;
     explicit Kept(py::handle x) : object(x.inc_ref().ptr()) {}
@@ -60,7 +60,7 @@ struct Kept {
 };
 
 struct Call : torch::CustomClassHolder {
-    const Kept mask, kernel, table;  // the mask has its numbers
+    const Kept mask, kernel, table;  // the mask is interned, without tensors
     const bool deterministic;
     const Words key;
     Call(py::handle mask, py::handle kernel, py::handle table, bool deterministic, Words key)
@@ -89,13 +89,13 @@ struct Program {
     std::vector<Form> outputs;
     int64_t work_bytes = 0;
     at::TensorOptions work_options;
-    // of a native one
+    // of a native program
     void (*native)(const void*, int64_t) = nullptr;
     int64_t direction = 0, scratch_at = 0;
     std::vector<uint64_t> words;
     std::vector<int64_t> places;
     std::string isa;
-    // of a plan
+    // of a plan of launches
     std::unique_ptr<const Kept> plan;
     c10::Device device{c10::kCPU};
     int64_t number = 0;  // no other program has it
@@ -106,15 +106,14 @@ struct Program {
 
 template <class Value>
 using Under = std::unordered_map<Words, Value, Hash>;
-// never destroyed: at exit there is no interpreter to give objects back to
-auto& calls = *new Under<CallPtr>;  // under the GIL; what they hold outlives programs, whose keys have its addresses
-auto& retired = *new std::vector<CallPtr>;  // calls that left it, kept for the nodes that name them
-std::mutex mutex;                   // of both below; whoever has it never waits for the GIL
+// never destroyed: at exit there is no interpreter that could release objects
+auto& calls = *new Under<CallPtr>;  // under the GIL, never removed: nodes of autograd and keys of programs have their addresses
+std::mutex mutex;                   // of both below; its owner never waits for the GIL
 auto& programs = *new Under<std::shared_ptr<Program>>;
 auto& bound = *new Under<std::shared_ptr<Bound>>;
 PyObject *parameter_class = nullptr, *slow_backward = nullptr;
-size_t most_entries = 0;  // of a map; a full one is emptied
-constexpr size_t MOST_RETIRED = 32;  // maps of them
+size_t most_entries = 0;  // kernels/cache.py: a full map is emptied
+constexpr size_t MOST_CALLS = 32;  // times most_entries: further masks stay with Python
 
 const char* asked_isa() {
     const char* isa = std::getenv("TILEGRAD_ISA");
@@ -196,9 +195,9 @@ const c10::DispatchKeySet PLAIN({c10::DispatchKey::CPU, c10::DispatchKey::CUDA, 
 
 bool within(c10::DispatchKeySet keys) { return !(keys.raw_repr() & ~PLAIN.raw_repr()); }
 
-bool plain(const Tensor& x) { return within(x.key_set()); }
+bool is_plain_tensor(const Tensor& x) { return within(x.key_set()); }
 
-bool observed() {
+bool is_traced_or_transformed() {
     const auto local = c10::impl::tls_local_dispatch_key_set();
     return !within(local.included_) || c10::impl::TorchDispatchModeTLS::any_modes_set() ||
            at::impl::torch_function_mode_enabled() || torch::jit::tracer::isTracing() ||
@@ -283,8 +282,8 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         const Call& call = *reinterpret_cast<const Call*>(ctx->saved_data["call"].toInt());
         int64_t wanted = 0;
         for (int i = 0; i < 3; i++) wanted |= int64_t(ctx->needs_input_grad(i)) << i;
-        bool fast = !c10::GradMode::is_enabled() && !observed();
-        for (const Tensor& x : reads) fast = fast && (!x.defined() || plain(x));
+        bool fast = !c10::GradMode::is_enabled() && !is_traced_or_transformed();
+        for (const Tensor& x : reads) fast = fast && (!x.defined() || is_plain_tensor(x));
         if (fast) {
             thread_local Words key;
             backward_key(key, call, reads, wanted);
@@ -309,7 +308,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         with_python([&] {
             py::list given;
             for (const Tensor& x : reads) given.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(x)));
-            py::tuple wants(5);  // of dbias and dsinks too
+            py::tuple wants(5);  // dbias and dsinks too
             for (int i = 0; i < 5; i++) wants[i] = py::bool_(wanted >> i & 1);
             py::tuple made = py::reinterpret_borrow<py::object>(slow_backward)(given, call.mask.get(), wants, call.kernel.get(),
                                                                               py::bool_(call.deterministic));
@@ -322,8 +321,8 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
 
 bool exact(PyObject* x) { return Py_TYPE(x) == (PyTypeObject*)THPVariableClass || Py_TYPE(x) == (PyTypeObject*)parameter_class; }
 
-// The call, or none: where no program was added for it.
-CallPtr call_of(PyObject* numbers, PyObject* kernel, PyObject* table, bool deterministic) {
+// The call, or none where no program was added for it.
+CallPtr call_of(PyObject* mask, PyObject* kernel, PyObject* table, bool deterministic) {
     thread_local Words key;
     if (kernel != Py_None && !PyUnicode_CheckExact(kernel)) return {};
     const int64_t name = PyObject_Hash(kernel);
@@ -331,14 +330,14 @@ CallPtr call_of(PyObject* numbers, PyObject* kernel, PyObject* table, bool deter
         PyErr_Clear();
         return {};
     }
-    key = {reinterpret_cast<int64_t>(numbers), name, reinterpret_cast<int64_t>(table), deterministic};
+    key = {reinterpret_cast<int64_t>(mask), name, reinterpret_cast<int64_t>(table), deterministic};
     auto found = calls.find(key);
     return found == calls.end() ? CallPtr() : found->second;
 }
 
-CallPtr new_call(py::object mask, py::object numbers, py::object kernel, py::object table, bool deterministic) {
-    Words key = {reinterpret_cast<int64_t>(numbers.ptr()), int64_t(py::hash(kernel)), reinterpret_cast<int64_t>(table.ptr())};
-    for (bool mode : {false, true}) {  // of one forward the backward may be either
+CallPtr new_call(py::object mask, py::object kernel, py::object table, bool deterministic) {
+    Words key = {reinterpret_cast<int64_t>(mask.ptr()), int64_t(py::hash(kernel)), reinterpret_cast<int64_t>(table.ptr())};
+    for (bool mode : {false, true}) {  // the backward of a forward may be either
         Words whole = key;
         whole.push_back(mode);
         calls[whole] = c10::make_intrusive<Call>(mask, kernel, table, mode, key);
@@ -354,13 +353,13 @@ PyObject* wrapped(const variable_list& out, bool return_lse) {
     return pair.release().ptr();
 }
 
-// (q, k, v, numbers, kernel, table, deterministic, return_lse) → o, (o, lse), or None; numbers: of the mask
+// (q, k, v, mask, kernel, table, deterministic, return_lse) → o, (o, lse), or None
 PyObject* attend(PyObject*, PyObject* const* args, Py_ssize_t n) {
     HANDLE_TH_ERRORS
     TORCH_CHECK(n == 8);
     if (!exact(args[0]) || !exact(args[1]) || !exact(args[2])) Py_RETURN_NONE;
     const Tensor &q = THPVariable_Unpack(args[0]), &k = THPVariable_Unpack(args[1]), &v = THPVariable_Unpack(args[2]);
-    if (!plain(q) || !plain(k) || !plain(v) || observed()) Py_RETURN_NONE;
+    if (!is_plain_tensor(q) || !is_plain_tensor(k) || !is_plain_tensor(v) || is_traced_or_transformed()) Py_RETURN_NONE;
     if (at::autocast::is_autocast_enabled(at::kCPU) || at::autocast::is_autocast_enabled(at::kCUDA)) Py_RETURN_NONE;
     const int deterministic = args[6] == Py_None ? at::globalContext().deterministicAlgorithms() : PyObject_IsTrue(args[6]);
     const int return_lse = PyObject_IsTrue(args[7]);
@@ -390,9 +389,9 @@ void drop(Under<std::shared_ptr<Program>>& old_programs, Under<std::shared_ptr<B
     old_bound.swap(bound);
 }
 
-// Of reads (q, k, v) or (q, k, v, o, lse, do, dlse), with what such a call allocates: exemplars of (o, lse) or (dq, dk, dv), and
-// the bytes of scratch. True where all others were dropped for it.
-bool add_program(py::object mask, py::object numbers, py::object kernel, py::object table, bool deterministic, int64_t wanted,
+// Adds the program of calls that read (q, k, v) or (q, k, v, o, lse, do, dlse) and allocate (o, lse) or (dq, dk, dv), given as
+// exemplars, and bytes of scratch. Returns true if all other programs were dropped for it.
+bool add_program(py::object mask, py::object kernel, py::object table, bool deterministic, int64_t wanted,
                  py::tuple reads, py::tuple outputs, int64_t work_bytes, py::object native, py::object plan) {
     static int64_t numbered = 0;
     variable_list given;
@@ -415,21 +414,16 @@ bool add_program(py::object mask, py::object numbers, py::object kernel, py::obj
     } else {
         program->plan = std::make_unique<const Kept>(plan);
     }
-    CallPtr call = call_of(numbers.ptr(), kernel.ptr(), table.ptr(), deterministic);
-    bool full = !call && calls.size() >= most_entries;
-    if (full && retired.size() >= MOST_RETIRED * most_entries) return false;  // further masks stay with Python
-    if (full) {
-        for (auto& each : calls) retired.push_back(each.second);
-        calls.clear();  // with every program, for their keys have addresses of what calls hold
-    }
-    if (!call) call = new_call(mask, numbers, kernel, table, deterministic);
+    CallPtr call = call_of(mask.ptr(), kernel.ptr(), table.ptr(), deterministic);
+    if (!call && calls.size() >= MOST_CALLS * most_entries) return false;
+    if (!call) call = new_call(mask, kernel, table, deterministic);
     Words key;
     if (given.size() == 3) forward_key(key, *call, given[0], given[1], given[2]);
     else backward_key(key, *call, given, wanted);
     Under<std::shared_ptr<Program>> old_programs;  // destroyed after the lock is given back
     Under<std::shared_ptr<Bound>> old_bound;
     std::lock_guard<std::mutex> lock(mutex);
-    full = full || programs.size() >= most_entries;
+    const bool full = programs.size() >= most_entries;
     if (full) drop(old_programs, old_bound);
     std::swap(programs[key], program);
     return full;

@@ -14,26 +14,37 @@ Rows i < Tq, columns j < Tk. Both ends are aligned at the bottom right, so row i
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, field
-from functools import lru_cache
+from dataclasses import dataclass, field, replace
 from types import NoneType
 
 import torch
 from torch import Tensor
 
+from ..cache import remember
+
 Window = tuple[int | None, int | None]
+NO_WINDOW: Window = (None, None)
 NUMBERS = frozenset((bool, int, float, NoneType))
+_interned: dict[tuple[object, ...], Mask] = {}  # by numbers and their types, because 1 is not True
 
 
-@lru_cache(4096, typed=True)  # 1 is not True
-def _interned(*numbers: object) -> object | None:
-    """An object of its own for each tuple of numbers, by which a mask is told from others faster than by all of them."""
-    return object() if NUMBERS.issuperset(map(type, numbers)) else None
+def interned_mask(
+    causal: bool, window: Window | None, scale: float | None, softcap: float, dropout_p: float  # noqa: FBT001
+) -> Mask:  # fmt: skip
+    """The mask of these numbers, made once."""
+    found = None
+    if not torch.compiler.is_compiling() and (window is None or type(window) is tuple):
+        values = (causal, *(NO_WINDOW if window is None else window), scale, softcap, dropout_p, 0, 0)
+        try:
+            found = _interned.get((values, tuple(map(type, values))))
+        except TypeError:  # unhashable: the checks say what is wrong
+            found = None
+    return Mask(causal, window, scale, softcap, dropout_p=dropout_p) if found is None else found
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Mask:
-    """Everything about a call beside q, k and v. With cu_seqlens the batch is packed sequences ("varlen")."""
+    """The options of a call of attention: masks, bias, dropout, packing. With cu_seqlens the batch is packed sequences."""
 
     causal: bool = False
     window: Window | None = None
@@ -48,22 +59,35 @@ class Mask:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    cache_key: object = field(init=False, repr=False)  # one object for masks with the same numbers; None: not cached
+    cache_key: Mask | None = field(
+        init=False, repr=False
+    )  # the interned mask of the same numbers; None: cached nowhere
     has_tensors: bool = field(init=False, repr=False)  # or a seed
 
     def __post_init__(self) -> None:
-        numbers, window = None, (None, None) if self.window is None else self.window
-        if type(window) is tuple and not torch.compiler.is_compiling():
-            longest = self.max_seqlen_q, self.max_seqlen_k
-            try:
-                numbers = _interned(self.causal, self.scale, self.softcap, self.dropout_p, *longest, *window)
-            except TypeError:  # unhashable
-                numbers = None
-        object.__setattr__(self, "cache_key", numbers)
         none = (
             self.bias is self.alibi_slopes is self.sinks is self.seed is self.cu_seqlens_q is self.cu_seqlens_k is None
         )
         object.__setattr__(self, "has_tensors", not none)
+        object.__setattr__(self, "cache_key", self._find_interned())
+
+    def _find_interned(self) -> Mask | None:
+        window = NO_WINDOW if self.window is None else self.window
+        if type(window) is not tuple or torch.compiler.is_compiling():
+            return None
+        longest = self.max_seqlen_q, self.max_seqlen_k
+        values = (self.causal, *window, self.scale, self.softcap, self.dropout_p, *longest)
+        types = tuple(map(type, values))
+        if not NUMBERS.issuperset(types):
+            return None
+        found = _interned.get((values, types))
+        if found is None and not self.has_tensors:
+            found = remember(_interned, (values, types), self)
+        if found is None:
+            found = replace(
+                self, bias=None, alibi_slopes=None, sinks=None, seed=None, cu_seqlens_q=None, cu_seqlens_k=None
+            )
+        return found
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
