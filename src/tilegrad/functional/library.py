@@ -4,14 +4,14 @@
     tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)      empty where not wanted
 
 A mask travels through an op as the flat list of its fields, because a schema knows only tensors and numbers. torch.func's
-transforms see an autograd.Function around each op: grad and jacrev run its backward, vmap folds its dimension into B, or
-calls once for each sample where a mask's tensor has that dimension. Second derivatives and forward mode raise.
+transforms (differentiable.py) run its backward for grad and jacrev; vmap folds its dimension into B, or calls once for each
+sample where a mask's tensor has that dimension.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch.autograd import forward_ad
 
 from ..kernels.attention.checks import check_options, check_tensors
 from ..kernels.attention.mask import Mask
-from .call import autocast, backward, backward_key, forward, forward_key, new_gradients, new_outputs
+from .call import backward, backward_key, forward, forward_key, new_gradients, new_outputs
+from .differentiable import batching_rule, raise_forward_mode, register
 
 _FIELDS = (
     "Tensor? bias, Tensor? alibi_slopes, Tensor? sinks, Tensor? seed, Tensor? cu_seqlens_q, Tensor? cu_seqlens_k, "
@@ -69,7 +70,7 @@ def attend_by_op(
     if forward_ad._current_level >= 0 and any(
         forward_ad.unpack_dual(x).tangent is not None for x in (q, k, v, *mask.tensors)
     ):
-        _no_forward_mode()
+        raise_forward_mode("tilegrad attention")
     arguments = (q, k, v, *tensors_of(mask, seed), *numbers_of(mask), deterministic, kernel)
     if torch._C._are_functorch_transforms_active():
         if torch.compiler.is_compiling():
@@ -118,7 +119,6 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> N
 
 
 def _attention_backward(ctx: Any, do: Tensor | None, dlse: Tensor | None = None) -> tuple[Tensor | None, ...]:
-    """Of the op."""
     q, k, v, *held, o, lse = ctx.saved_tensors
     *numbers, deterministic, kernel = ctx.options
     need_q, need_k, need_v, need_bias, _, need_sinks = ctx.needs_input_grad[:6]
@@ -135,78 +135,22 @@ def backward_by_op(
     saved: tuple[Tensor | None, ...], options: tuple[Any, ...], wanted: tuple[bool, ...]
 ) -> tuple[Tensor | None, ...]:
     transformed = torch._C._are_functorch_transforms_active()
-    call = _AttentionBackward.apply if transformed else torch.ops.tilegrad.attention_bwd
+    call = _attention_bwd if transformed else torch.ops.tilegrad.attention_bwd
     grads = call(*saved, *options, list(wanted))
     return tuple(g if want else None for g, want in zip(grads, wanted, strict=True))
 
 
-def _no_second_derivative(*_: Any) -> tuple[None, ...]:
-    raise NotImplementedError(
-        "tilegrad attention has no second derivative: its backward is not differentiable; "
-        "call backward or grad without create_graph=True"
-    )
-
-
-def _no_forward_mode(*_: Any) -> NoReturn:
-    raise NotImplementedError(
-        "tilegrad attention has no forward-mode derivative (torch.func.jvp, jacfwd, hessian, dual tensors); "
-        "use reverse mode: backward, torch.func.grad, vjp or jacrev"
-    )
-
-
-class _Attention(torch.autograd.Function):
-    """attention_fwd as torch.func's transforms take it."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_fwd(*arguments))
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_attention_backward)
-    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
-
-
-class _AttentionBackward(torch.autograd.Function):
-    """attention_bwd likewise."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.attention_bwd(*arguments))
-    setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
-    backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
-    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
-
-
 def _transformed(*arguments: Any) -> Any:
-    return _Attention.apply(*arguments)
+    return _attention_fwd(*arguments)
 
 
 def _keep_in_graph() -> None:
-    """Have torch.compile call `_transformed` as it is, which can't be traced. It runs while tracing, for to say so at import
-    would load torch's compiler: 1.6 s."""
+    """Have torch.compile call `_transformed` as it is, because it can't be traced. This runs while tracing: at import it would
+    load torch's compiler, 1.6 s."""
     torch.compiler.allow_in_graph(_transformed)
 
 
 _keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as torch.compiler.assume_constant_result does
-
-
-def batching_rule(op: Callable[..., Any], tensors: int, folds: Callable[..., bool]) -> Callable[..., Any]:
-    """vmap of an op whose first `tensors` arguments have a dimension B at 0, or are None: samples are folded into B where
-    folds(in_dims, arguments), else each is a call."""
-
-    def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
-        n = info.batch_size
-        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
-        first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
-        if folds(in_dims, arguments):
-            own = [
-                x if x is None else (x.expand(n, *x.shape) if d is None else x).flatten(0, 1)
-                for x, d in zip(first[:tensors], in_dims, strict=False)
-            ]
-            results = op(*own, *arguments[tensors:])
-            found = tuple(x.unflatten(0, (n, -1)) if x.ndim > 1 else x.expand(n, *x.shape) for x in results)
-            return found, (0,) * len(found)
-        calls = [op(*(x if d is None else x[i] for x, d in zip(first, in_dims, strict=True))) for i in range(n)]
-        return tuple(map(torch.stack, zip(*calls, strict=True))), (0,) * len(calls[0])
-
-    return rule
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
@@ -224,19 +168,7 @@ def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     return batching_rule(op, tensors, folds)
 
 
-def _fwd_under_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    q, k, v = autocast(q, k, v)
-    with torch.autocast(q.device.type, enabled=False):
-        return torch.ops.tilegrad.attention_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("attention_fwd", _fwd, _device)
-    _library.impl("attention_bwd", _bwd, _device)
-    _library.impl("attention_fwd", _fwd_under_autocast, f"Autocast{_device}")
-torch.library.register_fake("tilegrad::attention_fwd", _fwd_fake, lib=_library)
-torch.library.register_fake("tilegrad::attention_bwd", _bwd_fake, lib=_library)
-torch.library.register_autograd("tilegrad::attention_fwd", _attention_backward, setup_context=_save, lib=_library)
-torch.library.register_autograd("tilegrad::attention_bwd", _no_second_derivative, lib=_library)
-torch.library.register_vmap("tilegrad::attention_fwd", _vmap(torch.ops.tilegrad.attention_fwd, 3), lib=_library)
-torch.library.register_vmap("tilegrad::attention_bwd", _vmap(torch.ops.tilegrad.attention_bwd, 7), lib=_library)
+_attention_fwd, _attention_bwd = register(
+    _library, "attention", "tilegrad attention", (_fwd, _bwd), (_fwd_fake, _bwd_fake), _save, _attention_backward,
+    (_vmap(torch.ops.tilegrad.attention_fwd, 3), _vmap(torch.ops.tilegrad.attention_bwd, 7)),
+)  # fmt: skip

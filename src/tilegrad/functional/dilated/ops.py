@@ -8,13 +8,12 @@ functional.py loads this on first need: an eager call goes without.
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..call import autocast
-from ..library import batching_rule
+from ..differentiable import batching_rule, register
 from .run import backward, forward, new_gradients, new_outputs
 
 _OPTIONS = (
@@ -54,65 +53,23 @@ def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor
     return (dq, dk, dv, *none[3:])
 
 
-def _no_second_derivative(*_: Any) -> tuple[None, ...]:
-    raise NotImplementedError(
-        "tilegrad.dilated_attention has no second derivative; call backward or grad without create_graph=True"
-    )
-
-
-def _no_forward_mode(*_: Any) -> NoReturn:
-    raise NotImplementedError("tilegrad.dilated_attention has no forward-mode derivative; use reverse mode")
-
-
-class _Dilated(torch.autograd.Function):
-    """dilated_fwd as torch.func's transforms take it."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.dilated_fwd(*arguments))
-    setup_context = staticmethod(_save)
-    backward = staticmethod(_backward)
-    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
-
-
-class _DilatedBackward(torch.autograd.Function):
-    """dilated_bwd likewise."""
-
-    generate_vmap_rule = True
-    forward = staticmethod(lambda *arguments: torch.ops.tilegrad.dilated_bwd(*arguments))
-    setup_context = staticmethod(lambda ctx, inputs, output: None)  # noqa: ARG005
-    backward = staticmethod(_no_second_derivative)  # type: ignore[assignment]
-    jvp = staticmethod(_no_forward_mode)  # type: ignore[assignment]  # torch's own names a ctx
-
-
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
     """With a seed each sample is a call, so that all drop alike where the seed is one, and by their own where each has one."""
     return batching_rule(op, tensors, lambda _in_dims, arguments: arguments[tensors] is None)
 
 
-def _fwd_under_autocast(q: Tensor, k: Tensor, v: Tensor, *rest: Any) -> tuple[Tensor, Tensor]:
-    q, k, v = autocast(q, k, v)
-    with torch.autocast(q.device.type, enabled=False):
-        return torch.ops.tilegrad.dilated_fwd(q, k, v, *rest)  # type: ignore[no-any-return]
-
-
-for _device in ("CPU", "CUDA"):
-    _library.impl("dilated_fwd", forward, _device)
-    _library.impl("dilated_bwd", backward, _device)
-    _library.impl("dilated_fwd", _fwd_under_autocast, f"Autocast{_device}")
-torch.library.register_fake("tilegrad::dilated_fwd", _fwd_fake, lib=_library)
-torch.library.register_fake("tilegrad::dilated_bwd", _bwd_fake, lib=_library)
-torch.library.register_autograd("tilegrad::dilated_fwd", _backward, setup_context=_save, lib=_library)
-torch.library.register_autograd("tilegrad::dilated_bwd", _no_second_derivative, lib=_library)
-torch.library.register_vmap("tilegrad::dilated_fwd", _vmap(torch.ops.tilegrad.dilated_fwd, 3), lib=_library)
-torch.library.register_vmap("tilegrad::dilated_bwd", _vmap(torch.ops.tilegrad.dilated_bwd, 6), lib=_library)
+_dilated_fwd, _dilated_bwd = register(
+    _library, "dilated", "tilegrad.dilated_attention", (forward, backward), (_fwd_fake, _bwd_fake), _save, _backward,
+    (_vmap(torch.ops.tilegrad.dilated_fwd, 3), _vmap(torch.ops.tilegrad.dilated_bwd, 6)),
+)  # fmt: skip
 
 
 def dilated_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
     """The op, or around it an autograd.Function where torch.func is at work."""
     transformed = torch._C._are_functorch_transforms_active()
-    return (_Dilated.apply if transformed else torch.ops.tilegrad.dilated_fwd)(*arguments)  # type: ignore[no-any-return]
+    return (_dilated_fwd if transformed else torch.ops.tilegrad.dilated_fwd)(*arguments)  # type: ignore[no-any-return]
 
 
 def dilated_bwd(*arguments: Any) -> tuple[Tensor, ...]:
     transformed = torch._C._are_functorch_transforms_active()
-    return (_DilatedBackward.apply if transformed else torch.ops.tilegrad.dilated_bwd)(*arguments)  # type: ignore[no-any-return]
+    return (_dilated_bwd if transformed else torch.ops.tilegrad.dilated_bwd)(*arguments)  # type: ignore[no-any-return]

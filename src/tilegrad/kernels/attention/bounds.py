@@ -72,6 +72,7 @@ def bounds(
 def _bounds(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp: float, batch: range
 ) -> dict[str, Bound]:
+    # Longer than 60 lines: the formulas of the docstring in their order, most of which read names of many lines above.
     dtype, a, kv = q.dtype, roundoff(accumulation_dtype(q.dtype)), k
     if dtype == torch.float64:
         a *= 2  # the oracle rounds as much
