@@ -292,8 +292,8 @@ def test_gelu_is_native_where_it_lies_contiguous_and_a_name_runs_or_raises() -> 
     h = randn(4, 6, dtype=torch.float32)
     if isinstance(library(), str):
         pytest.skip("there is no native library")
-    assert [ACTIVATION.select(Problem(kind, (h, h))).name for kind in KINDS] == ["native", "torch", "torch"]
-    assert ACTIVATION.select(Problem("gelu", (h, h.t().contiguous().t()))).name == "torch"
+    assert [ACTIVATION.select(Problem(h, kind, (h,))).name for kind in KINDS] == ["native", "torch", "torch"]
+    assert ACTIVATION.select(Problem(h, "gelu", (h.t().contiguous().t(),))).name == "torch"
     for kind, x, why in (
         ("relu", h, "has gelu, not relu"),
         ("gelu", h.t(), "takes contiguous tensors"),

@@ -181,9 +181,9 @@ def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
     for state, x8, module in zip(states, rounded, (scaled_mm, torch_ops), strict=True):
         fill_state(state, weight=False)
         if kind == "gelu":
-            module.activation(x, kind, a8=x8, state=state)
+            module.activation(x, kind, a8=x8, state=state, scratch={})
         else:
-            module.quantize(x, x8=x8, state=state)
+            module.quantize(x, x8=x8, state=state, scratch={})
     got, want = (x8.float().nan_to_num(1.0) for x8 in rounded)
     assert (got / want).nan_to_num(1.0)[want.abs() > 1.0].sub(0.8).abs().max() <= 0.4  # the interpreter loses carries
     seen = states[0][FIRST_PART:].max()
@@ -191,7 +191,7 @@ def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
         assert seen == math.inf
     else:
         assert seen == pytest.approx(float(states[1][FIRST_PART:].max()), rel=1e-2)
-    scaled_mm.scale_step(state=states[0])
+    scaled_mm.scale_step(state=states[0], scratch={})
     assert states[0][0] == (FIRST["x"] / LARGEST if kind == "nan" else seen / LARGEST) and not states[0][1:].any()
 
 

@@ -27,7 +27,6 @@ from tilegrad.kernels.cpu import rows
 from tilegrad.kernels.cpu.library import library
 from tilegrad.kernels.norm import (
     NORM,
-    Problem,
     cpu,
     layernorm_bwd,
     layernorm_fwd,
@@ -37,6 +36,7 @@ from tilegrad.kernels.norm import (
     torch_ops,
 )
 from tilegrad.kernels.scratch import Form, blocks
+from tilegrad.kernels.table import Problem
 
 EPS = 1e-5
 

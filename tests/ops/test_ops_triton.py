@@ -20,11 +20,9 @@ from tilegrad.kernels.activation import ACTIVATION, KINDS, activation_bwd, activ
 from tilegrad.kernels.activation import Problem as ActivationProblem
 from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace
-from tilegrad.kernels.column_sum import Problem as SumProblem
 from tilegrad.kernels.norm import (
     MOST_COLUMNS,
     NORM,
-    Problem,
     layernorm_bwd,
     layernorm_fwd,
     norm_workspace,
@@ -32,6 +30,8 @@ from tilegrad.kernels.norm import (
     rmsnorm_fwd,
 )
 from tilegrad.kernels.op import observe
+from tilegrad.kernels.scratch import Form
+from tilegrad.kernels.table import Problem
 
 pytest.importorskip("triton", reason="needs Triton")
 DTYPES = (torch.float32, torch.float16)  # the interpreter cuts bfloat16 off where the compiler rounds it
@@ -386,8 +386,8 @@ def test_the_tables_say_why_not() -> None:
     x = randn(4, 6, dtype=torch.float32)
     for table, problem in (
         (NORM, Problem),
-        (COLUMN_SUM, SumProblem),
-        (ACTIVATION, lambda x: ActivationProblem("gelu", (x, x))),
+        (COLUMN_SUM, Problem),
+        (ACTIVATION, lambda x: ActivationProblem(x, "gelu")),
     ):
         assert "TRITON_INTERPRET=1" in table.explain(problem(x)).reasons["triton"]
         assert "float64" in table.explain(problem(x.double())).reasons["triton"]
@@ -397,23 +397,21 @@ def test_the_tables_say_why_not() -> None:
 def test_interpreted_tables_say_which_layouts() -> None:
     assert "up to 16384 columns, not 16385" in NORM.explain(Problem(torch.empty(1, 16385))).reasons["triton"]
     across = torch.empty(6, 4).t()
-    told = ACTIVATION.explain(ActivationProblem("gelu", (across, across)))
+    told = ACTIVATION.explain(ActivationProblem(across, "gelu"))
     assert "columns lie side by side" in told.reasons["triton"]
 
 
 def test_an_old_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnCuda:
-        dtype, device = torch.bfloat16, torch.device("cuda", 0)
-
+    x = Form((1, 1), torch.bfloat16, torch.device("cuda", 0))
     for found, refused in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
         monkeypatch.setattr(gpu, "capability", lambda _device, found=found: found)
         gpu._refusal.cache_clear()
-        told = gpu.refusal(OnCuda())
+        told = gpu.refusal(x)
         assert (told is not None) == refused
         assert told is None or "needs compute capability 8.0 or newer, and cuda:0 has 7.5" in told
     gpu._refusal.cache_clear()
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
-    assert "needs Triton" in str(gpu.refusal(OnCuda()))
+    assert "needs Triton" in str(gpu.refusal(x))
     gpu._refusal.cache_clear()
 
 

@@ -95,13 +95,16 @@ def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path:
     gate, up, h = gate_up[:, :3072], gate_up[:, 3072:], torch.empty(64, 3072, dtype=dtype)
     with compiling(architecture, tmp_path) as found:
         for again, summed in ((None, None), (h, sums)):
-            scratch = poisoned(triton_ops.workspace(kind, (h,)))
+            scratch = poisoned(triton_ops.workspace(h, kind))
             options: Any = {"a": again, "accumulate": True, "scratch": scratch}
             if kind == "swiglu":
                 triton_ops.swiglu_bwd(h, gate, up, dgate=h, dup=h, dgate_sum=summed, dup_sum=summed, **options)
             else:
                 triton_ops.bwd(h, h, kind, dh=h, dh_sum=summed, **options)
-        triton_ops.swiglu_fwd(gate, up, a=h) if kind == "swiglu" else triton_ops.fwd(h, kind, a=h)
+        if kind == "swiglu":
+            triton_ops.swiglu_fwd(gate, up, a=h, scratch={})
+        else:
+            triton_ops.fwd(h, kind, a=h, scratch={})
     op = "swiglu" if kind == "swiglu" else "activation"
     backward = f"_{op}_bwd_kernel"
     check(found, architecture, {f"_{op}_fwd_kernel", backward, f"{backward} again", "_add_partials_kernel"})
@@ -123,10 +126,10 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
         norm(x, rms=rms, architecture=90, folder=tmp_path)
     with compiling(90, tmp_path) as found:
         column_sum.fwd(x, sums=torch.empty(c), accumulate=False, scratch=poisoned(column_sum.workspace(x)))
-        activation.fwd(x, "gelu", a=y)
+        activation.fwd(x, "gelu", a=y, scratch={})
         activation.bwd(x, x, "tanh", dh=y, a=y, dh_sum=None, accumulate=False, scratch={})
-        activation.swiglu_fwd(x, x, a=y)
-        sums, scratch = torch.empty(c), poisoned(activation.workspace("swiglu", (x,)))
+        activation.swiglu_fwd(x, x, a=y, scratch={})
+        sums, scratch = torch.empty(c), poisoned(activation.workspace(x, "swiglu"))
         activation.swiglu_bwd(
             x, x, x, dgate=y, dup=y, a=y, dgate_sum=sums, dup_sum=sums, accumulate=False, scratch=scratch
         )
@@ -151,7 +154,7 @@ def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: 
 @pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
-    from tilegrad.kernels.adamw import Piece, triton_ops
+    from tilegrad.kernels.adamw import Range, triton_ops
     from tilegrad.kernels.global_norm import triton_ops as norm_ops
 
     p, one = torch.empty(1 << 20), torch.ones(())
@@ -159,7 +162,7 @@ def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
     with compiling(architecture, tmp_path) as found:
         norm_ops.fwd([p], norm=one, scratch=poisoned(norm_ops.workspace(p)))
         triton_ops.step(
-            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, pieces=[Piece(p, p, p, p, copy, 1 << 19)], step=one,
+            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, ranges=[Range(p, p, p, p, copy, 1 << 19)], step=one,
             scratch=poisoned(triton_ops.workspace(p)),
         )  # fmt: skip
     check(found, architecture, {"_squares_kernel", "_root_kernel", "_decide_kernel", "_adamw_kernel"})

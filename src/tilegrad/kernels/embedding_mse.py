@@ -8,8 +8,6 @@ Rows are processed in blocks, in the accumulation dtype.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -17,12 +15,12 @@ from .cross_entropy import check_loss
 from .cross_entropy.torch_ops import mask_targets
 from .embedding.torch_ops import add_rows
 from .op import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_per_block, views
+from .scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_per_block, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows
 
 
-def embedding_mse_workspace(x: Any, wte: Any) -> Shapes:
+def embedding_mse_workspace(x: TensorLike, wte: TensorLike) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold: forward, backward and step."""
     acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, rows_per_block(x, BLOCK)
     shapes: Shapes = {

@@ -12,8 +12,6 @@ outputs are short, it is 1 − σ(v): 37 instructions for each number are all th
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
@@ -22,9 +20,8 @@ from torch import Tensor
 from ..attention.triton.numerics import LOG2E, power, quotient, to_log2
 from ..attention.triton.numerics import tanh as finite_tanh
 from ..column_sum.triton_ops import add_partials
-from ..gpu import ceil_div, multiprocessors, padded
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import JITKernel, ceil_div, launch, multiprocessors, padded
+from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, COLUMNS = 2048, 1024  # elements of a tile, columns of one whose rows lie apart
 WARPS = 4
@@ -175,20 +172,19 @@ def _summed_tile(c: int) -> tuple[int, int]:
     return SUMMED_TILE // columns, columns
 
 
-def _programs(h: Any) -> int:
+def _programs(h: TensorLike) -> int:
     """P. It never falls as rows are added, so that scratch for many serves few."""
     (n, c), (rows, columns) = h.shape, _summed_tile(h.shape[1])
-    most = PROGRAMS * multiprocessors(torch.device(h.device)) // ceil_div(c, columns)
+    most = PROGRAMS * multiprocessors(h.device) // ceil_div(c, columns)
     return max(1, min(ceil_div(n, rows), most))
 
 
-def workspace(kind: str, tensors: tuple[Any, ...]) -> Shapes:
-    h = tensors[0]
-    return {"partials": ((2 if kind == "swiglu" else 1, _programs(h), h.shape[1]), torch.float32)}
+def workspace(x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), *, sums: bool = True) -> Shapes:
+    return {"partials": ((2 if kind == "swiglu" else 1, _programs(x), x.shape[1]), torch.float32)} if sums else {}
 
 
-def fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
-    _launch(_activation_fwd_kernel, h, a, KIND=kind)
+def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
+    _launch_forward(_activation_fwd_kernel, h, a, KIND=kind)
 
 
 def bwd(
@@ -200,8 +196,8 @@ def bwd(
     )
 
 
-def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor) -> None:
-    _launch(_swiglu_fwd_kernel, gate, up, a)
+def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None:
+    _launch_forward(_swiglu_fwd_kernel, gate, up, a)
 
 
 def swiglu_bwd(
@@ -213,25 +209,19 @@ def swiglu_bwd(
     _launch_backward(_swiglu_bwd_kernel, da, gate, up, dgate, dup, a, sums=sums, accumulate=accumulate, scratch=scratch)
 
 
-def _launch(kernel: triton.JITFunction, *tensors: Tensor, **constants: str) -> None:
-    x = tensors[0]
-    if x.numel() == 0:
-        return
+def _launch_forward(kernel: JITKernel, *tensors: Tensor, **constants: str) -> None:
     n, c, block_n, block_c, strides = _tiles(*tensors)
     grid = (ceil_div(n, block_n) * ceil_div(c, block_c),)
-    with torch.cuda.device_of(x):
-        kernel[grid](
-            *tensors, *strides, n, c,
-            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=WARPS, **launch_options(),
-        )  # fmt: skip
+    tile = {"EXACT": tensors[0].dtype == torch.float32, "BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": WARPS}
+    launch(kernel, grid, *tensors, *strides, n, c, **constants, **tile)
 
 
 def _launch_backward(
-    kernel: triton.JITFunction, *tensors: Tensor | None,
+    kernel: JITKernel, x: Tensor, *others: Tensor | None,
     sums: tuple[Tensor | None, ...], accumulate: bool, scratch: Scratch, **constants: str,
 ) -> None:  # fmt: skip
-    x = next(x for x in tensors if x is not None)
-    wanted = [x for x in sums if x is not None]
+    tensors = (x, *others)
+    wanted = [total for total in sums if total is not None]
     if x.numel() == 0:
         for grad in wanted if not accumulate else ():
             grad.zero_()
@@ -243,13 +233,10 @@ def _launch_backward(
     else:
         n, c, block_n, block_c, strides = _tiles(*tensors)
         partials, programs, warps = None, min(ceil_div(n, block_n), MOST_PROGRAMS), WARPS
-    with torch.cuda.device_of(x):
-        kernel[ceil_div(c, block_c), programs](
-            *tensors, partials, *strides, n, c,
-            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=warps, **launch_options(),
-        )  # fmt: skip
-        if partials is not None:
-            add_partials(partials, *wanted, accumulate=accumulate)
+    tile = {"EXACT": x.dtype == torch.float32, "BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": warps}
+    launch(kernel, (ceil_div(c, block_c), programs), x, *others, partials, *strides, n, c, **constants, **tile)
+    if partials is not None:
+        add_partials(partials, *wanted, accumulate=accumulate)
 
 
 def _tiles(*tensors: Tensor | None) -> tuple[int, int, int, int, list[int]]:

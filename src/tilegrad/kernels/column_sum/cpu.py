@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..cpu.abi import pack_norm
 from ..cpu.library import isa, native
 from ..cpu.rows import DTYPES, rows
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, TensorLike
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike) -> Shapes:
     return {}
 
 

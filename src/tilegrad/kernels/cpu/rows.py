@@ -8,11 +8,11 @@ which changes no bit.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..scratch import TensorLike
 from .abi import DTYPES as ALL_DTYPES
 from .library import library
 
@@ -21,7 +21,7 @@ DTYPES = {dtype: ALL_DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
 _CPU = torch.device("cpu")  # compared as a whole: `x.device.type` takes ten times as long, and every small call pays it
 
 
-def refusal(x: Any) -> str | None:
+def refusal(x: TensorLike) -> str | None:
     """Why these kernels can't run on x, from its dtype and device alone; None where they can."""
     if x.device != _CPU:
         return _runs_not_on(x.device)

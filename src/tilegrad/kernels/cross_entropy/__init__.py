@@ -13,7 +13,7 @@ bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` an
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -21,15 +21,15 @@ from torch import Tensor
 from .. import gpu
 from ..checks import check_given, check_param, check_tensor
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import BACKWARD, FORWARD, Where
 
 
 class Problem(NamedTuple):
     """A loss as the table sees it: dtypes, and the device of x."""
 
-    x: Any
-    w: Any
+    x: TensorLike
+    w: TensorLike
 
 
 def _triton_refuses(problem: Problem) -> str | None:
@@ -38,64 +38,51 @@ def _triton_refuses(problem: Problem) -> str | None:
     return gpu.refusal(problem.x)
 
 
-CROSS_ENTROPY = Table(
-    "cross_entropy",
-    (
-        Kernel("triton", "cross_entropy.triton_ops", _triton_refuses),
-        Kernel("torch", "cross_entropy.torch_ops", takes_all),
-    ),
-)
+CROSS_ENTROPY = gpu.triton_else_torch("cross_entropy", _triton_refuses)
 
 
-def cross_entropy_workspace(x: Any, w: Any, *, backward: bool, kernel: str | None = None) -> Shapes:
+def cross_entropy_workspace(x: TensorLike, w: TensorLike, *, backward: bool, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold: for `_fwd`, or (backward) for `_bwd` and `_step`."""
     return CROSS_ENTROPY.workspace(Problem(x, w), kernel=kernel, backward=backward)
 
 
 @op()
 def cross_entropy_fwd(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
-) -> None:  # fmt: skip
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, **where: Unpack[Where]
+) -> None:
     """loss (0-d), overwritten."""
-    given = (x, w, targets, inv_total)
-    _run(*given, loss=loss, dx=None, dw=None, accumulate=True, backward=False, scratch=scratch, kernel=kernel)
+    _run(x, w, targets, inv_total, where, loss=loss, dx=None, dw=None)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_bwd(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx overwritten, dw added to (accumulate=False: overwritten); the logits are formed again."""
-    given = (x, w, targets, inv_total)
-    _run(*given, loss=None, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch, kernel=kernel)
+    _run(x, w, targets, inv_total, where, loss=None, dx=dx, dw=dw, accumulate=accumulate, options=BACKWARD)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_step(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Forward and backward at once."""
-    given = (x, w, targets, inv_total)
-    _run(*given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch, kernel=kernel)
+    _run(x, w, targets, inv_total, where, loss=loss, dx=dx, dw=dw, accumulate=accumulate, options=BACKWARD)
 
 
 def _run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, backward: bool,
-    scratch: Scratch | None, kernel: str | None,
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, where: Where, *,
+    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool = True, options: dict[str, bool] = FORWARD,
 ) -> None:  # fmt: skip
     check_loss(x, targets, inv_total, loss=loss, dx=dx, w=("w", w), dw=("dw", dw))
-    row = CROSS_ENTROPY.select(Problem(x, w), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(x, w, backward=backward), x.device, "cross_entropy", kernel=row.name)
     if dw is not None and not accumulate and not x.shape[0]:
         dw.zero_()
-    module.run(x, w, targets, inv_total, loss=loss, dx=dx, dw=dw, accumulate=accumulate, scratch=buffers)
+    CROSS_ENTROPY.run(
+        "run", Problem(x, w), x, w, targets, inv_total, options=options,
+        loss=loss, dx=dx, dw=dw, accumulate=accumulate, **where,
+    )  # fmt: skip
 
 
 def check_loss(

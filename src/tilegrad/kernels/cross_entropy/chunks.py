@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ..linear import linear_workspace, rounds_weights
-from ..scratch import Form, Shapes, below, blocks, larger
+from ..scratch import Form, Shapes, TensorLike, below, blocks, larger
 
 _EVEN = 256  # a chunk of more rows may have a multiple of these at most
 
@@ -23,7 +22,7 @@ def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
     return blocks(n, min(most, -(-size // multiple) * multiple))
 
 
-def products_workspace(x: Any, w: Any, rows: int, *, backward: bool) -> Shapes:
+def products_workspace(x: TensorLike, w: TensorLike, rows: int, *, backward: bool) -> Shapes:
     """Of l = x wᵀ on `rows` rows, and of dx and dw where there is a backward; "w" is w rounded once for all chunks."""
     v, c = w.shape
     shapes: Shapes = {}

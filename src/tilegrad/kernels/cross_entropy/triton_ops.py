@@ -19,17 +19,15 @@ logits begin at multiples of 128 bytes, and the columns behind the last multiple
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div, padded
+from ..gpu import ceil_div, launch, padded
 from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
-from ..scratch import Scratch, Shapes, of
-from ..triton_version import launch_options
+from ..scratch import Scratch, Shapes, TensorLike, of
 from .chunks import chunks, most_rows, products_workspace
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
@@ -100,14 +98,14 @@ def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
     tl.store(loss, tl.sum(total, 0))
 
 
-def _rows(x: Any, w: Any) -> int:
+def _rows(x: TensorLike, w: TensorLike) -> int:
     """Of a chunk. It is held while every activation is, so its size follows theirs: a chunk costs dw one more pass over it."""
     size = max(LEAST, OF_X * x.shape[0] * x.shape[1] * x.dtype.itemsize)
-    size = min(CHUNK[torch.device(x.device).type], size)
+    size = min(CHUNK[x.device.type], size)
     return most_rows(x.shape[0], _lead(w), x.dtype.itemsize, size, even=ROWS)
 
 
-def _lead(w: Any) -> int:
+def _lead(w: TensorLike) -> int:
     """From one row of logits to the next."""
     return ceil_div(w.shape[0], LEAD) * LEAD
 
@@ -118,11 +116,11 @@ def _columns(v: int) -> list[slice]:
     return [columns for columns in (slice(0, whole), slice(whole, v)) if columns.start < columns.stop]
 
 
-def chunks_of(x: Any, w: Any) -> Iterator[slice]:
+def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
     return chunks(x.shape[0], _rows(x, w), ROWS)
 
 
-def workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, *, backward: bool) -> Shapes:
     rows = _rows(x, w)
     shapes: Shapes = {"logits": ((rows, _lead(w)), x.dtype), "nll": ((x.shape[0],), torch.float32)}
     return shapes | products_workspace(x, w, rows, backward=backward)
@@ -136,21 +134,19 @@ def run(
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
     gradient, tile, columns = dx is not None or dw is not None, min(padded(v), TILE), _columns(v)
-    with torch.cuda.device_of(x):
-        for i in chunks_of(x, w):
-            logits = scratch["logits"][: i.stop - i.start, :v]
+    for i in chunks_of(x, w):
+        logits = scratch["logits"][: i.stop - i.start, :v]
+        for j in columns:
+            linear_fwd(x[i], w[j], None, y=logits[:, j], scratch=linear)
+        given = (targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v)
+        warps = max(4, tile >> 9)
+        launch(_softmax_kernel, (logits.shape[0],), *given, GRADIENT=gradient, TILE=tile, num_warps=warps)
+        if dw is not None:
+            added = accumulate or i.start > 0  # a later chunk adds to the first
             for j in columns:
-                linear_fwd(x[i], w[j], None, y=logits[:, j], scratch=linear)
-            _softmax_kernel[(logits.shape[0],)](
-                targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v,
-                GRADIENT=gradient, TILE=tile, num_warps=max(4, tile >> 9), **launch_options(),
-            )  # fmt: skip
-            if dw is not None:
-                added = accumulate or i.start > 0  # a later chunk adds to the first
-                for j in columns:
-                    linear_bwd_weight(logits[:, j], x[i], w[j], dw=dw[j], accumulate=added, scratch=linear)
-            if dx is not None:
-                for j in reversed(columns):  # the few first: what is rounded and added to is small
-                    linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
-        if loss is not None:
-            _sum_kernel[(1,)](nll, loss, nll.shape[0], SUM=SUM, **launch_options())
+                linear_bwd_weight(logits[:, j], x[i], w[j], dw=dw[j], accumulate=added, scratch=linear)
+        if dx is not None:
+            for j in reversed(columns):  # the few first: what is rounded and added to is small
+                linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
+    if loss is not None:
+        launch(_sum_kernel, (1,), nll, loss, nll.shape[0], SUM=SUM)

@@ -5,17 +5,15 @@ The bits are those of torch's product on one thread, on any number of threads.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..cpu.abi import pack_gemm
 from ..cpu.library import native
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, TensorLike
 
 
-def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
     return {}
 
 

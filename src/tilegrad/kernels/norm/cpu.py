@@ -3,8 +3,6 @@ The residual sum, dx_sum and the second y are a pass each: what they read is in 
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
@@ -12,10 +10,10 @@ from ..column_sum import cpu as column_sum
 from ..cpu.abi import pack_norm
 from ..cpu.library import isa, native
 from ..cpu.rows import DTYPES, address, rows
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, TensorLike
 
 
-def workspace(x: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     return {}
 
 

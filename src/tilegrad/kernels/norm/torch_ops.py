@@ -6,19 +6,17 @@ matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), whi
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..column_sum import torch_ops as column_sum
 from ..column_sum.torch_ops import add_weighted_rows
-from ..scratch import Scratch, Shapes, accumulation_dtype, below, blocks, of, rows_of, rows_per_block
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, below, blocks, of, rows_of, rows_per_block
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # elements of a block of rows
 
 
-def workspace(x: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     c, rows, acc = x.shape[1], rows_per_block(x, BLOCK), accumulation_dtype(x.dtype)
     converted = x.dtype != acc
     if not backward:

@@ -12,7 +12,7 @@ The backward spills some registers with 16384 columns, and four with 1024 where 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -20,9 +20,8 @@ import triton.language as tl
 from torch import Tensor
 
 from ..column_sum.triton_ops import add_partials
-from ..gpu import ceil_div, multiprocessors, padded
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import ceil_div, launch, multiprocessors, padded
+from ..scratch import Scratch, Shapes, TensorLike
 
 
 class Tile(NamedTuple):
@@ -137,12 +136,12 @@ def _tile(tiles: dict[int, Tile], c: int) -> Tile:
     return tiles[min(columns for columns in tiles if columns >= padded(c))]
 
 
-def _programs(x: Any, tile: Tile) -> int:
+def _programs(x: TensorLike, tile: Tile) -> int:
     """P of the backward. It never falls as rows are added, so that scratch for many serves few."""
-    return max(1, min(ceil_div(x.shape[0], tile.rows), tile.programs * multiprocessors(torch.device(x.device))))
+    return max(1, min(ceil_div(x.shape[0], tile.rows), tile.programs * multiprocessors(x.device)))
 
 
-def workspace(x: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     if not backward:
         return {}
     c = x.shape[1]
@@ -159,13 +158,9 @@ def fwd(
 ) -> None:  # fmt: skip
     n, c = x.shape
     tile = _tile(FORWARD, c)
-    if n == 0:
-        return
-    with torch.cuda.device_of(x):
-        _norm_fwd_kernel[(ceil_div(n, tile.rows),)](
-            x, f, w, b, x1, y, mean, rstd, x.stride(0), _stride(f), _stride(x1), y.stride(0), n, eps,
-            C=c, BLOCK_N=tile.rows, BLOCK_C=padded(c), num_warps=tile.warps, **launch_options(),
-        )  # fmt: skip
+    strides = (x.stride(0), _stride(f), _stride(x1), y.stride(0))
+    constants = {"C": c, "BLOCK_N": tile.rows, "BLOCK_C": padded(c), "num_warps": tile.warps}
+    launch(_norm_fwd_kernel, (ceil_div(n, tile.rows),), x, f, w, b, x1, y, mean, rstd, *strides, n, eps, **constants)
 
 
 def bwd(
@@ -176,11 +171,9 @@ def bwd(
     n, c = x.shape
     tile, sums = _tile(BACKWARD, c), [grad for grad in (dw, db, dx_sum) if grad is not None]
     partials = scratch["partials"][: len(sums)]
-    with torch.cuda.device_of(x):
-        _norm_bwd_kernel[(_programs(x, tile),)](
-            dy, x, w, b, mean, rstd, dx, y, partials, dy.stride(0), x.stride(0), _stride(dx), _stride(y), n,
-            DW=dw is not None, DB=db is not None, DX_SUM=dx_sum is not None, C=c,
-            BLOCK_N=tile.rows, BLOCK_C=padded(c), STAGES=tile.stages, num_warps=tile.warps, **launch_options(),
-        )  # fmt: skip
-        if sums:
-            add_partials(partials, *sums, accumulate=accumulate)
+    tensors, strides = (dy, x, w, b, mean, rstd, dx, y, partials), map(_stride, (dy, x, dx, y))
+    wanted = {"DW": dw is not None, "DB": db is not None, "DX_SUM": dx_sum is not None}
+    constants = {"C": c, "BLOCK_N": tile.rows, "BLOCK_C": padded(c), "STAGES": tile.stages, "num_warps": tile.warps}
+    launch(_norm_bwd_kernel, (_programs(x, tile),), *tensors, *strides, n, **wanted, **constants)
+    if sums:
+        add_partials(partials, *sums, accumulate=accumulate)
