@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from support.bounds import bounds, of
-from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 from support.ops import poisoned, randn
 from torch import Tensor
 
@@ -162,13 +161,7 @@ def test_the_state_before_the_first_step_and_its_length() -> None:
     assert torch.finfo(FP8).max == LARGEST and FIRST_PART == 4 and STATE[0] > FIRST_PART
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    in_the_interpreter(str(request.path), "-k", "interpreted")
-
-
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("kind", ["plain", "strided", "nan", "gelu"])
 def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
     from tilegrad.kernels.fp8_linear import scaled_mm, torch_ops
