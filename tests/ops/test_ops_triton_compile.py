@@ -30,7 +30,7 @@ def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> Non
 
 
 def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, Compiled]:
-    from tilegrad.kernels.norm import triton_ops
+    from tilegrad.kernels.norm import Gradients, triton_ops
 
     (n, c), w = x.shape, torch.empty(x.shape[1], dtype=x.dtype)
     rstd, mean, scratch = (
@@ -43,9 +43,8 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
         for f in (x, None):
             triton_ops.fwd(x, f, w, b, 1e-5, x1=f, y=x, mean=mean, rstd=rstd, scratch={})
         for again, dx_sum in ((x, dw), (None, None)):
-            triton_ops.bwd(
-                x, x, w, mean, rstd, b, dx=x, dw=dw, db=db, dx_sum=dx_sum, y=again, accumulate=True, scratch=scratch
-            )
+            out = Gradients(x, dw, db, dx_sum, again, accumulate=True)
+            triton_ops.bwd(x, x, w, mean, rstd, b, out=out, scratch=scratch)
     return found
 
 
@@ -140,13 +139,13 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("v", [50257, 50304])
 def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
-    from tilegrad.kernels.cross_entropy import triton_ops
+    from tilegrad.kernels.cross_entropy import Outputs, triton_ops
 
     x, w, one = torch.empty(2, 8, dtype=dtype), torch.empty(v, 8, dtype=dtype), torch.ones(())
     scratch = poisoned(triton_ops.workspace(x, w, backward=True))
     targets, dx, dw = torch.zeros(2, dtype=torch.int64), torch.empty_like(x), torch.empty(v, 8)
     with compiling(architecture, tmp_path) as found:
-        triton_ops.run(x, w, targets, one, loss=one, dx=dx, dw=dw, accumulate=True, scratch=scratch)
+        triton_ops.run(x, w, targets, one, out=Outputs(one, dx, dw), scratch=scratch)
     check(found, architecture, {"_softmax_kernel", "_sum_kernel"})
     assert ".128" in found["_softmax_kernel"].sass, "loads are not of 16 bytes"
 
@@ -210,6 +209,7 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
 
 
 def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
+    from tilegrad.kernels.cross_entropy import Outputs
     from tilegrad.kernels.cross_entropy import triton_ops as cross_entropy
     from tilegrad.kernels.dropout import triton_ops as dropout
     from tilegrad.kernels.embedding import triton_ops as embedding
@@ -219,10 +219,8 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
     x, one, token, table = torch.empty(1, 1), torch.ones(()), torch.zeros(1, 1, dtype=torch.int64), torch.empty(1, 1)
     heads = torch.empty(1, 1, 1, 2)
     with compiling(90, tmp_path) as found:
-        cross_entropy.run(
-            x, table, token[0], one, loss=one, dx=x, dw=table, accumulate=True,
-            scratch=poisoned(cross_entropy.workspace(x, table, backward=True)),
-        )  # fmt: skip
+        scratch = poisoned(cross_entropy.workspace(x, table, backward=True))
+        cross_entropy.run(x, table, token[0], one, out=Outputs(one, x, table), scratch=scratch)
         embedding.fwd(token, table, table, x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
         embedding.bwd(x, token, dwte=table, dwpe=table, accumulate=True, scratch=scratch)

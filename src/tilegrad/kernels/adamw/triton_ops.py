@@ -61,9 +61,8 @@ def _adamw_kernel(
     if tl.load(decision) != 0.0:
         i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         here = i < P
-        clip, rate, root, decay = (
-            tl.load(decision + 1), tl.load(decision + 2), tl.load(decision + 3), tl.load(decision + 4),
-        )  # fmt: skip
+        clip, rate = tl.load(decision + 1), tl.load(decision + 2)
+        root, decay = tl.load(decision + 3), tl.load(decision + 4)
 
         g = tl.load(grads + i, mask=here, other=0.0) * clip
         m_new = beta1 * tl.load(m + i, mask=here, other=0.0) + one_minus_beta1 * g
@@ -89,10 +88,9 @@ def step(
     eps: float, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
     (beta1, beta2), decision = betas, scratch["decision"]
-    launch(
-        _decide_kernel, (1,), norm, learning_rate, step, decision, weight_decay, max_norm,
-        LOG_BETA1=math.log(beta1), LOG_BETA2=math.log(beta2), RATE_ON_DEVICE=isinstance(learning_rate, Tensor), num_warps=1,
-    )  # fmt: skip
+    logs = {"LOG_BETA1": math.log(beta1), "LOG_BETA2": math.log(beta2)}
+    given, on_device = (norm, learning_rate, step, decision, weight_decay, max_norm), isinstance(learning_rate, Tensor)
+    launch(_decide_kernel, (1,), *given, **logs, RATE_ON_DEVICE=on_device, num_warps=1)
     factors = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
     for params, grads, m, v, rounded, decayed in ranges:
         p = len(params)

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ..cpu.abi import pack_norm
-from ..cpu.library import isa, native
-from ..cpu.rows import DTYPES, rows
+from ..cpu.library import native
+from ..cpu.rows import rows, shared
 from ..scratch import Scratch, Shapes, TensorLike
 
 
@@ -16,9 +15,5 @@ def workspace(x: TensorLike) -> Shapes:
 
 
 def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
-    (n, c), dtype = x.shape, DTYPES[x.dtype]
-    call = pack_norm(
-        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), accumulate=accumulate, dtype=dtype, param_dtype=dtype,
-        dy=rows(x), db=sums.data_ptr(),
-    )  # fmt: skip
+    call = pack_norm(**shared(x, x.dtype), accumulate=accumulate, dy=rows(x), db=sums.data_ptr())
     native().tilegrad_native_norm_bwd(call)

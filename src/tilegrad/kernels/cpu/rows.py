@@ -14,7 +14,7 @@ from torch import Tensor
 
 from ..scratch import TensorLike
 from .abi import DTYPES as ALL_DTYPES
-from .library import library
+from .library import isa, library
 
 DTYPES = {dtype: ALL_DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
 
@@ -39,6 +39,13 @@ def _runs_not_on(device: torch.device) -> str:
 @functools.cache
 def _takes_not(dtype: torch.dtype) -> str:
     return f"takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+
+
+def shared(x: Tensor, params: torch.dtype) -> dict[str, int]:
+    """Fields of `Norm` that every call of its functions has; `params` is the dtype of w and b."""
+    n, c = x.shape
+    threads = torch.get_num_threads()
+    return {"n": n, "c": c, "threads": threads, "isa": isa(), "dtype": DTYPES[x.dtype], "param_dtype": DTYPES[params]}
 
 
 def rows(x: Tensor | None) -> tuple[int, int]:

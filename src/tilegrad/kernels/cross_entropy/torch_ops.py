@@ -11,6 +11,7 @@ through float32.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
@@ -18,6 +19,9 @@ from torch import Tensor
 from ..linear import linear_bwd, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, of
 from .chunks import chunks, most_rows, products_workspace
+
+if TYPE_CHECKING:
+    from . import Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
 BLOCK = 1 << 20  # bfloat16 logits that pass through float32 at once
@@ -63,10 +67,8 @@ def workspace(x: TensorLike, w: TensorLike, *, backward: bool) -> Shapes:
     return shapes | products_workspace(x, w, rows, backward=backward)
 
 
-def run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Outputs, scratch: Scratch) -> None:
+    loss, dx, dw, accumulate = out
     linear = of("linear", scratch)
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks

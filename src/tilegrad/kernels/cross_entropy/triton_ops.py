@@ -19,6 +19,7 @@ logits begin at multiples of 128 bytes, and the columns behind the last multiple
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import TYPE_CHECKING
 
 import torch
 import triton
@@ -29,6 +30,9 @@ from ..gpu import ceil_div, launch, padded
 from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
 from ..scratch import Scratch, Shapes, TensorLike, of
 from .chunks import chunks, most_rows, products_workspace
+
+if TYPE_CHECKING:
+    from . import Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
 LEAST, OF_X = 1 << 26, 12  # bytes of logits that need no thought; more are up to 12 times those of x
@@ -42,11 +46,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _softmax_kernel(
-    targets, inv_total,
-    logits, nll,
-    targets_n, logits_n, V,
-    GRADIENT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    targets, inv_total, logits, nll, targets_n, logits_n, V, GRADIENT: tl.constexpr, TILE: tl.constexpr
+):
     n = tl.program_id(0).to(tl.int64)
     row, cols = logits + n * logits_n, tl.arange(0, TILE)
     whole = V // TILE * TILE
@@ -126,10 +127,8 @@ def workspace(x: TensorLike, w: TensorLike, *, backward: bool) -> Shapes:
     return shapes | products_workspace(x, w, rows, backward=backward)
 
 
-def run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Outputs, scratch: Scratch) -> None:
+    loss, dx, dw, accumulate = out
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"]
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks

@@ -49,16 +49,14 @@ def _scaled_mm_refuses(problem: Problem) -> str | None:
     return gpu.refusal(Form((1, 1), torch.bfloat16, x.device))
 
 
+CHECK = "is only asked for by name: it forms the same product in float32, to check the other by"
 FP8_LINEAR = Table(
     "fp8_linear",
     (
         Kernel("scaled_mm", "fp8_linear.scaled_mm", _scaled_mm_refuses),
-        Kernel(
-            "torch", "fp8_linear.torch_ops", takes_all,
-            by_name_only="is only asked for by name: it forms the same product in float32, to check the other by",
-        ),
+        Kernel("torch", "fp8_linear.torch_ops", takes_all, by_name_only=CHECK),
     ),
-)  # fmt: skip
+)
 
 
 def fp8_linear_workspace(x: TensorLike, w: TensorLike, *, kernel: str | None = None) -> Shapes:

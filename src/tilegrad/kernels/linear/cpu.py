@@ -38,10 +38,10 @@ def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
         a, b, out = b.t(), a.t(), out.t()
     (transpose_a, lda), (transpose_b, ldb) = _layout(b), _layout(a)
     (rows, columns), k = out.shape, a.shape[1]
-    native().tilegrad_native_gemm(pack_gemm(
-        transpose_a=transpose_a, transpose_b=transpose_b, m=columns, n=rows, k=k, lda=lda, ldb=ldb, ldc=ldc,
-        accumulate=accumulate, threads=torch.get_num_threads(), a=b.data_ptr(), b=a.data_ptr(), c=out.data_ptr(),
-    ))  # fmt: skip
+    sizes = {"m": columns, "n": rows, "k": k, "lda": lda, "ldb": ldb, "ldc": ldc, "threads": torch.get_num_threads()}
+    addresses = {"a": b.data_ptr(), "b": a.data_ptr(), "c": out.data_ptr()}
+    call = pack_gemm(transpose_a=transpose_a, transpose_b=transpose_b, **sizes, accumulate=accumulate, **addresses)
+    native().tilegrad_native_gemm(call)
 
 
 def _layout(x: Tensor) -> tuple[bool, int]:

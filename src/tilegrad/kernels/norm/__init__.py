@@ -17,7 +17,7 @@ offers `workspace`, `fwd` and `bwd`, in which an RMS norm is mean=None, and a fo
 
 from __future__ import annotations
 
-from typing import Unpack
+from typing import NamedTuple, Unpack
 
 from torch import Tensor
 
@@ -27,6 +27,18 @@ from ..cpu import rows
 from ..op import op
 from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import BACKWARD, FORWARD, Kernel, Problem, Table, Where, takes_all
+
+
+class Gradients(NamedTuple):
+    """What a backward writes: each where it is given, all (C,) but dx and y (N, C)."""
+
+    dx: Tensor | None
+    dw: Tensor | None
+    db: Tensor | None
+    dx_sum: Tensor | None
+    y: Tensor | None
+    accumulate: bool
+
 
 MOST_COLUMNS = 16384  # of a row that Triton's kernels hold in registers
 
@@ -77,7 +89,7 @@ def layernorm_bwd(
     y: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx   y = x̂ ∘ w + b, which may be dy"""
-    _bwd(dy, x, w, mean, rstd, b, where, dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y, accumulate=accumulate)
+    _bwd(dy, x, w, mean, rstd, b, where, Gradients(dx, dw, db, dx_sum, y, accumulate))
 
 
 @op()
@@ -101,7 +113,7 @@ def rmsnorm_bwd(
     accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx += …   dw += Σ_n dy ∘ x̂   dx_sum += Σ_n dx   y = x̂ ∘ w, which may be dy"""
-    _bwd(dy, x, w, None, rstd, None, where, dx=dx, dw=dw, db=None, dx_sum=dx_sum, y=y, accumulate=accumulate)
+    _bwd(dy, x, w, None, rstd, None, where, Gradients(dx, dw, None, dx_sum, y, accumulate))
 
 
 def _fwd(
@@ -115,20 +127,16 @@ def _fwd(
 
 
 def _bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, where: Where, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None, accumulate: bool,
-) -> None:  # fmt: skip
-    _check(x, mean, rstd, w, b, dy=dy, dx=dx, y=y)
-    if dx_sum is not None and dx is None:
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, where: Where, out: Gradients
+) -> None:
+    _check(x, mean, rstd, w, b, dy=dy, dx=out.dx, y=out.y)
+    if out.dx_sum is not None and out.dx is None:
         raise ValueError("dx_sum: got a tensor without dx; accepted: None, or the two together")
-    for name, grad in (("dw", dw), ("db", db), ("dx_sum", dx_sum)):
+    for name, grad in (("dw", out.dw), ("db", out.db), ("dx_sum", out.dx_sum)):
         if grad is not None:
             check_tensor(name, grad, (x.shape[1],), accumulation_dtype(x.dtype), x.device)
             check_columns(name, grad)
-    NORM.run(
-        "bwd", Problem(x), dy, x, w, mean, rstd, b, options=BACKWARD,
-        dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y, accumulate=accumulate, **where,
-    )  # fmt: skip
+    NORM.run("bwd", Problem(x), dy, x, w, mean, rstd, b, options=BACKWARD, out=out, **where)
 
 
 def _check(x: Tensor, mean: Tensor | None, rstd: Tensor, w: Tensor, b: Tensor | None, **others: Tensor | None) -> None:

@@ -3,14 +3,19 @@ The residual sum, dx_sum and the second y are a pass each: what they read is in 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from torch import Tensor
 
 from ..column_sum import cpu as column_sum
 from ..cpu.abi import pack_norm
-from ..cpu.library import isa, native
-from ..cpu.rows import DTYPES, address, rows
+from ..cpu.library import native
+from ..cpu.rows import address, rows, shared
 from ..scratch import Scratch, Shapes, TensorLike
+
+if TYPE_CHECKING:
+    from . import Gradients
 
 
 def workspace(x: TensorLike, *, backward: bool) -> Shapes:
@@ -27,16 +32,20 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None,
-    accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
-    n, c = x.shape
-    call = pack_norm(
-        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), accumulate=accumulate, dtype=DTYPES[x.dtype],
-        param_dtype=DTYPES[w.dtype], x=rows(x), dy=rows(dy), dx=rows(dx),
-        w=address(w), mean=address(mean), rstd=address(rstd), dw=address(dw), db=address(db),
-    )  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    b: Tensor | None,
+    *,
+    out: Gradients,
+    scratch: Scratch,
+) -> None:
+    dx, dw, db, dx_sum, y, accumulate = out
+    given = {"x": rows(x), "dy": rows(dy), "w": address(w), "mean": address(mean), "rstd": address(rstd)}
+    written = {"dx": rows(dx), "dw": address(dw), "db": address(db)}
+    call = pack_norm(**shared(x, w.dtype), **given, **written, accumulate=accumulate)
     native().tilegrad_native_norm_bwd(call)
     if dx is not None and dx_sum is not None:
         column_sum.fwd(dx, sums=dx_sum, accumulate=accumulate, scratch={})
@@ -48,9 +57,6 @@ def _normalise(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> None:
     """eps = 0: mean and rstd are read."""
-    n, c = x.shape
-    call = pack_norm(
-        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), dtype=DTYPES[x.dtype], param_dtype=DTYPES[w.dtype],
-        x=rows(x), y=rows(y), w=address(w), b=address(b), mean=address(mean), rstd=address(rstd), eps=eps,
-    )  # fmt: skip
+    tensors = {"x": rows(x), "y": rows(y), "w": address(w), "b": address(b)}
+    call = pack_norm(**shared(x, w.dtype), **tensors, mean=address(mean), rstd=address(rstd), eps=eps)
     native().tilegrad_native_norm_fwd(call)

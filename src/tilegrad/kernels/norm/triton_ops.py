@@ -12,7 +12,7 @@ The backward spills some registers with 16384 columns, and four with 1024 where 
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -22,6 +22,9 @@ from torch import Tensor
 from ..column_sum.triton_ops import add_partials
 from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
+
+if TYPE_CHECKING:
+    from . import Gradients
 
 
 class Tile(NamedTuple):
@@ -164,10 +167,17 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None,
-    accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    b: Tensor | None,
+    *,
+    out: Gradients,
+    scratch: Scratch,
+) -> None:
+    dx, dw, db, dx_sum, y, accumulate = out
     n, c = x.shape
     tile, sums = _tile(BACKWARD, c), [grad for grad in (dw, db, dx_sum) if grad is not None]
     partials = scratch["partials"][: len(sums)]
