@@ -14,7 +14,7 @@ from .scratch import TensorLike
 from .table import Kernel, Table, takes_all
 from .triton_version import launch_options
 
-OLDEST = (8, 0)  # compute capability: bfloat16, and copies that go ahead of the arithmetic
+OLDEST = (8, 0)  # compute capability: bfloat16 and asynchronous copies
 INTERPRETED_MULTIPROCESSORS = 8
 
 
@@ -24,7 +24,7 @@ def has_triton() -> bool:
 
 
 def interpreting() -> bool:
-    """Whether Triton's kernels run on the CPU, line by line."""
+    """Whether Triton's kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
@@ -56,7 +56,7 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 8 for the CPU, where GPU kernels run interpreted."""
+    """The number of a GPU's multiprocessors; 8 for the CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count

@@ -5,11 +5,12 @@
     relu   a = max(h, 0)         dh = da where h > 0
     swiglu a = silu(gate) ∘ up   dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   silu(g) = g σ(g)
 
-The backward reads h, so a need not be kept: it forms a once more, to the same bits, where it is asked for. dh may be da itself
-and a may be h; dgate may be da, and a gate. It adds up columns too, (N, C) alone: Σ_n dh is the bias gradient of the
-projection below, and so are Σ_n dgate and Σ_n dup (accumulate=False: they are overwritten). `ACTIVATION` is the table of
-kernels: each module offers `workspace`, which column sums need, `fwd` and `bwd`, and `swiglu_fwd` and `swiglu_bwd` where it
-takes swiglu.
+The backward reads h, so a need not be saved: the backward recomputes a, to the same bits, where a is given. dh may be da and
+a may be h; dgate may be da, and a may be gate. For (N, C) it can also write column sums: Σ_n dh, or Σ_n dgate and Σ_n dup, is
+the bias gradient of the projection before the activation (accumulate=False overwrites it).
+
+`ACTIVATION` is the table of kernels: each module offers `workspace` (for column sums), `fwd`, `bwd` and, where it takes
+swiglu, `swiglu_fwd` and `swiglu_bwd`.
 """
 
 from __future__ import annotations
@@ -48,7 +49,7 @@ def _native_refuses(problem: Problem) -> str | None:
 def _triton_refuses(problem: Problem) -> str | None:
     refusal = gpu.refusal(problem.x)
     if refusal is None and not _contiguous(problem) and not all(map(_in_rows, (problem.x, *problem.others))):
-        return "takes contiguous tensors, or rows whose columns lie side by side"
+        return "takes contiguous tensors, or rows with contiguous columns"
     return refusal
 
 
@@ -83,7 +84,7 @@ def _check(kind: str, h: Tensor, **others: Tensor | None) -> None:
 
 
 def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
-    """Whether there are any."""
+    """Whether column sums are asked for."""
     if all(x is None for x in sums.values()):
         return False
     if h.ndim != 2:

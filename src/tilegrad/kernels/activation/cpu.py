@@ -1,4 +1,4 @@
-"""gelu in C++: one pass over contiguous memory. Loops: cpu/csrc/rows/norm_gelu.cpp."""
+"""gelu in C++: one pass over contiguous memory. The loops are in cpu/csrc/rows/norm_gelu.cpp."""
 
 from __future__ import annotations
 

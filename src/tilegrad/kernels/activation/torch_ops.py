@@ -20,7 +20,7 @@ def workspace(x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), *, sums
 def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
     if kind == "gelu":
         if h.is_contiguous() and not a.is_contiguous():
-            h = a.copy_(h)  # of a contiguous input oneDNN's gelu leaves an output with strides unwritten (torch 2.13)
+            h = a.copy_(h)  # oneDNN's gelu writes no strided output of a contiguous input (torch 2.13)
         _aten.gelu.out(h, approximate="tanh", out=a)
     elif kind == "tanh":
         torch.tanh(h, out=a)

@@ -1,13 +1,13 @@
 """Activations in Triton: one pass.       h, a, gate, up (N, C), or all contiguous   partials (1 or 2, P, C)
 
     forward    a program for each tile
-    backward   a program for each tile; where columns are added up, P programs for each tile of columns, with the row tiles
-               p, p + P, p + 2P, …: partials[:, p] = Σ dh of the program's rows, then dh_sum (+)= Σ_p partials
+    backward   a program for each tile; with column sums P programs for each tile of columns: program p has the row tiles
+               p, p + P, p + 2P, … and writes partials[:, p] = Σ dh of its rows; then dh_sum (+)= Σ_p partials
 
-In float32; only outputs are rounded, and sums are of the rounded numbers, in the grid's order: the same bits each time.
-σ(v) and σ(−v) are both 1 / (1 + e) or e / (1 + e) with e = exp(−|v|), so neither cancels nor overflows. Of float32, exp and
-quotients are rounded like torch's: the device's own err by |v| units. Where σ(−v) stands beside a term of size 1 and
-outputs are short, it is 1 − σ(v): 37 instructions for each number are all the time that memory leaves.
+The arithmetic is float32. Only outputs are rounded; sums add the rounded numbers in the grid's order, the same bits each time.
+σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), so neither cancels nor overflows. For float32, exp and
+quotients are rounded as torch rounds them, because the device's own err by |v| units. Where σ(−v) is added to a term of size 1
+and outputs are bfloat16 or float16, it is 1 − σ(v): memory leaves time for 37 instructions per element.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..column_sum.triton_ops import add_partials
 from ..gpu import JITKernel, ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
-TILE, COLUMNS = 2048, 1024  # elements of a tile, columns of one whose rows lie apart
+TILE, COLUMNS = 2048, 1024  # elements of a tile; its columns, where rows are strided
 WARPS = 4
 SUMMED_TILE, SUMMED_WARPS = 1024, 4  # where columns are added up
 PROGRAMS = 8  # for each multiprocessor, where columns are added up
@@ -43,7 +43,7 @@ def sigmoids(v, EXACT: tl.constexpr):
 
 
 @triton.jit
-def sigmoids_beside_1(v, EXACT: tl.constexpr):
+def sigmoids_next_to_1(v, EXACT: tl.constexpr):
     """σ(v), and σ(−v) up to a unit of 1."""
     if EXACT:
         return sigmoids(v, EXACT)
@@ -55,7 +55,7 @@ def sigmoids_beside_1(v, EXACT: tl.constexpr):
 @triton.jit
 def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == "gelu":
-        of_v, _ = sigmoids_beside_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
+        of_v, _ = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         return h * of_v
     elif KIND == "tanh":
         return tl.where(h == h, finite_tanh(h, EXACT), h)
@@ -65,9 +65,9 @@ def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """Of gelu σ(v) + h σ(v) σ(−v) v', v = 2u; the second term is 0 where σ(−|v|) is, even if h² is infinite there."""
+    """gelu' = σ(v) + h σ(v) σ(−v) v', v = 2u; the second term is 0 where σ(−|v|) is, even if h² is infinite there."""
     if KIND == "gelu":
-        of_v, of_minus_v = sigmoids_beside_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
+        of_v, of_minus_v = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         product = of_v * of_minus_v
         rest = h * product * (SLOPE + 3.0 * SLOPE * CUBIC * h * h)
         return of_v + tl.where(product == 0.0, 0.0, rest)
@@ -80,7 +80,7 @@ def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def tile_of(n, c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Rows, columns and which of them are inside, of this program's tile."""
+    """Rows and columns of this program's tile, and which of them are inside (N, C)."""
     tiles = tl.cdiv(c, BLOCK_C)
     tile = tl.program_id(0).to(tl.int64)
     rows = (tile // tiles * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
@@ -129,7 +129,7 @@ def _swiglu_fwd_kernel(
     rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
     of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
     of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
-    of_g, _ = sigmoids_beside_1(of_gate, EXACT)
+    of_g, _ = sigmoids_next_to_1(of_gate, EXACT)
     tl.store(a + rows * a_n + columns, (of_gate * of_g * of_up).to(a.dtype.element_ty), inside)
 
 
@@ -149,7 +149,7 @@ def _swiglu_bwd_kernel(
         grad = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
         of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
         of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
-        of_g, of_minus_g = sigmoids_beside_1(of_gate, EXACT)
+        of_g, of_minus_g = sigmoids_next_to_1(of_gate, EXACT)
         of_dgate = (grad * of_up * (of_g * (1.0 + of_gate * of_minus_g))).to(dgate.dtype.element_ty)
         of_dup = (grad * of_gate * of_g).to(dup.dtype.element_ty)
         tl.store(dgate + rows * dgate_n + columns, of_dgate, inside)
@@ -173,7 +173,7 @@ def _summed_tile(c: int) -> tuple[int, int]:
 
 
 def _programs(h: TensorLike) -> int:
-    """P. It never falls as rows are added, so that scratch for many serves few."""
+    """P. It does not decrease as rows are added, so that scratch for many rows serves few."""
     (n, c), (rows, columns) = h.shape, _summed_tile(h.shape[1])
     most = PROGRAMS * multiprocessors(h.device) // ceil_div(c, columns)
     return max(1, min(ceil_div(n, rows), most))

@@ -6,10 +6,9 @@
     params −= lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
     rounded = params, in its own dtype                                    (where a copy to compute with is kept)
 
-Where norm is not finite, nothing changes: not params, m, v, rounded, and not the step count t. That is decided on the
-device, so nothing waits for it. grads is spent: a kernel leaves it clipped or as it was. Of ranges that are owned in pieces,
-params, grads, m, v and rounded are lists, `decayed` is one of each piece, and the step is counted once. `ADAMW` is the table
-of kernels: each module offers `workspace` and `step`.
+Where norm is not finite, nothing changes: neither params, m, v and rounded nor the step count t. The device decides that, so
+the host does not wait. A kernel leaves grads clipped or as they were. For several ranges, params, grads, m, v, rounded and
+`decayed` are lists, and the step is counted once. `ADAMW` is the table of kernels: each module offers `workspace` and `step`.
 """
 
 from __future__ import annotations

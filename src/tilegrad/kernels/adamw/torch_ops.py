@@ -1,7 +1,7 @@
 """AdamW by torch's fused kernel: one call for the elements that decay and one for those that don't, of all ranges.
 
-Its clipping factor is float32, and on aarch64 it is 1.3 times as slow with one; there, and for float64, grads is scaled
-before, in a pass of its own. On a CPU a factor of 1 is left out. grads is left clipped.
+Its clipping factor is float32, and on aarch64 a factor makes it 1.3 times as slow. There, and for float64, a pass before it
+scales grads. On a CPU a factor of 1 is left out. It leaves grads clipped.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
     sums += Σ_n x        (accumulate=False: sums = Σ_n x)
 
 Rows may be strided, columns not. `COLUMN_SUM` is the table of kernels: each module offers `workspace` and `fwd`. On CUDA
-torch's product with ones reads memory faster than Triton's kernel, and goes before it.
+torch's product with ones reads memory faster than Triton's kernel, so it comes first.
 """
 
 from __future__ import annotations

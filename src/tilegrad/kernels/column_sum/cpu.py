@@ -1,4 +1,4 @@
-"""Sums over rows in C++: a norm's backward of which only db is asked for. Loops: cpu/csrc/rows/norm_gelu.cpp."""
+"""Sums over rows in C++: a norm's backward that writes only db. The loops are in cpu/csrc/rows/norm_gelu.cpp."""
 
 from __future__ import annotations
 

@@ -37,8 +37,8 @@ def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
 def add_weighted_rows(x: Tensor, weights: Tensor, *, sums: Tensor, part: Tensor) -> None:
     """sums += Σ_n weights[n] x[n].       x (N, C)   weights (N,) of x's dtype   sums, part (C,)
 
-    A product, for `torch.sum(x, 0)` reads memory more slowly on a CPU, and on CUDA allocates up to half of x's size.
-    On a CPU in blocks of ROWS rows: a longer running sum loses digits.
+    It is a product because `torch.sum(x, 0)` reads memory more slowly on a CPU, and on CUDA allocates up to half of x's size.
+    On a CPU rows are added in blocks of ROWS: a longer running sum loses digits.
     """
     if x.device.type == "cpu":
         for i in blocks(x.shape[0], ROWS):

@@ -72,7 +72,7 @@ def _tile(c: int) -> tuple[int, int]:
 
 
 def _programs(x: TensorLike) -> int:
-    """P. It never falls as rows are added, so that scratch for many serves few."""
+    """P. It does not decrease as rows are added, so that scratch for many rows serves few."""
     (n, c), (rows, columns) = x.shape, _tile(x.shape[1])
     return max(1, min(ceil_div(n, rows), PROGRAMS * multiprocessors(x.device) // ceil_div(c, columns)))
 

@@ -1,4 +1,4 @@
-"""Cross-entropy in Triton: what lies between the head's two products, in the place of the logits.
+"""Cross-entropy in Triton: softmax, loss and gradient in one kernel, in place of the logits.
 
 A program has a row of l (V,), and passes over it twice, tile by tile:
 
@@ -34,8 +34,8 @@ from .chunks import chunks, most_rows, products_workspace
 if TYPE_CHECKING:
     from . import Outputs
 
-CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
-LEAST, OF_X = 1 << 26, 12  # bytes of logits that need no thought; more are up to 12 times those of x
+CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits of a chunk, at most
+LEAST, OF_X = 1 << 26, 12  # bytes of logits that are always allowed; more are up to 12 times those of x
 ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
 LEAD = 64  # logits' rows begin at a multiple of so many numbers, and the larger products have a multiple of so many columns
 TILE = 1 << 13  # logits of a row that a program holds at once, at most
@@ -100,7 +100,7 @@ def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
 
 
 def _rows(x: TensorLike, w: TensorLike) -> int:
-    """Of a chunk. It is held while every activation is, so its size follows theirs: a chunk costs dw one more pass over it."""
+    """Rows of a chunk. Its logits exist while all activations do, so its size follows theirs; each chunk is a pass over dw."""
     size = max(LEAST, OF_X * x.shape[0] * x.shape[1] * x.dtype.itemsize)
     size = min(CHUNK[x.device.type], size)
     return most_rows(x.shape[0], _lead(w), x.dtype.itemsize, size, even=ROWS)
@@ -112,7 +112,7 @@ def _lead(w: TensorLike) -> int:
 
 
 def _columns(v: int) -> list[slice]:
-    """Of the products: up to the last multiple of LEAD, and the rest."""
+    """Columns of the products: up to the last multiple of LEAD, and the rest."""
     whole = v // LEAD * LEAD
     return [columns for columns in (slice(0, whole), slice(whole, v)) if columns.start < columns.stop]
 

@@ -1,6 +1,7 @@
 """Dropout in Triton: a program has some columns of a row and draws their mask; each number is read and written once.
 
-The seed is in memory, so that a captured step draws anew; one that the host gives is put there first.
+The kernel reads the seed from memory, so that a captured step draws another mask each time; a seed given as an int is copied
+there first.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"

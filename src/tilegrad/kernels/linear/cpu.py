@@ -1,4 +1,4 @@
-"""Products of float32 matrices on a CPU by torch's own BLAS, in pieces that threads take one after the other: cpu/csrc/gemm.
+"""Products of float32 matrices on a CPU by torch's own BLAS, in pieces that threads take from a queue: cpu/csrc/gemm.
 
 The bits are those of torch's product on one thread, on any number of threads.
 """
@@ -45,13 +45,13 @@ def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
 
 
 def _layout(x: Tensor) -> tuple[bool, int]:
-    """Whether x lies column by column, and the distance of rows, or of columns there."""
+    """Whether x is column-major, and its leading dimension."""
     (rows, columns), (by_row, by_column) = x.shape, x.stride()
     if by_column == 1 and by_row >= columns:
         return False, by_row
     if by_row == 1 and by_column >= rows:
         return True, by_column
     raise ValueError(
-        f"linear: got a matrix {tuple(x.shape)} with strides {x.stride()}; accepted: rows or columns whose numbers lie "
-        "next to each other and that do not overlap; .contiguous() makes such a copy"
+        f"linear: got a matrix {tuple(x.shape)} with strides {x.stride()}; accepted: contiguous rows or columns that "
+        "do not overlap; .contiguous() makes such a copy"
     )

@@ -8,11 +8,12 @@
     g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
     dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx      (accumulate=False: dw = …; dx is added to all the same)
 
-dx is added to, for the norm stands on a branch of the residual stream. The backward forms two things more where they are
-asked for: y once more, to the same bits, which may take the place of dy; and dx_sum, the column sum of the dx it leaves, the
-bias gradient of the projection that the stream below got its last branch from. Statistics and sums are in the accumulation
-dtype (float32, float64 for float64); on a CPU w and b may both have it too. `NORM` is the table of kernels: each module
-offers `workspace`, `fwd` and `bwd`, in which an RMS norm is mean=None, and a forward without a residual f=None.
+dx is added to, because the norm is on a branch of the residual stream. The backward can also recompute y, to the same bits and
+in place of dy, and write dx_sum, the column sum of the final dx: the bias gradient of the projection whose output the stream
+added last. Statistics and sums are in the accumulation dtype (float32, float64 for float64); on a CPU w and b may have it too.
+
+`NORM` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`. There mean=None is an RMS norm, and f=None is a
+forward without a residual.
 """
 
 from __future__ import annotations

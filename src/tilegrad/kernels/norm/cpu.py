@@ -1,5 +1,5 @@
-"""Norms in C++: one pass over memory, where a chain of torch ops makes five to ten. Loops: cpu/csrc/rows/norm_gelu.cpp.
-The residual sum, dx_sum and the second y are a pass each: what they read is in the cache."""
+"""Norms in C++: one pass over memory, where a chain of torch ops makes five to ten. The loops are in
+cpu/csrc/rows/norm_gelu.cpp. The residual sum, dx_sum and the recomputed y are a pass each, over what is in the cache."""
 
 from __future__ import annotations
 

@@ -1,13 +1,12 @@
 """Norms in Triton: one pass over rows forward, one backward.       x, f, x1, y, dy, dx (N, C)   partials (3, P, C)
 
     forward    a program for each tile of rows
-    backward   P programs, each with the row tiles p, p + P, p + 2P, …: dx is added to, y written over, and of the program's
-               rows partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx, as many as are asked for; then dw, db, dx_sum (+)= Σ_p partials
+    backward   P programs; program p has the row tiles p, p + P, p + 2P, …: it adds to dx, writes y, and writes
+               partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx of its rows, those that are given; then dw, db, dx_sum (+)= Σ_p partials
 
-A whole row is in registers, in float32; only x1, y and dx are rounded, and their sums and norms are of the rounded numbers.
-Sums are in the grid's order: the same bits each time.
-The backward's loads go ahead of its arithmetic where STAGES > 1 (cp.async).
-The backward spills some registers with 16384 columns, and four with 1024 where y is asked for; else none.
+A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms are of the rounded numbers. Sums are in
+the grid's order: the same bits each time. Where STAGES > 1, the backward loads ahead of its arithmetic (cp.async). It spills
+some registers with 16384 columns, and four with 1024 where y is given; otherwise none.
 """
 
 from __future__ import annotations
@@ -80,7 +79,7 @@ def _norm_bwd_kernel(
     DW: tl.constexpr, DB: tl.constexpr, DX_SUM: tl.constexpr, C: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a column from C on and a row from n on dy is 0, and so is all that is added up."""
+    """Outside (n, C) dy is loaded as 0, so nothing is added to the sums."""
     p, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK_C)
     weights = tl.load(w + columns, columns < C, 0.0).to(tl.float32)[None, :]
@@ -140,7 +139,7 @@ def _tile(tiles: dict[int, Tile], c: int) -> Tile:
 
 
 def _programs(x: TensorLike, tile: Tile) -> int:
-    """P of the backward. It never falls as rows are added, so that scratch for many serves few."""
+    """P of the backward. It does not decrease as rows are added, so that scratch for many rows serves few."""
     return max(1, min(ceil_div(x.shape[0], tile.rows), tile.programs * multiprocessors(x.device)))
 
 
