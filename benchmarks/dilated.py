@@ -8,7 +8,7 @@
 Ours is checked against the float64 oracle before it is timed, on a small ragged problem of the same heads and rates; if that
 fails there is no time. Times are medians of rounds, in each of which everything runs once; a ratio is the median of the
 rounds' ratios. Memory is the peak of a forward + backward beyond q, k, v, y, their gradients and what stood before: on CUDA
-what torch's allocator counts, a manager's cache included, for it starts empty; on a CPU it is not measured. The hit rate is
+what torch's allocator counts, including a manager's cache, which starts empty; on a CPU it is not measured. The hit rate is
 the manager's from the third iteration on.
 """
 

@@ -139,7 +139,7 @@ FAMILIES = (norms, column_sums, activations)
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Of a large copy, read plus written."""
+    """Bytes per second of a large copy, read plus written."""
     source, target = (torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device) for _ in range(2))
     ms = interleaved({"copy": lambda: target.copy_(source)}, 10, device)["copy"]
     return 2e3 * source.numel() / median(ms)

@@ -1,8 +1,8 @@
 """The closeness rule: a result against its float64 oracle, within what the algorithm may round.
 
-A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the input's dtype, once each; the rest is
-computed in the accumulator's. Attention's bounds are kernels/attention/bounds.py, the other ops' tests/support/bounds.py. u, a, z
-are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and of the output's own dtype.
+A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each; the rest
+is computed in the accumulator's. Attention's bounds are kernels/attention/bounds.py, other ops' tests/support/bounds.py. u, a,
+z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and of the output's dtype.
 Roundings are independent and uniform, of variance u² x² / 3, so the variance σ² of each number's error follows from the formula
 line by line. The accumulator's share is a · B. To B a sum of n terms t adds six deviations of its n rounded partial sums,
 
