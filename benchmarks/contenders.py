@@ -118,10 +118,9 @@ def contender(entry: Entry) -> Contender:
     if entry.kind == "ours":
         return Ours(entry)
     problem = entry.case.problem
-    return Peer(
-        problem.config, problem.batch_size, problem.seq_len, torch.device(entry.device), seed=entry.seed, form=entry.form,
-        compiled=entry.kind == "compiled", dtype=getattr(torch, problem.dtype),
-    )  # fmt: skip
+    device, dtype, compiled = torch.device(entry.device), getattr(torch, problem.dtype), entry.kind == "compiled"
+    sizes = (problem.config, problem.batch_size, problem.seq_len)
+    return Peer(*sizes, device, seed=entry.seed, form=entry.form, compiled=compiled, dtype=dtype)
 
 
 class Batches:

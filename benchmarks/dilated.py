@@ -224,13 +224,10 @@ def report(rows: Sequence[Row]) -> str:
             lines.append((row.mode, row.t, row.kernel, row.note, "", "", "", ""))
             continue
         speedup = _ratio(rows, row.mode, row.t, row.kernel, "ours")
-        lines.append(
-            (
-                row.mode, row.t, row.kernel, f"{row.ms:.3f}", f"{row.ns_per_token:.1f}", _gib(row.extra_bytes),
-                "" if row.kernel == "ours" or speedup is None else f"{speedup:.2f}",
-                "" if row.hit_rate is None else f"{row.hit_rate:.0%}",
-            )
-        )  # fmt: skip
+        ratio = "" if row.kernel == "ours" or speedup is None else f"{speedup:.2f}"
+        hits = "" if row.hit_rate is None else f"{row.hit_rate:.0%}"
+        figures = (f"{row.ms:.3f}", f"{row.ns_per_token:.1f}", _gib(row.extra_bytes), ratio, hits)
+        lines.append((row.mode, row.t, row.kernel, *figures))
     header = ("mode", "T", "", "ms", "ns/token", "GiB beyond", "time of ours", "hits")
     return "\n".join([table(header, lines), "", *verdicts(rows)])
 

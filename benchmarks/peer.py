@@ -29,10 +29,9 @@ from tilegrad.model.transformer import declare
 Gelu = Literal["exact", "tanh"]
 Residual = Literal["float32", "bfloat16"]
 Sdpa = Literal["default", "cudnn", "flash"]
-_READ = {  # of a config; the rest must be as it is by default
-    "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "ffn_dim", "activation", "norm", "position",
-    "bias", "tie_embeddings", "norm_eps", "rope_theta",
-}  # fmt: skip
+_SIZES = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "ffn_dim"}
+# keys of a config that the peer reads; the others must have their defaults
+_READ = _SIZES | {"activation", "norm", "position", "bias", "tie_embeddings", "norm_eps", "rope_theta"}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 

@@ -273,16 +273,18 @@ def report(rows: Sequence[Row], found: Sequence[Ratio]) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    memory = ("allocated GiB", "reserved GiB", "planned GiB")
-    text = [table(("case", "contender", "tokens/s", "rounds", "MFU", *memory, "loss", "start s"), lines)]
+    sizes = ("allocated GiB", "reserved GiB", "planned GiB")
+    text = [table(("case", "contender", "tokens/s", "rounds", "MFU", *sizes, "loss", "start s"), lines)]
     if found:
-        verdicts = [
-            [
-                r.case, r.peer, _number(r.speed, ".3f", "×"), _verdict(r.speed, r.speed_goal, least=True),
-                _number(r.aim, ".2f", "×"), _number(r.memory, ".3f", "×"), _verdict(r.memory, r.memory_goal, least=False),
-            ]
-            for r in found
-        ]  # fmt: skip
+        verdicts = []
+        for r in found:
+            speed = (
+                _number(r.speed, ".3f", "×"),
+                _verdict(r.speed, r.speed_goal, least=True),
+                _number(r.aim, ".2f", "×"),
+            )
+            memory = (_number(r.memory, ".3f", "×"), _verdict(r.memory, r.memory_goal, least=False))
+            verdicts.append([r.case, r.peer, *speed, *memory])
         text += ["", table(("case", "against", "speed", "goal", "aim", "memory", "goal"), verdicts)]
     text += [f"{row.case}: {row.contender}: {row.note}" for row in rows if row.note]
     return "\n".join(text)
@@ -436,12 +438,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--plot", type=Path, metavar="FILE", help="draw the result (needs matplotlib)")
     args = parser.parse_args(arguments)
     peers = PEERS if args.device == "cuda" else ("eager",)
-    settings = Settings(
-        device=args.device, peers=peers if args.peers is None else tuple(args.peers),
-        form=replace(LIKE_FOR_LIKE if args.like_for_like else PeerForm(), sdpa=args.sdpa), seconds=args.seconds,
-        rounds=args.rounds, limit_s=args.limit_s, peak_flops=1e12 * args.peak_tflops,
-        rates=Rates(1e12 * args.floor_tflops, 1e12 * args.floor_tbytes, 2e12 * args.floor_tflops),
-    )  # fmt: skip
+    form = replace(LIKE_FOR_LIKE if args.like_for_like else PeerForm(), sdpa=args.sdpa)
+    rates = Rates(1e12 * args.floor_tflops, 1e12 * args.floor_tbytes, 2e12 * args.floor_tflops)
+    chosen = peers if args.peers is None else tuple(args.peers)
+    times = (args.seconds, args.rounds, args.limit_s)
+    settings = Settings(args.device, chosen, form, *times, 1e12 * args.peak_tflops, rates)
     given = {name: getattr(args, name) for name in ("breakdown", "losses", "steps", "json", "out", "plot")}
     return bench_training(cases=args.case, settings=settings, **given)
 
