@@ -12,9 +12,9 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
-from types import MappingProxyType, ModuleType
+from types import ModuleType
 from typing import Any, NamedTuple, TypedDict
 
 from .scratch import Scratch, Shapes, TensorLike, below, larger, views
@@ -122,16 +122,16 @@ class Table:
         function: str,
         problem: Any,
         *reads: object,
-        options: Mapping[str, bool] = MappingProxyType({}),
+        options: dict[str, bool] | None = None,
         scratch: Scratch | None = None,
         kernel: str | None = None,
         **writes: object,
     ) -> None:
         """`function` of the selected kernel, with its views of `scratch`; `options` are the keywords of its `workspace`."""
         row = self.select(problem, kernel)
-        module = row.load()
-        needed = module.workspace(*problem, **options)
-        buffers = views(scratch, needed, problem[0].device, self.op, kernel=row.name)
+        module = _load(row.module)
+        needed = module.workspace(*problem, **options) if options else module.workspace(*problem)
+        buffers = views(scratch, needed, problem[0].device, self.op, kernel=row.name) if needed else {}
         getattr(module, function)(*reads, **writes, scratch=buffers)
 
 

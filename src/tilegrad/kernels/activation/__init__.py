@@ -54,8 +54,10 @@ def _triton_refuses(problem: Problem) -> str | None:
 
 
 def _contiguous(problem: Problem) -> bool:
-    x = problem.x
-    return (not isinstance(x, Tensor) or x.is_contiguous()) and all(other.is_contiguous() for other in problem.others)
+    for x in (problem.x, *problem.others):  # a loop: every small call pays for a generator
+        if isinstance(x, Tensor) and not x.is_contiguous():
+            return False
+    return True
 
 
 def _in_rows(x: TensorLike) -> bool:

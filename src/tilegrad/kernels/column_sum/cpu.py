@@ -15,5 +15,5 @@ def workspace(x: TensorLike) -> Shapes:
 
 
 def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
-    call = pack_norm(**shared(x, x.dtype), accumulate=accumulate, dy=rows(x), db=sums.data_ptr())
+    call = pack_norm(*shared(x, x.dtype, accumulate=accumulate), dy=rows(x), db=sums.data_ptr())
     native().tilegrad_native_norm_bwd(call)

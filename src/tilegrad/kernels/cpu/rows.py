@@ -41,11 +41,10 @@ def _takes_not(dtype: torch.dtype) -> str:
     return f"takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
 
 
-def shared(x: Tensor, params: torch.dtype) -> dict[str, int]:
-    """Fields of `Norm` that every call of its functions has; `params` is the dtype of w and b."""
+def shared(x: Tensor, params: torch.dtype, *, accumulate: bool = False) -> tuple[int, ...]:
+    """The first fields of `Norm`, up to `param_dtype`, which is the dtype of w and b."""
     n, c = x.shape
-    threads = torch.get_num_threads()
-    return {"n": n, "c": c, "threads": threads, "isa": isa(), "dtype": DTYPES[x.dtype], "param_dtype": DTYPES[params]}
+    return n, c, torch.get_num_threads(), isa(), accumulate, DTYPES[x.dtype], DTYPES[params]
 
 
 def rows(x: Tensor | None) -> tuple[int, int]:

@@ -38,9 +38,8 @@ def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
         a, b, out = b.t(), a.t(), out.t()
     (transpose_a, lda), (transpose_b, ldb) = _layout(b), _layout(a)
     (rows, columns), k = out.shape, a.shape[1]
-    sizes = {"m": columns, "n": rows, "k": k, "lda": lda, "ldb": ldb, "ldc": ldc, "threads": torch.get_num_threads()}
-    addresses = {"a": b.data_ptr(), "b": a.data_ptr(), "c": out.data_ptr()}
-    call = pack_gemm(transpose_a=transpose_a, transpose_b=transpose_b, **sizes, accumulate=accumulate, **addresses)
+    threads, addresses = torch.get_num_threads(), (b.data_ptr(), a.data_ptr(), out.data_ptr())
+    call = pack_gemm(transpose_a, transpose_b, columns, rows, k, lda, ldb, ldc, accumulate, threads, *addresses)
     native().tilegrad_native_gemm(call)
 
 

@@ -43,9 +43,8 @@ def bwd(
     scratch: Scratch,
 ) -> None:
     dx, dw, db, dx_sum, y, accumulate = out
-    given = {"x": rows(x), "dy": rows(dy), "w": address(w), "mean": address(mean), "rstd": address(rstd)}
-    written = {"dx": rows(dx), "dw": address(dw), "db": address(db)}
-    call = pack_norm(**shared(x, w.dtype), **given, **written, accumulate=accumulate)
+    vectors = map(address, (w, None, mean, rstd, dw, db))
+    call = pack_norm(*shared(x, w.dtype, accumulate=accumulate), rows(x), rows(None), rows(dy), rows(dx), *vectors)
     native().tilegrad_native_norm_bwd(call)
     if dx is not None and dx_sum is not None:
         column_sum.fwd(dx, sums=dx_sum, accumulate=accumulate, scratch={})
@@ -57,6 +56,6 @@ def _normalise(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> None:
     """eps = 0: mean and rstd are read."""
-    tensors = {"x": rows(x), "y": rows(y), "w": address(w), "b": address(b)}
-    call = pack_norm(**shared(x, w.dtype), **tensors, mean=address(mean), rstd=address(rstd), eps=eps)
+    vectors = map(address, (w, b, mean, rstd))
+    call = pack_norm(*shared(x, w.dtype), rows(x), rows(y), rows(None), rows(None), *vectors, eps=eps)
     native().tilegrad_native_norm_fwd(call)
