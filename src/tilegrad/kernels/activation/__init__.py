@@ -54,7 +54,7 @@ def _triton_refuses(problem: Problem) -> str | None:
 
 
 def _contiguous(problem: Problem) -> bool:
-    for x in (problem.x, *problem.others):  # a loop: every small call pays for a generator
+    for x in (problem.x, *problem.others):  # noqa: SIM110  # every small call would pay for a generator
         if isinstance(x, Tensor) and not x.is_contiguous():
             return False
     return True
