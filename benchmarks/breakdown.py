@@ -9,7 +9,7 @@ have no op behind them. A kernel's group is found by name:
 
     ours         by its home: a kernel of kernels/norm/ is a norm's
     a GEMM       before the loss it is a forward; behind it the layout says, in cuBLAS's column-major terms: TN is x wᵀ (a
-                 forward again), NN or TT is dy w (dgrad), NT is dyᵀ x (wgrad). Those beside a loss kernel are the head's
+                 forward again), NN or TT is dy w (dgrad), NT is dyᵀ x (wgrad). Those next to a loss kernel are the head's
     memset, split-K reduction    with the GEMM they belong to
     torch's      by a word in the name
 
@@ -53,9 +53,9 @@ _BACKWARD = re.compile(r"_(bwd|backward|dq|dkdv|dkv|delta|dbias|dsinks|preproces
 _GEMM = re.compile(r"gemm|nvjet|cutlass|wgmma|gemv|_matmul|_mm_kernel", re.IGNORECASE)
 _LAYOUT = re.compile(r"_([tn]{2})[tn]{0,2}(?=_|\W|$)", re.IGNORECASE)
 _LAYOUTS = {"tn": "forward", "nn": "dgrad", "tt": "dgrad", "nt": "wgrad"}
-_BESIDE_A_GEMM = re.compile(r"^memset|splitk.?reduce|split_k_reduce", re.IGNORECASE)
-_BESIDE = "beside a GEMM"
-_PASSED = ("loss", "copies", _BESIDE, OTHER)  # between the head's forward and its loss
+_NEXT_TO_A_GEMM = re.compile(r"^memset|splitk.?reduce|split_k_reduce", re.IGNORECASE)
+_NEXT_TO = "next to a GEMM"
+_PASSED = ("loss", "copies", _NEXT_TO, OTHER)  # between the head's forward and its loss
 _WORDS = (  # of a kernel that is not ours; the first that is found counts
     (r"fmha|flash|sdpa|mha_|attention", ("attention forward", "attention backward")),
     (r"layer_?norm|rms_?norm|LayerNorm|GammaBeta", ("norms forward", "norms backward")),
@@ -124,16 +124,16 @@ def our_kernels() -> Mapping[str, str]:
 
 
 def group_of(name: str, *, backward: bool) -> str:
-    """Of a kernel by its name alone; `backward`: the step is past the loss, for names that don't say. A GEMM's is that of a
-    block's."""
+    """The group of a kernel by its name alone; `backward`: the step is past the loss, which decides where names don't. A GEMM
+    counts as a block's."""
     own = our_kernels().get(name)
     if own == "linear":
         return _gemm(name, backward=backward)
     if own is not None:
         groups = _HOMES.get(own, (OTHER,))
         return groups[-1] if _BACKWARD.search(name) else groups[0]
-    if _BESIDE_A_GEMM.search(name):
-        return _BESIDE
+    if _NEXT_TO_A_GEMM.search(name):
+        return _NEXT_TO
     if _GEMM.search(name) and not re.search(r"fmha|flash|attention", name, re.IGNORECASE):
         return _gemm(name, backward=backward)
     for words, groups in _WORDS:
@@ -181,11 +181,11 @@ def _with_their_gemm(names: Sequence[str], groups: list[str]) -> list[str]:
     """A memset goes with the kernel behind it, a split-K reduction with the one before it."""
     out = list(groups)
     for i, group in enumerate(groups):
-        if group != _BESIDE:
+        if group != _NEXT_TO:
             continue
         behind = names[i].lower().startswith("memset")
         order = range(i + 1, len(groups)) if behind else reversed(range(i))
-        out[i] = next((groups[j] for j in order if groups[j] != _BESIDE), OTHER)
+        out[i] = next((groups[j] for j in order if groups[j] != _NEXT_TO), OTHER)
     return out
 
 
@@ -205,7 +205,7 @@ def floors(demands: Mapping[str, Sequence[Demand]], rates: Rates, *, fp8: bool =
 
 
 def break_down(launches: Sequence[Launch], floors_ms: Mapping[str, float], steps: int = 1) -> Breakdown:
-    """Of `steps` steps back to back, per step."""
+    """Time of each group per step, from `steps` steps back to back."""
     ordered = sorted(launches, key=lambda launch: launch.start_us)
     groups = groups_of([launch.name for launch in ordered])
     ms: defaultdict[str, float] = defaultdict(float)

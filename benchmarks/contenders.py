@@ -52,7 +52,7 @@ MALLOC = {  # torch's aarch64 builds have mimalloc, others use glibc's malloc
         "MALLOC_TOP_PAD_": str(1 << 26),
         "MIMALLOC_PURGE_DELAY": "-1",
     },
-    "return": {"MIMALLOC_PURGE_DELAY": "0"},  # glibc does so for large blocks unless it is told not to
+    "return": {"MIMALLOC_PURGE_DELAY": "0"},  # glibc does so for large blocks by default
 }
 FAULTS_BYTES = 1 << 26  # of a step, above which a note says that malloc did not obey
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
@@ -79,12 +79,15 @@ class Entry:
         return f"ours {self.case.name}" if self.kind == "ours" else self.kind
 
 
+Answer = dict[str, Any]  # what a process reports of its start or of a round, or {"failed": why}
+
+
 class Contender(Protocol):
     def submit(self, tokens: Tensor, targets: Tensor, learning_rate: float) -> None:
         """A step, on a GPU without waiting for it."""
 
     def loss(self) -> float:
-        """Of the last step; waits for it."""
+        """The loss of the last step; waits for it."""
 
 
 class Ours:
@@ -97,8 +100,7 @@ class Ours:
         self.micro_batches = case.micro_batches
         self.engine = Engine(
             problem.config, problem.batch_size // case.micro_batches, problem.seq_len, device=entry.device,
-            dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes,
-            linear=case.linear,
+            dtype=getattr(torch, problem.dtype), seed=entry.seed, memory_budget=case.budget_bytes, linear=case.linear,
         )  # fmt: skip
         self._results: list[StepResult] = []
 
@@ -116,10 +118,9 @@ def contender(entry: Entry) -> Contender:
     if entry.kind == "ours":
         return Ours(entry)
     problem = entry.case.problem
-    return Peer(
-        problem.config, problem.batch_size, problem.seq_len, torch.device(entry.device), seed=entry.seed, form=entry.form,
-        compiled=entry.kind == "compiled", dtype=getattr(torch, problem.dtype),
-    )  # fmt: skip
+    device, dtype, compiled = torch.device(entry.device), getattr(torch, problem.dtype), entry.kind == "compiled"
+    sizes = (problem.config, problem.batch_size, problem.seq_len)
+    return Peer(*sizes, device, seed=entry.seed, form=entry.form, compiled=compiled, dtype=dtype)
 
 
 class Batches:
@@ -153,7 +154,7 @@ class Measured:
         self.batches = Batches(entry)
         tokens, targets = self.batches.next()
         losses = [self._loss_of(tokens, targets, CHECK_RATE) for _ in range(entry.check_steps)]
-        self.started: dict[str, Any] = {"losses": losses, "start_s": time.perf_counter() - began}
+        self.started: Answer = {"losses": losses, "start_s": time.perf_counter() - began}
         self.started |= self._peak("start_")
         if isinstance(self.contender, Ours):
             self.started["planned_bytes"] = self.contender.engine.plan.peak_bytes
@@ -177,7 +178,7 @@ class Measured:
     def _step(self) -> None:
         self.contender.submit(*self.batches.next(), SPEED_RATE)
 
-    def run(self, seconds: float) -> dict[str, Any]:
+    def run(self, seconds: float) -> Answer:
         faults = getrusage(RUSAGE_SELF).ru_minflt
         done = sustained(self._step, seconds, self.device)
         faults = getrusage(RUSAGE_SELF).ru_minflt - faults
@@ -202,7 +203,7 @@ class Measured:
 
 
 def resident_bytes(field: str) -> int:
-    """Of this process: VmRSS now, VmHWM at its peak. getrusage's maximum is inherited from whoever started the process."""
+    """Resident bytes of this process: VmRSS now, VmHWM at its peak. getrusage's maximum is inherited from the parent."""
     for line in Path("/proc/self/status").read_text(encoding="ascii").splitlines():
         if line.startswith(f"{field}:"):
             return int(line.split()[1]) << 10
@@ -236,7 +237,7 @@ class Worker:
             self._process.start()
         there.close()
 
-    def ask(self, method: str, *arguments: Any) -> None:
+    def ask(self, method: str, *arguments: object) -> None:
         self._here.send((method, arguments))
 
     def answer(self, limit_s: float) -> Any:

@@ -8,7 +8,7 @@
 Ours is checked against the float64 oracle before it is timed, on a small ragged problem of the same heads and rates; if that
 fails there is no time. Times are medians of rounds, in each of which everything runs once; a ratio is the median of the
 rounds' ratios. Memory is the peak of a forward + backward beyond q, k, v, y, their gradients and what stood before: on CUDA
-what torch's allocator counts, a manager's cache included, for it starts empty; on a CPU it is not measured. The hit rate is
+what torch's allocator counts, including a manager's cache, which starts empty; on a CPU it is not measured. The hit rate is
 the manager's from the third iteration on.
 """
 
@@ -224,13 +224,10 @@ def report(rows: Sequence[Row]) -> str:
             lines.append((row.mode, row.t, row.kernel, row.note, "", "", "", ""))
             continue
         speedup = _ratio(rows, row.mode, row.t, row.kernel, "ours")
-        lines.append(
-            (
-                row.mode, row.t, row.kernel, f"{row.ms:.3f}", f"{row.ns_per_token:.1f}", _gib(row.extra_bytes),
-                "" if row.kernel == "ours" or speedup is None else f"{speedup:.2f}",
-                "" if row.hit_rate is None else f"{row.hit_rate:.0%}",
-            )
-        )  # fmt: skip
+        ratio = "" if row.kernel == "ours" or speedup is None else f"{speedup:.2f}"
+        hits = "" if row.hit_rate is None else f"{row.hit_rate:.0%}"
+        figures = (f"{row.ms:.3f}", f"{row.ns_per_token:.1f}", _gib(row.extra_bytes), ratio, hits)
+        lines.append((row.mode, row.t, row.kernel, *figures))
     header = ("mode", "T", "", "ms", "ns/token", "GiB beyond", "time of ours", "hits")
     return "\n".join([table(header, lines), "", *verdicts(rows)])
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -29,7 +28,7 @@ def backends_on(device: torch.device) -> tuple[str, ...]:
 
 def _with_lse(backend: str, *, causal: bool) -> Attend:
     """(o, lse) of SDPA's backends, which its public face does not give."""
-    aten: Any = torch.ops.aten
+    aten = torch.ops.aten
 
     def attend(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         if backend == "flash":
@@ -96,7 +95,15 @@ def _by_mix(
 
 
 def gathered(
-    q: Tensor, k: Tensor, v: Tensor, segments: Sequence[int], rates: Sequence[int], *, mode: str, causal: bool, backend: str
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    segments: Sequence[int],
+    rates: Sequence[int],
+    mode: str,
+    backend: str,
+    *,
+    causal: bool,
+) -> Tensor:
     """y (B, T, H, D) of q, k, v (B, T, H, D)."""
     return (_by_groups if mode == "head_groups" else _by_mix)(q, k, v, segments, rates, backend, causal=causal)

@@ -5,7 +5,7 @@ steps, with a bar for a block's mean loss,
 
     gap(seed)   rms over blocks of ours̄(seed) − peer̄(seed)         spread   rms over blocks of peer̄(0) − peer̄(1)
 
-The curves agree where both gaps are at most the spread: who trained can't be told from what was drawn. The peer has the
+The curves agree where both gaps are at most the spread: the curves do not show who trained. The peer has the
 tanh GELU, as the engine does: else it is another function.
 """
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from tilegrad.bench.timing import interleaved
 from tilegrad.kernels import activation, column_sum, norm
 from tilegrad.kernels.scratch import Scratch, Shapes, new_scratch
-from tilegrad.kernels.table import Table
+from tilegrad.kernels.table import Problem, Table
 from tilegrad.text.environment import environment
 from tilegrad.text.table import table
 
@@ -58,7 +58,7 @@ def norms(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
     y, w, b = torch.empty_like(x), torch.ones(C, dtype=dtype, device=device), torch.zeros(C, dtype=dtype, device=device)
     mean, rstd = torch.zeros(n, device=device), torch.ones(n, device=device)
     (dw, db, dx_sum), row = (torch.zeros(C, device=device) for _ in range(3)), x.element_size() * C
-    problem = norm.Problem(x)
+    problem = Problem(x)
     for op, moved, backward, run in (
         ("layer norm forward", n * (2 * row + 8), False, lambda kernel, scratch: norm.layernorm_fwd(
             x, w, b, 1e-5, y=y, mean=mean, rstd=rstd, scratch=scratch, kernel=kernel)),
@@ -95,7 +95,7 @@ def column_sums(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
             return column_sum.column_sum_workspace(x, kernel=kernel)
 
         moved = x.numel() * x.element_size()
-        yield Case("column sum", c, moved, column_sum.COLUMN_SUM, column_sum.Problem(x), run, workspace)
+        yield Case("column sum", c, moved, column_sum.COLUMN_SUM, Problem(x), run, workspace)
 
 
 def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Case]:
@@ -117,9 +117,9 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
         def workspace(kernel: str, kind: str = kind) -> Shapes:
             return activation.activation_workspace(h, kind, kernel=kernel)
 
-        yield Case(f"{kind} forward", F, 2 * one, kernels, problem(kind, (h, a)), forward)
-        yield Case(f"{kind} backward", F, 3 * one, kernels, problem(kind, (da, h, a)), backward)
-        yield Case(f"{kind} backward, a, Σ dh", F, 4 * one, kernels, problem(kind, (da, h, a)), fused, workspace)
+        yield Case(f"{kind} forward", F, 2 * one, kernels, problem(h, kind, (a,)), forward)
+        yield Case(f"{kind} backward", F, 3 * one, kernels, problem(h, kind, (da, a)), backward)
+        yield Case(f"{kind} backward, a, Σ dh", F, 4 * one, kernels, problem(h, kind, (da, a)), fused, workspace)
 
     def swiglu_forward(kernel: str, _scratch: Scratch) -> None:
         activation.swiglu_fwd(gate, up, a=a, kernel=kernel)
@@ -130,16 +130,16 @@ def activations(n: int, dtype: torch.dtype, device: torch.device) -> Iterator[Ca
     def swiglu_fused(kernel: str, _scratch: Scratch) -> None:
         activation.swiglu_bwd(da, gate, up, dgate=a, dup=h, a=again, kernel=kernel)
 
-    yield Case("swiglu forward", F, 3 * one, kernels, problem("swiglu", (gate, up, a)), swiglu_forward)
-    yield Case("swiglu backward", F, 5 * one, kernels, problem("swiglu", (da, gate, up, a, h)), swiglu_backward)
-    yield Case("swiglu backward, a", F, 6 * one, kernels, problem("swiglu", (da, gate, up, a, h)), swiglu_fused)
+    yield Case("swiglu forward", F, 3 * one, kernels, problem(gate, "swiglu", (up, a)), swiglu_forward)
+    yield Case("swiglu backward", F, 5 * one, kernels, problem(gate, "swiglu", (da, up, a, h)), swiglu_backward)
+    yield Case("swiglu backward, a", F, 6 * one, kernels, problem(gate, "swiglu", (da, up, a, h)), swiglu_fused)
 
 
 FAMILIES = (norms, column_sums, activations)
 
 
 def copy_bytes_per_s(device: torch.device) -> float:
-    """Of a large copy, read plus written."""
+    """Bytes per second of a large copy, read plus written."""
     source, target = (torch.empty(COPY_BYTES[device.type], dtype=torch.uint8, device=device) for _ in range(2))
     ms = interleaved({"copy": lambda: target.copy_(source)}, 10, device)["copy"]
     return 2e3 * source.numel() / median(ms)

@@ -14,9 +14,9 @@ Parameters have the engine's names, so that both begin with the same ones.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, fields
-from typing import Any, Literal
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -29,10 +29,9 @@ from tilegrad.model.transformer import declare
 Gelu = Literal["exact", "tanh"]
 Residual = Literal["float32", "bfloat16"]
 Sdpa = Literal["default", "cudnn", "flash"]
-_READ = {  # of a config; the rest must be as it is by default
-    "vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "ffn_dim", "activation", "norm", "position",
-    "bias", "tie_embeddings", "norm_eps", "rope_theta",
-}  # fmt: skip
+_SIZES = {"vocab_size", "block_size", "n_layer", "n_head", "n_embd", "n_kv_head", "ffn_dim"}
+# keys of a config that the peer reads; the others must have their defaults
+_READ = _SIZES | {"activation", "norm", "position", "bias", "tie_embeddings", "norm_eps", "rope_theta"}
 BACKENDS = {"cudnn": SDPBackend.CUDNN_ATTENTION, "flash": SDPBackend.FLASH_ATTENTION}
 
 
@@ -209,7 +208,7 @@ class Peer:
             self.model = PeerModel(config, form, gqa=few == self.backend)
         self.model.load(initial_parameters(config, seed))
         params = list(self.model.parameters())
-        groups: list[dict[str, Any]] = [
+        groups: list[dict[str, object]] = [
             {"params": [p for p in params if p.ndim >= 2], "weight_decay": 0.1},
             {"params": [p for p in params if p.ndim < 2], "weight_decay": 0.0},
         ]
@@ -231,8 +230,8 @@ class Peer:
         self._last = loss.detach()
 
     def loss(self) -> float:
-        """Of the last step; waits for it."""
+        """The loss of the last step; waits for it."""
         return float(self._last)
 
-    def _attention(self) -> Any:
+    def _attention(self) -> AbstractContextManager[object]:
         return nullcontext() if self.sdpa == "default" else sdpa_kernel(BACKENDS[self.sdpa])

@@ -9,7 +9,7 @@ from tilegrad.model.config import ModelConfig
 
 
 class Demand(NamedTuple):
-    """Of one or more ops that are alike."""
+    """FLOPs and bytes of one op, or of several that are alike."""
 
     flops: float
     bytes: float
@@ -23,7 +23,7 @@ def linears(config: ModelConfig) -> list[tuple[int, int]]:
 
 
 def step_flops(config: ModelConfig, batch_size: int, seq_len: int) -> int:
-    """Of a training step, as MFU counts them: three times the forward's linears, head and attention (causal pairs only). The
+    """FLOPs of a training step, as MFU counts them: three times the forward's linears, head and (causal) attention. The
     backward counts twice the forward, whatever is recomputed; norms, activations and the optimizer count nothing."""
     n, c = batch_size * seq_len, config.n_embd
     products = config.n_layer * sum(i * o for i, o in linears(config)) + config.vocab_size * c

@@ -20,7 +20,7 @@ import json as json_format
 import subprocess
 import sys
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass, field, replace
 from importlib.util import find_spec
@@ -39,11 +39,12 @@ from tilegrad.text.table import table
 from .breakdown import Breakdown, Rates, break_down, floors
 from .breakdown import report as breakdown_report
 from .cases import Case, Problem, cases_of
-from .contenders import FAULTS_BYTES, PAGE_BYTES, PROFILED_STEPS, Entry, Kind, Worker, disagreement
+from .contenders import FAULTS_BYTES, PAGE_BYTES, PROFILED_STEPS, Answer, Entry, Kind, Worker, disagreement
 from .loss_curves import Curves, measure_curves
 from .loss_curves import report as curves_report
 from .peer import LIKE_FOR_LIKE, PeerForm
 from .step_cost import step_demands
+from .training_plots import Drawn, draw
 
 PEAK_FLOPS = 989.5e12  # H100 and H200 SXM, bfloat16 without sparsity, as NVIDIA states it
 PEERS: tuple[Kind, ...] = ("compiled", "eager")
@@ -55,7 +56,7 @@ _GIB = 1 << 30
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """Of a run. seconds: of one contender in one round. limit_s: for a process to start (it compiles), or to answer."""
+    """Settings of a run. seconds: of one contender in one round. limit_s: for a process to start (it compiles) or to answer."""
 
     device: str = "cuda"
     peers: tuple[Kind, ...] = PEERS
@@ -128,7 +129,7 @@ def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list
     try:
         started = [_progress(worker, worker.answer(settings.limit_s), "started") for worker in workers]
         alive = [worker for worker, answer in zip(workers, started, strict=True) if "failed" not in answer]
-        runs: dict[str, list[dict[str, Any]]] = {worker.entry.name: [] for worker in workers}
+        runs: dict[str, list[Answer]] = {worker.entry.name: [] for worker in workers}
         for round_ in range(settings.rounds):
             for worker in alive if round_ % 2 == 0 else reversed(alive):
                 worker.ask("run", settings.seconds)
@@ -146,7 +147,7 @@ def measure(problem: Problem, cases: Sequence[Case], settings: Settings) -> list
     ]
 
 
-def _resident(entry: Entry, settings: Settings) -> dict[str, Any]:
+def _resident(entry: Entry, settings: Settings) -> Answer:
     """Peak bytes of a contender on a CPU, from a process of its own that starts and ends."""
     worker = Worker(replace(entry, malloc="return"))
     try:
@@ -157,9 +158,13 @@ def _resident(entry: Entry, settings: Settings) -> dict[str, Any]:
 
 
 def row_of(
-    entry: Entry, problem: Problem, started: Mapping[str, Any], runs: Sequence[Mapping[str, Any]],
-    reference: Sequence[float] | None, peak_flops: float,
-) -> Row:  # fmt: skip
+    entry: Entry,
+    problem: Problem,
+    started: Answer,
+    runs: Sequence[Answer],
+    reference: Sequence[float] | None,
+    peak_flops: float,
+) -> Row:
     case = entry.case.name
     failed = next((str(answer["failed"]) for answer in (started, *runs) if "failed" in answer), "")
     if failed:
@@ -185,7 +190,7 @@ def row_of(
 
 
 def ratios(rows: Sequence[Row], cases: Sequence[Case], peers: Iterable[Kind]) -> list[Ratio]:
-    """Of rows of one problem."""
+    """Ours over each peer's, for rows of one problem."""
     found = []
     for case in cases:
         ours = next(row for row in rows if row.contender == "ours" and row.case == case.name)
@@ -201,7 +206,7 @@ def ratios(rows: Sequence[Row], cases: Sequence[Case], peers: Iterable[Kind]) ->
     return found
 
 
-def _progress(worker: Worker, answer: dict[str, Any], what: str) -> dict[str, Any]:
+def _progress(worker: Worker, answer: Answer, what: str) -> Answer:
     said = {"failed": "{}", "start_s": "{:.0f} s"}
     details = [text.format(answer[name]) for name, text in said.items() if name in answer]
     if "steps" in answer:
@@ -268,18 +273,18 @@ def report(rows: Sequence[Row], found: Sequence[Ratio]) -> str:
         ]
         for row in rows
     ]  # fmt: skip
-    header = (
-        "case", "contender", "tokens/s", "rounds", "MFU", "allocated GiB", "reserved GiB", "planned GiB", "loss", "start s",
-    )  # fmt: skip
-    text = [table(header, lines)]
+    sizes = ("allocated GiB", "reserved GiB", "planned GiB")
+    text = [table(("case", "contender", "tokens/s", "rounds", "MFU", *sizes, "loss", "start s"), lines)]
     if found:
-        verdicts = [
-            [
-                r.case, r.peer, _number(r.speed, ".3f", "×"), _verdict(r.speed, r.speed_goal, least=True),
-                _number(r.aim, ".2f", "×"), _number(r.memory, ".3f", "×"), _verdict(r.memory, r.memory_goal, least=False),
-            ]
-            for r in found
-        ]  # fmt: skip
+        verdicts = []
+        for r in found:
+            speed = (
+                _number(r.speed, ".3f", "×"),
+                _verdict(r.speed, r.speed_goal, least=True),
+                _number(r.aim, ".2f", "×"),
+            )
+            memory = (_number(r.memory, ".3f", "×"), _verdict(r.memory, r.memory_goal, least=False))
+            verdicts.append([r.case, r.peer, *speed, *memory])
         text += ["", table(("case", "against", "speed", "goal", "aim", "memory", "goal"), verdicts)]
     text += [f"{row.case}: {row.contender}: {row.note}" for row in rows if row.note]
     return "\n".join(text)
@@ -307,8 +312,8 @@ class Report:
     """What a run found: its text, its lines of JSON, its exit code; `drawn` is what a plot shows."""
 
     text: str
-    lines: tuple[dict[str, Any], ...]
-    drawn: Any
+    lines: tuple[dict[str, object], ...]
+    drawn: Drawn
     code: int = 0
 
 
@@ -328,7 +333,7 @@ def speed_report(cases: Sequence[Case], settings: Settings) -> Report:
         f"MFU of {settings.peak_flops / 1e12:g} TFLOP/s: 3 · forward FLOPs of linears, head and causal attention, whatever is "
         "recomputed"
     )
-    return Report(f"{report(rows, found)}\n{note}", tuple(lines), (rows, found), int(any(row.wrong for row in rows)))
+    return Report(f"{report(rows, found)}\n{note}", tuple(lines), rows, int(any(row.wrong for row in rows)))
 
 
 def breakdowns_report(cases: Sequence[Case], settings: Settings) -> Report:
@@ -364,12 +369,11 @@ def bench_training(
     chosen = cases_of(
         list(cases) if cases is not None else ["124m-b16"] if breakdown or losses else None, settings.device
     )
-    return publish(
-        breakdowns_report(chosen, settings) if breakdown
-        else losses_report(chosen, settings, steps) if losses
-        else speed_report(chosen, settings),
-        settings, json=json, out=out, plot=plot,
-    )  # fmt: skip
+    if breakdown:
+        result = breakdowns_report(chosen, settings)
+    else:
+        result = losses_report(chosen, settings, steps) if losses else speed_report(chosen, settings)
+    return publish(result, settings, json=json, out=out, plot=plot)
 
 
 def publish(result: Report, settings: Settings, *, json: bool, out: Path | None, plot: Path | None) -> int:
@@ -382,8 +386,6 @@ def publish(result: Report, settings: Settings, *, json: bool, out: Path | None,
     if plot is not None and find_spec("matplotlib") is None:
         _say(f"no picture at {plot}: matplotlib is not installed")
     elif plot is not None:
-        from .training_plots import draw
-
         draw(result.drawn, about, plot)
     return result.code
 
@@ -436,16 +438,13 @@ def main(arguments: Sequence[str] | None = None) -> int:
     add("--plot", type=Path, metavar="FILE", help="draw the result (needs matplotlib)")
     args = parser.parse_args(arguments)
     peers = PEERS if args.device == "cuda" else ("eager",)
-    settings = Settings(
-        device=args.device, peers=peers if args.peers is None else tuple(args.peers),
-        form=replace(LIKE_FOR_LIKE if args.like_for_like else PeerForm(), sdpa=args.sdpa), seconds=args.seconds,
-        rounds=args.rounds, limit_s=args.limit_s, peak_flops=1e12 * args.peak_tflops,
-        rates=Rates(1e12 * args.floor_tflops, 1e12 * args.floor_tbytes, 2e12 * args.floor_tflops),
-    )  # fmt: skip
-    return bench_training(
-        cases=args.case, settings=settings, breakdown=args.breakdown, losses=args.losses, steps=args.steps, json=args.json,
-        out=args.out, plot=args.plot,
-    )  # fmt: skip
+    form = replace(LIKE_FOR_LIKE if args.like_for_like else PeerForm(), sdpa=args.sdpa)
+    rates = Rates(1e12 * args.floor_tflops, 1e12 * args.floor_tbytes, 2e12 * args.floor_tflops)
+    chosen = peers if args.peers is None else tuple(args.peers)
+    times = (args.seconds, args.rounds, args.limit_s)
+    settings = Settings(args.device, chosen, form, *times, 1e12 * args.peak_tflops, rates)
+    given = {name: getattr(args, name) for name in ("breakdown", "losses", "steps", "json", "out", "plot")}
+    return bench_training(cases=args.case, settings=settings, **given)
 
 
 if __name__ == "__main__":

@@ -4,27 +4,34 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from types import ModuleType
+from typing import TYPE_CHECKING, TypeAlias
 
 from .breakdown import Breakdown
 from .loss_curves import SEEDS, Curves, block_means
 
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from .training import Row
+
+Drawn: TypeAlias = "list[Row] | Mapping[str, Breakdown | Curves]"
 _COLORS = {"ours": "#1f6f8b", "compiled": "#e07a3f", "eager": "#b8b8b8"}
 
 
-def draw(found: Any, about: Mapping[str, Any], path: Path) -> None:
-    """Rows and ratios as bars, {case: Breakdown} as bars with floors, {case: Curves} as lines."""
+def draw(found: Drawn, about: Mapping[str, object], path: Path) -> None:
+    """Rows as bars, {case: Breakdown} as bars with floors, {case: Curves} as lines."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
-    if not isinstance(found, dict):
-        figure = _bars(pyplot, found[0])
-    elif all(isinstance(value, Breakdown) for value in found.values()):
-        figure = _floors(pyplot, found)
+    if isinstance(found, list):
+        figure = _bars(pyplot, found)
     else:
-        figure = _lines(pyplot, found)
+        breakdowns = {name: value for name, value in found.items() if isinstance(value, Breakdown)}
+        curves = {name: value for name, value in found.items() if isinstance(value, Curves)}
+        figure = _floors(pyplot, breakdowns) if breakdowns else _lines(pyplot, curves)
     figure.suptitle(
         f"{about['device']}, torch {about['torch']}, tilegrad {about['commit']}, {about['date']}", fontsize=9
     )
@@ -33,9 +40,10 @@ def draw(found: Any, about: Mapping[str, Any], path: Path) -> None:
     pyplot.close(figure)
 
 
-def _bars(pyplot: Any, rows: Sequence[Any]) -> Any:
+def _bars(pyplot: ModuleType, rows: Sequence[Row]) -> Figure:
     names = [f"{row.case}\n{row.contender}" for row in rows]
     colors = [_COLORS[row.contender] for row in rows]
+    figure: Figure
     figure, axes = pyplot.subplots(2, 1, figsize=(max(6.0, 0.9 * len(rows)), 7), sharex=True)
     axes[0].bar(names, [(row.speed or 0.0) / 1e3 for row in rows], color=colors)
     axes[0].set_ylabel("thousand tokens/s, sustained")
@@ -45,7 +53,8 @@ def _bars(pyplot: Any, rows: Sequence[Any]) -> Any:
     return figure
 
 
-def _floors(pyplot: Any, found: Mapping[str, Breakdown]) -> Any:
+def _floors(pyplot: ModuleType, found: Mapping[str, Breakdown]) -> Figure:
+    figure: Figure
     figure, axes = pyplot.subplots(1, len(found), figsize=(7 * len(found), 6), squeeze=False)
     for axis, (name, breakdown) in zip(axes[0], found.items(), strict=True):
         groups = [(g.group, g.ms, g.floor_ms or 0.0) for g in breakdown.groups] + [("gaps", breakdown.gaps_ms, 0.0)]
@@ -57,7 +66,8 @@ def _floors(pyplot: Any, found: Mapping[str, Breakdown]) -> Any:
     return figure
 
 
-def _lines(pyplot: Any, found: Mapping[str, Curves]) -> Any:
+def _lines(pyplot: ModuleType, found: Mapping[str, Curves]) -> Figure:
+    figure: Figure
     figure, axes = pyplot.subplots(1, len(found), figsize=(7 * len(found), 5), squeeze=False)
     for axis, (name, curves) in zip(axes[0], found.items(), strict=True):
         for kind, runs in (("ours", curves.ours), (curves.peer_name, curves.peer)):

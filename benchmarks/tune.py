@@ -60,7 +60,7 @@ WIDE = {
 
 
 def candidates(bits: int, head_dim: int) -> dict[str, tuple[Tile, ...]]:
-    """Of each kernel."""
+    """The tiles to try for each kernel."""
     rows = FLOAT64 if bits == 64 else FLOAT32 if bits == 32 else WIDE if head_dim > 128 else NARROW
     return {kernel: tuple(Tile(*tile) for tile in tiles) for kernel, tiles in rows.items()}
 
@@ -115,7 +115,7 @@ def tune_tiles(device: torch.device, dtype: torch.dtype, head_dims: tuple[int, .
     from tilegrad.kernels.attention.triton.fit import architecture, product_bits
 
     if device.type != "cuda":
-        raise ValueError(f"device: got {device}; accepted: a CUDA device, for tiles are tuned where they run")
+        raise ValueError(f"device: got {device}; accepted: a CUDA device, because tiles are tuned where they run")
     bits = product_bits(dtype, device)
     keys = [(architecture(device), bits, d, band) for d in head_dims for band in (False, True)]
     start = {key: tiles.row(key) for key in keys}

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from hypothesis import HealthCheck, core, settings
-from support.interpreter import keep_what_the_interpreter_makes_anew, round_bfloat16
+from support.interpreter import prepare_the_language, round_bfloat16
 from support.ranks import Ranks
 from support.signals import hear_interrupts
 
@@ -92,8 +92,8 @@ def pytest_configure(config: pytest.Config) -> None:
         settings.load_profile("fresh")
         core.global_force_seed = config.option.seed
     if gpu.interpreting() and gpu.has_triton():
-        keep_what_the_interpreter_makes_anew()
-        round_bfloat16()
+        prepare_the_language(setattr)
+        round_bfloat16(setattr)
     if "PYTEST_XDIST_WORKER" in os.environ:
         torch.set_num_threads(1)
     elif native_build.compiler() and isinstance(native_library.library(), str):

@@ -341,7 +341,6 @@ QUIET = (
     "ignore::pytest.PytestAssertRewriteWarning",
 )
 NUMPYS = ("-W", "ignore::DeprecationWarning", "-W", "ignore::RuntimeWarning")  # in the interpreter
-AGAIN = "tests/ops/test_ops_triton_again.py"  # names the tests of other files that the interpreter runs
 INTERPRETED = {"TRITON_INTERPRET": "1"}
 UNTRACED = {"UNTRACED": "1"}  # Triton's compiler would take minutes, and its kernels are no calls of Python
 TIMED = ("test_a_pair_costs", "test_the_report", "faster", "overhead")  # a busy machine fails these
@@ -377,12 +376,7 @@ def watch(
 
 
 def interpreted_of(file: str) -> str:
-    """Which tests of a file Triton's interpreter runs, as pytest's -k has it; "" for none."""
-    module = ast.parse((ROOT / AGAIN).read_text(encoding="utf-8"))
-    files = next(x.value for x in module.body if isinstance(x, ast.Assign) and ast.unparse(x.targets[0]) == "FILES")
-    for names, expression in ast.literal_eval(files).items():
-        if Path(file).name in names.split():
-            return str(expression)
+    """Which tests of a file need a process of Triton's interpreter, as pytest's -k has it; "" for none."""
     return "interpreted" if "in_the_interpreter" in (ROOT / file).read_text(encoding="utf-8") else ""
 
 

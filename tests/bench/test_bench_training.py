@@ -30,6 +30,7 @@ from benchmarks.training import (
     report,
     row_of,
 )
+from benchmarks.training_plots import Drawn
 from tilegrad.bench.timing import sustained
 from tilegrad.engine.engine import Engine
 from tilegrad.model import reference
@@ -260,7 +261,7 @@ def test_the_command_without_where_results_go():
 
 def test_no_matplotlib_no_picture(monkeypatch, capsys, tmp_path):
     monkeypatch.setattr(training, "find_spec", lambda _: None)
-    assert publish(Report("text", (), None), QUICK, json=False, out=None, plot=tmp_path / "p.png") == 0
+    assert publish(Report("text", (), []), QUICK, json=False, out=None, plot=tmp_path / "p.png") == 0
     said = capsys.readouterr()
     assert said.out == "text\n" and "matplotlib is not installed" in said.err
 
@@ -440,7 +441,9 @@ def test_losses_of_both_contenders(monkeypatch, tmp_path):
 
     monkeypatch.setattr("benchmarks.loss_curves.Worker", Here)
     result = training.losses_report([bytes_], QUICK, steps=BLOCK)
+    assert isinstance(result.drawn, dict)
     curves = result.drawn["small"]
+    assert isinstance(curves, Curves)
     assert result.code == 0 and curves.agree and curves.ours[0][0] == pytest.approx(math.log(256), abs=0.1)
     assert curves.ours[0] == pytest.approx(curves.peer[0], rel=0.02) and curves.ours[0] != curves.ours[1]
     publish(result, QUICK, json=False, out=tmp_path / "losses.md", plot=None)
@@ -452,12 +455,12 @@ def test_pictures(what, tmp_path):
     pytest.importorskip("matplotlib")
     curves = Curves("compiled", ((1.0,) * BLOCK,) * 2, ((2.0,) * BLOCK,) * 2)
     launches = [Launch(name, 10.0 * i, 8.0) for i, (name, _) in enumerate(STEP)]
-    drawn = {
-        "speed": ([row(), row("compiled")], []),
+    found: dict[str, Drawn] = {
+        "speed": [row(), row("compiled")],
         "breakdown": {"small": break_down(launches, {"loss": 0.1})},
         "losses": {"small": curves},
-    }[what]
-    publish(Report("", (), drawn), QUICK, json=False, out=None, plot=tmp_path / "p.png")
+    }
+    publish(Report("", (), found[what]), QUICK, json=False, out=None, plot=tmp_path / "p.png")
     assert (tmp_path / "p.png").stat().st_size > 5000
 
 

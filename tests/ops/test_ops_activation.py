@@ -20,7 +20,7 @@ from support.ops import (
 )
 from torch import Tensor
 
-from tilegrad.kernels import activation
+from tilegrad.kernels import activation, gpu
 from tilegrad.kernels.activation import (
     ACTIVATION,
     KINDS,
@@ -143,11 +143,14 @@ def rotate_half(x: Tensor) -> dict[str, Tensor]:
     return {"y": x * angle.cos().to(x.dtype) + rotated * angle.sin().to(x.dtype)}
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("block", [300, 1 << 16])
 def test_rope(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, block: int) -> None:
+    if gpu.interpreting() and block > 300:
+        pytest.skip("Triton's kernel has no such blocks")
     monkeypatch.setitem(rope_torch_ops.BLOCK, "cpu", block)
-    for b, t, h, d in ((1, 1, 1, 2), (2, 63, 3, 10), (1, 113, 2, 64)):
+    for b, t, h, d in ((1, 1, 1, 2), (2, 23, 3, 10), (1, 63, 2, 64)):
         fused = randn(b, t, 3 * h * d, dtype=dtype)
         x, dy = fused[..., h * d : 2 * h * d].view(b, t, h, d), randn(b, t, h, d, dtype=dtype, seed=1)
         cos, sin = tables(10000.0, d, t + 3, acc(dtype))
@@ -173,11 +176,12 @@ def test_add_copy_zero() -> None:
     assert not x.any()
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_dropout_is_the_shared_mask(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     from tilegrad.kernels.philox import philox, round_keys, threshold
 
-    n, c, p, seed, layer = 113, 63, 0.3, 2**40 + 5, 7
+    n, c, p, seed, layer = 63, 113, 0.3, 2**40 + 5, 7
     counter = [
         torch.arange(c).expand(n, c).clone(), torch.arange(n)[:, None].expand(n, c).clone(),
         torch.full((n, c), layer), torch.full((n, c), 0xFFFFFFFF),
@@ -235,7 +239,7 @@ def test_canary_one_wrong_element_is_seen(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("where")
-@pytest.mark.parametrize("kind", [*KINDS, "swiglu", "rope"])
+@pytest.mark.parametrize("kind", [*KINDS, "swiglu"])
 def test_canary_a_factor_in_bfloat16_is_seen(kind: str) -> None:
     """gelu and tanh near their ends are ±1 or h for many numbers, which a factor moves all alike."""
     h, up, da = (randn(113, 64, dtype=torch.bfloat16, seed=seed) for seed in range(3))
@@ -246,16 +250,20 @@ def test_canary_a_factor_in_bfloat16_is_seen(kind: str) -> None:
         swiglu_bwd(da, h, up, dgate=dgate, dup=dup)
         got = {"a": a, "dgate": dgate, "dup": dup}
         given = (swiglu, {"gate": h, "up": up}, {"a": da}, bounds.swiglu(h, up, da))
-    elif kind == "rope":
-        x, dy = h.view(1, 113, 2, 32), da.view(1, 113, 2, 32)
-        cos, sin = tables(10000.0, 32, 113, torch.float32)
-        y, dx, scratch = torch.empty_like(x), torch.empty_like(x), poisoned(rope_workspace(x))
-        rope_fwd(x, cos, sin, y=y, scratch=scratch)
-        rope_bwd(dy, cos, sin, dx=dx, scratch=scratch)
-        got, given = {"y": y, "dx": dx}, (rotate_half, {"x": x}, {"y": dy}, bounds.rope(x, dy))
     else:
         got, given = run(kind, h, da), (FORMULAS[kind], {"h": h}, {"a": da}, bounds.activation(kind, h, da))
     assert_factors_are_seen(got, lambda tensors: assert_true(tensors, *given), 1.005)
+
+
+@pytest.mark.usefixtures("kernels")
+def test_canary_a_factor_of_a_rotation_is_seen() -> None:
+    x, dy = (randn(1, 63, 2, 32, dtype=torch.bfloat16, seed=seed) for seed in range(2))
+    cos, sin = tables(10000.0, 32, 63, torch.float32)
+    y, dx, scratch = torch.empty_like(x), torch.empty_like(x), poisoned(rope_workspace(x))
+    rope_fwd(x, cos, sin, y=y, scratch=scratch)
+    rope_bwd(dy, cos, sin, dx=dx, scratch=scratch)
+    given = (rotate_half, {"x": x}, {"y": dy}, bounds.rope(x, dy))
+    assert_factors_are_seen({"y": y, "dx": dx}, lambda tensors: assert_true(tensors, *given), 1.005)
 
 
 def test_canary_a_rope_that_rotates_neighbours_is_seen() -> None:
@@ -292,8 +300,8 @@ def test_gelu_is_native_where_it_lies_contiguous_and_a_name_runs_or_raises() -> 
     h = randn(4, 6, dtype=torch.float32)
     if isinstance(library(), str):
         pytest.skip("there is no native library")
-    assert [ACTIVATION.select(Problem(kind, (h, h))).name for kind in KINDS] == ["native", "torch", "torch"]
-    assert ACTIVATION.select(Problem("gelu", (h, h.t().contiguous().t()))).name == "torch"
+    assert [ACTIVATION.select(Problem(h, kind, (h,))).name for kind in KINDS] == ["native", "torch", "torch"]
+    assert ACTIVATION.select(Problem(h, "gelu", (h.t().contiguous().t(),))).name == "torch"
     for kind, x, why in (
         ("relu", h, "has gelu, not relu"),
         ("gelu", h.t(), "takes contiguous tensors"),

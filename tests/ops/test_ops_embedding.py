@@ -10,6 +10,7 @@ from support import bounds
 from support.ops import DTYPES, acc, allocated_bytes, assert_factors_are_seen, assert_true, poisoned, randn
 from torch import Tensor
 
+from tilegrad.kernels import gpu
 from tilegrad.kernels.embedding import embedding_bwd, embedding_fwd, embedding_workspace, torch_ops
 
 
@@ -35,16 +36,25 @@ def run(tokens: Tensor, inputs: dict[str, Any], dx: Tensor) -> dict[str, Tensor]
     return out
 
 
+def set_block(monkeypatch: pytest.MonkeyPatch, block: int) -> None:
+    """Elements that torch's kernel converts at once."""
+    if gpu.interpreting() and block > 100:
+        pytest.skip("Triton's kernel has no such blocks")
+    monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
+
+
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("positions", [False, True])
 @pytest.mark.parametrize("block", [100, 1 << 16])
 def test_embedding(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype, positions: bool, block: int) -> None:
-    monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
-    for b, t, c, v in ((1, 1, 1, 1), (3, 63, 17, 20), (2, 113, 64, 300), (1, 5, 1025, 3)):
+    set_block(monkeypatch, block)
+    for b, t, c, v in ((1, 1, 1, 1), (3, 23, 17, 20), (2, 63, 64, 300), (1, 5, 1025, 3)):
         tokens, inputs, formula, dx = build(b, t, c, v, dtype, positions=positions)
         assert_true(run(tokens, inputs, dx), formula, inputs, {"x": dx}, bounds.embedding(tokens, **inputs, dx=dx))
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_accumulate_in_the_same_bits_and_none_is_not_computed(dtype: torch.dtype) -> None:
     tokens, inputs, _, dx = build(3, 63, 17, 20, dtype, positions=True)
@@ -58,6 +68,7 @@ def test_gradients_accumulate_in_the_same_bits_and_none_is_not_computed(dtype: t
     assert torch.allclose(again["dwpe"], 2 * once["dwpe"]) and torch.allclose(again["dwte"], 2 * once["dwte"])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_gradients_that_do_not_accumulate_overwrite(monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype) -> None:
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", 100)
@@ -70,12 +81,13 @@ def test_gradients_that_do_not_accumulate_overwrite(monkeypatch: pytest.MonkeyPa
     assert all(torch.equal(got[name], want[name]) for name in got)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("block", [100, 1 << 16])
 @pytest.mark.parametrize("positions", [False, True])
 def test_float32_weights_of_bfloat16_are_summed_and_then_rounded(
     monkeypatch: pytest.MonkeyPatch, positions: bool, block: int
 ) -> None:
-    monkeypatch.setitem(torch_ops.BLOCK, "cpu", block)
+    set_block(monkeypatch, block)
     tokens, inputs, formula, dx = build(3, 63, 17, 20, torch.float32, positions=positions)
     x = torch.full_like(dx, torch.nan, dtype=torch.bfloat16)
     embedding_fwd(tokens, inputs["wte"], inputs["wpe"], x=x, scratch=poisoned(embedding_workspace(x)))
@@ -102,6 +114,7 @@ def test_nothing_is_allocated(dtype: torch.dtype) -> None:
     assert allocated_bytes(lambda: embedding_bwd(dx, tokens, dwte=dwte, dwpe=dwpe, scratch=scratch)) <= 1024
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["dwte", "dwpe"])
 def test_canary_one_forgotten_row_is_seen(dtype: torch.dtype, name: str) -> None:
@@ -113,6 +126,7 @@ def test_canary_one_forgotten_row_is_seen(dtype: torch.dtype, name: str) -> None
         assert_true({name: got[name]}, formula, inputs, {"x": dx}, bounds.embedding(tokens, **inputs, dx=dx))
 
 
+@pytest.mark.usefixtures("kernels")
 def test_canary_a_factor_in_bfloat16_is_seen() -> None:
     tokens, inputs, formula, dx = build(3, 63, 17, 20, torch.bfloat16, positions=True)
     allowed = bounds.embedding(tokens, **inputs, dx=dx)

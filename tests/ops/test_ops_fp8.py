@@ -7,7 +7,6 @@ import math
 import pytest
 import torch
 from support.bounds import bounds, of
-from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 from support.ops import poisoned, randn
 from torch import Tensor
 
@@ -162,13 +161,7 @@ def test_the_state_before_the_first_step_and_its_length() -> None:
     assert torch.finfo(FP8).max == LARGEST and FIRST_PART == 4 and STATE[0] > FIRST_PART
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter(request: pytest.FixtureRequest) -> None:
-    pytest.importorskip("triton", reason="needs Triton")
-    in_the_interpreter(str(request.path), "-k", "interpreted")
-
-
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("kind", ["plain", "strided", "nan", "gelu"])
 def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
     from tilegrad.kernels.fp8_linear import scaled_mm, torch_ops
@@ -181,9 +174,9 @@ def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
     for state, x8, module in zip(states, rounded, (scaled_mm, torch_ops), strict=True):
         fill_state(state, weight=False)
         if kind == "gelu":
-            module.activation(x, kind, a8=x8, state=state)
+            module.activation(x, kind, a8=x8, state=state, scratch={})
         else:
-            module.quantize(x, x8=x8, state=state)
+            module.quantize(x, x8=x8, state=state, scratch={})
     got, want = (x8.float().nan_to_num(1.0) for x8 in rounded)
     assert (got / want).nan_to_num(1.0)[want.abs() > 1.0].sub(0.8).abs().max() <= 0.4  # the interpreter loses carries
     seen = states[0][FIRST_PART:].max()
@@ -191,7 +184,7 @@ def test_interpreted_rounding_sees_every_number_and_a_nan(kind: str) -> None:
         assert seen == math.inf
     else:
         assert seen == pytest.approx(float(states[1][FIRST_PART:].max()), rel=1e-2)
-    scaled_mm.scale_step(state=states[0])
+    scaled_mm.scale_step(state=states[0], scratch={})
     assert states[0][0] == (FIRST["x"] / LARGEST if kind == "nan" else seen / LARGEST) and not states[0][1:].any()
 
 

@@ -11,7 +11,7 @@ from support import bounds
 from support.ops import DTYPES, RAGGED, acc, allocated_bytes, allowed_bytes, assert_true, poisoned, randn
 from torch import Tensor
 
-from tilegrad.kernels import linear
+from tilegrad.kernels import linear, table
 from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace
 from tilegrad.kernels.column_sum import torch_ops as column_sum_torch
@@ -309,7 +309,7 @@ def test_column_sum(dtype: torch.dtype, accumulate: bool) -> None:
     x, before = randn(113, 90, dtype=dtype)[:, 20:57], randn(37, dtype=acc(dtype), seed=1)
     want = x.double().sum(0) + (before.double() if accumulate else 0.0)
     for row in COLUMN_SUM.rows:
-        if row.refuses(Problem(x, None)):
+        if row.refuses(table.Problem(x)):
             continue
         sums, scratch = before.clone(), poisoned(column_sum_workspace(x, kernel=row.name))
         column_sum_fwd(x, sums=sums, accumulate=accumulate, scratch=scratch, kernel=row.name)

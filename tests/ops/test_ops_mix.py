@@ -37,6 +37,7 @@ def inputs(t: int, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     return part, part_lse, o[:, ::2].transpose(1, 2), lse[:, ::2].transpose(1, 2)
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("t", RAGGED)
 def test_mix(t: int, dtype: torch.dtype) -> None:
@@ -48,6 +49,7 @@ def test_mix(t: int, dtype: torch.dtype) -> None:
     assert torch.equal(o[:, :, 0], part[:, :, 0]) and torch.equal(lse[:, :, 0], part_lse[:, :, 0])
 
 
+@pytest.mark.usefixtures("kernels")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("name", ["o", "lse"])
 def test_canary_a_factor_of_a_mix_is_seen(name: str, dtype: torch.dtype) -> None:

@@ -27,7 +27,7 @@ from tilegrad.kernels.cpu import rows
 from tilegrad.kernels.cpu.library import library
 from tilegrad.kernels.norm import (
     NORM,
-    Problem,
+    Gradients,
     cpu,
     layernorm_bwd,
     layernorm_fwd,
@@ -36,7 +36,8 @@ from tilegrad.kernels.norm import (
     rmsnorm_fwd,
     torch_ops,
 )
-from tilegrad.kernels.scratch import Form, blocks
+from tilegrad.kernels.scratch import Form, Scratch, blocks
+from tilegrad.kernels.table import Problem
 
 EPS = 1e-5
 
@@ -236,8 +237,9 @@ def test_canary_a_forgotten_block_of_rows_is_seen(
 ) -> None:
     right, native = blocks, cpu.bwd
 
-    def but_the_last(dy: Tensor, x: Tensor, *others: Any, dx: Tensor, **sums: Any) -> None:
-        native(dy[:-1], x[:-1], *others, dx=dx[:-1], **sums)
+    def but_the_last(dy: Tensor, x: Tensor, *others: Any, out: Gradients, scratch: Scratch) -> None:
+        assert out.dx is not None
+        native(dy[:-1], x[:-1], *others, out=out._replace(dx=out.dx[:-1]), scratch=scratch)
 
     monkeypatch.setitem(torch_ops.BLOCK, "cpu", 480)
     check(63, 48, dtype, rms=rms, bias=False)

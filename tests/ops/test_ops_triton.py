@@ -1,5 +1,5 @@
-"""The Triton kernels of the ops against the oracle in Triton's interpreter: in a process of its own, for it is chosen at
-import; and on a GPU, where there is one. The compiler's side of them, without a GPU, is in test_ops_triton_compile.py.
+"""The Triton kernels of the ops against the oracle in Triton's interpreter and, where there is one, on a GPU. What the
+compiler makes of them, without a GPU, is in test_ops_triton_compile.py.
 """
 
 from __future__ import annotations
@@ -11,20 +11,24 @@ import torch
 from support import bounds
 from support.fused import check_fused_activation, check_fused_norm
 from support.guard import Guard
-from support.interpreter import INTERPRETED, in_the_interpreter, interpreted
 from support.ops import assert_true, poisoned, randn
 from torch import Tensor
 
 from tilegrad.kernels import gpu
 from tilegrad.kernels.activation import ACTIVATION, KINDS, activation_bwd, activation_fwd, swiglu_bwd, swiglu_fwd
 from tilegrad.kernels.activation import Problem as ActivationProblem
+from tilegrad.kernels.adamw import ADAMW
 from tilegrad.kernels.closeness import assert_close
 from tilegrad.kernels.column_sum import COLUMN_SUM, column_sum_fwd, column_sum_workspace
-from tilegrad.kernels.column_sum import Problem as SumProblem
+from tilegrad.kernels.cross_entropy import CROSS_ENTROPY
+from tilegrad.kernels.cross_entropy import Problem as LossProblem
+from tilegrad.kernels.dropout import DROPOUT
+from tilegrad.kernels.embedding import EMBEDDING
+from tilegrad.kernels.global_norm import GLOBAL_NORM
+from tilegrad.kernels.mix import MIX
 from tilegrad.kernels.norm import (
     MOST_COLUMNS,
     NORM,
-    Problem,
     layernorm_bwd,
     layernorm_fwd,
     norm_workspace,
@@ -32,6 +36,9 @@ from tilegrad.kernels.norm import (
     rmsnorm_fwd,
 )
 from tilegrad.kernels.op import observe
+from tilegrad.kernels.rope import ROPE
+from tilegrad.kernels.scratch import Form
+from tilegrad.kernels.table import Problem, Table
 
 pytest.importorskip("triton", reason="needs Triton")
 DTYPES = (torch.float32, torch.float16)  # the interpreter cuts bfloat16 off where the compiler rounds it
@@ -40,11 +47,6 @@ ON_THE_DEVICE = ((16384, 768), (5000, 2048), (1001, 8192))
 NORMS = ((True, False), (False, True), (False, False))  # RMS norm, bias
 EPS = 1e-5
 Outputs = dict[str, Tensor]
-
-
-@pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-def test_in_the_interpreter() -> None:
-    in_the_interpreter(__file__, "-k", "interpreted")
 
 
 def apart(n: int, c: int, dtype: torch.dtype, device: str = "cpu", seed: int = 0) -> Tensor:
@@ -115,7 +117,7 @@ def check_norm(got: Outputs, inputs: dict[str, Any], dy: Tensor, *, rms: bool) -
     assert_true(got, rmsnorm if rms else layernorm, inputs, {"y": dy}, allowed)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "c"), SHAPES)
 @pytest.mark.parametrize(("rms", "bias"), NORMS)
@@ -136,21 +138,21 @@ def test_norms_on_the_device(dtype: torch.dtype, rms: bool, bias: bool) -> None:
         assert all(torch.equal(got[name], again[name]) for name in got), (n, c)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("c", [MOST_COLUMNS, 2049])
 def test_interpreted_wide_rows(c: int) -> None:
     inputs, dy = norm_inputs(3, c, torch.float16, bias=True)
     check_norm(run_norm(inputs, dy, rms=False), inputs, dy, rms=False)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 def test_interpreted_large_mean_does_not_cancel() -> None:
     inputs, dy = norm_inputs(63, 48, torch.float32, bias=True)
     inputs["x"] = inputs["x"] + 1000.0
     check_norm(run_norm(inputs, dy, rms=False), inputs, dy, rms=False)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rms", [False, True])
 def test_interpreted_gradients_add_up_and_none_is_not_computed(rms: bool) -> None:
     inputs, dy = norm_inputs(300, 20, torch.float32, bias=not rms)
@@ -166,7 +168,7 @@ def test_interpreted_gradients_add_up_and_none_is_not_computed(rms: bool) -> Non
         assert torch.equal(twice[name], 2 * once[name]), name
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rms", [False, True])
 def test_interpreted_no_rows(rms: bool) -> None:
     inputs, dy = norm_inputs(0, 5, torch.float32, bias=not rms)
@@ -174,7 +176,7 @@ def test_interpreted_no_rows(rms: bool) -> None:
     assert torch.equal(got["dw"], torch.zeros(5)) and got["y"].shape == (0, 5)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("rms", [False, True])
 def test_interpreted_canary_a_forgotten_program_is_seen(monkeypatch: pytest.MonkeyPatch, rms: bool) -> None:
     """The partial sums of the backward's last one, the last rows of the forward."""
@@ -215,7 +217,7 @@ def check_column_sums(x: Tensor) -> None:
             assert_close({"sums": sums}, exact, allowed)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("n", "c"), [*SHAPES, (5000, 63), (0, 7)])
 def test_interpreted_column_sums(n: int, c: int, dtype: torch.dtype) -> None:
@@ -263,7 +265,7 @@ def check_activation(kind: str, h: Tensor, da: Tensor) -> None:
             assert_true({name: wrong}, FORMULAS[kind], {"h": h}, {"a": da}, allowed)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_interpreted_activations(kind: str, dtype: torch.dtype) -> None:
@@ -279,7 +281,7 @@ def test_activations_on_the_device(kind: str, dtype: torch.dtype) -> None:
         check_activation(kind, 3 * apart(n, c, dtype, "cuda"), apart(n, c, dtype, "cuda", seed=1))
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_interpreted_far_out_activations_saturate_and_nan_stays(kind: str, dtype: torch.dtype) -> None:
@@ -316,7 +318,7 @@ def check_swiglu(n: int, c: int, dtype: torch.dtype, device: str) -> None:
             assert_true({name: wrong}, swiglu, {"gate": gate, "up": up}, {"a": da}, allowed)
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("rms", "bias"), NORMS)
 def test_interpreted_joined_branch_output_again_and_sum_of_dx(dtype: torch.dtype, rms: bool, bias: bool) -> None:
@@ -324,7 +326,7 @@ def test_interpreted_joined_branch_output_again_and_sum_of_dx(dtype: torch.dtype
         check_fused_norm(n, c, dtype, rms=rms, bias=bias, device="cpu", kernel="triton")
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("kind", [*KINDS, "swiglu"])
 def test_interpreted_output_again_and_sums_of_gradients(kind: str, dtype: torch.dtype) -> None:
@@ -342,7 +344,7 @@ def test_fused_ops_on_the_device(dtype: torch.dtype) -> None:
             check_fused_activation(kind, n, c, dtype, device="cuda", kernel="triton")
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_interpreted_swiglu(dtype: torch.dtype) -> None:
     for n, c in SHAPES:
@@ -356,7 +358,7 @@ def test_swiglu_on_the_device(dtype: torch.dtype) -> None:
         check_swiglu(n, c, dtype, "cuda")
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 def test_interpreted_kernels_write_nothing_beside_their_buffers() -> None:
     guard = Guard()
     with observe(guard):
@@ -369,7 +371,7 @@ def test_interpreted_kernels_write_nothing_beside_their_buffers() -> None:
     assert guard.calls >= 9
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 def test_interpreted_more_rows_need_no_less_scratch() -> None:
     for c in (1, 63, 768, 5000):
         rows = [torch.empty(n, c) for n in (0, 1, 100, 5000)]
@@ -381,39 +383,65 @@ def test_interpreted_more_rows_need_no_less_scratch() -> None:
             assert shapes == sorted(shapes) and shapes[0] < shapes[-1]
 
 
-@pytest.mark.skipif(INTERPRETED, reason="is about the compiler")
 def test_the_tables_say_why_not() -> None:
     x = randn(4, 6, dtype=torch.float32)
     for table, problem in (
         (NORM, Problem),
-        (COLUMN_SUM, SumProblem),
-        (ACTIVATION, lambda x: ActivationProblem("gelu", (x, x))),
+        (COLUMN_SUM, Problem),
+        (ACTIVATION, lambda x: ActivationProblem(x, "gelu")),
     ):
         assert "TRITON_INTERPRET=1" in table.explain(problem(x)).reasons["triton"]
         assert "float64" in table.explain(problem(x.double())).reasons["triton"]
 
 
-@interpreted
+@pytest.mark.usefixtures("interpreter")
 def test_interpreted_tables_say_which_layouts() -> None:
     assert "up to 16384 columns, not 16385" in NORM.explain(Problem(torch.empty(1, 16385))).reasons["triton"]
     across = torch.empty(6, 4).t()
-    told = ACTIVATION.explain(ActivationProblem("gelu", (across, across)))
-    assert "columns lie side by side" in told.reasons["triton"]
+    told = ACTIVATION.explain(ActivationProblem(across, "gelu"))
+    assert "contiguous columns" in told.reasons["triton"]
+
+
+TABLES = (CROSS_ENTROPY, ADAMW, GLOBAL_NORM, EMBEDDING, ROPE, DROPOUT, MIX)
+
+
+def problem_of(table: Table, dtype: torch.dtype) -> Any:
+    x = Form((64, 64), dtype, torch.device("cpu"))
+    return LossProblem(x, x) if table is CROSS_ENTROPY else Problem(x)
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.op)
+def test_the_fixture_kernels_runs_tritons(table: Table, kernels: str) -> None:
+    """Else the tests with that fixture would run torch's kernels twice."""
+    for dtype in (torch.float32, torch.bfloat16):
+        assert table.select(problem_of(table, dtype)).name == kernels
+    assert table.select(problem_of(table, torch.float64)).name == "torch"
+
+
+@pytest.mark.parametrize("table", TABLES, ids=lambda table: table.op)
+def test_a_cpu_refuses_tritons_kernels_and_says_why(table: Table) -> None:
+    with pytest.raises(ValueError, match="kernel: got 'triton', which can't run this call: needs a CUDA device"):
+        table.select(problem_of(table, torch.float32), "triton")
+    with pytest.raises(ValueError, match="bfloat16 and float32"):
+        table.select(problem_of(table, torch.float64), "triton")
+
+
+def test_float16_is_no_dtype_of_tritons_loss() -> None:
+    with pytest.raises(ValueError, match="below what float16 can hold; 'torch' would run it"):
+        CROSS_ENTROPY.select(problem_of(CROSS_ENTROPY, torch.float16), "triton")
 
 
 def test_an_old_device_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    class OnCuda:
-        dtype, device = torch.bfloat16, torch.device("cuda", 0)
-
+    x = Form((1, 1), torch.bfloat16, torch.device("cuda", 0))
     for found, refused in (((7, 5), True), ((8, 0), False), ((9, 0), False)):
         monkeypatch.setattr(gpu, "capability", lambda _device, found=found: found)
         gpu._refusal.cache_clear()
-        told = gpu.refusal(OnCuda())
+        told = gpu.refusal(x)
         assert (told is not None) == refused
         assert told is None or "needs compute capability 8.0 or newer, and cuda:0 has 7.5" in told
     gpu._refusal.cache_clear()
     monkeypatch.setattr(gpu, "has_triton", lambda: False)
-    assert "needs Triton" in str(gpu.refusal(OnCuda()))
+    assert "needs Triton" in str(gpu.refusal(x))
     gpu._refusal.cache_clear()
 
 

@@ -30,7 +30,7 @@ def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> Non
 
 
 def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, Compiled]:
-    from tilegrad.kernels.norm import triton_ops
+    from tilegrad.kernels.norm import Gradients, triton_ops
 
     (n, c), w = x.shape, torch.empty(x.shape[1], dtype=x.dtype)
     rstd, mean, scratch = (
@@ -43,9 +43,8 @@ def norm(x: Tensor, *, rms: bool, architecture: int, folder: Path) -> dict[str, 
         for f in (x, None):
             triton_ops.fwd(x, f, w, b, 1e-5, x1=f, y=x, mean=mean, rstd=rstd, scratch={})
         for again, dx_sum in ((x, dw), (None, None)):
-            triton_ops.bwd(
-                x, x, w, mean, rstd, b, dx=x, dw=dw, db=db, dx_sum=dx_sum, y=again, accumulate=True, scratch=scratch
-            )
+            out = Gradients(x, dw, db, dx_sum, again, accumulate=True)
+            triton_ops.bwd(x, x, w, mean, rstd, b, out=out, scratch=scratch)
     return found
 
 
@@ -95,13 +94,16 @@ def test_activations(architecture: int, kind: str, dtype: torch.dtype, tmp_path:
     gate, up, h = gate_up[:, :3072], gate_up[:, 3072:], torch.empty(64, 3072, dtype=dtype)
     with compiling(architecture, tmp_path) as found:
         for again, summed in ((None, None), (h, sums)):
-            scratch = poisoned(triton_ops.workspace(kind, (h,)))
+            scratch = poisoned(triton_ops.workspace(h, kind))
             options: Any = {"a": again, "accumulate": True, "scratch": scratch}
             if kind == "swiglu":
                 triton_ops.swiglu_bwd(h, gate, up, dgate=h, dup=h, dgate_sum=summed, dup_sum=summed, **options)
             else:
                 triton_ops.bwd(h, h, kind, dh=h, dh_sum=summed, **options)
-        triton_ops.swiglu_fwd(gate, up, a=h) if kind == "swiglu" else triton_ops.fwd(h, kind, a=h)
+        if kind == "swiglu":
+            triton_ops.swiglu_fwd(gate, up, a=h, scratch={})
+        else:
+            triton_ops.fwd(h, kind, a=h, scratch={})
     op = "swiglu" if kind == "swiglu" else "activation"
     backward = f"_{op}_bwd_kernel"
     check(found, architecture, {f"_{op}_fwd_kernel", backward, f"{backward} again", "_add_partials_kernel"})
@@ -123,10 +125,10 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
         norm(x, rms=rms, architecture=90, folder=tmp_path)
     with compiling(90, tmp_path) as found:
         column_sum.fwd(x, sums=torch.empty(c), accumulate=False, scratch=poisoned(column_sum.workspace(x)))
-        activation.fwd(x, "gelu", a=y)
+        activation.fwd(x, "gelu", a=y, scratch={})
         activation.bwd(x, x, "tanh", dh=y, a=y, dh_sum=None, accumulate=False, scratch={})
-        activation.swiglu_fwd(x, x, a=y)
-        sums, scratch = torch.empty(c), poisoned(activation.workspace("swiglu", (x,)))
+        activation.swiglu_fwd(x, x, a=y, scratch={})
+        sums, scratch = torch.empty(c), poisoned(activation.workspace(x, "swiglu"))
         activation.swiglu_bwd(
             x, x, x, dgate=y, dup=y, a=y, dgate_sum=sums, dup_sum=sums, accumulate=False, scratch=scratch
         )
@@ -137,13 +139,13 @@ def test_sizes_and_strides_of_1(n: int, c: int, tmp_path: Path) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 @pytest.mark.parametrize("v", [50257, 50304])
 def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: Path) -> None:
-    from tilegrad.kernels.cross_entropy import triton_ops
+    from tilegrad.kernels.cross_entropy import Outputs, triton_ops
 
     x, w, one = torch.empty(2, 8, dtype=dtype), torch.empty(v, 8, dtype=dtype), torch.ones(())
     scratch = poisoned(triton_ops.workspace(x, w, backward=True))
     targets, dx, dw = torch.zeros(2, dtype=torch.int64), torch.empty_like(x), torch.empty(v, 8)
     with compiling(architecture, tmp_path) as found:
-        triton_ops.run(x, w, targets, one, loss=one, dx=dx, dw=dw, accumulate=True, scratch=scratch)
+        triton_ops.run(x, w, targets, one, out=Outputs(one, dx, dw), scratch=scratch)
     check(found, architecture, {"_softmax_kernel", "_sum_kernel"})
     assert ".128" in found["_softmax_kernel"].sass, "loads are not of 16 bytes"
 
@@ -151,7 +153,7 @@ def test_cross_entropy(architecture: int, dtype: torch.dtype, v: int, tmp_path: 
 @pytest.mark.parametrize("architecture", [SLOWLY_80, 90])
 @pytest.mark.parametrize("on_device", [False, True])
 def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
-    from tilegrad.kernels.adamw import Piece, triton_ops
+    from tilegrad.kernels.adamw import Range, triton_ops
     from tilegrad.kernels.global_norm import triton_ops as norm_ops
 
     p, one = torch.empty(1 << 20), torch.ones(())
@@ -159,7 +161,7 @@ def test_adamw(architecture: int, on_device: bool, tmp_path: Path) -> None:
     with compiling(architecture, tmp_path) as found:
         norm_ops.fwd([p], norm=one, scratch=poisoned(norm_ops.workspace(p)))
         triton_ops.step(
-            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, pieces=[Piece(p, p, p, p, copy, 1 << 19)], step=one,
+            one, rate, 0.1, 1.0, (0.9, 0.95), 1e-8, ranges=[Range(p, p, p, p, copy, 1 << 19)], step=one,
             scratch=poisoned(triton_ops.workspace(p)),
         )  # fmt: skip
     check(found, architecture, {"_squares_kernel", "_root_kernel", "_decide_kernel", "_adamw_kernel"})
@@ -207,6 +209,7 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
 
 
 def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
+    from tilegrad.kernels.cross_entropy import Outputs
     from tilegrad.kernels.cross_entropy import triton_ops as cross_entropy
     from tilegrad.kernels.dropout import triton_ops as dropout
     from tilegrad.kernels.embedding import triton_ops as embedding
@@ -216,10 +219,8 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
     x, one, token, table = torch.empty(1, 1), torch.ones(()), torch.zeros(1, 1, dtype=torch.int64), torch.empty(1, 1)
     heads = torch.empty(1, 1, 1, 2)
     with compiling(90, tmp_path) as found:
-        cross_entropy.run(
-            x, table, token[0], one, loss=one, dx=x, dw=table, accumulate=True,
-            scratch=poisoned(cross_entropy.workspace(x, table, backward=True)),
-        )  # fmt: skip
+        scratch = poisoned(cross_entropy.workspace(x, table, backward=True))
+        cross_entropy.run(x, table, token[0], one, out=Outputs(one, x, table), scratch=scratch)
         embedding.fwd(token, table, table, x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
         embedding.bwd(x, token, dwte=table, dwpe=table, accumulate=True, scratch=scratch)

@@ -1,4 +1,7 @@
-"""Triton's interpreter, which is chosen at import: a test file runs its interpreted tests in a process of their own."""
+"""Triton's interpreter. Triton itself chooses it at import; `interpreting` chooses it for some calls of a process.
+
+Attention remembers which kernel a call was given, so its tests have a process of their own (`in_the_interpreter`).
+"""
 
 from __future__ import annotations
 
@@ -6,13 +9,19 @@ import math
 import os
 import subprocess
 import sys
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from types import FunctionType
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
+import torch
 from numpy.typing import NDArray
 
+Assign = Callable[[Any, str, Any], object]  # setattr, or a form of it that can be undone
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
 
@@ -29,7 +38,49 @@ def in_the_interpreter(*arguments: str) -> None:
     assert " passed" in done.stdout, done.stdout[-2000:]
 
 
-def round_bfloat16() -> None:
+@contextmanager
+def interpreting() -> Iterator[None]:
+    """Inside, Triton's kernels are interpreted; nothing where this whole process is the interpreter's."""
+    if INTERPRETED:
+        yield
+        return
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    made: dict[Any, Any] = {}
+
+    def interpreted(jit: Any) -> Any:
+        return made.setdefault(jit.fn, InterpretedFunction(jit.fn))
+
+    with ExitStack() as changed, warnings.catch_warnings():
+        for category in (DeprecationWarning, RuntimeWarning):  # numpy's
+            warnings.simplefilter("ignore", category)
+
+        def assign(home: Any, name: str, value: Any) -> None:
+            changed.enter_context(mock.patch.object(home, name, value))
+
+        changed.enter_context(mock.patch.dict(os.environ, {"TRITON_INTERPRET": "1"}))
+        assign(JITFunction, "run", lambda jit, *args, **options: interpreted(jit).run(*args, **options))
+        assign(JITFunction, "__call__", lambda jit, *args, **options: interpreted(jit)(*args, **options))
+        changed.callback(prepare_the_language(assign).restore)
+        round_bfloat16(assign)
+        yield
+
+
+@contextmanager
+def run_by(kernels: str, request: pytest.FixtureRequest) -> Iterator[None]:
+    """Inside, tables choose Triton's kernels, interpreted, where kernels is "triton"; else they choose as ever."""
+    if kernels != "triton":
+        yield
+        return
+    pytest.importorskip("triton", reason="needs Triton")
+    if request.node.callspec.params.get("dtype") == torch.float64:
+        pytest.skip("float64 is torch's there too")
+    with interpreting():
+        yield
+
+
+def round_bfloat16(assign: Assign) -> None:
     """From here on bfloat16 is bfloat16 in the interpreter, which holds it as the 16 bits of a whole number.
 
     float32 is rounded to the nearest, ties to even, as on a device; by itself it is cut off: such numbers err twice as far
@@ -63,20 +114,22 @@ def round_bfloat16() -> None:
             return interpreter.TensorHandle(out, x.dtype.scalar)
         return interpreter.TensorHandle(rounded(out, tl.float32, tl.bfloat16, None), tl.bfloat16)
 
-    interpreter._convert_float = rounded
-    builder.create_dot, builder.binary_op = dot_of_numbers, binary_of_numbers
+    assign(interpreter, "_convert_float", rounded)
+    assign(builder, "create_dot", dot_of_numbers)
+    assign(builder, "binary_op", binary_of_numbers)
 
 
-def keep_what_the_interpreter_makes_anew() -> None:
+def prepare_the_language(assign: Assign) -> Any:
     """From here on the interpreter prepares triton.language once and not at every call of a @triton.jit function, and makes a
-    block's type and shape once for each that occurs: tests of many small programs take half the time. No arithmetic changes."""
+    block's type and shape once for each that occurs: tests of many small programs take half the time. No arithmetic changes.
+    `restore()` of what is returned leaves triton.language as it was."""
     import triton.language as tl
     from triton.language import core
     from triton.runtime import interpreter
 
     both = FunctionType((lambda: None).__code__, {"tl": tl, "core": core})
-    interpreter._patch_lang(both)  # never restored: nothing is compiled in this process
-    interpreter._patch_lang = lambda _function: interpreter._LangPatchScope()
+    prepared = interpreter._patch_lang(both)
+    assign(interpreter, "_patch_lang", lambda _function: interpreter._LangPatchScope())
 
     dtypes: dict[str, Any] = {}
     find = interpreter._get_np_dtype
@@ -86,7 +139,7 @@ def keep_what_the_interpreter_makes_anew() -> None:
             dtypes[dtype.name] = find(dtype)
         return dtypes[dtype.name]
 
-    interpreter._get_np_dtype = numpy_dtype
+    assign(interpreter, "_get_np_dtype", numpy_dtype)
 
     made: dict[tuple[Any, ...], dict[str, Any]] = {}
     make = core.block_type.__init__
@@ -107,5 +160,6 @@ def keep_what_the_interpreter_makes_anew() -> None:
         self.handle, self.type, self.dtype = handle, type, type.scalar
         self.numel, self.shape = type.extents if type.is_block() else scalar
 
-    core.block_type.__init__ = block_type
-    core.tensor.__init__ = tensor
+    assign(core.block_type, "__init__", block_type)
+    assign(core.tensor, "__init__", tensor)
+    return prepared

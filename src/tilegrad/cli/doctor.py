@@ -35,7 +35,7 @@ from ..kernels.attention import problem as attention
 from ..kernels.attention.mask import Mask
 from ..kernels.attention.table import ATTENTION
 from ..kernels.cpu import library as native_library
-from ..kernels.table import Table
+from ..kernels.table import Problem, Table
 from ..memory.managed import hit
 from ..native import build as native_build
 from ..native import openmp
@@ -90,18 +90,18 @@ def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, Any], ...
     x = q[0, 0]
     return (
         (ATTENTION, attention.Problem(q, q, q, Mask())),
-        (norm.NORM, norm.Problem(x)),
-        (activation.ACTIVATION, activation.Problem("gelu", (x, x))),
+        (norm.NORM, Problem(x)),
+        (activation.ACTIVATION, activation.Problem(x, "gelu")),
         (linear.LINEAR, linear.Problem(x, x)),
         (fp8_linear.FP8_LINEAR, fp8_linear.Problem(x, x)),
-        (column_sum.COLUMN_SUM, column_sum.Problem(x)),
-        (embedding.EMBEDDING, embedding.Problem(x)),
-        (rope.ROPE, rope.Problem(q)),
-        (mix.MIX, mix.Problem(q)),
-        (dropout.DROPOUT, dropout.Problem(x)),
+        (column_sum.COLUMN_SUM, Problem(x)),
+        (embedding.EMBEDDING, Problem(x)),
+        (rope.ROPE, Problem(q)),
+        (mix.MIX, Problem(q)),
+        (dropout.DROPOUT, Problem(x)),
         (cross_entropy.CROSS_ENTROPY, cross_entropy.Problem(x, x)),
         (global_norm.GLOBAL_NORM, global_norm.Problem(x.view(-1))),
-        (adamw.ADAMW, adamw.Problem(x.view(-1))),
+        (adamw.ADAMW, Problem(x.view(-1))),
     )
 
 

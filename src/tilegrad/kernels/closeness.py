@@ -1,8 +1,8 @@
 """The closeness rule: a result against its float64 oracle, within what the algorithm may round.
 
-A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the short dtype, once each; all else is
-formed in the accumulator. Attention's bounds are kernels/attention/bounds.py, the other ops' tests/support/bounds.py. u, a, z
-are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and of the output's own dtype.
+A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each; the rest
+is computed in the accumulator's. Attention's bounds are kernels/attention/bounds.py, other ops' tests/support/bounds.py. u, a,
+z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and of the output's dtype.
 Roundings are independent and uniform, of variance u² x² / 3, so the variance σ² of each number's error follows from the formula
 line by line. The accumulator's share is a · B. To B a sum of n terms t adds six deviations of its n rounded partial sums,
 
@@ -14,10 +14,10 @@ With e = x − x64, three tests for each tensor, of m different numbers (equal o
     mean    rms(e) ≤ (1.5 + 6/√m) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
     slope   |⟨e − r, x64⟩| ≤ 6 · sd⟨e − r, x64⟩ + Σ (a B / 3) |x64|              a wrong factor has a sign, rounding has none
 
-r is what rounding x64 itself to the output's dtype would err by. It is known, and it has a sign where the exact numbers lie
-near the grid of that dtype: gelu'(h) da is a little more than da, which is on the grid, for every large h.
-The same infinities must stand in the same places, NaN nowhere. Nothing is measured against another kernel or the largest
-number of a call, and no tensor is an exception. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
+r is the error of rounding x64 itself to the output's dtype. It is known, and it has a sign where exact numbers are close to
+numbers of that dtype: for every large h, gelu'(h) da is a little more than da, which has that dtype. Infinities must be in the
+same places, and NaN nowhere. Nothing is measured against another kernel or the largest number of a call, and no tensor is an
+exception. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ SIGMAS = 6.0
 
 
 class Bound(NamedTuple):
-    """How far the numbers of one tensor may lie from the oracle's, before the output itself is rounded."""
+    """How far the numbers of one tensor may be from the oracle's, before the output itself is rounded."""
 
     sigma: Tensor  # standard deviation of each number's error, float64, shaped as the output
     accumulated: Tensor  # a B, likewise
@@ -62,7 +62,7 @@ def assert_close(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds:
 
 
 class Ratios(NamedTuple):
-    """Of each test, the error over what is allowed; above 1 is red."""
+    """The error of each test over what is allowed; above 1 the test fails."""
 
     max: float
     mean: float
@@ -70,7 +70,7 @@ class Ratios(NamedTuple):
 
 
 def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
-    """Of the finite numbers."""
+    """The three tests of the finite numbers."""
     seen = torch.isfinite(x64)
     y, sigma, acc = x64[seen], bound.sigma[seen], bound.accumulated[seen]
     if not y.numel():
@@ -99,7 +99,7 @@ def _complaints(name: str, x: Tensor, x64: Tensor, bound: Bound) -> list[str]:
         return [f"{name}: NaN"]
     infinite = x64.isinf()
     if not torch.equal(x.isinf(), infinite) or not torch.equal(x[infinite].double(), x64[infinite]):
-        return [f"{name}: infinities stand elsewhere"]
+        return [f"{name}: infinities are elsewhere"]
     of = zip(
         ("largest error", "root mean square error", "factor of x64 in the error"), ratios(x, x64, bound), strict=True
     )

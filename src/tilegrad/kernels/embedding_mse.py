@@ -8,21 +8,19 @@ Rows are processed in blocks, in the accumulation dtype.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .cross_entropy import check_loss
+from .cross_entropy import Outputs, check_loss
 from .cross_entropy.torch_ops import mask_targets
 from .embedding.torch_ops import add_rows
 from .op import op
-from .scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_per_block, views
+from .scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_per_block, views
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows
 
 
-def embedding_mse_workspace(x: Any, wte: Any) -> Shapes:
+def embedding_mse_workspace(x: TensorLike, wte: TensorLike) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold: forward, backward and step."""
     acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, rows_per_block(x, BLOCK)
     shapes: Shapes = {
@@ -41,7 +39,7 @@ def embedding_mse_fwd(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, scratch: Scratch | None = None
 ) -> None:
     """loss (0-d), overwritten."""
-    _run(x, wte, targets, inv_total, loss=loss, dx=None, dwte=None, accumulate=True, scratch=scratch)
+    _run(x, wte, targets, inv_total, Outputs(loss), scratch)
 
 
 @op(accumulates=("dwte",))
@@ -50,7 +48,7 @@ def embedding_mse_bwd(
     dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """dx overwritten, which may be x; dwte added to (accumulate=False: overwritten)."""
-    _run(x, wte, targets, inv_total, loss=None, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
+    _run(x, wte, targets, inv_total, Outputs(None, dx, dwte, accumulate), scratch)
 
 
 @op(accumulates=("dwte",))
@@ -60,14 +58,12 @@ def embedding_mse_step(
     scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
     """Forward and backward at once."""
-    _run(x, wte, targets, inv_total, loss=loss, dx=dx, dwte=dwte, accumulate=accumulate, scratch=scratch)
+    _run(x, wte, targets, inv_total, Outputs(loss, dx, dwte, accumulate), scratch)
 
 
-def _run(
-    x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, dwte: Tensor | None, accumulate: bool, scratch: Scratch | None,
-) -> None:  # fmt: skip
-    check_loss(x, targets, inv_total, loss=loss, dx=dx, w=("wte", wte), dw=("dwte", dwte))
+def _run(x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, scratch: Scratch | None) -> None:
+    check_loss(x, wte, targets, inv_total, out, "wte")
+    loss, dx, dwte, accumulate = out
     (n, c), acc = x.shape, accumulation_dtype(x.dtype)
     buffers = views(scratch, embedding_mse_workspace(x, wte), x.device, "embedding_mse")
     if loss is not None:

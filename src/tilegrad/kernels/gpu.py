@@ -1,15 +1,20 @@
-"""What the Triton kernels share on the host: the calls that none of them takes, and a device's size."""
+"""What the Triton kernels of the ops share on the host: the calls that none of them takes, a launch, and a device's size."""
 
 from __future__ import annotations
 
 import functools
 import importlib.util
 import os
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 
-OLDEST = (8, 0)  # compute capability: bfloat16, and copies that go ahead of the arithmetic
+from .scratch import TensorLike
+from .table import Kernel, Table, takes_all
+from .triton_version import launch_options
+
+OLDEST = (8, 0)  # compute capability: bfloat16 and asynchronous copies
 INTERPRETED_MULTIPROCESSORS = 8
 
 
@@ -19,11 +24,11 @@ def has_triton() -> bool:
 
 
 def interpreting() -> bool:
-    """Whether Triton's kernels run on the CPU, line by line."""
+    """Whether Triton's kernels run in its interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
-def refusal(x: Any) -> str | None:
+def refusal(x: TensorLike) -> str | None:
     """Why no Triton kernel can run on x, from its dtype and device alone; None where one can."""
     return _refusal(x.dtype, x.device, interpreted=interpreting())
 
@@ -51,10 +56,31 @@ def capability(device: torch.device) -> tuple[int, int]:
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """Of a GPU; 8 for the CPU, where GPU kernels run interpreted."""
+    """The number of a GPU's multiprocessors; 8 for the CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+def triton_else_torch(op: str, refuses: Callable[[Any], str | None] = lambda problem: refusal(problem[0])) -> Table:
+    """The table of an op with two kernels, <op>/triton_ops.py and, where that refuses a call, <op>/torch_ops.py."""
+    triton = Kernel("triton", f"{op}.triton_ops", refuses)
+    return Table(op, (triton, Kernel("torch", f"{op}.torch_ops", takes_all)))
+
+
+class JITKernel(Protocol):
+    """A @triton.jit function: kernel[grid](…) launches it."""
+
+    def __getitem__(self, grid: tuple[int, ...], /) -> Callable[..., object]: ...
+
+
+def launch(
+    kernel: JITKernel, grid: tuple[int, ...], x: torch.Tensor, /, *arguments: object, **constants: object
+) -> None:
+    """kernel[grid](x, *arguments, **constants) on the device of x; an empty grid launches nothing."""
+    if all(grid):
+        with torch.cuda.device_of(x):
+            kernel[grid](x, *arguments, **constants, **launch_options())
 
 
 def ceil_div(a: int, b: int) -> int:

@@ -1,10 +1,10 @@
 """How every op of the package is called, and how a call is observed.
 
 An op is a function that never allocates: positional tensors are read, keyword-only tensors are written. `@op` marks it.
-While an observer is set, a call is handed to it as a `Call` instead of being run. There are two: the memory trace reads live
-ranges off the call; `poison_dead` (memory/planned/arena.py) runs it, then fills with NaN every buffer that holds no value any
-more, so that a wrong live range shows. An observer of names takes the op's name and its run alone, which costs a microsecond
-a call: `follow` (dist/schedule.py) starts collectives between ops. Without an observer a call is the function.
+While an observer is set, a call is passed to it as a `Call` instead of being run. There are two: the memory trace derives live
+ranges from calls; `poison_dead` (memory/planned/arena.py) runs a call, then fills every dead buffer with NaN, so that a wrong
+live range shows. An observer of names gets only the op's name and a function that runs it, which costs a microsecond a call:
+`follow` (dist/schedule.py) starts collectives between ops. Without an observer the op runs directly.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def observe_names(observer: NameObserver) -> Iterator[None]:
 
 
 def emitter() -> Observer | None:
-    """The observer that is set now, for whoever puts calls of its own among those of a program; None: they are run."""
+    """The current observer, for code that adds calls of its own to a traced program; None: calls run."""
     observer = _observer.get()
     return None if isinstance(observer, _ByName) else observer
 
@@ -107,7 +107,7 @@ def op(
 
 
 def _tensors(values: Any) -> Iterator[Any]:
-    """Tensors and handles among arguments; a mask, a list or a scratch dictionary stands for the tensors inside it."""
+    """Tensors and handles among arguments, and inside a mask, a list or a dictionary of scratch."""
     for value in values:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             yield value

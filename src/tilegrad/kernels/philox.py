@@ -33,7 +33,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def round_keys(seed: int | Tensor) -> list[tuple[Key, Key]]:
-    """The ten round keys. A seed tensor on the CPU is read here; one on a device stays there, so a captured step draws anew."""
+    """The ten round keys. A seed tensor on the CPU is read here; one on a device stays there, for a captured step to read."""
     if isinstance(seed, Tensor) and seed.device.type == "cpu":
         seed = int(seed)
     k0: Key = seed & _LOW

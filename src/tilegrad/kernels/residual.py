@@ -1,4 +1,4 @@
-"""What stands between the layers: the sum of the residual stream, and copies. Each is one torch op at memory's speed.
+"""Ops between the layers: the sum of the residual stream, and copies. Each is one torch op, bound by memory.
 
 add       y = x + f        backward: both branches read dy
 """

@@ -17,7 +17,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -28,6 +28,17 @@ Views = Callable[..., Scratch]  # (*memory) → the declared buffers by name: `L
 T = TypeVar("T")
 
 SLOT_BYTES = 256  # what buffers of one allocation begin at multiples of, as CUDA's allocations do
+
+
+class TensorLike(Protocol):
+    """What a workspace or a table reads of a tensor; a `Form` and a handle of the memory plan have it too."""
+
+    @property
+    def shape(self) -> tuple[int, ...]: ...
+    @property
+    def dtype(self) -> torch.dtype: ...
+    @property
+    def device(self) -> torch.device: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -119,10 +130,10 @@ def views(
     return out
 
 
-def rows_per_block(x: Any, elements: Mapping[str, int]) -> int:
+def rows_per_block(x: TensorLike, elements: Mapping[str, int]) -> int:
     """Rows of x (N, C) that are worked on at once: about `elements[device type]` elements, at least a row, at most N."""
     n, c = x.shape
-    return int(max(1, min(n, elements[torch.device(x.device).type] // max(c, 1))))
+    return max(1, min(n, elements[x.device.type] // max(c, 1)))
 
 
 def rows_of(x: Tensor, i: slice) -> Tensor:

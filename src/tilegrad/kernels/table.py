@@ -1,11 +1,11 @@
-"""Which kernel of an op runs: a table for each op that has more than one, and the first row that takes a call runs it.
+"""Which kernel of an op runs: each op with more than one kernel has a table, and the first row that takes a call runs it.
 
 A row is refused with a reason, and nothing falls back silently: a kernel asked for by name runs or raises. The names of
 the rows are public.
 
-A problem is a call as its table sees it: a NamedTuple whose fields are the positional arguments of a kernel's `workspace`.
-Only shapes, dtypes, devices and options of it are read, so a kernel can be chosen before a tensor exists. `NORM.explain(
-Problem(x))` says what would run; `tilegrad doctor --kernels` prints that of every op.
+A problem is a call as its table sees it: a NamedTuple whose fields are the positional arguments of a kernel's `workspace`,
+the first of them a tensor on the call's device. Only shapes, dtypes, devices and options are read, so a kernel can be chosen
+before a tensor exists. `NORM.explain(Problem(x))` says what would run; `tilegrad doctor --kernels` prints that of every op.
 """
 
 from __future__ import annotations
@@ -15,16 +15,31 @@ import importlib
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import ModuleType
-from typing import Any
+from typing import Any, NamedTuple, TypedDict
 
-from .scratch import Shapes, below, larger
+from .scratch import Scratch, Shapes, TensorLike, below, larger, views
+
+FORWARD, BACKWARD = {"backward": False}, {"backward": True}  # options of a `workspace`
+
+
+class Problem(NamedTuple):
+    """A call that is decided by the shape, dtype and device of one tensor."""
+
+    x: TensorLike
+
+
+class Where(TypedDict, total=False):
+    """Two keywords of every op that has a table: buffers as `<op>_workspace` declares them, and a row of the table by name."""
+
+    scratch: Scratch | None
+    kernel: str | None
 
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
     """A row. `refuses` says why this kernel can't run a problem, or None; `by_name_only` why it is never chosen unasked.
 
-    `module`, a dotted name below tilegrad.kernels, offers the functions that the op's `__init__` names.
+    `module`, a dotted name below tilegrad.kernels, offers `workspace` and the functions that the op's `__init__` names.
     """
 
     name: str
@@ -80,7 +95,7 @@ class Table:
         )
 
     def explain(self, problem: Any, kernel: str | None = None) -> Explanation:
-        """What `select` chooses, with a reason for every row; also of a call that no row takes."""
+        """What `select` chooses, with a reason for every row; also for a call that no row takes."""
         if kernel is None and not any(row.by_name_only is None and row.refuses(problem) is None for row in self.rows):
             return Explanation("none", {row.name: row.refuses(problem) or row.by_name_only or "" for row in self.rows})
         chosen = self.select(problem, kernel).name
@@ -91,7 +106,7 @@ class Table:
         )
         return Explanation(chosen, reasons)
 
-    def workspace(self, *problems: Any, kernel: str | None = None, **options: Any) -> Shapes:
+    def workspace(self, *problems: Any, kernel: str | None = None, **options: bool) -> Shapes:
         """Scratch of every kernel that may run one of `problems`, each kernel's below its name: what serves them all.
 
         `options` (backward=…, deterministic=…) are the keywords of a kernel's `workspace`.
@@ -102,6 +117,23 @@ class Table:
             shapes = larger(shapes, below(row.name, row.load().workspace(*problem, **options)))
         return shapes
 
+    def run(
+        self,
+        function: str,
+        problem: Any,
+        *reads: object,
+        options: dict[str, bool] | None = None,
+        scratch: Scratch | None = None,
+        kernel: str | None = None,
+        **writes: object,
+    ) -> None:
+        """`function` of the selected kernel, with its views of `scratch`; `options` are the keywords of its `workspace`."""
+        row = self.select(problem, kernel)
+        module = _load(row.module)
+        needed = module.workspace(*problem, **options) if options else module.workspace(*problem)
+        buffers = views(scratch, needed, problem[0].device, self.op, kernel=row.name) if needed else {}
+        getattr(module, function)(*reads, **writes, scratch=buffers)
 
-def takes_all(_problem: Any) -> None:
+
+def takes_all(_problem: object) -> None:
     return None

@@ -5,16 +5,17 @@
     relu   a = max(h, 0)         dh = da where h > 0
     swiglu a = silu(gate) ∘ up   dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   silu(g) = g σ(g)
 
-The backward reads h, so a need not be kept: it forms a once more, to the same bits, where it is asked for. dh may be da itself
-and a may be h; dgate may be da, and a gate. It adds up columns too, (N, C) alone: Σ_n dh is the bias gradient of the
-projection below, and so are Σ_n dgate and Σ_n dup (accumulate=False: they are overwritten). `ACTIVATION` is the table of
-kernels: each module offers `workspace`, which column sums need, `fwd` and `bwd`, and `swiglu_fwd` and `swiglu_bwd` where it
-takes swiglu.
+The backward reads h, so a need not be saved: the backward recomputes a, to the same bits, where a is given. dh may be da and
+a may be h; dgate may be da, and a may be gate. For (N, C) it can also write column sums: Σ_n dh, or Σ_n dgate and Σ_n dup, is
+the bias gradient of the projection before the activation (accumulate=False overwrites it).
+
+`ACTIVATION` is the table of kernels: each module offers `workspace` (for column sums), `fwd`, `bwd` and, where it takes
+swiglu, `swiglu_fwd` and `swiglu_bwd`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 from torch import Tensor
 
@@ -22,46 +23,45 @@ from .. import gpu
 from ..checks import check_given, check_tensor
 from ..cpu import rows
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Kernel, Table, Where, takes_all
 
 KINDS = ("gelu", "tanh", "relu")
+NO_SUMS = {"sums": False}  # option of a `workspace`
 
 
 class Problem(NamedTuple):
-    """An activation as the table sees it; the tensors are all that a call reads and writes, of one shape and dtype. A form
-    in the place of one is contiguous."""
+    """An activation as the table sees it: its input, and the other tensors that the call reads and writes, all of one shape and
+    dtype. A `Form` counts as contiguous."""
 
+    x: TensorLike
     kind: str
-    tensors: tuple[Any, ...]
+    others: tuple[Tensor, ...] = ()
 
 
 def _native_refuses(problem: Problem) -> str | None:
     if problem.kind != "gelu":
         return f"has gelu, not {problem.kind}"
-    reason = rows.refusal(problem.tensors[0])
-    if reason is not None:
-        return reason
-    for x in problem.tensors:
-        if not _contiguous(x):
-            return "takes contiguous tensors"
-    return None
+    refusal = rows.refusal(problem.x)
+    return "takes contiguous tensors" if refusal is None and not _contiguous(problem) else refusal
 
 
 def _triton_refuses(problem: Problem) -> str | None:
-    tensors = problem.tensors
-    refusal = gpu.refusal(tensors[0])
-    if refusal is None and not all(map(_contiguous, tensors)) and not all(map(_in_rows, tensors)):
-        return "takes contiguous tensors, or rows whose columns lie side by side"
+    refusal = gpu.refusal(problem.x)
+    if refusal is None and not _contiguous(problem) and not all(map(_in_rows, (problem.x, *problem.others))):
+        return "takes contiguous tensors, or rows with contiguous columns"
     return refusal
 
 
-def _contiguous(x: Any) -> bool:
-    return not isinstance(x, Tensor) or x.is_contiguous()
+def _contiguous(problem: Problem) -> bool:
+    for x in (problem.x, *problem.others):  # noqa: SIM110  # every small call would pay for a generator
+        if isinstance(x, Tensor) and not x.is_contiguous():
+            return False
+    return True
 
 
-def _in_rows(x: Tensor) -> bool:
-    return x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1)
+def _in_rows(x: TensorLike) -> bool:
+    return isinstance(x, Tensor) and x.ndim == 2 and (x.stride(1) == 1 or x.shape[1] == 1)
 
 
 ACTIVATION = Table(
@@ -74,9 +74,9 @@ ACTIVATION = Table(
 )
 
 
-def activation_workspace(h: Any, kind: str, *, kernel: str | None = None) -> Shapes:
-    """Of a backward that adds up columns; "swiglu" is a kind here. Name → (shape, dtype) of what `scratch` must hold."""
-    return ACTIVATION.workspace(Problem(kind, (h,)), kernel=kernel)
+def activation_workspace(h: TensorLike, kind: str, *, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold where a backward adds up columns; "swiglu" is a kind here."""
+    return ACTIVATION.workspace(Problem(h, kind), kernel=kernel)
 
 
 def _check(kind: str, h: Tensor, **others: Tensor | None) -> None:
@@ -86,7 +86,7 @@ def _check(kind: str, h: Tensor, **others: Tensor | None) -> None:
 
 
 def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
-    """Whether there are any."""
+    """Whether column sums are asked for."""
     if all(x is None for x in sums.values()):
         return False
     if h.ndim != 2:
@@ -99,22 +99,21 @@ def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
 def activation_fwd(h: Tensor, kind: str, *, a: Tensor, kernel: str | None = None) -> None:
     """a = kind(h); a may be h."""
     _check(kind, h, a=a)
-    ACTIVATION.select(Problem(kind, (h, a)), kernel).load().fwd(h, kind, a=a)
+    ACTIVATION.run("fwd", Problem(h, kind, (a,)), h, kind, options=NO_SUMS, a=a, kernel=kernel)
 
 
 @op(accumulates=("dh_sum",))
 def activation_bwd(
     da: Tensor, h: Tensor, kind: str, *,
-    dh: Tensor, a: Tensor | None = None, dh_sum: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    dh: Tensor, a: Tensor | None = None, dh_sum: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dh = da ∘ kind'(h)   a = kind(h)   dh_sum += Σ_n dh; dh may be da, and a may be h."""
     _check(kind, h, da=da, dh=dh, a=a)
-    row = ACTIVATION.select(Problem(kind, (h, da, dh) if a is None else (h, da, dh, a)), kernel)
-    module, summed = row.load(), _check_sums(h, dh_sum=dh_sum)
-    needed = module.workspace(kind, (h,)) if summed else {}
-    buffers = views(scratch, needed, h.device, "activation", kernel=row.name)
-    module.bwd(da, h, kind, dh=dh, a=a, dh_sum=dh_sum, accumulate=accumulate, scratch=buffers)
+    options = {"sums": _check_sums(h, dh_sum=dh_sum)}
+    problem = Problem(h, kind, (da, dh) if a is None else (da, dh, a))
+    ACTIVATION.run(
+        "bwd", problem, da, h, kind, options=options, dh=dh, a=a, dh_sum=dh_sum, accumulate=accumulate, **where
+    )
 
 
 @op()
@@ -122,15 +121,15 @@ def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, kernel: str | None = None
     """a = silu(gate) ∘ up"""
     for name, other in (("up", up), ("a", a)):
         check_tensor(name, other, tuple(gate.shape), gate.dtype, gate.device)
-    ACTIVATION.select(Problem("swiglu", (gate, up, a)), kernel).load().swiglu_fwd(gate, up, a=a)
+    problem = Problem(gate, "swiglu", (up, a))
+    ACTIVATION.run("swiglu_fwd", problem, gate, up, options=NO_SUMS, a=a, kernel=kernel)
 
 
 @op(accumulates=("dgate_sum", "dup_sum"))
 def swiglu_bwd(
     da: Tensor, gate: Tensor, up: Tensor, *,
     dgate: Tensor, dup: Tensor, a: Tensor | None = None,
-    dgate_sum: Tensor | None = None, dup_sum: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    dgate_sum: Tensor | None = None, dup_sum: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   a = silu(gate) ∘ up   dgate_sum += Σ_n dgate
     dup_sum += Σ_n dup; dgate may be da, and a may be gate."""
@@ -139,10 +138,9 @@ def swiglu_bwd(
     check_given(gate.device, ("a", a, tuple(gate.shape), gate.dtype))
     if (dgate_sum is None) != (dup_sum is None):
         raise ValueError("dgate_sum, dup_sum: got one of the two; accepted: both or none")
-    tensors = (da, gate, up, dgate, dup) if a is None else (da, gate, up, dgate, dup, a)
-    row = ACTIVATION.select(Problem("swiglu", tensors), kernel)
-    module, summed = row.load(), _check_sums(gate, dgate_sum=dgate_sum, dup_sum=dup_sum)
-    needed = module.workspace("swiglu", (gate,)) if summed else {}
-    buffers = views(scratch, needed, gate.device, "activation", kernel=row.name)
-    sums = {"dgate_sum": dgate_sum, "dup_sum": dup_sum}
-    module.swiglu_bwd(da, gate, up, dgate=dgate, dup=dup, a=a, **sums, accumulate=accumulate, scratch=buffers)
+    options = {"sums": _check_sums(gate, dgate_sum=dgate_sum, dup_sum=dup_sum)}
+    others = (da, up, dgate, dup) if a is None else (da, up, dgate, dup, a)
+    ACTIVATION.run(
+        "swiglu_bwd", Problem(gate, "swiglu", others), da, gate, up, options=options,
+        dgate=dgate, dup=dup, a=a, dgate_sum=dgate_sum, dup_sum=dup_sum, accumulate=accumulate, **where,
+    )  # fmt: skip

@@ -1,8 +1,6 @@
-"""gelu in C++: one pass over contiguous memory. Loops: cpu/csrc/rows/norm_gelu.cpp."""
+"""gelu in C++: one pass over contiguous memory. The loops are in cpu/csrc/rows/norm_gelu.cpp."""
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -11,14 +9,14 @@ from ..column_sum import cpu as column_sum
 from ..cpu.abi import pack_gelu
 from ..cpu.library import isa, native
 from ..cpu.rows import DTYPES
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, TensorLike
 
 
-def workspace(kind: str, tensors: tuple[Any, ...]) -> Shapes:
+def workspace(x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), *, sums: bool = True) -> Shapes:
     return {}
 
 
-def fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
+def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
     _run(h, a=a.data_ptr())
 
 
@@ -30,7 +28,7 @@ def bwd(
     if dh_sum is not None:
         column_sum.fwd(dh, sums=dh_sum, accumulate=accumulate, scratch={})
     if a is not None:
-        fwd(h, kind, a=a)
+        fwd(h, kind, a=a, scratch=scratch)
 
 
 def _run(h: Tensor, **addresses: int) -> None:

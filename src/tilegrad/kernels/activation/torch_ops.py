@@ -2,26 +2,25 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from .. import column_sum
-from ..scratch import Scratch, Shapes, below, of
+from ..column_sum import COLUMN_SUM, column_sum_workspace
+from ..scratch import Scratch, Shapes, TensorLike, below, of
+from ..table import Problem
 
 _aten = torch.ops.aten
 _SATURATED = 80.0  # σ(80) is 1 in float64, and exp(80) is finite in float32
 
 
-def workspace(kind: str, tensors: tuple[Any, ...]) -> Shapes:
-    return below("column_sum", column_sum.column_sum_workspace(tensors[0]))
+def workspace(x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), *, sums: bool = True) -> Shapes:
+    return below("column_sum", column_sum_workspace(x)) if sums else {}
 
 
-def fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
+def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
     if kind == "gelu":
         if h.is_contiguous() and not a.is_contiguous():
-            h = a.copy_(h)  # of a contiguous input oneDNN's gelu leaves an output with strides unwritten (torch 2.13)
+            h = a.copy_(h)  # oneDNN's gelu writes no strided output of a contiguous input (torch 2.13)
         _aten.gelu.out(h, approximate="tanh", out=a)
     elif kind == "tanh":
         torch.tanh(h, out=a)
@@ -42,10 +41,10 @@ def bwd(
         _aten.threshold_backward.grad_input(da, h, 0.0, grad_input=dh)
     _add_columns(dh, sums=dh_sum, accumulate=accumulate, scratch=scratch)
     if a is not None:
-        fwd(h, kind, a=a)
+        fwd(h, kind, a=a, scratch=scratch)
 
 
-def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor) -> None:
+def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None:
     _aten.silu.out(gate, out=a).mul_(up)
 
 
@@ -60,9 +59,10 @@ def swiglu_bwd(
     for x, sums in ((dgate, dgate_sum), (dup, dup_sum)):
         _add_columns(x, sums=sums, accumulate=accumulate, scratch=scratch)
     if a is not None:
-        swiglu_fwd(gate, up, a=a)
+        swiglu_fwd(gate, up, a=a, scratch=scratch)
 
 
 def _add_columns(x: Tensor, *, sums: Tensor | None, accumulate: bool, scratch: Scratch) -> None:
     if sums is not None:
-        column_sum.run(x, sums=sums, accumulate=accumulate, scratch=of("column_sum", scratch))
+        given = of("column_sum", scratch)
+        COLUMN_SUM.run("fwd", Problem(x), x, sums=sums, accumulate=accumulate, scratch=given)

@@ -1,18 +1,16 @@
 """Activations in Triton: one pass.       h, a, gate, up (N, C), or all contiguous   partials (1 or 2, P, C)
 
     forward    a program for each tile
-    backward   a program for each tile; where columns are added up, P programs for each tile of columns, with the row tiles
-               p, p + P, p + 2P, …: partials[:, p] = Σ dh of the program's rows, then dh_sum (+)= Σ_p partials
+    backward   a program for each tile; with column sums P programs for each tile of columns: program p has the row tiles
+               p, p + P, p + 2P, … and writes partials[:, p] = Σ dh of its rows; then dh_sum (+)= Σ_p partials
 
-In float32; only outputs are rounded, and sums are of the rounded numbers, in the grid's order: the same bits each time.
-σ(v) and σ(−v) are both 1 / (1 + e) or e / (1 + e) with e = exp(−|v|), so neither cancels nor overflows. Of float32, exp and
-quotients are rounded like torch's: the device's own err by |v| units. Where σ(−v) stands beside a term of size 1 and
-outputs are short, it is 1 − σ(v): 37 instructions for each number are all the time that memory leaves.
+The arithmetic is float32. Only outputs are rounded; sums add the rounded numbers in the grid's order, the same bits each time.
+σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), so neither cancels nor overflows. For float32, exp and
+quotients are rounded as torch rounds them, because the device's own err by |v| units. Where σ(−v) is added to a term of size 1
+and outputs are bfloat16 or float16, it is 1 − σ(v): memory leaves time for 37 instructions per element.
 """
 
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
@@ -22,11 +20,10 @@ from torch import Tensor
 from ..attention.triton.numerics import LOG2E, power, quotient, to_log2
 from ..attention.triton.numerics import tanh as finite_tanh
 from ..column_sum.triton_ops import add_partials
-from ..gpu import ceil_div, multiprocessors, padded
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import JITKernel, ceil_div, launch, multiprocessors, padded
+from ..scratch import Scratch, Shapes, TensorLike
 
-TILE, COLUMNS = 2048, 1024  # elements of a tile, columns of one whose rows lie apart
+TILE, COLUMNS = 2048, 1024  # elements of a tile; its columns, where rows are strided
 WARPS = 4
 SUMMED_TILE, SUMMED_WARPS = 1024, 4  # where columns are added up
 PROGRAMS = 8  # for each multiprocessor, where columns are added up
@@ -46,7 +43,7 @@ def sigmoids(v, EXACT: tl.constexpr):
 
 
 @triton.jit
-def sigmoids_beside_1(v, EXACT: tl.constexpr):
+def sigmoids_next_to_1(v, EXACT: tl.constexpr):
     """σ(v), and σ(−v) up to a unit of 1."""
     if EXACT:
         return sigmoids(v, EXACT)
@@ -58,7 +55,7 @@ def sigmoids_beside_1(v, EXACT: tl.constexpr):
 @triton.jit
 def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
     if KIND == "gelu":
-        of_v, _ = sigmoids_beside_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
+        of_v, _ = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         return h * of_v
     elif KIND == "tanh":
         return tl.where(h == h, finite_tanh(h, EXACT), h)
@@ -68,9 +65,9 @@ def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """Of gelu σ(v) + h σ(v) σ(−v) v', v = 2u; the second term is 0 where σ(−|v|) is, even if h² is infinite there."""
+    """gelu' = σ(v) + h σ(v) σ(−v) v', v = 2u; the second term is 0 where σ(−|v|) is, even if h² is infinite there."""
     if KIND == "gelu":
-        of_v, of_minus_v = sigmoids_beside_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
+        of_v, of_minus_v = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         product = of_v * of_minus_v
         rest = h * product * (SLOPE + 3.0 * SLOPE * CUBIC * h * h)
         return of_v + tl.where(product == 0.0, 0.0, rest)
@@ -83,7 +80,7 @@ def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def tile_of(n, c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Rows, columns and which of them are inside, of this program's tile."""
+    """Rows and columns of this program's tile, and which of them are inside (N, C)."""
     tiles = tl.cdiv(c, BLOCK_C)
     tile = tl.program_id(0).to(tl.int64)
     rows = (tile // tiles * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
@@ -132,7 +129,7 @@ def _swiglu_fwd_kernel(
     rows, columns, inside = tile_of(n, c, BLOCK_N, BLOCK_C)
     of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
     of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
-    of_g, _ = sigmoids_beside_1(of_gate, EXACT)
+    of_g, _ = sigmoids_next_to_1(of_gate, EXACT)
     tl.store(a + rows * a_n + columns, (of_gate * of_g * of_up).to(a.dtype.element_ty), inside)
 
 
@@ -152,7 +149,7 @@ def _swiglu_bwd_kernel(
         grad = tl.load(da + rows * da_n + columns, inside, 0.0).to(tl.float32)
         of_gate = tl.load(gate + rows * gate_n + columns, inside, 0.0).to(tl.float32)
         of_up = tl.load(up + rows * up_n + columns, inside, 0.0).to(tl.float32)
-        of_g, of_minus_g = sigmoids_beside_1(of_gate, EXACT)
+        of_g, of_minus_g = sigmoids_next_to_1(of_gate, EXACT)
         of_dgate = (grad * of_up * (of_g * (1.0 + of_gate * of_minus_g))).to(dgate.dtype.element_ty)
         of_dup = (grad * of_gate * of_g).to(dup.dtype.element_ty)
         tl.store(dgate + rows * dgate_n + columns, of_dgate, inside)
@@ -175,20 +172,19 @@ def _summed_tile(c: int) -> tuple[int, int]:
     return SUMMED_TILE // columns, columns
 
 
-def _programs(h: Any) -> int:
-    """P. It never falls as rows are added, so that scratch for many serves few."""
+def _programs(h: TensorLike) -> int:
+    """P. It does not decrease as rows are added, so that scratch for many rows serves few."""
     (n, c), (rows, columns) = h.shape, _summed_tile(h.shape[1])
-    most = PROGRAMS * multiprocessors(torch.device(h.device)) // ceil_div(c, columns)
+    most = PROGRAMS * multiprocessors(h.device) // ceil_div(c, columns)
     return max(1, min(ceil_div(n, rows), most))
 
 
-def workspace(kind: str, tensors: tuple[Any, ...]) -> Shapes:
-    h = tensors[0]
-    return {"partials": ((2 if kind == "swiglu" else 1, _programs(h), h.shape[1]), torch.float32)}
+def workspace(x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), *, sums: bool = True) -> Shapes:
+    return {"partials": ((2 if kind == "swiglu" else 1, _programs(x), x.shape[1]), torch.float32)} if sums else {}
 
 
-def fwd(h: Tensor, kind: str, *, a: Tensor) -> None:
-    _launch(_activation_fwd_kernel, h, a, KIND=kind)
+def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
+    _launch_forward(_activation_fwd_kernel, h, a, KIND=kind)
 
 
 def bwd(
@@ -200,8 +196,8 @@ def bwd(
     )
 
 
-def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor) -> None:
-    _launch(_swiglu_fwd_kernel, gate, up, a)
+def swiglu_fwd(gate: Tensor, up: Tensor, *, a: Tensor, scratch: Scratch) -> None:
+    _launch_forward(_swiglu_fwd_kernel, gate, up, a)
 
 
 def swiglu_bwd(
@@ -213,25 +209,19 @@ def swiglu_bwd(
     _launch_backward(_swiglu_bwd_kernel, da, gate, up, dgate, dup, a, sums=sums, accumulate=accumulate, scratch=scratch)
 
 
-def _launch(kernel: triton.JITFunction, *tensors: Tensor, **constants: str) -> None:
-    x = tensors[0]
-    if x.numel() == 0:
-        return
+def _launch_forward(kernel: JITKernel, *tensors: Tensor, **constants: str) -> None:
     n, c, block_n, block_c, strides = _tiles(*tensors)
     grid = (ceil_div(n, block_n) * ceil_div(c, block_c),)
-    with torch.cuda.device_of(x):
-        kernel[grid](
-            *tensors, *strides, n, c,
-            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=WARPS, **launch_options(),
-        )  # fmt: skip
+    tile = {"EXACT": tensors[0].dtype == torch.float32, "BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": WARPS}
+    launch(kernel, grid, *tensors, *strides, n, c, **constants, **tile)
 
 
 def _launch_backward(
-    kernel: triton.JITFunction, *tensors: Tensor | None,
+    kernel: JITKernel, x: Tensor, *others: Tensor | None,
     sums: tuple[Tensor | None, ...], accumulate: bool, scratch: Scratch, **constants: str,
 ) -> None:  # fmt: skip
-    x = next(x for x in tensors if x is not None)
-    wanted = [x for x in sums if x is not None]
+    tensors = (x, *others)
+    wanted = [total for total in sums if total is not None]
     if x.numel() == 0:
         for grad in wanted if not accumulate else ():
             grad.zero_()
@@ -243,13 +233,10 @@ def _launch_backward(
     else:
         n, c, block_n, block_c, strides = _tiles(*tensors)
         partials, programs, warps = None, min(ceil_div(n, block_n), MOST_PROGRAMS), WARPS
-    with torch.cuda.device_of(x):
-        kernel[ceil_div(c, block_c), programs](
-            *tensors, partials, *strides, n, c,
-            **constants, EXACT=x.dtype == torch.float32, BLOCK_N=block_n, BLOCK_C=block_c, num_warps=warps, **launch_options(),
-        )  # fmt: skip
-        if partials is not None:
-            add_partials(partials, *wanted, accumulate=accumulate)
+    tile = {"EXACT": x.dtype == torch.float32, "BLOCK_N": block_n, "BLOCK_C": block_c, "num_warps": warps}
+    launch(kernel, (ceil_div(c, block_c), programs), x, *others, partials, *strides, n, c, **constants, **tile)
+    if partials is not None:
+        add_partials(partials, *wanted, accumulate=accumulate)
 
 
 def _tiles(*tensors: Tensor | None) -> tuple[int, int, int, int, list[int]]:

@@ -6,15 +6,14 @@
     params −= lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
     rounded = params, in its own dtype                                    (where a copy to compute with is kept)
 
-Where norm is not finite, nothing changes: not params, m, v, rounded, and not the step count t. That is decided on the
-device, so nothing waits for it. grads is spent: a kernel leaves it clipped or as it was. Of ranges that are owned in pieces,
-params, grads, m, v and rounded are lists, `decayed` is one of each piece, and the step is counted once. `ADAMW` is the table
-of kernels: each module offers `workspace` and `step`.
+Where norm is not finite, nothing changes: neither params, m, v and rounded nor the step count t. The device decides that, so
+the host does not wait. A kernel leaves grads clipped or as they were. For several ranges, params, grads, m, v, rounded and
+`decayed` are lists, and the step is counted once. `ADAMW` is the table of kernels: each module offers `workspace` and `step`.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, TypeVar, Unpack
 
 import torch
 from torch import Tensor
@@ -22,31 +21,19 @@ from torch import Tensor
 from .. import gpu
 from ..checks import check_tensor
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Problem, Where
+
+T = TypeVar("T")
+ADAMW = gpu.triton_else_torch("adamw")
 
 
-class Problem(NamedTuple):
-    """A step as the table sees it: the dtype and device of the parameters."""
-
-    params: Any
-
-
-ADAMW = Table(
-    "adamw",
-    (
-        Kernel("triton", "adamw.triton_ops", lambda problem: gpu.refusal(problem.params)),
-        Kernel("torch", "adamw.torch_ops", takes_all),
-    ),
-)
-
-
-def adamw_workspace(params: Any, *, kernel: str | None = None) -> Shapes:
+def adamw_workspace(params: TensorLike, *, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold."""
     return ADAMW.workspace(Problem(params), kernel=kernel)
 
 
-class Piece(NamedTuple):
+class Range(NamedTuple):
     """One range of the arenas: (P,) each."""
 
     params: Tensor
@@ -62,37 +49,32 @@ def adamw_step(
     norm: Tensor, learning_rate: float | Tensor, decayed: int | list[int], weight_decay: float = 0.1,
     max_norm: float = 1.0, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, *,
     params: Tensor | list[Tensor], grads: Tensor | list[Tensor], m: Tensor | list[Tensor], v: Tensor | list[Tensor],
-    step: Tensor, rounded: Tensor | list[Tensor] | None = None, scratch: Scratch | None = None, kernel: str | None = None,
+    step: Tensor, rounded: Tensor | list[Tensor] | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """params, m, v and step (0-d float32, the number of steps done) move on by one. max_norm = inf does not clip."""
-    pieces = _pieces(params, grads, m, v, rounded, decayed)
-    first = pieces[0].params
-    for piece in pieces:
-        _check(piece, first)
+    copies = [None] * len(_listed(params)) if rounded is None else _listed(rounded)
+    fields = zip(*map(_listed, (params, grads, m, v)), copies, _listed(decayed), strict=True)
+    ranges = [Range(*each) for each in fields]
+    first = ranges[0].params
+    for each in ranges:
+        _check(each, first)
     check_tensor("norm", norm, (), first.dtype, first.device)
     check_tensor("step", step, (), torch.float32, first.device)
     if not max_norm > 0.0:
         raise ValueError(f"max_norm: got {max_norm!r}; accepted: a number > 0, inf for no clipping")
-    row = ADAMW.select(Problem(first), kernel)
-    module = row.load()
-    module.step(
-        norm, learning_rate, weight_decay, max_norm, betas, eps, pieces=pieces, step=step,
-        scratch=views(scratch, module.workspace(first), first.device, "adamw", kernel=row.name),
-    )  # fmt: skip
+    given = (norm, learning_rate, weight_decay, max_norm, betas, eps)
+    ADAMW.run("step", Problem(first), *given, ranges=ranges, step=step, **where)
 
 
-def _pieces(params: Any, grads: Any, m: Any, v: Any, rounded: Any, decayed: Any) -> list[Piece]:
-    if not isinstance(params, list):
-        return [Piece(params, grads, m, v, rounded, decayed)]
-    copies = [None] * len(params) if rounded is None else rounded
-    return [Piece(*piece) for piece in zip(params, grads, m, v, copies, decayed, strict=True)]
+def _listed(x: T | list[T]) -> list[T]:
+    return x if isinstance(x, list) else [x]
 
 
-def _check(piece: Piece, first: Tensor) -> None:
-    p = piece.params.numel()
-    for name in ("params", "grads", "m", "v"):
-        check_tensor(name, getattr(piece, name), (p,), accumulation_dtype(first.dtype), first.device)
-    if piece.rounded is not None:
-        check_tensor("rounded", piece.rounded, (p,), piece.rounded.dtype, first.device)
-    if not 0 <= piece.decayed <= p:
-        raise ValueError(f"decayed: got {piece.decayed}; accepted: 0 … {p}, the number of leading elements that decay")
+def _check(given: Range, first: Tensor) -> None:
+    p = given.params.numel()
+    for name, x in zip(Range._fields, given[:4], strict=False):
+        check_tensor(name, x, (p,), accumulation_dtype(first.dtype), first.device)
+    if given.rounded is not None:
+        check_tensor("rounded", given.rounded, (p,), given.rounded.dtype, first.device)
+    if not 0 <= given.decayed <= p:
+        raise ValueError(f"decayed: got {given.decayed}; accepted: 0 … {p}, the number of leading elements that decay")

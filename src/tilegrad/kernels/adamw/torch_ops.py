@@ -1,34 +1,33 @@
-"""AdamW by torch's fused one: one pass over each of the two parts, the one that decays and the one that doesn't,
-and of a list of pieces one call for all of each.
+"""AdamW by torch's fused kernel: one call for the elements that decay and one for those that don't, of all ranges.
 
-Its clipping factor is float32, and on aarch64 it is 1.3 times as slow with one; there, and for float64, grads is scaled
-before, in a pass of its own. On a CPU a factor of 1 is left out. grads is left clipped.
+Its clipping factor is float32, and on aarch64 a factor makes it 1.3 times as slow. There, and for float64, a pass before it
+scales grads. On a CPU a factor of 1 is left out. It leaves grads clipped.
 """
 
 from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, TensorLike
 
 if TYPE_CHECKING:
-    from . import Piece
+    from . import Range
 
 _SLOW_FACTOR = platform.machine() == "aarch64"
 
 
-def workspace(params: Any) -> Shapes:
+def workspace(params: TensorLike) -> Shapes:
     return {"grad_scale": ((), params.dtype), "found_inf": ((), torch.float32)}
 
 
 def step(
     norm: Tensor, learning_rate: float | Tensor, weight_decay: float, max_norm: float, betas: tuple[float, float],
-    eps: float, *, pieces: Sequence[Piece], step: Tensor, scratch: Scratch,
+    eps: float, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
     grad_scale, found_inf = scratch["grad_scale"], scratch["found_inf"]
     grad_scale.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).nan_to_num_(nan=1.0, posinf=1.0)
@@ -39,12 +38,12 @@ def step(
     before = norm.dtype == torch.float64 or (on_cpu and _SLOW_FACTOR)
     if clips and before:
         grad_scale.reciprocal_()
-        for piece in pieces:
-            piece.grads.mul_(grad_scale)
-    decays = [(piece, slice(0, piece.decayed)) for piece in pieces]
-    plain = [(piece, slice(piece.decayed, len(piece.params))) for piece in pieces]
+        for each in ranges:
+            each.grads.mul_(grad_scale)
+    decays = [(each, slice(0, each.decayed)) for each in ranges]
+    plain = [(each, slice(each.decayed, len(each.params))) for each in ranges]
     for parts, decay in ((decays, weight_decay), (plain, 0.0)):
-        here = [(piece, i) for piece, i in parts if i.start < i.stop]
+        here = [(each, i) for each, i in parts if i.start < i.stop]
         if here:
             torch._fused_adamw_(
                 [x.params[i] for x, i in here], [x.grads[i] for x, i in here], [x.m[i] for x, i in here],
@@ -52,6 +51,6 @@ def step(
                 lr=learning_rate, beta1=betas[0], beta2=betas[1], weight_decay=decay, eps=eps,
                 amsgrad=False, maximize=False, grad_scale=grad_scale if clips and not before else None, found_inf=found_inf,
             )  # fmt: skip
-    for piece in pieces:
-        if piece.rounded is not None:
-            piece.rounded.copy_(piece.params)
+    for each in ranges:
+        if each.rounded is not None:
+            each.rounded.copy_(each.params)

@@ -1,10 +1,10 @@
-"""AdamW in Triton: one program decides, then one pass over the arenas, or over each piece of them.
+"""AdamW in Triton: one program decides, then one pass over each range of the arenas.
 
     decide   finite = norm is finite     t += finite      clip = 1 / max(1, (norm + 1e-6) / max_norm)
              rate = lr / (1 − β1^t)      root = 1 / √(1 − β2^t)      decay = lr · weight_decay
     pass     p, g, m, v are read, p, m, v and the rounded copy written: 28 bytes for each parameter, 30 with the copy
 
-Powers of β are formed in float64, for 1 − β^t cancels. Where norm is not finite, a program of the pass ends at once. grads
+Powers of β are formed in float64 because 1 − β^t cancels. Where norm is not finite, a program of the pass ends at once. grads
 is only read.
 """
 
@@ -13,19 +13,18 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import ceil_div, launch
+from ..scratch import Scratch, Shapes, TensorLike
 
 if TYPE_CHECKING:
-    from . import Piece
+    from . import Range
 
 TILE, WARPS = 1 << 10, 4  # parameters of a program
 
@@ -62,9 +61,8 @@ def _adamw_kernel(
     if tl.load(decision) != 0.0:
         i = tl.program_id(0).to(tl.int64) * TILE + tl.arange(0, TILE)
         here = i < P
-        clip, rate, root, decay = (
-            tl.load(decision + 1), tl.load(decision + 2), tl.load(decision + 3), tl.load(decision + 4),
-        )  # fmt: skip
+        clip, rate = tl.load(decision + 1), tl.load(decision + 2)
+        root, decay = tl.load(decision + 3), tl.load(decision + 4)
 
         g = tl.load(grads + i, mask=here, other=0.0) * clip
         m_new = beta1 * tl.load(m + i, mask=here, other=0.0) + one_minus_beta1 * g
@@ -81,25 +79,20 @@ def _adamw_kernel(
             tl.store(rounded + i, p.to(rounded.dtype.element_ty), mask=here)
 
 
-def workspace(params: Any) -> Shapes:
+def workspace(params: TensorLike) -> Shapes:
     return {"decision": ((5,), torch.float32)}
 
 
 def step(
     norm: Tensor, learning_rate: float | Tensor, weight_decay: float, max_norm: float, betas: tuple[float, float],
-    eps: float, *, pieces: Sequence[Piece], step: Tensor, scratch: Scratch,
+    eps: float, *, ranges: Sequence[Range], step: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
     (beta1, beta2), decision = betas, scratch["decision"]
-    with torch.cuda.device_of(norm):
-        _decide_kernel[(1,)](
-            norm, learning_rate, step, decision, weight_decay, max_norm,
-            LOG_BETA1=math.log(beta1), LOG_BETA2=math.log(beta2), RATE_ON_DEVICE=isinstance(learning_rate, Tensor),
-            num_warps=1, **launch_options(),
-        )  # fmt: skip
-        for params, grads, m, v, rounded, decayed in pieces:
-            p = len(params)
-            if p:
-                _adamw_kernel[(ceil_div(p, TILE),)](
-                    decision, grads, params, m, v, rounded, p, decayed, beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps,
-                    TILE=TILE, num_warps=WARPS, **launch_options(),
-                )  # fmt: skip
+    logs = {"LOG_BETA1": math.log(beta1), "LOG_BETA2": math.log(beta2)}
+    given, on_device = (norm, learning_rate, step, decision, weight_decay, max_norm), isinstance(learning_rate, Tensor)
+    launch(_decide_kernel, (1,), *given, **logs, RATE_ON_DEVICE=on_device, num_warps=1)
+    factors = (beta1, 1.0 - beta1, beta2, 1.0 - beta2, eps)
+    for params, grads, m, v, rounded, decayed in ranges:
+        p = len(params)
+        tensors = (decision, grads, params, m, v, rounded)
+        launch(_adamw_kernel, (ceil_div(p, TILE),), *tensors, p, decayed, *factors, TILE=TILE, num_warps=WARPS)

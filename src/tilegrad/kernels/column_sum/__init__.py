@@ -3,12 +3,12 @@
     sums += Σ_n x        (accumulate=False: sums = Σ_n x)
 
 Rows may be strided, columns not. `COLUMN_SUM` is the table of kernels: each module offers `workspace` and `fwd`. On CUDA
-torch's product with ones reads memory faster than Triton's kernel, and goes before it.
+torch's product with ones reads memory faster than Triton's kernel, so it comes first.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Unpack
 
 from torch import Tensor
 
@@ -16,15 +16,8 @@ from .. import gpu
 from ..checks import check_columns, check_tensor
 from ..cpu import rows
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
-
-
-class Problem(NamedTuple):
-    """A sum as the table sees it: the dtype and device of x."""
-
-    x: Any
-
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Kernel, Problem, Table, Where, takes_all
 
 COLUMN_SUM = Table(
     "column_sum",
@@ -36,25 +29,15 @@ COLUMN_SUM = Table(
 )
 
 
-def column_sum_workspace(x: Any, *, kernel: str | None = None) -> Shapes:
+def column_sum_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold."""
     return COLUMN_SUM.workspace(Problem(x), kernel=kernel)
 
 
 @op(accumulates=("sums",))
-def column_sum_fwd(
-    x: Tensor, *, sums: Tensor, accumulate: bool = True, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def column_sum_fwd(x: Tensor, *, sums: Tensor, accumulate: bool = True, **where: Unpack[Where]) -> None:
     """sums += Σ_n x, or = where accumulate is False."""
     check_tensor("sums", sums, (x.shape[1],), accumulation_dtype(x.dtype), x.device)
     check_columns("x", x)
     check_columns("sums", sums)
-    run(x, sums=sums, accumulate=accumulate, scratch=scratch, kernel=kernel)
-
-
-def run(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch | None, kernel: str | None = None) -> None:
-    """`column_sum_fwd` of tensors that another op has checked."""
-    row = COLUMN_SUM.select(Problem(x), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(x), x.device, "column_sum", kernel=row.name)
-    module.fwd(x, sums=sums, accumulate=accumulate, scratch=buffers)
+    COLUMN_SUM.run("fwd", Problem(x), x, sums=sums, accumulate=accumulate, **where)

@@ -1,26 +1,19 @@
-"""Sums over rows in C++: a norm's backward of which only db is asked for. Loops: cpu/csrc/rows/norm_gelu.cpp."""
+"""Sums over rows in C++: a norm's backward that writes only db. The loops are in cpu/csrc/rows/norm_gelu.cpp."""
 
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 from torch import Tensor
 
 from ..cpu.abi import pack_norm
-from ..cpu.library import isa, native
-from ..cpu.rows import DTYPES, rows
-from ..scratch import Scratch, Shapes
+from ..cpu.library import native
+from ..cpu.rows import rows, shared
+from ..scratch import Scratch, Shapes, TensorLike
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike) -> Shapes:
     return {}
 
 
 def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
-    (n, c), dtype = x.shape, DTYPES[x.dtype]
-    call = pack_norm(
-        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), accumulate=accumulate, dtype=dtype, param_dtype=dtype,
-        dy=rows(x), db=sums.data_ptr(),
-    )  # fmt: skip
+    call = pack_norm(*shared(x, x.dtype, accumulate=accumulate), dy=rows(x), db=sums.data_ptr())
     native().tilegrad_native_norm_bwd(call)

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_of
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_of
 
 ROWS, COLS = 512, 1024  # of a tile of bfloat16 on a CPU; ROWS also bounds a running sum there
 
 
-def _in_tiles(x: Any) -> bool:
-    return x.dtype == torch.bfloat16 and torch.device(x.device).type == "cpu"
+def _in_tiles(x: TensorLike) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike) -> Shapes:
     (n, c), acc = x.shape, accumulation_dtype(x.dtype)
     shapes: Shapes = {"part": ((c,), acc), "ones": ((n,), acc if _in_tiles(x) else x.dtype)}
     return shapes | ({"tile": ((min(n, ROWS), min(c, COLS)), acc)} if _in_tiles(x) else {})
@@ -39,8 +37,8 @@ def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
 def add_weighted_rows(x: Tensor, weights: Tensor, *, sums: Tensor, part: Tensor) -> None:
     """sums += Σ_n weights[n] x[n].       x (N, C)   weights (N,) of x's dtype   sums, part (C,)
 
-    A product, for `torch.sum(x, 0)` reads memory more slowly on a CPU, and on CUDA allocates up to half of x's size.
-    On a CPU in blocks of ROWS rows: a longer running sum loses digits.
+    It is a product because `torch.sum(x, 0)` reads memory more slowly on a CPU, and on CUDA allocates up to half of x's size.
+    On a CPU rows are added in blocks of ROWS: a longer running sum loses digits.
     """
     if x.device.type == "cpu":
         for i in blocks(x.shape[0], ROWS):

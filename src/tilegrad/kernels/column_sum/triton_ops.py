@@ -9,16 +9,13 @@ PROGRAMS numbers of a column tile for each multiprocessor, stay in the L2 cache.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div, multiprocessors, padded
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import ceil_div, launch, multiprocessors, padded
+from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, COLUMNS = 4096, 256  # elements of a tile, columns of one at most
 PROGRAMS = 8  # for each multiprocessor
@@ -74,26 +71,23 @@ def _tile(c: int) -> tuple[int, int]:
     return TILE // columns, columns
 
 
-def _programs(x: Any) -> int:
-    """P. It never falls as rows are added, so that scratch for many serves few."""
-    (n, c), device = x.shape, torch.device(x.device)
-    rows, columns = _tile(c)
-    return max(1, min(ceil_div(n, rows), PROGRAMS * multiprocessors(device) // ceil_div(c, columns)))
+def _programs(x: TensorLike) -> int:
+    """P. It does not decrease as rows are added, so that scratch for many rows serves few."""
+    (n, c), (rows, columns) = x.shape, _tile(x.shape[1])
+    return max(1, min(ceil_div(n, rows), PROGRAMS * multiprocessors(x.device) // ceil_div(c, columns)))
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike) -> Shapes:
     return {"partials": ((_programs(x), x.shape[1]), torch.float32)}
 
 
 def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
     (n, c), programs, partials = x.shape, _programs(x), scratch["partials"]
     rows, columns = _tile(c)
-    with torch.cuda.device_of(x):
-        _column_sum_kernel[(programs, ceil_div(c, columns))](
-            x, partials, x.stride(0), n, c,
-            BLOCK_N=rows, BLOCK_C=columns, STAGES=STAGES, num_warps=WARPS, **launch_options(),
-        )  # fmt: skip
-        add_partials(partials, sums, accumulate=accumulate)
+    grid = programs, ceil_div(c, columns)
+    constants = {"BLOCK_N": rows, "BLOCK_C": columns, "STAGES": STAGES, "num_warps": WARPS}
+    launch(_column_sum_kernel, grid, x, partials, x.stride(0), n, c, **constants)
+    add_partials(partials, sums, accumulate=accumulate)
 
 
 def add_partials(
@@ -102,7 +96,5 @@ def add_partials(
     """partials (P, C), or (S, P, C) where there are S sums."""
     programs, c = partials.shape[-2:]
     grid = ceil_div(c, PARTIALS_COLUMNS), 1 + (second is not None) + (third is not None)
-    _add_partials_kernel[grid](
-        partials, sums, second, third, programs, c,
-        ACCUMULATE=accumulate, BLOCK_P=PARTIALS_ROWS, BLOCK_C=PARTIALS_COLUMNS, num_warps=WARPS, **launch_options(),
-    )  # fmt: skip
+    constants = {"ACCUMULATE": accumulate, "BLOCK_P": PARTIALS_ROWS, "BLOCK_C": PARTIALS_COLUMNS, "num_warps": WARPS}
+    launch(_add_partials_kernel, grid, partials, sums, second, third, programs, c, **constants)

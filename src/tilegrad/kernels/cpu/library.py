@@ -117,7 +117,7 @@ def supported() -> tuple[str, ...]:
 def isa() -> int:
     """The instruction set of the next call: `Isa` of csrc/native.cpp, an index of ISAS.
 
-    The environment's own dictionary is read: os.environ.get of a name that is not there takes 1.7 µs, for it raises inside.
+    The environment's own dictionary is read: os.environ.get of a missing name takes 1.7 µs, because it raises inside.
     """
     return _isa(_environment.get(_ASKED))
 

@@ -8,20 +8,20 @@ which changes no bit.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import torch
 from torch import Tensor
 
+from ..scratch import TensorLike
 from .abi import DTYPES as ALL_DTYPES
-from .library import library
+from .library import isa, library
 
 DTYPES = {dtype: ALL_DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
 
 _CPU = torch.device("cpu")  # compared as a whole: `x.device.type` takes ten times as long, and every small call pays it
 
 
-def refusal(x: Any) -> str | None:
+def refusal(x: TensorLike) -> str | None:
     """Why these kernels can't run on x, from its dtype and device alone; None where they can."""
     if x.device != _CPU:
         return _runs_not_on(x.device)
@@ -39,6 +39,12 @@ def _runs_not_on(device: torch.device) -> str:
 @functools.cache
 def _takes_not(dtype: torch.dtype) -> str:
     return f"takes float32 and bfloat16, not {str(dtype).removeprefix('torch.')}"
+
+
+def shared(x: Tensor, params: torch.dtype, *, accumulate: bool = False) -> tuple[int, ...]:
+    """The first fields of `Norm`, up to `param_dtype`, which is the dtype of w and b."""
+    n, c = x.shape
+    return n, c, torch.get_num_threads(), isa(), accumulate, DTYPES[x.dtype], DTYPES[params]
 
 
 def rows(x: Tensor | None) -> tuple[int, int]:

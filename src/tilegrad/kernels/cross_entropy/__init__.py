@@ -13,23 +13,23 @@ bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` an
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
 from .. import gpu
-from ..checks import check_given, check_param, check_tensor
+from ..checks import check_given, check_param
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import BACKWARD, FORWARD, Where
 
 
 class Problem(NamedTuple):
     """A loss as the table sees it: dtypes, and the device of x."""
 
-    x: Any
-    w: Any
+    x: TensorLike
+    w: TensorLike
 
 
 def _triton_refuses(problem: Problem) -> str | None:
@@ -38,87 +38,72 @@ def _triton_refuses(problem: Problem) -> str | None:
     return gpu.refusal(problem.x)
 
 
-CROSS_ENTROPY = Table(
-    "cross_entropy",
-    (
-        Kernel("triton", "cross_entropy.triton_ops", _triton_refuses),
-        Kernel("torch", "cross_entropy.torch_ops", takes_all),
-    ),
-)
+class Outputs(NamedTuple):
+    """What a loss writes, each where it is given."""
+
+    loss: Tensor | None
+    dx: Tensor | None = None
+    dw: Tensor | None = None
+    accumulate: bool = True
 
 
-def cross_entropy_workspace(x: Any, w: Any, *, backward: bool, kernel: str | None = None) -> Shapes:
+CROSS_ENTROPY = gpu.triton_else_torch("cross_entropy", _triton_refuses)
+
+
+def cross_entropy_workspace(x: TensorLike, w: TensorLike, *, backward: bool, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold: for `_fwd`, or (backward) for `_bwd` and `_step`."""
     return CROSS_ENTROPY.workspace(Problem(x, w), kernel=kernel, backward=backward)
 
 
 @op()
 def cross_entropy_fwd(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
-) -> None:  # fmt: skip
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, loss: Tensor, **where: Unpack[Where]
+) -> None:
     """loss (0-d), overwritten."""
-    given = (x, w, targets, inv_total)
-    _run(*given, loss=loss, dx=None, dw=None, accumulate=True, backward=False, scratch=scratch, kernel=kernel)
+    _run(x, w, targets, inv_total, Outputs(loss), FORWARD, where)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_bwd(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx overwritten, dw added to (accumulate=False: overwritten); the logits are formed again."""
-    given = (x, w, targets, inv_total)
-    _run(*given, loss=None, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch, kernel=kernel)
+    _run(x, w, targets, inv_total, Outputs(None, dx, dw, accumulate), BACKWARD, where)
 
 
 @op(accumulates=("dw",))
 def cross_entropy_step(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Forward and backward at once."""
-    given = (x, w, targets, inv_total)
-    _run(*given, loss=loss, dx=dx, dw=dw, accumulate=accumulate, backward=True, scratch=scratch, kernel=kernel)
+    _run(x, w, targets, inv_total, Outputs(loss, dx, dw, accumulate), BACKWARD, where)
 
 
 def _run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, backward: bool,
-    scratch: Scratch | None, kernel: str | None,
-) -> None:  # fmt: skip
-    check_loss(x, targets, inv_total, loss=loss, dx=dx, w=("w", w), dw=("dw", dw))
-    row = CROSS_ENTROPY.select(Problem(x, w), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(x, w, backward=backward), x.device, "cross_entropy", kernel=row.name)
-    if dw is not None and not accumulate and not x.shape[0]:
-        dw.zero_()
-    module.run(x, w, targets, inv_total, loss=loss, dx=dx, dw=dw, accumulate=accumulate, scratch=buffers)
+    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, options: dict[str, bool], where: Where
+) -> None:
+    check_loss(x, w, targets, inv_total, out, "w")
+    if out.dw is not None and not out.accumulate and not x.shape[0]:
+        out.dw.zero_()
+    CROSS_ENTROPY.run("run", Problem(x, w), x, w, targets, inv_total, options=options, out=out, **where)
 
 
-def check_loss(
-    x: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, w: tuple[str, Tensor], dw: tuple[str, Tensor | None],
-) -> None:  # fmt: skip
-    """Tensors of a loss over the rows of a weight (V, C), which comes with its name, and so does its gradient."""
-    (n, c), v, acc = x.shape, w[1].shape[0], accumulation_dtype(x.dtype)
-    check_param(*w, (v, c), x)
-    check_targets(targets, n, v, x.device)
+def check_loss(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, name: str) -> None:
+    """Tensors of a loss over the rows of a weight (V, C) of this name; on a CPU the values of targets too, because reading
+    them on a device would wait for it."""
+    (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
+    check_param(name, w, (v, c), x)
     check_given(
         x.device,
+        ("targets", targets, (n,), torch.int64),
         ("inv_total", inv_total, (), acc),
-        ("loss", loss, (), acc),
-        ("dx", dx, (n, c), x.dtype),
-        (*dw, (v, c), acc),
+        ("loss", out.loss, (), acc),
+        ("dx", out.dx, (n, c), x.dtype),
+        (f"d{name}", out.dw, (v, c), acc),
     )
-
-
-def check_targets(targets: Tensor, n: int, v: int, device: torch.device) -> None:
-    """Their form, and on a CPU their values: on a device reading them would wait for it."""
-    check_tensor("targets", targets, (n,), torch.int64, device)
-    if device.type == "cpu" and n:
+    if x.device.type == "cpu" and n:
         low, high = (int(end) for end in targets.aminmax())
         if low < -1 or high >= v:
             raise ValueError(f"targets: got {low if low < -1 else high}; accepted: 0 … {v - 1}, or −1 for none")

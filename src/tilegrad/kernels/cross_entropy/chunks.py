@@ -1,12 +1,11 @@
-"""Chunks of rows: logits of so many are held at once. And the scratch of their products."""
+"""Chunks of rows, whose logits exist at one time, and the scratch of their products."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 from ..linear import linear_workspace, rounds_weights
-from ..scratch import Form, Shapes, below, blocks, larger
+from ..scratch import Form, Shapes, TensorLike, below, blocks, larger
 
 _EVEN = 256  # a chunk of more rows may have a multiple of these at most
 
@@ -18,13 +17,13 @@ def most_rows(n: int, v: int, itemsize: int, size: int, even: int = _EVEN) -> in
 
 
 def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
-    """0 … n in as few chunks as will do, of even size: each but the last a multiple of `multiple`, where one fits in most."""
+    """0 … n in the fewest chunks, of even size: each but the last is a multiple of `multiple`, if one is at most `most`."""
     size = -(-n // max(-(-n // most), 1)) or 1
     return blocks(n, min(most, -(-size // multiple) * multiple))
 
 
-def products_workspace(x: Any, w: Any, rows: int, *, backward: bool) -> Shapes:
-    """Of l = x wᵀ on `rows` rows, and of dx and dw where there is a backward; "w" is w rounded once for all chunks."""
+def products_workspace(x: TensorLike, w: TensorLike, rows: int, *, backward: bool) -> Shapes:
+    """Scratch of l = x wᵀ on `rows` rows and, in a backward, of dx and dw; "w" is w rounded once for all chunks."""
     v, c = w.shape
     shapes: Shapes = {}
     if rounds_weights(x, w):

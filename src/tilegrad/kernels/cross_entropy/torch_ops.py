@@ -11,40 +11,43 @@ through float32.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..linear import linear_bwd, linear_fwd
-from ..scratch import Scratch, Shapes, accumulation_dtype, blocks, of
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, of
 from .chunks import chunks, most_rows, products_workspace
+
+if TYPE_CHECKING:
+    from . import Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
 BLOCK = 1 << 20  # bfloat16 logits that pass through float32 at once
 _aten = torch.ops.aten
 
 
-def _logits_dtype(x: Any) -> torch.dtype:
+def _logits_dtype(x: TensorLike) -> torch.dtype:
     dtype: torch.dtype = x.dtype
-    return dtype if torch.device(x.device).type == "cpu" else accumulation_dtype(dtype)
+    return dtype if x.device.type == "cpu" else accumulation_dtype(dtype)
 
 
-def _rows(x: Any, w: Any) -> int:
-    return most_rows(x.shape[0], w.shape[0], _logits_dtype(x).itemsize, CHUNK[torch.device(x.device).type])
+def _rows(x: TensorLike, w: TensorLike) -> int:
+    return most_rows(x.shape[0], w.shape[0], _logits_dtype(x).itemsize, CHUNK[x.device.type])
 
 
-def chunks_of(x: Any, w: Any) -> Iterator[slice]:
+def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
     return chunks(x.shape[0], _rows(x, w))
 
 
-def _block_rows(x: Any, w: Any) -> int:
+def _block_rows(x: TensorLike, w: TensorLike) -> int:
     """Rows of a chunk that become probabilities at once: all, but where they pass through float32."""
     rows, converted = _rows(x, w), _logits_dtype(x) != accumulation_dtype(x.dtype)
     return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if converted else rows
 
 
-def workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, *, backward: bool) -> Shapes:
     acc, logits, (v, c), rows = accumulation_dtype(x.dtype), _logits_dtype(x), w.shape, _rows(x, w)
     shapes: Shapes = {
         "logits": ((rows, v), logits),
@@ -64,10 +67,8 @@ def workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
     return shapes | products_workspace(x, w, rows, backward=backward)
 
 
-def run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Outputs, scratch: Scratch) -> None:
+    loss, dx, dw, accumulate = out
     linear = of("linear", scratch)
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks

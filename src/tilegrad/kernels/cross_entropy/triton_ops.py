@@ -1,4 +1,4 @@
-"""Cross-entropy in Triton: what lies between the head's two products, in the place of the logits.
+"""Cross-entropy in Triton: softmax, loss and gradient in one kernel, in place of the logits.
 
 A program has a row of l (V,), and passes over it twice, tile by tile:
 
@@ -19,21 +19,23 @@ logits begin at multiples of 128 bytes, and the columns behind the last multiple
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div, padded
+from ..gpu import ceil_div, launch, padded
 from ..linear import linear_bwd_input, linear_bwd_weight, linear_fwd
-from ..scratch import Scratch, Shapes, of
-from ..triton_version import launch_options
+from ..scratch import Scratch, Shapes, TensorLike, of
 from .chunks import chunks, most_rows, products_workspace
 
-CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits held at once, at most
-LEAST, OF_X = 1 << 26, 12  # bytes of logits that need no thought; more are up to 12 times those of x
+if TYPE_CHECKING:
+    from . import Outputs
+
+CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits of a chunk, at most
+LEAST, OF_X = 1 << 26, 12  # bytes of logits that are always allowed; more are up to 12 times those of x
 ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
 LEAD = 64  # logits' rows begin at a multiple of so many numbers, and the larger products have a multiple of so many columns
 TILE = 1 << 13  # logits of a row that a program holds at once, at most
@@ -44,11 +46,8 @@ LOG2E = tl.constexpr(1.4426950408889634)
 
 @triton.jit
 def _softmax_kernel(
-    targets, inv_total,
-    logits, nll,
-    targets_n, logits_n, V,
-    GRADIENT: tl.constexpr, TILE: tl.constexpr,
-):  # fmt: skip
+    targets, inv_total, logits, nll, targets_n, logits_n, V, GRADIENT: tl.constexpr, TILE: tl.constexpr
+):
     n = tl.program_id(0).to(tl.int64)
     row, cols = logits + n * logits_n, tl.arange(0, TILE)
     whole = V // TILE * TILE
@@ -100,57 +99,53 @@ def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
     tl.store(loss, tl.sum(total, 0))
 
 
-def _rows(x: Any, w: Any) -> int:
-    """Of a chunk. It is held while every activation is, so its size follows theirs: a chunk costs dw one more pass over it."""
+def _rows(x: TensorLike, w: TensorLike) -> int:
+    """Rows of a chunk. Its logits exist while all activations do, so its size follows theirs; each chunk is a pass over dw."""
     size = max(LEAST, OF_X * x.shape[0] * x.shape[1] * x.dtype.itemsize)
-    size = min(CHUNK[torch.device(x.device).type], size)
+    size = min(CHUNK[x.device.type], size)
     return most_rows(x.shape[0], _lead(w), x.dtype.itemsize, size, even=ROWS)
 
 
-def _lead(w: Any) -> int:
+def _lead(w: TensorLike) -> int:
     """From one row of logits to the next."""
     return ceil_div(w.shape[0], LEAD) * LEAD
 
 
 def _columns(v: int) -> list[slice]:
-    """Of the products: up to the last multiple of LEAD, and the rest."""
+    """Columns of the products: up to the last multiple of LEAD, and the rest."""
     whole = v // LEAD * LEAD
     return [columns for columns in (slice(0, whole), slice(whole, v)) if columns.start < columns.stop]
 
 
-def chunks_of(x: Any, w: Any) -> Iterator[slice]:
+def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
     return chunks(x.shape[0], _rows(x, w), ROWS)
 
 
-def workspace(x: Any, w: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, *, backward: bool) -> Shapes:
     rows = _rows(x, w)
     shapes: Shapes = {"logits": ((rows, _lead(w)), x.dtype), "nll": ((x.shape[0],), torch.float32)}
     return shapes | products_workspace(x, w, rows, backward=backward)
 
 
-def run(
-    x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
-    loss: Tensor | None, dx: Tensor | None, dw: Tensor | None, accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Outputs, scratch: Scratch) -> None:
+    loss, dx, dw, accumulate = out
     linear, v, nll = of("linear", scratch), w.shape[0], scratch["nll"]
     if "w" in scratch:
         w = scratch["w"].copy_(w)  # rounded once for all chunks
     gradient, tile, columns = dx is not None or dw is not None, min(padded(v), TILE), _columns(v)
-    with torch.cuda.device_of(x):
-        for i in chunks_of(x, w):
-            logits = scratch["logits"][: i.stop - i.start, :v]
+    for i in chunks_of(x, w):
+        logits = scratch["logits"][: i.stop - i.start, :v]
+        for j in columns:
+            linear_fwd(x[i], w[j], None, y=logits[:, j], scratch=linear)
+        given = (targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v)
+        warps = max(4, tile >> 9)
+        launch(_softmax_kernel, (logits.shape[0],), *given, GRADIENT=gradient, TILE=tile, num_warps=warps)
+        if dw is not None:
+            added = accumulate or i.start > 0  # a later chunk adds to the first
             for j in columns:
-                linear_fwd(x[i], w[j], None, y=logits[:, j], scratch=linear)
-            _softmax_kernel[(logits.shape[0],)](
-                targets[i], inv_total, logits, nll[i], targets.stride(0), logits.stride(0), v,
-                GRADIENT=gradient, TILE=tile, num_warps=max(4, tile >> 9), **launch_options(),
-            )  # fmt: skip
-            if dw is not None:
-                added = accumulate or i.start > 0  # a later chunk adds to the first
-                for j in columns:
-                    linear_bwd_weight(logits[:, j], x[i], w[j], dw=dw[j], accumulate=added, scratch=linear)
-            if dx is not None:
-                for j in reversed(columns):  # the few first: what is rounded and added to is small
-                    linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
-        if loss is not None:
-            _sum_kernel[(1,)](nll, loss, nll.shape[0], SUM=SUM, **launch_options())
+                linear_bwd_weight(logits[:, j], x[i], w[j], dw=dw[j], accumulate=added, scratch=linear)
+        if dx is not None:
+            for j in reversed(columns):  # the few first: what is rounded and added to is small
+                linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
+    if loss is not None:
+        launch(_sum_kernel, (1,), nll, loss, nll.shape[0], SUM=SUM)

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..philox import NO_SEQUENCE, WORK_BUFFERS, drop_mask, round_keys
-from ..scratch import Scratch, Shapes, blocks, rows_per_block
+from ..scratch import Scratch, Shapes, TensorLike, blocks, rows_per_block
 
 BLOCK = {"cpu": 1 << 15, "cuda": 1 << 22}  # elements whose mask is drawn at once
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike) -> Shapes:
     (n, c), rows = x.shape, rows_per_block(x, BLOCK)
     return {
         "index": ((max(n, c),), torch.int64),

@@ -1,22 +1,20 @@
 """Dropout in Triton: a program has some columns of a row and draws their mask; each number is read and written once.
 
-The seed is in memory, so that a captured step draws anew; one that the host gives is put there first.
+The kernel reads the seed from memory, so that a captured step draws another mask each time; a seed given as an int is copied
+there first.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
-
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div, padded
+from ..gpu import ceil_div, launch, padded
 from ..philox import NO_SEQUENCE, threshold
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, WARPS = 1024, 4  # columns of a program at most
 
@@ -46,7 +44,7 @@ def _dropout_kernel(
     tl.store(y + row * y_n + c * y_c, kept.to(y.dtype.element_ty), mask=c < C)
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike) -> Shapes:
     return {"seed": ((), torch.int64)}
 
 
@@ -57,9 +55,6 @@ def fwd(x: Tensor, seed: int | Tensor, dropout_p: float, layer_counter: int, *, 
     elif seed.device != x.device:
         seed = scratch["seed"].copy_(seed)
     tile = min(padded(c), TILE)
-    if x.numel():
-        with torch.cuda.device_of(x):
-            _dropout_kernel[(n, ceil_div(c, tile))](
-                x, seed, y, *x.stride(), *y.stride(), c, threshold(dropout_p), layer_counter, 1.0 / (1.0 - dropout_p),
-                NO_SEQUENCE=NO_SEQUENCE, TILE=tile, num_warps=WARPS, **launch_options(),
-            )  # fmt: skip
+    numbers = (*x.stride(), *y.stride(), c, threshold(dropout_p), layer_counter, 1.0 / (1.0 - dropout_p))
+    constants = {"NO_SEQUENCE": NO_SEQUENCE, "TILE": tile, "num_warps": WARPS}
+    launch(_dropout_kernel, (n, ceil_div(c, tile)), x, seed, y, *numbers, **constants)

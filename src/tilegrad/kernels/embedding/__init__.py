@@ -9,7 +9,7 @@ run. `EMBEDDING` is the table of kernels: each module offers `workspace`, `fwd` 
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -17,35 +17,19 @@ from torch import Tensor
 from .. import gpu
 from ..checks import check_columns, check_param, check_tensor
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Problem, Where
+
+EMBEDDING = gpu.triton_else_torch("embedding")
 
 
-class Problem(NamedTuple):
-    """An embedding as the table sees it: the dtype and device of x, or of dx."""
-
-    x: Any
-
-
-EMBEDDING = Table(
-    "embedding",
-    (
-        Kernel("triton", "embedding.triton_ops", lambda problem: gpu.refusal(problem.x)),
-        Kernel("torch", "embedding.torch_ops", takes_all),
-    ),
-)
-
-
-def embedding_workspace(x: Any, *, kernel: str | None = None) -> Shapes:
+def embedding_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold, forward and backward."""
     return EMBEDDING.workspace(Problem(x), kernel=kernel)
 
 
 @op()
-def embedding_fwd(
-    tokens: Tensor, wte: Tensor, wpe: Tensor | None, *,
-    x: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
-) -> None:  # fmt: skip
+def embedding_fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, **where: Unpack[Where]) -> None:
     """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises, and wte and wpe may be float32 where x is
     bfloat16: then the sum is rounded, and that takes scratch."""
     _check(tokens, x, "x")
@@ -55,18 +39,14 @@ def embedding_fwd(
         check_tensor("wpe", wpe, (max(t, wpe.shape[0]), c), wte.dtype, x.device)
         check_columns("wpe", wpe)
     check_columns("wte", wte)
-    row = EMBEDDING.select(Problem(x), kernel)
-    module = row.load()
-    needed = module.workspace(x) if wte.dtype != x.dtype else {}
-    buffers = views(scratch, needed, x.device, "embedding", kernel=row.name)
-    module.fwd(tokens, wte, wpe, x=x, scratch=buffers)
+    options = {"converts": wte.dtype != x.dtype}
+    EMBEDDING.run("fwd", Problem(x), tokens, wte, wpe, options=options, x=x, **where)
 
 
 @op(accumulates=("dwte", "dwpe"))
 def embedding_bwd(
     dx: Tensor, tokens: Tensor, *,
-    dwte: Tensor | None = None, dwpe: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    dwte: Tensor | None = None, dwpe: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dwte[tokens] += dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zero before."""
     _check(tokens, dx, "dx")
@@ -77,10 +57,7 @@ def embedding_bwd(
     if dwpe is not None:
         check_tensor("dwpe", dwpe, (max(t, dwpe.shape[0]), c), acc, dx.device)
         check_columns("dwpe", dwpe)
-    row = EMBEDDING.select(Problem(dx), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(dx), dx.device, "embedding", kernel=row.name)
-    module.bwd(dx, tokens, dwte=dwte, dwpe=dwpe, accumulate=accumulate, scratch=buffers)
+    EMBEDDING.run("bwd", Problem(dx), dx, tokens, dwte=dwte, dwpe=dwpe, accumulate=accumulate, **where)
 
 
 def _check(tokens: Tensor, x: Tensor, name: str) -> None:

@@ -4,20 +4,18 @@ per token from torch's allocator, inside.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes, accumulation_dtype, blocks, rows_per_block
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_per_block
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
 
 
-def workspace(x: Any) -> Shapes:
-    """Nothing but for bfloat16."""
+def workspace(x: TensorLike, *, converts: bool = True) -> Shapes:
+    """Rows in the accumulation dtype, where rows are converted and x has another."""
     acc = accumulation_dtype(x.dtype)
-    return {"x32": ((rows_per_block(x, BLOCK), x.shape[1]), acc)} if x.dtype != acc else {}
+    return {"x32": ((rows_per_block(x, BLOCK), x.shape[1]), acc)} if converts and x.dtype != acc else {}
 
 
 def fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, scratch: Scratch) -> None:

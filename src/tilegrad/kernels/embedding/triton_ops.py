@@ -14,16 +14,13 @@ N / RUN rows of float32.
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div, padded
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import ceil_div, launch, padded
+from ..scratch import Scratch, Shapes, TensorLike
 
 RUN = 32  # places of a program that adds rows
 WARPS = 4
@@ -98,7 +95,10 @@ def _join_kernel(ordered, parts, dwte, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C:
             tl.store(at, tl.load(at, mask=here, other=0.0) + total, mask=here)
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike, *, converts: bool = True) -> Shapes:
+    """What the backward sorts and adds in; a forward that converts no rows declares none."""
+    if not converts:
+        return {}
     n, c = x.shape
     shapes: Shapes = dict.fromkeys(("order", "ordered"), ((n,), torch.int64))
     return shapes | {"parts": ((ceil_div(n, RUN), c), torch.float32)}
@@ -106,37 +106,29 @@ def workspace(x: Any) -> Shapes:
 
 def fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, scratch: Scratch) -> None:
     n, c = x.shape
-    if n:
-        with torch.cuda.device_of(x):
-            _embedding_kernel[(n,)](
-                tokens, wte, wpe, x, wte.stride(0), 0 if wpe is None else wpe.stride(0), x.stride(0),
-                tokens.shape[1], c, BLOCK_C=padded(c), num_warps=WARPS, **launch_options(),
-            )  # fmt: skip
+    numbers = (wte.stride(0), 0 if wpe is None else wpe.stride(0), x.stride(0), tokens.shape[1], c)
+    launch(_embedding_kernel, (n,), tokens, wte, wpe, x, *numbers, BLOCK_C=padded(c), num_warps=WARPS)
 
 
 def bwd(
     dx: Tensor, tokens: Tensor, *, dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch
 ) -> None:
     (b, t), (n, c) = tokens.shape, dx.shape
-    with torch.cuda.device_of(dx):
-        if dwpe is not None:
-            positions = t if accumulate else dwpe.shape[0]
-            if positions:
-                _dwpe_kernel[(positions,)](
-                    dx, dwpe, dx.stride(0), dwpe.stride(0), b, t, c,
-                    ACCUMULATE=accumulate, BLOCK_C=padded(c), num_warps=WARPS, **launch_options(),
-                )  # fmt: skip
-        if dwte is not None:
-            if not accumulate:
-                dwte.zero_()
-            if n:
-                _add_in_order(dx, tokens.view(-1), dwte, scratch)
+    if dwpe is not None:
+        positions = t if accumulate else dwpe.shape[0]
+        constants = {"ACCUMULATE": accumulate, "BLOCK_C": padded(c), "num_warps": WARPS}
+        launch(_dwpe_kernel, (positions,), dx, dwpe, dx.stride(0), dwpe.stride(0), b, t, c, **constants)
+    if dwte is not None:
+        if not accumulate:
+            dwte.zero_()
+        if n:
+            _add_in_order(dx, tokens.view(-1), dwte, scratch)
 
 
 def _add_in_order(dx: Tensor, tokens: Tensor, dwte: Tensor, scratch: Scratch) -> None:
     (n, c), (order, ordered, parts) = dx.shape, (scratch[x] for x in ("order", "ordered", "parts"))
     tiles = (ceil_div(n, RUN), ceil_div(c, 1024))
-    constants = {"RUN": RUN, "BLOCK_C": min(padded(c), 1024), "num_warps": WARPS, **launch_options()}
+    constants = {"RUN": RUN, "BLOCK_C": min(padded(c), 1024), "num_warps": WARPS}
     torch.sort(tokens, stable=True, out=(ordered, order))
-    _runs_kernel[tiles](dx, order, ordered, dwte, parts, dx.stride(0), dwte.stride(0), n, c, **constants)
-    _join_kernel[tiles](ordered, parts, dwte, dwte.stride(0), n, c, **constants)
+    launch(_runs_kernel, tiles, dx, order, ordered, dwte, parts, dx.stride(0), dwte.stride(0), n, c, **constants)
+    launch(_join_kernel, tiles, ordered, parts, dwte, dwte.stride(0), n, c, **constants)

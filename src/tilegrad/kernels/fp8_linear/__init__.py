@@ -15,7 +15,7 @@ linear's, on x and w as they are. `FP8_LINEAR` is the table of kernels: each mod
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -23,45 +23,43 @@ from torch import Tensor
 from .. import gpu
 from ..checks import check_columns, check_param, check_tensor
 from ..op import op
-from ..scratch import Form, Scratch, Shapes, views
-from ..table import Kernel, Table
+from ..scratch import Form, Shapes, TensorLike
+from ..table import Kernel, Table, Where, takes_all
 from .state import FIRST, LARGEST, STATE
 
 FP8 = torch.float8_e4m3fn
 
 
 class Problem(NamedTuple):
-    """A product as the table sees it: shapes, dtypes, and the device of x."""
+    """A product as the table sees it: the shape of w and the device of x. Without w it is a rounding, which takes any size."""
 
-    x: Any
-    w: Any
+    x: TensorLike
+    w: TensorLike | None
 
 
 def _scaled_mm_refuses(problem: Problem) -> str | None:
     x, w = problem
     if x.device.type != "cuda":
         return f"needs a CUDA device, not {x.device.type}"
-    found = gpu.capability(torch.device(x.device))
+    found = gpu.capability(x.device)
     if found < (8, 9):
         return f"needs compute capability 8.9 or newer, for float8 products, and {x.device} has {found[0]}.{found[1]}"
-    if any(size % 16 for size in w.shape):
+    if w is not None and any(size % 16 for size in w.shape):
         return f"takes w with sides that are multiples of 16, not {tuple(w.shape)}"
-    return gpu.refusal(Form((1, 1), torch.bfloat16, torch.device(x.device)))
+    return gpu.refusal(Form((1, 1), torch.bfloat16, x.device))
 
 
+CHECK = "is only asked for by name: it forms the same product in float32, to check the other by"
 FP8_LINEAR = Table(
     "fp8_linear",
     (
         Kernel("scaled_mm", "fp8_linear.scaled_mm", _scaled_mm_refuses),
-        Kernel(
-            "torch", "fp8_linear.torch_ops", lambda _: None,
-            by_name_only="is only asked for by name: it forms the same product in float32, to check the other by",
-        ),
+        Kernel("torch", "fp8_linear.torch_ops", takes_all, by_name_only=CHECK),
     ),
-)  # fmt: skip
+)
 
 
-def fp8_linear_workspace(x: Any, w: Any, *, kernel: str | None = None) -> Shapes:
+def fp8_linear_workspace(x: TensorLike, w: TensorLike, *, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` of the product must hold."""
     return FP8_LINEAR.workspace(Problem(x, w), kernel=kernel)
 
@@ -71,7 +69,7 @@ def fp8_quantize_fwd(x: Tensor, *, x8: Tensor, state: Tensor, kernel: str | None
     """x8 = q(x), contiguous; state's magnitudes grow by x's."""
     check_columns("x", x)
     _check_rounded(x, x8, state)
-    FP8_LINEAR.select(_any(x), kernel).load().quantize(x, x8=x8, state=state)
+    FP8_LINEAR.run("quantize", Problem(x, None), x, x8=x8, state=state, kernel=kernel)
 
 
 @op(accumulates=("state",))
@@ -80,14 +78,13 @@ def fp8_activation_fwd(h: Tensor, kind: str, *, a8: Tensor, state: Tensor, kerne
     if not h.is_contiguous():
         raise ValueError(f"h: got strides {h.stride()}; accepted: a contiguous tensor")
     _check_rounded(h, a8, state)
-    FP8_LINEAR.select(_any(h), kernel).load().activation(h, kind, a8=a8, state=state)
+    FP8_LINEAR.run("activation", Problem(h, None), h, kind, a8=a8, state=state, kernel=kernel)
 
 
 @op(accumulates=("state",))
 def fp8_linear_fwd(
-    x8: Tensor, x_state: Tensor, w: Tensor, b: Tensor | None, *,
-    y: Tensor, state: Tensor, scratch: Scratch | None = None, kernel: str | None = None,
-) -> None:  # fmt: skip
+    x8: Tensor, x_state: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, **where: Unpack[Where]
+) -> None:
     """y overwritten; state, which is w's, grows by w's magnitudes."""
     (n, cin), cout = x8.shape, w.shape[0]
     check_tensor("x8", x8, (n, cin), FP8, y.device)
@@ -97,29 +94,20 @@ def fp8_linear_fwd(
         check_param("b", b, (cout,), y)
     check_tensor("y", y, (n, cout), y.dtype, y.device)
     check_tensor("state", state, STATE, torch.float32, y.device)
-    row = FP8_LINEAR.select(Problem(x8, w), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(x8, w), y.device, "fp8_linear", kernel=row.name)
-    module.fwd(x8, x_state, w, b, y=y, state=state, scratch=buffers)
+    FP8_LINEAR.run("fwd", Problem(x8, w), x8, x_state, w, b, y=y, state=state, **where)
 
 
 @op(accumulates=("state",))
 def fp8_scale_step(*, state: Tensor, kernel: str | None = None) -> None:
     """s = largest magnitude seen / 448, and nothing is seen any more."""
     check_tensor("state", state, STATE, torch.float32, state.device)
-    FP8_LINEAR.select(_any(state), kernel).load().scale_step(state=state)
+    FP8_LINEAR.run("scale_step", Problem(state, None), state=state, kernel=kernel)
 
 
 def fill_state(state: Tensor, *, weight: bool) -> None:
     """Before the first step, where nothing was seen."""
     state.zero_()
     state[0] = FIRST["w" if weight else "x"] / LARGEST
-
-
-def _any(x: Tensor) -> Problem:
-    """A problem on x's device: rounding takes any size."""
-    form = Form((16, 16), torch.bfloat16, x.device)
-    return Problem(form, form)
 
 
 def _check_rounded(x: Tensor, x8: Tensor, state: Tensor) -> None:

@@ -12,16 +12,14 @@ errs by 0.1 % of y's root mean square, where the rounding of the factors errs by
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from ..activation.triton_ops import activate
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import launch
+from ..scratch import Scratch, Shapes, TensorLike
 from . import state as states
 
 TILE, WARPS = 2048, 4  # numbers that a program rounds at once
@@ -64,24 +62,21 @@ def _scale_kernel(state, PADDED: tl.constexpr):
     tl.store(state + FIRST_PART + i, tl.zeros([PADDED], tl.float32), mask=i < PARTS)
 
 
-def workspace(_x: Any, w: Any) -> Shapes:
-    return {"w8": (tuple(w.shape), torch.float8_e4m3fn)}
+def workspace(_x: TensorLike, w: TensorLike | None) -> Shapes:
+    return {} if w is None else {"w8": (tuple(w.shape), torch.float8_e4m3fn)}
 
 
-def quantize(x: Tensor, *, x8: Tensor, state: Tensor) -> None:
+def quantize(x: Tensor, *, x8: Tensor, state: Tensor, scratch: Scratch) -> None:
     _quantize(x, "", x8=x8, state=state)
 
 
-def activation(h: Tensor, kind: str, *, a8: Tensor, state: Tensor) -> None:
+def activation(h: Tensor, kind: str, *, a8: Tensor, state: Tensor, scratch: Scratch) -> None:
     _quantize(h, kind, x8=a8, state=state)
 
 
 def _quantize(x: Tensor, kind: str, *, x8: Tensor, state: Tensor) -> None:
-    with torch.cuda.device_of(x):
-        _quantize_kernel[(states.PARTS,)](
-            x, state, x8, x.stride(0), *x.shape,
-            KIND=kind, CONTIGUOUS=x.is_contiguous(), TILE=TILE, num_warps=WARPS, **launch_options(),
-        )  # fmt: skip
+    constants = {"KIND": kind, "CONTIGUOUS": x.is_contiguous(), "TILE": TILE, "num_warps": WARPS}
+    launch(_quantize_kernel, (states.PARTS,), x, state, x8, x.stride(0), *x.shape, **constants)
 
 
 def fwd(
@@ -90,11 +85,10 @@ def fwd(
     if not x8.numel():
         return
     w8 = scratch["w8"]
-    quantize(w, x8=w8, state=state)
+    _quantize(w, "", x8=w8, state=state)
     with torch.cuda.device_of(y):
         torch._scaled_mm(x8, w8.t(), x_state[:1], state[:1], bias=b, out_dtype=y.dtype, use_fast_accum=True, out=y)
 
 
-def scale_step(*, state: Tensor) -> None:
-    with torch.cuda.device_of(state):
-        _scale_kernel[(1,)](state, PADDED=PADDED, **launch_options())
+def scale_step(*, state: Tensor, scratch: Scratch) -> None:
+    launch(_scale_kernel, (1,), state, PADDED=PADDED)

@@ -9,49 +9,38 @@ module offers `workspace` and `fwd`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 from torch import Tensor
 
 from .. import gpu
 from ..checks import check_tensor
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Where
 
 
 class Problem(NamedTuple):
     """A norm as the table sees it: the dtype and device of the gradients, and the lengths of all their ranges."""
 
-    grads: Any
-    others: Sequence[Any] = ()  # ranges beside the first
+    grads: TensorLike
+    others: Sequence[TensorLike] = ()  # ranges after the first
 
 
-GLOBAL_NORM = Table(
-    "global_norm",
-    (
-        Kernel("triton", "global_norm.triton_ops", lambda problem: gpu.refusal(problem.grads)),
-        Kernel("torch", "global_norm.torch_ops", takes_all),
-    ),
-)
+GLOBAL_NORM = gpu.triton_else_torch("global_norm")
 
 
-def global_norm_workspace(*grads: Any, kernel: str | None = None) -> Shapes:
+def global_norm_workspace(*grads: TensorLike, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold."""
     return GLOBAL_NORM.workspace(Problem(grads[0], grads[1:]), kernel=kernel)
 
 
 @op()
-def global_norm(
-    grads: Tensor | list[Tensor], *, norm: Tensor, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def global_norm(grads: Tensor | list[Tensor], *, norm: Tensor, **where: Unpack[Where]) -> None:
     """norm (0-d) = ‖grads‖₂; inf or NaN where an element is."""
     ranges = grads if isinstance(grads, list) else [grads]
     first = ranges[0]
     for x in ranges:
         check_tensor("grads", x, (x.numel(),), accumulation_dtype(first.dtype), first.device)
     check_tensor("norm", norm, (), first.dtype, first.device)
-    row = GLOBAL_NORM.select(Problem(first), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(first, ranges[1:]), first.device, "global_norm", kernel=row.name)
-    module.fwd(ranges, norm=norm, scratch=buffers)
+    GLOBAL_NORM.run("fwd", Problem(first, ranges[1:]), ranges, norm=norm, **where)

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, TensorLike
 
 BLOCK = 1 << 16  # elements whose norm is taken at once
 
 
-def workspace(grads: Any, others: Sequence[Any] = ()) -> Shapes:
+def workspace(grads: TensorLike, others: Sequence[TensorLike] = ()) -> Shapes:
     return {"parts": ((sum(x.shape[0] // BLOCK + 1 for x in (grads, *others)),), grads.dtype)}
 
 

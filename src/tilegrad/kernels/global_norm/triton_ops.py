@@ -8,16 +8,14 @@ sum is fixed by P, so the bits are the same each time.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import ceil_div, launch
+from ..scratch import Scratch, Shapes, TensorLike
 
 PART, TILE = 1 << 15, 1 << 12  # numbers of a program, and of a tile
 SUM = 1024  # parts that are added side by side
@@ -44,18 +42,14 @@ def _root_kernel(parts, norm, count, SUM: tl.constexpr):
     tl.store(norm, tl.math.sqrt_rn(tl.sum(total, 0)))
 
 
-def workspace(grads: Any, others: Sequence[Any] = ()) -> Shapes:
+def workspace(grads: TensorLike, others: Sequence[TensorLike] = ()) -> Shapes:
     return {"squares": ((sum(ceil_div(x.shape[0], PART) for x in (grads, *others)),), torch.float32)}
 
 
 def fwd(ranges: Sequence[Tensor], *, norm: Tensor, scratch: Scratch) -> None:
     squares, at = scratch["squares"], 0
-    with torch.cuda.device_of(norm):
-        for grads in ranges:
-            count = ceil_div(grads.shape[0], PART)
-            if count:
-                _squares_kernel[(count,)](
-                    grads, squares[at : at + count], grads.shape[0], PART=PART, TILE=TILE, **launch_options()
-                )
-            at += count
-        _root_kernel[(1,)](squares, norm, len(squares), SUM=SUM, **launch_options())
+    for grads in ranges:
+        count = ceil_div(grads.shape[0], PART)
+        launch(_squares_kernel, (count,), grads, squares[at : at + count], grads.shape[0], PART=PART, TILE=TILE)
+        at += count
+    launch(_root_kernel, (1,), squares, norm, len(squares), SUM=SUM)

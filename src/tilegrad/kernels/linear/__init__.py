@@ -13,24 +13,27 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from functools import cache
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from .. import column_sum
 from ..checks import check_columns, check_given, check_param, check_tensor
+from ..column_sum import COLUMN_SUM, column_sum_workspace
 from ..cpu import library, rows
 from ..op import op
-from ..scratch import Form, Scratch, Shapes, accumulation_dtype, below, of, views
-from ..table import Kernel, Table
+from ..scratch import Form, Shapes, TensorLike, accumulation_dtype, below, of
+from ..table import Kernel, Table, Where
+from ..table import Problem as SumProblem
+
+GRADIENT = {"backward": True, "bias": False}  # options of a `workspace`
 
 
 class Problem(NamedTuple):
     """A product as the table sees it: shapes, dtypes, and the device of x."""
 
-    x: Any
-    w: Any
+    x: TensorLike
+    w: TensorLike
 
 
 @cache
@@ -38,8 +41,8 @@ def _has_bf16_products() -> bool:
     return bool(torch.ops.mkldnn._is_mkldnn_bf16_supported())
 
 
-def _bf16_on_cpu(x: Any) -> bool:
-    return bool(x.dtype == torch.bfloat16 and x.device.type == "cpu")
+def _bf16_on_cpu(x: TensorLike) -> bool:
+    return x.dtype == torch.bfloat16 and x.device.type == "cpu"
 
 
 def _native_refuses(problem: Problem) -> str | None:
@@ -53,11 +56,8 @@ def _native_refuses(problem: Problem) -> str | None:
 
 
 def _torch_refuses(problem: Problem) -> str | None:
-    return (
-        "leaves bfloat16 on a CPU, whose product can't write float32, to the others"
-        if _bf16_on_cpu(problem.x)
-        else None
-    )
+    left = "leaves bfloat16 on a CPU, whose product can't write float32, to the others"
+    return left if _bf16_on_cpu(problem.x) else None
 
 
 def _tiled_refuses(problem: Problem) -> str | None:
@@ -80,24 +80,24 @@ LINEAR = Table(
 )
 
 
-def linear_workspace(x: Any, w: Any, *, backward: bool, bias: bool = True, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold. Of w (H, D, D) it is a head's, for heads follow one another."""
+def linear_workspace(
+    x: TensorLike, w: TensorLike, *, backward: bool, bias: bool = True, kernel: str | None = None
+) -> Shapes:
+    """Name → (shape, dtype) of what `scratch` must hold. For w (H, D, D) it is one head's, because heads run in turn."""
     shapes = LINEAR.workspace(Problem(x, w), kernel=kernel, backward=backward, bias=bias)
     if backward and bias:
         dy = Form((x.shape[0], w.shape[-2]), x.dtype, x.device)
-        shapes |= below("column_sum", column_sum.column_sum_workspace(dy))
+        shapes |= below("column_sum", column_sum_workspace(dy))
     return shapes
 
 
-def rounds_weights(x: Any, w: Any) -> bool:
-    """Whether each product rounds a float32 w to x's dtype: who forms many with one w rounds it once instead."""
-    return bool(w.dtype != x.dtype and LINEAR.select(Problem(x, w)).name == "bf16")
+def rounds_weights(x: TensorLike, w: TensorLike) -> bool:
+    """Whether each product rounds a float32 w to x's dtype: a caller that forms many with one w rounds it once instead."""
+    return w.dtype != x.dtype and LINEAR.select(Problem(x, w)).name == "bf16"
 
 
 @op()
-def linear_fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, **where: Unpack[Where]) -> None:
     """y = x wᵀ + b. On CUDA a float32 y of a bfloat16 x takes no b."""
     (n, cin), cout = x.shape, w.shape[0]
     check_param("w", w, (cout, cin), x)
@@ -105,45 +105,37 @@ def linear_fwd(
         check_param("b", b, (cout,), x)
     float32 = b is None and x.device.type != "cpu" and y.dtype == accumulation_dtype(x.dtype)
     check_tensor("y", y, (n, cout), y.dtype if float32 else x.dtype, x.device)
-    row = LINEAR.select(Problem(x, w), kernel)
-    module = row.load()
-    needed = module.workspace(x, w, backward=False, bias=b is not None)
-    module.fwd(x, w, b, y=y, scratch=views(scratch, needed, x.device, "linear", kernel=row.name))
+    options = {"backward": False, "bias": b is not None}
+    LINEAR.run("fwd", Problem(x, w), x, w, b, options=options, y=y, **where)
 
 
 @op(accumulates=("dw", "db"))
 def linear_bwd(
     dy: Tensor, x: Tensor, w: Tensor, *,
     dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dx = dy w   dw += dyᵀ x   db += Σ_n dy; accumulate=False: dw and db are overwritten."""
     check_given(x.device, ("dx", dx, tuple(x.shape), x.dtype))
-    linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, scratch=scratch, kernel=kernel)
+    linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
     if dx is not None:
-        linear_bwd_input(dy, w, dx=dx, accumulate=False, scratch=scratch, kernel=kernel)
+        linear_bwd_input(dy, w, dx=dx, accumulate=False, **where)
 
 
 @op(accumulates=("dx",))
-def linear_bwd_input(
-    dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def linear_bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, **where: Unpack[Where]) -> None:
     """dx = dy w, or dx += dy w where accumulate is True."""
     check_param("w", w, (dy.shape[1], dx.shape[1]), dy)
     check_tensor("dx", dx, (dy.shape[0], w.shape[1]), dy.dtype, dy.device)
-    row = LINEAR.select(Problem(dx, w), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(dx, w, backward=True, bias=False), dx.device, "linear", kernel=row.name)
-    module.bwd_input(dy, w, dx=dx, accumulate=accumulate, scratch=buffers)
+    LINEAR.run("bwd_input", Problem(dx, w), dy, w, options=GRADIENT, dx=dx, accumulate=accumulate, **where)
 
 
 @op(accumulates=("dw", "db"))
 def linear_bwd_weight(
     dy: Tensor, x: Tensor, w: Tensor, *,
-    dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: overwritten. Of w the form is read alone."""
+    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: overwritten. Only the shape and dtype of w are read."""
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (cout, cin), x)
     check_tensor("dy", dy, (n, cout), x.dtype, x.device)
@@ -151,60 +143,51 @@ def linear_bwd_weight(
     if db is not None:
         check_columns("dy", dy)
         check_columns("db", db)
-    row = LINEAR.select(Problem(x, w), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(x, w, backward=True, bias=False), x.device, "linear", kernel=row.name)
     if db is not None:
-        column_sum.run(dy, sums=db, accumulate=accumulate, scratch=of("column_sum", scratch or {}))
+        scratch = of("column_sum", where.get("scratch") or {})
+        COLUMN_SUM.run("fwd", SumProblem(dy), dy, sums=db, accumulate=accumulate, scratch=scratch)
     if dw is not None:
-        module.bwd_weight(dy, x, dw=dw, accumulate=accumulate, scratch=buffers)
+        LINEAR.run("bwd_weight", Problem(x, w), dy, x, options=GRADIENT, dw=dw, accumulate=accumulate, **where)
 
 
 @op()
-def per_head_linear_fwd(
-    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def per_head_linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, **where: Unpack[Where]) -> None:
     """y[:, h·D:(h+1)·D] = x[:, h·D:(h+1)·D] w[h]ᵀ + b[h]       x, y (N, H·D)   w (H, D, D) = (head, out, in)   b (H, D)"""
     _check_heads(x, w, b=b, y=y)
     for h, own in _heads(w):
-        linear_fwd(x[:, own], w[h], None if b is None else b[h], y=y[:, own], scratch=scratch, kernel=kernel)
+        linear_fwd(x[:, own], w[h], None if b is None else b[h], y=y[:, own], **where)
 
 
 @op(accumulates=("dw", "db"))
 def per_head_linear_bwd(
     dy: Tensor, x: Tensor, w: Tensor, *,
     dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Each head's `linear_bwd`: dx overwrites, dw (H, D, D) and db (H, D) accumulate unless accumulate is False."""
-    per_head_linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, scratch=scratch, kernel=kernel)
+    per_head_linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
     if dx is not None:
-        per_head_linear_bwd_input(dy, w, dx=dx, accumulate=False, scratch=scratch, kernel=kernel)
+        per_head_linear_bwd_input(dy, w, dx=dx, accumulate=False, **where)
 
 
 @op(accumulates=("dx",))
-def per_head_linear_bwd_input(
-    dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def per_head_linear_bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, **where: Unpack[Where]) -> None:
     """Each head's `linear_bwd_input`."""
     _check_heads(dy, w, dx=dx)
     for h, own in _heads(w):
-        linear_bwd_input(dy[:, own], w[h], dx=dx[:, own], accumulate=accumulate, scratch=scratch, kernel=kernel)
+        linear_bwd_input(dy[:, own], w[h], dx=dx[:, own], accumulate=accumulate, **where)
 
 
 @op(accumulates=("dw", "db"))
 def per_head_linear_bwd_weight(
     dy: Tensor, x: Tensor, w: Tensor, *,
-    dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
-    scratch: Scratch | None = None, kernel: str | None = None,
+    dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """Each head's `linear_bwd_weight`."""
     _check_heads(x, w, dy=dy, db=db)
     for h, own in _heads(w):
-        linear_bwd_weight(
-            dy[:, own], x[:, own], w[h], dw=None if dw is None else dw[h], db=None if db is None else db[h],
-            accumulate=accumulate, scratch=scratch, kernel=kernel,
-        )  # fmt: skip
+        dw_h, db_h = (None if grad is None else grad[h] for grad in (dw, db))
+        linear_bwd_weight(dy[:, own], x[:, own], w[h], dw=dw_h, db=db_h, accumulate=accumulate, **where)
 
 
 def _heads(w: Tensor) -> Iterator[tuple[int, slice]]:

@@ -6,19 +6,17 @@ A float32 w or b is rounded into scratch, call by call: that moves less memory t
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes, accumulation_dtype, blocks
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
 from .tiled import in_tile, tile_of
 from .torch_ops import product
 
 COLS = 1024  # columns of y, rows of w, of a tile of dw
 
 
-def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
     (cout, cin), acc, shapes = w.shape[-2:], accumulation_dtype(x.dtype), Shapes()
     if w.dtype == acc:
         shapes |= {"w16": ((cout, cin), x.dtype)}

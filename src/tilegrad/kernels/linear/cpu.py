@@ -1,21 +1,19 @@
-"""Products of float32 matrices on a CPU by torch's own BLAS, in pieces that threads take one after the other: cpu/csrc/gemm.
+"""Products of float32 matrices on a CPU by torch's own BLAS, in pieces that threads take from a queue: cpu/csrc/gemm.
 
 The bits are those of torch's product on one thread, on any number of threads.
 """
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
 from ..cpu.abi import pack_gemm
 from ..cpu.library import native
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, TensorLike
 
 
-def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
     return {}
 
 
@@ -40,20 +38,19 @@ def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
         a, b, out = b.t(), a.t(), out.t()
     (transpose_a, lda), (transpose_b, ldb) = _layout(b), _layout(a)
     (rows, columns), k = out.shape, a.shape[1]
-    native().tilegrad_native_gemm(pack_gemm(
-        transpose_a=transpose_a, transpose_b=transpose_b, m=columns, n=rows, k=k, lda=lda, ldb=ldb, ldc=ldc,
-        accumulate=accumulate, threads=torch.get_num_threads(), a=b.data_ptr(), b=a.data_ptr(), c=out.data_ptr(),
-    ))  # fmt: skip
+    threads, addresses = torch.get_num_threads(), (b.data_ptr(), a.data_ptr(), out.data_ptr())
+    call = pack_gemm(transpose_a, transpose_b, columns, rows, k, lda, ldb, ldc, accumulate, threads, *addresses)
+    native().tilegrad_native_gemm(call)
 
 
 def _layout(x: Tensor) -> tuple[bool, int]:
-    """Whether x lies column by column, and the distance of rows, or of columns there."""
+    """Whether x is column-major, and its leading dimension."""
     (rows, columns), (by_row, by_column) = x.shape, x.stride()
     if by_column == 1 and by_row >= columns:
         return False, by_row
     if by_row == 1 and by_column >= rows:
         return True, by_column
     raise ValueError(
-        f"linear: got a matrix {tuple(x.shape)} with strides {x.stride()}; accepted: rows or columns whose numbers lie "
-        "next to each other and that do not overlap; .contiguous() makes such a copy"
+        f"linear: got a matrix {tuple(x.shape)} with strides {x.stride()}; accepted: contiguous rows or columns that "
+        "do not overlap; .contiguous() makes such a copy"
     )

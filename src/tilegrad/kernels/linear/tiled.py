@@ -5,17 +5,15 @@ is.
 
 from __future__ import annotations
 
-from typing import Any
-
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes, accumulation_dtype, blocks
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
 from . import LINEAR, Problem
 
 ROWS, COLS = 512, 1024  # of a tile of y
 
 
-def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
     n, (cout, cin), acc = x.shape[0], w.shape[-2:], accumulation_dtype(x.dtype)
     rows, cols = min(n, ROWS), min(cout, COLS)
     shapes: Shapes = {"x32": ((rows, cin), acc), "y32": ((rows, cols), acc)}

@@ -6,15 +6,13 @@ where its output is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes
+from ..scratch import Scratch, Shapes, TensorLike
 
 
-def workspace(x: Any, w: Any, *, backward: bool, bias: bool) -> Shapes:
+def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
     return {}
 
 

@@ -11,41 +11,26 @@ exp(s − lse') and do·o', the softmax over both sets and its delta. `MIX` is t
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Unpack
 
 from torch import Tensor
 
 from .. import gpu
 from ..checks import check_columns, check_tensor
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Problem, Where
+
+MIX = gpu.triton_else_torch("mix")
 
 
-class Problem(NamedTuple):
-    """A mix as the table sees it: the shape, dtype and device of part."""
-
-    part: Any
-
-
-MIX = Table(
-    "mix",
-    (
-        Kernel("triton", "mix.triton_ops", lambda problem: gpu.refusal(problem.part)),
-        Kernel("torch", "mix.torch_ops", takes_all),
-    ),
-)
-
-
-def mix_workspace(part: Any, *, kernel: str | None = None) -> Shapes:
+def mix_workspace(part: TensorLike, *, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold."""
     return MIX.workspace(Problem(part), kernel=kernel)
 
 
 @op(adds=("o", "lse"))
-def mix_fwd(
-    part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def mix_fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, **where: Unpack[Where]) -> None:
     """o and lse of the keys so far become those of these keys as well."""
     acc = accumulation_dtype(part.dtype)
     check_tensor("part_lse", part_lse, tuple(part.shape[:-1]), acc, part.device)
@@ -53,7 +38,4 @@ def mix_fwd(
     check_tensor("lse", lse, tuple(part.shape[:-1]), acc, part.device)
     check_columns("part", part)
     check_columns("o", o)
-    row = MIX.select(Problem(part), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(part), part.device, "mix", kernel=row.name)
-    module.fwd(part, part_lse, o=o, lse=lse, scratch=buffers)
+    MIX.run("fwd", Problem(part), part, part_lse, o=o, lse=lse, **where)

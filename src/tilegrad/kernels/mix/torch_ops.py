@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes, accumulation_dtype
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype
 
 
-def workspace(part: Any) -> Shapes:
+def workspace(part: TensorLike) -> Shapes:
     acc = accumulation_dtype(part.dtype)
     shapes: Shapes = {"share": (tuple(part.shape[1:3]), acc), "mixed": (tuple(part.shape[1:]), acc)}
     return shapes | ({} if part.dtype == acc else {"part": (tuple(part.shape[1:]), acc)})

@@ -3,16 +3,12 @@
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div, padded
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import ceil_div, launch, padded
+from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, WARPS = 4096, 4  # numbers of o that a program mixes
 
@@ -45,7 +41,7 @@ def _mix_kernel(
     tl.store(at_lse, both, mask=rows)
 
 
-def workspace(part: Any) -> Shapes:
+def workspace(part: TensorLike) -> Shapes:
     return {}
 
 
@@ -54,10 +50,7 @@ def fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, scratch: Scra
     block_d = padded(d)
     rows = max(1, TILE // block_d)
     tiles = ceil_div(t, rows)
-    if not part.numel():
-        return
-    with torch.cuda.device_of(part):
-        _mix_kernel[(b * h * tiles,)](
-            part, part_lse, o, lse, *part.stride()[:3], *part_lse.stride(), *o.stride()[:3], *lse.stride(), h, t, tiles,
-            D=d, ROWS=rows, BLOCK_D=block_d, num_warps=WARPS, **launch_options(),
-        )  # fmt: skip
+    strides = (*part.stride()[:3], *part_lse.stride(), *o.stride()[:3], *lse.stride())
+    constants = {"D": d, "ROWS": rows, "BLOCK_D": block_d, "num_warps": WARPS}
+    if d:
+        launch(_mix_kernel, (b * h * tiles,), part, part_lse, o, lse, *strides, h, t, tiles, **constants)

@@ -1,21 +1,24 @@
-"""Norms in C++: one pass over memory, where a chain of torch ops makes five to ten. Loops: cpu/csrc/rows/norm_gelu.cpp.
-The residual sum, dx_sum and the second y are a pass each: what they read is in the cache."""
+"""Norms in C++: one pass over memory, where a chain of torch ops makes five to ten. The loops are in
+cpu/csrc/rows/norm_gelu.cpp. The residual sum, dx_sum and the recomputed y are a pass each, over what is in the cache."""
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..column_sum import cpu as column_sum
 from ..cpu.abi import pack_norm
-from ..cpu.library import isa, native
-from ..cpu.rows import DTYPES, address, rows
-from ..scratch import Scratch, Shapes
+from ..cpu.library import native
+from ..cpu.rows import address, rows, shared
+from ..scratch import Scratch, Shapes, TensorLike
+
+if TYPE_CHECKING:
+    from . import Gradients
 
 
-def workspace(x: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     return {}
 
 
@@ -29,16 +32,19 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None,
-    accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
-    n, c = x.shape
-    call = pack_norm(
-        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), accumulate=accumulate, dtype=DTYPES[x.dtype],
-        param_dtype=DTYPES[w.dtype], x=rows(x), dy=rows(dy), dx=rows(dx),
-        w=address(w), mean=address(mean), rstd=address(rstd), dw=address(dw), db=address(db),
-    )  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    b: Tensor | None,
+    *,
+    out: Gradients,
+    scratch: Scratch,
+) -> None:
+    dx, dw, db, dx_sum, y, accumulate = out
+    vectors = map(address, (w, None, mean, rstd, dw, db))
+    call = pack_norm(*shared(x, w.dtype, accumulate=accumulate), rows(x), rows(None), rows(dy), rows(dx), *vectors)
     native().tilegrad_native_norm_bwd(call)
     if dx is not None and dx_sum is not None:
         column_sum.fwd(dx, sums=dx_sum, accumulate=accumulate, scratch={})
@@ -50,9 +56,6 @@ def _normalise(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> None:
     """eps = 0: mean and rstd are read."""
-    n, c = x.shape
-    call = pack_norm(
-        n=n, c=c, threads=torch.get_num_threads(), isa=isa(), dtype=DTYPES[x.dtype], param_dtype=DTYPES[w.dtype],
-        x=rows(x), y=rows(y), w=address(w), b=address(b), mean=address(mean), rstd=address(rstd), eps=eps,
-    )  # fmt: skip
+    vectors = map(address, (w, b, mean, rstd))
+    call = pack_norm(*shared(x, w.dtype), rows(x), rows(y), rows(None), rows(None), *vectors, eps=eps)
     native().tilegrad_native_norm_fwd(call)

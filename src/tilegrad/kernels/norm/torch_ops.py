@@ -6,19 +6,22 @@ matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), whi
 
 from __future__ import annotations
 
-from typing import Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..column_sum import torch_ops as column_sum
 from ..column_sum.torch_ops import add_weighted_rows
-from ..scratch import Scratch, Shapes, accumulation_dtype, below, blocks, of, rows_of, rows_per_block
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, below, blocks, of, rows_of, rows_per_block
+
+if TYPE_CHECKING:
+    from . import Gradients
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 23}  # elements of a block of rows
 
 
-def workspace(x: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     c, rows, acc = x.shape[1], rows_per_block(x, BLOCK), accumulation_dtype(x.dtype)
     converted = x.dtype != acc
     if not backward:
@@ -79,10 +82,17 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None,
-    accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    b: Tensor | None,
+    *,
+    out: Gradients,
+    scratch: Scratch,
+) -> None:
+    dx, dw, db, dx_sum, y, accumulate = out
     (n, c), acc = x.shape, accumulation_dtype(x.dtype)
     for grad in (dw, db):
         if grad is not None and not accumulate:

@@ -1,18 +1,17 @@
 """Norms in Triton: one pass over rows forward, one backward.       x, f, x1, y, dy, dx (N, C)   partials (3, P, C)
 
     forward    a program for each tile of rows
-    backward   P programs, each with the row tiles p, p + P, p + 2P, …: dx is added to, y written over, and of the program's
-               rows partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx, as many as are asked for; then dw, db, dx_sum (+)= Σ_p partials
+    backward   P programs; program p has the row tiles p, p + P, p + 2P, …: it adds to dx, writes y, and writes
+               partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx of its rows, those that are given; then dw, db, dx_sum (+)= Σ_p partials
 
-A whole row is in registers, in float32; only x1, y and dx are rounded, and their sums and norms are of the rounded numbers.
-Sums are in the grid's order: the same bits each time.
-The backward's loads go ahead of its arithmetic where STAGES > 1 (cp.async).
-The backward spills some registers with 16384 columns, and four with 1024 where y is asked for; else none.
+A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms are of the rounded numbers. Sums are in
+the grid's order: the same bits each time. Where STAGES > 1, the backward loads ahead of its arithmetic (cp.async). It spills
+some registers with 16384 columns, and four with 1024 where y is given; otherwise none.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 import triton
@@ -20,9 +19,11 @@ import triton.language as tl
 from torch import Tensor
 
 from ..column_sum.triton_ops import add_partials
-from ..gpu import ceil_div, multiprocessors, padded
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import ceil_div, launch, multiprocessors, padded
+from ..scratch import Scratch, Shapes, TensorLike
+
+if TYPE_CHECKING:
+    from . import Gradients
 
 
 class Tile(NamedTuple):
@@ -78,7 +79,7 @@ def _norm_bwd_kernel(
     DW: tl.constexpr, DB: tl.constexpr, DX_SUM: tl.constexpr, C: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Of a column from C on and a row from n on dy is 0, and so is all that is added up."""
+    """Outside (n, C) dy is loaded as 0, so nothing is added to the sums."""
     p, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK_C)
     weights = tl.load(w + columns, columns < C, 0.0).to(tl.float32)[None, :]
@@ -137,12 +138,12 @@ def _tile(tiles: dict[int, Tile], c: int) -> Tile:
     return tiles[min(columns for columns in tiles if columns >= padded(c))]
 
 
-def _programs(x: Any, tile: Tile) -> int:
-    """P of the backward. It never falls as rows are added, so that scratch for many serves few."""
-    return max(1, min(ceil_div(x.shape[0], tile.rows), tile.programs * multiprocessors(torch.device(x.device))))
+def _programs(x: TensorLike, tile: Tile) -> int:
+    """P of the backward. It does not decrease as rows are added, so that scratch for many rows serves few."""
+    return max(1, min(ceil_div(x.shape[0], tile.rows), tile.programs * multiprocessors(x.device)))
 
 
-def workspace(x: Any, *, backward: bool) -> Shapes:
+def workspace(x: TensorLike, *, backward: bool) -> Shapes:
     if not backward:
         return {}
     c = x.shape[1]
@@ -159,28 +160,29 @@ def fwd(
 ) -> None:  # fmt: skip
     n, c = x.shape
     tile = _tile(FORWARD, c)
-    if n == 0:
-        return
-    with torch.cuda.device_of(x):
-        _norm_fwd_kernel[(ceil_div(n, tile.rows),)](
-            x, f, w, b, x1, y, mean, rstd, x.stride(0), _stride(f), _stride(x1), y.stride(0), n, eps,
-            C=c, BLOCK_N=tile.rows, BLOCK_C=padded(c), num_warps=tile.warps, **launch_options(),
-        )  # fmt: skip
+    strides = (x.stride(0), _stride(f), _stride(x1), y.stride(0))
+    constants = {"C": c, "BLOCK_N": tile.rows, "BLOCK_C": padded(c), "num_warps": tile.warps}
+    launch(_norm_fwd_kernel, (ceil_div(n, tile.rows),), x, f, w, b, x1, y, mean, rstd, *strides, n, eps, **constants)
 
 
 def bwd(
-    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
-    dx: Tensor | None, dw: Tensor | None, db: Tensor | None, dx_sum: Tensor | None, y: Tensor | None,
-    accumulate: bool, scratch: Scratch,
-) -> None:  # fmt: skip
+    dy: Tensor,
+    x: Tensor,
+    w: Tensor,
+    mean: Tensor | None,
+    rstd: Tensor,
+    b: Tensor | None,
+    *,
+    out: Gradients,
+    scratch: Scratch,
+) -> None:
+    dx, dw, db, dx_sum, y, accumulate = out
     n, c = x.shape
     tile, sums = _tile(BACKWARD, c), [grad for grad in (dw, db, dx_sum) if grad is not None]
     partials = scratch["partials"][: len(sums)]
-    with torch.cuda.device_of(x):
-        _norm_bwd_kernel[(_programs(x, tile),)](
-            dy, x, w, b, mean, rstd, dx, y, partials, dy.stride(0), x.stride(0), _stride(dx), _stride(y), n,
-            DW=dw is not None, DB=db is not None, DX_SUM=dx_sum is not None, C=c,
-            BLOCK_N=tile.rows, BLOCK_C=padded(c), STAGES=tile.stages, num_warps=tile.warps, **launch_options(),
-        )  # fmt: skip
-        if sums:
-            add_partials(partials, *sums, accumulate=accumulate)
+    tensors, strides = (dy, x, w, b, mean, rstd, dx, y, partials), map(_stride, (dy, x, dx, y))
+    wanted = {"DW": dw is not None, "DB": db is not None, "DX_SUM": dx_sum is not None}
+    constants = {"C": c, "BLOCK_N": tile.rows, "BLOCK_C": padded(c), "STAGES": tile.stages, "num_warps": tile.warps}
+    launch(_norm_bwd_kernel, (_programs(x, tile),), *tensors, *strides, n, **wanted, **constants)
+    if sums:
+        add_partials(partials, *sums, accumulate=accumulate)

@@ -10,7 +10,7 @@ and `rotate`, in which sign = −1 rotates back.
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from typing import Unpack
 
 import torch
 from torch import Tensor
@@ -18,27 +18,14 @@ from torch import Tensor
 from .. import gpu
 from ..checks import check_tensor
 from ..op import op
-from ..scratch import Scratch, Shapes, accumulation_dtype, views
-from ..table import Kernel, Table, takes_all
+from ..scratch import Shapes, TensorLike, accumulation_dtype
+from ..table import Problem, Where
 from .frequencies import RopeScaling, rope_frequencies
 
-
-class Problem(NamedTuple):
-    """A rotation as the table sees it: the dtype and device of x."""
-
-    x: Any
+ROPE = gpu.triton_else_torch("rope")
 
 
-ROPE = Table(
-    "rope",
-    (
-        Kernel("triton", "rope.triton_ops", lambda problem: gpu.refusal(problem.x)),
-        Kernel("torch", "rope.torch_ops", takes_all),
-    ),
-)
-
-
-def rope_workspace(x: Any, *, kernel: str | None = None) -> Shapes:
+def rope_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
     """Name → (shape, dtype) of what `scratch` must hold, forward and backward."""
     return ROPE.workspace(Problem(x), kernel=kernel)
 
@@ -62,24 +49,18 @@ def rope_table(theta: float, d: int, t: int, scaling: RopeScaling | None = None,
 
 
 @op()
-def rope_fwd(
-    x: Tensor, cos: Tensor, sin: Tensor, *, y: Tensor, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor, *, y: Tensor, **where: Unpack[Where]) -> None:
     """y = x rotated by its positions; y may be x. Tables may be longer than T: their first T rows are read."""
-    _rotate(x, cos, sin, 1.0, y=y, scratch=scratch, kernel=kernel)
+    _rotate(x, cos, sin, 1.0, y, where)
 
 
 @op()
-def rope_bwd(
-    dy: Tensor, cos: Tensor, sin: Tensor, *, dx: Tensor, scratch: Scratch | None = None, kernel: str | None = None
-) -> None:
+def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, *, dx: Tensor, **where: Unpack[Where]) -> None:
     """dx = dy rotated back; dx may be dy."""
-    _rotate(dy, cos, sin, -1.0, y=dx, scratch=scratch, kernel=kernel)
+    _rotate(dy, cos, sin, -1.0, dx, where)
 
 
-def _rotate(
-    x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch | None, kernel: str | None
-) -> None:
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, y: Tensor, where: Where) -> None:
     _, t, _, d = x.shape
     acc = accumulation_dtype(x.dtype)
     if d % 2:
@@ -87,7 +68,4 @@ def _rotate(
     check_tensor("y", y, tuple(x.shape), x.dtype, x.device)
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, (max(t, table.shape[0]), d // 2), acc, x.device)
-    row = ROPE.select(Problem(x), kernel)
-    module = row.load()
-    buffers = views(scratch, module.workspace(x), x.device, "rope", kernel=row.name)
-    module.rotate(x, cos, sin, sign, y=y, scratch=buffers)
+    ROPE.run("rotate", Problem(x), x, cos, sin, sign, y=y, **where)

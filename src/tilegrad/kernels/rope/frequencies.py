@@ -83,5 +83,5 @@ def _llama3(f: float, s: RopeScaling) -> float:
 
 
 def _turning(turns: float, theta: float, d: int, tokens: int) -> float:
-    """The i, not whole, whose angle turns `turns` times in `tokens`."""
+    """The fractional i at which the angle turns `turns` times in `tokens`."""
     return d * math.log(tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))

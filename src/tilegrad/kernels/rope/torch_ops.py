@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
-from ..scratch import Scratch, Shapes, accumulation_dtype, blocks
+from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
 
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 22}  # elements of a block of positions
 
 
-def _positions(x: Any) -> int:
+def _positions(x: TensorLike) -> int:
     _, t, h, d = x.shape
-    return int(max(1, min(t, BLOCK[torch.device(x.device).type] // max(h * d, 1))))
+    return int(max(1, min(t, BLOCK[x.device.type] // max(h * d, 1))))
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike) -> Shapes:
     (_, _, h, d), acc = x.shape, accumulation_dtype(x.dtype)
     shapes: Shapes = {"kept": ((_positions(x), h, d // 2), acc)}
     return shapes | ({"rotated": ((_positions(x), h, d), acc)} if x.dtype != acc else {})

@@ -6,16 +6,12 @@ Both halves are loaded before either is stored, so y may be x: q and k are rotat
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
 
-from typing import Any
-
-import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
-from ..gpu import ceil_div, padded
-from ..scratch import Scratch, Shapes
-from ..triton_version import launch_options
+from ..gpu import ceil_div, launch, padded
+from ..scratch import Scratch, Shapes, TensorLike
 
 TILE, WARPS = 1024, 4  # numbers of a half that a program rotates
 
@@ -44,7 +40,7 @@ def _rotate_kernel(
     tl.store(at_y + HALF * y_d, (x2 * c + x1 * s).to(y.dtype.element_ty), mask=here)
 
 
-def workspace(x: Any) -> Shapes:
+def workspace(x: TensorLike) -> Shapes:
     return {}
 
 
@@ -52,10 +48,6 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scrat
     b, t, h, d = x.shape
     block_d = padded(d // 2)
     block_h = min(padded(h), max(1, TILE // block_d))
-    if not x.numel():
-        return
-    with torch.cuda.device_of(x):
-        _rotate_kernel[(b * t, ceil_div(h, block_h))](
-            x, cos, sin, y, *x.stride(), *y.stride(), *cos.stride(), *sin.stride(), t, h, sign,
-            HALF=d // 2, BLOCK_H=block_h, BLOCK_D=block_d, num_warps=WARPS, **launch_options(),
-        )  # fmt: skip
+    grid, strides = (b * t, ceil_div(h, block_h)), (*x.stride(), *y.stride(), *cos.stride(), *sin.stride())
+    constants = {"HALF": d // 2, "BLOCK_H": block_h, "BLOCK_D": block_d, "num_warps": WARPS}
+    launch(_rotate_kernel, grid, x, cos, sin, y, *strides, t, h, sign, **constants)

@@ -6,7 +6,7 @@
 
 namespace tilegrad {
 
-// As in BLAS, matrices lie column by column: c (m, n) = op(a) (m, k) op(b) (k, n), or c += …
+// As in BLAS, matrices are column-major: c (m, n) = op(a) (m, k) op(b) (k, n), or c += …
 struct Gemm {
     int32_t transpose_a, transpose_b, m, n, k, lda, ldb, ldc, accumulate, threads;
     const float *a, *b;

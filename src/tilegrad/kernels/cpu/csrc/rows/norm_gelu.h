@@ -8,7 +8,7 @@ namespace tilegrad {
 
 struct Rows {
     char* data;       // null: absent
-    int64_t stride;   // from row to row; a row's numbers lie side by side
+    int64_t stride;   // from row to row; a row is contiguous
 };
 
 // kernels/norm: x, y, dy, dx (n, c)   w, b, dw, db (c)   mean, rstd (n)

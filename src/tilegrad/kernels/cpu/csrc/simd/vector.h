@@ -1,7 +1,7 @@
 // Vectors of one register of the instruction set this file is compiled for, and the functions that softmax needs.
 //
 // Everything lives in namespace ISA, so that the same source compiled for several instruction sets into one library has
-// no symbol in common: nothing of the C++ library is instantiated here, for the linker would keep one copy for all.
+// no symbol in common: nothing of the C++ library is instantiated here, because the linker would keep one copy for all.
 #pragma once
 
 #include <cmath>

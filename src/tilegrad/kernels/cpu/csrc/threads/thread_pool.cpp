@@ -22,11 +22,11 @@ struct Pool {
     std::mutex busy;  // held for the length of a call
     std::mutex mutex;
     std::condition_variable wake;
-    int threads = 0;  // beside the caller's
+    int threads = 0;  // without the caller's
 
     void (*fn)(void*, int) = nullptr;
     void* context = nullptr;
-    int wanted = 0;                  // threads of the current call, the caller's aside
+    int wanted = 0;                  // threads of the current call, without the caller's
     std::atomic<uint64_t> call{0};   // rises with each
     std::atomic<int> running{0};
 
