@@ -180,7 +180,7 @@ def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
 def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
     """Counts and bytes, in all and per type."""
     pools = list(cache.pools.values())
-    in_use, slack = cache.in_use()
+    in_use = cache.in_use()
     per_type = {str(type): _type_stats(cache, type, profile) for type in BufferType}
     hits, misses = sum(p.hits for p in pools), sum(p.misses for p in pools)
     return {
@@ -188,7 +188,7 @@ def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
         "cache_misses": misses,
         "cache_hit_rate": hits / (hits + misses) if hits + misses else 0.0,
         "bytes_in_use": in_use,
-        "bytes_live": in_use - slack,
+        "bytes_live": in_use - cache.slack(),
         "bytes_cached": cache.cached,
         "bytes_reserved": cache.reserved(),
         "bytes_peak": cache.peak,
