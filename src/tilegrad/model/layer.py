@@ -41,7 +41,7 @@ class Constant:
 
 
 Init: TypeAlias = Normal | Constant
-WEIGHT = Normal(0.02)  # of every weight but norms' and those onto the residual stream
+WEIGHT = Normal(0.02)  # for all weights except the norms' and those onto the residual stream
 
 
 @dataclass(frozen=True, slots=True)

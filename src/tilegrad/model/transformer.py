@@ -122,10 +122,10 @@ class Transformer:
     x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
     dx: Buffer
     params: dict[str, Param]
-    scales: dict[str, Buffer]  # of tensors that are rounded to float8
+    scales: dict[str, Buffer]  # by the name of a tensor that is rounded to float8
 
     def initialise(self, config: ModelConfig, generator: torch.Generator) -> None:
-        """Each parameter as its layer declares it, and the tables."""
+        """Fills each parameter as its layer declares it, and the tables."""
         for p in self.params.values():
             p.init.fill(p.master, generator)
         self.fill_tables(config)
@@ -200,10 +200,14 @@ def declare(
     recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
     deterministic: bool = True, context: Ranks | None = None,
 ) -> Transformer:  # fmt: skip
-    """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends.
-    accumulate=False: its backward overwrites the parameters' gradients. linear="fp8": the blocks' linear layers multiply
-    forward in float8. deterministic=False lets attention's backward add in any order, where that is faster. `context`: the
-    ranks that each sequence lies on, and t counts the tokens of one of them."""
+    """The model on handles, for b sequences of t tokens.
+
+    recompute       per block, from the first; the other blocks recompute nothing
+    accumulate      False: the backward overwrites the parameters' gradients
+    linear          "fp8": the forward of the blocks' linear layers multiplies in float8
+    deterministic   False: attention's backward may add in any order, which may be faster
+    context         the ranks that share each sequence; t counts the tokens of one rank
+    """
     at = Declare(config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context)
     c, n_layer = config.n_embd, config.n_layer
     embedding = Embedding.declare(at)

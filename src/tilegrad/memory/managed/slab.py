@@ -163,7 +163,7 @@ class Slab:
     """
 
     strategy: ClassVar[str]
-    least_bytes: ClassVar[int]  # of a region that is one real allocation
+    least_bytes: ClassVar[int]  # the smallest region where a region is one real allocation
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self.device, self.pinned = device, pinned
