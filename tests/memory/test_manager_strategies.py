@@ -225,7 +225,7 @@ def test_the_only_lazy_region_is_kept_and_one_beside_another_goes():
     slab = BestFitSlab(CPU, pinned=False)
     slab.take(MIB, 64)
     slab.sweep()
-    assert [list(region.gaps()) for region in slab.regions] == [[(0, slab.regions[0].nbytes)]]
+    assert [list(region.gaps) for region in slab.regions] == [[(0, slab.regions[0].nbytes)]]
     taken = [slab.take(slab.regions[0].nbytes, 64)[0], slab.take(MIB, 64)[0]]
     assert len(slab.regions) == 2
     while taken:

@@ -11,7 +11,6 @@ Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm q and k bef
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..kernels.attention.context import BUFFERS, Ranks
 from ..kernels.attention.mask import Mask
@@ -112,7 +111,7 @@ class HeadNorm:
 class AttentionLayer:
     """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three of (N, H·D)   lse (B, Hq, T)
 
-    Attention and rope view qkv and o as (B, T, …). `context`: the ranks that have the rest of each sequence.
+    Attention and rope view qkv and o as (B, T, …). context: the ranks that share each sequence.
     """
 
     projections: tuple[LinearLayer, ...]  # qkv, or q, k, v
@@ -137,9 +136,10 @@ class AttentionLayer:
         c, b, t, d = at.config, at.b, at.t, at.config.head_dim
         parts = {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
         widths = {"q": c.n_head * d, "k": c.kv_heads * d, "v": c.kv_heads * d}
-        fused = c.projection == "dense" and not c.qk_norm
+        per_head = c.projection == "per_head"
+        fused = not per_head and not c.qk_norm
         if fused:
-            parts, widths = {"qkv": BufferType.TEMP}, {"qkv": sum(widths.values())}  # of no one type
+            parts, widths = {"qkv": BufferType.TEMP}, {"qkv": sum(widths.values())}
         mask = mask_of(c, block, seed)
         windowed = "_window" if c.window_layers is not None and mask.window else ""
 
@@ -152,10 +152,8 @@ class AttentionLayer:
 
         return cls(
             projections=tuple(
-                LinearLayer.declare(at, f"{name}.{part}", c.n_embd, widths[part], bias=c.qkv_bias)
-                if c.projection == "dense"
-                else LinearLayer.declare_per_head(at, f"{name}.{part}")
-                for part in parts
+                LinearLayer.declare(at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head)
+                for part, width in widths.items()
             ),
             proj=LinearLayer.declare(
                 at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias, fp8=False
@@ -186,10 +184,10 @@ class AttentionLayer:
         self.attend()
         self.proj.forward(self.o, y=y)
 
-    def backward(self, dy: Buffer, *, dx: Buffer, bias: bool) -> None:
-        """dx, and the gradients of proj; `bias`: that of its bias too."""
+    def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool) -> None:
+        """dx, and the gradients of proj: of its bias if `bias_grad`."""
         self.proj.backward_input(dy, dx=self.do)
-        self.proj.backward_weight(dy, self.o, bias=bias)
+        self.proj.backward_weight(dy, self.o, bias_grad=bias_grad)
         self.attend_backward()
         self.rotate_backward()
         for norm, dy in zip(self.norms, self.dqkv, strict=False):
@@ -208,7 +206,7 @@ class AttentionLayer:
         return (*(norm.dx for norm in self.norms), *self.dqkv[len(self.norms) :])
 
     def project(self, x: Buffer) -> None:
-        """q, k, v = x W' + b, and q, k normed by head where they are"""
+        """q, k, v = x W' + b; with qk_norm q, k = rmsnorm(q), rmsnorm(k) by head"""
         normed = len(self.norms)
         for projection, y in zip(self.projections, (*(n.x for n in self.norms), *self.qkv[normed:]), strict=True):
             projection.forward(x, y=y)
@@ -240,13 +238,15 @@ class AttentionLayer:
     def attend_backward(self) -> None:
         o, do = self._by_sequence(self.o), self._by_sequence(self.do)
         heads = (self.n_head, self.n_kv_head, self.context)
-        inside: dict[str, Any] = {"scratch": self.backward_scratch, "deterministic": self.deterministic}
+        lse, mask, scratch, ordered = self.lse, self.mask, self.backward_scratch, self.deterministic
         if len(self.qkv) == 1:
             qkv, dqkv = self._by_sequence(self.qkv[0]), self._by_sequence(self.dqkv[0])
-            qkv_attention_bwd(qkv, o, self.lse, do, self.mask, *heads, dqkv=dqkv, **inside)
+            qkv_attention_bwd(qkv, o, lse, do, mask, *heads, dqkv=dqkv, deterministic=ordered, scratch=scratch)
         else:
             (q, k, v), (dq, dk, dv) = map(self._by_sequence, self.qkv), map(self._by_sequence, self.dqkv)
-            q_k_v_attention_bwd(q, k, v, o, self.lse, do, self.mask, *heads, dq=dq, dk=dk, dv=dv, **inside)
+            q_k_v_attention_bwd(
+                q, k, v, o, lse, do, mask, *heads, dq=dq, dk=dk, dv=dv, deterministic=ordered, scratch=scratch
+            )
 
     def _by_sequence(self, rows: Buffer) -> Buffer:
         """(N, columns) seen as (B, T, columns)."""

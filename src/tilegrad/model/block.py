@@ -2,12 +2,15 @@
 
     x1 = x + drop(attention(norm1(x)))        y = x1 + drop(ffn(norm2(x1)))              x, x1, y (N, C)
 
-The norm after a branch forms the sum as well, so the block ends with its last branch f, which the norm above it joins to the
-stream. The backward turns dx in place from the gradient of y into that of x: each branch's norm adds to it, and forms Σ dx,
-the bias gradient of the projection below, where no dropout is between. Weight gradients of a branch's first projections
-follow the norm's backward, for that is where the norm's output is recomputed.
-What is recomputed is a choice per block, `recompute`, a part of {"norm", "activation", "block"}: a result is formed again just
-before it is read, so the trace sees a new value there and the old one dies early; the bits are the same.
+The residual add is fused into the next norm: a block gets norm1's output and leaves its last branch f, and the norm of the next
+block (ln_f after the last) forms y = x1 + f. `Transformer.stream` lists each block with its next norm.
+
+The backward turns dx in place from the gradient of y into that of x: each branch's norm adds to it, and forms Σ dx, which
+without dropout is the bias gradient of the projection below. The weight gradients of a branch's first projections follow the
+norm's backward, because it may recompute the norm's output.
+
+`recompute`, per block, is some of {"norm", "activation", "block"}. A result is formed again just before the backward reads
+it, so the old value's live range ends early; the bits are the same.
 """
 
 from __future__ import annotations
@@ -18,7 +21,7 @@ from typing import Literal, get_args
 from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
 from ..kernels.scratch import Scratch
 from .attention import AttentionLayer
-from .feedforward import FeedForward, SwiGLU
+from .feedforward import FeedForward
 from .layer import Buffer, Declare
 from .norm import NormLayer
 
@@ -27,7 +30,7 @@ Recomputed = Literal["norm", "activation", "block"]
 
 @dataclass(frozen=True, slots=True)
 class Dropout:
-    """x = drop(x), in place; p = 0 does nothing. `counter` tells the masks of one step apart."""
+    """x = drop(x), in place; p = 0 does nothing. Each Dropout of a model has its own `counter`, so the masks differ."""
 
     p: float
     seed: Buffer | None
@@ -47,7 +50,7 @@ class Dropout:
             dropout_fwd(x, self.seed, self.p, self.counter, y=x, scratch=self.scratch)
 
     def backward(self, dy: Buffer) -> Buffer:
-        """dx; dy itself where nothing is dropped."""
+        """Returns dx; dy itself if p = 0."""
         if self.seed is None or self.dx is None:
             return dy
         dropout_bwd(dy, self.seed, self.p, self.counter, dx=self.dx, scratch=self.scratch)
@@ -60,10 +63,10 @@ class Block:
     attention: AttentionLayer
     drop1: Dropout
     norm2: NormLayer
-    ffn: FeedForward | SwiGLU
+    ffn: FeedForward
     drop2: Dropout
     x1: Buffer
-    f: Buffer  # the output of either branch, before it joins the stream
+    f: Buffer  # the output of either branch, not yet added to the stream
     dnorm: Buffer
     recompute: frozenset[Recomputed]
 
@@ -73,11 +76,7 @@ class Block:
             accepted = ", ".join(map(repr, get_args(Recomputed)))
             raise ValueError(f"recompute: got {', '.join(map(repr, sorted(recompute)))}; accepted: some of {accepted}")
         name, c = f"blocks.{i}", at.config.n_embd
-        ffn: FeedForward | SwiGLU
-        if at.config.activation == "swiglu":
-            ffn = SwiGLU.declare(at, f"{name}.ffn")
-        else:
-            ffn = FeedForward.declare(at, f"{name}.ffn", keeps_a=not recompute & {"activation", "block"})
+        ffn = FeedForward.declare(at, f"{name}.ffn", keeps_a=not recompute & {"activation", "block"})
         return cls(
             norm1=NormLayer.declare(at, f"{name}.ln1"),
             attention=AttentionLayer.declare(at, f"{name}.attn", i, seed),
@@ -92,7 +91,7 @@ class Block:
         )
 
     def forward(self, x: Buffer) -> None:
-        """norm1's output → x1 and f, of which y is the sum."""
+        """norm1's output → x1 and f; y = x1 + f."""
         self.forward_attention(x)
         self.ffn.forward(self.norm2.y, y=self.f)
         self.drop2.forward(self.f)
@@ -101,30 +100,31 @@ class Block:
         """norm1's output → x1 and norm2's output."""
         self.attention.forward(self.norm1.y, y=self.f)
         self.drop1.forward(self.f)
-        self.norm2.join(x, self.f, x1=self.x1)
+        self.norm2.add_norm(x, self.f, x1=self.x1)
 
     def backward(self, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None) -> None:
         """dx_sum: the bias gradient of the projection that ends the block below."""
-        parts, bias = self.recompute, self.drop1.seed is not None
-        if "block" in parts:
-            self.recompute_block(x)
-            parts = frozenset()
-        norm, activation = "norm" in parts, "activation" in parts
-        self.ffn.backward(self.drop2.backward(dx), dx=self.dnorm, bias=bias, recompute=activation)
-        proj_sum = None if bias else self.attention.proj.bias_grad
+        recompute, separate = self.recompute, self.bias_grad_separate
+        if "block" in recompute:
+            self.norm1.forward(x)
+            self.forward_attention(x)
+            self.ffn.recompute(self.norm2.y)
+            recompute = frozenset()
+        norm, activation = "norm" in recompute, "activation" in recompute
+        self.ffn.backward(self.drop2.backward(dx), dx=self.dnorm, bias_grad=separate, recompute=activation)
+        proj_sum = None if separate else self.attention.proj.bias_grad
         n = self.norm2.backward(self.dnorm, self.x1, dx=dx, dx_sum=proj_sum, recompute=norm)
         self.ffn.backward_weight(n)
-        self.attention.backward(self.drop1.backward(dx), dx=self.dnorm, bias=bias)
+        self.attention.backward(self.drop1.backward(dx), dx=self.dnorm, bias_grad=separate)
         n = self.norm1.backward(self.dnorm, x, dx=dx, dx_sum=dx_sum, recompute=norm)
         self.attention.backward_weight(n)
 
     @property
     def last_bias_grad(self) -> Buffer | None:
-        """That of the projection that ends the block, where it is the column sum of dx: no dropout is between."""
-        return self.ffn.down.bias_grad if self.drop2.seed is None else None
+        """The bias gradient that the next norm's backward forms as Σ dx, or None."""
+        return None if self.bias_grad_separate else self.ffn.down.bias_grad
 
-    def recompute_block(self, x: Buffer) -> None:
-        """What the backward reads."""
-        self.norm1.forward(x)
-        self.forward_attention(x)
-        self.ffn.recompute(self.norm2.y)
+    @property
+    def bias_grad_separate(self) -> bool:
+        """Whether dropout comes after the projections, so that their bias gradients are not Σ dx."""
+        return self.drop1.seed is not None

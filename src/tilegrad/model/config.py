@@ -15,23 +15,36 @@ Norm = Literal["layernorm", "rmsnorm"]
 Position = Literal["learned", "rope"]
 Projection = Literal["dense", "per_head"]
 Loss = Literal["cross_entropy", "embedding_mse"]
-_CHOICES: dict[str, Any] = {
-    "activation": Activation, "norm": Norm, "position": Position, "projection": Projection, "loss": Loss,
-}  # fmt: skip
-LIMITS = {  # the largest that a config may say, several times what any published model has; docs/training.md gives the reasons
-    "vocab_size": 1 << 24, "block_size": 1 << 24, "n_layer": 256, "n_head": 1 << 12, "n_kv_head": 1 << 12,
-    "n_embd": 1 << 17, "ffn_dim": 1 << 20, "head_size": MAX_HEAD_DIM, "window": (1 << 31) - 1,
-}  # fmt: skip
+_CHOICES = {"activation": Activation, "norm": Norm, "position": Position, "projection": Projection, "loss": Loss}
+LIMITS = {  # several times what any published model has; docs/training.md gives the reasons
+    "vocab_size": 1 << 24,
+    "block_size": 1 << 24,
+    "n_layer": 256,
+    "n_head": 1 << 12,
+    "n_kv_head": 1 << 12,
+    "n_embd": 1 << 17,
+    "ffn_dim": 1 << 20,
+    "head_size": MAX_HEAD_DIM,
+    "window": (1 << 31) - 1,
+}
 _MAX_THETA = 1e12  # of rope; Llama 3's is 5e5
 
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """A pre-norm transformer. n_kv_head=None: as many as n_head. ffn_dim=None: 4 · n_embd. window=w: w keys, oneself
-    included; window_layers=(0, 2): in these blocks alone. gelu is the tanh form. projection="per_head": head h's q, k, v read
-    only its own D channels of x. head_size=None: n_embd / n_head. qk_norm: q and k of a head are RMS-normed, with weights
-    (D,), before rope. qkv_bias, proj_bias, ffn_bias: as bias where None. rope_scaling: also a mapping of RopeScaling's fields.
-    Sizes are at most LIMITS.
+    """A pre-norm transformer.
+
+    n_kv_head       None: n_head
+    ffn_dim         None: 4 · n_embd
+    activation      gelu is the tanh approximation
+    projection      "per_head": q, k, v of head h read only its own D channels of x
+    window          w: a token attends to itself and the w − 1 before it; window_layers=(0, 2): in these blocks alone
+    head_size       None: n_embd / n_head
+    qk_norm         q and k are RMS-normed by head before rope, with weights (D,)
+    qkv_bias, proj_bias, ffn_bias   None: bias
+    rope_scaling    a RopeScaling, or a mapping of its fields
+
+    LIMITS bounds the sizes.
 
     >>> import tilegrad
     >>> tilegrad.ModelConfig(vocab_size=256, block_size=64, n_layer=2, n_head=4, n_embd=64).ffn
@@ -114,12 +127,12 @@ class ModelConfig:
         if self.projection == "per_head" and self.head_dim * self.n_head != self.n_embd:
             refuse("head_size", f"None or n_embd / n_head ({self.n_embd / self.n_head:g}) with projection='per_head'")
         if self.window_layers is not None:
-            given: Any = self.window_layers
+            layers: object = self.window_layers
             blocks = range(self.n_layer)
-            if not isinstance(given, list | tuple) or not all(type(i) is int and i in blocks for i in given):
+            if not isinstance(layers, list | tuple) or not all(type(i) is int and i in blocks for i in layers):
                 refuse("window_layers", f"None, or numbers of blocks, 0 … {self.n_layer - 1}")
-            object.__setattr__(self, "window_layers", tuple(given))
-        given = self.rope_scaling
+            object.__setattr__(self, "window_layers", tuple(self.window_layers))
+        given: object = self.rope_scaling
         if isinstance(given, Mapping):
             object.__setattr__(self, "rope_scaling", _scaling(given))
         if given is not None and (self.position != "rope" or not isinstance(given, Mapping | RopeScaling)):
@@ -167,7 +180,16 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt2-medium": ModelConfig(vocab_size=50257, block_size=1024, n_layer=24, n_head=16, n_embd=1024),
     "gpt2-xl": ModelConfig(vocab_size=50257, block_size=1024, n_layer=48, n_head=25, n_embd=1600),
     "llama-135m": ModelConfig(
-        vocab_size=49152, block_size=2048, n_layer=30, n_head=9, n_embd=576, n_kv_head=3, ffn_dim=1536,
-        activation="swiglu", norm="rmsnorm", position="rope", bias=False,
+        vocab_size=49152,
+        block_size=2048,
+        n_layer=30,
+        n_head=9,
+        n_embd=576,
+        n_kv_head=3,
+        ffn_dim=1536,
+        activation="swiglu",
+        norm="rmsnorm",
+        position="rope",
+        bias=False,
     ),
-}  # fmt: skip
+}

@@ -3,9 +3,9 @@
     logits = head(ln_f(residual stream at position p, given keys and values of positions < p))
     next token ~ softmax(logits / temperature) over the top_k largest; temperature 0 takes the largest
 
-A model looks back on block_size tokens at most. Of a longer prompt the last block_size are read. Once block_size tokens are in
-the cache the window slides: the last ⌈block_size / 2⌉ of the text are read anew, from position 0 on. So a token sees at
-least the ⌈block_size / 2⌉ and at most the block_size before it, and a slide costs one reading of half a window.
+A model attends to at most block_size tokens, so only the last block_size of a longer prompt are read. Once the cache holds
+block_size tokens the window slides: the last ⌈block_size / 2⌉ tokens of the text are read again, from position 0 on. So a
+token attends to between ⌈block_size / 2⌉ and block_size tokens, and a slide costs one forward over half a window.
 
 Sizes change with every token, so this is the managed side of memory: an `AttentionBufferManager` holds the cache.
 """
@@ -33,10 +33,14 @@ class Decoder:
     """A model that has read some tokens. `close` gives the cache back to the manager."""
 
     def __init__(
-        self, config: ModelConfig, params: Mapping[str, Tensor], manager: AttentionBufferManager | None = None, *,
+        self,
+        config: ModelConfig,
+        params: Mapping[str, Tensor],
+        manager: AttentionBufferManager | None = None,
+        *,
         tokens: int | None = None,
-    ) -> None:  # fmt: skip
-        """`tokens`: as many as will be read between two restarts, by default block_size; the cache has room for these."""
+    ) -> None:
+        """tokens: the size of the cache, the most tokens that are read between two restarts; None: block_size."""
         room = config.block_size if tokens is None else min(tokens, config.block_size)
         wte = params["wte.weight"]
         self.config, self.params, self.position = config, params, 0
@@ -50,14 +54,14 @@ class Decoder:
             rope_table(config.rope_theta, config.head_dim, room, config.rope_scaling, cos=self.cos, sin=self.sin)
 
     def feed(self, tokens: Sequence[int]) -> Tensor:
-        """Read more tokens; logits (V,) of the one that follows them."""
+        """Reads more tokens and returns the logits (V,) of the next."""
         config, t = self.config, len(tokens)
         if t < 1:
             raise ValueError("tokens: got none; accepted: at least one")
         if self.position + t > config.block_size:
             raise ValueError(
                 f"tokens: got {self.position + t} in all; accepted: at most block_size, {config.block_size}: "
-                "start anew from the last of them"
+                "call restart and feed the last of them"
             )
         wrong = [token for token in tokens if not 0 <= token < config.vocab_size]
         if wrong:
@@ -68,14 +72,14 @@ class Decoder:
         return logits_of(self.params, reference.norm(self.params, "ln_f", x[-1], config), config)
 
     def restart(self) -> None:
-        """As if nothing had been read; what is in the cache is overwritten by what is read next."""
+        """Forgets what was read; the next tokens overwrite the cache."""
         self.position = 0
 
     def close(self) -> None:
         self.manager.deallocate(self.cache, BufferType.CACHE)
 
     def _attend(self, i: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """o of block i, after k and v have joined its cache.       q, o (Hq, T, D)   k, v (Hkv, T, D)"""
+        """Appends k and v to the cache of block i, and returns o.       q, o (Hq, T, D)   k, v (Hkv, T, D)"""
         start, stop = self.position, self.position + q.shape[1]
         if self.config.position == "rope":
             cos, sin = self.cos[start:stop], self.sin[start:stop]
@@ -92,7 +96,7 @@ class Decoder:
 
 
 def logits_of(params: Mapping[str, Tensor], n: Tensor, config: ModelConfig) -> Tensor:
-    """Of what the head reads.       n (C,) or (T, C)   logits (V,) or (T, V)"""
+    """The logits of hidden states.       n (C,) or (T, C)   logits (V,) or (T, V)"""
     head = reference.head(params, config)
     if config.loss == "embedding_mse":  # the nearest embedding is the likeliest
         rows = [-(row - head).square().mean(-1) for row in n.view(-1, config.n_embd)]
@@ -101,7 +105,7 @@ def logits_of(params: Mapping[str, Tensor], n: Tensor, config: ModelConfig) -> T
 
 
 class NonFiniteLogits(ValueError):
-    """Of weights that diverged: there is nothing to draw from."""
+    """The weights diverged: no token can be drawn."""
 
 
 class WindowSlides(UserWarning):
@@ -109,7 +113,7 @@ class WindowSlides(UserWarning):
 
 
 def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | None:
-    """What to say where the text does not fit into block_size; None where it does. The last token is never read."""
+    """The warning if the text does not fit into block_size, else None. The last token is never read."""
     if prompt_tokens + max_tokens - 1 <= config.block_size:
         return None
     return (
@@ -124,9 +128,15 @@ def _kept_tokens(config: ModelConfig) -> int:
 
 
 def generate(
-    config: ModelConfig, params: Mapping[str, Tensor], prompt: Sequence[int], max_tokens: int, *,
-    temperature: float = 1.0, top_k: int | None = None, seed: int = 0,
-) -> Iterator[int]:  # fmt: skip
+    config: ModelConfig,
+    params: Mapping[str, Tensor],
+    prompt: Sequence[int],
+    max_tokens: int,
+    *,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> Iterator[int]:
     """Tokens that follow the prompt, as they come; beyond block_size the window slides. The same seed gives the same tokens."""
     if not _int(max_tokens) or max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens!r}; accepted: an int ≥ 1")
@@ -141,9 +151,14 @@ def generate(
 
 
 def _generate(
-    config: ModelConfig, params: Mapping[str, Tensor], prompt: Sequence[int], max_tokens: int,
-    temperature: float, top_k: int | None, seed: int,
-) -> Iterator[int]:  # fmt: skip
+    config: ModelConfig,
+    params: Mapping[str, Tensor],
+    prompt: Sequence[int],
+    max_tokens: int,
+    temperature: float,
+    top_k: int | None,
+    seed: int,
+) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
     decoder = Decoder(config, params, tokens=len(text) + max_tokens)

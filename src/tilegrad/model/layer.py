@@ -17,7 +17,7 @@ from ..memory.types import BufferType, Role
 from .config import ModelConfig
 
 Linear = Literal["plain", "fp8"]  # how the forward of a linear layer multiplies
-Buffer: TypeAlias = Tensor  # a Handle in its place while the program is traced: programs are written for tensors
+Buffer: TypeAlias = Tensor  # a Handle while the program is traced: layers and ops are written for tensors
 _SPLIT = 1 << 20  # elements drawn at once: no second copy of a large matrix, on any device
 
 
@@ -41,14 +41,16 @@ class Constant:
 
 
 Init: TypeAlias = Normal | Constant
-WEIGHT = Normal(0.02)  # of every weight but norms' and those onto the residual stream
+WEIGHT = Normal(0.02)  # for all weights except the norms' and those onto the residual stream
 
 
 @dataclass(frozen=True, slots=True)
 class Param:
-    """`value` is what ops read, `grad` what they add to and `master` what the optimizer updates, the two float32 or better.
-    `master` is the same buffer as `value`, but for a shorter compute dtype on CUDA: on a CPU the ops round what they read.
-    Where `accumulate` is False, the first op of a backward that forms `grad` overwrites it."""
+    """Ops read `value` and add to `grad`; the optimizer updates `master`. `grad` and `master` are float32 or float64.
+
+    `master` is `value` itself, except for a shorter compute dtype on CUDA: on a CPU the ops round what they read. With
+    accumulate=False the first op of a backward that forms `grad` overwrites it.
+    """
 
     name: str
     value: Buffer
@@ -60,9 +62,12 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Handles of a program on b sequences of t tokens. Buffers of one name are one buffer. `accumulate`: parameter
-    gradients are added to; else the program is the first of a step, and overwrites them. `scales`: of float8 products.
-    `context`: the ranks that each sequence lies on, of which this one has t tokens; None: this rank has all."""
+    """Declares the handles of a program on b sequences of t tokens. Handles of one name are one buffer.
+
+    accumulate   False: the program is the first micro-batch of a step and overwrites parameter gradients
+    context      the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
+    scales       of float8 products
+    """
 
     config: ModelConfig
     b: int
@@ -83,12 +88,12 @@ class Declare:
 
     @property
     def accumulation_dtype(self) -> torch.dtype:
-        """Of gradients, statistics and master weights."""
+        """The dtype of gradients, statistics and master weights."""
         return accumulation_dtype(self.dtype)
 
     @property
     def onto_stream(self) -> Normal:
-        """Of the 2·n_layer projections whose outputs the residual stream adds up: its variance is that of one."""
+        """For the 2·n_layer projections onto the residual stream: the variance of their sum is that of one."""
         return Normal(WEIGHT.std / math.sqrt(2 * self.config.n_layer))
 
     def param(self, name: str, *shape: int, init: Init) -> Param:
@@ -108,7 +113,7 @@ class Declare:
         return self.scales[name]
 
     def form(self, columns: int) -> Form:
-        """Of (N, columns) in the compute dtype, where no buffer is meant."""
+        """The shape and dtype of (N, columns) in the compute dtype, for a workspace query."""
         return Form((self.n, columns), self.dtype, self.device)
 
     def rows(self, name: str, columns: int, type: BufferType = BufferType.TEMP) -> Buffer:
@@ -116,13 +121,18 @@ class Declare:
         return self.buffer(name, (self.n, columns), type=type)
 
     def buffer(
-        self, name: str, shape: tuple[int, ...], dtype: torch.dtype | None = None, *,
-        type: BufferType = BufferType.TEMP, role: Role = "activations",
-    ) -> Buffer:  # fmt: skip
+        self,
+        name: str,
+        shape: tuple[int, ...],
+        dtype: torch.dtype | None = None,
+        *,
+        type: BufferType = BufferType.TEMP,
+        role: Role = "activations",
+    ) -> Buffer:
         return cast(Buffer, Handle(name, shape, dtype or self.dtype, type, role, _layer_of(name), self.device))
 
     def scratch(self, name: str, shapes: Shapes, types: dict[str, BufferType] | None = None) -> Scratch:
-        """A buffer for each of an op's needs."""
+        """A buffer for each entry of an op's workspace."""
         kinds = types or {}
         return {
             key: self.buffer(f"scratch.{name}.{key}", shape, dtype, type=kinds.get(key, BufferType.TEMP))
@@ -131,6 +141,6 @@ class Declare:
 
 
 def _layer_of(name: str) -> str:
-    """blocks.3.attn.qkv.weight → blocks.3; what belongs to no block is named by its first word."""
+    """blocks.3.attn.qkv.weight → blocks.3; ln_f.weight → ln_f"""
     parts = name.removeprefix("d ").split(".")
     return ".".join(parts[:2]) if parts[0] == "blocks" else parts[0]

@@ -45,54 +45,52 @@ class LinearLayer:
 
     @classmethod
     def declare(
-        cls, at: Declare, name: str, inputs: int, outputs: int, init: Init = WEIGHT, *, bias: bool | None = None,
+        cls,
+        at: Declare,
+        name: str,
+        inputs: int,
+        outputs: int,
+        init: Init = WEIGHT,
+        *,
+        bias: bool | None = None,
         fp8: bool = True,
-    ) -> LinearLayer:  # fmt: skip
-        """bias=None: the config's. fp8=False: never in float8, for rounding x would take what the product gains."""
-        weight = at.param(f"{name}.weight", outputs, inputs, init=init)
-        has_bias = at.config.bias if bias is None else bias
-        b = at.param(f"{name}.bias", outputs, init=Constant(0.0)) if has_bias else None
-        return cls._declare(at, name, weight, b, inputs, per_head=False, fp8=fp8 and at.linear == "fp8")
-
-    @classmethod
-    def declare_per_head(cls, at: Declare, name: str) -> LinearLayer:
-        """Head h's D outputs read only its own D inputs: weight (H, D, D) = (head, out, in), bias (H, D)."""
-        h, d = at.config.n_head, at.config.head_dim
-        weight = at.param(f"{name}.weight", h, d, d, init=WEIGHT)
-        has_bias = at.config.bias if at.config.qkv_bias is None else at.config.qkv_bias
-        bias = at.param(f"{name}.bias", h, d, init=Constant(0.0)) if has_bias else None
-        return cls._declare(at, name, weight, bias, h * d, per_head=True, fp8=False)
-
-    @classmethod
-    def _declare(
-        cls, at: Declare, name: str, w: Param, b: Param | None, inputs: int, *, per_head: bool, fp8: bool
+        per_head: bool = False,
     ) -> LinearLayer:
-        site = name.rsplit(".", 1)[-1]  # layers of one kind follow one another: they work in the same scratch
+        """bias=None: the config's. fp8=False: never in float8, because rounding x would cost what the product gains.
+        per_head: head h's D outputs read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D)."""
+        shape = (at.config.n_head, at.config.head_dim, at.config.head_dim) if per_head else (outputs, inputs)
+        has_bias = at.config.bias if bias is None else bias
+        w = at.param(f"{name}.weight", *shape, init=init)
+        b = at.param(f"{name}.bias", *shape[:-1], init=Constant(0.0)) if has_bias else None
+        site = name.rsplit(".", 1)[-1]  # layers of one kind run one after another and share their scratch
         x = at.form(inputs)
-        forward = fp8_linear_workspace(x, w.value) if fp8 else linear_workspace(x, w.value, backward=False)
+        in_fp8 = fp8 and not per_head and at.linear == "fp8"
+        forward = fp8_linear_workspace(x, w.value) if in_fp8 else linear_workspace(x, w.value, backward=False)
         return cls(
-            w, b, per_head, Fp8.declare(at, name, site, inputs) if fp8 else None,
-            at.scratch(site, forward),
-            at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
-        )  # fmt: skip
+            w=w,
+            b=b,
+            per_head=per_head,
+            fp8=Fp8.declare(at, name, site, inputs) if in_fp8 else None,
+            forward_scratch=at.scratch(site, forward),
+            backward_scratch=at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
+        )
 
     def forward(self, x: Buffer, *, y: Buffer) -> None:
-        w, b, scratch = self.w.value, self.b.value if self.b else None, self.forward_scratch
         if self.fp8 is not None:
             fp8_quantize_fwd(x, x8=self.fp8.x, state=self.fp8.x_scale)
-            self._product(self.fp8, y=y)
+            self._multiply_fp8(self.fp8, y=y)
         else:
             run = per_head_linear_fwd if self.per_head else linear_fwd
-            run(x, w, b, y=y, scratch=scratch)
+            run(x, self.w.value, self.b.value if self.b else None, y=y, scratch=self.forward_scratch)
 
     def forward_activation(self, h: Buffer, kind: str, *, y: Buffer) -> None:
-        """y = act(h) W' + b in float8, where act(h) is needed for nothing else."""
+        """y = act(h) W' + b in float8; act(h) is not kept."""
         if self.fp8 is None:
             raise ValueError("forward_activation: got a layer that does not multiply in float8; call forward")
         fp8_activation_fwd(h, kind, a8=self.fp8.x, state=self.fp8.x_scale)
-        self._product(self.fp8, y=y)
+        self._multiply_fp8(self.fp8, y=y)
 
-    def _product(self, fp8: Fp8, *, y: Buffer) -> None:
+    def _multiply_fp8(self, fp8: Fp8, *, y: Buffer) -> None:
         w, b = self.w.value, self.b.value if self.b else None
         fp8_linear_fwd(fp8.x, fp8.x_scale, w, b, y=y, state=fp8.w_scale, scratch=self.forward_scratch)
 
@@ -101,9 +99,12 @@ class LinearLayer:
         run = per_head_linear_bwd_input if self.per_head else linear_bwd_input
         run(dy, self.w.value, dx=dx, accumulate=accumulate, scratch=self.backward_scratch)
 
-    def backward_weight(self, dy: Buffer, x: Buffer, *, bias: bool = True) -> None:
-        """dW += dy' x   db += Σ dy, unless another op forms it"""
-        run, db = per_head_linear_bwd_weight if self.per_head else linear_bwd_weight, self.bias_grad if bias else None
+    def backward_weight(self, dy: Buffer, x: Buffer, *, bias_grad: bool = True) -> None:
+        """dW += dy' x   db += Σ dy if `bias_grad`; else another op forms it"""
+        run, db = (
+            per_head_linear_bwd_weight if self.per_head else linear_bwd_weight,
+            self.bias_grad if bias_grad else None,
+        )
         accumulate, scratch = self.w.accumulate, self.backward_scratch
         run(dy, x, self.w.value, dw=self.w.grad, db=db, accumulate=accumulate, scratch=scratch)
 

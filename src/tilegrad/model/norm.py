@@ -1,13 +1,12 @@
-"""Layer norm and RMS norm as a layer: y = norm(x), saved with the row statistics that the backward needs.
+"""Layer norm and RMS norm: y = norm(x), saved with the row statistics that the backward needs.
 
-A norm stands where a branch f joins the residual stream: `join` forms the sum x1 = x + f too. The backward adds to dx, which
-is the stream's gradient, and forms the bias gradient of the projection that f came from, Σ dx.
+`add_norm` is the fused residual add and norm: x1 = x + f, y = norm(x1). The backward adds to dx, the gradient of the residual
+stream, and forms Σ dx, the bias gradient of the projection that f came from.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from ..kernels.norm import (
     add_layernorm_fwd,
@@ -50,33 +49,37 @@ class NormLayer:
             backward_scratch=at.scratch("norm_bwd", norm_workspace(x, backward=True)),
         )
 
-    def forward(self, x: Buffer) -> Buffer:
+    def forward(self, x: Buffer) -> None:
         bias = self.b.value if self.b else None
         scratch = self.forward_scratch
         if self.mean is not None:
             layernorm_fwd(x, self.w.value, bias, self.eps, y=self.y, mean=self.mean, rstd=self.rstd, scratch=scratch)
         else:
             rmsnorm_fwd(x, self.w.value, self.eps, y=self.y, rstd=self.rstd, scratch=scratch)
-        return self.y
 
-    def join(self, x: Buffer, f: Buffer, *, x1: Buffer) -> Buffer:
-        """x1 = x + f, y = norm(x1)"""
-        w, bias, scratch = self.w.value, self.b.value if self.b else None, self.forward_scratch
+    def add_norm(self, x: Buffer, f: Buffer, *, x1: Buffer) -> None:
+        """x1 = x + f   y = norm(x1)"""
+        w, bias, y, rstd, scratch = (
+            self.w.value,
+            self.b.value if self.b else None,
+            self.y,
+            self.rstd,
+            self.forward_scratch,
+        )
         if self.mean is not None:
-            out: dict[str, Any] = {"x1": x1, "y": self.y, "mean": self.mean, "rstd": self.rstd}
-            add_layernorm_fwd(x, f, w, bias, self.eps, **out, scratch=scratch)
+            add_layernorm_fwd(x, f, w, bias, self.eps, x1=x1, y=y, mean=self.mean, rstd=rstd, scratch=scratch)
         else:
-            add_rmsnorm_fwd(x, f, w, self.eps, x1=x1, y=self.y, rstd=self.rstd, scratch=scratch)
-        return self.y
+            add_rmsnorm_fwd(x, f, w, self.eps, x1=x1, y=y, rstd=rstd, scratch=scratch)
 
     def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None, recompute: bool) -> Buffer:
-        """y, which the weight gradient above reads: the kept one, or where it is recomputed, dy's buffer that it is put in."""
-        w, y = self.w.value, dy if recompute else None
-        grads: dict[str, Any] = {"dx": dx, "dw": self.w.grad, "dx_sum": dx_sum, "y": y}
+        """Returns y: the saved one or, when recomputed, y written in place over dy."""
+        w, dw, mean, rstd, y = self.w.value, self.w.grad, self.mean, self.rstd, dy if recompute else None
+        b, db = (self.b.value, self.b.grad) if self.b else (None, None)
         accumulate, scratch = self.w.accumulate, self.backward_scratch
-        if self.mean is not None:
-            b, db = (self.b.value, self.b.grad) if self.b else (None, None)
-            layernorm_bwd(dy, x, w, self.mean, self.rstd, b, **grads, db=db, accumulate=accumulate, scratch=scratch)
+        if mean is not None:
+            layernorm_bwd(
+                dy, x, w, mean, rstd, b, dx=dx, dw=dw, db=db, dx_sum=dx_sum, y=y, accumulate=accumulate, scratch=scratch
+            )
         else:
-            rmsnorm_bwd(dy, x, w, self.rstd, **grads, accumulate=accumulate, scratch=scratch)
+            rmsnorm_bwd(dy, x, w, rstd, dx=dx, dw=dw, dx_sum=dx_sum, y=y, accumulate=accumulate, scratch=scratch)
         return self.y if y is None else y

@@ -122,10 +122,10 @@ class Transformer:
     x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
     dx: Buffer
     params: dict[str, Param]
-    scales: dict[str, Buffer]  # of tensors that are rounded to float8
+    scales: dict[str, Buffer]  # by the name of a tensor that is rounded to float8
 
     def initialise(self, config: ModelConfig, generator: torch.Generator) -> None:
-        """Each parameter as its layer declares it, and the tables."""
+        """Fills each parameter as its layer declares it, and the tables."""
         for p in self.params.values():
             p.init.fill(p.master, generator)
         self.fill_tables(config)
@@ -170,22 +170,27 @@ class Transformer:
         for state in self.scales.values():
             fp8_scale_step(state=state)
 
+    @property
+    def stream(self) -> tuple[tuple[Block, Buffer, NormLayer, Buffer], ...]:
+        """(block, its x, the next norm, which forms y, its y)"""
+        next_norms = (*(block.norm1 for block in self.blocks[1:]), self.ln_f)
+        return tuple(zip(self.blocks, self.x[:-1], next_norms, self.x[1:], strict=True))
+
     def hidden_states(self) -> Buffer:
         """tokens → ln_f's output."""
         self.embedding.forward(self.tokens, x=self.x[0])
         self.drop.forward(self.x[0])
         self.blocks[0].norm1.forward(self.x[0])
-        norms = (*(block.norm1 for block in self.blocks[1:]), self.ln_f)
-        for block, norm, x, y in zip(self.blocks, norms, self.x[:-1], self.x[1:], strict=True):
+        for block, x, next_norm, y in self.stream:
             block.forward(x)
-            norm.join(block.x1, block.f, x1=y)
+            next_norm.add_norm(block.x1, block.f, x1=y)
         return self.ln_f.y
 
     def hidden_states_backward(self) -> None:
         zero_fwd(x=self.dx)
-        below = (*(block.last_bias_grad for block in self.blocks[::-1]), None)
-        self.ln_f.backward(self.ln_f.y, self.x[-1], dx=self.dx, dx_sum=below[0], recompute=False)
-        for block, x, dx_sum in zip(self.blocks[::-1], self.x[-2::-1], below[1:], strict=True):
+        dx_sums = (None, *(block.last_bias_grad for block in self.blocks))  # of the norm before each block, and ln_f
+        self.ln_f.backward(self.ln_f.y, self.x[-1], dx=self.dx, dx_sum=dx_sums[-1], recompute=False)
+        for (block, x, *_), dx_sum in zip(self.stream[::-1], dx_sums[-2::-1], strict=True):
             block.backward(x, dx=self.dx, dx_sum=dx_sum)
         self.embedding.backward(self.drop.backward(self.dx), self.tokens)
 
@@ -195,10 +200,14 @@ def declare(
     recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
     deterministic: bool = True, context: Ranks | None = None,
 ) -> Transformer:  # fmt: skip
-    """The model on handles, for b sequences of t tokens; `recompute` is each block's, nothing where it ends.
-    accumulate=False: its backward overwrites the parameters' gradients. linear="fp8": the blocks' linear layers multiply
-    forward in float8. deterministic=False lets attention's backward add in any order, where that is faster. `context`: the
-    ranks that each sequence lies on, and t counts the tokens of one of them."""
+    """The model on handles, for b sequences of t tokens.
+
+    recompute       per block, from the first; the other blocks recompute nothing
+    accumulate      False: the backward overwrites the parameters' gradients
+    linear          "fp8": the forward of the blocks' linear layers multiplies in float8
+    deterministic   False: attention's backward may add in any order, which may be faster
+    context         the ranks that share each sequence; t counts the tokens of one rank
+    """
     at = Declare(config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context)
     c, n_layer = config.n_embd, config.n_layer
     embedding = Embedding.declare(at)

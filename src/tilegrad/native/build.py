@@ -1,6 +1,6 @@
 """The build of the native library: sources, compiler flags for each instruction set, path, digest.
 
-The library is one shared object beside this file. The C++ compiler alone builds it, at install (hatch_build.py) or by
+The library is one shared object in kernels/cpu. The C++ compiler alone builds it, at install (hatch_build.py) or by
 `tilegrad doctor --build`. The kernels are compiled once for each instruction set of the processor's family, each into a
 namespace of its own. The library carries a digest of its sources and flags; library.py refuses one with another digest.
 This file needs the standard library only: hatch_build.py runs it before the package is installed.
@@ -126,11 +126,11 @@ def build(to: Path = LIBRARY) -> Path:
 
 
 def replace_file(to: Path, made: Path) -> None:
-    """A library takes the place of another at once, so that no process loads a part of it."""
-    beside = to.with_name(f".{to.name}.{os.getpid()}")
+    """Replaces a library by one rename, so that no process loads a part of it."""
+    temporary = to.with_name(f".{to.name}.{os.getpid()}")
     try:
-        shutil.copy(made, beside)
-        beside.replace(to)
+        shutil.copy(made, temporary)
+        temporary.replace(to)
     except OSError as error:
         raise RuntimeError(f"{to} can't be written: {error}") from error
 

@@ -1,4 +1,4 @@
-"""A Python module in C++, from one source file that comes with the package. Everything that it does has a slower way in Python.
+"""A Python module in C++, from one source file that comes with the package. The package works without it, more slowly.
 
 `tilegrad doctor --build` compiles it, against the torch and the Python that run. It needs a C++ compiler, torch's headers,
 which come with torch, and Python's. torch's C++ interface changes with its versions: the file's name has torch's and
@@ -23,7 +23,7 @@ from .build import HOW, compiler, is_cut, replace_file, run
 
 @dataclass(frozen=True, slots=True)
 class NativeModule:
-    """libraries: of torch, that the source needs; folder: where the compiled file lies."""
+    """libraries: torch's that the source needs; folder: for the compiled file."""
 
     name: str
     source: Path
@@ -58,7 +58,7 @@ class NativeModule:
         return to
 
     def load(self) -> ModuleType | str:
-        """The module, or the reason why Python goes its slower way instead, and what to do."""
+        """The module, or the reason why it can't be used and what to do."""
         path = self.path()
         if not path.exists():
             return f"was not built for torch {torch.__version__}; {HOW}"

@@ -132,7 +132,7 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value as (B, T, C)."""
         if need_weights:
-            raise ValueError("need_weights: got True; accepted: False, for the weights never exist")
+            raise ValueError("need_weights: got True; accepted: False, because the weights never exist")
         x, source = query, query if key is None else key
         target = source if value is None else value
         for name, y in (("query", x), ("key", source), ("value", target)):

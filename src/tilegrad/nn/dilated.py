@@ -135,7 +135,7 @@ class MultiheadDilatedAttention(Attention):
         """(y, None). key=None: self-attention. Masks are refused, need_weights=True as well."""
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None:
-                raise ValueError(f"{name}: got a mask; accepted: None, for dilated attention takes none but is_causal")
+                raise ValueError(f"{name}: got a mask; accepted: None; dilated attention has no mask but is_causal")
         x, source, target = self._inputs(query, key, value, need_weights=need_weights)
         q, k, v = (y.transpose(1, 2) for y in self._project(x, source, target))
         return self._output(self.dilated(q, k, v, is_causal).flatten(2), query), None

@@ -20,10 +20,9 @@ import sys
 import time
 import warnings
 from collections import deque
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from operator import attrgetter
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +30,7 @@ from torch import Tensor
 from ..types import BufferConfig, BufferStateError, BufferType
 from .pressure import AdaptiveLimit, PressureSource
 from .slab import MIB
-from .slot import FreeList, Key, Pool, Slot, detach_storage, shaped
+from .slot import FreeList, Handle, Key, Pool, Slot, detach_storage, shaped
 from .strategies import AllocationRequest, Strategies
 
 _MAX_FREE_LISTS = 4096
@@ -58,7 +57,7 @@ def one_type(type: BufferType | str) -> BufferType:
     return BufferType(type)
 
 
-def one_shape(shape: Any) -> tuple[int, ...]:
+def one_shape(shape: Sequence[int] | int) -> tuple[int, ...]:
     sizes = (shape,) if isinstance(shape, int) else tuple(shape)
     if not all(isinstance(n, int) and n >= 0 for n in sizes):
         raise ValueError(f"shape: got {shape!r}; accepted: a sequence of ints ≥ 0")
@@ -66,28 +65,6 @@ def one_shape(shape: Any) -> tuple[int, ...]:
 
 
 class BufferCache:
-    __slots__ = (
-        "_felt_at",
-        "_high_water",
-        "_pattern_high_water",
-        "_pressure",
-        "_reuse",
-        "_warned_pinned",
-        "bounded",
-        "clock",
-        "configs",
-        "dropped",
-        "free_lists",
-        "limits",
-        "max_bytes",
-        "most_held",
-        "peak",
-        "pools",
-        "preallocated",
-        "slots",
-        "strategies",
-    )
-
     def __init__(
         self,
         configs: dict[BufferType, BufferConfig],
@@ -97,10 +74,10 @@ class BufferCache:
         pressure: PressureSource,
         strategies: Strategies,
     ) -> None:
-        self.free_lists: dict[tuple[Any, ...], FreeList] = {}
+        self.free_lists: dict[tuple[object, ...], FreeList] = {}
         self.slots: dict[int, Slot] = {}
         self.pools: dict[tuple[BufferType, torch.device], Pool] = {}
-        self.dropped: deque[Any] = deque()
+        self.dropped: deque[Handle] = deque()
         self.limits: dict[torch.device, AdaptiveLimit] = {}
         self.strategies = strategies
         self.max_bytes = sys.maxsize if max_bytes is None else max_bytes
@@ -112,8 +89,10 @@ class BufferCache:
         self._felt_at = 0.0
         self._warned_pinned = False
 
-    def free_list(self, type: Any, shape: Any, dtype: Any, device: Any) -> FreeList:
-        """The free_list of a request; the request's own spelling finds it at once from then on."""
+    def free_list(
+        self, type: BufferType | str, shape: Sequence[int] | int, dtype: torch.dtype, device: torch.device | str
+    ) -> FreeList:
+        """The free list of a request. The request's own spelling becomes a key for it."""
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: got {dtype!r}; accepted: a torch.dtype")
         key = Key(one_type(type), one_shape(shape), dtype, one_device(device))
@@ -141,15 +120,16 @@ class BufferCache:
                 slot.watch(found, self.dropped.append)
             return slot, found, True
         pool.misses += 1
-        self.make_room(free_list.nbytes)
         return *self.make(free_list), False
 
     def claim(self, slot: Slot) -> Tensor | None:
         """Takes a buffer out of the cache; None where another thread was faster."""
         tensor = slot.pool.free.pop(slot, None)
         if tensor is not None:
-            with suppress(ValueError):  # it may lack the slot where a call was interrupted
+            try:  # noqa: SIM105  `suppress` costs a microsecond
                 slot.free_list.slots.remove(slot)
+            except ValueError:  # an interrupted call left it out
+                pass
         return tensor
 
     def _pool(self, key: Key) -> Pool:
@@ -179,33 +159,38 @@ class BufferCache:
                 best, least = slot, slot.storage_bytes
         if best is None or self.most_held <= self._high_water:
             return best
-        in_use, slack = self.in_use()
+        in_use = self.in_use()
         if in_use + best.nbytes <= self._high_water:
             return best
         near = self._high_water * 0.05
-        slack += best.nbytes - nbytes
+        slack = self.slack() + best.nbytes - nbytes
         return best if slack <= near or in_use + best.nbytes <= self._high_water + near else None
 
-    def make_room(self, nbytes: int) -> None:
-        """Drops cached buffers until so many new bytes do not pass the high-water mark."""
+    def make_room(self, nbytes: int) -> int:
+        """Drops cached buffers until so many new bytes do not pass the high-water mark. Returns the bytes in use."""
         if time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
             self.apply_pressure()
-        in_use, slack = self.in_use()
-        self._high_water = max(self._high_water, in_use - slack + nbytes)
+        in_use = self.in_use()
+        if in_use + nbytes > self._high_water:
+            self._high_water = max(self._high_water, in_use - self.slack() + nbytes)
         high_water = max(self._high_water, self._pattern_high_water)
-        while (oldest := self._oldest(self.pools.values())) and self.reserved() + nbytes > high_water:
+        while oldest := self._oldest(self.pools.values()):
+            if in_use + self.cached + self.strategies.idle_bytes() + nbytes <= high_water:
+                break
             self._evict(oldest)
             self.strategies.sweep()
+        return in_use
 
-    def make(self, free_list: FreeList) -> tuple[Slot, Tensor]:
-        """A buffer of new memory, neither in use nor cached."""
+    def make(self, free_list: FreeList, *, evict: bool = True) -> tuple[Slot, Tensor]:
+        """A buffer of new memory, neither in use nor cached, after cached ones made room (`evict`)."""
+        in_use = self.make_room(free_list.nbytes) if evict else self.in_use()
         pool = free_list.pool
         base, block = self.strategies.take(AllocationRequest(free_list.nbytes, pool.device, pool.config, pool.pinned))
         slot, tensor = Slot(free_list, base, block), shaped(base.untyped_storage(), free_list.key)
         del base
         slot.learn_alone()
         slot.watch(tensor, self.dropped.append)
-        self.most_held = self.in_use()[0] + self.cached + slot.nbytes
+        self.most_held = in_use + self.cached + slot.nbytes
         self.peak = max(self.peak, self.most_held + self.strategies.idle_bytes())
         return slot, tensor
 
@@ -215,17 +200,20 @@ class BufferCache:
         slot.pool.free[slot] = tensor
         slot.free_list.slots.append(slot)
 
-    def in_use(self) -> tuple[int, int]:
-        """(bytes, slack) of the buffers in use."""
-        slots = list(self.slots.values())
-        return sum(map(_NBYTES, slots)), sum(map(_SLACK, slots))
+    def in_use(self) -> int:
+        """Bytes of the buffers in use, slack included."""
+        return sum(map(_NBYTES, list(self.slots.values())))
+
+    def slack(self) -> int:
+        """Bytes of the buffers in use beyond what was asked for."""
+        return sum(map(_SLACK, list(self.slots.values())))
 
     @property
     def cached(self) -> int:
         return sum(slot.nbytes for pool in list(self.pools.values()) for slot in list(pool.free))
 
     def reserved(self) -> int:
-        return self.in_use()[0] + self.cached + self.strategies.idle_bytes()
+        return self.in_use() + self.cached + self.strategies.idle_bytes()
 
     def is_over(self) -> bool:
         """Whether the cache holds more bytes than it may."""
@@ -298,7 +286,7 @@ class BufferCache:
         """Lets go of the buffers in use whose callers dropped them."""
         gone = []
         for handle in list(self.dropped):
-            slot: Slot = handle.slot
+            slot = handle.slot
             if slot.handle is handle:
                 with suppress(KeyError):
                     if self.slots[slot.ident] is slot:  # between this and the next nothing comes: neither is a call
@@ -353,7 +341,7 @@ class BufferCache:
         for key, count in wanted.items():
             free_list = self.free_list(*key)
             for _ in range(count - self._ready(free_list)):
-                self.store(*self.make(free_list))
+                self.store(*self.make(free_list, evict=False))
                 self.preallocated += 1
 
     @staticmethod

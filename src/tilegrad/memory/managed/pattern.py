@@ -41,7 +41,7 @@ class PatternLearner(Generic[Key]):
         self._last: dict[Key, tuple[int, int]] = {}
 
     def observe(self, seen: dict[Key, tuple[int, int]]) -> None:
-        """Takes one iteration's demand; {} stands for one that said nothing and breaks any pattern."""
+        """Takes one iteration's demand; {} breaks any pattern."""
         if seen and seen == self._last:
             self.alike += 1
         else:

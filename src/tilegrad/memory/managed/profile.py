@@ -1,5 +1,5 @@
-"""What a manager can show: counts and bytes of its cache, and what a tracked one writes down, totals per type and scope
-and each buffer's life, as a trace and as a page.
+"""What a manager reports: counts and bytes of its cache and, when tracked, totals per type and scope and the life of each
+buffer, as a Chrome trace and as a page.
 
 Times are nanoseconds of `time.perf_counter_ns`, from the moment the profile was made.
 """
@@ -23,7 +23,7 @@ class Scope(str):
     """The name of a scope, which lives as long as its block."""
 
 
-OpenScope: TypeAlias = "tuple[weakref.ref[Scope], OpenScope | None]"  # and the one around it
+OpenScope: TypeAlias = "tuple[weakref.ref[Scope], OpenScope | None]"  # a scope and the one around it
 
 
 @dataclass(slots=True)
@@ -104,7 +104,7 @@ class Profile:
     def lives(self) -> list[Life]:
         return sorted([*self._ended, *list(self._open.values())], key=lambda life: life.first_ns)
 
-    def type_stats(self, type: BufferType) -> dict[str, Any]:
+    def type_stats(self, type: BufferType) -> dict[str, float]:
         row = self.types[type]
         return {
             "count": row.count,
@@ -115,11 +115,11 @@ class Profile:
         }
 
 
-def chrome_trace(profile: Profile) -> dict[str, Any]:
+def chrome_trace(profile: Profile) -> dict[str, object]:
     """The trace event format: one row per type with each buffer's life, and the bytes in use per type as counters."""
     now = profile.now()
     rows = {type: index for index, type in enumerate(BufferType, start=1)}
-    events: list[dict[str, Any]] = [
+    events: list[dict[str, object]] = [
         {"ph": "M", "name": "thread_name", "pid": 1, "tid": row, "args": {"name": type.name}}
         for type, row in rows.items()
     ]
@@ -180,7 +180,7 @@ def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
 def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
     """Counts and bytes, in all and per type."""
     pools = list(cache.pools.values())
-    in_use, slack = cache.in_use()
+    in_use = cache.in_use()
     per_type = {str(type): _type_stats(cache, type, profile) for type in BufferType}
     hits, misses = sum(p.hits for p in pools), sum(p.misses for p in pools)
     return {
@@ -188,7 +188,7 @@ def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
         "cache_misses": misses,
         "cache_hit_rate": hits / (hits + misses) if hits + misses else 0.0,
         "bytes_in_use": in_use,
-        "bytes_live": in_use - slack,
+        "bytes_live": in_use - cache.slack(),
         "bytes_cached": cache.cached,
         "bytes_reserved": cache.reserved(),
         "bytes_peak": cache.peak,
@@ -205,10 +205,10 @@ def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
     }
 
 
-def _type_stats(cache: BufferCache, type: BufferType, profile: Profile | None) -> dict[str, Any]:
+def _type_stats(cache: BufferCache, type: BufferType, profile: Profile | None) -> dict[str, float]:
     pools = [pool for pool in list(cache.pools.values()) if pool.type is type]
     in_use = [slot for slot in list(cache.slots.values()) if slot.pool.type is type]
-    stats = {
+    stats: dict[str, float] = {
         "allocations": sum(p.hits + p.misses for p in pools),
         "cache_hits": sum(p.hits for p in pools),
         "cache_misses": sum(p.misses for p in pools),

@@ -16,12 +16,13 @@ import sys
 import time
 import weakref
 from bisect import bisect
+from collections import deque
 from collections.abc import Callable
 from contextvars import Context
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import compress
-from operator import attrgetter, call, is_
+from operator import attrgetter, call, is_, itemgetter
 from threading import get_ident
 from typing import ClassVar, TypeVar, TypeVarTuple
 
@@ -36,7 +37,7 @@ MIB = 1 << 20
 _MAP_NORESERVE = 0x4000
 _LAZY_BYTES = 256 * MIB
 _LOOK_AGAIN_S = 1e-4
-_OFFSET, _END, _STORAGE = attrgetter("offset"), attrgetter("end"), attrgetter("storage")
+_OFFSET, _STORAGE, _FIRST = attrgetter("offset"), attrgetter("storage"), itemgetter(0)
 _IS_NONE = partial(is_, None)
 
 
@@ -63,8 +64,7 @@ class Region:
         else:
             self._bytes = torch.empty(nbytes, dtype=torch.uint8, device=device, pin_memory=pinned)
         self.address = self._bytes.data_ptr()
-        self.blocks: tuple[Block, ...] = ()  # by offset
-        self._gaps: tuple[object, list[tuple[int, int]]] = (None, [])
+        self.layout: tuple[tuple[Block, ...], tuple[tuple[int, int], ...]] = ((), ((0, nbytes),))  # blocks and gaps
 
     def block(self, offset: int, nbytes: int) -> Tensor:
         return own_storage(self._bytes[offset : offset + nbytes])
@@ -84,25 +84,38 @@ class Region:
         if last > first:
             self._pages.madvise(mmap.MADV_DONTNEED, first, last - first)
 
-    def gaps(self) -> list[tuple[int, int]]:
-        """(first, behind the last) byte of each stretch in no block; computed once for each tuple of blocks."""
-        blocks = self.blocks
-        known, found = self._gaps
-        if known is not blocks:
-            starts = (*map(_OFFSET, blocks), self.nbytes)
-            found = [(end, start) for end, start in zip((0, *map(_END, blocks)), starts, strict=True) if end < start]
-            self._gaps = (blocks, found)
-        return found
+    @property
+    def blocks(self) -> tuple[Block, ...]:
+        """By offset."""
+        return self.layout[0]
 
-    def forget_gaps(self) -> None:
-        """Breaks the cycle through the blocks that the gaps were computed for: the memory goes with the last reference."""
-        self._gaps = (None, [])
+    @property
+    def gaps(self) -> tuple[tuple[int, int], ...]:
+        """(first, one past the last) byte of each stretch in no block."""
+        return self.layout[1]
+
+    def add(self, block: Block) -> None:
+        blocks, gaps = self.layout
+        at, gap = bisect(blocks, block.offset, key=_OFFSET), bisect(gaps, block.offset, key=_FIRST) - 1
+        first, last = gaps[gap]
+        rest = [(a, b) for a, b in ((first, block.offset), (block.end, last)) if a < b]
+        self.layout = (*blocks[:at], block, *blocks[at:]), (*gaps[:gap], *rest, *gaps[gap + 1 :])
+
+    def remove(self, block: Block) -> None:
+        """Removes a block and returns its whole pages to the system."""
+        blocks, gaps = self.layout
+        at = blocks.index(block)
+        first = blocks[at - 1].end if at else 0
+        last = blocks[at + 1].offset if at + 1 < len(blocks) else self.nbytes
+        self.release(first, min(last, round_up(block.end, mmap.PAGESIZE) if last == self.nbytes else last) - first)
+        around = (*(gap for gap in gaps if gap[1] <= first), (first, last), *(gap for gap in gaps if gap[0] >= last))
+        self.layout = (*blocks[:at], *blocks[at + 1 :]), around
 
     def idle_bytes(self) -> int:
         """What is held from the system in no block. Behind the last block a lazy region has no page of its own."""
         if not self.lazy:
-            return sum(last - first for first, last in self.gaps())
-        return sum(self.kept(first, last - first) for first, last in self.gaps() if last < self.nbytes)
+            return sum(last - first for first, last in self.gaps)
+        return sum(self.kept(first, last - first) for first, last in self.gaps if last < self.nbytes)
 
     def record_stream(self, stream: torch.cuda.Stream) -> None:
         self._bytes.record_stream(stream)
@@ -144,18 +157,19 @@ def _dead(blocks: tuple[Block, ...]) -> list[Block]:
 class Slab:
     """Blocks cut from the smallest gap that holds them.
 
-    All that it knows is the blocks of each region, by offset. Gaps, sizes and idle bytes follow from them, and a block ends
-    with its storage, so an interruption leaves nothing to undo: `sweep` finds what nobody holds any more. Calls that change
-    a slab are the caller's to keep apart.
+    The state is the layout of each region, which one assignment replaces, and a block ends with its storage. So an
+    interruption leaves nothing to undo: the next `sweep` finds what nobody holds any more. The caller runs one change at a
+    time.
     """
 
     strategy: ClassVar[str]
-    least_bytes: ClassVar[int]  # of a region that is one real allocation
+    least_bytes: ClassVar[int]  # the smallest region where a region is one real allocation
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self.device, self.pinned = device, pinned
         self.lazy = device.type == "cpu" and not pinned
         self.regions: list[Region] = []
+        self._dropped: deque[object] = deque()  # one entry for each storage that has died since the last sweep
 
     def rounded(self, nbytes: int, alignment: int) -> tuple[int, int]:
         """The size and the alignment of a block for a request."""
@@ -166,30 +180,26 @@ class Slab:
         size, alignment = self.rounded(nbytes, alignment)
         region, offset = self._fit(size, alignment) or self._grow(size, alignment)
         base = region.block(offset, size)
-        block = Block(self.strategy, size, region, offset, weakref.ref(base.untyped_storage()))
-        at = bisect(region.blocks, offset, key=_OFFSET)
-        region.blocks = (*region.blocks[:at], block, *region.blocks[at:])
+        storage = weakref.ref(base.untyped_storage(), self._dropped.append)
+        block = Block(self.strategy, size, region, offset, storage)
+        region.add(block)
         return base, block
 
     def sweep(self) -> None:
         """Lets go of the blocks that nobody holds, and returns what pages it can to the system."""
+        dropped = len(self._dropped)
         for region in list(self.regions):
-            for block in _dead(region.blocks):
-                at = region.blocks.index(block)
-                first = region.blocks[at - 1].end if at else 0
-                last = (
-                    region.blocks[at + 1].offset if at + 1 < len(region.blocks) else round_up(block.end, mmap.PAGESIZE)
-                )
-                region.release(first, min(last, region.nbytes) - first)
-                region.blocks = (*region.blocks[:at], *region.blocks[at + 1 :])
+            for block in _dead(region.blocks) if dropped else ():
+                region.remove(block)
             if not region.blocks and (len(self.regions) > 1 or not region.lazy):
                 self.regions.remove(region)
-                region.forget_gaps()
+        for _ in range(dropped):
+            self._dropped.popleft()
 
     def _fit(self, size: int, alignment: int) -> tuple[Region, int] | None:
         best, least = None, sys.maxsize
         for region in self.regions:
-            for offset, end in region.gaps():
+            for offset, end in region.gaps:
                 start = round_up(region.address + offset, alignment) - region.address
                 if start + size <= end and end - offset < least:
                     best, least = (region, start), end - offset

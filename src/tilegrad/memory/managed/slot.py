@@ -70,8 +70,6 @@ class FreeList:
     """Where to look first for a cached buffer of one exact key: the pool's `free` decides whether it is there, and may hold
     one that this list lacks. `took` and `gave` are the key's events for pattern learning."""
 
-    __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
-
     def __init__(self, key: Key, pool: Pool) -> None:
         self.key, self.pool = key, pool
         self.shape, self.dtype, self.nbytes = key.shape, key.dtype, key.nbytes
@@ -144,7 +142,7 @@ class Slot:
         own = self.storage_object()
         self.storage_refs, self.alone = references(own), storage_use_count(self.cdata)
 
-    def watch(self, tensor: Tensor, dropped: Callable[[weakref.ref[Tensor]], object]) -> None:
+    def watch(self, tensor: Tensor, dropped: Callable[[Handle], object]) -> None:
         """Makes the tensor this slot's, and calls `dropped` with the handle when its last owner lets it die."""
         handle = Handle(tensor, dropped)
         handle.slot = self

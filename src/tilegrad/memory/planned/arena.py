@@ -1,12 +1,12 @@
 """A planned program's memory: one allocation per role, and every buffer a view of one.
 
-`plan_memory` packs what a trace found. Persistent roles lie one buffer after the other in the order of declaration, so
-params, grads and each optimizer moment of one model have the same layout: `flat` is a handle over such a run of buffers,
-and a slice of the arena is a bucket of gradients. Activations share addresses wherever their ranges allow. `Arenas` then
+`plan_memory` packs what a trace found. Buffers of a persistent role follow each other in the order of declaration, so
+params, grads and each optimizer moment of one model have the same layout: `flat` is a handle over such a range of buffers,
+and a slice of the arena is a bucket of gradients. Activations share addresses where their live ranges allow. `Arenas` then
 allocates exactly `peak_bytes`.
 
-Debugging by poison: `Arenas.poison` before a step and `poison_dead` during one spoil every byte that holds no value.
-The result of a step cannot change by it; where it does, a lifetime in the plan is wrong.
+To check a plan, `Arenas.poison` before a step and `poison_dead` during one overwrite every byte that holds no value. If that
+changes the result of the step, a live range in the plan is wrong.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class MemoryPlan:
 
 
 def alignment(device: torch.device) -> int:
-    """Bytes of which every offset in an arena on this device is a multiple."""
+    """Every offset in an arena on this device is a multiple of so many bytes."""
     return 256 if device.type == "cuda" else 64
 
 
@@ -73,7 +73,7 @@ def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -
     devices = {handle.device for handle in trace.handles.values()}
     if len(devices) > 1:
         raise ValueError(
-            f"the traced program has buffers on {', '.join(sorted(map(str, devices)))}: an arena lies on one device, "
+            f"the traced program has buffers on {', '.join(sorted(map(str, devices)))}: an arena is on one device, "
             "trace one program for each"
         )
     device = devices.pop() if devices else torch.device("cpu")
@@ -129,7 +129,7 @@ class Arenas:
             self.bytes[role].fill_(_POISON_FLOAT)
 
     def poison_value(self, handle: Handle) -> None:
-        """Spoil one buffer: NaN, or 0xCB in each byte of integers and booleans."""
+        """Overwrites one buffer: NaN, or 0xCB in each byte of integers and booleans."""
         is_float = handle.dtype.is_floating_point or handle.dtype.is_complex
         self._bytes(handle).fill_(_POISON_FLOAT if is_float else _POISON_INT)
 
@@ -158,8 +158,8 @@ class Arenas:
 
 @contextmanager
 def poison_dead(arenas: Arenas, observe: Observe) -> Iterator[None]:
-    """Inside, each op runs and then every value whose range ended there is spoiled. Run the whole traced program, bound
-    to `arenas`, inside: a program that takes another path than its trace did raises."""
+    """Inside, after each op every value whose live range ends there is overwritten. Run the whole traced program, bound to
+    `arenas`, inside: it raises if the ops differ from the trace."""
     trace = arenas.plan.trace
     ending: dict[int, list[Handle]] = {}
     for handle in trace.handles.values():
@@ -173,7 +173,7 @@ def poison_dead(arenas: Arenas, observe: Observe) -> Iterator[None]:
         expected = trace.ops[clock] if clock < len(trace.ops) else "the end"
         if op != expected:
             raise RuntimeError(
-                f"op number {clock} is {op!r}, in the trace {expected!r}: trace and plan this program anew"
+                f"op number {clock} is {op!r}, in the trace {expected!r}: trace and plan this program again"
             )
         for handle in ending.get(clock, ()):
             arenas.poison_value(handle)

@@ -16,13 +16,18 @@ give the same plan on every machine. Standard library only.
 from __future__ import annotations
 
 import random
-from bisect import bisect_right, insort
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from functools import reduce
+from itertools import accumulate, chain, compress
+from operator import or_, xor
 from types import MappingProxyType
 
 _WORK = 20_000_000  # requests² that all passes of one plan may spend: about a second
 _REPAIRS = 20  # passes of repair for each percent above the bound
+_STRIDE = 64  # moments whose live items are united once
+_BOOLS = bytes.maketrans(b"01", b"\0\1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,11 +117,11 @@ def _check(requests: Sequence[Request], align: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A request as the packer sees it: padded size, and the moments at which it is alive as the bits of an int."""
+    """A request for the packer: its padded size, and as the bits of an int the items that are ever alive with it."""
 
     index: int
     size: int
-    alive: int
+    conflicts: int
     first: int
     duration: int
     breadth: int  # the most bytes alive at any of its moments
@@ -149,20 +154,30 @@ def _search(requests: Sequence[Request], align: int) -> list[int]:
 
 def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
     """The packer's items, and the most padded bytes alive at once. If two values are ever alive together, they are so
-    at a moment where one of them begins: a bit stands for such a moment."""
+    when one of them begins, so only those moments are compared."""
     sizes = [_round_up(request.nbytes, align) for request in requests]
     begins = sorted({first for request in requests for first, _ in request.live})
+    spans = [[(bisect_left(begins, first), bisect_right(begins, last)) for first, last in r.live] for r in requests]
     alive_bytes = _live_bytes((size, request.live) for size, request in zip(sizes, requests, strict=True))
     bytes_at = [alive_bytes[begin] for begin in begins]
+    changes = [0] * (len(begins) + 1)
+    for index, spans_of_one in enumerate(spans):
+        for moment in chain.from_iterable(spans_of_one):
+            changes[moment] ^= 1 << index
+    alive = list(accumulate(changes, xor))  # the items alive at each moment
+    alive_in = [reduce(or_, alive[at : at + _STRIDE]) for at in range(0, len(alive), _STRIDE)]
     items = []
     for index, (size, request) in enumerate(zip(sizes, requests, strict=True)):
-        alive = duration = breadth = 0
-        for first, last in request.live:
-            low, high = bisect_right(begins, first) - 1, bisect_right(begins, last)
-            alive |= (1 << high) - (1 << low)
+        conflicts = duration = breadth = 0
+        for (first, last), (low, high) in zip(request.live, spans[index], strict=True):
+            a, b = -(-low // _STRIDE), high // _STRIDE
+            whole = (
+                (*alive[low : a * _STRIDE], *alive_in[a:b], *alive[b * _STRIDE : high]) if a < b else alive[low:high]
+            )
+            conflicts |= reduce(or_, whole)
             duration += last - first + 1
             breadth = max(breadth, *bytes_at[low:high])
-        items.append(_Item(index, size, alive, request.live[0][0], duration, breadth))
+        items.append(_Item(index, size, conflicts, request.live[0][0], duration, breadth))
     return items, max(bytes_at, default=0)
 
 
@@ -182,21 +197,22 @@ def _orders(items: Sequence[_Item]) -> Iterator[tuple[list[_Item], bool]]:
 
 def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _Packing | None:
     """Each item in turn into the lowest gap that holds it, or into the tightest; None once the arena passes `below`."""
-    placed: list[tuple[int, int, int]] = []  # (offset, end, alive), by offset
+    placed: list[tuple[int, int]] = []  # (offset, end), by offset
+    indices: list[int] = []  # of the items placed there
     offsets = [0] * len(order)
     top = 0
     for item in order:
-        size, alive = item.size, item.alive
+        size = item.size
         end_below, found, room = 0, -1, 0
-        for offset, end, other in placed:
-            if alive & other:
-                gap = offset - end_below
-                if gap >= size and (found < 0 or gap < room):
-                    found, room = end_below, gap
-                    if not tightest:
-                        break
-                if end > end_below:
-                    end_below = end
+        conflicts = f"{item.conflicts:0{len(order)}b}"[::-1].encode().translate(_BOOLS)  # by index
+        for offset, end in compress(placed, map(conflicts.__getitem__, indices)):
+            gap = offset - end_below
+            if gap >= size and (found < 0 or gap < room):
+                found, room = end_below, gap
+                if not tightest:
+                    break
+            if end > end_below:
+                end_below = end
         if found < 0:
             found = end_below
         if found + size > top:
@@ -204,7 +220,9 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
             if below is not None and top > below:
                 return None
         if size:
-            insort(placed, (found, found + size, alive))
+            at = bisect_right(placed, (found, found + size))
+            placed.insert(at, (found, found + size))
+            indices.insert(at, item.index)
         offsets[item.index] = found
     return _Packing(top, offsets, order, tightest)
 

@@ -1,7 +1,7 @@
 """What memory a planned program needs, and when: as text, as data, and as a page.
 
-`peak_bytes` is what is allocated, the sum of all arenas; `max_live_bytes` is the most that holds a value at one op, and
-less by what the planner could not pack.
+`peak_bytes` is what is allocated, the sum of all arenas. `max_live_bytes` is the most that holds a value at one op; the
+difference is what the planner could not pack.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ class MemoryReport:
     ops: int
     peak_op: int
     peak_op_name: str
-    roles: tuple[Row, ...]  # of a role, at_most_bytes is the size of its arena
-    types: tuple[Row, ...]  # activations only: what else there is, the roles say
+    roles: tuple[Row, ...]  # at_most_bytes is the size of the role's arena
+    types: tuple[Row, ...]  # activations only
     layers: tuple[Row, ...]
     alive: tuple[Span, ...]  # at the peak, the largest first
     spans: tuple[Span, ...]
@@ -35,7 +35,7 @@ class MemoryReport:
         return self.unshared_bytes - self.peak_bytes
 
     def table(self) -> str:
-        """Plain text, aligned: human units beside exact bytes."""
+        """Plain text, aligned, with sizes in human units and in bytes."""
         share = self.saved_bytes / self.unshared_bytes if self.unshared_bytes else 0.0
         return "\n".join(
             (

@@ -6,9 +6,9 @@ and `accumulates`. A range [first, last] of op indices holds one value, by these
 
     read          the value is needed until here; reading what was never written is an error
     overwrite     a new value begins here, and the old one ended at its last read
-    accumulate    a read and a write: the value goes on. So does one that is read and written in place
+    accumulate    a read and a write: the value stays. So does one that is read and written in place
     persistent    params, grads, optimizer and inputs hold their value for the whole program
-    flat handle   stands for every buffer that it spans
+    flat handle   counts as every buffer that it spans
     side stream   what an op on it touches stays alive until the stream is waited for
 
 An op overwrites all of an output. One that writes a part of it declares that output as accumulated.
@@ -68,30 +68,30 @@ class Handle:
 
 @dataclass(frozen=True, slots=True)
 class FlatHandle(Handle):
-    """One flat range over persistent buffers of one dtype that lie one after the other in their arena, with the gaps of
-    alignment between them. `starts` are their first elements. `arena.flat` makes one, and `part` a piece of it, which
-    begins `skipped` elements into the range."""
+    """One flat range over persistent buffers of one dtype that follow each other in their arena, with the padding of alignment
+    between them. `starts` are their first elements. `arena.flat` makes one, and `part` a slice of it that begins `skipped`
+    elements into the range."""
 
     buffers: tuple[Handle, ...] = ()
     starts: tuple[int, ...] = ()
     skipped: int = 0
 
     def part(self, start: int, stop: int) -> FlatHandle:
-        """Elements [start, stop) of this range. To a trace it stands for all of its buffers."""
+        """Elements [start, stop) of this range. For a trace it is all of the buffers."""
         return dataclasses.replace(self, shape=(stop - start,), skipped=self.skipped + start)
 
 
 class Call(Protocol):
-    """What the trace needs to know of one call of an op."""
+    """One call of an op, as the observe hook reports it."""
 
     @property
     def name(self) -> str: ...
     @property
-    def reads(self) -> tuple[Any, ...]: ...
+    def reads(self) -> tuple[object, ...]: ...
     @property
-    def writes(self) -> tuple[Any, ...]: ...
+    def writes(self) -> tuple[object, ...]: ...
     @property
-    def accumulates(self) -> tuple[Any, ...]: ...
+    def accumulates(self) -> tuple[object, ...]: ...
     @property
     def run(self) -> Callable[[], None]: ...
 
@@ -112,8 +112,8 @@ class Trace:
 
 
 def trace(program: Callable[[], object], observe: Observe, tree: object = ()) -> Trace:
-    """Run `program` on handles. Persistent handles in `tree` count whether or not the program touches them, and come
-    first, in its order: parameters and their gradients then lie in their arenas in the order of declaration."""
+    """Runs `program` on handles. Persistent handles in `tree` count whether or not the program touches them, and come
+    first, in its order: the arenas then hold parameters and gradients in the order of declaration."""
     recorder = _Recorder()
     for handle in handles(tree):
         if handle.role != "activations":
@@ -158,9 +158,7 @@ def _children(tree: object) -> list[Any]:
     if isinstance(tree, list | tuple):
         return list(tree)
     if dataclasses.is_dataclass(tree) and not isinstance(tree, type):
-        return [
-            getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init
-        ]  # the rest follows from these
+        return [getattr(tree, field.name) for field in dataclasses.fields(tree) if field.init]
     return []
 
 
@@ -179,8 +177,8 @@ def watch_streams(mark: Callable[[str, str], None]) -> Iterator[None]:
 
 @contextmanager
 def start(stream: str) -> Iterator[None]:
-    """Ops called inside run on a side stream, behind everything called before. A mark for the trace and no more: with
-    real tensors it does nothing, and the op itself knows the stream it runs on."""
+    """Ops called inside run on a side stream, after everything called before. This only marks the trace: with real tensors
+    it does nothing, and the op itself knows the stream it runs on."""
     mark = _streams.get()
     if mark:
         mark("start", stream)
@@ -190,14 +188,13 @@ def start(stream: str) -> Iterator[None]:
 
 
 def wait(stream: str) -> None:
-    """What follows runs behind all ops started on the side stream. A mark for the trace and no more, like `start`."""
+    """What follows runs after all ops started on the side stream. This only marks the trace, like `start`."""
     mark = _streams.get()
     if mark:
         mark("wait", stream)
 
 
-def _form(handle: Handle) -> tuple[object, ...]:
-    """All but the shape."""
+def _without_shape(handle: Handle) -> tuple[object, ...]:
     return type(handle), handle.dtype, handle.type, handle.role, handle.layer, handle.device
 
 
@@ -211,7 +208,7 @@ class _Recorder:
 
     def declare(self, handle: Handle) -> None:
         known = self.handles.setdefault(handle.name, handle)
-        if known is not handle and (_form(handle), handle.nbytes) != (_form(known), known.nbytes):
+        if known is not handle and (_without_shape(handle), handle.nbytes) != (_without_shape(known), known.nbytes):
             raise ValueError(f"two buffers are named {handle.name!r}: {known} and {handle}. Rename one")
 
     def call(self, call: Call) -> None:
@@ -226,17 +223,17 @@ class _Recorder:
         written = {handle.name for handle in handles(call.writes)}
         self._check_streams(call.name, read, written)
         touched = self.in_flight[self.stream] if self.stream is not None else {}
-        going_on = read | (written & touched.keys())  # what a side stream has touched is alive until the wait
-        for name in sorted(going_on):
-            self._go_on(name, call.name)
-        for name in sorted(written - going_on):
+        extended = read | (written & touched.keys())  # what a side stream has touched is alive until the wait
+        for name in sorted(extended):
+            self._extend(name, call.name)
+        for name in sorted(written - extended):
             if self.handles[name].role == "activations":
                 self.live.setdefault(name, []).append([len(self.ops), len(self.ops)])
         for name in read | written:
             touched[name] = touched.get(name, False) or name in written
         self.ops.append(call.name)
 
-    def _go_on(self, name: str, op: str) -> None:
+    def _extend(self, name: str, op: str) -> None:
         if self.handles[name].role != "activations":
             return
         if name not in self.live:
