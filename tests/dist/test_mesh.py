@@ -232,7 +232,7 @@ def test_the_watch_ends_a_rank_where_nothing_raises(
             assert ended.wait(10 if hangs else 0.2) is hangs
     assert clock.now == math.inf
     told = capsys.readouterr().err
-    assert told.startswith("tilegrad: rank 0 stands at 'step 7: agreeing on the norm' for 1000000 s: ")
+    assert told.startswith("tilegrad: rank 0 has been at 'step 7: agreeing on the norm' for 1000000 s: ")
     assert "rank 1 is dead or stopped, last at 'step 7: reading data'" in told
 
 

@@ -11,6 +11,7 @@ from support.models import CONFIG, LLAMA, batch, clones, equal
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine import batch as checks
 from tilegrad.engine.planning import plan_model
+from tilegrad.engine.spec import StepSpec
 from tilegrad.kernels import fp8_linear
 from tilegrad.kernels.table import Table
 from tilegrad.model.block import Recomputed
@@ -68,7 +69,7 @@ def test_a_budget_changes_no_bit() -> None:
     """Recomputed products are those of the forward, for their scales are."""
     config = larger(CONFIG)
     blocks = (frozenset[Recomputed]({"block"}),) * config.n_layer
-    least = plan_model(config, 4, 32, torch.bfloat16, torch.device("cpu"), blocks, linear="fp8").peak_bytes
+    least = plan_model(StepSpec(config, 4, 32, torch.bfloat16, torch.device("cpu"), blocks, linear="fp8")).peak_bytes
     roomy = Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8", memory_budget=1 << 30)
     tight = Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8", memory_budget=least)
     assert any("block" in choice for choice in tight.recompute)

@@ -25,7 +25,8 @@ from tilegrad import Engine
 from tilegrad.cli import main
 from tilegrad.cli.progress import _message
 from tilegrad.dist.mesh import Mesh
-from tilegrad.engine.parallel import check_accumulation, digest
+from tilegrad.engine.parallel import ShardedOptimizer, check_accumulation, digest
+from tilegrad.engine.state import counters, restore_counters
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
@@ -201,8 +202,8 @@ def saved_by_a_group(mesh: Mesh, folder: str) -> str:
     engine.step(*micro_batches(89, 0, 1)[0], 1e-2)
     apart_ = Engine(CASES["untied, GQA, window"], 3, 16, **F64, mesh=mesh)
     for source, other in ((engine, apart_), (apart_, sharing(mesh, "all"))):
-        path = save_pieces(Path(folder), source, mesh, {"engine": source.state()})
-        other.restore(load_pieces(path, other, mesh)["engine"])
+        path = save_pieces(Path(folder), source, mesh, {"engine": counters(source)})
+        restore_counters(other, load_pieces(path, other, mesh)["engine"])
         assert equal(other.params, engine.params) and other.steps == 1
     return str(path)
 
@@ -263,24 +264,24 @@ def go_on(engine: Engine, mesh: Mesh | None, until: int) -> Engine:
 def saved_and_resumed(mesh: Mesh, folder: str) -> str:
     """Resumed on the same ranks and buckets: the same bits. On others: the same parameters."""
     engine = trained(mesh, 3)
-    path = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    path = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     at_3 = {name: p.clone() for name, p in engine.params.items()}
     at_5 = {name: p.clone() for name, p in go_on(engine, mesh, 5).params.items()}
     again = trained(mesh, 0)
-    again.restore(load_pieces(path, again, mesh)["engine"])
+    restore_counters(again, load_pieces(path, again, mesh)["engine"])
     assert equal(again.params, at_3) and again.steps == 3
     assert equal(go_on(again, mesh, 5).params, at_5)
     for shard, bucket_bytes in (("none", 50_000), ("all", 1), ("optimizer", 9_000)):
         other = trained(mesh, 1, shard, bucket_bytes)
-        other.restore(load_pieces(path, other, mesh)["engine"])
+        restore_counters(other, load_pieces(path, other, mesh)["engine"])
         assert equal(other.params, at_3)
-        again_path = save_pieces(Path(folder), other, mesh, {"engine": other.state()})
+        again_path = save_pieces(Path(folder), other, mesh, {"engine": counters(other)})
     return str(again_path)
 
 
 def loaded_from_one(mesh: Mesh, path: str, shard: str) -> dict[str, Tensor]:
     engine = trained(mesh, 0, shard)
-    engine.restore(load_pieces(Path(path), engine, mesh)["engine"])
+    restore_counters(engine, load_pieces(Path(path), engine, mesh)["engine"])
     return {name: p.clone() for name, p in go_on(engine, mesh, 4).params.items()}
 
 
@@ -289,9 +290,9 @@ def test_checkpoints_of_two_ranks_are_read_by_one_and_by_two(two_ranks: Ranks, t
     assert len(paths) == 1
     one = trained(None, 0)
     state = load_into(Path(paths.pop()), one.tensors()).state
-    one.restore(state["engine"])
+    restore_counters(one, state["engine"])
     assert one.steps == 3 and state["ranks"] == 2
-    path = save_checkpoint(tmp_path / "one", 3, one.tensors(), {"engine": one.state()})
+    path = save_checkpoint(tmp_path / "one", 3, one.tensors(), {"engine": counters(one)})
     after = two_ranks.run(loaded_from_one, str(path), "optimizer") + two_ranks.run(loaded_from_one, str(path), "none")
     go_on(one, None, 4)
     for params in after:
@@ -300,14 +301,14 @@ def test_checkpoints_of_two_ranks_are_read_by_one_and_by_two(two_ranks: Ranks, t
 
 def saved(mesh: Mesh, folder: str, shard: str) -> tuple[str, str]:
     engine = trained(mesh, 2, shard)
-    path = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    path = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     return str(path), digest(list(engine.params.values()))
 
 
 def read_again(mesh: Mesh, path: str, shard: str) -> tuple[str, int]:
     """With buckets of another size than it was saved with."""
     engine = trained(mesh, 0, shard, 33_000)
-    engine.restore(load_pieces(Path(path), engine, mesh)["engine"])
+    restore_counters(engine, load_pieces(Path(path), engine, mesh)["engine"])
     return digest(list(engine.params.values())), engine.steps
 
 
@@ -318,7 +319,7 @@ def test_a_checkpoint_of_four_ranks_is_read_by_any_number(four_ranks: Ranks, tmp
     for shard in ("none", "optimizer", "all"):
         ((path, want),) = set(four_ranks.run(saved, str(tmp_path / shard), shard))
         one = trained(None, 0)
-        one.restore(load_into(Path(path), one.tensors()).state["engine"])
+        restore_counters(one, load_into(Path(path), one.tensors()).state["engine"])
         assert (digest(list(one.params.values())), one.steps) == (want, 2)
         checkpoints[path] = want
     for world in (2, 3, 4):
@@ -333,7 +334,7 @@ def test_a_checkpoint_of_four_ranks_is_read_by_any_number(four_ranks: Ranks, tmp
 def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
     """The disk of rank 1 is full amid a save; then there is room again."""
     engine = trained(mesh, 1)
-    good = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    good = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
 
     def full(*_given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "shard-00002")
@@ -343,11 +344,11 @@ def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
         if mesh.rank == 1:
             patch.setattr("torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data", full)
         with pytest.raises(OSError, match="No space left") as error:
-            save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+            save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     mesh.barrier()
     left = sorted(path.name for path in Path(folder).iterdir())
     mesh.barrier()
-    save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     assert left == [".staged", good.name]
     return str(error.value), " ".join(sorted(path.name for path in Path(folder).iterdir()))
 
@@ -378,7 +379,7 @@ def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
         train(run, Path(folder, "shared"))
     engine = trained(mesh, 1)
     with pytest.raises(OSError, match="shard-00002") as lost:
-        save_pieces(home, engine, mesh, {"engine": engine.state()})
+        save_pieces(home, engine, mesh, {"engine": counters(engine)})
     told.append(str(lost.value))
     assert not list(home.glob("*-step-*"))
     return told[0], told[1]
@@ -399,8 +400,8 @@ def test_ranks_that_do_not_share_a_folder_are_refused_before_the_first_step(two_
 
 def damaged(mesh: Mesh, folder: str) -> tuple[str, str]:
     engine = trained(mesh, 1)
-    good = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
-    path = save_pieces(Path(folder), go_on(engine, mesh, 2), mesh, {"engine": engine.state()})
+    good = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
+    path = save_pieces(Path(folder), go_on(engine, mesh, 2), mesh, {"engine": counters(engine)})
     before = {name: p.clone() for name, p in engine.params.items()}
     if mesh.rank == 0:
         victim = sorted(path.glob("*.safetensors"))[-1]
@@ -429,10 +430,10 @@ def guarded(mesh: Mesh) -> None:
     many.forward(*micro_batches(97, 7, 2)[mesh.rank])
     many.backward()
     if mesh.rank == 1:
-        many.ask_to_stop()
+        many.ranks.stop = True
         many.grads["blocks.1.ffn.up.weight"][3, 3] = math.inf
     norm = many.optimizer_step(1e-2)
-    assert (math.isfinite(norm), many.optimizer.skipped, many.stop) == (False, 1, True)
+    assert (math.isfinite(norm), many.optimizer.skipped, many.ranks.stop) == (False, 1, True)
     assert equal(many.params, before)
     many.gradients(*mine(mesh, micro_batches(97, 8, 2)))
     many.forward(*micro_batches(97, 8, 1)[0])
@@ -447,12 +448,13 @@ def test_a_guard_and_a_stop_are_agreed(two_ranks: Ranks) -> None:
 
 
 def unread(mesh: Mesh) -> int:
-    """Gathers under way when a rank changes its own slices, over steps of which rank 1 has no micro-batch."""
+    """Unfinished gathers when a rank changes its own slices, over steps in which rank 1 has no micro-batch."""
     engine, found = trained(mesh, 1), []
-    update = engine.optimizer.apply
+    ranks, update = engine.ranks, engine.optimizer.apply
+    assert isinstance(ranks, ShardedOptimizer)
 
     def apply(_optimizer: object, learning_rate: float) -> None:
-        found.append(len(engine._ranks._gathers))
+        found.append(len(ranks._gathers))
         update(learning_rate)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -501,7 +503,7 @@ def nothing(mesh: Mesh) -> list[str]:
     with pytest.raises(ValueError, match=r"tokens: got no micro-batch; accepted: one or more") as error:
         engine.submit([], [], 1e-2)
     told.append(str(error.value).split(":")[0])
-    assert equal(engine.params, before) and engine.draws == draws and engine._ranks.summed
+    assert equal(engine.params, before) and engine.draws == draws and engine.ranks.summed
     return told
 
 

@@ -232,7 +232,7 @@ def test_a_rank_asleep_is_named_with_its_place(tmp_path: Path) -> None:
 def test_where_nothing_raises_the_watch_ends_the_ranks(tmp_path: Path) -> None:
     run = Torchrun(2, tmp_path / "run", "--steps", "40", "--timeout", "2", fault=("silent", 0, 3))
     assert run.wait() != 0
-    assert "stands at 'step 3: counting targets' for" in run.text() and "exitcode: 13" in run.text()
+    assert "has been at 'step 3: counting targets' for" in run.text() and "exitcode: 13" in run.text()
 
 
 @pytest.mark.slow
