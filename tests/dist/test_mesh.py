@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -102,13 +103,15 @@ def lost(mesh: Mesh) -> str:
     mesh.barrier()
     mesh.at("step 3: summing")
     with pytest.raises(RankLost) as error:
-        mesh.wait(_Fails())
+        mesh.wait(FAILS)
     return str(error.value)
 
 
-class _Fails:
-    def wait(self) -> None:
-        raise RuntimeError("Connection closed by peer")
+def _fail() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+FAILS: Any = SimpleNamespace(wait=_fail)  # a collective
 
 
 def test_a_failed_collective_names_the_place(two_ranks: Ranks) -> None:
@@ -150,7 +153,7 @@ def gives_up(mesh: Mesh) -> bool:
     mesh.barrier()
     if mesh.rank == 1:
         with pytest.raises(RankLost):
-            mesh.wait(_Fails())
+            mesh.wait(FAILS)
     mesh.barrier()
     return read_notes(mesh._store, 2)[1].gave_up
 

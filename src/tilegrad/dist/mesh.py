@@ -22,11 +22,14 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed the two
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
@@ -35,24 +38,7 @@ BEAT_S = 1.0
 HUNG = 13  # exit code of a process that the heartbeat thread ended
 _NAMED = 8  # ranks that a message names at most
 T = TypeVar("T")
-
-
-class Store(Protocol):
-    """The part of torch's stores that is used here."""
-
-    def set(self, key: str, value: str, /) -> None: ...
-    def get(self, key: str, /) -> bytes: ...
-    def check(self, keys: list[str], /) -> bool: ...
-    def add(self, key: str, amount: int, /) -> int: ...
-
-
-class _Work(Protocol):
-    """A started collective, torch's `Work`."""
-
-    def wait(self) -> object: ...
-
-
-Pending = _Work | None  # None with one rank
+Pending = dist.Work | None  # a started collective; None with one rank
 
 
 class RankLost(RuntimeError):

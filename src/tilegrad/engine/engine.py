@@ -6,15 +6,6 @@ uses the beginning of each buffer.
 
     loss = Σ over targets of nll / total_targets         so that micro-batches of any lengths add up to one large batch
 
-    forward, backward        one batch in two calls; backward adds to the gradients
-    zero_gradients           before the first backward of a step
-    gradients                one batch or a list of micro-batches in one call; overwrites the gradients
-    optimizer_step           clip and AdamW
-    step                     gradients, then optimizer_step
-    submit, finished         a step without waiting for the device, and the results of steps that are done
-    evaluate                 the loss without dropout
-    params, tensors          views by name: the parameters; everything that a checkpoint needs (engine/state.py)
-
 On CUDA `submit` launches the step as one graph (engine/capture.py) and returns; results follow some steps later. On a CPU a
 step is done when `submit` returns.
 """

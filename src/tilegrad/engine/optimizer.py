@@ -80,73 +80,6 @@ class Owned(NamedTuple):
     decayed: int
 
 
-class _Flat(NamedTuple):
-    """The flat ranges of one rank. `values` is what layers compute with: the masters, or their rounded copies."""
-
-    masters: FlatHandle
-    grads: FlatHandle
-    m: FlatHandle
-    v: FlatHandle
-    values: FlatHandle
-
-    @property
-    def rounded(self) -> FlatHandle | None:
-        return None if self.values is self.masters else self.values
-
-    @classmethod
-    def declare(cls, ordered: Sequence[Param], world: int, buckets: Sequence[Bucket], units: Units | None) -> _Flat:
-        form = next(handles(ordered[0].master))
-        copied = ordered[0].value is not ordered[0].master
-        name = "rounded" if copied else "params"
-
-        def moment(name: str) -> FlatHandle:
-            return flat(name, [_handle(f"{name}.{p.name}", p.master.shape, form) for p in ordered])
-
-        def slices(name: str) -> FlatHandle:
-            return flat(name, [_handle(f"optimizer.{name}", (buckets[-1].stop // world,), form)])
-
-        if units is None:
-            grads = _padded("grads", ordered, buckets, lambda p: p.grad)
-            values = _padded(name, ordered, buckets, lambda p: p.value)
-        else:
-            grads = flat("grads", list(handles(units.grad_parts)))
-            values = flat(name, list(handles(units.value_parts)))
-        masters = values
-        if copied:
-            masters = slices("master") if buckets else _padded("params", ordered, (), lambda p: p.master)
-        m, v = map(slices, "mv") if buckets else map(moment, "mv")
-        return cls(masters, grads, m, v, values)
-
-    def owned(self, buckets: Sequence[Bucket], rank: int, world: int, *, sharded_params: bool) -> Iterator[Owned]:
-        """A rank's slice of each bucket. `sharded_params`: the rank has no other parameters and gradients."""
-        at = 0
-        for bucket in buckets:
-            start, stop = bucket.part(rank, world)
-            own = at, at + stop - start
-            whole = own if sharded_params else (start, stop)
-            decayed = min(max(bucket.start + bucket.decayed - start, 0), stop - start)
-            yield Owned(
-                params=_buffer(self.masters.part(*(whole if self.rounded is None else own))),
-                grads=_buffer(self.grads.part(*whole)),
-                m=_buffer(self.m.part(*own)),
-                v=_buffer(self.v.part(*own)),
-                rounded=None if self.rounded is None else _buffer(self.rounded.part(*whole)),
-                decayed=decayed,
-            )
-            at = own[1]
-
-
-def _buffer(handle: Handle) -> Buffer:
-    return cast(Buffer, handle)
-
-
-def _handle(
-    name: str, shape: tuple[int, ...], form: Handle, dtype: torch.dtype | None = None, role: Role = "optimizer"
-) -> Handle:
-    """A buffer of the optimizer's, in form's dtype unless given, on its device."""
-    return Handle(name, shape, dtype or form.dtype, BufferType.TEMP, role, "optimizer", form.device)
-
-
 def _padded(
     name: str, ordered: Sequence[Param], buckets: Sequence[Bucket], of_param: Callable[[Param], Buffer]
 ) -> FlatHandle:
@@ -162,6 +95,39 @@ def _padded(
             pad = f"{'d ' if form.role == 'grads' else ''}pad.{i}"
             padded.append(Handle(pad, (bucket.pad,), form.dtype, BufferType.COMM, form.role, "pads", form.device))
     return flat(name, padded)
+
+
+def _grads_and_values(
+    ordered: Sequence[Param], buckets: Sequence[Bucket], units: Units | None
+) -> tuple[FlatHandle, FlatHandle]:
+    """What ops write and read: all of it with the pads of the buckets, or with units this rank's parts."""
+    name = "params" if ordered[0].value is ordered[0].master else "rounded"
+    if units is not None:
+        return flat("grads", list(handles(units.grad_parts))), flat(name, list(handles(units.value_parts)))
+    grads = _padded("grads", ordered, buckets, lambda p: p.grad)
+    return grads, _padded(name, ordered, buckets, lambda p: p.value)
+
+
+def _slices(
+    masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle, rounded: FlatHandle | None,
+    buckets: Sequence[Bucket], rank: int, world: int, units: Units | None,
+) -> Iterator[Owned]:  # fmt: skip
+    """A rank's slice of each bucket. With units the rank has no other parameters and gradients."""
+    at = 0
+    for bucket in buckets:
+        start, stop = bucket.part(rank, world)
+        own = at, at + stop - start
+        whole = own if units is not None else (start, stop)
+        params = masters.part(*(whole if rounded is None else own))
+        copies = None if rounded is None else _buffer(rounded.part(*whole))
+        decayed = min(max(bucket.start + bucket.decayed - start, 0), stop - start)
+        dparams, moments = _buffer(grads.part(*whole)), (_buffer(m.part(*own)), _buffer(v.part(*own)))
+        yield Owned(_buffer(params), dparams, *moments, copies, decayed)
+        at = own[1]
+
+
+def _buffer(handle: Handle) -> Buffer:
+    return cast(Buffer, handle)
 
 
 @dataclass(slots=True)
@@ -195,42 +161,49 @@ class Optimizer:
     ) -> Optimizer:  # fmt: skip
         """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` where the rank has a part of each."""
         ordered = decayed_first(params)
-        if units is not None:
-            buckets = tuple(units.buckets.values())
-        ranges = _Flat.declare(ordered, world, buckets, units)
-        masters, grads, m, v, _ = ranges
-        rounded = None if ranges.rounded is None else _buffer(ranges.rounded)
-        if buckets:
-            owned = tuple(ranges.owned(buckets, rank, world, sharded_params=units is not None))
-        else:
-            matrices = sum(len(p.master.shape) >= 2 for p in ordered)
-            decayed = (*masters.starts, masters.shape[0])[matrices]
-            owned = (Owned(_buffer(masters), _buffer(grads), _buffer(m), _buffer(v), rounded, decayed),)
-        names = (handle.name.removeprefix("d ") for handle in grads.buffers)
-        starts = dict(zip(names, grads.starts, strict=True)) if units is None else units.starts
+        form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
+        buckets = buckets if units is None else tuple(units.buckets.values())
+        sharded = bool(buckets)
+
+        def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Buffer:
+            return _buffer(Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", form.device))
+
+        def state(name: str) -> FlatHandle:
+            if sharded:
+                return flat(name, list(handles(buffer(f"optimizer.{name}", (buckets[-1].stop // world,), form.dtype))))
+            return flat(name, list(handles([buffer(f"{name}.{p.name}", p.master.shape, form.dtype) for p in ordered])))
+
+        grads, values = _grads_and_values(ordered, buckets, units)
+        starts = dict(zip((h.name.removeprefix("d ") for h in grads.buffers), grads.starts, strict=True))
+        masters, rounded = values, None
+        if copied:
+            masters = state("master") if sharded else _padded("params", ordered, (), lambda p: p.master)
+            rounded = values
+        m, v = state("m"), state("v")
+        if not sharded:
+            size, matrices = masters.shape[0], sum(len(p.master.shape) >= 2 for p in ordered)
+            buckets = [Bucket((), 0, size, pad=0, decayed=(*masters.starts, size)[matrices])]
+        owner = (rank, world) if sharded else (0, 1)
+        owned = tuple(_slices(masters, grads, m, v, rounded, buckets, *owner, units))
         scratch = (
             below("global_norm", global_norm_workspace(*(own.grads for own in owned)))
             | below("guard", guard_workspace())
             | below("adamw", adamw_workspace(masters))
         )
-
-        def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Buffer:
-            return _buffer(_handle(name, shape, masters, dtype, role))
-
         return cls(
             params=_buffer(masters),
             grads=_buffer(grads),
             m=_buffer(m),
             v=_buffer(v),
             adam_step=buffer("optimizer.step", (), torch.float32),
-            norm=buffer("optimizer.norm", (), masters.dtype),
-            loss=buffer("optimizer.loss", (), masters.dtype),
+            norm=buffer("optimizer.norm", (), form.dtype),
+            loss=buffer("optimizer.loss", (), form.dtype),
             in_a_row=buffer("optimizer.in_a_row", (), torch.float32),
-            rounded=rounded,
-            moments={} if buckets else {handle.name: _buffer(handle) for handle in (*m.buffers, *v.buffers)},
+            rounded=None if rounded is None else _buffer(rounded),
+            moments={} if sharded else {handle.name: _buffer(handle) for handle in (*m.buffers, *v.buffers)},
             owned=owned,
             agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,
-            starts=starts,
+            starts=starts if units is None else units.starts,
             scratch={
                 name: buffer(f"scratch.optimizer.{name}", shape, dtype, "activations")
                 for name, (shape, dtype) in scratch.items()
@@ -250,24 +223,14 @@ class Optimizer:
 
     def apply(self, learning_rate: float | Tensor) -> None:
         """Guard, clip and AdamW. `norm` is that of all ranks' gradients."""
-        owned, adamw = self.owned, self.adamw
+        adamw = self.adamw
         guard(self.loss, MAX_SKIPPED, norm=self.norm, in_a_row=self.in_a_row, scratch=of("guard", self.scratch))
+        params, grads, m, v, rounded, decayed = map(list, zip(*self.owned, strict=True))
         adamw_step(
-            self.norm,
-            learning_rate,
-            [x.decayed for x in owned],
-            adamw.weight_decay,
-            adamw.max_norm,
-            adamw.betas,
-            adamw.eps,
-            params=[x.params for x in owned],
-            grads=[x.grads for x in owned],
-            m=[x.m for x in owned],
-            v=[x.v for x in owned],
-            step=self.adam_step,
-            rounded=[x.rounded for x in owned if x.rounded is not None] or None,
+            self.norm, learning_rate, decayed, adamw.weight_decay, adamw.max_norm, adamw.betas, adamw.eps,
+            params=params, grads=grads, m=m, v=v, step=self.adam_step, rounded=None if self.rounded is None else rounded,
             scratch=of("adamw", self.scratch),
-        )
+        )  # fmt: skip
 
     def count(self, result: StepResult) -> None:
         """Count an update that is done. Ten skipped in a row raise."""

@@ -24,9 +24,8 @@ from ..optimizer import AdamW
 from ..spec import BUCKET_BYTES, Shard, StepSpec
 from .alone import Alone, View
 from .check import check_accumulation, check_agreed, check_ranks, check_same, digest
-from .fully_sharded import FullySharded
 from .replicated import Replicated
-from .sharded import ShardedOptimizer
+from .sharded import FullySharded, ShardedOptimizer
 
 __all__ = [
     "BUCKET_BYTES", "Alone", "FullySharded", "Replicated", "Shard", "ShardedOptimizer", "check_accumulation",

@@ -1,5 +1,5 @@
 """One rank: nothing is sent. The other strategies override what several ranks change."""
-# ruff: noqa: ARG002  # what does nothing ignores its arguments
+# ruff: noqa: ARG002  # a no-op ignores its arguments
 
 from __future__ import annotations
 

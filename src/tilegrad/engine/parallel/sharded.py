@@ -1,19 +1,24 @@
-"""shard="optimizer": each rank sums, updates and keeps the moments of 1/world of each bucket, then sends its parameters.
+"""A rank updates 1/world of each bucket and keeps the moments of that slice; shard="all" shards everything else too.
 
-bucket i   │ rank 0 │ rank 1 │ …      reduce-scatter of the gradients → AdamW of the own slice → all-gather of the parameters
+bucket   │ rank 0 │ rank 1 │ …        reduce-scatter of the gradients → AdamW of the own slice → all-gather of the parameters
 """
+# ruff: noqa: ARG002  # a strategy ignores arguments of the others
 
 from __future__ import annotations
 
 from collections.abc import Container, Iterator
+from contextlib import contextmanager
 from functools import cached_property
 
 from torch import Tensor
 
 from ...dist.mesh import Pending
-from ...dist.schedule import needed
+from ...dist.schedule import Bucket, needed
+from ...dist.units import Units, gathered
+from ...kernels.op import emitter, observe, observe_names
+from ...memory.planned.trace import Handle
 from ..optimizer import Owned
-from .alone import Run
+from .alone import Program, Run
 from .replicated import Replicated
 
 
@@ -72,7 +77,7 @@ class ShardedOptimizer(Replicated):
                 if x is not None:
                     x[at].copy_(value.reshape(-1)[low:high])
 
-    def pieces(self, *, shared: bool) -> dict[str, Run]:  # noqa: ARG002  # each element has one owner in any case
+    def pieces(self, *, shared: bool) -> dict[str, Run]:
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
         for name, own, at, low, _ in self._owned(self.params):
             for kind, x in (("", own.params), ("m.", own.m), ("v.", own.v)):
@@ -85,3 +90,39 @@ class ShardedOptimizer(Replicated):
                 own.rounded.copy_(own.params)
         self._gather()
         self.settle()
+
+
+class FullySharded(ShardedOptimizer):
+    """A rank has 1/world of the parameters and gradients too, and gathers a block when it is used (dist/units.py)."""
+
+    has_params = False
+
+    @property
+    def units(self) -> Units:
+        assert self._units is not None
+        return self._units
+
+    def _cut(self) -> tuple[tuple[Bucket, ...], tuple[int, ...]]:
+        return tuple(self.units.buckets.values()), ()
+
+    def view(self, handle: Handle) -> Tensor | Handle:
+        return self.units.view(handle) if handle.name in self.units.owner else self._view(handle)
+
+    @contextmanager
+    def around(
+        self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
+    ) -> Iterator[None]:
+        """Units are gathered, and their gradients summed, around the ops of any program, in every micro-batch."""
+        self.mesh.at(f"step {self.step}: forward and backward")
+        steps = self._schedule(program, training=training, accumulate=accumulate)
+        with self.units.around(
+            steps, self.mesh, first=not accumulate, emit=emitter(), observe=observe, observe_names=observe_names
+        ):
+            yield
+
+    def _gather(self) -> None:
+        """Nothing: a program gathers the units that it uses."""
+
+    def whole_params(self) -> dict[str, Tensor]:
+        found = gathered(self.units, self.mesh)
+        return {name: found[name][: p.numel()].view(p.shape) for name, p in self.params.items()}
