@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import re
 import subprocess
@@ -18,6 +19,7 @@ from support.ops import allowed_bytes
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine import engine as engine_module
 from tilegrad.engine import planning, recompute
 from tilegrad.engine.optimizer import NonFiniteError, Optimizer
 from tilegrad.engine.planning import plan_model
@@ -96,6 +98,20 @@ def test_a_device_that_is_not_there_is_refused_by_name(device: torch.device | st
         pytest.skip("it is there")
     with pytest.raises(ValueError, match=f"device: got '{device}'.*; accepted: cpu"):
         Engine(CONFIG, 2, 8, device)
+
+
+def test_there_are_ten_methods_and_each_has_an_example_that_runs() -> None:
+    config = replace(CONFIG, vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    tokens = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+    engine, x, y = Engine(config, 2, 4), tokens[:, :-1], tokens[:, 1:]
+    for _ in range(50):
+        engine.step(x, y, 1e-2)
+    public = {name for name in vars(Engine) if not name.startswith("_")}
+    assert {name for name in public if not callable(vars(Engine)[name])} == {"params"} and len(public) == 11
+    examples = {test.name.rsplit(".", 1)[-1]: test.examples for test in doctest.DocTestFinder().find(Engine)}
+    assert all(examples[name] for name in public)
+    done = doctest.testmod(engine_module, extraglobs={"engine": engine, "x": x, "y": y})
+    assert done.failed == 0 and done.attempted > len(public)
 
 
 @pytest.mark.parametrize("call", ["gradients", "step", "submit", "submit on CUDA"])

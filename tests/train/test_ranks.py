@@ -25,7 +25,9 @@ from tilegrad import Engine
 from tilegrad.cli import main
 from tilegrad.cli.progress import _message
 from tilegrad.dist.mesh import Mesh
-from tilegrad.engine.parallel import ShardedOptimizer, check_accumulation, digest
+from tilegrad.engine.optimizer import AdamW
+from tilegrad.engine.parallel import ShardedOptimizer, check_accumulation, check_same, digest
+from tilegrad.engine.spec import StepSpec
 from tilegrad.engine.state import counters, restore_counters
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
@@ -576,6 +578,18 @@ def disagreeing(mesh: Mesh) -> list[str]:
         assert len(str(error.value)) < 120
         told.append(str(error.value).split(":")[0])
     return told
+
+
+def test_what_is_recomputed_is_compared_in_one_order() -> None:
+    """str() of a set depends on the hash seed of the process."""
+    sent: list[dict[str, str]] = []
+    mesh: Any = SimpleNamespace(
+        world=2, at=lambda _place: None, gather=lambda fields: sent.append(fields) or [fields] * 2
+    )
+    recompute: Any = (frozenset({"norm", "activation"}), frozenset())
+    spec = StepSpec(CONFIG, 2, 8, torch.float32, torch.device("cpu"), recompute, world=2)
+    check_same(mesh, spec, AdamW(), 0)
+    assert sent[0]["recompute"] == "[['activation', 'norm'], []]"
 
 
 def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> None:

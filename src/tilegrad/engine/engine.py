@@ -312,8 +312,8 @@ class Engine:
     def tensors(self) -> dict[str, Tensor]:
         """Everything that a resumed run needs, as views of the arenas.
 
-        >>> sorted(engine.tensors())[:3]
-        ['adam_step', 'blocks.0.attn.out.bias', 'blocks.0.attn.out.weight']
+        >>> {"wte.weight", "m.wte.weight", "v.wte.weight", "adam_step"} <= set(engine.tensors())
+        True
         """
         scales = {f"scale.{name}": state for name, state in self._scales.items()}
         return {**self.params, **self.optimizer.tensors(), **scales}
