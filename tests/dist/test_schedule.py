@@ -157,7 +157,7 @@ def test_a_bucket_holds_something() -> None:
         plan_model(StepSpec(CONFIG, 2, 8, torch.float32, CPU, world=2, bucket_bytes=0))
 
 
-def test_everything_sharded() -> None:
+def test_shard_all_plans_less_memory() -> None:
     """A small twin of gpt2-xl on 8 ranks: parts are 1/8, what is whole shares addresses, and the arena is its bound."""
     config = replace(PRESETS["tiny"], n_layer=6)
     alone = plan_model(StepSpec(config, 2, 64, torch.float32, CPU))
@@ -171,7 +171,7 @@ def test_everything_sharded() -> None:
 
 
 @pytest.mark.slow
-def test_everything_of_a_large_model_sharded() -> None:
+def test_shard_all_of_a_large_model() -> None:
     plan = plan_model(StepSpec(PRESETS["gpt2-xl"], 4, 1024, torch.float32, CPU, world=8, shard="all"))
     arena = plan.arenas["activations"]
     assert plan.peak_bytes <= 24.4e9 and arena.arena_bytes <= 1.01 * arena.lower_bound_bytes

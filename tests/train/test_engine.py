@@ -74,7 +74,7 @@ def test_gradients_and_forward_then_backward_give_the_same_bits(config: ModelCon
         replace(LLAMA, position="learned", bias=True),
     ],
 )
-def test_gradients_take_the_place_of_what_was_there(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_gradients_overwrites_old_gradients(config: ModelConfig, dtype: torch.dtype) -> None:
     """The same as zeros, forward and backward, whatever stood there: also in rows that no token or position reaches."""
     engine = Engine(config, 4, 12, dtype=dtype)
     parts = [batch(config, b, t, seed) for seed, (b, t) in enumerate(((2, 7), (4, 12), (1, 5)))]
@@ -488,14 +488,14 @@ def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
     assert short.gradients(tokens, targets) == pytest.approx(exact.gradients(tokens, targets), rel=1e-2)
     for name, g in exact.grads.items():
         assert torch.dist(short.grads[name], g) <= 0.1 * g.norm() + 1e-4, name
-    short.optimizer_step(1e-2)  # a step of the optimizer is rounded anew too
+    short.optimizer_step(1e-2)  # a step of the optimizer is rounded again too
     first = short.forward(tokens, targets)
-    short.params["wte.weight"].mul_(3.0)  # a master that changed is rounded anew
+    short.params["wte.weight"].mul_(3.0)  # a master that changed is rounded again
     assert short.forward(tokens, targets) != first
 
 
 @pytest.mark.parametrize(("capability", "mib"), [((9, 0), 32), ((8, 0), 8.125), (None, 32)])
-def test_what_cublas_takes_is_planned(capability: Any, mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_of_cublas_is_in_the_report(capability: Any, mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr("tilegrad.engine.planning.gpu.capability", lambda _device: capability)

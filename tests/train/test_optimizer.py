@@ -30,7 +30,7 @@ ADAMW = {
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, GAPS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_flat_ranges_have_one_layout_and_what_decays_lies_first(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_flat_ranges_have_one_layout_and_decayed_parameters_come_first(config: ModelConfig, dtype: torch.dtype) -> None:
     engine = Engine(config, 2, 8, dtype=dtype)
     o, tensors = engine.optimizer, engine.tensors()
     ranges = {
@@ -50,7 +50,9 @@ def test_flat_ranges_have_one_layout_and_what_decays_lies_first(config: ModelCon
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, request: pytest.FixtureRequest) -> None:
+def test_scratch_of_the_optimizer_lives_during_its_step_and_shares_addresses(
+    device: str, request: pytest.FixtureRequest
+) -> None:
     if device == "cuda":
         pytest.importorskip("triton")
         request.getfixturevalue("on_hopper")
@@ -63,7 +65,7 @@ def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, req
     for op, scratch in ((norm, NORM[device]), (guard, GUARD), (update, ADAMW[device])):
         assert all(live[name] == ((op, op),) for name in scratch)
         alive = {name for name in activations.offsets if any(first <= op <= last for first, last in live[name])}
-        assert alive == scratch, "nothing else is alive beside it"
+        assert alive == scratch, "nothing else is alive then"
     own = NORM[device] | GUARD | ADAMW[device]
     end = max(activations.offsets[name] + plan.trace.handles[name].nbytes for name in own)
     others = (offset for name, offset in activations.offsets.items() if name not in own)
@@ -103,7 +105,7 @@ def test_gaps_stay_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_step_allocates_no_more_than_scalars(dtype: torch.dtype) -> None:
+def test_a_step_of_the_optimizer_allocates_no_more_than_scalars(dtype: torch.dtype) -> None:
     config = replace(CONFIG, vocab_size=9000)
     engine, (tokens, targets) = Engine(config, 2, 5, dtype=dtype), batch(config, 2, 5)
     engine.step(tokens, targets, learning_rate=1e-3)

@@ -210,7 +210,7 @@ def saved_by_a_group(mesh: Mesh, folder: str) -> str:
     return str(path)
 
 
-def test_a_checkpoint_does_not_know_who_shared_sequences(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_depend_on_context(two_ranks: Ranks, tmp_path: Path) -> None:
     path = two_ranks.run(saved_by_a_group, str(tmp_path))[0]
     one = Engine(CASES["untied, GQA, window"], 3, 16, **F64)
     one.step(*micro_batches(89, 0, 1)[0], 1e-2)
@@ -356,8 +356,8 @@ def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
 
 
 def test_a_full_disk_of_one_rank_is_raised_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
-    for told, names in two_ranks.run(no_room, str(tmp_path)):
-        assert "shard-00002" in told and names == "000001-step-1 000002-step-2"
+    for error, names in two_ranks.run(no_room, str(tmp_path)):
+        assert "shard-00002" in error and names == "000001-step-1 000002-step-2"
 
 
 def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
@@ -367,7 +367,7 @@ def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
     settings = TrainConfig(steps=2, batch_size=1, gradient_accumulation=2, eval_interval=0, sample_tokens=0)
     run = RunConfig(replace(CASES["tied, dropout"], vocab_size=256), settings, DataConfig(files=(str(text),)))
     home = Path(folder, f"rank-{mesh.rank}")
-    told = []
+    errors = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilegrad.training.run.Mesh", lambda _device, _timeout: mesh)
         patch.setattr("tilegrad.training.folder.SHARED_S", 0.2)
@@ -375,16 +375,16 @@ def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
         patch.setattr(mesh, "close", lambda: None)
         with pytest.raises(ValueError, match="out: got a folder that the ranks don't share") as error:
             train(run, home)
-        told.append(str(error.value))
+        errors.append(str(error.value))
         assert not Path(folder, f"rank-{mesh.rank}").exists()
         mesh.barrier()
         train(run, Path(folder, "shared"))
     engine = trained(mesh, 1)
     with pytest.raises(OSError, match="shard-00002") as lost:
         save_pieces(home, engine, mesh, {"engine": counters(engine)})
-    told.append(str(lost.value))
+    errors.append(str(lost.value))
     assert not list(home.glob("*-step-*"))
-    return told[0], told[1]
+    return errors[0], errors[1]
 
 
 def test_ranks_that_do_not_share_a_folder_are_refused_before_the_first_step(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -420,8 +420,8 @@ def damaged(mesh: Mesh, folder: str) -> tuple[str, str]:
 
 
 def test_a_damaged_shard_and_another_model_are_refused_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
-    for told, _ in two_ranks.run(damaged, str(tmp_path)):
-        assert "shard-00002" in told and "000001-step-1" in told
+    for error, _ in two_ranks.run(damaged, str(tmp_path)):
+        assert "shard-00002" in error and "000001-step-1" in error
 
 
 def guarded(mesh: Mesh) -> None:
@@ -466,7 +466,7 @@ def unread(mesh: Mesh) -> int:
     return max(found)
 
 
-def test_a_rank_changes_no_parameter_that_is_under_way(two_ranks: Ranks) -> None:
+def test_a_rank_updates_only_after_its_gathers_are_done(two_ranks: Ranks) -> None:
     assert two_ranks.run(unread) == [0, 0]
 
 
@@ -499,14 +499,14 @@ def test_units_are_dead_when_the_plan_says_so(two_ranks: Ranks, context: int) ->
 
 def nothing(mesh: Mesh) -> list[str]:
     """A step of which no rank has a micro-batch; the gradients that were summed before it stay so."""
-    engine, told = trained(mesh, 1), []
+    engine, errors = trained(mesh, 1), []
     engine.gradients(*mine(mesh, micro_batches(97, 5, 2)))
     before, draws = {name: p.clone() for name, p in engine.params.items()}, engine.draws
     with pytest.raises(ValueError, match=r"tokens: got no micro-batch; accepted: one or more") as error:
         engine.submit([], [], 1e-2)
-    told.append(str(error.value).split(":")[0])
+    errors.append(str(error.value).split(":")[0])
     assert equal(engine.params, before) and engine.draws == draws and engine.ranks.summed
-    return told
+    return errors
 
 
 def test_a_step_without_a_micro_batch_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
@@ -553,17 +553,17 @@ def test_bad_input_is_refused_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_without_a_micro_batch_are_told() -> None:
-    """A run goes on with more ranks than it has micro-batches."""
+def test_idle_ranks_are_reported() -> None:
+    """A run continues with more ranks than it has micro-batches."""
     start = {"ranks": 4, "micro_batches": 3, "parameters": 1, "tokens": 1, "planned_bytes": 1, "unigram_entropy": 1.0}
-    told = [
+    errors = [
         _message("start", {**start, "idle_ranks": idle, "resumed_from": "here", "step": 2}) or "" for idle in (1, 0)
     ]
-    assert told[0] == "1 of 4 ranks have no micro-batch: gradient_accumulation is 3\n" + told[1]
+    assert errors[0] == "1 of 4 ranks have no micro-batch: gradient_accumulation is 3\n" + errors[1]
 
 
 def disagreeing(mesh: Mesh) -> list[str]:
-    told = []
+    errors = []
     for options in (
         {"seed": mesh.rank},
         {"weight_decay": 0.1 * mesh.rank},
@@ -576,8 +576,8 @@ def disagreeing(mesh: Mesh) -> list[str]:
         with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
             Engine(**arguments, batch_size=3, seq_len=16)
         assert len(str(error.value)) < 120
-        told.append(str(error.value).split(":")[0])
-    return told
+        errors.append(str(error.value).split(":")[0])
+    return errors
 
 
 def test_what_is_recomputed_is_compared_in_one_order() -> None:
@@ -601,13 +601,13 @@ def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> Non
 
 def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
     """Rank 1 draws other weights by the same seed; then it reads others from a file of the same name."""
-    told = []
+    errors = []
     for shard in ("optimizer", "all"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tilegrad.model.layer.torch.randn", partial(_drawn, torch.randn, mesh.rank))
             with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
                 trained(mesh, 0, shard)
-        told.append(str(error.value).split(":")[0])
+        errors.append(str(error.value).split(":")[0])
         engine = trained(mesh, 0, shard)
         before = {name: p.clone() for name, p in engine.params.items()}
         other = SimpleNamespace(read=partial(dict, {name: p + 1e-3 * mesh.rank for name, p in before.items()}))
@@ -615,9 +615,9 @@ def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
             patch.setattr("tilegrad.training.run.open_weights", {Path("weights"): other}.get)
             with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
                 _begin_with(Path("weights"), engine, Path(folder), mesh)
-        told.append(str(error.value).split(":")[0])
+        errors.append(str(error.value).split(":")[0])
         assert equal(engine.params, before)
-    return told
+    return errors
 
 
 def _drawn(randn: Callable[..., Tensor], rank: int, *shape: Any, **options: Any) -> Tensor:
