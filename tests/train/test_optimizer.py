@@ -50,7 +50,7 @@ def test_flat_ranges_have_one_layout_and_decayed_parameters_come_first(config: M
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_scratch_of_the_optimizer_lives_during_its_step_and_shares_addresses(
+def test_the_optimizers_scratch_lives_during_its_step_and_shares_addresses(
     device: str, request: pytest.FixtureRequest
 ) -> None:
     if device == "cuda":

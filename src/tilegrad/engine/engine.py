@@ -36,11 +36,6 @@ from .spec import BUCKET_BYTES, Shard, StepSpec
 from .step import accumulate_gradients
 
 
-def default_dtype(device: torch.device) -> torch.dtype:
-    """The compute dtype of an engine that is given none: bfloat16 on CUDA, float32 elsewhere."""
-    return torch.bfloat16 if device.type == "cuda" else torch.float32
-
-
 class Engine:
     """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: the layers compute
     with rounded copies of the params on CUDA, and on a CPU ops round what they read. dtype=None is bfloat16 on CUDA, float32 on
@@ -88,8 +83,10 @@ class Engine:
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
         self.device = torch.empty(0, device=mesh.device if mesh.world > 1 else device).device
+        if dtype is None:
+            dtype = torch.bfloat16 if self.device.type == "cuda" else torch.float32
         spec = StepSpec(
-            model_config, batch_size, seq_len, default_dtype(self.device) if dtype is None else dtype, self.device,
+            model_config, batch_size, seq_len, dtype, self.device,
             linear=linear, deterministic=deterministic or self.device.type == "cpu",
             world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context,
         )  # fmt: skip
@@ -97,7 +94,7 @@ class Engine:
         self.spec = spec = replace(spec, recompute=choose_recompute(spec, memory_budget))
         adamw = AdamW(betas, eps, weight_decay, max_norm)
         check_same(mesh, spec, adamw, seed)
-        self.config, self.batch_size, self.seq_len, self.dtype = model_config, batch_size, seq_len, spec.dtype
+        self.config, self.batch_size, self.seq_len, self.dtype = model_config, batch_size, seq_len, dtype
         self.linear, self.deterministic, self.recompute = linear, spec.deterministic, spec.recompute
         self.seed, self.capture = seed, capture
         self.plan = plan_model(spec)

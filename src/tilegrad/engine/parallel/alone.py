@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Literal
 
+import torch
 from torch import Tensor
 
 from ...dist.mesh import Mesh, Neighbours
@@ -14,11 +15,13 @@ from ...memory.planned.trace import Handle, bind
 from ..batch import Batch, check_some
 from ..optimizer import AdamW
 from ..spec import StepSpec
+from .context import own_rows
 from .declare import declare_optimizer
 
 View = Callable[[Handle], Tensor | Handle]
 Run = tuple[Tensor, int, int]  # of a flattened tensor: the run, its offset, the tensor's length
 Program = Literal["step", "forward", "backward"]  # of the model
+_EMPTY: Batch = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))
 
 
 class Alone:
@@ -30,9 +33,7 @@ class Alone:
         self.context: Neighbours | None = mesh.neighbours(spec.context) if spec.context > 1 else None
         optimizer, units = declare_optimizer(spec.declare(self.context), spec, adamw, mesh.rank)
         self.optimizer, self._units = bind(optimizer, view), bind(units, view)
-        self.params: dict[
-            str, Tensor
-        ] = {}  # by name, once the engine has bound its model; with FullySharded not to be read
+        self.params: dict[str, Tensor] = {}  # of the bound model: the engine sets it
         self.stop = False  # a request to this rank; after a step, to any rank
         self.step = 0
         self.summed = False  # whether the gradients are those of all ranks
@@ -43,23 +44,31 @@ class Alone:
 
     def number_of(self, micro_batch: int) -> int:
         """The number in the whole step of this rank's micro-batch."""
-        return micro_batch
+        context, rank, world = self.spec.context, self.mesh.rank, self.mesh.world
+        return micro_batch * (world // context) + rank // context
 
     def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
         """Both over all ranks. The gradients are about to be overwritten."""
-        check_some(micro_batches)
-        return targets, micro_batches
+        self.mesh.at(f"step {self.step}: counting targets")
+        total, taken = (int(x) // self.spec.context for x in self.mesh.sum(targets, micro_batches))
+        check_some(taken)
+        self.forget_sums()
+        return total, taken
 
     def padded(self, batches: list[Batch]) -> list[Batch]:
         """Pads with empty batches so that every rank runs the same number of collectives."""
-        return batches
+        if self.context is None and self.has_params:  # a micro-batch has no collectives of its own
+            return batches
+        return batches + [_EMPTY] * (max(self.mesh.gather(len(batches))) - len(batches))
 
     def local(self, tokens: Tensor, targets: Tensor) -> Batch:
         """This rank's slice of each sequence."""
-        return tokens, targets
+        return (tokens, targets) if self.context is None else own_rows(self.context, tokens, targets)
 
     def sum_loss(self, loss: Tensor) -> None:
         """loss = Σ over the ranks that share a sequence."""
+        if self.context is not None:
+            self.context.all_reduce(loss)
 
     @contextmanager
     def around(

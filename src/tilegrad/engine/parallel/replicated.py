@@ -6,26 +6,20 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import partial
 
-import torch
 from torch import Tensor
 
 from ...dist.mesh import Mesh, Pending
 from ...dist.schedule import Bucket, Touch, Work, final, follow, needed, order
 from ...kernels.op import observe_names
-from ..batch import Batch, check_some
 from ..optimizer import AdamW
 from ..spec import StepSpec
 from .alone import Alone, Program, View
-from .context import own_rows
 from .declare import buckets_of, schedule_of
-
-_EMPTY: Batch = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))
 
 
 class Replicated(Alone):
     def __init__(self, spec: StepSpec, mesh: Mesh, adamw: AdamW, view: View) -> None:
         super().__init__(spec, mesh, adamw, view)
-        self.group, self.groups = mesh.rank // spec.context, mesh.world // spec.context
         self._schedules: dict[tuple[Program, bool, bool], tuple[Touch, ...]] = {}
         self._sums: list[Pending] = []
         self._gathers: dict[int, Pending] = {}
@@ -45,31 +39,6 @@ class Replicated(Alone):
             model = self.spec.declare(self.context, training=training, accumulate=accumulate)
             self._schedules[key] = schedule_of(model, getattr(model, program))
         return self._schedules[key]
-
-    # ── micro-batches ──
-
-    def number_of(self, micro_batch: int) -> int:
-        return micro_batch * self.groups + self.group
-
-    def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
-        self.mesh.at(f"step {self.step}: counting targets")
-        total, taken = (int(x) // self.spec.context for x in self.mesh.sum(targets, micro_batches))
-        check_some(taken)
-        self.forget_sums()
-        return total, taken
-
-    def padded(self, batches: list[Batch]) -> list[Batch]:
-        if self.context is None and self.has_params:  # no micro-batch has collectives of its own
-            return batches
-        rounds = max(self.mesh.gather(len(batches)))
-        return batches + [_EMPTY] * (rounds - len(batches))
-
-    def local(self, tokens: Tensor, targets: Tensor) -> Batch:
-        return (tokens, targets) if self.context is None else own_rows(self.context, tokens, targets)
-
-    def sum_loss(self, loss: Tensor) -> None:
-        if self.context is not None:
-            self.context.all_reduce(loss)
 
     # ── gradients ──
 
