@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -30,7 +31,7 @@ def collectives(mesh: Mesh) -> list[list[float]]:
         mesh.wait(mesh.all_reduce(y[2:4], wait=wait))
         found.append(y.tolist())
     mesh.barrier()
-    return [*found, [float(told["rank"]) for told in mesh.gather({"rank": mesh.rank})]]
+    return [*found, [float(other["rank"]) for other in mesh.gather({"rank": mesh.rank})]]
 
 
 def test_collectives_in_place(two_ranks: Ranks) -> None:
@@ -59,7 +60,7 @@ def test_neighbours_have_collectives_of_their_own(two_ranks: Ranks) -> None:
         assert alone[rank] == ([0, 1], [[(rank + 1.0) * i for i in range(4)]] * 2, 3)
 
 
-def told(mesh: Mesh) -> list[Any]:
+def sent(mesh: Mesh) -> list[Any]:
     """Plain data of every form, of another length on each rank; what is not plain is refused, and not sent."""
     for value in (math.nan, {1, 2}):
         with pytest.raises((ValueError, TypeError), match="JSON"):
@@ -67,9 +68,9 @@ def told(mesh: Mesh) -> list[Any]:
     return mesh.gather({"name": "é" * mesh.rank, "none": None, "list": [mesh.rank, 0.1, True, 2**53 + 1]})
 
 
-def test_what_ranks_tell_each_other_is_json(two_ranks: Ranks) -> None:
+def test_gather_sends_json(two_ranks: Ranks) -> None:
     want = [{"name": "é" * rank, "none": None, "list": [rank, 0.1, True, 2**53 + 1]} for rank in range(2)]
-    assert two_ranks.run(told) == [want, want]
+    assert two_ranks.run(sent) == [want, want]
 
 
 def firsts(mesh: Mesh, folder: str) -> tuple[list[str], str]:
@@ -102,18 +103,20 @@ def lost(mesh: Mesh) -> str:
     mesh.barrier()
     mesh.at("step 3: summing")
     with pytest.raises(RankLost) as error:
-        mesh.wait(_Fails())
+        mesh.wait(FAILS)
     return str(error.value)
 
 
-class _Fails:
-    def wait(self) -> None:
-        raise RuntimeError("Connection closed by peer")
+def _fail() -> None:
+    raise RuntimeError("Connection closed by peer")
+
+
+FAILS: Any = SimpleNamespace(wait=_fail)  # a collective
 
 
 def test_a_failed_collective_names_the_place(two_ranks: Ranks) -> None:
-    for rank, told in enumerate(two_ranks.run(lost)):
-        assert told.startswith(f"rank {rank}, wait at 'step 3: summing': every rank is alive")
+    for rank, message in enumerate(two_ranks.run(lost)):
+        assert message.startswith(f"rank {rank}, wait at 'step 3: summing': every rank is alive")
 
 
 def test_missing_by_notes() -> None:
@@ -126,8 +129,8 @@ def test_missing_by_notes() -> None:
     before = read_notes(store, 4)
     for rank, note in enumerate([Note(9, 40, "step 4: summing"), Note(9, 38, "step 4: reading data")]):
         write_note(store, rank, note)
-    told = missing(before, read_notes(store, 4))
-    assert told == (
+    message = missing(before, read_notes(store, 4))
+    assert message == (
         "rank 2 is dead or stopped, last at 'x'; rank 3 is dead or stopped, last at 'nowhere yet'; "
         "rank 1 is behind, at 'step 4: reading data'"
     )
@@ -140,8 +143,8 @@ def test_a_rank_that_gave_up_because_another_died_is_not_named_as_dead() -> None
         1: Note(3, 38, "step 4: reading data"),
         2: Note(8, 40, "step 4: summing", gave_up=True),
     }
-    told = missing(stood, stood | {0: Note(11, 40, "a", gave_up=True)})
-    assert told == "rank 1 is dead or stopped, last at 'step 4: reading data'"
+    message = missing(stood, stood | {0: Note(11, 40, "a", gave_up=True)})
+    assert message == "rank 1 is dead or stopped, last at 'step 4: reading data'"
     alone = {rank: note for rank, note in stood.items() if rank != 1}  # a failure of rank 2's own
     assert missing(alone, alone | {0: Note(11, 40, "a", gave_up=True)}) == "rank 2 gave up first, at 'step 4: summing'"
 
@@ -150,7 +153,7 @@ def gives_up(mesh: Mesh) -> bool:
     mesh.barrier()
     if mesh.rank == 1:
         with pytest.raises(RankLost):
-            mesh.wait(_Fails())
+            mesh.wait(FAILS)
     mesh.barrier()
     return read_notes(mesh._store, 2)[1].gave_up
 
@@ -159,7 +162,7 @@ def test_a_rank_says_that_it_gives_up_before_it_ends(two_ranks: Ranks) -> None:
     assert two_ranks.run(gives_up) == [True, True]
 
 
-def test_what_all_ranks_refuse_is_said_once(
+def test_an_error_of_all_ranks_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     distributed: Any = torch.distributed
@@ -211,7 +214,7 @@ class _Clock:
 def test_the_watch_ends_a_rank_where_nothing_raises(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A rank that stands longer than its collectives may wait, and its others with it; alone it may stand for ever."""
+    """A rank ends that stays at one place for longer than its collectives may wait; with alone=True it may stay for ever."""
     clock, ended, distributed = _Clock(), threading.Event(), cast(Any, torch.distributed)
     monkeypatch.setattr("tilegrad.dist.mesh.time", clock)
     mesh = Mesh(timeout_s=600)
@@ -224,16 +227,16 @@ def test_the_watch_ends_a_rank_where_nothing_raises(
 
     monkeypatch.setattr("tilegrad.dist.mesh.os._exit", end)
     monkeypatch.setattr("tilegrad.dist.mesh.BEAT_S", 0.01)
-    for alone, stands in ((True, 1e6), (False, 600), (False, 1e6)):  # after 600 s the collective raises by itself
+    for alone, waited in ((True, 1e6), (False, 600), (False, 1e6)):  # after 600 s the collective raises by itself
         mesh.at("step 7: agreeing on the norm", alone=alone)
-        clock.sleep(stands)
-        hangs = not alone and stands > 600
+        clock.sleep(waited)
+        hangs = not alone and waited > 600
         with mesh.watch():
             assert ended.wait(10 if hangs else 0.2) is hangs
     assert clock.now == math.inf
-    told = capsys.readouterr().err
-    assert told.startswith("tilegrad: rank 0 stands at 'step 7: agreeing on the norm' for 1000000 s: ")
-    assert "rank 1 is dead or stopped, last at 'step 7: reading data'" in told
+    message = capsys.readouterr().err
+    assert message.startswith("tilegrad: rank 0 has been at 'step 7: agreeing on the norm' for 1000000 s: ")
+    assert "rank 1 is dead or stopped, last at 'step 7: reading data'" in message
 
 
 def test_more_ranks_than_gpus(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,8 @@ from tilegrad.memory.types import BufferType
 from tilegrad.model.block import Recomputed
 from tilegrad.model.config import PRESETS
 from tilegrad.model.transformer import Transformer, declare
-from tilegrad.engine.parallel import buckets_of, schedule_of
+from tilegrad.engine.parallel.declare import buckets_of, schedule_of
+from tilegrad.engine.spec import StepSpec
 from tilegrad.engine.planning import plan_model
 
 CPU = torch.device("cpu")
@@ -134,7 +135,7 @@ def test_bytes_of_a_rank(shard: str) -> None:
     """Moments are 1/world; pads are all that is COMM."""
     config = replace(PRESETS["tiny"], n_layer=3)
     plans = {
-        world: plan_model(config, 2, 16, torch.float32, CPU, world=world, shard=shard, bucket_bytes=200_000)  # type: ignore[arg-type]
+        world: plan_model(StepSpec(config, 2, 16, torch.float32, CPU, world=world, shard=shard, bucket_bytes=200_000))  # type: ignore[arg-type]
         for world in (1, 2, 8, 64)
     }
     alone = plans[1].arenas
@@ -153,14 +154,14 @@ def test_bytes_of_a_rank(shard: str) -> None:
 
 def test_a_bucket_holds_something() -> None:
     with pytest.raises(ValueError, match=r"^bucket_bytes: got 0; accepted: at least 1$"):
-        plan_model(CONFIG, 2, 8, torch.float32, CPU, world=2, bucket_bytes=0)
+        plan_model(StepSpec(CONFIG, 2, 8, torch.float32, CPU, world=2, bucket_bytes=0))
 
 
-def test_everything_sharded() -> None:
+def test_shard_all_plans_less_memory() -> None:
     """A small twin of gpt2-xl on 8 ranks: parts are 1/8, what is whole shares addresses, and the arena is its bound."""
     config = replace(PRESETS["tiny"], n_layer=6)
-    alone = plan_model(config, 2, 64, torch.float32, CPU)
-    plan = plan_model(config, 2, 64, torch.float32, CPU, world=8, shard="all")
+    alone = plan_model(StepSpec(config, 2, 64, torch.float32, CPU))
+    plan = plan_model(StepSpec(config, 2, 64, torch.float32, CPU, world=8, shard="all"))
     arena = plan.arenas["activations"]
     assert arena.arena_bytes <= 1.01 * arena.lower_bound_bytes
     for role in ("params", "grads", "optimizer"):
@@ -170,8 +171,8 @@ def test_everything_sharded() -> None:
 
 
 @pytest.mark.slow
-def test_everything_of_a_large_model_sharded() -> None:
-    plan = plan_model(PRESETS["gpt2-xl"], 4, 1024, torch.float32, CPU, world=8, shard="all")
+def test_shard_all_of_a_large_model() -> None:
+    plan = plan_model(StepSpec(PRESETS["gpt2-xl"], 4, 1024, torch.float32, CPU, world=8, shard="all"))
     arena = plan.arenas["activations"]
     assert plan.peak_bytes <= 24.4e9 and arena.arena_bytes <= 1.01 * arena.lower_bound_bytes
 
@@ -179,7 +180,7 @@ def test_everything_of_a_large_model_sharded() -> None:
 def test_a_large_model_on_an_h200(on_hopper: None) -> None:
     """gpt2-xl in bfloat16, norms and activations recomputed: masters are sharded too."""
     both: frozenset[Recomputed] = frozenset({"activation", "norm"})
-    plan = plan_model(
+    plan = plan_model(StepSpec(
         PRESETS["gpt2-xl"], 16, 1024, torch.bfloat16, torch.device("cuda"), (both,) * 48, world=8, shard="optimizer"
-    )  # fmt: skip
+    ))  # fmt: skip
     assert plan.peak_bytes <= 37.6e9

@@ -25,6 +25,7 @@ from tilegrad.cli.arguments import given_keys
 from tilegrad.engine import engine, gradcheck, machine
 from tilegrad.engine.planning import plan_model
 from tilegrad.engine.recompute import choose_recompute
+from tilegrad.engine.spec import StepSpec
 from tilegrad.memory.managed import pressure
 from tilegrad.model.config import PRESETS
 from tilegrad.specification import flash_cases as check
@@ -662,10 +663,10 @@ def test_plan_finds_the_largest_batch_that_fits(
     def peak(batch_size: int, budget: int | None) -> float:
         """As `train` would plan it; infinite where it refuses the budget."""
         try:
-            choice = choose_recompute(run.model, batch_size, *sizes, budget)
+            choice = choose_recompute(StepSpec(run.model, batch_size, *sizes), budget)
         except ValueError:
             return float("inf")
-        return plan_model(run.model, batch_size, *sizes, choice).peak_bytes
+        return plan_model(StepSpec(run.model, batch_size, *sizes, choice)).peak_bytes
 
     five = int(peak(5, None))
     for limit, budget in ((five, None), (five - 1, None), (1, None), (1 << 30, five), (five, 1 << 30)):

@@ -29,7 +29,7 @@ def device_step(engine: Engine, batches: list[tuple[Tensor, Tensor]], learning_r
 
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, DROPOUT], ids=["gpt", "llama", "dropout"])
-def test_it_trains_as_the_engine_does(config: ModelConfig) -> None:
+def test_the_program_of_a_device_step_trains_as_the_engine_does(config: ModelConfig) -> None:
     a, b = Engine(config, 2, 8), Engine(config, 2, 8)
     for i in range(4):
         batches = [batch(config, 2, 8, seed=2 * i), batch(config, 1, 5, seed=2 * i + 1)]
@@ -48,7 +48,7 @@ def test_no_target_at_all_gives_no_gradient() -> None:
     assert step.result.tolist() == [0.0, 0.0]
 
 
-def test_ten_in_a_row_halt_the_device_until_the_host_has_seen_them() -> None:
+def test_ten_skipped_in_a_row_freeze_the_weights_until_the_host_releases_them() -> None:
     engine, given = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
     step = device_step(engine, [given], 1e-2)
     step.program()

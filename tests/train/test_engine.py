@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import doctest
 import math
 import re
 import subprocess
@@ -18,9 +19,12 @@ from support.ops import allowed_bytes
 from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine import engine as engine_module
 from tilegrad.engine import planning, recompute
 from tilegrad.engine.optimizer import NonFiniteError, Optimizer
 from tilegrad.engine.planning import plan_model
+from tilegrad.engine.spec import StepSpec
+from tilegrad.engine.state import counters
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import Arenas, poison_dead
 from tilegrad.memory.planned.trace import Handle, bind
@@ -70,7 +74,7 @@ def test_gradients_and_forward_then_backward_give_the_same_bits(config: ModelCon
         replace(LLAMA, position="learned", bias=True),
     ],
 )
-def test_gradients_take_the_place_of_what_was_there(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_gradients_overwrites_old_gradients(config: ModelConfig, dtype: torch.dtype) -> None:
     """The same as zeros, forward and backward, whatever stood there: also in rows that no token or position reaches."""
     engine = Engine(config, 4, 12, dtype=dtype)
     parts = [batch(config, b, t, seed) for seed, (b, t) in enumerate(((2, 7), (4, 12), (1, 5)))]
@@ -96,11 +100,25 @@ def test_a_device_that_is_not_there_is_refused_by_name(device: torch.device | st
         Engine(CONFIG, 2, 8, device)
 
 
+def test_there_are_ten_methods_and_each_has_an_example_that_runs() -> None:
+    config = replace(CONFIG, vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
+    tokens = torch.tensor([[0, 1, 2, 3], [1, 2, 3, 4]])
+    engine, x, y = Engine(config, 2, 4), tokens[:, :-1], tokens[:, 1:]
+    for _ in range(50):
+        engine.step(x, y, 1e-2)
+    public = {name for name in vars(Engine) if not name.startswith("_")}
+    assert {name for name in public if not callable(vars(Engine)[name])} == {"params"} and len(public) == 11
+    examples = {test.name.rsplit(".", 1)[-1]: test.examples for test in doctest.DocTestFinder().find(Engine)}
+    assert all(examples[name] for name in public)
+    done = doctest.testmod(engine_module, extraglobs={"engine": engine, "x": x, "y": y})
+    assert done.failed == 0 and done.attempted > len(public)
+
+
 @pytest.mark.parametrize("call", ["gradients", "step", "submit", "submit on CUDA"])
 def test_an_update_of_no_micro_batch_is_refused_before_anything_changes(call: str) -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
     engine.step(tokens, targets, 1e-2)
-    before, grads, state = clones(engine.tensors()), clones(engine.grads), engine.state()
+    before, grads, state = clones(engine.tensors()), clones(engine.grads), counters(engine)
     if call == "submit on CUDA":
         queue: Any = SimpleNamespace(finished=lambda **_: [])  # that nothing reaches
         engine._queue = queue
@@ -111,7 +129,7 @@ def test_an_update_of_no_micro_batch_is_refused_before_anything_changes(call: st
     ):
         with pytest.raises(ValueError, match=message):
             getattr(engine, call.split()[0])(tokens_of, targets_of, *rate)
-    assert equal(engine.tensors(), before) and equal(engine.grads, grads) and engine.state() == state
+    assert equal(engine.tensors(), before) and equal(engine.grads, grads) and counters(engine) == state
     assert engine.steps == 1 and engine.finished() == []
 
 
@@ -215,7 +233,7 @@ def test_every_smaller_batch_finds_its_scratch_where_another_kernel_runs_it(conf
     """On Hopper GPUs the table leaves few rows and dropout to triton, which works in other buffers."""
     pytest.importorskip("triton")
     config, cuda = replace(config, n_embd=64, block_size=150), torch.device("cuda")
-    plan = plan_model(config, 3, 150, torch.bfloat16, cuda)
+    plan = plan_model(StepSpec(config, 3, 150, torch.bfloat16, cuda))
 
     def fits(handle: Handle) -> Handle:  # as Arenas.view
         planned = plan.trace.handles.get(handle.name)
@@ -354,7 +372,7 @@ def test_sharing_and_poison_change_no_bit(config: ModelConfig) -> None:
     device = torch.device("cpu")
     results = []
     for share, poisoned in ((True, False), (False, False), (True, True)):
-        plan = plan_model(config, 2, 9, torch.float32, device, share=share)
+        plan = plan_model(StepSpec(config, 2, 9, torch.float32, device), share=share)
         arenas = Arenas(plan)
         engine = Engine(config, 2, 9)
         handles = declare(config, 2, 9, torch.float32, device)
@@ -392,7 +410,7 @@ def test_gradients_have_the_same_bits_under_every_budget(config: ModelConfig) ->
     assert found
     smallest = int(found[1].replace(",", ""))
     peaks = []
-    everything = plan_model(config, 4, 16, torch.float32, torch.device("cpu")).peak_bytes
+    everything = plan_model(StepSpec(config, 4, 16, torch.float32, torch.device("cpu"))).peak_bytes
     assert free.plan.peak_bytes < everything
     for budget in torch.linspace(smallest, everything, 7).long().tolist():
         engine = Engine(config, 4, 16, memory_budget=budget)
@@ -408,22 +426,22 @@ def test_a_budget_holds_where_recomputing_more_blocks_takes_more_memory(monkeypa
     """Peak bytes by the number of blocks that are recomputed whole: 4 take more than 1, which no bisection meets."""
     peaks = (100, 70, 90, 85, 80)
 
-    def planned(*given: Any, **_options: Any) -> SimpleNamespace:
-        return SimpleNamespace(peak_bytes=peaks[sum("block" in block for block in given[-1])])
+    def planned(spec: StepSpec) -> SimpleNamespace:
+        return SimpleNamespace(peak_bytes=peaks[sum("block" in block for block in spec.recompute)])
 
     monkeypatch.setattr(recompute, "plan_model", planned)
-    form = (replace(CONFIG, n_layer=4), 1, 1, torch.float32, torch.device("cpu"))
+    spec = StepSpec(replace(CONFIG, n_layer=4), 1, 1, torch.float32, torch.device("cpu"))
     for budget, blocks in ((100, 0), (99, 1), (75, 1), (70, 1)):
-        chosen = recompute.choose_recompute(*form, budget)
+        chosen = recompute.choose_recompute(spec, budget)
         assert chosen == (frozenset({"block"}),) * blocks + (frozenset(),) * (4 - blocks), budget
     others = "and the norms and activations of the others,"
     with pytest.raises(
         ValueError, match=f"got 69 bytes; accepted: at least 70, with 1 of 4 blocks, {others} recomputed"
     ):
-        recompute.choose_recompute(*form, 69)
+        recompute.choose_recompute(spec, 69)
     peaks = (100, 90, 80, 70, 60)
     with pytest.raises(ValueError, match="got 59 bytes; accepted: at least 60, with all recomputed"):
-        recompute.choose_recompute(*form, 59)
+        recompute.choose_recompute(spec, 59)
 
 
 def test_a_choice_to_recompute_what_is_not_known_is_refused() -> None:
@@ -439,7 +457,7 @@ def test_without_a_budget_activations_are_recomputed_where_they_are_large() -> N
     many = Engine(large, 16, 16)
     assert all(block == {"activation"} for block in many.recompute)
     for engine in (few, many):
-        everything = plan_model(large, engine.batch_size, engine.seq_len, torch.float32, torch.device("cpu"))
+        everything = plan_model(StepSpec(large, engine.batch_size, engine.seq_len, torch.float32, torch.device("cpu")))
         kept = everything.arenas["activations"].arena_bytes
         assert (kept <= (everything.peak_bytes - kept) / 4) == (not any(engine.recompute))
 
@@ -470,21 +488,21 @@ def test_bfloat16_computes_with_rounded_copies_of_float32_masters() -> None:
     assert short.gradients(tokens, targets) == pytest.approx(exact.gradients(tokens, targets), rel=1e-2)
     for name, g in exact.grads.items():
         assert torch.dist(short.grads[name], g) <= 0.1 * g.norm() + 1e-4, name
-    short.optimizer_step(1e-2)  # a step of the optimizer is rounded anew too
+    short.optimizer_step(1e-2)  # a step of the optimizer is rounded again too
     first = short.forward(tokens, targets)
-    short.params["wte.weight"].mul_(3.0)  # a master that changed is rounded anew
+    short.params["wte.weight"].mul_(3.0)  # a master that changed is rounded again
     assert short.forward(tokens, targets) != first
 
 
 @pytest.mark.parametrize(("capability", "mib"), [((9, 0), 32), ((8, 0), 8.125), (None, 32)])
-def test_what_cublas_takes_is_planned(capability: Any, mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_workspace_of_cublas_is_in_the_report(capability: Any, mib: float, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG", raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: capability is not None)
     monkeypatch.setattr("tilegrad.engine.planning.gpu.capability", lambda _device: capability)
-    cuda = torch.device("cuda")
-    assert planning.beside(cuda, 2, 8) == {"cuBLAS's workspace": mib * 2**20, "the batch as it is staged": 17 * 16}
+    spec = StepSpec(CONFIG, 2, 8, torch.bfloat16, torch.device("cuda"))
+    assert planning.unplanned_bytes(spec) == {"cuBLAS's workspace": mib * 2**20, "the batch as it is staged": 17 * 16}
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-    assert planning.beside(cuda, 2, 8)["cuBLAS's workspace"] == (4096 * 2 + 16 * 8) * 1024
+    assert planning.unplanned_bytes(spec)["cuBLAS's workspace"] == (4096 * 2 + 16 * 8) * 1024
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,7 @@ def test_a_nan_after_any_op_inside_the_graph_changes_nothing() -> None:
     assert len(names) > 30 and engine.optimizer.skipped_in_a_row == 0
 
 
-def test_ten_in_a_row_stop_it_and_no_step_behind_them_counts() -> None:
+def test_ten_skipped_in_a_row_stop_training_and_later_steps_do_nothing() -> None:
     config = replace(CONFIG, n_embd=64, block_size=64)
     engine, given = Engine(config, 4, 64, device="cuda"), batch(config, 4, 64)
     for _ in range(3):
@@ -136,7 +136,7 @@ def test_ten_in_a_row_stop_it_and_no_step_behind_them_counts() -> None:
     for _ in range(9):
         engine.submit(*given, 1e-3)
     engine.finished(wait=True)
-    for _ in range(3):  # the next two are under way when the tenth is seen
+    for _ in range(3):  # the next two are queued when the tenth is seen
         engine.submit(*given, 1e-3)
     with pytest.raises(NonFiniteError, match="10 steps in a row"):
         engine.finished(wait=True)
@@ -147,7 +147,7 @@ def test_ten_in_a_row_stop_it_and_no_step_behind_them_counts() -> None:
     assert engine.optimizer.skipped_in_a_row == 0 and not equal(before, engine.tensors())
 
 
-def test_nothing_is_allocated_after_the_capture_and_other_work_goes_between() -> None:
+def test_nothing_is_allocated_after_the_capture_and_other_work_may_run_between() -> None:
     config = replace(CONFIG, n_embd=128, block_size=128, vocab_size=1000)
     engine = Engine(config, 4, 128, device="cuda")
     batches = [batch(config, 4, 128, seed=i) for i in range(8)]

@@ -26,6 +26,7 @@ from tilegrad.cli import main
 from tilegrad.data.tokens import default_text, train_bpe
 from tilegrad.engine.engine import Engine
 from tilegrad.engine.recompute import choose_recompute
+from tilegrad.engine.spec import StepSpec
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
@@ -74,7 +75,7 @@ def with_the_least_budget(row: Spec, file: Path) -> Spec:
     run = read_run(file)
     t, device = run.train, torch.device("cpu")
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
-        choose_recompute(run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device, 1)
+        choose_recompute(StepSpec(run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device), 1)
     least = re.search(r"at least ([\d,]+)", str(error.value))
     assert least
     return row | {"train.memory_budget": least[1].replace(",", "")}

@@ -11,6 +11,7 @@ from support.models import CONFIG, LLAMA, batch, clones, equal
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine import batch as checks
 from tilegrad.engine.planning import plan_model
+from tilegrad.engine.spec import StepSpec
 from tilegrad.kernels import fp8_linear
 from tilegrad.kernels.table import Table
 from tilegrad.model.block import Recomputed
@@ -34,7 +35,7 @@ def engines(config: ModelConfig) -> tuple[Engine, Engine]:
 
 @pytest.mark.usefixtures("on_cpu")
 @pytest.mark.parametrize("config", [CONFIG, LLAMA], ids=["gpt", "llama"])
-def test_it_trains_beside_bfloat16(config: ModelConfig) -> None:
+def test_fp8_trains_as_well_as_bfloat16(config: ModelConfig) -> None:
     fp8, plain = engines(config)
     tokens = torch.randint(0, 64, (4, 33), generator=torch.Generator().manual_seed(0))
     losses = [[e.step(tokens[:, :-1], tokens[:, 1:], 3e-3) for _ in range(30)] for e in (fp8, plain)]
@@ -43,7 +44,7 @@ def test_it_trains_beside_bfloat16(config: ModelConfig) -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_scales_follow_the_step_before_and_are_in_the_checkpoint() -> None:
+def test_fp8_scales_follow_the_last_step_and_are_in_the_checkpoint() -> None:
     fp8, _ = engines(CONFIG)
     x, y = batch(fp8.config, 4, 32)
     fp8.step(x, y, 1e-3)
@@ -56,7 +57,7 @@ def test_scales_follow_the_step_before_and_are_in_the_checkpoint() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_evaluation_is_in_bfloat16_and_changes_no_scale() -> None:
+def test_fp8_evaluation_is_in_bfloat16_and_changes_no_scale() -> None:
     fp8, plain = engines(CONFIG)
     x, y = batch(fp8.config, 4, 32)
     before = clones(fp8.tensors())
@@ -64,11 +65,11 @@ def test_evaluation_is_in_bfloat16_and_changes_no_scale() -> None:
 
 
 @pytest.mark.usefixtures("on_cpu")
-def test_a_budget_changes_no_bit() -> None:
+def test_fp8_with_a_budget_has_the_same_bits() -> None:
     """Recomputed products are those of the forward, for their scales are."""
     config = larger(CONFIG)
     blocks = (frozenset[Recomputed]({"block"}),) * config.n_layer
-    least = plan_model(config, 4, 32, torch.bfloat16, torch.device("cpu"), blocks, linear="fp8").peak_bytes
+    least = plan_model(StepSpec(config, 4, 32, torch.bfloat16, torch.device("cpu"), blocks, linear="fp8")).peak_bytes
     roomy = Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8", memory_budget=1 << 30)
     tight = Engine(config, 4, 32, dtype=torch.bfloat16, linear="fp8", memory_budget=least)
     assert any("block" in choice for choice in tight.recompute)
@@ -78,7 +79,7 @@ def test_a_budget_changes_no_bit() -> None:
     assert equal(roomy.tensors(), tight.tensors())
 
 
-def test_it_is_refused_by_name() -> None:
+def test_fp8_is_refused_where_it_cannot_run() -> None:
     with pytest.raises(
         ValueError, match="linear: got 'fp8', which needs a CUDA device, not cpu; accepted: 'plain' here"
     ):

@@ -12,6 +12,8 @@ from torch.profiler import ProfilerActivity, profile
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine.optimizer import Optimizer
 from tilegrad.engine.planning import plan_model, step_report
+from tilegrad.engine.spec import StepSpec
+from tilegrad.engine.state import counters, restore_counters
 from tilegrad.memory.planned.arena import Arenas, plan_memory
 from tilegrad.memory.planned.trace import bind
 from tilegrad.model.transformer import declare
@@ -28,7 +30,7 @@ ADAMW = {
 
 @pytest.mark.parametrize("config", [CONFIG, LLAMA, GAPS])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
-def test_flat_ranges_have_one_layout_and_what_decays_lies_first(config: ModelConfig, dtype: torch.dtype) -> None:
+def test_flat_ranges_have_one_layout_and_decayed_parameters_come_first(config: ModelConfig, dtype: torch.dtype) -> None:
     engine = Engine(config, 2, 8, dtype=dtype)
     o, tensors = engine.optimizer, engine.tensors()
     ranges = {
@@ -39,7 +41,7 @@ def test_flat_ranges_have_one_layout_and_what_decays_lies_first(config: ModelCon
     }
     for name, p in engine.params.items():
         starts = {(x[name].data_ptr() - flat.data_ptr()) // p.element_size() for flat, x in ranges.values()}
-        assert len(starts) == 1 and (starts.pop() < o.decayed) == (p.ndim >= 2), name
+        assert len(starts) == 1 and (starts.pop() < o.owned[0].decayed) == (p.ndim >= 2), name
     for flat, x in ranges.values():
         flat.fill_(1.0)
         assert all((y == 1.0).all() for y in x.values())
@@ -48,11 +50,13 @@ def test_flat_ranges_have_one_layout_and_what_decays_lies_first(config: ModelCon
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, request: pytest.FixtureRequest) -> None:
+def test_the_optimizers_scratch_lives_during_its_step_and_shares_addresses(
+    device: str, request: pytest.FixtureRequest
+) -> None:
     if device == "cuda":
         pytest.importorskip("triton")
         request.getfixturevalue("on_hopper")
-    plan = plan_model(CONFIG, 2, 8, torch.float32, torch.device(device))
+    plan = plan_model(StepSpec(CONFIG, 2, 8, torch.float32, torch.device(device)))
     ops, live, activations = plan.trace.ops, plan.trace.live, plan.arenas["activations"]
     norm, guard, update = ops.index("global_norm"), ops.index("guard"), ops.index("adamw_step")
     assert (guard, update) == (norm + 1, norm + 2) and ops.count("global_norm") == ops.count("adamw_step") == 1
@@ -61,7 +65,7 @@ def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, req
     for op, scratch in ((norm, NORM[device]), (guard, GUARD), (update, ADAMW[device])):
         assert all(live[name] == ((op, op),) for name in scratch)
         alive = {name for name in activations.offsets if any(first <= op <= last for first, last in live[name])}
-        assert alive == scratch, "nothing else is alive beside it"
+        assert alive == scratch, "nothing else is alive then"
     own = NORM[device] | GUARD | ADAMW[device]
     end = max(activations.offsets[name] + plan.trace.handles[name].nbytes for name in own)
     others = (offset for name, offset in activations.offsets.items() if name not in own)
@@ -70,15 +74,15 @@ def test_its_scratch_lives_during_its_step_and_shares_addresses(device: str, req
 
 
 def test_the_arena_holds_moments_and_four_scalars() -> None:
-    plan = plan_model(GAPS, 2, 8, torch.float32, CPU)
+    plan = plan_model(StepSpec(GAPS, 2, 8, torch.float32, CPU))
     optimizer, params = plan.arenas["optimizer"], plan.arenas["params"]
     whole = -(-params.arena_bytes // params.align) * params.align
     assert optimizer.arena_bytes == 2 * whole + 3 * params.align + 4
 
 
 def test_a_report_of_one_step_ends_with_the_optimizer() -> None:
-    plan = plan_model(CONFIG, 2, 8, torch.float32, CPU)
-    report = step_report(plan, CONFIG, 2, 8, torch.float32, (), "one step")
+    plan = plan_model(StepSpec(CONFIG, 2, 8, torch.float32, CPU))
+    report = step_report(plan, StepSpec(CONFIG, 2, 8, torch.float32, CPU), "one step")
     last = max(span.last for span in report.spans if span.role == "activations")
     assert {span.name for span in report.spans if span.last == last and span.role == "activations"} == ADAMW["cpu"]
     assert report.ops == last
@@ -101,7 +105,7 @@ def test_gaps_stay_zero() -> None:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_its_step_allocates_no_more_than_scalars(dtype: torch.dtype) -> None:
+def test_a_step_of_the_optimizer_allocates_no_more_than_scalars(dtype: torch.dtype) -> None:
     config = replace(CONFIG, vocab_size=9000)
     engine, (tokens, targets) = Engine(config, 2, 5, dtype=dtype), batch(config, 2, 5)
     engine.step(tokens, targets, learning_rate=1e-3)
@@ -120,8 +124,8 @@ def test_state_and_tensors_resume_to_the_bit() -> None:
         engine.step(tokens, targets, learning_rate=1e-2)
     for name, x in engine.tensors().items():
         other.tensors()[name].copy_(x)
-    other.restore(engine.state())
-    assert other.state() == engine.state() and engine.steps == other.steps == 2
+    restore_counters(other, counters(engine))
+    assert counters(other) == counters(engine) and engine.steps == other.steps == 2
     for tokens, targets in batches[2:]:
         for each in (engine, other):
             each.step(tokens, targets, learning_rate=1e-2)
@@ -130,7 +134,7 @@ def test_state_and_tensors_resume_to_the_bit() -> None:
 
 def test_a_plan_of_another_alignment_is_refused_and_not_misread() -> None:
     handles = Optimizer.declare(declare(GAPS, 2, 8, torch.float32, CPU).params.values())
-    plan = plan_model(GAPS, 2, 8, torch.float32, CPU)
+    plan = plan_model(StepSpec(GAPS, 2, 8, torch.float32, CPU))
     arenas = Arenas(plan_memory(plan.trace, align=16))
     with pytest.raises(
         ValueError, match=r"params: got 'wpe\.weight' of 768 bytes at 1536; accepted: the 768 bytes at 1488"

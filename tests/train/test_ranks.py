@@ -25,7 +25,10 @@ from tilegrad import Engine
 from tilegrad.cli import main
 from tilegrad.cli.progress import _message
 from tilegrad.dist.mesh import Mesh
-from tilegrad.engine.parallel import check_accumulation, digest
+from tilegrad.engine.optimizer import AdamW
+from tilegrad.engine.parallel import ShardedOptimizer, check_accumulation, check_same, digest
+from tilegrad.engine.spec import StepSpec
+from tilegrad.engine.state import counters, restore_counters
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
@@ -201,13 +204,13 @@ def saved_by_a_group(mesh: Mesh, folder: str) -> str:
     engine.step(*micro_batches(89, 0, 1)[0], 1e-2)
     apart_ = Engine(CASES["untied, GQA, window"], 3, 16, **F64, mesh=mesh)
     for source, other in ((engine, apart_), (apart_, sharing(mesh, "all"))):
-        path = save_pieces(Path(folder), source, mesh, {"engine": source.state()})
-        other.restore(load_pieces(path, other, mesh)["engine"])
+        path = save_pieces(Path(folder), source, mesh, {"engine": counters(source)})
+        restore_counters(other, load_pieces(path, other, mesh)["engine"])
         assert equal(other.params, engine.params) and other.steps == 1
     return str(path)
 
 
-def test_a_checkpoint_does_not_know_who_shared_sequences(two_ranks: Ranks, tmp_path: Path) -> None:
+def test_a_checkpoint_does_not_depend_on_context(two_ranks: Ranks, tmp_path: Path) -> None:
     path = two_ranks.run(saved_by_a_group, str(tmp_path))[0]
     one = Engine(CASES["untied, GQA, window"], 3, 16, **F64)
     one.step(*micro_batches(89, 0, 1)[0], 1e-2)
@@ -263,24 +266,24 @@ def go_on(engine: Engine, mesh: Mesh | None, until: int) -> Engine:
 def saved_and_resumed(mesh: Mesh, folder: str) -> str:
     """Resumed on the same ranks and buckets: the same bits. On others: the same parameters."""
     engine = trained(mesh, 3)
-    path = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    path = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     at_3 = {name: p.clone() for name, p in engine.params.items()}
     at_5 = {name: p.clone() for name, p in go_on(engine, mesh, 5).params.items()}
     again = trained(mesh, 0)
-    again.restore(load_pieces(path, again, mesh)["engine"])
+    restore_counters(again, load_pieces(path, again, mesh)["engine"])
     assert equal(again.params, at_3) and again.steps == 3
     assert equal(go_on(again, mesh, 5).params, at_5)
     for shard, bucket_bytes in (("none", 50_000), ("all", 1), ("optimizer", 9_000)):
         other = trained(mesh, 1, shard, bucket_bytes)
-        other.restore(load_pieces(path, other, mesh)["engine"])
+        restore_counters(other, load_pieces(path, other, mesh)["engine"])
         assert equal(other.params, at_3)
-        again_path = save_pieces(Path(folder), other, mesh, {"engine": other.state()})
+        again_path = save_pieces(Path(folder), other, mesh, {"engine": counters(other)})
     return str(again_path)
 
 
 def loaded_from_one(mesh: Mesh, path: str, shard: str) -> dict[str, Tensor]:
     engine = trained(mesh, 0, shard)
-    engine.restore(load_pieces(Path(path), engine, mesh)["engine"])
+    restore_counters(engine, load_pieces(Path(path), engine, mesh)["engine"])
     return {name: p.clone() for name, p in go_on(engine, mesh, 4).params.items()}
 
 
@@ -289,9 +292,9 @@ def test_checkpoints_of_two_ranks_are_read_by_one_and_by_two(two_ranks: Ranks, t
     assert len(paths) == 1
     one = trained(None, 0)
     state = load_into(Path(paths.pop()), one.tensors()).state
-    one.restore(state["engine"])
+    restore_counters(one, state["engine"])
     assert one.steps == 3 and state["ranks"] == 2
-    path = save_checkpoint(tmp_path / "one", 3, one.tensors(), {"engine": one.state()})
+    path = save_checkpoint(tmp_path / "one", 3, one.tensors(), {"engine": counters(one)})
     after = two_ranks.run(loaded_from_one, str(path), "optimizer") + two_ranks.run(loaded_from_one, str(path), "none")
     go_on(one, None, 4)
     for params in after:
@@ -300,14 +303,14 @@ def test_checkpoints_of_two_ranks_are_read_by_one_and_by_two(two_ranks: Ranks, t
 
 def saved(mesh: Mesh, folder: str, shard: str) -> tuple[str, str]:
     engine = trained(mesh, 2, shard)
-    path = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    path = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     return str(path), digest(list(engine.params.values()))
 
 
 def read_again(mesh: Mesh, path: str, shard: str) -> tuple[str, int]:
     """With buckets of another size than it was saved with."""
     engine = trained(mesh, 0, shard, 33_000)
-    engine.restore(load_pieces(Path(path), engine, mesh)["engine"])
+    restore_counters(engine, load_pieces(Path(path), engine, mesh)["engine"])
     return digest(list(engine.params.values())), engine.steps
 
 
@@ -318,7 +321,7 @@ def test_a_checkpoint_of_four_ranks_is_read_by_any_number(four_ranks: Ranks, tmp
     for shard in ("none", "optimizer", "all"):
         ((path, want),) = set(four_ranks.run(saved, str(tmp_path / shard), shard))
         one = trained(None, 0)
-        one.restore(load_into(Path(path), one.tensors()).state["engine"])
+        restore_counters(one, load_into(Path(path), one.tensors()).state["engine"])
         assert (digest(list(one.params.values())), one.steps) == (want, 2)
         checkpoints[path] = want
     for world in (2, 3, 4):
@@ -333,7 +336,7 @@ def test_a_checkpoint_of_four_ranks_is_read_by_any_number(four_ranks: Ranks, tmp
 def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
     """The disk of rank 1 is full amid a save; then there is room again."""
     engine = trained(mesh, 1)
-    good = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    good = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
 
     def full(*_given: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device", "shard-00002")
@@ -343,18 +346,18 @@ def no_room(mesh: Mesh, folder: str) -> tuple[str, str]:
         if mesh.rank == 1:
             patch.setattr("torch.distributed.checkpoint.HuggingFaceStorageWriter.write_data", full)
         with pytest.raises(OSError, match="No space left") as error:
-            save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+            save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     mesh.barrier()
     left = sorted(path.name for path in Path(folder).iterdir())
     mesh.barrier()
-    save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
+    save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
     assert left == [".staged", good.name]
     return str(error.value), " ".join(sorted(path.name for path in Path(folder).iterdir()))
 
 
 def test_a_full_disk_of_one_rank_is_raised_on_all(two_ranks: Ranks, tmp_path: Path) -> None:
-    for told, names in two_ranks.run(no_room, str(tmp_path)):
-        assert "shard-00002" in told and names == "000001-step-1 000002-step-2"
+    for error, names in two_ranks.run(no_room, str(tmp_path)):
+        assert "shard-00002" in error and names == "000001-step-1 000002-step-2"
 
 
 def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
@@ -364,7 +367,7 @@ def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
     settings = TrainConfig(steps=2, batch_size=1, gradient_accumulation=2, eval_interval=0, sample_tokens=0)
     run = RunConfig(replace(CASES["tied, dropout"], vocab_size=256), settings, DataConfig(files=(str(text),)))
     home = Path(folder, f"rank-{mesh.rank}")
-    told = []
+    errors = []
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("tilegrad.training.run.Mesh", lambda _device, _timeout: mesh)
         patch.setattr("tilegrad.training.folder.SHARED_S", 0.2)
@@ -372,16 +375,16 @@ def apart_in_folders(mesh: Mesh, folder: str) -> tuple[str, str]:
         patch.setattr(mesh, "close", lambda: None)
         with pytest.raises(ValueError, match="out: got a folder that the ranks don't share") as error:
             train(run, home)
-        told.append(str(error.value))
+        errors.append(str(error.value))
         assert not Path(folder, f"rank-{mesh.rank}").exists()
         mesh.barrier()
         train(run, Path(folder, "shared"))
     engine = trained(mesh, 1)
     with pytest.raises(OSError, match="shard-00002") as lost:
-        save_pieces(home, engine, mesh, {"engine": engine.state()})
-    told.append(str(lost.value))
+        save_pieces(home, engine, mesh, {"engine": counters(engine)})
+    errors.append(str(lost.value))
     assert not list(home.glob("*-step-*"))
-    return told[0], told[1]
+    return errors[0], errors[1]
 
 
 def test_ranks_that_do_not_share_a_folder_are_refused_before_the_first_step(two_ranks: Ranks, tmp_path: Path) -> None:
@@ -399,8 +402,8 @@ def test_ranks_that_do_not_share_a_folder_are_refused_before_the_first_step(two_
 
 def damaged(mesh: Mesh, folder: str) -> tuple[str, str]:
     engine = trained(mesh, 1)
-    good = save_pieces(Path(folder), engine, mesh, {"engine": engine.state()})
-    path = save_pieces(Path(folder), go_on(engine, mesh, 2), mesh, {"engine": engine.state()})
+    good = save_pieces(Path(folder), engine, mesh, {"engine": counters(engine)})
+    path = save_pieces(Path(folder), go_on(engine, mesh, 2), mesh, {"engine": counters(engine)})
     before = {name: p.clone() for name, p in engine.params.items()}
     if mesh.rank == 0:
         victim = sorted(path.glob("*.safetensors"))[-1]
@@ -417,8 +420,8 @@ def damaged(mesh: Mesh, folder: str) -> tuple[str, str]:
 
 
 def test_a_damaged_shard_and_another_model_are_refused_on_all_ranks(two_ranks: Ranks, tmp_path: Path) -> None:
-    for told, _ in two_ranks.run(damaged, str(tmp_path)):
-        assert "shard-00002" in told and "000001-step-1" in told
+    for error, _ in two_ranks.run(damaged, str(tmp_path)):
+        assert "shard-00002" in error and "000001-step-1" in error
 
 
 def guarded(mesh: Mesh) -> None:
@@ -429,10 +432,10 @@ def guarded(mesh: Mesh) -> None:
     many.forward(*micro_batches(97, 7, 2)[mesh.rank])
     many.backward()
     if mesh.rank == 1:
-        many.ask_to_stop()
+        many.ranks.stop = True
         many.grads["blocks.1.ffn.up.weight"][3, 3] = math.inf
     norm = many.optimizer_step(1e-2)
-    assert (math.isfinite(norm), many.optimizer.skipped, many.stop) == (False, 1, True)
+    assert (math.isfinite(norm), many.optimizer.skipped, many.ranks.stop) == (False, 1, True)
     assert equal(many.params, before)
     many.gradients(*mine(mesh, micro_batches(97, 8, 2)))
     many.forward(*micro_batches(97, 8, 1)[0])
@@ -447,12 +450,13 @@ def test_a_guard_and_a_stop_are_agreed(two_ranks: Ranks) -> None:
 
 
 def unread(mesh: Mesh) -> int:
-    """Gathers under way when a rank changes its own slices, over steps of which rank 1 has no micro-batch."""
+    """Unfinished gathers when a rank changes its own slices, over steps in which rank 1 has no micro-batch."""
     engine, found = trained(mesh, 1), []
-    update = engine.optimizer.apply
+    ranks, update = engine.ranks, engine.optimizer.apply
+    assert isinstance(ranks, ShardedOptimizer)
 
     def apply(_optimizer: object, learning_rate: float) -> None:
-        found.append(len(engine._ranks._gathers))
+        found.append(len(ranks._gathers))
         update(learning_rate)
 
     with pytest.MonkeyPatch.context() as patch:
@@ -462,7 +466,7 @@ def unread(mesh: Mesh) -> int:
     return max(found)
 
 
-def test_a_rank_changes_no_parameter_that_is_under_way(two_ranks: Ranks) -> None:
+def test_a_rank_updates_only_after_its_gathers_are_done(two_ranks: Ranks) -> None:
     assert two_ranks.run(unread) == [0, 0]
 
 
@@ -495,14 +499,14 @@ def test_units_are_dead_when_the_plan_says_so(two_ranks: Ranks, context: int) ->
 
 def nothing(mesh: Mesh) -> list[str]:
     """A step of which no rank has a micro-batch; the gradients that were summed before it stay so."""
-    engine, told = trained(mesh, 1), []
+    engine, errors = trained(mesh, 1), []
     engine.gradients(*mine(mesh, micro_batches(97, 5, 2)))
     before, draws = {name: p.clone() for name, p in engine.params.items()}, engine.draws
     with pytest.raises(ValueError, match=r"tokens: got no micro-batch; accepted: one or more") as error:
         engine.submit([], [], 1e-2)
-    told.append(str(error.value).split(":")[0])
-    assert equal(engine.params, before) and engine.draws == draws and engine._ranks.summed
-    return told
+    errors.append(str(error.value).split(":")[0])
+    assert equal(engine.params, before) and engine.draws == draws and engine.ranks.summed
+    return errors
 
 
 def test_a_step_without_a_micro_batch_is_refused_on_all_ranks(two_ranks: Ranks) -> None:
@@ -549,17 +553,17 @@ def test_bad_input_is_refused_before_anything_is_made(
     assert not (tmp_path / "run").exists()
 
 
-def test_ranks_without_a_micro_batch_are_told() -> None:
-    """A run goes on with more ranks than it has micro-batches."""
+def test_idle_ranks_are_reported() -> None:
+    """A run continues with more ranks than it has micro-batches."""
     start = {"ranks": 4, "micro_batches": 3, "parameters": 1, "tokens": 1, "planned_bytes": 1, "unigram_entropy": 1.0}
-    told = [
+    errors = [
         _message("start", {**start, "idle_ranks": idle, "resumed_from": "here", "step": 2}) or "" for idle in (1, 0)
     ]
-    assert told[0] == "1 of 4 ranks have no micro-batch: gradient_accumulation is 3\n" + told[1]
+    assert errors[0] == "1 of 4 ranks have no micro-batch: gradient_accumulation is 3\n" + errors[1]
 
 
 def disagreeing(mesh: Mesh) -> list[str]:
-    told = []
+    errors = []
     for options in (
         {"seed": mesh.rank},
         {"weight_decay": 0.1 * mesh.rank},
@@ -572,8 +576,23 @@ def disagreeing(mesh: Mesh) -> list[str]:
         with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
             Engine(**arguments, batch_size=3, seq_len=16)
         assert len(str(error.value)) < 120
-        told.append(str(error.value).split(":")[0])
-    return told
+        errors.append(str(error.value).split(":")[0])
+    return errors
+
+
+def test_what_is_recomputed_is_compared_in_one_order() -> None:
+    """str() of a set depends on the hash seed of the process."""
+    sent: dict[str, str] = {}
+
+    def gather(fields: dict[str, str]) -> list[dict[str, str]]:
+        sent.update(fields)
+        return [fields, fields]
+
+    mesh: Any = SimpleNamespace(world=2, at=lambda _place: None, gather=gather)
+    recompute: Any = (frozenset({"norm", "activation"}), frozenset())
+    spec = StepSpec(CONFIG, 2, 8, torch.float32, torch.device("cpu"), recompute, world=2)
+    check_same(mesh, spec, AdamW(), 0)
+    assert sent["recompute"] == "[['activation', 'norm'], []]"
 
 
 def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> None:
@@ -585,13 +604,13 @@ def test_ranks_that_disagree_are_refused_with_the_field(two_ranks: Ranks) -> Non
 
 def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
     """Rank 1 draws other weights by the same seed; then it reads others from a file of the same name."""
-    told = []
+    errors = []
     for shard in ("optimizer", "all"):
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr("tilegrad.model.layer.torch.randn", partial(_drawn, torch.randn, mesh.rank))
             with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
                 trained(mesh, 0, shard)
-        told.append(str(error.value).split(":")[0])
+        errors.append(str(error.value).split(":")[0])
         engine = trained(mesh, 0, shard)
         before = {name: p.clone() for name, p in engine.params.items()}
         other = SimpleNamespace(read=partial(dict, {name: p + 1e-3 * mesh.rank for name, p in before.items()}))
@@ -599,9 +618,9 @@ def begun_elsewhere(mesh: Mesh, folder: str) -> list[str]:
             patch.setattr("tilegrad.training.run.open_weights", {Path("weights"): other}.get)
             with pytest.raises(ValueError, match=r" on rank 1; accepted: rank 0's") as error:
                 _begin_with(Path("weights"), engine, Path(folder), mesh)
-        told.append(str(error.value).split(":")[0])
+        errors.append(str(error.value).split(":")[0])
         assert equal(engine.params, before)
-    return told
+    return errors
 
 
 def _drawn(randn: Callable[..., Tensor], rank: int, *shape: Any, **options: Any) -> Tensor:

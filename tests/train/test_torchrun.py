@@ -95,7 +95,7 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> dict[str, torch.Ten
 
 
 @pytest.mark.slow
-def test_a_killed_rank_is_restarted_to_the_same_bits_and_any_number_goes_on(
+def test_a_killed_rank_restarts_to_the_same_bits_and_any_number_of_ranks_continues(
     tmp_path: Path, undisturbed: dict[str, torch.Tensor]
 ) -> None:
     killed = Torchrun(2, tmp_path / "run", "--steps", "14", restarts=1)
@@ -229,10 +229,10 @@ def test_a_rank_asleep_is_named_with_its_place(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_where_nothing_raises_the_watch_ends_the_ranks(tmp_path: Path) -> None:
+def test_the_watch_ends_ranks_where_nothing_raises(tmp_path: Path) -> None:
     run = Torchrun(2, tmp_path / "run", "--steps", "40", "--timeout", "2", fault=("silent", 0, 3))
     assert run.wait() != 0
-    assert "stands at 'step 3: counting targets' for" in run.text() and "exitcode: 13" in run.text()
+    assert "has been at 'step 3: counting targets' for" in run.text() and "exitcode: 13" in run.text()
 
 
 @pytest.mark.slow

@@ -17,6 +17,8 @@ import pytest
 import torch
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine.state import counters
+from tilegrad.training import loop
 from tilegrad.training.checkpoint import DamagedCheckpoint, load_checkpoint
 from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, byte_count, read_run, run_from
 from tilegrad.training.log import read_log
@@ -168,8 +170,7 @@ def as_toml(content: dict[str, dict[str, Any]]) -> str:
 def test_what_could_not_be_saved_is_refused_before_the_first_step(
     run: RunConfig, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, value: object
 ) -> None:
-    state = Engine.state
-    monkeypatch.setattr(Engine, "state", lambda self: {**state(self), "more": value})
+    monkeypatch.setattr(loop, "counters", lambda engine: {**counters(engine), "more": value})
     monkeypatch.setattr(Engine, "submit", None)
     with pytest.raises((TypeError, ValueError), match=r"state\['engine'\]\['more'\].* JSON"):
         train(run, tmp_path / "run")

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import argparse
 import json
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
 
 if TYPE_CHECKING:
-    import torch
-
-    from ..training.config import RunConfig
+    from ..engine.spec import StepSpec
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -21,6 +20,7 @@ def _plan(args: argparse.Namespace) -> int:
     from ..engine.machine import check_device, what_fits
     from ..engine.planning import plan_model, step_report
     from ..engine.recompute import OverBudget, choose_recompute
+    from ..engine.spec import StepSpec
     from ..text.atomic import check_replaceable
     from ..training.config import run_from
 
@@ -29,32 +29,33 @@ def _plan(args: argparse.Namespace) -> int:
         check_replaceable(page, '<meta name="generator" content="tilegrad">')
     content = given_keys(args)
     run, where = run_from(content, args.config or "flags"), Path(args.config).stem if args.config else None
-    config, t, dtype = run.model, run.train, getattr(torch, run.train.dtype)
+    t = run.train
     check_device(t.device)
-    form = (config, t.batch_size, t.seq_len, dtype, torch.device(t.device))
-    options: Any = {"linear": t.linear, "deterministic": t.deterministic or t.device == "cpu"}
     if args.world_size < 1:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
-    options |= {"world": args.world_size, **ranks_of(args)}
-    largest, largest_sentence = _largest_batch(run, dtype, form[-1], options) if args.fit else ({}, "")
+    device = torch.device(t.device)
+    spec = StepSpec(
+        run.model, t.batch_size, t.seq_len, getattr(torch, t.dtype), device,
+        linear=t.linear, deterministic=t.deterministic or t.device == "cpu", world=args.world_size, **ranks_of(args),
+    )  # fmt: skip
+    largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")
     try:
-        recompute = choose_recompute(*form, t.memory_budget, **options)
+        spec = replace(spec, recompute=choose_recompute(spec, t.memory_budget))
     except OverBudget as error:
         raise ValueError(f"{error}; {largest_sentence}") if args.fit else error from None
     name = where or content.get("model", {}).get("preset", "tiny")
     title = f"{name}, batch {t.batch_size} × {t.seq_len} tokens, {t.dtype}"
     title += f", one of {args.world_size} ranks, shard {args.shard}" if args.world_size > 1 else ""
     title += f", {args.context} ranks to a sequence" if args.context > 1 else ""
-    memory = plan_model(*form, recompute, **options)
-    report = step_report(memory, config, t.batch_size, t.seq_len, dtype, recompute, title, **options)
+    report = step_report(plan_model(spec), spec, title)
     if page is not None:
         page.write_text(report.html(), encoding="utf-8")
-    fits, sentence = what_fits(report.peak_bytes + sum(dict(report.beside).values()), form[-1])
+    fits, sentence = what_fits(report.peak_bytes + sum(dict(report.beside).values()), device)
     if args.json:
         print(json.dumps(report.json() | fits | largest, indent=1))
         return 0
     print(report.table())
-    chosen = {name: sum(name in block for block in recompute) for name in ("norm", "activation", "block")}
+    chosen = {name: sum(name in block for block in spec.recompute) for name in ("norm", "activation", "block")}
     if any(chosen.values()):
         print("\nrecomputed: " + ", ".join(f"{name} in {n} blocks" for name, n in chosen.items() if n))
     print(f"\n{sentence}")
@@ -65,25 +66,24 @@ def _plan(args: argparse.Namespace) -> int:
     return 0
 
 
-def _largest_batch(
-    run: RunConfig, dtype: torch.dtype, device: torch.device, options: dict[str, Any]
-) -> tuple[dict[str, int | None], str]:
+def _largest_batch(spec: StepSpec, budget: int | None) -> tuple[dict[str, int | None], str]:
     """The largest micro-batch that fits into what is free, and into memory_budget, as data and as a sentence."""
     from ..engine.recompute import largest_batch
     from ..memory.managed import pressure
     from ..memory.page import human
 
-    t = run.train
-    free = pressure.memory_available(device)
-    limit = free if free is not None else t.memory_budget
+    free = pressure.memory_available(spec.device)
+    limit = free if free is not None else budget
     if limit is None:
-        raise ValueError(f"fit: got {device}, whose free memory can't be known here; accepted: with --memory-budget")
-    found = largest_batch(run.model, t.seq_len, dtype, device, t.memory_budget, limit, **options)
+        raise ValueError(
+            f"fit: got {spec.device}, whose free memory can't be known here; accepted: with --memory-budget"
+        )
+    found = largest_batch(spec, budget, limit)
     batch_size, nbytes = found or (0, None)
     data = {"largest_batch_size": batch_size, "largest_batch_bytes": nbytes}
     if nbytes is None:
-        return data, f"no batch fits, not even one of a single sequence of {t.seq_len} tokens"
-    return data, f"the largest batch that fits is {batch_size:,} × {t.seq_len} tokens, {human(nbytes)}"
+        return data, f"no batch fits, not even one of a single sequence of {spec.seq_len} tokens"
+    return data, f"the largest batch that fits is {batch_size:,} × {spec.seq_len} tokens, {human(nbytes)}"
 
 
 def add_memory(commands: Commands) -> None:

@@ -1,1 +1,1 @@
-"""Ranks: the process group and its collectives, and when a step may start them."""
+"""The process group, its collectives, and when a step starts them."""

@@ -1,13 +1,13 @@
-"""The ranks of a run: torch.distributed's process group, the collectives of a step, and who is missing when one hangs.
+"""The ranks of a run: torch.distributed's process group, the collectives of a step, and which rank is missing when one hangs.
 
-torchrun says rank and world in the environment; gloo carries CPU tensors, NCCL those of GPUs. Without torchrun, or with one
-rank, there is no process group, and every collective is nothing.
+torchrun sets rank and world size in the environment; gloo carries CPU tensors, NCCL those of GPUs. Without torchrun, or with
+one rank, there is no process group, and every collective is a no-op.
 
-A collective that waits for a lost rank fails with an error that names nobody, and on a GPU it need not fail at all. So each
-rank counts the collectives it has entered, and a thread of it writes a beat, that count and its place into the store once a
-second. After a failure the notes are read twice. A beat that stands still is a dead or stopped rank; of the others, those
-with the lowest count are whom the rest waits for. A rank that gives up because of another one says so in its note before it
-ends, and is not taken for dead. No clocks are compared.
+A collective that waits for a lost rank fails with an error that names no rank, and on a GPU it may never fail. So a heartbeat
+thread on each rank publishes (beat, collectives entered, place) in the store every second; on failure two snapshots are
+compared. A rank whose beat has not changed is dead or stopped; among the others, the ranks with the lowest count are those that
+the rest waits for. A rank that gives up because of another one publishes that before it ends, so it is not taken for dead. No
+clocks are compared.
 """
 
 from __future__ import annotations
@@ -22,19 +22,23 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
-from typing import Any, NamedTuple, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import Store
+
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed the two
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 _stores: Any = dist  # torch's types leave PrefixStore and TCPStore out
 BEAT_S = 1.0
-HUNG = 13  # exit code of a process whose watch ended it
-_TOLD = 8  # ranks that a message names at most
+HUNG = 13  # exit code of a process that the heartbeat thread ended
+_NAMED = 8  # ranks that a message names at most
 T = TypeVar("T")
+Pending = dist.Work | None  # a started collective; None with one rank
 
 
 class RankLost(RuntimeError):
@@ -42,8 +46,8 @@ class RankLost(RuntimeError):
 
 
 class Note(NamedTuple):
-    """What a rank says of itself: a beat that grows while its process lives, the collectives it entered, its place, and
-    whether it has given up because of another one."""
+    """What a rank publishes: a beat that grows while its process lives, the collectives that it entered, where it is, and
+    whether it gave up because of another rank."""
 
     beat: int
     entered: int
@@ -52,22 +56,22 @@ class Note(NamedTuple):
 
 
 def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
-    """Whom the others wait for, of two readings of the notes that are more than a beat apart."""
+    """Which ranks the others wait for, from two snapshots of the notes, more than a beat apart."""
     still = [rank for rank in after if before[rank].beat == after[rank].beat]
     silent = [rank for rank in still if not after[rank].gave_up]
     alive = [rank for rank in after if rank not in silent and not after[rank].gave_up]
     most = max(note.entered for note in after.values())
     least = min((after[rank].entered for rank in alive), default=most)
     behind = [rank for rank in alive if after[rank].entered == least < most]
-    told = [f"rank {rank} is dead or stopped, last at {after[rank].place!r}" for rank in silent]
-    told += [f"rank {rank} is behind, at {after[rank].place!r}" for rank in behind]
-    told = told or [f"rank {rank} gave up first, at {after[rank].place!r}" for rank in still]
-    more = f"; and {len(told) - _TOLD} more" if len(told) > _TOLD else ""
-    return "; ".join(told[:_TOLD]) + more or "every rank is alive and waits: a network between them is lost"
+    named = [f"rank {rank} is dead or stopped, last at {after[rank].place!r}" for rank in silent]
+    named += [f"rank {rank} is behind, at {after[rank].place!r}" for rank in behind]
+    named = named or [f"rank {rank} gave up first, at {after[rank].place!r}" for rank in still]
+    more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
+    return "; ".join(named[:_NAMED]) + more or "every rank is alive and waits: a network between them is lost"
 
 
 class Mesh:
-    """The ranks that torchrun launched. `timeout_s`: how long a collective waits for a rank. `alone`: one rank all the same.
+    """The ranks that torchrun launched, or with `alone` this process only. A collective waits `timeout_s` for a rank.
 
     rank, world               this process and how many there are
     local_rank, local_world   the same on this node
@@ -85,8 +89,8 @@ class Mesh:
         self._since, self._firsts = time.monotonic(), 0
         self._beat, self._gave_up = 0, False
         self.device = torch.device(device)
-        self.group: Any = None  # of the collectives on tensors
-        self.host_group: Any = None  # of objects and barriers: always gloo
+        self.group: dist.ProcessGroup | None = None  # of the collectives on tensors
+        self.host_group: dist.ProcessGroup | None = None  # of objects and barriers: always gloo
         if self.world == 1:
             return
         if self.device.type == "cuda":
@@ -100,41 +104,41 @@ class Mesh:
         limit = timedelta(seconds=timeout_s)
         self._store = _store(self.rank, self.world, limit)
         backend = "nccl" if self.device.type == "cuda" else "gloo"
-        options: dict[str, Any] = {"store": _stores.PrefixStore("group", self._store), "timeout": limit}
-        dist.init_process_group(backend, rank=self.rank, world_size=self.world, **options)
+        store = _stores.PrefixStore("group", self._store)
+        dist.init_process_group(backend, rank=self.rank, world_size=self.world, store=store, timeout=limit)
         self.group = dist.group.WORLD
         self.host_group = self.group if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
 
-    # ── collectives: in place on slices of arenas, nothing is allocated ──
+    # ── collectives: in place on slices of arenas, nothing is allocated; wait=False returns what `wait` takes ──
 
-    def all_reduce(self, x: Tensor, *, wait: bool = True) -> Any:
+    def all_reduce(self, x: Tensor, *, wait: bool = True) -> Pending:
         """x = Σ over ranks of x."""
         return self.run(lambda: dist.all_reduce(x, group=self.group, async_op=not wait), "all_reduce")
 
-    def reduce_scatter(self, x: Tensor, *, out: Tensor, wait: bool = True) -> Any:
-        """out, this rank's part of world equal parts of x, = Σ over ranks of that part; it may lie in x."""
+    def reduce_scatter(self, x: Tensor, *, out: Tensor, wait: bool = True) -> Pending:
+        """out = Σ over ranks of this rank's slice of x, one of `world` equal slices. `out` may be that slice of x."""
         return self.run(lambda: _reduce_scatter(out, x, group=self.group, async_op=not wait), "reduce_scatter")
 
-    def all_gather(self, part: Tensor, *, out: Tensor, wait: bool = True) -> Any:
-        """out = every rank's part, in the order of ranks; part may lie where it will stand in out."""
+    def all_gather(self, part: Tensor, *, out: Tensor, wait: bool = True) -> Pending:
+        """out = every rank's part, in the order of ranks. `part` may be this rank's slice of `out`."""
         return self.run(lambda: _all_gather(out, part, group=self.group, async_op=not wait), "all_gather")
 
-    def wait(self, work: Any) -> None:
-        """What follows runs behind the collective that wait=False gave. It is not counted: a rank may have none to wait for."""
+    def wait(self, work: Pending) -> None:
+        """Wait for a collective that was started with wait=False. Not counted, because a rank may have none to wait for."""
         if work is not None:
             self._guarded(work.wait, "wait")
 
     def gather(self, value: T) -> list[T]:
-        """Every rank's value, which travels as JSON."""
+        """Every rank's value, sent as JSON."""
         if self.world == 1:
             return [value]
         text = json.dumps(value, allow_nan=False).encode("utf-8")
         most = torch.tensor(len(text))
         self.run(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group), "gather")
         own = torch.frombuffer(bytearray(text.ljust(int(most))), dtype=torch.uint8)  # JSON may end in spaces
-        told = torch.empty(self.world, len(own), dtype=torch.uint8)
-        self.run(lambda: _all_gather(told.view(-1), own, group=self.host_group), "gather")
-        return [json.loads(bytes(row.numpy())) for row in told]
+        texts = torch.empty(self.world, len(own), dtype=torch.uint8)
+        self.run(lambda: _all_gather(texts.view(-1), own, group=self.host_group), "gather")
+        return [json.loads(bytes(row.numpy())) for row in texts]
 
     def sum(self, *values: float) -> list[float]:
         """Σ over ranks of each, on the host; whole numbers stay exact below 2⁵³."""
@@ -146,10 +150,10 @@ class Mesh:
         self.run(lambda: dist.barrier(group=self.host_group), "barrier")
 
     def first(self, work: Callable[[], T]) -> T:
-        """`work` on rank 0, then on the first rank of each other node, then on the rest. Who waits does so at the store and
-        not in a collective, so no time limit runs. Where `work` fails, it fails on all who wait for it."""
+        """`work` on rank 0, then on the first rank of each other node, then on the rest. The others poll the store, which has
+        no timeout, instead of waiting in a collective. Where `work` fails, all ranks that wait for it fail."""
         self._firsts += 1
-        node = self.rank - self.local_rank  # the first rank of this one
+        node = self.rank - self.local_rank  # the first rank of this node
         awaited = None if self.rank == 0 else 0 if self.rank == node else node
         try:
             if awaited is not None:
@@ -158,33 +162,32 @@ class Mesh:
             result = work()
             self.at(self.place)
         except BaseException:
-            self._tell("failed")
+            self._publish("failed")
             raise
-        self._tell("done")
+        self._publish("done")
         return result
 
-    def _tell(self, how: str) -> None:
+    def _publish(self, how: str) -> None:
         if self.world > 1 and self.local_rank == 0:
             self._store.set(f"first/{self._firsts}/{self.rank}", how)
 
     def _await(self, key: str) -> None:
-        """Polls: a store that waits would keep this rank's beat waiting too."""
+        """Polls, because a store that waits would block the heartbeat too."""
         self.at(self.place, alone=True)
         while not self._store.check([key]):
             time.sleep(BEAT_S / 10)
         if self._store.get(key) == b"failed":
-            self._give_in()
+            self._give_up()
             raise RankLost(f"rank {self.rank} at {self.place!r}: rank {key.rsplit('/', 1)[1]} failed there")
 
     # ── who is missing ──
 
     def at(self, place: str, *, alone: bool = False) -> None:
-        """This rank is about to do `place`; `alone`: no collective waits for it, so that it may take any time."""
+        """This rank is about to do `place`. `alone`: no collective waits for it, so it may take any time."""
         self.place, self._since = place, math.inf if alone else time.monotonic()
 
     def run(self, collective: Callable[[], T], name: str) -> T | None:
-        """What every rank enters, all of them in one order: where one is lost, `RankLost` says which. One rank waits for
-        nobody."""
+        """A collective, which all ranks enter in the same order. `RankLost` says which rank is lost. A no-op with one rank."""
         if self.world == 1:
             return None
         self.entered += 1
@@ -195,19 +198,19 @@ class Mesh:
         try:
             return work()
         except RuntimeError as error:
-            self._give_in()
-            said = str(error).partition("\n")[0]
+            self._give_up()
+            message = str(error).partition("\n")[0]
             raise RankLost(
-                f"rank {self.rank}, {name} at {self.place!r}: {self.missing()}; torch says: {said}"
+                f"rank {self.rank}, {name} at {self.place!r}: {self.missing()}; torch says: {message}"
             ) from error
 
-    def _give_in(self) -> None:
-        """This rank is about to end because another one is lost."""
+    def _give_up(self) -> None:
+        """Publish that this rank is about to end because another one is lost."""
         self._gave_up = True
         self._write()
 
     def _write(self) -> bool:
-        """This rank's note; False where the store is gone, and torchrun ends this process."""
+        """Publish this rank's note. False where the store is gone; torchrun then ends this process."""
         self._beat += 1
         try:
             write_note(self._store, self.rank, Note(self._beat, self.entered, self.place, self._gave_up))
@@ -216,7 +219,7 @@ class Mesh:
         return True
 
     def missing(self) -> str:
-        """Whom this rank waits for. Takes two beats and a half."""
+        """Which ranks this one waits for. Takes two beats and a half."""
         try:
             before = read_notes(self._store, self.world)
             time.sleep(2.5 * BEAT_S)
@@ -226,13 +229,14 @@ class Mesh:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, a thread writes this rank's notes. Where this rank stands at one place for longer than a collective may
-        wait, and nothing has raised, the thread says who is missing and ends the process with code 13."""
+        """Inside, the heartbeat thread publishes this rank's notes. If this rank stays at one place for longer than a
+        collective may wait, and nothing has raised, the thread prints which ranks are missing and ends the process with code
+        13."""
         if self.world == 1:
             yield
             return
         done = threading.Event()
-        thread = threading.Thread(target=self._look, args=(done,), daemon=True)
+        thread = threading.Thread(target=self._beat_until, args=(done,), daemon=True)
         thread.start()
         try:
             yield
@@ -240,24 +244,24 @@ class Mesh:
             done.set()
             thread.join()
 
-    def _look(self, done: threading.Event) -> None:
+    def _beat_until(self, done: threading.Event) -> None:
         patience = self.timeout_s + 10 * BEAT_S
         while self._write():
-            stands = time.monotonic() - self._since
-            if stands > patience:
+            waited = time.monotonic() - self._since
+            if waited > patience:
                 patience = float("inf")
-                threading.Thread(target=self._give_up, args=(stands,), daemon=True).start()
+                threading.Thread(target=self._end, args=(waited,), daemon=True).start()
             if done.wait(BEAT_S):
                 return
 
-    def _give_up(self, stands: float) -> None:
-        self._give_in()
-        told = f"tilegrad: rank {self.rank} stands at {self.place!r} for {stands:.0f} s: {self.missing()}"
-        print(told, file=sys.stderr, flush=True)
+    def _end(self, waited: float) -> None:
+        self._give_up()
+        message = f"tilegrad: rank {self.rank} has been at {self.place!r} for {waited:.0f} s: {self.missing()}"
+        print(message, file=sys.stderr, flush=True)
         os._exit(HUNG)
 
     def neighbours(self, n: int) -> Neighbours:
-        """The n ranks beside each other of which this is one, of 0 … n − 1, n … 2n − 1, and so on. Called on all ranks."""
+        """This rank's group of ranks 0 … n − 1, n … 2n − 1, and so on. Called on all ranks."""
         return Neighbours(self, n)
 
     def close(self) -> None:
@@ -266,7 +270,7 @@ class Mesh:
 
 
 class Neighbours:
-    """Some ranks of a mesh with collectives of their own, which count among the mesh's: so every rank has to enter as many."""
+    """n neighbouring ranks of a mesh. Their collectives are counted with the mesh's, so all groups have to enter as many."""
 
     def __init__(self, mesh: Mesh, n: int) -> None:
         self.rank, self.world, self._mesh = mesh.rank % n, n, mesh
@@ -278,19 +282,19 @@ class Neighbours:
         self._mesh.run(lambda: dist.all_reduce(x, group=self._group), "all_reduce")
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor) -> None:
-        """As the mesh's, over these ranks."""
+        """Mesh.reduce_scatter over these ranks."""
         self._mesh.run(lambda: _reduce_scatter(out, x, group=self._group), "reduce_scatter")
 
     def all_gather(self, part: Tensor, *, out: Tensor) -> None:
-        """As the mesh's, over these ranks."""
+        """Mesh.all_gather over these ranks."""
         self._mesh.run(lambda: _all_gather(out, part, group=self._group), "all_gather")
 
 
-def write_note(store: Any, rank: int, note: Note) -> None:
+def write_note(store: Store, rank: int, note: Note) -> None:
     store.set(f"note/{rank}", f"{note.beat} {note.entered} {int(note.gave_up)} {note.place}")
 
 
-def read_notes(store: Any, world: int) -> dict[int, Note]:
+def read_notes(store: Store, world: int) -> dict[int, Note]:
     notes = {}
     for rank in range(world):
         text = store.get(f"note/{rank}").decode() if store.check([f"note/{rank}"]) else "0 0 0 nowhere yet"
@@ -300,22 +304,22 @@ def read_notes(store: Any, world: int) -> dict[int, Note]:
 
 
 def said_already(sentence: str) -> bool:
-    """Whether another rank has said it: what all of them refuse is printed once. Known where torchrun keeps a store for its
-    ranks, also of ranks that ended before they met."""
+    """Whether another rank has printed it, so that an error of all ranks is printed once. False where torchrun keeps no store
+    for its ranks; ranks that ended before the group was made count."""
     env = os.environ
     if int(env.get("WORLD_SIZE", "1")) == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
     try:
         store = _store(int(env["RANK"]), int(env["WORLD_SIZE"]), timedelta(seconds=10))
         return int(store.add(f"said/{hashlib.sha256(sentence.encode()).hexdigest()}", 1)) > 1
-    except RuntimeError:  # the store is gone, and so are those who might have said it
+    except RuntimeError:  # the store is gone, and so are the ranks that might have printed it
         return False
 
 
-def _store(rank: int, world: int, limit: timedelta) -> Any:
+def _store(rank: int, world: int, limit: timedelta) -> Store:
     """The store at MASTER_ADDR. torchrun keeps one over restarts, where a restarted rank may read the address of a dead one
-    (pytorch#135712): on one node the keys of each attempt have a name of their own. On several nodes the count of attempts is
-    not the same everywhere, and torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead."""
+    (pytorch#135712): on one node each attempt has its own prefix of keys. On several nodes the count of attempts is not the
+    same everywhere, and torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead."""
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _stores.TCPStore(
@@ -323,4 +327,5 @@ def _store(rank: int, world: int, limit: timedelta) -> Any:
     )
     one_node = env.get("LOCAL_WORLD_SIZE", env["WORLD_SIZE"]) == env["WORLD_SIZE"]
     attempt = env.get("TORCHELASTIC_RESTART_COUNT", "0") if shared and one_node else "any"
-    return _stores.PrefixStore(f"tilegrad {attempt}", store)
+    prefixed: Store = _stores.PrefixStore(f"tilegrad {attempt}", store)
+    return prefixed

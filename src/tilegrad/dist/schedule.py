@@ -1,13 +1,13 @@
-"""When each parameter is read and when each gradient is final: read off a run of the step on handles.
+"""When each parameter is read and when each gradient is complete, from a run of the step on handles.
 
-    touches    op by op, which parameters are read and which gradients are written
-    cut        the arena's parameters in buckets, runs of neighbours that are summed, and gathered, by one collective
+    touches    for each op, which parameters it reads and which gradients it writes
+    cut        the arena's parameters in buckets: neighbours that one collective sums, or gathers
     needed     the first op that reads a bucket's parameters: it waits for their gather
-    final      the last op that writes a bucket's gradients: their sum may start
+    final      the last op that writes a bucket's gradients: their sum may start after it
     follow     the same program on tensors, with work before and after its ops
 
-An arena holds the parameters in the order of declaration, those of two and more dimensions first, and the backward finishes
-it from the end to the front: so buckets are cut from the end. Of a rank's world equal slices of a bucket it owns one.
+An arena holds the parameters in the order of declaration, those of two and more dimensions first. The backward completes the
+gradients from the end to the front, so buckets are cut from the end. Each rank owns one of `world` equal slices of a bucket.
 
     params    │ wte ░░░ │ blocks 0, 1 ░░ │ blocks 2, 3 ░░ │ biases, norms ░ │     ░: a pad, to world · align elements
     grads       the same layout                                                 each a handle of type COMM, always zero
@@ -17,17 +17,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from ..memory.planned.arena import alignment, flat
-from ..memory.planned.trace import Handle, Observe
+from ..memory.planned.trace import Call, Handle, Observe
 
 Work = Callable[[], None]
 ObserveNames = Callable[[Callable[[str, Work], None]], AbstractContextManager[None]]
 
 
 class Touch(NamedTuple):
-    """One op: the parameters that it reads, and those whose gradients it writes."""
+    """An op, the parameters that it reads, and those whose gradients it writes."""
 
     op: str
     reads: frozenset[str]
@@ -52,10 +52,10 @@ class Bucket(NamedTuple):
 def touches(
     program: Callable[[], object], observe: Observe, values: Mapping[str, str], grads: Mapping[str, str]
 ) -> tuple[Touch, ...]:
-    """Of a program on handles; nothing is computed. `values` and `grads`: names of handles → names of parameters."""
+    """The ops of a program on handles; nothing is computed. `values` and `grads` map names of handles to parameters."""
     seen: list[Touch] = []
 
-    def see(call: Any) -> None:
+    def see(call: Call) -> None:
         reads = frozenset(values[h.name] for h in call.reads if h.name in values)
         writes = frozenset(grads[h.name] for h in call.writes if h.name in grads)
         seen.append(Touch(call.name, reads, writes))
@@ -66,24 +66,24 @@ def touches(
 
 
 def needed(bucket: Bucket, steps: Sequence[Touch]) -> int:
-    """The number of the first op that reads one of its parameters."""
+    """The index of the first op that reads one of its parameters."""
     return next(i for i, step in enumerate(steps) if step.reads & set(bucket.names))
 
 
 def final(bucket: Bucket, steps: Sequence[Touch]) -> int:
-    """The number of the op after which all of its gradients are final."""
+    """The index of the op after which all of its gradients are complete."""
     return max(i for i, step in enumerate(steps) if step.writes & set(bucket.names))
 
 
 def order(buckets: Sequence[Bucket], steps: Sequence[Touch]) -> tuple[int, ...]:
-    """Numbers of buckets in the order in which every rank sums them, whatever it computes: another order is a hang."""
+    """Indices of buckets in the order in which every rank sums them, whatever it computes: another order would hang."""
     return tuple(sorted(range(len(buckets)), key=lambda i: (final(buckets[i], steps), -i)))
 
 
 def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets of about `bucket_bytes`, front to back, of parameters (handles named by them, in the arena's order), that divide
-    by `world`. Those of one dimension are apart, for they do not decay; what the backward's last op finishes (an embedding) is
-    apart too, for nothing else shall wait for it."""
+    """Buckets of about `bucket_bytes`, front to back, that divide by `world`. `params` are handles in the arena's order.
+    Parameters of one dimension have their own buckets because they do not decay; so has what the backward's last op completes
+    (an embedding), because nothing else should wait for it."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}; accepted: at least 1")
     last: set[str] = set()
@@ -91,40 +91,42 @@ def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_byt
         if step.op != steps[-1].op:
             break
         last |= step.writes
-    runs: list[list[Handle]] = []
+    members: list[list[Handle]] = []
     kind: tuple[bool, bool] | None = None
-    held = 0
+    nbytes = 0
     for p in reversed(params):
         before, kind = kind, (len(p.shape) < 2, p.name in last)
-        if kind != before or held >= bucket_bytes:
-            runs.append([])
-            held = 0
-        runs[-1].insert(0, p)
-        held += p.nbytes
+        if kind != before or nbytes >= bucket_bytes:
+            members.append([])
+            nbytes = 0
+        members[-1].insert(0, p)
+        nbytes += p.nbytes
     buckets, start = [], 0
-    for run in reversed(runs):
-        align = align_of(run[0])
-        size = flat("bucket", run).shape[0]
-        held = -(-size // align) * align
-        ragged = align if held > size else 0  # an arena ends with its last buffer: let that be a pad
-        whole = -(-(held + ragged) // (world * align)) * world * align if world > 1 else size
-        decayed = whole if len(run[0].shape) >= 2 else 0
-        buckets.append(Bucket(tuple(p.name for p in run), start, start + whole, max(whole - held, 0), decayed))
-        start += max(whole, held)
+    for own in reversed(members):
+        align = align_of(own[0])
+        size = flat("bucket", own).shape[0]
+        aligned = -(-size // align) * align
+        ragged = align if aligned > size else 0  # an arena ends with its last buffer, which shall be a pad
+        whole = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
+        decayed = whole if len(own[0].shape) >= 2 else 0
+        buckets.append(Bucket(tuple(p.name for p in own), start, start + whole, max(whole - aligned, 0), decayed))
+        start += max(whole, aligned)
     return tuple(buckets)
 
 
 def align_of(p: Handle) -> int:
-    """Elements of which every offset is a multiple: on CUDA the same for a parameter and its shorter copy."""
+    """Every offset is a multiple of so many elements: on CUDA the same for a parameter and its shorter copy."""
     return 128 if p.device.type == "cuda" else alignment(p.device) // p.dtype.itemsize
 
 
 @contextmanager
 def follow(
-    steps: Sequence[Touch], before: Mapping[int, Sequence[Work]], after: Mapping[int, Sequence[Work]],
+    steps: Sequence[Touch],
+    before: Mapping[int, Sequence[Work]],
+    after: Mapping[int, Sequence[Work]],
     observe_names: ObserveNames,
-) -> Iterator[None]:  # fmt: skip
-    """Inside, the program of these steps runs, with `before[i]` and `after[i]` around its op number i."""
+) -> Iterator[None]:
+    """The program of these steps runs inside, with `before[i]` and `after[i]` around its op number i."""
     clock, nothing = 0, ()
 
     def run(name: str, op: Work) -> None:

@@ -1,16 +1,16 @@
-"""Everything sharded: parameters and gradients are whole only around the ops that need them.
+"""Fully sharded: parameters and gradients are whole only around the ops that need them.
 
-A block is a unit, and so is all that is in no block. A rank keeps its part of each unit. The whole of a unit's values, and of
-its gradients, is one flat COMM buffer each, with a live range like any activation's: so units share addresses, the plan says
-what a rank needs, and poison finds a unit that is read after its end.
+A block is a unit, and so is everything outside of the blocks. A rank keeps 1/world of each unit, its part. A unit's whole values
+and its whole gradients are one flat COMM buffer each, with live ranges like those of activations: so units share addresses, they
+are in the plan, and poison finds a unit that is read after its end.
 
-    before the unit used before it   gather it: one unit ahead
-    before an op reads it            wait for that
-    before an op forms its grads     zero them
-    after the last such op           wait for the sum of the unit before, and add it to the part; sum this one
+    before the previous unit is used   start the gather: one unit ahead
+    before an op reads the unit        wait for the gather
+    before an op writes its grads      zero them
+    after the last such op             wait for the sum of the previous unit and add it to that unit's part; start this sum
 
-When this happens is read off the program's run on handles (`schedule.touches`), and the collectives are calls among the model's
-own: the trace of all of them is the plan. Each micro-batch gathers and sums anew.
+The schedule follows from a run of the program on handles (`schedule.touches`). The collectives are calls among the model's own,
+so the plan is the trace of all of them. Every micro-batch gathers and sums.
 """
 
 from __future__ import annotations
@@ -19,31 +19,40 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
+from torch import Tensor
 
 from ..memory.planned.arena import flat
-from ..memory.planned.trace import Handle, Observe, start, wait
+from ..memory.planned.trace import Call, Handle, Observe, start, wait
 from ..memory.types import BufferType, Role
-from .mesh import Mesh
+from .mesh import Mesh, Pending
 from .schedule import Bucket, ObserveNames, Touch, Work, align_of, follow
 
-ROOT = "root"  # the unit of what is in no block
-Actions = dict[int, list[tuple[str, str]]]  # number of an op → (action, unit)
+ROOT = "root"  # the unit of everything outside of the blocks
+Actions = dict[int, list[tuple[str, str]]]  # index of an op → (action, unit)
+Buffers = dict[str, Tensor]  # by unit; handles in their place while a program is traced
+Emit = Callable[[Any], None]  # takes a Call of kernels/op.py or an Emitted
 
 
 class Emitted(NamedTuple):
     """A call of the schedule's own, as a trace reads it."""
 
     name: str
-    reads: tuple[Any, ...]
-    writes: tuple[Any, ...]
-    accumulates: tuple[Any, ...]
-    run: Callable[[], object]
+    reads: tuple[object, ...]
+    writes: tuple[object, ...]
+    accumulates: tuple[object, ...]
+    run: Work
 
 
-Emit = Callable[[Any], None]
+class UnitParam(NamedTuple):
+    """The handles of a parameter."""
+
+    name: str
+    value: Handle
+    grad: Handle
+    master: Handle
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,22 +63,21 @@ class Units:
     buckets: dict[str, Bucket]
     starts: dict[str, int]  # parameter → its first element in the flat range of all units
     owner: dict[str, tuple[str, str]]  # the handles of a parameter's value and gradient → its unit, and the parameter
-    values: dict[str, Any]  # whole, while a program needs them
-    grads: dict[str, Any]
-    value_parts: dict[str, Any]  # this rank's, always
-    grad_parts: dict[str, Any]
+    values: Buffers  # whole, while a program needs them
+    grads: Buffers
+    value_parts: Buffers  # this rank's, always
+    grad_parts: Buffers
 
     @classmethod
-    def declare(cls, params: Sequence[Any], world: int) -> Units:
-        """Of parameters with `name`, `value`, `grad` and `master`."""
-        groups: dict[str, list[Any]] = {}
+    def declare(cls, params: Sequence[UnitParam], world: int) -> Units:
+        by_unit: dict[str, list[UnitParam]] = {}
         for p in params:
-            groups.setdefault(p.master.layer if p.master.layer.startswith("blocks.") else ROOT, []).append(p)
+            by_unit.setdefault(p.master.layer if p.master.layer.startswith("blocks.") else ROOT, []).append(p)
         buckets: dict[str, Bucket] = {}
         starts: dict[str, int] = {}
         owner: dict[str, tuple[str, str]] = {}
         end = 0
-        for unit, own in groups.items():
+        for unit, own in by_unit.items():
             ordered = sorted(own, key=lambda p: len(p.master.shape) < 2)
             layout, step = flat("unit", [p.master for p in ordered]), world * align_of(own[0].master)
             size = -(-layout.shape[0] // step) * step
@@ -82,21 +90,29 @@ class Units:
                 owner |= {p.value.name: (unit, p.name), p.grad.name: (unit, p.name)}
             end += size
 
-        def buffers(kind: str, form: Handle, role: Role, share: int) -> dict[str, Any]:
-            type = BufferType.COMM if role == "activations" else BufferType.TEMP
-            return {
+        def buffers(kind: str, form: Handle, role: Role) -> Buffers:
+            whole = role == "activations"
+            type, share = (BufferType.COMM, 1) if whole else (BufferType.TEMP, world)
+            found = {
                 unit: Handle(f"{kind} of {unit}", ((b.stop - b.start) // share,), form.dtype, type, role, unit, form.device)
                 for unit, b in buckets.items()
             }
+            return cast(Buffers, found)
 
         value, grad = params[0].value, params[0].grad
         return cls(
-            world, buckets, starts, owner, buffers("values", value, "activations", 1), buffers("grads", grad, "activations", 1),
-            buffers("part", value, "params", world), buffers("d part", grad, "grads", world),
-        )  # fmt: skip
+            world,
+            buckets,
+            starts,
+            owner,
+            values=buffers("values", value, "activations"),
+            grads=buffers("grads", grad, "activations"),
+            value_parts=buffers("part", value, "params"),
+            grad_parts=buffers("d part", grad, "grads"),
+        )
 
-    def view(self, handle: Handle) -> Any:
-        """The tensor of a parameter's value or gradient in its unit's."""
+    def view(self, handle: Handle) -> Tensor:
+        """The tensor of a parameter's value or gradient, a view of its unit's."""
         unit, name = self.owner[handle.name]
         whole = (self.grads if handle.role == "grads" else self.values)[unit]
         at, n = self.starts[name] - self.buckets[unit].start, handle.nbytes // handle.dtype.itemsize
@@ -104,19 +120,19 @@ class Units:
 
     def schedule(self, steps: Sequence[Touch]) -> tuple[Actions, Actions]:
         """What to do before and after each op."""
-        of = {name: unit for unit, bucket in self.buckets.items() for name in bucket.names}
+        unit_of = {name: unit for unit, bucket in self.buckets.items() for name in bucket.names}
         before: Actions = {}
         after: Actions = {}
-        uses: list[tuple[int, str]] = []  # (op, unit) where a unit must be there that was not
-        held: dict[bool, str] = {}
+        uses: list[tuple[int, str]] = []  # (op, unit) where a unit is needed that is not there
+        there: dict[bool, str] = {}  # the root, and one block at a time
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         for i, step in enumerate(steps):
-            for unit in sorted({of[name] for name in step.reads}):
-                if held.get(unit == ROOT) != unit:
-                    held[unit == ROOT] = unit
+            for unit in sorted({unit_of[name] for name in step.reads}):
+                if there.get(unit == ROOT) != unit:
+                    there[unit == ROOT] = unit
                     uses.append((i, unit))
-            for unit in {of[name] for name in step.writes}:
+            for unit in {unit_of[name] for name in step.writes}:
                 first.setdefault(unit, i)
                 last[unit] = i
         for n, (i, unit) in enumerate(uses):
@@ -133,12 +149,12 @@ class Units:
 
     @contextmanager
     def around(
-        self, steps: Sequence[Touch], mesh: Mesh | None, *, first: bool, emit: Emit | None, observe: Observe,
+        self, steps: Sequence[Touch], mesh: Mesh, *, first: bool, emit: Emit | None, observe: Observe,
         observe_names: ObserveNames,
     ) -> Iterator[None]:  # fmt: skip
-        """Inside runs the program of these steps. `first`: sums overwrite the parts, else they add. `emit` is where an
-        observer outside wants each call, a trace or poison; None: nobody does."""
-        works: dict[str, Any] = {}
+        """The program of these steps runs inside. `first`: sums overwrite the parts, otherwise they add. `emit` is the outer
+        observer, a trace or poison, which is given each call; None without one. A traced program sends nothing."""
+        works: dict[str, Pending] = {}
         before, after = self.schedule(steps)
         act = partial(self._act, mesh, works, first=first, emit=emit or _run)
         if emit is None:
@@ -147,7 +163,7 @@ class Units:
             return
         clock = 0
 
-        def see(call: Any) -> None:
+        def see(call: Call) -> None:
             nonlocal clock
             for action, unit in before.get(clock, ()):
                 act(action, unit)
@@ -159,8 +175,7 @@ class Units:
         with observe(see):
             yield
 
-    def _act(self, mesh: Any, works: dict[str, Any], action: str, unit: str, *, first: bool, emit: Emit) -> None:
-        """On handles `mesh` is not looked at, for nothing runs."""
+    def _act(self, mesh: Mesh, works: dict[str, Pending], action: str, unit: str, *, first: bool, emit: Emit) -> None:
         values, grads = self.values[unit], self.grads[unit]
         part, total = self.value_parts[unit], self.grad_parts[unit]
         stream = f"{action.removeprefix('wait ')} {unit}"
@@ -171,18 +186,20 @@ class Units:
         def reduce() -> None:
             works[stream] = mesh.reduce_scatter(grads, out=grads.view(self.world, -1)[mesh.rank], wait=False)
 
+        def zero() -> None:
+            grads.zero_()
+
         def take() -> None:
             own = grads.view(self.world, -1)[mesh.rank]
             total.copy_(own) if first else total.add_(own)
 
         if action.startswith("wait"):
-            if mesh is not None:
-                mesh.wait(works.pop(stream, None))
+            mesh.wait(works.pop(stream, None))
             wait(stream)
             if action == "wait sum":
                 emit(Emitted("take_sum", (grads,), (total,), (total,), take))
         elif action == "zero":
-            emit(Emitted("zero", (), (grads,), (), lambda: grads.zero_()))
+            emit(Emitted("zero", (), (grads,), (), zero))
         else:
             with start(stream):
                 if action == "gather":
@@ -190,12 +207,12 @@ class Units:
                 else:
                     emit(Emitted("reduce_scatter", (grads,), (grads,), (grads,), reduce))
 
-    def _by_unit(self, call: Any) -> Any:
-        """On handles a parameter or gradient stands for its unit's buffer, of which an op writes a part."""
+    def _by_unit(self, call: Call) -> Call:
+        """On handles, the call with units' buffers in place of their parameters and gradients. An op writes a part of one."""
         if not any(isinstance(h, Handle) for h in (*call.reads, *call.writes)):
             return call
 
-        def swap(h: Handle) -> Any:
+        def swap(h: Handle) -> object:
             unit, _ = self.owner.get(h.name, (None, None))
             return h if unit is None else (self.grads if h.role == "grads" else self.values)[unit]
 
@@ -204,7 +221,7 @@ class Units:
         return Emitted(call.name, tuple(map(swap, call.reads)), writes, (*map(swap, call.accumulates), *parts), call.run)
 
 
-def _run(call: Any) -> None:
+def _run(call: Call) -> None:
     call.run()
 
 
@@ -212,9 +229,9 @@ def _bound(actions: Mapping[int, Sequence[tuple[str, str]]], act: Callable[[str,
     return {i: [partial(act, *what) for what in todo] for i, todo in actions.items()}
 
 
-def gathered(units: Units, mesh: Mesh) -> dict[str, torch.Tensor]:
-    """Every parameter whole, flat, in memory of its own: a collective, called on all ranks."""
-    found: dict[str, torch.Tensor] = {}
+def gathered(units: Units, mesh: Mesh) -> dict[str, Tensor]:
+    """Every parameter whole and flat, in new memory. A collective: all ranks call it."""
+    found: dict[str, Tensor] = {}
     for unit, bucket in units.buckets.items():
         part = units.value_parts[unit]
         whole = torch.empty(bucket.stop - bucket.start, dtype=part.dtype, device=part.device)

@@ -1,4 +1,4 @@
-"""Which batches an engine takes, and what is wrong with one that it does not."""
+"""Which batches and sizes an engine accepts, and the errors for others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,12 @@ from torch import Tensor
 from ..kernels.fp8_linear import FP8_LINEAR, Problem
 from ..kernels.scratch import Form
 from ..model.config import LIMITS as MODEL_LIMITS
-from ..model.config import ModelConfig, is_count
+from ..model.config import is_count
 from ..model.layer import Linear
 from ..text.untrusted import shown
+from .spec import StepSpec
+
+Batch = tuple[Tensor, Tensor]  # tokens, targets
 
 LIMITS = {"batch_size": 1 << 16, "seq_len": MODEL_LIMITS["block_size"]}  # docs/training.md gives the reasons
 
@@ -22,28 +25,27 @@ _DTYPES = (torch.float32, torch.float64, torch.bfloat16)
 _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
-def check_sizes(config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype) -> None:
-    for name, value in (("batch_size", batch_size), ("seq_len", seq_len)):
+def check_spec(spec: StepSpec) -> None:
+    """Refuse sizes, a dtype or a linear that no engine has; parallel/check.py refuses ranks."""
+    for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
         if not is_count(value, LIMITS[name]):
             raise ValueError(f"{name}: got {shown(value)}; accepted: an int ≥ 1, at most {LIMITS[name]:,}")
-    if seq_len > config.block_size:
-        raise ValueError(f"seq_len: got {seq_len}; accepted: at most block_size, {config.block_size}")
-    if dtype not in _DTYPES:
-        raise ValueError(f"dtype: got {dtype}; accepted: {', '.join(map(str, _DTYPES))}")
-
-
-def check_linear(linear: Linear, dtype: torch.dtype, device: torch.device) -> None:
-    if linear not in get_args(Linear):
-        raise ValueError(f"linear: got {linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
-    if linear == "fp8":
-        form = Form((16, 16), dtype, device)
-        reason = "needs dtype bfloat16" if dtype != torch.bfloat16 else FP8_LINEAR.rows[0].refuses(Problem(form, form))
+    if spec.seq_len > spec.config.block_size:
+        raise ValueError(f"seq_len: got {spec.seq_len}; accepted: at most block_size, {spec.config.block_size}")
+    if spec.dtype not in _DTYPES:
+        raise ValueError(f"dtype: got {spec.dtype}; accepted: {', '.join(map(str, _DTYPES))}")
+    if spec.linear not in get_args(Linear):
+        raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
+    if spec.linear == "fp8":
+        form = Form((16, 16), spec.dtype, spec.device)
+        bfloat16 = spec.dtype == torch.bfloat16
+        reason = FP8_LINEAR.rows[0].refuses(Problem(form, form)) if bfloat16 else "needs dtype bfloat16"
         if reason is not None:
             raise ValueError(f"linear: got 'fp8', which {reason}; accepted: 'plain' here")
 
 
-def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Pairs of one step: a pair of tensors is one, lists of equal length are as many."""
+def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> list[Batch]:
+    """The micro-batches of a step: one for a pair of tensors, as many as the lists have otherwise."""
     x, y = ([given] if isinstance(given, Tensor) else list(given) for given in (tokens, targets))
     if len(x) != len(y):
         raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
@@ -51,7 +53,7 @@ def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[
 
 
 def check_some(micro_batches: int) -> None:
-    """Refuse an update of nothing, which decay and moments would make all the same. The number is that of all ranks."""
+    """Refuse a step without a micro-batch on any rank: decay and moments would change the weights."""
     if not micro_batches:
         raise ValueError(
             "tokens: got no micro-batch; accepted: one or more (of several ranks, one of them has to have one)"
@@ -62,22 +64,21 @@ def count_targets(targets: Tensor) -> int:
     return int((targets >= 0).sum())
 
 
-def check_batch(tokens: Tensor, targets: Tensor, batch_size: int, seq_len: int, vocab_size: int) -> tuple[int, int]:
-    """(b, t) of a batch that fits. Values are looked at on a CPU; on CUDA, where that would wait, with TILEGRAD_CHECK=1."""
+def check_batch(tokens: Tensor, targets: Tensor, spec: StepSpec) -> None:
+    """Refuse a batch that does not fit. Values are checked on a CPU; on CUDA, where that would wait, with TILEGRAD_CHECK=1."""
     for name, x in (("tokens", tokens), ("targets", targets)):
         if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in _INTS:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{name}: got {got}; accepted: a tensor of ints, (b, t)")
     b, t = tokens.shape
-    if not (1 <= b <= batch_size and 1 <= t <= seq_len):
-        limit = f"(1 … {batch_size}, 1 … {seq_len})"
+    if not (1 <= b <= spec.batch_size and 1 <= t <= spec.seq_len):
+        limit = f"(1 … {spec.batch_size}, 1 … {spec.seq_len})"
         raise ValueError(f"tokens: got shape {(b, t)}; accepted: (b, t) in {limit}, as the engine was planned")
     if targets.shape != tokens.shape:
         raise ValueError(f"targets: got shape {tuple(targets.shape)}; accepted: that of tokens, {(b, t)}")
     if tokens.device.type == "cpu" or os.environ.get("TILEGRAD_CHECK") == "1":
-        _check_range("tokens", tokens, 0, vocab_size)
-        _check_range("targets", targets, -1, vocab_size)
-    return b, t
+        _check_range("tokens", tokens, 0, spec.config.vocab_size)
+        _check_range("targets", targets, -1, spec.config.vocab_size)
 
 
 def _check_range(name: str, x: Tensor, low: int, vocab_size: int) -> None:

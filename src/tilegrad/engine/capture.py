@@ -3,27 +3,29 @@
     stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · clip · AdamW │ copy out │ copy in │ …
     host       stage step k + 1 … │ read step k − 2 │                              never waits for the newest step
 
-What changes from step to step is on the device before the graph begins: tokens, targets, dropout's seeds and the learning
-rate in one buffer, `staged`. The number of targets is counted there, the guard decides there, and what comes back is
-(loss, norm). So the graph has no argument, and nothing is allocated once it is captured.
+What changes from step to step is copied to the device before the graph begins: tokens, targets, dropout's seeds and the
+learning rate in one buffer, `staged`. The device counts the targets and decides whether to skip the step, and (loss, norm) is
+copied back. So the graph has no arguments, and nothing is allocated once it is captured.
 
-The first step of a new shape runs op by op: it compiles and loads every kernel. The second is captured. Both run the same
-program, `DeviceStep.program`, so they have the same bits.
+The first step of a new shape runs op by op, which compiles and loads every kernel. The second is captured. Both run
+`DeviceStep.program`, so they have the same bits.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from ..model.transformer import Transformer
+from .batch import Batch
 from .optimizer import Optimizer, StepResult
+from .step import accumulate_gradients
 
-DEPTH = 3  # steps under way at most
+DEPTH = 3  # submitted steps at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +40,7 @@ class Staged:
 
     @classmethod
     def of(cls, models: Sequence[Transformer], device: torch.device | None = None) -> Staged:
-        """On `device`, or in pinned memory."""
+        """On `device`, by default in pinned memory."""
         sizes = [(model.tokens.numel(), len(model.seeds)) for model in models]
         length = sum(2 * n + seeds for n, seeds in sizes) + 1
         pinned = device is None
@@ -51,9 +53,7 @@ class Staged:
             at += 2 * n + count
         return cls(buffer, tuple(tokens), tuple(targets), tuple(seeds), buffer[at:].view(torch.float32)[0])
 
-    def write(
-        self, batches: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[Sequence[int]], learning_rate: float
-    ) -> None:
+    def write(self, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], learning_rate: float) -> None:
         for i, (tokens, targets) in enumerate(batches):
             self.tokens[i].copy_(tokens)
             self.targets[i].copy_(targets)
@@ -77,22 +77,25 @@ class DeviceStep:
         self.ran = False
 
     def program(self) -> None:
-        staged, loss = self.staged, self.optimizer.loss
         self._count_targets()
+        accumulate_gradients(self._loaded(), loss=self.optimizer.loss)
+        self.optimizer.update(self.staged.learning_rate)
+        self.result[0].copy_(self.optimizer.loss)
+        self.result[1].copy_(self.optimizer.norm)
+
+    def _loaded(self) -> Iterator[Transformer]:
+        """Each micro-batch's model, with its staged inputs."""
+        staged = self.staged
         for i, model in enumerate(self.models):
             model.tokens.copy_(staged.tokens[i])
             model.head.targets.copy_(staged.targets[i].view(-1))
             model.head.inv_total.copy_(self.inv_total)
             for j, seed in enumerate(model.seeds):
                 seed.copy_(staged.seeds[i][j])
-            model.step()
-            loss.add_(model.head.loss) if i else loss.copy_(model.head.loss)
-        self.optimizer.update(staged.learning_rate)
-        self.result[0].copy_(loss)
-        self.result[1].copy_(self.optimizer.norm)
+            yield model
 
     def _count_targets(self) -> None:
-        """inv_total = 1 / (targets of the whole step); 0 where there is none, and nothing is divided by it."""
+        """inv_total = 1 / (targets of the whole step), or 0 if there are none."""
         one, all_ = self.counts
         all_.zero_()
         for targets in self.staged.targets:
@@ -101,7 +104,7 @@ class DeviceStep:
         self.inv_total.copy_(all_).reciprocal_().nan_to_num_(posinf=0.0)
 
     def run(self, *, capture: bool) -> None:
-        """On the stream, which is the current one."""
+        """Called with `stream` as the current stream."""
         if self.graph is None and self.ran and capture:
             self.graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(self.graph, stream=self.stream):
@@ -121,7 +124,7 @@ class _Slot:
 
 
 class StepQueue:
-    """Steps on a stream, at most DEPTH under way, and their results in order."""
+    """At most DEPTH submitted steps on a stream, and their results in order."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         self.stream = stream
@@ -129,21 +132,20 @@ class StepQueue:
         self._running: deque[tuple[int, _Slot]] = deque()
 
     def submit(
-        self, step: DeviceStep, batches: Sequence[tuple[Tensor, Tensor]], seeds: Sequence[Sequence[int]],
-        learning_rate: float, *, capture: bool,
-    ) -> list[StepResult]:  # fmt: skip
-        """Put a step on the stream; the results that had to be awaited for that."""
+        self, step: DeviceStep, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], rate: float, *, capture: bool
+    ) -> list[StepResult]:
+        """Launch a step. Where the queue was full, waits for the oldest step and returns its result."""
         awaited = [self._take()] if len(self._running) >= DEPTH else []
         free = self._free.setdefault(id(step), [])
         slot = free.pop() if free else self._new(step)
         on_host = all(x.device.type == "cpu" for pair in batches for x in pair)
         if on_host:
-            slot.staged.write(batches, seeds, learning_rate)
+            slot.staged.write(batches, seeds, rate)
         with torch.cuda.stream(self.stream):
             if on_host:
                 step.staged.buffer.copy_(slot.staged.buffer, non_blocking=True)
             else:
-                step.staged.write(batches, seeds, learning_rate)
+                step.staged.write(batches, seeds, rate)
             step.run(capture=capture)
             slot.result.copy_(step.result, non_blocking=True)
             slot.done.record(self.stream)

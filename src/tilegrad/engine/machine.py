@@ -1,4 +1,4 @@
-"""What a run asks of its machine: a platform, a device and memory enough."""
+"""What a run needs of its machine: a platform, a device and enough memory."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def check_device(device: str) -> None:
 
 
 def too_large(planned_bytes: int, device: torch.device) -> str | None:
-    """What to say of a plan that is larger than the device's memory; None where it fits, or nobody knows."""
+    """The error for a plan that is larger than the device's memory; None where it fits, or the memory is not known."""
     limit = memory_limit(device)
     if limit is None or planned_bytes <= limit:
         return None
@@ -46,7 +46,7 @@ def too_large(planned_bytes: int, device: torch.device) -> str | None:
 
 
 def what_fits(planned_bytes: int, device: torch.device) -> tuple[dict[str, int | bool | None], str]:
-    """Whether a plan fits into what is free on the device now, as data, None where nobody knows, and as a sentence."""
+    """Whether a plan fits into the device's free memory: as data, with None for what is not known, and as a sentence."""
     free, limit = pressure.memory_available(device), memory_limit(device)
     data = {"free_bytes": free, "memory_bytes": limit, "fits": None if free is None else planned_bytes <= free}
     if refusal := too_large(planned_bytes, device):

@@ -1,17 +1,17 @@
-"""AdamW over a model's parameters: its buffers, its step, and the guard against what is not finite.
+"""AdamW over a model's parameters: its buffers, its step, and the guard against non-finite losses and gradients.
 
     params    w₀ ░ w₁ ░ … ░ b₀ ░ b₁ …        ░: a gap of alignment, always zero
-    grads     as params, and so m and v: the four are one flat range (P,) each
-    rounded   the copies that layers compute with, where these are shorter: in elements the same layout
-    decay     the parameters of two and more dimensions lie first, so weight decay is a prefix of the range
+    grads     the same layout, as have m and v: each of the four is one flat range (P,)
+    rounded   the bfloat16 copies that layers compute with on CUDA: the same layout in elements
+    decay     parameters of two and more dimensions come first, so weight decay applies to a prefix of the range
 
     norm = ‖grads‖₂        clip to max_norm        AdamW                    (equations: kernels/adamw)
 
 Declared on handles, the step is traced and planned with the model's; bound to tensors, it updates. Its scratch is dead
 between steps and shares addresses with the activations.
 
-Sharded over ranks (dist/schedule.py), params and grads are cut into padded buckets, and of each a rank updates a slice. m and v
-hold those slices alone, one after the other, and so do the masters where layers compute with copies of them:
+Sharded over ranks (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates a slice of each. m and v
+hold only those slices, one after the other, and so do the masters where layers compute with copies of them:
 
     params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v of rank 2:  │ 2 │ 2 │ …
 """
@@ -19,9 +19,9 @@ hold those slices alone, one after the other, and so do the masters where layers
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -46,9 +46,19 @@ class NonFiniteError(RuntimeError):
 
 
 @dataclass(frozen=True, slots=True)
+class AdamW:
+    """The hyperparameters, and the global norm to which gradients are clipped."""
+
+    betas: tuple[float, float] = (0.9, 0.95)
+    eps: float = 1e-8
+    weight_decay: float = 0.1
+    max_norm: float = 1.0
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
-    """Of one step: the mean loss over its targets, and the norm of its gradients before clipping; a norm that is not
-    finite says that the step was left out."""
+    """A step's mean loss over its targets, and the norm of its gradients before clipping. Where the norm is not finite, the
+    step was skipped."""
 
     loss: float
     norm: float
@@ -57,6 +67,17 @@ class StepResult:
 def decayed_first(params: Iterable[Param]) -> list[Param]:
     """Parameters in the order of their arenas: those of two and more dimensions, then the rest."""
     return sorted(params, key=lambda p: len(p.master.shape) < 2)
+
+
+class Owned(NamedTuple):
+    """Ranges of equal length that one rank updates; the first `decayed` elements decay."""
+
+    params: Buffer
+    grads: Buffer
+    m: Buffer
+    v: Buffer
+    rounded: Buffer | None
+    decayed: int
 
 
 def _padded(
@@ -76,130 +97,123 @@ def _padded(
     return flat(name, padded)
 
 
-class Owned(NamedTuple):
-    """Ranges that one rank updates, as long as each other; `decayed` of the leading elements decay."""
+def _grads_and_values(
+    ordered: Sequence[Param], buckets: Sequence[Bucket], units: Units | None
+) -> tuple[FlatHandle, FlatHandle]:
+    """What ops write and read: all of it with the pads of the buckets, or with units this rank's parts."""
+    name = "params" if ordered[0].value is ordered[0].master else "rounded"
+    if units is not None:
+        return flat("grads", list(handles(units.grad_parts))), flat(name, list(handles(units.value_parts)))
+    grads = _padded("grads", ordered, buckets, lambda p: p.grad)
+    return grads, _padded(name, ordered, buckets, lambda p: p.value)
 
-    params: Buffer
-    grads: Buffer
-    m: Buffer
-    v: Buffer
-    rounded: Buffer | None
-    decayed: int
 
-
-def _owned(
+def _slices(
     masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle, rounded: FlatHandle | None,
     buckets: Sequence[Bucket], rank: int, world: int, units: Units | None,
-) -> tuple[Owned, ...]:  # fmt: skip
-    """A rank's slice of each bucket; of units it has nothing else."""
-    found, at = [], 0
+) -> Iterator[Owned]:  # fmt: skip
+    """A rank's slice of each bucket. With units the rank has no other parameters and gradients."""
+    at = 0
     for bucket in buckets:
         start, stop = bucket.part(rank, world)
-        here = at, at + stop - start
-        there = here if units is not None else (start, stop)
-        params = masters.part(*(there if rounded is None else here))
-        copies = None if rounded is None else rounded.part(*there)
+        own = at, at + stop - start
+        whole = own if units is not None else (start, stop)
+        params = masters.part(*(whole if rounded is None else own))
+        copies = None if rounded is None else _buffer(rounded.part(*whole))
         decayed = min(max(bucket.start + bucket.decayed - start, 0), stop - start)
-        piece: Any = params, grads.part(*there), m.part(*here), v.part(*here), copies, decayed
-        found.append(Owned(*piece))
-        at = here[1]
-    return tuple(found)
+        dparams, moments = _buffer(grads.part(*whole)), (_buffer(m.part(*own)), _buffer(v.part(*own)))
+        yield Owned(_buffer(params), dparams, *moments, copies, decayed)
+        at = own[1]
+
+
+def _buffer(handle: Handle) -> Buffer:
+    return cast(Buffer, handle)
 
 
 @dataclass(slots=True)
 class Optimizer:
-    """Buffers are handles or tensors; the flat ranges are (P,). `steps` counts every `update`, also the skipped ones."""
+    """Buffers are handles or tensors, in the order of their arenas; the flat ranges are (P,). `steps` counts every `update`,
+    also the skipped ones."""
 
     params: Buffer
     grads: Buffer
     m: Buffer
     v: Buffer
     adam_step: Buffer  # 0-d float32: the updates done
-    norm: Buffer  # 0-d: of the gradients, before clipping; NaN where the guard leaves the step out
+    norm: Buffer  # 0-d: of the gradients, before clipping; NaN where the guard skips the step
     loss: Buffer  # 0-d: of the step
-    in_a_row: Buffer  # 0-d float32: steps left out since the last that was not
+    in_a_row: Buffer  # 0-d float32: steps skipped since the last that was not
     rounded: Buffer | None
     moments: dict[str, Buffer]  # m.<parameter> and v.<parameter>, in the shape of the parameter; none where sharded
-    owned: tuple[Owned, ...]  # what this rank updates: a piece of each bucket, or all in one
-    agreed: Buffer | None  # (3,) float64, of several ranks: squared norm, loss, stop
+    owned: tuple[Owned, ...]  # what this rank updates: a slice of each bucket, or everything at once
+    agreed: Buffer | None  # (3,) float64, with several ranks: squared norm, loss, stop
+    starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
     scratch: Scratch
-    decayed: int  # leading elements that decay
-    betas: tuple[float, float]
-    eps: float
-    weight_decay: float
-    max_norm: float
+    adamw: AdamW
     steps: int = 0
     skipped: int = 0
     skipped_in_a_row: int = 0
 
     @classmethod
     def declare(
-        cls, params: Iterable[Param], *, betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8,
-        weight_decay: float = 0.1, max_norm: float = 1.0, rank: int = 0, world: int = 1, buckets: Sequence[Bucket] = (),
-        units: Units | None = None,
+        cls, params: Iterable[Param], adamw: AdamW | None = None, *, rank: int = 0, world: int = 1,
+        buckets: Sequence[Bucket] = (), units: Units | None = None,
     ) -> Optimizer:  # fmt: skip
-        """Of one rank of `world`; with `buckets`, sharded over them; with `units`, of which it has a part each, over those."""
-        if units is not None:
-            buckets = tuple(units.buckets.values())
+        """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` where the rank has a part of each."""
         ordered = decayed_first(params)
-        copied = ordered[0].value is not ordered[0].master
-        form = cast(Handle, ordered[0].master)
+        form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
+        buckets = buckets if units is None else tuple(units.buckets.values())
+        sharded = bool(buckets)
 
-        def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Handle:
-            return Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", form.device)
+        def buffer(name: str, shape: tuple[int, ...], dtype: torch.dtype, role: Role = "optimizer") -> Buffer:
+            return _buffer(Handle(name, shape, dtype, BufferType.TEMP, role, "optimizer", form.device))
 
-        def moment(name: str) -> FlatHandle:
-            return flat(name, [buffer(f"{name}.{p.name}", p.master.shape, form.dtype) for p in ordered])
+        def state(name: str) -> FlatHandle:
+            if sharded:
+                return flat(name, list(handles(buffer(f"optimizer.{name}", (buckets[-1].stop // world,), form.dtype))))
+            return flat(name, list(handles([buffer(f"{name}.{p.name}", p.master.shape, form.dtype) for p in ordered])))
 
-        def share(name: str) -> FlatHandle:
-            return flat(name, [buffer(f"optimizer.{name}", (buckets[-1].stop // world,), form.dtype)])
-
-        grads = _padded("grads", ordered, buckets, lambda p: p.grad)
-        values = _padded("rounded" if copied else "params", ordered, buckets, lambda p: p.value)
-        if units is not None:
-            grads = flat("grads", list(units.grad_parts.values()))
-            values = flat("rounded" if copied else "params", list(units.value_parts.values()))
-        masters = values
+        grads, values = _grads_and_values(ordered, buckets, units)
+        starts = dict(zip((h.name.removeprefix("d ") for h in grads.buffers), grads.starts, strict=True))
+        masters, rounded = values, None
         if copied:
-            masters = share("master") if buckets else _padded("params", ordered, (), lambda p: p.master)
-        m, v = map(share, "mv") if buckets else map(moment, "mv")
-        first_undecayed = sum(len(p.master.shape) >= 2 for p in ordered)
-        decayed = (*masters.starts, masters.shape[0])[first_undecayed] if not buckets else 0
-        rounded = values if copied else None
-        whole: Any = masters, grads, m, v, rounded, decayed
-        owned = _owned(masters, grads, m, v, rounded, buckets, rank, world, units) if buckets else (Owned(*whole),)
+            masters = state("master") if sharded else _padded("params", ordered, (), lambda p: p.master)
+            rounded = values
+        m, v = state("m"), state("v")
+        if not sharded:
+            size, matrices = masters.shape[0], sum(len(p.master.shape) >= 2 for p in ordered)
+            buckets = [Bucket((), 0, size, pad=0, decayed=(*masters.starts, size)[matrices])]
+        owner = (rank, world) if sharded else (0, 1)
+        owned = tuple(_slices(masters, grads, m, v, rounded, buckets, *owner, units))
         scratch = (
-            below("global_norm", global_norm_workspace(*(piece.grads for piece in owned)))
+            below("global_norm", global_norm_workspace(*(own.grads for own in owned)))
             | below("guard", guard_workspace())
             | below("adamw", adamw_workspace(masters))
         )
         return cls(
-            params=cast(Buffer, masters),
-            grads=cast(Buffer, grads),
-            m=cast(Buffer, m),
-            v=cast(Buffer, v),
-            adam_step=cast(Buffer, buffer("optimizer.step", (), torch.float32)),
-            norm=cast(Buffer, buffer("optimizer.norm", (), form.dtype)),
-            loss=cast(Buffer, buffer("optimizer.loss", (), form.dtype)),
-            in_a_row=cast(Buffer, buffer("optimizer.in_a_row", (), torch.float32)),
-            rounded=cast(Buffer, values) if copied else None,
-            moments={handle.name: cast(Buffer, handle) for handle in (*m.buffers, *v.buffers)} if not buckets else {},
+            params=_buffer(masters),
+            grads=_buffer(grads),
+            m=_buffer(m),
+            v=_buffer(v),
+            adam_step=buffer("optimizer.step", (), torch.float32),
+            norm=buffer("optimizer.norm", (), form.dtype),
+            loss=buffer("optimizer.loss", (), form.dtype),
+            in_a_row=buffer("optimizer.in_a_row", (), torch.float32),
+            rounded=None if rounded is None else _buffer(rounded),
+            moments={} if sharded else {handle.name: _buffer(handle) for handle in (*m.buffers, *v.buffers)},
             owned=owned,
-            agreed=cast(Buffer, buffer("optimizer.agreed", (3,), torch.float64)) if world > 1 else None,
+            agreed=buffer("optimizer.agreed", (3,), torch.float64) if world > 1 else None,
+            starts=starts if units is None else units.starts,
             scratch={
-                name: cast(Buffer, buffer(f"scratch.optimizer.{name}", shape, dtype, "activations"))
+                name: buffer(f"scratch.optimizer.{name}", shape, dtype, "activations")
                 for name, (shape, dtype) in scratch.items()
             },
-            decayed=decayed,
-            betas=betas,
-            eps=eps,
-            weight_decay=weight_decay,
-            max_norm=max_norm,
+            adamw=adamw or AdamW(),
         )
 
     def update(self, learning_rate: float | Tensor) -> None:
-        """The program, which is traced: clip to a global norm of `max_norm`, then AdamW. A loss or a gradient that is not
-        finite changes neither weights nor moments, and nothing does after ten of them in a row."""
+        """The program that is traced: clip to a global norm of `max_norm`, then AdamW. A non-finite loss or gradient changes
+        neither weights nor moments, and after ten of them in a row nothing does."""
         self.measure()
         self.apply(learning_rate)
 
@@ -208,18 +222,18 @@ class Optimizer:
         global_norm([x.grads for x in self.owned], norm=self.norm, scratch=of("global_norm", self.scratch))
 
     def apply(self, learning_rate: float | Tensor) -> None:
-        """Guard, clip and AdamW by `norm`, which is that of all ranks' gradients."""
-        owned, copied = self.owned, self.rounded is not None
+        """Guard, clip and AdamW. `norm` is that of all ranks' gradients."""
+        adamw = self.adamw
         guard(self.loss, MAX_SKIPPED, norm=self.norm, in_a_row=self.in_a_row, scratch=of("guard", self.scratch))
+        params, grads, m, v, rounded, decayed = map(list, zip(*self.owned, strict=True))
         adamw_step(
-            self.norm, learning_rate, [x.decayed for x in owned], self.weight_decay, self.max_norm, self.betas, self.eps,
-            params=[x.params for x in owned], grads=[x.grads for x in owned], m=[x.m for x in owned],
-            v=[x.v for x in owned], step=self.adam_step,
-            rounded=[cast(Buffer, x.rounded) for x in owned] if copied else None, scratch=of("adamw", self.scratch),
+            self.norm, learning_rate, decayed, adamw.weight_decay, adamw.max_norm, adamw.betas, adamw.eps,
+            params=params, grads=grads, m=m, v=v, step=self.adam_step, rounded=None if self.rounded is None else rounded,
+            scratch=of("adamw", self.scratch),
         )  # fmt: skip
 
     def count(self, result: StepResult) -> None:
-        """One `update` more, of which this came back. Ten skipped in a row raise."""
+        """Count an update that is done. Ten skipped in a row raise."""
         self.steps += 1
         if math.isfinite(result.norm):
             self.skipped_in_a_row = 0

@@ -1,35 +1,33 @@
 """What to recompute so that a model's memory plan fits a budget.
 
-Three things may be computed anew in the backward instead of being kept: the outputs of the norms, the activation of the
+Three things may be recomputed in the backward instead of being saved: the outputs of the norms, the activation of the
 feed-forward, a whole block. Their price in FLOPs per block, N rows of C channels and F hidden ones:
 
     norm         ≈ 2 · 8·N·C          activation   ≈ 15·N·F          block   ≈ the block's forward, 2·N·C·(4C + 2F) and more
 
-Without a budget nothing is recomputed while that fits into a quarter of the memory that a model has anyway (parameters,
-gradients, moments); beyond, the activations are, a quarter of a block's memory for one elementwise pass; and on CUDA the norms
-too, where the backward that reads their input writes their output in the same pass.
-With one: a norm costs the least for each byte it frees, a block by far the most. So as few whole blocks as will do; then as few
-activations; then as few norms. Earlier blocks are chosen first: what they keep lives longest, and they are
-recomputed when the later ones are gone. Whatever is chosen, gradients have the same bits.
+Without a budget nothing is recomputed while the activations fit into a quarter of the memory of parameters, gradients and
+moments. Beyond that the feed-forward's activation is, which frees a quarter of a block's memory for one elementwise pass; on
+CUDA the norms are too, because the backward that reads their input writes their output in the same pass.
+With a budget: a norm costs the least for each byte that it frees, a block by far the most. So the fewest whole blocks that
+will do are recomputed, then the fewest activations, then the fewest norms. Earlier blocks are chosen first: what they save
+lives longest, and they are recomputed when the later ones are done. Gradients have the same bits whatever is chosen.
 """
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from typing import Any
-
-import torch
+from dataclasses import replace
 
 from ..model.block import Recomputed
-from ..model.config import ModelConfig
-from .planning import Recompute, beside, plan_model
+from .planning import plan_model, unplanned_bytes
+from .spec import Recompute, StepSpec
 
 _SMALL = 1 / 4
 
 
 class OverBudget(ValueError):
-    """No choice of what to recompute keeps a plan within its budget."""
+    """Even the smallest plan is larger than the budget."""
 
 
 def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recompute:
@@ -44,28 +42,22 @@ def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recomput
     return tuple(of(i) for i in range(n_layer))
 
 
-def choose_recompute(
-    config: ModelConfig, batch_size: int, seq_len: int, dtype: torch.dtype, device: torch.device, budget: int | None,
-    **options: Any,
-) -> Recompute:  # fmt: skip
-    """The cheapest choice whose plan is at most `budget` bytes, or an error that says how many would do; None: the usual.
-    `options` are plan_model's."""
-    n = config.n_layer
+def choose_recompute(spec: StepSpec, budget: int | None) -> Recompute:
+    """The cheapest choice whose plan takes at most `budget` bytes, or an error that says how many are needed; None: the rule
+    without a budget. What `spec` recomputes is ignored."""
+    n = spec.config.n_layer
     if budget is None:
-        everything = plan_model(config, batch_size, seq_len, dtype, device, **options)
-        kept = everything.arenas["activations"].arena_bytes
-        small = kept <= _SMALL * (everything.peak_bytes - kept)
-        if small:
+        plan = plan_model(replace(spec, recompute=()))
+        activations_bytes = plan.arenas["activations"].arena_bytes
+        if activations_bytes <= _SMALL * (plan.peak_bytes - activations_bytes):
             return _choice(n, norms=0, activations=0, blocks=0)
-        return _choice(n, norms=n if device.type == "cuda" else 0, activations=n, blocks=0)
+        return _choice(n, norms=n if spec.device.type == "cuda" else 0, activations=n, blocks=0)
     if not isinstance(budget, int) or isinstance(budget, bool) or budget < 1:
         raise ValueError(f"memory_budget: got {budget!r}; accepted: None or a number of bytes ≥ 1")
 
     @functools.cache
     def peak(norms: int, activations: int, blocks: int) -> int:
-        choice = _choice(n, norms, activations, blocks)
-        sizes = (config, batch_size, seq_len, dtype, device)
-        return plan_model(*sizes, choice, **options).peak_bytes
+        return plan_model(replace(spec, recompute=_choice(n, norms, activations, blocks))).peak_bytes
 
     if peak(n, n, n) > budget:
         smallest, blocks = min((peak(n, n, blocks), -blocks) for blocks in range(n + 1))
@@ -80,26 +72,23 @@ def choose_recompute(
     return _choice(n, norms, activations, blocks)
 
 
-def largest_batch(
-    config: ModelConfig, seq_len: int, dtype: torch.dtype, device: torch.device, budget: int | None, limit: int,
-    **options: Any,
-) -> tuple[int, int] | None:  # fmt: skip
+def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, int] | None:
     """(batch_size, bytes) of the largest micro-batch whose plan, chosen as `train` does with this budget, takes at most `limit`
-    bytes; None where that of one sequence takes more.
+    bytes; None where even one sequence takes more. The batch size of `spec` is ignored.
 
-    A larger batch takes more memory, but for one place: without a budget activations are recomputed from some size on, and the
-    first batch that does so takes less than the one before it. So the search goes on above a batch that recomputes nothing.
-    With one, a batch fits where all blocks recomputed, or all but the last, fit: no other choice was ever the smallest. A
-    budget above `limit` recomputes nothing that only `limit` needs.
+    A larger batch takes more memory, with one exception: without a budget activations are recomputed from some size on, and the
+    first batch that does so takes less than the one before it. So the search continues above a batch that recomputes nothing.
+    With a budget, a batch fits where it does with all blocks recomputed, or all but the last: no other choice was ever the
+    smallest. A budget above `limit` recomputes nothing that only `limit` needs.
     """
-    n = config.n_layer
+    n = spec.config.n_layer
 
     def nbytes(batch_size: int, choice: Recompute) -> int:
-        plan = plan_model(config, batch_size, seq_len, dtype, device, choice, **options)
-        return plan.peak_bytes + sum(beside(device, batch_size, seq_len).values())
+        form = replace(spec, batch_size=batch_size, recompute=choice)
+        return plan_model(form).peak_bytes + sum(unplanned_bytes(form).values())
 
     def chosen(batch_size: int) -> Recompute:
-        return choose_recompute(config, batch_size, seq_len, dtype, device, budget, **options)
+        return choose_recompute(replace(spec, batch_size=batch_size), budget)
 
     @functools.cache
     def usual(batch_size: int) -> tuple[bool, bool]:
@@ -118,7 +107,7 @@ def largest_batch(
 
 
 def _most(holds: Callable[[int], bool]) -> int:
-    """The largest n ≥ 1 of which it holds, by doubling and bisection, as if it held of every smaller one; 0 where of none."""
+    """The largest n ≥ 1 for which `holds`, by doubling and bisection, as if it held for every smaller one; 0 if for none."""
     high = 1
     while holds(high):
         high *= 2
@@ -130,8 +119,8 @@ def _most(holds: Callable[[int], bool]) -> int:
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int:
-    """The smallest k ≤ most that fits, by bisection, as if more always did. Rarely `most` itself does not, for a block's
-    own recomputation takes memory too; then every k is tried. At least one fits."""
+    """The smallest k ≤ most that fits, by bisection, as if larger ones always did. Rarely `most` itself does not, because
+    recomputing a block takes memory too; then every k is tried. At least one fits."""
     low, high = 0, most
     while low < high:
         middle = (low + high) // 2

@@ -39,6 +39,7 @@ from ..engine.engine import Engine
 from ..engine.optimizer import NonFiniteError, StepResult
 from ..engine.parallel import Shard, check_agreed
 from ..engine.planning import step_report
+from ..engine.state import counters, restore_counters
 from ..memory.page import human
 from ..model.generate import NonFiniteLogits, generate
 from ..text.atomic import named, write_whole
@@ -113,13 +114,11 @@ class Run:
             check_agreed(mesh, {**run.plain(), "batches": self.batches.state()})
         _warm_up(t.device)
         before = held(self.device)
-        sharing: Any = {"shard": ranks.shard, "bucket_bytes": ranks.bucket_bytes, "context": ranks.context}
         self.engine = Engine(
             run.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype], t.seed, t.memory_budget,
             weight_decay=t.weight_decay, max_norm=t.max_norm or math.inf, linear=t.linear, deterministic=t.deterministic,
-            mesh=mesh, **sharing,
+            mesh=mesh, shard=ranks.shard, bucket_bytes=ranks.bucket_bytes, context=ranks.context,
         )  # fmt: skip
-        self.sharding: dict[str, Any] = {"world": mesh.world, **sharing}
         self.group, self.groups = (
             mesh.rank // ranks.context,
             mesh.world // ranks.context,
@@ -143,7 +142,7 @@ class Run:
             from .pieces import load_pieces  # torch's distributed checkpoint takes a second to load
 
             load_pieces(path, self.engine, self.mesh)
-        self.engine.restore(state["engine"])
+        restore_counters(self.engine, state["engine"])
         self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
         self.validation_loss, self.best = state["validation_loss"], best_of(self.folder)
         self.resumed_from = path
@@ -190,7 +189,7 @@ class Run:
             "ranks": self.mesh.world, "micro_batches": t.gradient_accumulation,
             "idle_ranks": max(0, self.groups - t.gradient_accumulation) * self.mesh.world // self.groups,
         })  # fmt: skip
-        while engine.steps < t.steps and not (self.stopped if self.mesh.world == 1 else engine.stop):
+        while engine.steps < t.steps and not (self.stopped if self.mesh.world == 1 else engine.ranks.stop):
             self._step()
             if t.eval_interval and engine.steps % t.eval_interval == 0 and engine.steps < t.steps:
                 self._evaluate()
@@ -209,7 +208,7 @@ class Run:
         mine = self.stopped[0] if self.stopped else None
         if self.mesh.world == 1:
             return mine
-        return next(filter(None, self.mesh.gather(mine)), None) if self.engine.stop else None
+        return next(filter(None, self.mesh.gather(mine)), None) if self.engine.ranks.stop else None
 
     def _tell(self, event: str, numbers: dict[str, Any]) -> None:
         """`show`; where nobody can see it any more, the run stops, and is silent from then on."""
@@ -242,7 +241,7 @@ class Run:
         optimizer = self.engine.optimizer
         self.under_way: deque[_Before] = deque()
         self.begun, self.skipped, self.in_a_row = 0.0, optimizer.skipped, optimizer.skipped_in_a_row
-        self.finite = self.engine.state(), self.batches.state(), self.train_loss
+        self.finite = counters(self.engine), self.batches.state(), self.train_loss
         self.written: tuple[int, Path] | None = (
             None  # the step of what was saved last, in either folder, and where it is
         )
@@ -250,7 +249,7 @@ class Run:
     def _rewind(self) -> None:
         """To before the first of the steps in a row that were not finite: they changed neither weights nor moments."""
         engine, data, self.train_loss = self.finite
-        self.engine.restore(engine)
+        restore_counters(self.engine, engine)
         self.batches.restore(data)
         self._start()
 
@@ -267,7 +266,7 @@ class Run:
         pairs = self.batches.deal(t.gradient_accumulation, self.group, self.groups)
         before = _Before(*position, rate, t.gradient_accumulation * t.batch_size * t.seq_len)
         if self.stopped:
-            engine.ask_to_stop()
+            engine.ranks.stop = True
         self.begun = time.perf_counter() if not self.under_way else self.begun
         self.under_way.append(before)
         try:
@@ -320,7 +319,7 @@ class Run:
             self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation,
             rank=self.group, world=self.groups,
         )  # fmt: skip
-        for tokens, targets in engine.padded(list(own)):
+        for tokens, targets in engine.ranks.padded(list(own)):
             self.mesh.at(f"step {engine.steps}: evaluating")
             n = count_targets(targets)
             total += engine.evaluate(tokens, targets) * n
@@ -377,7 +376,7 @@ class Run:
     def _state(self) -> dict[str, Any]:
         """What a resumed run needs beside the tensors, as plain JSON."""
         return {
-            "engine": self.engine.state(),
+            "engine": counters(self.engine),
             "data": self.batches.state(),
             "tokenizer_sha256": self.tokenizer_sha256,
             "run": self.run.plain(),
@@ -403,10 +402,7 @@ class Run:
 
     def _report(self, measured: Resident, sample: str) -> str:
         engine, t, world = self.engine, self.run.train, self.mesh.world
-        memory = step_report(
-            engine.plan, self.run.model, t.batch_size, t.seq_len, engine.dtype, engine.recompute, "Memory of one step",
-            linear=engine.linear, deterministic=engine.deterministic, **self.sharding,
-        )  # fmt: skip
+        memory = step_report(engine.plan, engine.spec, "Memory of one step")
         validation = f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""
         best = "none"
         if self.best is not None:

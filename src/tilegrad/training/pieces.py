@@ -31,6 +31,7 @@ from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, Wri
 
 from ..data.tokens import sha256_of
 from ..dist.mesh import Mesh
+from ..engine.state import owned_pieces, publish_pieces
 from ..text.atomic import sync
 from .checkpoint import (
     MANIFEST,
@@ -94,7 +95,7 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, An
         remove_leftovers(folder)
         staged.mkdir()
     mesh.barrier()
-    pieces = {name: Piece(*piece) for name, piece in engine.pieces(shared=True).items()}
+    pieces = {name: Piece(*piece) for name, piece in owned_pieces(engine, shared=True).items()}
     if mesh.rank:
         pieces.pop("adam_step")
     writer = dcp.HuggingFaceStorageWriter(str(staged), save_distributed=True)
@@ -150,10 +151,10 @@ def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:
     if (path / TENSORS).exists():
         _load_whole(path / TENSORS, engine)
     else:
-        pieces = {name: Piece(*piece) for name, piece in engine.pieces().items()}
+        pieces = {name: Piece(*piece) for name, piece in owned_pieces(engine).items()}
         reader = dcp.HuggingFaceStorageReader(str(path))
         _together(mesh, lambda: dcp.load(pieces, storage_reader=reader, process_group=mesh.host_group), "load")
-    engine.pieces_written()
+    publish_pieces(engine)
     state: dict[str, Any] = manifest["state"]
     return state
 
@@ -183,7 +184,7 @@ def _check_forms(path: Path, manifest: Mapping[str, Any], engine: Engine) -> Non
         found = there[name][1] if name in there else None
         if found != wanted.get(name):
             raise ValueError(f"{path}: got {name} of shape {found}; accepted: {wanted.get(name)}, this model's")
-    for name, (piece, *_) in engine.pieces().items():
+    for name, (piece, *_) in owned_pieces(engine).items():
         own = _DTYPES[piece.dtype]
         if name not in there or there[name][0] != own:
             got = there[name][0] if name in there else "none"
@@ -192,7 +193,7 @@ def _check_forms(path: Path, manifest: Mapping[str, Any], engine: Engine) -> Non
 
 def _load_whole(file: Path, engine: Engine) -> None:
     with safe_open(file, framework="pt") as tensors:
-        for name, (piece, offset, _) in engine.pieces().items():
+        for name, (piece, offset, _) in owned_pieces(engine).items():
             piece.copy_(tensors.get_tensor(name).reshape(-1)[offset : offset + piece.numel()])
 
 

@@ -19,6 +19,7 @@ from ..dist.mesh import Mesh, RankLost
 from ..engine.engine import Engine
 from ..engine.machine import check_device, check_platform
 from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
+from ..engine.state import write_param
 from ..pretrained.weights import open_weights
 from .checkpoint import read_state
 from .config import RunConfig, resumed
@@ -149,7 +150,7 @@ def _begin_with(weights: Path, engine: Engine, folder: Path, mesh: Mesh) -> None
     values = source.read()
     check_agreed(mesh, {"init": digest(values.values())})
     for name, value in values.items():
-        engine.write_param(name, value)
+        write_param(engine, name, value)
     if mesh.rank == 0:
         source.keep_origin(folder / "origin")
 

@@ -1,0 +1,40 @@
+"""A step over ranks, by one of four strategies. With one rank all of this is a no-op.
+
+    Alone              one rank; the methods of this class are what an engine calls
+    Replicated         shard="none": every rank has all parameters, gradients and moments
+    ShardedOptimizer   shard="optimizer": a rank has 1/world of the moments, and updates 1/world of the parameters
+    FullySharded       shard="all": a rank has 1/world of everything; a block's parameters are gathered around its ops
+
+    micro-batches      number g of a step runs on rank g mod world with dropout's seed g: N ranks equal one with all of them
+    targets            are counted over all ranks: gradients are summed, never averaged, so unequal batches are exact
+    bucket complete →  reduce-scatter (Replicated: all-reduce) in place, overlapping the rest of the last micro-batch's backward
+    one all-reduce     of ‖own slices of the gradients‖², the loss, and whether a rank was asked to stop
+    own slices         clip and AdamW
+    slices          →  all-gather in place, overlapping the next forward: an op waits for the buckets that it reads
+    context=n          n neighbouring ranks share each micro-batch (parallel/context.py); group g mod (world / n) takes number g
+
+Collectives run on slices of the arenas and allocate nothing. All ranks launch them in the order of one schedule, also a rank
+without a micro-batch: another order would hang.
+"""
+
+from __future__ import annotations
+
+from ...dist.mesh import Mesh
+from ..optimizer import AdamW
+from ..spec import BUCKET_BYTES, Shard, StepSpec
+from .alone import Alone, View
+from .check import check_accumulation, check_agreed, check_ranks, check_same, digest
+from .replicated import Replicated
+from .sharded import FullySharded, ShardedOptimizer
+
+__all__ = [
+    "BUCKET_BYTES", "Alone", "FullySharded", "Replicated", "Shard", "ShardedOptimizer", "check_accumulation",
+    "check_agreed", "check_ranks", "check_same", "digest", "make_strategy",
+]  # fmt: skip
+
+
+def make_strategy(spec: StepSpec, mesh: Mesh, adamw: AdamW, view: View) -> Alone:
+    """The strategy of a step on this mesh. `view` turns handles into tensors."""
+    strategies = {"none": Replicated, "optimizer": ShardedOptimizer, "all": FullySharded}
+    strategy = Alone if mesh.world == 1 else strategies[spec.shard]
+    return strategy(spec, mesh, adamw, view)

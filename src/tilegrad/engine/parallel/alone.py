@@ -1,0 +1,115 @@
+"""One rank: nothing is sent. The other strategies override what several ranks change."""
+# ruff: noqa: ARG002  # a no-op ignores its arguments
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from ...dist.mesh import Mesh, Neighbours
+from ...memory.planned.trace import Handle, bind
+from ..batch import Batch, check_some
+from ..optimizer import AdamW
+from ..spec import StepSpec
+from .context import own_rows
+from .declare import declare_optimizer
+
+View = Callable[[Handle], Tensor | Handle]
+Run = tuple[Tensor, int, int]  # of a flattened tensor: the run, its offset, the tensor's length
+Program = Literal["step", "forward", "backward"]  # of the model
+_EMPTY: Batch = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))
+
+
+class Alone:
+    sharded = False  # whether this rank updates only a slice of the parameters
+    has_params = True  # whether this rank has every parameter that the layers read
+
+    def __init__(self, spec: StepSpec, mesh: Mesh, adamw: AdamW, view: View) -> None:
+        self.spec, self.mesh, self._view = spec, mesh, view
+        self.context: Neighbours | None = mesh.neighbours(spec.context) if spec.context > 1 else None
+        optimizer, units = declare_optimizer(spec.declare(self.context), spec, adamw, mesh.rank)
+        self.optimizer, self._units = bind(optimizer, view), bind(units, view)
+        self.params: dict[str, Tensor] = {}  # of the bound model: the engine sets it
+        self.stop = False  # a request to this rank; after a step, to any rank
+        self.step = 0
+        self.summed = False  # whether the gradients are those of all ranks
+
+    def view(self, handle: Handle) -> Tensor | Handle:
+        """The tensor of one of the model's buffers."""
+        return self._view(handle)
+
+    def number_of(self, micro_batch: int) -> int:
+        """The number in the whole step of this rank's micro-batch."""
+        context, rank, world = self.spec.context, self.mesh.rank, self.mesh.world
+        return micro_batch * (world // context) + rank // context
+
+    def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
+        """Both over all ranks. The gradients are about to be overwritten."""
+        self.mesh.at(f"step {self.step}: counting targets")
+        total, taken = (int(x) // self.spec.context for x in self.mesh.sum(targets, micro_batches))
+        check_some(taken)
+        self.forget_sums()
+        return total, taken
+
+    def padded(self, batches: list[Batch]) -> list[Batch]:
+        """Pads with empty batches so that every rank runs the same number of collectives."""
+        if self.context is None and self.has_params:  # a micro-batch has no collectives of its own
+            return batches
+        return batches + [_EMPTY] * (max(self.mesh.gather(len(batches))) - len(batches))
+
+    def local(self, tokens: Tensor, targets: Tensor) -> Batch:
+        """This rank's slice of each sequence."""
+        return (tokens, targets) if self.context is None else own_rows(self.context, tokens, targets)
+
+    def sum_loss(self, loss: Tensor) -> None:
+        """loss = Σ over the ranks that share a sequence."""
+        if self.context is not None:
+            self.context.all_reduce(loss)
+
+    @contextmanager
+    def around(
+        self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
+    ) -> Iterator[None]:
+        """The model's program runs inside, with collectives between its ops. `last` is the last micro-batch of a step."""
+        yield
+
+    def sum_gradients(self) -> None:
+        """Start the sums of gradients that are complete."""
+
+    def forget_sums(self) -> None:
+        """The gradients are about to be overwritten."""
+
+    def update(self, learning_rate: float, loss: float) -> float:
+        """Sum what is not summed yet, clip, AdamW. Returns the loss over all ranks; `loss` is this rank's."""
+        self.optimizer.update(learning_rate)
+        return loss
+
+    def settle(self) -> None:
+        """Wait for parameters that other ranks are sending."""
+
+    def whole_params(self) -> dict[str, Tensor]:
+        """The parameters by name; FullySharded gathers them, so all ranks call it together."""
+        return self.params
+
+    def write_param(self, name: str, value: Tensor) -> None:
+        """Write a parameter from outside, on every rank."""
+        self.params[name].copy_(value)
+
+    def pieces(self, *, shared: bool) -> dict[str, Run]:
+        """Name → (run, offset in the flattened tensor, its length) of parameters, moments and the count of updates: what this
+        rank owns. Ranks that have everything own it all or, with `shared`, 1/world of each tensor."""
+        rank, world = self.mesh.rank, self.mesh.world
+        found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
+        for name, x in {**self.params, **self.optimizer.moments}.items():
+            n = x.numel()
+            low, high = (n * rank // world, n * (rank + 1) // world) if shared else (0, n)
+            if low < high:
+                found[name] = x.view(-1)[low:high], low, n
+        return found
+
+    def spread(self) -> None:
+        """Send the parameters that this rank owns to the others."""

@@ -1,0 +1,92 @@
+"""What several ranks cannot train, and ranks that would not compute the same thing, are refused before memory is allocated."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import asdict
+from typing import get_args
+
+import torch
+from torch import Tensor
+
+from ... import __version__
+from ...dist.mesh import Mesh
+from ...kernels.cpu.library import library as native_library
+from ...model.config import ModelConfig
+from ...native.build import digest as native_sources
+from ..optimizer import AdamW
+from ..spec import Shard, StepSpec
+from .context import check_context
+
+
+def check_ranks(config: ModelConfig, seq_len: int, linear: str, *, world: int, shard: str, context: int) -> None:
+    if shard not in get_args(Shard):
+        raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
+    if world > 1 and linear != "plain":
+        raise ValueError(f"linear: got {linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
+    check_context(config, seq_len, world, context)
+
+
+def check_accumulation(gradient_accumulation: int, world: int, context: int) -> None:
+    if gradient_accumulation < world // context:
+        each = "rank" if context == 1 else f"group of {context} ranks"
+        raise ValueError(
+            f"gradient_accumulation: got {gradient_accumulation}; accepted: at least {world // context}, a micro-batch for "
+            f"each {each}"
+        )
+
+
+def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
+    """Refuse ranks with another model, batch, seed, optimizer, version or number of threads."""
+    native = native_library()
+    check_agreed(
+        mesh,
+        {
+            "model": asdict(spec.config),
+            "batch_size": spec.batch_size,
+            "seq_len": spec.seq_len,
+            "dtype": spec.dtype,
+            "seed": seed,
+            "shard": spec.shard,
+            "bucket_bytes": spec.bucket_bytes,
+            "context": spec.context,
+            "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes
+            **asdict(adamw),
+            "tilegrad": __version__,
+            "torch": torch.__version__,
+            "threads": torch.get_num_threads(),
+            "native library": native if isinstance(native, str) else native_sources(),
+        },
+    )
+
+
+def check_agreed(mesh: Mesh, fields: Mapping[str, object]) -> None:
+    """Refuse ranks whose `fields` differ. All ranks raise the same error, which names the first field that differs and its
+    rank; a key of a nested mapping is field.key."""
+    if mesh.world == 1:
+        return
+    mesh.at("comparing the ranks")
+    by_rank = mesh.gather(dict(_leaves(fields)))
+    for name in {name: None for leaves in by_rank for name in leaves}:
+        accepted = by_rank[0].get(name)
+        for rank, leaves in enumerate(by_rank):
+            if leaves.get(name) != accepted:
+                raise ValueError(f"{name}: got {leaves.get(name)} on rank {rank}; accepted: rank 0's, {accepted}")
+
+
+def _leaves(fields: Mapping[str, object], inside: str = "") -> Iterator[tuple[str, str]]:
+    for name, value in fields.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{inside}{name}.")
+        else:
+            yield f"{inside}{name}", str(value)
+
+
+def digest(tensors: Iterable[Tensor]) -> str:
+    """sha256 of their bytes."""
+    found = hashlib.sha256()
+    for x in tensors:
+        for part in x.detach().reshape(-1).view(torch.uint8).split(1 << 26):
+            found.update(part.cpu().numpy().data)
+    return found.hexdigest()[:16]

@@ -1,0 +1,41 @@
+"""context=n: n neighbouring ranks share each sequence. All are given the whole micro-batch, and each takes its rows of it.
+
+kernels/attention/context.py gathers K and V, and says which rows a rank takes. Everything else in the model works row by row.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import pad
+
+from ...kernels.attention.context import Ranks, positions_of
+from ...model.config import ModelConfig
+from ..batch import Batch
+
+
+def check_context(config: ModelConfig, seq_len: int, world: int, context: int) -> None:
+    if not isinstance(context, int) or isinstance(context, bool) or context < 1 or world % context:
+        raise ValueError(f"context: got {context!r}; accepted: a divisor of {world}, the number of ranks")
+    if context == 1:
+        return
+    if seq_len % (2 * context):
+        raise ValueError(f"seq_len: got {seq_len} with context {context}; accepted: a multiple of {2 * context}")
+    for name, accepted in (("dropout", 0.0), ("position", "rope"), ("projection", "dense")):
+        got = getattr(config, name)
+        if got != accepted:
+            raise ValueError(f"{name}: got {got!r} with context {context}; accepted: {accepted!r}")
+
+
+def own_rows(ranks: Ranks, tokens: Tensor, targets: Tensor) -> Batch:
+    """This rank's slice of each sequence, padded at the end to a multiple of 2 · world. The padding has no targets, and
+    attention is causal, so no token reads it."""
+    n, t = ranks.world, tokens.shape[1]
+    more = -t % (2 * n)
+    first, last = positions_of(ranks.rank, n, (t + more) // n)
+
+    def rows(x: Tensor, value: int) -> Tensor:
+        padded = pad(x.long(), (0, more), value=value)
+        return torch.cat([padded[:, first], padded[:, last]], 1)
+
+    return rows(tokens, 0), rows(targets, -1)

@@ -1,0 +1,53 @@
+"""One rank's optimizer and collectives on handles: what is planned before anything is allocated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from ...dist.mesh import Mesh
+from ...dist.schedule import Bucket, Touch, cut, touches
+from ...dist.units import UnitParam, Units
+from ...kernels.op import emitter, observe, observe_names
+from ...memory.planned.trace import handles
+from ...model.transformer import Transformer
+from ..optimizer import AdamW, Optimizer, decayed_first
+from ..spec import StepSpec
+
+
+def schedule_of(model: Transformer, program: Callable[[], object] | None = None) -> tuple[Touch, ...]:
+    """Which parameters each op of the model's program, by default its step, reads and which gradients it writes."""
+    values = {handle.name: name for name, p in model.params.items() for handle in handles(p.value)}
+    grads = {handle.name: name for name, p in model.params.items() for handle in handles(p.grad)}
+    return touches(program or model.step, observe, values, grads)
+
+
+def buckets_of(model: Transformer, steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
+    masters = list(handles([p.master for p in decayed_first(model.params.values())]))
+    return cut(masters, steps, world, bucket_bytes)
+
+
+def declare_optimizer(
+    model: Transformer, spec: StepSpec, adamw: AdamW | None = None, rank: int = 0
+) -> tuple[Optimizer, Units | None]:
+    """One rank's optimizer, and the units where everything is sharded."""
+    params, units = model.params.values(), None
+    buckets: tuple[Bucket, ...] = ()
+    if spec.world > 1 and spec.shard == "all":
+        units = Units.declare([UnitParam(p.name, *handles((p.value, p.grad, p.master))) for p in params], spec.world)
+    elif spec.world > 1 and spec.shard == "optimizer":
+        buckets = buckets_of(model, schedule_of(model), spec.world, spec.bucket_bytes)
+    optimizer = Optimizer.declare(params, adamw, rank=rank, world=spec.world, buckets=buckets, units=units)
+    return optimizer, units
+
+
+def in_units(units: Units | None, model: Transformer, program: Callable[[], None]) -> Callable[[], None]:
+    """The program with the collectives of its units."""
+    if units is None:
+        return program
+    steps, mesh = schedule_of(model, program), Mesh(alone=True)
+
+    def run() -> None:
+        with units.around(steps, mesh, first=False, emit=emitter(), observe=observe, observe_names=observe_names):
+            program()
+
+    return run

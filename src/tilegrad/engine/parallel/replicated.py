@@ -1,0 +1,111 @@
+"""shard="none": every rank has all parameters, gradients and moments, and the gradients are summed bucket by bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from torch import Tensor
+
+from ...dist.mesh import Mesh, Pending
+from ...dist.schedule import Bucket, Touch, Work, final, follow, needed, order
+from ...kernels.op import observe_names
+from ..optimizer import AdamW
+from ..spec import StepSpec
+from .alone import Alone, Program, View
+from .declare import buckets_of, schedule_of
+
+
+class Replicated(Alone):
+    def __init__(self, spec: StepSpec, mesh: Mesh, adamw: AdamW, view: View) -> None:
+        super().__init__(spec, mesh, adamw, view)
+        self._schedules: dict[tuple[Program, bool, bool], tuple[Touch, ...]] = {}
+        self._sums: list[Pending] = []
+        self._gathers: dict[int, Pending] = {}
+        self.buckets, self.order = self._cut()
+
+    def _cut(self) -> tuple[tuple[Bucket, ...], tuple[int, ...]]:
+        """The buckets, and the order in which every rank sums them."""
+        steps = self._schedule("step", accumulate=False)
+        model = self.spec.declare(self.context, accumulate=False)
+        world = self.mesh.world if self.sharded else 1
+        buckets = buckets_of(model, steps, world, self.spec.bucket_bytes)
+        return buckets, order(buckets, steps)
+
+    def _schedule(self, program: Program, *, training: bool = True, accumulate: bool) -> tuple[Touch, ...]:
+        key = program, training, accumulate
+        if key not in self._schedules:
+            model = self.spec.declare(self.context, training=training, accumulate=accumulate)
+            self._schedules[key] = schedule_of(model, getattr(model, program))
+        return self._schedules[key]
+
+    # ── gradients ──
+
+    @contextmanager
+    def around(
+        self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
+    ) -> Iterator[None]:
+        """In a step, an op waits for the parameters that it reads, and in the last micro-batch each bucket is summed as soon
+        as its gradients are complete."""
+        if program == "step":
+            self.mesh.at(f"step {self.step}: forward and backward")
+        if program != "step" or not (self._gathers or last):
+            yield
+            return
+        steps = self._schedule(program, training=training, accumulate=accumulate)
+        before: dict[int, list[Work]] = {}
+        after: dict[int, list[Work]] = {}
+        for i in self._gathers:
+            before.setdefault(needed(self.buckets[i], steps), []).append(partial(self._wait_for, i))
+        at = 0
+        for i in self.order if last else ():
+            at = max(at, final(self.buckets[i], steps))  # never before the bucket that precedes it in the order
+            after.setdefault(at, []).append(partial(self._sum, i))
+        with follow(steps, before, after, observe_names):
+            yield
+
+    def sum_gradients(self) -> None:
+        for i in self.order:
+            self._sum(i)
+
+    def _sum(self, i: int) -> None:
+        self.summed = True
+        self.mesh.at(f"step {self.step}: summing bucket {i} of {len(self.buckets)}")
+        bucket = self.buckets[i]
+        self._sums.append(self._start_sum(self.optimizer.grads[bucket.start : bucket.stop]))
+
+    def _start_sum(self, grads: Tensor) -> Pending:
+        return self.mesh.all_reduce(grads, wait=False)
+
+    def forget_sums(self) -> None:
+        while self._sums:
+            self.mesh.wait(self._sums.pop(0))
+        self.summed = False
+
+    def _wait_for(self, i: int) -> None:
+        self.mesh.wait(self._gathers.pop(i))
+
+    # ── the update ──
+
+    def update(self, learning_rate: float, loss: float) -> float:
+        if not self.summed:
+            self.sum_gradients()
+        self.forget_sums()
+        self.settle()  # a rank without a micro-batch has not waited for the parameters
+        optimizer, agreed = self.optimizer, self.optimizer.agreed
+        assert agreed is not None
+        optimizer.measure()
+        agreed[0].copy_(optimizer.norm).square_().mul_(self.sharded)
+        agreed[1].copy_(optimizer.loss)
+        agreed[2].fill_(self.stop)
+        self.mesh.at(f"step {self.step}: agreeing on the norm")
+        self.mesh.all_reduce(agreed)
+        if self.sharded:
+            optimizer.norm.copy_(agreed[0].sqrt_())
+        optimizer.loss.copy_(agreed[1])
+        _, loss, stop = agreed.tolist()
+        self.stop = stop > 0
+        optimizer.apply(learning_rate)
+        self.step += 1
+        return loss

@@ -1,0 +1,67 @@
+"""`StepSpec`: what a training step depends on. Everything that checks, plans, declares or reports a step takes one."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import Literal, cast
+
+import torch
+
+from ..kernels.attention.context import Ranks, RanksToBe
+from ..model.block import Recomputed
+from ..model.config import ModelConfig
+from ..model.layer import Linear
+from ..model.transformer import Transformer, declare
+
+Recompute = tuple[frozenset[Recomputed], ...]  # what each block recomputes in its backward; () is nothing
+Shard = Literal["none", "optimizer", "all"]
+BUCKET_BYTES = 64 << 20
+
+
+@dataclass(frozen=True, slots=True)
+class StepSpec:
+    """The model, the largest batch, how it is computed, and the ranks: `world` of them, of which `context` share a sequence.
+
+    >>> import torch, tilegrad
+    >>> from dataclasses import replace
+    >>> from tilegrad.engine.planning import plan_model
+    >>> spec = StepSpec(tilegrad.presets()["tiny"].model, 8, 64, torch.float32, torch.device("cpu"))
+    >>> plan_model(replace(spec, world=4)).peak_bytes < plan_model(spec).peak_bytes
+    True
+    """
+
+    config: ModelConfig
+    batch_size: int
+    seq_len: int
+    dtype: torch.dtype
+    device: torch.device
+    recompute: Recompute = ()
+    linear: Linear = "plain"
+    deterministic: bool = True
+    world: int = 1
+    shard: Shard = "optimizer"
+    bucket_bytes: int = BUCKET_BYTES
+    context: int = 1
+
+    def declare(
+        self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,
+        training: bool = True, accumulate: bool = True,
+    ) -> Transformer:  # fmt: skip
+        """The model on handles, by default for the largest batch. `local_seq_len` counts the tokens of each sequence that
+        this rank has. `ranks` share the sequences; without them the model can only be traced. For evaluation
+        (training=False) nothing is dropped or rounded to float8."""
+        config, linear = (self.config, self.linear) if training else (replace(self.config, dropout=0.0), "plain")
+        if ranks is None and self.context > 1:
+            ranks = cast(Ranks, RanksToBe(self.context))
+        return declare(
+            config,
+            batch_size or self.batch_size,
+            local_seq_len or self.seq_len // self.context,
+            self.dtype,
+            self.device,
+            self.recompute,
+            accumulate=accumulate,
+            linear=linear,
+            deterministic=self.deterministic,
+            context=ranks,
+        )
