@@ -43,7 +43,7 @@ def barriers(n: int, count: int = 1) -> Any:
 
 def copy_through_a_pipeline(
     x_desc: Any, y: Any, *, acquire: bool = True, wait: bool = True, release: bool = True
-) -> None:  # fmt: skip
+) -> None:
     """y = 2 x: one partition loads tiles of x, the other stores them twice as large."""
     stages = gl.allocate_shared_memory(torch.float32, [STAGES, ROWS, 8], None)
     full, empty = barriers(STAGES), barriers(STAGES)

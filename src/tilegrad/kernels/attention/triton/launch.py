@@ -143,7 +143,7 @@ class Output(NamedTuple):
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, sizes: Sizes, scores: Arguments, out: Output, splits: int
-) -> list[KernelCall]:  # fmt: skip
+) -> list[KernelCall]:
     arguments = (
         {"q": q, "k": k, "v": v, "o": out.o, "lse": out.lse, "heads": sizes.hq, "splits": splits}
         | scores
@@ -164,7 +164,7 @@ def _attend(
 
 def _combine(
     parts: Output, mask: Mask, sizes: Sizes, splits: int, o: Tensor | None, lse: Tensor | None, *, ieee: bool
-) -> KernelCall:  # fmt: skip
+) -> KernelCall:
     row_tiles = _ceil_div(sizes.tq, FEW_ROWS)
     arguments = dict(
         parts=parts.o, lse_parts=parts.lse, cu_seqlens_q=mask.cu_seqlens_q, o=o, lse=lse,
@@ -213,7 +213,7 @@ def _backward(call: Backward, scratch: Scratch) -> list[KernelCall]:
 
 def _delta(
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes, rows: Arguments
-) -> list[KernelCall]:  # fmt: skip
+) -> list[KernelCall]:
     row_tiles = _ceil_div(sizes.tq, ROWS)
     if not row_tiles * sizes.hq * sizes.batch:
         return []
@@ -228,7 +228,7 @@ def _delta(
 
 def _columns(
     kernel: str, scores: Arguments, sizes: Sizes, mask: Mask, *, dk: Tensor | None, dv: Tensor | None
-) -> list[KernelCall]:  # fmt: skip
+) -> list[KernelCall]:
     """dk, dv or both. A grid's third axis is too short for very many sequences: these take several launches."""
     calls: list[KernelCall] = []
     if dk is None and dv is None:
@@ -305,7 +305,7 @@ def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> list[K
 
 def _dbias_rows(
     rows: Arguments, sizes: Sizes, mask: Mask, dlse: Tensor | None, own: OwnTiles, *, ieee: bool
-) -> KernelCall:  # fmt: skip
+) -> KernelCall:
     """dbias of a bias that is broadcast over columns."""
     row_tiles = _ceil_div(sizes.tq, ROWS) if own.has_rows else 1
     dbias_b, dbias_h, dbias_i, _ = own.dbias.stride()
