@@ -1,8 +1,8 @@
 """Attention in Triton: the launches of forward.py and backward.py, on the host.
 
 float16, bfloat16 and float32. float32 uses tf32 only if torch.backends.cuda.matmul allows it; otherwise float64, or IEEE
-float32 on devices that are slow at float64. Kernels are specialised on features, head dimensions and 16-byte alignment of rows, not on
-sizes and strides. Nothing is allocated.
+float32 on devices that are slow at float64. Kernels are specialised on features, head dimensions and 16-byte alignment of
+rows, not on sizes and strides. Nothing is allocated.
 """
 
 from __future__ import annotations
