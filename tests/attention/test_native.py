@@ -641,8 +641,8 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
     native_library.warn_if_missing.cache_clear()
     try:
         call = build(Case())
-        told = tilegrad.explain(call.q, call.k, call.v)
-        assert told.kernel == "tiled" and "run: tilegrad doctor --build" in told.reasons["native"]
+        selection = tilegrad.explain(call.q, call.k, call.v)
+        assert selection.kernel == "tiled" and "run: tilegrad doctor --build" in selection.reasons["native"]
         tilegrad.attention(call.q, call.k, call.v, kernel="tiled")  # asked for: nothing to say
         with pytest.warns(UserWarning, match=r"plain torch ops: the native kernel.*run: tilegrad doctor --build"):
             tilegrad.attention(call.q, call.k, call.v)

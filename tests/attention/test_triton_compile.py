@@ -39,7 +39,7 @@ def test_canary_atomics_are_found() -> None:
 
 @pytest.fixture
 def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compile:
-    """compile_for(architecture, case): every kernel that a forward and, unless told, a backward would launch."""
+    """compile_for(architecture, case): every kernel of a forward and a backward, unless backward=False."""
     from tilegrad.kernels.attention.triton import fit, launch
 
     def compile_call(architecture: int, case: Case, *, backward: bool = True) -> dict[str, Compiled]:
