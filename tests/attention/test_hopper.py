@@ -114,7 +114,10 @@ def test_under_the_interpreter_triton_runs(monkeypatch: pytest.MonkeyPatch) -> N
 def test_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
     selection = explained({}, {})
-    assert selection.kernel == "triton" and "needs compute capability 9.0, and cuda has 10.0" in selection.reasons["hopper"]
+    assert (
+        selection.kernel == "triton"
+        and "needs compute capability 9.0, and cuda has 10.0" in selection.reasons["hopper"]
+    )
 
 
 @pytest.mark.usefixtures("on_hopper")
