@@ -30,15 +30,14 @@ from support.kernels import run_backward
 from tilegrad.kernels.attention import hopper
 from tilegrad.kernels.attention.hopper import backward as kernel
 from tilegrad.kernels.attention.hopper import (
-    backward_barriers,
     backward_load,
     backward_mma,
     backward_store_dq,
     backward_wide,
-    band,
     pieces,
     pipeline,
     prepost,
+    registers,
 )
 from tilegrad.kernels.attention.hopper import backward_scheduler as scheduler
 from tilegrad.kernels.attention.hopper import launch_backward as host
@@ -258,8 +257,8 @@ def test_an_output_that_is_not_wanted_is_left_out(monkeypatch: pytest.MonkeyPatc
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 MODULES = (
-    kernel, backward_barriers, backward_load, backward_mma, backward_store_dq, backward_wide, band, pieces, pipeline, prepost,
-    scheduler, memory, numerics, scores,
+    kernel, backward_load, backward_mma, backward_store_dq, backward_wide, pieces, pipeline, prepost, registers, scheduler,
+    memory, numerics, scores,
 )  # fmt: skip
 
 
@@ -402,7 +401,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
     "dsᵀ of the other warpgroup is not waited for": (backward_mma, "named_wait", nothing),
     "no stage of q and do is released": (backward_mma, "named_release", nothing),
     "no stage of k and v is released": (backward_mma, "consumer_release", nothing),
-    "nobody is told that dq is there": (backward_store_dq, "named_arrive", nothing),
+    "dq is not signalled": (backward_store_dq, "named_arrive", nothing),
     "releases are not waited for at the end": (backward_load, "named_drain", nothing),
     "no fence": (backward_mma, "fence_async_shared", nothing),
     "no fence of dq": (backward_store_dq, "fence_async_shared", nothing),
@@ -430,7 +429,7 @@ WIDE_BROKEN: dict[str, tuple[Any, str, Any]] = {
     "a consumer does not wait": (backward_wide, "consumer_wait", nothing),
     "no stage is released": (backward_wide, "named_release", nothing),
     "pᵀ and dsᵀ are not waited for": (backward_wide, "named_wait", nothing),
-    "nobody is told of pᵀ and dsᵀ": (backward_wide, "named_arrive", nothing),
+    "pᵀ and dsᵀ are not signalled": (backward_wide, "named_arrive", nothing),
     "no fence": (backward_wide, "fence_async_shared", nothing),
 }
 

@@ -59,7 +59,7 @@ def through_ptxas(compiled: Any, backend: Any, make_cubin: Callable[..., bytes])
 
 @pytest.fixture
 def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
-    """compile_call(case): every kernel of a forward and, unless told, a backward; Triton itself stops before ptxas."""
+    """compile_call(case): every kernel of a forward and a backward, unless backward=False; Triton itself stops before ptxas."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.driver import driver
@@ -175,7 +175,7 @@ EVERY_OTHER = [
 
 
 def pairs_of_exponentials(ptx: str) -> float:
-    """Of all exponentials, the share that is first added to another one: nearly all if sums are trees."""
+    """The share of exponentials that are first added to another one: nearly all if sums are trees."""
     exponentials = re.findall(r"ex2\.approx\S*\s+(%\w+),", ptx)
     known = set(exponentials)
     pairs = [x for x in re.findall(r"add\.f32\s+%\w+, (%\w+), (%\w+);", ptx) if known.issuperset(x)]
@@ -215,7 +215,7 @@ def test_no_spills_no_serialised_mmas_and_maxima_beside_them(
     assert min(maxima) >= 16, maxima
     assert pairs_of_exponentials(found["_attention_fwd_kernel"].ptx) < 0.5
     if d <= 128:  # of each warpgroup, dpᵀ = v doᵀ with the first columns of v; dv and dk have other numbers of columns
-        held = TILE_CONFIGS[d].v_held // 16
+        held = TILE_CONFIGS[d].v_in_regs // 16
         assert left_in_registers(found["_hopper_bwd_kernel"].ptx, TILE_CONFIGS[d].m) == 2 * held
         assert bool(held) != takes_more_registers()
 
