@@ -1,4 +1,4 @@
-"""./tg on a copy of its own: a stub package stands in for the gigabyte of torch, so that set-up takes seconds."""
+"""./tg on a copy of its own: a stub package replaces the gigabyte of torch, so that set-up takes seconds."""
 
 from __future__ import annotations
 
