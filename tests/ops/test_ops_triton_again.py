@@ -34,17 +34,17 @@ TABLES: dict[Table, Any] = {
 }
 FILES = {
     "test_ops_loss.py": "cross_entropy and not allocated and not large_batch and not losses or losses and 1000 and cross",
-    "test_ops_adamw.py": "not allocated and not bad_inputs and not True",
-    "test_ops_embedding.py": "not allocated and not bad_inputs and not in_float32 and not dtype1",
-    "test_ops_activation.py test_ops_mix.py": "(rope and not 65536 or dropout or mix) and not dtype1",
-}
+    "test_ops_adamw.py test_ops_embedding.py": "not allocated and not bad_inputs and (test_ops_adamw and not True "
+    "or test_ops_embedding and not in_float32 and not dtype1)",
+    "test_ops_activation.py test_ops_mix.py test_ops_triton_again.py": "(rope and not 65536 or dropout or mix) "
+    "and not dtype1 or interpreted",
+}  # a process each: its imports take seconds
 
 
 @pytest.mark.skipif(INTERPRETED, reason="is the interpreter")
-@pytest.mark.parametrize("file", [*FILES, "test_ops_triton_again.py"])
-def test_in_the_interpreter(file: str, request: pytest.FixtureRequest) -> None:
-    paths = [str(request.path.with_name(name)) for name in file.split()]
-    in_the_interpreter(*paths, "-k", FILES.get(file, "interpreted"))
+@pytest.mark.parametrize("files", FILES)
+def test_in_the_interpreter(files: str, request: pytest.FixtureRequest) -> None:
+    in_the_interpreter(*(str(request.path.with_name(name)) for name in files.split()), "-k", FILES[files])
 
 
 def problem(table: Table, dtype: torch.dtype) -> Any:
