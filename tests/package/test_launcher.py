@@ -24,6 +24,7 @@ name = "tilegrad"
 version = "0"
 [project.optional-dependencies]
 rich = []
+bpe = []
 dev = []
 [tool.hatch.build.targets.wheel]
 packages = ["src/tilegrad"]
@@ -138,7 +139,7 @@ def stubbed(checkout: Path) -> Stubbed:
 
 
 def test_a_command_installs_the_small_set_and_linters_the_rest_when_first_needed(stubbed: Stubbed) -> None:
-    small, rest = f"pip {stubbed.root}[rich]", f"pip {stubbed.root}[dev]"
+    small, rest = f"pip {stubbed.root}[rich,bpe]", f"pip {stubbed.root}[dev]"
     assert [stubbed.tg("demo").stdout, stubbed.tg("train").stdout] == ["ran demo\n", "ran train\n"]
     assert stubbed.calls() == [small]
     stubbed.tg("lint")
