@@ -1,7 +1,8 @@
 """Builds the native kernel into the wheel where there is a C++ compiler; without one the wheel is pure Python.
 
-An editable install builds it into the source tree. `tilegrad doctor` says which of these happened. A wheel to be published
-must have the kernel, with every instruction set of its family: TILEGRAD_NATIVE=require makes any other an error.
+An editable install builds it into the source tree, unless the one there was built from these sources. `tilegrad doctor` says
+which of these happened. A wheel to be published must have the kernel, with every instruction set of its family:
+TILEGRAD_NATIVE=require makes any other an error.
 """
 
 from __future__ import annotations
@@ -25,7 +26,13 @@ class CustomBuildHook(BuildHookInterface):  # type: ignore[type-arg]
         spec.loader.exec_module(native_build)
         required = os.environ.get("TILEGRAD_NATIVE") == "require"
         try:
-            library = native_build.build()
+            library = native_build.LIBRARY
+            if (
+                version != "editable"
+                or not library.exists()
+                or native_build.digest().encode() not in library.read_bytes()
+            ):
+                library = native_build.build()
             missing = set(native_build.TARGETS.get(native_build.MACHINE, ())) - set(
                 native_build.targets(native_build.compiler())
             )

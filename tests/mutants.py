@@ -350,8 +350,8 @@ def files_of(suites: Iterable[tuple[str, ...]]) -> list[str]:
 def watch(
     tree: Tree, file: str, *, interpreted: str = "", picked: Sequence[str] = ()
 ) -> tuple[list[Watched], list[str]]:
-    """The tests of a file that pass, and the names of those that do not. Of all its tests `interpreted`, which is as pytest's
-    -k, in Triton's interpreter; or those picked."""
+    """The tests of a file that pass, and the names of those that do not. `interpreted`, as pytest's -k,
+    selects the tests that run in Triton's interpreter; `picked` names the only ones to run."""
     called = tree.scratch / "called.json"
     called.unlink(missing_ok=True)
     quiet = [argument for argument in QUIET if argument != "-x"]
@@ -406,8 +406,8 @@ def picked_for(
     mutant: Mutant, tests: Sequence[Watched], most_seconds: float, *, gpu: bool = False
 ) -> tuple[list[Watched], bool]:
     """Those to run, the most special first (they call the fewest functions), and whether the time cut some off. C++ is
-    called through the files in CALLERS, and its random tests come first: they see the most. Of a GPU's kernel the tests
-    that call its file's Python, in the order of their file: the first specifications cover the most."""
+    called through the files in CALLERS, and its random tests come first: they see the most. For a GPU's kernel these
+    are the tests that call its file's Python, in the order of their file: the first specifications cover the most."""
     function = function_of(mutant)
     fit = [test for test in tests if function in test.called]
     if not fit:
@@ -491,7 +491,7 @@ def main(arguments: list[str]) -> int:
     )
     parser.add_argument("--gpu", action="store_true", help="Triton's and Hopper's, by the tests that need a GPU")
     parser.add_argument("--tests", type=Path, help="a file to keep what step 1 found; read where it is there")
-    parser.add_argument("--verdicts", type=Path, help="a file for verdicts as JSON lines; those in it stand")
+    parser.add_argument("--verdicts", type=Path, help="a file for verdicts as JSON lines; those in it are kept")
     given = parser.parse_args(arguments)
     ends = time.monotonic() + 60 * given.minutes
     mutants = [m for m in all_mutants() if not given.only or any(part in m.path for part in given.only)]

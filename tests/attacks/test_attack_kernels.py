@@ -108,7 +108,7 @@ def test_canary_a_write_beside_is_seen(where: int) -> None:
         y.as_strided((1,), (1,), y.storage_offset() + (-1 if where < 0 else y.numel())).fill_(0)
 
     x = torch.ones(4, 5)
-    with observe(Guard()), pytest.raises(AssertionError, match="copy_fwd writes beside y"):
+    with observe(Guard()), pytest.raises(AssertionError, match="copy_fwd writes outside y"):
         copy_fwd(x, y=torch.empty(4, 5))
 
 

@@ -22,7 +22,7 @@ SLOWLY_80, SLOWLY_100 = (pytest.param(architecture, marks=pytest.mark.slow) for 
 def check(found: dict[str, Compiled], architecture: int, names: set[str]) -> None:
     assert found.keys() == names
     for name, kernel in found.items():
-        assert f"code for sm_{architecture}" in kernel.sass
+        assert f".sm_{architecture}" in kernel.sass
         most = SPILLED_BYTES.get((triton.__version__[:3], name), 0)
         assert kernel.spilled_bytes <= most, f"{name} spills {kernel.spilled_bytes} bytes"
         assert kernel.shared_bytes <= SHARED_MEMORY_BYTES[architecture], name

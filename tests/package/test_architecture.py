@@ -129,7 +129,7 @@ def _imports(path: Path, root: Path, known: set[str]) -> set[str]:
 
 
 def cycles(root: Path) -> list[str]:
-    """Modules that import one another; a function that imports when it is called counts as well, for it only hides a cycle. A
+    """Modules that import one another; a function that imports when called counts as well, because it only hides a cycle. A
     package counts as its __init__, and what imports a module imports the packages around it, but for a package that the
     module itself is in: it is being loaded already."""
     files = {_name(path, root): path for path in root.rglob("*.py")}
@@ -182,7 +182,7 @@ def test_canary_an_import_inside_a_function_closes_a_cycle(tmp_path: Path, first
 
 @pytest.mark.slow
 def test_every_module_imports_alone() -> None:
-    """Each in a process of its own, as its first: forked, for a process with torch and Triton loaded starts at once."""
+    """Each in a process of its own, as its first: forked, because a process with torch and Triton loaded starts at once."""
     names = sorted(_name(path, ROOT) for path in ROOT.rglob("*.py") if path.name != "__main__.py")
     code = (
         "import importlib, importlib.util, os, sys, torch\n"

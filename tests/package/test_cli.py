@@ -64,7 +64,7 @@ def test_help_is_shown_in_every_locale(locale: dict[str, str]) -> None:
 
 
 def children_seconds() -> float:
-    """Of the processor: a busy machine, on which all takes longer, counts as a quiet one."""
+    """Seconds of processor time, which is the same on a busy machine."""
     return sum(os.times()[2:4])
 
 
@@ -221,7 +221,7 @@ def test_gradcheck_of_a_model(
 
 @pytest.mark.parametrize("against", ["differences", "autograd"])
 def test_canary_gradcheck_of_a_model_sees_a_small_factor(monkeypatch: pytest.MonkeyPatch, against: str) -> None:
-    """Of a gradient as small as those of a model are; the error is relative to it."""
+    """The gradient is as small as those of a model; the error is relative to it."""
     monkeypatch.setattr(gradcheck, "SAMPLES", 6)
     right = Engine.gradients
 

@@ -1,4 +1,4 @@
-"""./tg on a copy of its own: a stub package stands in for the gigabyte of torch, so that set-up takes seconds."""
+"""./tg on a copy of its own: a stub package replaces the gigabyte of torch, so that set-up takes seconds."""
 
 from __future__ import annotations
 
@@ -23,6 +23,8 @@ build-backend = "hatchling.build"
 name = "tilegrad"
 version = "0"
 [project.optional-dependencies]
+rich = []
+bpe = []
 dev = []
 [tool.hatch.build.targets.wheel]
 packages = ["src/tilegrad"]
@@ -49,6 +51,7 @@ def environment(**more: str) -> dict[str, str]:
 
 
 def tg(root: Path, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+    more = {"CXX": "no-such-compiler"} | more
     return subprocess.run(
         [root / "tg", *arguments], capture_output=True, text=True, env=environment(**more), timeout=300, cwd="/"
     )
@@ -62,13 +65,159 @@ def test_shellcheck() -> None:
 def test_tg_python_installs_nothing(checkout: Path) -> None:
     done = tg(checkout, "some", "command", TG_PYTHON=sys.executable)
     assert (done.returncode, done.stdout) == (0, "ran some command\n")
-    assert not (checkout / ".venv").exists()
+    assert done.stderr == "" and not (checkout / ".venv").exists()
 
 
 def test_tg_python_that_is_none_is_named(checkout: Path) -> None:
     done = tg(checkout, TG_PYTHON="no-such-python")
     assert done.returncode == 2
     assert "TG_PYTHON=no-such-python is not a Python 3.11" in done.stderr
+
+
+STUB = """#!/bin/sh
+# Stands in for Python: makes no environment, installs nothing, and notes what it was asked for.
+case "$1 $2" in
+"-m venv") mkdir -p "$3/bin" && cp "$0" "$3/bin/python" ;;
+"-m tilegrad") PYTHONPATH=$SOURCES exec "$REAL" "$@" ;;
+"-m pip") for last; do :; done; echo "pip $last" >>"$CALLS" ;;
+"-m "*) echo "$2" >>"$CALLS" ;;
+*) exec "$REAL" "$@" ;;
+esac
+"""
+MAIN = """
+import os, sys, time
+if sys.argv[1:] == ["doctor", "--build"]:
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write("build\\n")
+    while os.path.exists(os.environ["CALLS"] + ".hold"):
+        time.sleep(0.01)
+    with open(os.environ["CALLS"], "a") as calls:
+        calls.write("built\\n")
+else:
+    print("ran", *sys.argv[1:])
+"""
+
+
+class Stubbed:
+    """A checkout whose Python is a stub: nothing is installed, and `calls` has what would have been."""
+
+    def __init__(self, root: Path) -> None:
+        self.root, self.log = root, root.parent / "calls"
+        (root / "src" / "tilegrad" / "__main__.py").write_text(MAIN, encoding="utf-8")
+        (root / "src" / "tilegrad" / "some.cpp").write_text("", encoding="utf-8")
+        folder = root.parent / "bin"
+        folder.mkdir()
+        for name in ("python3", "a-compiler"):
+            (folder / name).write_text(STUB, encoding="utf-8")
+            (folder / name).chmod(0o755)
+        self.environment = environment(
+            PATH=f"{folder}:{os.environ['PATH']}",
+            REAL=sys.executable,
+            SOURCES=str(root / "src"),
+            CALLS=str(self.log),
+            CXX="no-such-compiler",
+        )
+
+    def tg(self, *arguments: str, **more: str) -> subprocess.CompletedProcess[str]:
+        """Ends once nothing holds the command's output any more."""
+        command, env = [self.root / "tg", *arguments], self.environment | more
+        return subprocess.run(command, capture_output=True, text=True, env=env, timeout=60, cwd="/")
+
+    def calls(self) -> list[str]:
+        return self.log.read_text(encoding="utf-8").splitlines() if self.log.exists() else []
+
+    def wait_for(self, call: str, times: int = 1) -> None:
+        end = time.monotonic() + 30
+        while self.calls().count(call) < times:
+            assert time.monotonic() < end, self.calls()
+            time.sleep(0.02)
+
+
+@pytest.fixture
+def stubbed(checkout: Path) -> Stubbed:
+    return Stubbed(checkout)
+
+
+def test_a_command_installs_the_small_set_and_linters_the_rest_when_first_needed(stubbed: Stubbed) -> None:
+    small, rest = f"pip {stubbed.root}[rich,bpe]", f"pip {stubbed.root}[dev]"
+    assert [stubbed.tg("demo").stdout, stubbed.tg("train").stdout] == ["ran demo\n", "ran train\n"]
+    assert stubbed.calls() == [small]
+    stubbed.tg("lint")
+    stubbed.tg("docs")
+    stubbed.tg("demo")
+    assert stubbed.calls() == [small, rest, "ruff", "ruff", "mypy", "mkdocs"]
+
+
+def test_tests_install_everything_at_once(stubbed: Stubbed) -> None:
+    stubbed.tg("test")
+    stubbed.tg("demo")
+    assert stubbed.calls() == [f"pip {stubbed.root}[dev]", "pytest"]
+
+
+def test_a_compiler_builds_once_in_the_background_and_again_for_other_sources(stubbed: Stubbed) -> None:
+    announced = "tg: building the C++ modules in the background"
+    first = stubbed.tg("demo", CXX="a-compiler")
+    assert first.stdout == "ran demo\n" and first.stderr.count(announced) == 1
+    stubbed.wait_for("built")
+    while not (stubbed.root / ".venv" / ".tg-built").exists():
+        time.sleep(0.02)
+    assert stubbed.tg("demo", CXX="a-compiler").stderr == ""
+    (stubbed.root / "src" / "tilegrad" / "some.cpp").write_text("int x;\n", encoding="utf-8")
+    assert announced in stubbed.tg("demo", CXX="a-compiler").stderr
+    stubbed.wait_for("built", 2)
+
+
+def test_a_build_outlives_its_command_and_has_no_second_one_next_to_it(stubbed: Stubbed) -> None:
+    hold = stubbed.log.with_name("calls.hold")
+    hold.touch()
+    with subprocess.Popen(
+        [stubbed.root / "tg", "demo"],
+        env=stubbed.environment | {"CXX": "a-compiler"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        start_new_session=True,
+    ) as launch:
+        assert launch.communicate(timeout=60) == ("ran demo\n", None)  # although the build holds on
+    stubbed.wait_for("build")
+    for number in (signal.SIGINT, signal.SIGHUP):  # Ctrl-C, then the terminal goes
+        os.killpg(launch.pid, number)
+    second = stubbed.tg("demo", CXX="a-compiler")
+    assert (second.stdout, second.stderr) == ("ran demo\n", "")
+    hold.unlink()
+    stubbed.wait_for("built")
+    assert stubbed.calls().count("build") == 1
+
+
+def test_without_a_compiler_it_says_so_once_and_builds_when_there_is_one(stubbed: Stubbed) -> None:
+    first, second = stubbed.tg("demo"), stubbed.tg("demo")
+    assert first.stderr.count("tg: no C++ compiler (no-such-compiler not found)") == 1
+    assert second.stderr == "" and "build" not in stubbed.calls()
+    assert "in the background" in stubbed.tg("demo", CXX="a-compiler").stderr
+    stubbed.wait_for("built")
+
+
+def test_tests_linters_and_doctor_start_no_build(stubbed: Stubbed) -> None:
+    for verb in ("test", "lint", "docs", "doctor"):
+        assert "background" not in stubbed.tg(verb, CXX="a-compiler").stderr
+    assert "build" not in stubbed.calls()
+
+
+def test_a_place_that_cannot_be_written_is_named(stubbed: Stubbed) -> None:
+    done = stubbed.tg("demo", TG_VENV="/proc/nowhere/venv")
+    assert done.returncode == 2
+    assert "tg: can't write into /proc/nowhere; name a place for the environment: TG_VENV=" in done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root writes everywhere")
+def test_a_read_only_checkout_is_not_built_and_says_so_once(stubbed: Stubbed, tmp_path: Path) -> None:
+    package = stubbed.root / "src" / "tilegrad"
+    package.chmod(0o555)
+    more = {"CXX": "a-compiler", "TG_VENV": str(tmp_path / "venv")}
+    first, second = stubbed.tg("demo", **more), stubbed.tg("demo", **more)
+    package.chmod(0o755)
+    assert first.stderr.count("is read-only: its C++ modules are not built") == 1
+    assert second.stderr == "" and "build" not in stubbed.calls()
 
 
 @pytest.mark.slow
@@ -122,7 +271,7 @@ def test_two_launches_at_once(checkout: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_second_start_needs_no_network_and_a_moved_checkout_is_installed_anew(checkout: Path) -> None:
+def test_a_second_start_needs_no_network_and_a_moved_checkout_is_installed_again(checkout: Path) -> None:
     assert tg(checkout, "a").stdout == "ran a\n"
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/", "PIP_RETRIES": "0", "HTTPS_PROXY": "http://127.0.0.1:9"}
     second = tg(checkout, "b", **nowhere)

@@ -81,12 +81,12 @@ def test_a_mutant_runs_against_the_tests_that_call_its_function() -> None:
 
     broad = watched("tests/memory/test_a.py::broad", 1.0, function, f"{path}:1", f"{path}:2")
     special = watched("tests/memory/test_a.py::special", 2.0, function)
-    beside = watched("tests/memory/test_a.py::beside", 1.0, f"{path}:7")
+    next_to = watched("tests/memory/test_a.py::next_to", 1.0, f"{path}:7")
     elsewhere = watched("tests/memory/test_plan.py::elsewhere", 1.0, "src/x.py:1")
-    tests = [broad, special, beside, elsewhere]
+    tests = [broad, special, next_to, elsewhere]
     assert picked_for(inside, tests, 60) == ([special, broad], False)
     assert picked_for(inside, tests, 2.5) == ([special], True)
-    assert picked_for(inside, [beside, elsewhere], 60) == ([beside], False)
+    assert picked_for(inside, [next_to, elsewhere], 60) == ([next_to], False)
     assert picked_for(inside, [elsewhere], 60) == ([elsewhere], False)
     assert elsewhere in picked_for(inside._replace(line=1), tests, 60)[0]
 

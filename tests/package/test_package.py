@@ -118,7 +118,7 @@ def test_the_op_of_the_tutorial_allocates_nothing() -> None:
 
 
 def test_the_op_of_the_tutorial_passes_the_linter() -> None:
-    """The op as the file that it would be; then the whole page, where an import stands in the block that needs it."""
+    """The op as the file that it would be; then the whole page, where an import is in the block that needs it."""
     pytest.importorskip("ruff")
     first, *rest = blocks_of("docs/add-an-op.md")
     for code, options in ((first, ()), ("\n\n".join([first, *rest]), ("--ignore", "E402"))):

@@ -16,8 +16,8 @@ from tilegrad.native import build
 
 def test_a_sweep_is_reported_as_json(tmp_path: Path) -> None:
     verdicts = [Verdict(1, 3, ["specification 1, seed 0: wrong"], Counter({"fwd": 2})), Verdict(0, 2)]
-    told = report("some", verdicts, tmp_path)
-    assert told.startswith("some: 4 of 5 random shapes of 2 specifications pass")
+    line = report("some", verdicts, tmp_path)
+    assert line.startswith("some: 4 of 5 random shapes of 2 specifications pass")
     found = json.loads((tmp_path / "some.json").read_text(encoding="utf-8"))
     assert (found["shapes"], found["passed"]) == (5, 4)
     assert [row["specification"] for row in found["specifications"]] == [0, 1]

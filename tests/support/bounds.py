@@ -1,4 +1,4 @@
-"""What each op may round, beside its oracle: σ and a B of tilegrad/kernels/closeness.py.
+"""What each op may round, next to its oracle: σ and a B of tilegrad/kernels/closeness.py.
 
 An op's function here is its algorithm in numbers that carry their error along. A `Number` has its exact value, the variance of
 what was rounded to the short dtype so far (by `rounded`, nowhere else), and B of the accumulator. To first order, for f(x, y):
@@ -120,7 +120,7 @@ def sigmoid(x: Number) -> Number:
 
 
 def bounds(dtype: torch.dtype, outputs: Mapping[str, Number]) -> dict[str, Bound]:
-    """`dtype` is the inputs'. Of float64 the oracle rounds as much, and B counts twice."""
+    """`dtype` is the inputs'. In float64 the oracle rounds as much, and B counts twice."""
     a = roundoff(accumulation_dtype(dtype)) * (2 if dtype == torch.float64 else 1)
     return {name: Bound(y.var.sqrt(), a * y.b) for name, y in outputs.items()}
 
@@ -148,10 +148,10 @@ def per_head_linear(x: Tensor, w: Tensor, b: Tensor | None, dy: Tensor) -> dict[
     h, d = w.shape[:2]
     own = [slice(i * d, (i + 1) * d) for i in range(h)]
     heads = [linear(x[:, s], w[i], None if b is None else b[i], dy[:, s]) for i, s in enumerate(own)]
-    beside = functools.partial(torch.cat, dim=1)
+    columns_joined = functools.partial(torch.cat, dim=1)
     joined: dict[str, Callable[[list[Tensor]], Tensor]] = {
-        "y": beside,
-        "dx": beside,
+        "y": columns_joined,
+        "dx": columns_joined,
         "dw": torch.stack,
         "db": torch.stack,
     }
@@ -248,7 +248,7 @@ def embedding_mse(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> di
 
 
 def cross_entropy(x: Tensor, w: Tensor, targets: Tensor, inv_total: float) -> dict[str, Bound]:
-    """Of bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, on a CPU and by Triton's kernel the logits
+    """In bfloat16, d = p − onehot, inv_total x and d w are rounded on their way, on a CPU and by Triton's kernel the logits
     before them, and where _products_rounded each chunk's dw. Roundings ρ of a row of logits change pᵢ by pᵢ (ρᵢ − Σ p ρ), and
     dx by Σ ρᵢ pᵢ (wᵢ − Σ p w).
     """

@@ -22,7 +22,7 @@ Tensors = dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Case:
-    """Sizes and features of a call. `lengths` makes it packed sequences; `layout` is how q, k, v lie in memory."""
+    """Sizes and features of a call. `lengths` makes it packed sequences; `layout` is how q, k, v are laid out in memory."""
 
     b: int = 2
     hkv: int = 2
@@ -242,7 +242,7 @@ UNPACKED = {
 
 
 def allowed(spec: Spec) -> bool:
-    """No value that says nothing beside the others."""
+    """Leaves out the values that the others make meaningless."""
     if spec.get("lengths") and any(spec.get(axis, value) != value for axis, value in UNPACKED.items()):
         return False
     return not (spec.get("bias_dtype") == "own" and not spec.get("bias", "qk").islower())

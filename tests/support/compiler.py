@@ -25,19 +25,26 @@ class Compiled(NamedTuple):
     sass: str
 
 
+_dumped: dict[bytes, tuple[int, int, str]] = {}  # cubin → registers, spilled bytes, code: tests launch many kernels twice
+
+
 def resources(name: str, compiled: Any, folder: Path) -> Compiled:
+    code: bytes = compiled.asm["cubin"]
+    if code not in _dumped:
+        (cubin := folder / f"{name}.cubin").write_bytes(code)
+        usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("cuobjdump", "-res-usage", cubin))
+        assert usage is not None
+        sass = dump("cuobjdump", "-lelf", cubin) + dump("nvdisasm", "-c", "-ndf", cubin)  # with the architecture's name
+        _dumped[code] = int(usage[1]), int(usage[2]), sass
+    registers, spilled, sass = _dumped[code]
+    return Compiled(name, registers, spilled, compiled.metadata.shared, sass)
+
+
+def dump(tool: str, *arguments: str | Path) -> str:
     import triton
 
-    cubin = folder / f"{name}.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    cuobjdump = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
-
-    def dump(flag: str) -> str:
-        return subprocess.run([cuobjdump, flag, cubin], capture_output=True, text=True, check=True).stdout
-
-    usage = re.search(r"REG:(\d+) STACK:(\d+)", dump("-res-usage"))
-    assert usage is not None
-    return Compiled(name, int(usage[1]), int(usage[2]), compiled.metadata.shared, dump("-sass"))
+    path = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / tool
+    return subprocess.run([path, *arguments], capture_output=True, text=True, check=True).stdout
 
 
 @contextmanager

@@ -31,7 +31,7 @@ class Map(NamedTuple):
 
 
 class Started(NamedTuple):
-    """A kernel: programs, threads, bytes of shared memory, stream, function, and where its parameters lie."""
+    """A kernel: programs, threads, bytes of shared memory, stream, function, and the address of its parameters."""
 
     grid: tuple[int, int, int]
     threads: int
@@ -46,7 +46,7 @@ class FakeDriver:
 
     def __init__(self, patch: pytest.MonkeyPatch, device: int = 0, stream: int = 7) -> None:
         self.calls: list[Any] = []
-        self.maps: dict[int, Map] = {}  # by where they lie
+        self.maps: dict[int, Map] = {}  # by address
         self.answers: list[int] = []
         self.stream = stream
         self._functions = SimpleNamespace(

@@ -45,7 +45,7 @@ def assert_same(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def check_fused_norm(
     n: int, c: int, dtype: torch.dtype, *, rms: bool, bias: bool, device: str, kernel: str | None
 ) -> None:
-    """Rows of inputs lie apart. The branch is joined, the output comes again over dy, and dx is added up."""
+    """Rows of inputs are padded apart. The branch is joined, the output comes again over dy, and dx is added up."""
     x, f, dy = (randn(n, 2 * c, dtype=dtype, seed=seed).to(device)[:, c:] for seed in (0, 1, 2))
     w, b = randn(c, dtype=dtype, seed=3).to(device), randn(c, dtype=dtype, seed=4).to(device) if bias else None
     forward, backward = (spoiled(norm_workspace(x, backward=which, kernel=kernel), x) for which in (False, True))

@@ -1,4 +1,4 @@
-"""Observers that run ops elsewhere: in the midst of a pattern, which must stay, and on rows that lie apart."""
+"""Observers that run ops elsewhere: in the midst of a pattern, which must stay, and on rows with gaps between them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PATTERN = 0xA5
 
 
 class Guard:
-    """An observer of ops. `calls` counts those that ran; one that writes beside its tensors raises by name."""
+    """An observer of ops. `calls` counts those that ran; one that writes outside its tensors raises by name."""
 
     def __init__(self) -> None:
         self.calls = 0
@@ -31,7 +31,7 @@ class Guard:
             original.copy_(view)
             seen = _bytes(memory)
             inside = _inside(view, memory)
-            assert bool((seen[~inside] == PATTERN).all()), f"{call.name} writes beside {name}"
+            assert bool((seen[~inside] == PATTERN).all()), f"{call.name} writes outside {name}"
         self.calls += 1
 
     def _moved(self, name: str, value: Any, moved: list[tuple[str, Tensor, Tensor, Tensor]]) -> Any:
@@ -83,11 +83,13 @@ class Apart:
             self.taken[call.name] += 1
             for name, x in run.keywords.items():
                 if isinstance(x, Tensor) and name != "scratch":
-                    assert _alike(keywords[name], x), f"{call.name}: {name} is another where rows lie apart"
+                    assert _alike(keywords[name], x), (
+                        f"{call.name}: {name} is another where rows have gaps between them"
+                    )
 
 
 def _copy(x: Any, *, apart: bool) -> Any:
-    """A tensor's copy; where rows are to lie apart, with three elements between them."""
+    """A tensor's copy; where rows are to have gaps, with three elements between them."""
     if not isinstance(x, Tensor):
         return x
     if not apart or x.ndim < 2:

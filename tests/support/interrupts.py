@@ -58,8 +58,8 @@ def places(act: Callable[[], object], here: Here) -> list[int]:
 
 
 def interrupted(act: Callable[[], object], here: Here, at: int) -> bool:
-    """Runs `act` with a KeyboardInterrupt at the `at`-th bytecode; whether it came out of `act`. Of an interrupt right after
-    `os.close` shutil makes an OSError."""
+    """Runs `act` with a KeyboardInterrupt at the `at`-th bytecode; whether it came out of `act`. shutil turns an
+    interrupt right after `os.close` into an OSError."""
     try:
         with traced(Trace(here, at)):
             act()

@@ -2,8 +2,8 @@
 
     ranks.run(check, 3)        check(mesh, 3) on every rank; its results in the order of ranks
 
-A function is sent by name, so it stands at the top of its module. Where it raises on a rank, `run` raises with that rank's
-traceback, and the next `run` spawns anew: what is left of the others may stand in a collective.
+A function is sent by name, so it is at the top of its module. Where it raises on a rank, `run` raises with that rank's
+traceback, and the next `run` spawns new processes: what is left of the others may wait in a collective.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ class Ranks:
             self._spawn()
         for pipe in self._pipes:
             pipe.send((check, arguments))
-        told = [pipe.recv() if pipe.poll(LIMIT_S) else (False, f"silent for {LIMIT_S} s") for pipe in self._pipes]
-        failed = [f"rank {rank}: {result}" for rank, (good, result) in enumerate(told) if not good]
+        replies = [pipe.recv() if pipe.poll(LIMIT_S) else (False, f"silent for {LIMIT_S} s") for pipe in self._pipes]
+        failed = [f"rank {rank}: {result}" for rank, (good, result) in enumerate(replies) if not good]
         if failed:
             self.close()
             raise AssertionError("\n".join(failed))
-        return [result for _, result in told]
+        return [result for _, result in replies]
 
     def _spawn(self) -> None:
         """This process holds the store, as torchrun does."""

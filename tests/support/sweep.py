@@ -21,7 +21,7 @@ import torch
 
 @dataclass
 class Verdict:
-    """Of one specification: which of its shapes failed and why, and what the kernels were specialised for."""
+    """One specification: which of its shapes failed and why, and what the kernels were specialised for."""
 
     specification: int
     shapes: int
@@ -49,7 +49,7 @@ def check_shapes(check: Check, specification: int, seeds: list[int]) -> Verdict:
 def sweep(check: Shapes, order: list[int], shapes: int) -> Iterator[Verdict]:
     """`shapes` shapes over the specifications `order`, those that compile longest first; verdicts as they come.
 
-    `check` is a module's function: it is sent to processes that are started anew."""
+    `check` is a module's function: it is sent to new processes."""
     context = multiprocessing.get_context("spawn")
     workers = min(len(os.sched_getaffinity(0)), len(order))
     with ProcessPoolExecutor(workers, mp_context=context, max_tasks_per_child=1) as pool:
@@ -69,14 +69,14 @@ def report(kernel: str, verdicts: list[Verdict], folder: Path | None) -> str:
     shapes = sum(verdict.shapes for verdict in verdicts)
     specialised = sum((verdict.specialised for verdict in verdicts), Counter[str]())
     if folder is not None:
-        told = {
+        found = {
             "device": torch.cuda.get_device_name() if torch.cuda.is_available() else "cpu",
             "shapes": shapes,
             "passed": shapes - len(failures),
             "specifications": [_plain(verdict) for verdict in sorted(verdicts, key=lambda v: v.specification)],
         }
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / f"{kernel}.json").write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+        (folder / f"{kernel}.json").write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
     return (
         f"{kernel}: {shapes - len(failures)} of {shapes} random shapes of {len(verdicts)} specifications pass; "
         f"specialised {dict(specialised)}; failures: {failures[:5]}"

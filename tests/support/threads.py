@@ -1,5 +1,5 @@
-"""Ranks that are threads of one process: collectives without a process group, for ops that take a group of ranks. Threads that
-the interpreter switches between all the time, for what has a lock."""
+"""Ranks that are threads of one process: collectives without a process group, for ops that take a group of ranks. The
+interpreter switches between the threads all the time, so that tests of locks can fail."""
 
 from __future__ import annotations
 
