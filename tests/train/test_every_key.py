@@ -23,7 +23,8 @@ from support.run_keys import ABSENT, AXES, KEYS, REFUSED, TOKENIZER_FILE, allowe
 
 import tilegrad
 from tilegrad.cli import main
-from tilegrad.data.tokens import default_text, train_bpe
+from tilegrad.data.documents import default_text
+from tilegrad.data.tokenizer import train_bpe
 from tilegrad.engine.engine import Engine
 from tilegrad.engine.recompute import choose_recompute
 from tilegrad.pretrained.weights import open_weights, write_weights

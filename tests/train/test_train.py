@@ -239,7 +239,7 @@ def other_tokenizer(folder: Path) -> None:
 
 def other_data(folder: Path) -> None:
     """Tokens and tokenizer of another text, that go together but not with the weights."""
-    from tilegrad.data.tokens import prepare
+    from tilegrad.data.prepare import prepare
 
     text = folder.parent / "other.txt"
     text.write_text("call me ishmael. some years ago, never mind how long precisely. " * 40, encoding="utf-8")
@@ -308,7 +308,7 @@ def without_digest(folder: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_the_weights_own_is_refused(run: RunConfig, tmp_path: Path) -> None:
-    from tilegrad.data.tokens import ByteTokenizer
+    from tilegrad.data.tokenizer import ByteTokenizer
     from tilegrad.training.checkpoint import read_state
     from tilegrad.training.folder import own_data, own_tokenizer
 
@@ -324,7 +324,7 @@ def test_a_tokenizer_that_is_not_the_weights_own_is_refused(run: RunConfig, tmp_
 
 
 def test_a_checkpoint_without_the_digest_still_loads(run: RunConfig, tmp_path: Path) -> None:
-    from tilegrad.data.tokens import ByteTokenizer
+    from tilegrad.data.tokenizer import ByteTokenizer
     from tilegrad.training.checkpoint import read_state
     from tilegrad.training.folder import own_tokenizer
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..data.tokens import Tokenizer, load_tokenizer
+from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 from ..model.config import ModelConfig

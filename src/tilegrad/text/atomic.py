@@ -3,6 +3,7 @@ link is written through."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:

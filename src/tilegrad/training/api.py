@@ -16,7 +16,7 @@ from ..model.config import PRESETS, ModelConfig
 from .config import RunConfig, preset_run, read_toml, resumed, run_from
 
 if TYPE_CHECKING:
-    from ..data.tokens import Tokenizer
+    from ..data.tokenizer import Tokenizer
     from .loop import RunResult, Show
 
 Sections = Mapping[str, Mapping[str, Any]]  # what a TOML file says: section → key → value
@@ -86,7 +86,7 @@ class TrainedModel:
     ) -> str:
         """The prompt and what follows it. The same seed writes the same. Beyond block_size the window slides, with a warning
         (`model/generate.py` says how)."""
-        from ..data.tokens import decode_known
+        from ..data.tokenizer import decode_known
         from ..model.generate import WindowSlides, generate, sliding
 
         tokens = [int(token) for token in self.tokenizer.encode(prompt)]

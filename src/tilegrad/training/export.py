@@ -7,7 +7,7 @@ from pathlib import Path
 
 import torch
 
-from ..data.tokens import load_tokenizer
+from ..data.tokenizer import load_tokenizer
 from ..pretrained.families import config_json
 from ..pretrained.weights import write_weights
 from .checkpoint import load_model

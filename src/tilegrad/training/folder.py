@@ -33,8 +33,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ..data.tokens import TokenFile, Tokenizer, load_prepared, load_tokenizer, sha256_of, split, tokens_sha256
-from ..text.atomic import write_whole
+from ..data.batches import split
+from ..data.prepare import load_prepared
+from ..data.tokenizer import Tokenizer, load_tokenizer
+from ..data.tokens import TokenFile, tokens_sha256
+from ..text.atomic import sha256_of, write_whole
 from ..text.spelling import did_you_mean
 from ..text.untrusted import decoded, parse_json, shown
 from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, latest_good, newest_name, read_state

@@ -23,16 +23,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..data.tokens import (
-    Batches,
-    TokenFile,
-    Tokenizer,
-    batches_in_order,
-    decode_known,
-    split,
-    split_windows,
-    unigram_entropy,
-)
+from ..data.batches import Batches, batches_in_order, split, split_windows
+from ..data.tokenizer import Tokenizer, decode_known
+from ..data.tokens import TokenFile, unigram_entropy
 from ..dist.mesh import Mesh
 from ..engine.batch import count_targets
 from ..engine.engine import Engine

@@ -29,9 +29,8 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..data.tokens import sha256_of
 from ..dist.mesh import Mesh
-from ..text.atomic import sync
+from ..text.atomic import sha256_of, sync
 from .checkpoint import (
     MANIFEST,
     STAGED,

@@ -14,7 +14,10 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from ..data.tokens import TokenFile, Tokenizer, default_text, prepare
+from ..data.documents import default_text
+from ..data.prepare import prepare
+from ..data.tokenizer import Tokenizer
+from ..data.tokens import TokenFile
 from ..dist.mesh import Mesh, RankLost
 from ..engine.engine import Engine
 from ..engine.machine import check_device, check_platform
@@ -113,7 +116,7 @@ def _new(run: RunConfig, folder: Path, show: Show, ranks: Ranks) -> Run:
     def prepared() -> tuple[TokenFile, Tokenizer]:
         return prepare(
             files, data, tokenizer=run.data.tokenizer, vocab_size=run.data.vocab_size, text_field=run.data.text_field,
-            tell=tell,
+            show=tell,
         )  # fmt: skip
 
     try:
