@@ -9,28 +9,36 @@ import signal
 import sys
 import time
 import warnings
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
 from .faults import complain, silence
 
-PROMPT = "Call me "  # of generate, where none is given
+PROMPT = "Call me "  # the default of generate
 
 if TYPE_CHECKING:
-    from ..training.config import RunConfig
     from ..training.loop import RunResult
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ..training.api import asked_for
+    from ..training.run import train
 
     if not 0 < args.timeout <= 1e9:
         raise ValueError(f"timeout: got {args.timeout:g}; accepted: seconds, more than 0 and at most 1e9")
-    name = Path(args.config).stem if args.config else None
-    where = args.config or "flags"
-    run, folder, checkpoint = asked_for(given_keys(args), name=name, where=where, out=args.out, resume=args.resume)
-    return _follow(run, folder, resume=checkpoint, **ranks_of(args), timeout_s=args.timeout)[1]
+    run = partial(
+        train,
+        given_keys(args),
+        args.out,
+        resume=args.resume,
+        where=args.config or "flags",
+        name=Path(args.config).stem if args.config else None,
+        **ranks_of(args),
+        timeout_s=args.timeout,
+    )
+    return _watch(run)[1]
 
 
 def _init(args: argparse.Namespace) -> int:
@@ -46,17 +54,16 @@ def _init(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False, **ranks: Any) -> tuple[RunResult | None, int]:
-    """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done, or
-    when several ranks have stopped, for torchrun would start them again."""
+def _watch(train: Callable[..., RunResult]) -> tuple[RunResult | None, int]:
+    """Train, show the progress, and return the result, None if the run failed, and the exit code: 0 if the run is done, or if
+    several ranks have stopped, because torchrun would restart them."""
     from ..training.config import RunEnded
     from ..training.folder import resume_command
-    from ..training.run import train
     from .progress import watch
 
     try:
         with watch() as show:
-            result = train(run, folder, resume=resume, show=show, **ranks)
+            result = train(show=show)
     except RunEnded as error:
         complain(error)
         return None, 1
@@ -70,7 +77,7 @@ def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False, **rank
         sys.stdout.flush()
     except OSError:
         silence(sys.stdout)
-    complain(f"stopped by {result.stopped_by}; go on with: {resume_command(folder)}")
+    complain(f"stopped by {result.stopped_by}; go on with: {resume_command(result.folder)}")
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     return result, 128 + signal.Signals[result.stopped_by] if alone else 0
 
@@ -85,7 +92,7 @@ def _print_result(result: RunResult) -> None:
         ("unigram entropy", f"{result.unigram_entropy:.4f}"),
         ("memory planned", f"{human(result.planned_bytes)}"),
         ("of it resident", human(sum(result.measured.arenas.values()))),
-        (f"beside it, {result.measured.beside}", human(result.measured.beside_bytes)),
+        (f"outside it: {result.measured.unplanned}", human(result.measured.unplanned_bytes)),
     ]
     if result.validation_loss is not None:
         rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
@@ -98,6 +105,7 @@ def _print_result(result: RunResult) -> None:
 
 def _demo(_args: argparse.Namespace) -> int:
     from ..training.config import preset_run
+    from ..training.run import train
 
     start = time.perf_counter()
     folder, number = Path("runs/demo"), 1
@@ -108,7 +116,7 @@ def _demo(_args: argparse.Namespace) -> int:
     print(
         "Training the tiny preset on Moby-Dick, byte by byte: every gradient by hand, every byte of memory planned.\n"
     )
-    result, code = _follow(run, folder)
+    result, code = _watch(partial(train, run, folder))
     if result is None:
         return code
     if result.stopped_by:

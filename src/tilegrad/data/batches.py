@@ -65,7 +65,7 @@ class Batches:
         self.batch_size = batch_size
         self.seq_len = seq_len
         self.seed = seed
-        self._tokens = tokens
+        self.tokens = tokens
         self._sha256 = tokens_sha256(tokens)
         self._move(0, 0)
 
@@ -74,13 +74,13 @@ class Batches:
         return self._epoch, self._index
 
     def next(self) -> Batch:
-        return _gather(self._tokens, self._pick(), self.seq_len)
+        return _gather(self.tokens, self._pick(), self.seq_len)
 
     def deal(self, count: int, rank: int, world: int) -> list[Batch]:
         """This rank's share of the next `count` batches: every world-th. The position is the same on all ranks, so a run
         may resume with any number of them."""
         picked = [self._pick() for _ in range(count)]
-        return [_gather(self._tokens, windows, self.seq_len) for windows in picked[rank::world]]
+        return [_gather(self.tokens, windows, self.seq_len) for windows in picked[rank::world]]
 
     def _pick(self) -> list[int]:
         """The next batch_size windows."""

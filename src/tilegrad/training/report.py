@@ -75,7 +75,7 @@ def run_report(
 
 
 def run_tables(
-    run: RunConfig, records: Sequence[Record], environment: Mapping[str, object], held: Resident
+    run: RunConfig, records: Sequence[Record], environment: Mapping[str, object], measured: Resident
 ) -> dict[str, Table]:
     """What a run was: every hyper-parameter, its data as the log has it, where it ran, and its memory by role."""
     plain = run.plain()
@@ -89,11 +89,11 @@ def run_tables(
         "Environment": _rows(environment),
         "Memory by role": [
             ("", "resident"),
-            *((role, human(nbytes)) for role, nbytes in held.arenas.items()),
-            ("the plan's arenas", human(sum(held.arenas.values()))),
-            ("planned", human(held.planned_bytes)),
-            (f"beside them: {held.beside}", human(held.beside_bytes)),
-            ("not counted: code and text from files", human(held.file_bytes)),
+            *((role, human(nbytes)) for role, nbytes in measured.arenas.items()),
+            ("the plan's arenas", human(sum(measured.arenas.values()))),
+            ("planned", human(measured.planned_bytes)),
+            (f"outside the plan: {measured.unplanned}", human(measured.unplanned_bytes)),
+            ("not counted: code and text from files", human(measured.file_bytes)),
         ],
     }
 
