@@ -17,8 +17,9 @@ import pytest
 import torch
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.text.spelling import byte_count
 from tilegrad.training.checkpoint import DamagedCheckpoint, load_checkpoint
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, byte_count, read_toml, run_from
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, read_toml, run_from
 from tilegrad.training.log import read_log
 from tilegrad.training.run import train
 

@@ -7,7 +7,7 @@ import json
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
+from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, sharding_of
 
 if TYPE_CHECKING:
     import torch
@@ -35,7 +35,7 @@ def _plan(args: argparse.Namespace) -> int:
     options: Any = {"linear": t.linear, "deterministic": t.deterministic or t.device == "cpu"}
     if args.world_size < 1:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
-    options |= {"world": args.world_size, **ranks_of(args)}
+    options |= {"world": args.world_size, **sharding_of(args)}
     largest, largest_sentence = _largest_batch(run, dtype, form[-1], options) if args.fit else ({}, "")
     try:
         recompute = choose_recompute(*form, t.memory_budget, **options)

@@ -26,7 +26,7 @@ from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 from ..model.config import ModelConfig
 from ..model.transformer import declare
-from ..text.atomic import named, save_tensors
+from ..text.atomic import check_new, named, save_tensors
 from ..text.untrusted import file_in, open_tensors, read_json, shown
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
@@ -223,8 +223,7 @@ def write_weights(
     """A folder that transformers loads, which must not be there. `origin`: the folder that the model was imported from, whose
     config.json and tokenizer go along where they are still this model's; `tokenizer`: a tokenizer.json where there is none.
     Files hold at most `max_shard_bytes`, or one tensor that is larger; None is one file."""
-    if folder.exists():
-        raise ValueError(f"{folder}: got a folder that is there already; accepted: a new name")
+    check_new(folder)
     kept = dtype or next(iter(params.values())).dtype
     content = config_json(config, kept) if origin is None else _same_config(origin, config, kept)
     kind = str(content["model_type"])

@@ -35,7 +35,7 @@ from ..engine.batch import LIMITS as BATCH_LIMITS
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
 from ..model.layer import Linear
-from ..text.spelling import did_you_mean, dtype_name
+from ..text.spelling import byte_count, did_you_mean, dtype_name
 from ..text.untrusted import check_values, decoded, regular_file, shown, too_deep
 
 Values: TypeAlias = dict[str, Any]  # the keys of a section, with values as TOML and JSON have them
@@ -313,19 +313,6 @@ def _shown_keys(kinds: Mapping[str, type]) -> dict[str, str]:
     """How a refusal shows each key: 'steps' in [train]."""
     names = [(section, f.name) for section, kind in kinds.items() for f in fields(kind)]
     return {name: f"{name!r} in [{section}]" for section, name in [("model", "preset"), *names]}
-
-
-def byte_count(text: str, name: str = "memory_budget") -> int:
-    """1500000000, 1.5GB, 1400MiB."""
-    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
-    number = text.strip().rstrip("KMGTIBkmgtib")
-    unit = text.strip()[len(number) :].upper()
-    try:
-        return int(float(number) * units[unit])
-    except (ValueError, KeyError, OverflowError):
-        raise ValueError(
-            f"{name}: got {text!r}; accepted: bytes, or a number with KB, MB, GB, KiB, MiB or GiB"
-        ) from None
 
 
 def resumed(own: RunConfig, asked: Sections) -> RunConfig:

@@ -83,18 +83,32 @@ def _claim(folder: Path, mesh: Mesh, until_the_end: ExitStack, *, new: bool) -> 
 
 
 def _open(start: Start, show: Show, ranks: Ranks) -> Run:
-    if start.saved is None:
-        return _open_new(start, show, ranks)
-    tokens, tokenizer = own_data(start.folder, start.saved[1])
-    return Run(start, Dataset.split(tokens, tokenizer, start.config, {}), show, ranks)
-
-
-def _open_new(start: Start, show: Show, ranks: Ranks) -> Run:
-    """Prepare the data and make the run. If it is refused, the data it wrote is deleted."""
-    config, folder, mesh = start.config, start.folder / "data", ranks.mesh
-    files = [Path(name) for name in config.data.files] or [default_text()]
-    existed = folder.exists()
+    """The run with its data, which a new run prepares. If it is refused, the data it wrote is deleted."""
+    folder, mesh, weights = start.folder, ranks.mesh, start.config.train.init
+    existed = (folder / "data").exists()
     summary: Numbers = {}
+    try:
+        if start.saved is None:
+            tokens, tokenizer = _prepare(start, show, mesh, summary)
+        else:
+            tokens, tokenizer = own_data(folder, start.saved[1])
+        run = Run(start, Dataset.split(tokens, tokenizer, start.config, summary), show, ranks)
+        if start.saved is None:
+            if mesh.rank == 0:
+                forget(folder)
+            if weights is not None:
+                _begin_with(Path(weights), run.engine, folder, mesh)
+        return run
+    except BaseException:
+        if not existed and mesh.rank == 0:
+            shutil.rmtree(folder / "data", ignore_errors=True)
+        raise
+
+
+def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[TokenFile, Tokenizer]:
+    """The tokens of a new run; rank 0 prepares them first. `summary` gets the counts."""
+    config, data = start.config, start.config.data
+    files = [Path(name) for name in data.files] or [default_text()]
 
     def show_but_summary(event: str, numbers: Numbers) -> None:
         if event == "data":
@@ -103,38 +117,27 @@ def _open_new(start: Start, show: Show, ranks: Ranks) -> Run:
             show(event, numbers)
 
     def prepared() -> tuple[TokenFile, Tokenizer]:
-        data = config.data
         return prepare(
             files,
-            folder,
+            start.folder / "data",
             tokenizer=data.tokenizer,
             vocab_size=data.vocab_size,
             text_field=data.text_field,
             show=show_but_summary,
         )
 
-    try:
-        mesh.at("preparing data")
-        tokens, tokenizer = mesh.first(prepared)
-        if len(tokens.tokens) <= config.train.seq_len:
-            raise ValueError(
-                f"{', '.join(map(str, files))}: got {len(tokens.tokens)} tokens; accepted: at least seq_len + 1 = "
-                f"{config.train.seq_len + 1}; give more text, or a smaller seq_len"
-            )
-        if tokens.vocab_size > config.model.vocab_size:
-            raise ValueError(
-                f"vocab_size: got {config.model.vocab_size}; accepted: at least the tokenizer's, {tokens.vocab_size}"
-            )
-        run = Run(start, Dataset.split(tokens, tokenizer, config, summary), show, ranks)
-        if mesh.rank == 0:
-            forget(start.folder)
-        if config.train.init is not None:
-            _begin_with(Path(config.train.init), run.engine, start.folder, mesh)
-        return run
-    except BaseException:
-        if not existed and mesh.rank == 0:
-            shutil.rmtree(folder, ignore_errors=True)
-        raise
+    mesh.at("preparing data")
+    tokens, tokenizer = mesh.first(prepared)
+    if len(tokens.tokens) <= config.train.seq_len:
+        raise ValueError(
+            f"{', '.join(map(str, files))}: got {len(tokens.tokens)} tokens; accepted: at least seq_len + 1 = "
+            f"{config.train.seq_len + 1}; give more text, or a smaller seq_len"
+        )
+    if tokens.vocab_size > config.model.vocab_size:
+        raise ValueError(
+            f"vocab_size: got {config.model.vocab_size}; accepted: at least the tokenizer's, {tokens.vocab_size}"
+        )
+    return tokens, tokenizer
 
 
 def _begin_with(weights: Path, engine: Engine, folder: Path, mesh: Mesh) -> None:
