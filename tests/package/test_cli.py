@@ -728,13 +728,13 @@ def test_one_text_as_a_string_is_that_text(
 
 
 def test_buckets_on_the_command_line_are_in_mib() -> None:
-    from tilegrad.cli.arguments import add_ranks, ranks_of
+    from tilegrad.cli.arguments import add_ranks, sharding_of
     from tilegrad.engine.parallel import BUCKET_BYTES
 
     parser = argparse.ArgumentParser()
     add_ranks(parser)
-    assert ranks_of(parser.parse_args([]))["bucket_bytes"] == BUCKET_BYTES
-    assert ranks_of(parser.parse_args(["--bucket-mb", "1.5"]))["bucket_bytes"] == 1.5 * 2**20
+    assert sharding_of(parser.parse_args([]))["bucket_bytes"] == BUCKET_BYTES
+    assert sharding_of(parser.parse_args(["--bucket-mb", "1.5"]))["bucket_bytes"] == 1.5 * 2**20
 
 
 @pytest.mark.parametrize(
