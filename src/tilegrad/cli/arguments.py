@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from ..text.spelling import did_you_mean, dtype_name
 from ..training.keys import flag_value, keys
@@ -54,9 +54,11 @@ def add_command(commands: Commands, name: str, text: str, run: Command | None = 
     return command
 
 
-def add_dtype(command: argparse._ActionsContainer, text: str, **options: Any) -> None:
+def add_dtype(
+    command: argparse._ActionsContainer, text: str, *, default: str | None = None, choices: Sequence[str] | None = None
+) -> None:
     """A flag that takes a dtype by torch's name, or as people write it: bf16, fp32."""
-    command.add_argument("--dtype", type=dtype_name, help=text, **options)
+    command.add_argument("--dtype", type=dtype_name, help=text, default=default, choices=choices)
 
 
 def add_keys(command: argparse.ArgumentParser) -> None:

@@ -11,7 +11,6 @@ import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
 from types import ModuleType
-from typing import Any
 
 import torch
 
@@ -94,7 +93,7 @@ def report() -> Iterator[tuple[str, str]]:
         yield f"on {device}", f"{_short(dtype)} " + "; ".join(_order(*call) for call in plain_calls(device, dtype))
 
 
-def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, Any], ...]:
+def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], ...]:
     """Each table of kernels, with a call of its op without options."""
     q = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
     x = q[0, 0]
@@ -167,7 +166,7 @@ def _cuda() -> str:
     )
 
 
-def _order(table: Table, call: Any) -> str:
+def _order(table: Table, call: object) -> str:
     """The kernels that accept a call, in the table's order: the first one runs."""
     names = [row.name for row in table.rows if not row.by_name_only and row.refuses(call) is None]
     return f"{table.op}: {', then '.join(names) or 'none'}"

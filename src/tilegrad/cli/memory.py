@@ -5,14 +5,14 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, sharding_of
 
 if TYPE_CHECKING:
     import torch
 
-    from ..training.config import RunConfig
+    from ..training.config import RunConfig, Values
 
 
 def _plan(args: argparse.Namespace) -> int:
@@ -32,7 +32,7 @@ def _plan(args: argparse.Namespace) -> int:
     config, t, dtype = run.model, run.train, getattr(torch, run.train.dtype)
     check_device(t.device)
     form = (config, t.batch_size, t.seq_len, dtype, torch.device(t.device))
-    options: Any = {"linear": t.linear, "deterministic": t.deterministic or t.device == "cpu"}
+    options: Values = {"linear": t.linear, "deterministic": t.deterministic or t.device == "cpu"}
     if args.world_size < 1:
         raise ValueError(f"world-size: got {args.world_size}; accepted: at least 1")
     options |= {"world": args.world_size, **sharding_of(args)}
@@ -66,9 +66,9 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _largest_batch(
-    run: RunConfig, dtype: torch.dtype, device: torch.device, options: dict[str, Any]
+    run: RunConfig, dtype: torch.dtype, device: torch.device, options: Values
 ) -> tuple[dict[str, int | None], str]:
-    """The largest micro-batch that fits into what is free, and into memory_budget, as data and as a sentence."""
+    """The largest micro-batch that fits into free memory and memory_budget, as data and as a sentence."""
     from ..engine.recompute import largest_batch
     from ..memory.managed import pressure
     from ..memory.page import human
@@ -96,8 +96,6 @@ def add_memory(commands: Commands) -> None:
     plan.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     plan.add_argument("--json", action="store_true", help="the same as data")
     plan.add_argument("--fit", action="store_true", help="also find the largest batch size that fits into free memory")
-    plan.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="of one of N ranks, which need not be there (default: 1)"
-    )
+    plan.add_argument("--world-size", type=int, default=1, metavar="N", help="plan one of N ranks (default: 1)")
     add_ranks(plan)
     add_keys(plan)

@@ -172,7 +172,7 @@ def add_runs(commands: Commands) -> None:
     )
     text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
     text.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
-    text.add_argument("--prompt", help=f"what it goes on from (default: {PROMPT!r})")
+    text.add_argument("--prompt", help=f"the text to continue (default: {PROMPT!r})")
     text.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="how much it writes (default: %(default)s)"
     )
