@@ -104,11 +104,11 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, ob
     own = sorted(staged.glob(f"shard-{mesh.rank + 1:05d}-*.safetensors"))
     for file in own:
         sync(file)
-    told = mesh.gather({file.name: file_entry(file) for file in own})
+    entries = mesh.gather({file.name: file_entry(file) for file in own})
 
     def finish() -> Path:
         path = next_path(folder, engine.steps)
-        write_manifest(staged, engine.steps, {name: one for part in told for name, one in part.items()}, saved)
+        write_manifest(staged, engine.steps, {name: one for part in entries for name, one in part.items()}, saved)
         staged.rename(path)
         sync(folder)
         retire(folder, keep)
