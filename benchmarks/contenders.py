@@ -31,7 +31,8 @@ import torch
 from torch import Tensor
 
 from tilegrad.bench.timing import sustained
-from tilegrad.data.tokens import ByteTokenizer, default_text
+from tilegrad.data.documents import default_text
+from tilegrad.data.tokenizer import ByteTokenizer
 from tilegrad.engine.engine import Engine
 from tilegrad.engine.optimizer import StepResult
 from tilegrad.training.schedule import learning_rate

@@ -9,18 +9,24 @@ import gzip
 import io
 import json
 import random
+import re
 import shutil
 import signal
+import tomllib
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
 from tilegrad.bench import memory as bench_memory
 from tilegrad.cli import build_parser, main
 from tilegrad.cli.arguments import Parser
+from tilegrad.cli.doctor import EXTRAS
 from tilegrad.engine import gradcheck
 from tilegrad.text.spelling import dtype_name
 from tilegrad.training import loop
@@ -347,3 +353,51 @@ def test_the_values_that_are_drawn_are_those_of_arguments_that_exist() -> None:
     assert {*VALID, *DAMAGED} <= {action.dest for action in actions}
     assert {action.type for action in actions if action.type} <= {int, float, flag_value, dtype_name}
     assert {*ALWAYS} | NEVER <= {name for name, _ in leaves(build_parser())}
+
+
+def test_a_usage_error_of_all_ranks_is_printed_once(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    distributed: Any = torch.distributed
+    store = distributed.HashStore()
+    monkeypatch.setattr("tilegrad.dist.mesh._store", lambda *_: store)
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
+    for words in (["train", "--shard", "x"], ["train", "--stesp", "3"]):
+        for rank in "10":
+            monkeypatch.setenv("RANK", rank)
+            with pytest.raises(SystemExit) as end:
+                main(words)
+            assert end.value.code == 2
+        assert capsys.readouterr().err.count("error: ") == 1
+
+
+def test_a_plot_overwrites_nothing(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("mine.png").write_bytes(b"mine")
+    assert main(["bench", "attention", *ALWAYS["bench attention"], "--plot", "mine.png"]) == 2
+    assert capsys.readouterr().err == "tilegrad: mine.png: got a file that is there already; accepted: a new name\n"
+    assert Path("mine.png").read_bytes() == b"mine"
+
+
+def test_doctor_lists_every_extra_of_the_package(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    project = tomllib.loads((Path(__file__).parents[2] / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    extras = {name: packages for name, packages in project["optional-dependencies"].items() if name in EXTRAS}
+    assert {*project["optional-dependencies"]} - {*extras} == {"test", "lint", "docs", "dev"}
+    for name, packages in extras.items():
+        assert [re.match(r"[\w-]+", package)[0] for package in packages] == list(EXTRAS[name][0])  # type: ignore[index]
+    monkeypatch.setattr(
+        "importlib.metadata.version", lambda name: {"rich": "14.1"}[name] if name == "rich" else missing()
+    )
+    assert main(["doctor"]) == 0
+    out = capsys.readouterr().out
+    assert re.search(r"^extra rich +rich 14\.1: a live bar", out, re.MULTILINE)
+    assert re.search(r"^extra bpe +missing tokenizers \(pip install 'tilegrad\[bpe\]'\): BPE", out, re.MULTILINE)
+
+
+def missing() -> str:
+    raise PackageNotFoundError

@@ -23,7 +23,8 @@ from support.models import LLAMA, equal
 import tilegrad
 from tilegrad import ModelConfig
 from tilegrad.cli import main
-from tilegrad.data.tokens import default_text, load_prepared, prepare
+from tilegrad.data.documents import default_text
+from tilegrad.data.prepare import load_prepared, prepare
 from tilegrad.engine.engine import Engine
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop

@@ -25,7 +25,8 @@ from support.models import CONFIG, LLAMA
 import tilegrad
 from tilegrad import Engine
 from tilegrad.cli import build_parser, main
-from tilegrad.data.tokens import default_text, train_bpe
+from tilegrad.data.documents import default_text
+from tilegrad.data.tokenizer import train_bpe
 from tilegrad.pretrained.weights import write_weights
 
 pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[bpe]'")

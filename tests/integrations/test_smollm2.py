@@ -26,7 +26,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 
 from tilegrad import Engine  # noqa: E402
 from tilegrad.cli import main  # noqa: E402
-from tilegrad.data.tokens import default_text  # noqa: E402
+from tilegrad.data.documents import default_text  # noqa: E402
 from tilegrad.integrations.transformers import register  # noqa: E402
 from tilegrad.model.generate import generate  # noqa: E402
 from tilegrad.pretrained.families import theirs  # noqa: E402

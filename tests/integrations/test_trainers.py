@@ -20,7 +20,7 @@ from support.architectures import VOCABULARY, model_of  # noqa: E402
 from transformers import DataCollatorWithFlattening, PreTrainedTokenizerFast, Trainer, TrainingArguments  # noqa: E402
 from trl import SFTConfig, SFTTrainer  # noqa: E402
 
-from tilegrad.data.tokens import train_bpe  # noqa: E402
+from tilegrad.data.tokenizer import train_bpe  # noqa: E402
 from tilegrad.integrations.transformers import register  # noqa: E402
 
 register()

@@ -318,6 +318,9 @@ def test_save_and_load(tmp_path: Path) -> None:
     save_file({"a": torch.zeros(1)}, other)
     with pytest.raises(ValueError, match="no attention layer saved"):
         SharedAttention.load(other)
+    made.save(path)
+    with pytest.raises(ValueError, match="got a file that tilegrad did not write"):
+        made.save(other)
 
 
 def test_twelve_sharing_layers_need_the_backward_memory_of_one() -> None:

@@ -29,7 +29,7 @@ MAY_IMPORT: dict[str, set[str]] = {  # package or module → those of ours it ma
     "training": {"engine", "data", "pretrained", "model", "kernels", "memory", "dist", "text"},
     "bench": {"kernels", "memory", "functional", "text"},
     "cli": {
-        *("bench", "training", "engine", "pretrained", "specification", "functional"),
+        *("bench", "training", "engine", "data", "pretrained", "specification", "functional"),
         *("dist", "model", "kernels", "memory", "native", "text"),
     },
 }

@@ -29,7 +29,7 @@ from tilegrad.engine.spec import StepSpec
 from tilegrad.memory.managed import pressure
 from tilegrad.model.config import PRESETS
 from tilegrad.specification import flash_cases as check
-from tilegrad.training.config import DataConfig, TrainConfig, read_run, run_from
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, read_toml, run_from
 
 
 def test_help_names_every_command(capsys: pytest.CaptureFixture[str]) -> None:
@@ -131,7 +131,8 @@ def test_a_dtype_is_what_people_type(typed: str, name: str, tmp_path: Path, caps
     args = build_parser().parse_args(["train", "--dtype", typed])
     assert run_from(given_keys(args), "flags").train.dtype == name
     (tmp_path / "run.toml").write_text(f"[train]\ndtype = '{typed}'\n", encoding="utf-8")
-    assert read_run(tmp_path / "run.toml").train.dtype == TrainConfig(dtype=typed).dtype == name
+    assert run_from(read_toml(tmp_path / "run.toml"), "run.toml").train.dtype == name
+    assert RunConfig(train=TrainConfig(dtype=typed)).train.dtype == name
     assert build_parser().parse_args(["export", "run", "out", "--dtype", typed]).dtype == name
     assert build_parser().parse_args(["bench", "attention", "--dtype", typed]).dtype == name
     assert main(["plan", "--dtype", typed, "--model.n_layer", "1"]) == 0
@@ -145,7 +146,7 @@ def test_a_dtype_that_is_none_is_refused_as_it_was_typed(typed: str) -> None:
 
 
 def test_torchs_own_dtype_is_one() -> None:
-    assert TrainConfig(dtype=torch.float64).dtype == "float64"  # type: ignore[arg-type]
+    assert RunConfig(train=TrainConfig(dtype=torch.float64)).train.dtype == "float64"  # type: ignore[arg-type]
     assert run_from({"train": {"dtype": torch.bfloat16}}, "here").train.dtype == "bfloat16"
     wrong: object
     for wrong in (torch.float16, 3, None, []):
@@ -330,7 +331,7 @@ def test_resume_of_a_folder_takes_all_from_it(trained: Path, capsys: pytest.Capt
         (["--seed", "4"], "seed: got 4; accepted: the run's own, 0, when resuming"),
         (["--dtype", "bfloat16"], "dtype: got 'bfloat16'; accepted: the run's own, 'float32', when resuming"),
         (["--data", "a.txt"], "files: got ['a.txt']; accepted: the run's own, [], when resuming"),
-        (["--preset", "gpt2"], "preset: got 'gpt2'; accepted: none when resuming, for the run has its own model"),
+        (["--preset", "gpt2"], "preset: got 'gpt2'; accepted: none when resuming, because the run has its own model"),
         (["other.toml"], "n_embd: got 32; accepted: the run's own, 16, when resuming"),
         (["heads.toml"], "n_head: got 2; accepted: the run's own, 4, when resuming"),
         (["--out", "other"], "out: got other; accepted: the run's own, my run, when resuming"),
@@ -466,15 +467,15 @@ def test_the_demo_trains_and_says_whether_it_learned(
 def test_init_writes_every_key_and_overwrites_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    from tilegrad.training.config import preset_run, read_run
+    from tilegrad.training.config import preset_run
 
     monkeypatch.chdir(tmp_path)
     assert main(["init"]) == 0 and main(["init", "my.toml"]) == 0
     assert "tilegrad train my.toml" in capsys.readouterr().out
-    assert read_run(Path("run.toml")) == preset_run("tiny")
+    assert run_from(read_toml(Path("run.toml")), "run.toml") == preset_run("tiny")
     shown = re.sub(r"(?m)^#(?=\w+ = )", "", Path("my.toml").read_text(encoding="utf-8"))
     Path("my.toml").write_text(shown, encoding="utf-8")
-    assert read_run(Path("my.toml")) == preset_run("tiny")  # every default that it shows is one
+    assert run_from(read_toml(Path("my.toml")), "run.toml") == preset_run("tiny")  # every default that it shows is one
     keys = {section: set(values) for section, values in tomllib.loads(shown).items()}
     assert keys["model"] - {"preset"} == {f.name for f in fields(ModelConfig)}
     assert keys["train"] == {f.name for f in fields(TrainConfig)}
@@ -728,13 +729,13 @@ def test_one_text_as_a_string_is_that_text(
 
 
 def test_buckets_on_the_command_line_are_in_mib() -> None:
-    from tilegrad.cli.arguments import add_ranks, ranks_of
+    from tilegrad.cli.arguments import add_ranks, sharding_of
     from tilegrad.engine.parallel import BUCKET_BYTES
 
     parser = argparse.ArgumentParser()
     add_ranks(parser)
-    assert ranks_of(parser.parse_args([]))["bucket_bytes"] == BUCKET_BYTES
-    assert ranks_of(parser.parse_args(["--bucket-mb", "1.5"]))["bucket_bytes"] == 1.5 * 2**20
+    assert sharding_of(parser.parse_args([]))["bucket_bytes"] == BUCKET_BYTES
+    assert sharding_of(parser.parse_args(["--bucket-mb", "1.5"]))["bucket_bytes"] == 1.5 * 2**20
 
 
 @pytest.mark.parametrize(

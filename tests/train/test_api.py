@@ -124,7 +124,7 @@ def test_what_a_loaded_model_is_given_is_checked() -> None:
     assert model.logits([0, 255]).shape == (2, 256) and model.logits([0] * 32).shape == (32, 256)
     with pytest.raises(FileNotFoundError, match="none: no such folder; accepted: the folder of a run"):
         tilegrad.load("none")
-    with pytest.raises(ValueError, match="best: got True beside the checkpoint"):
+    with pytest.raises(ValueError, match="best: got True with the checkpoint"):
         tilegrad.load(model.checkpoint, best=True)
     Path("run/data/tokenizer.json").write_text('{"model": {"type": "bytes"} }', encoding="utf-8")
     with pytest.raises(ValueError, match="accepted: that of the weights"):

@@ -143,7 +143,7 @@ def test_the_best_is_exported(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert not torch.equal(open_weights(Path("newest")).read()["wte.weight"], want["wte.weight"])
     assert Path("best/model.safetensors.index.json").is_file()
     assert main(["export", str(best()), "out", "--best"]) == 2
-    assert "best: got True beside the checkpoint" in capsys.readouterr().err
+    assert "best: got True with the checkpoint" in capsys.readouterr().err
     assert main(["export", "run", "out", "--max-shard-size", "big"]) == 2
     assert "max_shard_size: got 'big'; accepted: bytes" in capsys.readouterr().err
     assert not Path("out").exists()

@@ -16,23 +16,11 @@ import numpy as np
 import pytest
 import torch
 
-from tilegrad.data import tokens as data
-from tilegrad.data.documents import read_documents
-from tilegrad.data.tokens import (
-    Batches,
-    ByteTokenizer,
-    TokenFileError,
-    batches_in_order,
-    default_text,
-    load_tokenizer,
-    open_tokens,
-    prepare,
-    split,
-    split_windows,
-    train_bpe,
-    unigram_entropy,
-    write_tokens,
-)
+from tilegrad.data.batches import Batches, batches_in_order, split, split_windows
+from tilegrad.data.documents import default_text, read_documents
+from tilegrad.data.prepare import prepare
+from tilegrad.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
+from tilegrad.data.tokens import TokenFileError, open_tokens, token_dtype, unigram_entropy, write_tokens
 
 ZERO = "0" * 64
 
@@ -111,11 +99,11 @@ def test_what_is_not_understood_is_refused_by_name(tmp_path: Path, name: str, co
 
 
 def test_prepare_says_what_is_there_and_what_takes_long(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_LONG", 5)
+    monkeypatch.setattr("tilegrad.data.prepare._LONG", 5)
     (tmp_path / "a.txt").write_text("na–ve", encoding="utf-8")
     (tmp_path / "b.jsonl").write_text('{"text": "x"}\n{"text": "y"}\n', encoding="utf-8")
     told: list[tuple[str, dict[str, object]]] = []
-    prepare([tmp_path], tmp_path / "data", tell=lambda event, numbers: told.append((event, numbers)))
+    prepare([tmp_path], tmp_path / "data", show=lambda event, numbers: told.append((event, numbers)))
     assert told == [
         ("prepare", {"doing": "turning 11 characters into tokens"}),
         ("data", {"files": 2, "documents": 3, "left_out": 0, "bytes": 13, "tokens": 13}),
@@ -202,7 +190,7 @@ def test_damaged_token_files_are_named(tmp_path: Path, damage: Callable[[bytes],
 
 
 def test_a_token_out_of_range_is_named_before_it_is_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(data, "_CHUNK", 4)
+    monkeypatch.setattr("tilegrad.data.tokens._CHUNK", 4)
     with pytest.raises(TokenFileError, match="token 10 at position 6 is not in the vocabulary of 10"):
         write(tmp_path / "tokens.bin", [1, 2, 3, 4, 5, 6, 10, 8, 11], 10)
     with pytest.raises(TokenFileError, match="token -1 at position 5"):
@@ -211,10 +199,10 @@ def test_a_token_out_of_range_is_named_before_it_is_written(tmp_path: Path, monk
 
 
 def test_bytes_of_a_token_by_the_size_of_the_vocabulary() -> None:
-    assert [data._dtype(n).itemsize for n in (1, 1 << 16, (1 << 16) + 1, 1 << 32)] == [2, 2, 4, 4]
+    assert [token_dtype(n).itemsize for n in (1, 1 << 16, (1 << 16) + 1, 1 << 32)] == [2, 2, 4, 4]
     for n in (0, (1 << 32) + 1):
         with pytest.raises(ValueError, match=f"vocab_size: got {n}; accepted: 1 … 2³²"):
-            data._dtype(n)
+            token_dtype(n)
 
 
 def test_who_has_the_old_file_open_keeps_it(tmp_path: Path) -> None:
@@ -307,7 +295,7 @@ def test_validation_windows_are_drawn_across_the_text_and_never_learned_from() -
 def test_unigram_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
     assert unigram_entropy(np.array([5, 5, 5])) == 0.0
     assert unigram_entropy(np.arange(64)) == pytest.approx(math.log(64), rel=1e-12)
-    monkeypatch.setattr(data, "_CHUNK", 7)
+    monkeypatch.setattr("tilegrad.data.tokens._CHUNK", 7)
     tokens = np.random.default_rng(0).integers(0, 9, 100).astype(np.uint16)
     p = [n / 100 for n in Counter(tokens.tolist()).values()]
     assert unigram_entropy(tokens) == pytest.approx(-sum(q * math.log(q) for q in p), rel=1e-12)

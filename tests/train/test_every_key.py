@@ -23,14 +23,15 @@ from support.run_keys import ABSENT, AXES, KEYS, REFUSED, TOKENIZER_FILE, allowe
 
 import tilegrad
 from tilegrad.cli import main
-from tilegrad.data.tokens import default_text, train_bpe
+from tilegrad.data.documents import default_text
+from tilegrad.data.tokenizer import train_bpe
 from tilegrad.engine.engine import Engine
 from tilegrad.engine.recompute import choose_recompute
 from tilegrad.engine.spec import StepSpec
 from tilegrad.pretrained.weights import open_weights, write_weights
 from tilegrad.training import loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
-from tilegrad.training.config import DTYPES, read_run
+from tilegrad.training.config import DTYPES, read_toml, run_from
 from tilegrad.training.export import export_run
 from tilegrad.training.keys import keys
 from tilegrad.training.schedule import learning_rate
@@ -72,7 +73,7 @@ def write(row: Spec, file: Path) -> None:
 
 def with_the_least_budget(row: Spec, file: Path) -> Spec:
     write(row | {"train.memory_budget": "none"}, file)
-    run = read_run(file)
+    run = run_from(read_toml(file), "run.toml")
     t, device = run.train, torch.device("cpu")
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes; accepted: at least") as error:
         choose_recompute(StepSpec(run.model, t.batch_size, t.seq_len, DTYPES[t.dtype], device), 1)
@@ -113,7 +114,7 @@ def check_row(row: Spec, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
         row = with_the_least_budget(row, file)
         reached["least budget"] = 1
     write(row, file)
-    run = read_run(file)
+    run = run_from(read_toml(file), "run.toml")
     if run.train.init is not None:
         params = Engine(run.model, 1, 1, seed=99).params
         write_weights(Path(run.train.init), params, run.model, tokenizer=Path("tokenizer.json"))

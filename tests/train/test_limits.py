@@ -20,7 +20,7 @@ from tilegrad.data import documents
 from tilegrad.data.documents import read_documents
 from tilegrad.model.config import ModelConfig
 from tilegrad.pretrained.weights import write_weights
-from tilegrad.training.config import LIMITS, MAX_STEP_TOKENS, TrainConfig, run_from
+from tilegrad.training.config import LIMITS, MAX_STEP_TOKENS, RunConfig, TrainConfig, run_from
 
 KEYS = {
     "model": ("n_layer", "vocab_size", "block_size", "n_head", "n_embd", "ffn_dim", "n_kv_head", "window", "head_size"),
@@ -64,7 +64,7 @@ def test_the_limits_are_those_of_the_documentation() -> None:
 
 @pytest.mark.parametrize("value", [-2, -1.0, True, "x", 1.5, 2**70])
 def test_only_minus_one_means_automatic(value: Any) -> None:
-    assert TrainConfig(steps=100, warmup_steps=-1).warmup_steps == 5
+    assert RunConfig(train=TrainConfig(steps=100, warmup_steps=-1)).train.warmup_steps == 5
     with pytest.raises(
         ValueError, match=r"warmup_steps: got .*; accepted: an int ≥ 0, or -1: a twentieth of the steps"
     ):

@@ -39,7 +39,7 @@ def test_training_needs_no_proc(monkeypatch: pytest.MonkeyPatch) -> None:
     peaks = iter(range(10**9, 10**10, 10**6))
     monkeypatch.setattr(resource, "getrusage", lambda _who: SimpleNamespace(ru_maxrss=next(peaks)))
     result = train(RUN, Path("run"))
-    assert result.steps == 3 and result.measured.measured_bytes % 10**6 == 0 and result.measured.beside_bytes > 0
+    assert result.steps == 3 and result.measured.measured_bytes % 10**6 == 0 and result.measured.unplanned_bytes > 0
 
 
 def test_windows_is_refused_by_name(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,4 @@
-"""What is measured is the plan, to the byte, and what lies beside it has a name."""
+"""The measured arenas are the plan, to the byte; unplanned memory is counted apart."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 
 import torch
 
-from tilegrad.training.resident import Held, held, resident, resident_bytes
+from tilegrad.training.resident import ProcessMemory, process_memory, resident, resident_bytes
 
 CPU = torch.device("cpu")
 PAGE = mmap.PAGESIZE
@@ -34,37 +34,37 @@ def test_only_pages_that_were_written_are_resident() -> None:
     assert resident_bytes(x[:0]) == 0
 
 
-def test_what_lies_beside_is_the_rest() -> None:
-    x, now = fresh(16), held(CPU)
+def test_unplanned_memory_is_what_the_arenas_leave() -> None:
+    x, now = fresh(16), process_memory(CPU)
     x.fill_(1)
-    before = Held(now.private - 5 * 2**20, now.files - 3 * 2**20)
+    before = ProcessMemory(now.private - 5 * 2**20, now.files - 3 * 2**20)
     found = resident({"params": x}, x.nbytes, before, CPU)
     assert found.arenas == {"params": x.nbytes}
-    assert abs(found.beside_bytes - 5 * 2**20) < 2**20 and abs(found.file_bytes - 3 * 2**20) < 2**20
-    assert found.measured_bytes == x.nbytes + found.beside_bytes
+    assert abs(found.unplanned_bytes - 5 * 2**20) < 2**20 and abs(found.file_bytes - 3 * 2**20) < 2**20
+    assert found.measured_bytes == x.nbytes + found.unplanned_bytes
     assert "torch's, BLAS's and Python's own" in str(found)
-    before = Held(held(CPU).private + 2**30, 0)  # freed since: the arenas lie where it was
-    assert resident({"params": x}, x.nbytes, before, CPU).beside_bytes == 0
+    before = ProcessMemory(process_memory(CPU).private + 2**30, 0)  # freed since: the arenas took its place
+    assert resident({"params": x}, x.nbytes, before, CPU).unplanned_bytes == 0
 
 
 def test_the_arenas_of_a_trained_model_are_the_plan_to_the_byte() -> None:
-    """In a process of its own; beside them lies less than 16 MiB, whatever the model."""
+    """In a process of its own; less than 16 MiB are unplanned, whatever the model."""
     code = """
 import torch
 from tilegrad import Engine
 from tilegrad.model.config import PRESETS
-from tilegrad.training.resident import held, resident
+from tilegrad.training.resident import process_memory, resident
 cpu = torch.device("cpu")
 torch.ones(512, 512).mm(torch.ones(512, 512))
-before = held(cpu)
+before = process_memory(cpu)
 engine = Engine(PRESETS["tiny"], 8, 128)
 tokens = torch.randint(0, 256, (8, 128))
 for _ in range(2):
     engine.step(tokens, tokens, learning_rate=1e-3)
 found = resident(engine.arenas.bytes, engine.plan.peak_bytes, before, cpu)
-print(sum(found.arenas.values()), engine.plan.peak_bytes, found.beside_bytes)
+print(sum(found.arenas.values()), engine.plan.peak_bytes, found.unplanned_bytes)
 """
     out = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stdout
-    arenas, planned, beside = map(int, out.split())
+    arenas, planned, unplanned = map(int, out.split())
     assert arenas == planned
-    assert beside < 16 * 2**20
+    assert unplanned < 16 * 2**20

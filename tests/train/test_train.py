@@ -19,8 +19,9 @@ import torch
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine.state import counters
 from tilegrad.training import loop
+from tilegrad.text.spelling import byte_count
 from tilegrad.training.checkpoint import DamagedCheckpoint, load_checkpoint
-from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, byte_count, read_run, run_from
+from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, read_toml, run_from
 from tilegrad.training.log import read_log
 from tilegrad.training.run import train
 
@@ -145,7 +146,7 @@ def test_a_run_with_keys_that_are_lists_is_stopped_and_goes_on_to_the_same_bits(
         if event == "train" and numbers["step"] == 3:
             os.kill(os.getpid(), signal.SIGINT)
 
-    assert train(read_run(Path("run.toml")), Path("part"), show=interrupt).stopped_by == "SIGINT"
+    assert train(run_from(read_toml(Path("run.toml")), "run.toml"), Path("part"), show=interrupt).stopped_by == "SIGINT"
     assert main(["train", "run.toml", "--resume", "part"]) == 0
     a, b = last_tensors(Path("whole")), last_tensors(Path("part"))
     assert all(torch.equal(a[name], b[name]) for name in a)
@@ -201,7 +202,7 @@ def test_what_a_first_save_has_left_is_no_run(run: RunConfig, tmp_path: Path, mo
 
 
 def test_what_would_lose_or_mix_runs_is_refused(run: RunConfig, tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
         train(run, tmp_path / "run", resume=True)
     train(run, tmp_path / "run")
     with pytest.raises(ValueError, match="holds a run already"):
@@ -240,7 +241,7 @@ def other_tokenizer(folder: Path) -> None:
 
 def other_data(folder: Path) -> None:
     """Tokens and tokenizer of another text, that go together but not with the weights."""
-    from tilegrad.data.tokens import prepare
+    from tilegrad.data.prepare import prepare
 
     text = folder.parent / "other.txt"
     text.write_text("call me ishmael. some years ago, never mind how long precisely. " * 40, encoding="utf-8")
@@ -309,7 +310,7 @@ def without_digest(folder: Path) -> None:
 
 
 def test_a_tokenizer_that_is_not_the_weights_own_is_refused(run: RunConfig, tmp_path: Path) -> None:
-    from tilegrad.data.tokens import ByteTokenizer
+    from tilegrad.data.tokenizer import ByteTokenizer
     from tilegrad.training.checkpoint import read_state
     from tilegrad.training.folder import own_data, own_tokenizer
 
@@ -325,7 +326,7 @@ def test_a_tokenizer_that_is_not_the_weights_own_is_refused(run: RunConfig, tmp_
 
 
 def test_a_checkpoint_without_the_digest_still_loads(run: RunConfig, tmp_path: Path) -> None:
-    from tilegrad.data.tokens import ByteTokenizer
+    from tilegrad.data.tokenizer import ByteTokenizer
     from tilegrad.training.checkpoint import read_state
     from tilegrad.training.folder import own_tokenizer
 
@@ -361,7 +362,7 @@ def test_a_refused_run_leaves_no_folder(
     there = sorted(tmp_path.rglob("*"))
     with pytest.raises(error):
         train(bad, Path("runs/deep/run"))
-    with pytest.raises(ValueError, match="no checkpoint to resume from"):
+    with pytest.raises(FileNotFoundError, match="no such folder"):
         train(run, Path("runs/deep/run"), resume=True)
     assert sorted(tmp_path.rglob("*")) == there
     Path("mine").mkdir()
@@ -442,11 +443,11 @@ def test_a_run_from_toml(tmp_path: Path) -> None:
     file.write_text(
         '[model]\npreset = "tiny"\nn_layer = 6\n[train]\nsteps = 70\n[data]\nfiles = ["a.txt"]\n', encoding="utf-8"
     )
-    run = read_run(file)
+    run = run_from(read_toml(file), "run.toml")
     assert (run.model.n_layer, run.model.n_embd, run.train.steps, run.data.files) == (6, 128, 70, ("a.txt",))
     file.write_text("[model\n", encoding="utf-8")
     with pytest.raises(ValueError, match="is not TOML"):
-        read_run(file)
+        run_from(read_toml(file), "run.toml")
 
 
 def test_what_is_not_given_follows_what_is() -> None:
@@ -455,7 +456,7 @@ def test_what_is_not_given_follows_what_is() -> None:
     run = run_from({"model": {"block_size": 64}, "train": {"steps": 100, "seq_len": 8, "warmup_steps": 7}}, "run.toml")
     assert (run.train.seq_len, run.train.warmup_steps, run.model.vocab_size) == (8, 7, 256)
     assert run_from({"data": {"files": "one.txt"}}, "run.toml").data.files == ("one.txt",)
-    assert TrainConfig(steps=10).warmup_steps == 0 and TrainConfig().warmup_steps == 50
+    assert RunConfig(train=TrainConfig(steps=10)).train.warmup_steps == 0 and RunConfig().train.warmup_steps == 50
     assert RunConfig(MODEL).train.seq_len == MODEL.block_size
     gpt2 = run_from({"model": {"preset": "gpt2"}}, "run.toml")
     assert (gpt2.train.warmup_steps, gpt2.train.seq_len, gpt2.model.vocab_size) == (500, 1024, 50257)

@@ -246,7 +246,8 @@ def test_import_train_export_by_the_command_line(
     """Weights with a tokenizer in, fine-tuned on a text, out again: transformers writes the text that `generate` writes."""
     pytest.importorskip("tokenizers", reason="needs pip install 'tilegrad[bpe]'")
     from tilegrad.cli import main
-    from tilegrad.data.tokens import default_text, load_tokenizer, train_bpe
+    from tilegrad.data.documents import default_text
+    from tilegrad.data.tokenizer import load_tokenizer, train_bpe
     from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
 
     monkeypatch.chdir(tmp_path)

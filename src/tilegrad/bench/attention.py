@@ -1,12 +1,11 @@
 """Attention against its peers: forward and backward, interleaved in one process, on any device.
 
 Every kernel, ours and the peers', is checked under the closeness rule at the shape that is timed; one that fails has no time
-and no speed-up. Times are medians with the 20th and 80th percentile of `repeats` rounds; in a round each kernel runs once, in
-an order that changes from round to round, so that a change of the machine's speed falls on all, and a speed-up is the median
-of the rounds' ratios, with quartiles. On a CPU freed memory stays with the process, so that no call pays for pages anew.
-TFLOP/s are by cost.py: a kernel that recomputes is not credited for it.
-A kernel that refuses a shape is left out, with its reason. Packed sequences stand beside a dense shape of as many tokens
-and as much work.
+and no speed-up. Times are medians with the 20th and 80th percentile of `repeats` rounds. In a round each kernel runs once, in
+an order that changes from round to round, so that a change of the machine's speed affects all of them; a speed-up is the
+median of the rounds' ratios, with quartiles. On a CPU the process keeps freed memory, so that no call pays for new pages.
+TFLOP/s follow cost.py, which does not credit recomputation. A kernel that refuses a shape is left out, with its reason. Packed
+sequences are compared with a dense shape of as many tokens and as much work.
 """
 
 from __future__ import annotations
@@ -16,7 +15,6 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
 from statistics import quantiles
-from typing import Any
 
 import torch
 
@@ -130,6 +128,6 @@ def _parsed(text: str) -> Shape:
         raise ValueError(f"shapes: got {text!r} ({error}); accepted: {accepted}") from None
 
 
-def _json_lines(rows: Sequence[Row], about: dict[str, Any]) -> Iterator[str]:
+def _json_lines(rows: Sequence[Row], about: dict[str, object]) -> Iterator[str]:
     for row in rows:
         yield json_format.dumps(asdict(row) | {"tflops": row.tflops} | about)

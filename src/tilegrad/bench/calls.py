@@ -1,4 +1,4 @@
-"""A call of attention as our kernels and as the peers make it, and the check that goes before its time is taken."""
+"""Calls of attention by our kernels and by the peers, and the check that precedes their timing."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ class Inputs:
         return thunk(module.prepare_fwd, fwd, scratch[0]), thunk(module.prepare_bwd, bwd, scratch[1]), out
 
     def peer(self, name: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """The same of SDPA's backends, FlexAttention and FlashAttention-4, through their own autograd call."""
+        """The same for SDPA's backends, FlexAttention and FlashAttention-4, through their own autograd call."""
         attend = _peer_function(name, self.shape, self.q.device, deterministic=deterministic)
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
         out: dict[str, Tensor] = {}
@@ -131,7 +131,7 @@ def _peer_function(
 def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.reset()  # each shape is compiled anew, and there is a limit on how often
+    torch._dynamo.reset()  # each shape is compiled, and torch limits how often
     torch._functorch.config.donated_buffer = False  # the backward runs more than once
     block_mask = None if shape.band == (None, None) else block_mask_of(shape, device)
     compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")

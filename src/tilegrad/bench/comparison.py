@@ -1,4 +1,4 @@
-"""What was measured of attention, and who was faster: the table, the ratios, the bars."""
+"""The results of `bench attention`: the table, the ratios, the bars."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from statistics import quantiles
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -33,7 +33,7 @@ class Row:
 
 
 class Ratio(NamedTuple):
-    """Of two kernels' times in the same rounds."""
+    """Quartiles of the ratio of two kernels' times in the same rounds."""
 
     median: float
     q1: float
@@ -122,7 +122,7 @@ def report(rows: Sequence[Row], kernels: Sequence[str], peers: Sequence[str]) ->
     return "\n".join([*text, "", *notes])
 
 
-def plot_bars(rows: Sequence[Row], about: dict[str, Any], path: str) -> None:
+def plot_bars(rows: Sequence[Row], about: dict[str, object], path: str) -> None:
     """Bars of TFLOP/s, one group for each shape, forward above backward."""
     import matplotlib
 

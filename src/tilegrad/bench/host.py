@@ -5,8 +5,8 @@
 
 A time is that of CALLS calls, one after the other, over CALLS: on CUDA the device is idle before them and is waited for after
 them, not within. In a round every contender runs once, in an order that changes. `empty` is an autograd.Function in Python that
-computes nothing: what such a one costs at least. An SDPA backend is chosen outside of the time. On a CPU torch has one thread:
-no wait for others is in it.
+computes nothing: the least that such a Function costs. An SDPA backend is chosen before the time is taken. On a CPU torch has
+one thread, so that no time is a wait for others.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from statistics import median, quantiles
-from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.autograd.function import BackwardCFunction, FunctionCtx
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from ..functional import attention
@@ -38,17 +38,17 @@ Attend = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 class _Empty(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def forward(ctx: FunctionCtx, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         ctx.save_for_backward(q, k, v)
         return q.detach()
 
     @staticmethod
-    def backward(ctx: Any, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(ctx: BackwardCFunction, do: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         ctx.saved_tensors  # noqa: B018  # unpacks them
         return do, do, do
 
 
-Context = Callable[[], AbstractContextManager[Any]]
+Context = Callable[[], AbstractContextManager[object]]
 
 
 def contenders(device: torch.device) -> dict[str, tuple[Attend, Context]]:

@@ -104,7 +104,7 @@ def _pairs(manager: AttentionBufferManager, *shapes: tuple[int, ...]) -> Callabl
 
 
 def pair_ratios(repeats: int) -> dict[str, list[float]]:
-    """Per case and round, the time of a batch of pairs over that of a batch of torch.empty beside it."""
+    """Per case and round, the time of a batch of pairs over that of the batches of torch.empty before and after it."""
     cases: dict[str, Callable[[], None]] = {}
     for name, lightweight in (("lightweight", True), ("tracked", False)):
         cases[f"{name}, same shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE)
@@ -134,7 +134,7 @@ def _timed(run: Callable[[], None]) -> int:
 def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
     """Prints the cost of the buffer manager on CPU, as a table or as one JSON object; the exit code is 0."""
     if repeats < 4:
-        raise ValueError(f"repeats: got {repeats}; accepted: at least 4, for quartiles")
+        raise ValueError(f"repeats: got {repeats}; accepted: at least 4, which quartiles need")
     ratios = pair_ratios(repeats)
     manager = AttentionBufferManager(lightweight=True)
     reserved, live = replay(manager, varying_lengths())

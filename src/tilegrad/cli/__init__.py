@@ -1,4 +1,4 @@
-"""The command line: a command parses its arguments and calls one room. Nothing heavy is imported before it runs."""
+"""The command line: a command parses its arguments and calls one package. torch is imported when a command runs."""
 
 from __future__ import annotations
 
@@ -34,12 +34,6 @@ def build_parser() -> Parser:
     return parser
 
 
-def _check_device(device: str) -> None:
-    from ..engine.machine import check_device
-
-    check_device(device)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     escape_what_cannot_be_shown()
     parser = build_parser()
@@ -52,25 +46,35 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     try:
         if getattr(args, "device", None) is not None:
-            _check_device(args.device)
+            from ..engine.machine import check_device
+
+            check_device(args.device)
         return run(args)
-    except (ValueError, FileNotFoundError) as error:  # what a user gave is wrong, and the message says what is accepted
+    except (
+        ValueError,
+        FileNotFoundError,
+    ) as error:  # the user gave something wrong, and the message says what is accepted
         complain(error)
         return 2
-    except ImportError as error:  # of what is not installed, or does not load; one of ours is a fault
+    except ImportError as error:  # something is not installed; an error in a module of ours is a fault
         if (error.name or "").startswith("tilegrad"):
             raise
         missing = f"{error.name}: not installed; pip install {error.name}"
         complain(missing if isinstance(error, ModuleNotFoundError) and error.name else error)
         return 2
-    except (MemoryError, RuntimeError) as error:  # more than there is, which is known when it is asked for
-        if not isinstance(error, MemoryError) and not any(words in str(error) for words in OUT_OF_MEMORY):
+    except (MemoryError, RuntimeError) as error:
+        from ..training.config import RunEnded
+
+        if isinstance(error, RunEnded):
+            complain(error)
+        elif isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
+            complain("memory: there is not enough of it; accepted: smaller sizes")
+        else:
             raise
-        complain("memory: there is not enough of it; accepted: smaller sizes")
         return 1
     except KeyboardInterrupt:
         return 130
-    except BrokenPipeError:  # the reader of a pipe went away, and nothing is left to say
+    except BrokenPipeError:  # the reader of a pipe has closed it
         silence(sys.stdout)
         return 1
     except OSError as error:  # a full disk, a folder that may not be written

@@ -1,39 +1,47 @@
-"""What the commands' arguments share: spellings, defaults' sources, units."""
+"""Arguments that several commands share."""
 
 from __future__ import annotations
 
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import TYPE_CHECKING, NoReturn, TypeAlias
 
 from ..text.spelling import did_you_mean, dtype_name
 from ..training.keys import flag_value, keys
+from .faults import said_already
+
+if TYPE_CHECKING:
+    from ..training.config import Values
+    from ..training.ranks import Sharding
 
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
 PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # of model/config.py, which loads torch
 DTYPES = ("float32", "float64", "bfloat16")  # torch's names, everywhere
-SHORT = {  # of a key that is often a flag
-    "model.preset": ("--preset",), "data.files": ("--data",), "train.steps": ("--steps",),
-    "train.batch_size": ("--batch-size",), "train.seq_len": ("--seq-len",), "train.learning_rate": ("--learning-rate",),
-    "train.device": ("--device",), "train.dtype": ("--dtype",), "train.seed": ("--seed",),
-    "train.memory_budget": ("--memory-budget",), "train.init": ("--init",),
-}  # fmt: skip
+_SHORT = ("steps", "batch_size", "seq_len", "learning_rate", "device", "dtype", "seed", "memory_budget", "init")
+SHORT = {"model.preset": "--preset", "data.files": "--data"}  # names of keys that are often flags
+SHORT |= {f"train.{name}": f"--{name.replace('_', '-')}" for name in _SHORT}
 
 
 class Parser(argparse.ArgumentParser):
-    """One that names what a misspelt command, choice or flag was meant to be."""
+    """Names what a misspelt command, choice or flag was meant to be."""
 
-    def _check_value(self, action: argparse.Action, value: Any) -> None:
+    def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
             super()._check_value(action, value)
         except argparse.ArgumentError as error:
             error.message += did_you_mean(str(value), [str(choice) for choice in action.choices or ()])
             raise
 
+    def error(self, message: str) -> NoReturn:
+        """Exit as argparse does; with several ranks the first of them prints it."""
+        if not said_already(f"{self.prog}: {message}"):
+            super().error(message)
+        self.exit(2)
+
     def refuse(self, unknown: Sequence[str]) -> NoReturn:
-        """End with a sentence about arguments that this command does not have."""
+        """Exit with a sentence about arguments that this command does not have."""
         flags = {name: name for action in self._actions for name in action.option_strings}
         short = {name.rpartition(".")[2]: name for name in flags}  # n_layer of --model.n_layer
         words = [f"{word}{did_you_mean(word.partition('=')[0], short | flags)}" for word in unknown]
@@ -46,9 +54,11 @@ def add_command(commands: Commands, name: str, text: str, run: Command | None = 
     return command
 
 
-def add_dtype(command: argparse._ActionsContainer, text: str, **options: Any) -> None:
+def add_dtype(
+    command: argparse._ActionsContainer, text: str, *, default: str | None = None, choices: Sequence[str] | None = None
+) -> None:
     """A flag that takes a dtype by torch's name, or as people write it: bf16, fp32."""
-    command.add_argument("--dtype", type=dtype_name, help=text, **options)
+    command.add_argument("--dtype", type=dtype_name, help=text, default=default, choices=choices)
 
 
 def add_keys(command: argparse.ArgumentParser) -> None:
@@ -59,11 +69,11 @@ def add_keys(command: argparse.ArgumentParser) -> None:
     )
     group = command.add_argument_group(
         "keys of a run",
-        "each counts before the same key in FILE, and some have a short name; defaults are those of the preset tiny",
+        "each overrides the same key in FILE, and some have a short name; defaults are those of the preset tiny",
     )
     for key in keys():
         name = f"{key.section}.{key.name}"
-        names = (f"--{name}", *SHORT.get(name, ()))
+        names = (f"--{name}", SHORT[name]) if name in SHORT else (f"--{name}",)
         text = f"{key.meaning} (default: {key.default})"
         if name == "data.files":
             group.add_argument(*names, dest=name, nargs="+", metavar="FILE", help=text)
@@ -71,8 +81,8 @@ def add_keys(command: argparse.ArgumentParser) -> None:
             group.add_argument(*names, dest=name, type=flag_value, metavar="X", help=text)
 
 
-def given_keys(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
-    """What FILE and the flags say, by section; of a key in both the flag counts."""
+def given_keys(args: argparse.Namespace) -> dict[str, Values]:
+    """The keys that FILE and the flags give, by section; a flag overrides FILE."""
     from ..training.config import read_toml
 
     content = read_toml(Path(args.config)) if args.config else {}
@@ -84,22 +94,16 @@ def given_keys(args: argparse.Namespace) -> dict[str, dict[str, Any]]:
 
 
 def add_ranks(command: argparse.ArgumentParser) -> None:
-    """What several ranks share out, under torchrun; a run's own keys say nothing of ranks."""
-    command.add_argument(
-        "--shard", choices=("none", "optimizer", "all"), default="optimizer",
-        help="of several ranks (torchrun), what each holds a part of (default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument(
-        "--bucket-mb", type=float, default=64, metavar="MIB",
-        help="gradients that several ranks sum at once; a part of what decides the bits (default: %(default)s)",
-    )  # fmt: skip
-    command.add_argument(
-        "--context", type=int, default=1, metavar="N",
-        help="ranks that share each sequence, of a model with rope (default: %(default)s)",
-    )  # fmt: skip
+    """How several ranks share the work, under torchrun."""
+    text = "what each of several ranks (torchrun) holds a part of (default: %(default)s)"
+    command.add_argument("--shard", choices=("none", "optimizer", "all"), default="optimizer", help=text)
+    text = "gradients that several ranks sum at once; a part of what decides the bits (default: %(default)s)"
+    command.add_argument("--bucket-mb", type=float, default=64, metavar="MIB", help=text)
+    text = "ranks that share each sequence, for models with rope (default: %(default)s)"
+    command.add_argument("--context", type=int, default=1, metavar="N", help=text)
 
 
-def ranks_of(args: argparse.Namespace) -> dict[str, Any]:
+def sharding_of(args: argparse.Namespace) -> Sharding:
     if not 0 < args.bucket_mb <= 1 << 20:
         raise ValueError(f"bucket-mb: got {args.bucket_mb:g}; accepted: MiB, more than 0 and at most 2²⁰")
     return {"shard": args.shard, "bucket_bytes": int(args.bucket_mb * 2**20), "context": args.context}

@@ -7,15 +7,7 @@ from pathlib import Path
 
 from .arguments import Commands, add_command, add_dtype
 
-PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # of those that matplotlib writes
-
-
-def _plot(args: argparse.Namespace) -> str | None:
-    """Where to draw, known before anything is measured."""
-    plot: str | None = args.plot
-    if plot is not None and Path(plot).suffix not in PLOTS:
-        raise ValueError(f"plot: got {plot!r}; accepted: a name that ends with {', '.join(PLOTS)}")
-    return plot
+PLOTS = (".png", ".svg", ".pdf", ".jpg", ".webp")  # matplotlib writes these
 
 
 def _bench_memory(args: argparse.Namespace) -> int:
@@ -26,12 +18,26 @@ def _bench_memory(args: argparse.Namespace) -> int:
 
 def _bench_attention(args: argparse.Namespace) -> int:
     from ..bench.attention import bench_attention
+    from ..text.atomic import check_new
 
+    if args.plot is not None:  # refused before anything is measured
+        if Path(args.plot).suffix not in PLOTS:
+            raise ValueError(f"plot: got {args.plot!r}; accepted: a name that ends with {', '.join(PLOTS)}")
+        check_new(Path(args.plot))
     return bench_attention(
-        device=args.device, dtype=args.dtype, kernels=args.kernels, preset=args.preset, peers=args.peers,
-        repeats=args.repeats, json=args.json, out=args.out, plot=_plot(args), profile=args.profile,
-        deterministic=args.deterministic, shapes=args.shape,
-    )  # fmt: skip
+        device=args.device,
+        dtype=args.dtype,
+        kernels=args.kernels,
+        preset=args.preset,
+        peers=args.peers,
+        repeats=args.repeats,
+        json=args.json,
+        out=args.out,
+        plot=args.plot,
+        profile=args.profile,
+        deterministic=args.deterministic,
+        shapes=args.shape,
+    )
 
 
 def _bench_host(args: argparse.Namespace) -> int:
@@ -41,13 +47,13 @@ def _bench_host(args: argparse.Namespace) -> int:
 
 
 def add_benches(commands: Commands) -> None:
-    bench = add_command(commands, "bench", "measure, against the peers that are there").add_subparsers(
+    bench = add_command(commands, "bench", "measure, against the peers that are installed").add_subparsers(
         metavar="WHAT", required=True
     )
     attention = add_command(
         bench,
         "attention",
-        "our kernels and the peers that are there, after a check against the oracle",
+        "our kernels and the installed peers, after a check against the oracle",
         _bench_attention,
     )
     attention.add_argument("--device", help="default: cuda where there is one, else cpu")
@@ -64,16 +70,16 @@ def add_benches(commands: Commands) -> None:
         metavar="B,H,T,D[,causal]",
         help="these instead of a preset; behind D also window=N, hkv=N, tq=N",
     )
-    attention.add_argument("--peers", nargs="*", metavar="NAME", help="default: all that are there; no name: none")
+    attention.add_argument("--peers", nargs="*", metavar="NAME", help="default: all that are installed; no name: none")
     attention.add_argument("--deterministic", action="store_true", help="the backward's deterministic mode")
     attention.add_argument(
         "--repeats", type=int, default=30, metavar="N", help="interleaved rounds (default: %(default)s)"
     )
     attention.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     attention.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
-    attention.add_argument("--plot", metavar="FILE", help="draw bars (needs matplotlib)")
+    attention.add_argument("--plot", metavar="FILE", help="draw bars into a new file (needs matplotlib)")
     attention.add_argument("--profile", action="store_true", help="each kernel's share of the device's limits")
-    host = add_command(bench, "host", "what a tiny call of attention costs the host, beside SDPA's", _bench_host)
+    host = add_command(bench, "host", "what a tiny call of attention costs the host, compared with SDPA", _bench_host)
     host.add_argument("--device", help="default: cuda where there is one, else cpu")
     add_dtype(host, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
     host.add_argument("--repeats", type=int, default=200, metavar="N", help="interleaved rounds (default: %(default)s)")

@@ -1,4 +1,4 @@
-"""What this installation can run, and what to do where it can't: one line for each part.
+"""What this installation can run, and what to install where it can't: one line per part.
 
 `--kernels` adds the table of kernels of every op: which runs a plain call, and why the others don't. `--build` compiles the
 native CPU kernel, and eager calls in C++, from the sources that come with the package.
@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import platform
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib import metadata
-from typing import Any
+from types import ModuleType
 
 import torch
 
@@ -38,9 +38,17 @@ from ..kernels.table import Problem, Table
 from ..native import build as native_build
 from ..native import openmp
 
+EXTRAS = {  # extra → packages, what they are for
+    "rich": (("rich",), "a live bar while a run trains"),
+    "plot": (("matplotlib",), "tilegrad bench attention --plot"),
+    "bpe": (("tokenizers",), "BPE tokenizers, and weights of Hugging Face with theirs"),
+    "tensorboard": (("tensorboard",), "a run's curves in TensorBoard"),
+    "hf": (("transformers", "accelerate", "peft", "trl"), "attention in Hugging Face models and trainers"),
+}
+
 
 def doctor(*, build: bool = False, kernels: bool = False) -> int:
-    """Prints the report; exit code 1 if a build was asked for and failed."""
+    """Print the report. The exit code is 1 if a build failed."""
     if build:
         try:
             print(f"built {native_build.build()}")
@@ -76,12 +84,14 @@ def report() -> Iterator[tuple[str, str]]:
     yield "eager calls", _eager()
     yield "Triton", _triton()
     yield "CUDA", _cuda()
+    for extra, (packages, purpose) in EXTRAS.items():
+        yield f"extra {extra}", f"{_versions(extra, packages)}: {purpose}"
     for device, dtype in _places():
         yield f"on {device}", f"{_short(dtype)} " + "; ".join(_order(*call) for call in plain_calls(device, dtype))
 
 
-def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, Any], ...]:
-    """Of each op with more than one kernel its table and a call without options."""
+def plain_calls(device: str, dtype: torch.dtype) -> tuple[tuple[Table, object], ...]:
+    """Each table of kernels, with a call of its op without options."""
     q = torch.empty(1, 1, 64, 64, device=device, dtype=dtype)
     x = q[0, 0]
     return (
@@ -125,11 +135,23 @@ def _native() -> str:
     )
 
 
-def _triton() -> str:
+def _versions(extra: str, packages: Sequence[str]) -> str:
+    found = {name: _version(name) for name in packages}
+    missing = [name for name, version in found.items() if version is None]
+    if missing:
+        return f"missing {', '.join(missing)} (pip install 'tilegrad[{extra}]')"
+    return ", ".join(f"{name} {version}" for name, version in found.items())
+
+
+def _version(package: str) -> str | None:
     try:
-        return metadata.version("triton")
+        return metadata.version(package)
     except metadata.PackageNotFoundError:
-        return "missing: pip install triton; it is for CUDA devices"
+        return None
+
+
+def _triton() -> str:
+    return _version("triton") or "missing: pip install triton; it is for CUDA devices"
 
 
 def _cuda() -> str:
@@ -141,7 +163,7 @@ def _cuda() -> str:
     )
 
 
-def _order(table: Table, call: Any) -> str:
-    """Kernels that take a call, in the table's order: the first runs."""
+def _order(table: Table, call: object) -> str:
+    """The kernels that accept a call, in the table's order: the first one runs."""
     names = [row.name for row in table.rows if not row.by_name_only and row.refuses(call) is None]
     return f"{table.op}: {', then '.join(names) or 'none'}"

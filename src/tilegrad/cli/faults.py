@@ -1,5 +1,5 @@
-"""What a command says, whatever its terminal can show; and how it ends where it can't go on: one sentence on stderr, also
-where nobody reads stdout any more."""
+"""How a command reports an error: one sentence on stderr, in any encoding, printed once by several ranks, and even if stdout
+is closed."""
 
 from __future__ import annotations
 
@@ -10,19 +10,19 @@ from typing import TextIO
 
 
 def escape_what_cannot_be_shown() -> None:
-    """A character that is not in the terminal's encoding, or is half of one, is written as \\u2026 and raises nothing."""
+    """Write a character that is not in the terminal's encoding as \\u2026 instead of raising."""
     for stream in (sys.stdout, sys.stderr):
         if isinstance(stream, io.TextIOWrapper) and stream.errors in (
             "strict",
             "surrogateescape",
-        ):  # the latter: locale C
+        ):  # locale C has the latter
             stream.reconfigure(errors="backslashreplace")
 
 
 def complain(sentence: object) -> None:
-    """On stderr, once: of several ranks with one complaint the first has it."""
+    """Print a sentence on stderr; if several ranks have the same one, the first prints it."""
     try:
-        if not _said_already(str(sentence)):
+        if not said_already(str(sentence)):
             print(f"tilegrad: {sentence}", file=sys.stderr, flush=True)
     except OSError:
         silence(sys.stderr)
@@ -32,14 +32,14 @@ def complain(sentence: object) -> None:
         silence(sys.stdout)
 
 
-def _said_already(sentence: str) -> bool:
+def said_already(sentence: str) -> bool:
     if os.environ.get("WORLD_SIZE", "1") == "1":
         return False
-    from ..dist.mesh import said_already
+    from ..dist import mesh
 
-    return said_already(sentence)
+    return mesh.said_already(sentence)
 
 
 def silence(stream: TextIO) -> None:
-    """Nothing reads it any more: what is left to be written goes nowhere, and fails nowhere, not even at exit."""
+    """Discard what is still written to a closed stream, so that not even the flush at exit fails."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
+from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, sharding_of
 
 if TYPE_CHECKING:
     from ..engine.spec import StepSpec
@@ -36,7 +36,7 @@ def _plan(args: argparse.Namespace) -> int:
     device = torch.device(t.device)
     spec = StepSpec(
         run.model, t.batch_size, t.seq_len, getattr(torch, t.dtype), device,
-        linear=t.linear, deterministic=t.deterministic or t.device == "cpu", world=args.world_size, **ranks_of(args),
+        linear=t.linear, deterministic=t.deterministic or t.device == "cpu", world=args.world_size, **sharding_of(args),
     )  # fmt: skip
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")
     try:
@@ -96,8 +96,6 @@ def add_memory(commands: Commands) -> None:
     plan.add_argument("--html", metavar="FILE", help="write the timeline as a page")
     plan.add_argument("--json", action="store_true", help="the same as data")
     plan.add_argument("--fit", action="store_true", help="also find the largest batch size that fits into free memory")
-    plan.add_argument(
-        "--world-size", type=int, default=1, metavar="N", help="of one of N ranks, which need not be there (default: 1)"
-    )
+    plan.add_argument("--world-size", type=int, default=1, metavar="N", help="plan one of N ranks (default: 1)")
     add_ranks(plan)
     add_keys(plan)

@@ -1,4 +1,4 @@
-"""A training run as a person watches it: a live bar where rich is installed and there is a terminal, else plain lines."""
+"""The progress of a training run: a live bar in a terminal where rich is installed, else plain lines."""
 
 from __future__ import annotations
 
@@ -7,21 +7,23 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from importlib.util import find_spec
-from typing import Any
+from typing import TYPE_CHECKING, TextIO
 
 from ..memory.page import human
+
+if TYPE_CHECKING:
+    from ..data.documents import Numbers, Show
 
 _UNITS = ((10**9, "B"), (10**6, "M"), (10**3, "k"), (1, ""))
 
 
 def _time(seconds: float) -> str:
-    """1:02:03 as hours, minutes and seconds; 2:03 below an hour."""
+    """1:02:03 is hours, minutes and seconds; below an hour 2:03."""
     minutes, s = divmod(round(seconds), 60)
     return f"{minutes // 60}:{minutes % 60:02}:{s:02}" if minutes >= 60 else f"{minutes}:{s:02}"
 
 
-def _line(n: dict[str, Any], elapsed: float, left: float) -> str:
-    """loss, gradient norm, speed, tokens, time, memory of one training record."""
+def _line(n: Numbers, elapsed: float, left: float) -> str:
     memory = f"memory {human(n['planned_bytes'])} planned, {human(n['measured_bytes'])} measured"
     skipped = f"  {n['skipped']} skipped" if n["skipped"] else ""
     return (
@@ -31,16 +33,16 @@ def _line(n: dict[str, Any], elapsed: float, left: float) -> str:
     )
 
 
-def _short(n: dict[str, Any]) -> str:
-    """The same for a bar of 80 columns; what is planned is said at the start."""
+def _short(n: Numbers) -> str:
+    """The same for a bar of 80 columns, without the planned bytes, which the start shows."""
     seen, unit = next((n["tokens_seen"] / size, unit) for size, unit in _UNITS if n["tokens_seen"] >= size)
     mib = n["measured_bytes"] / 2**20
     memory = f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
     return f"loss {n['loss']:.3f} {n['tokens_per_second']:,.0f} tok/s {seen:.{1 if unit else 0}f}{unit} tok {memory}"
 
 
-def _message(event: str, n: dict[str, Any]) -> str | None:
-    """What is worth a line of its own."""
+def _message(event: str, n: Numbers) -> str | None:
+    """The line of an event; None if it has none."""
     if event == "start":
         resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
         idle = f"{n['idle_ranks']} of {n['ranks']} ranks have no micro-batch: gradient_accumulation is {n['micro_batches']}\n"
@@ -67,23 +69,23 @@ def _message(event: str, n: dict[str, Any]) -> str | None:
 
 
 @contextmanager
-def watch(stream: Any = None) -> Iterator[Any]:
-    """A `show(event, numbers)` for `train`."""
+def watch(stream: TextIO | None = None) -> Iterator[Show]:
+    """The `show` of a run."""
     out = stream or sys.stdout
     if out.isatty() and find_spec("rich") is not None:
         with _rich(out) as bar:
             yield bar
         return
 
-    begun, first = time.monotonic(), 0  # when and at which step this part of the run began
+    started_at, first_step = time.monotonic(), 0
 
-    def show(event: str, numbers: dict[str, Any]) -> None:
-        nonlocal begun, first
+    def show(event: str, numbers: Numbers) -> None:
+        nonlocal started_at, first_step
         if event == "start":
-            begun, first = time.monotonic(), numbers["step"]
+            started_at, first_step = time.monotonic(), numbers["step"]
         message = _message(event, numbers)
         if event == "train":
-            elapsed, done = time.monotonic() - begun, numbers["step"] - first
+            elapsed, done = time.monotonic() - started_at, numbers["step"] - first_step
             message = _line(numbers, elapsed, elapsed / done * (numbers["steps"] - numbers["step"]))
         if message:
             print(message, file=out, flush=True)
@@ -92,7 +94,7 @@ def watch(stream: Any = None) -> Iterator[Any]:
 
 
 @contextmanager
-def _rich(out: Any) -> Iterator[Any]:
+def _rich(out: TextIO) -> Iterator[Show]:
     from rich.console import Console
     from rich.progress import (
         BarColumn,
@@ -112,7 +114,7 @@ def _rich(out: Any) -> Iterator[Any]:
     try:
         task = bar.add_task("", total=None)
 
-        def show(event: str, numbers: dict[str, Any]) -> None:
+        def show(event: str, numbers: Numbers) -> None:
             message = _message(event, numbers)
             if message:
                 bar.console.print(message)
@@ -123,5 +125,5 @@ def _rich(out: Any) -> Iterator[Any]:
 
         yield show
     finally:
-        with suppress(OSError):  # of a terminal that is gone
+        with suppress(OSError):  # the terminal is gone
             bar.stop()

@@ -1,4 +1,4 @@
-"""`tilegrad train`, `demo` and `generate`: a run, followed by a person; what it ends with is its exit code."""
+"""`tilegrad train`, `demo`, `init` and `generate`."""
 
 from __future__ import annotations
 
@@ -10,27 +10,37 @@ import sys
 import time
 import warnings
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, ranks_of
+from .arguments import Commands, add_command, add_keys, add_ranks, given_keys, sharding_of
 from .faults import complain, silence
 
-PROMPT = "Call me "  # of generate, where none is given
+PROMPT = "Call me "  # the default of generate
 
 if TYPE_CHECKING:
-    from ..training.config import RunConfig
     from ..training.loop import RunResult
 
 
 def _train(args: argparse.Namespace) -> int:
-    from ..training.api import asked_for
+    from ..training.run import train
+    from .progress import watch
 
     if not 0 < args.timeout <= 1e9:
         raise ValueError(f"timeout: got {args.timeout:g}; accepted: seconds, more than 0 and at most 1e9")
-    name = Path(args.config).stem if args.config else None
-    where = args.config or "flags"
-    run, folder, checkpoint = asked_for(given_keys(args), name=name, where=where, out=args.out, resume=args.resume)
-    return _follow(run, folder, resume=checkpoint, **ranks_of(args), timeout_s=args.timeout)[1]
+    sharding = sharding_of(args)
+    keys = given_keys(args)
+    with watch() as show:
+        result = train(
+            keys,
+            args.out,
+            resume=args.resume,
+            where=args.config or "flags",
+            name=Path(args.config).stem if args.config else None,
+            show=show,
+            **sharding,
+            timeout_s=args.timeout,
+        )
+    return _conclude(result)
 
 
 def _init(args: argparse.Namespace) -> int:
@@ -46,33 +56,25 @@ def _init(args: argparse.Namespace) -> int:
     return 0
 
 
-def _follow(run: RunConfig, folder: Path, *, resume: Path | bool = False, **ranks: Any) -> tuple[RunResult | None, int]:
-    """Train while a person watches. The result, None where a fault ended it, and the exit code: 0 only when it is done, or
-    when several ranks have stopped, for torchrun would start them again."""
-    from ..training.config import RunEnded
+def _conclude(result: RunResult) -> int:
+    """Print the result. The exit code is 0 if the run is done, or if several ranks have stopped, because torchrun would
+    restart them."""
     from ..training.folder import resume_command
-    from ..training.run import train
-    from .progress import watch
 
-    try:
-        with watch() as show:
-            result = train(run, folder, resume=resume, show=show, **ranks)
-    except RunEnded as error:
-        complain(error)
-        return None, 1
     if int(os.environ.get("RANK", "0")):
-        return result, 0
-    if result.stopped_by is None:
-        _print_result(result)
-        return result, 0
+        return 0
     try:
         _print_result(result)
         sys.stdout.flush()
     except OSError:
+        if result.stopped_by is None:
+            raise
         silence(sys.stdout)
-    complain(f"stopped by {result.stopped_by}; go on with: {resume_command(folder)}")
+    if result.stopped_by is None:
+        return 0
+    complain(f"stopped by {result.stopped_by}; go on with: {resume_command(result.folder)}")
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
-    return result, 128 + signal.Signals[result.stopped_by] if alone else 0
+    return 128 + signal.Signals[result.stopped_by] if alone else 0
 
 
 def _print_result(result: RunResult) -> None:
@@ -85,7 +87,7 @@ def _print_result(result: RunResult) -> None:
         ("unigram entropy", f"{result.unigram_entropy:.4f}"),
         ("memory planned", f"{human(result.planned_bytes)}"),
         ("of it resident", human(sum(result.measured.arenas.values()))),
-        (f"beside it, {result.measured.beside}", human(result.measured.beside_bytes)),
+        (f"outside it: {result.measured.unplanned}", human(result.measured.unplanned_bytes)),
     ]
     if result.validation_loss is not None:
         rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
@@ -98,6 +100,8 @@ def _print_result(result: RunResult) -> None:
 
 def _demo(_args: argparse.Namespace) -> int:
     from ..training.config import preset_run
+    from ..training.run import train
+    from .progress import watch
 
     start = time.perf_counter()
     folder, number = Path("runs/demo"), 1
@@ -108,9 +112,9 @@ def _demo(_args: argparse.Namespace) -> int:
     print(
         "Training the tiny preset on Moby-Dick, byte by byte: every gradient by hand, every byte of memory planned.\n"
     )
-    result, code = _follow(run, folder)
-    if result is None:
-        return code
+    with watch() as show:
+        result = train(run, folder, show=show)
+    code = _conclude(result)
     if result.stopped_by:
         print(f"It was stopped after {result.steps} of {run.train.steps} steps.")
         return code
@@ -152,8 +156,8 @@ def add_runs(commands: Commands) -> None:
     train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/NAME, of FILE or the preset)")
     train.add_argument(
         "--resume", nargs="?", const=True, metavar="RUN",
-        help="go on with the run in this folder (default: --out) from its newest checkpoint, or from the checkpoint given "
-        "here; all else is the run's own, and of the flags only those may differ that change no past step",
+        help="continue the run in this folder (default: --out) from its newest checkpoint, or from the checkpoint given "
+        "here; flags may only change what changes no past step",
     )  # fmt: skip
     add_ranks(train)
     train.add_argument(
@@ -168,7 +172,7 @@ def add_runs(commands: Commands) -> None:
     )
     text.add_argument("text", nargs="?", metavar="PROMPT", help="the same as --prompt")
     text.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
-    text.add_argument("--prompt", help=f"what it goes on from (default: {PROMPT!r})")
+    text.add_argument("--prompt", help=f"the text to continue (default: {PROMPT!r})")
     text.add_argument(
         "--max-tokens", type=int, default=80, metavar="N", help="how much it writes (default: %(default)s)"
     )

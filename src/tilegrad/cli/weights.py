@@ -26,7 +26,7 @@ def _import(args: argparse.Namespace) -> int:
 def _export(args: argparse.Namespace) -> int:
     import torch
 
-    from ..training.config import byte_count
+    from ..text.spelling import byte_count
     from ..training.export import export_run
 
     dtype = None if args.dtype is None else getattr(torch, args.dtype)

@@ -1,9 +1,9 @@
-"""Files → text. What a file is, its name says; what is not understood is refused, never learned from as raw bytes.
+"""Files → text. The suffix says what a file is; any other file is refused, never learned from as raw bytes.
 
-.txt .md …    one document, as it is; one follows the other with nothing between
-.jsonl        a document for each line, the text in one field of it; a blank line follows each
+.txt .md …    one document, as it is, with nothing between it and the next
+.jsonl        one document per line, its text in one field; a blank line follows each
 .gz           either of these, compressed
-a folder      all of these in it and below it, in sorted order; other files there are counted as left out
+a folder      all such files in it and below it, in sorted order; other files there are counted as left out
 
 All of the text is in memory while it is encoded, so more than half of the machine's memory is refused before it is read. A .gz
 is decompressed piece by piece, and refused once it has grown to more than 100 times its size (and 16 MiB).
@@ -19,6 +19,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
+from importlib import resources
 from pathlib import Path
 from typing import Any
 
@@ -28,10 +29,11 @@ from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 from ..text.untrusted import shown
 
-Tell = Callable[[str, dict[str, Any]], None]  # an event and its numbers
+Numbers = dict[str, Any]  # of an event: {"step": 10, "loss": 2.5}
+Show = Callable[[str, Numbers], None]  # is called with each event ("prepare", "start", "train", …) and its numbers
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
-_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # how often its size a .gz may hold; and bytes that it may hold in any case
+_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # a .gz may hold 100 times its size, and 16 MiB in any case
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -43,21 +45,26 @@ class Documents:
     left_out: int  # files in folders that are of other kinds
 
 
-def quiet(event: str, numbers: dict[str, Any]) -> None:
-    pass
+def default_text() -> Path:
+    """The text that ships with the package: Moby-Dick, 1.2 MB, in the public domain."""
+    return Path(str(resources.files("tilegrad.data").joinpath("text/moby-dick.txt")))
 
 
-def read_documents(paths: Sequence[Path], text_field: str = "text", tell: Tell = quiet) -> Documents:
-    """The documents of files and folders, as UTF-8, no line ending changed. Told about each second: the files behind."""
+def quiet(_event: str, _numbers: Numbers) -> None:
+    """A `Show` that shows nothing."""
+
+
+def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show = quiet) -> Documents:
+    """The documents of files and folders, as UTF-8, no line ending changed. About once a second `show` says how far it is."""
     files, left_out = find_files(paths)
     memory = memory_limit(torch.device("cpu"))
     parts: list[str] = []
     room = math.inf if memory is None else memory / 2
-    documents, told = 0, time.monotonic()
+    documents, last_shown = 0, time.monotonic()
     for number, file in enumerate(files):
-        if time.monotonic() - told > 1:
-            told = time.monotonic()
-            tell("prepare", {"doing": f"reading: {number:,} of {len(files):,} files, now {file}"})
+        if time.monotonic() - last_shown > 1:
+            last_shown = time.monotonic()
+            show("prepare", {"doing": f"reading: {number:,} of {len(files):,} files, now {file}"})
         content = _content(file, room)
         room -= len(content)
         text = _decoded(file, content)

@@ -1,14 +1,14 @@
-"""Families of Hugging Face's models: their tensors' names and their config.json, to and from a ModelConfig.
+"""Families of Hugging Face models (GPT-2, Llama, Mistral, Qwen2, Qwen3): names of tensors and config.json, to and from a
+ModelConfig.
 
-A table gives for each of our tensors those of theirs that it is made of, one above the other; GPT-2's matrices are transposed
-(Conv1D). Families: GPT-2, Llama, Mistral, Qwen2, Qwen3. config.json is somebody else's file: each value is asked for with its
-type, and null means that it is not given.
+A table gives for each of our tensors the ones of theirs that are stacked in it; GPT-2's matrices are transposed (Conv1D). The
+type of each value in a config.json is checked, and null counts as missing.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any, cast
+from collections.abc import Iterator, Mapping
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,8 @@ from ..model.config import LIMITS, ModelConfig
 from ..text.untrusted import shown
 
 Config = Mapping[str, object]  # config.json, or a part of it
-Names = Mapping[str, tuple[str, ...]]  # ours → theirs, one above the other; {i} is a block, {p} is weight or bias
+Names = Mapping[str, tuple[str, ...]]  # ours → theirs, stacked; {i} is a block, {p} is weight or bias
+T = TypeVar("T")
 
 _ATTENTION = "model.layers.{i}.self_attn."
 LLAMA: Names = {
@@ -47,16 +48,22 @@ GPT2: Names = {
     "ln_f.{p}": ("transformer.ln_f.{p}",),
     "lm_head.{p}": ("lm_head.{p}",),
 }
-FAMILIES: Mapping[str, Names] = {"gpt2": GPT2, "llama": LLAMA, "mistral": LLAMA, "qwen2": LLAMA, "qwen3": LLAMA}
-CLASSES = {
-    "gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM", "mistral": "MistralForCausalLM",
-    "qwen2": "Qwen2ForCausalLM", "qwen3": "Qwen3ForCausalLM",
-}  # fmt: skip
+_LLAMAS = ("Llama", "Mistral", "Qwen2", "Qwen3")
+_ROPE = {"factor": "factor", "original_max_position_embeddings": "original"}
+FAMILIES: Mapping[str, Names] = {"gpt2": GPT2, **{name.lower(): LLAMA for name in _LLAMAS}}
+CLASSES = {"gpt2": "GPT2LMHeadModel"} | {name.lower(): f"{name}ForCausalLM" for name in _LLAMAS}
+_ROPE_KEYS: dict[str, dict[str, str]] = {  # type → key of theirs → field of RopeScaling
+    "default": {},
+    "linear": {"factor": "factor"},
+    "llama3": {**_ROPE, "low_freq_factor": "low", "high_freq_factor": "high"},
+    "yarn": {**_ROPE, **{name: name for name in ("beta_fast", "beta_slow", "attention_factor")}},
+}
+_LAYER_TYPES = ("full_attention", "sliding_attention")
 _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Tensors, or gradients, by our names → by theirs, as views."""
+    """Tensors or gradients by their names instead of ours, as views."""
     heights = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
     for ours, x in tensors.items():
         parts = ours.split(".")
@@ -67,59 +74,60 @@ def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Ite
             yield name, part.T if kind == "gpt2" and name.endswith(_TRANSPOSED) else part
 
 
-def _refuse(kind: str, wrong: Mapping[str, tuple[Any, str, bool]]) -> None:
-    """`wrong`: name → (got, accepted, good)."""
+Requirement = tuple[object, str, bool]  # got, accepted, whether it is accepted
+
+
+def _refuse(kind: str, requirements: Mapping[str, Requirement]) -> None:
     bad = [
-        f"{name}: got {shown(got)}; accepted: {accepted}" for name, (got, accepted, good) in wrong.items() if not good
+        f"{name}: got {shown(got)}; accepted: {accepted}"
+        for name, (got, accepted, ok) in requirements.items()
+        if not ok
     ]
     if bad:
         raise ValueError(f"the engine has no such {kind}: {'; '.join(bad)}")
 
 
 def config_of(origin: Config) -> ModelConfig:
-    """The model that a config.json describes; what the engine has no place for is an error."""
+    """The model that a config.json describes; what the engine does not have is an error."""
     kind = origin.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type: got {shown(kind)}; accepted: {', '.join(map(repr, FAMILIES))}")
     return _gpt2(origin) if kind == "gpt2" else _llama(origin, kind)
 
 
-def _value(c: Config, name: str, accepted: str, good: Callable[[object], bool], default: object) -> object:
-    """A value by its name; `default` where it is null or not there, and ... where it must be there."""
+def _value(c: Config, name: str, kind: type[T], accepted: str, default: T | None) -> T:
+    """A value of a type; `default` where it is null or missing, None where it must be given."""
     value = c.get(name)
-    if value is None and default is not ...:
+    if value is None and default is not None:
         return default
-    if name not in c:
-        raise ValueError(f"{name}: got none; accepted: {accepted}")
-    if not good(value):
-        raise ValueError(f"{name}: got {shown(value)}; accepted: {accepted}")
+    if isinstance(value, bool) == (kind is bool) and isinstance(value, kind):
+        return value
+    raise ValueError(f"{name}: got {shown(value) if name in c else 'none'}; accepted: {accepted}")
+
+
+def _int(c: Config, name: str, default: int | None = None) -> int:
+    value = _value(c, name, int, "an int ≥ 0", default)
+    if value < 0:
+        raise ValueError(f"{name}: got {shown(value)}; accepted: an int ≥ 0")
     return value
-
-
-def _int(c: Config, name: str, default: object = ...) -> int:
-    def whole(x: object) -> bool:
-        return isinstance(x, int) and not isinstance(x, bool) and x >= 0
-
-    return cast(int, _value(c, name, "an int ≥ 0", whole, default))
 
 
 def _maybe_int(c: Config, name: str) -> int | None:
     return _int(c, name) if c.get(name) is not None else None
 
 
-def _number(c: Config, name: str, default: object = ...) -> float:
-    def real(x: object) -> bool:
-        return isinstance(x, int | float) and not isinstance(x, bool)
-
-    return cast(float, _value(c, name, "a number", real, default))
+def _number(c: Config, name: str, default: float | None = None) -> float:
+    if isinstance(value := c.get(name), int) and not isinstance(value, bool):
+        return value
+    return _value(c, name, float, "a number", default)
 
 
 def _bool(c: Config, name: str, *, default: bool = False) -> bool:
-    return cast(bool, _value(c, name, "true or false", lambda x: isinstance(x, bool), default))
+    return _value(c, name, bool, "true or false", default)
 
 
 def _layers(c: Config, name: str) -> int:
-    """Checked before anything is made for each layer."""
+    """The number of layers, checked before anything is made for each of them."""
     count = _int(c, name)
     if not 1 <= count <= LIMITS["n_layer"]:
         raise ValueError(f"{name}: got {shown(count)}; accepted: 1 … {LIMITS['n_layer']}")
@@ -128,10 +136,8 @@ def _layers(c: Config, name: str) -> int:
 
 def _gpt2(c: Config) -> ModelConfig:
     drops = [_number(c, name, 0.1) for name in ("attn_pdrop", "resid_pdrop", "embd_pdrop")]
-    act, scaled, by_layer = (
-        c.get("activation_function", "gelu_new"), c.get("scale_attn_weights", True),
-        c.get("scale_attn_by_inverse_layer_idx", False),
-    )  # fmt: skip
+    act, scaled = c.get("activation_function", "gelu_new"), c.get("scale_attn_weights", True)
+    by_layer = c.get("scale_attn_by_inverse_layer_idx", False)
     _refuse(
         "gpt2",
         {
@@ -166,11 +172,10 @@ def _llama(c: Config, kind: str) -> ModelConfig:
             "attention_dropout": (drop, "0; dropout here is everywhere (--model.dropout)", not drop),
             "rope_parameters": (dict(rope), "the types default, linear, llama3 and yarn, with their usual keys", known),
             "partial_rotary_factor": (turned, "1", turned in (None, 1.0)),
-            "layer_types": (sorted({*types}), "full_attention and sliding_attention",
-                            {*types} <= {"full_attention", "sliding_attention"}),
+            "layer_types": (sorted({*types}), " and ".join(_LAYER_TYPES), {*types} <= {*_LAYER_TYPES}),
             "quantization_config": (c.get("quantization_config"), "none", not c.get("quantization_config")),
         },
-    )  # fmt: skip
+    )
     bias = _bool(c, "attention_bias")
     sliding = tuple(i for i, name in enumerate(types) if name == "sliding_attention")
     return ModelConfig(
@@ -187,12 +192,8 @@ def _llama(c: Config, kind: str) -> ModelConfig:
 
 
 def _rope(c: Config) -> Config:
-    """rope_parameters, or rope_scaling of older files."""
-    for name in ("rope_parameters", "rope_scaling"):
-        given = cast(Config, _value(c, name, "an object", lambda x: isinstance(x, Mapping), {}))
-        if given:
-            return given
-    return {}
+    """rope_parameters, or rope_scaling in older files."""
+    return next(filter(None, (_value(c, n, dict, "an object", {}) for n in ("rope_parameters", "rope_scaling"))), {})
 
 
 def _scaling(rope: Config, block_size: int) -> tuple[RopeScaling | None, bool]:
@@ -200,116 +201,110 @@ def _scaling(rope: Config, block_size: int) -> tuple[RopeScaling | None, bool]:
     kind = rope.get("rope_type", rope.get("type", "default"))
     keys = {name for name, value in rope.items() if value is not None}
     keys -= {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
-    known: dict[object, dict[str, str]] = {  # theirs → ours
-        "default": {}, "linear": {"factor": "factor"},
-        "llama3": {"factor": "factor", "original_max_position_embeddings": "original", "low_freq_factor": "low",
-                   "high_freq_factor": "high"},
-        "yarn": {"factor": "factor", "original_max_position_embeddings": "original", "beta_fast": "beta_fast",
-                 "beta_slow": "beta_slow", "attention_factor": "attention_factor"},
-    }  # fmt: skip
-    names = known.get(kind) if isinstance(kind, str) else None
+    names = _ROPE_KEYS.get(kind) if isinstance(kind, str) else None
     if names is None or not keys <= {*names} or kind != "default" and "factor" not in keys:
         return None, False
     if kind == "default":
         return None, True
-    given: dict[str, Any] = {names[key]: rope[key] for key in keys}  # which RopeScaling checks
-    return RopeScaling(cast(Any, kind), **({"original": block_size} if kind == "yarn" else {}) | given), True
+    given: dict[str, Any] = {"kind": kind} | {names[key]: rope[key] for key in keys}  # which RopeScaling checks
+    return RopeScaling(**({"original": block_size} if kind == "yarn" else {}) | given), True
 
 
 def _windows(c: Config, kind: str, layers: int) -> tuple[int | None, list[str]]:
-    """(window, each layer's kind of attention)."""
+    """(window, the type of attention of each layer)."""
     window = _maybe_int(c, "sliding_window")
     if kind == "llama" or kind.startswith("qwen") and not _bool(c, "use_sliding_window"):
         window = None
     first = _int(c, "max_window_layers", 28) if kind.startswith("qwen") else 0
     usual = ["sliding_attention" if window and i >= first else "full_attention" for i in range(layers)]
 
-    def one_each(x: object) -> bool:
-        return isinstance(x, list) and len(x) == layers and all(isinstance(name, str) for name in x)
+    types = _value(c, "layer_types", list, accepted := f"{layers} names, one for each layer", usual)
+    if len(types) != layers or not all(isinstance(name, str) for name in types):
+        raise ValueError(f"layer_types: got {shown(types)}; accepted: {accepted}")
+    return window, types
 
-    return window, cast(list[str], _value(c, "layer_types", f"{layers} names, one for each layer", one_each, usual))
 
-
-def config_json(config: ModelConfig, dtype: torch.dtype) -> dict[str, Any]:
-    """config.json of the family that has this model; an error that names what none has."""
-    c = config
+def config_json(c: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
+    """config.json of the family that has this model; an error names what no family has."""
     biases = [c.bias if own is None else own for own in (c.qkv_bias, c.proj_bias, c.ffn_bias)]
-    shape = {
-        "vocab_size": c.vocab_size,
-        "tie_word_embeddings": c.tie_embeddings,
+    is_gpt2 = (c.activation, c.norm, c.position) == ("gelu", "layernorm", "learned")
+    kind, own = _gpt2_json(c, biases) if is_gpt2 else _llama_json(c, biases)
+    shared = {"vocab_size": c.vocab_size, "tie_word_embeddings": c.tie_embeddings}
+    return {
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
+        **shared,
         "dtype": str(dtype).removeprefix("torch."),
+        **own,
     }
-    if (c.activation, c.norm, c.position) == ("gelu", "layernorm", "learned"):
-        _refuse(
-            "gpt2 in transformers",
-            {
-                "bias": (biases, "True", all((c.bias, *biases))),
-                "n_kv_head": (c.n_kv_head, "None, or n_head", c.kv_heads == c.n_head),
-                "head_size": (c.head_size, "None", c.head_dim * c.n_head == c.n_embd),
-                "window": (c.window, "None", c.window is None),
-                "qk_norm": (c.qk_norm, "False", not c.qk_norm),
-                **_common(c),
-            },
-        )
-        return {
-            "architectures": [CLASSES["gpt2"]], "model_type": "gpt2", **shape, "n_positions": c.block_size,
-            "n_layer": c.n_layer, "n_head": c.n_head, "n_embd": c.n_embd, "n_inner": c.ffn,
-            "activation_function": "gelu_new", "layer_norm_epsilon": c.norm_eps, "attn_pdrop": c.dropout,
-            "resid_pdrop": c.dropout, "embd_pdrop": c.dropout,
-        }  # fmt: skip
+
+
+def _gpt2_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, object]]:
+    requirements: dict[str, Requirement] = {
+        "bias": (biases, "True", all((c.bias, *biases))),
+        "n_kv_head": (c.n_kv_head, "None, or n_head", c.kv_heads == c.n_head),
+        "head_size": (c.head_size, "None", c.head_dim * c.n_head == c.n_embd),
+        "window": (c.window, "None", c.window is None),
+        "qk_norm": (c.qk_norm, "False", not c.qk_norm),
+    }
+    _refuse("gpt2 in transformers", requirements | _requirements(c))
+    return "gpt2", {
+        "n_positions": c.block_size,
+        "n_layer": c.n_layer,
+        "n_head": c.n_head,
+        "n_embd": c.n_embd,
+        "n_inner": c.ffn,
+        "activation_function": "gelu_new",
+        "layer_norm_epsilon": c.norm_eps,
+        **dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), c.dropout),
+    }
+
+
+def _llama_json(c: ModelConfig, biases: list[bool]) -> tuple[str, dict[str, object]]:
+    """The kind is Llama, Mistral, Qwen2 or Qwen3."""
+    qkv, proj, ffn = biases
     kind = "qwen3" if c.qk_norm else "qwen2" if biases == [True, False, False] else "mistral" if c.window else "llama"
-    allowed = {
-        "qwen3": biases[0] == biases[1] and not biases[2],
-        "mistral": not any(biases),
-        "llama": biases[0] == biases[1],
+    has_biases = {"qwen3": qkv == proj and not ffn, "qwen2": True, "mistral": not any(biases), "llama": qkv == proj}
+    activations = "'swiglu', or 'gelu' with layernorm and learned positions"
+    requirements: dict[str, Requirement] = {
+        "activation": (c.activation, activations, c.activation == "swiglu"),
+        "norm": (c.norm, "'rmsnorm'", c.norm == "rmsnorm"),
+        "position": (c.position, "'rope'", c.position == "rope"),
+        "qkv_bias, proj_bias, ffn_bias": (biases, f"those of {kind}", has_biases[kind]),
+        "window_layers": (c.window_layers, "None", c.window_layers is None or kind.startswith("qwen")),
+        "dropout": (c.dropout, "0", not c.dropout),
     }
-    everywhere = c.window_layers is None or kind.startswith("qwen")
-    _refuse(
-        f"{kind} in transformers",
-        {
-            "activation": (
-                c.activation,
-                "'swiglu', or 'gelu' with layernorm and learned positions",
-                c.activation == "swiglu",
-            ),
-            "norm": (c.norm, "'rmsnorm'", c.norm == "rmsnorm"),
-            "position": (c.position, "'rope'", c.position == "rope"),
-            "qkv_bias, proj_bias, ffn_bias": (biases, f"those of {kind}", allowed.get(kind, True)),
-            "window_layers": (c.window_layers, "None", everywhere),
-            "dropout": (c.dropout, "0", not c.dropout),
-            **_common(c),
-        },
-    )
-    s, rope = c.rope_scaling, {"rope_type": "default", "rope_theta": c.rope_theta}
-    if s is not None:
-        more: dict[str, Any] = {"rope_type": s.kind, "factor": s.factor}
-        if s.kind == "llama3":
-            more |= {
-                "original_max_position_embeddings": s.original,
-                "low_freq_factor": s.low,
-                "high_freq_factor": s.high,
-            }
-        elif s.kind == "yarn":
-            more |= {"original_max_position_embeddings": s.original, "beta_fast": s.beta_fast, "beta_slow": s.beta_slow}
-            more |= {} if s.attention_factor is None else {"attention_factor": s.attention_factor}
-        rope |= more
-    out = {
-        "architectures": [CLASSES[kind]], "model_type": kind, **shape, "max_position_embeddings": c.block_size,
-        "num_hidden_layers": c.n_layer, "num_attention_heads": c.n_head, "num_key_value_heads": c.kv_heads,
-        "hidden_size": c.n_embd, "head_dim": c.head_dim, "intermediate_size": c.ffn, "hidden_act": "silu",
-        "rms_norm_eps": c.norm_eps, "rope_theta": c.rope_theta, "rope_parameters": rope, "sliding_window": c.window,
-    }  # fmt: skip
+    _refuse(f"{kind} in transformers", requirements | _requirements(c))
+    rope: dict[str, object] = {"rope_type": "default", "rope_theta": c.rope_theta}
+    if (s := c.rope_scaling) is not None:
+        rope["rope_type"] = s.kind
+        values = {theirs: getattr(s, ours) for theirs, ours in _ROPE_KEYS[s.kind].items()}
+        rope |= {name: value for name, value in values.items() if value is not None}
+    out: dict[str, object] = {
+        "max_position_embeddings": c.block_size,
+        "num_hidden_layers": c.n_layer,
+        "num_attention_heads": c.n_head,
+        "num_key_value_heads": c.kv_heads,
+        "hidden_size": c.n_embd,
+        "head_dim": c.head_dim,
+        "intermediate_size": c.ffn,
+        "hidden_act": "silu",
+        "rms_norm_eps": c.norm_eps,
+        "rope_theta": c.rope_theta,
+        "rope_parameters": rope,
+        "sliding_window": c.window,
+    }
     if kind in ("llama", "qwen3"):
-        out |= {"attention_bias": biases[0]}
+        out |= {"attention_bias": qkv}
     if kind == "llama":
-        out |= {"mlp_bias": biases[2]}
+        out |= {"mlp_bias": ffn}
     if kind.startswith("qwen"):
         names = ["sliding_attention" if c.window_of(i) else "full_attention" for i in range(c.n_layer)]
         out |= {"use_sliding_window": c.window is not None, "max_window_layers": 0, "layer_types": names}
-    return out
+    return kind, out
 
 
-def _common(c: ModelConfig) -> dict[str, tuple[Any, str, bool]]:
+def _requirements(c: ModelConfig) -> dict[str, Requirement]:
     return {
         "projection": (c.projection, "'dense'", c.projection == "dense"),
         "loss": (c.loss, "'cross_entropy'", c.loss == "cross_entropy"),

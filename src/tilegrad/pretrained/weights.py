@@ -1,12 +1,11 @@
-"""Weights of Hugging Face folders, in and out: config.json, safetensors, tokenizer.json. transformers is not needed.
+"""Read and write folders of Hugging Face weights: config.json, safetensors, tokenizer.json. transformers is not needed.
 
-    source = open_weights(folder)              config.json as a ModelConfig; what the engine has no place for is an error
-    source.load(engine.params)                 every name, shape and dtype is checked before the first number is written
+    source = open_weights(folder)              config.json as a ModelConfig; what the engine does not have is an error
+    source.load(engine.params)                 every name, shape and dtype is checked before anything is written
     write_weights(folder, params, config)      a folder that transformers loads, whole or not at all
 
-families.py has the names and config.json. Which files are opened at all, untrusted.py says: names stay in the folder, and so do
-links, but for those of Hugging Face's cache. That holds for what is read and for what an export copies. A pickle (.bin, .pt) is
-never read.
+families.py has the names and config.json. Files are opened by the rules of untrusted.py, also those that an export copies:
+names and links stay in the folder, except for links in Hugging Face's cache. A pickle (.bin, .pt) is never read.
 """
 
 from __future__ import annotations
@@ -21,30 +20,24 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from ..data.tokens import Tokenizer, load_tokenizer
+from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 from ..model.config import ModelConfig
 from ..model.transformer import declare
-from ..text.atomic import named, save_tensors
+from ..text.atomic import check_new, named, save_tensors
 from ..text.untrusted import file_in, open_tensors, read_json, shown
 from .families import FAMILIES, Config, config_json, config_of, theirs
 
 _DTYPES = ("F64", "F32", "F16", "BF16")  # safetensors' names
-_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # of old checkpoints
-_BESIDE = (
-    "tokenizer*",
-    "vocab.json",
-    "merges.txt",
-    "special_tokens_map.json",
-    "generation_config.json",
-    "chat_template*",
-)
+_BUFFERS = ("rotary_emb.inv_freq", "attn.bias", "attn.masked_bias")  # in old checkpoints
+_TOKENIZER_FILES = ("tokenizer*", "vocab.json", "merges.txt", "special_tokens_map.json", "chat_template*")
+_COPIED = (*_TOKENIZER_FILES, "generation_config.json")
 
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A folder of Hugging Face's, not yet read but for its config."""
+    """A folder of Hugging Face weights, of which only the config has been read."""
 
     folder: Path
     origin: Config  # config.json
@@ -61,7 +54,7 @@ class Weights:
         return file_in(self.folder, name) if _is_there(self.folder / name) else None
 
     def load(self, params: Mapping[str, Tensor]) -> None:
-        """Copy into `params`, our names → tensors of any device and dtype, one at a time out of mapped files."""
+        """Copy into `params` (our names → tensors of any device and dtype), one at a time from mapped files."""
         self.check(params)
         there = self._there(params)
         with ExitStack() as stack:
@@ -70,7 +63,7 @@ class Weights:
                 place.copy_(opened[self.files[there[name]]].get_tensor(there[name]))
 
     def check(self, params: Mapping[str, Tensor]) -> None:
-        """Refuse files that hold other names, shapes or dtypes than `params`, of which no number is looked at."""
+        """Refuse files with other names, shapes or dtypes than those of `params`."""
         config, there = self.config, self._there(params)
         missing = sorted(name for name, own in there.items() if own not in self.files)
         known = {*there.values(), *(["lm_head.weight"] if config.tie_embeddings else [])}
@@ -93,23 +86,19 @@ class Weights:
                     raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(_DTYPES)}")
 
     def _there(self, params: Mapping[str, Tensor]) -> dict[str, str]:
-        """Their name of each tensor → its name in the files, where GPT-2's are bare."""
+        """Their name of each tensor → its name in the files, where GPT-2's names lack a prefix."""
         prefix = FAMILIES[self.kind]["wte.{p}"][0].split(".")[0] + "."
         names = [name for name, _ in theirs(self.kind, params, self.config)]
         return {name: name if name in self.files else name.removeprefix(prefix) for name in names}
 
-    def begin(self, params: Mapping[str, Tensor], origin: Path) -> None:
-        """The weights of a run that begins with these; `origin` keeps what an export gives back beside them."""
-        self.load(params)
-        self.keep_origin(origin)
-
     def keep_origin(self, origin: Path) -> None:
+        """Copy config.json and the tokenizer files, which an export writes again."""
         origin.mkdir(parents=True, exist_ok=True)
         (origin / "config.json").write_text(json.dumps(self.origin, indent=2) + "\n", encoding="utf-8")
-        copy_beside(self.folder, origin)
+        copy_files(self.folder, origin)
 
     def read(self) -> dict[str, Tensor]:
-        """All of them, by our names, in float32. Nothing is allocated before names, shapes and dtypes are right."""
+        """All weights by our names, in float32. Nothing is allocated before names, shapes and dtypes are checked."""
         shapes = {name: p.master.shape for name, p in declare(self.config, 1, 1, torch.float32, "cpu").params.items()}
         forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
         self.check(forms)
@@ -124,17 +113,17 @@ class Weights:
 
 
 def is_weights(folder: Path) -> bool:
-    """A folder of Hugging Face's, or a file of weights: not a run's."""
+    """Whether it is a folder of Hugging Face weights or a file of weights, not a run."""
     return folder.is_file() or _is_there(folder / "config.json")
 
 
 def _is_there(path: Path) -> bool:
-    """Whatever it is: what is no file is refused where it is opened."""
+    """Whether anything has this name; what is no file is refused when it is opened."""
     return path.is_symlink() or path.exists()
 
 
 def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
-    """A model to generate with: its config, its weights and its tokenizer."""
+    """A model to generate with: config, weights and tokenizer."""
     source = open_weights(folder)
     if source.tokenizer is None:
         raise FileNotFoundError(
@@ -189,7 +178,7 @@ def _files(folder: Path, one: Path | None) -> dict[str, Path]:
 
 
 def _indexed(folder: Path, index: Path) -> dict[str, Path]:
-    """Of shards: every file that the index names is there, and holds what the index says and nothing else."""
+    """Each tensor's name → its shard. Every shard must hold exactly the tensors that the index lists for it."""
     content = read_json(index)
     names = content.get("weight_map") if isinstance(content, dict) else None
     if not isinstance(names, dict):
@@ -217,14 +206,23 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
 
 
 def write_weights(
-    folder: Path, params: Mapping[str, Tensor], config: ModelConfig, *, origin: Path | None = None,
-    tokenizer: Path | None = None, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None,
-) -> None:  # fmt: skip
-    """A folder that transformers loads, which must not be there. `origin`: the folder that the model was imported from, whose
-    config.json and tokenizer go along where they are still this model's; `tokenizer`: a tokenizer.json where there is none.
-    Files hold at most `max_shard_bytes`, or one tensor that is larger; None is one file."""
-    if folder.exists():
-        raise ValueError(f"{folder}: got a folder that is there already; accepted: a new name")
+    folder: Path,
+    params: Mapping[str, Tensor],
+    config: ModelConfig,
+    *,
+    origin: Path | None = None,
+    tokenizer: Path | None = None,
+    dtype: torch.dtype | None = None,
+    max_shard_bytes: int | None = None,
+) -> None:
+    """Write a new folder that transformers loads.
+
+    origin            the folder that the model was imported from: its tokenizer files are copied, and its config.json if it
+                      still describes this model
+    tokenizer         a tokenizer.json to copy where `origin` has none
+    max_shard_bytes   the size of a file, unless one tensor is larger; None: one file
+    """
+    check_new(folder)
     kept = dtype or next(iter(params.values())).dtype
     content = config_json(config, kept) if origin is None else _same_config(origin, config, kept)
     kind = str(content["model_type"])
@@ -239,7 +237,7 @@ def write_weights(
         _save(staged, dict(theirs(kind, params, config)), kept, max_shard_bytes)
         (staged / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if origin is not None:
-            copy_beside(origin, staged)
+            copy_files(origin, staged)
         if tokenizer is not None and not (staged / "tokenizer.json").exists():
             shutil.copyfile(file_in(tokenizer.parent, tokenizer.name), staged / "tokenizer.json")
         staged.rename(folder)
@@ -275,7 +273,7 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most:
 
 
 def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """The origin's config.json with this dtype, where it is this model's but for the context and dropout; else one of ours."""
+    """The origin's config.json with this dtype, if only context and dropout differ from this model's; else one of ours."""
     found, own = _read_config(origin)
     if replace(own, block_size=config.block_size, dropout=config.dropout) != config:
         return config_json(config, dtype)
@@ -283,7 +281,7 @@ def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[
     return {**content, "dtype": str(dtype).removeprefix("torch.")}
 
 
-def copy_beside(source: Path, target: Path) -> None:
-    """Tokenizer files, generation_config.json and chat templates; a link that leaves the folder is refused by name."""
-    for path in sorted({path for pattern in _BESIDE for path in source.glob(pattern) if not path.is_dir()}):
+def copy_files(source: Path, target: Path) -> None:
+    """Copy tokenizer files, generation_config.json and chat templates; a link that leaves the folder is refused."""
+    for path in sorted({path for pattern in _COPIED for path in source.glob(pattern) if not path.is_dir()}):
         shutil.copyfile(file_in(source, path.name), target / path.name)

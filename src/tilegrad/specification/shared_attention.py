@@ -33,6 +33,7 @@ from ..kernels.attention.mask import Mask, attends, distance
 from ..kernels.attention.problem import lse_dtype
 from ..kernels.linear import linear_bwd, linear_fwd, linear_workspace
 from ..memory.types import BufferStateError
+from ..text.atomic import check_replaceable
 from .workspace import Lease, Workspace
 
 WEIGHTS = ("W_q", "W_k", "W_v", "W_o")
@@ -164,7 +165,7 @@ class SharedAttention:
         self._optimizer.step()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Weights, gradients and optimizer state as one safetensors file, written beside `path` and renamed onto it."""
+        """Save weights, gradients and optimizer state as one safetensors file. A file that no layer saved is not replaced."""
         self._live()
         tensors = {name: weight.contiguous() for name, weight in zip(WEIGHTS, self._weights(), strict=True)}
         for name in WEIGHTS:
@@ -175,6 +176,7 @@ class SharedAttention:
         shape = {name: getattr(self, name) for name in names}
         settings = json.dumps(shape | {"dtype": str(self.dtype).removeprefix("torch.")})
         path = Path(path)
+        check_replaceable(path, "tilegrad.init_attention")
         staged = path.with_name(f"{path.name}.{os.getpid()}.new")
         save_file(tensors, staged, {"tilegrad.init_attention": settings})
         os.replace(staged, path)

@@ -1,8 +1,9 @@
-"""Files that are whole or absent, whatever happens while they are written. Their modes follow the umask, and no symbolic
-link is written through."""
+"""Files that are whole or absent, whatever happens while they are written. Their modes follow the umask, and nothing is
+written through a symbolic link."""
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 from collections.abc import Iterable, Mapping
@@ -11,6 +12,11 @@ from pathlib import Path
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
+
+
+def sha256_of(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def sync(path: Path) -> None:
@@ -23,14 +29,14 @@ def sync(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """A descriptor of the file `path`, which is new: what had its name, left by a killed process or a link, has gone."""
+    """A descriptor of the new file `path`; what had its name, a link or the rest of a killed process, is deleted."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write `path` under a temporary name next to it, put it on disk, then rename it: a reader sees what was there before
-    or all of `pieces`. Where the disk refuses, what was written goes again. One writer for one path at a time."""
+    """Write `path` under a temporary name, sync it to disk, then rename it: a reader finds the old file or all of `pieces`. If
+    the disk refuses, the temporary file is deleted. One writer for one path at a time."""
     staged = path.with_name(f".{path.name}.staged")
     try:
         with os.fdopen(create(staged), "wb") as file:
@@ -45,8 +51,15 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
         raise named(error, path) from error
 
 
+def check_new(path: Path) -> None:
+    """Refuse a path that exists: what a user has is never overwritten."""
+    if path.exists() or path.is_symlink():
+        kind = "folder" if path.is_dir() else "file"
+        raise ValueError(f"{path}: got a {kind} that is there already; accepted: a new name")
+
+
 def check_replaceable(path: Path, mark: str) -> None:
-    """Refused where `path` is there, and the beginning of it does not say, by `mark`, that tilegrad wrote it."""
+    """Refuse a path that exists, unless `mark` at its beginning says that tilegrad wrote it."""
     if path.is_file():
         with path.open("rb") as file:
             if mark.encode("utf-8") in file.read(4096):
@@ -56,12 +69,12 @@ def check_replaceable(path: Path, mark: str) -> None:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """The error with the path that it is about: a failed write does not know it."""
+    """The error with its path, which a failed write lacks."""
     return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """`save_file`, whose own error hides the system's, and whose file has mode 0600 whatever the umask is."""
+    """`save_file`, but its error is the system's, and the file's mode follows the umask instead of being 0600."""
     os.close(create(path))
     mode = path.stat().st_mode
     try:

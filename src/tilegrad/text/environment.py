@@ -1,4 +1,4 @@
-"""What a result was measured on: device, versions, commit, date."""
+"""The environment of a measurement: device, versions, commit, date."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ import subprocess
 import time
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from .. import __version__
 
 
-def environment(device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
+def environment(device: torch.device, dtype: torch.dtype) -> dict[str, object]:
     commit = ""
     with suppress(OSError, subprocess.CalledProcessError):
         where = Path(__file__).parent

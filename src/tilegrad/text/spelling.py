@@ -1,27 +1,40 @@
-"""Names as people type them: other spellings of a dtype, and the name that a misspelt one is nearest to. No torch."""
+"""What people type: other spellings of a dtype, sizes with units, and the name nearest to a misspelt one. No torch."""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Iterable, Mapping
 
-_DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16", "f16": "float16", "half": "float16",
-    "fp32": "float32", "f32": "float32", "float": "float32", "single": "float32",
-    "fp64": "float64", "f64": "float64", "double": "float64",
-}  # fmt: skip
+_SPELLINGS = {
+    "bfloat16": ("bf16",),
+    "float16": ("fp16", "f16", "half"),
+    "float32": ("fp32", "f32", "float", "single"),
+    "float64": ("fp64", "f64", "double"),
+}
+_DTYPES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling in (name, *spellings)}
 
 
 def dtype_name(given: object) -> str:
-    """torch's name of a dtype: "bfloat16" of "bf16", "BF16", "torch.bfloat16" and torch.bfloat16. What is no dtype's spelling
-    stays as it is."""
-    name = str(given).removeprefix("torch.").lower()
-    return _DTYPES.get(name, name if name in _DTYPES.values() else str(given))
+    """torch's name of a dtype: "bfloat16" for "bf16", "BF16", "torch.bfloat16" and torch.bfloat16. Anything else stays as it
+    is."""
+    return _DTYPES.get(str(given).removeprefix("torch.").lower(), str(given))
+
+
+def byte_count(text: str, name: str = "memory_budget") -> int:
+    """1500000000, 1.5GB, 1400MiB."""
+    units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
+    number = text.strip().rstrip("KMGTIBkmgtib")
+    unit = text.strip()[len(number) :].upper()
+    try:
+        return int(float(number) * units[unit])
+    except (ValueError, KeyError, OverflowError):
+        raise ValueError(
+            f"{name}: got {text!r}; accepted: bytes, or a number with KB, MB, GB, KiB, MiB or GiB"
+        ) from None
 
 
 def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
-    """What to add to a refusal of "step": " (did you mean 'steps'?)"; nothing where no name is near. A mapping says how each
+    """What to add to a refusal of "step": " (did you mean 'steps'?)", or nothing if no name is near. A mapping says how each
     name is shown."""
     shown = names if isinstance(names, Mapping) else {name: repr(name) for name in names}
     plain = {_plain(name): text for name, text in shown.items()}
@@ -30,5 +43,5 @@ def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Without what people mix up: case, dashes and underscores."""
+    """Without case, and with underscores for dashes, which people mix up."""
     return name.lstrip("-").replace("-", "_").lower()

@@ -1,7 +1,7 @@
-"""Files that others made: which are opened at all, and what is said of one that is not what its name says.
+"""Rules for reading files that others made.
 
-a name    is that of a file in its folder: no path, and no link that leaves the folder. The one exception is Hugging Face's
-          cache, where models--NAME/snapshots/REVISION/FILE is a link into models--NAME/blobs
+a name    names a file in its folder: no path, and no link that leaves the folder. The one exception is Hugging Face's cache,
+          where models--NAME/snapshots/REVISION/FILE is a link into models--NAME/blobs
 a file    is a regular file. A folder, a FIFO or a device is refused before it is opened, because a FIFO would wait for ever
 JSON      is UTF-8 of at most 256 MiB, nested at most 100 deep, without NaN, infinity or integers that no float can hold
 
@@ -19,11 +19,11 @@ from safetensors import SafetensorError, safe_open
 
 MAX_JSON_BYTES = 1 << 28
 MAX_DEPTH = 100
-_MAX_INT_BITS = 1023  # of which float() is finite
+_MAX_INT_BITS = 1023  # float() of more overflows
 
 
 def regular_file(path: Path, accepted: str = "a file") -> Path:
-    """`path`, where it is a regular file or a link to one."""
+    """`path`, if it is a regular file or a link to one."""
     try:
         if path.is_file():
             return path
@@ -37,7 +37,7 @@ def regular_file(path: Path, accepted: str = "a file") -> Path:
 
 
 def file_in(folder: Path, name: object, named_by: str = "") -> Path:
-    """The file `name` of a folder that somebody else made, by the rule above; `named_by` says where the name is from."""
+    """The file `name` of a folder, by the rule above; `named_by` is the file that the name is from."""
     where = f"{named_by}: " if named_by else f"{folder}: "
     if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
         raise ValueError(f"{where}got the name {shown(name)}; accepted: the name of a file in {folder}")
@@ -55,14 +55,14 @@ def file_in(folder: Path, name: object, named_by: str = "") -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """Of a snapshot in Hugging Face's cache, models--NAME/snapshots/REVISION, the folder that its links point into."""
+    """The folder into which the links of a snapshot in Hugging Face's cache point; None for other folders."""
     model = folder.parent.parent
-    known = folder.parent.name == "snapshots" and model.name.startswith("models--")
-    return model / "blobs" if known else None
+    is_snapshot = folder.parent.name == "snapshots" and model.name.startswith("models--")
+    return model / "blobs" if is_snapshot else None
 
 
 def read_bytes(path: Path) -> bytes:
-    """A small file, whole."""
+    """A file of at most MAX_JSON_BYTES."""
     size = regular_file(path).stat().st_size
     if size > MAX_JSON_BYTES:
         raise ValueError(f"{path}: got {size:,} bytes; accepted: at most {MAX_JSON_BYTES:,}")
@@ -70,7 +70,7 @@ def read_bytes(path: Path) -> bytes:
 
 
 def read_json(path: Path) -> object:
-    """What a JSON file says."""
+    """The content of a JSON file."""
     return parse_json(decoded(path), str(path))
 
 
@@ -97,7 +97,7 @@ def _no_constant(name: str) -> object:
 
 
 def check_values(value: object, where: str, text: str = "") -> None:
-    """Refuse plain data that is nested too deep, or has a number that nothing here takes."""
+    """Refuse data that is nested too deep, or has a number that is not finite or overflows a float."""
     level: list[tuple[object, str]] = [(value, "")]
     for _ in range(MAX_DEPTH):
         below: list[tuple[object, str]] = []
@@ -118,7 +118,7 @@ def check_values(value: object, where: str, text: str = "") -> None:
 
 
 def too_deep(text: str, where: str) -> ValueError:
-    """The refusal of JSON or TOML by the line that first goes too deep."""
+    """The refusal of JSON or TOML, with the first line that is nested too deep."""
     depth, quoted, escaped, line = 0, "", False, 1
     for c in text:
         line += c == "\n"
@@ -148,6 +148,6 @@ def open_tensors(path: Path) -> safe_open:
 
 
 def shown(value: object) -> str:
-    """A value for a sentence, cut where it is long."""
+    """A value for a sentence, cut if it is long."""
     text = repr(value[:100] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= 100 else f"{text[:100]}…"

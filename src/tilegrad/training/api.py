@@ -1,40 +1,41 @@
-"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`. What a run needs is loaded when there is one."""
+"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`. The modules of a run are loaded with the first."""
 
 from __future__ import annotations
 
-import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from ..model.config import PRESETS, ModelConfig
-from .config import RunConfig, preset_run, read_toml, resumed, run_from
+from .config import RunConfig, Sections, preset_run, read_toml
 
 if TYPE_CHECKING:
-    from ..data.tokens import Tokenizer
-    from .loop import RunResult, Show
-
-Sections = Mapping[str, Mapping[str, Any]]  # what a TOML file says: section → key → value
-StrPath = str | os.PathLike[str]
+    from ..data.documents import Show
+    from ..data.tokenizer import Tokenizer
+    from .loop import RunResult
+    from .start import StrPath
 
 
 def train(
-    config: RunConfig | Sections | StrPath | None = None, out: StrPath | None = None, *, resume: StrPath | None = None,
+    config: RunConfig | Sections | StrPath | None = None,
+    out: StrPath | None = None,
+    *,
+    resume: StrPath | None = None,
     show: Show | None = None,
-) -> RunResult:  # fmt: skip
+) -> RunResult:
     """Train a run in the folder `out`, as `tilegrad train` does, and return its folder, its losses and its best checkpoint.
 
     config   a TOML file's name, its sections as a dictionary, or a RunConfig; None: the preset tiny, or all of `resume`
     out      by default runs/NAME: NAME is the file's, the preset's, or "run" of a RunConfig
-    resume   a run's folder, or a checkpoint in it, to go on with; of `config` only what changes no past step may differ
-    show     hears each event and its numbers: `show=print`
+    resume   a run's folder, or a checkpoint in it, to continue; `config` may change only keys that change no past step
+    show     is called with each event and its numbers: `show=print`
 
-    Ctrl-C and SIGTERM end it after the step in hand, saved: `stopped_by` of the result names the signal.
+    Ctrl-C and SIGTERM end it after the current step, and it is saved: `stopped_by` of the result names the signal.
 
     >>> import tempfile, tilegrad
     >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
@@ -45,48 +46,31 @@ def train(
     from ..data.documents import quiet
     from .run import train as train_in
 
+    show = show or quiet
     if config is None or isinstance(config, Mapping):
-        content, name, where = dict(config or {}), None, "config"
-    elif isinstance(config, RunConfig):
-        content, name, where = config.plain(), "run", "config"
-    else:
-        content, name, where = read_toml(Path(config)), Path(config).stem, str(config)
-    run, folder, checkpoint = asked_for(content, name=name, where=where, out=out, resume=resume)
-    return train_in(run, folder, resume=checkpoint, show=show or quiet)
-
-
-def asked_for(
-    content: Sections, *, name: str | None, where: str, out: StrPath | None, resume: StrPath | bool | None
-) -> tuple[RunConfig, Path, Path | bool]:
-    """The run, its folder, and where it goes on from: a checkpoint, True for the newest, False for a new run. resume=True
-    goes on with what is in `out`."""
-    from .folder import locate, own_run
-
-    folder = Path(out or f"runs/{name or content.get('model', {}).get('preset', 'tiny')}")
-    if resume is None or resume is False:
-        return run_from(content, where), folder, False
-    home, checkpoint = locate(folder if resume is True else Path(resume))
-    if out and home.resolve() != folder.resolve():
-        raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
-    return resumed(own_run(home, checkpoint), content), home, checkpoint or True
+        return train_in(config or {}, out, resume=resume, show=show)
+    if isinstance(config, RunConfig):
+        return train_in(config, out, resume=resume, name="run", show=show)
+    file = Path(config)
+    return train_in(read_toml(file), out, resume=resume, where=str(file), name=file.stem, show=show)
 
 
 @dataclass(frozen=True, slots=True)
 class TrainedModel:
-    """A model with its weights and its tokenizer. `params` are float32 (float64 of a float64 run), by name."""
+    """A model with its weights and its tokenizer. `params` are float32 (float64 after a float64 run), by name."""
 
     config: ModelConfig
     params: dict[str, Tensor]
     tokenizer: Tokenizer
-    step: int  # after how many it was saved
+    step: int  # at which it was saved
     checkpoint: Path
 
     def generate(
         self, prompt: str, max_tokens: int = 80, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
     ) -> str:
-        """The prompt and what follows it. The same seed writes the same. Beyond block_size the window slides, with a warning
-        (`model/generate.py` says how)."""
-        from ..data.tokens import decode_known
+        """The prompt and its continuation, the same for the same seed. Beyond block_size the window slides, with a warning
+        (`model/generate.py`)."""
+        from ..data.tokenizer import decode_known
         from ..model.generate import WindowSlides, generate, sliding
 
         tokens = [int(token) for token in self.tokenizer.encode(prompt)]
@@ -94,13 +78,12 @@ class TrainedModel:
             raise ValueError(f"prompt: got {prompt!r}; accepted: a text of at least one token")
         if slides := sliding(self.config, len(tokens), max_tokens):
             warnings.warn(slides, WindowSlides, stacklevel=2)
-        options: dict[str, Any] = {"temperature": temperature, "top_k": top_k, "seed": seed}
-        written = list(generate(self.config, self.params, tokens, max_tokens, **options))
-        return decode_known(self.tokenizer, tokens + written)
+        new = generate(self.config, self.params, tokens, max_tokens, temperature=temperature, top_k=top_k, seed=seed)
+        return decode_known(self.tokenizer, [*tokens, *new])
 
     @torch.no_grad()
     def logits(self, text: str | Sequence[int]) -> Tensor:
-        """Logits (T, V) of what follows each token of a text, or of its tokens; at most block_size of them."""
+        """Logits (T, V) for the token after each token of a text; a text has at most block_size tokens."""
         from ..model.generate import logits_of
         from ..model.reference import hidden_states
 
@@ -115,8 +98,8 @@ class TrainedModel:
 
 
 def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu") -> TrainedModel:
-    """The model of a run's folder: its newest checkpoint, its best one, or the checkpoint that `run` is itself. A folder
-    of Hugging Face's weights with their tokenizer is loaded as well, as after 0 steps.
+    """The model of a run's folder, from its newest or best checkpoint, or of a checkpoint. A folder with Hugging Face weights
+    and their tokenizer is loaded too, as step 0.
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"

@@ -1,15 +1,15 @@
-"""Checkpoints: folders that are whole or absent, and that say what is in them.
+"""Checkpoints: folders that are whole or absent, each with a manifest of its files.
 
     runs/tiny/checkpoints/000007-step-350/     the seventh that was saved, after 350 steps
         tensors.safetensors
         manifest.json                          step, state, size and sha256 of every file, and a digest of itself
 
-A checkpoint is staged under a hidden name, every file put on disk, then renamed, then the rename put on disk; an old one
-is renamed to a hidden name before it is deleted. So what has a checkpoint's name was once whole, and a process killed at
-any moment, or a full disk, loses at most the checkpoint that was being saved: older ones go only after it has its name.
-Hidden leftovers go with the next save. One writer for one folder. Several ranks write shards instead of one file
-(pieces.py), and the two kinds are read alike. Where the same tensors are saved in two folders, the second checkpoint has
-hard links to the files of the first, and either can be deleted.
+A checkpoint is written under a hidden name, every file is synced to disk, and then the folder is renamed; an old one is
+renamed to a hidden name before it is deleted. So a folder with a checkpoint's name was once whole, and a killed process or a
+full disk loses at most the checkpoint that was being saved: older ones are deleted after it has its name. The next save
+deletes hidden leftovers. A folder has one writer. Several ranks write shards instead of one file (pieces.py), and both kinds
+are read alike. Where the same tensors are saved in two folders, the second checkpoint has hard links to the files of the
+first, and either can be deleted.
 """
 
 from __future__ import annotations
@@ -25,24 +25,36 @@ from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, cast
+from typing import TypedDict, cast
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from ..model.config import ModelConfig, is_count
 from ..model.transformer import declare
-from ..text.atomic import named, save_tensors, sync
+from ..text.atomic import named, save_tensors, sha256_of, sync
 from ..text.untrusted import read_bytes, shown
-from .state import State, check_run_state, check_shapes
+from .state import RunState, check_run_state, check_shapes
 
 _FORMAT, _VERSION = "tilegrad checkpoint", 1
 _NAME = re.compile(r"(\d{6,})-step-(\d+)")
 _SHARD = re.compile(r"shard-\d{5}-[\w-]+\.safetensors")
 STAGED, _GONE = ".staged", ".gone-"
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
+_OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(TENSORS)}|{_SHARD.pattern}")
 _MOST = 1 << 62
 _OPTIMIZER = re.compile(r"[mv]\.|scale\.|adam_step$")  # tensors that are no parameters
+
+
+class FileEntry(TypedDict):
+    bytes: int
+    sha256: str
+
+
+class Manifest(TypedDict):
+    step: int
+    files: dict[str, FileEntry]
+    state: RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +62,11 @@ class Checkpoint:
     path: Path
     step: int
     tensors: dict[str, torch.Tensor]
-    state: dict[str, Any]
+    state: RunState
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not what was saved, or not of this version. `previous`: the newest good one before it, or None."""
+    """A checkpoint that is not what was saved, or of another version. `previous` is the newest good one before it, or None."""
 
     def __init__(self, path: Path, reason: str, previous: Path | None = None) -> None:
         self.path, self.reason, self.previous = path, reason, previous
@@ -63,14 +75,14 @@ class DamagedCheckpoint(ValueError):
 
 
 def save_checkpoint(
-    folder: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, Any], *, keep: int = 3
+    folder: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, object], *, keep: int = 3
 ) -> Path:
-    """Save into a new folder inside `folder`, which is made where it is missing, and return its path.
+    """Save into a new folder inside `folder`, which is made if it is missing, and return its path.
 
     tensors   contiguous, on any device; views of one arena are fine, tensors that overlap are refused
     state     plain JSON: what else a resumed run needs (config, seeds, position in the data)
-    keep      how many good checkpoints stay, this one included; what was saved before them is deleted. Of the older
-              ones the manifest and the sizes are looked at, not every byte: `latest_checkpoint` does that.
+    keep      how many good checkpoints stay, including this one; older ones are deleted. A checkpoint counts as good by its
+              manifest and the sizes of its files; `latest_checkpoint` checks every byte.
     """
     if keep < 1:
         raise ValueError(f"keep: got {keep}; accepted: at least 1, the checkpoint that is saved")
@@ -78,37 +90,36 @@ def save_checkpoint(
         raise ValueError(f"step: got {step}; accepted: at least 0")
     check_state(state)
 
-    def write(staged: Path) -> Mapping[str, Any]:
+    def write(staged: Path) -> dict[str, FileEntry]:
         save_tensors(tensors, staged / TENSORS)
         sync(staged / TENSORS)
-        return {TENSORS: about(staged / TENSORS)}
+        return {TENSORS: file_entry(staged / TENSORS)}
 
     return _staged(folder, step, write, state, keep)
 
 
-def save_same(folder: Path, source: Path, state: Mapping[str, Any], *, keep: int = 3) -> Path:
-    """Save the tensors of the checkpoint `source` once more, with a state of its own: its files are hard links, or copies
-    where the file system has no links."""
+def save_same(folder: Path, source: Path, state: Mapping[str, object], *, keep: int = 3) -> Path:
+    """Save the tensors of the checkpoint `source` again, with another state, by hard links to its files, or copies where the
+    file system has no links."""
     check_state(state)
     manifest = read_manifest(source)
 
-    def link(staged: Path) -> Mapping[str, Any]:
+    def link(staged: Path) -> dict[str, FileEntry]:
         for name in manifest["files"]:
             try:
                 os.link(source / name, staged / name)
             except OSError:
                 shutil.copyfile(source / name, staged / name)
                 sync(staged / name)
-        return cast(Mapping[str, Any], manifest["files"])
+        return manifest["files"]
 
     return _staged(folder, manifest["step"], link, state, keep)
 
 
 def _staged(
-    folder: Path, step: int, write: Callable[[Path], Mapping[str, Any]], state: Mapping[str, Any], keep: int
+    folder: Path, step: int, write: Callable[[Path], dict[str, FileEntry]], state: Mapping[str, object], keep: int
 ) -> Path:
-    """A checkpoint in `folder` of the files that `write` puts into a hidden folder; it returns what the manifest says of
-    them."""
+    """Save the files that `write` puts into a hidden folder; it returns their entries of the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     path, staged = next_path(folder, step), folder / STAGED
@@ -129,14 +140,13 @@ def next_path(folder: Path, step: int) -> Path:
     return folder / f"{1 + (_parse(saved[-1])[0] if saved else 0):06d}-step-{step}"
 
 
-def about(file: Path) -> dict[str, Any]:
-    """What a manifest says of a file."""
-    return {"bytes": file.stat().st_size, "sha256": _sha256(file)}
+def file_entry(file: Path) -> FileEntry:
+    return {"bytes": file.stat().st_size, "sha256": sha256_of(file)}
 
 
-def write_manifest(staged: Path, step: int, files: Mapping[str, Any], state: Mapping[str, Any]) -> None:
-    """The manifest of files that are on disk; then it and their names are. A file that is missing, or of another size than
-    it was written with, is an OSError, and no manifest is written."""
+def write_manifest(staged: Path, step: int, files: Mapping[str, FileEntry], state: Mapping[str, object]) -> None:
+    """Write the manifest of files that are synced, and sync it and their names. A file that is missing, or has not the size
+    that it was written with, raises OSError before anything is written."""
     for name, what in files.items():
         with (staged / name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -150,39 +160,39 @@ def write_manifest(staged: Path, step: int, files: Mapping[str, Any], state: Map
 
 
 def load_checkpoint(path: Path) -> Checkpoint:
-    """Every byte is checked, then all tensors are loaded, on CPU."""
+    """Check every byte, then load all tensors, on the CPU."""
     manifest = _verified(path)
     with Tensors(path, manifest) as file:
-        tensors = {name: file.read(name) for name in sorted(file.forms)}
+        tensors = {name: file.read(name) for name in sorted(file.headers)}
     return Checkpoint(path, manifest["step"], tensors, manifest["state"])
 
 
 def load_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
-    """The model of a run's checkpoint, every byte checked, with its parameters and no moments. They are the model's, name by
-    name and shape by shape: one that has more, or fewer, is of another model."""
+    """The model of a checkpoint and its parameters, without moments, after a check of every byte. Names and shapes must be
+    exactly those of the model."""
     config = ModelConfig.from_dict(read_state(path)["run"]["model"])
     manifest = _verified(path)
     shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
     with Tensors(path, manifest) as file:
-        there = {name: shape for name, (_, shape) in file.forms.items() if not _OPTIMIZER.match(name)}
+        there = {name: shape for name, (_, shape) in file.headers.items() if not _OPTIMIZER.match(name)}
         for name in sorted({*there, *shapes}):
             if there.get(name) != shapes.get(name):
                 raise DamagedCheckpoint(
                     path,
                     f"got {name} of shape {there.get(name)}; accepted: {shapes.get(name)}, by its own configuration",
                 )
-            if file.forms[name][0] not in ("F32", "F64"):
-                raise DamagedCheckpoint(path, f"got {name} of dtype {file.forms[name][0]}; accepted: F32 or F64")
+            if file.headers[name][0] not in ("F32", "F64"):
+                raise DamagedCheckpoint(path, f"got {name} of dtype {file.headers[name][0]}; accepted: F32 or F64")
         tensors = {name: file.read(name) for name in shapes}
     return config, Checkpoint(path, manifest["step"], tensors, manifest["state"])
 
 
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
-    """Load into these tensors, of any device, one at a time from the files that are mapped. Names, shapes and dtypes must be
-    those of the checkpoint; where one is not, nothing is written."""
+    """Copy into these tensors, on any device, one at a time from mapped files. Names, shapes and dtypes must be those of the
+    checkpoint; else nothing is written."""
     manifest = _verified(path)
     with Tensors(path, manifest) as file:
-        here, there = set(tensors), set(file.forms)
+        here, there = set(tensors), set(file.headers)
         if here != there:
             raise ValueError(
                 f"{path}: holds other tensors than this model; only in the checkpoint: {sorted(there - here) or 'none'}, "
@@ -199,16 +209,16 @@ def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
 
 
 class Tensors:
-    """The tensors of a checkpoint, of one file or of shards, which are mapped while it is open. A shard holds runs of
-    flattened tensors, and its header the offset of each; the runs of a tensor must be all of it, once.
+    """The tensors of a checkpoint, in one file or in shards, which are mapped while it is open. A shard holds slices of
+    flattened tensors, and its header the offset of each; the slices of a tensor must cover it exactly.
 
-    forms   name → (safetensors' dtype, shape)
+    headers   name → (safetensors' dtype, shape)
     """
 
-    def __init__(self, path: Path, manifest: Mapping[str, Any]) -> None:
+    def __init__(self, path: Path, manifest: Manifest) -> None:
         self._files, self._path = ExitStack(), path
-        self._runs: dict[str, list[tuple[int, int, Any]]] = {}  # name → (offset, length, file)
-        self.forms: dict[str, tuple[str, tuple[int, ...]]] = {}
+        self._slices: dict[str, list[tuple[int, int, safe_open]]] = {}  # name → (offset, length, file)
+        self.headers: dict[str, tuple[str, tuple[int, ...]]] = {}
         self._sharded = [*manifest["files"]] != [TENSORS]
         try:
             for name in sorted(manifest["files"]):
@@ -234,43 +244,35 @@ class Tensors:
             raise DamagedCheckpoint(self._path, f"{name} can't be read ({error})") from error
         said = json.loads((file.metadata() or {}).get("DCP_SHARDING_INFO", "{}")) if self._sharded else {}
         for tensor in file.keys():  # noqa: SIM118
-            form = file.get_slice(tensor)
-            shape, dtype, offset = tuple(form.get_shape()), form.get_dtype(), 0
+            header = file.get_slice(tensor)
+            shape, dtype, offset = tuple(header.get_shape()), header.get_dtype(), 0
             if self._sharded:
-                match said:
-                    case {**known} if isinstance(about := known.get(tensor), dict):
-                        given = about.get("saved_offsets")
-                    case _:
-                        given = None
-                if (
-                    not isinstance(given, list)
-                    or len(given) != 1
-                    or not is_count(given[0], _MOST, 0)
-                    or len(shape) != 1
-                ):
-                    got = f"offsets {shown(given)} and shape {shape}"
+                entry = said.get(tensor) if isinstance(said, dict) else None
+                offsets = entry.get("saved_offsets") if isinstance(entry, dict) else None
+                offset = offsets[0] if isinstance(offsets, list) and len(offsets) == 1 else -1
+                if not is_count(offset, _MOST, 0) or len(shape) != 1:
+                    got = f"offsets {shown(offsets)} and shape {shape}"
                     raise ValueError(
-                        f"{name}: {tensor}: got {got}; accepted: a run of a flattened tensor and its offset"
+                        f"{name}: {tensor}: got {got}; accepted: a slice of a flattened tensor and its offset"
                     )
-                offset = given[0]
-            if self.forms.setdefault(tensor, (dtype, shape))[0] != dtype:
+            if self.headers.setdefault(tensor, (dtype, shape))[0] != dtype:
                 raise ValueError(
-                    f"{name}: {tensor}: got dtype {dtype}; accepted: {self.forms[tensor][0]}, as in other shards"
+                    f"{name}: {tensor}: got dtype {dtype}; accepted: {self.headers[tensor][0]}, as in other shards"
                 )
-            self._runs.setdefault(tensor, []).append((offset, math.prod(shape), file))
+            self._slices.setdefault(tensor, []).append((offset, math.prod(shape), file))
 
     def _check_shards(self, shapes: Mapping[str, list[int]]) -> None:
-        """Every parameter, and its two moments, whole; and the count of updates."""
+        """The slices must cover every parameter and its two moments; and the count of updates must be there."""
         whole = {f"{kind}{name}": tuple(shape) for name, shape in shapes.items() for kind in ("", "m.", "v.")}
         whole["adam_step"] = ()
-        for name in sorted({*whole, *self._runs}):
-            if name not in whole or name not in self._runs:
+        for name in sorted({*whole, *self._slices}):
+            if name not in whole or name not in self._slices:
                 raise ValueError(
                     f"{name}: is {'missing' if name in whole else 'no tensor of the shapes'} in its shards"
                 )
-            runs = self._runs[name] = sorted(self._runs[name], key=lambda run: run[:2])
+            self._slices[name].sort(key=lambda one: one[:2])
             at = 0
-            for offset, length, _ in runs:
+            for offset, length, _ in self._slices[name]:
                 if offset != at:
                     what = "overlap" if offset < at else "leave a gap"
                     raise ValueError(f"{name}: its shards {what} at element {min(offset, at)}")
@@ -279,11 +281,11 @@ class Tensors:
                 raise ValueError(
                     f"{name}: its shards have {at} elements; accepted: {math.prod(whole[name])}, by its shape"
                 )
-            self.forms[name] = self.forms[name][0], whole[name]
+            self.headers[name] = self.headers[name][0], whole[name]
 
     def read(self, name: str) -> torch.Tensor:
-        runs = [file.get_tensor(name) for *_, file in self._runs[name]]
-        return torch.cat(runs).view(self.forms[name][1]) if self._sharded else cast(torch.Tensor, runs[0])
+        parts: list[torch.Tensor] = [file.get_tensor(name) for *_, file in self._slices[name]]
+        return torch.cat(parts).view(self.headers[name][1]) if self._sharded else parts[0]
 
 
 def latest_good(folder: Path, before: Path) -> Path | None:
@@ -292,21 +294,20 @@ def latest_good(folder: Path, before: Path) -> Path | None:
 
 
 def latest_checkpoint(folder: Path) -> Path | None:
-    """The newest checkpoint, every byte of it checked; None where none was saved. If it is damaged, `DamagedCheckpoint`
-    says how, and its `previous` is the newest good one before it: the caller decides whether to go on from there."""
-    saved = _saved(folder)
-    if not saved:
+    """The newest checkpoint after a check of every byte; None if none was saved. If it is damaged, `DamagedCheckpoint` says
+    how, and its `previous` is the newest good one before it: the caller decides whether to resume from that."""
+    newest = newest_name(folder)
+    if newest is None:
         return None
     try:
-        _verified(saved[-1])
+        _verified(newest)
     except DamagedCheckpoint as error:
-        previous = next((path for path in reversed(saved[:-1]) if _is_good(path)), None)
-        raise DamagedCheckpoint(error.path, error.reason, previous) from error
-    return saved[-1]
+        raise DamagedCheckpoint(error.path, error.reason, latest_good(folder, before=newest)) from error
+    return newest
 
 
 def newest_name(folder: Path) -> Path | None:
-    """The newest checkpoint, not looked into; None where none was saved."""
+    """The newest checkpoint, unchecked; None if none was saved."""
     saved = _saved(folder)
     return saved[-1] if saved else None
 
@@ -316,11 +317,10 @@ def is_checkpoint(path: Path) -> bool:
     return _NAME.fullmatch(path.name) is not None or (path / MANIFEST).is_file()
 
 
-def read_state(path: Path) -> State:
-    """What a run saved next to the tensors, which are not read: the sizes of their files are checked, not every byte. Every
-    field is what state.py says."""
-    state: State = read_manifest(path)["state"]
-    if "run" not in state:
+def read_state(path: Path) -> RunState:
+    """What a run saved next to the tensors. Every field is checked; of the tensors only the sizes of their files."""
+    state = read_manifest(path)["state"]
+    if "run" not in {*state}:
         reason = f"{MANIFEST}: run: got none; accepted: the configuration of a run"
         raise DamagedCheckpoint(
             path, reason, latest_good(path.parent, before=path) if _NAME.fullmatch(path.name) else None
@@ -329,7 +329,7 @@ def read_state(path: Path) -> State:
 
 
 def _parse(path: Path) -> tuple[int, int]:
-    """The number and the step that the name says."""
+    """Number and step, from the name."""
     match = _NAME.fullmatch(path.name)
     assert match, path
     return int(match[1]), int(match[2])
@@ -342,9 +342,8 @@ def _saved(folder: Path) -> list[Path]:
     return sorted((path for path in folder.iterdir() if _NAME.fullmatch(path.name)), key=_parse)
 
 
-def read_manifest(path: Path) -> dict[str, Any]:
-    """The manifest, itself checked, and the sizes of the files it names. A run's state is checked too (state.py): a right
-    digest does not make it true."""
+def read_manifest(path: Path) -> Manifest:
+    """The manifest, after a check of its digest, its state (state.py) and the sizes of the files that it names."""
     if not path.is_dir():
         raise FileNotFoundError(f"{path}: no such checkpoint")
     try:
@@ -370,12 +369,11 @@ def read_manifest(path: Path) -> dict[str, Any]:
             check_shapes(state)
     except ValueError as error:
         raise DamagedCheckpoint(path, f"{MANIFEST}: {error}") from error
-    manifest: dict[str, Any] = content
-    return manifest
+    return cast(Manifest, content)
 
 
-def _check_files(path: Path, files: Mapping[str, Any]) -> None:
-    """Each is there with the size that the manifest says, and no other of its kind, because a shard too many would be read."""
+def _check_files(path: Path, files: Mapping[str, object]) -> None:
+    """Each must be there with its size, and no other shard, because that would be read too."""
     for name, what in files.items():
         if not (path / name).is_file():
             raise DamagedCheckpoint(path, f"{name} is missing")
@@ -387,22 +385,21 @@ def _check_files(path: Path, files: Mapping[str, Any]) -> None:
         raise DamagedCheckpoint(path, f"{others[0]} is there, and {MANIFEST} does not name it")
 
 
-def _are_shards(files: Mapping[str, Any]) -> bool:
-    """Of several ranks (pieces.py)."""
+def _are_shards(files: Mapping[str, object]) -> bool:
     return bool(files) and all(_SHARD.fullmatch(name) for name in files)
 
 
-def _verified(path: Path) -> dict[str, Any]:
+def _verified(path: Path) -> Manifest:
     manifest = read_manifest(path)
     for name, what in manifest["files"].items():
-        if _sha256(path / name) != what.get("sha256"):
+        if sha256_of(path / name) != what.get("sha256"):
             raise DamagedCheckpoint(path, f"{name} does not have the sha256 that {MANIFEST} says")
     with Tensors(path, manifest):
         return manifest
 
 
 def is_complete(path: Path) -> bool:
-    """Whether the manifest is right and every file of it is there with its size; the bytes are not read."""
+    """Whether the manifest is right and every file is there with its size; the bytes are not read."""
     try:
         read_manifest(path)
     except (DamagedCheckpoint, FileNotFoundError):
@@ -419,22 +416,17 @@ def _is_good(path: Path) -> bool:
 
 
 def retire(folder: Path, keep: int) -> None:
-    """Delete what was saved before the last `keep` checkpoints whose manifest and sizes are right. A checkpoint that somebody
-    put another file into stays, and so does a symbolic link."""
+    """Delete the checkpoints before the last `keep` complete ones. A symbolic link stays, and so does a checkpoint into which
+    somebody put another file."""
     saved, good = _saved(folder), 0
     while saved and good < keep:
         good += is_complete(saved.pop())
     for path in saved:
-        if path.is_symlink() or not all(_wrote(file.name) for file in path.iterdir()):
+        if path.is_symlink() or not all(_OWN_FILE.fullmatch(file.name) for file in path.iterdir()):
             continue
         gone = path.with_name(_GONE + path.name)
         path.rename(gone)
         shutil.rmtree(gone)
-
-
-def _wrote(name: str) -> bool:
-    """Whether a save writes files of this name."""
-    return name in (MANIFEST, TENSORS) or _SHARD.fullmatch(name) is not None
 
 
 def remove_leftovers(folder: Path) -> None:
@@ -446,17 +438,12 @@ def remove_leftovers(folder: Path) -> None:
                 shutil.rmtree(path)
 
 
-def _sha256(path: Path) -> str:
-    with path.open("rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def _digest(content: Mapping[str, Any]) -> str:
+def _digest(content: Mapping[str, object]) -> str:
     return hashlib.sha256(json.dumps(content, sort_keys=True, allow_nan=False).encode("utf-8")).hexdigest()
 
 
-def check_state(state: Mapping[str, Any]) -> None:
-    """What comes back from JSON must be what went in."""
+def check_state(state: Mapping[str, object]) -> None:
+    """Refuse a state that would not come back from JSON as it is."""
     _check_plain(dict(state), "state")
 
 

@@ -2,17 +2,17 @@
 
 run.json              the configuration that ran last
 data/                 tokens.bin and tokenizer.json: a resumed run needs no other text
-log.jsonl             what happened, a line each
-checkpoints/          the last few, each whole
-best/                 the checkpoint of the lowest validation loss
-origin/               config.json and tokenizer files of the weights it began with, where --init named some
+log.jsonl             one record per line
+checkpoints/          the last few
+best/                 the checkpoint with the lowest validation loss
+origin/               config.json and tokenizer files of the weights that --init named
 report.html           curves, memory, a sample; needs nothing from outside
-tensorboard/          the log as TensorBoard reads it, where it is installed
-.tilegrad-run         says that the folder is a run of tilegrad's: a new run begins in an empty folder, or in one with this
-                      file and no checkpoint
+tensorboard/          the log for TensorBoard, where it is installed
+.tilegrad-run         marks the folder as a run of tilegrad: a new run begins in an empty folder, or in one with this file
+                      and no checkpoint
 run.lock              while a process trains there: its id, a token that all ranks must find, and the kernel's lock on it
 
-What is not in this list is never written, and never deleted.
+Nothing else in the folder is written or deleted.
 """
 
 from __future__ import annotations
@@ -27,32 +27,35 @@ import shlex
 import socket
 import stat
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
-from ..data.tokens import TokenFile, Tokenizer, load_prepared, load_tokenizer, sha256_of, split, tokens_sha256
-from ..text.atomic import write_whole
+from ..data.batches import split
+from ..data.prepare import load_prepared
+from ..data.tokenizer import Tokenizer, load_tokenizer
+from ..data.tokens import TokenFile, tokens_sha256
+from ..text.atomic import sha256_of, write_whole
 from ..text.spelling import did_you_mean
-from ..text.untrusted import decoded, parse_json, shown
-from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, latest_good, newest_name, read_state
-from .config import RunConfig, resumed, run_from
+from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, newest_name, read_state
+from .config import RunConfig, Values
 from .log import EVENTS
+from .state import RunState
 
 if TYPE_CHECKING:
     from ..dist.mesh import Mesh
 
 MARKER, LOCK = ".tilegrad-run", "run.lock"
 _MARK = b'{"format": "tilegrad run", "version": 1}\n'
-_LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # what a lock holds: a process's id and its token
-_TOLD = 3  # names that a refusal lists
-SHARED_S = 5.0  # how long a network's file system may take to show a new file
+_LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # the content of a lock: a process's id and its token
+_LISTED = 3  # names in a refusal
+SHARED_S = 5.0  # seconds that a network file system may take to show a new file
 
 
 def locate(path: Path) -> tuple[Path, Path | None]:
-    """(folder, checkpoint) of what was given to resume: a run's folder, or one of the checkpoints in it."""
+    """(folder, checkpoint) of a path to resume from: a run's folder, or a checkpoint in it."""
     if not path.is_dir():
         what = "got a file" if path.exists() else f"no such folder{did_you_mean(path.name, _neighbours(path))}"
         raise FileNotFoundError(f"{path}: {what}; accepted: the folder of a run, or a checkpoint in it")
@@ -60,25 +63,25 @@ def locate(path: Path) -> tuple[Path, Path | None]:
 
 
 def _neighbours(path: Path) -> dict[str, str]:
-    """Names of the folders next to where `path` would be, and where they are."""
+    """The folders next to `path`, by name."""
     there = path.parent.iterdir() if path.parent.is_dir() else ()
     return {other.name: str(other) for other in there if other.is_dir()}
 
 
 def checkpoint_of(folder: Path, given: Path | None, *, check: bool = True) -> Path:
-    """The checkpoint to go on from: the one that is given, or the newest, with `check` every byte of it."""
+    """The checkpoint to resume from: the given one, or the newest, with `check` after a check of every byte."""
     if given is not None and given.resolve().parent not in [place.resolve() for place in _places(folder)]:
         raise ValueError(f"resume: got {given}; accepted: a checkpoint of {folder}")
     return given or (latest_checkpoint(_newest(folder).parent) if check else None) or _newest(folder)
 
 
 def _places(folder: Path) -> tuple[Path, Path]:
-    """Where checkpoints are. A run that died before its first regular one may have a best one."""
+    """Where checkpoints are. A run that died before its first regular checkpoint may have a best one."""
     return folder / "checkpoints", folder / "best"
 
 
 def holds_a_run(folder: Path) -> bool:
-    """A whole checkpoint of one; what a process killed in its first save has left is none."""
+    """Whether there is a checkpoint; what a process killed in its first save left behind is none."""
     return any(newest_name(place) for place in _places(folder))
 
 
@@ -91,7 +94,7 @@ def _newest(folder: Path) -> Path:
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The evaluation with the lowest validation loss, and the checkpoint of it."""
+    """The checkpoint with the lowest validation loss."""
 
     path: Path
     step: int
@@ -99,7 +102,7 @@ class Best:
 
 
 def best_of(folder: Path) -> Best | None:
-    """What best/ holds; None where there is none, or where it is damaged: the next evaluation makes another."""
+    """The checkpoint in best/; None if there is none or it is damaged: the next evaluation saves another."""
     path = newest_name(folder / "best")
     try:
         state = None if path is None else read_state(path)
@@ -111,11 +114,11 @@ def best_of(folder: Path) -> Best | None:
 
 
 def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
-    """(folder, checkpoint) to generate from or to export, every byte of it checked: the newest of the folder `run`, its best,
-    or the checkpoint that `run` is itself."""
+    """(folder, checkpoint) to generate from or to export: the newest or best checkpoint of the folder `run`, or `run` itself
+    if it is a checkpoint."""
     folder, given = locate(run)
     if given is not None and best:
-        raise ValueError(f"best: got True beside the checkpoint {run}; accepted: True beside a run's folder")
+        raise ValueError(f"best: got True with the checkpoint {run}; accepted: True with a run's folder")
     path = given or latest_checkpoint(folder / "best" if best else _newest(folder).parent)
     if path is None:
         raise ValueError(f"{folder}: got no best checkpoint; accepted: a run with an evaluation (train.eval_interval)")
@@ -123,8 +126,8 @@ def weights_of(run: Path, *, best: bool) -> tuple[Path, Path]:
 
 
 def forget(folder: Path) -> None:
-    """The log and the curves of a run that died before its first checkpoint: a new run there has its own. Only what a run
-    wrote is deleted, and nothing through a symbolic link."""
+    """Delete the log and the curves of a run that died before its first checkpoint. Only files that a run wrote are deleted,
+    and nothing through a symbolic link."""
     (folder / "log.jsonl").unlink(missing_ok=True)
     curves = folder / "tensorboard"
     if curves.is_dir() and not curves.is_symlink():
@@ -134,35 +137,13 @@ def forget(folder: Path) -> None:
             curves.rmdir()
 
 
-def own_run(folder: Path, checkpoint: Path | None = None) -> RunConfig:
-    """The configuration of the run in `folder`. Of run.json counts what may change between two parts of a run; the rest
-    must be what the checkpoint says, by default the newest."""
-    source = checkpoint or _newest(folder)
-    try:
-        saved = run_from(_dated(read_state(source)["run"]), f"{source}/manifest.json")
-    except ValueError as error:
-        reason = error.reason if isinstance(error, DamagedCheckpoint) else f"manifest.json: run: {error}"
-        raise DamagedCheckpoint(source, reason, latest_good(source.parent, before=source)) from error
-    file = folder / "run.json"
-    if not file.exists():
-        return saved
-    try:
-        content = parse_json(decoded(file), "configuration")
-        if not isinstance(content, Mapping):
-            raise ValueError(f"got {shown(content)}; accepted: the sections model, train and data")
-        return resumed(saved, run_from(_dated(content), "configuration").plain())
-    except ValueError as error:
-        raise ValueError(f"{file}: {error}; without this file, the checkpoint's own configuration counts") from error
-
-
-def _dated(run: Mapping[str, Any]) -> dict[str, Any]:
-    """A saved configuration; one from before `validation` was a key took the end of the text."""
-    data = run.get("data", {})
-    return {**run, "data": {"validation": "end", **data}} if isinstance(data, Mapping) else dict(run)
+def upgraded(run: dict[str, Values]) -> dict[str, Values]:
+    """A saved configuration with the keys of today: before `validation` was one, runs took the end of the text."""
+    return {**run, "data": {"validation": "end", **run["data"]}} if isinstance(run.get("data"), dict) else run
 
 
 def resume_command(folder: Path) -> str:
-    """What goes on with the run, as a shell reads it; with as many ranks on this node as there are."""
+    """The shell command that resumes the run, with as many ranks on this node as there are."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     launch = f"torchrun --nproc-per-node {ranks} -m tilegrad" if ranks > 1 else "tilegrad"
     return f"{launch} train --resume {shlex.quote(str(folder))}"
@@ -172,24 +153,24 @@ def write_run(folder: Path, run: RunConfig) -> None:
     write_whole(folder / "run.json", [json.dumps(run.plain(), indent=1).encode("utf-8") + b"\n"])
 
 
-def own_data(folder: Path, state: Mapping[str, Any]) -> tuple[TokenFile, Tokenizer]:
-    """The run's own tokens and tokenizer, refused where a checkpoint with this state was trained with others."""
+def own_data(folder: Path, state: RunState) -> tuple[TokenFile, Tokenizer]:
+    """The run's own tokens and tokenizer; refused if the checkpoint of this state was trained with another tokenizer."""
     tokens, tokenizer = load_prepared(folder / "data")
     _check_tokenizer(folder, state, tokens.tokenizer_sha256)
     return tokens, tokenizer
 
 
-def own_tokenizer(folder: Path, state: Mapping[str, Any]) -> Tokenizer:
-    """The run's own tokenizer, refused where a checkpoint with this state was trained with another. A checkpoint that does
-    not say with which is compared by its tokens."""
+def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
+    """The run's own tokenizer; refused if the checkpoint of this state was trained with another. An old checkpoint, which
+    has no digest of its tokenizer, is compared by its tokens."""
     file = folder / "data" / "tokenizer.json"
     if not file.is_file():
         raise FileNotFoundError(f"{file}: no such tokenizer; the run's own is needed")
     if "tokenizer_sha256" not in state:
         tokens, tokenizer = load_prepared(folder / "data")
-        data = _dated(state["run"])["data"]
-        drawn = data["validation"] == "windows"  # from the whole text
-        training = tokens.tokens if drawn else split(tokens.tokens, data["validation_fraction"])[0]
+        data, training = upgraded(state["run"])["data"], tokens.tokens
+        if data["validation"] == "end":
+            training, _ = split(training, data["validation_fraction"])
         if tokens_sha256(training) != state["data"]["tokens_sha256"]:
             raise ValueError(f"{tokens.path}: got other tokens than those of the checkpoint; accepted: the run's own")
         return tokenizer
@@ -197,7 +178,7 @@ def own_tokenizer(folder: Path, state: Mapping[str, Any]) -> Tokenizer:
     return load_tokenizer(file)
 
 
-def _check_tokenizer(folder: Path, state: Mapping[str, Any], found: str) -> None:
+def _check_tokenizer(folder: Path, state: RunState, found: str) -> None:
     saved = state.get("tokenizer_sha256", found)
     if saved != found:
         raise ValueError(
@@ -207,7 +188,7 @@ def _check_tokenizer(folder: Path, state: Mapping[str, Any], found: str) -> None
 
 
 def _check_ours(folder: Path) -> None:
-    """A folder that is not there, is empty, or is a run's; any other is refused."""
+    """Refuse a folder that is neither missing, nor empty, nor a run's."""
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
             raise ValueError(f"{folder}: got what is no folder; accepted: a new folder (--out)")
@@ -216,9 +197,9 @@ def _check_ours(folder: Path) -> None:
         return
     others = sorted(path.name for path in folder.iterdir() if path.name != LOCK or not _is_a_lock(path))
     if others:
-        more = f" and {len(others) - _TOLD} more" if len(others) > _TOLD else ""
+        more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         raise ValueError(
-            f"{folder}: got a folder with {', '.join(others[:_TOLD])}{more}, which no run of tilegrad's wrote; accepted: a "
+            f"{folder}: got a folder with {', '.join(others[:_LISTED])}{more}, which no run of tilegrad's wrote; accepted: a "
             "new or empty folder (--out)"
         )
 
@@ -228,14 +209,14 @@ def _is_regular(path: Path) -> bool:
 
 
 def _is_a_lock(path: Path) -> bool:
-    """Left by a process that was killed before it wrote anything else."""
+    """Whether a process that was killed before it wrote anything else left it."""
     return _is_regular(path) and path.stat().st_size < 64 and _LOCK.fullmatch(path.read_bytes()) is not None
 
 
 @contextmanager
 def claimed(folder: Path, *, new: bool) -> Iterator[str]:
-    """Inside, no other process trains in `folder`; the token is in its lock. The folder of a `new` run is made where it is
-    missing, and goes again if nothing is left in it. The kernel gives the lock back when the process ends, however it ends."""
+    """Lock `folder` against other processes; the token is in the lock. The folder of a `new` run is made if it is missing, and
+    deleted again if nothing is left in it. The kernel releases the lock when the process ends, however it ends."""
     if new:
         _check_ours(folder)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -263,19 +244,19 @@ def claimed(folder: Path, *, new: bool) -> Iterator[str]:
 
 
 def check_shared(folder: Path, token: str, mesh: Mesh) -> None:
-    """Refused on all ranks where one of them does not find rank 0's token in its `folder`: each rank writes its part of a
-    checkpoint there. Called on every rank; `token` is rank 0's."""
+    """Refuse, on all ranks, a folder in which a rank does not find rank 0's token: each rank writes its part of a checkpoint
+    there. Called on every rank; `token` is rank 0's."""
     token = mesh.gather(token)[0]
     until = time.monotonic() + SHARED_S
     while not (found := _token(folder) == token) and time.monotonic() < until:
         time.sleep(0.1)
-    told = mesh.gather((found, f"{folder.absolute()} on {socket.gethostname()}"))
-    apart = [f"rank {rank} ({where})" for rank, (found, where) in enumerate(told) if not found]
+    places = mesh.gather((found, f"{folder.absolute()} on {socket.gethostname()}"))
+    apart = [f"rank {rank} ({where})" for rank, (found, where) in enumerate(places) if not found]
     if apart:
-        more = f" and {len(apart) - _TOLD} more" if len(apart) > _TOLD else ""
+        more = f" and {len(apart) - _LISTED} more" if len(apart) > _LISTED else ""
         raise ValueError(
-            f"out: got a folder that the ranks don't share: {', '.join(apart[:_TOLD])}{more} can't see what rank 0 wrote into "
-            f"{told[0][1]}; accepted: the same --out on every node, on a file system that all of them share"
+            f"out: got a folder that the ranks don't share: {', '.join(apart[:_LISTED])}{more} can't see what rank 0 wrote "
+            f"into {places[0][1]}; accepted: the same --out on every node, on a file system that all of them share"
         )
 
 
@@ -292,9 +273,9 @@ _FLAGS = (
 
 
 def _locked(path: Path, token: str) -> io.FileIO:
-    """The file `path`, which holds this process's id and the token, locked until it is closed. An interrupt in here closes it
-    as well: it is an object, which nobody then has."""
-    import fcntl  # not on Windows, where `generate` works all the same
+    """Write this process's id and the token into `path`, locked until the file is closed. An interrupt in here closes it too,
+    because nothing else refers to the file object."""
+    import fcntl  # not on Windows, where `generate` works without it
 
     while True:
         try:

@@ -1,7 +1,6 @@
-"""The keys of a run, as `example.toml` beside this file states them: name, default and meaning, each once.
+"""The keys of a run, from `example.toml` in this folder: name, default and meaning of each.
 
-The file is what `tilegrad init` writes and what the flags of `tilegrad train` and `plan` are made of. Nothing heavy is
-imported: help needs no torch.
+`tilegrad init` writes that file, and the flags of `tilegrad train` and `plan` are made of it. Help needs no torch.
 """
 
 from __future__ import annotations
@@ -10,7 +9,6 @@ import re
 import tomllib
 from dataclasses import dataclass
 from importlib import resources
-from typing import Any
 
 _KEY = re.compile(r"#?(\w+) = (.*?) +# (.*)")
 
@@ -39,9 +37,10 @@ def keys() -> list[Key]:
     return found
 
 
-def flag_value(text: str) -> Any:
-    """What a flag says, read as TOML: 6, 1e-3, true, and what is none of these as the text it is."""
+def flag_value(text: str) -> object:
+    """The value of a flag, read as TOML: 6, 1e-3, true; anything else is a string."""
     try:
-        return tomllib.loads(f"value = {text}")["value"]
+        value: object = tomllib.loads(f"value = {text}")["value"]
+        return value
     except (ValueError, RecursionError):
         return text

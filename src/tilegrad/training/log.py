@@ -1,4 +1,4 @@
-"""What happened in a run: one JSON object for a line, only ever appended to, and TensorBoard beside it where asked for."""
+"""A run's log: one JSON object per line, only ever appended to, and optionally TensorBoard's curves."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import os
 import secrets
 import socket
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import MappingProxyType, TracebackType
@@ -22,25 +22,12 @@ Record = dict[str, Any]
 EVENTS = "events.out.tfevents."  # what the names of TensorBoard's files begin with
 
 
-class NoLog:
-    """Of a rank that is not the first: nothing is written."""
-
-    def __enter__(self) -> NoLog:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        pass
-
-    def append(self, step: int, kind: str, numbers: Mapping[str, Any]) -> None:
-        pass
-
-
 class RunLog:
-    """Appends records to a file, each handed to the system at once, and all of them on disk when it is closed.
+    """Appends records to a file. Each is flushed at once, and all are synced to disk when the log is closed.
 
-    A record has `step`, `kind` and what was measured: {"step": 10, "kind": "train", "loss": 2.5}. JSON has no number that
-    is not finite: it is written as null. The kind "resume" says that the run went on from that step, and that what was
-    logged after it did not happen (`read_log`). A last line without its end, left by a killed process, is cut off.
+    A record has `step`, `kind` and numbers: {"step": 10, "kind": "train", "loss": 2.5}. A number that is not finite is
+    written as null. The kind "resume" says that the run continued from that step, so that earlier records of later steps no
+    longer count (`read_log`). An incomplete last line, left by a killed process, is cut off.
 
     tensorboard        a folder: every number also becomes a point of the curve "name/kind" there
     hyper_parameters   of the run, by name: TensorBoard compares runs by them, with the losses as metrics
@@ -56,7 +43,7 @@ class RunLog:
         path.parent.mkdir(parents=True, exist_ok=True)
         _cut_torn_line(path)
         self._path = path
-        self._file = open(path, "a", encoding="utf-8", opener=_open_itself)  # noqa: SIM115
+        self._file = open(path, "a", encoding="utf-8", opener=_open_no_follow)  # noqa: SIM115
         try:
             self._curves = None if tensorboard is None else _Curves(tensorboard, hyper_parameters)
         except BaseException:
@@ -90,13 +77,13 @@ class RunLog:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        with suppress(OSError) if error is not None else nullcontext():  # the first error is the one to hear of
+        with suppress(OSError) if error is not None else nullcontext():  # the first error is the one to report
             self.close()
 
 
 def read_log(path: Path) -> list[Record]:
-    """The records of the run as it counts: without those after the step of a later "resume", and without a torn last
-    line. Any other line that is not a record is an error that names it."""
+    """The records, without those that a later "resume" replaced and without an incomplete last line. Any other line that is
+    not a record is an error that names it."""
     records: list[Record] = []
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -117,8 +104,8 @@ def tensorboard_installed() -> bool:
     return importlib.util.find_spec("tensorboard") is not None
 
 
-def _open_itself(path: str, flags: int) -> int:
-    """As `open` does, but no symbolic link is followed."""
+def _open_no_follow(path: str, flags: int) -> int:
+    """Like `open`, but follows no symbolic link."""
     try:
         return os.open(path, flags | os.O_NOFOLLOW, 0o666)
     except OSError as error:
@@ -141,8 +128,8 @@ def _finite(value: object) -> object:
 
 
 class _Curves:
-    """A file of TensorBoard's events. It is written here and not by SummaryWriter, whose thread prints a traceback where the
-    disk is full."""
+    """A file of TensorBoard's events. SummaryWriter is not used, because its thread prints a traceback when the disk is
+    full."""
 
     def __init__(self, folder: Path, hyper_parameters: Mapping[str, object]) -> None:
         if not tensorboard_installed():
@@ -157,32 +144,31 @@ class _Curves:
         self._path = folder / name
         self._file = os.fdopen(create(self._path), "wb")
         self._records = RecordWriter(self._file)
-        self._write([Event(wall_time=time.time(), file_version="brain.Event:2")])
+        self._write([Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()])
         if hyper_parameters:  # into the run's own folder, where `SummaryWriter.add_hparams` would make another
             plain = {
                 name: value if isinstance(value, bool | int | float | str) else str(value)
                 for name, value in hyper_parameters.items()
             }
             summaries = hparams(plain, dict.fromkeys(("loss/train", "loss/validation"), math.nan))
-            self._write([Event(wall_time=time.time(), summary=summary) for summary in summaries])
+            self._write(Event(wall_time=time.time(), summary=one).SerializeToString() for one in summaries)
 
     def append(self, step: int, kind: str, values: Mapping[str, object]) -> None:
         points = {f"{name}/{kind}": value for name, value in values.items() if isinstance(value, int | float)}
-        self._write([
-            self._event(wall_time=time.time(), step=step, summary=self._scalar(name, value)) for name, value in points.items()
-        ])  # fmt: skip
+        now, summaries = time.time(), [self._scalar(name, value) for name, value in points.items()]
+        self._write(self._event(wall_time=now, step=step, summary=one).SerializeToString() for one in summaries)
 
-    def _write(self, events: list[Any]) -> None:
+    def _write(self, events: Iterable[bytes]) -> None:
         """The first error is raised, and nothing is written after it."""
         try:
             if not self._file.closed:
                 for event in events:
-                    self._records.write(event.SerializeToString())
+                    self._records.write(event)
                 self._file.flush()
         except OSError as error:
             self.close()
             raise named(error, self._path) from error
 
     def close(self) -> None:
-        with suppress(OSError):  # what was not written has been said
+        with suppress(OSError):  # `_write` has raised it
             self._file.close()

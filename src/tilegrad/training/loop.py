@@ -1,10 +1,9 @@
-"""A training run, from text to report: data → step → log → evaluation → checkpoint, resumable to the bit. run.py begins it.
+"""The training loop: step → log → evaluation → checkpoint → report, resumable to the bit. run.py begins it.
 
-SIGTERM, SIGHUP, Ctrl-C and a closed output end the run after the step in hand: it is saved, reported, and can be resumed. A
-full disk, or ten steps in a row that are not finite, end it with `RunEnded`, which says what is saved.
+SIGTERM, SIGHUP, Ctrl-C and a closed output end the run after the current step: it is saved, reported, and can be resumed. A
+full disk, or ten consecutive steps that are not finite, end it with `RunEnded`, which says what is saved.
 
-Of several ranks, files, log, report and sample are rank 0's, and evaluation is dealt and summed. A stop asked of one rank is
-agreed in the next step.
+With several ranks, rank 0 writes the files, the log, the report and the sample. All ranks stop after the same step.
 """
 
 from __future__ import annotations
@@ -14,46 +13,39 @@ import json
 import math
 import time
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from ..data.tokens import (
-    Batches,
-    TokenFile,
-    Tokenizer,
-    batches_in_order,
-    decode_known,
-    split,
-    split_windows,
-    unigram_entropy,
-)
-from ..dist.mesh import Mesh
-from ..engine.batch import count_targets
+from ..data.batches import BatchesState
+from ..data.documents import Numbers, Show, quiet
+from ..data.tokenizer import decode_known
 from ..engine.engine import Engine
 from ..engine.optimizer import NonFiniteError, StepResult
-from ..engine.parallel import Shard, check_agreed
+from ..engine.parallel import check_agreed
 from ..engine.planning import step_report
 from ..engine.state import counters, restore_counters
 from ..memory.page import human
 from ..model.generate import NonFiniteLogits, generate
 from ..text.atomic import named, write_whole
 from ..text.environment import environment
-from .checkpoint import check_state, is_complete, load_into, read_state, save_checkpoint, save_same
-from .config import DTYPES, RunConfig, RunEnded, run_from
-from .folder import Best, best_of, resume_command, write_run
-from .log import NoLog, RunLog, read_log, tensorboard_installed
+from .checkpointer import Checkpointer
+from .config import DTYPES, RunEnded, run_from
+from .dataset import Dataset
+from .evaluation import Evaluator
+from .folder import Best, resume_command, write_run
+from .log import RunLog, read_log, tensorboard_installed
+from .ranks import Ranks
 from .report import run_report, run_tables
-from .resident import Resident, held, resident
+from .resident import Resident, process_memory, resident
 from .schedule import learning_rate
 from .signals import stop_on_signals
-
-Show = Callable[[str, dict[str, Any]], None]  # what happened ("start", "train", "validation", …), and its numbers
+from .start import Start
+from .state import RunState
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,125 +62,127 @@ class RunResult:
     sample: str
     report: Path
     stopped_by: str | None
-    best: Best | None  # of the evaluations; None where there was none
+    best: Best | None  # None: there was no evaluation
 
 
-@dataclass(frozen=True, slots=True)
-class Ranks:
-    mesh: Mesh
-    shard: Shard
-    bucket_bytes: int
-    context: int
+class Position(NamedTuple):
+    """Where a run is, but for weights and moments, which a skipped step does not change."""
+
+    engine: dict[str, int]
+    data: BatchesState
+    train_loss: float
 
 
-@dataclass(frozen=True, slots=True)
-class _Before:
-    """Where a step began, and what it was given."""
+class InFlight(NamedTuple):
+    """A step that was submitted."""
 
-    step: int
+    step: int  # before it
     draws: int
-    data: dict[str, Any]
+    data: BatchesState
     learning_rate: float
-    tokens: int
+
+
+class SkippedSteps:
+    """Counts the steps that were skipped because they were not finite. `last_finite_state` is the position before the first of
+    those in a row, to which the run rewinds after ten."""
+
+    def __init__(self, total: int, in_a_row: int, position: Position) -> None:
+        self.total, self.in_a_row, self.last_finite_state = total, in_a_row, position
+
+    def count(self, norm: float, before: InFlight, seed: int, train_loss: float) -> None:
+        """Count a step by its gradient norm."""
+        if math.isfinite(norm):
+            self.in_a_row = 0
+            return
+        if not self.in_a_row:
+            counters = {"steps": before.step, "skipped": self.total, "skipped_in_a_row": 0}
+            self.last_finite_state = Position(
+                {"seed": seed, "draws": before.draws, **counters}, before.data, train_loss
+            )
+        self.total, self.in_a_row = self.total + 1, self.in_a_row + 1
+
+
+class Metrics:
+    """Writes a run's records to its log and shows its events. `stopped` gets a signal's name if the output is closed."""
+
+    def __init__(self, show: Show, log: RunLog | None, stopped: list[str]) -> None:
+        self._show, self._log, self._stopped = show, log, stopped
+
+    def log(self, step: int, kind: str, numbers: Numbers) -> None:
+        if self._log is not None:
+            self._log.append(step, kind, numbers)
+
+    def emit(self, event: str, numbers: Numbers) -> None:
+        try:
+            self._show(event, numbers)
+        except OSError as error:
+            self._show = quiet
+            if error.errno not in (errno.EPIPE, errno.EIO):
+                raise named(error, Path("output")) from error
+            self._stopped.append("SIGPIPE" if error.errno == errno.EPIPE else "SIGHUP")
 
 
 class Run:
-    def __init__(
-        self, run: RunConfig, folder: Path, tokens: TokenFile, tokenizer: Tokenizer, show: Show, ranks: Ranks
-    ) -> None:
-        self.run, self.folder, self.tokenizer, self.show = run, folder, tokenizer, show
-        self.mesh = mesh = ranks.mesh
-        self.device = mesh.device if mesh.world > 1 else torch.device(run.train.device)
-        self.tokens, self.tokenizer_sha256 = tokens, tokens.tokenizer_sha256
-        self.entropy = unigram_entropy(tokens.tokens)
-        t = run.train
-        self.text, self.held_out = tokens.tokens, tokens.tokens
-        training, self.validation = None, None  # numbers of windows; None: all
-        if run.data.validation == "windows":
-            share = run.data.validation_fraction
-            training, self.validation = split_windows(self.text, t.seq_len, share, seed=t.seed)
-        else:
-            self.text, self.held_out = split(self.text, run.data.validation_fraction)
-        self.batches = Batches(self.text, t.batch_size, t.seq_len, seed=t.seed, windows=training)
+    def __init__(self, start: Start, dataset: Dataset, show: Show, ranks: Ranks) -> None:
+        self.start, self.config, self.folder, self.show = start, start.config, start.folder, show
+        self.dataset, self.ranks, self.mesh = dataset, ranks, ranks.mesh
+        t, mesh = self.config.train, ranks.mesh
+        self.device = mesh.device if mesh.world > 1 else torch.device(t.device)
         if mesh.world > 1:
-            check_agreed(mesh, {**run.plain(), "batches": self.batches.state()})
-        _warm_up(t.device)
-        before = held(self.device)
+            resumed_from = "" if start.saved is None else start.saved[0].name
+            agreed = {"batches": dataset.batches.state(), "resume": resumed_from}
+            check_agreed(mesh, {**self.config.plain(), **agreed})
+        _warm_up(self.device)
+        self.memory_before = process_memory(self.device)
         self.engine = Engine(
-            run.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype], t.seed, t.memory_budget,
-            weight_decay=t.weight_decay, max_norm=t.max_norm or math.inf, linear=t.linear, deterministic=t.deterministic,
-            mesh=mesh, shard=ranks.shard, bucket_bytes=ranks.bucket_bytes, context=ranks.context,
-        )  # fmt: skip
-        self.group, self.groups = (
-            mesh.rank // ranks.context,
-            mesh.world // ranks.context,
-        )  # of ranks that share sequences
-        self.resident_before = before
-        self.validation_loss: float | None = None
-        self.best: Best | None = None
+            self.config.model,
+            t.batch_size,
+            t.seq_len,
+            t.device,
+            DTYPES[t.dtype],
+            t.seed,
+            t.memory_budget,
+            weight_decay=t.weight_decay,
+            max_norm=t.max_norm or math.inf,
+            linear=t.linear,
+            deterministic=t.deterministic,
+            mesh=mesh,
+            **ranks.sharding,
+        )
+        self.evaluator = Evaluator(dataset, self.engine, ranks, t)
+        self.checkpointer = Checkpointer(self.folder, self.engine, mesh, t.keep_checkpoints)
         self.train_loss = math.nan
-        self.resumed_from: Path | None = None
-        self.found: dict[str, Any] = {}  # files, documents, bytes and tokens of a new run's text
-        self.saved: tuple[int, Path] | None = None  # the step of the newest checkpoint, and where it is
-        self._start()
+        self._reset()
         self._check_state()
+        if start.saved is not None:
+            self._restore(*start.saved)
 
-    def restore(self, path: Path) -> None:
-        state = read_state(path)
-        self.batches.restore(state["data"])
-        if self.mesh.world == 1:
-            load_into(path, self.engine.tensors())
-        else:
-            from .pieces import load_pieces  # torch's distributed checkpoint takes a second to load
-
-            load_pieces(path, self.engine, self.mesh)
-        restore_counters(self.engine, state["engine"])
-        self.train_loss = math.nan if state["train_loss"] is None else state["train_loss"]
-        self.validation_loss, self.best = state["validation_loss"], best_of(self.folder)
-        self.resumed_from = path
-        self.saved = (self.engine.steps, path) if path.parent.name == "checkpoints" else None
-        self._start()
-        if state.get("finite"):  # saved amid steps that are not finite
-            engine, data, loss = state["finite"]
-            self.finite = engine, data, math.nan if loss is None else loss
-
-    def go(self) -> RunResult:
-        with self._begun() as self.log, stop_on_signals() as self.stopped:
+    def train(self) -> RunResult:
+        with self._open_log() as log, stop_on_signals() as self.stopped:
+            self.metrics = Metrics(self.show, log, self.stopped)
             try:
-                return self._go()
+                return self._train()
             except NonFiniteError as error:
                 self._rewind()
-                raise self._ended(f"{error}; the checkpoint is from before them") from error
+                raise self._fail(f"{error}; the checkpoint is from before them") from error
             except OSError as error:
                 reason = f"{error.filename or self.folder}: {error.strerror}"
-                if self.mesh.world > 1:  # the other ranks are elsewhere, and a save needs all of them
-                    raise self._not_saved(reason) from error
-                raise self._ended(reason) from error
+                if self.mesh.world > 1:  # a save needs all ranks, and the others are elsewhere
+                    raise self._failure(reason) from error
+                raise self._fail(reason) from error
 
-    def _begun(self) -> RunLog | NoLog:
-        """The log of the run, whose folder says what runs in it."""
+    def _open_log(self) -> AbstractContextManager[RunLog | None]:
+        """The log, on rank 0, which also writes run.json."""
         if self.mesh.rank:
-            return NoLog()
-        write_run(self.folder, self.run)
+            return nullcontext()
+        write_run(self.folder, self.config)
         tensorboard = self.folder / "tensorboard" if tensorboard_installed() else None
-        chosen = {f"{part}.{key}": value for part, keys in self.run.plain().items() for key, value in keys.items()}
+        chosen = {f"{part}.{key}": value for part, keys in self.config.plain().items() for key, value in keys.items()}
         return RunLog(self.folder / "log.jsonl", tensorboard=tensorboard, hyper_parameters=chosen)
 
-    def _go(self) -> RunResult:
-        t, engine = self.run.train, self.engine
-        if self.resumed_from is not None:
-            self.log.append(engine.steps, "resume", {"checkpoint": self.resumed_from.name})
-        if self.found:
-            self.log.append(engine.steps, "data", self.found)
-            self._tell("data", self.found)
-        tokens = min(self.batches.windows * t.seq_len, len(self.text))
-        self._tell("start", {
-            "parameters": sum(g.numel() for g in engine.grads.values()), "tokens": tokens,
-            "planned_bytes": engine.plan.peak_bytes, "unigram_entropy": self.entropy, "step": engine.steps, "steps": t.steps,
-            "folder": str(self.folder), "resumed_from": None if self.resumed_from is None else str(self.resumed_from),
-            "ranks": self.mesh.world, "micro_batches": t.gradient_accumulation,
-            "idle_ranks": max(0, self.groups - t.gradient_accumulation) * self.mesh.world // self.groups,
-        })  # fmt: skip
+    def _train(self) -> RunResult:
+        t, engine = self.config.train, self.engine
+        self._show_start()
         while engine.steps < t.steps and not (self.stopped if self.mesh.world == 1 else engine.ranks.stop):
             self._step()
             if t.eval_interval and engine.steps % t.eval_interval == 0 and engine.steps < t.steps:
@@ -199,76 +193,97 @@ class Run:
         if stopped_by is None:
             self._evaluate()
         else:
-            self._tell("stop", {"step": engine.steps, "signal": stopped_by})
+            self.metrics.emit("stop", {"step": engine.steps, "signal": stopped_by})
         self._save()
         return self._finish(stopped_by)
 
+    def _show_start(self) -> None:
+        t, engine, ranks = self.config.train, self.engine, self.ranks
+        resumed_from = None if self.start.saved is None else self.start.saved[0]
+        if resumed_from is not None:
+            self.metrics.log(engine.steps, "resume", {"checkpoint": resumed_from.name})
+        if self.dataset.summary:
+            self.metrics.log(engine.steps, "data", self.dataset.summary)
+            self.metrics.emit("data", self.dataset.summary)
+        numbers = {
+            "parameters": sum(g.numel() for g in engine.grads.values()),
+            "tokens": self.dataset.training_tokens,
+            "planned_bytes": engine.plan.peak_bytes,
+            "unigram_entropy": self.dataset.entropy,
+            "step": engine.steps,
+            "steps": t.steps,
+            "folder": str(self.folder),
+            "resumed_from": None if resumed_from is None else str(resumed_from),
+            "ranks": self.mesh.world,
+            "micro_batches": t.gradient_accumulation,
+            "idle_ranks": max(0, ranks.groups - t.gradient_accumulation) * self.mesh.world // ranks.groups,
+        }
+        self.metrics.emit("start", numbers)
+
     def _stopped_by(self) -> str | None:
-        """The signal that ended the run; of several ranks the first one's that had any."""
+        """The signal that ended the run; with several ranks, that of the first rank which had one."""
         mine = self.stopped[0] if self.stopped else None
         if self.mesh.world == 1:
             return mine
         return next(filter(None, self.mesh.gather(mine)), None) if self.engine.ranks.stop else None
 
-    def _tell(self, event: str, numbers: dict[str, Any]) -> None:
-        """`show`; where nobody can see it any more, the run stops, and is silent from then on."""
-        try:
-            self.show(event, numbers)
-        except OSError as error:
-            self.show = lambda _event, _numbers: None
-            if error.errno not in (errno.EPIPE, errno.EIO):
-                raise named(error, Path("output")) from error
-            self.stopped.append("SIGPIPE" if error.errno == errno.EPIPE else "SIGHUP")
-
-    def _ended(self, reason: str) -> RunEnded:
-        """Save and report what can be, and say what was."""
+    def _fail(self, reason: str) -> RunEnded:
+        """Save and report as much as possible, and say what was saved."""
         with suppress(OSError):
             self._save()
         with suppress(OSError):
             self._finish(None, sample="")
             reason += f"; the report: {self.folder / 'report.html'}"
-        return self._not_saved(reason)
+        return self._failure(reason)
 
-    def _not_saved(self, reason: str) -> RunEnded:
-        """`reason`, and what was saved before."""
-        if self.saved is None:
+    def _failure(self, reason: str) -> RunEnded:
+        if self.checkpointer.newest is None:
             return RunEnded(f"{reason}; nothing could be saved")
-        step, path = self.saved
+        step, path = self.checkpointer.newest
         return RunEnded(f"{reason}; saved: {path}, after {step:,} steps; go on with: {resume_command(self.folder)}")
 
-    def _start(self) -> None:
-        """No step is under way, and here is where a run of steps that are not finite would go back to."""
+    def _reset(self) -> None:
+        """No step is in flight, and this is the position before the next one."""
         optimizer = self.engine.optimizer
-        self.under_way: deque[_Before] = deque()
-        self.begun, self.skipped, self.in_a_row = 0.0, optimizer.skipped, optimizer.skipped_in_a_row
-        self.finite = counters(self.engine), self.batches.state(), self.train_loss
-        self.written: tuple[int, Path] | None = (
-            None  # the step of what was saved last, in either folder, and where it is
-        )
+        position = Position(counters(self.engine), self.dataset.batches.state(), self.train_loss)
+        self.in_flight: deque[InFlight] = deque()
+        self.step_started_at = 0.0
+        self.skipped = SkippedSteps(optimizer.skipped, optimizer.skipped_in_a_row, position)
+        self.checkpointer.forget_last()
+
+    def _restore(self, path: Path, state: RunState) -> None:
+        self.dataset.batches.restore(state["data"])
+        self.checkpointer.restore(path, state)
+        self.train_loss = _nan_if_none(state["train_loss"])
+        self.evaluator.loss = state["validation_loss"]
+        self._reset()
+        if saved := state.get("finite"):  # between steps that are not finite
+            engine, data, loss = saved
+            self.skipped.last_finite_state = Position(engine, data, _nan_if_none(loss))
 
     def _rewind(self) -> None:
-        """To before the first of the steps in a row that were not finite: they changed neither weights nor moments."""
-        engine, data, self.train_loss = self.finite
+        """Go back to before the first of the steps in a row that were not finite."""
+        engine, data, self.train_loss = self.skipped.last_finite_state
         restore_counters(self.engine, engine)
-        self.batches.restore(data)
-        self._start()
+        self.dataset.batches.restore(data)
+        self._reset()
 
     def _step(self) -> None:
         """Submit a step, and record those that are done."""
-        t, engine = self.run.train, self.engine
+        t, engine, batches = self.config.train, self.engine, self.dataset.batches
+        floor = min(t.min_learning_rate, t.learning_rate)
         rate = learning_rate(
-            engine.steps, peak=t.learning_rate, floor=min(t.min_learning_rate, t.learning_rate),
-            warmup_steps=t.warmup_steps, total_steps=t.steps,
-        )  # fmt: skip
-        position = engine.steps, engine.draws, self.batches.state()
+            engine.steps, peak=t.learning_rate, floor=floor, warmup_steps=t.warmup_steps, total_steps=t.steps
+        )
+        before = InFlight(engine.steps, engine.draws, batches.state(), rate)
         self.mesh.at(f"step {engine.steps}: reading data")
-        self.tokens.check_length()
-        pairs = self.batches.deal(t.gradient_accumulation, self.group, self.groups)
-        before = _Before(*position, rate, t.gradient_accumulation * t.batch_size * t.seq_len)
+        self.dataset.file.check_length()
+        pairs = batches.deal(t.gradient_accumulation, self.ranks.group, self.ranks.groups)
         if self.stopped:
             engine.ranks.stop = True
-        self.begun = time.perf_counter() if not self.under_way else self.begun
-        self.under_way.append(before)
+        if not self.in_flight:
+            self.step_started_at = time.perf_counter()
+        self.in_flight.append(before)
         try:
             engine.submit([x for x, _ in pairs], [y for _, y in pairs], rate)
         finally:
@@ -283,112 +298,66 @@ class Run:
             raise
 
     def _log(self, results: list[StepResult]) -> None:
-        """Of the first step in a row that was not finite, keep where it began."""
-        t, engine = self.run.train, self.engine
+        t, engine = self.config.train, self.engine
+        tokens = t.gradient_accumulation * t.batch_size * t.seq_len
         for result in results:
-            before = self.under_way.popleft()
+            before = self.in_flight.popleft()
             step, now = before.step + 1, time.perf_counter()
-            seconds, self.begun = now - self.begun, now
-            if math.isfinite(result.norm):
-                self.in_a_row = 0
-            else:
-                if not self.in_a_row:
-                    counters = {"steps": before.step, "skipped": self.skipped, "skipped_in_a_row": 0}
-                    self.finite = {"seed": engine.seed, "draws": before.draws, **counters}, before.data, self.train_loss
-                self.in_a_row, self.skipped = self.in_a_row + 1, self.skipped + 1
+            seconds, self.step_started_at = now - self.step_started_at, now
+            self.skipped.count(result.norm, before, engine.seed, self.train_loss)
             self.train_loss = result.loss
-            numbers = {
-                "loss": result.loss, "learning_rate": before.learning_rate, "gradient_norm": result.norm,
-                "skipped": self.skipped, "tokens_per_second": before.tokens / seconds,
+            numbers: Numbers = {
+                "loss": result.loss,
+                "learning_rate": before.learning_rate,
+                "gradient_norm": result.norm,
+                "skipped": self.skipped.total,
+                "tokens_per_second": tokens / seconds,
                 "measured_bytes": self._resident().measured_bytes,
-            }  # fmt: skip
-            self.log.append(step, "train", numbers)
+            }
+            self.metrics.log(step, "train", numbers)
             if step % t.log_interval == 0 or step in (1, t.steps):
-                seen = {"step": step, "steps": t.steps, "tokens_seen": step * before.tokens}
-                self._tell("train", numbers | seen | {"planned_bytes": engine.plan.peak_bytes})
+                progress = {"step": step, "steps": t.steps, "tokens_seen": step * tokens}
+                self.metrics.emit("train", numbers | progress | {"planned_bytes": engine.plan.peak_bytes})
 
     def _evaluate(self) -> None:
-        t, engine = self.run.train, self.engine
         self._record(wait=True)
-        few = len(self.held_out) < t.seq_len + 1 if self.validation is None else not len(self.validation)
-        if few or not t.eval_batches:
-            return
-        total, count = 0.0, 0.0
-        self.tokens.check_length()
-        own = batches_in_order(
-            self.held_out, t.batch_size, t.seq_len, most=t.eval_batches, windows=self.validation,
-            rank=self.group, world=self.groups,
-        )  # fmt: skip
-        for tokens, targets in engine.ranks.padded(list(own)):
-            self.mesh.at(f"step {engine.steps}: evaluating")
-            n = count_targets(targets)
-            total += engine.evaluate(tokens, targets) * n
-            count += n
-        if self.mesh.world > 1:
-            total, count = self.mesh.sum(total, count)
-        self.validation_loss = total / count
-        self.log.append(engine.steps, "validation", {"loss": self.validation_loss})
-        self._tell("validation", {"step": engine.steps, "loss": self.validation_loss, "unigram_entropy": self.entropy})
-        if self.validation_loss < (math.inf if self.best is None else self.best.validation_loss):
-            path = self._checkpoint("best", keep=1)
-            self.best = Best(path, engine.steps, self.validation_loss)
+        step, loss = self.engine.steps, self.evaluator.run()
+        if loss is not None:
+            self.metrics.log(step, "validation", {"loss": loss})
+            shown = {"step": step, "loss": loss, "unigram_entropy": self.dataset.entropy}
+            self.metrics.emit("validation", shown)
+            self.checkpointer.save_if_best(self._state(), loss)
 
     def _save(self) -> None:
-        engine = self.engine
         self._record(wait=True)
-        if self.saved is not None and self.saved[0] == engine.steps:
-            return
-        path = self._checkpoint("checkpoints", keep=self.run.train.keep_checkpoints)
-        self.saved = engine.steps, path
-        self._tell("checkpoint", {"step": engine.steps, "path": str(path)})
-
-    def _checkpoint(self, place: str, *, keep: int) -> Path:
-        """Save, with links to the files of the checkpoint that was saved last where it has the same tensors."""
-        folder, engine, mesh, state = self.folder / place, self.engine, self.mesh, self._state()
-        step, source = self.written or (-1, self.folder)
-        same = step == engine.steps and mesh.gather(is_complete(source))[0]
-        if mesh.world > 1:
-            from .pieces import save_pieces, save_same_pieces  # torch's distributed checkpoint takes a second to load
-
-            if same:
-                path = save_same_pieces(folder, source, engine, mesh, state, keep=keep)
-            else:
-                path = save_pieces(folder, engine, mesh, state, keep=keep)
-        elif same:
-            path = save_same(folder, source, state, keep=keep)
-        else:
-            path = save_checkpoint(folder, engine.steps, engine.tensors(), state, keep=keep)
-        self.written = engine.steps, path
-        return path
+        if path := self.checkpointer.save(self._state()):
+            self.metrics.emit("checkpoint", {"step": self.engine.steps, "path": str(path)})
 
     def _check_state(self) -> None:
-        """What a checkpoint will hold can be saved, and a resumed run reads the same configuration from it."""
+        """The state can be saved, and a resumed run reads the same configuration from it."""
         state = self._state()
-        if self.mesh.world > 1:
-            from .pieces import state_of_ranks
-
-            state = state_of_ranks(self.engine, self.mesh, state)
-        check_state(state)
+        self.checkpointer.check(state)
         read = run_from(json.loads(json.dumps(state["run"])), "state['run']")
-        if read != self.run:
-            raise ValueError(f"run: got {self.run}; accepted: one that comes back from JSON, where this is {read}")
+        if read != self.config:
+            raise ValueError(f"run: got {self.config}; accepted: one that comes back from JSON, where this is {read}")
 
-    def _state(self) -> dict[str, Any]:
-        """What a resumed run needs beside the tensors, as plain JSON."""
+    def _state(self) -> RunState:
+        """What a resumed run needs besides the tensors, as plain JSON."""
+        engine, data, loss = self.skipped.last_finite_state
         return {
             "engine": counters(self.engine),
-            "data": self.batches.state(),
-            "tokenizer_sha256": self.tokenizer_sha256,
-            "run": self.run.plain(),
-            "train_loss": _number(self.train_loss),
-            "validation_loss": _number(self.validation_loss),
+            "data": self.dataset.batches.state(),
+            "tokenizer_sha256": self.dataset.file.tokenizer_sha256,
+            "run": self.config.plain(),
+            "train_loss": _none_if_not_finite(self.train_loss),
+            "validation_loss": _none_if_not_finite(self.evaluator.loss),
             "threads": torch.get_num_threads(),
-            "finite": [*self.finite[:2], _number(self.finite[2])] if self.in_a_row else None,
+            "finite": [engine, data, _none_if_not_finite(loss)] if self.skipped.in_a_row else None,
         }
 
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, report = self.engine, self.folder / "report.html"
-        measured, params = self._resident(), engine.params  # of all ranks together
+        measured, params = self._resident(), engine.params  # all ranks must ask for params
         self.mesh.at(f"step {engine.steps}: the report", alone=True)
         if self.mesh.rank:
             sample = ""
@@ -396,62 +365,83 @@ class Run:
             sample = self._sample(params) if sample is None else sample
             write_whole(report, [self._report(measured, sample).encode("utf-8")])
         return RunResult(
-            self.folder, engine.steps, self.train_loss, self.validation_loss, self.entropy, engine.plan.peak_bytes,
-            measured, sample, report, stopped_by, self.best,
-        )  # fmt: skip
+            folder=self.folder,
+            steps=engine.steps,
+            train_loss=self.train_loss,
+            validation_loss=self.evaluator.loss,
+            unigram_entropy=self.dataset.entropy,
+            planned_bytes=engine.plan.peak_bytes,
+            measured=measured,
+            sample=sample,
+            report=report,
+            stopped_by=stopped_by,
+            best=self.checkpointer.best,
+        )
 
     def _report(self, measured: Resident, sample: str) -> str:
-        engine, t, world = self.engine, self.run.train, self.mesh.world
+        engine, t = self.engine, self.config.train
         memory = step_report(engine.plan, engine.spec, "Memory of one step")
-        validation = f", validation {self.validation_loss:.4f}" if self.validation_loss is not None else ""
+        records = read_log(self.folder / "log.jsonl")
+        tables = run_tables(self.config, records, environment(self.device, engine.dtype), measured)
+        return run_report(
+            f"tilegrad: {self.folder.name}",
+            records,
+            facts=self._facts(measured),
+            sample=sample,
+            tables=tables,
+            unigram_entropy=self.dataset.entropy,
+            planned_bytes=engine.plan.peak_bytes,
+            memory_page=memory.html(),
+        )
+
+    def _facts(self, measured: Resident) -> dict[str, str]:
+        engine, t, world = self.engine, self.config.train, self.mesh.world
+        loss, saved = self.evaluator.loss, self.checkpointer.best
+        validation = "" if loss is None else f", validation {loss:.4f}"
         best = "none"
-        if self.best is not None:
-            path = self.best.path.relative_to(self.folder)
-            best = f"validation {self.best.validation_loss:.4f} after {self.best.step:,} steps, {path}"
-        sequence = f", {world // self.groups} to a sequence" if self.groups < world else ""
-        facts = {
-            "model": f"{sum(g.numel() for g in engine.grads.values()):,} parameters, {self.run.model.n_layer} layers",
+        if saved is not None:
+            path = saved.path.relative_to(self.folder)
+            best = f"validation {saved.validation_loss:.4f} after {saved.step:,} steps, {path}"
+        context = self.ranks.sharding["context"]
+        ranks = f"{world} rank{'s' * (world > 1)}" + (f", {context} to a sequence" if context > 1 else "")
+        arenas = human(sum(measured.arenas.values()))
+        return {
+            "model": f"{sum(g.numel() for g in engine.grads.values()):,} parameters, {self.config.model.n_layer} layers",
             "steps": f"{engine.steps:,} of {t.steps:,}",
             "loss": f"{self.train_loss:.4f}{validation}",
             "best": best,
-            "unigram entropy": f"{self.entropy:.4f} nats",
-            "memory": f"{human(engine.plan.peak_bytes)} planned, {human(sum(measured.arenas.values()))} of it resident, "
-            f"and {human(measured.beside_bytes)} beside it",
-            "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads, {world} rank{'s' * (world > 1)}{sequence}",
+            "unigram entropy": f"{self.dataset.entropy:.4f} nats",
+            "memory": f"{human(engine.plan.peak_bytes)} planned, {arenas} of it resident, "
+            f"and {human(measured.unplanned_bytes)} outside the plan",
+            "device": f"{t.device}, {t.dtype}, {torch.get_num_threads()} threads, {ranks}",
         }
-        records = read_log(self.folder / "log.jsonl")
-        tables = run_tables(self.run, records, environment(self.device, engine.dtype), measured)
-        return run_report(
-            f"tilegrad: {self.folder.name}", records, facts=facts, sample=sample, tables=tables,
-            unigram_entropy=self.entropy, planned_bytes=engine.plan.peak_bytes, memory_page=memory.html(),
-        )  # fmt: skip
 
     def _sample(self, params: dict[str, Tensor]) -> str:
-        """What the model writes after the first held-out tokens."""
-        t, model = self.run.train, self.run.model
+        """A continuation of the first held-out tokens."""
+        t, model = self.config.train, self.config.model
         room = model.block_size // 2
-        n = min(t.sample_tokens, model.block_size - room)
-        begin = 0 if self.validation is None or not len(self.validation) else int(self.validation[0]) * t.seq_len
-        source = self.held_out[begin:] if len(self.held_out) - begin >= room else self.text
-        prompt = [int(token) for token in source[: min(room, 32)]]
+        prompt, n = self.dataset.prompt(room), min(t.sample_tokens, model.block_size - room)
         if not n or not prompt or not math.isfinite(self.train_loss):
             return ""
-        options: dict[str, Any] = {"temperature": 0.8, "top_k": 50, "seed": t.seed}
         try:
-            tokens = list(generate(model, params, prompt, n, **options))
-        except NonFiniteLogits:  # these weights write nothing
+            tokens = list(generate(model, params, prompt, n, temperature=0.8, top_k=50, seed=t.seed))
+        except NonFiniteLogits:  # these weights generate nothing
             return ""
-        return decode_known(self.tokenizer, [*prompt, *tokens])
+        return decode_known(self.dataset.tokenizer, [*prompt, *tokens])
 
     def _resident(self) -> Resident:
-        return resident(self.engine.arenas.bytes, self.engine.plan.peak_bytes, self.resident_before, self.device)
+        return resident(self.engine.arenas.bytes, self.engine.plan.peak_bytes, self.memory_before, self.device)
 
 
-def _warm_up(device: str) -> None:
-    """A product and its threads: BLAS takes tens of megabytes with its first call, whatever the model."""
-    if torch.device(device).type == "cpu":
+def _warm_up(device: torch.device) -> None:
+    """Multiply once: the first call of BLAS takes tens of megabytes, whatever the model."""
+    if device.type == "cpu":
         torch.ones(512, 512).mm(torch.ones(512, 512))
 
 
-def _number(value: float | None) -> float | None:
+def _nan_if_none(value: float | None) -> float:
+    return math.nan if value is None else value
+
+
+def _none_if_not_finite(value: float | None) -> float | None:
     return None if value is None or not math.isfinite(value) else value

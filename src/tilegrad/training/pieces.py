@@ -5,13 +5,13 @@
         shard-00002-model-00001-of-00001.safetensors     …
         manifest.json                                    as of one process: step, state, size and sha256 of every file
 
-A piece is a run of a flattened tensor, known by the tensor's name and its offset there. So a checkpoint knows nothing of
-buckets, arenas or ranks. A checkpoint of one process is read too: its tensors are pieces that are whole.
+A piece is a slice of a flattened tensor, identified by the tensor's name and its offset there. So a checkpoint does not
+depend on buckets, arenas or ranks. A checkpoint of one process is read too: its tensors are whole pieces.
 
-DCP plans which rank writes and reads what; around it is what `checkpoint.py` does for one process. Pieces are staged under a
-hidden name, each rank hashes its own file, rank 0 finds all of them with their sizes, writes the manifest and renames. A rank
-that dies leaves a hidden folder and nothing else. Before one is read, each file is hashed by one rank, and all agree. No file
-is a pickle; between the ranks of one save or load, DCP sends its plans as torch sends objects.
+DCP plans which rank writes and reads what; the rest is as in `checkpoint.py`. Pieces are written under a hidden name, each
+rank hashes its own file, and rank 0 checks the sizes of all files, writes the manifest and renames the folder. A rank that
+dies leaves a hidden folder and nothing else. Before a checkpoint is read, each file is hashed by one rank, and all ranks
+agree. No file is a pickle; between the ranks of one save or load, DCP sends its plans as torch sends objects.
 """
 
 from __future__ import annotations
@@ -19,7 +19,8 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import ModuleType
+from typing import TYPE_CHECKING, NoReturn
 
 import torch
 import torch.distributed.checkpoint
@@ -29,18 +30,18 @@ from torch.distributed.checkpoint.api import CheckpointException
 from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
 from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
-from ..data.tokens import sha256_of
 from ..dist.mesh import Mesh
 from ..engine.state import owned_pieces, publish_pieces
-from ..text.atomic import sync
+from ..text.atomic import sha256_of, sync
 from .checkpoint import (
     MANIFEST,
     STAGED,
     TENSORS,
     DamagedCheckpoint,
+    Manifest,
     Tensors,
-    about,
     check_state,
+    file_entry,
     latest_good,
     next_path,
     read_manifest,
@@ -49,17 +50,18 @@ from .checkpoint import (
     save_same,
     write_manifest,
 )
+from .state import RunState
 
 if TYPE_CHECKING:
     from ..engine.engine import Engine
 
 
 _DTYPES = {torch.float32: "F32", torch.float64: "F64", torch.bfloat16: "BF16"}  # safetensors' names
-dcp: Any = torch.distributed.checkpoint  # whose types leave its names out
+dcp: ModuleType = torch.distributed.checkpoint  # its type stubs lack the names used here
 
 
 class Piece(torch.Tensor):
-    """A run of a flattened tensor, as DCP takes its leaves: a tensor of the whole's size, which a DTensor is too."""
+    """A slice of a flattened tensor, in the form that DCP accepts: like a DTensor, a tensor of the whole's size."""
 
     tensor: Tensor
     at: ChunkStorageMetadata
@@ -71,7 +73,7 @@ class Piece(torch.Tensor):
         return piece
 
     @classmethod
-    def __torch_dispatch__(cls, func: Any, *_: Any) -> Any:
+    def __torch_dispatch__(cls, func: object, *_: object) -> NoReturn:
         raise TypeError(f"a piece of a checkpoint takes part in no {func}")
 
     def __create_write_items__(self, name: str, _whole: object) -> list[WriteItem]:
@@ -85,7 +87,7 @@ class Piece(torch.Tensor):
         return self.tensor
 
 
-def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int = 3) -> Path:
+def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, object], *, keep: int = 3) -> Path:
     """Called on every rank; `state` is rank 0's. Returns the path of the new checkpoint."""
     staged, saved = folder / STAGED, state_of_ranks(engine, mesh, state)
     check_state(saved)
@@ -103,11 +105,11 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, An
     own = sorted(staged.glob(f"shard-{mesh.rank + 1:05d}-*.safetensors"))
     for file in own:
         sync(file)
-    told = mesh.gather({file.name: about(file) for file in own})
+    entries = mesh.gather({file.name: file_entry(file) for file in own})
 
     def finish() -> Path:
         path = next_path(folder, engine.steps)
-        write_manifest(staged, engine.steps, {name: one for part in told for name, one in part.items()}, saved)
+        write_manifest(staged, engine.steps, {name: one for part in entries for name, one in part.items()}, saved)
         staged.rename(path)
         sync(folder)
         retire(folder, keep)
@@ -117,20 +119,20 @@ def save_pieces(folder: Path, engine: Engine, mesh: Mesh, state: Mapping[str, An
 
 
 def save_same_pieces(
-    folder: Path, source: Path, engine: Engine, mesh: Mesh, state: Mapping[str, Any], *, keep: int
+    folder: Path, source: Path, engine: Engine, mesh: Mesh, state: Mapping[str, object], *, keep: int
 ) -> Path:
     """`save_same`, called on every rank."""
     mesh.at(f"step {engine.steps}: saving")
     return _on_rank_0(folder, mesh, lambda: save_same(folder, source, state_of_ranks(engine, mesh, state), keep=keep))
 
 
-def state_of_ranks(engine: Engine, mesh: Mesh, state: Mapping[str, Any]) -> dict[str, Any]:
-    """What the manifest of several ranks holds."""
+def state_of_ranks(engine: Engine, mesh: Mesh, state: Mapping[str, object]) -> dict[str, object]:
+    """The state in the manifest of several ranks."""
     return {**state, "shapes": {name: list(g.shape) for name, g in engine.grads.items()}, "ranks": mesh.world}
 
 
 def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
-    """The path of the checkpoint that `work` saves on rank 0. An OSError there is raised on all ranks."""
+    """Save by `work` on rank 0; all ranks return the checkpoint's path, or raise the OSError that rank 0 had."""
     name, failed = "", None
     if mesh.rank == 0:
         try:
@@ -143,11 +145,11 @@ def _on_rank_0(folder: Path, mesh: Mesh, work: Callable[[], Path]) -> Path:
     return folder / name
 
 
-def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:
-    """Into an engine of any number of ranks and any buckets. Nothing is written unless every file is what was saved."""
+def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> RunState:
+    """Load into an engine with any number of ranks and any buckets. Nothing is written unless every file is as it was saved."""
     mesh.at(f"loading {path.name}")
     manifest = check_together(path, mesh)
-    _check_forms(path, manifest, engine)
+    _check_headers(path, manifest, engine)
     if (path / TENSORS).exists():
         _load_whole(path / TENSORS, engine)
     else:
@@ -155,13 +157,12 @@ def load_pieces(path: Path, engine: Engine, mesh: Mesh) -> dict[str, Any]:
         reader = dcp.HuggingFaceStorageReader(str(path))
         _together(mesh, lambda: dcp.load(pieces, storage_reader=reader, process_group=mesh.host_group), "load")
     publish_pieces(engine)
-    state: dict[str, Any] = manifest["state"]
-    return state
+    return manifest["state"]
 
 
-def check_together(path: Path, mesh: Mesh) -> dict[str, Any]:
-    """The manifest of a checkpoint of which each rank has hashed its share of the files; refused on all ranks alike."""
-    bad, manifest = "", {}
+def check_together(path: Path, mesh: Mesh) -> Manifest:
+    """The manifest, after each rank has hashed its share of the files. All ranks raise the same error."""
+    bad = ""
     try:
         manifest = read_manifest(path)
         for file in sorted(manifest["files"])[mesh.rank :: mesh.world]:
@@ -175,11 +176,11 @@ def check_together(path: Path, mesh: Mesh) -> dict[str, Any]:
     return manifest
 
 
-def _check_forms(path: Path, manifest: Mapping[str, Any], engine: Engine) -> None:
-    """Refuse other names, shapes or dtypes than this engine's, by the headers alone: all ranks read them and say the same."""
+def _check_headers(path: Path, manifest: Manifest, engine: Engine) -> None:
+    """Refuse other names, shapes or dtypes than this engine's. All ranks read the same headers."""
     wanted = {f"{kind}{name}": tuple(g.shape) for name, g in engine.grads.items() for kind in ("", "m.", "v.")}
     with Tensors(path, manifest) as file:
-        there = {name: form for name, form in file.forms.items() if not name.startswith("scale.")}
+        there = {name: header for name, header in file.headers.items() if not name.startswith("scale.")}
     for name in sorted({*wanted, *there} - {"adam_step"}):
         found = there[name][1] if name in there else None
         if found != wanted.get(name):
@@ -198,8 +199,8 @@ def _load_whole(file: Path, engine: Engine) -> None:
 
 
 def _together(mesh: Mesh, work: Callable[[], None], name: str) -> None:
-    """DCP's work on all ranks. What one of them could not do, a full disk, is raised on all as it was there. torch's own
-    warnings about itself are nobody's business here."""
+    """Run DCP's work on all ranks; an error of one rank, such as a full disk, is raised on all. torch's warnings about its
+    own code are ignored."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")

@@ -9,7 +9,7 @@ from collections.abc import Mapping, Sequence
 from importlib import resources
 from itertools import accumulate
 from types import MappingProxyType
-from typing import Any
+from typing import TypeAlias
 
 from ..memory.page import human
 from .config import RunConfig
@@ -24,6 +24,7 @@ _CHARTS = (  # name in the records, heading, unit, whether the axis begins at 0
     ("measured_bytes", "Memory measured", "MiB", True),
 )
 _SCALES = {"measured_bytes": 2.0**-20}
+Curve: TypeAlias = dict[str, object]  # as report.html reads it
 Table = Sequence[tuple[str, ...]]  # rows of a name and its values
 _MEANS = 60  # points that a smoothed curve has room for
 
@@ -40,8 +41,8 @@ def run_report(
     memory_page: str = "",
 ) -> str:
     """A self-contained HTML page: curves of the loss (train, its running mean, validation, and the unigram entropy as a
-    level), the learning rate, the gradient norm, the tokens per second and the memory measured (with the plan as a level);
-    tables; what lives in memory during a step; a sample.
+    level), the learning rate, the gradient norm, the tokens per second and the measured memory (with the plan as a level);
+    tables; the memory of a step; a sample.
 
     records       as `read_log` gives them: kinds "train" and "validation" are drawn; null is a gap in the curve
     tables        by heading, as `run_tables` makes them
@@ -75,9 +76,9 @@ def run_report(
 
 
 def run_tables(
-    run: RunConfig, records: Sequence[Record], environment: Mapping[str, object], held: Resident
+    run: RunConfig, records: Sequence[Record], environment: Mapping[str, object], measured: Resident
 ) -> dict[str, Table]:
-    """What a run was: every hyper-parameter, its data as the log has it, where it ran, and its memory by role."""
+    """Every hyper-parameter, the data as the log has it, the environment, and the memory by role."""
     plain = run.plain()
     data = next((record for record in reversed(records) if record["kind"] == "data"), {})
     counted = {name: value for name, value in data.items() if name not in ("step", "kind")}
@@ -89,11 +90,11 @@ def run_tables(
         "Environment": _rows(environment),
         "Memory by role": [
             ("", "resident"),
-            *((role, human(nbytes)) for role, nbytes in held.arenas.items()),
-            ("the plan's arenas", human(sum(held.arenas.values()))),
-            ("planned", human(held.planned_bytes)),
-            (f"beside them: {held.beside}", human(held.beside_bytes)),
-            ("not counted: code and text from files", human(held.file_bytes)),
+            *((role, human(nbytes)) for role, nbytes in measured.arenas.items()),
+            ("the plan's arenas", human(sum(measured.arenas.values()))),
+            ("planned", human(measured.planned_bytes)),
+            (f"outside the plan: {measured.unplanned}", human(measured.unplanned_bytes)),
+            ("not counted: code and text from files", human(measured.file_bytes)),
         ],
     }
 
@@ -115,7 +116,7 @@ def _table(heading: str, rows: Table) -> str:
     return f"<section><h2>{html.escape(heading)}</h2><table>{lines}</table></section>"
 
 
-def _series(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
+def _series(records: Sequence[Record], name: str) -> list[Curve]:
     train, validation = (_points(records, kind, name) for kind in ("train", "validation"))
     width = math.ceil(len(train) / _MEANS)
     smooth = name == "loss" and width > 1
@@ -128,14 +129,14 @@ def _series(records: Sequence[Record], name: str) -> list[dict[str, Any]]:
 
 
 def _points(records: Sequence[Record], kind: str, name: str) -> list[tuple[int, float | None]]:
-    """Step and value of each record of that kind, the last one where a step has several."""
+    """Step and value of each record of that kind; the last one if a step has several."""
     scale = _SCALES.get(name)
     values = {r["step"]: r[name] for r in records if r["kind"] == kind and name in r}
     return [(step, y if scale is None or y is None else y * scale) for step, y in sorted(values.items())]
 
 
 def _running_mean(points: Sequence[tuple[int, float | None]], width: int) -> list[tuple[int, float | None]]:
-    """At each point, the mean of the finite values among the `width` points around it, fewer at the ends."""
+    """The mean of the finite values among the `width` points around each point, fewer at the ends."""
     known = [0, *accumulate(y is not None for _, y in points)]
     total = [0.0, *accumulate(y or 0.0 for _, y in points)]
     out: list[tuple[int, float | None]] = []
@@ -148,7 +149,7 @@ def _running_mean(points: Sequence[tuple[int, float | None]], width: int) -> lis
 
 def _curve(
     name: str, points: Sequence[tuple[int, float | None]], colour: str, *, faint: bool = False, dots: bool = False
-) -> dict[str, Any]:
+) -> Curve:
     x, y = [step for step, _ in points], [value for _, value in points]
     return {"name": name, "x": x, "y": y, "colour": colour, "faint": faint, "dots": dots}
 

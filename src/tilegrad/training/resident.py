@@ -1,12 +1,11 @@
-"""What a run's process holds in memory: the plan's arenas, page by page, and what lies beside them.
+"""The memory of a run's process: the plan's arenas, page by page, and memory outside the plan.
 
-    measured = arenas + beside
+    measured = arenas + unplanned
 
-Arenas are ours, and never more than planned; a page that no step has written is not resident yet. Beside them lies what
-torch, BLAS and Python took for themselves since before the engine was made: on a CPU workspaces of BLAS and of oneDNN,
-stacks of threads, the objects of modules loaded at the first step; on CUDA workspaces of cuBLAS and the batches. Pages of
-files (code of libraries, the mapped text) are nobody's allocation, and the system drops them when memory is short: they are
-given apart.
+The arenas are never larger than planned; a page that no step has written is not resident yet. Unplanned memory is what
+torch, BLAS and Python allocated since before the engine was made: on a CPU workspaces of BLAS and oneDNN, stacks of threads
+and the objects of modules loaded at the first step; on CUDA workspaces of cuBLAS and the batches. Pages of files (code of
+libraries, the mapped text) are counted apart, because the system drops them when memory is short.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ STATM = Path("/proc/self/statm")
 
 
 @dataclass(frozen=True, slots=True)
-class Held:
-    """Bytes of the process now: `private` its own, on CUDA what the allocator gave out; `files` pages of files."""
+class ProcessMemory:
+    """Bytes of the process now: `private` is its own, on CUDA what the allocator gave out; `files` are pages of files."""
 
     private: int
     files: int
@@ -38,48 +37,49 @@ class Held:
 class Resident:
     planned_bytes: int
     arenas: Mapping[Role, int]  # role → resident bytes of its arena
-    beside_bytes: int
+    unplanned_bytes: int
     file_bytes: int
     device: str
 
     @property
     def measured_bytes(self) -> int:
-        return sum(self.arenas.values()) + self.beside_bytes
+        return sum(self.arenas.values()) + self.unplanned_bytes
 
     @property
-    def beside(self) -> str:
-        """What lies beside the arenas, by name."""
+    def unplanned(self) -> str:
+        """Who allocated the unplanned bytes."""
         return "cuBLAS's workspaces and batches" if self.device == "cuda" else "torch's, BLAS's and Python's own"
 
     def __str__(self) -> str:
-        """measured = arenas + beside."""
         return (
             f"{human(self.measured_bytes)} = {human(sum(self.arenas.values()))} of the plan"
-            f" + {human(self.beside_bytes)} {self.beside}"
+            f" + {human(self.unplanned_bytes)} {self.unplanned}"
         )
 
 
-def held(device: torch.device) -> Held:
-    """Where the system has no /proc, the peak of all resident memory."""
+def process_memory(device: torch.device) -> ProcessMemory:
+    """Without /proc, the peak of all resident memory."""
     if device.type == "cuda":
-        return Held(torch.cuda.memory_allocated(device), 0)
+        return ProcessMemory(torch.cuda.memory_allocated(device), 0)
     if not STATM.exists():
         import resource  # not on Windows
 
-        return Held(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0)  # in bytes on macOS
+        return ProcessMemory(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss, 0)  # in bytes on macOS
     _, resident, shared, *_ = map(int, STATM.read_text(encoding="ascii").split())
-    return Held((resident - shared) * mmap.PAGESIZE, shared * mmap.PAGESIZE)
+    return ProcessMemory((resident - shared) * mmap.PAGESIZE, shared * mmap.PAGESIZE)
 
 
-def resident(arenas: Mapping[Role, Tensor], planned_bytes: int, before: Held, device: torch.device) -> Resident:
-    """What was added since `before`."""
-    now, own = held(device), {role: resident_bytes(arena) for role, arena in arenas.items()}
-    beside = max(0, now.private - before.private - sum(own.values()))
-    return Resident(planned_bytes, own, beside, max(0, now.files - before.files), device.type)
+def resident(
+    arenas: Mapping[Role, Tensor], planned_bytes: int, before: ProcessMemory, device: torch.device
+) -> Resident:
+    """The memory that was added since `before`."""
+    now, own = process_memory(device), {role: resident_bytes(arena) for role, arena in arenas.items()}
+    unplanned = max(0, now.private - before.private - sum(own.values()))
+    return Resident(planned_bytes, own, unplanned, max(0, now.files - before.files), device.type)
 
 
 def resident_bytes(x: Tensor) -> int:
-    """Bytes of a contiguous tensor that are in memory: all of them but pages that were never written."""
+    """Bytes of a contiguous tensor that are in memory: all but the pages that were never written."""
     if x.device.type != "cpu" or not x.nbytes:
         return x.nbytes
     page = mmap.PAGESIZE

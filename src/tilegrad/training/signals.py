@@ -1,4 +1,4 @@
-"""Signals that end a run after the step in hand, with a save, instead of at once; and before its first step, tidily."""
+"""Signals end a run after the current step, with a save; before the first step they end the process and clean up."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from types import FrameType
 
 @contextmanager
 def stop_on_signals() -> Iterator[list[str]]:
-    """Inside, SIGTERM, SIGINT and SIGHUP put their name into the list instead of ending the process.
+    """Inside, SIGTERM, SIGINT and SIGHUP add their name to the list instead of ending the process.
 
-    The second SIGINT only says that the run is being saved; the third raises KeyboardInterrupt, in the midst of a save too.
-    A SIGHUP that is ignored, as under nohup, stays so.
+    The second SIGINT only prints that the run is being saved; the third raises KeyboardInterrupt, even during a save. A
+    SIGHUP that is ignored, as under nohup, stays ignored.
     """
     stopped: list[str] = []
 
@@ -36,8 +36,7 @@ def stop_on_signals() -> Iterator[list[str]]:
 
 @contextmanager
 def end_on_signals() -> Iterator[None]:
-    """Inside, SIGTERM and SIGHUP end the process as SystemExit, so that what was begun is taken back; SIGINT is Python's
-    KeyboardInterrupt already."""
+    """Inside, SIGTERM and SIGHUP raise SystemExit, so that files are cleaned up; SIGINT already raises KeyboardInterrupt."""
 
     def end(number: int, _frame: FrameType | None) -> None:
         raise SystemExit(128 + number)
@@ -48,8 +47,7 @@ def end_on_signals() -> Iterator[None]:
 
 @contextmanager
 def _caught(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
-    """Inside, `handler` hears the signals, but for a SIGHUP that is ignored. They can be caught in the main thread only:
-    elsewhere the caller stops the run."""
+    """Inside, `handler` gets the signals, except a SIGHUP that is ignored. Python allows handlers in the main thread only."""
     heard = [number for number in numbers if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -1,0 +1,140 @@
+"""Text ↔ tokens: bytes, or byte-pair encoding (BPE) by Hugging Face `tokenizers`."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import ModuleType
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from ..model.config import LIMITS
+from ..text.untrusted import decoded, parse_json
+from .tokens import Tokens, check_range, token_dtype
+
+if TYPE_CHECKING:
+    from tokenizers import Tokenizer as HuggingFaceTokenizer
+
+
+class Tokenizer(Protocol):
+    """Text ↔ tokens below vocab_size. `decode(encode(text)) == text`; where tokens end inside a character, decode puts �."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    def encode(self, text: str) -> Tokens: ...
+
+    def decode(self, tokens: Sequence[int]) -> str: ...
+
+    def json(self) -> str: ...
+
+
+@dataclass(frozen=True)
+class ByteTokenizer:
+    """A token is a byte of UTF-8."""
+
+    vocab_size: int = 256
+
+    def encode(self, text: str) -> Tokens:
+        return np.frombuffer(text.encode("utf-8"), np.uint8).astype(np.uint16)
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        return bytes(tokens).decode("utf-8", errors="replace")
+
+    def json(self) -> str:
+        return json.dumps({"model": {"type": "bytes"}})
+
+
+@dataclass(frozen=True)
+class BpeTokenizer:
+    """Byte-level BPE of Hugging Face `tokenizers`; `json` is that library's own format."""
+
+    inner: HuggingFaceTokenizer
+    name: str = "tokenizer"  # the file that it is from
+
+    @cached_property
+    def vocab_size(self) -> int:
+        return int(self.inner.get_vocab_size())
+
+    def encode(self, text: str) -> Tokens:
+        with _named_faults(self.name):
+            ids = np.array(self.inner.encode(text).ids, np.int64)
+        check_range(ids, self.vocab_size, self.name)
+        return ids.astype(token_dtype(self.vocab_size))
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        with _named_faults(self.name):
+            return str(self.inner.decode(list(tokens), skip_special_tokens=False))
+
+    def json(self) -> str:
+        return str(self.inner.to_str())
+
+
+def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
+    """Learn the merges of `text`: the 256 bytes, and vocab_size − 256 merges. The same text gives the same tokenizer."""
+    if vocab_size < 256:
+        raise ValueError(f"vocab_size: got {vocab_size}; accepted: at least 256, the bytes, for a byte-level BPE")
+    library = _tokenizers()
+    inner = library.Tokenizer(library.models.BPE())
+    inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = library.decoders.ByteLevel()
+    alphabet = library.pre_tokenizers.ByteLevel.alphabet()
+    most = min(vocab_size, 256 + len(text.encode("utf-8")))  # the trainer reserves room for all that it is asked for
+    trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
+    inner.train_from_iterator([text], trainer)
+    if inner.get_vocab_size() != vocab_size:
+        raise ValueError(
+            f"vocab_size: got {vocab_size}; accepted: at most {inner.get_vocab_size()}, which is all that this text makes "
+            "(data.bpe_vocab_size), or more text"
+        )
+    return BpeTokenizer(inner)
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer whose `json` is in the file."""
+    text = decoded(path)
+    content = parse_json(text, str(path))
+    model = content.get("model") if isinstance(content, dict) else None
+    if not isinstance(model, dict):
+        raise ValueError(f"{path}: not a tokenizer; make it again with `prepare`")
+    if model.get("type") == "bytes":
+        return ByteTokenizer()
+    with _named_faults(str(path)):
+        found = BpeTokenizer(_tokenizers().Tokenizer.from_str(text), str(path))
+    if not 1 <= found.vocab_size <= LIMITS["vocab_size"]:
+        raise ValueError(f"{path}: got {found.vocab_size:,} tokens; accepted: 1 … {LIMITS['vocab_size']:,}")
+    return found
+
+
+def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
+    """Decode tokens; one beyond the tokenizer's vocabulary, which a model's may exceed, reads �."""
+    if all(token < tokenizer.vocab_size for token in tokens):
+        return tokenizer.decode(tokens)
+    return "".join(tokenizer.decode([token]) if token < tokenizer.vocab_size else "�" for token in tokens)
+
+
+def _tokenizers() -> ModuleType:
+    try:
+        import tokenizers
+    except ImportError as error:
+        raise ImportError(
+            "tokenizer: got 'bpe', which needs Hugging Face tokenizers; accepted: 'bytes', or after pip install 'tilegrad[bpe]'"
+        ) from error
+    return tokenizers
+
+
+@contextmanager
+def _named_faults(name: str) -> Iterator[None]:
+    """Add the file's name to an error of `tokenizers`. It raises a bare Exception, and a panic of its Rust code is not even
+    an Exception."""
+    try:
+        yield
+    except BaseException as error:
+        if type(error) is not Exception and type(error).__name__ != "PanicException":
+            raise
+        raise ValueError(f"{name}: is no tokenizer that Hugging Face's tokenizers can use: {error}") from error

@@ -1,0 +1,31 @@
+"""The ranks of a run, and what they share."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TypedDict
+
+from ..dist.mesh import Mesh
+from ..engine.parallel import Shard
+
+
+class Sharding(TypedDict):
+    shard: Shard  # what each rank holds a part of
+    bucket_bytes: int  # of gradients that are summed at once
+    context: int  # ranks that share each sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Ranks:
+    mesh: Mesh
+    sharding: Sharding
+
+    @property
+    def groups(self) -> int:
+        """Groups of ranks that share sequences."""
+        return self.mesh.world // self.sharding["context"]
+
+    @property
+    def group(self) -> int:
+        """This rank's group."""
+        return self.mesh.rank // self.sharding["context"]
