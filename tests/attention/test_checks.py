@@ -270,7 +270,7 @@ SCRATCH = {
 def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked = []
     monkeypatch.setattr(api, "check_tensors", lambda *call: checked.append(call))
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(api, "prepared_calls", {})
     for _ in range(3):
         forward(torch.zeros(2, 4, 6, 8), tilegrad.Mask(causal=True))
     assert len(checked) == 1
@@ -303,8 +303,8 @@ def test_another_table_selects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_remembered_does_not_grow_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(api, "prepared_calls", {})
     monkeypatch.setattr(cache, "MOST_ENTRIES", 2)
     for scale in (0.1, 0.2, 0.3):
         forward(Q, tilegrad.Mask(scale=scale))
-    assert len(api._prepared) == 1
+    assert len(api.prepared_calls) == 1

@@ -171,7 +171,7 @@ def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
     recorder, driver.stream = Recorder(), 7
     monkeypatch.setattr(Kernel, "load", lambda _self: recorder)
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (Kernel("recorder", "", takes_all),)))
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(api, "prepared_calls", {})
     yield recorder
     if call.fast_path is not None:
         call.fast_path.drop_programs()

@@ -36,7 +36,7 @@ def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
         pytest.skip(f"C++ for eager calls {eager.load()}")
     else:
         call.fast_path.drop_programs()
-        monkeypatch.setattr(api, "_prepared", {})
+        monkeypatch.setattr(api, "prepared_calls", {})
         q, k, v = leaves()
         grads_of(tilegrad.attention(q, k, v), q, k, v)
         assert is_known(tilegrad.attention(q, k, v))
@@ -169,7 +169,7 @@ def test_inference_mode_and_no_grad_record_nothing() -> None:
 def test_a_signature_is_checked_once(monkeypatch: pytest.MonkeyPatch) -> None:
     checked: list[object] = []
     monkeypatch.setattr(api, "check_tensors", lambda *call: checked.append(call))
-    monkeypatch.setattr(api, "_prepared", {})
+    monkeypatch.setattr(api, "prepared_calls", {})
     q, k, v = leaves()
     for _ in range(3):
         grads_of(tilegrad.attention(q, k, v, causal=True, window=(5, 0)), q, k, v)

@@ -38,7 +38,7 @@ def check(number: int, seed: int) -> None:
     spec = specs()[number]
     call = build(case_for_hopper(spec, random.Random(seed)), seed)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(api, "_prepared", {})
+        patch.setattr(api, "prepared_calls", {})
         for module in (launch_forward, launch_backward):
             if seed % 2:
                 patch.setattr(module, "multiprocessors", lambda _device: FEW_PROGRAMS)

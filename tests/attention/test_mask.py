@@ -77,11 +77,8 @@ def test_what_a_mask_says_of_itself() -> None:
     assert Mask(cu_seqlens_q=ends).varlen and not Mask().varlen
     assert not Mask().has_tensors and Mask(seed=1).has_tensors and Mask(sinks=of_float).has_tensors
     assert [id(x) for x in Mask(bias=of_float, seed=3, cu_seqlens_k=ends).tensors] == [id(of_float), id(ends)]
-    assert (
-        Mask(causal=True).cache_key
-        is Mask(causal=True, sinks=of_float).cache_key
-        is interned_mask(True, None, None, 0.0, 0.0)
-    )  # noqa: FBT003
+    interned = interned_mask(causal=True, window=None, scale=None, softcap=0.0, dropout_p=0.0)
+    assert Mask(causal=True).cache_key is Mask(causal=True, sinks=of_float).cache_key is interned
     assert Mask(causal=True).cache_key != Mask(causal=1).cache_key  # type: ignore[arg-type]
     assert Mask(window=[1, 2]).cache_key is None  # type: ignore[arg-type]
     assert repr(Mask()) == (

@@ -635,7 +635,7 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
 ) -> None:
     monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
     monkeypatch.setenv("CXX", str(tmp_path / "no-compiler"))
-    monkeypatch.setattr(contract, "_prepared", {})
+    monkeypatch.setattr(contract, "prepared_calls", {})
     monkeypatch.setattr(eager_call, "fast_path", None)  # calls that ran with the library
     native_library.library.cache_clear()
     native_library.warn_if_missing.cache_clear()

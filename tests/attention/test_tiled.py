@@ -34,7 +34,7 @@ def check(case: Case, tile: int, slab: int, seed: int = 0) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(tiled, "TILE", tile)
         patch.setattr(tiled, "SLAB", slab)
-        patch.setattr(api, "_prepared", {})  # remembered for other tiles
+        patch.setattr(api, "prepared_calls", {})  # remembered for other tiles
         call = build(case, seed)
         check_call(call, run(call, "tiled"))
 

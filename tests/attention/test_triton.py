@@ -106,7 +106,7 @@ def test_interpreted_feature_where_float64_is_slow(name: str, monkeypatch: pytes
 
     want = run(build(FEATURES[name]), "triton")
     monkeypatch.setattr(fit, "FAST_FLOAT64", ())
-    monkeypatch.setattr(api, "_prepared", {})  # a device does not change its mind about float64
+    monkeypatch.setattr(api, "prepared_calls", {})  # a device does not change its mind about float64
     check(FEATURES[name])
     got = run(build(FEATURES[name]), "triton")
     assert name == "no columns" or any(not torch.equal(got[x], want[x]) for x in want)
@@ -150,7 +150,7 @@ def check_large_scores(name: str, dtype: torch.dtype, size: float) -> None:
     if dtype == torch.float32:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(fit, "FAST_FLOAT64", ())
-            patch.setattr(api, "_prepared", {})
+            patch.setattr(api, "prepared_calls", {})
             check(case)
 
 

@@ -13,7 +13,7 @@ from types import ModuleType
 import torch
 from torch import Tensor
 
-from ..kernels.attention.api import PreparedCall, Signature, forget, keep, recall, select_bwd, select_fwd, signature
+from ..kernels.attention.api import PreparedCall, Signature, forget, keep, recall, select, signature
 from ..kernels.attention.checks import check_lengths
 from ..kernels.attention.cpu import NativeRun
 from ..kernels.attention.mask import Mask
@@ -21,7 +21,7 @@ from ..kernels.attention.problem import Backward, Forward, lse_dtype, output_sha
 from ..kernels.cuda_launch import Plan
 from ..kernels.scratch import Layout
 from ..memory.types import BufferType
-from .scratch import NO_OTHERS, borrow
+from .scratch import borrow
 
 GRADIENTS = ("dq", "dk", "dv", "dbias", "dsinks")
 fast_path: ModuleType | None = None  # eager.cpp
@@ -74,9 +74,9 @@ def forward(
     """Checks, allocates, runs: o, lse. `key` is `forward_key`'s. `for_both`: the scratch is as large as the backward's, too."""
     prepared, device = recall(key), q.device
     if prepared is None:
-        selection = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel)
+        selection = select(q, k, v, mask, {}, kernel, backward=False)
+        other = select(q, k, v, mask, {}, kernel, backward=True).scratch if for_both else {}
         layout = Layout(selection.scratch)
-        other = select_bwd(q, k, v, mask, NO_OTHERS, kernel=kernel, deterministic=False).scratch if for_both else {}
         work_bytes = max(layout.nbytes, Layout(other).nbytes)
         o, lse = new_outputs(q, v, mask)
     else:
@@ -125,10 +125,10 @@ def backward(
         prepared = recall(key)
     gradients = dq, dk, dv, dbias, dsinks = new_gradients(q, k, v, mask, wanted)
     if prepared is None:
-        others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **dict(zip(GRADIENTS, gradients, strict=True))}
-        selection = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
+        given = {"o": o, "lse": lse, "do": do, "dlse": dlse, **dict(zip(GRADIENTS, gradients, strict=True))}
+        selection = select(q, k, v, mask, given, kernel, backward=True, deterministic=deterministic)
+        other = select(q, k, v, mask, {}, kernel, backward=False).scratch if manager else {}
         layout = Layout(selection.scratch)
-        other = select_fwd(q, k, v, mask, o=None, lse=None, kernel=kernel).scratch if manager else {}
         work_bytes = max(layout.nbytes, Layout(other).nbytes)
     else:
         work_bytes = prepared.work_bytes

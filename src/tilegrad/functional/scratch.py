@@ -23,9 +23,6 @@ if TYPE_CHECKING:
     from ..memory.managed.manager import AttentionBufferManager
 
 _managers: WeakValueDictionary[int, AttentionBufferManager] = WeakValueDictionary()
-NO_OTHERS: dict[str, Tensor | None] = dict.fromkeys(
-    ("o", "lse", "do", "dlse", "dq", "dk", "dv", "dbias", "dsinks")
-)  # of a backward that is selected before they exist: every kernel can read and write those that we allocate
 
 
 def number_of(manager: AttentionBufferManager | None) -> int:

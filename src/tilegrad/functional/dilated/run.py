@@ -22,14 +22,14 @@ import torch
 from torch import Tensor
 
 from ...kernels.attention import table
-from ...kernels.attention.api import Run, Selection, Signature, select_bwd, select_fwd
+from ...kernels.attention.api import Run, Selection, Signature, select
 from ...kernels.attention.mask import Mask
 from ...kernels.attention.problem import ALIGNED_BYTES, Backward, Forward, lse_dtype, rows_aligned
 from ...kernels.cache import remember
 from ...kernels.mix import mix_fwd, mix_workspace
 from ...kernels.scratch import Form, Layout, Shapes, below, of
 from ...memory.types import BufferType
-from ..scratch import NO_OTHERS, borrowed
+from ..scratch import borrowed
 from .pattern import Branch, Mode, StridedCall, View, branches
 
 WEYL = 0x9E3779B97F4A7C15  # odd, so that the seeds of 2⁶⁴ calls are different
@@ -123,8 +123,8 @@ def _new_plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -
 def _job(call: StridedCall, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options, *, added: bool) -> Job:
     q, k, v = (call.of(x) for x in qkv)
     mask = Mask(options.causal, scale=options.scale, dropout_p=options.dropout_p, seed=0 if options.dropout_p else None)
-    fwd = select_fwd(q, k, v, mask, o=None, lse=None, kernel=options.kernel)
-    bwd = select_bwd(q, k, v, mask, NO_OTHERS, kernel=options.kernel, deterministic=options.deterministic)
+    fwd = select(q, k, v, mask, {}, options.kernel, backward=False)
+    bwd = select(q, k, v, mask, {}, options.kernel, backward=True, deterministic=options.deterministic)
     forward, backward = below("attention", fwd.scratch), below("attention", bwd.scratch)
     part: Shapes = {}
     output = (*call.shape, y.shape[3]), y.dtype

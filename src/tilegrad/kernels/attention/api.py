@@ -23,7 +23,7 @@ threads, with which scratch on the CPU grows). A training step or a decoding loo
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from types import ModuleType
 from typing import Any, NamedTuple
@@ -33,7 +33,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from ..cache import remember
-from ..checks import check_given
+from ..checks import check_tensor
 from ..cpu import library
 from ..op import op
 from ..overlap import check_apart
@@ -64,7 +64,7 @@ def attention_workspace(
 Signature = tuple[object, ...]
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
 Run = Callable[[Any], None]  # of a Forward, or of a Backward
-_prepared: dict[Signature, PreparedCall] = {}
+prepared_calls: dict[Signature, PreparedCall] = {}
 _MASK_TENSORS = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
 
 
@@ -138,47 +138,61 @@ class PreparedCall:
 
 def recall(key: Signature | None) -> PreparedCall | None:
     """The prepared call of a signature, if the table is still the one that it was selected from."""
-    found = None if key is None else _prepared.get(key)
+    found = None if key is None else prepared_calls.get(key)
     return found if found is not None and found.selection.table is table.ATTENTION else None
 
 
 def keep(key: Signature | None, prepared: PreparedCall) -> PreparedCall:
-    return prepared if key is None else remember(_prepared, key, prepared)
+    return prepared if key is None else remember(prepared_calls, key, prepared)
 
 
 def forget() -> None:
     """Forgets all prepared calls."""
-    _prepared.clear()
+    prepared_calls.clear()
 
 
-def _select(problem: Problem, kernel: str | None, *, backward: bool, deterministic: bool) -> Selection:
+def select(
+    q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str, Tensor | None], kernel: str | None, *,
+    backward: bool, deterministic: bool = False,
+) -> Selection:  # fmt: skip
+    """Checks the tensors of a call and selects its kernel. `given`: by name those besides q, k and v that the caller has."""
+    check_options(q, k, v, mask)
+    check_tensors(q, k, v, mask)
+    if given:
+        _check_given(q, k, v, mask, given)
+    problem = Problem(q, k, v, mask, **{name: given.get(name) for name in ("o", "do", "dq", "dk", "dv")})
     row = table.ATTENTION.select(problem, kernel)
-    if kernel is None and row.name == "tiled" and problem.q.device.type == "cpu":
+    if kernel is None and row.name == "tiled" and q.device.type == "cpu":
         library.warn_if_missing()
     module = row.load()
     scratch = module.workspace(*problem, backward=backward, deterministic=deterministic)
     first = table.ATTENTION.select(Problem(*problem), kernel) if problem.others else row
     instead = ""
     if first is not row:
-        given = ", ".join(problem.others)
-        instead = f", given {given} too, because {first.name!r} can't run this call: {first.refuses(problem)}"
+        others = ", ".join(problem.others)
+        instead = f", given {others} too, because {first.name!r} can't run this call: {first.refuses(problem)}"
     return Selection(table.ATTENTION, row.name, module, scratch, instead)
 
 
-def _checked_shapes(q: Tensor, k: Tensor, v: Tensor, mask: Mask) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    """Shapes of o and lse of a call whose inputs pass the checks."""
-    check_options(q, k, v, mask)
-    check_tensors(q, k, v, mask)
-    return output_shapes(q, v, mask)
-
-
-def select_fwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, o: Tensor | None, lse: Tensor | None, kernel: str | None
-) -> Selection:
-    """Checks a forward's tensors and selects its kernel."""
-    o_shape, lse_shape = _checked_shapes(q, k, v, mask)
-    check_given(q.device, ("o", o, o_shape, q.dtype), ("lse", lse, lse_shape, lse_dtype(q.dtype)))
-    return _select(Problem(q, k, v, mask, o=o), kernel, backward=False, deterministic=False)
+def _check_given(q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str, Tensor | None]) -> None:
+    """dk and dv have q's dtype, or both that of sums."""
+    o_shape, lse_shape = output_shapes(q, v, mask)
+    o, lse, dtype = (o_shape, q.dtype), (lse_shape, lse_dtype(q.dtype)), q.dtype
+    dkv = next((x.dtype for x in (given.get("dk"), given.get("dv")) if x is not None), dtype)
+    dkv = dkv if dkv == accumulation_dtype(dtype) else dtype
+    expected = {"o": o, "lse": lse, "do": o, "dlse": lse, "dq": (tuple(q.shape), dtype)}
+    expected |= {"dk": (tuple(k.shape), dkv), "dv": (tuple(v.shape), dkv)}
+    if mask.float_bias is not None:
+        expected["dbias"] = tuple(mask.float_bias.shape), mask.float_bias.dtype
+    if mask.sinks is not None:
+        expected["dsinks"] = (q.shape[1],), mask.sinks.dtype
+    for name, x in given.items():
+        if x is not None and name not in expected:
+            raise ValueError(
+                f"{name}: got a tensor; accepted: None, because this call has no {name[1:]} with a gradient"
+            )
+        if x is not None:
+            check_tensor(name, x, *expected[name], q.device)
 
 
 @op()
@@ -188,43 +202,9 @@ def attention_fwd(
 ) -> None:  # fmt: skip
     """o and lse of the call. lse is what the backward needs next to o."""
     key = signature(("fwd", kernel, torch.get_num_threads(), _aligned(scratch)), (q, k, v, o, lse), mask)
-    prepared = recall(key)
-    selection = prepared.selection if prepared else select_fwd(q, k, v, mask, o=o, lse=lse, kernel=kernel)
-    call = Forward(q, k, v, mask, o, lse, ())
-    _run(key, prepared, selection, call, {"o": o, "lse": lse}, scratch)
-
-
-def select_bwd(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, others: dict[str, Tensor | None], *,
-    kernel: str | None, deterministic: bool,
-) -> Selection:  # fmt: skip
-    """The same for a backward; `others` are o, lse, do, dlse and the gradients by name."""
-    o_shape, lse_shape = _checked_shapes(q, k, v, mask)
-    bias, sinks = mask.float_bias, mask.sinks
-    for name, like in (("dbias", bias), ("dsinks", sinks)):
-        if others[name] is not None and like is None:
-            raise ValueError(
-                f"{name}: got a tensor; accepted: None, because this call has no {name[1:]} with a gradient"
-            )
-    dkv_dtype = next((x.dtype for x in (others["dk"], others["dv"]) if x is not None), q.dtype)
-    if dkv_dtype != accumulation_dtype(q.dtype):
-        dkv_dtype = q.dtype
-    check_given(
-        q.device,
-        ("o", others["o"], o_shape, q.dtype),
-        ("lse", others["lse"], lse_shape, lse_dtype(q.dtype)),
-        ("do", others["do"], o_shape, q.dtype),
-        ("dlse", others["dlse"], lse_shape, lse_dtype(q.dtype)),
-        ("dq", others["dq"], tuple(q.shape), q.dtype),
-        ("dk", others["dk"], tuple(k.shape), dkv_dtype),
-        ("dv", others["dv"], tuple(v.shape), dkv_dtype),
-    )
-    if bias is not None:
-        check_given(q.device, ("dbias", others["dbias"], tuple(bias.shape), bias.dtype))
-    if sinks is not None:
-        check_given(q.device, ("dsinks", others["dsinks"], (q.shape[1],), sinks.dtype))
-    problem = Problem(q, k, v, mask, **{name: others[name] for name in ("o", "do", "dq", "dk", "dv")})
-    return _select(problem, kernel, backward=True, deterministic=deterministic)
+    prepared, writes = recall(key), {"o": o, "lse": lse}
+    selection = prepared.selection if prepared else select(q, k, v, mask, writes, kernel, backward=False)
+    _run(key, prepared, selection, Forward(q, k, v, mask, o, lse, ()), writes, scratch)
 
 
 @op(accumulates=("dsinks",))
@@ -234,22 +214,20 @@ def attention_bwd(
     scratch: Scratch | None = None, kernel: str | None = None, deterministic: bool = False,
 ) -> None:  # fmt: skip
     """Gradients of L given do = ∂L/∂o and dlse = ∂L/∂lse (None = 0)."""
-    grads = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
-    others = {"o": o, "lse": lse, "do": do, "dlse": dlse, **grads}
+    writes = {"dq": dq, "dk": dk, "dv": dv, "dbias": dbias, "dsinks": dsinks}
+    given = {"o": o, "lse": lse, "do": do, "dlse": dlse, **writes}
     how = ("bwd", kernel, torch.get_num_threads(), _aligned(scratch), deterministic)
-    key = signature(how, (q, k, v, *others.values()), mask)
+    key = signature(how, (q, k, v, *given.values()), mask)
     prepared = recall(key)
     if prepared:
         selection = prepared.selection
     else:
-        selection = select_bwd(q, k, v, mask, others, kernel=kernel, deterministic=deterministic)
+        selection = select(q, k, v, mask, given, kernel, backward=True, deterministic=deterministic)
     call = Backward(q, k, v, o, lse, do, dlse, mask, dq, dk, dv, dbias, dsinks, (), deterministic)
-    _run(key, prepared, selection, call, grads, scratch)
+    _run(key, prepared, selection, call, writes, scratch)
 
 
-_checked: dict[
-    tuple[object, ...], bool
-] = {}  # calls whose outputs share no memory with other tensors, by their addresses
+_checked: dict[tuple[object, ...], bool] = {}  # addresses of calls whose outputs share no memory with other tensors
 
 
 def _aligned(scratch: Scratch | None) -> bool:
