@@ -18,8 +18,8 @@ import torch
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine.state import counters
-from tilegrad.training import loop
 from tilegrad.text.spelling import byte_count
+from tilegrad.training import loop
 from tilegrad.training.checkpoint import DamagedCheckpoint, load_checkpoint
 from tilegrad.training.config import DataConfig, RunConfig, TrainConfig, read_toml, run_from
 from tilegrad.training.log import read_log

@@ -10,7 +10,6 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
-from types import ModuleType
 
 import torch
 

@@ -56,8 +56,8 @@ def touches(
     seen: list[Touch] = []
 
     def see(call: Call) -> None:
-        reads = frozenset(values[h.name] for h in call.reads if h.name in values)
-        writes = frozenset(grads[h.name] for h in call.writes if h.name in grads)
+        reads = frozenset(values[h.name] for h in call.reads if isinstance(h, Handle) and h.name in values)
+        writes = frozenset(grads[h.name] for h in call.writes if isinstance(h, Handle) and h.name in grads)
         seen.append(Touch(call.name, reads, writes))
 
     with observe(see):

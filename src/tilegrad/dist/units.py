@@ -212,9 +212,11 @@ class Units:
         if not any(isinstance(h, Handle) for h in (*call.reads, *call.writes)):
             return call
 
-        def swap(h: Handle) -> object:
-            unit, _ = self.owner.get(h.name, (None, None))
-            return h if unit is None else (self.grads if h.role == "grads" else self.values)[unit]
+        def swap(h: object) -> object:
+            if not isinstance(h, Handle) or h.name not in self.owner:
+                return h
+            unit, _ = self.owner[h.name]
+            return (self.grads if h.role == "grads" else self.values)[unit]
 
         writes = tuple(map(swap, call.writes))
         parts = tuple(w for w, h in zip(writes, call.writes, strict=True) if w is not h)

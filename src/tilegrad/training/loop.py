@@ -379,7 +379,7 @@ class Run:
         )
 
     def _report(self, measured: Resident, sample: str) -> str:
-        engine, t = self.engine, self.config.train
+        engine = self.engine
         memory = step_report(engine.plan, engine.spec, "Memory of one step")
         records = read_log(self.folder / "log.jsonl")
         tables = run_tables(self.config, records, environment(self.device, engine.dtype), measured)
