@@ -164,7 +164,7 @@ class SharedAttention:
         self._optimizer.step()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Weights, gradients and optimizer state as one safetensors file, written beside `path` and renamed onto it."""
+        """Weights, gradients and optimizer state as one safetensors file, written next to `path` and renamed onto it."""
         self._live()
         tensors = {name: weight.contiguous() for name, weight in zip(WEIGHTS, self._weights(), strict=True)}
         for name in WEIGHTS:
