@@ -246,7 +246,7 @@ class Plan:
         return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
 
     def answered(self, code: int) -> None:
-        """Handles the error of a launch that is then tried once more: makes a context where the thread has none, else raises."""
+        """Handles the error of a launch, which is then tried again: makes a context where the thread has none, else raises."""
         if code != NO_CONTEXT:
             _raise(code, "a launch")
         _make_context(self._device)

@@ -18,7 +18,7 @@ the layout of one (hopper: rows off multiples of 16 bytes), the next one runs. A
 gives them to `attention_workspace` too; without them it takes for granted that every kernel can.
 
 A call is checked, and a kernel selected and prepared, once for each signature: shapes, strides, dtypes, devices, options, and
-the number of threads, with which scratch on the CPU grows. A training step or a decoding loop then pays for a dictionary lookup.
+the number of threads, with which scratch on the CPU grows. A training step or a decoding loop then pays a dictionary lookup.
 """
 
 from __future__ import annotations
