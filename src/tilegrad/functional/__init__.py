@@ -217,11 +217,11 @@ def explain(
     """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
 
     `deterministic` is accepted so that a call can be copied; it changes nothing. o, do, dq, dk and dv are for a call of
-    `attention_fwd` or `attention_bwd` on buffers of yours: not every kernel can read or write them as they lie.
+    `attention_fwd` or `attention_bwd` on buffers of yours: not every kernel can read or write every layout.
 
     >>> import torch, tilegrad
-    >>> told = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")
-    >>> told.kernel, told.reasons["tiled"]
+    >>> found = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")
+    >>> found.kernel, found.reasons["tiled"]
     ('tiled', 'runs: asked for by name')
     """
     del deterministic

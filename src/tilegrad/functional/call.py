@@ -38,9 +38,7 @@ def new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
     return o, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
-def new_gradients(
-    q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]
-) -> tuple[Tensor | None, ...]:  # fmt: skip
+def new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
     """GRADIENTS, None for those not wanted."""
     want_q, want_k, want_v, want_bias, want_sinks = wanted
     return (

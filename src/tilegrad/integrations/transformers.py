@@ -5,7 +5,7 @@ attend to which columns (causal, window, packed, padding). An attention function
 returned. Ours returns an `Attends`, which holds no matrix:
 
     band   (left, right), the largest distance attended to on either side
-    runs   padding and packing as cumulative lengths over the B·T rows as they lie, for `attention_varlen`: nothing is copied.
+    runs   padding and packing as cumulative lengths over the B·T rows in place, for `attention_varlen`: nothing is copied.
            Padding is rows without columns and columns without rows, so it neither gives nor takes
     bias   what runs can't say: padding where rows are not columns, (B, 1, 1, Tk); whole, (B, 1, Tq, Tk), for an unknown closure
 
@@ -135,7 +135,7 @@ def attention_forward(
 ) -> tuple[Tensor, None]:  # fmt: skip
     """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), and no weights."""
     if output_attentions:
-        raise ValueError("output_attentions: got True; accepted: False, for the weights never exist; use 'eager'")
+        raise ValueError("output_attentions: got True; accepted: False, because the weights never exist; use 'eager'")
     if cache is not None:
         raise ValueError("cache: got a paged one; accepted: None, there is no continuous batching; use 'sdpa'")
     attends = _attends(module, attention_mask, is_causal, sliding_window)
@@ -254,7 +254,7 @@ _last: tuple[Callable[[], Tensor | None], int, Runs | None] = (lambda: None, -1,
 
 
 def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
-    """Packed sequences by positions that begin anew, for models that do not show them to their mask (GPT-OSS, OPT and more).
+    """Packed sequences by positions that restart, for models that do not show them to their mask (GPT-OSS, OPT and more).
 
     Looked at once a forward: all layers are given one tensor.
     """

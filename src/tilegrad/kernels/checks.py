@@ -31,6 +31,6 @@ def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None
 
 
 def check_columns(name: str, x: Tensor) -> None:
-    """A row's numbers lie side by side."""
+    """The numbers of a row are contiguous."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")

@@ -27,7 +27,7 @@ from torch import Tensor
 from . import triton_version
 from .cache import remember
 
-MAP_BYTES = 128  # of a tensor map, and where one begins
+MAP_BYTES = 128  # size and alignment of a tensor map
 NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that no call of CUDA's runtime was made in
 NUMBERS = {
     "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
@@ -37,7 +37,7 @@ MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensor
 USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "instrumentation_mode": ""}
 PROMOTE_128_BYTES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
-Encoder = Callable[[int, int], None]  # of a tensor map: (where to, the tensor's address)
+Encoder = Callable[[int, int], None]  # writes a tensor map: (where to, the tensor's address)
 _Call = tuple[Callable[..., int], tuple[Any, ...]]  # a function of the driver and its arguments
 _data_ptr = Tensor.data_ptr
 
@@ -95,7 +95,7 @@ def _call(call: _Call, device: int, name: str) -> None:
 
 
 def _make_context(device: int) -> None:
-    """The device's own, for this thread, as any call of CUDA's runtime makes it."""
+    """Makes the device's context current in this thread, as any call of CUDA's runtime does."""
     torch.cuda.mem_get_info(device)
 
 
@@ -127,7 +127,7 @@ class Launch:
             raise RuntimeError(f"kernel: got {compiled.metadata.name}, which {unfit}; accepted: none of it")
         self.device, self._compiled, self._grid = device, compiled, (*grid, 1, 1)[:3]
         self._numbers, self._offsets = bytearray(), list[int]()
-        self._pointers, self._maps = list[int](), list[tuple[int, Encoder]]()  # where they lie
+        self._pointers, self._maps = list[int](), list[tuple[int, Encoder]]()  # their offsets
         pointers, bases = list[Tensor](), list[Tensor]()
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         for kind, x in zip(compiled.src.signature.values(), arguments, strict=True):
@@ -246,7 +246,7 @@ class Plan:
         return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
 
     def answered(self, code: int) -> None:
-        """Of a launch that is then tried once more: raises, but for a thread without a context, which gets one."""
+        """Handles the error of a launch, which is then tried again: makes a context where the thread has none, else raises."""
         if code != NO_CONTEXT:
             _raise(code, "a launch")
         _make_context(self._device)
@@ -260,7 +260,7 @@ def _address(function: Any) -> ctypes.c_void_p:
 
 
 def _number(x: Any) -> int:
-    """Of an argument as ctypes has it."""
+    """An argument of ctypes as a number."""
     return int(getattr(x, "value", x) or 0)
 
 

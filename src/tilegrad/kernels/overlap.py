@@ -1,6 +1,6 @@
 """Whether tensors share memory: exactly, for any strides.
 
-Parts of one buffer lie among each other without sharing a byte: q, k and v of a fused (B, T, 3, H, D), say. Two tensors share
+Parts of one buffer may interleave without sharing a byte: q, k and v of a fused (B, T, 3, H, D), say. Two tensors share
 a byte where Σ strideₐ · iₐ − Σ strideᵦ · jᵦ is the distance of their addresses for some indices i and j in range. Strides that
 both have count as one, of i − j. The largest comes first: what the others can't reach leaves few indices for it, so a search
 is short.

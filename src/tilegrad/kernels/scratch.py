@@ -4,7 +4,7 @@
 will do. `new_scratch` allocates what was declared. An op takes its `views` of it: the beginning of each buffer, in the
 shape that the call needs. Buffers declared for a large batch therefore serve a small one.
 
-Names. Of an op with more than one kernel, each kernel names its buffers as it likes, and `below` puts them below the
+Names. Where an op has more than one kernel, each kernel names its buffers as it likes, and `below` puts them below the
 kernel's own name: "delta" of kernel "hopper" is "hopper.delta" to the caller, and no two kernels meet in one buffer.
 An op that calls another op keeps that op's scratch below the op's name, by the same two functions:
 
@@ -61,7 +61,7 @@ def below(owner: str, shapes: Mapping[str, T]) -> dict[str, T]:
 
 
 def of(owner: str, scratch: Mapping[str, T]) -> dict[str, T]:
-    """The reverse of `below`: what lies below `owner`, under the owner's own names."""
+    """The reverse of `below`: the buffers of `owner`, under the owner's own names."""
     return {name[len(owner) + 1 :]: value for name, value in scratch.items() if name.startswith(f"{owner}.")}
 
 

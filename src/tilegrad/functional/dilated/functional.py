@@ -41,7 +41,7 @@ def dilated_attention(
     manager           an AttentionBufferManager whose buffers the call works in; None: torch's allocator
 
     attn_mask, bias, window and sinks are refused. deterministic and kernel are those of `tilegrad.attention`; "reference"
-    is refused, for it computes o and lse anew. The result is laid out in memory as q is.
+    is refused, because it recomputes o and lse. The result is laid out in memory as q is.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 1, 6, 4096, 64)
@@ -59,7 +59,7 @@ def dilated_attention(
     fewer = mode == "head_groups" and q.shape[1] < len(segments)
     accepted = "as many heads as branches, or more"
     require(not fewer, "q", f"{q.shape[1]} heads for {len(segments)} branches", accepted, show=str)
-    accepted = "None or a kernel that takes o and lse as given; reference computes them anew"
+    accepted = "None or a kernel that takes o and lse as given; reference recomputes them"
     require(kernel != "reference", "kernel", kernel, accepted)
     drawn = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
     if deterministic is None:
@@ -67,7 +67,7 @@ def dilated_attention(
     training = torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad)
     options = Options(
         segments, rates, mode, causal, scale, float(dropout_p), deterministic, kernel, training, number_of(manager)
-    )  # fmt: skip
+    )
     if not is_traced_or_transformed() and is_plain_tensor(q, k, v, drawn):
         if torch._C._is_any_autocast_enabled():
             q, k, v = autocast(q, k, v)

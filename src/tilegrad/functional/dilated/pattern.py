@@ -1,4 +1,4 @@
-"""Dilated positions as strided views: which calls of attention a branch is, and where their rows lie in memory.
+"""Dilated positions as strided views: which calls of attention a branch is, and where their rows are in memory.
 
 A branch (s, r) cuts T positions into segments of s. The tail is a shorter segment, and a segment longer than T is T.
 Inside each segment the positions offset, offset + r, … attend to each other. Nothing is gathered, for with x (B, H, T, D)
@@ -10,7 +10,7 @@ and strides (x_b, x_h, x_t, 1) every axis of a branch is one step in memory:
     heads h = c·r + j of offset h mod r = j:     j (0, 1, 1), a head and a position further, and c (0, r, 0)
     sequences                (1, 0, 0)
 
-Attention takes two axes beside the rows. Two axes are merged where the outer one's stride is the inner one's times its
+Attention takes two axes besides the rows. Two axes are merged where the outer one's stride is the inner one's times its
 size in every tensor: B and segments of (B, T, H, D), or heads and segments of (B, H, T, D), if s divides T. What is left
 beyond two axes is looped over, the smallest first.
 """
@@ -37,7 +37,7 @@ class Axis(NamedTuple):
 
 
 class View(NamedTuple):
-    """Where a call's numbers lie in any tensor of the same strides."""
+    """Where a call's numbers are in any tensor of the same strides."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]

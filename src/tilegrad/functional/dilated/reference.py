@@ -1,6 +1,6 @@
 """The oracle of dilated attention: whole T×T masks, a softmax for each branch, autograd for the gradients; and its bounds.
 
-Positions are told by their number alone: t is in segment t div s at place t mod s, and the branch covers place p where
+A position is its number alone: t is in segment t div s at place t mod s, and the branch covers place p where
 p ≥ offset and r divides p − offset.
 
 Bounds are attention's (kernels/attention/bounds.py), for dilated attention is attention with a bias: pair (i, j) attends in
@@ -84,7 +84,8 @@ def bounds(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, attended: Tensor, exact: dict[str, Tensor], *,
     mode: str, exp_error: float = 0.0,
 ) -> dict[str, Bound]:  # fmt: skip
-    """Of y, named "o", and its gradients. `attended`: branches in the order in which they are mixed."""
+    """What y, named "o", and its gradients may err by. `attended`: branches in the order in which they are mixed."""
+    # Longer than 60 lines: formulas in their order, most of which read names of many lines above.
     dtype, acc = q.dtype, roundoff(accumulation_dtype(q.dtype))
     attended = attended.to(q.device)
     groups = mode == "head_groups"

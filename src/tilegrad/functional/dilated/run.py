@@ -41,7 +41,7 @@ def _signed(n: int) -> int:
 
 
 class Options(NamedTuple):
-    """The arguments of the ops beside tensors; `training`: a backward follows."""
+    """The arguments of the ops besides tensors; `training`: a backward follows."""
 
     segments: list[int]
     rates: list[int]
@@ -65,7 +65,7 @@ class Job(NamedTuple):
     fwd: Selection
     bwd: Selection
     added: bool
-    views: dict[str, View]  # of q, k, v, y, lse, dq, dk, dv
+    views: dict[str, View]  # views of q, k, v, y, lse, dq, dk, dv
     forward_layout: Layout
     backward_layout: Layout
     part_layout: Layout  # o of an added call
@@ -149,7 +149,7 @@ _MASKS = {causal: Mask(causal) for causal in (False, True)}
 
 
 def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
-    """Of each call: with dropout each has a seed of its own."""
+    """One for each call: with dropout each has a seed of its own."""
     if seed is None:
         plain = _MASKS[options.causal] if options.scale is None else Mask(options.causal, scale=options.scale)
         return [plain] * calls
@@ -158,7 +158,7 @@ def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
 
 
 def _in_order_of(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A new (B, H, T, …) in q's memory order: (B, T, H, …) where heads lie closer than positions."""
+    """A new (B, H, T, …) in q's memory order: (B, T, H, …) where heads are closer than positions."""
     b, h, t, *rest = shape
     if q.stride(1) < q.stride(2):
         return q.new_empty((b, t, h, *rest), dtype=dtype).transpose(1, 2)

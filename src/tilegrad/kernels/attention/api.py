@@ -1,6 +1,6 @@
 """The attention op: three functions that never allocate, whichever kernel runs.
 
-Positional tensors are read, keyword-only tensors are written. Outputs overwrite; `dsinks` accumulates, for it is a
+Positional tensors are read, keyword-only tensors are written. Outputs overwrite; `dsinks` accumulates, because it is a
 parameter's gradient. An output given as None is not computed. `scratch` holds what `attention_workspace` declares.
 
 No output may share memory with an input or with another output, in whole or in part: every such call is refused by name. Inputs
@@ -14,11 +14,11 @@ lse is float32, float64 for float64 inputs. dk and dv have q's dtype; as parts o
 The equations are in mask.py (scores) and reference.py (the rest).
 
 The table selects by q, k, v and the mask, and by o, do, dq, dk and dv where they are given: where a kernel can't read or write
-one as it lies (hopper: rows off multiples of 16 bytes), the next one runs. Whoever declares scratch for such buffers gives them
-to `attention_workspace` too; without them it takes for granted that every kernel can.
+the layout of one (hopper: rows off multiples of 16 bytes), the next one runs. A caller that declares scratch for such buffers
+gives them to `attention_workspace` too; without them it takes for granted that every kernel can.
 
-A call is checked and a kernel selected once for each signature (shapes, strides, dtypes, devices, options, and the number of
-threads, with which scratch on the CPU grows). A training step or a decoding loop then pays for a dictionary lookup.
+A call is checked, and a kernel selected and prepared, once for each signature: shapes, strides, dtypes, devices, options, and
+the number of threads, with which scratch on the CPU grows. A training step or a decoding loop then pays a dictionary lookup.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ def attention_workspace(
     """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes, devices, and strides and addresses where
     there are any: handles will do.
 
-    o, do, dq, dk and dv are the call's, where they are known and may lie as not every kernel can read or write them. Those
-    left out count as contiguous, of q's dtype.
+    o, do, dq, dk and dv are the call's, where they are known and may have a layout that not every kernel can read or write.
+    Those left out count as contiguous, of q's dtype.
     """
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
@@ -63,7 +63,7 @@ def attention_workspace(
 
 Signature = tuple[object, ...]
 Form = tuple[tuple[int, ...], tuple[int, ...], torch.dtype]  # shape, strides, dtype
-Run = Callable[[Any], None]  # of a Forward, or of a Backward
+Run = Callable[[Any], None]  # takes a Forward, or a Backward
 prepared_calls: dict[Signature, PreparedCall] = {}
 _MASK_TENSORS = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")
 

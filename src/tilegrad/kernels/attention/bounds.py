@@ -61,7 +61,7 @@ Exact = Mapping[str, Tensor]
 def bounds(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp_error: float = 0.0
 ) -> dict[str, Bound]:
-    """Of every output of a call, by name, from whole T×T matrices of float64. `exact` is the oracle's; slopes are along it.
+    """The bound of every output by name, from whole T×T matrices of float64. `exact` is the oracle's; slopes are along it.
     exp_error is the relative error of a kernel's exp where that says it is more than 4 a."""
     exp = max(4.0, exp_error / roundoff(accumulation_dtype(q.dtype)))
     if mask.varlen:

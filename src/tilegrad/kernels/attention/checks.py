@@ -22,7 +22,7 @@ TENSOR = "a tensor (torch.from_numpy makes one of a NumPy array)"
 def require(
     ok: object, name: str, got: Any, accepted: str, error: type[Exception] = ValueError, *, show: Callable[[Any], str] = repr
 ) -> None:  # fmt: skip
-    """`show` tells the value that was got, and is called only for an error."""
+    """Raises where not ok. `show` formats the value that was got."""
     if not ok:
         raise error(f"{name}: got {show(got)}; accepted: {accepted}")
 
@@ -36,8 +36,8 @@ def _shape(x: Any) -> str:
 
 
 def _shapes(pair: tuple[Any, str, Any]) -> str:
-    x, beside, y = pair
-    return f"{_shape(x)}, and {beside} is {tuple(y.shape)}"
+    x, other, y = pair
+    return f"{_shape(x)}, and {other} is {tuple(y.shape)}"
 
 
 def _dtypes(pair: tuple[Any, Any]) -> str:
@@ -67,7 +67,7 @@ def _is_number(x: object) -> bool:
 
 
 def _is_tensor(x: object) -> bool:
-    """A tensor, or a handle that stands for one in a memory trace."""
+    """A tensor, or a handle that represents one in a memory trace."""
     if isinstance(x, Tensor):
         return True
     return hasattr(x, "shape") and isinstance(getattr(x, "dtype", None), torch.dtype) and hasattr(x, "device")

@@ -1,4 +1,4 @@
-"""Attention of a sequence that lies on the ranks of a group: every rank has its rows of q, k and v, and K and V are gathered.
+"""Attention of a sequence split over the ranks of a group: every rank has its rows of q, k and v, and K and V are gathered.
 
     runs       2N runs of c = T / 2N rows; rank r holds runs r and 2N − 1 − r, in this order ("zigzag": equal causal work)
     forward    K, V = all-gather of k, v          for each run a: o[a], lse[a] = attention(q[a], K[: (a+1)·c], V[: (a+1)·c])
@@ -41,10 +41,10 @@ class Ranks(Protocol):
     @property
     def world(self) -> int: ...
     def all_gather(self, part: Tensor, *, out: Tensor) -> Any:
-        """out = every rank's part, in the order of ranks; part may lie where it will stand in out."""
+        """out = every rank's part, in the order of ranks; part may be its own place in out."""
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor) -> Any:
-        """out, this rank's part of world equal parts of x, = Σ over ranks of that part; it may lie in x."""
+        """out, this rank's part of world equal parts of x, = Σ over ranks of that part; it may be a part of x."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +61,7 @@ def runs_of(rank: int, world: int) -> tuple[int, int]:
 
 
 def positions_of(rank: int, world: int, t: int) -> tuple[slice, slice]:
-    """Where the first and the last half of a rank's t rows stand in the whole sequence."""
+    """Where the first and the last half of a rank's t rows are in the whole sequence."""
     first, last = (slice(a * (t // 2), (a + 1) * (t // 2)) for a in runs_of(rank, world))
     return first, last
 

@@ -1,6 +1,6 @@
 """Which rows attend to which columns, and how scores change: one frozen value that every kernel of the op reads.
 
-Rows i < Tq, columns j < Tk. Both ends are aligned at the bottom right, so row i stands at column i + Tk − Tq:
+Rows i < Tq, columns j < Tk. Both ends are aligned at the bottom right, so row i is at column i + Tk − Tq:
 
     distance(i, j) = i + Tk − Tq − j
     attends(i, j)  = −right ≤ distance ≤ left          None = open on that side; causal closes the right side at 0

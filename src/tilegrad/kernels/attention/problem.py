@@ -43,7 +43,7 @@ class Inputs(NamedTuple):
 
 class Problem(Inputs):
     """A call of attention as the table of kernels reads it: its inputs, and of o, do, dq, dk and dv those that are known, by
-    name, for a kernel may not be able to read or write one as it lies."""
+    name, because a kernel may not be able to read or write the layout of one."""
 
     others: dict[str, Any]
 
@@ -104,7 +104,7 @@ class Backward(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """Of packed sequences, tq and tk are the longest lengths, and batch is their number.
+    """With packed sequences, tq and tk are the longest lengths, and batch is their number.
 
     left and right are the band of mask.py, None where nothing is masked out on that side.
     """
@@ -202,7 +202,7 @@ def rows_aligned(x: Tensor) -> bool:
 
 
 def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
-    """Why TMA can't address x, or None. Of a handle only what it has is looked at; a fake tensor has no address."""
+    """Why TMA can't address x, or None. Only what a handle has is looked at; a fake tensor has no address."""
     itemsize = x.dtype.itemsize
     if x.shape[-1] * itemsize % ALIGNED_BYTES:
         return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"
@@ -210,7 +210,7 @@ def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
         return None
     sizes, strides = four_dims(x, varlen=varlen)
     if strides[-1] != 1:
-        return f"{name}: columns lie {strides[-1]} elements apart, and TMA needs them contiguous"
+        return f"{name}: columns are {strides[-1]} elements apart, and TMA needs them contiguous"
     for axis, n, stride in zip("BHT", sizes, strides, strict=False):
         if not _aligned_step(n, stride, itemsize) or n > 1 and stride * itemsize >= STRIDE_BYTES:
             return (

@@ -4,7 +4,7 @@
 
 `qkv_attention_*` takes the one buffer, `q_k_v_attention_*` the three. Views of them are what the op of api.py takes, so
 nothing is copied; as ops of their own they let a memory trace see the buffers that the model holds. The backward is
-deterministic unless told otherwise: a resumed run continues bit for bit. Where a sequence lies on the ranks of a `group`
+deterministic by default: a resumed run continues bit for bit. Where a sequence is split over the ranks of a `group`
 (context.py), T counts the rows of one rank.
 """
 

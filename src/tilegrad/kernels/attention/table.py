@@ -10,7 +10,7 @@ from ..table import Kernel, Table, takes_all
 from .problem import FEW_ROWS, Problem, tma_refusal
 
 MOST_HEADS = 65535  # programs on the second axis of a CUDA grid
-HOPPER_ROWS = 128  # of a row tile
+HOPPER_ROWS = 128  # rows of a tile
 FEW_TILES = 64  # row tiles: fewer leave multiprocessors idle, and triton splits the columns among programs instead
 SHORT, MANY_SEQUENCES = (
     64,

@@ -174,7 +174,7 @@ def _round_keys(mask: Mask, scratch: Scratch) -> list[tuple[Key, Key]]:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Where a slab stands in a dense problem, and its tiles in the scratch. `first` numbers the first sequence."""
+    """Where a slab is in a dense problem, and its tiles in the scratch. `first` numbers the first sequence."""
 
     batch: range
     heads: range  # kv heads
