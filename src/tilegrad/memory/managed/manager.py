@@ -159,6 +159,8 @@ class AttentionBufferManager:
             pool.hits += 1
             hit = True
         except LookupError:  # none is ready, or another thread was faster
+            hit = False
+        if not hit:  # outside of the handler: an interrupt there would keep the buffer alive by its traceback
             slot, tensor, hit = cache.find(free_list)
         tracked, own = self._tracked, None
         if hit and (
