@@ -102,8 +102,9 @@ def test_canary_a_product_of_other_sizes_is_seen(monkeypatch: pytest.MonkeyPatch
     shape, pack = (96, 64, 80), abi.pack_gemm
     want = of_torch(shape)
 
-    def wrongly(**fields: int) -> bytes:
-        return pack(**{**fields, field: fields[field] + wrong})
+    def wrongly(*values: int) -> bytes:
+        fields = dict(zip((name for name, *_ in abi.Gemm._fields_), values, strict=True))
+        return pack(**fields | {field: fields[field] + wrong})
 
     monkeypatch.setattr(cpu, "pack_gemm", wrongly)
     if field == "ldc":
@@ -261,7 +262,7 @@ def test_strides_that_blas_can_not_read_are_refused() -> None:
     x, w, y = torch.ones(8, 6), torch.ones(4, 6), torch.ones(8, 4)
     for wrong in (torch.ones(8, 12)[:, ::2], torch.ones(1, 6).expand(8, 6), torch.ones(13).unfold(0, 6, 1)):
         with pytest.raises(
-            ValueError, match=r"linear: got a matrix \(8, 6\) with strides .*; accepted: rows or columns"
+            ValueError, match=r"linear: got a matrix \(8, 6\) with strides .*; accepted: contiguous rows or columns"
         ):
             cpu.product(wrong, w.t(), out=y, accumulate=False)
     with pytest.raises(ValueError, match="strides"):
