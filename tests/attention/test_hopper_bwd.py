@@ -30,15 +30,14 @@ from support.kernels import run_backward
 from tilegrad.kernels.attention import hopper
 from tilegrad.kernels.attention.hopper import backward as kernel
 from tilegrad.kernels.attention.hopper import (
-    backward_barriers,
     backward_load,
     backward_mma,
     backward_store_dq,
     backward_wide,
-    band,
     pieces,
     pipeline,
     prepost,
+    registers,
 )
 from tilegrad.kernels.attention.hopper import backward_scheduler as scheduler
 from tilegrad.kernels.attention.hopper import launch_backward as host
@@ -258,8 +257,8 @@ def test_an_output_that_is_not_wanted_is_left_out(monkeypatch: pytest.MonkeyPatc
 
 interpreted = pytest.mark.skipif(triton.knobs.runtime.interpret, reason="Gluon has no interpreter")
 MODULES = (
-    kernel, backward_barriers, backward_load, backward_mma, backward_store_dq, backward_wide, band, pieces, pipeline, prepost,
-    scheduler, memory, numerics, scores,
+    kernel, backward_load, backward_mma, backward_store_dq, backward_wide, pieces, pipeline, prepost, registers, scheduler,
+    memory, numerics, scores,
 )  # fmt: skip
 
 

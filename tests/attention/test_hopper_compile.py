@@ -215,7 +215,7 @@ def test_no_spills_no_serialised_mmas_and_maxima_beside_them(
     assert min(maxima) >= 16, maxima
     assert pairs_of_exponentials(found["_attention_fwd_kernel"].ptx) < 0.5
     if d <= 128:  # of each warpgroup, dpᵀ = v doᵀ with the first columns of v; dv and dk have other numbers of columns
-        held = TILE_CONFIGS[d].v_held // 16
+        held = TILE_CONFIGS[d].v_in_regs // 16
         assert left_in_registers(found["_hopper_bwd_kernel"].ptx, TILE_CONFIGS[d].m) == 2 * held
         assert bool(held) != takes_more_registers()
 

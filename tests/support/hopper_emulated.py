@@ -20,14 +20,14 @@ def forward(
 ) -> dict[str, torch.Tensor]:
     """o and lse of the forward, in plain Python; `broken` changes device functions."""
     from tilegrad.kernels.attention import hopper
+    from tilegrad.kernels.attention.hopper import forward as forward_kernel
     from tilegrad.kernels.attention.hopper import (
-        band,
         forward_load,
         forward_scheduler,
         launch_forward,
         pieces,
         pipeline,
-        reductions,
+        registers,
     )
     from tilegrad.kernels.attention.hopper import forward as forward_kernel
     from tilegrad.kernels.attention.triton import numerics, scores
@@ -35,7 +35,7 @@ def forward(
     q, k, v, mask = call.q, call.k, call.v, call.mask
     o_shape, lse_shape = output_shapes(q, v, mask)
     out = {"o": q.new_full(o_shape, math.nan), "lse": q.new_full(lse_shape, math.nan, dtype=torch.float32)}
-    modules = (band, forward_kernel, forward_load, forward_scheduler, pieces, pipeline, reductions, numerics, scores)
+    modules = (forward_kernel, forward_load, forward_scheduler, pieces, pipeline, registers, numerics, scores)
     with in_python(*modules) as launch, pytest.MonkeyPatch.context() as patch:  # undone first
         broken(patch)
         patch.setattr(launch_forward, "multiprocessors", lambda _device: programs)

@@ -3,11 +3,11 @@
 float16 and bfloat16, head dimensions of 16 to 256 in steps of 8, the same for v, in any layout that TMA can address.
 ../table.py says which calls that leaves out.
 
-    host      launch_forward.py, launch_backward.py: plans and launches     launch.py, tma.py: launches and TMA descriptors
-    device    forward.py, backward.py: the kernels, with their equations    forward_*.py, backward_*.py: their warps
-              pipeline.py: the handshake of all of them                     prepost.py: the backward's pre- and postprocess
-              pieces.py: head dimensions that are no power of two           band.py: the mask of a tile
-              reductions.py: maxima and sums of rows                        gluon_names.py: names that differ by version
+    host      launch_forward.py, launch_backward.py: tile configs, launches     launch.py, tma.py: compilation, TMA descriptors
+    device    forward.py, backward.py: the kernels, with their equations        forward_*.py, backward_*.py: their warps
+              pipeline.py: pipelines and named barriers                         registers.py: mask, row maxima and row sums
+              pieces.py: head dimensions that are no power of two               gluon_names.py: names that differ by version
+              prepost.py: the backward's pre- and postprocess
 """
 
 from torch import Tensor

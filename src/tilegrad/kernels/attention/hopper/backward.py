@@ -1,44 +1,45 @@
-"""Attention's backward for Hopper (sm_90a), in Gluon: one fused loop of five GEMMs, dq reduced in float32 by TMA.
+"""Attention's backward on Hopper (sm_90a), in Gluon: one fused loop of five GEMMs, with dq reduced in float32 by TMA.
 
     preprocess   neg_lse2 = −lse·log2(e)   delta = −(rowsum(do ∘ o) − dlse)   dq_acc = 0          padding rows: p = 0
     main         a work tile is columns j of a kv head; the loop is over its query heads and the rows i that attend to them
-                   sᵀ = k qᵀ        pᵀ = exp2(scale_log2 · sᵀ + neg_lse2)        masked out: p = 0
+                   sᵀ = k qᵀ        pᵀ = exp2(scale_log2 · sᵀ + neg_lse2)        masked: p = 0
                    dpᵀ = v doᵀ      dsᵀ = pᵀ ∘ (dpᵀ + delta)
                    dv += pᵀ do      dk += dsᵀ q          dq_acc[i] += ds k
     postprocess  dq = scale · dq_acc, in the tensor's dtype
 
-scale_log2 = scale · log2(e), of magnitude 1e-30 at least. With a softcap c: t = tanh(sᵀ · scale / c),
-pᵀ = exp2(c·log2(e)·t + neg_lse2), and ds gains the factor 1 − t². Beyond D 128 neg_lse2 is stored divided by scale_log2 and
-multiplied again: up to D 128 that is 1 to 2 % slower.
+scale_log2 = scale · log2(e), with magnitude at least 1e-30. With a softcap c: t = tanh(sᵀ · scale / c),
+pᵀ = exp2(c·log2(e)·t + neg_lse2), and ds is multiplied by 1 − t². Beyond D 128 neg_lse2 is stored divided by scale_log2 and
+multiplied back; up to D 128 that is 1 to 2 % slower.
 
-**Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with a task each,
-backward_wide.py), a producer warp (backward_load.py) and a dQ store warp or two (backward_store_dq.py). They exchange through
-pipelines (pipeline.py) and named barriers (backward_barriers.py):
+**Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with different tasks,
+backward_wide.py), a producer warp (backward_load.py) and one or two dQ store warps (backward_store_dq.py). They communicate
+through pipelines and named barriers (pipeline.py):
 
-    q, do with neg_lse2, delta, row_info    producer → MMA      two stages each (do of D 256: one)
-    k, v                                    producer → MMA      one stage each, loaded while dv and dk of the tile before drain
-    ds; beyond D 128 p too                  MMA ↔ MMA           ds up to D 128: two stages
-    dq (float32), later dv, dk              MMA → dQ store      one stage of each warpgroup
+    q, do with neg_lse2, delta, row_info    producer → MMA      two stages each (do at D 256: one)
+    k, v                                    producer → MMA      one stage each, loaded while the previous dv and dk drain
+    ds; beyond D 128 also p                 MMA ↔ MMA           ds up to D 128: two stages
+    dq (float32), later dv, dk              MMA → dQ store      one stage per warpgroup
     tile_info                               producer → all      backward_scheduler.py
 
-**v in registers.** The bandwidth of shared memory is the limit, and every tile of rows reads all of k and v. Up to D 128 a
-warpgroup holds the first columns of its v in registers, as many as the compiler and a softcap leave it registers for
-(launch_backward.py): 1 to 3 % faster at D 64, 2 to 9 % at D 96, 2 to 5 % at D 128.
+**v in registers.** Shared memory bandwidth is the limit, and every row tile reads all of k and v. Up to D 128 a warpgroup keeps
+the first columns of its v in registers, as many as the compiler and a softcap leave room for (launch_backward.py): 1 to 3 %
+faster at D 64, 2 to 9 % at D 96, 2 to 5 % at D 128.
 
-**Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, do, dk and dv are tuples of one piece or two.
+**Head dimensions** 96 and 192 are two pieces of columns (pieces.py): q, k, v, do, dk and dv are tuples of one piece or two.
 
-**Persistent CTAs** take work tiles from a counter, so a tile's loads overlap the end of the tile before. Where the band makes
-the first columns the longest, those of a whole L2 section of heads come first: of no more heads than stay in L2, and of so many
-that CTAs end together. Where work tiles are too few for the device, several CTAs share the rows of each (split-K): they add dk
-and dv in float32, and the last to add stores. Only tiles of rows that an edge of the band crosses are masked.
+**Persistent CTAs** take work tiles from a counter, so the loads of a tile overlap the end of the previous one. Where the band
+makes the first columns the longest, the first columns of all heads of an L2 section come first; the section is no larger than
+L2, and large enough that the CTAs finish together. Where there are too few work tiles for the device, several CTAs share the
+rows of each (split-K): they add dk and dv in float32, and the last one stores. Only row tiles that an edge of the band crosses
+are masked.
 
 **Packed sequences** are bounded by TMA itself (tma.varlen_descriptor): rows of the next sequence, NaN or not, are never read.
 
-**Deterministic**: additions to a tile of dq happen in the order of the tile scheduler, kept by a semaphore; the first stores.
-At D 96 and 128 each MMA warpgroup then has a dQ store warp of its own, so that the waits of one half for the semaphore and for
-memory overlap those of the other: 3 to 12 % faster.
+**Deterministic**: additions to a tile of dq happen in the order of the tile scheduler, enforced by a semaphore; the first one
+stores. At D 96 and 128 each MMA warpgroup then has its own dQ store warp, so that one half's waits for the semaphore and for
+memory overlap the other's: 3 to 12 % faster.
 
-10·Tq·Tk·D FLOPs a head, half of it if causal.
+10·Tq·Tk·D FLOPs per head, half of it if causal.
 """
 
 from __future__ import annotations
@@ -55,9 +56,9 @@ from .pieces import new_stages, pieces_of
 from .pipeline import Pipeline, mbarriers
 
 Q_STAGES = gl.constexpr(2)
-REGISTERS = gl.constexpr(24)  # of a thread of the producer warp and of a dQ store warp
-MMA_REGISTERS = gl.constexpr(240)  # of a thread of an MMA warpgroup
-DIVIDED = gl.constexpr(128)  # for wider heads neg_lse2 is stored divided by scale_log2
+REGISTERS = gl.constexpr(24)  # per thread of the producer warp and of a dQ store warp
+MMA_REGISTERS = gl.constexpr(240)  # per thread of an MMA warpgroup
+DIVIDED = gl.constexpr(128)  # beyond this D neg_lse2 is stored divided by scale_log2
 
 SIZES = ["rows_b", "rows_h", "batch", "kv_heads", "all_heads", "group", "tq", "tk", "left", "right"]
 SIZES += ["heads_per_section", "splits", "row_tiles"]
@@ -72,7 +73,7 @@ def _hopper_bwd_kernel(
     rows_b, rows_h, batch, kv_heads, all_heads, group, tq, tk, left, right, heads_per_section, splits, row_tiles,
     scale, scale_log2, softcap_log2, scale_over_softcap,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DO_STAGES: gl.constexpr, DO_FIRST: gl.constexpr,
-    V_HELD: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr,
+    V_IN_REGS: gl.constexpr, DQ_WARPS: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
     dtype: gl.constexpr = q_desc.dtype
     WORDS_L: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, order=[0])
@@ -96,13 +97,13 @@ def _hopper_bwd_kernel(
         gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout),
         gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], WORDS_L),
     )  # fmt: skip
-    dq_pipeline = Pipeline(new_stages((dq_desc,), 2)[0], None, mbarriers(2, 1))  # a stage for each MMA warpgroup
+    dq_pipeline = Pipeline(new_stages((dq_desc,), 2)[0], None, mbarriers(2, 1))  # one stage per MMA warpgroup
     tile_words = gl.allocate_shared_memory(gl.int32, [INFO_STAGES * INFO_WORDS, 1], WORDS_L)
     tile_info = Pipeline(tile_words, mbarriers(INFO_STAGES, 1), mbarriers(INFO_STAGES, 2 + DQ_WARPS))
     sources = Sources(q_descs, k_descs, v_descs, do_descs, neg_lse2_desc, delta_desc, rows_b, rows_h)
     gradients = Gradients(dq_desc, dk_desc, dv_desc, dq_semaphores, row_tiles, rows_b, rows_h)
     split_sums = SplitSums(sums, arrivals)
-    # the lists below are alike, but a tuple that has a name loses its constants in Gluon
+    # The lists below are similar, but assigning a tuple to a variable loses its constexprs in Gluon.
     if WIDE:
         exchange = new_exchange(dtype, BLOCK_N, BLOCK_M)
         gl.warp_specialize([
@@ -116,15 +117,15 @@ def _hopper_bwd_kernel(
         ds_stages = gl.allocate_shared_memory(dtype, [2, BLOCK_N, BLOCK_M], SCORES_L)
         if DQ_WARPS == 1:
             gl.warp_specialize([
-                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HELD)),
-                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HELD)),
+                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_IN_REGS)),
+                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_IN_REGS)),
                 (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
                 (store_dq, (0, 1, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
             ], [4, 1, 1], [MMA_REGISTERS, REGISTERS, REGISTERS])  # fmt: skip
         else:
             gl.warp_specialize([
-                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HELD)),
-                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_HELD)),
+                (mma_warpgroup, (0, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_IN_REGS)),
+                (mma_warpgroup, (1, split_sums, params, inputs, ds_stages, dq_pipeline, tile_info, factors, D, V_IN_REGS)),
                 (load, (sources, params, inputs, tile_info, tile_counter, BLOCK_M, BLOCK_N, DESCENDING, DO_FIRST)),
                 (store_dq, (0, 2, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),
                 (store_dq, (1, 2, gradients, params, dq_pipeline, tile_info, dtype, BLOCK_M, BLOCK_N, D, DESCENDING)),

@@ -1,16 +1,15 @@
-"""The producer warp of Hopper's backward: takes work tiles and loads them by TMA.
+"""The producer warp of Hopper's backward: takes work tiles and loads their tensors by TMA.
 
-For each work tile: k and v once, and q, do, neg_lse2 and delta of every tile of rows that attends to it.
+It loads k and v once per work tile, and q, do, neg_lse2 and delta of every row tile that attends to them.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 
-from .backward_barriers import DO, INPUT_THREADS, Q
 from .backward_scheduler import (
     FLAG_BITS,
     LAST,
@@ -26,32 +25,22 @@ from .backward_scheduler import (
 )
 from .gluon_names import tma_load
 from .pieces import load_tile
-from .pipeline import named_acquire, named_drain, producer_acquire, stage_of, write_word
+from .pipeline import (
+    DO_EMPTY,
+    INPUT_THREADS,
+    Q_EMPTY,
+    named_acquire,
+    named_drain,
+    producer_acquire,
+    stage_of,
+    write_word,
+)
 
+# Pipelines that the producer warp fills. neg_lse2 and row_info come with a stage of q, delta with a stage of do.
+Inputs = namedtuple("Inputs", "q do k v neg_lse2 delta row_info")
 
-class Inputs(NamedTuple):
-    """What the producer warp fills: pipelines of tiles, and what comes with a stage of q (neg_lse2, row_info) or do (delta)."""
-
-    q: Any
-    do: Any
-    k: Any
-    v: Any
-    neg_lse2: Any
-    delta: Any
-    row_info: Any
-
-
-class Sources(NamedTuple):
-    """What the producer warp loads from, by TMA; q, k, v and do in pieces."""
-
-    q_descs: Any
-    k_descs: Any
-    v_descs: Any
-    do_descs: Any
-    neg_lse2_desc: Any
-    delta_desc: Any
-    rows_b: Any
-    rows_h: Any
+# TMA descriptors that it loads from (those of q, k, v and do in pieces), and the strides of neg_lse2 and delta.
+Sources = namedtuple("Sources", "q_descs k_descs v_descs do_descs neg_lse2_desc delta_desc rows_b rows_h")
 
 
 @gluon.jit
@@ -65,10 +54,16 @@ def _load_columns(sources, params, tile, inputs, iteration, BLOCK_N: gl.constexp
 
 @gluon.jit
 def _load_rows(descs, at, row_desc, row, rows, pipeline, state):
-    """A tile of q or do and what comes with it: neg_lse2 or delta, from `row` on."""
+    """A tile of q with neg_lse2, or of do with delta; these start at `row`."""
     stage = stage_of(state, pipeline.full.shape[0])
     load_tile(descs, at, pipeline, stage, row_desc.block_type.nbytes)
     tma_load(row_desc, [row], pipeline.full.index(stage), rows.index(stage))
+
+
+@gluon.jit
+def _load_do(sources, at, row, inputs, state):
+    named_acquire(inputs.do, state, DO_EMPTY, INPUT_THREADS)
+    _load_rows(sources.do_descs, at, sources.delta_desc, row, inputs.delta, inputs.do, state)
 
 
 @gluon.jit
@@ -76,8 +71,8 @@ def _load_tile(
     sources, params, tile, iteration, state, inputs, tile_info,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """q and do of every tile of rows, do first or q first; k and v after the first q, because their stages are released later
-    than q's."""
+    """Loads q and do of every row tile, in the order that DO_FIRST says; k and v after the first q, because their stages are
+    released later than q's."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     publish_tile(tile_info, iteration, tile, VARLEN)
     row = first_row(tile.b, tile.start_q, sources.rows_b, VARLEN)
@@ -90,16 +85,14 @@ def _load_tile(
         flags = gl.where(step == tile.end - 1, LAST, 0) + gl.where(i < tile.masked, MASKED, 0)
         padded_row = h * sources.rows_h + row + m * BLOCK_M
         if DO_FIRST:
-            named_acquire(inputs.do, state, DO, INPUT_THREADS)
-            _load_rows(sources.do_descs, at, sources.delta_desc, padded_row, inputs.delta, inputs.do, state)
-        named_acquire(inputs.q, state, Q, INPUT_THREADS)
+            _load_do(sources, at, padded_row, inputs, state)
+        named_acquire(inputs.q, state, Q_EMPTY, INPUT_THREADS)
         write_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]), (m << FLAG_BITS) + flags)
         _load_rows(sources.q_descs, at, sources.neg_lse2_desc, padded_row, inputs.neg_lse2, inputs.q, state)
         if step == tile.begin:
             _load_columns(sources, params, tile, inputs, iteration, BLOCK_N)
         if not DO_FIRST:
-            named_acquire(inputs.do, state, DO, INPUT_THREADS)
-            _load_rows(sources.do_descs, at, sources.delta_desc, padded_row, inputs.delta, inputs.do, state)
+            _load_do(sources, at, padded_row, inputs, state)
         state += 1
         i += 1
         g = gl.where(i == tile.count, g + 1, g)
@@ -114,7 +107,7 @@ def load(
     sources, params, inputs, tile_info, tile_counter,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp. `state`: of the pipelines q and do; of k and v it is `iteration`."""
+    """The producer warp. `state` belongs to the pipelines of q and do; that of k and v is `iteration`."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     iteration = 0
     state = 0
@@ -124,7 +117,7 @@ def load(
     for b in range(0, sequences):
         start_q = 0
         start_k = 0
-        tq = params.tq + (t >> 31)  # tq, but unknown before: else it takes a register of the whole kernel
+        tq = params.tq + (t >> 31)  # adds 0, opaque to the compiler: otherwise tq takes a register of the whole kernel
         tk = params.tk
         heads = params.kv_heads
         if VARLEN:
@@ -148,12 +141,10 @@ def load(
             if DESCENDING:
                 n = col_tiles - 1 - n
             tile = work_tile(b_of, kv_head, n, start_q, start_k, tq, tk, params, part, t, BLOCK_M, BLOCK_N)
-            state = _load_tile(
-                sources, params, tile, iteration, state, inputs, tile_info, BLOCK_M, BLOCK_N, DO_FIRST
-            )  # fmt: skip
+            state = _load_tile(sources, params, tile, iteration, state, inputs, tile_info, BLOCK_M, BLOCK_N, DO_FIRST)
             iteration += 1
             t, part = take_tile(tile_counter, params)
         before = after
     publish_tile(tile_info, iteration, WorkTile(-1, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0), VARLEN)
-    named_drain(inputs.q, state, Q, INPUT_THREADS)
-    named_drain(inputs.do, state, DO, INPUT_THREADS)
+    named_drain(inputs.q, state, Q_EMPTY, INPUT_THREADS)
+    named_drain(inputs.do, state, DO_EMPTY, INPUT_THREADS)

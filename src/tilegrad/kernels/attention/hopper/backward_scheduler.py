@@ -1,14 +1,13 @@
-"""The tile scheduler of Hopper's backward: which columns a persistent CTA takes, and which rows attend to them.
+"""The tile scheduler of Hopper's backward: which columns a persistent CTA computes next, and which rows attend to them.
 
-A work tile is BLOCK_N columns of one kv head. CTAs take work tiles from one counter in memory, each the next when it needs one.
-The producer warp takes a tile, works out which rows attend to it, and publishes the tile's info in shared memory, a pipeline of
-INFO_STAGES; with every tile of rows comes one word of row info, its number and two flags. So the MMA warpgroups hold none of
-this in registers.
+A work tile is BLOCK_N columns of one kv head. CTAs take work tiles from a counter in global memory. The producer warp computes
+which rows attend to the tile and publishes the tile's info in shared memory, a pipeline of INFO_STAGES stages. Each row tile
+comes with one word of row info: its index and two flags. So the MMA warpgroups keep none of this in registers.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -16,58 +15,36 @@ from triton.experimental.gluon import language as gl
 from .pipeline import consumer_wait, producer_acquire, producer_commit, read_word, stage_of, write_word
 from .tma import SEQUENCE_END
 
-INFO_STAGES = gl.constexpr(2)  # work tiles whose info is kept
+INFO_STAGES = gl.constexpr(2)
 TILE_FIELDS = gl.constexpr(15)  # of a WorkTile
-INFO_WORDS = gl.constexpr(32)  # of a stage: the fields, and behind them whether each half of dk and dv is to be stored
-DK = gl.constexpr(0)  # which of the two, in tile info and in split-K sums
+INFO_WORDS = gl.constexpr(32)  # of a stage: the fields, then whether each half of dk and dv is to be stored
+DK = gl.constexpr(0)  # `which` gradient, in tile info and in split-K sums
 DV = gl.constexpr(1)
-MASKED = gl.constexpr(1)  # flag of a tile of rows: an edge of the band crosses it
-LAST = gl.constexpr(2)  # flag: it is the last of its work tile
-FLAG_BITS = gl.constexpr(2)  # above these in a word of row info, the tile's number
+MASKED = gl.constexpr(1)  # flag: an edge of the band crosses the row tile
+LAST = gl.constexpr(2)  # flag: the last row tile of the work tile
+FLAG_BITS = gl.constexpr(2)  # row info is (index << FLAG_BITS) + flags
 
+# Arguments that all work tiles share. left, right: None where that side is unbounded.
+#   all_heads           batch · kv_heads
+#   group               query heads per kv head
+#   heads_per_section   kv heads whose tiles are taken together, an L2 section
+#   splits              CTAs that share the rows of a work tile; None: one
+Params = namedtuple(
+    "Params", "cu_seqlens_q cu_seqlens_k batch kv_heads all_heads group tq tk left right heads_per_section splits"
+)
 
-class Params(NamedTuple):
-    """What all work tiles of a call share; left and right are None where nothing is masked out on that side."""
-
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    batch: Any
-    kv_heads: Any
-    all_heads: Any  # batch · kv_heads
-    group: Any  # query heads per kv head
-    tq: Any
-    tk: Any
-    left: Any
-    right: Any
-    heads_per_section: Any  # kv heads whose tiles are taken together, an L2 section
-    splits: Any  # CTAs that share the rows of a work tile; None: one
-
-
-class WorkTile(NamedTuple):
-    """BLOCK_N columns of one kv head from n · BLOCK_N on, and the tiles of rows that attend to them: `count` from `first` on
-    for each query head of the group. An edge crosses `masked_before` of them at the beginning and `masked` in all: these come
-    first, then the unmasked ones. Of all these steps the CTA takes begin … end; b is −1 when no tile is left."""
-
-    b: Any
-    kv_head: Any
-    n: Any
-    start_q: Any
-    start_k: Any
-    tq: Any
-    tk: Any
-    first: Any
-    masked_before: Any
-    unmasked: Any
-    masked: Any
-    count: Any
-    begin: Any
-    end: Any
-    index: Any  # of the tile in the order of the counter
+# Columns n · BLOCK_N … of a kv head, and the row tiles that attend to them: `count` from `first` on, in each query head of the
+# group. `masked` of them need a mask, the first `masked_before` and those after the `unmasked` ones; masked tiles are computed
+# first. The CTA computes steps begin … end of count · group. `index` is the tile's number in the counter's order; b is −1 after
+# the last tile.
+WorkTile = namedtuple(
+    "WorkTile", "b kv_head n start_q start_k tq tk first masked_before unmasked masked count begin end index"
+)
 
 
 @gluon.jit
 def publish_tile(tile_info, iteration, tile, VARLEN: gl.constexpr):
-    """The producer's: the info of an iteration's work tile."""
+    """Called by the producer: writes the info of the iteration's work tile."""
     producer_acquire(tile_info, iteration)
     for i in gl.static_range(TILE_FIELDS):
         if VARLEN or (i < 3 or i > 6):
@@ -77,14 +54,14 @@ def publish_tile(tile_info, iteration, tile, VARLEN: gl.constexpr):
 
 @gluon.jit
 def wait_for_tile(tile_info, iteration, params):
-    """A consumer's: the info of an iteration's work tile, once it is there. It stays until `consumer_release(tile_info, …)`."""
+    """Called by a consumer: the info of the iteration's work tile, which is valid until consumer_release(tile_info, …)."""
     consumer_wait(tile_info, iteration)
     return read_tile(tile_info, iteration, params)
 
 
 @gluon.jit
 def read_tile(tile_info, iteration, params):
-    """The same, read again: what is read when it is needed holds no registers before."""
+    """wait_for_tile without the wait: reading a field again where it is used saves the register that would hold it."""
     words = tile_info.stages
     at = stage_of(iteration, INFO_STAGES) * INFO_WORDS
     start_q = 0
@@ -105,20 +82,20 @@ def read_tile(tile_info, iteration, params):
 
 @gluon.jit
 def stored_word(iteration, which: gl.constexpr, HALF: gl.constexpr):
-    """The word of tile info that says whether dk or dv, of a half of the columns, is to be stored."""
+    """The word of tile info that says whether half HALF of dk or dv is to be stored."""
     return stage_of(iteration, INFO_STAGES) * INFO_WORDS + TILE_FIELDS + 2 * which + HALF
 
 
 @gluon.jit
 def row_tile(tile, i):
-    """The number of the i-th tile of rows: masked ones first."""
+    """The index of the i-th row tile; masked ones come first."""
     masked = tile.first + i + gl.where(i < tile.masked_before, 0, tile.unmasked)
     return gl.where(i < tile.masked, masked, tile.first + tile.masked_before + i - tile.masked)
 
 
 @gluon.jit
 def head_and_column(t, params, col_tiles):
-    """(head, n) of the t-th work tile: in a section of heads all first columns, then all second ones …"""
+    """(head, n) of the t-th work tile: within a section, column tile 0 of every head, then column tile 1 of every head …"""
     section = t // (params.heads_per_section * col_tiles)
     within = t - section * params.heads_per_section * col_tiles
     heads = gl.minimum(params.heads_per_section, params.all_heads - section * params.heads_per_section)
@@ -130,7 +107,7 @@ def head_and_column(t, params, col_tiles):
 def work_tile(
     b, kv_head, n, start_q, start_k, tq, tk, params, part, index, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr
 ):
-    """Columns n of a kv head: which rows attend to them, in tiles, and the share of split `part` of them."""
+    """Column tile n of a kv head: the row tiles that attend to it, and which of them split `part` computes."""
     start = n * BLOCK_N
     stop = gl.minimum(start + BLOCK_N, tk)
     shift = tq - tk
@@ -144,10 +121,10 @@ def work_tile(
         last = (gl.maximum(gl.minimum(tq, stop + shift + params.left), 0) + BLOCK_M - 1) // BLOCK_M
     last = gl.maximum(last, first)
     unmasked = gl.minimum(gl.maximum(unmasked, first), last)
-    unmasked_end = last  # rows beyond the end need no mask: their neg_lse2 makes p = 0
+    unmasked_end = last  # rows beyond the end need no mask, because neg_lse2 makes their p 0
     if params.left is not None:
         unmasked_end = gl.minimum(gl.maximum(start + shift + params.left + 1, 0) // BLOCK_M, last)
-    unmasked = gl.where(start + BLOCK_N > tk, last, unmasked)  # columns beyond the end do
+    unmasked = gl.where(start + BLOCK_N > tk, last, unmasked)  # columns beyond the end need one
     unmasked_end = gl.maximum(unmasked, unmasked_end)
     count_unmasked = unmasked_end - unmasked
     count = last - first
@@ -164,7 +141,7 @@ def work_tile(
 
 @gluon.jit
 def take_tile(tile_counter, params):
-    """(work tile, split of it) that is next."""
+    """Takes the next (work tile, split)."""
     t = gl.atomic_add(tile_counter, 1)
     part = 0
     if params.splits is not None:
@@ -175,14 +152,14 @@ def take_tile(tile_counter, params):
 
 @gluon.jit
 def first_row(b, start_q, rows_b, VARLEN: gl.constexpr):
-    """Where sequence b begins in neg_lse2 and delta. Packed sequences are padded to multiples of rows_b there, because TMA
-    loads from multiples of 16 bytes on."""
+    """The first row of sequence b in neg_lse2 and delta. Packed sequences are padded to multiples of rows_b there, because TMA
+    loads start at multiples of 16 bytes."""
     return (start_q + b * rows_b) // rows_b * rows_b if VARLEN else b * rows_b
 
 
 @gluon.jit
 def tma_coordinates(params, b, start, size, h, row):
-    """Where a row of sequence b begins for TMA, but for the column; of packed sequences in the axes of varlen_descriptor."""
+    """TMA coordinates of a row of sequence b without the column; those of packed sequences are for varlen_descriptor."""
     if params.cu_seqlens_q is None:
         return b, h, row
     else:

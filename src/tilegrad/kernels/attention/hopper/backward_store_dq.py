@@ -1,30 +1,33 @@
-"""The dQ store warps of Hopper's backward: they add dq of every tile of rows to memory by TMA, and store dk and dv.
+"""The dQ store warps of Hopper's backward: they add dq of every row tile to global memory by TMA, and store dk and dv.
 
 There is one for both MMA warpgroups, or one for each. Deterministic calls add to a tile of dq in the order of the tile
-scheduler: semaphores in memory, one for each dQ store warp, count the work tiles that have added to it. A CTA waits only for
-work tiles taken before its own, so the wait ends.
+scheduler: semaphores in global memory, one per row tile and dQ store warp, count the work tiles that have added to it. A CTA
+waits only for work tiles taken before its own, so there is no deadlock.
 
-Rows of dq are permuted among eight, in shared memory and so in dq_acc: row 4c + d is line 2d + c. In the order of rows the
-threads of a warp would store two to a bank.
+The rows of dq are permuted in groups of eight, in shared memory and therefore in dq_acc: row 4c + d is at line 2d + c. Without
+that, stores would have two-way bank conflicts.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, mbarrier, tma
 
-from .backward_barriers import DQ, DQ_THREADS
 from .backward_scheduler import DK, DV, first_row, row_tile, stored_word, tma_coordinates, wait_for_tile
 from .gluon_names import beginning, tma_reduce_add, tma_store
-from .pipeline import consumer_release, named_arrive, named_wait, read_word
+from .pipeline import DQ_FULL, DQ_THREADS, consumer_release, named_arrive, named_wait, read_word
+
+# What the dQ store warps write: TMA descriptors (dk_desc, dv_desc: None if not wanted), dq_semaphores (None if additions are
+# unordered) with `row_tiles` per query head, and the strides of dq_acc.
+Gradients = namedtuple("Gradients", "dq_desc dk_desc dv_desc dq_semaphores row_tiles rows_b rows_h")
 
 
 @gluon.constexpr_function
 def dq_layout(M, N):
-    """A stage of dq as (rows, columns): TMA's 128-byte swizzle of float32 with the lines of each eight permuted."""
+    """The layout of a dq stage (rows, columns): TMA's 128-byte swizzle of float32 with each eight lines permuted."""
     bases = [[0, 1], [0, 2], [0, 4], [0, 8], [0, 16], [4, 4], [1, 8], [2, 16]]
     row = 8
     while row < M:
@@ -39,38 +42,37 @@ def dq_layout(M, N):
 
 @gluon.jit
 def dq_line(row):
-    """The line of dq_acc that has a row."""
+    """The line of dq_acc that holds a row."""
     return row - row % 8 + row % 4 * 2 + row // 4 % 2
 
 
 @gluon.jit
 def dq_stage(W: gl.constexpr, count, dq_pipeline):
-    """The stage of MMA warpgroup W, which has been `count` times through it, once the dQ store warp has released it."""
+    """Waits until the dQ store warp has released the stage of MMA warpgroup W, which has used it `count` times."""
     mbarrier.wait(dq_pipeline.empty.index(W), (count & 1) ^ 1)
-    return dq_pipeline.stages.index(
-        W + (count >> 30)
-    )  # W, but unknown to the compiler: else addresses stay in registers
+    opaque = W + (count >> 30)  # W; if the compiler knew, it would keep addresses in registers
+    return dq_pipeline.stages.index(opaque)
 
 
 @gluon.jit
 def send_dq(W: gl.constexpr, dq, count, dq_pipeline):
-    """dq of warpgroup W to the dQ store warp."""
+    """Sends dq of warpgroup W to the dQ store warp."""
     M: gl.constexpr = dq.shape[0]
     N: gl.constexpr = dq.shape[1]
     beginning(dq_stage(W, count, dq_pipeline), gl.float32, [M, N], dq_layout(M, N)).store(dq)
     fence_async_shared()
-    named_arrive(DQ + W, DQ_THREADS)
+    named_arrive(DQ_FULL + W, DQ_THREADS)
 
 
 @gluon.constexpr_function
 def dkdv_columns(D):
-    """Columns of a box of dk and dv, which may be more than they have."""
+    """Columns of a TMA box of dk and dv; may exceed D."""
     return 64 if D == 64 else 128
 
 
 @gluon.jit
 def send_dkdv(W: gl.constexpr, x, count, dq_pipeline, DTYPE: gl.constexpr, D: gl.constexpr):
-    """A part of dk or dv, in pieces of columns, to the dQ store warp."""
+    """Sends a part of dk or dv, in pieces of columns, to the dQ store warp."""
     M: gl.constexpr = x[0].shape[0]
     N: gl.constexpr = dkdv_columns(D)
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for([M, N], DTYPE)
@@ -78,20 +80,7 @@ def send_dkdv(W: gl.constexpr, x, count, dq_pipeline, DTYPE: gl.constexpr, D: gl
     for i in gl.static_range(len(x)):
         stage.slice(i * x[0].shape[1], x[i].shape[1], 1).store(x[i].to(DTYPE))
     fence_async_shared()
-    named_arrive(DQ + W, DQ_THREADS)
-
-
-class Gradients(NamedTuple):
-    """Where the dQ store warps write to. dk_desc and dv_desc are None where they are not wanted, dq_semaphores where additions
-    have no order."""
-
-    dq_desc: Any
-    dk_desc: Any
-    dv_desc: Any
-    dq_semaphores: Any
-    row_tiles: Any  # of a query head, in dq_semaphores
-    rows_b: Any
-    rows_h: Any
+    named_arrive(DQ_FULL + W, DQ_THREADS)
 
 
 @gluon.jit
@@ -99,21 +88,13 @@ def store_dq(
     W: gl.constexpr, WARPS: gl.constexpr, gradients, params, dq_pipeline, tile_info, DTYPE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
-    """dQ store warp W of one, or of one for each MMA warpgroup; dv and dk of a work tile come after the last of its dq."""
+    """dQ store warp W of WARPS; dv and dk of a work tile follow its last dq."""
     iteration = 0
     tile = wait_for_tile(tile_info, iteration, params)
     while tile.b >= 0:
         _add_row_tiles(W, WARPS, gradients, params, tile, dq_pipeline, BLOCK_M, BLOCK_N, D, DESCENDING)
         for part in gl.static_range(W, 4, WARPS):
-            # up to D 128 a warpgroup has 64 of the columns, of dv and then of dk; beyond, one has dv and the other dk
-            if (part % 2 if D > 128 else part // 2) == 0:
-                _store_dkdv(
-                    gradients.dv_desc, part, tile, params, dq_pipeline, tile_info, iteration, DV, DTYPE, BLOCK_N, D
-                )
-            else:
-                _store_dkdv(
-                    gradients.dk_desc, part, tile, params, dq_pipeline, tile_info, iteration, DK, DTYPE, BLOCK_N, D
-                )
+            _store_dkdv(gradients, part, tile, params, dq_pipeline, tile_info, iteration, DTYPE, BLOCK_N, D)
         consumer_release(tile_info, iteration)
         iteration += 1
         tile = wait_for_tile(tile_info, iteration, params)
@@ -124,12 +105,12 @@ def _add_row_tiles(
     W: gl.constexpr, WARPS: gl.constexpr, gradients, params, tile, dq_pipeline,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
-    """dq of every tile of rows of a work tile, added to memory; with `dq_semaphores` in order, and the first is stored. Its
-    parts come from the two warpgroups in turn."""
+    """Adds dq of every row tile of a work tile to memory; with `dq_semaphores` in order, the first by a store. The parts come
+    from the two warpgroups alternately."""
     dq_desc = gradients.dq_desc
     ROWS: gl.constexpr = dq_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[1]
-    PARTS: gl.constexpr = (D + COLUMNS - 1) // COLUMNS  # of a row; TMA drops what the last has beyond D
+    PARTS: gl.constexpr = (D + COLUMNS - 1) // COLUMNS  # per row; TMA drops what exceeds D
     row = first_row(tile.b, tile.start_q, gradients.rows_b, params.cu_seqlens_q is not None)
     g = tile.begin // gl.maximum(tile.count, 1)
     i = tile.begin - g * tile.count
@@ -147,7 +128,7 @@ def _add_row_tiles(
         for part in gl.static_range(W, (BLOCK_M // ROWS) * PARTS, WARPS):
             at = [line + part // PARTS * ROWS, part % PARTS * COLUMNS]
             dq_s = dq_pipeline.stages.index(part % 2)
-            named_wait(DQ + part % 2, DQ_THREADS)
+            named_wait(DQ_FULL + part % 2, DQ_THREADS)
             if before == 0:
                 tma_store(dq_desc, at, dq_s)
             else:
@@ -164,16 +145,19 @@ def _add_row_tiles(
 
 @gluon.jit
 def _store_dkdv(
-    desc, part: gl.constexpr, tile, params, dq_pipeline, tile_info, iteration, which: gl.constexpr,
+    gradients, part: gl.constexpr, tile, params, dq_pipeline, tile_info, iteration,
     DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """A part of dk or dv to memory; of a split work tile only by the CTA that was the last to add."""
+    """Stores a part of dk or dv; for a split work tile, only the CTA that added last."""
+    # Up to D 128 each warpgroup sends 64 columns of dv, then of dk; beyond, one sends dv and the other dk.
     W: gl.constexpr = part % 2
-    HALF: gl.constexpr = 0 if D > 128 else W  # of the columns
+    which: gl.constexpr = DV if (W if D > 128 else part // 2) == 0 else DK
+    desc = gradients.dv_desc if which == DV else gradients.dk_desc
+    HALF: gl.constexpr = 0 if D > 128 else W  # of the work tile's columns
     COLUMNS: gl.constexpr = dkdv_columns(D)
     BOX: gl.constexpr = [1, 1, 64, COLUMNS] if params.cu_seqlens_q is None else [1, 1, 1, 64, COLUMNS]
     L: gl.constexpr = gl.NVMMASharedLayout.get_default_for(BOX, DTYPE)
-    named_wait(DQ + W, DQ_THREADS)
+    named_wait(DQ_FULL + W, DQ_THREADS)
     if desc is not None:
         wanted = 1
         if params.splits is not None:
@@ -183,14 +167,14 @@ def _store_dkdv(
             column = part // 2 * COLUMNS if D > 128 else 0
             at = tma_coordinates(params, tile.b, tile.start_k, tile.tk, tile.kv_head, row)
             stage = beginning(dq_pipeline.stages.index(W), DTYPE, BOX, L)
-            tma_store(desc, at + (column,), stage)  # noqa: RUF005 (in a kernel)
+            tma_store(desc, at + (column,), stage)  # noqa: RUF005 (device code)
             tma.store_wait(0)
     mbarrier.arrive(dq_pipeline.empty.index(W), count=1)
 
 
 @gluon.jit
 def earlier_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr):
-    """The number of work tiles that add to row tile m before tile.n does: the value of the semaphore to wait for."""
+    """How many work tiles add to row tile m before tile.n does: the semaphore value to wait for."""
     back = m * BLOCK_M + tile.tk - tile.tq
     if DESCENDING:
         last = (tile.tk + BLOCK_N - 1) // BLOCK_N
@@ -206,15 +190,14 @@ def earlier_tiles(m, tile, params, BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr,
 
 @gluon.jit
 def _inline_asm(code: gl.constexpr):
-    """Instructions of every thread of the warp, kept in program order."""
-    gl.inline_asm_elementwise(
-        code + " mov.b32 $0, $1;", "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1
-    )  # fmt: skip
+    """Instructions executed by every thread of the warp, in program order."""
+    CODE: gl.constexpr = code + " mov.b32 $0, $1;"
+    gl.inline_asm_elementwise(CODE, "=r,r", [gl.to_tensor(0)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
 def wait_for_semaphore(counter, value):
-    """Until a counter has reached a value; then TMA reads what was in memory at that moment."""
+    """Waits until the counter has reached a value; TMA operations issued later see the memory of that moment."""
     while gl.atomic_add(counter, 0, sem="acquire") < value:
         pass
     _inline_asm("fence.proxy.async.global;")
@@ -222,6 +205,6 @@ def wait_for_semaphore(counter, value):
 
 @gluon.jit
 def wait_until_in_memory():
-    """Until what the warp stored or added by TMA is in memory, not only read from shared memory. One thread issued the TMA and
-    waits for it, another may release the semaphore: hence the warp barrier."""
+    """Waits until what the warp stored or added by TMA is in global memory. One thread issues the TMA and waits for it, but
+    another may release the semaphore, so a warp barrier follows."""
     _inline_asm("cp.async.bulk.wait_group 0; fence.proxy.async.global; bar.warp.sync 0xffffffff;")

@@ -1,57 +1,57 @@
-"""The MMAs of Hopper's backward for head dimensions beyond 128: two consumer warpgroups with a task each.
+"""The MMAs of Hopper's backward for head dimensions beyond 128: two consumer warpgroups with different tasks.
 
 dk and dv of 64 columns fill half the registers of two warpgroups, so a tile is 64 × 64. If both warpgroups shared every MMA,
-each would read one operand of it whole, and the bandwidth of shared memory would be the limit. Here one holds dv, the other dk:
+each would read one of its operands whole, and shared memory bandwidth would be the limit. Instead one accumulates dv, the other
+dk (GEMMs numbered as in backward_mma.py):
 
-    softmax_dv_warpgroup    sᵀ = k qᵀ      pᵀ = exp2(…)               dv += pᵀ do      dq slices 0, 2 = ds k
-    ds_dk_warpgroup         dpᵀ = v doᵀ    dsᵀ = pᵀ ∘ (dpᵀ + delta)   dk += dsᵀ q      dq slices 1, 3 = ds k
+    softmax_dv_warpgroup    (1) sᵀ = k qᵀ      pᵀ = exp2(…)               (3) dv += pᵀ do      (5) dq slices 0, 2 = ds k
+    ds_dk_warpgroup         (2) dpᵀ = v doᵀ    dsᵀ = pᵀ ∘ (dpᵀ + delta)   (4) dk += dsᵀ q      (5) dq slices 1, 3 = ds k
 
-A slice of dq is 64 columns, and D 192 has three. pᵀ goes from the first to the second in float32, with the softcap's factor
-1 − t² in it; dsᵀ goes to shared memory for dq, which both multiply. Left operands of dv and dk stay in registers. While one
-computes exponentials or ds, the other's MMAs run.
+A slice of dq is 64 columns; D 192 has three. The first warpgroup passes pᵀ to the second in float32, already multiplied by the
+softcap's 1 − t². dsᵀ goes to shared memory for dq, which both compute. The left operands of (3) and (4) stay in registers.
+While one computes exponentials or ds, the other's MMAs run.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import fence_async_shared, warpgroup_mma, warpgroup_mma_wait
 
-from .backward_barriers import DO, DS, INPUT_THREADS, MMA_THREADS, P, Q
-from .backward_mma import probabilities, splitk_reduce
+from .backward_mma import probabilities, read_row_info, row_values, splitk_reduce
 from .backward_scheduler import DK, DV, FLAG_BITS, LAST, wait_for_tile
 from .backward_store_dq import send_dkdv, send_dq
-from .pieces import add_dot, dot_rows, tile_of, wait_pieces, zeros
+from .pieces import add_dot, dot_rows, only_tile, stage_tile, wait_pieces, zeros
 from .pipeline import (
+    DO_EMPTY,
+    DS_READY,
+    INPUT_THREADS,
+    MMA_THREADS,
+    P_READY,
+    Q_EMPTY,
     consumer_release,
     consumer_wait,
     named_arrive,
     named_release,
     named_wait,
     only_stage,
-    read_word,
-    stage_of,
 )
 
 SLICE = gl.constexpr(64)  # columns of a slice of dq
-DS_DK_REGISTERS = gl.constexpr(256)  # of a thread; softmax_dv_warpgroup has what is left, 224
+DS_DK_REGISTERS = gl.constexpr(256)  # per thread; softmax_dv_warpgroup has the remaining 224
 ST_L = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 64, 16]))  # of sᵀ, dpᵀ and a slice of dq
-# float32 (64, 64) as a warpgroup's accumulator has it: four numbers of each thread side by side
+# float32 (64, 64) in the order of the accumulator: four elements of each thread are contiguous
 THREADS_L = gl.constexpr(
     gl.SharedLinearLayout(
         [[0, 1], [8, 0], [0, 2], [0, 4], [1, 0], [2, 0], [4, 0], [16, 0], [32, 0], [0, 8], [0, 16], [0, 32]]
     )
 )
 
-
-class Exchange(NamedTuple):
-    """Between the two warpgroups, at the named barriers P and DS. pᵀ of the next tile of rows is stored when dsᵀ of this one
-    has come, thus after pᵀ was read; dsᵀ when its own pᵀ has come, thus after dq of the tile before."""
-
-    p: Any
-    ds: Any
+# Buffers between the two warpgroups, with barriers P_READY and DS_READY. pᵀ of the next row tile is stored after DS_READY of
+# this one, which implies that pᵀ has been read; dsᵀ is stored after P_READY, which implies that the previous dq is done.
+Exchange = namedtuple("Exchange", "p ds")
 
 
 @gluon.jit
@@ -66,7 +66,7 @@ def new_exchange(dtype: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_M: gl.constex
 def _end_tile(
     x, which: gl.constexpr, count, iteration, params, dq_pipeline, tile_info, sums, DTYPE: gl.constexpr, D: gl.constexpr
 ):
-    """dk or dv of a work tile to the dQ store warp, in two parts of D; `count` as in dq_stage."""
+    """Sends dk or dv of a work tile to the dQ store warp, in two parts of D; `count` as in dq_stage."""
     W: gl.constexpr = DV - which
     BLOCK_N: gl.constexpr = x[0].shape[0]
     if params.splits is not None:
@@ -80,8 +80,8 @@ def _end_tile(
 
 
 @gluon.jit
-def _gradient_of_rows(ds, k, part: gl.constexpr):
-    """A slice of dq = ds k, issued."""
+def _dq_slice(ds, k, part: gl.constexpr):
+    """Issues (5) for one slice: dq = ds k."""
     IN_FIRST: gl.constexpr = k[0].shape[1] // SLICE  # slices in the first piece of D
     BLOCK_M: gl.constexpr = ds.shape[1]
     zero = gl.zeros((BLOCK_M, SLICE), gl.float32, layout=ST_L)
@@ -91,7 +91,7 @@ def _gradient_of_rows(ds, k, part: gl.constexpr):
 
 @gluon.jit
 def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D: gl.constexpr):
-    """The consumer warpgroup with s, p, dv and every other slice of dq."""
+    """The consumer warpgroup that computes s, p, dv and the even slices of dq."""
     BLOCK_N: gl.constexpr = inputs.k.stages[0].shape[-2]
     BLOCK_M: gl.constexpr = inputs.neg_lse2.shape[1]
     dtype: gl.constexpr = inputs.k.stages[0].dtype
@@ -104,33 +104,33 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
         consumer_wait(inputs.k, iteration)
         more = tile.begin < tile.end
         while more:
-            k = tile_of(inputs.k.stages, only_stage(state))
+            k = only_tile(inputs.k, state)
             consumer_wait(inputs.q, state)
-            q = tile_of(inputs.q.stages, stage_of(state, inputs.q.full.shape[0]))
-            s_token = dot_rows(k, q, zero)
-            row_info = read_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]))
-            neg_lse2 = inputs.neg_lse2.index(stage_of(state, inputs.neg_lse2.shape[0])).load(gl.SliceLayout(0, ST_L))
+            q = stage_tile(inputs.q, state)
+            s_token = dot_rows(k, q, zero)  # (1)
+            row_info = read_row_info(inputs, state)
+            neg_lse2 = row_values(inputs.neg_lse2, state, ST_L)
             x = warpgroup_mma_wait(0, deps=(s_token,))
-            named_release(inputs.q, state, Q, INPUT_THREADS)
+            named_release(inputs.q, state, Q_EMPTY, INPUT_THREADS)
             row = (row_info >> FLAG_BITS) * BLOCK_M
             p, t = probabilities(x, neg_lse2, row_info, row, iteration, params, tile_info, factors, BLOCK_N, 0)
             weight = p
             if factors.softcap_log2 is not None:
                 weight = p * (1.0 - t * t)
             exchange.p.index(0).store(weight)
-            named_arrive(P, MMA_THREADS)
+            named_arrive(P_READY, MMA_THREADS)
 
             consumer_wait(inputs.do, state)
-            do = tile_of(inputs.do.stages, stage_of(state, inputs.do.full.shape[0]))
-            dv_token = add_dot(p.to(dtype), do, dv)
-            named_wait(DS, MMA_THREADS)
+            do = stage_tile(inputs.do, state)
+            dv_token = add_dot(p.to(dtype), do, dv)  # (3)
+            named_wait(DS_READY, MMA_THREADS)
             ds = exchange.ds.index(only_stage(state))
-            dq_token = _gradient_of_rows(ds, k, 0)
+            dq_token = _dq_slice(ds, k, 0)
             dv = wait_pieces(1, dv_token)
-            named_release(inputs.do, state, DO, INPUT_THREADS)
+            named_release(inputs.do, state, DO_EMPTY, INPUT_THREADS)
             count = state * 2 + iteration * 2
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
-            dq_token = _gradient_of_rows(ds, k, 2)
+            dq_token = _dq_slice(ds, k, 2)
             send_dq(0, dq, count, dq_pipeline)
             dq = warpgroup_mma_wait(0, deps=(dq_token,))
             send_dq(0, dq, count + 1, dq_pipeline)
@@ -144,7 +144,7 @@ def softmax_dv_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info,
 
 @gluon.jit
 def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, factors, D: gl.constexpr):
-    """The consumer warpgroup with dp, ds, dk and the other slices of dq: two, or one where D has three."""
+    """The consumer warpgroup that computes dp, ds, dk and the odd slices of dq: two, or one at D 192."""
     SLICES: gl.constexpr = D // SLICE // 2
     BLOCK_N: gl.constexpr = inputs.k.stages[0].shape[-2]
     BLOCK_M: gl.constexpr = inputs.delta.shape[1]
@@ -159,37 +159,37 @@ def ds_dk_warpgroup(sums, params, inputs, exchange, dq_pipeline, tile_info, fact
         consumer_wait(inputs.v, iteration)
         more = tile.begin < tile.end
         while more:
-            k = tile_of(inputs.k.stages, only_stage(state))
-            v = tile_of(inputs.v.stages, only_stage(state))
+            k = only_tile(inputs.k, state)
+            v = only_tile(inputs.v, state)
             consumer_wait(inputs.do, state)
-            do = tile_of(inputs.do.stages, stage_of(state, inputs.do.full.shape[0]))
-            dp_token = dot_rows(v, do, zero)
-            delta = inputs.delta.index(stage_of(state, inputs.delta.shape[0])).load(gl.SliceLayout(0, ST_L))
-            named_wait(P, MMA_THREADS)
+            do = stage_tile(inputs.do, state)
+            dp_token = dot_rows(v, do, zero)  # (2)
+            delta = row_values(inputs.delta, state, ST_L)
+            named_wait(P_READY, MMA_THREADS)
             weight = exchange.p.index(0).load(ST_L)
             dp = warpgroup_mma_wait(0, deps=(dp_token,))
-            named_release(inputs.do, state, DO, INPUT_THREADS)
+            named_release(inputs.do, state, DO_EMPTY, INPUT_THREADS)
             ds16 = (weight * (dp + delta[None, :])).to(dtype)
             exchange.ds.index(0).store(ds16)
             fence_async_shared()
-            named_arrive(DS, MMA_THREADS)
+            named_arrive(DS_READY, MMA_THREADS)
             ds = exchange.ds.index(only_stage(state))
 
             consumer_wait(inputs.q, state)
-            q = tile_of(inputs.q.stages, stage_of(state, inputs.q.full.shape[0]))
-            row_info = read_word(inputs.row_info, stage_of(state, inputs.row_info.shape[0]))
-            dk_token = add_dot(ds16, q, dk)
-            dq1_token = _gradient_of_rows(ds, k, 1)
+            q = stage_tile(inputs.q, state)
+            row_info = read_row_info(inputs, state)
+            dk_token = add_dot(ds16, q, dk)  # (4)
+            dq1_token = _dq_slice(ds, k, 1)
             count = state * SLICES + iteration * 2
             if SLICES == 2:
-                dq3_token = _gradient_of_rows(ds, k, 3)
+                dq3_token = _dq_slice(ds, k, 3)
                 dk = wait_pieces(2, dk_token)
-                named_release(inputs.q, state, Q, INPUT_THREADS)
+                named_release(inputs.q, state, Q_EMPTY, INPUT_THREADS)
                 send_dq(1, warpgroup_mma_wait(1, deps=(dq1_token,)), count, dq_pipeline)
                 send_dq(1, warpgroup_mma_wait(0, deps=(dq3_token,)), count + 1, dq_pipeline)
             else:
                 dk = wait_pieces(1, dk_token)
-                named_release(inputs.q, state, Q, INPUT_THREADS)
+                named_release(inputs.q, state, Q_EMPTY, INPUT_THREADS)
                 send_dq(1, warpgroup_mma_wait(0, deps=(dq1_token,)), count, dq_pipeline)
             state += 1
             more = row_info & LAST == 0

@@ -1,42 +1,43 @@
-"""Attention's forward on Hopper (sm_90a), in Gluon: persistent CTAs, each a producer warp and one to three MMA warpgroups.
+"""Attention's forward on Hopper (sm_90a), in Gluon: persistent CTAs of one producer warp and one to three MMA warpgroups.
 
 The equations are those of ../triton/forward.py. A warpgroup owns 64 rows of a work tile and loops over the blocks of columns
-last to first, so that the blocks which the causal edge crosses come first. Only blocks that an edge crosses are masked, and a
-warpgroup skips those that none of its rows attends to:
+from last to first, so that the blocks on the causal diagonal come first. Only blocks that an edge of the band crosses are
+masked, and a warpgroup skips blocks that none of its rows attends to:
 
     s = q kᵀ of the first block        p = softmax step of s
     for each further block of columns:
-      wait for the turn     issue s = q kᵀ        issue acc += p v of the block before        pass the turn     wait for s
+      wait for the turn     issue s = q kᵀ        issue acc += p v of the previous block        pass the turn     wait for s
       p = softmax step of s        wait for acc        acc ∘= alpha
     acc += p v of the last block       o = acc / row_sum
 
-**Pipelines** (pipeline.py) go from the producer warp (forward_load.py) to the warpgroups: q in stages of one warpgroup's rows,
-k and v in stages of one block of columns, released at a named barrier by every thread of the warpgroups. With two stages of q,
-o leaves through the stage of its own q, which is not read any more then; that stage is released in the next work tile, when TMA
-has read it. With one, at D 256, q is released after its last scores, so that the next q comes beside the end of this tile, and
-o leaves by halves of D through a stage of its own.
+**Pipelines** (pipeline.py) run from the producer warp (forward_load.py) to the warpgroups: a stage of q holds the rows of one
+warpgroup, a stage of k or v one block of columns, which every thread of the warpgroups releases at a named barrier. With two
+stages of q, o is staged in the stage of its own q, which nobody reads any more; that stage is released in the next work tile,
+after TMA has read it. With one stage (D 256), q is released after its last scores, so that the next q is loaded during the end
+of this tile, and o is stored in two halves of D through a stage of its own.
 
-**Turns.** Up to D 128 the warpgroups issue their MMAs in turn, at one named barrier each, so that one's exponentials run beside
-the others' MMAs. A warpgroup that skips a block passes its turn.
+**Turns.** Up to D 128 the warpgroups issue their MMAs in turn (one named barrier each), so that one's softmax overlaps the
+others' MMAs: FlashAttention-3's ping-pong. A warpgroup that skips a block passes its turn.
 
-**Head dimensions** of 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
+**Head dimensions** 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
 
-**q in registers** at D 96, 128 and 192 (without a softcap) of full attention: a block of columns then reads a third less of
-shared memory. Under a causal edge that is 1 % slower. At D 256 the bandwidth of shared memory is the limit, and a quarter of q
-is in registers: 2 to 3 % faster; half of it is slower, and a window or packed sequences leave none. The host decides
-(launch_forward.columns_in_registers).
+**q in registers** at D 96, 128 and 192 of full attention (without a softcap at D 192): a block then reads a third less shared
+memory. Under a causal mask that is 1 % slower. At D 256 shared memory bandwidth is the limit, and a quarter of q is kept in
+registers: 2 to 3 % faster; half of q is slower, and windows and packed sequences leave no registers for it. The host decides
+(launch_forward.q_columns_in_registers).
 
-Which work tiles a CTA takes: forward_scheduler.py.
+forward_scheduler.py says which work tiles a CTA computes.
 
-**Edges.** Where the host knows that an edge crosses no block but a warpgroup's first, the loop has no mask and no branch: then
-ptxas keeps the exponentials before the wait for acc. Rows of a tile before row 0 are zeros, or of the sequence before. They are
-not written: where a tile has such rows, o is stored by predicated stores, since TMA can't clip at a sequence's beginning.
-Columns beyond the end are masked out; those of packed sequences, which belong to the next one, are cleared in v.
+**Masking.** Where the host knows that an edge crosses only a warpgroup's first block, the loop has no mask and no branch, and
+ptxas keeps the exponentials before the wait for acc. The first tile of a sequence may start before row 0; those rows are zeros
+or belong to the previous sequence. They are not written: such a tile stores o with predicated stores, because TMA can't clip at
+the start of a sequence. Columns beyond the end are masked; those of packed sequences, which belong to the next one, are zeroed
+in v.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton.language as tl
 from triton.experimental import gluon
@@ -48,28 +49,13 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
-from ..triton import numerics
-from .band import keep_between
 from .forward_load import load
-from .forward_scheduler import (
-    INFO_STAGES,
-    K_BARRIER,
-    ROWS,
-    Params,
-    Pipelines,
-    WorkTile,
-    kv_threads,
-    next_span,
-    read_tile,
-    takes_turns,
-    turn_barrier,
-    v_barrier,
-)
+from .forward_scheduler import INFO_STAGES, ROWS, Params, Pipelines, WorkTile, next_span, read_tile, takes_turns
 from .gluon_names import tma_store
 from .pieces import (
     add_dot,
     dot_rows,
-    load_held,
+    load_first_piece,
     load_pieces,
     new_stages,
     pieces_of,
@@ -80,43 +66,39 @@ from .pieces import (
     wait_pieces,
     zeros,
 )
-from .pipeline import Pipeline, consumer_wait, mbarriers, named_arrive, named_release, named_wait, read_word
-from .reductions import max_of_rows, sum_of_rows
+from .pipeline import (
+    K_EMPTY,
+    Pipeline,
+    consumer_wait,
+    kv_threads,
+    mbarriers,
+    named_arrive,
+    named_release,
+    named_wait,
+    read_word,
+)
+from .registers import from_log2, keep_between, max_of_rows, sum_of_rows, tanh, to_log2
 
 LOWEST = gl.constexpr(-1e38)
 
-tanh = gluon.jit(numerics.tanh.fn)
-to_log2 = gluon.jit(numerics.to_log2.fn)
-from_log2 = gluon.jit(numerics.from_log2.fn)
-
-
-class Out(NamedTuple):
-    stages: Any  # of a half of o, for each warpgroup; None: o leaves through q's
-    o_descs: Any
-    o: Any
-    lse: Any
-    o_b: Any
-    o_h: Any
-    o_t: Any
-    lse_b: Any
-    lse_h: Any
-    lse_t: Any
+# `stages`: staging buffers for half of o, one per warpgroup; None: o is staged in q's.
+Out = namedtuple("Out", "stages o_descs o lse o_b o_h o_t lse_b lse_h lse_t")
 
 
 @gluon.jit
-def _scores(q, q_held, kv_state, pipelines, S: gl.constexpr):
-    """q kᵀ with the k of a state, issued."""
+def _scores(q, q_in_regs, kv_state, pipelines, S: gl.constexpr):
+    """Issues q kᵀ with the k of a state."""
     STAGES: gl.constexpr = pipelines.k.full.shape[0]
     consumer_wait(pipelines.k, kv_state)
     k = tile_of(pipelines.k.stages, kv_state % STAGES)
     BLOCK_N: gl.constexpr = k[0].shape[0]
-    return dot_rows(q, k, gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S), q_held)
+    return dot_rows(q, k, gl.zeros((ROWS, BLOCK_N), gl.float32, layout=S), q_in_regs)
 
 
 @gluon.jit
 def _add_values(p, acc, kv_state, rows, pipelines, VARLEN: gl.constexpr):
-    """acc + p v with the v of a state, issued. Of packed sequences only `rows` rows of it: p is 0 for those of the next
-    sequence, but 0 · NaN would not be."""
+    """Issues acc + p v with the v of a state. Rows of v from `rows` on belong to the next packed sequence. p is 0 there, but
+    0 · NaN isn't, so they are zeroed."""
     STAGES: gl.constexpr = pipelines.v.full.shape[0]
     consumer_wait(pipelines.v, kv_state)
     v = tile_of(pipelines.v.stages, kv_state % STAGES)
@@ -129,7 +111,7 @@ def _add_values(p, acc, kv_state, rows, pipelines, VARLEN: gl.constexpr):
 
 @gluon.jit
 def _clear_rows(v, rows):
-    """v[rows:] = 0; each warpgroup for itself, with the same result."""
+    """v[rows:] = 0. Every warpgroup does it, with the same result."""
     BLOCK_N: gl.constexpr = v.shape[0]
     BLOCK_D: gl.constexpr = v.shape[1]
     AT_ONCE: gl.constexpr = 2048 // BLOCK_D
@@ -145,12 +127,12 @@ def _clear_rows(v, rows):
 @gluon.jit
 def _mask_out(x, at, span, params, BLOCK_N: gl.constexpr):
     """x, −inf where a row does not attend to a column of block `at`."""
-    place = span.diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
-    last = place * 0 + (span.tk - 1)
+    diagonal = span.diagonal + gl.arange(0, ROWS, layout=gl.SliceLayout(1, x.type.layout))
+    last = diagonal * 0 + (span.tk - 1)
     if params.right is not None:
-        last = gl.minimum(last, place + params.right)
+        last = gl.minimum(last, diagonal + params.right)
     if params.left is not None:
-        return keep_between(x, place - params.left - at * BLOCK_N, last - at * BLOCK_N)
+        return keep_between(x, diagonal - params.left - at * BLOCK_N, last - at * BLOCK_N)
     else:
         return keep_between(x, None, last - at * BLOCK_N)
 
@@ -159,7 +141,7 @@ def _mask_out(x, at, span, params, BLOCK_N: gl.constexpr):
 def _softmax_step(
     s, row_max, row_sum, at, span, params, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr
 ):
-    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES none crosses it."""
+    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES it needs no mask."""
     x = s
     scale_log2 = params.scale_log2
     if params.softcap_log2 is not None:
@@ -168,7 +150,7 @@ def _softmax_step(
         scale_log2 = params.scale_log2 * 0.0 + 1.0
     elif NEGATIVE:
         x = -x
-    if EDGES:  # noqa: SIM102 (known to the compiler)
+    if EDGES:  # noqa: SIM102 (constexpr)
         if (at < span.unmasked) | (at >= span.unmasked_end):
             x = _mask_out(x, at, span, params, BLOCK_N)
     new_max = gl.maximum(row_max, max_of_rows(x) * scale_log2)
@@ -179,7 +161,7 @@ def _softmax_step(
 
 @gluon.jit
 def _start_rows(iteration, pipelines, params, S: gl.constexpr):
-    """(row_max, row_sum) before the first column: nothing, or the sink."""
+    """(row_max, row_sum) before the first column: (lowest, 0), or those of the sink."""
     row_max = gl.full((ROWS,), LOWEST, gl.float32, layout=gl.SliceLayout(1, S))
     row_sum = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S))
     if params.sinks is not None:
@@ -228,7 +210,7 @@ def _write(acc, row_max, row_sum, tile, start, stages, stage, out, VARLEN: gl.co
 
 @gluon.jit
 def _store_rows(o, tile, start, out, COLUMN: gl.constexpr, D: gl.constexpr):
-    """Rows of o from row 0 on, columns from COLUMN on, 16 bytes a thread."""
+    """Stores the rows of o from row 0 on, columns from COLUMN on, 16 bytes per thread."""
     BLOCK_D: gl.constexpr = o.shape[1]
     AT_ONCE: gl.constexpr = 2048 // BLOCK_D
     COPY: gl.constexpr = gl.BlockedLayout([1, 8], [256 // BLOCK_D, BLOCK_D // 8], [4, 1], [1, 0])
@@ -244,26 +226,26 @@ def _store_rows(o, tile, start, out, COLUMN: gl.constexpr, D: gl.constexpr):
 @gluon.jit
 def _wait_for_turn(W: gl.constexpr, pipelines, TURNS: gl.constexpr):
     if TURNS:
-        named_wait(turn_barrier(pipelines.k.full.shape[0] + pipelines.v.full.shape[0]) + W, 256)
+        named_wait(K_EMPTY + pipelines.k.full.shape[0] + pipelines.v.full.shape[0] + W, 256)
 
 
 @gluon.jit
 def _pass_turn(W: gl.constexpr, WARPGROUPS: gl.constexpr, pipelines, TURNS: gl.constexpr):
-    """To the warpgroup after W."""
+    """Passes the turn to the warpgroup after W."""
     if TURNS:
-        named_arrive(turn_barrier(pipelines.k.full.shape[0] + pipelines.v.full.shape[0]) + (W + 1) % WARPGROUPS, 256)
+        named_arrive(K_EMPTY + pipelines.k.full.shape[0] + pipelines.v.full.shape[0] + (W + 1) % WARPGROUPS, 256)
 
 
 @gluon.jit
 def _skip_blocks(blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.constexpr, TURNS: gl.constexpr):
-    """Release blocks of columns that no row of this warpgroup attends to, each in its turn; the state after them."""
+    """Releases blocks that no row of this warpgroup attends to, each in its turn. Returns the next state."""
     for _ in range(blocks):
         _wait_for_turn(W, pipelines, TURNS)
         _pass_turn(W, WARPGROUPS, pipelines, TURNS)
         consumer_wait(pipelines.k, kv_state)
-        named_release(pipelines.k, kv_state, K_BARRIER, kv_threads(WARPGROUPS))
+        named_release(pipelines.k, kv_state, K_EMPTY, kv_threads(WARPGROUPS))
         consumer_wait(pipelines.v, kv_state)
-        named_release(pipelines.v, kv_state, v_barrier(pipelines.k.full.shape[0]), kv_threads(WARPGROUPS))
+        named_release(pipelines.v, kv_state, K_EMPTY + pipelines.k.full.shape[0], kv_threads(WARPGROUPS))
         kv_state += 1
     return kv_state
 
@@ -271,7 +253,7 @@ def _skip_blocks(blocks, kv_state, pipelines, W: gl.constexpr, WARPGROUPS: gl.co
 @gluon.jit
 def _attend(
     W: gl.constexpr, pipelines, params, out, WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr,
-    D: gl.constexpr, Q_HELD: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
+    D: gl.constexpr, Q_IN_REGS: gl.constexpr, NEGATIVE: gl.constexpr, VARLEN: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     """MMA warpgroup W of a CTA."""
     dtype: gl.constexpr = pipelines.q.stages[0].dtype
@@ -281,7 +263,7 @@ def _attend(
     TILE: gl.constexpr = ROWS * WARPGROUPS
     Q_STAGES: gl.constexpr = pipelines.q.full.shape[0] // WARPGROUPS
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
-    V_BARRIER: gl.constexpr = v_barrier(pipelines.k.full.shape[0])
+    V_EMPTY: gl.constexpr = K_EMPTY + pipelines.k.full.shape[0]
     TURNS: gl.constexpr = takes_turns(WARPGROUPS, BLOCK_D)
     if W == WARPGROUPS - 1:
         _pass_turn(W, WARPGROUPS, pipelines, TURNS)
@@ -296,13 +278,13 @@ def _attend(
 
         kv_state = _skip_blocks(span.before, kv_state, pipelines, W, WARPGROUPS, TURNS)
         mbarrier.wait(pipelines.q.full.index(q_stage), iteration // Q_STAGES & 1)
-        q_held = None
-        if Q_HELD == BLOCK_D:
+        q_in_regs = None
+        if Q_IN_REGS == BLOCK_D:
             q = load_pieces(q, P)
-        elif Q_HELD > 0:
-            q_held = load_held(q, Q_HELD, S)
-        s = warpgroup_mma_wait(0, deps=(_scores(q, q_held, kv_state, pipelines, S),))
-        named_release(pipelines.k, kv_state, K_BARRIER, THREADS)
+        elif Q_IN_REGS > 0:
+            q_in_regs = load_first_piece(q, Q_IN_REGS, S)
+        s = warpgroup_mma_wait(0, deps=(_scores(q, q_in_regs, kv_state, pipelines, S),))
+        named_release(pipelines.k, kv_state, K_EMPTY, THREADS)
         if Q_STAGES > 1:
             tma.store_wait(0)
             mbarrier.arrive(
@@ -315,16 +297,16 @@ def _attend(
         for j in range(1, span.last - span.first):
             at = span.last - 1 - j
             _wait_for_turn(W, pipelines, TURNS)
-            s = _scores(q, q_held, kv_state + 1, pipelines, S)
+            s = _scores(q, q_in_regs, kv_state + 1, pipelines, S)
             acc = _add_values(p, acc, kv_state, span.tk - (at + 1) * BLOCK_N, pipelines, VARLEN)
             _pass_turn(W, WARPGROUPS, pipelines, TURNS)
             s = warpgroup_mma_wait(PIECES, deps=(s,))
-            named_release(pipelines.k, kv_state + 1, K_BARRIER, THREADS)
+            named_release(pipelines.k, kv_state + 1, K_EMPTY, THREADS)
             p_next, row_max, row_sum, alpha = _softmax_step(
                 s, row_max, row_sum, at, span, params, BLOCK_N, NEGATIVE, EDGES
             )
             acc = wait_pieces(0, acc)
-            named_release(pipelines.v, kv_state, V_BARRIER, THREADS)
+            named_release(pipelines.v, kv_state, V_EMPTY, THREADS)
             acc = scale_rows(acc, alpha)
             p = gl.convert_layout(p_next.to(dtype), P)
             kv_state += 1
@@ -332,7 +314,7 @@ def _attend(
             mbarrier.arrive(pipelines.q.empty.index(q_stage), count=1)
         acc = _add_values(p, acc, kv_state, span.tk - span.first * BLOCK_N, pipelines, VARLEN)
         acc = wait_pieces(0, acc)
-        named_release(pipelines.v, kv_state, V_BARRIER, THREADS)
+        named_release(pipelines.v, kv_state, V_EMPTY, THREADS)
         tile = read_tile(iteration, pipelines, params)
         kv_state = _skip_blocks(span.first - tile.first, kv_state + 1, pipelines, W, WARPGROUPS, TURNS)
         span, more = next_span(W, iteration + 1, pipelines, params, TILE, BLOCK_N)
@@ -345,7 +327,7 @@ def _attend(
     tma.store_wait(0)
 
 
-TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "lse", "tile_counter"]  # not o: TMA has it aligned
+TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "lse", "tile_counter"]  # o is aligned because TMA requires it
 STRIDES = ["o_b", "o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h"]
 SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk", "left", "right"]
 
@@ -357,11 +339,10 @@ def _attention_fwd_kernel(
     o_b: tl.int64, o_h: tl.int64, o_t: tl.int64, lse_b: tl.int64, lse_h: tl.int64, lse_t: tl.int64, sinks_h: tl.int64,
     batch, heads, group, row_tiles, heads_per_section, tq, tk, left, right, scale_log2, softcap_log2,
     WARPGROUPS: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_D: gl.constexpr, D: gl.constexpr,
-    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_HELD: gl.constexpr,
+    K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, Q_STAGES: gl.constexpr, Q_IN_REGS: gl.constexpr,
     NEGATIVE: gl.constexpr, EDGES: gl.constexpr,
 ):  # fmt: skip
     VARLEN: gl.constexpr = cu_seqlens_q is not None
-    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     word: gl.constexpr = gl.SwizzledSharedLayout(1, 1, 1, [0])
     tile_info = WorkTile(
         b=gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
@@ -374,15 +355,14 @@ def _attention_fwd_kernel(
         first=gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
         last=gl.allocate_shared_memory(gl.int32, [INFO_STAGES, 1], word),
     )
-    info_full = gl.allocate_shared_memory(gl.int64, [INFO_STAGES, 1], barrier)
-    for stage in gl.static_range(INFO_STAGES):
-        mbarrier.init(info_full.index(stage), count=1)
+    info_full = mbarriers(INFO_STAGES, 1)
     q_descs = pieces_of(q_desc, q_desc2)
     k_descs = pieces_of(k_desc, k_desc2)
     v_descs = pieces_of(v_desc, v_desc2)
     q_stages = new_stages(q_descs, Q_STAGES * WARPGROUPS)
     k_stages = new_stages(k_descs, K_STAGES)
     v_stages = new_stages(v_descs, V_STAGES)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
     q_full = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], barrier)
     q_empty = gl.allocate_shared_memory(gl.int64, [Q_STAGES * WARPGROUPS, 1], barrier)
     k_full = mbarriers(K_STAGES, 1)
@@ -403,22 +383,22 @@ def _attention_fwd_kernel(
         o_stages = new_stages((o_desc,), WARPGROUPS)
     o_descs = None if o is None else pieces_of(o_desc, o_desc2)
     out = Out(o_stages, o_descs, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
-    MORE: gl.constexpr = BLOCK_D > 128  # registers of a thread: else ptxas spills a little
+    MORE: gl.constexpr = BLOCK_D > 128  # registers per thread: otherwise ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [1], [40])  # fmt: skip
     elif WARPGROUPS == 2:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 1], [240 if MORE else 232, 32 if MORE else 40])  # fmt: skip
     elif WARPGROUPS == 3:
         gl.warp_specialize([
-            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
-            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_HELD, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (1, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
+            (_attend, (2, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),
             (load, (q_descs, k_descs, v_descs, pipelines, params, WARPGROUPS, BLOCK_N, BLOCK_D, VARLEN)),
         ], [4, 4, 1], [160, 160, 32])  # fmt: skip

@@ -1,10 +1,9 @@
-"""The producer warp of Hopper's forward: takes work tiles and loads them by TMA.
+"""The producer warp of Hopper's forward: takes work tiles and loads q, k and v by TMA.
 
-For each work tile: q of every warpgroup, then k and v of the blocks of columns, last to first. Warpgroups that take no turns
-get them in the order in which they want them and release their stages: k of a block, then v of the block before. At D 256
-(full) that came out 7 to 11 % faster than k and v of one block, at D 192 3 %. Where they take turns it gained nothing, and with
-it ptxas put one warpgroup's wait for acc right behind its wait for s, 9 % slower at D 128 (full): a test counts what it has
-between the two.
+For each work tile it loads q of every warpgroup, then the blocks of k and v, last columns first. Without turns (D > 128) the
+order is the one in which the warpgroups consume and release stages: k of a block, then v of the block before. That is 7 to 11 %
+faster at D 256 (full) than k and v of the same block, and 3 % at D 192. With turns it gained nothing, and ptxas moved one
+warpgroup's wait for acc right behind its wait for s, which cost 9 % at D 128 (full): a test counts the instructions in between.
 """
 
 from __future__ import annotations
@@ -13,26 +12,14 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
-from .forward_scheduler import (
-    END,
-    K_BARRIER,
-    ROWS,
-    WorkTile,
-    kv_threads,
-    next_index,
-    publish_tile,
-    takes_turns,
-    v_barrier,
-    work_tile,
-    work_tiles,
-)
+from .forward_scheduler import END, ROWS, WorkTile, next_index, publish_tile, takes_turns, work_tile, work_tiles
 from .pieces import load_tile
-from .pipeline import named_acquire, named_drain
+from .pipeline import K_EMPTY, kv_threads, named_acquire, named_drain
 
 
 @gluon.jit
 def _load_block(descs, at, pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """The state after it."""
+    """Loads one block of k or v and returns the next state."""
     named_acquire(pipeline, state, BARRIER, THREADS)
     load_tile(descs, at, pipeline, state % pipeline.full.shape[0])
     return state + 1
@@ -47,7 +34,7 @@ def load(
     TILE: gl.constexpr = ROWS * WARPGROUPS
     THREADS: gl.constexpr = kv_threads(WARPGROUPS)
     TURNS: gl.constexpr = takes_turns(WARPGROUPS, BLOCK_D)
-    V_BARRIER: gl.constexpr = v_barrier(pipelines.k.full.shape[0])
+    V_EMPTY: gl.constexpr = K_EMPTY + pipelines.k.full.shape[0]
     k_state = gl.to_tensor(0)
     v_state = gl.to_tensor(0)
     iteration = 0
@@ -67,20 +54,19 @@ def load(
             row = tile.start_k + (tile.last - 1) * BLOCK_N
             if TURNS:
                 for _ in range(tile.last - tile.first):
-                    k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_BARRIER, THREADS)
-                    v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
+                    k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_EMPTY, THREADS)
+                    v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_EMPTY, THREADS)
                     row -= BLOCK_N
             else:
-                k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_BARRIER, THREADS)
+                k_state = _load_block(k_descs, (b, h, row), pipelines.k, k_state, K_EMPTY, THREADS)
                 for _ in range(1, tile.last - tile.first):
-                    k_state = _load_block(k_descs, (b, h, row - BLOCK_N), pipelines.k, k_state, K_BARRIER, THREADS)
-                    v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
+                    k_state = _load_block(k_descs, (b, h, row - BLOCK_N), pipelines.k, k_state, K_EMPTY, THREADS)
+                    v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_EMPTY, THREADS)
                     row -= BLOCK_N
-                v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_BARRIER, THREADS)
+                v_state = _load_block(v_descs, (b, h, row), pipelines.v, v_state, V_EMPTY, THREADS)
             iteration += 1
         index = next_index(iteration, params)
-    nothing = index * 0
-    end = WorkTile(nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing, nothing)
-    publish_tile(iteration, end, nothing + END, pipelines)
-    named_drain(pipelines.k, k_state, K_BARRIER, THREADS)
-    named_drain(pipelines.v, v_state, V_BARRIER, THREADS)
+    zero = index * 0
+    publish_tile(iteration, WorkTile(zero, zero, zero, zero, zero, zero, zero, zero, zero), zero + END, pipelines)
+    named_drain(pipelines.k, k_state, K_EMPTY, THREADS)
+    named_drain(pipelines.v, v_state, V_EMPTY, THREADS)

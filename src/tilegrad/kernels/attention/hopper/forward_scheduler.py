@@ -1,22 +1,22 @@
-"""The tile scheduler of Hopper's forward: which rows a persistent CTA takes next, and which columns they attend to.
+"""The tile scheduler of Hopper's forward: which rows a persistent CTA computes next, and which columns they attend to.
 
-A work tile is the rows of all warpgroups of a CTA, of one head. The producer warp decides: before it loads a work tile it
-publishes the tile's info for the MMA warpgroups, in a pipeline of INFO_STAGES. It is never more than two tiles ahead of the
-slowest warpgroup (the stages of q), so none of four stages is overwritten that is still read. A warpgroup has to release every
-block of columns before it waits for the next tile's info, else producer and consumer wait for each other.
+A work tile is the rows of all warpgroups of a CTA, in one head. The producer warp schedules: before it loads a work tile it
+publishes the tile's info to the MMA warpgroups, in INFO_STAGES stages. The stages of q keep it at most two tiles ahead of the
+slowest warpgroup, so four info stages need no empty barrier. A warpgroup must release every block of k and v before it waits
+for the next tile's info; otherwise producer and consumer deadlock.
 
-**Dense** tiles go out in rounds, forth and back, so that a CTA with long tiles (causal, or full of rows) in one round has short
-ones in the next; or from a counter, the longest first, each to the CTA that is done. `heads_per_section` heads are scheduled
-together, chosen so that their k and v stay in L2.
-**Packed** sequences are cut into slots of a tile each, sequence b from slot cu_seqlens_q[b] / rows + b on, which needs no sums
-over lengths; CTAs take slots from a counter and skip those without rows.
+**Dense** tiles are assigned round by round, in alternating order, so that a CTA with a long tile (causal, or full of rows) in
+one round gets a short one in the next; or they are taken from a counter, longest first. `heads_per_section` heads are scheduled
+together so that their k and v stay in L2.
+**Packed** sequences are divided into slots of one tile each. The slots of sequence b start at cu_seqlens_q[b] / rows + b, which
+needs no prefix sum; CTAs take slots from a counter and skip empty ones.
 
-Tiles of rows are counted from the end of a sequence: the ragged one is the first, and has the least to do under a causal edge.
+Row tiles are counted from the end of a sequence: the ragged tile is the first, which has the least work under a causal mask.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
@@ -26,23 +26,11 @@ from ..triton import scores
 from .pipeline import read_word, write_word
 
 ROWS = gl.constexpr(64)  # of a warpgroup
-SEQUENCES = gl.constexpr(128)  # looked at together for the one that owns a slot
-INFO_STAGES = gl.constexpr(4)  # work tiles whose info is kept
-END = gl.constexpr(-(2**30))  # `start` of the info after the last tile
-
-K_BARRIER = gl.constexpr(5)  # the first of the named barriers (pipeline.py): of stages of k, then of v, then of turns
+SEQUENCES = gl.constexpr(128)  # compared at a time when searching the sequence that owns a slot
+INFO_STAGES = gl.constexpr(4)
+END = gl.constexpr(-(2**30))  # `start` in the info after the last tile
 
 band_tiles = gluon.jit(scores.band_tiles.fn)
-
-
-@gluon.constexpr_function
-def v_barrier(k_stages):
-    return K_BARRIER + k_stages
-
-
-@gluon.constexpr_function
-def turn_barrier(kv_stages):
-    return K_BARRIER + kv_stages
 
 
 @gluon.constexpr_function
@@ -51,74 +39,34 @@ def takes_turns(warpgroups, width):
     return warpgroups > 1 and width <= 128
 
 
-@gluon.constexpr_function
-def kv_threads(warpgroups):
-    """Of a barrier of k or v: the warpgroups' and the producer warp's."""
-    return 128 * warpgroups + 32
+# Arguments that all work tiles share; None where the call lacks the feature.
+#   tile_counter        None: tiles are assigned round by round
+#   group               query heads per kv head
+#   heads_per_section   heads scheduled together, an L2 section
+#   scale_log2          |scale| · log2(e)
+#   softcap_log2        c · log2(e)
+Params = namedtuple(
+    "Params",
+    "cu_seqlens_q cu_seqlens_k sinks sinks_h tile_counter batch heads group row_tiles heads_per_section "
+    "tq tk left right scale_log2 softcap_log2",
+)
 
+# Filled by the producer warp. A stage of q holds the rows of one warpgroup (stage = iteration % Q_STAGES · WARPGROUPS +
+# warpgroup), a stage of k or v one block of columns. tile_info is a WorkTile of words in shared memory.
+Pipelines = namedtuple("Pipelines", "q k v tile_info info_full")
 
-class Params(NamedTuple):
-    """What all work tiles of a call share; None where the call has no such feature."""
+# Rows start … of head h of sequence b, which has tq rows from start_q and tk columns from start_k, and the blocks of columns
+# first … last that they attend to. Tile info is all of it except start_k.
+WorkTile = namedtuple("WorkTile", "b h start start_q start_k tq tk first last")
 
-    cu_seqlens_q: Any
-    cu_seqlens_k: Any
-    sinks: Any
-    sinks_h: Any
-    tile_counter: Any  # None: tiles go out in rounds
-    batch: Any
-    heads: Any
-    group: Any  # query heads per kv head
-    row_tiles: Any
-    heads_per_section: Any  # heads scheduled together, an L2 section
-    tq: Any
-    tk: Any
-    left: Any
-    right: Any
-    scale_log2: Any  # |scale| · log2(e)
-    softcap_log2: Any  # c · log2(e)
-
-
-class Pipelines(NamedTuple):
-    """From the producer warp: rows of one warpgroup in a stage of q, a block of columns in a stage of k or v, and tile info."""
-
-    q: Any  # stage: iteration % Q_STAGES · WARPGROUPS + warpgroup
-    k: Any
-    v: Any
-    tile_info: Any  # a WorkTile of words in shared memory
-    info_full: Any
-
-
-class WorkTile(NamedTuple):
-    """Rows start … of head h of sequence b, which has tq rows from start_q on and tk columns from start_k on, and the blocks of
-    columns first … last that they attend to. Tile info is all of it but start_k."""
-
-    b: Any
-    h: Any
-    start: Any
-    start_q: Any
-    start_k: Any
-    tq: Any
-    tk: Any
-    first: Any
-    last: Any
-
-
-class Span(NamedTuple):
-    """Blocks of columns of one warpgroup: how many it skips at first; those it takes, first … last, of which unmasked …
-    unmasked_end have no edge of the band; the column on its row 0's diagonal; columns in all."""
-
-    before: Any
-    first: Any
-    unmasked: Any
-    unmasked_end: Any
-    last: Any
-    diagonal: Any
-    tk: Any
+# The blocks of columns of one warpgroup: it skips `before` blocks, then computes first … last, of which unmasked … unmasked_end
+# need no mask. `diagonal` is the column on the diagonal of its row 0, tk the number of columns.
+Span = namedtuple("Span", "before first unmasked unmasked_end last diagonal tk")
 
 
 @gluon.jit
 def next_index(iteration, params):
-    """The work tile of this CTA's iteration."""
+    """The index of this CTA's next work tile."""
     if params.tile_counter is not None:
         return gl.atomic_add(params.tile_counter, 1, sem="relaxed")
     else:
@@ -129,7 +77,7 @@ def next_index(iteration, params):
 
 @gluon.jit
 def work_tiles(params):
-    """Work tiles of the whole call; of packed sequences the slots."""
+    """The number of work tiles of the call; for packed sequences, of slots."""
     tiles = params.row_tiles * params.heads
     if params.cu_seqlens_q is None:
         tiles = tiles * params.batch
@@ -177,8 +125,7 @@ def work_tile(index, params, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def span_of(W: gl.constexpr, tile, params, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """Blocks of columns that the rows of warpgroup W attend to, at least one; a warpgroup whose rows lie before row 0 takes
-    just the last."""
+    """The blocks of columns that warpgroup W computes, at least one; a warpgroup before row 0 computes only the last."""
     start = tile.start + W * ROWS
     first, unmasked, unmasked_end, last = band_tiles(
         gl.maximum(start, 0), start + ROWS, tile.tk - tile.tq, params.left, params.right, tile.tk, BLOCK_N
@@ -194,7 +141,7 @@ def span_of(W: gl.constexpr, tile, params, TILE: gl.constexpr, BLOCK_N: gl.const
 
 @gluon.jit
 def publish_tile(iteration, tile, start, pipelines):
-    """The producer's: the info of an iteration's work tile."""
+    """Called by the producer: writes the info of the iteration's work tile."""
     stage = iteration % INFO_STAGES
     write_word(pipelines.tile_info.b, stage, tile.b)
     write_word(pipelines.tile_info.h, stage, tile.h)
@@ -209,7 +156,7 @@ def publish_tile(iteration, tile, start, pipelines):
 
 @gluon.jit
 def read_tile(iteration, pipelines, params):
-    """A consumer's: the info of an iteration's work tile, which must be there."""
+    """Called by a consumer: reads the info of the iteration's work tile, which must have been published."""
     stage = iteration % INFO_STAGES
     info = pipelines.tile_info
     start_q = iteration * 0
@@ -227,7 +174,7 @@ def read_tile(iteration, pipelines, params):
 
 @gluon.jit
 def next_span(W: gl.constexpr, iteration, pipelines, params, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """This warpgroup's blocks of columns in an iteration, and whether there is a work tile."""
+    """Waits for the iteration's work tile. Returns this warpgroup's blocks of columns and whether there is a tile."""
     mbarrier.wait(pipelines.info_full.index(iteration % INFO_STAGES), iteration // INFO_STAGES & 1)
     tile = read_tile(iteration, pipelines, params)
     return span_of(W, tile, params, TILE, BLOCK_N), tile.start != END

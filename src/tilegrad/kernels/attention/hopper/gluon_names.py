@@ -1,18 +1,18 @@
-"""What Gluon of Triton 3.6 to 3.9 names differently, under one name each.
+"""One name for each Gluon function that Triton 3.6 to 3.9 name differently.
 
-    barrier          of all threads of a partition: gl.thread_barrier, from 3.7 on gl.barrier
-    tma_load         a box into shared memory: tma.async_copy_global_to_shared, from 3.8 on tma.async_load
-    tma_store        a box out of it: tma.async_copy_shared_to_global, from 3.8 on tma.async_store
-    tma_reduce_add   a box added to memory: from 3.8 on tma.async_atomic_add, before that without a name in Python
-    beginning        of a buffer, as another tensor: from 3.8 on a reinterpretation leaves no bytes out
+    barrier          synchronises a partition: gl.thread_barrier, from 3.7 on gl.barrier
+    tma_load         box → shared memory: tma.async_copy_global_to_shared, from 3.8 on tma.async_load
+    tma_store        shared memory → box: tma.async_copy_shared_to_global, from 3.8 on tma.async_store
+    tma_reduce_add   box += shared memory: from 3.8 on tma.async_atomic_add, before that not exposed in Python
+    beginning        the first bytes of a buffer as another tensor: from 3.8 on reinterpreting must use all bytes
 
-tma.store_wait waits for reads of shared memory alone in all of them: read_only, its default from 3.8 on, is what 3.6 emits.
+tma.store_wait waits only until shared memory has been read, in every version: read_only is the default from 3.8 on, and 3.6
+emits the same.
 """
 
 from __future__ import annotations
 
 import math
-from typing import Any
 
 from triton._C.libtriton import ir
 from triton.experimental.gluon import language as gl
@@ -25,21 +25,19 @@ tma_store = tma.async_store if hasattr(tma, "async_store") else tma.async_copy_s
 
 
 @builtin
-def tma_reduce_add(tensor_desc: Any, coord: Any, src: Any, _semantic: Any = None) -> None:
-    """tensor[coord …] += src, asynchronously."""
+def tma_reduce_add(tensor_desc, coord, src, _semantic=None):
+    """tensor[coord …] += src, asynchronously"""
     coord = _semantic._convert_to_ir_values(coord, require_i64=False)
     _semantic.builder.create_async_tma_reduce(ir.DESCRIPTOR_REDUCE_KIND.ADD, tensor_desc.handle, coord, src.handle)
 
 
 @builtin
-def beginning(buffer: Any, dtype: Any, shape: Any, layout: Any, _semantic: Any = None) -> Any:
-    """The first bytes of a buffer as a tensor: the first of as many such tensors as fill it."""
+def beginning(buffer, dtype, shape, layout, _semantic=None):
+    """The first bytes of a buffer as a tensor: element 0 of the buffer seen as an array of such tensors."""
     dtype, layout = _unwrap_if_constexpr(dtype), _unwrap_if_constexpr(layout)
     shape = [_unwrap_if_constexpr(n) for n in _unwrap_if_constexpr(shape)]
-    whole, part = (
-        math.prod(_unwrap_if_constexpr(n) for n in sizes) * of.primitive_bitwidth
-        for sizes, of in ((buffer.shape, buffer.dtype), (shape, dtype))
-    )
+    whole = math.prod(_unwrap_if_constexpr(n) for n in buffer.shape) * buffer.dtype.primitive_bitwidth
+    part = math.prod(shape) * dtype.primitive_bitwidth
     if whole == part:
         return _semantic.memdesc_reinterpret(buffer, dtype, shape, layout)
     many = _semantic.memdesc_reinterpret(buffer, dtype, [whole // part, *shape], layout)

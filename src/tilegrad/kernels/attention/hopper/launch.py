@@ -1,4 +1,4 @@
-"""Kernels compiled once for what changes their code, and facts of the device that both directions plan with."""
+"""Compilation and launches, shared by both directions."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from ...cache import remember
 from ...cuda_launch import Launch
 from ...triton_version import launch_options
 
-L2_BYTES = 24 * 2**20  # of L2 that one section of heads may fill: about half of an H100's
+L2_BYTES = 24 * 2**20  # that one section of heads may fill: about half of an H100's L2
 
 
 def current(device: torch.device) -> AbstractContextManager[None]:
-    """Makes a device the current one; nothing where it already is."""
+    """Makes a device the current one, if it isn't."""
     if device.type != "cuda" or device.index == torch.cuda.current_device():
         return nullcontext()
     return torch.cuda.device(device)
@@ -27,8 +27,8 @@ compiled_kernels: dict[tuple[Any, ...], Any] = {}
 def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, ...], num_warps: int) -> Launch:
     """The launch of kernel[(grid,)](*arguments) on the current device.
 
-    The key must tell apart whatever changes the code: dtypes, boxes, constexprs, which arguments are None. The kernel
-    specialises on nothing else (do_not_specialize, numbers with a type), else a stale kernel would run.
+    The key must contain whatever changes the code: dtypes, boxes, constexprs, which arguments are None. The kernel must
+    specialise on nothing else (do_not_specialize, typed numbers); otherwise a stale kernel would run.
     """
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1
     key = (kernel, device, *key)

@@ -1,7 +1,5 @@
-"""The backward's host side: tile configs, splits, the order of work tiles, scratch, the launches of prepost.py and backward.py.
-
-Nothing is allocated.
-"""
+"""The host side of the backward: tile configs, split-K, the order of work tiles, scratch, and the launches of prepost.py and
+backward.py. Nothing is allocated."""
 
 from __future__ import annotations
 
@@ -25,45 +23,43 @@ from .launch import L2_BYTES, current, prepare
 from .prepost import _hopper_dsinks_kernel, _hopper_postprocess_kernel, _hopper_preprocess_kernel
 from .tma import Descriptor, row_descriptor, rows_descriptor, tile_descriptor, varlen_descriptor
 
-PADDING = 128  # rows of neg_lse2 and delta are padded to multiples of it
-BLOCK = 64  # rows of a program of the pre- and postprocess
-SPLIT_TILES = 66  # at most so many work tiles are split among CTAs
+PADDING = 128  # rows of neg_lse2 and delta are padded to a multiple of this
+BLOCK = 64  # rows per program of the pre- and postprocess
+SPLIT_TILES = 66  # more work tiles than this are not split among CTAs
 MOST_SPLITS = 32
-MANY = 24  # work tiles for each CTA: beyond, any order evens out
-START = 6  # a CTA's prologue and epilogue of a work tile, in tiles of rows
+MANY = 24  # work tiles per CTA from which any order is balanced
+START = 6  # prologue and epilogue of a work tile, in units of row tiles
 
 
 class TileConfig(NamedTuple):
-    """Of the main kernel: rows and columns of a tile, stages of do, columns of a part of dq; whether do is loaded before q, as
-    its stages are released, or after it; how many of v's D columns a warpgroup holds in registers; dQ store warps of a
-    deterministic call."""
+    """Constants of the main kernel."""
 
-    m: int
-    n: int
+    m: int  # rows of a tile
+    n: int  # columns of a tile
     do_stages: int
-    dq_columns: int
-    do_first: bool = False
-    v_held: int = 0
-    dq_warps: int = 1
+    dq_columns: int  # of a part of dq
+    do_first: bool = False  # do is loaded before q, because its stages are released first
+    v_in_regs: int = 0  # columns of v that a warpgroup keeps in registers
+    dq_warps: int = 1  # dQ store warps of a deterministic call
 
 
-SPARE = not takes_more_registers()  # registers for v
-TILE_CONFIGS = {  # by the head dimension, padded
-    64: TileConfig(128, 128, 2, 64, v_held=16 if SPARE else 0),
-    96: TileConfig(64, 128, 2, 64, do_first=True, v_held=64, dq_warps=2),
-    128: TileConfig(64, 128, 2, 64, v_held=64 if SPARE else 0, dq_warps=2),
+SPARE = not takes_more_registers()  # there are registers for v
+TILE_CONFIGS = {  # by padded head dimension
+    64: TileConfig(128, 128, 2, 64, v_in_regs=16 if SPARE else 0),
+    96: TileConfig(64, 128, 2, 64, do_first=True, v_in_regs=64, dq_warps=2),
+    128: TileConfig(64, 128, 2, 64, v_in_regs=64 if SPARE else 0, dq_warps=2),
     192: TileConfig(64, 64, 2, 64, do_first=True),
     256: TileConfig(64, 64, 1, 64, do_first=True),
 }
 SOFTCAP_CONFIGS = TILE_CONFIGS | {  # a softcap takes registers
     64: TileConfig(64, 128, 2, 32),
-    96: TILE_CONFIGS[96]._replace(v_held=64 if SPARE else 0),
-    128: TILE_CONFIGS[128]._replace(v_held=0),
+    96: TILE_CONFIGS[96]._replace(v_in_regs=64 if SPARE else 0),
+    128: TILE_CONFIGS[128]._replace(v_in_regs=0),
 }
 
 
 def width_of(d: int) -> int:
-    """D padded, to 128 bytes at least."""
+    """The padded head dimension, at least 128 bytes."""
     return max(64, pieces.width_of(d))
 
 
@@ -72,7 +68,7 @@ def _ceil_div(a: int, b: int) -> int:
 
 
 def count_work_tiles(sizes: Sizes, total_k: int | None) -> int:
-    """Work tiles; of packed sequences at most so many."""
+    """The number of work tiles; for packed sequences, an upper bound."""
     n = TILE_CONFIGS[width_of(sizes.d)].n
     if total_k is not None:
         return sizes.hkv * (total_k // n + sizes.batch)
@@ -80,8 +76,8 @@ def count_work_tiles(sizes: Sizes, total_k: int | None) -> int:
 
 
 def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Shapes:
-    """dq in float32, two rows, counters, and unless deterministic float32 dk and dv of split work tiles. A smaller batch never
-    needs more."""
+    """dq in float32, neg_lse2 and delta, counters, and unless deterministic float32 dk and dv of split work tiles. A smaller
+    batch never needs more."""
     padded = _ceil_div(sizes.tq, PADDING) * PADDING
     rows: tuple[int, ...] = (sizes.batch, sizes.hq, padded)
     if varlen:
@@ -100,7 +96,7 @@ def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Sha
 
 
 def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
-    """CTAs that share each work tile where tiles are too few for the device: as many as end soonest."""
+    """CTAs that share each work tile where there are too few tiles for the device: the number that finishes first."""
     if not 0 < tiles <= min(SPLIT_TILES, programs // 2):
         return 1
     rows = sizes.tq if sizes.left is None else min(sizes.tq, sizes.left + BLOCK)
@@ -114,11 +110,11 @@ def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
 
 
 def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = False) -> int:
-    """kv heads whose work tiles are taken together. One, except where the band makes the first columns the longest: then those
-    of several heads come first, of no more than stay in L2 with q, do and dq_acc of one query head each.
+    """kv heads whose work tiles are taken together: one, except where the band makes the first columns the longest. Then the
+    first columns of several heads come first, of no more heads than fit in L2 with q, do and dq_acc of one query head each.
 
-    Deterministic work tiles of a head end one after the other, for each waits for the one before at every tile of rows. Where
-    no band shortens them, as many heads go together as fill the CTAs: the next ones begin in the order in which they add."""
+    Deterministic work tiles of a head finish one after the other, because each waits for the previous one at every row tile.
+    Without a band, as many heads are taken together as fill the CTAs, so that later tiles start in the order of their sums."""
     heads, tile = sizes.batch * sizes.hkv, TILE_CONFIGS[width_of(sizes.d)]
     if deterministic and sizes.right is None and sizes.left is None:
         return max(1, min(heads, programs // _ceil_div(sizes.tk, tile.n)))
@@ -132,8 +128,8 @@ def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = Fals
 
 
 def _soonest(most: int, heads: int, steps: tuple[int, ...], programs: int) -> int:
-    """Of 1, 2, 4 … `most` heads together the fewest with which the last CTA ends within half a percent of the soonest, if each
-    takes the next tile when it is idle. `steps`: tiles of rows of each of a head's work tiles."""
+    """The smallest of 1, 2, 4 … `most` heads with which the last CTA finishes within 0.5 % of the earliest, simulated. `steps`
+    are the durations of a head's work tiles."""
     if heads * len(steps) > MANY * programs:
         return most
 
@@ -149,7 +145,9 @@ def _soonest(most: int, heads: int, steps: tuple[int, ...], programs: int) -> in
     return next(heads for heads in ends if ends[heads] <= 1.005 * min(ends.values()))
 
 
-def _descriptor(x: Tensor, rows: int, columns: int, *, varlen: bool) -> Descriptor:
+def _descriptor(x: Tensor | None, rows: int, columns: int, *, varlen: bool) -> Descriptor | None:
+    if x is None or not columns:
+        return None
     return varlen_descriptor(x, rows, columns) if varlen else tile_descriptor(x, rows, columns, varlen=False)
 
 
@@ -164,70 +162,55 @@ def _prepare(call: Backward, scratch: Scratch) -> tuple[Launch, ...]:
     sizes = sizes_of(q, k, v, mask)
     varlen, d, cap, scale, width = mask.varlen, sizes.d, mask.softcap, float(mask.scale_for(sizes.d)), width_of(sizes.d)
     tile = (SOFTCAP_CONFIGS if cap else TILE_CONFIGS)[width]
-    programs, tiles = multiprocessors(q.device), count_work_tiles(sizes, k.shape[0] if varlen else None)
+    programs, tiles = multiprocessors(q.device), count_work_tiles(sizes, sizes.total_k)
     splits = 1 if deterministic else splits_for(sizes, tiles, programs, tile.m)
     split = splits > 1
     dq_warps = tile.dq_warps if deterministic else 1
     scale_log2 = 1.0 if cap else math.copysign(max(abs(scale) * LOG2E, LEAST_FACTOR), scale)
     divisor = scale_log2 if width > DIVIDED.value else 1.0
-    descending = deterministic and sizes.right is not None
     cu_q, cu_k = mask.cu_seqlens_q, mask.cu_seqlens_k
-    acc, neg_lse2, delta, counters = (
-        scratch["dq_acc"],
-        scratch["neg_lse2"],
-        scratch["padded_delta"],
-        scratch["counters"],
-    )
-    arrivals, dq_semaphores = counters[1:], counters[1 + 4 * SPLIT_TILES :]
+    acc, neg_lse2, delta, counters = (scratch[name] for name in ("dq_acc", "neg_lse2", "padded_delta", "counters"))
+    semaphores = counters[1 + 4 * SPLIT_TILES :] if deterministic else None
     sums = scratch["sums"] if split else None
     summed = 0 if sums is None else min(sums.numel(), tiles * sums.stride(0))
     rows_b, rows_h = (PADDING, neg_lse2.stride(0)) if varlen else neg_lse2.stride()[:2]
     row_tiles = _ceil_div(sizes.tq, PADDING) * PADDING // BLOCK
-    boxes = ((q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
-    descriptors = [
-        _descriptor(x, rows, columns, varlen=varlen) if columns else None
-        for columns in pieces.columns_of(width)
-        for x, rows in boxes
-    ]
+    grid = row_tiles * sizes.hq * sizes.batch
     block_d = max(64, sizes.block_d)  # of the pre- and postprocess
     code = (q.dtype, varlen, dlse is None, dk is None, dv is None, deterministic, split, d, tile)
+    launches = []
 
-    preprocess = prepare(
-        _hopper_preprocess_kernel, code, row_tiles * sizes.hq * sizes.batch,
-        (
-            o, do, lse, dlse, cu_q, neg_lse2, delta, None if deterministic else acc, counters, sums,
-            *row_strides(o, varlen=varlen), *row_strides(do, varlen=varlen),
-            *lse_strides(lse, varlen=varlen), *lse_strides(dlse, varlen=varlen),
-            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, block_d, BLOCK, PADDING,
-        ), num_warps=4,
+    def add(kernel: object, key: tuple[object, ...], programs: int, *arguments: object) -> None:
+        launches.append(prepare(kernel, key, programs, arguments, num_warps=4))
+
+    add(
+        _hopper_preprocess_kernel, code, grid,
+        o, do, lse, dlse, cu_q, neg_lse2, delta, None if deterministic else acc, counters, sums,
+        *row_strides(o, varlen=varlen), *row_strides(do, varlen=varlen),
+        *lse_strides(lse, varlen=varlen), *lse_strides(dlse, varlen=varlen),
+        rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, counters.numel(), summed, divisor, d, block_d, BLOCK, PADDING,
     )  # fmt: skip
-    main = prepare(
-        _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None),
-        min(tiles * splits, programs),
-        (
-            *descriptors, row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
-            rows_descriptor(acc, 64, tile.dq_columns),
-            None if dk is None else _descriptor(dk, 64, dkdv_columns(width), varlen=varlen),
-            None if dv is None else _descriptor(dv, 64, dkdv_columns(width), varlen=varlen),
-            sums, arrivals if split else None, dq_semaphores if deterministic else None, counters,
-            rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.hq // sizes.hkv, sizes.tq, sizes.tk,
-            sizes.left, sizes.right,
-            1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic), splits if split else None,
-            row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
-            tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_held, dq_warps, descending,
-        ), num_warps=4,
+    boxes = ((q, tile.m), (k, tile.n), (v, tile.n), (do, tile.m))
+    add(
+        _hopper_bwd_kernel, (*code, cap == 0.0, sizes.left is None, sizes.right is None), min(tiles * splits, programs),
+        *(_descriptor(x, rows, columns, varlen=varlen) for columns in pieces.columns_of(width) for x, rows in boxes),
+        row_descriptor(neg_lse2, tile.m), row_descriptor(delta, tile.m), cu_q, cu_k,
+        rows_descriptor(acc, 64, tile.dq_columns), *(_descriptor(x, 64, dkdv_columns(width), varlen=varlen) for x in (dk, dv)),
+        sums, counters[1:] if split else None, semaphores, counters,
+        rows_b, rows_h, sizes.batch, sizes.hkv, sizes.batch * sizes.hkv, sizes.group, sizes.tq, sizes.tk,
+        sizes.left, sizes.right, 1 if varlen else heads_per_section(sizes, programs, deterministic=deterministic),
+        splits if split else None, row_tiles, scale, scale_log2, cap * LOG2E if cap else None, scale / cap if cap else None,
+        tile.m, tile.n, width, tile.do_stages, tile.do_first, tile.v_in_regs, dq_warps,
+        deterministic and sizes.right is not None,
     )  # fmt: skip
-    prepared = [preprocess, main]
     if dq is not None:
-        arguments = (
-            acc, dq_semaphores if deterministic else None, cu_q, dq, *row_strides(dq, varlen=varlen), rows_b, rows_h,
-            sizes.hq, row_tiles, sizes.tq, scale, d, block_d, BLOCK, tile.m, dq_warps,
+        add(
+            _hopper_postprocess_kernel, code, grid, acc, semaphores, cu_q, dq, *row_strides(dq, varlen=varlen),
+            rows_b, rows_h, sizes.hq, row_tiles, sizes.tq, scale, d, block_d, BLOCK, tile.m, dq_warps,
         )  # fmt: skip
-        grid = row_tiles * sizes.hq * sizes.batch
-        prepared.append(prepare(_hopper_postprocess_kernel, code, grid, arguments, num_warps=4))
     if dsinks is not None and mask.sinks is not None:
-        sums_of = (neg_lse2, delta, mask.sinks, cu_q, dsinks, mask.sinks.stride(0), dsinks.stride(0))
-        dtypes = (varlen, mask.sinks.dtype, dsinks.dtype)
-        heads_of = (*sums_of, rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024)
-        prepared.append(prepare(_hopper_dsinks_kernel, dtypes, sizes.hq, heads_of, num_warps=4))
-    return tuple(prepared)
+        add(
+            _hopper_dsinks_kernel, (varlen, mask.sinks.dtype, dsinks.dtype), sizes.hq, neg_lse2, delta, mask.sinks, cu_q,
+            dsinks, mask.sinks.stride(0), dsinks.stride(0), rows_b, rows_h, sizes.batch, sizes.tq, divisor, 1024,
+        )  # fmt: skip
+    return tuple(launches)

@@ -1,4 +1,4 @@
-"""The forward's host side: tile configs, the order of tiles, and the launch of forward.py. Nothing is allocated."""
+"""The host side of the forward: tile configs, the order of tiles, and the launch of forward.py. Nothing is allocated."""
 
 from __future__ import annotations
 
@@ -19,22 +19,20 @@ from .launch import L2_BYTES, current, prepare
 from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
-LONG_ROWS = 5120  # from so many on; at 4,096 rounds were faster at D 256
-TOGETHER = 4  # heads, at least, whose tiles a counter hands out together
-ALONE = 1.35  # of a tile where few warpgroups have rows, the time in warpgroups: one alone is that much slower than its share
+LONG_ROWS = 5120  # causal calls from this many rows on take tiles from a counter; at 4,096 rounds were faster at D 256
+TOGETHER = 4  # least number of heads whose tiles a counter hands out together
+SINGLE_WG_COST = 1.35  # relative time of a tile with one active warpgroup: no softmax/MMA overlap
 
 
 class TileConfig(NamedTuple):
-    """Of a work tile: MMA warpgroups of 64 rows each, columns of a block of k and v, stages of k, of v and of q."""
-
-    warpgroups: int
-    columns: int
+    warpgroups: int  # MMA warpgroups of 64 rows each
+    columns: int  # of a block of k and v
     k_stages: int
     v_stages: int
     q_stages: int
 
 
-TILE_CONFIGS = {  # by the head dimension, padded
+TILE_CONFIGS = {  # by padded head dimension
     32: TileConfig(2, 128, 2, 2, 2),
     64: TileConfig(3, 128, 3, 3, 2),
     96: TileConfig(2, 128, 2, 2, 2),
@@ -46,8 +44,7 @@ WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow columns w
 
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
-    """The usual one; of one warpgroup where there is a CTA for each of its tiles; narrow columns for a window at D 96 and
-    128."""
+    """TILE_CONFIGS; one warpgroup where there are enough CTAs for such tiles; narrow columns for windows at D 96 and 128."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
     if varlen:
@@ -57,38 +54,37 @@ def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
     return WINDOW_CONFIG if width in (96, 128) and sizes.left is not None else config
 
 
-def columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
-    """How many of q's columns a warpgroup holds in registers: all of them at D 96, 128 and 192 of full attention, a quarter at
-    D 256, where the compiler has the registers."""
-    width, whole = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen
+def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
+    """How many columns of q a warpgroup keeps in registers: all at D 96, 128 and 192 of full attention, a quarter at D 256,
+    where the compiler has the registers."""
+    width, full = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen
     if width == 256:
         return 64 if sizes.left is None and not varlen else 0
     spared = (128,) if takes_more_registers() else (96, 128, 192)
-    return width if whole and width in spared and not (softcap and width == 192) else 0
+    return width if full and width in spared and not (softcap and width == 192) else 0
 
 
 def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
-    """Whether an edge of the band may cross another block of columns than a warpgroup's first, its last columns. A causal edge
-    crosses 63 columns beside a warpgroup's rows, which lie in one block where it begins at a multiple of 64."""
+    """Whether blocks after a warpgroup's first (its last columns) may need a mask. The causal diagonal of 64 rows spans 64
+    columns, which are in one block if they start at a multiple of 64."""
     aligned = sizes.right is None or (not varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
     return sizes.left is not None or not aligned
 
 
 def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
-    """Whether CTAs take work tiles from a counter in memory, each the next when it needs one, instead of in rounds: those of
-    packed sequences, whose lengths the host does not know, and those of long rows under a causal edge, which differ the most
-    (1 to 2 % faster at D 128 and 256, slower at D 64)."""
+    """Whether CTAs take work tiles from a counter in memory instead of in rounds: for packed sequences, whose lengths the host
+    doesn't know, and for long causal rows, whose tiles differ most (1 to 2 % faster at D 128 and 256, slower at D 64)."""
     causal = sizes.right is not None and sizes.left is None
     return varlen or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
 
 
 def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
-    """A counter for this call or a shorter one of the same mask, in which a window may reach every column."""
+    """A counter for this call or a shorter one with the same mask, where a window may cover every column."""
     return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None), varlen=varlen) else {}
 
 
 def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileConfig) -> int:
-    """Heads whose tiles are scheduled together, the longest first; of windows, as many as keep their k and v in L2."""
+    """Heads whose tiles are scheduled together, longest first; with a window, as many as keep their k and v in L2."""
     heads = sizes.batch * sizes.hq
     window = sizes.tk if sizes.left is None else min(sizes.tk, sizes.left + ROWS.value * config.warpgroups)
     most = min(heads, max(1, L2_BYTES // max(1, 4 * window * sizes.d * sizes.hkv // sizes.hq)))
@@ -102,8 +98,8 @@ def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileC
 def _balanced_section(
     tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, config: TileConfig
 ) -> int:
-    """Of 1 … `most` heads, or all where rows under a causal edge are so many that k and v need not stay in L2, the number whose
-    slowest CTA has the least to do in the order of forward_scheduler.py."""
+    """The number of heads (1 … `most`, or all for so many causal rows that k and v need not stay in L2) whose slowest CTA
+    finishes first in the order of forward_scheduler.py."""
     steps = tile_steps(tq, tk, right, row_tiles, config)
     rounds = -(-row_tiles * heads // programs)
     sections = {max(1, most * part // 16) for part in range(17)}
@@ -120,11 +116,11 @@ def _balanced_section(
 
 
 def tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, config: TileConfig) -> Tensor:
-    """How long each tile of rows of a head takes, last rows first, in units of all warpgroups over one block of columns: one
-    for prologue and epilogue, and for each block of columns the share of the warpgroups that have rows."""
+    """The time of each row tile of a head, last rows first, in units of one block of columns with all warpgroups active: one
+    for prologue and epilogue, and per block the share of the active warpgroups."""
     end = tq - ROWS.value * config.warpgroups * torch.arange(row_tiles, device="cpu")
     attended = torch.full_like(end, tk) if right is None else (end + (tk - tq + right)).clamp(1, tk)
-    at_work = (end / ROWS.value).ceil().clamp(ALONE, config.warpgroups) if config.warpgroups > 1 else 1
+    at_work = (end / ROWS.value).ceil().clamp(SINGLE_WG_COST, config.warpgroups) if config.warpgroups > 1 else 1
     return 1 + (attended / config.columns).ceil() * at_work / config.warpgroups
 
 
@@ -148,21 +144,16 @@ def _prepare(call: Forward, tile_counter: Tensor | None) -> Launch:
     programs = min(tiles, multiprocessors(q.device))
     section = 1 if varlen else heads_per_section(sizes, row_tiles, programs, config)
     scale, sinks = float(mask.scale_for(sizes.d)), mask.sinks
-    strides = (
-        *row_strides(o, varlen=varlen),
-        *lse_strides(lse, varlen=varlen),
-        0 if sinks is None else sinks.stride(0),
-    )
     constants = (
         config.warpgroups, config.columns, width, sizes.d, config.k_stages, config.v_stages, config.q_stages,
-        columns_in_registers(sizes, varlen=varlen, softcap=mask.softcap != 0.0), scale < 0.0,
+        q_columns_in_registers(sizes, varlen=varlen, softcap=mask.softcap != 0.0), scale < 0.0,
         edges_in_the_loop(sizes, varlen=varlen),
     )  # fmt: skip
     key = (
         q.dtype, varlen, tile_counter is None, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
         sizes.right is None, mask.softcap == 0.0, constants,
     )  # fmt: skip
-    halves = 2 if config.q_stages == 1 else 1  # in which o leaves
+    halves = 2 if config.q_stages == 1 else 1  # in which o is stored
     boxes = ((q, ROWS.value, 1), (k, config.columns, 1), (v, config.columns, 1), (o, ROWS.value, halves))
     descriptors = [
         None if x is None or not columns else tile_descriptor(x, rows, columns // parts, varlen=varlen)
@@ -171,7 +162,8 @@ def _prepare(call: Forward, tile_counter: Tensor | None) -> Launch:
     ]
     arguments = (
         *descriptors, mask.cu_seqlens_q, mask.cu_seqlens_k, sinks, o, lse, tile_counter,
-        *strides, sizes.batch, sizes.hq, sizes.hq // sizes.hkv, row_tiles, section,
+        *row_strides(o, varlen=varlen), *lse_strides(lse, varlen=varlen), 0 if sinks is None else sinks.stride(0),
+        sizes.batch, sizes.hq, sizes.group, row_tiles, section,
         sizes.tq, sizes.tk, sizes.left, sizes.right,
         max(abs(scale) * LOG2E, LEAST_FACTOR), mask.softcap * LOG2E if mask.softcap else None, *constants,
     )  # fmt: skip

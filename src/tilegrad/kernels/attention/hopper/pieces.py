@@ -1,12 +1,12 @@
-"""A head dimension in pieces of columns.
+"""Head dimensions that are not a power of two, as two pieces of columns.
 
-Shapes in Gluon are powers of two. A head dimension is padded to 32, 64, 128 or 256, which is one piece, or to 96 = 64 + 32 or
-192 = 128 + 64, which is two. Whatever has D columns is a tuple of its pieces: TMA descriptors, stages in shared memory, tiles,
-accumulators. Scores are sums over D and have none:
+Shapes in Gluon are powers of two. A head dimension is padded to 32, 64, 128 or 256 (one piece), or to 96 = 64 + 32 or
+192 = 128 + 64 (two pieces). Everything with D columns is a tuple of pieces: TMA descriptors, stages in shared memory, tiles,
+accumulators. Scores sum over D and have no pieces:
 
     s = a₁ b₁ᵀ + a₂ b₂ᵀ        o₁ += p v₁        o₂ += p v₂
 
-Each is as many MMAs as there are pieces, which a wait counts one by one.
+Each of these issues one MMA per piece, and a wait counts them one by one.
 """
 
 from __future__ import annotations
@@ -16,24 +16,25 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier, warpgroup_mma, warpgroup_mma_wait
 
 from .gluon_names import tma_load, tma_store
+from .pipeline import only_stage, stage_of
 
 WIDTHS = (32, 64, 96, 128, 192, 256)
 
 
 def width_of(d: int) -> int:
-    """D padded."""
+    """The padded head dimension."""
     return next(width for width in WIDTHS if width >= d)
 
 
 def columns_of(width: int) -> tuple[int, int]:
-    """Of the first piece and of the second, 0 where there is none."""
+    """Columns of the first and the second piece; 0 if there is no second."""
     first = 1 << width.bit_length() - 1
     return first, width - first
 
 
 @gluon.jit
 def pieces_of(first, second):
-    """A tuple of one where there is no second."""
+    """(first,) if there is no second."""
     if second is None:
         return (first,)
     else:
@@ -42,14 +43,14 @@ def pieces_of(first, second):
 
 @gluon.jit
 def new_stages(descs, STAGES: gl.constexpr):
-    """Stages for boxes of a tensor."""
-    return [gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout) for x in descs]  # noqa: RUF005 (in a kernel)
+    """Stages for the TMA boxes of a tensor."""
+    return [gl.allocate_shared_memory(x.dtype, [STAGES] + x.block_type.shape, x.layout) for x in descs]  # noqa: RUF005 (device code)
 
 
 @gluon.jit
 def load_tile(descs, at, pipeline, n, MORE_BYTES: gl.constexpr = 0):
-    """All columns of rows into stage n of a pipeline, by TMA. `at` is where their box begins, but for the column. MORE_BYTES
-    come to the same mbarrier by other loads."""
+    """Loads all columns of a box of rows into stage n of a pipeline, by TMA. `at` is the box's coordinates without the column.
+    Other loads bring MORE_BYTES to the same mbarrier."""
     full = pipeline.full.index(n)
     if len(descs) == 1:
         mbarrier.expect(full, descs[0].block_type.nbytes + MORE_BYTES)
@@ -62,7 +63,7 @@ def load_tile(descs, at, pipeline, n, MORE_BYTES: gl.constexpr = 0):
 
 @gluon.jit
 def store_tile(descs, at, stages, n):
-    """Stage n to memory, by TMA; `at` as above."""
+    """Stores stage n, by TMA; `at` as in load_tile."""
     for i in gl.static_range(len(descs)):
         column = i * descs[0].block_type.shape[-1]
         tma_store(descs[i], at + (column,), stages[i].index(n))  # noqa: RUF005
@@ -70,13 +71,13 @@ def store_tile(descs, at, stages, n):
 
 @gluon.jit
 def tile_of(stages, n):
-    """Stage n, its pieces as (rows, columns)."""
+    """Stage n as pieces of (rows, columns)."""
     return [x.index(n).reshape([x.shape[-2], x.shape[-1]]) for x in stages]
 
 
 @gluon.jit
 def cut(tile, N: gl.constexpr):
-    """A tile in other pieces, of which the first has N columns: one of two pieces, or a half or a quarter of the only one."""
+    """The tile cut into other pieces, the first with N columns: one of its two pieces, or half or a quarter of its only one."""
     x = tile[0]
     if len(tile) == 2:
         gl.static_assert(x.shape[1] == N or tile[1].shape[1] == N)
@@ -89,27 +90,39 @@ def cut(tile, N: gl.constexpr):
 
 
 @gluon.jit
-def load_held(tile, N: gl.constexpr, L: gl.constexpr):
-    """The first piece of `cut`, in registers as a left operand of MMAs whose result has layout L."""
+def load_first_piece(tile, N: gl.constexpr, L: gl.constexpr):
+    """The first piece of `cut` in registers, as the left operand of MMAs with accumulator layout L."""
     return cut(tile, N)[0].load(gl.DotOperandLayout(operand_index=0, parent=L, k_width=2))
 
 
 @gluon.jit
 def load_pieces(tile, L: gl.constexpr):
-    """A tile into registers."""
+    """Loads a tile into registers."""
     return [x.load(L) for x in tile]
 
 
 @gluon.jit
 def store_pieces(x, tile):
-    """x from registers, in the tile's dtype."""
+    """Stores x in the tile's dtype."""
     for i in gl.static_range(len(tile)):
         tile[i].store(x[i].to(tile[i].dtype))
 
 
 @gluon.jit
+def stage_tile(pipeline, state):
+    """The tile in the stage of a state."""
+    return tile_of(pipeline.stages, stage_of(state, pipeline.full.shape[0]))
+
+
+@gluon.jit
+def only_tile(pipeline, state):
+    """The tile of a pipeline with one stage."""
+    return tile_of(pipeline.stages, only_stage(state))
+
+
+@gluon.jit
 def zeros(ROWS: gl.constexpr, stages):
-    """Accumulators of a warpgroup's ROWS and the columns of stages."""
+    """Accumulators of ROWS rows with the columns of `stages`."""
     return [_zeros(ROWS, x.shape[-1]) for x in stages]
 
 
@@ -120,13 +133,13 @@ def _zeros(ROWS: gl.constexpr, COLUMNS: gl.constexpr):
 
 
 @gluon.jit
-def dot_rows(a, b, zero, held=None):
-    """a bᵀ, issued; `zero` has its shape. `held` is `load_held` of a."""
+def dot_rows(a, b, zero, a_in_regs=None):
+    """Issues a bᵀ; `zero` is zeros of its shape, `a_in_regs` the result of load_first_piece(a)."""
     first = a[0]
-    if held is not None:
-        a = cut(a, held.shape[1])
-        b = cut(b, held.shape[1])
-        first = held
+    if a_in_regs is not None:
+        a = cut(a, a_in_regs.shape[1])
+        b = cut(b, a_in_regs.shape[1])
+        first = a_in_regs
     products = warpgroup_mma(first, b[0].permute((1, 0)), zero, use_acc=False, is_async=True)
     for i in gl.static_range(1, len(a)):
         products = warpgroup_mma(a[i], b[i].permute((1, 0)), products, is_async=True)
@@ -135,7 +148,7 @@ def dot_rows(a, b, zero, held=None):
 
 @gluon.jit
 def add_dot(p, x, acc):
-    """acc + p x, issued; p is in registers."""
+    """Issues acc + p x with p in registers."""
     if len(x) == 1:
         return (_add_dot(p, x[0], acc[0]),)
     else:
@@ -150,7 +163,7 @@ def _add_dot(p, x, acc):
 
 @gluon.jit
 def wait_pieces(MMAS: gl.constexpr, acc):
-    """Accumulators, when at most the last MMAS are under way."""
+    """Accumulators once at most the last MMAS MMAs are in flight."""
     if len(acc) == 1:
         return (warpgroup_mma_wait(MMAS, deps=(acc[0],)),)
     else:
@@ -159,5 +172,5 @@ def wait_pieces(MMAS: gl.constexpr, acc):
 
 @gluon.jit
 def scale_rows(acc, factor):
-    """acc ∘ factor, a number for each row, in any layout."""
+    """acc ∘ factor, one factor per row, in any layout."""
     return [x * gl.convert_layout(factor, gl.SliceLayout(1, x.type.layout))[:, None] for x in acc]

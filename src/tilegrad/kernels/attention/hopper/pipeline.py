@@ -1,43 +1,65 @@
-"""Pipelines through shared memory, from a producer warp to consumer warpgroups or back: the handshake of both directions.
+"""Producer/consumer pipelines through shared memory, and the named barriers of both kernels.
 
 A pipeline is a circular buffer of stages, each with two mbarriers:
 
-    full     what the producer wrote is there         consumers wait for it
-    empty    every consumer is done with the stage    the producer waits for it
+    full     the producer has written the stage      consumers wait for it
+    empty    every consumer has read the stage       the producer waits for it
 
-The state of a pipeline is one integer, the number of stages gone through: stage = state % STAGES, phase = state // STAGES & 1.
-Every warp counts it for itself. A wait for the phase before the first returns at once.
+The state of a pipeline is one integer, the number of stages passed: stage = state % STAGES, phase = state // STAGES & 1. Each
+warp counts it itself. A separate index and phase would take a second register. Waiting for the phase before the first returns
+at once.
 
-    producer    producer_acquire(pipeline, state)    TMA loads into the stage, or a store, a fence and producer_commit
-    consumer    consumer_wait(pipeline, state)       reads, then consumer_release
+    producer    producer_acquire(pipeline, state)    issue TMA loads into the stage, or store, fence and producer_commit
+    consumer    consumer_wait(pipeline, state)       read, then consumer_release
 
-**Named barriers** take the place of an mbarrier where warpgroups signal in their main loop. An mbarrier's arrival is one
-thread's, so a barrier of its whole partition comes before it; at a named barrier every thread arrives and goes on. It has a
-number, the threads that it counts, and no phase: nobody may arrive a second time before all have arrived once, and an arrival
-for which nobody waits is an error. Barriers 0 … 2 are Triton's, which has more only for partitions of several warps.
+**Named barriers** replace an mbarrier where warpgroups signal in their main loop. One thread arrives at an mbarrier, so the
+partition must synchronise first; at a named barrier every thread arrives and continues. A named barrier has a number, a thread
+count and no phase: no thread may arrive again before all have arrived once, and an arrival that nobody waits for is an error.
+Triton uses barriers 0 … 2 here (more only for partitions of several warps).
+
+    forward     5 …      one per stage of k, then of v     MMA warpgroups → producer warp    the stage is empty
+                then     one per warpgroup                 warpgroup → next warpgroup        its turn to issue MMAs
+    backward    5, 6     Q_EMPTY, one per stage            MMA warpgroups → producer warp    the stage of q is empty
+                7, 8     DO_EMPTY, one per stage           MMA warpgroups → producer warp    the stage of do is empty
+                9, 10    DQ_FULL, one per warpgroup        warpgroup → its dQ store warp     its stage of dq is full
+                11       DS_READY                          MMA warpgroup ↔ MMA warpgroup     dsᵀ is stored; D > 128: one way
+                12       P_READY, D > 128                  MMA warpgroup → MMA warpgroup     pᵀ is stored
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 
+K_EMPTY = gl.constexpr(5)
+Q_EMPTY = gl.constexpr(5)
+DO_EMPTY = gl.constexpr(7)
+DQ_FULL = gl.constexpr(9)
+DS_READY = gl.constexpr(11)
+P_READY = gl.constexpr(12)
 
-class Pipeline(NamedTuple):
-    """Stages with their two mbarriers; None where a named barrier takes its place. Stages of tiles are in pieces
-    (pieces.py)."""
+# Threads that a barrier of the backward counts.
+MMA_THREADS = gl.constexpr(256)  # both MMA warpgroups
+INPUT_THREADS = gl.constexpr(256 + 32)  # and the producer warp
+DQ_THREADS = gl.constexpr(128 + 32)  # one MMA warpgroup and its dQ store warp
 
-    stages: Any
-    full: Any
-    empty: Any
+
+@gluon.constexpr_function
+def kv_threads(warpgroups):
+    """Threads that a barrier of k or v in the forward counts: the MMA warpgroups and the producer warp."""
+    return 128 * warpgroups + 32
+
+
+# `full` or `empty` is None where a named barrier replaces it. `stages` of a tile is a tuple of pieces (pieces.py).
+Pipeline = namedtuple("Pipeline", "stages full empty")
 
 
 @gluon.jit
 def mbarriers(N: gl.constexpr, COUNT: gl.constexpr):
-    """N of them, each for COUNT arrivals."""
+    """N mbarriers that complete after COUNT arrivals."""
     bars = gl.allocate_shared_memory(gl.int64, [N, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(N):
         mbarrier.init(bars.index(i), count=COUNT)
@@ -46,38 +68,52 @@ def mbarriers(N: gl.constexpr, COUNT: gl.constexpr):
 
 @gluon.jit
 def stage_of(state, STAGES: gl.constexpr):
-    """state % STAGES, a power of two, for addresses. Integers have a sign, so a remainder is a division, and addresses that the
-    compiler derives from it in a loop take registers."""
+    """state % STAGES for addresses; STAGES is a power of two. A signed remainder is a division, and addresses derived from it
+    in a loop take registers."""
     gl.static_assert(STAGES & (STAGES - 1) == 0)
     return state & (STAGES - 1)
 
 
 @gluon.jit
+def only_stage(state):
+    """0, but opaque to the compiler, which would otherwise keep the address of each MMA of the stage in registers."""
+    return state >> 30
+
+
+@gluon.jit
+def _wait(bars, state, FLIP: gl.constexpr):
+    STAGES: gl.constexpr = bars.shape[0]
+    mbarrier.wait(bars.index(state % STAGES), ((state // STAGES) & 1) ^ FLIP)
+
+
+@gluon.jit
+def _arrive(bars, state):
+    STAGES: gl.constexpr = bars.shape[0]
+    mbarrier.arrive(bars.index(state % STAGES), count=1)
+
+
+@gluon.jit
 def producer_acquire(pipeline, state):
-    """Wait until the consumers have released the stage of a state."""
-    STAGES: gl.constexpr = pipeline.empty.shape[0]
-    mbarrier.wait(pipeline.empty.index(state % STAGES), ((state // STAGES) & 1) ^ 1)
+    """Waits until the consumers have released the stage."""
+    _wait(pipeline.empty, state, 1)
 
 
 @gluon.jit
 def producer_commit(pipeline, state):
-    """Tell that a stage is full; TMA tells it by itself."""
-    STAGES: gl.constexpr = pipeline.full.shape[0]
-    mbarrier.arrive(pipeline.full.index(state % STAGES), count=1)
+    """Signals that the stage is full; TMA does so itself."""
+    _arrive(pipeline.full, state)
 
 
 @gluon.jit
 def consumer_wait(pipeline, state):
-    """Wait until the stage of a state is full."""
-    STAGES: gl.constexpr = pipeline.full.shape[0]
-    mbarrier.wait(pipeline.full.index(state % STAGES), (state // STAGES) & 1)
+    """Waits until the stage is full."""
+    _wait(pipeline.full, state, 0)
 
 
 @gluon.jit
 def consumer_release(pipeline, state):
-    """Give a stage back to the producer."""
-    STAGES: gl.constexpr = pipeline.empty.shape[0]
-    mbarrier.arrive(pipeline.empty.index(state % STAGES), count=1)
+    """Returns the stage to the producer."""
+    _arrive(pipeline.empty, state)
 
 
 @gluon.constexpr_function
@@ -86,17 +122,21 @@ def _barrier_code(instruction, threads):
 
 
 @gluon.jit
-def named_arrive(barrier, THREADS: gl.constexpr):
-    """Every thread arrives and goes on."""
-    CODE: gl.constexpr = _barrier_code("bar.arrive", THREADS)
+def _named_barrier(INSTRUCTION: gl.constexpr, barrier, THREADS: gl.constexpr):
+    CODE: gl.constexpr = _barrier_code(INSTRUCTION, THREADS)
     gl.inline_asm_elementwise(CODE, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit
+def named_arrive(barrier, THREADS: gl.constexpr):
+    """Every thread of the partition arrives and continues."""
+    _named_barrier("bar.arrive", barrier, THREADS)
+
+
+@gluon.jit
 def named_wait(barrier, THREADS: gl.constexpr):
-    """Every thread arrives and waits for all THREADS."""
-    CODE: gl.constexpr = _barrier_code("bar.sync", THREADS)
-    gl.inline_asm_elementwise(CODE, "=r,r", [gl.to_tensor(barrier)], dtype=gl.int32, is_pure=False, pack=1)
+    """Every thread of the partition arrives and waits for all THREADS."""
+    _named_barrier("bar.sync", barrier, THREADS)
 
 
 @gluon.jit
@@ -109,23 +149,17 @@ def named_acquire(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr)
 
 @gluon.jit
 def named_release(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """consumer_release, by every thread."""
+    """consumer_release by every thread, at a named barrier."""
     STAGES: gl.constexpr = pipeline.full.shape[0]
     named_arrive(BARRIER + state % STAGES, THREADS)
 
 
 @gluon.jit
 def named_drain(pipeline, state, BARRIER: gl.constexpr, THREADS: gl.constexpr):
-    """The producer's last: wait for releases of stages that it does not fill again."""
+    """The producer's epilogue: waits for the release of the stages that it doesn't refill."""
     STAGES: gl.constexpr = pipeline.full.shape[0]
     for last in gl.static_range(STAGES):
         named_acquire(pipeline, state + last, BARRIER, THREADS)
-
-
-@gluon.jit
-def only_stage(state):
-    """0, but unknown to the compiler: else it keeps the address of each MMA of the stage in registers."""
-    return state >> 30
 
 
 @gluon.jit
@@ -137,6 +171,6 @@ def write_word(words, i, value):
 
 @gluon.jit
 def read_word(words, i):
-    """words[i] as a scalar: the maximum of a tensor of one."""
+    """words[i] as a scalar: the maximum of a one-element tensor."""
     L: gl.constexpr = gl.BlockedLayout([1], [32], [gl.num_warps()], [0])
     return gl.max(words.index(i).load(L), 0)

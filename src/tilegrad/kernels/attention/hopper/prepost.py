@@ -1,10 +1,8 @@
-"""Pre- and postprocess of Hopper's backward, row by row; backward.py defines neg_lse2, delta and dq_acc.
+"""Pre- and postprocess of Hopper's backward; backward.py defines neg_lse2, delta and dq_acc. All are memory-bound.
 
-    preprocess    neg_lse2, delta of every row, padding rows too; counters = 0, sums = 0, dq_acc = 0
-    postprocess   dq = scale · dq_acc[dq_line], in the tensor's dtype; 0 for rows that attend to no column
-    dsinks        dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h, with backward.py's delta, the negative one
-
-All are bound by memory.
+preprocess    neg_lse2 and delta of every row, padding rows included; counters = 0, sums = 0, dq_acc = 0
+postprocess   dq = scale · dq_acc[dq_line], in the tensor's dtype; 0 for rows that attend to no column
+dsinks        dsinks[h] += Σ exp(sink − lse) · delta over the rows of head h; delta has backward.py's sign
 """
 
 from __future__ import annotations
@@ -12,7 +10,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from ..triton.memory import lengths
+from ..triton.memory import lengths, row_program
 from ..triton.numerics import to_log2
 from .backward_scheduler import first_row
 from .backward_store_dq import dq_line
@@ -24,13 +22,13 @@ POINTERS = ["lse", "dlse", "cu_seqlens_q", "counters", "dq_semaphores", "sums", 
 
 @triton.jit
 def _rows_of(x, x_b, x_h, x_t, b, h, t, ALIGN: tl.constexpr):
-    """Addresses of rows t of a head, each a multiple of ALIGN elements."""
+    """Pointers to rows t of a head; offsets are multiples of ALIGN elements."""
     return x + tl.multiple_of(b * x_b, ALIGN) + tl.multiple_of(h * x_h, ALIGN) + tl.multiple_of(t * x_t, ALIGN)[:, None]
 
 
 @triton.jit
 def _clear(x, size, CHUNK: tl.constexpr):
-    """x = 0, by all programs."""
+    """x = 0, divided among all programs."""
     for start in range(tl.program_id(0) * CHUNK, size, tl.num_programs(0) * CHUNK):
         at = start + tl.arange(0, CHUNK)
         tl.store(x + at, tl.zeros([CHUNK], x.dtype.element_ty), mask=at < size)
@@ -45,9 +43,7 @@ def _hopper_preprocess_kernel(
     rows_b, rows_h, heads, row_tiles, tq, counted, summed, divisor,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, PADDING: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0) % row_tiles
-    h = tl.program_id(0) // row_tiles % heads
-    b = tl.program_id(0) // row_tiles // heads
+    tile, h, b = row_program(row_tiles, heads)
     _clear(counters, counted, 1024)
     if sums is not None:
         _clear(sums, summed, 1024)
@@ -85,9 +81,7 @@ def _hopper_postprocess_kernel(
     rows_b, rows_h, heads, row_tiles, tq, scale,
     D: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK: tl.constexpr, BLOCK_M: tl.constexpr, DQ_WARPS: tl.constexpr,
 ):  # fmt: skip
-    tile = tl.program_id(0) % row_tiles
-    h = tl.program_id(0) // row_tiles % heads
-    b = tl.program_id(0) // row_tiles // heads
+    tile, h, b = row_program(row_tiles, heads)
     start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
     if tile * BLOCK >= tq:
         return

@@ -1,12 +1,12 @@
-"""Tensors as Hopper's copy engine (TMA) sees them: descriptors.
+"""TMA descriptors.
 
-    tile     any strided (B, H, T, D), or packed (total, H, D) seen as (1, H, total, D), in boxes of (1, 1, rows, columns)
-    varlen   packed (total, H, D) in boxes that end with a sequence
-    rows     a contiguous (…, D) as one run of rows
+    tile     any strided (B, H, T, D), or packed (total, H, D) viewed as (1, H, total, D), in boxes of (1, 1, rows, columns)
+    varlen   packed (total, H, D) in boxes that are clipped at the end of a sequence
+    rows     a contiguous (…, D) viewed as (rows, D)
     row      a contiguous float32 vector in boxes of `rows`
 
-Nothing is copied: (B, T, H, D) and one third of a fused qkv buffer are strides like any others. Reads beyond the tensor
-give zeros, writes and additions beyond it are dropped: that is how tails of T and of D are handled.
+Nothing is copied: (B, T, H, D) and one third of a fused qkv buffer only differ in strides. Reads outside the tensor return
+zeros, writes and additions outside it are dropped; that handles ragged T and D.
 """
 
 from __future__ import annotations
@@ -21,31 +21,31 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from ..problem import ALIGNED_BYTES, four_dims
 
-SEQUENCE_END = gl.constexpr(2**30)  # the row at which every packed sequence ends, see varlen_descriptor
+SEQUENCE_END = gl.constexpr(2**30)  # the row at which every packed sequence ends in varlen_descriptor
 
 GL_DTYPE = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
 
 
 @functools.cache
 def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
-    """The layout in shared memory that TMA writes and wgmma reads."""
+    """The shared memory layout that TMA writes and wgmma reads."""
     if len(box) == 1:
         return gl.NVMMASharedLayout(swizzle_byte_width=0, element_bitwidth=8 * dtype.itemsize, rank=1)
     return gl.NVMMASharedLayout.get_default_for(list(box), GL_DTYPE[dtype])
 
 
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
-    """Triton's descriptor without its checks at each call: `problem.tma_refusal` made them."""
+    """Triton's descriptor without its checks, which `problem.tma_refusal` has made."""
 
     def __post_init__(self) -> None:
         pass
 
 
 def tile_descriptor(x: Tensor, rows: int, columns: int, *, varlen: bool) -> Descriptor:
-    """x in boxes of (1, 1, rows, columns); columns may exceed D."""
+    """x in boxes of (1, 1, rows, columns); columns may exceed D"""
     box = (1, 1, rows, columns)
     sizes, strides = four_dims(x, varlen=varlen)
-    if 1 in sizes:  # the stride of an axis of 1 means nothing, but TMA wants it in order
+    if 1 in sizes:  # the stride of an axis of size 1 is arbitrary, but TMA checks it
         strides = [s if n > 1 else ALIGNED_BYTES for n, s in zip(sizes[:3], strides, strict=False)] + [1]
     return Descriptor(x, sizes, strides, list(box), layout_of(box, x.dtype))
 
@@ -56,21 +56,20 @@ def row_descriptor(x: Tensor, rows: int) -> Descriptor:
 
 
 def varlen_descriptor(x: Tensor, rows: int, columns: int) -> Descriptor:
-    """Packed (total, H, D) in boxes of `rows`, bounded by the sequence: reads beyond its end give zeros, writes and additions
-    are dropped, though the next sequence lies there.
+    """Packed (total, H, D) in boxes of `rows` that are clipped at the end of a sequence, where the next one starts.
 
-    Row r of the n rows from s on is at (W, s + n, h, W − n + r, c): an end at W = 2³⁰ for every sequence. Addresses come
-    out right because they are taken modulo 2⁶⁴: W·(2³⁴ − t) + (s + n)·t + (W − n + r)·t = 2⁶⁴ + (s + r)·t for rows t apart.
+    Row r of a sequence of n rows from row s on has coordinates (W, s + n, h, W − n + r, c), so that every sequence ends at
+    W = 2³⁰. Addresses are computed modulo 2⁶⁴: W·(2³⁴ − t) + (s + n)·t + (W − n + r)·t = 2⁶⁴ + (s + r)·t with row stride t.
     """
     box = (1, 1, 1, rows, columns)
     (total, h, d), (x_t, x_h, _) = x.shape, x.stride()
-    x_t = x_t if total > 1 else h * d  # the stride of an axis of 1 means nothing, but TMA wants it in order
+    x_t = x_t if total > 1 else h * d  # as in tile_descriptor
     sizes, most = SEQUENCE_END.value, 2**31 - 2**16
     strides = [2**34 - x_t, x_t, x_h if h > 1 else x_t, x_t, 1]
     return Descriptor(x, [most, most, h, sizes, d], strides, list(box), layout_of(box, x.dtype))
 
 
 def rows_descriptor(acc: Tensor, rows: int, columns: int) -> Descriptor:
-    """A contiguous (…, D) as one run of rows."""
+    """A contiguous (…, D) viewed as (rows, D)."""
     d = acc.shape[-1]
     return Descriptor(acc, [acc.numel() // d, d], [d, 1], [rows, columns], layout_of((rows, columns), acc.dtype))

@@ -1,18 +1,18 @@
-"""Attention's backward in Triton: no atomics, every gradient has one owner, so the same bits come out every time.
+"""Attention's backward in Triton: no atomics; one program computes each element of a gradient, so results are deterministic.
 
     delta   delta = rowsum(do ∘ o) − dlse      row_lse = lse               rows without a key: delta 0, row_lse +inf, so p = 0
-    dk, dv  a program owns a tile of columns of a kv head and loops over its query heads and the rows that attend to it
-              sᵀ = k qᵀ   dpᵀ = v doᵀ   dv += rᵀ do   dk += dxᵀ q
-    dq      a program owns a tile of rows and loops over the columns they attend to
-              s = q kᵀ    dp = do vᵀ    dq += dx k
-    dbias   a program owns a tile of the bias itself and loops over everything that the bias is broadcast over. A bias
+    dk, dv  a program has a tile of columns of a kv head and loops over its query heads and the rows that attend to it
+              (1) sᵀ = k qᵀ   (2) dpᵀ = v doᵀ   (3) dv += rᵀ do   (4) dk += dxᵀ q
+    dq      a program has a tile of rows and loops over the columns they attend to
+              (1) s = q kᵀ    (2) dp = do vᵀ    (5) dq += dx k
+    dbias   a program has a tile of the bias itself and loops over everything that the bias is broadcast over. A bias
             broadcast over columns shifts whole rows: p is invariant to it, but lse and the sink's probability are not:
               Σⱼ ds = Σⱼ p ∘ dp − delta Σⱼ p = (delta + dlse) − delta (1 − p_sink) = dlse + p_sink · delta
-    dsinks  a program owns a head and loops over its rows: dsink −= Σ exp(sink − lse) · delta
+    dsinks  a program has a head and loops over its rows: dsink −= Σ exp(sink − lse) · delta
 
-r, ds and dx of a tile are in scores.py; scale, and 1/(1 − dropout_p) of dv, are applied once, at the end. Scores are
-computed twice: 7 GEMMs of 2·Tq·Tk·D FLOPs where one fused loop has 5 (8 GEMMs with separate dK and dV passes). That is the
-price of no atomics and no float32 dq in memory. Scratch is two float32 rows, delta and row_lse, (B, Hq, Tq) each.
+r, ds and dx of a tile are in scores.py; scale, and 1/(1 − dropout_p) of dv, are applied once at the end. Scores are computed
+twice: 7 GEMMs of 2·Tq·Tk·D FLOPs where a fused loop has 5 (8 with separate dk and dv passes). That is the cost of using neither
+atomics nor a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
 """
 
 from __future__ import annotations
@@ -20,9 +20,19 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .memory import at, deduplicated, lengths, load_row, load_tile, steps, store_tile, tile_offsets
+from .memory import at, deduplicated, lengths, load_row, load_tile, row_program, steps, store_tile, tile_offsets
 from .numerics import dot, dot_transposed
-from .scores import Head, band_tiles, drop, nth_tile, probabilities, score_gradient, sink_probability, through_softcap
+from .scores import (
+    Head,
+    band_tiles,
+    count_tiles,
+    drop,
+    nth_tile,
+    probabilities,
+    score_gradient,
+    sink_probability,
+    through_softcap,
+)
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "do", "lse", "dlse", "rows", "dq", "dk", "dv") for axis in "bht"]
 SIZES += [f"{x}_{axis}" for x in ("bias", "dbias") for axis in "bhij"]
@@ -39,8 +49,7 @@ def _delta_kernel(
     IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % row_tiles * BLOCK_M
-    h = tl.program_id(0) // row_tiles % heads
-    b = tl.program_id(0) // row_tiles // heads
+    _, h, b = row_program(row_tiles, heads)
     start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
     if cu_seqlens_q is not None and start >= tq:
         return
@@ -77,17 +86,15 @@ def _add_rows(
     IEEE_FP32: tl.constexpr, DUPLICATES: tl.constexpr, SAME_OFFSETS: tl.constexpr,
     DK_WANTED: tl.constexpr, DV_WANTED: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """dk, dv of the masked or of the unmasked row tiles of one query head.
+    """Adds the masked or the unmasked row tiles of one query head to dk and dv.
 
-    dp may start from −delta instead of 0. s may not start from −lse: every term would be rounded with it. row_lse and delta
-    are prefetched by hand, since Triton does not pipeline loads so narrow. Register pressure forbids two things: loop-invariant
-    code motion is off, and the few masked tiles are not pipelined."""
+    dp may start from −delta instead of 0. s may not start from −lse, because every partial sum would be rounded with it.
+    row_lse and delta are prefetched by hand, because Triton doesn't pipeline such narrow loads. To save registers,
+    loop-invariant code motion is off and the few masked tiles aren't pipelined."""
     q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, INT64_OFFSETS)
     do_offsets = q_offsets if SAME_OFFSETS else tile_offsets(do_t, BLOCK_M, v.shape[1], ALIGN, INT64_OFFSETS)
     DP_STARTS: tl.constexpr = not IEEE_FP32 and head.seed is None
-    tiles = unmasked_end - unmasked
-    if MASKED:
-        tiles = unmasked - first + last - unmasked_end
+    tiles = count_tiles(first, unmasked, unmasked_end, last, MASKED)
     rows = nth_tile(0, first, unmasked, unmasked_end, MASKED) * BLOCK_M + tl.arange(0, BLOCK_M)
     next_lse = load_row(row_lse, rows, head.tq, float("inf"), DUPLICATES)
     next_delta = load_row(delta, rows, head.tq, 0.0, DUPLICATES)
@@ -191,9 +198,7 @@ def _add_columns(
     D: tl.constexpr, DV: tl.constexpr, BLOCK_N: tl.constexpr, ALIGN: tl.constexpr, IEEE_FP32: tl.constexpr,
     MASKED: tl.constexpr,
 ):  # fmt: skip
-    tiles = unmasked_end - unmasked
-    if MASKED:
-        tiles = unmasked - first + last - unmasked_end
+    tiles = count_tiles(first, unmasked, unmasked_end, last, MASKED)
     for n in tl.range(0, tiles):
         start = nth_tile(n, first, unmasked, unmasked_end, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
@@ -219,9 +224,7 @@ def _dq_kernel(
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
     FP64: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0) % row_tiles
-    h = tl.program_id(0) // row_tiles % heads
-    b = tl.program_id(0) // row_tiles // heads
+    m, h, b = row_program(row_tiles, heads)
     if right is not None:
         m = row_tiles - 1 - m
     start_q, start_k, tq, tk = lengths(cu_seqlens_q, cu_seqlens_k, b, tq, tk)
@@ -347,9 +350,7 @@ def _dbias_rows_kernel(
     batch, heads, row_tiles, b_step, h_step, tq,
     BLOCK: tl.constexpr, SUM_ROWS: tl.constexpr, IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
-    own_m = tl.program_id(0) % row_tiles
-    own_h = tl.program_id(0) // row_tiles % h_step
-    own_b = tl.program_id(0) // row_tiles // h_step
+    own_m, own_h, own_b = row_program(row_tiles, h_step)
     m_end = own_m + 1
     if SUM_ROWS:
         m_end = (tq + BLOCK - 1) // BLOCK

@@ -1,22 +1,22 @@
-"""Attention's forward in Triton: one program owns a tile of rows of one head and loops over the columns they attend to.
+"""Attention's forward in Triton: one program computes a tile of rows of one head and loops over the columns they attend to.
 
     row_max = sink, row_sum = 1 (or lowest, 0)
-    for each tile of columns, first the unmasked ones, then those that an edge of the band crosses:
+    for each column tile, first the unmasked ones, then those that an edge of the band crosses:
       x = scores (scores.py)
       new_max = max(row_max, max x)      p = exp(x − new_max)       alpha = exp(row_max − new_max)
       row_sum = alpha · row_sum + Σ p    acc = alpha · acc + (p ∘ keep) v
     o = acc / row_sum / (1 − dropout_p)          lse = row_max + log row_sum
 
-Of a plain call x are products q·k, and p = exp2(c x − c row_max), c = factor · log2(e), is one fma and one exp2. The fma takes
-a c · row_max that is rounded from a c · x that is not. What was rounded off is one number for all of a row: it cancels in o,
-and `product_lse` takes it out of lse. Beyond 2²⁶ it would overflow, so c is the next power of two there, and
-nothing is rounded off: such scores are 4 apart at least in the log2 domain, and p is 0 or 1 but for a few.
+In a plain call x are the products q·k, and p = exp2(c x − c row_max) with c = factor · log2(e) is one fma and one exp2. The fma
+subtracts a rounded c · row_max from an exact c · x. The rounding error is the same for the whole row: it cancels in o, and
+`product_lse` removes it from lse. Beyond 2²⁶ p would overflow, so c is the next power of two there and the product is exact:
+such scores are at least 4 apart in the log2 domain, and nearly every p is 0 or 1.
 
-Split-K: where rows are few and columns many, `splits` programs share a row tile's columns. Each writes its own o and lse, in
+Split-K: with few rows and many columns, `splits` programs share the columns of a row tile. Each writes its own o and lse, in
 the dtype of the accumulators, and `_combine_kernel` reduces them in a fixed order: o = Σ exp(lse_s − lse) o_s.
 
-Reads q once, k and v once for each row tile (from L2, mostly); writes o and lse. 4·Tq·Tk·D FLOPs for each head, half if
-causal. Where the band closes the future, the last rows come first: their programs are the longest.
+Reads q once, k and v once per row tile (mostly from L2); writes o and lse. 4·Tq·Tk·D FLOPs per head, half if causal. Causal
+calls start with the last rows, whose programs take longest.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .memory import at, lengths, load_tile, steps, store_tile, tile_offsets
+from .memory import at, lengths, load_tile, row_program, steps, store_tile, tile_offsets
 from .numerics import (
     LOWEST,
     dot,
@@ -37,7 +37,7 @@ from .numerics import (
     scaled_max,
     to_log2,
 )
-from .scores import Head, band_tiles, dropout_mask, nth_tile, scores
+from .scores import Head, band_tiles, count_tiles, dropout_mask, nth_tile, scores
 
 SIZES = [f"{x}_{axis}" for x in ("q", "k", "v", "o", "lse", "parts", "lse_parts") for axis in "bhts"]
 SIZES += ["bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h", "sinks_h"]
@@ -52,9 +52,7 @@ def _attend(
     MASKED: tl.constexpr,
 ):  # fmt: skip
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
-    tiles = unmasked_end - unmasked
-    if MASKED:
-        tiles = unmasked - first + last - unmasked_end
+    tiles = count_tiles(first, unmasked, unmasked_end, last, MASKED)
     for n in tl.range(0, tiles):
         start = nth_tile(n, first, unmasked, unmasked_end, MASKED) * BLOCK_N
         j = start + tl.arange(0, BLOCK_N)[None, :]
@@ -93,9 +91,7 @@ def _attention_fwd_kernel(
     ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr, NEGATIVE: tl.constexpr, IEEE_FP32: tl.constexpr,
     FP64: tl.constexpr,
 ):  # fmt: skip
-    m = tl.program_id(0) % row_tiles
-    h = tl.program_id(0) // row_tiles % heads
-    b = tl.program_id(0) // row_tiles // heads
+    m, h, b = row_program(row_tiles, heads)
     split = tl.program_id(1)
     if right is not None:
         m = row_tiles - 1 - m
@@ -182,8 +178,7 @@ def _combine_kernel(
     DV: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_M: tl.constexpr, IEEE_FP32: tl.constexpr,
 ):  # fmt: skip
     start = tl.program_id(0) % row_tiles * BLOCK_M
-    h = tl.program_id(0) // row_tiles % heads
-    b = tl.program_id(0) // row_tiles // heads
+    _, h, b = row_program(row_tiles, heads)
     start_q, _, tq, _ = lengths(cu_seqlens_q, cu_seqlens_q, b, tq, tq)
     if cu_seqlens_q is not None and start >= tq:
         return

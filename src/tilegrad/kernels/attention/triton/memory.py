@@ -1,13 +1,20 @@
-"""Addressing on the device: where a head, a row and a tile lie, and tiles in and out of memory.
+"""Addressing on the device: pointers to heads, rows and tiles, and loads and stores of tiles.
 
-Offsets of heads and rows are 64-bit. Offsets inside a tile are 32-bit unless INT64_OFFSETS. ALIGN is the number of elements
-that every row begins at a multiple of: with it Triton loads 16 bytes a thread.
+Offsets of heads and rows are 64-bit. Offsets inside a tile are 32-bit unless INT64_OFFSETS. Every row starts at a multiple of
+ALIGN elements, which lets Triton load 16 bytes per thread.
 """
 
 from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def row_program(row_tiles, heads):
+    """(row tile, head, sequence) of this program."""
+    n = tl.program_id(0)
+    return n % row_tiles, n // row_tiles % heads, n // row_tiles // heads
 
 
 @triton.jit
@@ -18,13 +25,13 @@ def steps(n, stride, ALIGN: tl.constexpr):
 
 @triton.jit
 def at(x, x_b, x_h, x_t, b, h, t, ALIGN: tl.constexpr):
-    """Where row t of head h of sequence b begins."""
+    """A pointer to row t of head h of sequence b."""
     return x + steps(b, x_b, ALIGN) + steps(h, x_h, ALIGN) + steps(t, x_t, ALIGN)
 
 
 @triton.jit
 def tile_offsets(x_t, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.constexpr, INT64_OFFSETS: tl.constexpr):
-    """Offsets of a tile's elements from its first row, 64-bit where INT64_OFFSETS."""
+    """Offsets of a tile's elements from its first row."""
     t = tl.arange(0, ROWS)[:, None]
     if INT64_OFFSETS:
         t = t.to(tl.int64)
@@ -33,7 +40,7 @@ def tile_offsets(x_t, ROWS: tl.constexpr, BLOCK_D: tl.constexpr, ALIGN: tl.const
 
 @triton.jit
 def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
-    """A tile of rows, 0 from column D on and, if CHECKED, from row `rows` on."""
+    """A tile, 0 from column D on and, if CHECKED, from row `rows` on."""
     ROWS: tl.constexpr = offsets.shape[0]
     BLOCK_D: tl.constexpr = offsets.shape[1]
     t = tl.arange(0, ROWS)[:, None] < rows
@@ -51,8 +58,8 @@ def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
 
 @triton.jit
 def load_row(x, rows, end, other, DUPLICATES: tl.constexpr):
-    """x[rows] as (DUPLICATES, M), one element a thread; `other` from `end` on. Without the duplicates Triton sees fewer
-    elements than threads, and has every thread read all that it needs, 16 words of M = 64, through shared memory."""
+    """x[rows] as (DUPLICATES, M), one element per thread; `other` from `end` on. Without duplicates there are fewer elements
+    than threads, and Triton makes every thread read all it needs (16 words at M = 64) through shared memory."""
     offsets = rows[None, :] + tl.zeros([DUPLICATES, 1], tl.int32)
     return tl.load(x + offsets, mask=offsets < end, other=other)
 
@@ -73,7 +80,7 @@ def store_tile(x, offsets, tile, rows, D: tl.constexpr):
 
 @triton.jit
 def lengths(cu_seqlens_q, cu_seqlens_k, b, tq, tk):
-    """(first row of q, first row of k, Tq, Tk) of sequence b; of a dense call (0, 0, tq, tk)."""
+    """(first row of q, first row of k, Tq, Tk) of sequence b; (0, 0, tq, tk) without cu_seqlens."""
     start_q = b * 0
     start_k = b * 0
     if cu_seqlens_q is not None:

@@ -1,55 +1,39 @@
-"""mask.py on the device: which tiles of the band a run of rows attends to, and what becomes of a tile of scores.
+"""mask.py on the device: which column tiles a range of rows attends to, and the scores of a tile.
 
-A tile of scores is s (M, N) or its transpose: rows i and columns j come as index tensors that broadcast to it, so every
-function here serves both.
+A tile of scores is s (M, N) or its transpose: row indices i and column indices j are tensors that broadcast to it, so every
+function here works for both.
 
     plain                   x = q·k                       the caller multiplies by factor = |scale|
     softcap c, bias, ALiBi  x = c tanh(factor/c · q·k) + bias − slope · |i + Tk − Tq − j|
-    masked out              x = −inf                      only in tiles that the band's edge or the end of k crosses
+    masked                  x = −inf                      only in tiles that an edge of the band or the end of k crosses
 
 A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · x) = factor · max(x).
 
-Every kernel rounds a score in the same places: lse is formed of the bits that the backward subtracts it from, so the largest
-score of a row has p = 1 / Σ, however large it is.
+Every kernel rounds a score in the same places: lse is computed from the bits that the backward subtracts it from, so the
+largest score of a row has p = 1 / Σ, however large it is.
 
-Tiles of BLOCK columns that a run of rows attends to, counted from 0:   [0 … first · unmasked … · unmasked_end … last)
-An edge crosses first to unmasked and unmasked_end to last: these need a mask, unmasked to unmasked_end do not. The rows that
-attend to a run of columns are the same with Tq and Tk, left and right exchanged.
+Tiles of BLOCK columns that a range of rows attends to, counted from 0:   [0 … first · unmasked … · unmasked_end … last)
+Tiles first … unmasked and unmasked_end … last need a mask, tiles unmasked … unmasked_end don't. The rows that attend to a range
+of columns are found the same way, with Tq and Tk, left and right exchanged.
 """
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from collections import namedtuple
 
 import triton
 import triton.language as tl
 
 from .numerics import exponential, quotient, rounded_product, tanh
 
-
-class Head(NamedTuple):
-    """One query head of one sequence, as a program sees it; None where the call has no such feature."""
-
-    b: Any
-    h: Any
-    tq: Any
-    tk: Any
-    left: Any
-    right: Any
-    factor: Any
-    softcap: Any
-    bias: Any  # at this head
-    bias_i: Any
-    bias_j: Any
-    slope: Any  # ALiBi's
-    seed: Any
-    threshold: Any
-    inv_keep: Any  # 1 / (1 − dropout_p)
+# One query head of one sequence; None where the call lacks the feature. bias points to this head, slope is ALiBi's, inv_keep is
+# 1 / (1 − dropout_p). Kernels build it themselves, because a device function can't return None.
+Head = namedtuple("Head", "b h tq tk left right factor softcap bias bias_i bias_j slope seed threshold inv_keep")
 
 
 @triton.jit
 def band_tiles(start, stop, shift, back, ahead, size, BLOCK: tl.constexpr):
-    """Tiles (first, unmasked, unmasked_end, last) of the other axis, of `size`, for the run [start, stop) of this one.
+    """Tiles (first, unmasked, unmasked_end, last) of the other axis, of `size`, for the range [start, stop) of this one.
 
     Index i attends to i + shift − back … i + shift + ahead; back or ahead None: no bound."""
     low = start * 0
@@ -70,8 +54,17 @@ def band_tiles(start, stop, shift, back, ahead, size, BLOCK: tl.constexpr):
 
 
 @triton.jit
+def count_tiles(first, unmasked, unmasked_end, last, MASKED: tl.constexpr):
+    """The number of masked or unmasked tiles."""
+    if MASKED:
+        return unmasked - first + last - unmasked_end
+    else:
+        return unmasked_end - unmasked
+
+
+@triton.jit
 def nth_tile(n, first, unmasked, unmasked_end, MASKED: tl.constexpr):
-    """The n-th tile of a pass: MASKED those around unmasked … unmasked_end, else those in it."""
+    """The index of the n-th masked or unmasked tile."""
     if MASKED:
         return first + n + tl.where(n < unmasked - first, 0, unmasked_end - unmasked)
     else:
@@ -89,8 +82,8 @@ def softcap_tanh(s, head, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def load_bias(head, i, j, FP64: tl.constexpr):
-    """The bias tile, 0 outside. Triton 3.6 fails to compile a float64 dot that depends on an 8-bit load in the same basic
-    block: a bool mask of float64 scores is loaded in a branch that is always taken."""
+    """The bias tile, 0 outside. Triton 3.6 can't compile a float64 dot that depends on an 8-bit load in the same basic block,
+    so a bool mask of float64 scores is loaded in a branch that is always taken."""
     inside = (i < head.tq) & (j < head.tk)
     offsets = i.to(tl.int64) * head.bias_i + j.to(tl.int64) * head.bias_j
     if FP64 and head.bias.dtype.element_ty == tl.uint8:
@@ -104,7 +97,7 @@ def load_bias(head, i, j, FP64: tl.constexpr):
 
 @triton.jit
 def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(x, tanh): scores, but of a plain call x · factor are; tanh is the softcap's."""
+    """(x, tanh): x are the scores; in a plain call, factor · x are. tanh is the softcap's."""
     x = s
     t = s
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
@@ -141,8 +134,8 @@ def dropout_mask(i, j, head):
 
 @triton.jit
 def probabilities(s, lse, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh only where the call has them. A score of
-    float64 is rounded as lse was."""
+    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh are valid only with dropout and a softcap. A
+    float64 score is rounded as lse was."""
     x, t = scores(s, i, j, head, IEEE_FP32, MASKED)
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
     if PLAIN:
@@ -158,7 +151,7 @@ def probabilities(s, lse, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.conste
 
 @triton.jit
 def sink_probability(sink, lse, IEEE_FP32: tl.constexpr):
-    """exp(sink − lse); with IEEE_FP32 in float64, because dsinks is one sum over all of them."""
+    """exp(sink − lse); with IEEE_FP32 in float64, because dsinks is one sum over all rows."""
     if IEEE_FP32:
         return tl.exp(sink.to(tl.float64) - lse.to(tl.float64))
     else:
