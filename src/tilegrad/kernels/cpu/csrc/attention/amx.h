@@ -1,23 +1,21 @@
-// Tiles of AMX: products of bfloat16 with float32 sums, 16 × 16 numbers at a time, and the layouts they read.
+// AMX tiles: bfloat16 products with float32 sums, 16 × 16 elements at a time, and the layouts that they read.
 //
 //   c (M, N) (+)= a (M, K) b (K, N)      a row-major; b as pairs of rows: [K/2][N][2]; M, N, K multiples of 32
 //
-// Two layouts of b: `pairs_of_rows` has the pairs along the rows of a packed matrix, `pairs_of_columns` along its columns,
-// so that b is the matrix transposed.
+// `pairs_of_rows` makes b from a packed matrix, `pairs_of_columns` from its transpose.
 #pragma once
 
 #include <immintrin.h>
 
 #include "attention/head_rows.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 using Bf16 = uint16_t;  // the bits of a bfloat16
 
 constexpr int64_t STRIP = 32;  // rows and columns of a block of c: 2 × 2 tiles
 
-// Every thread sets this before its first tile and lets go of it after its last: idle threads carry no tiles about.
+// Each thread configures its tiles while it works and releases them afterwards, so that idle threads have no tile state.
 struct TileConfiguration {
     TileConfiguration() {
         struct alignas(64) {
@@ -30,7 +28,7 @@ struct TileConfiguration {
     ~TileConfiguration() { _tile_release(); }
 };
 
-// A block of 32 × 32 of c; leading dimensions in elements, ldb of a row of pairs (2 N).
+// A 32 × 32 block of c. Leading dimensions are in elements; ldb is that of a row of pairs (2 N).
 template <bool ADD>
 inline __attribute__((always_inline)) void tile_product(float* c, int64_t ldc, const Bf16* a, int64_t lda, const Bf16* b, int64_t ldb,
                                                         int64_t k_end) {
@@ -85,12 +83,12 @@ inline void pairs_of_rows(Bf16* to, const Bf16* from, int64_t m, int64_t n) {
     }
 }
 
-// to[c/2][r][2] = from[r][c]; rows of `to` are ld pairs long. A pair moves as one number of 32 bits.
+// to[c/2][r][2] = from[r][c]; rows of `to` have ld pairs. A pair moves as one 32-bit element.
 inline void pairs_of_columns(Bf16* to, int64_t ld, const Bf16* from, int64_t m, int64_t n) {
     transpose(reinterpret_cast<float*>(to), ld, reinterpret_cast<const float*>(from), n / 2, m, n / 2);
 }
 
-// to[c][r] = from[r][c] out of pairs_of_columns' layout, m a multiple of 16.
+// to[c][r] = from[r][c] from the layout of pairs_of_columns; m is a multiple of 16.
 inline void columns_of_pairs(Bf16* to, int64_t ld, const Bf16* pairs, int64_t pairs_ld, int64_t m, int64_t n) {
     for (int64_t c = 0; c < n; c += 2)
         for (int64_t r = 0; r < m; r += 16) {
@@ -102,7 +100,7 @@ inline void columns_of_pairs(Bf16* to, int64_t ld, const Bf16* pairs, int64_t pa
 
 inline __m256i to_bf16(__m512 x) { return (__m256i)_mm512_cvtneps_pbh(x); }
 
-// 2ˣ to 3e−6, which is under 1/1000 of a bfloat16's last place; 0 for −inf; NaN stays.
+// 2ˣ with relative error 3e−6, under 1/1000 of a bfloat16 ulp; 0 for −inf; NaN stays NaN.
 inline __m512 exponential_of_2(__m512 x) {
     x = _mm512_max_ps(_mm512_set1_ps(-200.0f), x);
     const __m512 n = _mm512_roundscale_ps(x, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -115,14 +113,13 @@ inline __m512 exponential_of_2(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// The order of 16-bit lanes that puts two halves of a register side by side.
+// The order of 16-bit lanes that interleaves the two halves of a register.
 constexpr uint16_t PAIRED[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 
-// exp(s − shift). The product by log2 e comes last: that of a score would be rounded otherwise than lse, and −inf of finfo.min.
+// exp(s − shift). Multiplies by log2 e last: s · log2 e would round differently from lse, and finfo.min would become −inf.
 inline __m512 exponential_of_difference(__m512 s, __m512 shift) {
     return exponential_of_2(_mm512_mul_ps(_mm512_sub_ps(s, shift), _mm512_set1_ps(1.44269504f)));
 }
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

@@ -1,26 +1,25 @@
-// The backward of backward.h on AMX tiles, for bfloat16. Scores are held transposed, a row of sᵀ for each column j:
+// The backward of backward.h on AMX tiles, for bfloat16. Scores are transposed: a row of sᵀ for each column j:
 //
-//   sᵀ = k qᵀ            k as it lies, q as pairs of columns
-//   dpᵀ = v doᵀ          v as it lies, do as pairs of columns
-//   pᵀ, dsᵀ              lanes are rows: lse, delta and the band are vectors; rounded to bfloat16
-//   dv += pᵀ do          do as pairs of rows
-//   dk += dsᵀ q          q as pairs of rows
-//   dqᵀ += kᵀ dsᵀ        dsᵀ as pairs of rows, written beside dsᵀ; dq is kept transposed until its head closes
+//   (1) sᵀ = k qᵀ            k row-major, q as pairs of columns
+//   (2) dpᵀ = v doᵀ          v row-major, do as pairs of columns
+//       pᵀ, dsᵀ              lanes are rows: lse, delta and the band are vectors; rounded to bfloat16
+//   (3) dv += pᵀ do          do as pairs of rows
+//   (4) dk += dsᵀ q          q as pairs of rows
+//   (5) dqᵀ += kᵀ dsᵀ        dsᵀ as pairs of rows, written together with dsᵀ; dq stays transposed until its head closes
 //
-// so every product reads what another wrote, and only q, do and k are ever transposed. All sums are float32. In blocks
-// that the mask cuts, 32 × 32 squares that are masked out are skipped.
+// so only q, do and k are ever transposed. All sums are float32. In blocks that an edge of the mask crosses, fully masked
+// 32 × 32 squares are skipped.
 #pragma once
 
 #include "attention/amx.h"
 #include "attention/backward.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 struct AmxBackward {
     static constexpr int64_t ROWS = 128, COLUMNS = 128;
 
-    // A head that is being worked on; blocks of ROWS rows.
+    // The slot of an open head; blocks of ROWS rows.
     struct Open {
         Bf16 *q_columns, *g_columns;  // [block][D/2][ROWS][2]; g = do
         Bf16 *q_rows, *g_rows;        // [rows/2][D][2]
@@ -38,7 +37,7 @@ struct AmxBackward {
     const BiasGradient<float> dbias{call, COLUMNS, ROWS};
     const Dropout<float> dropout{call};
     const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk || dbias.on;
-    const bool products = call.softcap == 0 && !call.slopes.data;  // and bias: nothing else is in a score
+    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is a product and perhaps a bias
     const bool in_order = want_dq || dbias.by_row, with_dbias = BiasGradient<float>::possible(call);
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), ROWS);
 
@@ -46,10 +45,10 @@ struct AmxBackward {
     // Buffers of this thread.
     Bf16 *k, *v, *kt, *pairs, *p, *ds, *ds_pairs;
     float *dk, *dv_, *s, *dp, *row;
-    float *rows_of_bias, *bias_t;          // (ROWS, COLUMNS), which is ds's of dbias later, and (COLUMNS, ROWS)
+    float *rows_of_bias, *bias_t;          // (ROWS, COLUMNS), later reused for ds of dbias, and (COLUMNS, ROWS)
     float *ds_of_bias_t, *column_sums;     // (COLUMNS, ROWS), (G, COLUMNS)
 
-    AmxBackward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(), BiasGradient<float>::turns(call, COLUMNS, ROWS)) {
+    AmxBackward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this), BiasGradient<float>::turns(call, COLUMNS, ROWS)) {
         const int64_t widest = at_least(d, dv);
         for (int64_t w = 0; w <= worker; ++w) {
             k = allocator.take<Bf16>(COLUMNS * d);
@@ -83,12 +82,6 @@ struct AmxBackward {
         x.lanes.allocate(allocator, max_rows);
         x.next_tile = allocator.take<int32_t>(max_rows / ROWS);
         return x;
-    }
-
-    int64_t slot_bytes() const {
-        BumpAllocator slot{nullptr};
-        allocate(slot);
-        return slot.used;
     }
 
     int64_t tiles(const Head& head) const { return want_ds || want_dv ? (head.s.tk + COLUMNS - 1) / COLUMNS : 0; }
@@ -128,34 +121,22 @@ struct AmxBackward {
             const int64_t m = at_most(ROWS, head.rows() - r0);
             if (bias.on && !bias.same_in_rows)
                 attended = bias.load_transposed(bias_t, ROWS, rows_of_bias, COLUMNS, head, r0, m, j0, n);
-            attended ? block(head, x, r0, tile, n) : masked_out_block(head, x, r0, m, tile, n);
+            if (attended)
+                block(head, x, r0, tile, n);
+            else
+                masked_out_block(dbias, slots.turns, head, r0, m, j0, n, s, in_order ? x.next_tile + r0 / ROWS : nullptr, tile);
         }
         dbias.end_columns(slots.turns, column_sums, head, j0, n, COLUMNS);
-        for (int64_t j = 0; j < n; ++j) {
-            const int64_t t = head.s.k0 + j0 + j;
-            if (want_dk) write(call.dk, head, t, dk + j * d, call.d, float(call.scale));
-            if (want_dv) write(call.dv_, head, t, dv_ + j * dv, call.dv, dropout.kept);
-        }
+        if (want_dk) store_columns(call.dk, dkv_format, head, j0, n, dk, d, call.d, float(call.scale));
+        if (want_dv) store_columns(call.dv_, dkv_format, head, j0, n, dv_, dv, call.dv, dropout.kept);
     }
 
-    void write(const View& x, const Head& head, int64_t t, const float* row, int64_t n, float factor) {
-        dkv_format.store(const_cast<char*>(at(x, dkv_format.bytes, head.b, head.kv, t)), row, n, x.d, factor);
-    }
-
-    // Rows of the block, in strips, that attend to some of columns j … j + n.
+    // The strips of rows of the block that attend to some of columns j … j + n.
     Run strips_attending(const int32_t* lo, const int32_t* hi, int64_t m, int64_t j, int64_t n) const {
         int64_t a = 0, b = m;
         while (a < m && hi[a + STRIP - 1] <= j) a += STRIP;
         while (b > a && lo[b - STRIP] >= j + n) b -= STRIP;
         return {a, b};
-    }
-
-    // Of a block whose bias is −inf throughout.
-    void masked_out_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
-        if (dbias.on) dbias.masked_out_block(slots.turns, head, r0, m, tile * COLUMNS, n, s);
-        if (!in_order) return;
-        wait_for_order(x.next_tile + r0 / ROWS, tile);
-        advance_order(x.next_tile + r0 / ROWS, tile);
     }
 
     void block(const Head& head, const Open& x, int64_t r0, int32_t tile, int64_t n) {
@@ -206,7 +187,7 @@ struct AmxBackward {
         advance_order(x.next_tile + r0 / ROWS, tile);
     }
 
-    // What is in a score beside the product: nothing, a bias, or anything (a softcap, slopes, and a bias where there is one).
+    // What a score contains besides the product: nothing, a bias, or anything (a softcap, slopes, perhaps a bias).
     enum Form { PRODUCT, BIASED, ANY };
 
     template <bool DROPPING>
@@ -288,5 +269,4 @@ struct AmxBackward {
     }
 };
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

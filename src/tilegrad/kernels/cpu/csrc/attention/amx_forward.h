@@ -1,7 +1,7 @@
-// The forward of forward.h on AMX tiles, for bfloat16. Like the backward's, its heads are open in slots (work_queue.h), so that
-// k and v are packed once for all rows of a head:
+// The forward of forward.h on AMX tiles, for bfloat16. As in the backward, open heads have slots (work_queue.h), so that k and v
+// are packed once for all rows of a head:
 //
-//   open a head:     k as it lies, v transposed
+//   open a head:     k row-major, v transposed
 //   block of rows:   q as pairs of columns
 //     for each tile of columns, for each strip of 32 rows:
 //       sᵀ = k qᵀ                               float32
@@ -16,8 +16,7 @@
 #include "attention/dropout.h"
 #include "attention/tile_loop.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 struct AmxForward {
     static constexpr int64_t ROWS = 256, COLUMNS = 128;
@@ -31,7 +30,7 @@ struct AmxForward {
     const int64_t d = round_up(call.d, STRIP), dv = round_up(call.dv, STRIP);  // padded
     const Bias<float> bias{call};
     const Dropout<float> dropout{call};
-    const bool products = call.softcap == 0 && !call.slopes.data;  // and bias: nothing else is in a score
+    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is a product and perhaps a bias
     const bool plain = products && call.scale > 0 && !bias.on;
     const int64_t max_columns = round_up(call.tk, COLUMNS);
 
@@ -42,7 +41,7 @@ struct AmxForward {
     float *rows_of_bias, *bias_t;  // (STRIP, COLUMNS), (COLUMNS, STRIP)
     RowLanes<float> lanes;
 
-    AmxForward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes()) {
+    AmxForward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this)) {
         const int64_t rows = at_most(ROWS, round_up(call.tq * (call.hq / call.hkv), STRIP));
         for (int64_t w = 0; w <= worker; ++w) {
             rows_of_q = allocator.take<Bf16>(STRIP * d);
@@ -63,12 +62,6 @@ struct AmxForward {
 
     Open allocate(BumpAllocator& allocator) const { return {allocator.take<Bf16>(max_columns * d), allocator.take<Bf16>(max_columns * dv)}; }
 
-    int64_t slot_bytes() const {
-        BumpAllocator slot{nullptr};
-        allocate(slot);
-        return slot.used;
-    }
-
     int64_t tiles(const Head& head) const { return (head.rows() + ROWS - 1) / ROWS; }
 
     void open_head(const Head& head, const Open& x) {
@@ -82,7 +75,7 @@ struct AmxForward {
         }
     }
 
-    // Blocks are numbered from the end of the sequence, where causal rows have the most to do.
+    // Blocks are numbered from the end of the sequence, where causal rows have the most work.
     void tile(const Head& head, const Open& x, int32_t number) {
         const int64_t r0 = (tiles(head) - 1 - number) * ROWS, m = at_most(ROWS, head.rows() - r0), padded = round_up(m, STRIP);
         for (int64_t r = 0; r < m; r += STRIP) {
@@ -138,7 +131,7 @@ struct AmxForward {
                           : softmax<true, BIASED, false>(head, r, y, j0, begin, stop);
     }
 
-    // Rows r + y …, 16 of them: columns begin … stop of scores → p; maxima, sums and alphas. True if any maximum rose.
+    // 16 rows from r + y: columns begin … stop of the scores → p, and updates row_max, row_sum and alpha. True if a maximum rose.
     template <bool MASKED, bool BIASED, bool DROPPING>
     bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
         const Score<float> score(call, lanes, r + y);
@@ -188,5 +181,4 @@ struct AmxForward {
     }
 };
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

@@ -1,5 +1,5 @@
-// Backward: a thread owns a tile of columns (dk, dv) and loops over the blocks of rows that attend to it; dq is summed in
-// the order of the tiles.
+// Backward: a thread computes dk and dv of a tile of columns and loops over the blocks of rows that attend to it; dq is summed
+// in the order of the tiles.
 //
 //   open a head:     q, do packed; delta = rowsum(do ∘ o) − dlse; dq = 0
 //   tile of columns: k, kᵀ, vᵀ packed; dk = dv = 0
@@ -11,10 +11,9 @@
 //       dk += dsᵀ q
 //       dq += ds k                  after all lower tiles: work_queue.h
 //     dk · scale and dv / (1 − dropout_p) are written
-//   close a head:    dq · scale is written; dsink = −Σ exp(sink − lse) · delta of each query head is kept for the end
+//   close a head:    dq · scale is written; dsink = −Σ exp(sink − lse) · delta of each query head is summed at the end
 //
-// Five products per tile, each pair of positions once. In masked blocks, strips of MR rows or columns skip
-// what is masked out.
+// Five GEMMs per tile, each pair of positions once. In masked blocks, strips of MR rows or columns skip what is masked.
 #pragma once
 
 #include "simd/product.h"
@@ -23,13 +22,12 @@
 #include "attention/head_rows.h"
 #include "attention/tile_loop.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
-// What the backward knows of each row of an open head.
+// Statistics of each row of an open head.
 template <class T>
 struct Statistics {
-    T *lse, *delta;  // lse = +huge for rows that attend to nothing, and delta = 0: p = ds = 0
+    T *lse, *delta;  // rows that attend to nothing have lse = +huge and delta = 0, so p = ds = 0
     int32_t *lo, *hi;
 
     void allocate(BumpAllocator& allocator, int64_t rows) {
@@ -39,7 +37,7 @@ struct Statistics {
         hi = allocator.take<int32_t>(rows);
     }
 
-    // `o` and `g` hold one row of o and of do at a time.
+    // `o` and `g` are buffers for one row of o and of do.
     void fill(const Call& call, const Format<T>& format, const Head& head, int64_t padded, T* o, T* g) {
         const int64_t rows = head.rows();
         const T huge = sizeof(T) == 4 ? T(__FLT_MAX__) : T(__DBL_MAX__);
@@ -64,7 +62,7 @@ struct Statistics {
         }
     }
 
-    // In double: what is left of it after dp − delta is the gradient.
+    // In double, because dp − delta cancels.
     static T dot(const T* a, const T* b, int64_t n) {
         double sums[4] = {};
         int64_t i = 0;
@@ -86,16 +84,34 @@ struct Statistics {
     }
 };
 
+// Stores rows j0 … j0 + n of dk or dv.
+template <class T>
+void store_columns(const View& x, const Format<T>& format, const Head& head, int64_t j0, int64_t n, const T* rows, int64_t ld, int64_t width,
+                   T factor) {
+    for (int64_t j = 0; j < n; ++j)
+        format.store(const_cast<char*>(at(x, format.bytes, head.b, head.kv, head.s.k0 + j0 + j)), rows + j * ld, width, x.d, factor);
+}
+
+// A block whose bias is −inf everywhere: ds = 0. `next_tile`: the order of dq, or null.
+template <class T>
+void masked_out_block(const BiasGradient<T>& dbias, int32_t* turns, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, T* zeros,
+                      int32_t* next_tile, int32_t tile) {
+    if (dbias.on) dbias.masked_out_block(turns, head, r0, m, j0, n, zeros);
+    if (!next_tile) return;
+    wait_for_order(next_tile, tile);
+    advance_order(next_tile, tile);
+}
+
 template <class T>
 struct Backward {
     static constexpr int L = Lanes<T>::N;
 
-    // A head that is being worked on.
+    // The slot of an open head.
     struct Open {
         T *q, *g, *dq;  // (rows, D), (rows, Dv), (rows, D); g = do
         T* row_sums;    // of ds, for dbias
         Statistics<T> rows;
-        int32_t* next_tile;  // for each block of rows: the tile of columns that is next to add to dq
+        int32_t* next_tile;  // per block of rows: the tile of columns that adds to dq next
     };
 
     const Call& call;
@@ -115,7 +131,7 @@ struct Backward {
     T *rows_of_bias, *ds_of_bias, *column_sums;  // (TILE, TILE) twice, the second before the softcap; (G, TILE)
     typename Bias<T>::Rows of_bias{};            // of the block
 
-    Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(), BiasGradient<T>::turns(call, TILE, TILE)) {
+    Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this), BiasGradient<T>::turns(call, TILE, TILE)) {
         for (int64_t w = 0; w <= worker; ++w) {
             k = allocator.take<T>(TILE * d);
             kt = allocator.take<T>(d * TILE);
@@ -140,12 +156,6 @@ struct Backward {
         x.rows.allocate(allocator, max_rows);
         x.next_tile = allocator.take<int32_t>((max_rows + TILE - 1) / TILE);
         return x;
-    }
-
-    int64_t slot_bytes() const {
-        BumpAllocator slot{nullptr};
-        allocate(slot);
-        return slot.used;
     }
 
     int64_t tiles(const Head& head) const { return want_ds || want_dv ? (head.s.tk + TILE - 1) / TILE : 0; }
@@ -176,22 +186,15 @@ struct Backward {
             const int64_t last = r0 + round_up(m, MR) - 1;
             if (bias.on && !bias.same_in_rows) of_bias = bias.load(rows_of_bias, TILE, head, r0, m, j0, n);
             if (bias.on && !of_bias.data)
-                masked_out_block(head, x, r0, m, tile, n);
+                masked_out_block(dbias, slots.turns, head, r0, m, j0, n, ds, in_order ? x.next_tile + r0 / TILE : nullptr, tile);
             else if (n == TILE && m == TILE && x.rows.lo[last] <= j0 && x.rows.hi[r0] >= j0 + n)
                 unmasked_block(head, x, r0, tile);
             else
                 masked_block(head, x, r0, m, tile, n);
         }
         dbias.end_columns(slots.turns, column_sums, head, j0, n, TILE);
-        for (int64_t j = 0; j < n; ++j) {
-            const int64_t t = head.s.k0 + j0 + j;
-            if (want_dk) write(call.dk, head, t, dk + j * d, call.d, T(call.scale));
-            if (want_dv) write(call.dv_, head, t, dv_ + j * dv, call.dv, dropout.kept);
-        }
-    }
-
-    void write(const View& x, const Head& head, int64_t t, const T* row, int64_t n, T factor) {
-        dkv_format.store(const_cast<char*>(at(x, dkv_format.bytes, head.b, head.kv, t)), row, n, x.d, factor);
+        if (want_dk) store_columns(call.dk, dkv_format, head, j0, n, dk, d, call.d, T(call.scale));
+        if (want_dv) store_columns(call.dv_, dkv_format, head, j0, n, dv_, dv, call.dv, dropout.kept);
     }
 
     void unmasked_block(const Head& head, const Open& x, int64_t r0, int32_t tile) {
@@ -206,14 +209,6 @@ struct Backward {
         wait_for_order(x.next_tile + r0 / TILE, tile);
         if (want_dq) product<T, ROWS>(x.dq + r0 * d, d, ds, TILE, k, d, TILE, d, TILE, true);
         if (dbias.by_row) dbias.rows(x.row_sums + r0, TILE, TILE, ds_of_bias, TILE);
-        advance_order(x.next_tile + r0 / TILE, tile);
-    }
-
-    // Of a block whose bias is −inf throughout.
-    void masked_out_block(const Head& head, const Open& x, int64_t r0, int64_t m, int32_t tile, int64_t n) {
-        if (dbias.on) dbias.masked_out_block(slots.turns, head, r0, m, tile * TILE, n, ds);
-        if (!in_order) return;
-        wait_for_order(x.next_tile + r0 / TILE, tile);
         advance_order(x.next_tile + r0 / TILE, tile);
     }
 
@@ -269,7 +264,7 @@ struct Backward {
         const Vec<T> lse = all(x.rows.lse[r0 + r]), delta = all(x.rows.delta[r0 + r]);
         const Score<T> score(call, T(slope_of(call, head, of)), T(head.position(of)), x.rows.lo[of], x.rows.hi[of]);
         const T* row_of_bias = of_bias.data + at_most(r, head.rows() - 1 - r0) * of_bias.ld;
-        if (BIASED) bias.ask_for(head, r0 + r + MR, j0 + begin, stop - begin);
+        if (BIASED) bias.prefetch(head, r0 + r + MR, j0 + begin, stop - begin);
         Ints<T> column = iota<T>() + typename Lanes<T>::Integer(j0 + begin);
         Ints<T> dropped[DROPPING ? TILE / L : 1];
         if (DROPPING)
@@ -306,5 +301,4 @@ struct Backward {
     }
 };
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

@@ -1,22 +1,21 @@
-// Bias: a number for each pair, added to the score, and its gradient dbias = ds summed over what it is broadcast in.
+// Bias, added to the score of each pair, and its gradient dbias = ds summed over the axes that it is broadcast over.
 //
-// A bool bias is read as 0 and −inf. Blocks that are −inf throughout are skipped: padding costs nothing.
+// A bool bias is read as 0 and −inf. Blocks that are −inf everywhere are skipped: padding costs nothing.
 //
-// Sums of dbias are formed in an order of their own, on any number of threads:
+// dbias is summed in a fixed order on any number of threads:
 //
-//   bhqk kept     every number has one block: it is stored
-//   q and k kept  blocks add to the sums head after head: `turns` of the block says whose turn it is
+//   bhqk kept     each element belongs to one block, which stores it
+//   q and k kept  blocks add head after head: `turns` of the block says which head is next
 //   k kept        a tile of columns sums its rows, and tiles add head after head
-//   k not kept    a row sums its columns in the order of dq's, and heads add one after the other when they close
+//   k not kept    a row sums its columns in the order of dq, and heads add one after the other when they close
 //
-// A tile waits for tiles of lower heads only, and the queue hands heads out in rising order: the lowest never waits.
+// A tile waits only for tiles of lower heads, and the queue hands heads out in increasing order: the lowest never waits.
 #pragma once
 
 #include "attention/head_rows.h"
 #include "threads/work_queue.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 template <class T>
 void load_bool_row(T* to, const char* from, int64_t n, int64_t stride) {
@@ -37,7 +36,7 @@ inline char* pair_at(const View& x, int64_t bytes, const Head& head, int64_t r, 
 
 template <class T>
 struct Bias {
-    // Rows of columns, `ld` apart: 0 where all are the same. No data: all are −inf.
+    // Rows of columns with stride `ld`, 0 where all rows are equal. Null: all are −inf.
     struct Rows {
         const T* data;
         int64_t ld;
@@ -49,7 +48,7 @@ struct Bias {
     const bool same_in_rows = call.bias.t == 0 && (call.hq == call.hkv || call.bias.h == 0);
     const bool as_it_lies = call.bias_dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.bias.d == 1 && call.hq == call.hkv;
 
-    // Rows r0 … r0 + m, columns j0 … j0 + n; where there are fewer than `width` columns or another dtype, packed in `buffer`.
+    // Rows r0 … r0 + m, columns j0 … j0 + n; packed in `buffer` if there are fewer than `width` columns or the dtype differs.
     Rows load(T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
         const int64_t rows = same_in_rows ? 1 : m;
         const char* from = pair_at(call.bias, format.bytes, head, r0, j0);
@@ -68,18 +67,18 @@ struct Bias {
         return {nullptr, 0};
     }
 
-    // Asks for columns j0 … j0 + n of row r, which are needed soon: rows are too far apart for a processor to guess.
-    void ask_for(const Head& head, int64_t r, int64_t j0, int64_t n) const {
+    // Prefetches columns j0 … j0 + n of row r: rows are too far apart for the hardware prefetcher.
+    void prefetch(const Head& head, int64_t r, int64_t j0, int64_t n) const {
         constexpr int64_t LINE = 64;  // bytes
         if (same_in_rows || call.bias.d != 1 || r >= head.rows()) return;
         const char* row = pair_at(call.bias, format.bytes, head, r, j0);
         for (int64_t x = 0; x < n * format.bytes; x += LINE) __builtin_prefetch(row + x);
     }
 
-    // The same transposed, (width, rows), for lanes that are rows, m ≤ rows; one row where all are the same. False: all are −inf.
+    // `load` transposed to (width, rows), for lanes that are rows; m ≤ rows. One row where all are equal. False: all are −inf.
     bool load_transposed(T* to, int64_t rows, T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
         const Rows x = load(same_in_rows ? to : buffer, width, head, r0, m, j0, n);
-        for (int64_t r = r0 + m; r < r0 + 2 * m; ++r) ask_for(head, r, j0, n);
+        for (int64_t r = r0 + m; r < r0 + 2 * m; ++r) prefetch(head, r, j0, n);
         if (!x.data) return false;
         if (same_in_rows) {
             if (x.data != to) memcpy(to, x.data, width * sizeof(T));
@@ -90,7 +89,7 @@ struct Bias {
         return true;
     }
 
-    // A register of load_transposed's: column j, rows r ….
+    // A register of load_transposed's result: column j, rows r ….
     Vec<T> lanes(const T* transposed, int64_t rows, int64_t j, int64_t r) const {
         return same_in_rows ? all(transposed[j]) : tilegrad::ISA::load(transposed + j * rows + r);
     }
@@ -106,13 +105,13 @@ template <class T>
 struct BiasGradient {
     const Call& call;
     const bool on = call.dbias.data != nullptr;
-    const View& sums = call.dbias;  // strides are 0 where the bias is broadcast; T, or any dtype where all are kept
+    const View& sums = call.dbias;  // stride 0 where the bias is broadcast; dtype T, or any if all axes are kept
     const bool keeps_b = sums.b || call.b == 1, keeps_h = sums.h || call.hq == 1;
     const bool keeps_q = sums.t || call.tq == 1, keeps_k = sums.d || call.tk == 1;
     const bool stored = keeps_b && keeps_h && keeps_q && keeps_k;
     const bool in_turn = on && !(keeps_b && keeps_h);
-    const bool by_row = on && !keeps_k;                  // what a row sums
-    const bool by_column = on && keeps_k && !keeps_q;    // what a tile of columns sums
+    const bool by_row = on && !keeps_k;                  // a row sums its columns
+    const bool by_column = on && keeps_k && !keeps_q;    // a tile of columns sums its rows
     const bool by_block = on && keeps_k && keeps_q;
     const Format<T> format = bias_format<T>(call.dbias_dtype);
     const int64_t tile_columns, block_rows;
@@ -122,7 +121,7 @@ struct BiasGradient {
 
     static bool possible(const Call& call) { return call.bias_dtype != NONE && call.bias_dtype != BOOL; }
 
-    // One for each block, at most.
+    // At most one per block.
     static int64_t turns(const Call& call, int64_t tile_columns, int64_t block_rows) {
         if (!possible(call)) return 0;
         return (call.tk / tile_columns + 1) * (call.tq * (call.hq / call.hkv) / block_rows + 1);
@@ -147,7 +146,7 @@ struct BiasGradient {
 
     T* sum(const Head& head, int64_t r, int64_t j) const { return reinterpret_cast<T*>(pair_at(sums, sizeof(T), head, r, j)); }
 
-    // ds of rows r0 … r0 + m and columns j0 … j0 + n to dbias, or to the sums of a tile's columns, (G, ld).
+    // Adds ds of rows r0 … r0 + m and columns j0 … j0 + n to dbias, or to the sums of a tile's columns, (G, ld).
     void block(int32_t* turns, T* column_sums, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, const T* ds, int64_t ld) const {
         if (by_column)
             for (int64_t r = 0; r < m; ++r) {
@@ -165,7 +164,7 @@ struct BiasGradient {
         advance(turn, head);
     }
 
-    // Of a block that is masked out, all of whose ds is 0.
+    // `block` for a masked out block: ds = 0.
     void masked_out_block(int32_t* turns, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, T* zeros) const {
         if (!by_block) return;
         memset(zeros, 0, n * sizeof(T));
@@ -188,7 +187,7 @@ struct BiasGradient {
         advance(turn, head);
     }
 
-    // To the sums of the rows, which stand at row_sums.
+    // Adds ds to the sums of the rows.
     void rows(T* row_sums, int64_t m, int64_t n, const T* ds, int64_t ld) const {
         for (int64_t r = 0; r < m; ++r) {
             double total = 0;
@@ -213,5 +212,4 @@ struct BiasGradient {
     }
 };
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

@@ -1,12 +1,11 @@
-// The bump allocator of a call's scratch.
+// Bump allocator for a call's scratch.
 #pragma once
 
 #include "simd/vector.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
-// Each allocation begins at a cache line. With no memory it only counts the bytes.
+// Allocations start at cache lines. Without memory it only counts bytes.
 struct BumpAllocator {
     char* at;
     int64_t used = 0;
@@ -19,5 +18,4 @@ struct BumpAllocator {
     }
 };
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

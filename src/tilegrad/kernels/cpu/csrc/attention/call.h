@@ -2,8 +2,8 @@
 //
 //   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)   bias (B, Hq, Tq, Tk)
 //
-// Packed sequences: B of them, stride b = 0, and cu_seqlens_q, cu_seqlens_k (B + 1) say where each begins; tq, tk are the longest.
-// cpu/abi.py defines `View` and `Call` a second time, and layout.h lists their fields: the three are compared at loading.
+// Packed sequences: B of them, stride b = 0; cu_seqlens_q, cu_seqlens_k (B + 1) have their starts; tq, tk are the longest lengths.
+// cpu/abi.py repeats `View` and `Call`, and layout.h lists their fields: the three are compared when the library is loaded.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Call {
     View q, k, v, o, lse;                           // o and lse: written by the forward, read by the backward
     View do_, dlse, dq, dk, dv_, dsinks;            // of the backward
     View sinks, slopes;                             // (Hq,) in h; slopes may have b
-    View bias, dbias;                               // strides are 0 where it is broadcast; dbias adds to what is there unless all are kept
+    View bias, dbias;                               // stride 0 where broadcast; dbias is added to unless all axes are kept
     double scale, softcap, dropout_p;
 };
 
@@ -43,7 +43,7 @@ static inline Sequence sequence(const Call& call, int64_t b) {
     return {call.cu_seqlens_q[b], call.cu_seqlens_k[b], call.cu_seqlens_q[b + 1] - call.cu_seqlens_q[b], call.cu_seqlens_k[b + 1] - call.cu_seqlens_k[b]};
 }
 
-// What each instruction set offers; a call's dtype picks the kernel in it.
+// The functions of one instruction set; a call's dtype selects the kernel.
 struct Kernels {
     int64_t (*scratch_bytes)(const Call&, bool backward);
     void (*prepare)(const Call&, bool backward);            // by the caller, before the threads start

@@ -1,4 +1,4 @@
-// The dropout mask of kernels/philox.py, the same bits: Philox4×32-10 as a function of (seed, b, h, i, j), a lane for each pair.
+// The dropout mask of kernels/philox.py, bit for bit: Philox4×32-10 as a function of (seed, b, h, i, j), one lane per pair.
 #pragma once
 
 #include "attention/call.h"
@@ -8,8 +8,7 @@
 #include <immintrin.h>
 #endif
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 struct Halves {
     U32 high, low;
@@ -47,7 +46,7 @@ inline Halves halves_of_product(U32 a, uint32_t m) {
 #endif
 }
 
-// Words that are drawn at once: a round waits for the one before, so several run side by side. Registers bound them.
+// Words drawn at once: rounds depend on each other, so several words are interleaved, as many as fit in registers.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int DRAWS = 4;
 #else
@@ -75,7 +74,7 @@ inline __attribute__((always_inline)) void philox(U32 (&c0)[N], U32 c1, U32 c2, 
     }
 }
 
-// Which pairs are dropped, and what the others are multiplied by.
+// Which pairs are dropped, and the factor of the others.
 template <class T>
 struct Dropout {
     const bool on;
@@ -111,7 +110,7 @@ inline void Dropout<float>::draw(I32* dropped, int64_t n, int64_t b, I32 h, I32 
 template <>
 inline void Dropout<double>::draw(Ints<double>* dropped, int64_t n, int64_t b, Ints<double> h, Ints<double> i, Ints<double> j, int step) const {
     for (int64_t x = 0; x < n; ++x) {
-        U32 word[1] = {}, rows{}, heads{};  // half of the lanes are drawn for nothing
+        U32 word[1] = {}, rows{}, heads{};  // half of the lanes are unused
         for (int y = 0; y < Lanes<double>::N; ++y) {
             word[0][y] = uint32_t(j[y] + x * step);
             rows[y] = uint32_t(i[y]);
@@ -122,5 +121,4 @@ inline void Dropout<double>::draw(Ints<double>* dropped, int64_t n, int64_t b, I
     }
 }
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

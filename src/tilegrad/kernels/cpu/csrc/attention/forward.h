@@ -1,18 +1,18 @@
-// Forward: a thread owns a block of rows and loops over tiles of the columns that the block attends to.
+// Forward: a thread computes a block of rows and loops over tiles of the columns that they attend to.
 //
 //   row_max = sink, row_sum = 1  (or lowest, 0)
 //   for each tile of columns:                k and v are packed once for the block
 //     for each strip of rows:                STRIP rows are a few registers wide
 //       sᵀ = k qᵀ                            only columns that the strip attends to; TILE × STRIP stay in the first cache
 //       new_max = max(row_max, max s)
-//       p = exp(s − new_max)                 sums take p, the product takes p ∘ keep
+//       p = exp(s − new_max)                 row_sum adds p, the product uses p ∘ keep
 //       alpha = exp(row_max − new_max)
 //       row_sum = alpha · row_sum + Σ p
 //       acc = alpha · acc + p v
 //   o = acc / row_sum / (1 − dropout_p)        lse = row_max + log row_sum
 //
-// Scores are held transposed, so that lanes are rows: maxima and sums go down a register, never across one, and pᵀ lies as
-// the second product reads it. Each row has one owner and one order of sums: results do not depend on the number of threads.
+// Scores are transposed, so that lanes are rows: maxima and sums never go across a register, and pᵀ has the layout that the
+// second product reads. One thread sums each row in a fixed order: results don't depend on the number of threads.
 #pragma once
 
 #include "simd/product.h"
@@ -20,8 +20,7 @@
 #include "attention/dropout.h"
 #include "attention/head_rows.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 template <class T>
 struct Forward {
@@ -35,7 +34,7 @@ struct Forward {
     const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
     const Bias<T> bias{call};
     const Dropout<T> dropout{call};
-    const bool products = call.softcap == 0 && !call.slopes.data;  // and bias: nothing else is in a score
+    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is a product and perhaps a bias
     const bool plain = products && call.scale > 0 && !bias.on;
 
     // Buffers of a thread.
@@ -62,7 +61,7 @@ struct Forward {
         return (call.tq * (call.hq / call.hkv) + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
     }
 
-    // Blocks are numbered from the end of the sequence, where causal rows have the most to do.
+    // Blocks are numbered from the end of the sequence, where causal rows have the most work.
     void item(int64_t index) {
         const int64_t n_blocks = blocks(call), n_heads = call.b * call.hkv;
         const Head head = head_of(call, index % n_heads);
@@ -84,7 +83,7 @@ struct Forward {
         for (int64_t r = 0; r < m; ++r) {
             T* o = acc + r * dv;
             const T divisor = row_sum[r] * T(1 - call.dropout_p);
-            if (divisor != 0)  // divided, not multiplied by 1 / row_sum: its rounding would be the whole row's
+            if (divisor != 0)  // not multiplied by 1 / row_sum, which would add its rounding error to the whole row
                 for (int64_t i = 0; i < dv; i += L) store(o + i, load(o + i) / divisor);
             write_row(call, format, head, r0 + r, o, row_max[r] + logarithm(row_sum[r]));
         }
@@ -117,8 +116,8 @@ struct Forward {
         }
     }
 
-    // Rows x … x + lanes, `lane` … of the strip: columns a … end of the tile's scores → p; the rows' maxima, sums and alphas. True
-    // if any maximum rose.
+    // One register of rows from x, which are lanes `lane` … of the strip: columns a … end of the tile's scores → p, and updates
+    // row_max, row_sum and alpha. True if a maximum rose.
     template <bool MASKED, bool DROPPING>
     bool softmax(const Head& head, int64_t x, int64_t lane, int64_t j0, int64_t a, int64_t end) {
         const int64_t j = j0 + a, n = end - a;
@@ -145,7 +144,7 @@ struct Forward {
             store(scores + y * STRIP, DROPPING ? dropout.unless(dropped[y], p) : p);
             return p;
         };
-        Vec<T> totals[4] = {};  // four short sums round less than a long one
+        Vec<T> totals[4] = {};  // four short sums round less than one long sum
         int64_t y = 0;
         for (; y + 4 <= n; y += 4)
             for (int u = 0; u < 4; ++u) totals[u] += probability(y + u);
@@ -159,5 +158,4 @@ struct Forward {
     }
 };
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

@@ -1,20 +1,19 @@
 // The rows of a kv head, and the columns that each row attends to.
 //
-// G = Hq / Hkv query heads share a kv head. Their rows are one run, r = i·G + g: neighbours stand at the same or the next
-// position, so the rows of a tile attend to one run of columns, and grouped heads need no loop of their own.
+// G = Hq / Hkv query heads share a kv head. Their rows are numbered together, r = i·G + g: neighbours have the same or the next
+// position, so the rows of a tile attend to one range of columns, and query heads need no loop.
 //
 //   distance(r, j) = i + Tk − Tq − j          row r attends to [lo, hi): −right ≤ distance ≤ left
 //
-// lo and hi never fall as r grows. A tile is *unmasked* for a strip of rows if all of them attend to all
-// of its columns, *masked* if some do to some, *masked out* if none does: then it is skipped.
+// lo and hi never decrease with r. A tile is *unmasked* for a strip of rows if all of them attend to all of its columns,
+// *masked* if some attend to some, *masked out* if none does: then it is skipped.
 #pragma once
 
 #include "attention/bump_allocator.h"
 #include "attention/call.h"
 #include "simd/convert.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 // A kv head of one sequence.
 struct Head {
@@ -22,7 +21,7 @@ struct Head {
     Sequence s;
 
     int64_t rows() const { return s.tq * group; }
-    int64_t index(int64_t r) const { return group == 1 ? r : r / group; }  // i; a division is worth going round
+    int64_t index(int64_t r) const { return group == 1 ? r : r / group; }  // i; avoids the division
     int64_t token(int64_t r) const { return index(r) + s.q0; }
     int64_t position(int64_t r) const { return index(r) + s.tk - s.tq; }
     int64_t query_head(int64_t r) const { return group == 1 ? kv : kv * group + r % group; }
@@ -43,7 +42,7 @@ struct Run {
     int64_t begin, end;
 };
 
-// Rows that attend to some column of [j0, j1), as one run.
+// The range of rows that attend to some column of [j0, j1).
 inline Run rows_attending(const Call& call, const Head& head, int64_t j0, int64_t j1) {
     int64_t shift = head.s.tk - head.s.tq;
     int64_t first = call.right < 0 ? 0 : at_least(0, j0 - shift - call.right);
@@ -55,28 +54,30 @@ inline const char* at(const View& x, int64_t bytes, int64_t b, int64_t h, int64_
     return x.data + (b * x.b + h * x.h + t * x.t) * bytes;
 }
 
-// Rows r0 … r0 + n of a tensor with query heads, packed; `padded` − n rows of zeros follow.
-template <class T>
-void pack_rows(T* to, int64_t ld, const View& x, const Format<T>& format, const Head& head, int64_t r0, int64_t n, int64_t padded,
-               int64_t d) {
+// Packs n rows of d elements, row r from from(r); zeros pad the columns to ld and the rows to `padded`.
+template <class T, class From>
+void pack(T* to, int64_t ld, const View& x, const Format<T>& format, int64_t n, int64_t padded, int64_t d, From from) {
     for (int64_t r = 0; r < n; ++r) {
         T* row = to + r * ld;
-        format.load(row, at(x, format.bytes, head.b, head.query_head(r0 + r), head.token(r0 + r)), d, x.d);
+        format.load(row, from(r), d, x.d);
         for (int64_t i = d; i < ld; ++i) row[i] = 0;
     }
     memset(to + n * ld, 0, (padded - n) * ld * sizeof(T));
 }
 
-// Columns j0 … j0 + n of k or v, in the same way.
+// Rows r0 … r0 + n of a tensor with query heads.
+template <class T>
+void pack_rows(T* to, int64_t ld, const View& x, const Format<T>& format, const Head& head, int64_t r0, int64_t n, int64_t padded,
+               int64_t d) {
+    pack(to, ld, x, format, n, padded, d,
+         [&](int64_t r) { return at(x, format.bytes, head.b, head.query_head(r0 + r), head.token(r0 + r)); });
+}
+
+// Columns j0 … j0 + n: rows of k or v.
 template <class T>
 void pack_columns(T* to, int64_t ld, const View& x, const Format<T>& format, const Head& head, int64_t j0, int64_t n, int64_t padded,
                   int64_t d) {
-    for (int64_t j = 0; j < n; ++j) {
-        T* row = to + j * ld;
-        format.load(row, at(x, format.bytes, head.b, head.kv, head.s.k0 + j0 + j), d, x.d);
-        for (int64_t i = d; i < ld; ++i) row[i] = 0;
-    }
-    memset(to + n * ld, 0, (padded - n) * ld * sizeof(T));
+    pack(to, ld, x, format, n, padded, d, [&](int64_t j) { return at(x, format.bytes, head.b, head.kv, head.s.k0 + j0 + j); });
 }
 
 inline double slope_of(const Call& call, const Head& head, int64_t r) {
@@ -88,7 +89,7 @@ inline double sink_of(const Call& call, const Head& head, int64_t r) {
     return scalar(call.sinks.data, call.sinks_dtype, head.query_head(r) * call.sinks.h);
 }
 
-// What is known of each row of a block, for vectors whose lanes are rows.
+// Parameters of each row of a block, for vectors whose lanes are rows.
 template <class T>
 struct RowLanes {
     int32_t *lo, *hi, *index, *head;
@@ -124,8 +125,8 @@ Ints<T> load_ints(const int32_t* p) {
     return x;
 }
 
-// The options that act on a score: c · tanh(s / c), − slope · |distance|, −inf where masked. Lanes are rows, and a column is
-// the same in all of them, or the other way round.
+// The options that act on a score: c · tanh(s / c), − slope · |distance|, −inf where masked. Lanes are rows with one column in
+// common, or columns of one row.
 template <class T>
 struct Score {
     typedef typename Lanes<T>::Integer Integer;
@@ -142,8 +143,8 @@ struct Score {
     Score(const Call& call, T slope, T position, int32_t lo, int32_t hi)  // lanes are columns of one row
         : scale(T(call.scale)), softcap(T(call.softcap)), slope(all(slope)), position(all(position)), lo(Ints<T>{} + lo), hi(Ints<T>{} + hi) {}
 
-    // s of mask.py from products x = q·k and a bias; *derivative = ds/dx / scale. The forward's bits are the backward's: lse is
-    // subtracted from what it was formed of, and the largest score of a row has p = 1 however large it is.
+    // s of mask.py from products x = q·k and a bias; *derivative = ds/dx / scale. Forward and backward compute the same bits: lse
+    // is subtracted from the score that it came from, and the largest score of a row has p = 1 however large it is.
     Vec<T> of(Vec<T> x, Vec<T> bias, Ints<T> column, Vec<T>* derivative) const {
         Vec<T> s, slope_of_cap = all(T(1));
         if (softcap != 0) {
@@ -167,13 +168,13 @@ struct Score {
     static Ints<T> same(int64_t column) { return Ints<T>{} + Integer(column); }
 };
 
-// row_max and row_sum of rows before their first column: those of the sink, if there is one.
+// row_max and row_sum before the first column: those of the sink, if there is one.
 template <class T>
 void start_rows(const Call& call, const Head& head, int64_t r0, int64_t m, int64_t padded, T* row_max, T* row_sum) {
     const T lowest = sizeof(T) == 4 ? T(-__FLT_MAX__) : T(-__DBL_MAX__);
     for (int64_t r = 0; r < padded; ++r) {
         const T sink = call.sinks.data ? T(sink_of(call, head, r0 + at_most(r, m - 1))) : lowest;
-        row_max[r] = sink < lowest ? lowest : sink;  // NaN stays
+        row_max[r] = sink < lowest ? lowest : sink;  // NaN stays NaN
         row_sum[r] = sink <= lowest ? 0 : 1;
     }
 }
@@ -185,5 +186,4 @@ void write_row(const Call& call, const Format<T>& format, const Head& head, int6
     if (call.lse.data) *reinterpret_cast<T*>(const_cast<char*>(at(call.lse, sizeof(T), head.b, h, t))) = lse;
 }
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

@@ -7,8 +7,7 @@
 #include "attention/amx_forward.h"
 #endif
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 namespace {
 
 #if !defined(__AMX_BF16__)
@@ -17,7 +16,7 @@ struct TileConfiguration {
 };
 #endif
 
-// A kernel whose blocks need nothing of each other: a counter of items, then the buffers of one thread after the other.
+// A kernel with independent blocks. Scratch: a counter of items, then the buffers of each thread.
 template <class Kernel>
 struct IndependentBlocks {
     static int64_t* counter(BumpAllocator& allocator) { return allocator.take<int64_t>(1); }
@@ -45,7 +44,7 @@ struct IndependentBlocks {
     }
 };
 
-// A kernel with heads open in slots.
+// A kernel whose threads share open heads (work_queue.h).
 template <class Kernel>
 struct SharedHeads {
     static int64_t scratch_bytes(const Call& call) {
@@ -104,5 +103,4 @@ Kernels float_kernels() { return of<IndependentBlocks<Forward<float>>, SharedHea
 Kernels double_kernels() { return of<IndependentBlocks<Forward<double>>, SharedHeads<Backward<double>>>(); }
 #endif
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

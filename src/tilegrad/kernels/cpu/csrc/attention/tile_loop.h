@@ -1,15 +1,14 @@
-// The loop over tiles of heads that are open in slots, run by every thread of the pool. work_queue.h says who gets which tile.
+// The loop over the tiles of open heads, run by every thread of the pool. work_queue.h says which thread gets which tile.
 //
-// A kernel offers allocate (a slot), open_head, tiles (how many a head has), tile (one of them) and close_head.
+// A kernel defines allocate (the buffers of a slot), open_head, tiles (the number of a head's tiles), tile and close_head.
 #pragma once
 
 #include "attention/head_rows.h"
 #include "threads/work_queue.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
-// What the threads of a call share, at the beginning of the scratch: the queue, dsinks by sequence, the turns of bias.h, and the slots.
+// What the threads of a call share, at the start of the scratch: the queue, dsinks per sequence, the turns of bias.h, the slots.
 struct Slots {
     int64_t n, slot_bytes;
     WorkQueue* queue;
@@ -26,6 +25,13 @@ struct Slots {
         first = allocator.take<char>(slot_bytes * n);
     }
 };
+
+template <class Kernel>
+int64_t slot_bytes(const Kernel& kernel) {
+    BumpAllocator slot{nullptr};
+    kernel.allocate(slot);
+    return slot.used;
+}
 
 template <class Kernel>
 void tile_loop(const Call& call, Kernel& kernel) {
@@ -48,5 +54,4 @@ void tile_loop(const Call& call, Kernel& kernel) {
     }
 }
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

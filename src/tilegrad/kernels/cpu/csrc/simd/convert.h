@@ -4,8 +4,7 @@
 #include "dtype.h"
 #include "simd/vector.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 inline float as_float(uint32_t bits) {
     float x;
@@ -21,7 +20,7 @@ inline uint32_t as_bits(float x) {
 struct BFloat16 {
     uint16_t bits;
     operator float() const { return as_float(uint32_t(bits) << 16); }
-    static BFloat16 of(float x) {  // to the nearest, ties to even; NaN stays NaN
+    static BFloat16 of(float x) {  // round to nearest even; NaN stays NaN
         uint32_t u = as_bits(x);
         uint32_t rounded = (u + 0x7fff + ((u >> 16) & 1)) >> 16;
         return {uint16_t((u & 0x7fffffff) > 0x7f800000 ? (u >> 16) | 0x40 : rounded)};
@@ -32,7 +31,7 @@ struct Float16 {
     uint16_t bits;
     operator float() const {
         uint32_t a = uint32_t(bits & 0x7fff) << 13;
-        float x = as_float(a) * as_float(0x77800000);  // 2¹¹²: rebias, which also scales subnormal numbers right
+        float x = as_float(a) * as_float(0x77800000);  // 2¹¹²: rebias, correct for subnormals too
         uint32_t special = a >= 0x0f800000 ? a | 0x7f800000 : as_bits(x);
         return as_float(special | uint32_t(bits & 0x8000) << 16);
     }
@@ -52,7 +51,7 @@ inline void convert(double& to, double x) { to = x; }
 inline void convert(BFloat16& to, float x) { to = BFloat16::of(x); }
 inline void convert(Float16& to, float x) { to = Float16::of(x); }
 
-// A register of float from side-by-side elements, and back.
+// A register of float from contiguous elements, and back.
 inline V32 widen(const float* p) { return load(p); }
 inline void narrow(float* p, V32 v) { store(p, v); }
 
@@ -72,7 +71,7 @@ inline void narrow(BFloat16* p, V32 v) {  // BFloat16::of
     *reinterpret_cast<U16Unaligned*>(p) = __builtin_convertvector(bits, U16);
 }
 
-// A dtype: rows of n elements `stride` apart, to and from packed rows of T.
+// A dtype: conversion of strided rows of n elements to and from packed rows of T.
 template <class T>
 struct Format {
     int64_t bytes;
@@ -114,7 +113,7 @@ inline Format<float> format_of<float>(int64_t dtype) {
 template <>
 inline Format<double> format_of<double>(int64_t) { return format<double, double>(); }
 
-// One number of a small tensor, whichever of the four dtypes it has.
+// One element of a small tensor of any of the four dtypes.
 inline double scalar(const char* data, int64_t dtype, int64_t at) {
     switch (dtype) {
         case FLOAT64: return reinterpret_cast<const double*>(data)[at];
@@ -141,10 +140,10 @@ inline void add_scalar(char* data, int64_t dtype, int64_t at, double x) {
     }
 }
 
-// to[n][m] = from[m][n], rows `to_ld` and `from_ld` long; 4 × 4 blocks of float through registers.
+// to[n][m] = from[m][n] with row strides to_ld and from_ld; 4 × 4 blocks of float go through registers.
 inline void transpose(float* to, int64_t to_ld, const float* from, int64_t from_ld, int64_t m, int64_t n) {
     int64_t i = 0;
-#if !defined(__clang__)  // whose name for the shuffle is another; it finds them by itself
+#if !defined(__clang__)  // clang names the shuffle differently, and vectorises the loop below
     typedef float Four __attribute__((vector_size(16)));
     typedef float Unaligned __attribute__((vector_size(16), aligned(4), may_alias));
     typedef int32_t Index __attribute__((vector_size(16)));
@@ -172,5 +171,4 @@ inline void transpose(double* to, int64_t to_ld, const double* from, int64_t fro
         for (int64_t j = 0; j < n; ++j) to[j * to_ld + i] = from[i * from_ld + j];
 }
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

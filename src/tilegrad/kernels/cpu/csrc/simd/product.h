@@ -1,16 +1,15 @@
 // c (+)= a b on packed tiles: c (M, N), b (K, N) row-major; a either (M, K) row-major or (K, M), that is transposed.
 //
-// A block of MR × NV registers of c stays in registers while k runs: MR·NV accumulators hide the latency of the multiply,
-// NV loads of b and MR numbers of a feed them. A tile's sum starts at zero and is added to c as one number: a sum over T
-// rows rounds like √(T/TILE) + √TILE terms, not like √T. M is a multiple of MR, N of the lanes; K is any.
+// MR × NV registers of c are accumulated over k: enough to hide the latency of the multiply, fed by NV loads of b and MR elements
+// of a. A tile's sum starts at zero and is added to c once: the rounding error of a sum over T rows grows like √(T/TILE) + √TILE,
+// not like √T. M is a multiple of MR, N of the lanes; K is arbitrary.
 #pragma once
 
 #include "simd/vector.h"
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
-// Registers of c: the rest must hold b and a. Tiles are multiples of MR and of NV · lanes.
+// Registers of c; the others hold b and a. TILE is a multiple of MR and of NV · lanes.
 #if defined(__AVX512F__)
 constexpr int MR = 8, NV = 2, TILE = 64;
 #elif defined(__AVX2__)
@@ -36,7 +35,7 @@ inline __attribute__((always_inline)) void block(
         for (int n = 0; n < NV_; ++n) acc[m][n] = Vec<T>{};
     int64_t k = 0;
 #if defined(__aarch64__)
-    // The multiply takes one lane of a register: a's numbers are loaded a register at a time.
+    // The multiply can broadcast a lane, so a is loaded a register at a time.
     typedef T Four __attribute__((vector_size(16), aligned(alignof(T)), may_alias));
     constexpr int A = 16 / sizeof(T);
     if (ORDER == TRANSPOSED) {
@@ -90,5 +89,4 @@ void product(T* c, int64_t ldc, const T* a, int64_t lda, const T* b, int64_t ldb
             block<T, 1, ORDER>(c + m * ldc + n, ldc, a + m * step, lda, b + n, ldb, k_end, add);
 }
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA

@@ -1,7 +1,7 @@
-// Vectors of one register of the instruction set this file is compiled for, and the functions that softmax needs.
+// Vectors of one register of the target instruction set, and the functions that softmax needs.
 //
-// Everything lives in namespace ISA, so that the same source compiled for several instruction sets into one library has
-// no symbol in common: nothing of the C++ library is instantiated here, for the linker would keep one copy for all.
+// Everything is in namespace ISA, so that the same source compiled for several instruction sets shares no symbols. Nothing of the
+// C++ library is instantiated here, because the linker would keep one copy for all of them.
 #pragma once
 
 #include <cmath>
@@ -16,8 +16,7 @@
 #error "compile with -DISA=name"
 #endif
 
-namespace tilegrad {
-namespace ISA {
+namespace tilegrad::ISA {
 
 #if defined(__AVX512F__)
 constexpr int WIDTH = 64;
@@ -58,8 +57,8 @@ template <class T> inline Vec<T> load(const T* p) { return *reinterpret_cast<con
 template <class T> inline void store(T* p, Vec<T> v) { *reinterpret_cast<typename Lanes<T>::U*>(p) = v; }
 template <class T> inline Vec<T> all(T x) { return Vec<T>{} + x; }
 
-// x, rounded before it is added to anything: -ffp-contract=fast would make s · scale − lse one fma, which subtracts an lse that
-// was rounded from a product that was not.
+// x, rounded before it is added to anything: -ffp-contract=fast would turn s · scale − lse into one fma, which subtracts a
+// rounded lse from an exact product.
 template <class V>
 inline __attribute__((always_inline)) V rounded(V x) {
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
@@ -78,7 +77,7 @@ inline __attribute__((always_inline)) V rounded(V x) {
 #endif
 }
 
-// The larger of two; NaN in `b` stays.
+// The larger of two; NaN in `b` is returned.
 template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
 #if defined(__aarch64__)
 inline V32 larger(V32 a, V32 b) { return (V32)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
@@ -109,8 +108,8 @@ inline T sum(Vec<T> v) {
 template <> inline float sum<float>(V32 v) { return vaddvq_f32((float32x4_t)v); }
 #endif
 
-// exp(x) for x ≤ 88, about one unit in the last place; exactly 0 below −88 and for −inf; NaN stays.
-//   x = n ln2 + r, |r| ≤ ln2/2;  n falls out of the low bits of x/ln2 + 1.5·2²³ + 127, already biased as an exponent
+// exp(x) for x ≤ 88, error about 1 ulp; exactly 0 below −88 and for −inf; NaN stays NaN.
+//   x = n ln2 + r, |r| ≤ ln2/2;  n is in the low bits of x/ln2 + 1.5·2²³ + 127, already biased as an exponent
 inline V32 exponential(V32 x) {
     constexpr float SHIFT = 12582912.0f + 127.0f;
     x = larger(all(-88.0f), x);
@@ -132,8 +131,8 @@ inline V64 exponential(V64 x) {
     return x;
 }
 
-// tanh(x) and 1 − tanh²(x): an odd polynomial below 0.625, else of e = exp(−2|x|): (1 − e) / (1 + e) with x's sign, and
-// 4 e / (1 + e)², where 1 − tanh² itself would lose what tanh has lost already.
+// tanh(x) and 1 − tanh²(x): an odd polynomial below 0.625, otherwise with e = exp(−2|x|): ±(1 − e) / (1 + e) and
+// 4 e / (1 + e)², because 1 − tanh² would cancel.
 template <class T>
 struct Tanh {
     Vec<T> value, slope;
@@ -167,7 +166,7 @@ inline Tanh<double> hyperbolic_tangent(V64 x) {
 inline float logarithm(float x) { return __builtin_logf(x); }
 inline double logarithm(double x) { return __builtin_log(x); }
 
-// While it lives, results too small for a normal number are 0: x86 takes a hundred cycles for each that is not.
+// Flushes subnormal results to 0 while it is in scope: x86 takes a hundred cycles for each.
 struct NoSubnormals {
 #if defined(__SSE2__)
     const unsigned before = __builtin_ia32_stmxcsr();
@@ -182,5 +181,4 @@ inline int64_t at_least(int64_t a, int64_t b) { return a > b ? a : b; }
 inline int64_t at_most(int64_t a, int64_t b) { return a < b ? a : b; }
 inline int64_t round_up(int64_t n, int64_t to) { return (n + to - 1) / to * to; }
 
-}  // namespace ISA
-}  // namespace tilegrad
+}  // namespace tilegrad::ISA
