@@ -85,15 +85,15 @@ def explained(tensors: dict[str, Any], options: dict[str, Any], kernel: str | No
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(("tensors", "options"), TAKEN)
 def test_takes(tensors: dict[str, Any], options: dict[str, Any]) -> None:
-    told = explained(tensors, options)
-    assert told.kernel == "hopper" and "hopper goes before it" in told.reasons["triton"]
+    selection = explained(tensors, options)
+    assert selection.kernel == "hopper" and "hopper goes before it" in selection.reasons["triton"]
 
 
 @pytest.mark.usefixtures("on_hopper")
 @pytest.mark.parametrize(("tensors", "options", "reason"), REFUSED, ids=[reason for _, _, reason in REFUSED])
 def test_refuses_with_a_reason(tensors: dict[str, Any], options: dict[str, Any], reason: str) -> None:
-    told = explained(tensors, options)
-    assert told.kernel != "hopper" and reason in told.reasons["hopper"]
+    selection = explained(tensors, options)
+    assert selection.kernel != "hopper" and reason in selection.reasons["hopper"]
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -107,14 +107,17 @@ def test_fake_tensors_are_not_asked_for_their_address() -> None:
 @pytest.mark.usefixtures("on_hopper")
 def test_under_the_interpreter_triton_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    told = explained({}, {})
-    assert told.kernel == "triton" and "no interpreter" in told.reasons["hopper"]
+    selection = explained({}, {})
+    assert selection.kernel == "triton" and "no interpreter" in selection.reasons["hopper"]
 
 
 def test_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (10, 0))
-    told = explained({}, {})
-    assert told.kernel == "triton" and "needs compute capability 9.0, and cuda has 10.0" in told.reasons["hopper"]
+    selection = explained({}, {})
+    assert (
+        selection.kernel == "triton"
+        and "needs compute capability 9.0, and cuda has 10.0" in selection.reasons["hopper"]
+    )
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -133,9 +136,9 @@ def test_needs_compute_capability_9_0(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_a_triton_that_is_not_known_is_refused(monkeypatch: pytest.MonkeyPatch, version: str, known: bool) -> None:
     monkeypatch.setattr(triton_version, "installed", lambda: version)
-    told = explained({}, {})
-    assert told.kernel == ("hopper" if known else "triton")
-    assert (f"and {version} is installed" in told.reasons["hopper"]) != known
+    selection = explained({}, {})
+    assert selection.kernel == ("hopper" if known else "triton")
+    assert (f"and {version} is installed" in selection.reasons["hopper"]) != known
 
 
 @pytest.mark.parametrize(("version", "more"), [("3.6.0", False), ("3.8.1", False), ("3.9.0", True), ("3.10.0", True)])
@@ -160,8 +163,8 @@ def test_packed_sequences_are_taken() -> None:
 def test_many_short_packed_sequences_are_left_to_triton(sequences: int, longest: int, kernel: str) -> None:
     packed, ends = Handle((65536, 4, 64)), Handle((sequences + 1,), torch.int32)
     mask = Mask(cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)  # type: ignore[arg-type]
-    told = ATTENTION.explain(Problem(packed, packed, packed, mask))
-    assert told.kernel == kernel
+    selection = ATTENTION.explain(Problem(packed, packed, packed, mask))
+    assert selection.kernel == kernel
 
 
 ODD = X._replace(strides=(4 * 512 * 65, 512 * 65, 65, 1))
@@ -173,8 +176,8 @@ OTHERS = ("o", "do", "dq", "dk", "dv")
 def test_a_buffer_that_tma_cannot_address_changes_the_kernel(name: str) -> None:
     even: dict[str, Any] = dict.fromkeys(OTHERS, X._replace(strides=(512 * 768, 64, 768, 1)))
     for others, kernel in ((even, "hopper"), (even | {name: ODD}, "triton"), (even | {name: None}, "hopper")):
-        told = tilegrad.explain(X, X, X, **others)  # type: ignore[arg-type]
-        assert told.kernel == kernel
+        selection = tilegrad.explain(X, X, X, **others)  # type: ignore[arg-type]
+        assert selection.kernel == kernel
         declared = attention_workspace(X, X, X, Mask(), backward=True, **others)
         assert declared and {buffer.split(".")[0] for buffer in declared} == {kernel}
     reason = rf"{name}: TMA can't step over T by 65 elements, only by multiples of 16 bytes"

@@ -401,7 +401,7 @@ BROKEN: dict[str, tuple[Any, str, Any]] = {
     "dsᵀ of the other warpgroup is not waited for": (backward_mma, "named_wait", nothing),
     "no stage of q and do is released": (backward_mma, "named_release", nothing),
     "no stage of k and v is released": (backward_mma, "consumer_release", nothing),
-    "nobody is told that dq is there": (backward_store_dq, "named_arrive", nothing),
+    "dq is not signalled": (backward_store_dq, "named_arrive", nothing),
     "releases are not waited for at the end": (backward_load, "named_drain", nothing),
     "no fence": (backward_mma, "fence_async_shared", nothing),
     "no fence of dq": (backward_store_dq, "fence_async_shared", nothing),
@@ -429,7 +429,7 @@ WIDE_BROKEN: dict[str, tuple[Any, str, Any]] = {
     "a consumer does not wait": (backward_wide, "consumer_wait", nothing),
     "no stage is released": (backward_wide, "named_release", nothing),
     "pᵀ and dsᵀ are not waited for": (backward_wide, "named_wait", nothing),
-    "nobody is told of pᵀ and dsᵀ": (backward_wide, "named_arrive", nothing),
+    "pᵀ and dsᵀ are not signalled": (backward_wide, "named_arrive", nothing),
     "no fence": (backward_wide, "fence_async_shared", nothing),
 }
 

@@ -59,7 +59,7 @@ def through_ptxas(compiled: Any, backend: Any, make_cubin: Callable[..., bytes])
 
 @pytest.fixture
 def compile_call(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Compile]:
-    """compile_call(case): every kernel of a forward and, unless told, a backward; Triton itself stops before ptxas."""
+    """compile_call(case): every kernel of a forward and a backward, unless backward=False; Triton itself stops before ptxas."""
     from triton.backends.compiler import GPUTarget
     from triton.backends.nvidia.compiler import CUDABackend
     from triton.runtime.driver import driver
@@ -175,7 +175,7 @@ EVERY_OTHER = [
 
 
 def pairs_of_exponentials(ptx: str) -> float:
-    """Of all exponentials, the share that is first added to another one: nearly all if sums are trees."""
+    """The share of exponentials that are first added to another one: nearly all if sums are trees."""
     exponentials = re.findall(r"ex2\.approx\S*\s+(%\w+),", ptx)
     known = set(exponentials)
     pairs = [x for x in re.findall(r"add\.f32\s+%\w+, (%\w+), (%\w+);", ptx) if known.issuperset(x)]

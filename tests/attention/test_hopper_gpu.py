@@ -53,9 +53,9 @@ def test_random_shapes_agree_with_the_oracle(pytestconfig: pytest.Config) -> Non
     shapes, folder = pytestconfig.getoption("--shapes"), pytestconfig.getoption("--report")
     order = sorted(range(len(specs())), key=lambda n: -int(specs()[n]["d"]))
     verdicts = list(sweep(check_specification, order, shapes))
-    told = report("hopper", verdicts, folder)
+    summary = report("hopper", verdicts, folder)
     assert sum(verdict.shapes for verdict in verdicts) == shapes
-    assert not any(verdict.failures for verdict in verdicts), told
+    assert not any(verdict.failures for verdict in verdicts), summary
 
 
 def test_one_process_runs_small_shapes_of_many_specifications() -> None:

@@ -33,7 +33,7 @@ from support.cases import (
     check_call,
     oracle,
     run,
-)  # fmt: skip
+)
 from support.pairwise import all_pairs, covering, pairs
 
 import tilegrad
@@ -383,9 +383,7 @@ def test_an_output_given_as_none_is_not_computed() -> None:
     names = ("dq", "dk", "dv", "dbias", "dsinks")
     for alone in names:
         outputs: dict[str, Any] = {name: torch.zeros_like(want[name]) if name == alone else None for name in names}
-        attention_bwd(
-            q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch, kernel="native"
-        )  # fmt: skip
+        attention_bwd(q, k, v, want["o"], want["lse"], call.do, None, mask, **outputs, scratch=scratch, kernel="native")
         assert torch.equal(outputs[alone], want[alone]), alone
 
 
@@ -643,8 +641,8 @@ def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
     native_library.warn_if_missing.cache_clear()
     try:
         call = build(Case())
-        told = tilegrad.explain(call.q, call.k, call.v)
-        assert told.kernel == "tiled" and "run: tilegrad doctor --build" in told.reasons["native"]
+        selection = tilegrad.explain(call.q, call.k, call.v)
+        assert selection.kernel == "tiled" and "run: tilegrad doctor --build" in selection.reasons["native"]
         tilegrad.attention(call.q, call.k, call.v, kernel="tiled")  # asked for: nothing to say
         with pytest.warns(UserWarning, match=r"plain torch ops: the native kernel.*run: tilegrad doctor --build"):
             tilegrad.attention(call.q, call.k, call.v)
@@ -846,9 +844,9 @@ def driver(folder: Path, *flags: str) -> Path:
     compiled = native_build.objects(cxx, folder, (*native_build.FLAGS, "-g", *flags))
     program, source = folder / "native_driver", HERE / "support" / "native_driver.cpp"
     subprocess.run(
-        [cxx, "-std=c++17", "-g", *flags, f"-I{native_build.SOURCES}", source, *compiled, "-pthread",
-         "-o", program], check=True,
-    )  # fmt: skip
+        [cxx, "-std=c++17", "-g", *flags, f"-I{native_build.SOURCES}", source, *compiled, "-pthread", "-o", program],
+        check=True,
+    )
     return program
 
 

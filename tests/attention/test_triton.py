@@ -1,4 +1,4 @@
-"""The Triton kernels against the oracle in Triton's interpreter: in a process of its own, for it is chosen at import.
+"""The Triton kernels against the oracle in Triton's interpreter: in a separate process, because it is chosen at import.
 
 The compiler's side of them, without a GPU, is in test_triton_compile.py; on a GPU they run in test_triton_gpu.py.
 """
@@ -243,7 +243,7 @@ def test_interpreted_more_sequences_than_a_grid_counts(monkeypatch: pytest.Monke
 
 @interpreted
 def test_interpreted_bias_whose_columns_lie_beyond_32_bits() -> None:
-    """Of a transposed bias (its memory is never touched between the columns, so it costs none)."""
+    """A transposed bias: memory between its columns is never touched, so it costs none."""
     tq, tk, step = 20, 34, 2**26
     memory = torch.empty(tk * step, dtype=torch.bool)
     bias = memory.as_strided((1, 1, tq, tk), (0, 0, 1, step))

@@ -39,7 +39,7 @@ def test_canary_atomics_are_found() -> None:
 
 @pytest.fixture
 def compile_for(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Compile:
-    """compile_for(architecture, case): every kernel that a forward and, unless told, a backward would launch."""
+    """compile_for(architecture, case): every kernel of a forward and a backward, unless backward=False."""
     from tilegrad.kernels.attention.triton import fit, launch
 
     def compile_call(architecture: int, case: Case, *, backward: bool = True) -> dict[str, Compiled]:
@@ -151,9 +151,7 @@ def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, m
 @pytest.mark.parametrize(("d", "causal"), list(itertools.product((16, 64, 96, 128, 256), (False, True))))
 @pytest.mark.parametrize("architecture", [80, 89, 90, 100, 120])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_the_whole_matrix(
-    compile_for: Compile, architecture: int, d: int, causal: bool, dtype: torch.dtype
-) -> None:  # fmt: skip
+def test_the_whole_matrix(compile_for: Compile, architecture: int, d: int, causal: bool, dtype: torch.dtype) -> None:
     found = compile_for(architecture, case(d, causal, dtype))
     check(found, architecture)
     if architecture == 90 and dtype != torch.float32 and d in (64, 128, 256):

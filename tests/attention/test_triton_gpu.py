@@ -50,10 +50,10 @@ def test_random_shapes_agree_with_the_oracle(pytestconfig: pytest.Config) -> Non
     shapes, folder = pytestconfig.getoption("--shapes"), pytestconfig.getoption("--report")
     order = sorted(range(len(specs())), key=compile_time, reverse=True)
     verdicts = list(sweep(check_specification, order, shapes))
-    told = report("triton", verdicts, folder)
+    summary = report("triton", verdicts, folder)
     assert sum(verdict.shapes for verdict in verdicts) == shapes
-    assert not any(verdict.failures for verdict in verdicts), told
-    assert sum(verdict.specialised["fwd"] + verdict.specialised["decode"] for verdict in verdicts) <= 80, told
+    assert not any(verdict.failures for verdict in verdicts), summary
+    assert sum(verdict.specialised["fwd"] + verdict.specialised["decode"] for verdict in verdicts) <= 80, summary
 
 
 def test_one_process_runs_small_shapes_of_many_specifications() -> None:

@@ -29,7 +29,6 @@ def forward(
         pipeline,
         registers,
     )
-    from tilegrad.kernels.attention.hopper import forward as forward_kernel
     from tilegrad.kernels.attention.triton import numerics, scores
 
     q, k, v, mask = call.q, call.k, call.v, call.mask

@@ -1,4 +1,4 @@
-"""The language: what stands for Gluon's and Triton's modules `gl` and `tl`."""
+"""Replacements of Gluon's `gl` and Triton's `tl`."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from support.gluon.values import Block, Number, Pointer, block
 
 
 def _plain(x: Any) -> Any:
-    """A number where Gluon has a scalar."""
+    """A Number for a 0-dim integer tensor."""
     return Number(x.item()) if x.dim() == 0 and not x.is_floating_point() else block(x)
 
 
@@ -37,7 +37,7 @@ def _no_layout(*of: Any, **more: Any) -> None:
 
 
 class Language(SimpleNamespace):
-    """Stands for Gluon's and Triton's modules of the language."""
+    """Replaces `gl` and `tl`."""
 
     float32, float64, int32, int64, constexpr = torch.float32, torch.float64, torch.int32, torch.int64, int
     minimum, maximum = staticmethod(_both(torch.minimum, min)), staticmethod(_both(torch.maximum, max))
@@ -109,7 +109,7 @@ class Language(SimpleNamespace):
         at.memory[where[inside]] = torch.as_tensor(value).expand(where.shape)[inside].to(at.memory.dtype)
 
     def atomic_add(self, at: Pointer, n: Any, sem: str = "") -> Any:
-        """Where n is 0, a thread that looks again comes back when there was another atomic."""
+        """With n = 0, a thread that polls again resumes after another atomic."""
         here, schedule = task(), task().schedule
         looks = isinstance(n, int) and n == 0
         schedule.pause(lambda: not looks or schedule.atomics != here.seen)

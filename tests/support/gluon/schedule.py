@@ -1,4 +1,4 @@
-"""Who runs: every partition of every program is a thread, of which one runs at a time, in an order drawn from a seed."""
+"""The scheduler: every partition of every program is a thread; one runs at a time, in an order drawn from a seed."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ if TYPE_CHECKING:
     from support.gluon.shared_memory import Barrier, NamedBarrier
     from support.gluon.tensor_core import Product
 
-SLOW = 0.02  # how often a slow thread runs, beside others
+SLOW = 0.02  # relative weight of a slow thread
 
 
 class Schedule:
-    """Threads of which one runs."""
+    """Threads that run one at a time."""
 
     def __init__(self, seed: int) -> None:
         self.dice = random.Random(seed)
@@ -35,12 +35,12 @@ class Schedule:
             return self.tasks[0] if self.tasks else None
         ready = [task for task in self.tasks if task.ready()]
         if not ready and self.tasks:
-            self.failure = AssertionError("stands still: every thread waits for a barrier or a counter")
+            self.failure = AssertionError("deadlock: every thread waits for a barrier or a counter")
             return self.tasks[0]
         return self.dice.choices(ready, [task.weight for task in ready])[0] if ready else None
 
     def pause(self, ready: Callable[[], bool] = lambda: True) -> None:
-        """Others may run; back when `ready` and drawn."""
+        """Lets others run; returns when `ready` and drawn."""
         here = task()
         here.ready = ready
         following = self.drawn()
@@ -52,7 +52,7 @@ class Schedule:
             raise Stopped
 
     def land(self, of: Task) -> None:
-        """A thread's writes in memory."""
+        """Performs a thread's pending writes to memory."""
         mine = [write for owner, write in self.writes if owner is of]
         self.writes = [each for each in self.writes if each[0] is not of]
         self.dice.shuffle(mine)

@@ -52,7 +52,7 @@ class Shared:
 
 
 class SharedLinearLayout:
-    """Bit n of an element's place stands for bases[n], a row and a column; all bits that are set, XORed."""
+    """Element e is at the XOR of bases[n], (row, column), over the set bits n of e."""
 
     def __init__(self, bases: list[list[int]]) -> None:
         self.bases = tuple((r, c) for r, c in bases)
@@ -145,7 +145,7 @@ class NamedBarrier:
 
     @staticmethod
     def at(number: int, threads: int, *, waits: bool) -> None:
-        """All threads of a partition arrive; they go on, or wait for the rest."""
+        """All threads of a partition arrive; they continue, or wait for the rest."""
         here = task()
         barrier = here.program.named.setdefault(number, NamedBarrier())
         barrier.arrived += here.threads

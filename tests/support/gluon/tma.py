@@ -23,7 +23,7 @@ class Descriptor:
         self.block_type = SimpleNamespace(nbytes=math.prod(box) * x.element_size(), shape=box)
 
     def part(self, at: Sequence[int]) -> tuple[Tensor, tuple[slice, ...]]:
-        """What of the tensor lies in a box at `at`, and which part of the box that is."""
+        """The part of the tensor inside the box at `at`, and its place in the box."""
         box, size = self.block_type.shape, self.x.element_size()
         assert at[-1] * size % 16 == 0, "TMA begins at multiples of 16 bytes"
         lows = [max(int(a), 0) for a in at]

@@ -96,7 +96,7 @@ def _hopper_bwd_kernel(
         gl.allocate_shared_memory(gl.float32, [Q_STAGES, BLOCK_M], neg_lse2_desc.layout),
         gl.allocate_shared_memory(gl.float32, [DO_STAGES, BLOCK_M], delta_desc.layout),
         gl.allocate_shared_memory(gl.int32, [Q_STAGES, 1], WORDS_L),
-    )  # fmt: skip
+    )
     dq_pipeline = Pipeline(new_stages((dq_desc,), 2)[0], None, mbarriers(2, 1))  # one stage per MMA warpgroup
     tile_words = gl.allocate_shared_memory(gl.int32, [INFO_STAGES * INFO_WORDS, 1], WORDS_L)
     tile_info = Pipeline(tile_words, mbarriers(INFO_STAGES, 1), mbarriers(INFO_STAGES, 2 + DQ_WARPS))

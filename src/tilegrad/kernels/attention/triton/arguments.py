@@ -1,8 +1,8 @@
-"""What a kernel is told, on the host: its arguments and constexprs by the names of its parameters.
+"""The arguments and constexprs of a kernel, by parameter name, on the host.
 
 Kernels take plain numbers, not NamedTuples: Triton 3.6 specialises the elements of a tuple on their values (1, multiples of 16)
-whatever `do_not_specialize` says, and would compile anew for sizes and strides that change. So each launch composes what its
-kernel takes of the groups below: the scores' features, sequence boundaries, strides, constexprs.
+whatever `do_not_specialize` says, and would recompile for every change of sizes and strides. So each launch combines the groups
+below: the features of scores, sequence boundaries, strides, constexprs.
 """
 
 from __future__ import annotations
@@ -19,16 +19,16 @@ from ..problem import ALIGNED_BYTES, LEAST_FACTOR, LOG2E, Sizes, coarse, lse_str
 
 Arguments = dict[str, Any]
 
-TILE_ROWS = 256  # at most, of any tile
+TILE_ROWS = 256  # the most of any tile
 
 
 def ieee_fp32(dtype: torch.dtype) -> bool:
-    """float32, and torch does not allow tf32 in its stead."""
+    """Whether the dtype is float32 and torch doesn't allow tf32."""
     return dtype == torch.float32 and torch.backends.cuda.matmul.fp32_precision != "tf32"
 
 
 def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
-    """Of every kernel with scores: sizes, the band, and the features that turn q·k into scores."""
+    """For every kernel with scores: sizes, the band, and the features that turn q·k into scores."""
     bias, slopes, seed = mask.bias, mask.alibi_slopes, mask.seed
     strides = dict.fromkeys(("bias_b", "bias_h", "bias_i", "bias_j", "slopes_b", "slopes_h"), 0)
     if bias is not None:
@@ -48,28 +48,28 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
 
 
 def exponent_arguments(factor: float, dtype: torch.dtype) -> Arguments:
-    """What the forward multiplies products by for `power`: factor · log2(e), and the power of two from there on."""
+    """Factors of the products in the forward: factor · log2(e), and the next power of two."""
     log2_factor = factor if ieee_fp32(dtype) else factor * LOG2E
     return {"log2_factor": log2_factor, "coarse_factor": coarse(log2_factor)}
 
 
 def sequence_arguments(mask: Mask) -> Arguments:
-    """Boundaries of packed sequences; None of a dense call."""
+    """Boundaries of packed sequences; None in a dense call."""
     return {"cu_seqlens_q": mask.cu_seqlens_q, "cu_seqlens_k": mask.cu_seqlens_k}
 
 
 def stride_arguments(*, varlen: bool, **tensors: Tensor | None) -> Arguments:
-    """x_b, x_h, x_t of q and its like; 0 of a tensor that is None."""
-    return _named("bht", {name: row_strides(x, varlen=varlen) for name, x in tensors.items()})
+    """x_b, x_h, x_t of tensors like q; 0 for None."""
+    return _named({name: row_strides(x, varlen=varlen) for name, x in tensors.items()})
 
 
 def lse_stride_arguments(*, varlen: bool, **tensors: Tensor | None) -> Arguments:
-    """x_b, x_h, x_t of lse and its like."""
-    return _named("bht", {name: lse_strides(x, varlen=varlen) for name, x in tensors.items()})
+    """x_b, x_h, x_t of tensors like lse."""
+    return _named({name: lse_strides(x, varlen=varlen) for name, x in tensors.items()})
 
 
-def _named(axes: str, strides: dict[str, tuple[int, ...]]) -> Arguments:
-    return {f"{name}_{axis}": n for name, of in strides.items() for axis, n in zip(axes, of, strict=True)}
+def _named(strides: dict[str, tuple[int, ...]]) -> Arguments:
+    return {f"{name}_{axis}": n for name, three in strides.items() for axis, n in zip("bht", three, strict=True)}
 
 
 def sink_arguments(mask: Mask) -> Arguments:
@@ -77,7 +77,7 @@ def sink_arguments(mask: Mask) -> Arguments:
 
 
 def alignment(*tensors: Tensor | None, varlen: bool) -> int:
-    """Elements that every row begins at a multiple of: ALIGNED_BYTES in the first tensor's dtype, or 1."""
+    """Every row starts at a multiple of so many elements: ALIGNED_BYTES in the first tensor's dtype, or 1."""
     given = [x for x in tensors if x is not None]
     elements = ALIGNED_BYTES // given[0].element_size()
     steps = all(stride % elements == 0 for x in given for stride in row_strides(x, varlen=varlen))
@@ -85,6 +85,6 @@ def alignment(*tensors: Tensor | None, varlen: bool) -> int:
 
 
 def addressing(*tensors: Tensor | None, varlen: bool) -> Arguments:
-    """The constexprs of memory.py: ALIGN, and INT64_OFFSETS where an offset inside a tile leaves 32 bits."""
+    """The constexprs of memory.py: ALIGN, and INT64_OFFSETS if an offset inside a tile needs more than 32 bits."""
     far = any(TILE_ROWS * row_strides(x, varlen=varlen)[2] >= 2**31 for x in tensors if x is not None)
     return {"ALIGN": alignment(*tensors, varlen=varlen), "INT64_OFFSETS": far}

@@ -1,4 +1,4 @@
-"""Which tile a kernel gets on a device, and its call with it: the first of tiles.py whose shared memory the device has."""
+"""The tile of a kernel on a device, the first of tiles.py that fits in its shared memory, and the call with it."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from ..problem import Sizes
 from .arguments import Arguments, ieee_fp32
 from .tiles import INTERPRETER, UNALIGNED, Key, Tile, candidates, row
 
-FAST_FLOAT64 = (INTERPRETER, 80, 90)  # half float32's rate or more; 100 too, but Triton 3.6 does not compile it there
+FAST_FLOAT64 = (INTERPRETER, 80, 90)  # at least half of float32's rate; 100 too, but Triton 3.6 can't compile it there
 
-Grid = Callable[[Tile], tuple[Arguments, tuple[int, ...]]]  # more arguments and the programs for a tile
+Grid = Callable[[Tile], tuple[Arguments, tuple[int, ...]]]  # further arguments and the grid for a tile
 
 
 @functools.cache
 def architecture(device: torch.device) -> int:
-    """90 for compute capability 9.0; the interpreter's own number on the CPU."""
+    """90 for compute capability 9.0; INTERPRETER on the CPU."""
     if device.type != "cuda":
         return INTERPRETER
     major, minor = torch.cuda.get_device_capability(device)
@@ -33,13 +33,13 @@ def architecture(device: torch.device) -> int:
 
 @functools.cache
 def shared_memory_bytes(device: torch.device) -> int:
-    """What one program may use."""
+    """Shared memory that one program may use."""
     index = torch.cuda.current_device() if device.index is None else device.index
     return int(triton.runtime.driver.active.utils.get_device_properties(index)["max_shared_mem"])
 
 
 def product_bits(dtype: torch.dtype, device: torch.device) -> int:
-    """Of the numbers that are multiplied: float32 is widened to float64 where the device is fast at it."""
+    """Bits of the operands of GEMMs: float32 is widened to float64 on devices that are fast at it."""
     return 64 if ieee_fp32(dtype) and architecture(device) in FAST_FLOAT64 else 8 * dtype.itemsize
 
 
@@ -48,7 +48,7 @@ def tiles_for(kernel: str, sizes: Sizes, dtype: torch.dtype, device: torch.devic
 
 
 def separate_dk_dv(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> bool:
-    """True if dk and dv have a pass each."""
+    """Whether dk and dv have separate passes."""
     return row(_key(sizes, dtype, device)).dk is not None
 
 
@@ -58,7 +58,7 @@ def _key(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> Key:
 
 
 class Fit(NamedTuple):
-    """A specialisation that ran: the tile it was given, and Triton's compiled kernel (None in the interpreter)."""
+    """A compiled specialisation: its tile, and Triton's compiled kernel (None in the interpreter)."""
 
     kernel: str
     tile: Tile
@@ -69,7 +69,7 @@ fits: dict[tuple[Any, ...], Fit] = {}
 
 
 class KernelCall(NamedTuple):
-    """A kernel with its arguments by name, constexprs among them, and its own of Triton's options (num_warps, num_stages)."""
+    """A kernel, its grid, its arguments and constexprs by name, and Triton's options (num_warps, num_stages)."""
 
     kernel: Any
     programs: tuple[int, ...]
@@ -80,7 +80,7 @@ class KernelCall(NamedTuple):
         self.kernel[self.programs](**self.arguments, **self.options, **launch_options())
 
     def launch(self, device: int) -> Launch | None:
-        """The same by CUDA's driver; None where only Triton can."""
+        """A launch by CUDA's driver; None where only Triton can launch it."""
         compiled = self.kernel.warmup(**self.arguments, **self.options, **launch_options(), grid=self.programs)
         ordered = [self.arguments[name] for name in self.kernel.arg_names]
         return None if refusal(compiled) else Launch(compiled, self.programs, ordered, device)
@@ -89,7 +89,7 @@ class KernelCall(NamedTuple):
 def fitted(
     kernel: Any, name: str, sizes: Sizes, q: Tensor, grid: Grid, arguments: Arguments, constants: Arguments
 ) -> list[KernelCall]:
-    """`kernel` with the first tile of row `name` that fits; nothing where it has no programs."""
+    """`kernel` with the first tile of row `name` that fits; empty if the grid is."""
     tiles = tiles_for(name, sizes, q.dtype, q.device)
     if constants["ALIGN"] == 1 and q.element_size() == 2 and architecture(q.device) != INTERPRETER:
         tiles = UNALIGNED

@@ -1,8 +1,8 @@
 """Attention in Triton: the launches of forward.py and backward.py, on the host.
 
-float16, bfloat16 and float32 (tf32 only where torch.backends.cuda.matmul allows it; else multiplied and summed in float64,
-or, on a device that is slow at float64, by IEEE's float32). Sizes and strides are not specialised;
-features, head dimensions and whether rows begin at multiples of 16 bytes are. Nothing is allocated.
+float16, bfloat16 and float32. float32 uses tf32 only if torch.backends.cuda.matmul allows it; otherwise float64, or IEEE
+float32 on devices that are slow at float64. Kernels are specialised on features, head dimensions and 16-byte alignment of
+rows, not on sizes and strides. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ from .fit import KernelCall, architecture, fitted, product_bits, separate_dk_dv,
 from .forward import _attention_fwd_kernel, _combine_kernel
 from .tiles import INTERPRETER, Tile
 
-ROWS = 64  # of a tile in the kernels without GEMMs
+ROWS = 64  # per program of the kernels without GEMMs
 MOST_SPLITS = 64
-MOST_SEQUENCES = 65535  # that the third axis of a grid counts
+MOST_SEQUENCES = 65535  # limit of the third axis of a grid
 
 
 def _ceil_div(a: int, b: int) -> int:
@@ -48,8 +48,8 @@ def _forward_kernel(sizes: Sizes) -> str:
 
 
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
-    """Programs that share the columns of a row tile: two for each multiprocessor, each with two tiles or more. Only where
-    columns outnumber rows by far, as in decoding: scratch then never grows when a training batch gets smaller."""
+    """Programs that share the columns of a row tile: enough for two per multiprocessor, each with at least two tiles. Only with
+    far more columns than rows, as in decoding; so scratch never grows when a training batch gets smaller."""
     if sizes.tk < 4 * sizes.tq:
         return 1
     tile = tiles_for(_forward_kernel(sizes), sizes, dtype, device)[0]
@@ -131,7 +131,7 @@ def _forward(call: Forward, scratch: Scratch) -> list[KernelCall]:
 
 
 class Output(NamedTuple):
-    """o and lse of all splits, of the first one, and the elements from one split to the next."""
+    """o and lse of all splits, those of the first split, and the strides between splits."""
 
     o: Tensor | None
     lse: Tensor | None
@@ -143,7 +143,7 @@ class Output(NamedTuple):
 
 def _attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, sizes: Sizes, scores: Arguments, out: Output, splits: int
-) -> list[KernelCall]:  # fmt: skip
+) -> list[KernelCall]:
     arguments = (
         {"q": q, "k": k, "v": v, "o": out.o, "lse": out.lse, "heads": sizes.hq, "splits": splits}
         | scores
@@ -164,7 +164,7 @@ def _attend(
 
 def _combine(
     parts: Output, mask: Mask, sizes: Sizes, splits: int, o: Tensor | None, lse: Tensor | None, *, ieee: bool
-) -> KernelCall:  # fmt: skip
+) -> KernelCall:
     row_tiles = _ceil_div(sizes.tq, FEW_ROWS)
     arguments = dict(
         parts=parts.o, lse_parts=parts.lse, cu_seqlens_q=mask.cu_seqlens_q, o=o, lse=lse,
@@ -213,7 +213,7 @@ def _backward(call: Backward, scratch: Scratch) -> list[KernelCall]:
 
 def _delta(
     o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, sizes: Sizes, rows: Arguments
-) -> list[KernelCall]:  # fmt: skip
+) -> list[KernelCall]:
     row_tiles = _ceil_div(sizes.tq, ROWS)
     if not row_tiles * sizes.hq * sizes.batch:
         return []
@@ -228,8 +228,8 @@ def _delta(
 
 def _columns(
     kernel: str, scores: Arguments, sizes: Sizes, mask: Mask, *, dk: Tensor | None, dv: Tensor | None
-) -> list[KernelCall]:  # fmt: skip
-    """dk, dv or both. A grid's third axis is too short for very many sequences: these take several launches."""
+) -> list[KernelCall]:
+    """dk, dv or both. More than MOST_SEQUENCES sequences take several launches."""
     calls: list[KernelCall] = []
     if dk is None and dv is None:
         return calls
@@ -271,10 +271,10 @@ def _dq(scores: Arguments, sizes: Sizes, mask: Mask, dq: Tensor) -> list[KernelC
 
 
 class OwnTiles(NamedTuple):
-    """The grid of dbias: the bias's own tiles. A program loops over what the bias is broadcast over, in steps of b_step
+    """The grid of dbias: tiles of the bias. A program loops over the axes that it is broadcast over, in steps of b_step
     sequences and h_step heads."""
 
-    dbias: Tensor  # of four dimensions
+    dbias: Tensor  # 4-D
     b_step: int
     h_step: int
     has_rows: bool  # not broadcast over rows
@@ -305,7 +305,7 @@ def _dbias(scores: Arguments, sizes: Sizes, mask: Mask, own: OwnTiles) -> list[K
 
 def _dbias_rows(
     rows: Arguments, sizes: Sizes, mask: Mask, dlse: Tensor | None, own: OwnTiles, *, ieee: bool
-) -> KernelCall:  # fmt: skip
+) -> KernelCall:
     """dbias of a bias that is broadcast over columns."""
     row_tiles = _ceil_div(sizes.tq, ROWS) if own.has_rows else 1
     dbias_b, dbias_h, dbias_i, _ = own.dbias.stride()

@@ -1,9 +1,8 @@
-"""Arithmetic on the device: exp, log, tanh, quotients and matrix products, each in two precisions.
+"""Arithmetic on the device: exp, log, tanh, division and matrix products, each in two precisions.
 
 By default exp(x) is the device's exp2(log2(e) · x). IEEE_FP32 is for float32 inputs whose products may not be tf32: exp, log,
-tanh and quotients are rounded like torch's. The device's own exp2, log2 and division are off by two units in the last place or
-more, and an error of lse is an error of every p. Operands may be float64: a device that is fast at float64 holds the owner's
-tile and the sums in it.
+tanh and division round like torch's. The device's own exp2, log2 and division have errors of 2 ulp or more, and an error of lse
+is an error of every p. Operands may be float64: on devices that are fast at float64, a program's own tile and its sums are.
 """
 
 from __future__ import annotations
@@ -13,37 +12,37 @@ import triton.language as tl
 
 LOG2E = tl.constexpr(1.4426950408889634)
 LN2 = tl.constexpr(0.6931471805599453)
-LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # what float32 cuts off
-LN2_HEAD = tl.constexpr(0.693359375)  # 9 bits of ln 2: its product with an exponent is exact
+LOG2E_LOW = tl.constexpr(1.9259629911266175e-08)  # log2(e) − float32(log2(e))
+LN2_HEAD = tl.constexpr(0.693359375)  # 9 bits of ln 2, so that its product with an exponent is exact
 LN2_TAIL = tl.constexpr(-2.1219444005469057e-04)
-LEAST_EXPONENT = tl.constexpr(-87.0)  # exp below it counts as 0
-CHAIN = tl.constexpr(32)  # terms that an IEEE float32 dot product adds one after the other
+LEAST_EXPONENT = tl.constexpr(-87.0)  # exp below it is 0
+CHAIN = tl.constexpr(32)  # terms that an IEEE float32 dot product sums sequentially
 LARGE = tl.constexpr(2.0**26)
-LOWEST = tl.constexpr(-1e38)  # a running maximum starts here: finite, so that a row without a key makes no NaN
+LOWEST = tl.constexpr(-1e38)  # start of a running maximum; finite, so that a row without keys yields no NaN
 
 
 @triton.jit
 def to_log2(x, IEEE_FP32: tl.constexpr):
-    """What `power` takes for exp(x): x · log2(e), rounded once, or with IEEE_FP32 x itself."""
+    """The argument of `power` for exp(x): x · log2(e), rounded once; with IEEE_FP32, x itself."""
     return x if IEEE_FP32 else x * LOG2E + x * LOG2E_LOW
 
 
 @triton.jit
 def rounded_product(x, y):
-    """x · y, rounded before anything is added to it. The compiler makes x · y − lse one fma, which subtracts an lse that was
-    rounded from a product that was not: p errs by |lse| · eps. It does not undo an fma."""
+    """x · y, rounded before anything is added to it. The compiler would turn x · y − lse into one fma that subtracts a rounded
+    lse from an exact product: p would err by |lse| · eps. It doesn't undo an fma."""
     return tl.fma(x, y, 0.0)
 
 
 @triton.jit
 def from_log2(x, IEEE_FP32: tl.constexpr):
-    """The reverse."""
+    """The inverse of to_log2."""
     return x if IEEE_FP32 else x * LN2
 
 
 @triton.jit
 def power(x, IEEE_FP32: tl.constexpr):
-    """exp2(x). With IEEE_FP32 exp(x), of float64 by tl.exp, of float32 = 2ⁿ exp(f), |f| ≤ ln 2 / 2, by a polynomial for
+    """exp2(x); with IEEE_FP32, exp(x): of float64 by tl.exp, of float32 as 2ⁿ exp(f), |f| ≤ ln 2 / 2, with a polynomial for
     (exp(f) − 1 − f) / f²; error 0.7 ulp."""
     if x.dtype == tl.float64:
         return tl.exp(x)
@@ -68,15 +67,15 @@ def exponential(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def scaled_max(row_max, log2_factor, coarse_factor):
-    """(c, c · row_max) of rows of products: c is log2_factor, or coarse_factor beyond LARGE. forward.py says why."""
+    """(c, c · row_max) for rows of products: c is log2_factor, or coarse_factor beyond LARGE; forward.py says why."""
     c = tl.where(tl.abs(row_max) * log2_factor < LARGE, log2_factor, coarse_factor)
     return c, rounded_product(row_max, c)
 
 
 @triton.jit
 def product_lse(row_max, log_sum, factor, c, IEEE_FP32: tl.constexpr):
-    """lse of rows of products, of which row_max is the largest: factor · row_max, rounded as in the backward, and log_sum
-    without what the rounding of c · row_max has added."""
+    """lse of rows of products with maximum row_max: factor · row_max, rounded as in the backward, plus log_sum without the
+    rounding error of c · row_max."""
     lost = tl.fma(row_max, c, -rounded_product(row_max, c))
     return rounded_product(row_max, factor) + (log_sum - from_log2(lost, IEEE_FP32))
 
@@ -97,19 +96,19 @@ def quotient(x, y, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def ratio(x, y, IEEE_FP32: tl.constexpr):
-    """`quotient` of what may be float64."""
+    """`quotient` where y may be float64."""
     return x / y if y.dtype == tl.float64 else quotient(x, y, IEEE_FP32)
 
 
 @triton.jit
 def add_unfused(a, b):
-    """a + b as an fma. Triton would fuse a plain + into tl.dot: its MMAs would accumulate onto b and round at each term."""
+    """a + b as an fma. Triton would fuse a plain + into tl.dot, whose MMAs would accumulate onto b and round at each term."""
     return tl.fma(a, 1.0, b)
 
 
 @triton.jit
 def dot(a, b, acc, IEEE_FP32: tl.constexpr):
-    """acc + a b, with a in b's dtype, or all in float64 where acc is."""
+    """acc + a b with a in b's dtype; all in float64 if acc is."""
     if acc.dtype == tl.float64:
         return tl.dot(a, b.to(tl.float64), acc, out_dtype=tl.float64)
     elif IEEE_FP32:
@@ -120,7 +119,7 @@ def dot(a, b, acc, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def dot_transposed(a, b, start, IEEE_FP32: tl.constexpr):
-    """start + a bᵀ, start None or a row. With IEEE_FP32 it is a sum of partial sums of CHAIN terms, and start must be None."""
+    """start + a bᵀ; start is None or a row. With IEEE_FP32 it sums partial sums of CHAIN terms, and start must be None."""
     if a.dtype == tl.float64:
         return tl.dot(a, b.to(tl.float64).T, out_dtype=tl.float64)
     elif IEEE_FP32 and a.shape[1] > CHAIN:
@@ -136,7 +135,7 @@ def dot_transposed(a, b, start, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def tanh(x, IEEE_FP32: tl.constexpr):
-    """Odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. Relative error 3e-7, 2e-7 with IEEE_FP32."""
+    """An odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. Relative error 3e-7; with IEEE_FP32 2e-7."""
     y = x * x
     if IEEE_FP32:
         near = -0.008262742310762405 + y * 0.0022269717883318663

@@ -1,18 +1,18 @@
 """Tile sizes of each kernel: a committed table, written by `python -m benchmarks.tune`.
 
-A row is chosen by
+A row is selected by
 
     architecture      10 · compute capability: 80 Ampere, 90 Hopper, 100 and 120 Blackwell; the nearest one below, or the first
-    bits              of the numbers multiplied: 16, 32, or 64 where float32 is widened for its GEMMs
+    bits              of the operands: 16, 32, or 64 where float32 is widened for its GEMMs
     head dimension    padded to a power of two
     band              whether the call is causal or has a window
 
-Tests run what users run, and a captured step never tunes. A tile whose shared memory the device does not have makes way for the
-next of `SMALLER`.
+Tests run what users run, and a captured step never tunes. A tile that needs more shared memory than the device has is replaced
+by the next of `SMALLER`.
 
-Architecture 100 (B200) takes Hopper's rows. Only its widest head has a row of its own: accumulators are in tensor memory (TMEM)
-there, not in registers, so dk and dv need no separate passes. Architecture 120 (RTX 50) has the MMA instructions of 80, without
-warpgroups or TMEM, and has Ampere's tiles.
+Architecture 100 (B200) uses Hopper's rows, except for the widest head: accumulators are in tensor memory (TMEM) there, so dk
+and dv need no separate passes. Architecture 120 (RTX 50) has the MMA instructions of 80, without warpgroups or TMEM, and uses
+Ampere's tiles.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ class Tile(NamedTuple):
 
 
 class Tiles(NamedTuple):
-    """One tile for each kernel; `decode` is the forward for at most 16 rows. `dk` and `dv`, where given, are separate passes
-    with the scores computed once more: a wide head leaves no registers for two accumulators."""
+    """One tile per kernel; `decode` is the forward for at most 16 rows. `dk` and `dv`, if given, are separate passes that
+    recompute the scores: a wide head leaves no registers for two accumulators."""
 
     fwd: Tile
     decode: Tile
@@ -43,8 +43,8 @@ class Tiles(NamedTuple):
 INTERPRETER = 0
 SMALLER = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
-# Half-precision rows that do not begin at multiples of 16 bytes are loaded element by element. With larger tiles such
-# loads gave wrong forwards on an H200 (Triton 3.6, wgmma, D ≠ Dv); these are too small for wgmma.
+# Half-precision rows that are not 16-byte aligned are loaded element by element. With larger tiles such loads gave wrong
+# forwards on an H200 (Triton 3.6, wgmma, D ≠ Dv); these are too small for wgmma.
 UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 Key = tuple[int, int, int, bool]  # architecture, bits, head dimension (padded), band
@@ -90,7 +90,7 @@ def candidates(kernel: str, key: Key) -> tuple[Tile, ...]:
 
 
 def set_row(key: Key, tiles: Tiles) -> None:
-    """Change the table of this process; only tuning does."""
+    """Changes the table of this process, for tuning."""
     TABLE[key] = tiles
     candidates.cache_clear()
     row.cache_clear()
