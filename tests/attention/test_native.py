@@ -309,6 +309,7 @@ def test_canary_a_band_one_column_too_wide_is_seen(monkeypatch: pytest.MonkeyPat
     case = Case(tq=200, tk=200, window=(150, 0))
     check(case, ISAS[-1])
     monkeypatch.setattr(native, "_sizes", wider)
+    monkeypatch.setattr(contract, "prepared_calls", {})  # the call above was prepared with the right band
     with pytest.raises(AssertionError, match="error"):
         check(case, ISAS[-1])
 
@@ -326,6 +327,7 @@ def test_canary_a_bias_read_with_a_wrong_stride_is_seen(monkeypatch: pytest.Monk
     case = Case(tq=80, tk=80, bias="bhqk")
     check(case, ISAS[-1])
     monkeypatch.setattr(native, "_pairs", other)
+    monkeypatch.setattr(contract, "prepared_calls", {})  # as above
     with pytest.raises(AssertionError, match=r"error|NaN"):
         check(case, ISAS[-1])
 
@@ -630,7 +632,7 @@ def test_it_is_the_default_on_the_cpu_with_every_feature() -> None:
         assert tilegrad.explain(call.q, call.k, call.v, bias=bias).kernel == "native"
 
 
-def test_without_the_library_the_tiled_kernel_serves_and_the_reason_is_told(
+def test_without_the_library_the_tiled_kernel_runs_and_the_reason_is_given(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(native_build, "LIBRARY", tmp_path / "none.so")
