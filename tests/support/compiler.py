@@ -25,7 +25,9 @@ class Compiled(NamedTuple):
     sass: str
 
 
-_dumped: dict[bytes, tuple[int, int, str]] = {}  # cubin → registers, spilled bytes, code: tests launch many kernels twice
+_dumped: dict[
+    bytes, tuple[int, int, str]
+] = {}  # cubin → registers, spilled bytes, code: tests launch many kernels twice
 
 
 def resources(name: str, compiled: Any, folder: Path) -> Compiled:
