@@ -20,6 +20,7 @@ from support.signals import hear_interrupts
 from tilegrad.functional import dispatch, eager
 from tilegrad.kernels import gpu
 from tilegrad.kernels.cpu import library as native_library
+from tilegrad.memory.managed import hit, manager
 from tilegrad.native import build as native_build
 
 COMMON = settings(deadline=None, print_blob=True, suppress_health_check=list(HealthCheck), database=None)
@@ -39,6 +40,17 @@ def on_hopper(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     yield
     for answers in kept:
         answers.cache_clear()
+
+
+@pytest.fixture(params=["C++", "Python"])
+def hits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """The buffer manager's hits go by C++, or all through Python."""
+    if request.param == "Python":
+        for name in ("allocate", "deallocate"):
+            monkeypatch.setattr(manager.AttentionBufferManager, name, hit.in_python[name])
+    elif isinstance(hit.load(), str):
+        pytest.skip(f"C++ for the manager's hits {hit.load()}")
+    return str(request.param)
 
 
 @pytest.fixture(scope="session")
@@ -93,14 +105,18 @@ def pytest_configure(config: pytest.Config) -> None:
         except RuntimeError as error:
             warnings.warn(f"tests run without the native library: {error}", stacklevel=1)
         native_library.library.cache_clear()
-    if native_build.compiler() and isinstance(eager.load(), str) and "PYTEST_XDIST_WORKER" not in os.environ:
-        print("compiling eager calls against this torch, once, up to half a minute …", flush=True)
-        try:
-            eager.MODULE.build()
-        except RuntimeError as error:
-            warnings.warn(f"tests run without eager calls in C++: {error}", stacklevel=1)
-        eager.load.cache_clear()
-        dispatch.load_fast_path()
+    for what, home, take in (
+        ("eager calls", eager, dispatch.load_fast_path),
+        ("the manager's hits", hit, manager.take_hits),
+    ):
+        if native_build.compiler() and isinstance(home.load(), str) and "PYTEST_XDIST_WORKER" not in os.environ:
+            print(f"compiling {what} against this torch, once, up to half a minute …", flush=True)
+            try:
+                home.MODULE.build()
+            except RuntimeError as error:
+                warnings.warn(f"tests run without {what} in C++: {error}", stacklevel=1)
+            home.load.cache_clear()
+            take()
     if isinstance(native_library.library(), str):
         config.addinivalue_line("filterwarnings", f"ignore:{native_library.SLOW}:UserWarning")
 

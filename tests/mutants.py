@@ -55,6 +55,11 @@ TESTS = {  # the longest beginning of a path decides
     "kernels/rope/": ("tests/ops/test_ops_activation.py", "tests/model/test_model.py", "tests/model/test_families.py"),
     "kernels/": ("tests/ops", f"{ATTENTION}philox.py"),
     "memory/managed/": ("tests/memory", "tests/bench/test_bench_memory.py", "tests/attacks/test_attack_memory.py"),
+    "memory/managed/hit": (
+        "tests/memory/test_hit.py",
+        "tests/memory/test_manager.py",
+        "tests/package/test_native_module.py",
+    ),
     "memory/": ("tests/memory", "tests/train/test_engine.py"),
     "model/": ("tests/model", "tests/train/test_engine.py"),
     "engine/": ("tests/train", "tests/model/test_dropout.py"),

@@ -165,6 +165,7 @@ def one_program(seed: int, steps: int) -> tuple[int, int]:
     return most
 
 
+@pytest.mark.usefixtures("hits")
 def test_random_programs() -> None:
     assert min(programs(range(50, 62))) > 1
 
@@ -192,6 +193,7 @@ def by_threads(seeds: range, steps: int) -> None:
         sys.setswitchinterval(interval)
 
 
+@pytest.mark.usefixtures("hits")
 def test_eight_threads_and_one_manager() -> None:
     by_threads(range(2), 120)
 

@@ -10,8 +10,9 @@ from statistics import median
 import pytest
 
 import tilegrad
-from tilegrad.bench.memory import CASES, bench_memory, pair_ratios, replay, varying_lengths
+from tilegrad.bench.memory import CASES, TARGET, bench_memory, pair_ratios, replay, varying_lengths
 from tilegrad.memory import AttentionBufferManager, BufferType
+from tilegrad.memory.managed import hit
 
 
 @pytest.mark.parametrize("lightweight", [True, False])
@@ -75,13 +76,15 @@ def test_the_trace_is_deterministic_and_varied():
     assert len({step.shape for step in a if step.type is BufferType.QUERY}) > 20
 
 
-def test_a_pair_costs_at_most_what_torch_empty_costs():
-    """The goal is 1. The bounds leave room for a shared machine, whose best quarter of rounds counts: 1.5, and for another
-    shape, which calls torch's resize_, 6."""
+def test_a_pair_costs_at_most_what_torch_empty_costs(hits):
+    """In C++, which takes less than half of it. Through Python a pair must be within 1.5 × of it, for another shape within 6 ×:
+    its cost depends on where the process happens to lie in the instruction cache. Of a shared machine's rounds the best quarter
+    counts."""
     ratios = pair_ratios(40)
     for name in CASES:
         best = sorted(ratios[name])[:10]
-        assert median(best) <= (6.0 if "another" in name else 1.5), (name, best)
+        bound = TARGET if hits == "C++" else 6.0 if "another" in name else 1.5
+        assert median(best) <= bound, (name, best)
 
 
 def test_the_report(capsys):
@@ -89,6 +92,7 @@ def test_the_report(capsys):
     table = capsys.readouterr().out
     assert "lightweight, same shape" in table
     assert "target ≤ 1.05" in table
+    assert ("hits through Python" if isinstance(hit.load(), str) else "hits in C++") in table
     assert bench_memory(repeats=4, json=True) == 0
     report = json.loads(capsys.readouterr().out)
     assert set(report["pair_over_torch_empty"]) == set(CASES)

@@ -25,7 +25,7 @@ NO_PRESSURE: dict[str, Any] = {"pressure": lambda _device: 0.0}
 
 
 @pytest.fixture(params=[True, False], ids=["lightweight", "tracked"])
-def manager(request):
+def manager(request, hits):  # noqa: ARG001  of both kinds
     return AttentionBufferManager(lightweight=request.param, **NO_PRESSURE)
 
 

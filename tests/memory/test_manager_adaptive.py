@@ -14,6 +14,7 @@ from tilegrad.memory.managed.pattern import PatternLearner, demand
 from tilegrad.memory.managed.pressure import AdaptiveLimit, memory_pressure
 from tilegrad.memory.managed.profile import Profile
 
+pytestmark = pytest.mark.usefixtures("hits")
 Q, K, V, OUT, SCORES = BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT, BufferType.SCORES
 CPU = torch.device("cpu")
 MIB = 1 << 20
@@ -216,8 +217,8 @@ def test_an_iteration_too_long_to_write_down_is_no_pattern(pressure, monkeypatch
     assert manager.get_stats()["pattern"]["learned"] is False
 
 
-def test_scopes_count_apart_and_share_buffers():
-    manager = AttentionBufferManager.shared("test scopes")
+def test_scopes_count_apart_and_share_buffers(hits):
+    manager = AttentionBufferManager.shared(f"test scopes, hits by {hits}")
     with manager.scope("layer.0"):
         t = manager.allocate(Q, (1000,))
         assert manager.get_stats()["per_scope"]["layer.0"]["bytes_in_use"] == 4000

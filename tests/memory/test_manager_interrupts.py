@@ -25,6 +25,7 @@ from tilegrad.memory.managed import slab
 from tilegrad.memory.managed.slot import Slot
 from tilegrad.memory.managed.strategies import NumaAware, Strategies
 
+pytestmark = pytest.mark.usefixtures("hits")
 Q, K, SCORES, MASK, CACHE = (BufferType(name) for name in ("query", "key", "scores", "mask", "cache"))
 ONE_OF_EACH: dict[BufferType, tuple[int, ...]] = {Q: (64,), SCORES: (64,), MASK: (1024,)}  # bucketed, direct, best-fit
 NEAR = (60,)
@@ -217,9 +218,9 @@ def small_regions(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("small_regions")
-def test_an_interrupt_at_any_bytecode_leaves_a_true_manager() -> None:
+def test_an_interrupt_at_any_bytecode_leaves_a_true_manager(hits: str) -> None:
     """Some bytecodes of every call; the slow set has all of them, and the other kinds of manager."""
-    dice, count = random.Random(0), 0
+    dice, count = random.Random(hits), 0
     for name in ACTS:
         number = length(name, "tracked")
         for at in dice.sample(range(1, number + 1), min(8, number)):
@@ -230,9 +231,9 @@ def test_an_interrupt_at_any_bytecode_leaves_a_true_manager() -> None:
 
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("name", ["a hit", "deallocate"])
-def test_an_interrupt_at_every_bytecode_of_a_hit_leaves_a_true_manager(name: str) -> None:
+def test_an_interrupt_at_every_bytecode_of_a_hit_leaves_a_true_manager(name: str, hits: str) -> None:
     number = length(name, "tracked")
-    assert number > 50
+    assert number > 50 if hits == "Python" else number >= 0
     for at in range(1, number + 1):
         interrupt_at(name, "tracked", at)
 
@@ -241,9 +242,9 @@ def test_an_interrupt_at_every_bytecode_of_a_hit_leaves_a_true_manager(name: str
 @pytest.mark.usefixtures("small_regions")
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("name", ACTS)
-def test_an_interrupt_at_every_bytecode_leaves_a_true_manager(name: str, kind: str) -> None:
+def test_an_interrupt_at_every_bytecode_leaves_a_true_manager(name: str, kind: str, hits: str) -> None:
     number = length(name, kind)
-    print(f"{name}, {kind}: {number} interrupts")
+    print(f"{name}, {kind}, {hits}: {number} interrupts")
     for at in range(1, number + 1):
         interrupt_at(name, kind, at)
 
@@ -317,7 +318,7 @@ def forked(manager: AttentionBufferManager) -> int:
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="there is no fork here")
-def test_a_child_of_fork_has_a_usable_manager_whatever_another_thread_does() -> None:
+def test_a_child_of_fork_has_a_usable_manager_whatever_another_thread_does(hits: str) -> None:
     manager = AttentionBufferManager(pressure=lambda _device: 0.0, custom_configs={MASK: BEST_FIT})
     end = threading.Event()
 
@@ -334,7 +335,7 @@ def test_a_child_of_fork_has_a_usable_manager_whatever_another_thread_does() -> 
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
-            codes = [forked(manager) for _ in range(25)]
+            codes = [forked(manager) for _ in range(25 if hits == "Python" else 5)]
     finally:
         end.set()
         thread.join(20)

@@ -10,6 +10,7 @@ from tilegrad.memory import AttentionBufferManager, BufferStateError, BufferType
 from tilegrad.memory.managed.cache import BufferCache
 from tilegrad.memory.managed.slab import BucketSlab
 
+pytestmark = pytest.mark.usefixtures("hits")
 Q, K = BufferType.QUERY, BufferType.KEY
 
 

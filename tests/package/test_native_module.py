@@ -1,34 +1,44 @@
-"""Extension modules in C++ (native/extension.py): built where they can be, refused by name where they don't fit."""
+"""Modules in C++ beside Python (native_module.py): built where they can be, refused by name where they don't fit."""
 
 from __future__ import annotations
 
 import functools
+import sysconfig
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 
 from tilegrad.cli import main
 from tilegrad.functional import eager
+from tilegrad.memory.managed import hit
 from tilegrad.native import build as native_build
 from tilegrad.native import extension as native_module
 
+HOMES = {"eager calls": eager, "the manager's hits": hit}
+
+
+@pytest.fixture(params=HOMES)
+def what(request: pytest.FixtureRequest) -> str:
+    return str(request.param)
+
 
 @pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
-def test_a_module_is_built_where_a_compiler_is() -> None:
-    module = eager.MODULE
+def test_a_module_is_built_where_a_compiler_is(what: str) -> None:
+    module = HOMES[what].MODULE
     assert module.digest().encode() in module.path().read_bytes()
-    assert isinstance(eager.load(), ModuleType), eager.load()
+    assert isinstance(HOMES[what].load(), ModuleType), HOMES[what].load()
 
 
 def test_a_file_that_is_no_module_is_refused_by_name(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    module = replace(eager.MODULE, folder=tmp_path)
-    monkeypatch.setattr(eager, "MODULE", module)
-    monkeypatch.setattr(eager, "load", eager.load.__wrapped__)
+    home = HOMES[what]
+    module = replace(home.MODULE, folder=tmp_path)
+    monkeypatch.setattr(home, "MODULE", module)
+    monkeypatch.setattr(home, "load", home.load.__wrapped__)
     for content, reason in (
         (None, f"was not built for torch {torch.__version__}"),
         (b"of another digest", "was built from another source"),
@@ -37,7 +47,7 @@ def test_a_file_that_is_no_module_is_refused_by_name(
     ):
         if content is not None:
             module.path().write_bytes(content)
-        found = eager.load()
+        found = home.load()
         assert isinstance(found, str) and reason in found and "run: tilegrad doctor --build" in found
         assert main(["doctor"]) == 0
         assert f"through Python: C++ for them {found}" in capsys.readouterr().out
@@ -48,12 +58,31 @@ def test_a_build_that_fails_says_why(
 ) -> None:
     source = tmp_path / "broken.cpp"
     source.write_text("#error not today\n", encoding="utf-8")
-    monkeypatch.setattr(eager, "MODULE", replace(eager.MODULE, source=source, folder=tmp_path))
-    monkeypatch.setattr(eager, "load", functools.cache(eager.load.__wrapped__))
+    for home in HOMES.values():
+        monkeypatch.setattr(home, "MODULE", replace(home.MODULE, source=source, folder=tmp_path))
+        monkeypatch.setattr(home, "load", functools.cache(home.load.__wrapped__))
     if native_build.compiler():
         with pytest.raises(RuntimeError, match="not today"):
             eager.MODULE.build()
     monkeypatch.setattr(native_module, "compiler", lambda: None)
     monkeypatch.setattr(native_build, "build", lambda: "the library")
     assert main(["doctor", "--build"]) == 0
-    assert "eager calls in C++ were not built, they go through Python: no C++ compiler" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    for what in HOMES:
+        assert f"{what} in C++ were not built, they go through Python: no C++ compiler" in said
+
+
+def test_a_tensor_of_another_layout_is_not_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "empty", lambda _size: SimpleNamespace(_cdata=1))
+    found = hit.load.__wrapped__()
+    assert isinstance(found, str)
+    assert isinstance(hit.load(), str) or "does not know the layout of a tensor" in found
+
+
+@pytest.mark.skipif(native_build.compiler() is None, reason="needs a C++ compiler")
+def test_hits_are_not_compiled_for_a_python_without_the_gil() -> None:
+    cxx = native_build.compiler()
+    assert cxx is not None
+    flags = ("-std=c++20", "-fsyntax-only", "-Wfatal-errors", f"-I{sysconfig.get_paths()['include']}")
+    with pytest.raises(RuntimeError, match="under the GIL, which this Python does not have"):
+        native_build.run([cxx, *flags, "-DPy_GIL_DISABLED", str(hit.MODULE.source)])

@@ -18,6 +18,7 @@ from statistics import median, quantiles
 import torch
 
 from ..memory import AttentionBufferManager, BufferType
+from ..memory.managed import hit
 from ..text.environment import environment
 
 SHAPE = (2, 1024, 8, 64)
@@ -143,9 +144,10 @@ def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
     for name, values in ratios.items():
         low, _, high = quantiles(values, n=4)
         rows[name] = {"median": median(values), "q1": low, "q3": high, "target": TARGET}
+    hits = "through Python" if isinstance(hit.load(), str) else "in C++"
     if json:
         trace = {"peak_reserved_bytes": reserved, "peak_live_bytes": live, "ratio": reserved / live, "target": 1.05}
-        report = {"shape": SHAPE, "repeats": repeats, "pair_over_torch_empty": rows, "trace": trace}
+        report = {"shape": SHAPE, "repeats": repeats, "hits": hits, "pair_over_torch_empty": rows, "trace": trace}
         about = environment(torch.device("cpu"), torch.float32)
         print(
             json_format.dumps(
@@ -154,7 +156,8 @@ def bench_memory(*, repeats: int = 200, json: bool = False) -> int:
         )
         return 0
     print(
-        f"allocate + deallocate over torch.empty + del, {SHAPE} float32, CPU, {repeats} interleaved rounds of {_BATCH}"
+        f"allocate + deallocate over torch.empty + del, {SHAPE} float32, CPU, {repeats} interleaved rounds of {_BATCH}, "
+        f"hits {hits}"
     )
     print(f"  {'':28}{'median':>8}{'q1':>8}{'q3':>8}{'target':>9}")
     for name, row in rows.items():

@@ -1,7 +1,7 @@
 """What this installation can run, and what to install where it can't: one line per part.
 
 `--kernels` adds the table of kernels of every op: which runs a plain call, and why the others don't. `--build` compiles the
-native CPU kernel, and eager calls in C++, from the sources that come with the package.
+native CPU kernel, and eager calls and the manager's hits in C++, from the sources that come with the package.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import platform
 import sys
 from collections.abc import Iterator, Sequence
 from importlib import metadata
+from types import ModuleType
 
 import torch
 
@@ -34,6 +35,7 @@ from ..kernels.attention.mask import Mask
 from ..kernels.attention.table import ATTENTION
 from ..kernels.cpu import library as native_library
 from ..kernels.table import Problem, Table
+from ..memory.managed import hit
 from ..native import build as native_build
 from ..native import openmp
 
@@ -55,12 +57,13 @@ def doctor(*, build: bool = False, kernels: bool = False) -> int:
             print(f"tilegrad: the native kernel was not built: {error}", file=sys.stderr)
             return 1
         native_library.library.cache_clear()
-        try:
-            print("building eager calls in C++, half a minute …", flush=True)
-            print(f"built {eager.MODULE.build()}")
-        except RuntimeError as error:
-            print(f"tilegrad: eager calls in C++ were not built, they go through Python: {error}", file=sys.stderr)
-        eager.load.cache_clear()
+        for what, home, time in (("the manager's hits", hit, "ten seconds"), ("eager calls", eager, "half a minute")):
+            try:
+                print(f"building {what} in C++, {time} …", flush=True)
+                print(f"built {home.MODULE.build()}")
+            except RuntimeError as error:
+                print(f"tilegrad: {what} in C++ were not built, they go through Python: {error}", file=sys.stderr)
+            home.load.cache_clear()
     width = max(len(name) for name, _ in report())
     for name, line in report():
         print(f"{name:<{width}}  {line}")
@@ -80,7 +83,8 @@ def report() -> Iterator[tuple[str, str]]:
         native_build.compiler() or "none: $CXX, c++, g++ and clang++ are not there (Debian: apt install g++)",
     )
     yield "native kernel", _native()
-    yield "eager calls", _eager()
+    yield "eager calls", _in_cpp(eager)
+    yield "manager's hits", _in_cpp(hit)
     yield "Triton", _triton()
     yield "CUDA", _cuda()
     for extra, (packages, purpose) in EXTRAS.items():
@@ -120,9 +124,9 @@ def _short(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def _eager() -> str:
-    found = eager.load()
-    return f"through Python: C++ for them {found}" if isinstance(found, str) else f"in C++, {eager.MODULE.path()}"
+def _in_cpp(home: ModuleType) -> str:
+    found = home.load()
+    return f"through Python: C++ for them {found}" if isinstance(found, str) else f"in C++, {home.MODULE.path()}"
 
 
 def _native() -> str:

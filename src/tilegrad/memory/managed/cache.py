@@ -65,6 +65,28 @@ def one_shape(shape: Sequence[int] | int) -> tuple[int, ...]:
 
 
 class BufferCache:
+    __slots__ = (
+        "_felt_at",
+        "_high_water",
+        "_pattern_high_water",
+        "_pressure",
+        "_reuse",
+        "_warned_pinned",
+        "bounded",
+        "clock",
+        "configs",
+        "dropped",
+        "free_lists",
+        "limits",
+        "max_bytes",
+        "most_held",
+        "peak",
+        "pools",
+        "preallocated",
+        "slots",
+        "strategies",
+    )
+
     def __init__(
         self,
         configs: dict[BufferType, BufferConfig],

@@ -8,8 +8,8 @@ A cached buffer is bytes of one (type, device): it serves every shape and dtype 
 cached leaves, least recently freed first, before in use + cached passes the most bytes ever asked for at one time,
 beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and when memory gets tight.
 
-Threads share a manager without a lock, any call may be interrupted, and a finalizer may free a buffer inside any call:
-cache.py says why that is safe.
+Threads share a manager without a lock, and any call may be interrupted: cache.py says how. Who frees a buffer in a
+finalizer, inside whatever call, does as any other.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
-from torch._C._dynamo.eval_frame import _FrameAction, _FrameExecStrategy, set_code_exec_strategy
 
 from ..types import DEFAULT_CONFIGS, BufferConfig, BufferStateError, BufferType
 from .cache import BufferCache, one_device, one_type
+from .hit import shorten
 from .pattern import PatternLearner, demand
 from .pressure import PressureSource, memory_pressure
 from .profile import Life, OpenScope, Profile, Scope, ScopeStats, cache_stats, chrome_trace, lives_page
 from .slab import MIB
-from .slot import Key, Slot, detach_storage, references, storage_use_count, use_count
+from .slot import FreeList, Key, Pool, Slot, detach_storage, references, storage_use_count, use_count
 from .strategies import Strategies
 
 _CPU = one_device("cpu")
@@ -62,6 +62,22 @@ class AttentionBufferManager:
     pressure               device → the used share of its memory, in [0, 1]; see `tilegrad.memory.managed.pressure`
     """
 
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_cache",
+        "_debug",
+        "_device",
+        "_events",
+        "_following",
+        "_learner",
+        "_preallocation",
+        "_profile",
+        "_reuse",
+        "_scope",
+        "_scopes",
+        "_tracked",
+    )
     _shared: ClassVar[dict[str, AttentionBufferManager]] = {}
 
     def __init__(
@@ -155,21 +171,23 @@ class AttentionBufferManager:
         pool = free_list.pool
         try:
             slot = free_list.slots.pop()
-            tensor = pool.free.pop(slot)
+            tensor = pool.free.pop(slot, None)
+        except IndexError:
+            tensor = None
+        hit = tensor is not None
+        if tensor is not None:
             pool.hits += 1
-            hit = True
-        except LookupError:  # none is ready, or another thread was faster
-            hit = False
-        if not hit:  # outside of the handler: an interrupt there would keep the buffer alive by its traceback
+        else:  # none is ready, or another thread was faster
             slot, tensor, hit = cache.find(free_list)
-        tracked, own = self._tracked, None
+        tracked = self._tracked
+        own = slot.storage_object()  # while it lives, so does what `cdata` points to
         if hit and (
             tensor.shape != free_list.shape
             or not tensor.is_contiguous()
             or tensor.data_ptr() != slot.ptr
             or tracked
             and (
-                (own := slot.storage_object()) is None
+                own is None
                 or use_count(tensor) != 1
                 or references(own) != slot.storage_refs
                 or storage_use_count(slot.cdata) != slot.alone
@@ -177,7 +195,7 @@ class AttentionBufferManager:
                 or self._debug
             )
         ):
-            own = None
+            del own
             slot, tensor, hit = self._look_again(slot, tensor, named=tracked and references(tensor) > _OURS)
         if tracked:
             slot.scope = "" if self._scope.get() is None else self._scope_name()
@@ -430,8 +448,9 @@ def create_attention_buffer_manager(
     )
 
 
-for _method in (AttentionBufferManager.allocate, AttentionBufferManager.deallocate):
-    # torch.compile calls both as they are: a traced frame has other counts of references. `torch.compiler.disable` does the
-    # same through a wrapper, which would cost a hit half of its time again.
-    _method.__dict__["_torchdynamo_disable"] = True
-    set_code_exec_strategy(_method.__code__, _FrameExecStrategy(_FrameAction.SKIP, _FrameAction.SKIP))
+def take_hits() -> None:
+    """Hits go through C++ from here on, where that was built."""
+    shorten(AttentionBufferManager, BufferCache, FreeList, Pool, Slot, cpu=_CPU)
+
+
+take_hits()

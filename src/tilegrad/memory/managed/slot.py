@@ -70,6 +70,8 @@ class FreeList:
     """Where to look first for a cached buffer of one exact key: the pool's `free` decides whether it is there, and may hold
     one that this list lacks. `took` and `gave` are the key's events for pattern learning."""
 
+    __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
+
     def __init__(self, key: Key, pool: Pool) -> None:
         self.key, self.pool = key, pool
         self.shape, self.dtype, self.nbytes = key.shape, key.dtype, key.nbytes
