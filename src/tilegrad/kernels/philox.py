@@ -25,6 +25,7 @@ NO_SEQUENCE = 0xFFFFFFFF  # b of a mask that is no attention's
 WORK_BUFFERS = 6  # int64 buffers of the mask's size that `drop_mask` works in
 
 Key = int | Tensor
+Keys = list[tuple[Key, Key]]
 
 
 def threshold(dropout_p: float) -> int:
@@ -32,7 +33,7 @@ def threshold(dropout_p: float) -> int:
     return math.floor(dropout_p * 2**32)
 
 
-def round_keys(seed: int | Tensor) -> list[tuple[Key, Key]]:
+def round_keys(seed: int | Tensor) -> Keys:
     """The ten round keys. A seed tensor on the CPU is read here; one on a device stays there, for a captured step to read."""
     if isinstance(seed, Tensor) and seed.device.type == "cpu":
         seed = int(seed)
@@ -45,7 +46,7 @@ def round_keys(seed: int | Tensor) -> list[tuple[Key, Key]]:
     return keys
 
 
-def philox(counter: Sequence[Tensor], keys: list[tuple[Key, Key]], work: Sequence[Tensor]) -> None:
+def philox(counter: Sequence[Tensor], keys: Keys, work: Sequence[Tensor]) -> None:
     """Ten rounds in place: `counter` is four int64 tensors of one shape, `work` two more."""
     c0, c1, c2, c3 = counter
     low, high = work
@@ -59,9 +60,16 @@ def philox(counter: Sequence[Tensor], keys: list[tuple[Key, Key]], work: Sequenc
 
 
 def drop_mask(
-    keys: list[tuple[Key, Key]], dropout_p: float, batch: Tensor, heads: Tensor, rows: Tensor, cols: Tensor, *,
-    dropped: Tensor, work: Tensor,
-) -> None:  # fmt: skip
+    keys: Keys,
+    dropout_p: float,
+    batch: Tensor,
+    heads: Tensor,
+    rows: Tensor,
+    cols: Tensor,
+    *,
+    dropped: Tensor,
+    work: Tensor,
+) -> None:
     """dropped[b, h, i, j] for int64 index vectors.   dropped (B, H, M, N) bool   work (6, B, H, M, N) int64"""
     c0, c1, c2, c3, low, high = work
     c0.copy_(cols)

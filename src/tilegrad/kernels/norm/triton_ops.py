@@ -35,13 +35,25 @@ class Tile(NamedTuple):
 
 # by the columns that a row is padded to: the first key that is not below them
 FORWARD = {
-    16: Tile(128, 4), 64: Tile(32, 4), 256: Tile(8, 4), 1024: Tile(4, 4),
-    2048: Tile(2, 4), 4096: Tile(1, 4), 8192: Tile(1, 8), 16384: Tile(1, 16),
-}  # fmt: skip
+    16: Tile(128, 4),
+    64: Tile(32, 4),
+    256: Tile(8, 4),
+    1024: Tile(4, 4),
+    2048: Tile(2, 4),
+    4096: Tile(1, 4),
+    8192: Tile(1, 8),
+    16384: Tile(1, 16),
+}
 BACKWARD = {
-    16: Tile(32, 1, 3, 8), 64: Tile(8, 1, 3, 8), 256: Tile(4, 1, 3, 8), 1024: Tile(1, 1, 3, 8),
-    2048: Tile(1, 4, 3, 4), 4096: Tile(1, 4, 1, 2), 8192: Tile(1, 8, 1, 1), 16384: Tile(1, 16, 1, 1),
-}  # fmt: skip
+    16: Tile(32, 1, 3, 8),
+    64: Tile(8, 1, 3, 8),
+    256: Tile(4, 1, 3, 8),
+    1024: Tile(1, 1, 3, 8),
+    2048: Tile(1, 4, 3, 4),
+    4096: Tile(1, 4, 1, 2),
+    8192: Tile(1, 8, 1, 1),
+    16384: Tile(1, 16, 1, 1),
+}
 
 
 @triton.jit
@@ -166,16 +178,9 @@ def fwd(
 
 
 def bwd(
-    dy: Tensor,
-    x: Tensor,
-    w: Tensor,
-    mean: Tensor | None,
-    rstd: Tensor,
-    b: Tensor | None,
-    *,
-    out: Gradients,
-    scratch: Scratch,
-) -> None:
+    dy: Tensor, x: Tensor, w: Tensor, mean: Tensor | None, rstd: Tensor, b: Tensor | None, *,
+    out: Gradients, scratch: Scratch,
+) -> None:  # fmt: skip
     dx, dw, db, dx_sum, y, accumulate = out
     n, c = x.shape
     tile, sums = _tile(BACKWARD, c), [grad for grad in (dw, db, dx_sum) if grad is not None]
