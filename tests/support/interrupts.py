@@ -43,6 +43,7 @@ class Trace:
 @contextmanager
 def traced(trace: Trace) -> Iterator[Trace]:
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12: settrace looks once whether any frame wants opcodes
     sys.settrace(trace)
     try:
         yield trace
