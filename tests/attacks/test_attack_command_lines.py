@@ -93,7 +93,7 @@ VALID: dict[str, tuple[str, ...]] = {  # of a key or an argument, besides its de
 RUNS = (
     "run-cut",
     "run-flipped",
-    "run-lies",
+    "run-false",
     "run-bare",
     "folder",
     "notes.txt",
@@ -158,7 +158,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _damage_runs() -> None:
-    for name in ("run-cut", "run-flipped", "run-lies", "run-bare"):
+    for name in ("run-cut", "run-flipped", "run-false", "run-bare"):
         shutil.copytree("run", name)
     for place in ("checkpoints", "best"):
         (cut,) = Path("run-cut", place).glob("*/tensors.safetensors")
@@ -167,7 +167,7 @@ def _damage_runs() -> None:
         whole = bytearray(flipped.read_bytes())
         whole[-9] ^= 1
         flipped.write_bytes(whole)
-        (manifest,) = Path("run-lies", place).glob("*/manifest.json")
+        (manifest,) = Path("run-false", place).glob("*/manifest.json")
         manifest.write_text(manifest.read_text(encoding="utf-8").replace("16", "-1"), encoding="utf-8")
     shutil.rmtree("run-bare/data")
 
@@ -319,7 +319,7 @@ def check_end(words: list[str], code: int, out: str, err: str, *, reached: bool)
 def check_folder(
     words: list[str], code: int, err: str, before: dict[str, bytes | str], after: dict[str, bytes | str]
 ) -> bool:
-    """What was there stays, but for the run that was resumed, and for what a benchmark appends to a file that it is told of;
+    """What was there stays, but for the run that was resumed, and for what a benchmark appends to a file that it is given;
     what is refused leaves nothing. Whether something changed."""
     changed = {path for path in before if after.get(path) != before[path]}
     if words[0] == "bench":

@@ -91,7 +91,7 @@ def damage(checkpoint: Path, dice: random.Random) -> str:
         (checkpoint / MANIFEST).write_text(
             "[" * 100_000 if dice.random() < 0.5 else '{"a":' * 100_000, encoding="utf-8"
         )
-    else:  # a header of safetensors that lies, under the right size and sha256
+    else:  # a false header of safetensors, under the right size and sha256
         header = json.loads(whole[8 : 8 + int.from_bytes(whole[:8], "little")]) if file.name == TENSORS else {}
         for about in header.values():
             about[dice.choice(("dtype", "shape", "data_offsets"))] = dice.choice(

@@ -56,7 +56,7 @@ def here(file: str) -> bool:
 
 @dataclass(frozen=True)
 class Attack:
-    """`begin` fills the folder in which `act` is interrupted; `check` looks at what is left and goes on from there."""
+    """`begin` fills the folder in which `act` is interrupted; `check` looks at what is left and continues from there."""
 
     begin: Callable[[], None]
     act: Callable[[], object]

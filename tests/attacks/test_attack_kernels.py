@@ -1,4 +1,4 @@
-"""Attacks on kernels: memory beside their buffers, numbers that are none, sizes at the ends of their ranges, other threads."""
+"""Attacks on kernels: memory next to their buffers, numbers that are none, sizes at the ends of their ranges, other threads."""
 
 from __future__ import annotations
 

@@ -310,7 +310,7 @@ CALLS = {"attention": lambda: attention_call, "manager": manager_call, "engine":
 
 def grown(call: Callable[[], None], warm: int, calls: int) -> float:
     """By how much of itself resident memory grew over so many calls: the least of it around the first of them against the least
-    around the last, for allocators keep what was freed for some milliseconds."""
+    around the last, because allocators keep what was freed for some milliseconds."""
 
     def least(calls: int) -> int:
         gc.collect()

@@ -149,7 +149,7 @@ def damage_tokenizer(file: Path, dice: random.Random) -> str:
 
 
 def damage_header(file: Path, dice: random.Random) -> str:
-    """A header that lies."""
+    """A false header."""
     whole = file.read_bytes()
     size = int.from_bytes(whole[:8], "little")
     header = json.loads(whole[8 : 8 + size])
@@ -184,7 +184,7 @@ def damage_tensors(file: Path, dice: random.Random) -> str:
 
 
 def damage_index(folder: Path, dice: random.Random) -> str:
-    """Shards and an index that lies about them; what is one file gets an index."""
+    """Shards and a false index of them; what is one file gets an index."""
     index = folder / INDEX
     if not index.exists():
         index.write_text(

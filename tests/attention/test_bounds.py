@@ -2,7 +2,7 @@
 
 A kernel that passes shows that its bounds are wide enough, and a canary that they are narrow enough for a factor. Here is the
 rest: calls that together have every feature, and of each output the geometric means of σ and of a B (over the numbers that are
-not 0), and the slope's deviation. A change of the formulas has to write them down anew.
+not 0), and the slope's deviation. A change of the formulas has to write them down again.
 """
 
 from __future__ import annotations
@@ -145,7 +145,9 @@ def test_bounds_are_those_that_are_written_down(name: str, monkeypatch: pytest.M
     found = measured(name, monkeypatch)
     assert found.keys() == PINNED[name].keys()
     for output, numbers in found.items():
-        assert numbers == pytest.approx(PINNED[name][output], rel=1e-6, abs=1e-20), output  # below it a sum that is 0 in exact numbers
+        assert numbers == pytest.approx(PINNED[name][output], rel=1e-6, abs=1e-20), (
+            output
+        )  # below it a sum that is 0 in exact numbers
 
 
 @pytest.mark.parametrize("name", CASES)

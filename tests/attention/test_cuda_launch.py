@@ -1,4 +1,4 @@
-"""Launches through CUDA's driver: what it is handed, for which calls it is packed anew, and what is kept."""
+"""Launches through CUDA's driver: what it is handed, for which calls it is packed again, and what is kept."""
 
 from __future__ import annotations
 

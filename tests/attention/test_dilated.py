@@ -219,7 +219,7 @@ def test_many_small_calls_compute_the_same(rows: int, monkeypatch: pytest.Monkey
 
 
 def positions(case: Case) -> list[list[int]]:
-    """Of each branch, the numbers of all (b, h, t) that its views touch, in the order of memory."""
+    """For each branch, the numbers of all (b, h, t) that its views touch, in the order of memory."""
     x = torch.arange(case.b * case.h * case.t).view(case.b, case.h, case.t, 1)
     x = x if case.layout == "bhtd" else x.transpose(1, 2).contiguous().transpose(1, 2)
     found = pattern.branches((case.b, case.h, case.t), (x.stride()[:3],), case.segments, case.rates, case.mode)

@@ -61,7 +61,7 @@ def step(attention: Callable[..., Tensor], tensors: list[Tensor]) -> tuple[Tenso
 
 
 def tensor_bytes() -> int:
-    """Of all tensors that Python can reach."""
+    """The bytes of all tensors that Python can reach."""
     gc.collect()
     wrapped = torch._C._functorch.is_functorch_wrapped_tensor  # what other tests' transforms left: it has no storage
     tensors = [x for x in gc.get_objects() if type(x) is Tensor and not wrapped(x)]

@@ -1,4 +1,4 @@
-"""A call that nothing stands between: without the dispatcher, the same bits; and everything that must still see the op."""
+"""Eager calls bypass the dispatcher with the same bits, and everything that must see the op still does."""
 
 from __future__ import annotations
 

@@ -190,7 +190,7 @@ FEATURES = {
 
 @pytest.mark.parametrize("name", FEATURES)
 def test_nothing_is_allocated(name: str) -> None:
-    """The allocator's own events, for what is larger than the scalars that torch wraps."""
+    """The allocator's own events of what is larger than the scalars that torch wraps."""
     from torch.profiler import ProfilerActivity, profile
 
     from tilegrad import attention_bwd, attention_fwd, attention_workspace

@@ -78,7 +78,7 @@ def test_the_trace_is_deterministic_and_varied():
 
 def test_a_pair_costs_at_most_what_torch_empty_costs(hits):
     """In C++, which takes less than half of it. Through Python a pair must be within 1.5 × of it, for another shape within 6 ×:
-    its cost depends on where the process happens to lie in the instruction cache. Of a shared machine's rounds the best quarter
+    its cost depends on the process's place in the instruction cache. The best quarter of a shared machine's rounds
     counts."""
     ratios = pair_ratios(40)
     for name in CASES:

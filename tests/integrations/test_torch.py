@@ -1,4 +1,4 @@
-"""tilegrad below torch's scaled_dot_product_attention, and tilegrad.nn.Attention beside MultiheadAttention."""
+"""tilegrad below torch's scaled_dot_product_attention, and tilegrad.nn.Attention next to MultiheadAttention."""
 
 from __future__ import annotations
 

@@ -170,7 +170,7 @@ def test_generation_is_the_same_token_for_token(name: str, options: dict[str, An
 def test_a_mask_of_a_moving_cache_is_whole_where_its_place_cannot_be_read(
     q_length: int, q_offset: int | Tensor, tracing: bool, whole: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A static cache says on the device where it stands. A prompt reads that once; a decoded token and a compiler do not."""
+    """A static cache has its length on the device. A prompt reads that once; a decoded token and a compiler do not."""
     monkeypatch.setattr(torch.compiler, "is_compiling", lambda: tracing)
     made = mask(1, q_length, 12, q_offset, attention_mask=None)
     assert (made.bias is not None) == whole

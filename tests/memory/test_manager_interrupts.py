@@ -93,7 +93,7 @@ def check(manager: AttentionBufferManager, held: list[Tensor]) -> None:
     taken = [block for strategy in (cache.strategies._bucketed, cache.strategies._fragment)
              for own in strategy._slabs.values() for region in own.regions for block in region.blocks]  # fmt: skip
     theirs = {id(slot.block) for slot in in_use + cached if slot.block.region is not None}
-    assert {id(block) for block in taken} >= theirs, "a slab may cut a block anew that is held"
+    assert {id(block) for block in taken} >= theirs, "a slab may cut a block that is in use"
     assert len(taken) <= len(theirs) + len(held) - len(known) - len(freed), "a block that nobody holds is kept"
 
 
@@ -193,7 +193,7 @@ def prepared(kind: str) -> tuple[AttentionBufferManager, list[Tensor]]:
 
 
 def interrupt_at(name: str, kind: str, at: int) -> None:
-    """Checks the manager after the interrupt, and that it goes on."""
+    """Checks the manager after the interrupt, and that it still works."""
     manager, held = prepared(kind)
     bytecodes(lambda: ACTS[name](manager, held), at)
     try:
@@ -334,7 +334,7 @@ def test_a_child_of_fork_has_a_usable_manager_whatever_another_thread_does(hits:
     thread.start()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork beside threads
+            warnings.simplefilter("ignore", DeprecationWarning)  # Python 3.12: fork next to threads
             codes = [forked(manager) for _ in range(25 if hits == "Python" else 5)]
     finally:
         end.set()

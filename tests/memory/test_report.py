@@ -1,4 +1,4 @@
-"""The report says what the plan says, and its page stands alone."""
+"""The report says what the plan says, and its page needs no other file."""
 
 from __future__ import annotations
 

@@ -96,7 +96,7 @@ def test_a_gradient_that_does_not_accumulate_is_overwritten_and_the_residual_str
 
 
 def test_the_first_micro_batch_does_not_read_the_gradient_of_a_weight() -> None:
-    """Of a gradient that is no persistent buffer the trace sees where its value begins."""
+    """The trace sees where the value of a gradient begins that is no persistent buffer."""
     x, w, dy, dw = (cast(Any, buffer(name, 4, 4)) for name in ("x", "w", "dy", "dw"))
 
     def program() -> None:

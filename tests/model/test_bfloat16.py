@@ -35,7 +35,7 @@ CONFIGS = {
 
 
 class Roundings:
-    """Of one draw; `exact` draws none. short: products of weights end in bfloat16 too."""
+    """One draw; `exact` draws none. short: products of weights end in bfloat16 too."""
 
     def __init__(self, seed: int, *, exact: bool, short: bool) -> None:
         self.generator, self.exact, self.short = torch.Generator().manual_seed(seed), exact, short

@@ -34,7 +34,7 @@ CONFIGS = {
 
 
 def first_word(seed: int, counter: tuple[int, int, int, int]) -> int:
-    """Of Philox4×32-10."""
+    """Philox4×32-10."""
     k0, k1 = seed % 2**32, (seed >> 32) % 2**32
     c0, c1, c2, c3 = counter
     for _ in range(10):

@@ -1,4 +1,4 @@
-"""What model families have beside GPT-2 and Llama: checks of config, gradients by central differences, generation."""
+"""What model families have besides GPT-2 and Llama: checks of config, gradients by central differences, generation."""
 
 from __future__ import annotations
 

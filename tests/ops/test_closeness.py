@@ -15,7 +15,7 @@ DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
 
 def exactly(x64: Tensor) -> Bound:
-    """Of an algorithm that rounds nothing but its output."""
+    """The bound of an algorithm that rounds nothing but its output."""
     return Bound(torch.zeros_like(x64), torch.zeros_like(x64))
 
 
@@ -90,7 +90,7 @@ def test_the_three_ratios_number_by_number(slope: float | None) -> None:
     """max, mean and slope of the docstring, of bfloat16: z = eps / 2 and tiny is that of float32."""
     x64 = torch.tensor(X64, dtype=torch.float64)
     x = (x64 + torch.tensor(WRONG, dtype=torch.float64)).bfloat16()
-    z, tiny, m = 2.0**-8, 2.0**-126, 5  # 0.7 stands twice
+    z, tiny, m = 2.0**-8, 2.0**-126, 5  # 0.7 is there twice
     e = [float(a) - b for a, b in zip(x, X64, strict=True)]
     own = [z * max(abs(y), tiny) for y in X64]
     r = [float(y.bfloat16()) - float(y) for y in x64]

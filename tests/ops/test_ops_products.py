@@ -299,7 +299,7 @@ SHOW = "import sys; print(sys.modules['tilegrad.native.openmp'].WAITING)"
 
 
 @pytest.mark.parametrize(
-    ("imports", "environment", "spins", "told"),
+    ("imports", "environment", "spins", "expected"),
     [
         ("import tilegrad, torch", {}, SPINS, f"GOMP_SPINCOUNT={SPINS}, set before torch was loaded"),
         ("import tilegrad, torch", {"GOMP_SPINCOUNT": "7"}, "7", "GOMP_SPINCOUNT=7, from the environment"),
@@ -318,11 +318,11 @@ SHOW = "import sys; print(sys.modules['tilegrad.native.openmp'].WAITING)"
     ],
 )
 def test_openmp_polls_less_unless_torch_came_first_or_the_environment_says_otherwise(
-    imports: str, environment: dict[str, str], spins: str, told: str
+    imports: str, environment: dict[str, str], spins: str, expected: str
 ) -> None:
     """What the runtime itself says that it does, where it is GNU's."""
     done = python(f"{imports}; {SHOW}", without=VARIABLES, OMP_DISPLAY_ENV="VERBOSE", **environment)
     said = re.findall(r"GOMP_SPINCOUNT = '(\d+)'", done.stderr)
-    assert done.stdout.startswith(told) and set(said) <= {spins}
+    assert done.stdout.startswith(expected) and set(said) <= {spins}
     if Path("/proc/self/maps").exists() and "/libgomp" in Path("/proc/self/maps").read_text(encoding="utf-8"):
         assert said

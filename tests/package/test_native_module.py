@@ -1,4 +1,4 @@
-"""Modules in C++ beside Python (native_module.py): built where they can be, refused by name where they don't fit."""
+"""Extension modules in C++ (native/extension.py): built where they can be, refused by name where they don't fit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint of the lowest validation loss: kept beside the others, named, resumed from, generated from."""
+"""The checkpoint of the lowest validation loss: kept next to the others, named, resumed from, generated from."""
 
 from __future__ import annotations
 

@@ -154,7 +154,7 @@ def check_row(row: Spec, monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
     model = tilegrad.load("run")
     exported = open_weights(Path("export"))
     assert equal(exported.read(), {name: x.float() for name, x in model.params.items()})
-    assert (exported.tokenizer is None) == (run.data.tokenizer == "bytes"), "another's tokenizer beside the weights"
+    assert (exported.tokenizer is None) == (run.data.tokenizer == "bytes"), "another's tokenizer next to the weights"
     if run.data.tokenizer != "bytes":
         loaded = tilegrad.load("export")
         assert loaded.generate("the", 4) == model.generate("the", 4)

@@ -66,7 +66,7 @@ def test_fp8_evaluation_is_in_bfloat16_and_changes_no_scale() -> None:
 
 @pytest.mark.usefixtures("on_cpu")
 def test_fp8_with_a_budget_has_the_same_bits() -> None:
-    """Recomputed products are those of the forward, for their scales are."""
+    """Recomputed products are those of the forward, because their scales are."""
     config = larger(CONFIG)
     blocks = (frozenset[Recomputed]({"block"}),) * config.n_layer
     least = plan_model(StepSpec(config, 4, 32, torch.bfloat16, torch.device("cpu"), blocks, linear="fp8")).peak_bytes

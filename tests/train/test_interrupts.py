@@ -115,13 +115,13 @@ def test_a_signal_saves_and_its_hint_is_the_command_that_works(
     watched_by(at_step(3, send(number)), monkeypatch)
     assert main(["train", "run.toml", "--out", "my run"]) == code
     error = capsys.readouterr().err
-    assert error == f"tilegrad: stopped by {number.name}; go on with: tilegrad train --resume 'my run'\n"
+    assert error == f"tilegrad: stopped by {number.name}; resume with: tilegrad train --resume 'my run'\n"
     assert newest("my run").step == 3 and Path("my run/report.html").exists()
     assert signal.getsignal(number) != signal.SIG_IGN and not Path("my run/run.lock").exists()
     for file in ("run.toml", "text.txt"):
         Path(file).unlink()
     watched_by(at_step(5, send(number)), monkeypatch)
-    program, *arguments = shlex.split(error.partition("go on with: ")[2])
+    program, *arguments = shlex.split(error.partition("resume with: ")[2])
     assert program == "tilegrad" and main(arguments) == code
     assert newest("my run").step == 5
     assert main(["generate", "my run", "--prompt", "the", "--max-tokens", "2"]) == 0
@@ -212,7 +212,7 @@ def test_a_broken_pipe_saves() -> None:
     next(line for line in process.stdout if line.startswith("step      3"))
     process.stdout.close()
     assert process.wait(timeout=60) == 141
-    assert process.stderr.read() == "tilegrad: stopped by SIGPIPE; go on with: tilegrad train --resume run\n"
+    assert process.stderr.read() == "tilegrad: stopped by SIGPIPE; resume with: tilegrad train --resume run\n"
     process.stderr.close()
     assert newest().step >= 3 and Path("run/report.html").exists()
 
@@ -259,7 +259,7 @@ def test_a_disk_that_takes_no_more_leaves_the_last_good_checkpoint() -> None:
     limit_file_size(before)
     assert str(ended.value) == (
         "run/log.jsonl: File too large; saved: run/checkpoints/000001-step-4, after 4 steps; "
-        "go on with: tilegrad train --resume run"
+        "resume with: tilegrad train --resume run"
     )
     assert newest().step == 4 and sorted(p.name for p in Path("run/checkpoints").iterdir()) == ["000001-step-4"]
     assert not list(Path("run").glob(".*.staged"))
@@ -290,7 +290,7 @@ def test_a_log_that_cannot_be_written_saves_the_steps_that_were_made(
     error = capsys.readouterr().err
     assert error == (
         "tilegrad: run/log.jsonl: No space left on device; the report: run/report.html; "
-        "saved: run/checkpoints/000001-step-6, after 6 steps; go on with: tilegrad train --resume run\n"
+        "saved: run/checkpoints/000001-step-6, after 6 steps; resume with: tilegrad train --resume run\n"
     )
     assert newest().step == 6
 
@@ -342,7 +342,7 @@ def test_a_loss_that_is_not_finite_leaves_a_checkpoint_from_before_it_and_a_repo
         watched_by(lambda _event, _numbers: None, patch)
         assert main(["train", "--resume", "run"]) == 1
     error = capsys.readouterr().err
-    assert error.count("\n") == 1 and "step-5, after 5 steps; go on with: tilegrad train --resume run" in error
+    assert error.count("\n") == 1 and "step-5, after 5 steps; resume with: tilegrad train --resume run" in error
     found = newest()
     assert found.step == 5 and found.state["engine"]["skipped"] == 0 and Path("run/report.html").exists()
     assert train(None, Path("run"), resume=True).steps == 30
@@ -497,7 +497,7 @@ def test_an_interrupted_demo_says_that_it_was_stopped(
     assert main(["demo"]) == 130
     out, error = capsys.readouterr()
     assert "It was stopped after 2 of 12 steps." in out and "learn" not in out.replace("to learn from", "")
-    assert error == "tilegrad: stopped by SIGINT; go on with: tilegrad train --resume runs/demo\n"
+    assert error == "tilegrad: stopped by SIGINT; resume with: tilegrad train --resume runs/demo\n"
 
 
 def test_the_last_step_is_evaluated_once() -> None:

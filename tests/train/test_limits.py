@@ -141,7 +141,7 @@ def test_text_that_memory_cannot_hold_is_refused_before_it_is_read(
 
 
 def test_import_and_export_on_a_full_disk_are_one_sentence(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """A limit on the size of files stands for the disk's."""
+    """A limit on the size of files plays the full disk."""
     params = tilegrad.Engine(CONFIG, 1, 4).params
     write_weights(tmp_path / "model", params, CONFIG)
     out, soft = tmp_path / "out", resource.getrlimit(resource.RLIMIT_FSIZE)

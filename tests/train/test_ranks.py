@@ -53,7 +53,7 @@ Batch = tuple[Tensor, Tensor]
 
 
 def micro_batches(vocab: int, step: int, count: int) -> list[Batch]:
-    """Of unequal sizes; some positions have no target."""
+    """Unequal sizes; some positions have no target."""
     g = torch.Generator().manual_seed(step)
     out = []
     for i in range(count):

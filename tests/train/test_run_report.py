@@ -1,4 +1,4 @@
-"""The log survives what kills a run, and the report shows the log and stands alone."""
+"""The log survives what kills a run, and the report shows the log and needs no other file."""
 
 from __future__ import annotations
 

@@ -161,7 +161,7 @@ def test_a_rank_killed_in_the_first_save_is_restarted_from_the_start(
 
 
 def check_same_losses(runs: list[Torchrun]) -> None:
-    """Of six steps and two validations."""
+    """Six steps and two validations."""
     losses = []
     for run in runs:
         assert run.wait() == 0, run.text()
@@ -181,7 +181,7 @@ def test_ranks_train_as_one_process_does(tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_ranks_that_share_sequences_train_as_one_process_does(tmp_path: Path) -> None:
-    """Five evaluation batches in groups of one and of two; then others go on from what a group saved."""
+    """Five evaluation batches in groups of one and of two; then others resume from what a group saved."""
     flags = ("--steps", "6", "--train.eval_interval", "3", "--train.eval_batches", "5", "--model.position", "rope")
     runs = [Torchrun(1, tmp_path / "one", *flags), Torchrun(2, tmp_path / "two", *flags, "--context", "2")]
     runs += [Torchrun(4, tmp_path / "four", *flags, "--context", "2", "--shard", "all")]
@@ -242,4 +242,4 @@ def test_a_stop_is_agreed_and_saved_once(tmp_path: Path) -> None:
     run.send(1, signal.SIGTERM)
     assert run.wait() == 0, run.text()
     assert len(list((run.folder / "checkpoints").iterdir())) == 1 and "stopped by SIGTERM" in run.text()
-    assert f"go on with: torchrun --nproc-per-node 2 -m tilegrad train --resume {run.folder}" in run.text()
+    assert f"resume with: torchrun --nproc-per-node 2 -m tilegrad train --resume {run.folder}" in run.text()

@@ -42,7 +42,7 @@ def engine_of(config: ModelConfig, b: int = 2, t: int = 12) -> Engine:
 
 
 def resolved(config: ModelConfig) -> ModelConfig:
-    """With what None stands for."""
+    """With the default in place of None."""
     norms = config.norm == "rmsnorm"
     biases: dict[str, Any] = {
         name: config.bias if (own := getattr(config, name)) is None else own

@@ -76,7 +76,7 @@ def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
 
 
 def _by_part(launches: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """Of PROFILED forwards and backwards, as (kernel, ms)."""
+    """(kernel, ms) of PROFILED forwards and backwards."""
     times = dict.fromkeys(KERNELS.values(), 0.0)
     for name, ms in launches:
         if name in KERNELS:

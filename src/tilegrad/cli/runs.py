@@ -72,7 +72,7 @@ def _conclude(result: RunResult) -> int:
         silence(sys.stdout)
     if result.stopped_by is None:
         return 0
-    complain(f"stopped by {result.stopped_by}; go on with: {resume_command(result.folder)}")
+    complain(f"stopped by {result.stopped_by}; resume with: {resume_command(result.folder)}")
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     return 128 + signal.Signals[result.stopped_by] if alone else 0
 

@@ -8,7 +8,7 @@ A `Workspace` is a set of named buffers. Each layer takes a `Lease` on it and re
     second.begin(); second["grad_Q"].copy_(…); second.end()
     first.release(); second.release()                                 # in any order; twice is harmless
 
-Counted: the buffers live until the last lease is released. A released lease refuses its buffers, the others go on. A
+Counted: the buffers live until the last lease is released. A released lease refuses its buffers, the others still work. A
 lease that is dropped without release counts as released; nothing in the workspace refers back to its users.
 
 Pending: sharing is sound while one layer at a time has gradients in the buffers, from its `loss` until its `backward`

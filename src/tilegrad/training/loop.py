@@ -240,7 +240,7 @@ class Run:
         if self.checkpointer.newest is None:
             return RunEnded(f"{reason}; nothing could be saved")
         step, path = self.checkpointer.newest
-        return RunEnded(f"{reason}; saved: {path}, after {step:,} steps; go on with: {resume_command(self.folder)}")
+        return RunEnded(f"{reason}; saved: {path}, after {step:,} steps; resume with: {resume_command(self.folder)}")
 
     def _reset(self) -> None:
         """No step is in flight, and this is the position before the next one."""

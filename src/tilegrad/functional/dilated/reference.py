@@ -3,7 +3,7 @@
 A position is its number alone: t is in segment t div s at place t mod s, and the branch covers place p where
 p ≥ offset and r divides p − offset.
 
-Bounds are attention's (kernels/attention/bounds.py), for dilated attention is attention with a bias: pair (i, j) attends in
+Bounds are attention's (kernels/attention/bounds.py), because dilated attention is attention with a bias: pair (i, j) attends in
 n branches, and bias = log n. A kernel errs by more where numbers are rounded to q's dtype on the way, once each:
 
     y     "head_groups": o before it is divided by G. "longnet": part_b = softmax_b(lse_b) o_b of every branch but the first,

@@ -72,7 +72,7 @@ class Job(NamedTuple):
     prepared: dict[object, Run]
 
     def run(self, call: Forward | Backward, temp: Tensor) -> None:
-        """Prepares the kernel at the first call with these outputs. Of `temp` only the alignment can change."""
+        """Prepares the kernel at the first call with these outputs. Only the alignment of `temp` can change."""
         backward = isinstance(call, Backward)
         wanted = (call.dq is None, call.dk is None, call.dv is None) if isinstance(call, Backward) else None
         key = wanted, temp.data_ptr() % ALIGNED_BYTES

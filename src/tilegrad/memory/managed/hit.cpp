@@ -1,7 +1,7 @@
 // A hit of the buffer manager: `allocate` that finds a buffer cached, of its key or of its size class, and `deallocate` by the
 // only holder, each one call without Python in between. manager.py is the reference, and its lists, dicts and counts are the
 // only state: this reads and writes the fields of those objects. From the first change to the last no code of Python runs, so
-// neither an interrupt nor another thread comes in between. Whatever is no plain hit is left as it is and goes on to the Python
+// neither an interrupt nor another thread comes in between. Whatever is no plain hit is left as it is, to the Python
 // function: a miss, another holder, another dtype, a full cache, zeroing, a scope, a profile, debug, buffers of CUDA that were
 // given back, misuse.
 #include <Python.h>
@@ -17,7 +17,7 @@
 
 namespace {
 
-// A class of manager.py's with __slots__: each attribute lies at one offset of every instance, null where it was never set.
+// A class of manager.py's with __slots__: each attribute has one offset of every instance, null where it was never set.
 struct Field;
 struct Class {
     PyTypeObject* type = nullptr;

@@ -42,7 +42,7 @@ class MemoryReport:
                 self.title,
                 "",
                 f"allocated      {_exact(self.peak_bytes)} on {self.device}, the sum of {len(self.roles)} arenas",
-                *(f"beside them    {_exact(nbytes)}, {name}" for name, nbytes in self.beside),
+                *(f"outside them   {_exact(nbytes)}, {name}" for name, nbytes in self.beside),
                 f"alive at most  {_exact(self.max_live_bytes)}, at {self._moment()}",
                 f"sharing saves  {_exact(self.saved_bytes)}, {share:.1%} of {human(self.unshared_bytes)} without it",
                 "",
@@ -76,7 +76,7 @@ class MemoryReport:
     def html(self) -> str:
         facts = {
             "allocated": _exact(self.peak_bytes),
-            **{f"beside: {name}": _exact(nbytes) for name, nbytes in self.beside},
+            **{f"outside the arenas: {name}": _exact(nbytes) for name, nbytes in self.beside},
             "alive at most": _exact(self.max_live_bytes),
             "the peak": self._moment(),
             "sharing saves": f"{human(self.saved_bytes)} of {human(self.unshared_bytes)}",
