@@ -233,6 +233,7 @@ def test_micro_batches_add_up_to_one_batch(loss: str) -> None:
     assert torch.allclose(torch.cat([part["dx"] for part in parts]), whole["dx"], rtol=1e-12, atol=1e-15)
 
 
+@pytest.mark.usefixtures("kernels")
 def test_very_large_logits_and_an_impossible_target() -> None:
     inputs, targets = build(63, 16, 50, torch.float32)
     inputs["x"] *= 200.0
