@@ -9,11 +9,12 @@ import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 from hypothesis import HealthCheck, core, settings
-from support.interpreter import prepare_the_language, round_bfloat16
+from support.interpreter import interpreting, prepare_the_language, round_bfloat16, run_by
 from support.ranks import Ranks
 from support.signals import hear_interrupts
 
@@ -53,6 +54,20 @@ def hits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str
     return str(request.param)
 
 
+@pytest.fixture
+def interpreter() -> Iterator[None]:
+    """Triton's kernels are interpreted."""
+    with interpreting():
+        yield
+
+
+@pytest.fixture(params=["torch", "triton"])
+def kernels(request: pytest.FixtureRequest) -> Iterator[str]:
+    """The kernels that tables choose on a CPU, and Triton's."""
+    with run_by(request.param, request):
+        yield request.param
+
+
 @pytest.fixture(scope="session")
 def two_ranks() -> Iterator[Ranks]:
     """Two processes for all tests that need ranks."""
@@ -84,11 +99,19 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
         )
 
 
+@pytest.hookimpl(optionalhook=True)
+def pytest_configure_node(node: Any) -> None:
+    node.workerinput["seed"] = node.config.option.seed
+
+
 def pytest_configure(config: pytest.Config) -> None:
     hear_interrupts()
     if config.getoption("--slow"):
         if config.option.seed is None:
-            config.option.seed = random.SystemRandom().randrange(1 << 30)
+            given = getattr(
+                config, "workerinput", {}
+            )  # xdist's workers draw from the seed that the end of the run prints
+            config.option.seed = given.get("seed", random.SystemRandom().randrange(1 << 30))
         settings.load_profile("fresh")
         core.global_force_seed = config.option.seed
     if gpu.interpreting() and gpu.has_triton():

@@ -5,6 +5,7 @@ Attention remembers which kernel a call was given, so its tests have a process o
 
 from __future__ import annotations
 
+import importlib
 import math
 import os
 import subprocess
@@ -12,6 +13,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from pathlib import Path
 from types import FunctionType
 from typing import Any
 from unittest import mock
@@ -21,6 +23,9 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
+from tilegrad import kernels
+
+KERNELS = Path(kernels.__file__).parent
 Assign = Callable[[Any, str, Any], object]  # setattr, or a form of it that can be undone
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 interpreted = pytest.mark.skipif(not INTERPRETED, reason="run by test_in_the_interpreter")
@@ -47,6 +52,9 @@ def interpreting() -> Iterator[None]:
     from triton.runtime.interpreter import InterpretedFunction
     from triton.runtime.jit import JITFunction
 
+    for file in (*KERNELS.glob("*/triton_ops.py"), *KERNELS.glob("*/scaled_mm.py")):
+        # @triton.jit of a module that is imported inside would interpret for ever
+        importlib.import_module(f"tilegrad.kernels.{file.parent.name}.{file.stem}")
     made: dict[Any, Any] = {}
 
     def interpreted(jit: Any) -> Any:

@@ -68,21 +68,21 @@ def _softmax_kernel(
         for k in range(0, whole, TILE):
             x = tl.load(row + k + cols, eviction_policy="evict_last").to(tl.float32)
             new_max = tl.maximum(row_max, tl.max(x, 0))
-            row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2((x - new_max) * LOG2E), 0)
+            row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2(x * LOG2E - new_max * LOG2E), 0)
             row_max = new_max
         x = tl.load(row + whole + cols, mask=rest, other=-float("inf")).to(tl.float32)
         new_max = tl.maximum(row_max, tl.max(x, 0))
-        row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2((x - new_max) * LOG2E), 0)
+        row_sum = row_sum * tl.exp2((row_max - new_max) * LOG2E) + tl.sum(tl.exp2(x * LOG2E - new_max * LOG2E), 0)
         row_max = new_max
 
         tl.store(nll + n, (tl.log(row_sum) - (at_target - row_max)) * scale)
         if GRADIENT:
             factor = scale / row_sum
-            dx = tl.exp2((x - row_max) * LOG2E) * factor
+            dx = tl.exp2(x * LOG2E - row_max * LOG2E) * factor
             tl.store(row + whole + cols, dx.to(logits.dtype.element_ty), mask=rest)
             for k in range(0, whole, TILE):
                 x = tl.load(row + k + cols, eviction_policy="evict_first").to(tl.float32)
-                dx = tl.exp2((x - row_max) * LOG2E) * factor
+                dx = tl.exp2(x * LOG2E - row_max * LOG2E) * factor
                 tl.store(row + k + cols, dx.to(logits.dtype.element_ty))
             tl.debug_barrier()
             p = tl.exp2((at_target - row_max) * LOG2E) / row_sum
