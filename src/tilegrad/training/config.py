@@ -181,14 +181,10 @@ class RunConfig:
         )
         object.__setattr__(self, "train", resolved)
         object.__setattr__(self, "data", replace(self.data, files=tuple(self.data.files)))
-        if self.model.vocab_size < self.data.vocab_size:
-            raise ValueError(
-                f"vocab_size: got {self.model.vocab_size}; accepted: at least the tokenizer's, {self.data.vocab_size}"
-            )
+        check_vocab_size(self, self.data.vocab_size)
         if self.train.seq_len > self.model.block_size:
-            raise ValueError(
-                f"seq_len: got {self.train.seq_len}; accepted: at most block_size, {self.model.block_size}"
-            )
+            most = f"block_size, {self.model.block_size}{_of_weights(self)}"
+            raise ValueError(f"seq_len: got {self.train.seq_len}; accepted: at most {most}")
         t = self.train
         tokens = t.gradient_accumulation * t.batch_size * t.seq_len
         if tokens > MAX_STEP_TOKENS:
@@ -200,6 +196,17 @@ class RunConfig:
     def plain(self) -> dict[str, Values]:
         """As JSON and TOML have it; `run_from` reads the same run from it."""
         return {section: _plain(values) for section, values in asdict(self).items()}
+
+
+def check_vocab_size(run: RunConfig, needed: int) -> None:
+    if run.model.vocab_size < needed:
+        got = f"{run.model.vocab_size}{_of_weights(run)}"
+        raise ValueError(f"vocab_size: got {got}; accepted: at least the tokenizer's, {needed}")
+
+
+def _of_weights(run: RunConfig) -> str:
+    """Says whose model it is, where a run begins with weights."""
+    return "" if run.train.init is None else f" of the weights in {run.train.init}"
 
 
 class RunEnded(RuntimeError):

@@ -252,7 +252,10 @@ class Run:
         self.checkpointer.forget_last()
 
     def _restore(self, path: Path, state: RunState) -> None:
-        self.dataset.batches.restore(state["data"])
+        try:
+            self.dataset.batches.restore(state["data"])
+        except ValueError as error:
+            raise ValueError(f"{path}: {error}") from error
         self.checkpointer.restore(path, state)
         self.train_loss = _nan_if_none(state["train_loss"])
         self.evaluator.loss = state["validation_loss"]

@@ -22,7 +22,7 @@ from ..engine.machine import check_device, check_platform
 from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agreed, check_ranks, digest
 from ..engine.state import write_param
 from ..pretrained.weights import open_weights
-from .config import RunConfig, Sections
+from .config import RunConfig, Sections, check_vocab_size
 from .dataset import Dataset
 from .folder import check_shared, claimed, forget, own_data
 from .loop import Run, RunResult
@@ -134,10 +134,7 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
             f"{', '.join(map(str, files))}: got {len(tokens.tokens)} tokens; accepted: at least seq_len + 1 = "
             f"{config.train.seq_len + 1}; give more text, or a smaller seq_len"
         )
-    if tokens.vocab_size > config.model.vocab_size:
-        raise ValueError(
-            f"vocab_size: got {config.model.vocab_size}; accepted: at least the tokenizer's, {tokens.vocab_size}"
-        )
+    check_vocab_size(config, tokens.vocab_size)
     return tokens, tokenizer
 
 
