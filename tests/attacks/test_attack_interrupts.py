@@ -321,7 +321,9 @@ def attacks(end: dict[str, torch.Tensor]) -> dict[str, Attack]:
         "prepare": Attack(prepared, prepare_another, the_data_is_whole),
         "import": Attack(weights_of_a_family, import_them, the_import_is_whole_or_absent),
         "export": Attack(a_run_that_stopped, export_it, the_export_is_whole_or_absent),
-        "claim": Attack(a_text, begin_without_a_text, the_folder_is_nobodys, lambda file: file.endswith("folder.py")),
+        "claim": Attack(
+            a_text, begin_without_a_text, the_folder_is_nobodys, lambda file: file.endswith(("folder.py", "signals.py"))
+        ),
         "train": Attack(a_text, lambda: train(RUN, Path("run")), goes_on_to(end, was_saved=False)),
         "resume": Attack(
             a_run_that_stopped, lambda: train(RUN, Path("run"), resume=True), goes_on_to(end, was_saved=True)

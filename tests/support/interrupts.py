@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import CodeType, FrameType
 from typing import Any
+
+from tilegrad.training.config import RunEnded
 
 Here = Callable[[str], bool]  # whether the bytecodes of a file count
 
@@ -59,13 +62,28 @@ def places(act: Callable[[], object], here: Here) -> list[int]:
 
 
 def interrupted(act: Callable[[], object], here: Here, at: int) -> bool:
-    """Runs `act` with a KeyboardInterrupt at the `at`-th bytecode; whether it came out of `act`. shutil turns an
-    interrupt right after `os.close` into an OSError."""
+    """Runs `act` with a KeyboardInterrupt at the `at`-th bytecode; whether it came out of `act`."""
     try:
         with traced(Trace(here, at)):
             act()
-    except (KeyboardInterrupt, OSError) as error:
-        if not isinstance(error, KeyboardInterrupt) and not isinstance(error.__context__, KeyboardInterrupt):
+    except KeyboardInterrupt:
+        return True
+    except (OSError, RunEnded) as error:
+        if not _closed_twice(error):
             raise
         return True
+    return False
+
+
+def _closed_twice(error: BaseException | None) -> bool:
+    """Whether shutil.rmtree turned the interrupt into an OSError: after one that comes right behind its `os.close`, it closes
+    the descriptor again. A run ends with RunEnded then, as after any OSError."""
+    while error is not None:
+        if (
+            isinstance(error, OSError)
+            and error.errno == errno.EBADF
+            and isinstance(error.__context__, KeyboardInterrupt)
+        ):
+            return True
+        error = error.__cause__
     return False

@@ -232,8 +232,8 @@ def write_weights(
             f"{folder}: got {staged} next to it, which may be what a killed process left; accepted: a new name, or this one "
             "after that folder is deleted"
         )
-    staged.mkdir(parents=True)
     try:
+        staged.mkdir(parents=True)
         _save(staged, dict(theirs(kind, params, config)), kept, max_shard_bytes)
         (staged / "config.json").write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
         if origin is not None:
@@ -241,6 +241,8 @@ def write_weights(
         if tokenizer is not None and not (staged / "tokenizer.json").exists():
             shutil.copyfile(file_in(tokenizer.parent, tokenizer.name), staged / "tokenizer.json")
         staged.rename(folder)
+    except FileExistsError:  # another process made the folder after the check above, and writes into it
+        raise
     except OSError as error:
         shutil.rmtree(staged, ignore_errors=True)
         raise error if isinstance(error, FileNotFoundError) else named(error, folder) from error

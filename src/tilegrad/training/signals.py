@@ -5,9 +5,10 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
+from typing import Any
 
 
 @contextmanager
@@ -52,9 +53,18 @@ def _caught(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.signal(number, handler) for number in heard}
+    before = {number: signal.getsignal(number) for number in heard}
     try:
-        yield
+        try:
+            for number in heard:
+                signal.signal(number, handler)
+            yield
+        finally:
+            _restore(before)
     finally:
-        for number, was in before.items():
-            signal.signal(number, was)
+        _restore(before)  # again, because an interrupt may have ended the first call early
+
+
+def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
