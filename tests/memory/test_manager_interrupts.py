@@ -54,6 +54,7 @@ class Interrupt:
 def bytecodes(act: Callable[[], object], at: int = 0) -> int:
     """How many of the manager's bytecodes the call ran; interrupted before number `at`, if it got so far."""
     interrupt, outer = Interrupt(at), sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12: settrace looks once whether any frame wants opcodes
     sys.settrace(interrupt)
     try:
         act()
