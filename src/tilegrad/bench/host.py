@@ -3,8 +3,8 @@
     forward    attend(q, k, v), recorded for a backward           no_grad    the same, recording nothing
     backward   torch.autograd.grad of what a forward gave
 
-A time is that of CALLS calls, one after the other, over CALLS: on CUDA the device is idle before them and is waited for after
-them, not within. In a round every contender runs once, in an order that changes. `empty` is an autograd.Function in Python that
+Each time is the mean of CALLS consecutive calls. On CUDA the device is synchronized before and after the timed section, never
+inside it. In a round every contender runs once, in an order that changes. `empty` is an autograd.Function in Python that
 computes nothing: the least that such a Function costs. An SDPA backend is chosen before the time is taken. On a CPU torch has
 one thread, so that no time is a wait for others.
 """
@@ -65,7 +65,7 @@ def contenders(device: torch.device) -> dict[str, tuple[Attend, Context]]:
 
 def _thunks(attend: Attend, leaves: Sequence[Tensor], do: Tensor) -> dict[str, Thunk]:
     q, k, v = leaves
-    for _ in range(3):  # what a call remembers is there from the second on
+    for _ in range(3):  # caches are warm from the second call on
         o = attend(q, k, v)
         torch.autograd.grad(o, leaves, do, retain_graph=True)
 

@@ -14,7 +14,7 @@ from .documents import Show, quiet, read_documents
 from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
 from .tokens import TokenFile, TokenFileError, open_tokens, write_tokens
 
-_LONG = 10_000_000  # characters: more are announced before each step that takes long
+_LONG = 10_000_000  # texts with more characters get a progress message before each slow step
 
 
 def prepare(

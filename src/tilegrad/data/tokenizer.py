@@ -112,7 +112,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Decode tokens; one beyond the tokenizer's vocabulary, which a model's may exceed, reads �."""
+    """Decodes tokens; those outside the tokenizer's vocabulary (a model's may be larger) decode to �."""
     if all(token < tokenizer.vocab_size for token in tokens):
         return tokenizer.decode(tokens)
     return "".join(tokenizer.decode([token]) if token < tokenizer.vocab_size else "�" for token in tokens)

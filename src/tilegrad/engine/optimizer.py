@@ -7,11 +7,11 @@
 
     norm = ‖grads‖₂        clip to max_norm        AdamW                    (equations: kernels/adamw)
 
-Declared on handles, the step is traced and planned with the model's; bound to tensors, it updates. Its scratch is dead
-between steps and shares addresses with the activations.
+Declared on handles, the step is traced and planned together with the model's; bound to tensors, it performs the update. Its
+scratch is dead between steps and shares addresses with the activations.
 
 Sharded over ranks (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates a slice of each. m and v
-hold only those slices, one after the other, and so do the masters where layers compute with copies of them:
+hold only those slices, one after the other. With bfloat16 compute copies, the float32 masters are stored the same way:
 
     params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v of rank 2:  │ 2 │ 2 │ …
 """
@@ -100,7 +100,7 @@ def _padded(
 def _grads_and_values(
     ordered: Sequence[Param], buckets: Sequence[Bucket], units: Units | None
 ) -> tuple[FlatHandle, FlatHandle]:
-    """What ops write and read: all of it with the pads of the buckets, or with units this rank's parts."""
+    """Gradients and parameter values: whole, with the buckets' padding, or with `units` this rank's parts alone."""
     name = "params" if ordered[0].value is ordered[0].master else "rounded"
     if units is not None:
         return flat("grads", list(handles(units.grad_parts))), flat(name, list(handles(units.value_parts)))
@@ -112,7 +112,7 @@ def _slices(
     masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle, rounded: FlatHandle | None,
     buckets: Sequence[Bucket], rank: int, world: int, units: Units | None,
 ) -> Iterator[Owned]:  # fmt: skip
-    """A rank's slice of each bucket. With units the rank has no other parameters and gradients."""
+    """A rank's slice of each bucket. With units the rank stores only these slices of them."""
     at = 0
     for bucket in buckets:
         start, stop = bucket.part(rank, world)
@@ -212,8 +212,8 @@ class Optimizer:
         )
 
     def update(self, learning_rate: float | Tensor) -> None:
-        """The program that is traced: clip to a global norm of `max_norm`, then AdamW. A non-finite loss or gradient changes
-        neither weights nor moments, and after ten of them in a row nothing does."""
+        """The program that is traced: clip to a global norm of `max_norm`, then AdamW. A step with a non-finite loss or
+        gradient leaves weights and moments unchanged. After ten such steps in a row, later steps change nothing either."""
         self.measure()
         self.apply(learning_rate)
 

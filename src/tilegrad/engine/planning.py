@@ -19,8 +19,8 @@ from .spec import StepSpec
 
 
 def plan_model(spec: StepSpec, *, share: bool = True) -> MemoryPlan:
-    """Every byte that one rank needs. Both ways to the gradients are traced, `step` and `forward` then `backward`, so the plan
-    serves either. share=False gives every buffer memory of its own."""
+    """Every byte that one rank needs. Traces both ways to compute gradients (`step`, and `forward` followed by `backward`), so
+    that one plan serves both. share=False gives every buffer memory of its own."""
     check_ranks(spec.config, spec.seq_len, spec.linear, world=spec.world, shard=spec.shard, context=spec.context)
     return plan_memory(_trace(spec, one_step=False), share=share)
 
@@ -52,7 +52,7 @@ def _trace(spec: StepSpec, *, one_step: bool) -> Trace:
 
 
 def unplanned_bytes(spec: StepSpec) -> dict[str, int]:
-    """Bytes on a GPU outside the arenas: the plan and these are `torch.cuda.max_memory_allocated` of a step."""
+    """Bytes on a GPU outside the arenas: plan + these = `torch.cuda.max_memory_allocated` of a step."""
     if spec.device.type != "cuda":
         return {}
     staged = 17 * spec.batch_size * spec.seq_len
@@ -60,7 +60,7 @@ def unplanned_bytes(spec: StepSpec) -> dict[str, int]:
 
 
 def _cublas_workspace(device: torch.device) -> int:
-    """torch's for one stream: 32 MiB on Hopper, else 8 1/8, or what CUBLAS_WORKSPACE_CONFIG says (:KiB:count…)."""
+    """torch's workspace for one stream: 32 MiB on Hopper, else 8.125, or what CUBLAS_WORKSPACE_CONFIG says (:KiB:count…)."""
     given = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     if given:
         numbers = [int(x) for x in given.strip(":").split(":") if x.isdigit()]

@@ -1,4 +1,5 @@
-"""Ops between the layers: the sum of the residual stream, and copies. Each is one torch op, bound by memory.
+"""Ops between the layers: the sum of the residual stream, zero and copy. Each is one torch op, bound by memory. The sum that is
+fused into the next norm is in kernels/norm.
 
 add       y = x + f        backward: both branches read dy
 """

@@ -1,4 +1,4 @@
-"""Dilated attention for autograd: it checks the call and runs it, eagerly or, as with attention (autograd/), as ops."""
+"""Dilated attention for autograd: checks the call, then runs it eagerly, or as registered ops when it is traced."""
 
 from __future__ import annotations
 
@@ -28,14 +28,14 @@ def dilated_attention(
 ) -> Tensor:  # fmt: skip
     """Attention inside segments among every r-th position, with exact gradients; linear in T.       q, k, v (B, H, T, D)
 
-    segment_lengths   s of each branch; the tail is a shorter segment, and one longer than T is T
+    segment_lengths   s of each branch; the last segment may be shorter, and a length above T counts as T
     dilation_rates    r of each branch
-    mode              "head_groups": contiguous groups of heads, as many as branches, the first ones larger by the remainder;
+    mode              "head_groups": one contiguous group of heads per branch, the first ones larger by the remainder;
                       group g attends among positions (g mod r) :: r of its segments, gives 0 at the others, and the result
                       is divided by the number of branches.
                       "longnet": every branch covers all heads, head h begins at h mod r; branches are mixed at each position
                       by the softmax of their logsumexps. A position that no branch covers gives 0
-    causal            a position attends to none behind it
+    causal            no position attends to a later one
     scale             of the scores; None: 1/√D
     dropout_p         drops probabilities once, after the softmax; which ones is a pure function of seed and shapes
     manager           an AttentionBufferManager whose buffers the call works in; None: torch's allocator
@@ -80,7 +80,7 @@ def dilated_attention(
 def check_pattern(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], mode: str
 ) -> tuple[list[int], list[int]]:
-    """Lengths and rates as lists, of a mode that there is."""
+    """Checks the mode, the lengths and the rates; returns lengths and rates as lists."""
     require(mode in MODES, "mode", mode, " or ".join(map(repr, MODES)))
     given = (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates))
     for name, values in given:

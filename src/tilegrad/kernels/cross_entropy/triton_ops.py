@@ -3,16 +3,16 @@
 A program has a row of l (V,), and passes over it twice, tile by tile:
 
     pass 1   row_max = max l       row_sum = Σ exp(l − row_max)            online: a new maximum rescales the sum
-    pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, but for the target's
+    then     nll = (log row_sum − (l[target] − row_max)) · inv_total       summed over rows by one program, in their order
+    pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, except in the target's column
     then     l[target] ← (p[target] − 1) · inv_total                       one number
-             nll = (log row_sum − (l[target] − row_max)) · inv_total       summed over rows by one program, in their order
 
 The second pass mostly finds the row in the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16.
 A row without a target is filled with 0 and not read. Logits are in x's dtype: for bfloat16 they are rounded before the
-softmax, and dl once after it. The factor inv_total is in dl, so no product is scaled.
+softmax, and dl once after it. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
 
-cuBLAS forms products of an odd V by its slowest kernels: GPT-2's 50,257 columns take 7 times as long as 50,304. So rows of
-logits begin at multiples of 128 bytes, and the columns behind the last multiple of 64 have products of their own.
+For an odd V cuBLAS falls back to its slowest kernels: GPT-2's 50,257 columns take 7 times as long as 50,304. So the row stride
+of the logits is a multiple of 64 elements, and the columns after the last multiple of 64 get a GEMM of their own.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -35,9 +35,9 @@ if TYPE_CHECKING:
     from . import Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits of a chunk, at most
-LEAST, OF_X = 1 << 26, 12  # bytes of logits that are always allowed; more are up to 12 times those of x
+LEAST, OF_X = 1 << 26, 12  # a chunk's logits may take LEAST bytes, or OF_X times the bytes of x if that is more
 ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
-LEAD = 64  # logits' rows begin at a multiple of so many numbers, and the larger products have a multiple of so many columns
+LEAD = 64  # the row stride of the logits and the columns of the main GEMM are multiples of this many elements
 TILE = 1 << 13  # logits of a row that a program holds at once, at most
 SUM = 1024  # rows' losses that are added side by side
 
@@ -100,7 +100,8 @@ def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
 
 
 def _rows(x: TensorLike, w: TensorLike) -> int:
-    """Rows of a chunk. Its logits exist while all activations do, so its size follows theirs; each chunk is a pass over dw."""
+    """Rows of a chunk. The logits are alive together with all activations, so a chunk may grow with them; fewer chunks are
+    better, because each reads and writes all of dw."""
     size = max(LEAST, OF_X * x.shape[0] * x.shape[1] * x.dtype.itemsize)
     size = min(CHUNK[x.device.type], size)
     return most_rows(x.shape[0], _lead(w), x.dtype.itemsize, size, even=ROWS)
@@ -145,7 +146,7 @@ def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Output
             for j in columns:
                 linear_bwd_weight(logits[:, j], x[i], w[j], dw=dw[j], accumulate=added, scratch=linear)
         if dx is not None:
-            for j in reversed(columns):  # the few first: what is rounded and added to is small
+            for j in reversed(columns):  # the few leftover columns first: their rounded sum is small
                 linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
     if loss is not None:
         launch(_sum_kernel, (1,), nll, loss, nll.shape[0], SUM=SUM)
