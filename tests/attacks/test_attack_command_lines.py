@@ -18,10 +18,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError
 from pathlib import Path
-from typing import Any
 
 import pytest
-import torch
 
 from tilegrad.bench import memory as bench_memory
 from tilegrad.cli import build_parser, main
@@ -355,14 +353,10 @@ def test_the_values_that_are_drawn_are_those_of_arguments_that_exist() -> None:
     assert {*ALWAYS} | NEVER <= {name for name, _ in leaves(build_parser())}
 
 
+@pytest.mark.usefixtures("two_ranks_of_an_agent")
 def test_a_usage_error_of_all_ranks_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    distributed: Any = torch.distributed
-    store = distributed.HashStore()
-    monkeypatch.setattr("tilegrad.dist.mesh._store", lambda *_: store)
-    monkeypatch.setenv("WORLD_SIZE", "2")
-    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     for words in (["train", "--shard", "x"], ["train", "--stesp", "3"]):
         for rank in "10":
             monkeypatch.setenv("RANK", rank)

@@ -53,7 +53,7 @@ def guarded_step(config: object, dtype: torch.dtype, guard: Guard | Apart | None
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_no_op_writes_beside_its_buffers(dtype: torch.dtype) -> None:
+def test_no_op_writes_outside_its_buffers(dtype: torch.dtype) -> None:
     """Every op of four models' steps, and those that no model calls; the steps end in the same bits as without a guard."""
     guard = Guard()
     for config in CONFIGS:
@@ -89,19 +89,19 @@ def check_beside(case: Case, seed: int, kernel: str) -> None:
 
 @settings(max_examples=30)
 @given(case=cases(), kernel=st.sampled_from(KERNELS))
-def test_attention_writes_nothing_beside_its_buffers(case: Case, kernel: str) -> None:
+def test_attention_writes_nothing_outside_its_buffers(case: Case, kernel: str) -> None:
     check_beside(case, 0, kernel)
 
 
 @pytest.mark.slow
 @settings(max_examples=2500)
 @given(case=cases(), kernel=st.sampled_from(KERNELS), seed=st.integers(1, 9))
-def test_attention_writes_nothing_beside_its_buffers_in_many_calls(case: Case, kernel: str, seed: int) -> None:
+def test_attention_writes_nothing_outside_its_buffers_in_many_calls(case: Case, kernel: str, seed: int) -> None:
     check_beside(case, seed, kernel)
 
 
 @pytest.mark.parametrize("where", [-1, 1])
-def test_canary_a_write_beside_is_seen(where: int) -> None:
+def test_canary_a_write_outside_is_seen(where: int) -> None:
     @op()
     def copy_fwd(x: Tensor, *, y: Tensor) -> None:
         y.copy_(x)

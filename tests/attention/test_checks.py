@@ -294,7 +294,7 @@ def test_a_remembered_signature_lets_nothing_wrong_through() -> None:
         forward(torch.zeros(2, 4, 8, 6).mT, tilegrad.Mask(causal=True, scale=1.0, window=(1, 0)))
 
 
-def test_another_table_selects_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_table_selects_again(monkeypatch: pytest.MonkeyPatch) -> None:
     forward(Q, tilegrad.Mask())
     nothing = Kernel("nothing", "attention.tiled", lambda _problem: "takes nothing")
     monkeypatch.setattr(table, "ATTENTION", Table("attention", (nothing,)))

@@ -177,7 +177,7 @@ def recorder(driver: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> Iterator[Re
         call.fast_path.drop_programs()
 
 
-def test_the_face_hands_over_every_tensor_where_it_lies(driver: FakeDriver, recorder: Recorder) -> None:
+def test_the_face_hands_over_the_address_of_every_tensor(driver: FakeDriver, recorder: Recorder) -> None:
     x = torch.zeros(1, 2, 8, 16, requires_grad=True)
     q, k, v = (torch.zeros(1, 2, 8, 16, requires_grad=True) for _ in range(3))
     do = torch.ones(1, 2, 8, 16)
@@ -207,7 +207,7 @@ def test_the_face_hands_over_every_tensor_where_it_lies(driver: FakeDriver, reco
         {"bias": torch.zeros(8, 8)},
     ],
 )
-def test_another_form_is_prepared_anew(recorder: Recorder, change: dict[str, Any]) -> None:
+def test_another_form_is_prepared_again(recorder: Recorder, change: dict[str, Any]) -> None:
     def step(dtype: torch.dtype = torch.float32, q: Tensor | None = None, **options: Any) -> None:
         rows = torch.zeros(1, 2, 8, 16, dtype=dtype) if q is None else q.detach()
         k, v = torch.zeros(2, 1, 2, 8, 16, dtype=dtype)

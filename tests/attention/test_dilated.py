@@ -373,7 +373,7 @@ def test_empty(shape: tuple[int, ...], mode: Any) -> None:
     assert y.shape == shape and q.grad is not None and q.grad.shape == shape
 
 
-def test_the_result_lies_as_q_does() -> None:
+def test_the_dilated_result_has_the_memory_order_of_q() -> None:
     for layout in ("bthd", "bhtd"):
         q, k, v, _ = tensors(Case(layout=layout))
         assert dilated_attention(q, k, v, (8,), (1,)).stride() == q.stride()

@@ -208,7 +208,7 @@ def test_every_call_of_a_known_signature_is_the_kernels(way: str) -> None:
                 assert torch.equal(tilegrad.attention(q, k, v, **options), o)
 
 
-def test_more_masks_than_are_kept_begin_anew(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_masks_than_are_kept_empty_the_cache(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if way == "Python":
         pytest.skip("of C++")
     with monkeypatch.context() as patch:

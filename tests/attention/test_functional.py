@@ -239,7 +239,7 @@ def test_autocast_leaves_float64_alone() -> None:
         assert attention(q, k, v).dtype == torch.float64
 
 
-def test_result_lies_in_memory_as_q_does() -> None:
+def test_the_result_has_the_memory_order_of_q() -> None:
     q, k, v = (torch.randn(2, 10, 4, 8).transpose(1, 2) for _ in range(3))
     o = attention(q, k, v)
     assert o.transpose(1, 2).is_contiguous()

@@ -202,7 +202,7 @@ def maxima_between_waits(cubin: bytes, folder: Path) -> list[int]:
 @interpreted
 @without_gpu
 @pytest.mark.parametrize(("d", "causal"), EVERY_OTHER)
-def test_no_spills_no_serialised_mmas_and_maxima_beside_them(
+def test_no_spills_no_serialised_mmas_and_maxima_next_to_them(
     compile_call: Compile, tmp_path: Path, d: int, causal: bool
 ) -> None:
     from tilegrad.kernels.attention.hopper.launch_backward import TILE_CONFIGS

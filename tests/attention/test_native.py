@@ -511,7 +511,7 @@ def python(code: str, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 @needs_library
-def test_after_fork_parent_and_child_go_on() -> None:
+def test_after_fork_parent_and_child_still_compute() -> None:
     done = python(FORK)
     assert done.stdout == "same\n", done.stderr
 

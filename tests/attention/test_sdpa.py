@@ -48,23 +48,23 @@ def like(*shape: int) -> tuple[tuple[int, ...], ...]:
     ],
     ids=str,
 )
-def test_shapes_and_causal_at_the_top_left(shapes: tuple[tuple[int, ...], ...], causal: bool) -> None:
+def test_shapes_and_causal_at_the_top_left_equal_torchs(shapes: tuple[tuple[int, ...], ...], causal: bool) -> None:
     both(shapes, is_causal=causal)
 
 
 @pytest.mark.parametrize("causal", [False, True])
-def test_groups(causal: bool) -> None:
+def test_grouped_heads_equal_torchs(causal: bool) -> None:
     both(((2, 6, 5, 8), (2, 2, 9, 8), (2, 2, 9, 8)), is_causal=causal, enable_gqa=True, scale=0.3)
 
 
 @pytest.mark.parametrize("shape", [(5, 9), (4, 5, 9), (2, 1, 5, 9), (2, 4, 1, 9), (1, 1, 5, 1)], ids=str)
 @pytest.mark.parametrize("kind", [torch.bool, D])
-def test_masks(shape: tuple[int, ...], kind: torch.dtype) -> None:
+def test_masks_of_every_shape_equal_torchs(shape: tuple[int, ...], kind: torch.dtype) -> None:
     drawn = torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(1))
     both(((2, 4, 5, 8), (2, 4, 9, 8), (2, 4, 9, 8)), drawn if kind == D else drawn > -0.5)
 
 
-def test_a_mask_over_more_batch_dimensions() -> None:
+def test_a_mask_over_more_batch_dimensions_equals_torchs() -> None:
     drawn = torch.randn(3, 1, 5, 9, dtype=D, generator=torch.Generator().manual_seed(1))
     both(((2, 3, 4, 5, 8), (2, 3, 4, 9, 8), (2, 3, 4, 9, 8)), drawn)
 

@@ -321,7 +321,7 @@ def test_flash_attention_4_is_a_peer_where_it_imports(monkeypatch: pytest.Monkey
     assert asked[0] == {"window_size": (None, None), "deterministic": True}
 
 
-def test_host_costs_beside_the_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_costs_next_to_the_peers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "lines.jsonl"
     assert host.bench_host(device="cpu", dtype="float32", repeats=3, out=str(file)) == 0
     printed = capsys.readouterr().out

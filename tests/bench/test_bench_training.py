@@ -142,7 +142,7 @@ def test_a_process_for_each_contender():
     assert "small-2x2" in text and "eager" in text
 
 
-def test_a_process_that_fails_is_named_and_the_others_go_on():
+def test_a_process_that_fails_is_named_and_the_others_continue():
     case = Case("odd", SMALL.problem, micro_batches=3, device="cpu")
     rows = training.measure(SMALL.problem, [SMALL, case], replace(QUICK, peers=(), rounds=1))
     assert rows[0].tokens_per_s and not rows[0].wrong

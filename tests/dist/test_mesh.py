@@ -162,13 +162,10 @@ def test_a_rank_says_that_it_gives_up_before_it_ends(two_ranks: Ranks) -> None:
     assert two_ranks.run(gives_up) == [True, True]
 
 
+@pytest.mark.usefixtures("two_ranks_of_an_agent")
 def test_an_error_of_all_ranks_is_printed_once(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    distributed: Any = torch.distributed
-    store = distributed.HashStore()
-    monkeypatch.setattr("tilegrad.dist.mesh._store", lambda *_: store)
-    monkeypatch.setenv("WORLD_SIZE", "2")
     for there in ("True", "False"):
         monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", there)
         for rank, sentence in ((1, "seed: got 1"), (0, "seed: got 1"), (0, "out: got x")):

@@ -381,7 +381,7 @@ def test_the_high_water_mark_counts_what_was_asked_for(pressure):
     del held
 
 
-def test_a_pattern_of_just_max_bytes_is_followed_and_makes_nothing_anew(pressure):
+def test_a_pattern_of_just_max_bytes_is_followed_and_makes_nothing_again(pressure):
     manager = AttentionBufferManager(max_bytes=MIB, pressure=pressure)
     manager.deallocate(manager.allocate(K, (MIB // 2,), torch.uint8))
     made = []

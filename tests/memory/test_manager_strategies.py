@@ -221,7 +221,7 @@ def test_a_region_that_is_full_to_its_end_stays_with_a_hole_in_its_midst():
     del other
 
 
-def test_the_only_lazy_region_is_kept_and_one_beside_another_goes():
+def test_the_only_lazy_region_is_kept_and_one_of_two_goes():
     slab = BestFitSlab(CPU, pinned=False)
     slab.take(MIB, 64)
     slab.sweep()

@@ -70,7 +70,7 @@ def test_an_overwrite_starts_a_new_range() -> None:
     assert live(program) == {"a": ((0, 1), (3, 4)), "b": ((1, 2),)}
 
 
-def test_accumulation_and_in_place_go_on_with_the_range() -> None:
+def test_accumulation_and_in_place_extend_the_range() -> None:
     def program() -> None:
         write(out=a)
         write(out=b)

@@ -107,7 +107,7 @@ def test_one_pending_owner_at_a_time() -> None:
     second.end()
 
 
-def test_releasing_the_pending_owner_lets_others_go_on() -> None:
+def test_releasing_the_pending_owner_lets_others_work() -> None:
     first, second = leases(2)
     first.begin()
     first.release()

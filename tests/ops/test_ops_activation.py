@@ -296,7 +296,7 @@ def test_bad_inputs_say_what_is_accepted() -> None:
     assert activation.KINDS == KINDS
 
 
-def test_gelu_is_native_where_it_lies_contiguous_and_a_name_runs_or_raises() -> None:
+def test_gelu_is_native_where_it_is_contiguous_and_a_name_runs_or_raises() -> None:
     h = randn(4, 6, dtype=torch.float32)
     if isinstance(library(), str):
         pytest.skip("there is no native library")

@@ -359,7 +359,7 @@ def test_swiglu_on_the_device(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.usefixtures("interpreter")
-def test_interpreted_kernels_write_nothing_beside_their_buffers() -> None:
+def test_interpreted_kernels_write_nothing_outside_their_buffers() -> None:
     guard = Guard()
     with observe(guard):
         for rms in (False, True):

@@ -83,7 +83,7 @@ def test_canary_a_broken_link_fails(tmp_path: Path) -> None:
         assert done.returncode != 0 and "missing" in done.stdout + done.stderr
 
 
-def test_every_figure_is_used_and_stands_alone() -> None:
+def test_every_figure_is_used_and_needs_no_other_file() -> None:
     figures = sorted((HERE / "docs").rglob("*.svg"))
     pages = "".join(page.read_text(encoding="utf-8") for page in PAGES)
     assert figures
@@ -95,7 +95,7 @@ def test_every_figure_is_used_and_stands_alone() -> None:
         assert f"figures/{figure.name})" in pages, figure.name
 
 
-def test_a_terminal_is_drawn_as_it_stands_at_the_end(tmp_path: Path) -> None:
+def test_a_terminal_is_drawn_as_it_is_at_the_end(tmp_path: Path) -> None:
     pytest.importorskip("rich")
     code = r"print('\r\x1b[2Kearlier\r\x1b[2K\x1b[32mlater\x1b[0m'); [print(f'line{n}') for n in range(60)]"
     command = [sys.executable, str(HERE / "docs" / "terminal.py"), str(tmp_path / "t.svg"), sys.executable, "-c", code]

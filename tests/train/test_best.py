@@ -89,7 +89,7 @@ def test_a_run_without_an_evaluation_has_no_best(capsys: pytest.CaptureFixture[s
     )
 
 
-def test_a_run_goes_on_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.5, 10: 2.5})
     train(RUN, Path("run"))
     after = load_checkpoint(max(Path("run/checkpoints").iterdir())).tensors
@@ -99,7 +99,7 @@ def test_a_run_goes_on_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     assert again.path.name == "000007-step-10" and all(torch.equal(after[name], again.tensors[name]) for name in after)
 
 
-def test_a_run_that_died_before_its_first_checkpoint_goes_on_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_that_died_before_its_first_checkpoint_resumes_from_its_best(monkeypatch: pytest.MonkeyPatch) -> None:
     evaluations(monkeypatch, {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.5, 10: 2.5})
     train(RUN, Path("run"))
     shutil.rmtree("run/checkpoints")

@@ -66,7 +66,7 @@ def test_a_folder_with_a_file_of_the_users_is_refused_by_name_and_stays_as_it_wa
     assert found("home") == before
 
 
-def test_a_run_in_the_folder_where_one_stands_is_refused_if_it_is_not_empty(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_in_the_current_folder_is_refused_if_it_is_not_empty(capsys: pytest.CaptureFixture[str]) -> None:
     for name in MINE[:6]:
         Path(name).parent.mkdir(exist_ok=True)
         Path(name).write_text("the user's own", encoding="utf-8")
@@ -113,7 +113,7 @@ def test_what_a_killed_run_left_is_replaced_and_what_somebody_put_there_stays() 
     assert Path("elsewhere/events.out.tfevents.1").read_text(encoding="utf-8") == "the user's own"
 
 
-def test_a_run_from_before_there_was_a_marker_goes_on() -> None:
+def test_a_run_from_before_there_was_a_marker_resumes() -> None:
     train(replace(RUN, train=replace(RUN.train, steps=2)), Path("run"))
     Path("run/.tilegrad-run").unlink()
     assert train(RUN, Path("run"), resume=True).steps == 4

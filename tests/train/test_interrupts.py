@@ -350,7 +350,7 @@ def test_a_loss_that_is_not_finite_leaves_a_checkpoint_from_before_it_and_a_repo
     assert all(torch.equal(a[name], b[name]) for name in a)
 
 
-def test_a_run_that_goes_on_amid_steps_that_are_not_finite_still_ends_before_the_first_of_them(
+def test_a_run_resumed_amid_steps_that_are_not_finite_still_ends_before_the_first_of_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     run = replace(RUN, train=replace(RUN.train, steps=30, checkpoint_interval=0))

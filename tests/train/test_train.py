@@ -125,7 +125,7 @@ WINDOWED = [
 
 
 @pytest.mark.parametrize("model", WINDOWED)
-def test_a_run_with_keys_that_are_lists_is_stopped_and_goes_on_to_the_same_bits(
+def test_a_run_with_keys_that_are_lists_is_stopped_and_resumes_to_the_same_bits(
     run: RunConfig,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
@@ -462,7 +462,7 @@ def test_what_is_not_given_follows_what_is() -> None:
     assert (gpt2.train.warmup_steps, gpt2.train.seq_len, gpt2.model.vocab_size) == (500, 1024, 50257)
 
 
-def test_a_run_from_before_validation_was_drawn_goes_on_with_the_end_of_its_text(
+def test_a_run_from_before_validation_was_drawn_resumes_with_the_end_of_its_text(
     run: RunConfig, tmp_path: Path
 ) -> None:
     from tilegrad.training.checkpoint import save_checkpoint

@@ -243,11 +243,10 @@ def write_weights(
         staged.rename(folder)
     except FileExistsError:  # another process made the folder after the check above, and writes into it
         raise
-    except OSError as error:
+    except BaseException as error:
         shutil.rmtree(staged, ignore_errors=True)
-        raise error if isinstance(error, FileNotFoundError) else named(error, folder) from error
-    except BaseException:
-        shutil.rmtree(staged, ignore_errors=True)
+        if isinstance(error, OSError) and not isinstance(error, FileNotFoundError):
+            raise named(error, folder) from error
         raise
 
 

@@ -8,7 +8,9 @@ import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from types import FrameType
-from typing import Any
+from typing import TypeAlias
+
+Handler: TypeAlias = Callable[[int, FrameType | None], object]
 
 
 @contextmanager
@@ -47,16 +49,17 @@ def end_on_signals() -> Iterator[None]:
 
 
 @contextmanager
-def _caught(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType | None], None]) -> Iterator[None]:
+def _caught(numbers: Sequence[signal.Signals], handler: Handler) -> Iterator[None]:
     """Inside, `handler` gets the signals, except a SIGHUP that is ignored. Python allows handlers in the main thread only."""
-    heard = [number for number in numbers if (number, signal.getsignal(number)) != (signal.SIGHUP, signal.SIG_IGN)]
     if threading.current_thread() is not threading.main_thread():
         yield
         return
-    before = {number: signal.getsignal(number) for number in heard}
+    before = {number: signal.getsignal(number) for number in numbers}
+    if before.get(signal.SIGHUP) == signal.SIG_IGN:
+        del before[signal.SIGHUP]
     try:
         try:
-            for number in heard:
+            for number in before:
                 signal.signal(number, handler)
             yield
         finally:
@@ -65,6 +68,6 @@ def _caught(numbers: Sequence[signal.Signals], handler: Callable[[int, FrameType
         _restore(before)  # again, because an interrupt may have ended the first call early
 
 
-def _restore(handlers: Mapping[signal.Signals, Any]) -> None:
+def _restore(handlers: Mapping[signal.Signals, Handler | int | None]) -> None:
     for number, handler in handlers.items():
         signal.signal(number, handler)
