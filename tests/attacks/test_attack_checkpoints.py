@@ -214,6 +214,13 @@ def test_50_checkpoints_that_lie_are_refused_by_name(originals: list[Path], tmp_
     assert found["refused"] > 30 and found["resume 2"] > 1 and found["export 2"] > 25, found
 
 
+def test_a_position_of_other_sizes_is_refused_with_the_checkpoints_name(originals: list[Path], tmp_path: Path) -> None:
+    found, faults = lie_all(
+        originals, tmp_path, range(32575816, 32575817), resume_every=1
+    )  # state['data']['seq_len'] = 17
+    assert not faults and found["resume 2"] == 1, (found, faults)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_three_thousand_checkpoints_that_lie_are_refused_by_name(

@@ -320,6 +320,11 @@ def test_80_damaged_folders_of_weights_are_refused_by_name(originals: list[Path]
     assert sum(found[f"{way} {code}"] for way in ("import", "train", "generate", "load") for code in (0, 2)) == 320
 
 
+def test_a_context_shorter_than_the_run_is_refused_with_the_folders_name(originals: list[Path], tmp_path: Path) -> None:
+    found, faults = attack_all(originals, tmp_path, range(254813670, 254813671))  # n_positions = 3
+    assert not faults and found["train 2"] == 1, (found, faults)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("part", range(10))
 def test_four_thousand_damaged_folders_of_weights_are_refused_by_name(

@@ -15,6 +15,7 @@ from torch._subclasses import FakeTensorMode
 
 import tilegrad
 from tilegrad import Mask
+from tilegrad.kernels import cache
 from tilegrad.kernels.cpu import library as native_library
 
 KERNELS = ("reference", "tiled")
@@ -318,3 +319,10 @@ def test_a_kernel_that_cannot_run_says_why_and_what_would(monkeypatch: pytest.Mo
         ValueError, match=rf"'picky', which can't run this call: takes no causal mask; '{other}' would run it"
     ):
         tilegrad.attention(q, k, v, causal=True, kernel="picky")
+
+
+def test_a_full_cache_is_emptied(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cache, "MOST_ENTRIES", 3)
+    kept: dict[int, int] = {}
+    for n in range(10):
+        assert cache.remember(kept, n, -n) == -n and kept[n] == -n and len(kept) <= 3
