@@ -322,7 +322,10 @@ def attacks(end: dict[str, torch.Tensor]) -> dict[str, Attack]:
         "import": Attack(weights_of_a_family, import_them, the_import_is_whole_or_absent),
         "export": Attack(a_run_that_stopped, export_it, the_export_is_whole_or_absent),
         "claim": Attack(
-            a_text, begin_without_a_text, the_folder_is_nobodys, lambda file: file.endswith(("folder.py", "signals.py"))
+            a_text,
+            begin_without_a_text,
+            the_folder_is_nobodys,
+            lambda file: file.endswith(("folder.py", "signals.py", "atomic.py")),
         ),
         "train": Attack(a_text, lambda: train(RUN, Path("run")), goes_on_to(end, was_saved=False)),
         "resume": Attack(

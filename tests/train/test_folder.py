@@ -113,6 +113,21 @@ def test_what_a_killed_run_left_is_replaced_and_what_somebody_put_there_stays() 
     assert Path("elsewhere/events.out.tfevents.1").read_text(encoding="utf-8") == "the user's own"
 
 
+@pytest.mark.parametrize("length", [0, 9, 41])
+def test_a_run_begins_where_a_process_was_killed_while_it_wrote_the_marker(length: int) -> None:
+    mark = b'{"format": "tilegrad run", "version": 1}\n'
+    assert len(mark) == 41
+    Path("run").mkdir()
+    Path("run/..tilegrad-run.staged").write_bytes(mark[:length])
+    Path("run/run.lock").write_bytes(b"12345 abcdef\n")
+    assert train(RUN, Path("run")).steps == 4
+    assert not Path("run/..tilegrad-run.staged").exists()
+    Path("mine").mkdir()
+    Path("mine/..tilegrad-run.staged").write_bytes(mark[:length] + b"x")
+    with pytest.raises(ValueError, match=r"mine: got a folder with \.\.tilegrad-run\.staged, which no run"):
+        train(RUN, Path("mine"))
+
+
 def test_a_run_from_before_there_was_a_marker_resumes() -> None:
     train(replace(RUN, train=replace(RUN.train, steps=2)), Path("run"))
     Path("run/.tilegrad-run").unlink()

@@ -184,7 +184,9 @@ void Program::run(const std::vector<Tensor>& tensors) const {
         if (!code) continue;
         with_python([&] { plan->get().attr("answered")(code); });  // raises, or makes a context
         code = each.function(a[0], a[1], a[2], a[3]);
-        TORCH_CHECK(!code, "CUDA: a launch answers ", code, " again");
+        // One string, because TORCH_CHECK joins several with a stream, which crashes where the compiler links libstdc++ statically:
+        // the process then has two copies, and they share the identifiers of locales.
+        TORCH_CHECK(!code, "CUDA: a launch answers " + std::to_string(code) + " again");
     }
 }
 

@@ -35,9 +35,9 @@ def create(path: Path) -> int:
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write `path` under a temporary name, sync it to disk, then rename it: a reader finds the old file or all of `pieces`. If
-    the disk refuses, the temporary file is deleted. One writer for one path at a time."""
-    staged = path.with_name(f".{path.name}.staged")
+    """Write `path` under a temporary name, sync it to disk, then rename it: a reader finds the old file or all of `pieces`. An
+    error or an interrupt deletes the temporary file. One writer for one path at a time."""
+    staged = staged_name(path)
     try:
         with os.fdopen(create(staged), "wb") as file:
             for piece in pieces:
@@ -47,8 +47,14 @@ def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
         staged.replace(path)
         sync(path.parent)
     except OSError as error:
-        staged.unlink(missing_ok=True)
         raise named(error, path) from error
+    finally:
+        staged.unlink(missing_ok=True)
+
+
+def staged_name(path: Path) -> Path:
+    """The name under which `write_whole` writes `path`."""
+    return path.with_name(f".{path.name}.staged")
 
 
 def check_new(path: Path) -> None:

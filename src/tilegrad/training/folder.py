@@ -37,7 +37,7 @@ from ..data.batches import split
 from ..data.prepare import load_prepared
 from ..data.tokenizer import Tokenizer, load_tokenizer
 from ..data.tokens import TokenFile, tokens_sha256
-from ..text.atomic import sha256_of, write_whole
+from ..text.atomic import sha256_of, staged_name, write_whole
 from ..text.spelling import did_you_mean
 from .checkpoint import DamagedCheckpoint, is_checkpoint, latest_checkpoint, newest_name, read_state
 from .config import RunConfig, Values
@@ -195,7 +195,7 @@ def _check_ours(folder: Path) -> None:
         return
     if holds_a_run(folder) or _is_regular(folder / MARKER) and (folder / MARKER).read_bytes() == _MARK:
         return
-    others = sorted(path.name for path in folder.iterdir() if path.name != LOCK or not _is_a_lock(path))
+    others = sorted(path.name for path in folder.iterdir() if not _is_left_by_a_killed_process(path))
     if others:
         more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         raise ValueError(
@@ -208,9 +208,13 @@ def _is_regular(path: Path) -> bool:
     return path.is_file() and not path.is_symlink()
 
 
-def _is_a_lock(path: Path) -> bool:
-    """Whether a process that was killed before it wrote anything else left it."""
-    return _is_regular(path) and path.stat().st_size < 64 and _LOCK.fullmatch(path.read_bytes()) is not None
+def _is_left_by_a_killed_process(path: Path) -> bool:
+    """Whether it is the lock, or the beginning of the marker, of a process that was killed before it wrote the marker."""
+    if not _is_regular(path) or path.stat().st_size >= 64:
+        return False
+    if path == staged_name(path.with_name(MARKER)):
+        return _MARK.startswith(path.read_bytes())
+    return path.name == LOCK and _LOCK.fullmatch(path.read_bytes()) is not None
 
 
 @contextmanager

@@ -239,10 +239,10 @@ class BufferCache:
 
     def is_over(self) -> bool:
         """Whether the cache holds more bytes than it may."""
-        return self.cached > self.max_bytes or any(
-            limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes
-            for device, limit in self.limits.items()
-        )
+        for device, limit in self.limits.items():  # a loop: an interrupt inside a generator that is closed early would be lost
+            if limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes:
+                return True
+        return self.cached > self.max_bytes
 
     def trim(self) -> None:
         """Drops what is beyond the limits: buffers per pool, bytes in all, bytes of a device short of memory."""
