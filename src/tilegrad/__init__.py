@@ -1,7 +1,7 @@
 """Exact, hand-derived backward passes for transformers, in memory planned to the byte.
 
-Public names are loaded on first use, so that `import tilegrad` and the command's help cost nothing; torch comes with the
-first name that needs it. openmp.py sets an environment variable for it.
+Public names are imported on first use, so that `import tilegrad` and `tilegrad --help` are fast. torch is imported with the
+first name that needs it.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
-from .native import openmp as openmp  # before torch: it sets what OpenMP's runtime reads as it is loaded
+from .native import openmp as openmp  # before torch: sets a variable that the OpenMP runtime reads when loaded
 
 if TYPE_CHECKING:
     from . import flash as flash

@@ -97,7 +97,7 @@ def test_every_seed_of_torch_is_one(seed: int) -> None:
 def test_weights_that_diverged_are_refused_by_a_sentence(value: float, temperature: float) -> None:
     params = params_of(CONFIG)
     params["ln_f.weight"].fill_(value)
-    with pytest.raises(NonFiniteLogits, match=r"^logits: got some that are not finite; accepted: "):
+    with pytest.raises(NonFiniteLogits, match=r"^logits: got values that are not finite; use weights"):
         list(generate(CONFIG, params, [1, 2], 1, temperature=temperature))
 
 
@@ -134,7 +134,7 @@ def test_the_smallest_window_slides() -> None:
 def test_what_does_not_fit_is_said_to_slide() -> None:
     assert sliding(CONFIG, 2, 23) is None  # the last of 25 is never read
     assert sliding(CONFIG, 2, 24) == (
-        "26 tokens are more than block_size, 24: the window slides, and a token sees the last 12 to 24 before it"
+        "26 tokens are more than block_size, 24: the window slides, and a token attends to the last 12 to 24 before it"
     )
 
 

@@ -518,7 +518,7 @@ def test_a_text_instead_of_a_configuration_is_one_sentence(
     Path("book.txt").write_text("Call me Ishmael.", encoding="utf-8")
     assert main(["train", "book.txt"]) == 2 and main(["train", "none.toml"]) == 2
     first, second = capsys.readouterr().err.splitlines()
-    assert "book.txt: is not TOML" in first and "goes behind --data" in first
+    assert "book.txt: is not TOML" in first and "with --data" in first
     assert "`tilegrad init none.toml` writes one" in second
 
 
@@ -581,7 +581,7 @@ def test_bpe_without_its_library_is_one_sentence(
     monkeypatch.setattr(sys, "meta_path", [Missing("tokenizers"), *sys.meta_path])
     assert main(["train", "--data.tokenizer", "bpe", "--out", "run"]) == 2
     assert capsys.readouterr().err == (
-        "tilegrad: tokenizer: got 'bpe', which needs Hugging Face tokenizers; accepted: 'bytes', or after "
+        "tilegrad: tokenizer: got BPE, and tokenizers is not installed; accepted: 'bytes', or BPE after "
         "pip install 'tilegrad[bpe]'\n"
     )
     assert list(tmp_path.iterdir()) == []
@@ -635,7 +635,7 @@ def test_plan_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     flags = ["plan", "--model.n_layer", "1", "--batch-size", "4"]
     fits = "it fits: cpu has 9.00 GiB free, of 10.00 GiB in all"
     lacks = r"it does not fit now: cpu has 3.00 MiB free, of 10.00 GiB in all; end other programs, or give a smaller batch_size"
-    unknown = "whether it fits can't be known here: cpu does not say how much memory is free"
+    unknown = "whether it fits is unknown: cpu does not report its free memory"
     cases = ((9 << 30, 10 << 30, fits, True), (3 << 20, 10 << 30, lacks, False), (None, None, unknown, None))
     for free, limit, said, answer in cases:
         monkeypatch.setattr(pressure, "memory_available", lambda _device, free=free: free)
@@ -646,9 +646,7 @@ def test_plan_says_whether_it_fits(monkeypatch: pytest.MonkeyPatch, capsys: pyte
         data = json.loads(capsys.readouterr().out)
         assert (data["free_bytes"], data["memory_bytes"], data["fits"]) == (free, limit, answer)
     assert main([*flags, "--fit"]) == 2
-    assert (
-        "fit: got cpu, whose free memory can't be known here; accepted: with --memory-budget" in capsys.readouterr().err
-    )
+    assert "fit: got cpu, whose free memory is unknown here; give --memory-budget" in capsys.readouterr().err
     assert main([*flags, "--fit", "--memory-budget", "10MB"]) == 0
     assert "the largest batch that fits is " in capsys.readouterr().out
 
@@ -704,7 +702,7 @@ def test_more_memory_than_there_is_ends_with_a_sentence(
 
     monkeypatch.setattr(doctor, "doctor", broken)
     assert main(["doctor"]) == 1
-    assert capsys.readouterr().err == "tilegrad: memory: there is not enough of it; accepted: smaller sizes\n"
+    assert "memory: not enough for these sizes; use a smaller batch_size, seq_len or model\n" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("command", [["bench", "host"], ["bench", "attention"], ["check", "flash"]])

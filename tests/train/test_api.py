@@ -127,7 +127,7 @@ def test_what_a_loaded_model_is_given_is_checked() -> None:
     with pytest.raises(ValueError, match="best: got True with the checkpoint"):
         tilegrad.load(model.checkpoint, best=True)
     Path("run/data/tokenizer.json").write_text('{"model": {"type": "bytes"} }', encoding="utf-8")
-    with pytest.raises(ValueError, match="accepted: that of the weights"):
+    with pytest.raises(ValueError, match="accepted: that of the checkpoint"):
         tilegrad.load("run")
 
 
@@ -140,7 +140,8 @@ def test_text_beyond_block_size_slides_with_one_warning(capsys: pytest.CaptureFi
     assert main(["generate", "run", "--prompt", "the", "--max-tokens", "40"]) == 0
     out, error = capsys.readouterr()
     assert out == f"{text}\n" and error == (
-        "tilegrad: 43 tokens are more than block_size, 32: the window slides, and a token sees the last 16 to 32 before it\n"
+        "tilegrad: 43 tokens are more than block_size, 32: the window slides, and a token "
+        "attends to the last 16 to 32 before it\n"
     )
     assert main(["generate", "run", "--prompt", "the", "--max-tokens", "4"]) == 0
     assert capsys.readouterr().err == ""

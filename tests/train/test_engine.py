@@ -292,7 +292,7 @@ def test_a_refused_batch_leaves_no_wrong_gradient() -> None:
         engine.forward(tokens, targets)
         with pytest.raises(ValueError, match=r"total_targets: got 3|tokens: got 31"):
             call()
-        with pytest.raises(RuntimeError, match=r"a refused batch came between; call forward"):
+        with pytest.raises(RuntimeError, match=r"a refused batch came after it; call forward"):
             engine.backward()
         assert equal(before, engine.grads)
 
@@ -304,7 +304,9 @@ def test_bad_batches_are_named() -> None:
     with pytest.raises(ValueError, match=r"tokens: got 31 at \[1, 3\]; accepted: 0 … 30"):
         engine.forward(wrong, targets)
     wrong[1, 3] = -100
-    with pytest.raises(ValueError, match=r"targets: got -100 at \[1, 3\] \(torch's −100 means nothing here\)"):
+    with pytest.raises(
+        ValueError, match=r"targets: got -100 at \[1, 3\] \(torch's ignore_index −100 is not used here\)"
+    ):
         engine.forward(tokens, wrong)
     with pytest.raises(ValueError, match=r"tokens: got shape \(3, 5\)"):
         engine.forward(tokens.repeat(2, 1)[:3], targets)

@@ -60,7 +60,7 @@ def test_a_folder_with_a_file_of_the_users_is_refused_by_name_and_stays_as_it_wa
     before = found("home")
     assert main([*TRAIN, "--out", "home"]) == 2
     assert capsys.readouterr().err == (
-        f"tilegrad: home: got a folder with {name.split('/')[0]}, which no run of tilegrad's wrote; accepted: a new or empty "
+        f"tilegrad: home: got a folder with {name.split('/')[0]}, which tilegrad did not write; accepted: a new or empty "
         "folder (--out)\n"
     )
     assert found("home") == before
@@ -144,7 +144,7 @@ def test_a_refused_run_leaves_neither_marker_nor_folder() -> None:
             train(bad, Path(folder))
     assert not list(Path("mine").iterdir()) and not Path("deep").exists()
     Path("file").write_text("the user's own", encoding="utf-8")
-    with pytest.raises(ValueError, match="file: got what is no folder"):
+    with pytest.raises(ValueError, match="file: not a folder"):
         train(RUN, Path("file"))
 
 

@@ -439,7 +439,7 @@ def guarded(mesh: Mesh) -> None:
     assert equal(many.params, before)
     many.gradients(*mine(mesh, micro_batches(97, 8, 2)))
     many.forward(*micro_batches(97, 8, 1)[0])
-    with pytest.raises(RuntimeError, match=r"^backward: got gradients that are summed over the ranks already"):
+    with pytest.raises(RuntimeError, match=r"^backward: got gradients that are already summed over the ranks"):
         many.backward()
     many.zero_gradients()
     many.backward()

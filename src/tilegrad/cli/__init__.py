@@ -14,14 +14,18 @@ from .memory import add_memory
 from .runs import add_runs
 from .weights import add_weights
 
-OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory")  # torch's words, on a CPU and on CUDA
+OUT_OF_MEMORY = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+)  # in torch's errors, on a CPU and on CUDA
 
 
 def build_parser() -> Parser:
     parser = Parser(
         prog="tilegrad",
         description="Train transformers with exact, hand-derived backward passes, in memory planned to the byte.",
-        epilog="tilegrad COMMAND --help says more of a command. docs/ and README.md say more of the rest.",
+        epilog="`tilegrad COMMAND --help` describes a command. README.md and docs/ describe everything else.",
     )
     parser.add_argument("--version", action="version", version=f"tilegrad {__version__}")
     parser.set_defaults(run=None, parser=parser)
@@ -53,10 +57,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (
         ValueError,
         FileNotFoundError,
-    ) as error:  # the user gave something wrong, and the message says what is accepted
+    ) as error:  # a wrong argument or file; the message says what is accepted
         complain(error)
         return 2
-    except ImportError as error:  # something is not installed; an error in a module of ours is a fault
+    except ImportError as error:  # a package is not installed; if the module is ours, it is a bug
         if (error.name or "").startswith("tilegrad"):
             raise
         missing = f"{error.name}: not installed; pip install {error.name}"
@@ -68,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if isinstance(error, RunEnded):
             complain(error)
         elif isinstance(error, MemoryError) or any(words in str(error) for words in OUT_OF_MEMORY):
-            complain("memory: there is not enough of it; accepted: smaller sizes")
+            complain("memory: not enough for these sizes; use a smaller batch_size, seq_len or model")
         else:
             raise
         return 1

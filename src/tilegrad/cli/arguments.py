@@ -17,15 +17,15 @@ if TYPE_CHECKING:
 
 Command = Callable[[argparse.Namespace], int]
 Commands: TypeAlias = "argparse._SubParsersAction[Parser]"
-PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # of model/config.py, which loads torch
+PRESETS = ("tiny", "gpt2", "gpt2-medium", "gpt2-xl", "llama-135m")  # as in model/config.py, which imports torch
 DTYPES = ("float32", "float64", "bfloat16")  # torch's names, everywhere
 _SHORT = ("steps", "batch_size", "seq_len", "learning_rate", "device", "dtype", "seed", "memory_budget", "init")
-SHORT = {"model.preset": "--preset", "data.files": "--data"}  # names of keys that are often flags
+SHORT = {"model.preset": "--preset", "data.files": "--data"}  # short flags of keys that are often set
 SHORT |= {f"train.{name}": f"--{name.replace('_', '-')}" for name in _SHORT}
 
 
 class Parser(argparse.ArgumentParser):
-    """Names what a misspelt command, choice or flag was meant to be."""
+    """Suggests the nearest command, choice or flag for a misspelt one."""
 
     def _check_value(self, action: argparse.Action, value: object) -> None:
         try:
@@ -35,7 +35,7 @@ class Parser(argparse.ArgumentParser):
             raise
 
     def error(self, message: str) -> NoReturn:
-        """Exit as argparse does; with several ranks the first of them prints it."""
+        """Exit as argparse does; with several ranks only the first prints the message."""
         if not said_already(f"{self.prog}: {message}"):
             super().error(message)
         self.exit(2)
@@ -57,12 +57,12 @@ def add_command(commands: Commands, name: str, text: str, run: Command | None = 
 def add_dtype(
     command: argparse._ActionsContainer, text: str, *, default: str | None = None, choices: Sequence[str] | None = None
 ) -> None:
-    """A flag that takes a dtype by torch's name, or as people write it: bf16, fp32."""
+    """Add --dtype, which accepts torch's names and short ones: bf16, fp32."""
     command.add_argument("--dtype", type=dtype_name, help=text, default=default, choices=choices)
 
 
 def add_keys(command: argparse.ArgumentParser) -> None:
-    """A run's TOML file, and every key of it as a flag."""
+    """Add FILE, a run as TOML, and one flag for each key."""
     command.usage = f"{command.prog} [FILE] [--SECTION.KEY X ...] [options]"
     command.add_argument(
         "config", nargs="?", metavar="FILE", help="a run as TOML; `tilegrad init FILE` writes one to begin with"
@@ -94,10 +94,10 @@ def given_keys(args: argparse.Namespace) -> dict[str, Values]:
 
 
 def add_ranks(command: argparse.ArgumentParser) -> None:
-    """How several ranks share the work, under torchrun."""
-    text = "what each of several ranks (torchrun) holds a part of (default: %(default)s)"
+    """Add the flags for several ranks, which torchrun starts."""
+    text = "what is sharded over the ranks of torchrun (default: %(default)s)"
     command.add_argument("--shard", choices=("none", "optimizer", "all"), default="optimizer", help=text)
-    text = "gradients that several ranks sum at once; a part of what decides the bits (default: %(default)s)"
+    text = "gradients that one collective sums; changing it changes rounding (default: %(default)s)"
     command.add_argument("--bucket-mb", type=float, default=64, metavar="MIB", help=text)
     text = "ranks that share each sequence, for models with rope (default: %(default)s)"
     command.add_argument("--context", type=int, default=1, metavar="N", help=text)

@@ -53,7 +53,7 @@ def add_benches(commands: Commands) -> None:
     attention = add_command(
         bench,
         "attention",
-        "our kernels and the installed peers, after a check against the oracle",
+        "time our kernels and the installed peers, each after a check against the oracle",
         _bench_attention,
     )
     attention.add_argument("--device", help="default: cuda where there is one, else cpu")
@@ -68,7 +68,7 @@ def add_benches(commands: Commands) -> None:
         "--shape",
         nargs="+",
         metavar="B,H,T,D[,causal]",
-        help="these instead of a preset; behind D also window=N, hkv=N, tq=N",
+        help="shapes instead of a preset; after D also window=N, hkv=N, tq=N",
     )
     attention.add_argument("--peers", nargs="*", metavar="NAME", help="default: all that are installed; no name: none")
     attention.add_argument("--deterministic", action="store_true", help="the backward's deterministic mode")
@@ -79,11 +79,11 @@ def add_benches(commands: Commands) -> None:
     attention.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
     attention.add_argument("--plot", metavar="FILE", help="draw bars into a new file (needs matplotlib)")
     attention.add_argument("--profile", action="store_true", help="each kernel's share of the device's limits")
-    host = add_command(bench, "host", "what a tiny call of attention costs the host, compared with SDPA", _bench_host)
+    host = add_command(bench, "host", "host time of a tiny call of attention, compared with SDPA", _bench_host)
     host.add_argument("--device", help="default: cuda where there is one, else cpu")
     add_dtype(host, "bfloat16, float16 or float32 (default: %(default)s)", default="bfloat16")
     host.add_argument("--repeats", type=int, default=200, metavar="N", help="interleaved rounds (default: %(default)s)")
     host.add_argument("--json", action="store_true", help="JSON lines instead of the table")
     host.add_argument("--out", metavar="FILE", help="append the JSON lines to a file")
-    memory = add_command(bench, "memory", "what a buffer from the manager costs, against torch.empty", _bench_memory)
-    memory.add_argument("--json", action="store_true", help="the same as data")
+    memory = add_command(bench, "memory", "time to get a buffer from the manager, against torch.empty", _bench_memory)
+    memory.add_argument("--json", action="store_true", help="JSON instead of the table")

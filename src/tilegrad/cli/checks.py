@@ -1,4 +1,4 @@
-"""`tilegrad check`, `gradcheck` and `doctor`: what is right, and what can run here."""
+"""`tilegrad check`, `gradcheck` and `doctor`: checks of results, and what can run here."""
 
 from __future__ import annotations
 
@@ -55,9 +55,9 @@ def add_checks(commands: Commands) -> None:
     )
 
     gradcheck = add_command(
-        commands, "gradcheck", "check explicit gradients: of attention, or of a whole model", _gradcheck
+        commands, "gradcheck", "check hand-derived gradients of attention, or of a whole model", _gradcheck
     )
-    gradcheck.add_argument("--preset", choices=PRESETS, help="a model by name, made small; without it, attention alone")
+    gradcheck.add_argument("--preset", choices=PRESETS, help="a model, made small (default: attention alone)")
     gradcheck.add_argument(
         "--against", choices=("differences", "autograd"), default="differences", help="default: %(default)s"
     )
@@ -69,4 +69,4 @@ def add_checks(commands: Commands) -> None:
     doctor.add_argument(
         "--build", action="store_true", help="compile the native CPU kernel and eager calls (needs a C++ compiler)"
     )
-    doctor.add_argument("--kernels", action="store_true", help="every op's kernels: which runs, and why not the others")
+    doctor.add_argument("--kernels", action="store_true", help="every op's kernels: which runs, and why others do not")

@@ -1,7 +1,7 @@
 """What this installation can run, and what to install where it can't: one line per part.
 
-`--kernels` adds the table of kernels of every op: which runs a plain call, and why the others don't. `--build` compiles the
-native CPU kernel, and eager calls and the manager's hits in C++, from the sources that come with the package.
+`--kernels` adds the table of kernels of every op: which runs a plain call, and why the others don't. `--build` compiles
+three parts in C++ from the package's sources: the native CPU kernel, eager calls, and the memory manager's cache hits.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""How a command reports an error: one sentence on stderr, in any encoding, printed once by several ranks, and even if stdout
-is closed."""
+"""How a command reports an error: one sentence on stderr, printed once even with several ranks, in any encoding, and also
+when stdout is closed."""
 
 from __future__ import annotations
 
@@ -41,5 +41,5 @@ def said_already(sentence: str) -> bool:
 
 
 def silence(stream: TextIO) -> None:
-    """Discard what is still written to a closed stream, so that not even the flush at exit fails."""
+    """Redirect a closed stream to the null device, so that later writes and the flush at exit do not fail."""
     os.dup2(os.open(os.devnull, os.O_WRONLY), stream.fileno())

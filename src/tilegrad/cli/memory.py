@@ -67,7 +67,7 @@ def _plan(args: argparse.Namespace) -> int:
 
 
 def _largest_batch(spec: StepSpec, budget: int | None) -> tuple[dict[str, int | None], str]:
-    """The largest micro-batch that fits into what is free, and into memory_budget, as data and as a sentence."""
+    """The largest micro-batch that fits into free memory and into memory_budget, as data and as a sentence."""
     from ..engine.recompute import largest_batch
     from ..memory.managed import pressure
     from ..memory.page import human
@@ -75,9 +75,7 @@ def _largest_batch(spec: StepSpec, budget: int | None) -> tuple[dict[str, int | 
     free = pressure.memory_available(spec.device)
     limit = free if free is not None else budget
     if limit is None:
-        raise ValueError(
-            f"fit: got {spec.device}, whose free memory can't be known here; accepted: with --memory-budget"
-        )
+        raise ValueError(f"fit: got {spec.device}, whose free memory is unknown here; give --memory-budget")
     found = largest_batch(spec, budget, limit)
     batch_size, nbytes = found or (0, None)
     data = {"largest_batch_size": batch_size, "largest_batch_bytes": nbytes}
@@ -90,11 +88,11 @@ def add_memory(commands: Commands) -> None:
     plan = add_command(
         commands,
         "plan",
-        "every byte of a training step, of what `train` would run with the same arguments; nothing is allocated",
+        "every byte of the training step that `train` would run with the same arguments; nothing is allocated",
         _plan,
     )
     plan.add_argument("--html", metavar="FILE", help="write the timeline as a page")
-    plan.add_argument("--json", action="store_true", help="the same as data")
+    plan.add_argument("--json", action="store_true", help="JSON instead of the table")
     plan.add_argument("--fit", action="store_true", help="also find the largest batch size that fits into free memory")
     plan.add_argument("--world-size", type=int, default=1, metavar="N", help="plan one of N ranks (default: 1)")
     add_ranks(plan)

@@ -34,7 +34,7 @@ def _line(n: Numbers, elapsed: float, left: float) -> str:
 
 
 def _short(n: Numbers) -> str:
-    """The same for a bar of 80 columns, without the planned bytes, which the start shows."""
+    """`_line` shortened for a bar of 80 columns; the planned bytes were shown at the start."""
     seen, unit = next((n["tokens_seen"] / size, unit) for size, unit in _UNITS if n["tokens_seen"] >= size)
     mib = n["measured_bytes"] / 2**20
     memory = f"{mib:.0f} MiB" if mib < 1000 else f"{mib / 1024:.1f} GiB"
@@ -42,14 +42,14 @@ def _short(n: Numbers) -> str:
 
 
 def _message(event: str, n: Numbers) -> str | None:
-    """The line of an event; None if it has none."""
+    """The line to print for an event, or None."""
     if event == "start":
         resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
         idle = f"{n['idle_ranks']} of {n['ranks']} ranks have no micro-batch: gradient_accumulation is {n['micro_batches']}\n"
         return (idle if n["idle_ranks"] else "") + (
             f"{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, "
             f"{human(n['planned_bytes'])} planned{resumed}\n"
-            f"The text's unigram entropy, the loss of knowing nothing but frequencies: {n['unigram_entropy']:.4f} nats"
+            f"The text's unigram entropy, the loss of knowing only token frequencies: {n['unigram_entropy']:.4f} nats"
         )
     if event == "prepare":
         return str(n["doing"])
@@ -70,7 +70,7 @@ def _message(event: str, n: Numbers) -> str | None:
 
 @contextmanager
 def watch(stream: TextIO | None = None) -> Iterator[Show]:
-    """The `show` of a run."""
+    """Yields the callback that shows a run's events on `stream`."""
     out = stream or sys.stdout
     if out.isatty() and find_spec("rich") is not None:
         with _rich(out) as bar:

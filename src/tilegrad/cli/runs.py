@@ -57,8 +57,8 @@ def _init(args: argparse.Namespace) -> int:
 
 
 def _conclude(result: RunResult) -> int:
-    """Print the result. The exit code is 0 if the run is done, or if several ranks have stopped, because torchrun would
-    restart them."""
+    """Print the result. The exit code is 0 if the run is done. It is also 0 if several ranks were stopped, because
+    torchrun would restart them otherwise."""
     from ..training.folder import resume_command
 
     if int(os.environ.get("RANK", "0")):
@@ -153,11 +153,11 @@ def add_runs(commands: Commands) -> None:
         "file", nargs="?", default="run.toml", metavar="FILE", help="default: %(default)s; never overwritten"
     )
     train = add_command(commands, "train", "train a model; a run is a folder with log, checkpoints and report", _train)
-    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/NAME, of FILE or the preset)")
+    train.add_argument("--out", metavar="DIR", help="the run's folder (default: runs/ + name of FILE or preset)")
     train.add_argument(
         "--resume", nargs="?", const=True, metavar="RUN",
         help="continue the run in this folder (default: --out) from its newest checkpoint, or from the checkpoint given "
-        "here; flags may only change what changes no past step",
+        "here; flags may change only keys that affect no past step",
     )  # fmt: skip
     add_ranks(train)
     train.add_argument(
@@ -174,12 +174,16 @@ def add_runs(commands: Commands) -> None:
     text.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
     text.add_argument("--prompt", help=f"the text to continue (default: {PROMPT!r})")
     text.add_argument(
-        "--max-tokens", type=int, default=80, metavar="N", help="how much it writes (default: %(default)s)"
+        "--max-tokens", type=int, default=80, metavar="N", help="tokens to generate (default: %(default)s)"
     )
     text.add_argument(
-        "--temperature", type=float, default=0.8, metavar="X", help="0 = always the likeliest (default: %(default)s)"
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="0 = always the likeliest token (default: %(default)s)",
     )
-    text.add_argument("--top-k", type=int, metavar="N", help="choose among the N likeliest only")
+    text.add_argument("--top-k", type=int, metavar="N", help="sample only from the N likeliest tokens")
     text.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="the same seed writes the same (default: %(default)s)"
+        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
     )

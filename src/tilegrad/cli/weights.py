@@ -18,7 +18,7 @@ def _import(args: argparse.Namespace) -> int:
     write_weights(out, params, source.config, origin=source.folder)
     name = shlex.quote(str(out))
     count = sum(p.numel() for p in params.values())
-    print(f"{out}: a {source.origin['model_type']} of {count:,} parameters, every name and shape checked.")
+    print(f"{out}: a {source.origin['model_type']} model with {count:,} parameters; every name and shape was checked.")
     print(f"Fine-tune it: tilegrad train --init {name} --data TEXT; let it write: tilegrad generate {name}")
     return 0
 
@@ -32,23 +32,21 @@ def _export(args: argparse.Namespace) -> int:
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     most = None if args.max_shard_size is None else byte_count(args.max_shard_size, "max_shard_size")
     kind, step = export_run(Path(args.run_folder), Path(args.out), best=args.best, dtype=dtype, max_shard_bytes=most)
-    print(f"{args.out}: a {kind} of transformers, after {step:,} steps")
+    print(f"{args.out}: a {kind} model for transformers, after {step:,} steps")
     return 0
 
 
 def add_weights(commands: Commands) -> None:
-    bring = add_command(
-        commands, "import", "bring in weights of Hugging Face: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import
-    )
+    bring = add_command(commands, "import", "import Hugging Face weights: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import)
     bring.add_argument(
         "source", metavar="DIR_OR_FILE", help="a folder with config.json and *.safetensors, or one such file"
     )
-    bring.add_argument("--out", metavar="DIR", help="where to, never overwritten (default: models/NAME, of the source)")
+    bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/ and the name of the source)")
     give = add_command(commands, "export", "write a run's weights as a folder that transformers loads", _export)
     give.add_argument("run_folder", metavar="RUN", help="the folder of a run, or a checkpoint in it")
-    give.add_argument("out", metavar="DIR", help="where to, never overwritten")
-    add_dtype(give, "of the weights written (default: the run's)", choices=DTYPES)
+    give.add_argument("out", metavar="DIR", help="the new folder")
+    add_dtype(give, "dtype of the exported weights (default: the run's)", choices=DTYPES)
     give.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
     give.add_argument(
-        "--max-shard-size", metavar="X", help="split into files of at most 5GB, say, with an index (default: one file)"
+        "--max-shard-size", metavar="X", help="split into files of at most this size, such as 5GB (default: one file)"
     )

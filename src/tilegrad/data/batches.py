@@ -1,8 +1,8 @@
-"""Tokens → batches, in an order that depends on the seed and the position alone.
+"""Tokens → batches, in an order that depends only on the seed and the position.
 
-Window w of T tokens reads tokens[wT : wT + T], and its targets are the tokens one further on: windows overlap by one token,
-so that in an epoch each token but the first is a target once. The last window may be shorter: it is padded with token 0 and
-with target −1, which no loss counts.
+Window w has inputs tokens[wT : wT + T] and targets tokens[wT + 1 : wT + T + 1]. Neighbouring windows share one token, so
+in an epoch every token except the first is a target once. The last window may be shorter: it is padded with token 0 and
+target −1, which the loss ignores.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ Batch = tuple[torch.Tensor, torch.Tensor]  # tokens, targets (b, T) int64
 
 
 class BatchesState(TypedDict):
-    """Where `Batches` is, and what its order depends on."""
+    """The position of `Batches`, and the values that its order depends on."""
 
     epoch: int
     index: int
@@ -30,7 +30,7 @@ class BatchesState(TypedDict):
 
 
 def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
-    """(training, validation): the last ⌊fraction · N⌋ tokens are for validation, and nothing trains on them."""
+    """(training, validation): the last ⌊fraction · N⌋ tokens are held out for validation."""
     if not 0 <= validation_fraction < 1:
         raise ValueError(f"validation_fraction: got {validation_fraction}; accepted: at least 0 and less than 1")
     first = len(tokens) - math.floor(len(tokens) * validation_fraction)
@@ -38,8 +38,8 @@ def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
 
 
 def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, seed: int = 0) -> tuple[Tokens, Tokens]:
-    """(training, validation): numbers of windows of the whole text. ⌊fraction · windows⌋ windows are drawn for validation
-    and stay in the order drawn, so that the first few are from all over the text. A token is a target in one of the two."""
+    """(training, validation) window numbers: ⌊fraction · windows⌋ windows are drawn from the whole text for validation.
+    They stay in the order drawn, so the first few come from all over the text. A token is a target in only one part."""
     windows = _count_windows(tokens, seq_len)
     order = np.random.default_rng([seed, 0, 1]).permutation(windows)
     count = math.floor(windows * validation_fraction)
@@ -49,8 +49,8 @@ def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, s
 class Batches:
     """Endless batches for training: `next()` gives batch_size windows, in an order drawn for each epoch.
 
-    Epochs follow one another without a gap, so a batch may span two of them and none is smaller than batch_size.
-    `windows` are the numbers of the windows to use, by default all. `position` is (epoch, windows of it that were read).
+    A batch may span two epochs, so every batch has batch_size windows. `windows` are the numbers of the windows to use,
+    by default all. `position` is (epoch, number of its windows already read).
     """
 
     def __init__(
@@ -78,7 +78,7 @@ class Batches:
 
     def deal(self, count: int, rank: int, world: int) -> list[Batch]:
         """This rank's share of the next `count` batches: every world-th. The position is the same on all ranks, so a run
-        may resume with any number of them."""
+        may resume on any number of ranks."""
         picked = [self._pick() for _ in range(count)]
         return [_gather(self.tokens, windows, self.seq_len) for windows in picked[rank::world]]
 
@@ -94,7 +94,7 @@ class Batches:
         return picked
 
     def state(self) -> BatchesState:
-        """Plain JSON from which `restore` continues exactly."""
+        """The position as plain JSON; `restore` continues from it exactly."""
         return {
             "epoch": self._epoch,
             "index": self._index,
@@ -109,13 +109,13 @@ class Batches:
         for name in ("seed", "seq_len", "tokens_sha256"):
             if state[name] != here[name]:
                 raise ValueError(
-                    f"{name}: the saved position has {state[name]}, this run {here[name]}; the order would differ"
+                    f"{name}: got {here[name]}; accepted: {state[name]}, as in the saved position: the order depends on it"
                 )
         self._move(state["epoch"], state["index"])
 
     def _move(self, epoch: int, index: int) -> None:
         if epoch < 0 or not 0 <= index <= self.windows:
-            raise ValueError(f"position ({epoch}, {index}): an epoch has {self.windows} windows")
+            raise ValueError(f"position: got ({epoch}, {index}); accepted: epoch ≥ 0, windows 0 … {self.windows}")
         self._epoch, self._index = epoch, index
         self._order = self._numbers[np.random.default_rng([self.seed, epoch]).permutation(self.windows)]
 
@@ -131,7 +131,7 @@ def batches_in_order(
     world: int = 1,
 ) -> Iterator[Batch]:
     """For evaluation: every window once, first to last or in the order of `windows`; the last batch may be smaller. Only
-    the first `most` batches are used, so that each evaluation has the same, and of these every world-th is this rank's."""
+    the first `most` batches are used, the same in every evaluation. This rank gets every world-th of them."""
     numbers = np.arange(_count_windows(tokens, seq_len)) if windows is None else windows
     for number, begin in enumerate(range(0, len(numbers), batch_size)):
         if number == most:
@@ -145,8 +145,8 @@ def _count_windows(tokens: Tokens, seq_len: int) -> int:
         raise ValueError(f"seq_len: got {seq_len}; accepted: at least 1")
     if len(tokens) < seq_len + 1:
         raise ValueError(
-            f"{len(tokens)} tokens are less than one window of seq_len + 1 = {seq_len + 1}; "
-            "give more text (of validation: a larger fraction), or a smaller seq_len"
+            f"tokens: got {len(tokens)}; accepted: at least one window, seq_len + 1 = {seq_len + 1}; "
+            "give more text (for validation: a larger fraction), or a smaller seq_len"
         )
     return -(-(len(tokens) - 1) // seq_len)
 

@@ -1,12 +1,12 @@
-"""Files → text. The suffix says what a file is; any other file is refused, never learned from as raw bytes.
+"""Files → text. The suffix gives a file's kind. Other kinds are refused, so no model learns from raw bytes by mistake.
 
-.txt .md …    one document, as it is, with nothing between it and the next
+.txt .md …    one document, unchanged; nothing separates it from the next
 .jsonl        one document per line, its text in one field; a blank line follows each
 .gz           either of these, compressed
 a folder      all such files in it and below it, in sorted order; other files there are counted as left out
 
-All of the text is in memory while it is encoded, so more than half of the machine's memory is refused before it is read. A .gz
-is decompressed piece by piece, and refused once it has grown to more than 100 times its size (and 16 MiB).
+All of the text is in memory while it is encoded, so text larger than half of the machine's memory is refused before it is
+read. A .gz is decompressed piece by piece, and refused when it exceeds 16 MiB and 100 times its size.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 from ..text.untrusted import shown
 
-Numbers = dict[str, Any]  # of an event: {"step": 10, "loss": 2.5}
-Show = Callable[[str, Numbers], None]  # is called with each event ("prepare", "start", "train", …) and its numbers
+Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
+Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "start", "train", …) and its numbers
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
 _GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # a .gz may hold 100 times its size, and 16 MiB in any case
@@ -42,7 +42,7 @@ class Documents:
     text: str
     files: int
     documents: int
-    left_out: int  # files in folders that are of other kinds
+    left_out: int  # files of other kinds in the folders
 
 
 def default_text() -> Path:
@@ -55,7 +55,7 @@ def quiet(_event: str, _numbers: Numbers) -> None:
 
 
 def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show = quiet) -> Documents:
-    """The documents of files and folders, as UTF-8, no line ending changed. About once a second `show` says how far it is."""
+    """The documents in files and folders, decoded as UTF-8, line endings unchanged. `show` gets the progress every second."""
     files, left_out = find_files(paths)
     memory = memory_limit(torch.device("cpu"))
     parts: list[str] = []
@@ -81,7 +81,7 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show =
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
-    """(files to read, how many others the folders hold)."""
+    """(files to read, number of other files in the folders)."""
     files, left_out = [], 0
     for path in paths:
         if path.is_dir():
@@ -98,7 +98,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
         elif _kind(path) not in ("", *TEXT, *LINES):
             raise ValueError(
                 f"{path}: got a file of kind {''.join(path.suffixes[-2:])!r}; accepted: {_accepted()}; "
-                "plain text of another name goes by .txt"
+                "give plain text the suffix .txt"
             )
         else:
             files.append(path)
@@ -110,13 +110,13 @@ def _accepted() -> str:
 
 
 def _kind(file: Path) -> str:
-    """The suffix that says what is inside, below .gz."""
+    """The suffix that gives the file's kind, without .gz."""
     plain = file.with_suffix("") if file.suffix.lower() == ".gz" else file
     return plain.suffix.lower()
 
 
 def _content(file: Path, room: float) -> bytes:
-    """The file's bytes, decompressed; refused where they are more than `room`."""
+    """The file's bytes, decompressed; more than `room` bytes are refused."""
     size = file.stat().st_size
     if size > room:
         raise _too_large(file, size)
@@ -130,7 +130,7 @@ def _content(file: Path, room: float) -> bytes:
                 if grown > most:
                     raise ValueError(
                         f"{file}: got more than {grown >> 20} MiB out of {size:,} bytes; accepted: at most "
-                        f"{_GZIP_GROWTH} times the compressed size; decompress it yourself if it is meant so"
+                        f"{_GZIP_GROWTH} times the compressed size; if the file is right, decompress it first"
                     )
                 if grown > room:
                     raise _too_large(file, grown)
@@ -175,5 +175,5 @@ def _fields(file: Path, text: str, name: str) -> Iterator[str]:
             has = ", ".join(map(shown, [*record][:20])) if isinstance(record, dict) else type(record).__name__
             raise ValueError(f"{where}: got {has}; accepted: an object with the text in {name!r} (data.text_field)")
         if _SURROGATE.search(record[name]):
-            raise ValueError(f"{where}: got half of a surrogate pair in {name!r}; accepted: text that UTF-8 has")
+            raise ValueError(f"{where}: got half of a surrogate pair in {name!r}; accepted: text that UTF-8 can encode")
         yield record[name]

@@ -28,10 +28,10 @@ def prepare(
 ) -> tuple[TokenFile, Tokenizer]:
     """Write the tokens of these texts into `folder`: tokens.bin and tokenizer.json.
 
-    tokenizer   "bytes" (vocab_size 256); "bpe", which learns vocab_size tokens from these texts; or the name of a file
+    tokenizer   "bytes" (vocab_size 256); "bpe", which learns vocab_size tokens from these texts; or a tokenizer.json
     text_field  the field of a .jsonl line that holds the text
-    show        is called with "prepare" before what takes long, and with "data" at the end: files, documents, bytes, tokens
-    Files that the same tokenizer wrote from the same text are used again. All of the text is in memory while it is encoded.
+    show        is called with "prepare" before each slow step, and with "data" at the end: files, documents, bytes, tokens
+    Files already in `folder` are reused if text and tokenizer are the same. All of the text is in memory while it is encoded.
     """
     given = load_tokenizer(Path(tokenizer)) if tokenizer.endswith(".json") else None
     if given is None and tokenizer not in ("bytes", "bpe"):
@@ -66,7 +66,7 @@ def prepare(
 
 
 def _prepared(folder: Path, source: str, kind: str, vocab_size: int) -> tuple[TokenFile, Tokenizer] | None:
-    """What is in the folder, or None where it is not all there, damaged, or of another text or tokenizer."""
+    """The tokens and tokenizer in `folder`; None if a file is missing or damaged, or if the text or the tokenizer differs."""
     try:
         file = open_tokens(folder / "tokens.bin")
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
@@ -79,10 +79,10 @@ def _prepared(folder: Path, source: str, kind: str, vocab_size: int) -> tuple[To
 
 
 def load_prepared(folder: Path) -> tuple[TokenFile, Tokenizer]:
-    """What `prepare` left in `folder`, as it is; refused where the tokenizer is not the one that made the tokens."""
+    """The tokens and tokenizer that `prepare` wrote into `folder`; refused if the tokens were made by another tokenizer."""
     for name in ("tokens.bin", "tokenizer.json"):
         if not (folder / name).is_file():
-            raise FileNotFoundError(f"{folder / name}: missing; the run's own is needed")
+            raise FileNotFoundError(f"{folder / name}: no such file; put the run's own back, or start a new run")
     file = open_tokens(folder / "tokens.bin")
     found = sha256_of(folder / "tokenizer.json")
     if found != file.tokenizer_sha256:

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 
 
 class Tokenizer(Protocol):
-    """Text ↔ tokens below vocab_size. `decode(encode(text)) == text`; where tokens end inside a character, decode puts �."""
+    """Text ↔ tokens below vocab_size. `decode(encode(text)) == text`; an incomplete character decodes to �."""
 
     @property
     def vocab_size(self) -> int: ...
@@ -55,7 +55,7 @@ class BpeTokenizer:
     """Byte-level BPE of Hugging Face `tokenizers`; `json` is that library's own format."""
 
     inner: HuggingFaceTokenizer
-    name: str = "tokenizer"  # the file that it is from
+    name: str = "tokenizer"  # the file it was loaded from
 
     @cached_property
     def vocab_size(self) -> int:
@@ -76,32 +76,32 @@ class BpeTokenizer:
 
 
 def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
-    """Learn the merges of `text`: the 256 bytes, and vocab_size − 256 merges. The same text gives the same tokenizer."""
+    """Learn vocab_size − 256 merges from `text`; the first 256 tokens are the bytes. The same text gives the same tokenizer."""
     if vocab_size < 256:
-        raise ValueError(f"vocab_size: got {vocab_size}; accepted: at least 256, the bytes, for a byte-level BPE")
+        raise ValueError(f"vocab_size: got {vocab_size}; accepted: at least 256, one token for each byte")
     library = _tokenizers()
     inner = library.Tokenizer(library.models.BPE())
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    most = min(vocab_size, 256 + len(text.encode("utf-8")))  # the trainer reserves room for all that it is asked for
+    most = min(vocab_size, 256 + len(text.encode("utf-8")))  # the trainer allocates for its whole vocab_size
     trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([text], trainer)
     if inner.get_vocab_size() != vocab_size:
         raise ValueError(
-            f"vocab_size: got {vocab_size}; accepted: at most {inner.get_vocab_size()}, which is all that this text makes "
-            "(data.bpe_vocab_size), or more text"
+            f"vocab_size: got {vocab_size}; accepted: at most {inner.get_vocab_size()}, the number of tokens in this text; "
+            "lower data.bpe_vocab_size, or give more text"
         )
     return BpeTokenizer(inner)
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer whose `json` is in the file."""
+    """Load a tokenizer from a file with its `json`."""
     text = decoded(path)
     content = parse_json(text, str(path))
     model = content.get("model") if isinstance(content, dict) else None
     if not isinstance(model, dict):
-        raise ValueError(f"{path}: not a tokenizer; make it again with `prepare`")
+        raise ValueError(f"{path}: got no object 'model'; accepted: a tokenizer.json of tilegrad or Hugging Face")
     if model.get("type") == "bytes":
         return ByteTokenizer()
     with _named_faults(str(path)):
@@ -112,7 +112,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
-    """Decodes tokens; those outside the tokenizer's vocabulary (a model's may be larger) decode to �."""
+    """Decode tokens. A model's vocabulary may be larger than the tokenizer's: its extra tokens decode to �."""
     if all(token < tokenizer.vocab_size for token in tokens):
         return tokenizer.decode(tokens)
     return "".join(tokenizer.decode([token]) if token < tokenizer.vocab_size else "�" for token in tokens)
@@ -123,18 +123,18 @@ def _tokenizers() -> ModuleType:
         import tokenizers
     except ImportError as error:
         raise ImportError(
-            "tokenizer: got 'bpe', which needs Hugging Face tokenizers; accepted: 'bytes', or after pip install 'tilegrad[bpe]'"
+            "tokenizer: got BPE, and tokenizers is not installed; accepted: 'bytes', or BPE after pip install 'tilegrad[bpe]'"
         ) from error
     return tokenizers
 
 
 @contextmanager
 def _named_faults(name: str) -> Iterator[None]:
-    """Add the file's name to an error of `tokenizers`. It raises a bare Exception, and a panic of its Rust code is not even
-    an Exception."""
+    """Add the file's name to an error of `tokenizers`: a bare Exception, or a panic of its Rust code, which is a
+    BaseException only."""
     try:
         yield
     except BaseException as error:
         if type(error) is not Exception and type(error).__name__ != "PanicException":
             raise
-        raise ValueError(f"{name}: is no tokenizer that Hugging Face's tokenizers can use: {error}") from error
+        raise ValueError(f"{name}: not a tokenizer that Hugging Face tokenizers can use: {error}") from error

@@ -1,4 +1,4 @@
-"""A file of tokens: a header of 96 bytes, then the tokens, little-endian, uint16 up to a vocabulary of 65536, else uint32."""
+"""A token file: a header of 96 bytes, then little-endian tokens: uint16 if the vocabulary is at most 65536, else uint32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ import numpy.typing as npt
 
 from ..text.atomic import write_whole
 
-Tokens: TypeAlias = npt.NDArray[np.integer]  # uint16 or uint32, often a map of a file
+Tokens: TypeAlias = npt.NDArray[np.integer]  # uint16 or uint32, often memory-mapped
 
 _HEADER = struct.Struct("<8sIIQQ32s32s")  # magic, version, bytes per token, tokens, vocab size, two digests
 _MAGIC, _VERSION = b"TGTOKENS", 1
@@ -23,20 +23,20 @@ _CHUNK = 1 << 22  # tokens read at once
 
 
 class TokenFileError(ValueError):
-    """A token file that cannot be used as it is."""
+    """A token file that is damaged or of another version, or a token outside its vocabulary."""
 
 
 @dataclass(frozen=True, slots=True)
 class TokenFile:
     path: Path
     map: mmap.mmap
-    tokens: Tokens  # in the map, read-only
+    tokens: Tokens  # a read-only view of `map`
     vocab_size: int
     source_sha256: str  # of the text, as UTF-8
     tokenizer_sha256: str  # of the tokenizer's json
 
     def check_length(self) -> None:
-        """OSError where the mapped file has become shorter: reading beyond its end would kill the process (SIGBUS)."""
+        """Raise OSError if the mapped file has become shorter: reading beyond its end would kill the process (SIGBUS)."""
         found, mapped = self.map.size(), len(self.map)
         if found < mapped:
             raise OSError(
@@ -69,9 +69,7 @@ def open_tokens(path: Path) -> TokenFile:
     if not 1 <= vocab_size <= 1 << 32:
         raise TokenFileError(f"{path}: got a vocabulary of {vocab_size}; accepted: 1 … 2³²; {remedy}")
     if itemsize != token_dtype(vocab_size).itemsize:
-        raise TokenFileError(
-            f"{path}: {itemsize} bytes per token do not go with a vocabulary of {vocab_size}; {remedy}"
-        )
+        raise TokenFileError(f"{path}: {itemsize} bytes per token do not match a vocabulary of {vocab_size}; {remedy}")
     expected, found = _HEADER.size + count * itemsize, path.stat().st_size
     if found != expected:
         what = "truncated" if found < expected else "too long"
@@ -104,9 +102,9 @@ def tokens_sha256(tokens: Tokens) -> str:
 
 
 def unigram_entropy(tokens: Tokens) -> float:
-    """−Σ p ln p, in nats: the loss of the best model that looks at no other token."""
+    """−Σ p ln p, in nats: the lowest loss of a model that knows only the frequencies of tokens."""
     if not len(tokens):
-        raise ValueError("tokens: there are none, and no entropy of nothing")
+        raise ValueError("tokens: got none; accepted: at least one token")
     counts: Tokens = np.zeros(1, np.int64)
     for begin in range(0, len(tokens), _CHUNK):
         more = np.bincount(tokens[begin : begin + _CHUNK], minlength=len(counts))

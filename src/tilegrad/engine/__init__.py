@@ -1,1 +1,1 @@
-"""The training step: forward → loss → backward → reduce → clip → AdamW, in memory that is planned before the first one."""
+"""The training step: forward → loss → backward → reduce → clip → AdamW, in memory planned before the first step."""

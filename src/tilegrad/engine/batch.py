@@ -26,7 +26,7 @@ _INTS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
 
 def check_spec(spec: StepSpec) -> None:
-    """Refuse sizes, a dtype or a linear that no engine has; parallel/check.py refuses ranks."""
+    """Refuse sizes, a dtype or a `linear` that no engine supports; parallel/check.py checks ranks."""
     for name, value in (("batch_size", spec.batch_size), ("seq_len", spec.seq_len)):
         if not is_count(value, LIMITS[name]):
             raise ValueError(f"{name}: got {shown(value)}; accepted: an int ≥ 1, at most {LIMITS[name]:,}")
@@ -45,7 +45,7 @@ def check_spec(spec: StepSpec) -> None:
 
 
 def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> list[Batch]:
-    """The micro-batches of a step: one for a pair of tensors, as many as the lists have otherwise."""
+    """The micro-batches of a step: one if both arguments are tensors, else one for each pair of the lists."""
     x, y = ([given] if isinstance(given, Tensor) else list(given) for given in (tokens, targets))
     if len(x) != len(y):
         raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
@@ -53,10 +53,10 @@ def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[
 
 
 def check_some(micro_batches: int) -> None:
-    """Refuse a step without a micro-batch on any rank: decay and moments would change the weights."""
+    """Refuse a step in which no rank has a micro-batch: decay and moments would still change the weights."""
     if not micro_batches:
         raise ValueError(
-            "tokens: got no micro-batch; accepted: one or more (of several ranks, one of them has to have one)"
+            "tokens: got no micro-batch; accepted: one or more (with several ranks, on at least one of them)"
         )
 
 
@@ -65,7 +65,7 @@ def count_targets(targets: Tensor) -> int:
 
 
 def check_batch(tokens: Tensor, targets: Tensor, spec: StepSpec) -> None:
-    """Refuse a batch that does not fit. Values are checked on a CPU; on CUDA, where that would wait, with TILEGRAD_CHECK=1."""
+    """Refuse a wrong shape or dtype. Values are checked on a CPU; on CUDA only with TILEGRAD_CHECK=1, because it would wait."""
     for name, x in (("tokens", tokens), ("targets", targets)):
         if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in _INTS:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -88,5 +88,5 @@ def _check_range(name: str, x: Tensor, low: int, vocab_size: int) -> None:
     wrong = ((x < low) | (x >= vocab_size)).nonzero()[0].tolist()
     value = int(x[tuple(wrong)])
     ignored = "; −1 marks a position without a target" if name == "targets" else ""
-    torch_like = " (torch's −100 means nothing here)" if value == -100 else ""
+    torch_like = " (torch's ignore_index −100 is not used here)" if value == -100 else ""
     raise ValueError(f"{name}: got {value} at {wrong}{torch_like}; accepted: 0 … {vocab_size - 1}{ignored}")

@@ -3,9 +3,9 @@
     stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · clip · AdamW │ copy out │ copy in │ …
     host       stage step k + 1 … │ read step k − 2 │                              never waits for the newest step
 
-What changes from step to step is copied to the device before the graph begins: tokens, targets, dropout's seeds and the
-learning rate in one buffer, `staged`. The device counts the targets and decides whether to skip the step, and (loss, norm) is
-copied back. So the graph has no arguments, and nothing is allocated once it is captured.
+Tokens, targets, dropout's seeds and the learning rate change from step to step. They are copied to the device in one
+buffer, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step, and (loss,
+norm) is copied back. So the graph has no arguments, and nothing is allocated once it is captured.
 
 The first step of a new shape runs op by op, which compiles and loads every kernel. The second is captured. Both run
 `DeviceStep.program`, so they have the same bits.
@@ -25,12 +25,12 @@ from .batch import Batch
 from .optimizer import Optimizer, StepResult
 from .step import accumulate_gradients
 
-DEPTH = 3  # submitted steps at most
+DEPTH = 3  # the most submitted steps in flight
 
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """What a step reads, as views of one int64 buffer: tokens and targets (b, t) and seeds (L,) of each micro-batch."""
+    """The inputs of a step, as views of one int64 buffer: tokens and targets (b, t) and seeds (L,) of each micro-batch."""
 
     buffer: Tensor
     tokens: tuple[Tensor, ...]
@@ -70,7 +70,7 @@ class DeviceStep:
         self.models, self.optimizer, self.stream = tuple(models), optimizer, stream
         self.staged = Staged.of(models, device)
         self.valid = torch.empty(max(x.numel() for x in self.staged.targets), dtype=torch.bool, device=device)
-        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # of one micro-batch, of all
+        self.counts = torch.zeros(2, dtype=torch.int64, device=device)  # targets of one micro-batch, and of all
         self.inv_total = torch.zeros((), dtype=dtype, device=device)
         self.result = torch.zeros(2, dtype=dtype, device=device)
         self.graph: torch.cuda.CUDAGraph | None = None
@@ -134,7 +134,7 @@ class StepQueue:
     def submit(
         self, step: DeviceStep, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], rate: float, *, capture: bool
     ) -> list[StepResult]:
-        """Launch a step. Where the queue was full, waits for the oldest step and returns its result."""
+        """Launch a step. If the queue is full, wait for the oldest step and return its result."""
         awaited = [self._take()] if len(self._running) >= DEPTH else []
         free = self._free.setdefault(id(step), [])
         slot = free.pop() if free else self._new(step)

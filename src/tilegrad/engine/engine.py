@@ -37,17 +37,17 @@ from .step import accumulate_gradients
 
 
 class Engine:
-    """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: the layers compute
-    with rounded copies of the params on CUDA, and on a CPU ops round what they read. dtype=None is bfloat16 on CUDA, float32 on
-    a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. linear="fp8" computes the forward
-    products of the blocks in float8, on GPUs that have it. deterministic=False lets attention add in any order on a GPU; a CPU
-    never does.
+    """Trains one model. `params` and `grads` are views of the arenas by name. In bfloat16 both are float32: on CUDA the layers
+    compute with bfloat16 copies of the params, on a CPU the ops round what they read. dtype=None is bfloat16 on CUDA, float32
+    on a CPU. capture=False runs a CUDA step op by op, with the same bits, for a debugger. linear="fp8" computes the blocks'
+    forward GEMMs in float8, on GPUs that have it. deterministic=False lets attention's backward add in any order on a GPU; on
+    a CPU the order is always the same.
 
-    With a `mesh` of several ranks (engine/parallel) each rank gives its own micro-batches, and the step is that of all of
-    them. shard="optimizer" leaves each rank 1/world of the moments, "none" all of them, "all" 1/world of everything. Buckets of
-    `bucket_bytes` of gradients are summed at once; their size affects the bits. `params` are then what layers compute with, a
-    step is not captured, and the loss is that of all ranks after the optimizer's step. context=n: n neighbouring ranks share
-    each sequence; they give the same micro-batches, and each computes its rows.
+    With a `mesh` of several ranks (engine/parallel) each rank gives its own micro-batches, and the step covers all of
+    them. With shard="optimizer" a rank has 1/world of the moments, with "none" all moments, with "all" 1/world of everything.
+    Gradients are summed in buckets of `bucket_bytes`, which affects rounding. `params` are then the copies that layers compute
+    with, a step is not captured, and `loss` is that of all ranks after the optimizer's step. context=n: n neighbouring ranks
+    share each sequence; they give the same micro-batches, and each computes its rows.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -64,8 +64,8 @@ class Engine:
     """Every buffer of the step with its bytes and its address; `plan.peak_bytes` is what the engine allocates, once."""
 
     grads: dict[str, Tensor]
-    """By name, float32 or better: what `gradients` and `backward` have written, and `optimizer_step` reads. Views of the arena:
-    they can be changed in place before the update. With several ranks, after `gradients`, only this rank's slices are sums."""
+    """By name, float32 or float64. `gradients` and `backward` write them, `optimizer_step` reads them. They are views of the
+    arena that can be changed before the update. After `gradients` on several ranks, only this rank's slices are summed."""
 
     loss: float
     """The mean loss of the last step or forward."""
@@ -104,14 +104,14 @@ class Engine:
         self.optimizer = self.ranks.optimizer
         self._bound: dict[tuple[int, int, bool, bool], Transformer] = {}
         self._threads = torch.get_num_threads()
-        self._pending: Transformer | None = None  # the model of a forward that no backward has followed
+        self._pending: Transformer | None = None  # the model of the last forward, until its backward
         self._total = self._count = 0
         self._device_steps: dict[tuple[tuple[int, int], ...], DeviceStep] = {}
         self._stream = torch.cuda.Stream(self.device) if self.device.type == "cuda" else None
         self._queue = StepQueue(self._stream) if self._stream is not None and mesh.world == 1 else None
         self._results: list[StepResult] = []
         self._rounded = -1  # the version of the params that the compute copies were rounded from
-        self.draws = 0  # of dropout's seeds
+        self.draws = 0  # how often dropout's seeds were drawn
         self.loss, self.steps = 0.0, 0
         self._initialise()
 
@@ -131,7 +131,7 @@ class Engine:
             check_agreed(self.ranks.mesh, {"initial weights": digest(drawn)})
 
     def _draw(self, model: Transformer, generator: torch.Generator) -> Iterator[Tensor]:
-        """Each initial parameter, whole; this rank keeps its slice of it."""
+        """Yield each initial parameter whole, after this rank's slice of it is written."""
         for name, p in model.params.items():
             whole = torch.empty(p.value.shape)
             p.init.fill(whole, generator)
@@ -141,7 +141,7 @@ class Engine:
     @property
     def params(self) -> dict[str, Tensor]:
         """The parameters by name, after waiting for those that other ranks are sending. With shard="all" they are copies, and
-        all ranks ask for them together.
+        all ranks must read them together.
 
         >>> engine.params["wte.weight"].shape
         torch.Size([5, 16])
@@ -176,20 +176,20 @@ class Engine:
         """
         if self._pending is None:
             raise RuntimeError(
-                "backward: got no forward since the last backward, or gradients, an evaluate or a refused batch came "
-                "between; call forward(tokens, targets) first"
+                "backward: got no forward, or a backward, gradients, evaluate or a refused batch came after it; "
+                "call forward(tokens, targets) first"
             )
         if self.ranks.summed:
             raise RuntimeError(
-                "backward: got gradients that are summed over the ranks already; accepted: after optimizer_step, or after "
-                "zero_gradients"
+                "backward: got gradients that are already summed over the ranks; call optimizer_step or "
+                "zero_gradients first"
             )
         model, self._pending = self._pending, None
         with self._on_stream(), self.ranks.around("backward"):
             model.backward()
 
     def zero_gradients(self) -> None:
-        """Zero every gradient: before the first `backward` of a step; `gradients` and `step` need it not.
+        """Zero every gradient, before the first `backward` of a step; `gradients` and `step` do not need it.
 
         >>> engine.zero_gradients()
         >>> float(engine.grads["wte.weight"].norm())
@@ -200,8 +200,8 @@ class Engine:
 
     def gradients(self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> float:
         """Forward and backward of one batch, or of a list of micro-batches as if they were one. The first overwrites the
-        gradients, so nothing is zeroed, and the next add to them. Returns the mean loss. A rank may have no micro-batch where
-        another one has.
+        gradients, so zeroing is not needed, and the others add to them. Returns the mean loss. A rank may have no micro-batch
+        if another rank has one.
 
         >>> loss = engine.gradients([x[:1], x[1:]], [y[:1], y[1:]])
         """
@@ -281,7 +281,7 @@ class Engine:
         self._record(awaited)
 
     def finished(self, *, wait: bool = False) -> list[StepResult]:
-        """Results of submitted steps, oldest first, each once; `wait` for all. Ten skipped in a row raise NonFiniteError.
+        """Results of submitted steps, oldest first, each once; `wait` includes all. Ten skipped in a row raise NonFiniteError.
 
         >>> engine.submit(x, y, learning_rate=1e-3)
         >>> engine.finished(wait=True)[-1].loss < 0.1
@@ -292,7 +292,7 @@ class Engine:
         return results
 
     def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
-        """The mean loss of this rank's batch without dropout, and without a backward to follow.
+        """The mean loss of this rank's batch, without dropout; no backward can follow.
 
         >>> engine.evaluate(x, y) < 0.1
         True
@@ -363,17 +363,17 @@ class Engine:
         return model
 
     def _round_weights(self, model: Transformer) -> None:
-        """Update the compute copies where something other than AdamW has changed the params."""
+        """Update the compute copies if something other than AdamW has changed the params."""
         if self._rounded != self._version() and self._has_masters(model):
             model.round_weights()
             self._rounded = self._version()
 
     def _has_masters(self, model: Transformer) -> bool:
-        """Whether this rank has every master; otherwise it has slices of them, which the optimizer rounds."""
+        """Whether this rank has all master weights; otherwise it has slices of them, which the optimizer rounds."""
         return self.ranks.has_params and isinstance(model.embedding.wte.master, Tensor)
 
     def _version(self) -> int:
-        """torch's count of the changes of the params."""
+        """torch's version counter of the params arena."""
         return int(self.arenas.bytes["params"]._version)
 
     def _device_step(self, shapes: tuple[tuple[int, int], ...], stream: torch.cuda.Stream) -> DeviceStep:
@@ -383,7 +383,7 @@ class Engine:
         return self._device_steps[shapes]
 
     def _update(self, learning_rate: float) -> StepResult:
-        """Update with the gradients as they are, and wait for it."""
+        """Update with the current gradients, and wait for the result."""
         self.steps += 1
         with self._on_stream():
             self.loss = self.ranks.update(learning_rate, self.loss)
@@ -396,13 +396,13 @@ class Engine:
             self._record(self._queue.finished(wait=wait))
 
     def _record(self, results: list[StepResult]) -> None:
-        """Keep results for `finished`, which returns them even where counting them raises."""
+        """Keep results for `finished`, which returns them even if counting them raises."""
         self._results.extend(results)
         self._count_steps(results)
 
     def _count_steps(self, results: list[StepResult]) -> None:
-        """After ten skipped in a row, submitted steps are skipped too. Then the guard is released, so that training can
-        continue, and the error raised."""
+        """Count steps. After ten skipped in a row, the steps still in flight are skipped too. Then the guard is reset, so that
+        training can continue, and NonFiniteError is raised."""
         try:
             for result in results:
                 self.optimizer.count(result)
@@ -414,8 +414,8 @@ class Engine:
 
     @contextmanager
     def _on_stream(self) -> Iterator[None]:
-        """All of an engine's work on CUDA runs on one stream: after the caller's earlier work on the current stream, and before
-        the later."""
+        """Run on the engine's own CUDA stream: after the caller's earlier work on the current stream, and before its later
+        work."""
         if self._stream is None:
             yield
             return

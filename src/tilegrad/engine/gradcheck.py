@@ -2,8 +2,8 @@
 
     n = (L(w + ε) − L(w − ε)) / 2ε          one entry of a tensor at a time, and one random direction through all of it
 
-The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), a being the
-explicit gradient; it fails above 1e-5.
+The relative error of a tensor is max|a − n| / max(max|a|, max|n|, 1e-6 · the largest gradient of the check), where a is
+the explicit gradient; a tensor fails above 1e-5.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ def check_device(device: str) -> None:
     except RuntimeError as error:
         raise ValueError(f"device: got {device!r}; accepted: cpu, cuda, or cuda:N") from error
     if asked.type not in ("cpu", "cuda"):
-        raise ValueError(f"device: got {device!r} (no kernel here is for it); accepted: cpu, cuda, or cuda:N")
+        raise ValueError(f"device: got {device!r} (there are no kernels for it); accepted: cpu, cuda, or cuda:N")
     if asked.type == "cpu" or (torch.cuda.is_available() and (asked.index or 0) < torch.cuda.device_count()):
         return
     if torch.cuda.is_available():
@@ -35,7 +35,7 @@ def check_device(device: str) -> None:
 
 
 def too_large(planned_bytes: int, device: torch.device) -> str | None:
-    """The error for a plan that is larger than the device's memory; None where it fits, or the memory is not known."""
+    """The error for a plan that is larger than the device's memory; None if it fits or the memory is unknown."""
     limit = memory_limit(device)
     if limit is None or planned_bytes <= limit:
         return None
@@ -46,14 +46,14 @@ def too_large(planned_bytes: int, device: torch.device) -> str | None:
 
 
 def what_fits(planned_bytes: int, device: torch.device) -> tuple[dict[str, int | bool | None], str]:
-    """Whether a plan fits into the device's free memory: as data, with None for what is not known, and as a sentence."""
+    """Whether a plan fits into the device's free memory: as data, with None for unknown values, and as a sentence."""
     free, limit = pressure.memory_available(device), memory_limit(device)
     data = {"free_bytes": free, "memory_bytes": limit, "fits": None if free is None else planned_bytes <= free}
     if refusal := too_large(planned_bytes, device):
         return data | {"fits": False}, refusal
     total = "" if limit is None else f", of {human(limit)} in all"
     if free is None:
-        return data, f"whether it fits can't be known here: {device} does not say how much memory is free{total}"
+        return data, f"whether it fits is unknown: {device} does not report its free memory{total}"
     if planned_bytes <= free:
         return data, f"it fits: {device} has {human(free)} free{total}"
     return data, (

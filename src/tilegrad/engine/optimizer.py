@@ -1,17 +1,17 @@
 """AdamW over a model's parameters: its buffers, its step, and the guard against non-finite losses and gradients.
 
-    params    w₀ ░ w₁ ░ … ░ b₀ ░ b₁ …        ░: a gap of alignment, always zero
-    grads     the same layout, as have m and v: each of the four is one flat range (P,)
+    params    w₀ ░ w₁ ░ … ░ b₀ ░ b₁ …        ░: an alignment gap, always zero
+    grads     the same layout, and so have m and v; each of the four is one flat range (P,)
     rounded   the bfloat16 copies that layers compute with on CUDA: the same layout in elements
     decay     parameters of two and more dimensions come first, so weight decay applies to a prefix of the range
 
     norm = ‖grads‖₂        clip to max_norm        AdamW                    (equations: kernels/adamw)
 
-Declared on handles, the step is traced and planned together with the model's; bound to tensors, it performs the update. Its
-scratch is dead between steps and shares addresses with the activations.
+Declared on handles, the update is traced and planned together with the model's step; bound to tensors, it runs. Its scratch
+is not live between steps, so it shares addresses with the activations.
 
-Sharded over ranks (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates a slice of each. m and v
-hold only those slices, one after the other. With bfloat16 compute copies, the float32 masters are stored the same way:
+When sharded over ranks (dist/schedule.py), params and grads are cut into padded buckets, and a rank updates a slice of
+each. m and v have only those slices, in order. With bfloat16 compute copies, the float32 masters are stored the same way:
 
     params    │ bucket 0: 0 1 2 3 │ bucket 1: 0 1 2 3 │ …       m, v of rank 2:  │ 2 │ 2 │ …
 """
@@ -57,7 +57,7 @@ class AdamW:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """A step's mean loss over its targets, and the norm of its gradients before clipping. Where the norm is not finite, the
+    """A step's mean loss over its targets, and the norm of its gradients before clipping. If the norm is not finite, the
     step was skipped."""
 
     loss: float
@@ -83,7 +83,7 @@ class Owned(NamedTuple):
 def _padded(
     name: str, ordered: Sequence[Param], buckets: Sequence[Bucket], of_param: Callable[[Param], Buffer]
 ) -> FlatHandle:
-    """The flat range of one buffer of each parameter, with the pads of the buckets."""
+    """One buffer of each parameter as a flat range, with the buckets' padding."""
     every = list(handles([of_param(p) for p in ordered]))
     if not buckets:
         return flat(name, every)
@@ -100,7 +100,7 @@ def _padded(
 def _grads_and_values(
     ordered: Sequence[Param], buckets: Sequence[Bucket], units: Units | None
 ) -> tuple[FlatHandle, FlatHandle]:
-    """Gradients and parameter values: whole, with the buckets' padding, or with `units` this rank's parts alone."""
+    """Gradients and parameter values: whole, with the buckets' padding; with `units`, only this rank's parts."""
     name = "params" if ordered[0].value is ordered[0].master else "rounded"
     if units is not None:
         return flat("grads", list(handles(units.grad_parts))), flat(name, list(handles(units.value_parts)))
@@ -112,7 +112,7 @@ def _slices(
     masters: FlatHandle, grads: FlatHandle, m: FlatHandle, v: FlatHandle, rounded: FlatHandle | None,
     buckets: Sequence[Bucket], rank: int, world: int, units: Units | None,
 ) -> Iterator[Owned]:  # fmt: skip
-    """A rank's slice of each bucket. With units the rank stores only these slices of them."""
+    """A rank's slice of each bucket. With `units` the rank stores only these slices."""
     at = 0
     for bucket in buckets:
         start, stop = bucket.part(rank, world)
@@ -139,12 +139,12 @@ class Optimizer:
     grads: Buffer
     m: Buffer
     v: Buffer
-    adam_step: Buffer  # 0-d float32: the updates done
-    norm: Buffer  # 0-d: of the gradients, before clipping; NaN where the guard skips the step
-    loss: Buffer  # 0-d: of the step
-    in_a_row: Buffer  # 0-d float32: steps skipped since the last that was not
+    adam_step: Buffer  # 0-d float32: the number of updates done
+    norm: Buffer  # 0-d: the gradient norm before clipping; NaN if the guard skips the step
+    loss: Buffer  # 0-d: the loss of the step
+    in_a_row: Buffer  # 0-d float32: the number of steps skipped in a row
     rounded: Buffer | None
-    moments: dict[str, Buffer]  # m.<parameter> and v.<parameter>, in the shape of the parameter; none where sharded
+    moments: dict[str, Buffer]  # m.<parameter> and v.<parameter>, in the shape of the parameter; empty if sharded
     owned: tuple[Owned, ...]  # what this rank updates: a slice of each bucket, or everything at once
     agreed: Buffer | None  # (3,) float64, with several ranks: squared norm, loss, stop
     starts: dict[str, int]  # parameter → its first element in `grads`, or in the flat range of all units
@@ -159,7 +159,7 @@ class Optimizer:
         cls, params: Iterable[Param], adamw: AdamW | None = None, *, rank: int = 0, world: int = 1,
         buckets: Sequence[Bucket] = (), units: Units | None = None,
     ) -> Optimizer:  # fmt: skip
-        """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` where the rank has a part of each."""
+        """The optimizer of one rank of `world`, sharded by `buckets`, or by `units` if everything is sharded."""
         ordered = decayed_first(params)
         form, copied = next(handles(ordered[0].master)), ordered[0].value is not ordered[0].master
         buckets = buckets if units is None else tuple(units.buckets.values())
@@ -233,7 +233,7 @@ class Optimizer:
         )  # fmt: skip
 
     def count(self, result: StepResult) -> None:
-        """Count an update that is done. Ten skipped in a row raise."""
+        """Count a finished update. Ten skipped in a row raise NonFiniteError."""
         self.steps += 1
         if math.isfinite(result.norm):
             self.skipped_in_a_row = 0

@@ -26,7 +26,7 @@ def plan_model(spec: StepSpec, *, share: bool = True) -> MemoryPlan:
 
 
 def step_report(memory: MemoryPlan, spec: StepSpec, title: str) -> MemoryReport:
-    """What is alive during one step, in the arenas of the whole plan."""
+    """The buffers that are live during one step, in the arenas of the whole plan."""
     report = memory_report(replace(memory, trace=_trace(spec, one_step=True)), title)
     return replace(report, beside=tuple(unplanned_bytes(spec).items()))
 
@@ -60,7 +60,7 @@ def unplanned_bytes(spec: StepSpec) -> dict[str, int]:
 
 
 def _cublas_workspace(device: torch.device) -> int:
-    """torch's workspace for one stream: 32 MiB on Hopper, else 8.125, or what CUBLAS_WORKSPACE_CONFIG says (:KiB:count…)."""
+    """Bytes of torch's workspace for one stream: CUBLAS_WORKSPACE_CONFIG (:KiB:count…), or 32 MiB on Hopper, else 8.125 MiB."""
     given = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "")
     if given:
         numbers = [int(x) for x in given.strip(":").split(":") if x.isdigit()]

@@ -1,16 +1,16 @@
 """What to recompute so that a model's memory plan fits a budget.
 
 Three things may be recomputed in the backward instead of being saved: the outputs of the norms, the activation of the
-feed-forward, a whole block. Their price in FLOPs per block, N rows of C channels and F hidden ones:
+feed-forward, a whole block. Their cost in FLOPs per block, with N rows of C channels and F hidden channels:
 
     norm         ≈ 2 · 8·N·C          activation   ≈ 15·N·F          block   ≈ the block's forward, 2·N·C·(4C + 2F) and more
 
-Without a budget nothing is recomputed while the activations fit into a quarter of the memory of parameters, gradients and
-moments. Beyond that the feed-forward's activation is, which frees a quarter of a block's memory for one elementwise pass; on
-CUDA the norms are too, because the backward that reads their input writes their output in the same pass.
-With a budget: a norm costs the least for each byte that it frees, a block by far the most. So the fewest whole blocks that
-will do are recomputed, then the fewest activations, then the fewest norms. Earlier blocks are chosen first: what they save
-lives longest, and they are recomputed when the later ones are done. Gradients have the same bits whatever is chosen.
+Without a budget nothing is recomputed if the activations take at most a quarter of the memory of parameters, gradients and
+moments. Otherwise the feed-forward's activation is recomputed: one elementwise pass frees a quarter of a block's memory. On
+CUDA the norms are recomputed too, because their backward reads their input and can write their output in the same pass.
+With a budget, as few whole blocks as possible are recomputed, then as few activations, then as few norms, because a block
+costs by far the most for each byte that it frees, and a norm the least. Earlier blocks are chosen first: their saved
+activations live longest, and they are recomputed when the later blocks are done. No choice changes the gradients' bits.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class OverBudget(ValueError):
 
 
 def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recompute:
-    """The first blocks recompute: `blocks` of them everything, the next their activations and norms as counted."""
+    """The first `blocks` blocks recompute all; after those, `activations` blocks the activation, `norms` blocks the norms."""
 
     def of(i: int) -> frozenset[Recomputed]:
         if i < blocks:
@@ -43,8 +43,8 @@ def _choice(n_layer: int, norms: int, activations: int, blocks: int) -> Recomput
 
 
 def choose_recompute(spec: StepSpec, budget: int | None) -> Recompute:
-    """The cheapest choice whose plan takes at most `budget` bytes, or an error that says how many are needed; None: the rule
-    without a budget. What `spec` recomputes is ignored."""
+    """The cheapest choice whose plan takes at most `budget` bytes, or an error that says how many are needed. budget=None
+    applies the rule without a budget. `spec.recompute` is ignored."""
     n = spec.config.n_layer
     if budget is None:
         plan = plan_model(replace(spec, recompute=()))
@@ -74,12 +74,12 @@ def choose_recompute(spec: StepSpec, budget: int | None) -> Recompute:
 
 def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, int] | None:
     """(batch_size, bytes) of the largest micro-batch whose plan, chosen as `train` does with this budget, takes at most `limit`
-    bytes; None where even one sequence takes more. The batch size of `spec` is ignored.
+    bytes; None if even one sequence takes more. The batch size of `spec` is ignored.
 
-    A larger batch takes more memory, with one exception: without a budget activations are recomputed from some size on, and the
-    first batch that does so takes less than the one before it. So the search continues above a batch that recomputes nothing.
-    With a budget, a batch fits where it does with all blocks recomputed, or all but the last: no other choice was ever the
-    smallest. A budget above `limit` recomputes nothing that only `limit` needs.
+    A larger batch takes more memory, with one exception: without a budget, activations are recomputed from some size on, and
+    that size takes less than the one before it. So the search continues above a batch that recomputes nothing.
+    With a budget, a batch fits if it fits with all blocks recomputed or with all but the last: no other choice was ever
+    the smallest. `train` recomputes to meet the budget, not `limit`, so with a budget above `limit` nothing is recomputed.
     """
     n = spec.config.n_layer
 
@@ -107,7 +107,7 @@ def largest_batch(spec: StepSpec, budget: int | None, limit: int) -> tuple[int, 
 
 
 def _most(holds: Callable[[int], bool]) -> int:
-    """The largest n ≥ 1 for which `holds`, by doubling and bisection, as if it held for every smaller one; 0 if for none."""
+    """The largest n ≥ 1 for which `holds` is true, or 0: doubling and bisection, as if it were true for every smaller n."""
     high = 1
     while holds(high):
         high *= 2
@@ -119,7 +119,7 @@ def _most(holds: Callable[[int], bool]) -> int:
 
 
 def _fewest(most: int, fits: Callable[[int], bool]) -> int:
-    """The smallest k ≤ most that fits, by bisection, as if larger ones always did. Rarely `most` itself does not, because
+    """The smallest k ≤ most that fits, by bisection, as if every larger k fitted. Rarely even `most` does not fit, because
     recomputing a block takes memory too; then every k is tried. At least one fits."""
     low, high = 0, most
     while low < high:

@@ -47,9 +47,9 @@ class StepSpec:
         self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,
         training: bool = True, accumulate: bool = True,
     ) -> Transformer:  # fmt: skip
-        """The model on handles, by default for the largest batch. `local_seq_len` counts the tokens of each sequence that
-        this rank has. `ranks` share the sequences; without them the model can only be traced. For evaluation
-        (training=False) nothing is dropped or rounded to float8."""
+        """The model on handles, by default for the largest batch. `local_seq_len` is the number of tokens of each sequence
+        on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation (training=False)
+        has no dropout and no float8."""
         config, linear = (self.config, self.linear) if training else (replace(self.config, dropout=0.0), "plain")
         if ranks is None and self.context > 1:
             ranks = cast(Ranks, RanksToBe(self.context))

@@ -1,4 +1,4 @@
-"""What a run saves of an engine and loads into it: `Engine.tensors`, counters, and what each rank owns of the tensors."""
+"""The state of an engine that a run saves and loads: `Engine.tensors`, counters, and each rank's slices of the tensors."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ def counters(engine: Engine) -> dict[str, int]:
 
 
 def restore_counters(engine: Engine, counters: dict[str, int]) -> None:
-    """Set what `counters` returned. Results of submitted steps are dropped."""
+    """Restore what `counters` returned. Results of submitted steps are dropped."""
     if engine._queue is not None:
         engine._queue.finished(wait=True)
     engine._results = []
@@ -25,15 +25,14 @@ def restore_counters(engine: Engine, counters: dict[str, int]) -> None:
 
 
 def owned_pieces(engine: Engine, *, shared: bool = False) -> dict[str, Run]:
-    """What this rank saves and loads instead of `Engine.tensors`: name → (run of the flattened tensor, offset, whole length).
-    The runs are what this rank owns. Where every rank has a whole tensor, the run is all of it or, with `shared`, this rank's
-    share."""
+    """The slices that this rank saves and loads instead of `Engine.tensors`: name → (slice of the flattened tensor, its offset,
+    the tensor's length). If every rank has the whole tensor, the slice is all of it or, with `shared`, 1/world of it."""
     engine._settle()
     return engine.ranks.pieces(shared=shared)
 
 
 def publish_pieces(engine: Engine) -> None:
-    """The runs of `owned_pieces` were written: send them to the other ranks."""
+    """Send the slices of `owned_pieces`, which were just written, to the other ranks."""
     with engine._on_stream():
         engine.ranks.spread()
     engine._rounded = -1

@@ -1,11 +1,11 @@
 """The attention branch of a block, between its norm and the residual stream.
 
     dense      qkv = x W_qkv' + b         o = attention(rope(q), rope(k), v)      y = o W_proj' + b
-    per_head   q, k, v = x by head, each head from its own D channels             the rest alike
+    per_head   q, k, v = x by head, each head from its own D channels             the rest as in dense
     qk_norm    q, k, v = x W_q' + b, …    q, k = rmsnorm(q), rmsnorm(k) by head, before rope
 
     do = dy W_proj      dq, dk, dv = attention's backward      rope rotates dq, dk back      dx = Σ over q, k, v of their dx
-Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm q and k before it too.
+Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm also q and k before their norm.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .layer import Buffer, Constant, Declare, Param
 from .linear import LinearLayer
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
-_TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # of attention's scratch
+_TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # types of attention's scratch
 
 
 def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask:
@@ -43,7 +43,7 @@ def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask
 
 @dataclass(frozen=True, slots=True)
 class Rope:
-    """Tables (block_size, D/2) and the heads to rotate."""
+    """Tables (block_size, D/2) and the number of heads to rotate."""
 
     cos: Buffer
     sin: Buffer
@@ -185,7 +185,7 @@ class AttentionLayer:
         self.proj.forward(self.o, y=y)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool) -> None:
-        """dx, and the gradients of proj: of its bias if `bias_grad`."""
+        """Forms dx, proj's weight gradient and, if `bias_grad`, its bias gradient."""
         self.proj.backward_input(dy, dx=self.do)
         self.proj.backward_weight(dy, self.o, bias_grad=bias_grad)
         self.attend_backward()

@@ -2,14 +2,14 @@
 
     x1 = x + drop(attention(norm1(x)))        y = x1 + drop(ffn(norm2(x1)))              x, x1, y (N, C)
 
-The residual add is fused into the next norm: a block gets norm1's output and leaves its last branch f, and the norm of the next
-block (ln_f after the last) forms y = x1 + f. `Transformer.stream` lists each block with its next norm.
+The residual add is fused into the next norm: a block reads norm1's output and leaves its last branch f, and the next block's
+norm1 (ln_f after the last block) forms y = x1 + f. `Transformer.stream` lists each block with its next norm.
 
-The backward turns dx in place from the gradient of y into that of x: each branch's norm adds to it, and forms Σ dx, which
-without dropout is the bias gradient of the projection below. The weight gradients of a branch's first projections follow the
-norm's backward, because it may recompute the norm's output.
+The backward changes dx in place from the gradient of y to that of x. Each branch's norm adds to dx and forms Σ dx, which
+without dropout is the bias gradient of the projection before that norm. The weight gradients of a branch's first projections
+are computed after the norm's backward, because it may recompute the norm's output, which they read.
 
-`recompute`, per block, is some of {"norm", "activation", "block"}. A result is formed again just before the backward reads
+Each block's `recompute` is a subset of {"norm", "activation", "block"}. A result is formed again just before the backward reads
 it, so the old value's live range ends early; the bits are the same.
 """
 
@@ -103,7 +103,7 @@ class Block:
         self.norm2.add_norm(x, self.f, x1=self.x1)
 
     def backward(self, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None) -> None:
-        """dx_sum: the bias gradient of the projection that ends the block below."""
+        """dx_sum: the bias gradient of the last projection of the previous block."""
         recompute, separate = self.recompute, self.bias_grad_separate
         if "block" in recompute:
             self.norm1.forward(x)

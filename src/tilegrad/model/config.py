@@ -1,4 +1,4 @@
-"""The shape of a model: GPT-2's and Llama's are both one config."""
+"""The shape of a model; one class describes both GPT-2 and Llama."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class ModelConfig:
     ffn_dim         None: 4 · n_embd
     activation      gelu is the tanh approximation
     projection      "per_head": q, k, v of head h read only its own D channels of x
-    window          w: a token attends to itself and the w − 1 before it; window_layers=(0, 2): in these blocks alone
+    window          w: a token attends to itself and the w − 1 before it; window_layers=(0, 2): only in these blocks
     head_size       None: n_embd / n_head
     qk_norm         q and k are RMS-normed by head before rope, with weights (D,)
     qkv_bias, proj_bias, ffn_bias   None: bias
@@ -86,7 +86,7 @@ class ModelConfig:
         return self.n_embd // self.n_head if self.head_size is None else self.head_size
 
     def window_of(self, block: int) -> int | None:
-        """The window of a block."""
+        """The window of a block, or None."""
         return self.window if self.window_layers is None or block in self.window_layers else None
 
     @property
@@ -145,7 +145,7 @@ class ModelConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any]) -> ModelConfig:
-        """From plain data; a key that is none of the fields is an error."""
+        """From plain data; an unknown key is an error."""
         names = [field.name for field in fields(cls)]
         unknown = sorted(set(values) - set(names))
         if unknown:
@@ -164,9 +164,7 @@ def _scaling(values: Mapping[str, Any]) -> RopeScaling:
     unknown = sorted(set(values) - set(names))
     if unknown or "kind" not in values or "factor" not in values:
         got = f"the key {unknown[0]!r}" if unknown else "no kind or no factor"
-        raise ValueError(
-            f"rope_scaling: got {got}; accepted: {', '.join(names)}, of which kind and factor must be there"
-        )
+        raise ValueError(f"rope_scaling: got {got}; accepted: {', '.join(names)}; kind and factor are required")
     return RopeScaling(**values)
 
 

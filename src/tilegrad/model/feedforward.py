@@ -6,8 +6,8 @@
 Saved: x (the norm's output), h (and g), a unless it is recomputed.        x, y (N, C)   h, g, a (N, F)
 
 The activation's backward is the last to read h and g. It forms up's bias gradient Σ dh, and writes a recomputed a over h
-(over g). So the order is: dgrad of down, activation, wgrad of down, dgrad of up. The wgrad of up, `backward_weight`, follows
-once x is there.
+(swiglu: over g). So the order is: dgrad of down, activation, wgrad of down, dgrad of up. The wgrad of up, `backward_weight`,
+runs after the norm's backward, which may recompute x.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ class FeedForward:
     gate: LinearLayer | None  # swiglu
     down: LinearLayer
     activation: str
-    keeps_a: bool  # for the backward
+    keeps_a: bool  # whether a is saved for the backward
     h: Buffer
-    g: Buffer  # h where there is no gate
+    g: Buffer  # h itself without a gate
     a: Buffer
     da: Buffer  # becomes dg in place
-    dh: Buffer  # da where there is no gate
+    dh: Buffer  # da itself without a gate
     backward_scratch: Scratch
 
     @classmethod
@@ -74,7 +74,7 @@ class FeedForward:
             activation_fwd(self.h, self.activation, a=self.a)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool, recompute: bool) -> None:
-        """dx, and the gradients of down: of its bias if `bias_grad`. recompute: a was not saved."""
+        """Forms dx, down's weight gradient and, if `bias_grad`, its bias gradient. recompute: a was not saved."""
         up, g, h, da, a = self.up, self.g, self.h, self.da, self.g if recompute else None
         h_sum, accumulate, scratch = up.bias_grad, up.w.accumulate, self.backward_scratch
         self.down.backward_input(dy, dx=da)

@@ -1,13 +1,13 @@
-"""Text from a trained model, one token at a time, with the keys and values of what was read kept in CACHE buffers.
+"""Text from a trained model, one token at a time, with a KV cache in CACHE buffers.
 
     logits = head(ln_f(residual stream at position p, given keys and values of positions < p))
     next token ~ softmax(logits / temperature) over the top_k largest; temperature 0 takes the largest
 
-A model attends to at most block_size tokens, so only the last block_size of a longer prompt are read. Once the cache holds
-block_size tokens the window slides: the last ⌈block_size / 2⌉ tokens of the text are read again, from position 0 on. So a
+A model attends to at most block_size tokens, so only the last block_size of a longer prompt are read. When the cache has
+block_size tokens, the window slides: the last ⌈block_size / 2⌉ tokens of the text are read again, from position 0 on. So a
 token attends to between ⌈block_size / 2⌉ and block_size tokens, and a slide costs one forward over half a window.
 
-Sizes change with every token, so this is the managed side of memory: an `AttentionBufferManager` holds the cache.
+Sizes change with every token, so memory is not planned: an `AttentionBufferManager` allocates the cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from .config import ModelConfig
 
 
 class Decoder:
-    """A model that has read some tokens. `close` gives the cache back to the manager."""
+    """A model with the KV cache of the tokens read so far. `close` returns the cache to the manager."""
 
     def __init__(
         self,
@@ -40,7 +40,7 @@ class Decoder:
         *,
         tokens: int | None = None,
     ) -> None:
-        """tokens: the size of the cache, the most tokens that are read between two restarts; None: block_size."""
+        """tokens: the size of the cache, which limits the tokens read between two restarts; None: block_size."""
         room = config.block_size if tokens is None else min(tokens, config.block_size)
         wte = params["wte.weight"]
         self.config, self.params, self.position = config, params, 0
@@ -113,12 +113,12 @@ class WindowSlides(UserWarning):
 
 
 def sliding(config: ModelConfig, prompt_tokens: int, max_tokens: int) -> str | None:
-    """The warning if the text does not fit into block_size, else None. The last token is never read."""
+    """The warning if the text does not fit into block_size, else None. The last token is never fed to the model."""
     if prompt_tokens + max_tokens - 1 <= config.block_size:
         return None
     return (
         f"{prompt_tokens + max_tokens:,} tokens are more than block_size, {config.block_size:,}: the window slides, and a "
-        f"token sees the last {_kept_tokens(config):,} to {config.block_size:,} before it"
+        f"token attends to the last {_kept_tokens(config):,} to {config.block_size:,} before it"
     )
 
 
@@ -183,12 +183,10 @@ def _int(value: object) -> bool:
 
 def _pick(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:
     if not bool(logits.isfinite().all()):
-        raise NonFiniteLogits(
-            "logits: got some that are not finite; accepted: weights that did not diverge, or earlier ones"
-        )
+        raise NonFiniteLogits("logits: got values that are not finite; use weights from before the run diverged")
     if temperature == 0.0:
         return int(logits.argmax())
     if top_k is not None and top_k < logits.shape[0]:
         logits = logits.masked_fill(logits < logits.topk(top_k).values[-1], -torch.inf)
-    scores = (logits.double() - logits.max()) / temperature  # at most 0, and 0 of the likeliest at any temperature
+    scores = (logits.double() - logits.max()) / temperature  # at most 0, and 0 for the likeliest, at any temperature
     return int(torch.multinomial(torch.softmax(scores.float(), -1), 1, generator=generator))

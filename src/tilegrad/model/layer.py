@@ -18,12 +18,12 @@ from .config import ModelConfig
 
 Linear = Literal["plain", "fp8"]  # how the forward of a linear layer multiplies
 Buffer: TypeAlias = Tensor  # a Handle while the program is traced: layers and ops are written for tensors
-_SPLIT = 1 << 20  # elements drawn at once: no second copy of a large matrix, on any device
+_SPLIT = 1 << 20  # elements drawn at once, to avoid a second copy of a large matrix
 
 
 @dataclass(frozen=True, slots=True)
 class Normal:
-    """N(0, std²), from one sequence of random numbers on the CPU whatever the device."""
+    """N(0, std²), drawn on the CPU, so that all devices get the same values."""
 
     std: float
 
@@ -48,7 +48,7 @@ WEIGHT = Normal(0.02)  # for all weights except the norms' and those onto the re
 class Param:
     """Ops read `value` and add to `grad`; the optimizer updates `master`. `grad` and `master` are float32 or float64.
 
-    `master` is `value` itself, except for a shorter compute dtype on CUDA: on a CPU the ops round what they read. With
+    `master` is `value` itself, except with a shorter compute dtype on CUDA; on a CPU the ops round what they read. With
     accumulate=False the first op of a backward that forms `grad` overwrites it.
     """
 
@@ -62,11 +62,11 @@ class Param:
 
 @dataclass(frozen=True, slots=True)
 class Declare:
-    """Declares the handles of a program on b sequences of t tokens. Handles of one name are one buffer.
+    """Declares the handles of a program on b sequences of t tokens. Handles with the same name are one buffer.
 
     accumulate   False: the program is the first micro-batch of a step and overwrites parameter gradients
     context      the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
-    scales       of float8 products
+    scales       the scale states of tensors that are rounded to float8, by name
     """
 
     config: ModelConfig
@@ -93,7 +93,7 @@ class Declare:
 
     @property
     def onto_stream(self) -> Normal:
-        """For the 2·n_layer projections onto the residual stream: the variance of their sum is that of one."""
+        """For the 2·n_layer projections onto the residual stream: their sum gets the variance of one WEIGHT."""
         return Normal(WEIGHT.std / math.sqrt(2 * self.config.n_layer))
 
     def param(self, name: str, *shape: int, init: Init) -> Param:
@@ -108,7 +108,7 @@ class Declare:
         return self.params[name]
 
     def scale(self, name: str) -> Buffer:
-        """The state of a tensor that is rounded to float8."""
+        """The scale state of a tensor that is rounded to float8."""
         self.scales[name] = self.buffer(f"scale.{name}", STATE, torch.float32, role="optimizer")
         return self.scales[name]
 

@@ -56,7 +56,7 @@ class LinearLayer:
         fp8: bool = True,
         per_head: bool = False,
     ) -> LinearLayer:
-        """bias=None: the config's. fp8=False: never in float8, because rounding x would cost what the product gains.
+        """bias=None: as in the config. fp8=False: never in float8, because rounding x would cost what the GEMM gains.
         per_head: head h's D outputs read only its own D inputs, weight (H, D, D) = (head, out, in), bias (H, D)."""
         shape = (at.config.n_head, at.config.head_dim, at.config.head_dim) if per_head else (outputs, inputs)
         has_bias = at.config.bias if bias is None else bias

@@ -2,9 +2,9 @@
 
     x = wte[tokens] + wpe[start + position]        for each block: x += attention(norm(x)), x += feed_forward(norm(x))
 
-How keys are attended to is the caller's: `causal` differentiates under autograd, which makes this the reference of the
-explicit backward (tests, `tilegrad gradcheck --against autograd`) and the peer of `tilegrad bench training`. generate.py
-attends to a cache of keys and values instead.
+The caller gives the attention function. `causal` is differentiable by autograd: with it the model is the reference for the
+explicit backward (tests, `tilegrad gradcheck --against autograd`) and a peer in benchmarks/training.py. generate.py gives one
+that attends to a KV cache.
 """
 
 from __future__ import annotations
@@ -106,17 +106,17 @@ def residual(p: Params, tokens: Tensor, config: ModelConfig, attend: Attend, sta
 
 
 def hidden_states(p: Params, tokens: Tensor, config: ModelConfig) -> Tensor:
-    """What the head reads."""
+    """The hidden states (…, T, C) that the head reads."""
     return norm(p, "ln_f", residual(p, tokens, config, partial(causal, config)), config)
 
 
 def head(p: Params, config: ModelConfig) -> Tensor:
-    """Its weight, (V, C)."""
+    """The head's weight (V, C)."""
     return p["wte.weight" if config.tie_embeddings else "lm_head.weight"]
 
 
 def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig) -> Tensor:
-    """The mean over targets; −1 has none."""
+    """The mean loss over the targets; −1 marks a position without one."""
     n = hidden_states(p, tokens, config)
     has_target = targets >= 0
     if config.loss == "embedding_mse":

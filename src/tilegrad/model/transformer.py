@@ -2,8 +2,8 @@
 
     x = wte[tokens] + wpe[position]       blocks       n = ln_f(x)       loss(n, targets) over wte or lm_head
 
-`step` forms the loss and its gradient at once and goes straight back; `forward` and `backward` are the same in two calls,
-for which the loss is formed twice. Declared on handles, the tree is traced and planned; bound to tensors, it trains.
+`step` computes the loss and its gradient in one pass, then the rest of the backward. `forward` and `backward` are the same
+in two calls, and compute the loss twice. Declared on handles, the tree is traced and planned; bound to tensors, it trains.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Embedding:
 
     wte: Param
     wpe: Param | None
-    tied: bool  # the head's backward, which runs before, writes wte's gradient too
+    tied: bool  # the head's backward, which runs first, also writes wte's gradient
     scratch: Scratch
 
     @classmethod
@@ -59,7 +59,7 @@ class Embedding:
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """loss and dn from n (N, C), the rows of the head's weight, and targets (N,); −1 = no target. dn takes n's place."""
+    """loss and dn from n (N, C), the rows of the head's weight, and targets (N,); −1 = no target. dn overwrites n."""
 
     w: Param
     kind: str
@@ -118,7 +118,7 @@ class Transformer:
     ln_f: NormLayer
     head: Head
     tokens: Buffer  # (B, T) int64
-    seeds: tuple[Buffer, ...]  # one 0-d int64 per block, where there is dropout
+    seeds: tuple[Buffer, ...]  # one 0-d int64 per block with dropout, else none
     x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
     dx: Buffer
     params: dict[str, Param]
@@ -131,7 +131,7 @@ class Transformer:
         self.fill_tables(config)
 
     def fill_tables(self, config: ModelConfig) -> None:
-        """The scales of float8 products, and the tables of rope, which every block reads."""
+        """Fills the scale states of float8, and the tables of rope, which all blocks share."""
         for name, state in self.scales.items():
             fill_state(state, weight=name.endswith(".weight"))
         rope = self.blocks[0].attention.rope
@@ -141,7 +141,7 @@ class Transformer:
             )
 
     def round_weights(self) -> None:
-        """The compute copies of the parameters, where there are any."""
+        """Rounds the masters into the compute copies, if there are any."""
         for p in self.params.values():
             if p.value.dtype != p.master.dtype:
                 copy_fwd(p.master, y=p.value)
@@ -166,13 +166,13 @@ class Transformer:
         self.hidden_states_backward()
 
     def scale_step(self) -> None:
-        """The scales of what is rounded to float8 follow what was seen since the last step."""
+        """Updates the float8 scales from the values seen since the last step."""
         for state in self.scales.values():
             fp8_scale_step(state=state)
 
     @property
     def stream(self) -> tuple[tuple[Block, Buffer, NormLayer, Buffer], ...]:
-        """(block, its x, the next norm, which forms y, its y)"""
+        """(block, its input x, the next norm, the block's output y, which that norm forms)"""
         next_norms = (*(block.norm1 for block in self.blocks[1:]), self.ln_f)
         return tuple(zip(self.blocks, self.x[:-1], next_norms, self.x[1:], strict=True))
 
@@ -188,7 +188,7 @@ class Transformer:
 
     def hidden_states_backward(self) -> None:
         zero_fwd(x=self.dx)
-        dx_sums = (None, *(block.last_bias_grad for block in self.blocks))  # of the norm before each block, and ln_f
+        dx_sums = (None, *(block.last_bias_grad for block in self.blocks))  # for each block's norm1, and ln_f
         self.ln_f.backward(self.ln_f.y, self.x[-1], dx=self.dx, dx_sum=dx_sums[-1], recompute=False)
         for (block, x, *_), dx_sum in zip(self.stream[::-1], dx_sums[-2::-1], strict=True):
             block.backward(x, dx=self.dx, dx_sum=dx_sum)

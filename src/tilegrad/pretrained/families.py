@@ -1,8 +1,8 @@
 """Families of Hugging Face models (GPT-2, Llama, Mistral, Qwen2, Qwen3): names of tensors and config.json, to and from a
 ModelConfig.
 
-A table gives for each of our tensors the ones of theirs that are stacked in it; GPT-2's matrices are transposed (Conv1D). The
-type of each value in a config.json is checked, and null counts as missing.
+A table maps each of our tensors to the Hugging Face tensors that are stacked in it; GPT-2's matrices are transposed
+(Conv1D). The type of each value in a config.json is checked, and null counts as missing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..model.config import LIMITS, ModelConfig
 from ..text.untrusted import shown
 
 Config = Mapping[str, object]  # config.json, or a part of it
-Names = Mapping[str, tuple[str, ...]]  # ours → theirs, stacked; {i} is a block, {p} is weight or bias
+Names = Mapping[str, tuple[str, ...]]  # our name → their names, stacked; {i} is a block, {p} is weight or bias
 T = TypeVar("T")
 
 _ATTENTION = "model.layers.{i}.self_attn."
@@ -63,7 +63,7 @@ _TRANSPOSED = ("c_attn.weight", "c_proj.weight", "c_fc.weight")
 
 
 def theirs(kind: str, tensors: Mapping[str, Tensor], config: ModelConfig) -> Iterator[tuple[str, Tensor]]:
-    """Tensors or gradients by their names instead of ours, as views."""
+    """Our tensors or gradients under their Hugging Face names, as views."""
     heights = [heads * config.head_dim for heads in (config.n_head, config.kv_heads, config.kv_heads)]
     for ours, x in tensors.items():
         parts = ours.split(".")
@@ -88,7 +88,7 @@ def _refuse(kind: str, requirements: Mapping[str, Requirement]) -> None:
 
 
 def config_of(origin: Config) -> ModelConfig:
-    """The model that a config.json describes; what the engine does not have is an error."""
+    """The model that a config.json describes; what the engine does not support is an error."""
     kind = origin.get("model_type")
     if not isinstance(kind, str) or kind not in FAMILIES:
         raise ValueError(f"model_type: got {shown(kind)}; accepted: {', '.join(map(repr, FAMILIES))}")
@@ -96,7 +96,7 @@ def config_of(origin: Config) -> ModelConfig:
 
 
 def _value(c: Config, name: str, kind: type[T], accepted: str, default: T | None) -> T:
-    """A value of a type; `default` where it is null or missing, None where it must be given."""
+    """A value of type `kind`. If it is null or missing it is `default`; default=None makes that an error."""
     value = c.get(name)
     if value is None and default is not None:
         return default
@@ -169,7 +169,7 @@ def _llama(c: Config, kind: str) -> ModelConfig:
         kind,
         {
             "hidden_act": (act, "'silu'", act in ("silu", "swish")),
-            "attention_dropout": (drop, "0; dropout here is everywhere (--model.dropout)", not drop),
+            "attention_dropout": (drop, "0; --model.dropout sets it for the whole model", not drop),
             "rope_parameters": (dict(rope), "the types default, linear, llama3 and yarn, with their usual keys", known),
             "partial_rotary_factor": (turned, "1", turned in (None, 1.0)),
             "layer_types": (sorted({*types}), " and ".join(_LAYER_TYPES), {*types} <= {*_LAYER_TYPES}),
@@ -197,7 +197,7 @@ def _rope(c: Config) -> Config:
 
 
 def _scaling(rope: Config, block_size: int) -> tuple[RopeScaling | None, bool]:
-    """(scaling, whether the engine has it)."""
+    """(scaling, whether the engine supports it)."""
     kind = rope.get("rope_type", rope.get("type", "default"))
     keys = {name for name, value in rope.items() if value is not None}
     keys -= {"rope_type", "type", "rope_theta", "partial_rotary_factor"}
@@ -206,7 +206,7 @@ def _scaling(rope: Config, block_size: int) -> tuple[RopeScaling | None, bool]:
         return None, False
     if kind == "default":
         return None, True
-    given: dict[str, Any] = {"kind": kind} | {names[key]: rope[key] for key in keys}  # which RopeScaling checks
+    given: dict[str, Any] = {"kind": kind} | {names[key]: rope[key] for key in keys}  # RopeScaling checks them
     return RopeScaling(**({"original": block_size} if kind == "yarn" else {}) | given), True
 
 
@@ -225,7 +225,7 @@ def _windows(c: Config, kind: str, layers: int) -> tuple[int | None, list[str]]:
 
 
 def config_json(c: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """config.json of the family that has this model; an error names what no family has."""
+    """The config.json of the family that this model belongs to; an error names what no family has."""
     biases = [c.bias if own is None else own for own in (c.qkv_bias, c.proj_bias, c.ffn_bias)]
     is_gpt2 = (c.activation, c.norm, c.position) == ("gelu", "layernorm", "learned")
     kind, own = _gpt2_json(c, biases) if is_gpt2 else _llama_json(c, biases)

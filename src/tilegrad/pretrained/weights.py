@@ -1,11 +1,11 @@
 """Read and write folders of Hugging Face weights: config.json, safetensors, tokenizer.json. transformers is not needed.
 
-    source = open_weights(folder)              config.json as a ModelConfig; what the engine does not have is an error
+    source = open_weights(folder)              config.json as a ModelConfig; what the engine does not support is an error
     source.load(engine.params)                 every name, shape and dtype is checked before anything is written
     write_weights(folder, params, config)      a folder that transformers loads, whole or not at all
 
-families.py has the names and config.json. Files are opened by the rules of untrusted.py, also those that an export copies:
-names and links stay in the folder, except for links in Hugging Face's cache. A pickle (.bin, .pt) is never read.
+families.py has the names and config.json. All files, also those that an export copies, are opened by the rules of
+untrusted.py: names and links stay in the folder, except for links in Hugging Face's cache. A pickle (.bin, .pt) is never read.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ _COPIED = (*_TOKENIZER_FILES, "generation_config.json")
 
 @dataclass(frozen=True, slots=True)
 class Weights:
-    """A folder of Hugging Face weights, of which only the config has been read."""
+    """A folder of Hugging Face weights. Its config has been read, its tensors have not."""
 
     folder: Path
     origin: Config  # config.json
     config: ModelConfig
-    files: dict[str, Path]  # their name → the file that holds it
+    files: dict[str, Path]  # Hugging Face name → file
 
     @property
     def kind(self) -> str:
@@ -70,8 +70,8 @@ class Weights:
         extra = sorted(name for name in self.files if name not in known and not name.endswith(_BUFFERS))
         if missing or extra:
             raise ValueError(
-                f"{self.folder}: got no tensors {missing[:3] or 'missing'}, and {extra[:3] or 'none'} beyond the model's; "
-                "accepted: those of config.json"
+                f"{self.folder}: missing tensors: {missing[:3] or 'none'}; unexpected tensors: {extra[:3] or 'none'}; "
+                "accepted: exactly those of config.json"
             )
         with ExitStack() as stack:
             opened = {file: stack.enter_context(open_tensors(file)) for file in {*self.files.values()}}
@@ -86,7 +86,7 @@ class Weights:
                     raise ValueError(f"{where}: {there[name]}: got dtype {dtype}; accepted: {', '.join(_DTYPES)}")
 
     def _there(self, params: Mapping[str, Tensor]) -> dict[str, str]:
-        """Their name of each tensor → its name in the files, where GPT-2's names lack a prefix."""
+        """Hugging Face name of each tensor → its name in the files; GPT-2's files may lack the prefix."""
         prefix = FAMILIES[self.kind]["wte.{p}"][0].split(".")[0] + "."
         names = [name for name, _ in theirs(self.kind, params, self.config)]
         return {name: name if name in self.files else name.removeprefix(prefix) for name in names}
@@ -105,7 +105,7 @@ class Weights:
         size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
         if limit is not None and size > limit:
             raise ValueError(
-                f"{self.folder}: got weights of {human(size)} in float32; accepted: at most {human(limit)}, all memory"
+                f"{self.folder}: got weights of {human(size)} in float32; accepted: at most {human(limit)} of memory"
             )
         params = {name: torch.empty(shape) for name, shape in shapes.items()}
         self.load(params)
@@ -113,12 +113,12 @@ class Weights:
 
 
 def is_weights(folder: Path) -> bool:
-    """Whether it is a folder of Hugging Face weights or a file of weights, not a run."""
+    """Whether the path is a folder of Hugging Face weights or a file of weights, not a run."""
     return folder.is_file() or _is_there(folder / "config.json")
 
 
 def _is_there(path: Path) -> bool:
-    """Whether anything has this name; what is no file is refused when it is opened."""
+    """Whether anything has this name; if it is not a file, opening it is an error."""
     return path.is_symlink() or path.exists()
 
 
@@ -199,8 +199,8 @@ def _indexed(folder: Path, index: Path) -> dict[str, Path]:
         more = sorted(name for name in there - said if not name.endswith(_BUFFERS))
         if said - there or more:
             raise ValueError(
-                f"{path}: got no tensors {sorted(said - there)[:3] or 'missing'}, and {more[:3] or 'none'} more; "
-                f"accepted: those that {index.name} says"
+                f"{path}: missing tensors: {sorted(said - there)[:3] or 'none'}; unexpected tensors: {more[:3] or 'none'}; "
+                f"accepted: exactly those that {index.name} lists"
             )
     return {name: paths[file] for name, file in names.items()}
 
@@ -219,8 +219,8 @@ def write_weights(
 
     origin            the folder that the model was imported from: its tokenizer files are copied, and its config.json if it
                       still describes this model
-    tokenizer         a tokenizer.json to copy where `origin` has none
-    max_shard_bytes   the size of a file, unless one tensor is larger; None: one file
+    tokenizer         a tokenizer.json to copy if `origin` has none
+    max_shard_bytes   the most bytes of a file, unless one tensor is larger; None: one file
     """
     check_new(folder)
     kept = dtype or next(iter(params.values())).dtype
@@ -274,7 +274,7 @@ def _save(folder: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype, most:
 
 
 def _same_config(origin: Path, config: ModelConfig, dtype: torch.dtype) -> dict[str, object]:
-    """The origin's config.json with this dtype, if only context and dropout differ from this model's; else one of ours."""
+    """The origin's config.json with this dtype, if only block_size and dropout differ from this model's; else `config_json`."""
     found, own = _read_config(origin)
     if replace(own, block_size=config.block_size, dropout=config.dropout) != config:
         return config_json(config, dtype)

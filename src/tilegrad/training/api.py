@@ -1,4 +1,4 @@
-"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`. The modules of a run are loaded with the first."""
+"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`. A run's modules are imported on first use."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ def train(
 ) -> RunResult:
     """Train a run in the folder `out`, as `tilegrad train` does, and return its folder, its losses and its best checkpoint.
 
-    config   a TOML file's name, its sections as a dictionary, or a RunConfig; None: the preset tiny, or all of `resume`
-    out      by default runs/NAME: NAME is the file's, the preset's, or "run" of a RunConfig
-    resume   a run's folder, or a checkpoint in it, to continue; `config` may change only keys that change no past step
+    config   a TOML file's name, its sections as a dictionary, or a RunConfig; None: the preset tiny, or the run in `resume`
+    out      by default runs/NAME; NAME is that of the file or the preset, or "run" for a RunConfig
+    resume   a run's folder, or a checkpoint in it, to continue; `config` may change only keys that affect no past step
     show     is called with each event and its numbers: `show=print`
 
-    Ctrl-C and SIGTERM end it after the current step, and it is saved: `stopped_by` of the result names the signal.
+    Ctrl-C and SIGTERM end the run after the current step and save it; the result's `stopped_by` names the signal.
 
     >>> import tempfile, tilegrad
     >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
@@ -68,8 +68,8 @@ class TrainedModel:
     def generate(
         self, prompt: str, max_tokens: int = 80, *, temperature: float = 0.8, top_k: int | None = None, seed: int = 0
     ) -> str:
-        """The prompt and its continuation, the same for the same seed. Beyond block_size the window slides, with a warning
-        (`model/generate.py`)."""
+        """The prompt and its continuation, the same for the same seed. Beyond block_size tokens the context slides, with
+        a warning (`model/generate.py`)."""
         from ..data.tokenizer import decode_known
         from ..model.generate import WindowSlides, generate, sliding
 
@@ -98,8 +98,8 @@ class TrainedModel:
 
 
 def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu") -> TrainedModel:
-    """The model of a run's folder, from its newest or best checkpoint, or of a checkpoint. A folder with Hugging Face weights
-    and their tokenizer is loaded too, as step 0.
+    """Load a model from a run's folder (its newest or best checkpoint) or from a checkpoint. A folder with Hugging Face
+    weights and their tokenizer is accepted too, as step 0.
 
     >>> import tempfile, tilegrad
     >>> folder = f"{tempfile.mkdtemp()}/small"
@@ -127,7 +127,7 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
 
 
 def presets() -> dict[str, RunConfig]:
-    """The runs that ship, by name: `.model` is the shape, `.train` and `.data` the settings that go with it.
+    """The presets by name: `.model` is the shape, `.train` and `.data` the settings that go with it.
 
     >>> import tilegrad
     >>> list(tilegrad.presets())

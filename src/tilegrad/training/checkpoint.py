@@ -4,12 +4,11 @@
         tensors.safetensors
         manifest.json                          step, state, size and sha256 of every file, and a digest of itself
 
-A checkpoint is written under a hidden name, every file is synced to disk, and then the folder is renamed; an old one is
-renamed to a hidden name before it is deleted. So a folder with a checkpoint's name was once whole, and a killed process or a
-full disk loses at most the checkpoint that was being saved: older ones are deleted after it has its name. The next save
-deletes hidden leftovers. A folder has one writer. Several ranks write shards instead of one file (pieces.py), and both kinds
-are read alike. Where the same tensors are saved in two folders, the second checkpoint has hard links to the files of the
-first, and either can be deleted.
+A checkpoint is written under a hidden name, every file is synced to disk, and then the folder is renamed. Only then are
+older checkpoints deleted, each after it was renamed to a hidden name. So every visible checkpoint is whole, and a killed
+process or a full disk loses at most the one being saved. The next save deletes hidden leftovers. A folder has one writer.
+Several ranks write shards instead of one file (pieces.py); both formats are read the same way. If the same tensors are
+saved in two folders, the second checkpoint hard-links the files of the first, and either can be deleted.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ STAGED, _GONE = ".staged", ".gone-"
 TENSORS, MANIFEST = "tensors.safetensors", "manifest.json"
 _OWN_FILE = re.compile(rf"{re.escape(MANIFEST)}|{re.escape(TENSORS)}|{_SHARD.pattern}")
 _MOST = 1 << 62
-_OPTIMIZER = re.compile(r"[mv]\.|scale\.|adam_step$")  # tensors that are no parameters
+_OPTIMIZER = re.compile(r"[mv]\.|scale\.|adam_step$")  # names of tensors that are not parameters
 
 
 class FileEntry(TypedDict):
@@ -66,7 +65,7 @@ class Checkpoint:
 
 
 class DamagedCheckpoint(ValueError):
-    """A checkpoint that is not what was saved, or of another version. `previous` is the newest good one before it, or None."""
+    """A checkpoint that is not as it was saved, or of another version. `previous` is the newest good one before it, or None."""
 
     def __init__(self, path: Path, reason: str, previous: Path | None = None) -> None:
         self.path, self.reason, self.previous = path, reason, previous
@@ -77,7 +76,7 @@ class DamagedCheckpoint(ValueError):
 def save_checkpoint(
     folder: Path, step: int, tensors: Mapping[str, torch.Tensor], state: Mapping[str, object], *, keep: int = 3
 ) -> Path:
-    """Save into a new folder inside `folder`, which is made if it is missing, and return its path.
+    """Save into a new folder inside `folder` (made if it is missing), and return the new folder's path.
 
     tensors   contiguous, on any device; views of one arena are fine, tensors that overlap are refused
     state     plain JSON: what else a resumed run needs (config, seeds, position in the data)
@@ -85,7 +84,7 @@ def save_checkpoint(
               manifest and the sizes of its files; `latest_checkpoint` checks every byte.
     """
     if keep < 1:
-        raise ValueError(f"keep: got {keep}; accepted: at least 1, the checkpoint that is saved")
+        raise ValueError(f"keep: got {keep}; accepted: at least 1, the new checkpoint")
     if step < 0:
         raise ValueError(f"step: got {step}; accepted: at least 0")
     check_state(state)
@@ -99,8 +98,8 @@ def save_checkpoint(
 
 
 def save_same(folder: Path, source: Path, state: Mapping[str, object], *, keep: int = 3) -> Path:
-    """Save the tensors of the checkpoint `source` again, with another state, by hard links to its files, or copies where the
-    file system has no links."""
+    """Save the tensors of the checkpoint `source` again, with another state: as hard links to its files, or as copies if
+    the file system has no links."""
     check_state(state)
     manifest = read_manifest(source)
 
@@ -119,7 +118,7 @@ def save_same(folder: Path, source: Path, state: Mapping[str, object], *, keep: 
 def _staged(
     folder: Path, step: int, write: Callable[[Path], dict[str, FileEntry]], state: Mapping[str, object], keep: int
 ) -> Path:
-    """Save the files that `write` puts into a hidden folder; it returns their entries of the manifest."""
+    """Save the files that `write` puts into a hidden folder. `write` returns their entries for the manifest."""
     folder.mkdir(parents=True, exist_ok=True)
     remove_leftovers(folder)
     path, staged = next_path(folder, step), folder / STAGED
@@ -145,8 +144,8 @@ def file_entry(file: Path) -> FileEntry:
 
 
 def write_manifest(staged: Path, step: int, files: Mapping[str, FileEntry], state: Mapping[str, object]) -> None:
-    """Write the manifest of files that are synced, and sync it and their names. A file that is missing, or has not the size
-    that it was written with, raises OSError before anything is written."""
+    """Write the manifest of files that are already synced, then sync the manifest and the folder. If a file is missing or
+    has another size than was written, OSError is raised first."""
     for name, what in files.items():
         with (staged / name).open("rb") as file:
             size = os.fstat(file.fileno()).st_size
@@ -168,8 +167,8 @@ def load_checkpoint(path: Path) -> Checkpoint:
 
 
 def load_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
-    """The model of a checkpoint and its parameters, without moments, after a check of every byte. Names and shapes must be
-    exactly those of the model."""
+    """A checkpoint's model configuration and its parameters, without moments, after a check of every byte. Names and shapes
+    must be exactly those of the model."""
     config = ModelConfig.from_dict(read_state(path)["run"]["model"])
     manifest = _verified(path)
     shapes = {name: tuple(p.master.shape) for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
@@ -188,8 +187,8 @@ def load_model(path: Path) -> tuple[ModelConfig, Checkpoint]:
 
 
 def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
-    """Copy into these tensors, on any device, one at a time from mapped files. Names, shapes and dtypes must be those of the
-    checkpoint; else nothing is written."""
+    """Copy a checkpoint into `tensors`, on any device, one at a time from mapped files. If a name, shape or dtype differs,
+    ValueError is raised and nothing is written."""
     manifest = _verified(path)
     with Tensors(path, manifest) as file:
         here, there = set(tensors), set(file.headers)
@@ -209,8 +208,8 @@ def load_into(path: Path, tensors: Mapping[str, torch.Tensor]) -> Checkpoint:
 
 
 class Tensors:
-    """The tensors of a checkpoint, in one file or in shards, which are mapped while it is open. A shard holds slices of
-    flattened tensors, and its header the offset of each; the slices of a tensor must cover it exactly.
+    """The tensors of a checkpoint, in one file or in shards; the files are mapped while this object is open. A shard has
+    slices of flattened tensors, and its header has their offsets. The slices of a tensor must cover it exactly.
 
     headers   name → (safetensors' dtype, shape)
     """
@@ -262,13 +261,13 @@ class Tensors:
             self._slices.setdefault(tensor, []).append((offset, math.prod(shape), file))
 
     def _check_shards(self, shapes: Mapping[str, list[int]]) -> None:
-        """The slices must cover every parameter and its two moments; and the count of updates must be there."""
+        """Check that the slices cover every parameter and its two moments, and that adam_step is there."""
         whole = {f"{kind}{name}": tuple(shape) for name, shape in shapes.items() for kind in ("", "m.", "v.")}
         whole["adam_step"] = ()
         for name in sorted({*whole, *self._slices}):
             if name not in whole or name not in self._slices:
                 raise ValueError(
-                    f"{name}: is {'missing' if name in whole else 'no tensor of the shapes'} in its shards"
+                    f"{name}: {'missing from' if name in whole else 'not in state.shapes, but in'} the shards"
                 )
             self._slices[name].sort(key=lambda one: one[:2])
             at = 0
@@ -289,7 +288,7 @@ class Tensors:
 
 
 def latest_good(folder: Path, before: Path) -> Path | None:
-    """The newest good checkpoint that was saved before another."""
+    """The newest good checkpoint that was saved before `before`."""
     return next((path for path in reversed(_saved(folder)) if _parse(path) < _parse(before) and _is_good(path)), None)
 
 
@@ -318,7 +317,7 @@ def is_checkpoint(path: Path) -> bool:
 
 
 def read_state(path: Path) -> RunState:
-    """What a run saved next to the tensors. Every field is checked; of the tensors only the sizes of their files."""
+    """The state that a run saved with the tensors. Every field is checked, and the sizes of the tensors' files."""
     state = read_manifest(path)["state"]
     if "run" not in {*state}:
         reason = f"{MANIFEST}: run: got none; accepted: the configuration of a run"
@@ -373,7 +372,7 @@ def read_manifest(path: Path) -> Manifest:
 
 
 def _check_files(path: Path, files: Mapping[str, object]) -> None:
-    """Each must be there with its size, and no other shard, because that would be read too."""
+    """Each file must be there with its size. Any other shard is refused, because it would be read too."""
     for name, what in files.items():
         if not (path / name).is_file():
             raise DamagedCheckpoint(path, f"{name} is missing")
@@ -443,7 +442,7 @@ def _digest(content: Mapping[str, object]) -> str:
 
 
 def check_state(state: Mapping[str, object]) -> None:
-    """Refuse a state that would not come back from JSON as it is."""
+    """Refuse a state that JSON would not restore unchanged."""
     _check_plain(dict(state), "state")
 
 
@@ -457,6 +456,6 @@ def _check_plain(value: object, where: str) -> None:
         for index, inner in enumerate(value):
             _check_plain(inner, f"{where}[{index}]")
     elif isinstance(value, float) and value - value != 0.0:
-        raise ValueError(f"{where}={value}: JSON has no number that is not finite")
+        raise ValueError(f"{where}: got {value}; accepted: a finite number, because JSON has no other")
     elif value is not None and type(value) not in (bool, int, float, str):
         raise TypeError(f"{where}: {type(value).__name__} is not JSON; use dict, list, str, int, float, bool or None")

@@ -17,7 +17,7 @@ class Checkpointer:
         self._folder, self._engine, self._mesh, self._keep = folder, engine, mesh, keep
         self.newest: tuple[int, Path] | None = None  # step and path of the newest in checkpoints/
         self.best: Best | None = None
-        self._written: tuple[int, Path] | None = None  # of the last save, in either folder
+        self._written: tuple[int, Path] | None = None  # step and path of the last save, in either folder
 
     def save(self, state: RunState) -> Path | None:
         """Save into checkpoints/; None if this step is saved already."""
@@ -44,7 +44,7 @@ class Checkpointer:
         self.newest = (self._engine.steps, path) if path.parent.name == "checkpoints" else None
 
     def forget_last(self) -> None:
-        """After a rewind the same step has other tensors."""
+        """Never link to the last save again: after a rewind, its step has other tensors."""
         self._written = None
 
     def check(self, state: RunState) -> None:
@@ -57,7 +57,7 @@ class Checkpointer:
             check_state(state)
 
     def _write(self, place: str, state: RunState, *, keep: int) -> Path:
-        """Save, by links to the files of the last save if that has the same tensors."""
+        """Save; if the last save has the same tensors, link to its files."""
         folder, engine, mesh = self._folder / place, self._engine, self._mesh
         step, source = self._written or (-1, self._folder)
         same = step == engine.steps and mesh.gather(is_complete(source))[0]

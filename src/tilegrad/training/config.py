@@ -1,4 +1,4 @@
-"""A run's configuration, as a TOML file has it: sections [model], [train] and [data]. An unknown key is an error.
+"""A run's configuration, as in a TOML file with sections [model], [train] and [data]. An unknown key is an error.
 
 [model]
 preset = "tiny"          # any ModelConfig, changed by the keys that follow
@@ -8,8 +8,8 @@ steps = 2000
 [data]
 files = ["book.txt"]     # none: the text that ships with the package
 
-`example.toml` has every key. No key depends on ranks: the same file gives the same training on any number of them. A key
-that is not given has the preset's value, and five keys follow from others:
+`example.toml` has every key. If gradient_accumulation is given, the same file gives the same training on any number of
+ranks. A key that is not given has the preset's value, except five keys with these defaults:
 
     gradient_accumulation   at least the number of ranks
     seq_len        block_size
@@ -54,7 +54,7 @@ LIMITS = {  # the largest value of each key; docs/training.md gives the reasons
     "seed": (1 << 63) - 1,
     "bpe_vocab_size": MODEL_LIMITS["vocab_size"],
 }
-MAX_STEP_TOKENS = 1 << 26  # in all micro-batches, which are in memory together: 16 bytes for each token and its target
+MAX_STEP_TOKENS = 1 << 26  # all micro-batches are in memory at once, 16 bytes for each token and its target
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -119,8 +119,8 @@ class TrainConfig:
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
-    """Text files and folders, one after the other; none: the text that ships with the package. validation="windows" draws
-    windows from the whole text, "end" takes its last tokens."""
+    """`files` are text files and folders, joined in order; none: the text that ships with the package. validation="windows"
+    draws validation windows from the whole text, "end" takes its last tokens."""
 
     files: tuple[str, ...] = ()
     tokenizer: str = "bytes"
@@ -140,7 +140,7 @@ class DataConfig:
         if not is_count(self.bpe_vocab_size, LIMITS["bpe_vocab_size"], 256):
             most = LIMITS["bpe_vocab_size"]
             raise ValueError(
-                f"bpe_vocab_size: got {shown(self.bpe_vocab_size)}; accepted: an int ≥ 256, the bytes, at most {most:,}"
+                f"bpe_vocab_size: got {shown(self.bpe_vocab_size)}; accepted: an int from 256, the bytes, to {most:,}"
             )
         fraction = self.validation_fraction
         if isinstance(fraction, bool) or not isinstance(fraction, int | float) or not 0 <= fraction < 1:
@@ -152,7 +152,7 @@ class DataConfig:
 
     @property
     def vocab_size(self) -> int:
-        """The tokenizer's; 1 for a tokenizer.json, whose size is known once it is read."""
+        """The tokenizer's vocabulary size; 1 for a tokenizer.json, whose size is known once it is read."""
         return {"bytes": 256, "bpe": self.bpe_vocab_size}.get(self.tokenizer, 1)
 
 
@@ -194,7 +194,7 @@ class RunConfig:
             )
 
     def plain(self) -> dict[str, Values]:
-        """As JSON and TOML have it; `run_from` reads the same run from it."""
+        """The sections as plain JSON and TOML values; `run_from` reads the same run from them."""
         return {section: _plain(values) for section, values in asdict(self).items()}
 
 
@@ -205,7 +205,7 @@ def check_vocab_size(run: RunConfig, needed: int) -> None:
 
 
 def _of_weights(run: RunConfig) -> str:
-    """Says whose model it is, where a run begins with weights."""
+    """Words for an error: which weights the run begins with, if any."""
     return "" if run.train.init is None else f" of the weights in {run.train.init}"
 
 
@@ -214,7 +214,7 @@ class RunEnded(RuntimeError):
 
 
 def preset_run(name: str) -> RunConfig:
-    """The settings that go with a preset: `tiny` is the demo's."""
+    """The run of a preset; `tilegrad demo` trains `tiny`."""
     if not isinstance(name, str) or name not in PRESETS:
         raise ValueError(f"preset: got {name!r}; accepted: {', '.join(PRESETS)}")
     model = PRESETS[name]
@@ -236,7 +236,7 @@ def preset_run(name: str) -> RunConfig:
 
 def initial_run(folder: Path) -> RunConfig:
     """Settings to fine-tune the weights in `folder`, with their model and tokenizer."""
-    from ..pretrained.weights import open_weights  # loaded where it is needed
+    from ..pretrained.weights import open_weights  # imported only where weights are read
 
     source = open_weights(folder)
     if source.tokenizer is None:
@@ -257,20 +257,20 @@ def read_toml(path: Path) -> dict[str, Values]:
     """The sections of a TOML file; `run_from` checks their keys."""
     if not path.exists():
         raise FileNotFoundError(f"{path}: no such configuration; `tilegrad init {path}` writes one to begin with")
-    text = decoded(regular_file(path, "a configuration as TOML; text to learn from goes behind --data"))
+    text = decoded(regular_file(path, "a configuration as TOML; give text to learn from with --data"))
     try:
         content = tomllib.loads(text)
     except RecursionError as error:
         raise too_deep(text, str(path)) from error
     except ValueError as error:
-        raise ValueError(f"{path}: is not TOML: {error}; text to learn from goes behind --data") from error
+        raise ValueError(f"{path}: is not TOML: {error}; give text to learn from with --data") from error
     check_values(content, str(path), text)
     return content
 
 
 def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
-    """The run that a TOML file, flags or a dictionary describe; other keys follow from these or are the preset's. `where`
-    names the source in errors; `world` is the number of ranks that a new run starts with."""
+    """The run that a TOML file, flags or a dictionary describe; keys that are not given follow from others or the preset.
+    `where` names the source in errors; `world` is the number of ranks that a new run starts with."""
     given = checked(content, where)
     model, settings = given["model"], given["train"]
     base = preset_run(model.pop("preset", "tiny"))
@@ -350,7 +350,7 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
 
 
 def _plain(value: Any) -> Any:
-    """JSON has lists, and no tuples."""
+    """`value` with lists for tuples, which JSON does not have."""
     if isinstance(value, dict):
         return {key: _plain(inner) for key, inner in value.items()}
     return [_plain(inner) for inner in value] if isinstance(value, list | tuple) else value

@@ -19,16 +19,16 @@ _PROMPT_TOKENS = 32
 class Dataset:
     file: TokenFile
     tokenizer: Tokenizer
-    entropy: float  # of single tokens, in nats
+    entropy: float  # unigram entropy, in nats
     batches: Batches  # for training
-    held_out: Tokens  # for validation: a text,
-    windows: Tokens  # and the numbers of its windows
-    summary: Numbers  # of a new run's text: files, documents, bytes, tokens
+    held_out: Tokens  # the text that validation reads
+    windows: Tokens  # the numbers of the validation windows in it
+    summary: Numbers  # counts of a new run's text: files, documents, bytes, tokens
 
     @classmethod
     def split(cls, file: TokenFile, tokenizer: Tokenizer, config: RunConfig, summary: Numbers) -> Dataset:
         t, tokens, fraction = config.train, file.tokens, config.data.validation_fraction
-        training: Tokens | None = None  # the numbers of its windows; None: all
+        training: Tokens | None = None  # the numbers of the training windows; None: all
         if config.data.validation == "windows":
             text = held_out = tokens
             training, windows = split_windows(tokens, t.seq_len, fraction, seed=t.seed)
@@ -43,7 +43,7 @@ class Dataset:
         return min(self.batches.windows * self.batches.seq_len, len(self.batches.tokens))
 
     def prompt(self, room: int) -> list[int]:
-        """The first held-out tokens, at most `room`; of the training text where fewer are held out."""
+        """The first held-out tokens, at most `room`; if fewer are held out, the first of the training text."""
         begin = int(self.windows[0]) * self.batches.seq_len if len(self.windows) else 0
         text = self.held_out[begin:] if len(self.held_out) - begin >= room else self.batches.tokens
         return [int(token) for token in text[: min(room, _PROMPT_TOKENS)]]

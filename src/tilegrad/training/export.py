@@ -1,5 +1,5 @@
-"""Write a run's weights as a folder that transformers loads, with the config and tokenizer files of the weights that it began
-with if it still has their tokenizer."""
+"""Write a run's weights as a folder that transformers loads. If the run began with imported weights and still has their
+tokenizer, the folder gets their config and tokenizer files."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .folder import own_tokenizer, weights_of
 def export_run(
     run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None
 ) -> tuple[str, int]:
-    """Export the newest or best weights of the run, or those of a checkpoint, and return (model_type, steps). The
-    tokenizer.json of a run that learnt its own BPE is copied; bytes have none."""
+    """Export the newest or best weights of the run, or those of a checkpoint, and return (model_type, steps). A run's
+    own BPE tokenizer.json is copied; a byte tokenizer is not exported."""
     folder, path = weights_of(run, best=best)
     config, checkpoint = load_model(path)
     state = checkpoint.state
-    own = own_tokenizer(folder, state)  # refuses a tokenizer that is not the weights'
+    own = own_tokenizer(folder, state)  # raises if the weights were trained with another tokenizer
     origin = folder / "origin"
     began_with = origin / "tokenizer.json"
     same_tokens = began_with.is_file() and load_tokenizer(began_with).json() == own.json()

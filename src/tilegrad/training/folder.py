@@ -1,16 +1,16 @@
-"""A run's folder: what it holds, who may train in it, and what a resumed run takes from it.
+"""A run's folder: its files, the lock on it, and what a resumed run reads from it.
 
 run.json              the configuration that ran last
 data/                 tokens.bin and tokenizer.json: a resumed run needs no other text
 log.jsonl             one record per line
-checkpoints/          the last few
+checkpoints/          the last few checkpoints
 best/                 the checkpoint with the lowest validation loss
 origin/               config.json and tokenizer files of the weights that --init named
-report.html           curves, memory, a sample; needs nothing from outside
+report.html           curves, memory and a sample, as one self-contained page
 tensorboard/          the log for TensorBoard, where it is installed
 .tilegrad-run         marks the folder as a run of tilegrad: a new run begins in an empty folder, or in one with this file
                       and no checkpoint
-run.lock              while a process trains there: its id, a token that all ranks must find, and the kernel's lock on it
+run.lock              exists while a process trains there: its id and a token that all ranks must find; locked by flock
 
 Nothing else in the folder is written or deleted.
 """
@@ -50,7 +50,7 @@ if TYPE_CHECKING:
 MARKER, LOCK = ".tilegrad-run", "run.lock"
 _MARK = b'{"format": "tilegrad run", "version": 1}\n'
 _LOCK = re.compile(rb"(?:\d+(?: [0-9a-f]+)?\n)?")  # the content of a lock: a process's id and its token
-_LISTED = 3  # names in a refusal
+_LISTED = 3  # names that an error lists
 SHARED_S = 5.0  # seconds that a network file system may take to show a new file
 
 
@@ -69,7 +69,7 @@ def _neighbours(path: Path) -> dict[str, str]:
 
 
 def checkpoint_of(folder: Path, given: Path | None, *, check: bool = True) -> Path:
-    """The checkpoint to resume from: the given one, or the newest, with `check` after a check of every byte."""
+    """The checkpoint to resume from: `given`, or the newest; with `check`, every byte of the newest is checked."""
     if given is not None and given.resolve().parent not in [place.resolve() for place in _places(folder)]:
         raise ValueError(f"resume: got {given}; accepted: a checkpoint of {folder}")
     return given or (latest_checkpoint(_newest(folder).parent) if check else None) or _newest(folder)
@@ -81,7 +81,7 @@ def _places(folder: Path) -> tuple[Path, Path]:
 
 
 def holds_a_run(folder: Path) -> bool:
-    """Whether there is a checkpoint; what a process killed in its first save left behind is none."""
+    """Whether there is a checkpoint. The leftovers of a process that was killed in its first save do not count."""
     return any(newest_name(place) for place in _places(folder))
 
 
@@ -138,12 +138,12 @@ def forget(folder: Path) -> None:
 
 
 def upgraded(run: dict[str, Values]) -> dict[str, Values]:
-    """A saved configuration with the keys of today: before `validation` was one, runs took the end of the text."""
+    """A saved configuration with today's keys: runs from before the key `validation` held out the end of the text."""
     return {**run, "data": {"validation": "end", **run["data"]}} if isinstance(run.get("data"), dict) else run
 
 
 def resume_command(folder: Path) -> str:
-    """The shell command that resumes the run, with as many ranks on this node as there are."""
+    """The shell command that resumes the run, with the same number of ranks on this node."""
     ranks = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     launch = f"torchrun --nproc-per-node {ranks} -m tilegrad" if ranks > 1 else "tilegrad"
     return f"{launch} train --resume {shlex.quote(str(folder))}"
@@ -165,7 +165,7 @@ def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
     has no digest of its tokenizer, is compared by its tokens."""
     file = folder / "data" / "tokenizer.json"
     if not file.is_file():
-        raise FileNotFoundError(f"{file}: no such tokenizer; the run's own is needed")
+        raise FileNotFoundError(f"{file}: no such file; put the run's own tokenizer back")
     if "tokenizer_sha256" not in state:
         tokens, tokenizer = load_prepared(folder / "data")
         data, training = upgraded(state["run"])["data"], tokens.tokens
@@ -182,16 +182,16 @@ def _check_tokenizer(folder: Path, state: RunState, found: str) -> None:
     saved = state.get("tokenizer_sha256", found)
     if saved != found:
         raise ValueError(
-            f"{folder / 'data' / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: that of the weights, "
+            f"{folder / 'data' / 'tokenizer.json'}: got a tokenizer of sha256 {found[:12]}…; accepted: that of the checkpoint, "
             f"{saved[:12]}…"
         )
 
 
 def _check_ours(folder: Path) -> None:
-    """Refuse a folder that is neither missing, nor empty, nor a run's."""
+    """Refuse a folder that is neither missing, nor empty, nor the folder of a run."""
     if not folder.is_dir():
         if folder.exists() or folder.is_symlink():
-            raise ValueError(f"{folder}: got what is no folder; accepted: a new folder (--out)")
+            raise ValueError(f"{folder}: not a folder; accepted: a new folder (--out)")
         return
     if holds_a_run(folder) or _is_regular(folder / MARKER) and (folder / MARKER).read_bytes() == _MARK:
         return
@@ -199,7 +199,7 @@ def _check_ours(folder: Path) -> None:
     if others:
         more = f" and {len(others) - _LISTED} more" if len(others) > _LISTED else ""
         raise ValueError(
-            f"{folder}: got a folder with {', '.join(others[:_LISTED])}{more}, which no run of tilegrad's wrote; accepted: a "
+            f"{folder}: got a folder with {', '.join(others[:_LISTED])}{more}, which tilegrad did not write; accepted: a "
             "new or empty folder (--out)"
         )
 
@@ -219,8 +219,8 @@ def _is_left_by_a_killed_process(path: Path) -> bool:
 
 @contextmanager
 def claimed(folder: Path, *, new: bool) -> Iterator[str]:
-    """Lock `folder` against other processes; the token is in the lock. The folder of a `new` run is made if it is missing, and
-    deleted again if nothing is left in it. The kernel releases the lock when the process ends, however it ends."""
+    """Lock `folder` against other processes, and yield the lock's token. The folder of a `new` run is made if it is missing,
+    and deleted again if it stays empty. The kernel releases the lock when the process ends, however it ends."""
     if new:
         _check_ours(folder)
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
@@ -248,8 +248,8 @@ def claimed(folder: Path, *, new: bool) -> Iterator[str]:
 
 
 def check_shared(folder: Path, token: str, mesh: Mesh) -> None:
-    """Refuse, on all ranks, a folder in which a rank does not find rank 0's token: each rank writes its part of a checkpoint
-    there. Called on every rank; `token` is rank 0's."""
+    """Raise on all ranks if one of them does not find rank 0's token in `folder`, where each rank writes its part of a
+    checkpoint. Called on every rank; `token` is rank 0's."""
     token = mesh.gather(token)[0]
     until = time.monotonic() + SHARED_S
     while not (found := _token(folder) == token) and time.monotonic() < until:
@@ -290,7 +290,7 @@ def _locked(path: Path, token: str) -> io.FileIO:
             raise ValueError(f"{path}: got a symbolic link; accepted: no such file, or a run's own lock") from error
         if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
             file.close()
-            raise ValueError(f"{path}: got what is no plain file; accepted: no such file, or a run's own lock")
+            raise ValueError(f"{path}: not a regular file; accepted: no such file, or a run's own lock")
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
@@ -304,4 +304,4 @@ def _locked(path: Path, token: str) -> io.FileIO:
             file.truncate(0)
             file.write(f"{os.getpid()} {token}\n".encode("ascii"))
             return file
-        file.close()  # the run that held it ended, and removed the name between our two calls
+        file.close()  # the last owner deleted it between our open and flock: try again

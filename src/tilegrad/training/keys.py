@@ -1,6 +1,6 @@
 """The keys of a run, from `example.toml` in this folder: name, default and meaning of each.
 
-`tilegrad init` writes that file, and the flags of `tilegrad train` and `plan` are made of it. Help needs no torch.
+`tilegrad init` writes that file, and the flags of `tilegrad train` and `plan` are made from it, without importing torch.
 """
 
 from __future__ import annotations

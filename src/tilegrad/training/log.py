@@ -26,11 +26,11 @@ class RunLog:
     """Appends records to a file. Each is flushed at once, and all are synced to disk when the log is closed.
 
     A record has `step`, `kind` and numbers: {"step": 10, "kind": "train", "loss": 2.5}. A number that is not finite is
-    written as null. The kind "resume" says that the run continued from that step, so that earlier records of later steps no
+    written as null. The kind "resume" means that the run continued from that step: earlier records of later steps no
     longer count (`read_log`). An incomplete last line, left by a killed process, is cut off.
 
     tensorboard        a folder: every number also becomes a point of the curve "name/kind" there
-    hyper_parameters   of the run, by name: TensorBoard compares runs by them, with the losses as metrics
+    hyper_parameters   name → value; TensorBoard compares runs by them, with the losses as metrics
     """
 
     def __init__(
@@ -83,7 +83,7 @@ class RunLog:
 
 def read_log(path: Path) -> list[Record]:
     """The records, without those that a later "resume" replaced and without an incomplete last line. Any other line that is
-    not a record is an error that names it."""
+    not a record raises ValueError with its number."""
     records: list[Record] = []
     *lines, _torn = path.read_bytes().split(b"\n")
     for number, line in enumerate(lines, 1):
@@ -133,7 +133,7 @@ class _Curves:
 
     def __init__(self, folder: Path, hyper_parameters: Mapping[str, object]) -> None:
         if not tensorboard_installed():
-            raise ImportError("curves for TensorBoard need it installed: pip install 'tilegrad[tensorboard]'")
+            raise ImportError("tensorboard: not installed, and its curves need it; pip install 'tilegrad[tensorboard]'")
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
         from torch.utils.tensorboard.summary import hparams, scalar
@@ -145,7 +145,7 @@ class _Curves:
         self._file = os.fdopen(create(self._path), "wb")
         self._records = RecordWriter(self._file)
         self._write([Event(wall_time=time.time(), file_version="brain.Event:2").SerializeToString()])
-        if hyper_parameters:  # into the run's own folder, where `SummaryWriter.add_hparams` would make another
+        if hyper_parameters:  # `SummaryWriter.add_hparams` would write them into another folder
             plain = {
                 name: value if isinstance(value, bool | int | float | str) else str(value)
                 for name, value in hyper_parameters.items()

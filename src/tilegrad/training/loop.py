@@ -1,4 +1,4 @@
-"""The training loop: step → log → evaluation → checkpoint → report, resumable to the bit. run.py begins it.
+"""The training loop: step → log → evaluation → checkpoint → report, resumable to the bit. run.py starts it.
 
 SIGTERM, SIGHUP, Ctrl-C and a closed output end the run after the current step: it is saved, reported, and can be resumed. A
 full disk, or ten consecutive steps that are not finite, end it with `RunEnded`, which says what is saved.
@@ -50,7 +50,7 @@ from .state import RunState
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """`stopped_by`: the signal that ended the run before its last step, SIGPIPE where its output was closed; else None."""
+    """`stopped_by`: the signal that ended the run before its last step, SIGPIPE if its output was closed; else None."""
 
     folder: Path
     steps: int
@@ -66,7 +66,7 @@ class RunResult:
 
 
 class Position(NamedTuple):
-    """Where a run is, but for weights and moments, which a skipped step does not change."""
+    """A run's position without weights and moments, which a skipped step does not change."""
 
     engine: dict[str, int]
     data: BatchesState
@@ -74,17 +74,17 @@ class Position(NamedTuple):
 
 
 class InFlight(NamedTuple):
-    """A step that was submitted."""
+    """A submitted step whose result is not read yet."""
 
-    step: int  # before it
+    step: int  # steps before it
     draws: int
     data: BatchesState
     learning_rate: float
 
 
 class SkippedSteps:
-    """Counts the steps that were skipped because they were not finite. `last_finite_state` is the position before the first of
-    those in a row, to which the run rewinds after ten."""
+    """Counts the steps that were skipped because they were not finite. `last_finite_state` is the position before the current
+    row of skipped steps; after ten in a row the run rewinds to it."""
 
     def __init__(self, total: int, in_a_row: int, position: Position) -> None:
         self.total, self.in_a_row, self.last_finite_state = total, in_a_row, position
@@ -172,7 +172,7 @@ class Run:
                 raise self._fail(reason) from error
 
     def _open_log(self) -> AbstractContextManager[RunLog | None]:
-        """The log, on rank 0, which also writes run.json."""
+        """Write run.json and open the log, on rank 0 only."""
         if self.mesh.rank:
             return nullcontext()
         write_run(self.folder, self.config)
@@ -243,7 +243,7 @@ class Run:
         return RunEnded(f"{reason}; saved: {path}, after {step:,} steps; resume with: {resume_command(self.folder)}")
 
     def _reset(self) -> None:
-        """No step is in flight, and this is the position before the next one."""
+        """Begin at the current position, with no step in flight."""
         optimizer = self.engine.optimizer
         position = Position(counters(self.engine), self.dataset.batches.state(), self.train_loss)
         self.in_flight: deque[InFlight] = deque()
@@ -260,7 +260,7 @@ class Run:
         self.train_loss = _nan_if_none(state["train_loss"])
         self.evaluator.loss = state["validation_loss"]
         self._reset()
-        if saved := state.get("finite"):  # between steps that are not finite
+        if saved := state.get("finite"):  # saved in a row of steps that were not finite
             engine, data, loss = saved
             self.skipped.last_finite_state = Position(engine, data, _nan_if_none(loss))
 
@@ -293,7 +293,7 @@ class Run:
             self._record()
 
     def _record(self, *, wait: bool = False) -> None:
-        """Log the steps that are done; `wait` for all."""
+        """Log the steps that are done; with `wait`, all that are in flight."""
         try:
             self._log(self.engine.finished(wait=wait))
         except NonFiniteError:
@@ -337,12 +337,12 @@ class Run:
             self.metrics.emit("checkpoint", {"step": self.engine.steps, "path": str(path)})
 
     def _check_state(self) -> None:
-        """The state can be saved, and a resumed run reads the same configuration from it."""
+        """Check that the state can be saved, and that a resumed run reads the same configuration from it."""
         state = self._state()
         self.checkpointer.check(state)
         read = run_from(json.loads(json.dumps(state["run"])), "state['run']")
         if read != self.config:
-            raise ValueError(f"run: got {self.config}; accepted: one that comes back from JSON, where this is {read}")
+            raise ValueError(f"run: got {self.config}; accepted: one that JSON restores, but this becomes {read}")
 
     def _state(self) -> RunState:
         """What a resumed run needs besides the tensors, as plain JSON."""
@@ -360,7 +360,7 @@ class Run:
 
     def _finish(self, stopped_by: str | None, sample: str | None = None) -> RunResult:
         engine, report = self.engine, self.folder / "report.html"
-        measured, params = self._resident(), engine.params  # all ranks must ask for params
+        measured, params = self._resident(), engine.params  # reading params is a collective
         self.mesh.at(f"step {engine.steps}: the report", alone=True)
         if self.mesh.rank:
             sample = ""
@@ -437,7 +437,7 @@ class Run:
 
 
 def _warm_up(device: torch.device) -> None:
-    """Multiply once: the first call of BLAS takes tens of megabytes, whatever the model."""
+    """Multiply once, before memory is measured: the first call of BLAS allocates tens of megabytes for any model."""
     if device.type == "cpu":
         torch.ones(512, 512).mm(torch.ones(512, 512))
 

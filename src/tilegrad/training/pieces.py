@@ -3,7 +3,7 @@
     runs/large/checkpoints/000007-step-350/
         shard-00001-model-00001-of-00001.safetensors     what rank 0 owns: pieces of parameters and moments
         shard-00002-model-00001-of-00001.safetensors     …
-        manifest.json                                    as of one process: step, state, size and sha256 of every file
+        manifest.json                                    as with one process: step, state, size and sha256 of every file
 
 A piece is a slice of a flattened tensor, identified by the tensor's name and its offset there. So a checkpoint does not
 depend on buckets, arenas or ranks. A checkpoint of one process is read too: its tensors are whole pieces.
@@ -11,7 +11,7 @@ depend on buckets, arenas or ranks. A checkpoint of one process is read too: its
 DCP plans which rank writes and reads what; the rest is as in `checkpoint.py`. Pieces are written under a hidden name, each
 rank hashes its own file, and rank 0 checks the sizes of all files, writes the manifest and renames the folder. A rank that
 dies leaves a hidden folder and nothing else. Before a checkpoint is read, each file is hashed by one rank, and all ranks
-agree. No file is a pickle; between the ranks of one save or load, DCP sends its plans as torch sends objects.
+agree. No file is a pickle, but DCP sends its plans between ranks as pickled objects.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ dcp: ModuleType = torch.distributed.checkpoint  # its type stubs lack the names 
 
 
 class Piece(torch.Tensor):
-    """A slice of a flattened tensor, in the form that DCP accepts: like a DTensor, a tensor of the whole's size."""
+    """A slice of a flattened tensor, in the form that DCP accepts: like a DTensor, it has the size of the whole tensor."""
 
     tensor: Tensor
     at: ChunkStorageMetadata
@@ -74,7 +74,7 @@ class Piece(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: object, *_: object) -> NoReturn:
-        raise TypeError(f"a piece of a checkpoint takes part in no {func}")
+        raise TypeError(f"Piece: got {func}; accepted: no operation; use its `tensor`")
 
     def __create_write_items__(self, name: str, _whole: object) -> list[WriteItem]:
         data = TensorWriteData(self.at, TensorProperties.create_from_tensor(self.tensor), self.size())
@@ -127,7 +127,7 @@ def save_same_pieces(
 
 
 def state_of_ranks(engine: Engine, mesh: Mesh, state: Mapping[str, object]) -> dict[str, object]:
-    """The state in the manifest of several ranks."""
+    """`state` and what the manifest of several ranks has besides it."""
     return {**state, "shapes": {name: list(g.shape) for name, g in engine.grads.items()}, "ranks": mesh.world}
 
 

@@ -10,8 +10,8 @@ from ..engine.parallel import Shard
 
 
 class Sharding(TypedDict):
-    shard: Shard  # what each rank holds a part of
-    bucket_bytes: int  # of gradients that are summed at once
+    shard: Shard  # what is sharded over the ranks
+    bucket_bytes: int  # bytes of gradients that one collective sums
     context: int  # ranks that share each sequence
 
 
@@ -22,10 +22,10 @@ class Ranks:
 
     @property
     def groups(self) -> int:
-        """Groups of ranks that share sequences."""
+        """The number of groups of ranks that share sequences."""
         return self.mesh.world // self.sharding["context"]
 
     @property
     def group(self) -> int:
-        """This rank's group."""
+        """The index of this rank's group."""
         return self.mesh.rank // self.sharding["context"]

@@ -1,4 +1,4 @@
-"""The report of a run, as one page that needs nothing from outside."""
+"""The report of a run, as one self-contained page."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def run_report(
     records       as `read_log` gives them: kinds "train" and "validation" are drawn; null is a gap in the curve
     tables        by heading, as `run_tables` makes them
     memory_page   a page of `tilegrad.memory.planned.report`: `memory_report(…).html()` or `timeline_page(…)`
-    Every value is in the page, and under the pointer; where points share a pixel, their lowest and highest are drawn.
+    The pointer shows every value; where points share a pixel, their lowest and highest are drawn.
     """
     charts = [
         {"from_zero": from_zero, "series": _series(records, name), "levels": []} for name, _, _, from_zero in _CHARTS

@@ -3,9 +3,9 @@
     measured = arenas + unplanned
 
 The arenas are never larger than planned; a page that no step has written is not resident yet. Unplanned memory is what
-torch, BLAS and Python allocated since before the engine was made: on a CPU workspaces of BLAS and oneDNN, stacks of threads
-and the objects of modules loaded at the first step; on CUDA workspaces of cuBLAS and the batches. Pages of files (code of
-libraries, the mapped text) are counted apart, because the system drops them when memory is short.
+torch, BLAS and Python have allocated since just before the engine was made. On a CPU it is workspaces of BLAS and oneDNN,
+thread stacks, and modules imported at the first step; on CUDA it is workspaces of cuBLAS, and the batches. Pages of files
+(code of libraries, the mapped text) are counted separately, because the system drops them when memory is short.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STATM = Path("/proc/self/statm")
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory:
-    """Bytes of the process now: `private` is its own, on CUDA what the allocator gave out; `files` are pages of files."""
+    """Bytes in use now. `private`: the process's own, on CUDA what torch's allocator gave out; `files`: mapped files."""
 
     private: int
     files: int
@@ -58,7 +58,7 @@ class Resident:
 
 
 def process_memory(device: torch.device) -> ProcessMemory:
-    """Without /proc, the peak of all resident memory."""
+    """The memory in use now; without /proc, the peak of all resident memory."""
     if device.type == "cuda":
         return ProcessMemory(torch.cuda.memory_allocated(device), 0)
     if not STATM.exists():

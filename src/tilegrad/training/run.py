@@ -1,7 +1,7 @@
 """How a training run begins: new or resumed, in one process or on all ranks. loop.py is the run itself.
 
 Every check comes before the first write into the run's folder (`folder.py`). Under torchrun rank 0 prepares the data first. If
-a rank is lost, the others end at once and save nothing, because a save would wait for it.
+a rank is lost, the others end at once and save nothing, because a save would wait for the lost rank.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ def train(
     context: int = 1,
     timeout_s: float = 600.0,
 ) -> RunResult:
-    """Train in the folder `out`; `resolve` documents the first arguments. `shard`, `bucket_bytes`, `context` and `timeout_s`,
-    how long a collective waits for a rank, concern several ranks."""
+    """Train in the folder `out`; `resolve` documents the first arguments. The last four are for several
+    ranks; a collective waits for a rank at most `timeout_s`."""
     check_platform()
     world = int(os.environ.get("WORLD_SIZE", "1"))
     start = resolve(config, out, resume=resume, where=where, name=name, world=world)
@@ -84,7 +84,7 @@ def _claim(folder: Path, mesh: Mesh, until_the_end: ExitStack, *, new: bool) -> 
 
 
 def _open(start: Start, show: Show, ranks: Ranks) -> Run:
-    """The run with its data, which a new run prepares. If it is refused, the data it wrote is deleted."""
+    """The run with its data, which a new run prepares. After an error, the data that it prepared is deleted."""
     folder, mesh, weights = start.folder, ranks.mesh, start.config.train.init
     existed = (folder / "data").exists()
     summary: Numbers = {}
@@ -113,7 +113,7 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
 
     def show_but_summary(event: str, numbers: Numbers) -> None:
         if event == "data":
-            summary.update(numbers)  # shown once the run has begun: a closed output then stops it
+            summary.update(numbers)  # shown once the run has begun, when a closed output ends it with a save
         else:
             show(event, numbers)
 

@@ -1,4 +1,4 @@
-"""Signals end a run after the current step, with a save; before the first step they end the process and clean up."""
+"""Signals end a run after the current step, with a save; before the first step they end the process after a cleanup."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def stop_on_signals() -> Iterator[list[str]]:
             return
         times = stopped.count("SIGINT")
         if times == 2:
-            with suppress(OSError):  # not print: it may be what was interrupted
+            with suppress(OSError):  # not print, which the signal may have interrupted
                 os.write(2, b"tilegrad: saving; a third Ctrl-C ends at once and loses what was not saved\n")
         elif times > 2:
             raise KeyboardInterrupt

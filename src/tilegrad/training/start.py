@@ -34,11 +34,11 @@ def resolve(
 ) -> Start:
     """The start of a run with `world` ranks.
 
-    config   of a new run; of a resumed run only the keys in `MAY_CHANGE` may differ, and None changes nothing
+    config   a new run's configuration; in a resumed run only the keys in `MAY_CHANGE` may differ, and None changes nothing
     out      the run's folder; None: runs/`name`, or runs/PRESET
     resume   True: from the newest checkpoint in `out`; a path: from that run or checkpoint. Ranks that torchrun has
              restarted resume by themselves.
-    where    the source of `config` in errors
+    where    names the source of `config` in errors
     """
     content: Sections = config.plain() if isinstance(config, RunConfig) else config or {}
     folder = Path(out or f"runs/{name or content.get('model', {}).get('preset', 'tiny')}")
@@ -46,7 +46,7 @@ def resolve(
         resume = resume or True
     if not resume:
         if config is None:
-            raise ValueError("run: got None; accepted: a RunConfig, or None when resuming")
+            raise ValueError("config: got None; accepted: a RunConfig or its sections; None only when resuming")
         return Start(config if isinstance(config, RunConfig) else run_from(config, where, world), folder, None)
     home, given = locate(folder if resume is True else Path(resume))
     if out and home.resolve() != folder.resolve():
@@ -77,4 +77,4 @@ def _own_run(folder: Path, checkpoint: Path) -> tuple[RunConfig, RunState]:
             raise ValueError(f"got {shown(content)}; accepted: the sections model, train and data")
         return resumed(saved, run_from(upgraded(dict(content)), "configuration").plain()), state
     except ValueError as error:
-        raise ValueError(f"{file}: {error}; without this file, the checkpoint's own configuration counts") from error
+        raise ValueError(f"{file}: {error}; without this file, the checkpoint's own configuration is used") from error

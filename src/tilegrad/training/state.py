@@ -1,5 +1,5 @@
-"""The state that a run saves next to its tensors. Every field is checked when it is read: a digest says that a manifest is
-what somebody wrote, not that it is true."""
+"""The state that a run saves next to its tensors. Every field is checked when it is read, because a manifest with
+the right digest can still have wrong values."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class RunState(TypedDict):
     run: dict[str, Values]  # the configuration: sections model, train and data
     train_loss: float | None  # None: it was not finite
     validation_loss: float | None  # None: there was no evaluation, or it was not finite
-    threads: int  # torch's, when it was saved
+    threads: int  # torch's number of threads at the save
     finite: list[Any] | None  # engine, data and train_loss before the non-finite steps in progress
     tokenizer_sha256: NotRequired[str]  # older checkpoints lack it
     shapes: NotRequired[dict[str, list[int]]]  # in checkpoints of several ranks: the shape of every parameter,
@@ -60,7 +60,7 @@ def check_run_state(state: Mapping[str, object], step: int) -> None:
 
 
 def _check_text(data: Mapping[str, object]) -> None:
-    """Check the keys of [data] that are read without a RunConfig; `folder.own_run` checks the others."""
+    """Check the keys of [data] that are read without a RunConfig; `start.resolve` checks the others."""
     for name, default in (("tokenizer", "bytes"), ("validation", "end")):
         if not isinstance(data.get(name, default), str):
             raise ValueError(f"run.data.{name}: got {shown(data[name])}; accepted: a name")

@@ -5,10 +5,10 @@
     ShardedOptimizer   shard="optimizer": a rank has 1/world of the moments, and updates 1/world of the parameters
     FullySharded       shard="all": a rank has 1/world of everything; a block's parameters are gathered around its ops
 
-    micro-batches      number g of a step runs on rank g mod world with dropout's seed g: N ranks equal one with all of them
+    micro-batches      number g of a step runs on rank g mod world with dropout's seed g: N ranks compute what one would
     targets            are counted over all ranks: gradients are summed, never averaged, so unequal batches are exact
     bucket complete →  reduce-scatter (Replicated: all-reduce) in place, overlapping the rest of the last micro-batch's backward
-    one all-reduce     of ‖own slices of the gradients‖², the loss, and whether a rank was asked to stop
+    one all-reduce     of ‖own slices of the gradients‖², the loss, and whether any rank must stop
     own slices         clip and AdamW
     slices          →  all-gather in place, overlapping the next forward: an op waits for the buckets that it reads
     context=n          n neighbouring ranks share each micro-batch (parallel/context.py); group g mod (world / n) takes number g

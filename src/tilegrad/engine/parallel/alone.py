@@ -19,8 +19,8 @@ from .context import own_rows
 from .declare import declare_optimizer
 
 View = Callable[[Handle], Tensor | Handle]
-Run = tuple[Tensor, int, int]  # of a flattened tensor: the run, its offset, the tensor's length
-Program = Literal["step", "forward", "backward"]  # of the model
+Run = tuple[Tensor, int, int]  # a slice of a flattened tensor, its offset, the tensor's length
+Program = Literal["step", "forward", "backward"]  # a method of the model
 _EMPTY: Batch = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))
 
 
@@ -33,8 +33,8 @@ class Alone:
         self.context: Neighbours | None = mesh.neighbours(spec.context) if spec.context > 1 else None
         optimizer, units = declare_optimizer(spec.declare(self.context), spec, adamw, mesh.rank)
         self.optimizer, self._units = bind(optimizer, view), bind(units, view)
-        self.params: dict[str, Tensor] = {}  # of the bound model: the engine sets it
-        self.stop = False  # a request to this rank; after a step, to any rank
+        self.params: dict[str, Tensor] = {}  # the bound model's, set by the engine
+        self.stop = False  # whether this rank must stop; after a step, whether any rank must
         self.step = 0
         self.summed = False  # whether the gradients are those of all ranks
 
@@ -43,12 +43,12 @@ class Alone:
         return self._view(handle)
 
     def number_of(self, micro_batch: int) -> int:
-        """The number in the whole step of this rank's micro-batch."""
+        """The number that this rank's micro-batch has in the whole step."""
         context, rank, world = self.spec.context, self.mesh.rank, self.mesh.world
         return micro_batch * (world // context) + rank // context
 
     def count(self, targets: int, micro_batches: int) -> tuple[int, int]:
-        """Both over all ranks. The gradients are about to be overwritten."""
+        """The sums of both over all ranks. Called before the gradients are overwritten."""
         self.mesh.at(f"step {self.step}: counting targets")
         total, taken = (int(x) // self.spec.context for x in self.mesh.sum(targets, micro_batches))
         check_some(taken)
@@ -74,17 +74,17 @@ class Alone:
     def around(
         self, program: Program, *, training: bool = True, accumulate: bool = True, last: bool = False
     ) -> Iterator[None]:
-        """The model's program runs inside, with collectives between its ops. `last` is the last micro-batch of a step."""
+        """The model's program runs in this context, with collectives between its ops. `last`: the step's last micro-batch."""
         yield
 
     def sum_gradients(self) -> None:
-        """Start the sums of gradients that are complete."""
+        """Start to sum all gradients over the ranks."""
 
     def forget_sums(self) -> None:
-        """The gradients are about to be overwritten."""
+        """Wait for the sums in flight, before the gradients are overwritten."""
 
     def update(self, learning_rate: float, loss: float) -> float:
-        """Sum what is not summed yet, clip, AdamW. Returns the loss over all ranks; `loss` is this rank's."""
+        """Sum the gradients that are not summed yet, clip, AdamW. Returns the loss over all ranks; `loss` is this rank's."""
         self.optimizer.update(learning_rate)
         return loss
 
@@ -100,8 +100,8 @@ class Alone:
         self.params[name].copy_(value)
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
-        """Name → (run, offset in the flattened tensor, its length) of parameters, moments and the count of updates: what this
-        rank owns. Ranks that have everything own it all or, with `shared`, 1/world of each tensor."""
+        """Name → (slice of the flattened tensor, its offset, the tensor's length): the parameters, moments and adam_step that
+        this rank owns. A rank that has everything owns it all or, with `shared`, 1/world of each tensor."""
         rank, world = self.mesh.rank, self.mesh.world
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
         for name, x in {**self.params, **self.optimizer.moments}.items():

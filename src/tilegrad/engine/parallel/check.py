@@ -1,4 +1,4 @@
-"""What several ranks cannot train, and ranks that would not compute the same thing, are refused before memory is allocated."""
+"""Checks before memory is allocated: several ranks can train this model, and all of them compute the same step."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def _leaves(fields: Mapping[str, object], inside: str = "") -> Iterator[tuple[st
 
 
 def digest(tensors: Iterable[Tensor]) -> str:
-    """sha256 of their bytes."""
+    """The first 16 digits of the sha256 of the tensors' bytes."""
     found = hashlib.sha256()
     for x in tensors:
         for part in x.detach().reshape(-1).view(torch.uint8).split(1 << 26):

@@ -1,6 +1,6 @@
-"""context=n: n neighbouring ranks share each sequence. All are given the whole micro-batch, and each takes its rows of it.
+"""context=n: n neighbouring ranks share each sequence. All of them get the whole micro-batch, and each takes its rows.
 
-kernels/attention/context.py gathers K and V, and says which rows a rank takes. Everything else in the model works row by row.
+kernels/attention/context.py gathers K and V, and defines each rank's rows. Everything else in the model works row by row.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""One rank's optimizer and collectives on handles: what is planned before anything is allocated."""
+"""One rank's optimizer and collectives on handles, for the memory plan."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..spec import StepSpec
 
 
 def schedule_of(model: Transformer, program: Callable[[], object] | None = None) -> tuple[Touch, ...]:
-    """Which parameters each op of the model's program, by default its step, reads and which gradients it writes."""
+    """The parameters that each op of `program` (default: the model's step) reads, and the gradients that it writes."""
     values = {handle.name: name for name, p in model.params.items() for handle in handles(p.value)}
     grads = {handle.name: name for name, p in model.params.items() for handle in handles(p.grad)}
     return touches(program or model.step, observe, values, grads)
@@ -29,7 +29,7 @@ def buckets_of(model: Transformer, steps: Sequence[Touch], world: int, bucket_by
 def declare_optimizer(
     model: Transformer, spec: StepSpec, adamw: AdamW | None = None, rank: int = 0
 ) -> tuple[Optimizer, Units | None]:
-    """One rank's optimizer, and the units where everything is sharded."""
+    """One rank's optimizer, and the units if everything is sharded, else None."""
     params, units = model.params.values(), None
     buckets: tuple[Bucket, ...] = ()
     if spec.world > 1 and spec.shard == "all":
