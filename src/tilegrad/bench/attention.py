@@ -1,10 +1,10 @@
 """Attention against its peers: forward and backward, interleaved in one process, on any device.
 
-Every kernel, ours and the peers', is checked under the closeness rule at the shape that is timed; one that fails has no time
-and no speed-up. Times are medians with the 20th and 80th percentile of `repeats` rounds. In a round each kernel runs once, in
-an order that changes from round to round, so that a change of the machine's speed affects all of them; a speed-up is the
-median of the rounds' ratios, with quartiles. On a CPU the process keeps freed memory, so that no call pays for new pages.
-TFLOP/s follow cost.py, which does not credit recomputation. A kernel that refuses a shape is left out, with its reason. Packed
+Every kernel, ours and the peers', is checked under the closeness rule at the shape that is timed; a kernel that fails gets no
+time and no speed-up. Times are medians of `repeats` rounds, with the 20th and 80th percentile. In a round each kernel runs
+once, in an order that changes from round to round, so that a change of the machine's speed affects all of them. A speed-up is
+the median of the rounds' ratios, with quartiles. On a CPU the process keeps freed memory, so that no call pays for new pages.
+TFLOP/s use the FLOPs of cost.py, without recomputation. A kernel that refuses a shape is left out, with its reason. Packed
 sequences are compared with a dense shape of as many tokens and as much work.
 """
 
@@ -70,12 +70,12 @@ def bench_attention(
     peers: Sequence[str] | None = None, repeats: int = 30, json: bool = False, out: str | None = None, plot: str | None = None,
     profile: bool = False, deterministic: bool = False, shapes: Sequence[str] | None = None,
 ) -> int:  # fmt: skip
-    """Prints times and ratios (or JSON lines); `out` appends the JSON lines to a file. `peers`: None = all that are there;
-    `shapes`, as Shape.parse reads them, take the preset's place. Exit code 1 if a kernel is wrong."""
+    """Prints times and ratios (or JSON lines); `out` appends the JSON lines to a file. `peers`: None = all that are
+    installed; `shapes`, in the format of Shape.parse, replace the preset. Exit code 1 if a kernel is wrong."""
     where = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     kind = getattr(torch, dtype, None)
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
+        raise ValueError(f"dtype: got {dtype!r}; accepted: a float dtype such as 'bfloat16', 'float16', 'float32'")
     if preset is not None and preset not in PRESETS:
         raise ValueError(f"preset: got {preset!r}; accepted: one of {', '.join(map(repr, PRESETS))}")
     if shapes and preset:
@@ -124,7 +124,7 @@ def _parsed(text: str) -> Shape:
     try:
         return Shape.parse(text)
     except ValueError as error:
-        accepted = "B,H,T,D and, as wanted, causal, window=N, hkv=N, tq=N, such as 4,32,4096,64,causal"
+        accepted = "B,H,T,D, then optionally causal, window=N, hkv=N, tq=N, such as 4,32,4096,64,causal"
         raise ValueError(f"shapes: got {text!r} ({error}); accepted: {accepted}") from None
 
 

@@ -26,12 +26,12 @@ if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
 FLEX_LENGTHS = (4096, 16384, 65536)  # compiling FlexAttention takes longer than timing it
-CHECKED_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}  # numbers of each float64 matrix of a check
+CHECKED_SCORES = {"cpu": 1 << 22, "cuda": 1 << 26}  # elements of each float64 matrix in a check
 ERRORS_OF_A_PEER = (RuntimeError, NotImplementedError, ValueError)
 
 
 def thunk(prepare: Callable[..., Callable[..., None]], call: Forward | Backward, scratch: Scratch) -> Thunk:
-    """Runs a kernel, which is prepared at the first time."""
+    """A call of a kernel, which is prepared at the first run."""
 
     @functools.cache
     def run() -> Callable[..., None]:
@@ -41,7 +41,7 @@ def thunk(prepare: Callable[..., Callable[..., None]], call: Forward | Backward,
 
 
 class Inputs:
-    """q, k, v and do of a shape, and what the ops write."""
+    """q, k, v and do of a shape, and calls of attention on them."""
 
     def __init__(self, shape: Shape, dtype: torch.dtype, device: torch.device) -> None:
         g = torch.Generator(device).manual_seed(0)
@@ -57,7 +57,7 @@ class Inputs:
         )
 
     def ours(self, kernel: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """Forward and backward of a kernel of the table, nothing allocated inside, and the tensors they write."""
+        """Forward and backward of a kernel of the table, which allocate nothing, and the tensors they write."""
         q, k, v, mask = self.q, self.k, self.v, self.mask
         module = ATTENTION.select(Problem(q, k, v, mask), kernel).load()
         o_shape, lse_shape = output_shapes(q, v, mask)
@@ -75,7 +75,7 @@ class Inputs:
         return thunk(module.prepare_fwd, fwd, scratch[0]), thunk(module.prepare_bwd, bwd, scratch[1]), out
 
     def peer(self, name: str, *, deterministic: bool = False) -> tuple[Thunk, Thunk, dict[str, Tensor]]:
-        """The same for SDPA's backends, FlexAttention and FlashAttention-4, through their own autograd call."""
+        """The same for SDPA's backends, FlexAttention and FlashAttention-4, through their autograd functions."""
         attend = _peer_function(name, self.shape, self.q.device, deterministic=deterministic)
         leaves = [x.detach().requires_grad_() for x in (self.q, self.k, self.v)]
         out: dict[str, Tensor] = {}
@@ -96,12 +96,12 @@ class Inputs:
 def _peer_function(
     name: str, shape: Shape, device: torch.device, *, deterministic: bool
 ) -> Callable[..., Tensor]:  # fmt: skip
-    """Raises one of ERRORS_OF_A_PEER where there is none. `deterministic` is FlashAttention-4's alone."""
+    """Raises one of ERRORS_OF_A_PEER if the peer cannot run the shape. Only FlashAttention-4 has `deterministic`."""
     gqa = bool(shape.hkv)
     if name == "fa4":
         return _flash_attention_4(shape, device, deterministic=deterministic)
     if shape.lengths:
-        raise NotImplementedError("takes no packed sequences here")
+        raise NotImplementedError("packed sequences are not measured")
     if name == "flex":
         if shape.t not in FLEX_LENGTHS or device.type != "cuda":
             raise NotImplementedError(f"compiled on CUDA only, at T in {FLEX_LENGTHS}")
@@ -110,7 +110,7 @@ def _peer_function(
         attends = torch.ones(shape.t, shape.t, dtype=torch.bool, device=device).tril_().triu_(1 - shape.window)
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, attn_mask=attends, enable_gqa=gqa)
     if shape.window is not None or (shape.tq and shape.causal):
-        raise NotImplementedError("has no such band without a matrix")
+        raise NotImplementedError("needs a mask matrix for this band")
     if name == "sdpa":
         return lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=shape.causal, enable_gqa=gqa)
     from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -131,7 +131,7 @@ def _peer_function(
 def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
     from torch.nn.attention.flex_attention import flex_attention
 
-    torch._dynamo.reset()  # each shape is compiled, and torch limits how often
+    torch._dynamo.reset()  # torch limits recompilations, and each shape needs one
     torch._functorch.config.donated_buffer = False  # the backward runs more than once
     block_mask = None if shape.band == (None, None) else block_mask_of(shape, device)
     compiled = torch.compile(flex_attention, dynamic=False, mode="max-autotune-no-cudagraphs")
@@ -139,7 +139,7 @@ def _flex(shape: Shape, device: torch.device) -> Callable[..., Tensor]:
 
 
 def _flash_attention_4(shape: Shape, device: torch.device, *, deterministic: bool) -> Callable[..., Tensor]:
-    """FlashAttention-4 (package flash-attn-4), which takes (B, T, H, D), its rows aligned at the bottom right as ours are."""
+    """FlashAttention-4 (package flash-attn-4), which takes (B, T, H, D) and aligns causal at the bottom right, as we do."""
     cute = importlib.import_module("flash_attn.cute")
     band = {"causal": shape.causal, "window_size": (None, None) if shape.window is None else shape.band}
     options = band | {"deterministic": deterministic}
@@ -158,8 +158,8 @@ def _flash_attention_4(shape: Shape, device: torch.device, *, deterministic: boo
 
 
 def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
-    """FlexAttention's mask of a band, from the blocks of 128 × 128 that the band's edges cross. Its own create_block_mask goes
-    through the T × T pairs, and takes longer to compile than the kernel."""
+    """FlexAttention's mask of a band, computed from the band's edges in blocks of 128 × 128. Its own create_block_mask
+    evaluates T × T pairs, and takes longer to compile than the kernel."""
     from torch.nn.attention.flex_attention import BlockMask
 
     size, shift = 128, shape.t - shape.rows
@@ -171,7 +171,7 @@ def block_mask_of(shape: Shape, device: torch.device) -> BlockMask:
 
     rows = torch.arange(0, shape.rows, size, device=device)[:, None]
     columns = torch.arange(0, shape.t, size, device=device)
-    least = rows + shift - (columns + size).clamp(max=shape.t) + 1  # gap in a block
+    least = rows + shift - (columns + size).clamp(max=shape.t) + 1  # the smallest gap in a block
     most = (rows + size).clamp(max=shape.rows) - 1 + shift - columns
     whole = (rows + size <= shape.rows) & (columns + size <= shape.t)
     reach = shape.t if left is None else left
@@ -203,7 +203,7 @@ def _has_flash_attention_4() -> bool:
 
 
 def kernels_on(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
-    """Kernels of the table that take a plain call there unasked."""
+    """Kernels of the table that accept a plain call on this device without being named."""
     q = torch.empty(1, 1, 1024, 64, device=device, dtype=dtype)
     problem = Problem(q, q, q, Mask())
     names = tuple(row.name for row in ATTENTION.rows if row.by_name_only is None and row.refuses(problem) is None)
@@ -211,7 +211,7 @@ def kernels_on(device: torch.device, dtype: torch.dtype) -> tuple[str, ...]:
 
 
 def refusal(kernel: str, inputs: Inputs) -> str | None:
-    """Why a kernel of the table does not take this problem, or None."""
+    """Why a kernel of the table refuses this problem, or None."""
     problem = Problem(inputs.q, inputs.k, inputs.v, inputs.mask)
     return next(row for row in ATTENTION.rows if row.name == kernel).refuses(problem)
 
@@ -221,8 +221,8 @@ def check(
 ) -> str:
     """'' if the closeness rule holds at this shape for a kernel of ours or a peer, else its complaints.
 
-    One kv head is looked at, of the last sequence or the longest packed one, with the query heads that share it. Where their
-    float64 matrices would be large, only the last rows are: do is 0 in the others, so dk and dv are sums over these rows.
+    One kv head of the last sequence (or of the longest packed one) is checked, with the query heads that share it. If their
+    float64 matrices would be large, only the last rows are checked: do is 0 elsewhere, so dk and dv sum over these rows.
     """
     inputs = Inputs(shape, dtype, device)
     group = shape.h // (shape.hkv or shape.h)

@@ -21,11 +21,11 @@ class Row:
     shape: Shape
     direction: str
     kernel: str
-    ms: float | None  # median; None where it did not run, and `note` says why
+    ms: float | None  # median; None if it did not run, and `note` says why
     p20_ms: float | None = None
     p80_ms: float | None = None
     note: str = ""
-    rounds_ms: tuple[float, ...] = ()  # of each round
+    rounds_ms: tuple[float, ...] = ()  # ms of each round
 
     @property
     def tflops(self) -> float | None:
@@ -57,7 +57,7 @@ def speedups(rows: Sequence[Row], kernel: str, peer: str, direction: str) -> dic
 
 
 def packed_rates(rows: Sequence[Row], kernel: str, direction: str) -> list[float]:
-    """TFLOP/s of packed sequences over those of the dense shape that follows, as shapes.py pairs them."""
+    """TFLOP/s of packed sequences over TFLOP/s of the dense shape after them; shapes.py makes these pairs."""
     rates = {row.shape: row.tflops for row in rows if (row.kernel, row.direction) == (kernel, direction) and row.tflops}
     pairs = itertools.pairwise(rates)
     return [rates[a] / rates[b] for a, b in pairs if a.lengths and not b.lengths]

@@ -1,15 +1,15 @@
-"""What attention must compute and move.
+"""The FLOPs and bytes that attention needs.
 
-A product of (M, K) and (K, N) is 2·M·N·K FLOPs. Attention counts the pairs (i, j) that see each other, so a causal call
-has half of a full one's; the backward counts its five products (s, dp, dv, dq, dk) once each, whatever a kernel
-recomputes. Bytes count each input read once and each output written once.
+A GEMM of (M, K) and (K, N) is 2·M·N·K FLOPs. Only pairs (i, j) that attend are counted, so a causal call has half the FLOPs
+of a full one. The backward counts its five GEMMs (s, dp, dv, dq, dk) once each, even if a kernel recomputes some. Bytes
+count each input read once and each output written once.
 """
 
 from __future__ import annotations
 
 
 def visible_pairs(tq: int, tk: int, left: int | None = None, right: int | None = None) -> int:
-    """Pairs with −right ≤ i + Tk − Tq − j ≤ left: those up to the right edge, less those before the left one."""
+    """Pairs with −right ≤ i + Tk − Tq − j ≤ left: those up to the right edge, minus those before the left edge."""
     seen = tq * tk if right is None else _pairs_up_to(tq, tk, right)
     return seen if left is None else max(0, seen - _pairs_up_to(tq, tk, -left - 1))
 

@@ -1,12 +1,12 @@
-"""What a call of attention costs the host: microseconds of a tiny one through autograd, ours and SDPA's, interleaved.
+"""Host time of attention: microseconds of a tiny call through autograd, ours and SDPA's, interleaved.
 
-    forward    attend(q, k, v), recorded for a backward           no_grad    the same, recording nothing
-    backward   torch.autograd.grad of what a forward gave
+    forward    attend(q, k, v), with autograd                     no_grad    the same without autograd
+    backward   torch.autograd.grad of a forward's output
 
 Each time is the mean of CALLS consecutive calls. On CUDA the device is synchronized before and after the timed section, never
 inside it. In a round every contender runs once, in an order that changes. `empty` is an autograd.Function in Python that
-computes nothing: the least that such a Function costs. An SDPA backend is chosen before the time is taken. On a CPU torch has
-one thread, so that no time is a wait for others.
+computes nothing: the least that such a Function costs. An SDPA backend is chosen before the timer starts. torch has one
+thread, so that no time is spent waiting for others.
 """
 
 from __future__ import annotations
@@ -107,7 +107,7 @@ def measure(
         try:
             with context():
                 runs[name] = _thunks(attend, leaves, do)
-        except RuntimeError as error:  # a backend that this device or build has not
+        except RuntimeError as error:  # this device or build does not have the backend
             if name == "tilegrad":
                 raise
             left_out[name] = str(error).splitlines()[0]
@@ -132,12 +132,12 @@ def bench_host(
     json: bool = False,
     out: str | None = None,
 ) -> int:
-    """Prints µs with the 20th and 80th percentile, and ours over each peer's: the median of the rounds' ratios."""
+    """Prints µs with the 20th and 80th percentile, and the ratio of our time to each peer's: the median over rounds."""
     where, kind = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu")), getattr(torch, dtype, None)
     if where.type not in TINY:
         raise ValueError(f"device: got {device!r}; accepted: 'cpu' or 'cuda'")
     if not isinstance(kind, torch.dtype) or not kind.is_floating_point:
-        raise ValueError(f"dtype: got {dtype!r}; accepted: 'bfloat16', 'float16' or 'float32'")
+        raise ValueError(f"dtype: got {dtype!r}; accepted: a float dtype such as 'bfloat16', 'float16', 'float32'")
     if repeats < 2:
         raise ValueError(f"repeats: got {repeats}; accepted: at least 2")
     threads = torch.get_num_threads()

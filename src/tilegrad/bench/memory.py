@@ -1,7 +1,7 @@
-"""What a managed buffer costs: time against torch.empty, and bytes against what is live.
+"""Cost of managed buffers: time over that of torch.empty, and reserved bytes over live bytes.
 
 time    one allocate + deallocate pair ÷ one `x = torch.empty(shape); del x`, in CPU time of the thread, batches
-        interleaved, so that a change of the machine's speed falls on both
+        interleaved, so that a change of the machine's speed affects both
 bytes   peak of in use + cached + idle ÷ peak of the bytes asked for and live, over a trace of varying lengths
 """
 
@@ -31,7 +31,7 @@ TARGET = 1.0
 
 @dataclass(frozen=True, slots=True)
 class Step:
-    """One step of a trace: takes buffer `name` where there is a shape, else gives it back."""
+    """One step of a trace: allocates buffer `name` if there is a shape, else frees it."""
 
     name: int
     type: BufferType
@@ -105,7 +105,7 @@ def _pairs(manager: AttentionBufferManager, *shapes: tuple[int, ...]) -> Callabl
 
 
 def pair_ratios(repeats: int) -> dict[str, list[float]]:
-    """Per case and round, the time of a batch of pairs over that of the batches of torch.empty before and after it."""
+    """Per case and round, the time of a batch of pairs over the mean of the torch.empty batches before and after it."""
     cases: dict[str, Callable[[], None]] = {}
     for name, lightweight in (("lightweight", True), ("tracked", False)):
         cases[f"{name}, same shape"] = _pairs(AttentionBufferManager(lightweight=lightweight), SHAPE)

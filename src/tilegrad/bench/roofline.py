@@ -1,9 +1,9 @@
-"""`tilegrad bench attention --profile`: what each kernel achieves of the device's own limits.
+"""`tilegrad bench attention --profile`: how close each kernel comes to the device's limits.
 
-The limits are measured: a product of two large matrices in the benchmark's dtype, a copy of a large buffer. A kernel's
-floor is the larger of FLOPs over the one and bytes over the other; its share is floor over time. FLOPs and bytes are what
-the kernel itself must do (the dk, dv kernel has four products, five where dk and dv are separate passes, the
-dq kernel three).
+The limits are measured: FLOP/s of a GEMM of two large matrices in the benchmark's dtype, and bytes/s of a large copy. A
+kernel's least time is the larger of FLOPs over FLOP/s and bytes over bytes/s; its share is that over the measured time.
+FLOPs and bytes are those of the kernel itself: the dk, dv kernel has four GEMMs (five if dk and dv are separate passes),
+the dq kernel three.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ KERNELS = {"_attention_fwd_kernel": "fwd", "_dkdv_kernel": "dkdv", "_dq_kernel":
 
 
 def limits(dtype: torch.dtype, device: torch.device) -> tuple[float, float]:
-    """(FLOP/s of a product, bytes/s of a copy, read plus written) of this device."""
+    """(FLOP/s of a GEMM, bytes/s of a copy, read plus written) of this device."""
     n, size = (8192, 1 << 30) if device.type == "cuda" else (512, 1 << 25)
     a, b, product = (torch.randn(n, n, device=device).to(dtype) for _ in range(3))
     source, target = (torch.empty(size, dtype=torch.uint8, device=device) for _ in range(2))
@@ -59,8 +59,8 @@ def demand(kernel: str, shape: Shape, element_bytes: int) -> tuple[float, float]
 
 
 def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
-    """Milliseconds of the device kernels of a forward and a backward, by torch's profiler; dk and dv as separate passes are two
-    launches of one kernel, and are named 'dk, dv'."""
+    """Milliseconds of the device kernels of a forward and a backward, by torch's profiler. If dk and dv are separate passes,
+    their two launches of one kernel are added as 'dk, dv'."""
     from torch.profiler import ProfilerActivity, profile
 
     forward, backward, _ = inputs.ours(kernel)
@@ -76,7 +76,7 @@ def kernel_times(inputs: Inputs, kernel: str) -> dict[str, float]:
 
 
 def _by_part(launches: Sequence[tuple[str, float]]) -> dict[str, float]:
-    """(kernel, ms) of PROFILED forwards and backwards."""
+    """Part → mean ms, from the launches (kernel, ms) of PROFILED forwards and backwards."""
     times = dict.fromkeys(KERNELS.values(), 0.0)
     for name, ms in launches:
         if name in KERNELS:
@@ -90,7 +90,7 @@ def print_roofline(
     shapes: Sequence[Shape], dtype: torch.dtype, device: torch.device, kernels: Sequence[str]
 ) -> None:  # fmt: skip
     flops_limit, bytes_limit = limits(dtype, device)
-    print(f"\nlimits here: {flops_limit / 1e12:.3g} TFLOP/s of a product, {bytes_limit / 1e9:.0f} GB/s of a copy")
+    print(f"\nlimits here: {flops_limit / 1e12:.3g} TFLOP/s of a GEMM, {bytes_limit / 1e9:.0f} GB/s of a copy")
     lines = []
     for shape in shapes:
         inputs = Inputs(shape, dtype, device)
@@ -120,7 +120,7 @@ def counters(shape: Shape, dtype: torch.dtype, kernel: str) -> str:
         f"forward, backward, _ = Inputs({shape!r}, {dtype}, torch.device('cuda')).ours({kernel!r})\n"
         "forward(); backward(); torch.cuda.synchronize()"
     )
-    command = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", "regex:^_"]  # ours
+    command = ["ncu", "--clock-control", "none", "--metrics", ",".join(COUNTERS), "-k", "regex:^_"]  # our kernels
     done = subprocess.run([*command, sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if done.returncode:
         return f"ncu gave no counters: {(done.stderr or done.stdout).strip().splitlines()[-1:]}"

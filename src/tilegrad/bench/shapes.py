@@ -1,4 +1,4 @@
-"""The problems that attention is measured on, by name."""
+"""The shapes that attention is measured on, by preset."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from . import cost
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """A problem: T tokens in each of B sequences; window = keys seen to the left, with causal; lengths: packed."""
+    """B sequences of T tokens. window: causal, and a row attends to at most this many keys. lengths: packed sequences."""
 
     b: int
     h: int
@@ -30,10 +30,10 @@ class Shape:
 
     @classmethod
     def parse(cls, text: str) -> Shape:
-        """B,H,T,D and, as wanted, causal, window=N, hkv=N, tq=N: '4,32,4096,64,causal'."""
+        """B,H,T,D, then optionally causal, window=N, hkv=N, tq=N: '4,32,4096,64,causal'."""
         words = text.split(",")
         if len(words) < 4:
-            raise ValueError(f"{len(words)} of four numbers")
+            raise ValueError(f"{len(words)} numbers instead of 4")
         named = [*(f"{name}={word}" for name, word in zip("bhtd", words, strict=False)), *words[4:]]
         given: dict[str, Any] = {}
         for word in named:
@@ -41,14 +41,14 @@ class Shape:
             if word != "causal" and name not in ("b", "h", "t", "d", "window", "hkv", "tq"):
                 raise ValueError(f"unknown {word!r}")
             if name in given:
-                raise ValueError(f"{name} twice")
+                raise ValueError(f"{name} is given twice")
             if word != "causal" and not value.isdecimal():
-                raise ValueError(f"{value!r} is no positive number")
+                raise ValueError(f"{value!r} is not a positive number")
             given[name] = word == "causal" or int(value)
         if min(given.values()) < 1:
-            raise ValueError("not positive")
+            raise ValueError("a number is 0")
         if given["d"] > 256:
-            raise ValueError(f"D={given['d']}, beyond 256")
+            raise ValueError(f"D={given['d']} is more than 256")
         if given["h"] % given.get("hkv", 1):
             raise ValueError(f"hkv={given['hkv']} does not divide H={given['h']}")
         return cls(**given)
@@ -101,7 +101,7 @@ def _tokens(lengths: Sequence[int], tokens: int, hidden: int, dims: Sequence[int
 
 
 def _packed(tokens: int, hidden: int, dims: Sequence[int] = (64, 128)) -> tuple[Shape, ...]:
-    """Log-normal lengths of median 1024 (σ = 0.8) that add up to `tokens`, each shape before a dense one of equal work."""
+    """Log-normal lengths of median 1024 (σ = 0.8) that add up to `tokens`, each followed by a dense shape of equal work."""
     g = torch.Generator().manual_seed(0)
     lengths: list[int] = []
     while sum(lengths) < tokens:

@@ -1,5 +1,5 @@
-"""Times of calls, interleaved: in a round each runs once, so that a change of the machine's speed falls on all, and another one
-is first each time. And the sustained time of a step, run back to back."""
+"""Interleaved times of calls: in a round each call runs once, so that a change of the machine's speed affects all, and the
+order rotates from round to round. Also the sustained time of steps back to back."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ AHEAD_STEPS = 2
 def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) -> dict[str, list[float]]:
     """Milliseconds of each thunk in each round, after two rounds to warm up.
 
-    On CUDA a write of AHEAD_BYTES goes before each: it empties the caches, and while it runs the host gets ahead, so that
-    the time is the device's, not Python's.
+    On CUDA a write of AHEAD_BYTES precedes each call. It flushes the L2 cache, and the host enqueues the call while it
+    runs, so the time is the device's, not Python's.
     """
     ahead = torch.empty(AHEAD_BYTES if device.type == "cuda" else 0, dtype=torch.uint8, device=device)
     ms: dict[str, list[float]] = {name: [] for name in thunks}
@@ -49,7 +49,7 @@ def interleaved(thunks: dict[str, Thunk], repeats: int, device: torch.device) ->
 
 @contextmanager
 def freed_memory_kept() -> Iterator[None]:
-    """glibc keeps what is freed inside: calls that allocate, as the peers' do, then find pages that are there, as ours do."""
+    """Inside, glibc keeps freed memory: peers, which allocate in each call, then reuse mapped pages, as our calls do."""
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is None:
         yield
@@ -72,9 +72,9 @@ class Sustained(NamedTuple):
 
 
 def sustained(step: Thunk, seconds: float, device: torch.device) -> Sustained:
-    """Run `step` over and over for at least `seconds`. The host stays AHEAD_STEPS steps before the current
-    stream, so the device never waits for it, and the time is the device's; a step on a stream of its own sees to that by
-    itself. A long run shows what a power-capped card keeps up."""
+    """Run `step` repeatedly for at least `seconds`. The host stays at most AHEAD_STEPS steps ahead of the current stream, so
+    the device never waits for the host; a step on another stream must limit this itself. A long run shows the speed that
+    a power-capped GPU sustains."""
     pending: deque[torch.cuda.Event] = deque()
     if device.type == "cuda":
         torch.cuda.synchronize(device)
