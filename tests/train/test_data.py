@@ -372,7 +372,7 @@ def test_a_text_shorter_than_a_window_is_an_error_with_the_remedy() -> None:
         ValueError, match=r"tokens: got 8; accepted: at least one window, seq_len \+ 1 = 9; give more text"
     ):
         Batches(np.arange(8), 1, 8)
-    with pytest.raises(ValueError, match="0 tokens are less"):
+    with pytest.raises(ValueError, match="tokens: got 0; accepted: at least one window"):
         next(batches_in_order(np.arange(0), 1, 8))
     assert Batches(np.arange(9), 1, 8).windows == 1
     with pytest.raises(ValueError, match="batch_size: got 0"):

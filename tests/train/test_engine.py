@@ -268,11 +268,11 @@ def test_backward_needs_a_forward_of_its_own() -> None:
         engine.backward()
     engine.forward(tokens, targets)
     engine.gradients(tokens, targets)
-    with pytest.raises(RuntimeError, match=r"gradients.* came between; call forward"):
+    with pytest.raises(RuntimeError, match=r"gradients.* came after it; call forward"):
         engine.backward()
     engine.forward(tokens, targets)
     engine.evaluate(tokens, targets)
-    with pytest.raises(RuntimeError, match=r"an evaluate .*came between; call forward"):
+    with pytest.raises(RuntimeError, match=r"evaluate .*came after it; call forward"):
         engine.backward()
 
 

@@ -72,7 +72,10 @@ def test_a_run_in_the_current_folder_is_refused_if_it_is_not_empty(capsys: pytes
         Path(name).write_text("the user's own", encoding="utf-8")
     before = found(".")
     assert main([*TRAIN, "--out", "."]) == 2
-    assert "got a folder with data, log.jsonl, report.html and 3 more, which no run" in capsys.readouterr().err
+    assert (
+        "got a folder with data, log.jsonl, report.html and 3 more, which tilegrad did not write"
+        in capsys.readouterr().err
+    )
     assert found(".") == before
 
 

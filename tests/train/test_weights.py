@@ -257,7 +257,7 @@ def test_import_train_export_by_the_command_line(
     write_weights(Path("theirs"), engine_of(config).params, config)
     Path("theirs/tokenizer.json").write_text(train_bpe(text, 290).json(), encoding="utf-8")
     assert main(["import", "theirs", "--out", "model"]) == 0
-    assert f"a {kind} of " in capsys.readouterr().out
+    assert f"a {kind} model with " in capsys.readouterr().out
     assert main(["import", "theirs", "--out", "model"]) == 2
     assert "there already" in capsys.readouterr().err
     assert main(["generate", "model", "Call me", "--max-tokens", "5", "--temperature", "0"]) == 0
