@@ -26,7 +26,7 @@ ENDS = torch.tensor([0, 2, 6], dtype=torch.int32)
 
 DENSE: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"q": [1]}, TypeError, "q: got list; accepted: a tensor"),
-    ({"q": Q.numpy()}, TypeError, "q: got ndarray; accepted: a tensor .torch.from_numpy makes one"),
+    ({"q": Q.numpy()}, TypeError, "q: got ndarray; accepted: a tensor .torch.from_numpy converts"),
     ({"v": K.numpy()}, TypeError, "v: got ndarray; accepted: a tensor"),
     ({"bias": torch.zeros(6, 5).numpy()}, TypeError, "bias: got ndarray; accepted: None or a tensor .torch.from_numpy"),
     ({"bias": 1.0}, TypeError, "bias: got float; accepted: None or a tensor"),
@@ -79,14 +79,14 @@ PACKED: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"cu_seqlens_q": ENDS.numpy()}, TypeError, "cu_seqlens_q: got ndarray; accepted: None or a tensor"),
     ({"cu_seqlens_q": ENDS.long()}, ValueError, "cu_seqlens_q: got torch.int64"),
     ({"cu_seqlens_k": ENDS[None]}, ValueError, r"cu_seqlens_k: got torch.int32, shape \(1, 3\)"),
-    ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: got None; accepted: given exactly where cu_seqlens_q is"),
+    ({"cu_seqlens_k": None}, ValueError, "cu_seqlens_k: got None; accepted: a tensor if cu_seqlens_q is one"),
     ({"cu_seqlens_k": ENDS[1:]}, ValueError, "cu_seqlens_k: got shape .* accepted: as many entries"),
     ({"max_seqlen_q": 2.0}, ValueError, "max_seqlen_q: got 2.0"),
     ({"max_seqlen_k": -1}, ValueError, "max_seqlen_k: got -1"),
     ({"max_seqlen_q": 3}, ValueError, "max_seqlen_q: got 3; accepted: at least 4, the length of sequence 1"),
-    ({"cu_seqlens_q": torch.tensor([0, 7, 6], dtype=torch.int32)}, ValueError, "cu_seqlens_q: got 7 and then 6, at 1"),
+    ({"cu_seqlens_q": torch.tensor([0, 7, 6], dtype=torch.int32)}, ValueError, "cu_seqlens_q: got 7 at index 1, then 6"),
     ({"cu_seqlens_q": torch.arange(0, 9, dtype=torch.int32)[::3]}, ValueError, "accepted: contiguous int32 cumulative"),
-    ({"cu_seqlens_k": torch.tensor([0, 2, 5], dtype=torch.int32)}, ValueError, "got 0 … 5; accepted: .* ends at 6"),
+    ({"cu_seqlens_k": torch.tensor([0, 2, 5], dtype=torch.int32)}, ValueError, "got 0 … 5; accepted: 0 … 6"),
     ({"cu_seqlens_k": torch.tensor([1, 2, 6], dtype=torch.int32)}, ValueError, "cu_seqlens_k: got 1 … 6"),
 ]  # fmt: skip
 

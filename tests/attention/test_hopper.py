@@ -73,7 +73,7 @@ REFUSED: list[tuple[dict[str, Any], dict[str, Any], str]] = [
     ({"q": Handle((1, 32, 129, 64)), "k": Handle((1, 32, 516, 64))}, {}, "leaves few rows with many columns to triton"),
     ({"q": X._replace(strides=(512 * 770, 64, 770, 1))}, {}, "q: TMA can't step over T by 770 elements"),
     ({"k": X._replace(strides=(0, 64, 256, 1))}, {}, "k: TMA can't step over B by 0 elements"),
-    ({"v": X._replace(address=8)}, {}, "v: begins at no multiple of 16 bytes"),
+    ({"v": X._replace(address=8)}, {}, "v: its address is not a multiple of 16 bytes"),
 ]
 
 

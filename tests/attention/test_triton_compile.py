@@ -142,7 +142,7 @@ def test_a_tile_that_does_not_fit_makes_way_for_the_next(compile_for: Compile, m
     assert found.tile in tiles.SMALLER and found.tile != own
     monkeypatch.setitem(SHARED_MEMORY_BYTES, 90, 1000)
     monkeypatch.setattr(fit, "tiles_for", lambda *_args: (own,))
-    with pytest.raises(ValueError, match=r"device: got cpu, which gives a program 1000 bytes.*'tiled' needs none"):
+    with pytest.raises(ValueError, match=r"device: got cpu, which has 1000 bytes.*'tiled' needs none"):
         compile_for(90, case(64, causal=True), backward=False)
     assert fit.fits == {}
 

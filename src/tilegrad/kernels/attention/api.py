@@ -1,24 +1,23 @@
 """The attention op: three functions that never allocate, whichever kernel runs.
 
-Positional tensors are read, keyword-only tensors are written. Outputs overwrite; `dsinks` accumulates, because it is a
-parameter's gradient. An output given as None is not computed. `scratch` holds what `attention_workspace` declares.
+Positional tensors are read, keyword-only tensors are written. Outputs are overwritten, except `dsinks`: a parameter's gradient
+accumulates. An output given as None is not computed. `scratch` holds the buffers that `attention_workspace` declares.
 
-No output may share memory with an input or with another output, in whole or in part: every such call is refused by name. Inputs
-may share memory (q is k), and outputs may be views of one buffer among which no number belongs to two (dq, dk and dv as slices
-of dqkv).
+No output may share memory with an input or with another output, not even in part; the error names both tensors. Inputs may
+share memory (q is k), and outputs may be disjoint views of one buffer (dq, dk and dv as slices of dqkv).
 
     q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
     packed sequences:  q (total_q, Hq, D) …                     o (total_q, Hq, Dv) lse (Hq, total_q)
 
-lse is float32, float64 for float64 inputs. dk and dv have q's dtype; as parts of a sum (context.py) both may be float32.
+lse is float32, float64 for float64 inputs. dk and dv have q's dtype, or both are float32, which context.py needs for sums.
 The equations are in mask.py (scores) and reference.py (the rest).
 
-The table selects by q, k, v and the mask, and by o, do, dq, dk and dv where they are given: where a kernel can't read or write
-the layout of one (hopper: rows off multiples of 16 bytes), the next one runs. A caller that declares scratch for such buffers
-gives them to `attention_workspace` too; without them it takes for granted that every kernel can.
+The table selects a kernel by q, k, v, the mask and, where given, o, do, dq, dk and dv. If a kernel can't read or write the
+layout of one of these (hopper needs rows that start at multiples of 16 bytes), the next kernel runs. A caller with unusual
+layouts passes these tensors to `attention_workspace` too; without them, layouts that every kernel supports are assumed.
 
 A call is checked, and a kernel selected and prepared, once for each signature: shapes, strides, dtypes, devices, options, and
-the number of threads, with which scratch on the CPU grows. A training step or a decoding loop then pays a dictionary lookup.
+the number of threads, because scratch on the CPU grows with it. Every further call costs a dictionary lookup.
 """
 
 from __future__ import annotations
@@ -49,11 +48,11 @@ def attention_workspace(
     q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, kernel: str | None = None, deterministic: bool = False,
     o: Any = None, do: Any = None, dq: Any = None, dk: Any = None, dv: Any = None,
 ) -> Shapes:  # fmt: skip
-    """Name → (shape, dtype) of what `scratch` must hold. Reads only shapes, dtypes, devices, and strides and addresses where
-    there are any: handles will do.
+    """Name → (shape, dtype) of each buffer in `scratch`. Reads shapes, dtypes, devices and, if present, strides and addresses,
+    so handles of a memory trace are accepted too.
 
-    o, do, dq, dk and dv are the call's, where they are known and may have a layout that not every kernel can read or write.
-    Those left out count as contiguous, of q's dtype.
+    Pass o, do, dq, dk and dv if not every kernel can read or write their layouts. Tensors left out count as contiguous, of
+    q's dtype.
     """
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
@@ -69,10 +68,10 @@ _MASK_TENSORS = ("bias", "alibi_slopes", "sinks", "seed", "cu_seqlens_q", "cu_se
 
 
 def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) -> Signature | None:
-    """All that the checks, the selection and the preparation of a kernel depend on; None where a call has none (handles,
-    subclasses, tensors with a pending negation or without memory, lists, an int seed).
+    """The cache key of a call: all that checks, selection and preparation depend on. Values of tensors are not part of it.
 
-    Values of tensors are no part of it.
+    None if the call can't be cached: handles, tensor subclasses, tensors with a pending negation or without memory, lists, an
+    int seed.
     """
     if mask.cache_key is None:
         return None
@@ -96,8 +95,8 @@ def signature(call: tuple[object, ...], tensors: tuple[Any, ...], mask: Mask) ->
 
 
 class Selection(NamedTuple):
-    """The kernel that `table` selects for a call, and the scratch that it needs, under its own names. `instead`: why it is not
-    the kernel that q, k, v and the mask alone select, if so."""
+    """The kernel that `table` selects for a call, and its scratch by the kernel's own names. `instead` says why it is not the
+    kernel that q, k, v and the mask alone would select; "" if it is."""
 
     table: Table
     kernel: str
@@ -106,9 +105,9 @@ class Selection(NamedTuple):
     instead: str
 
     def prepare(self, call: Forward | Backward, views: Views) -> Run:
-        """run(call) for all calls of this signature, with scratch in memory of the same layout.
+        """Returns run(call) for all calls of this signature whose scratch has the same layout.
 
-        A kernel gets each tensor as an object of its own: from attention(x, x, x) it must not learn that q is k.
+        The kernel gets a separate object for each tensor: after attention(x, x, x) it must not assume that q is always k.
         """
         own = type(call)(*map(_own, call))
         prepare = self.module.prepare_fwd if isinstance(call, Forward) else self.module.prepare_bwd
@@ -116,7 +115,7 @@ class Selection(NamedTuple):
 
 
 def _own(x: Any) -> Any:
-    """Tensors, also those of a mask, as other objects at the same address."""
+    """x with every tensor, also those of a mask or a tuple, replaced by a new object on the same memory."""
     if isinstance(x, Mask):
         return replace(x, **{name: _own(getattr(x, name)) for name in _MASK_TENSORS}) if x.has_tensors else x
     if isinstance(x, tuple):
@@ -126,8 +125,8 @@ def _own(x: Any) -> Any:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PreparedCall:
-    """A selected kernel that is ready for all calls of one signature, and what a caller that allocates allocates for it: the
-    forms of o and lse, whether o is as torch.empty_like(q), and the bytes of one buffer for all scratch."""
+    """A selected kernel that is ready for all calls of one signature. The other fields are for callers that allocate: forms of
+    o and lse, whether torch.empty_like(q) is right for o, and the bytes of one buffer for all scratch."""
 
     selection: Selection
     run: Run
@@ -137,7 +136,7 @@ class PreparedCall:
 
 
 def recall(key: Signature | None) -> PreparedCall | None:
-    """The prepared call of a signature, if the table is still the one that it was selected from."""
+    """The cached call of a signature; None if there is none, or if the table has been replaced since."""
     found = None if key is None else prepared_calls.get(key)
     return found if found is not None and found.selection.table is table.ATTENTION else None
 
@@ -147,7 +146,6 @@ def keep(key: Signature | None, prepared: PreparedCall) -> PreparedCall:
 
 
 def forget() -> None:
-    """Forgets all prepared calls."""
     prepared_calls.clear()
 
 
@@ -155,7 +153,7 @@ def select(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str, Tensor | None], kernel: str | None, *,
     backward: bool, deterministic: bool = False,
 ) -> Selection:  # fmt: skip
-    """Checks the tensors of a call and selects its kernel. `given`: by name those besides q, k and v that the caller has."""
+    """Checks the tensors of a call and selects its kernel. `given`: the call's other tensors by name, as far as they exist."""
     check_options(q, k, v, mask)
     check_tensors(q, k, v, mask)
     if given:
@@ -175,7 +173,7 @@ def select(
 
 
 def _check_given(q: Tensor, k: Tensor, v: Tensor, mask: Mask, given: Mapping[str, Tensor | None]) -> None:
-    """dk and dv have q's dtype, or both that of sums."""
+    """Checks `given`. dk and dv must have q's dtype, or both the accumulation dtype."""
     o_shape, lse_shape = output_shapes(q, v, mask)
     o, lse, dtype = (o_shape, q.dtype), (lse_shape, lse_dtype(q.dtype)), q.dtype
     dkv = next((x.dtype for x in (given.get("dk"), given.get("dv")) if x is not None), dtype)
@@ -200,7 +198,7 @@ def attention_fwd(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *,
     o: Tensor | None, lse: Tensor | None, scratch: Scratch | None = None, kernel: str | None = None,
 ) -> None:  # fmt: skip
-    """o and lse of the call. lse is what the backward needs next to o."""
+    """Computes o and lse. The backward needs both."""
     key = signature(("fwd", kernel, torch.get_num_threads(), _aligned(scratch)), (q, k, v, o, lse), mask)
     prepared, writes = recall(key), {"o": o, "lse": lse}
     selection = prepared.selection if prepared else select(q, k, v, mask, writes, kernel, backward=False)
@@ -231,7 +229,7 @@ _checked: dict[tuple[object, ...], bool] = {}  # addresses of calls whose output
 
 
 def _aligned(scratch: Scratch | None) -> bool:
-    """A part of the signature: Triton compiles for it. `views` checks the rest of scratch at each call."""
+    """Whether all scratch is aligned: part of the signature, because Triton specialises on it. `views` checks the rest."""
     buffers = () if scratch is None else scratch.values()
     return not any(x.data_ptr() % ALIGNED_BYTES for x in buffers if isinstance(x, Tensor))
 
@@ -240,7 +238,7 @@ def _run(
     key: Signature | None, prepared: PreparedCall | None, selection: Selection, call: Forward | Backward,
     writes: dict[str, Tensor | None], scratch: Scratch | None,
 ) -> None:  # fmt: skip
-    """Checks what a signature does not say (addresses, lengths, scratch), and runs the prepared call."""
+    """Checks what the signature does not cover (addresses, lengths, scratch), prepares a new call, and runs it."""
     addresses = (prepared, *[x.data_ptr() for x in call.tensors])
     if prepared is None or addresses not in _checked:
         reads = {name: x for name, x in call._asdict().items() if name not in writes}

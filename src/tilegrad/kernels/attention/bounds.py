@@ -1,45 +1,46 @@
-"""What attention's outputs may err by: σ and a B of ../closeness.py, of the formulas of reference.py.
+"""Error bounds of attention's outputs: σ and a B of ../closeness.py, derived from the formulas of reference.py.
 
-A kernel may round r = p ∘ keep / (1 − dropout_p) (before r v and rᵀ do), dx (before dx k and dxᵀ q) and o (of which delta is
-formed) to q's dtype, once each. All else is formed in the accumulator: scores, their sums, lse, delta, dp, dbias, dsinks.
+A kernel may round r = p ∘ keep / (1 − dropout_p) (before r v and rᵀ do), dx (before dx k and dxᵀ q) and o (before delta)
+to q's dtype, once each. Everything else is computed in the accumulator: scores, their sums, lse, delta, dp, dbias, dsinks.
 With var(x) = u² x² / 3, the variance of one rounding, and g = 1 − tanh²(x / c), which is 1 without a softcap:
 
-    σ²(o)      = Σⱼ var(rᵢⱼ) vⱼ²                                            lse has none
-    σ²(delta)  = Σⱼ var(rᵢⱼ) (doᵢ·vⱼ)² + Σ var(oᵢ) doᵢ²                      one number for the row: dsᵢⱼ errs by −pᵢⱼ times it
+    σ²(o)      = Σⱼ var(rᵢⱼ) vⱼ²                                            σ²(lse) = 0
+    σ²(delta)  = Σⱼ var(rᵢⱼ) (doᵢ·vⱼ)² + Σ var(oᵢ) doᵢ²                      shared by row i: dsᵢⱼ errs by −pᵢⱼ times this error
     σ²(dv)     = Σᵢ var(rᵢⱼ) doᵢ²
     σ²(dq)     = scale² (Σⱼ var(dxᵢⱼ) kⱼ² + σ²(deltaᵢ) (Σⱼ (p g)ᵢⱼ kⱼ)²)
     σ²(dk)     = scale² Σᵢ (var(dxᵢⱼ) + σ²(deltaᵢ) (p g)ᵢⱼ²) qᵢ²
-    σ²(dbias)  = Σ σ²(deltaᵢ) pᵢⱼ²                                          (Σⱼ pᵢⱼ)² where a number of bias is a whole row's
+    σ²(dbias)  = Σ σ²(deltaᵢ) pᵢⱼ²                                          (Σⱼ pᵢⱼ)² for a bias that is broadcast over columns
     σ²(dsinks) = Σ σ²(deltaᵢ) p_sinkᵢ²
 
-The numbers of a row share these roundings. The slope's variance counts each of them once, times what it changes ⟨x, x64⟩ by:
+The elements of a row share these roundings. The slope's variance counts each rounding once, times its effect on ⟨x, x64⟩:
 
     o, dv      Σ var(rᵢⱼ) (oᵢ·vⱼ)²,  Σ var(rᵢⱼ) (doᵢ·dvⱼ)²
     dq, dk     Σ var(dxᵢⱼ) cᵢⱼ² + Σᵢ σ²(deltaᵢ) (Σⱼ (p g)ᵢⱼ cᵢⱼ)²             cᵢⱼ = scale dqᵢ·kⱼ,  scale qᵢ·dkⱼ
 
-The accumulator's roundings are as independent. In units of a, V is the variance of what a pair has for itself, B six deviations
-of what a row shares; a sum of n terms t, whose partial sums s are rounded, adds Σ s² / 3 ≈ n ((Σt)² / 3 + Σt² / 6) / 3 to V:
+The accumulator's roundings are independent too. In units of a, V is the variance of errors that each pair has separately, and
+B is six standard deviations of an error that a row shares. A sum of n terms t rounds its partial sums s, which adds
+Σ s² / 3 ≈ n ((Σt)² / 3 + Σt² / 6) / 3 to V:
 
-    V(x)     = scale² D ((q·k)² / 3 + Σ (q k)² / 6) / 3 + x²                  the product, then scale
+    V(x)     = scale² D ((q·k)² / 3 + Σ (q k)² / 6) / 3 + x²                  the dot product, then scale
     V(s)     = V(x) + (bias² + (slope · distance)²) / 3
-    V(exp)   = ((s − lse)² + 16) / 3                                        exp errs by up to 4, or as a kernel says
+    V(exp)   = ((s − lse)² + 16) / 3                                        exp errs by up to 4, or by the kernel's exp_error
     B(lse)   = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) + B(Σ p) + |lse| + 4
 
-**Large scores.** A score s errs by δ, as much as |s| a, but p must not: the forward's maximum, lse and the backward's p are
-formed of the same rounded scores, bit for bit, so an error of a score is in lse too, and pᵢⱼ errs by δⱼ − Σₖ pᵢₖ δₖ of itself.
-Where one key has all of a row, that is nothing, however large its score is. What is left of lse is its own rounding. The row's
-maximum m is a number of the accumulator, so m + log Σ is rounded by log Σ = −log max p at most:
+**Large scores.** The error δ of a score s can be |s| a, but p must not err as much. The forward's maximum, lse and the
+backward's p are computed from the same rounded scores, bit for bit. So lse contains the errors δ too, and the relative error of
+pᵢⱼ is δⱼ − Σₖ pᵢₖ δₖ: 0 if one key has all probability of a row, however large its score. What remains is the rounding of lse.
+The row's maximum m has the accumulator's dtype, so rounding m + log Σ errs by at most log Σ = −log max p:
 
-    B(row)   = B(Σ p) + 4 + min(|lse|, −log max p / a)                      shared: all of p's row has this relative error
-    V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      what errors of s and exp in a row change o by
+    B(row)   = B(Σ p) + 4 + min(|lse|, −log max p / a)                      shared: relative error of every p of the row
+    V(o)     = Σⱼ pᵢⱼ² (V(s) + V(exp)) (keepᵢⱼ vⱼ − oᵢ)²                      effect of a row's errors of s and exp on o
     B(delta) = 6 √Σⱼ pᵢⱼ² (V(s) + V(exp)) (dpᵢⱼ − do·o)² + B(row) |do·o| + B(Σ do o) + |delta|
-                                                                            shared: dsᵢⱼ errs by −pᵢⱼ times it
-    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ) + Σₖ pᵢₖ² V(exp)         the backward's, but for its own exp
+                                                                            shared: dsᵢⱼ errs by −pᵢⱼ times this error
+    V(p)/p²  = (1 − pᵢⱼ)² V(sᵢⱼ) + Σ_{k≠j} pᵢₖ² V(sᵢₖ) + Σₖ pᵢₖ² V(exp)         of the backward, without its own exp
     V(dq)    = scale² (Σⱼ V(sᵢⱼ) (dxᵢⱼ kⱼ − pᵢⱼ Σₖ dxᵢₖ kₖ)² + Σₖ pᵢₖ² V(exp) (Σₖ dxᵢₖ kₖ)²)      likewise
-    V(ds)    = ds² (V(exp) + 1) + p² (V(dp) + (dp² + delta²) / 3)             V(p)/p² comes on top
+    V(ds)    = ds² (V(exp) + 1) + p² (V(dp) + (dp² + delta²) / 3)             ds² · V(p)/p² is added to it
 
-A GPU flushes p and ds below the accumulator's smallest normal number to 0, and what is formed of such p. There o errs by
-Σⱼ rᵢⱼ |vⱼ| over the pairs that are flushed, dv, dq, dk and dbias likewise, and any output by all of itself where it is below.
+A GPU flushes p and ds below the accumulator's smallest normal number to 0. That adds Σⱼ rᵢⱼ |vⱼ| over the flushed pairs to the
+error of o, and likewise to dv, dq, dk and dbias. Any output below that number may itself be flushed to 0.
 """
 
 from __future__ import annotations
@@ -61,8 +62,8 @@ Exact = Mapping[str, Tensor]
 def bounds(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp_error: float = 0.0
 ) -> dict[str, Bound]:
-    """The bound of every output by name, from whole T×T matrices of float64. `exact` is the oracle's; slopes are along it.
-    exp_error is the relative error of a kernel's exp where that says it is more than 4 a."""
+    """The bound of every output by name, from whole T×T matrices in float64. `exact` has the oracle's outputs, which the slope
+    test compares with. `exp_error` is the relative error of the kernel's exp if it is larger than 4 a."""
     exp = max(4.0, exp_error / roundoff(accumulation_dtype(q.dtype)))
     if mask.varlen:
         return _bounds_varlen(q, k, v, do, dlse, mask, exact, exp)
@@ -72,14 +73,14 @@ def bounds(
 def _bounds(
     q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, exact: Exact, exp: float, batch: range
 ) -> dict[str, Bound]:
-    # Longer than 60 lines: the formulas of the docstring in their order, most of which read names of many lines above.
+    # Longer than 60 lines: the formulas of the docstring in their order, which share many intermediate results.
     dtype, a, kv = q.dtype, roundoff(accumulation_dtype(q.dtype)), k
     if dtype == torch.float64:
-        a *= 2  # the oracle rounds as much
+        a *= 2  # the oracle, in float64 too, rounds as much
     q, k, v, do = (x.double() for x in (q, k, v, do))
     k, v = reference._heads_of(k, like=q), reference._heads_of(v, like=q)
     (tq, d), (tk, dv), scale = q.shape[2:], (k.shape[2], v.shape[3]), mask.scale_for(q.shape[3])
-    sums = q.shape[1] // max(1, kv.shape[1]) * tq  # terms of a number of dk and dv
+    sums = q.shape[1] // max(1, kv.shape[1]) * tq  # terms of the sum in one element of dk or dv
     p, p_sink, lse, tanh = reference.softmax(q, k, mask, batch)
     empty = lse == -math.inf
     keep = reference._dropout(torch.ones_like(p), mask, batch)
@@ -123,7 +124,7 @@ def _bounds(
     lost_r = r.abs().masked_fill((p >= tiny) & (r.abs() >= tiny), 0.0)
     lost_dx = dx.abs().masked_fill((p >= tiny) & (ds.abs() >= tiny), 0.0)
     dk64, dv64 = (reference._heads_of(exact[name], like=q) for name in ("dk", "dv"))
-    var: dict[str, tuple[Tensor, Tensor | None]] = {  # σ², and the slope's
+    var: dict[str, tuple[Tensor, Tensor | None]] = {  # σ², and the slope's variance
         "o": (var_r @ v**2, (var_r * (exact["o"] @ v.mT) ** 2).sum()),
         "lse": (torch.zeros_like(lse), lse.new_zeros(())),
         "dq": (
@@ -169,7 +170,7 @@ def _bounds(
         terms, dbias = ds.numel() // max(1, mask.float_bias.numel()), exact["dbias"].reshape(shape)
 
         def squares(x: Tensor) -> Tensor:
-            """Σ x² of what is each row's; the pairs of a row add up first where a number of bias is a whole row's."""
+            """Σ x² in the bias's shape. A row shares its errors: those in one bias element are added before squaring."""
             return ((x.sum(-1, keepdim=True) if shape[3] == 1 else x) ** 2).sum_to_size(shape)
 
         along_rows = (var_delta * (p * dbias).sum(-1) ** 2).sum()
@@ -189,7 +190,7 @@ def _bounds(
         terms_of = p_sink * delta
         own = (terms_of * (mask.sinks.double().abs()[:, None] + b_lse + 4)) ** 2 + (p_sink * b_delta) ** 2
         total, rows = terms_of.sum((0, 2)), delta[:, 0].numel()
-        var["dsinks"] = var_sinks, None  # each head has rows of its own
+        var["dsinks"] = var_sinks, None  # heads share no rows, so their errors are independent
         b["dsinks"] = own.sum((0, 2)).sqrt() + _of_a_sum(total, (terms_of**2).sum((0, 2)), rows) + total.abs()
     results = {**exact, "lse": lse}
     if "dsinks" in var:
@@ -205,8 +206,8 @@ def _bounds(
 
 
 class _Row:
-    """What errors of scores, of variance V(s), do to the numbers of a row that are formed of its p. The key with the largest p
-    is kept apart: its V(s) may be that of a large score, where what is left after subtraction is nothing."""
+    """How errors of scores, with variance V(s), propagate to results computed from a row's p. The key with the largest p is
+    handled separately: its V(s) may be so large that subtracting it from a sum over all keys would cancel."""
 
     def __init__(self, p: Tensor, v_s: Tensor) -> None:
         self.p, self.v_s = p, v_s
@@ -215,11 +216,11 @@ class _Row:
         self.is_top = torch.zeros_like(p, dtype=torch.bool).scatter_(-1, self.top, value=True)
 
     def largest_of(self, x: Tensor) -> Tensor:
-        """x of the key with the largest p, (…, Tq); 0 where there is no key."""
+        """x at the key with the largest p, (…, Tq); 0 if there is no key."""
         return x.gather(-1, self.top).sum(-1)
 
     def relative(self) -> Tensor:
-        """V(p) / p² but for exp's."""
+        """V(p) / p² without the error of exp."""
         own = self.p**2 * self.v_s
         others = own.masked_fill(self.is_top, 0.0)
         of_others = others.sum(-1, keepdim=True)
@@ -245,12 +246,12 @@ def _flushes(q: Tensor) -> bool:
 
 
 def _partial_sums(total: Tensor, squares: Tensor, terms: int) -> Tensor:
-    """V of a sum: `squares` is Σ t²."""
+    """V of a sum of n = `terms` terms t: `total` is Σ t, `squares` is Σ t²."""
     return terms * (total**2 / 3 + squares / 6) / 3
 
 
 def _of_a_sum(total: Tensor, squares: Tensor, terms: int) -> Tensor:
-    """B of a sum."""
+    """B of such a sum."""
     return SIGMAS * _partial_sums(total, squares, terms).sqrt()
 
 
@@ -268,7 +269,7 @@ def _shifts(p: Tensor, mask: Mask, batch: range) -> Tensor:
 
 
 def _tanh_variance(tanh: Tensor, v_x: Tensor, softcap: float) -> Tensor:
-    """V of g = 1 − tanh²(x / c); tanh errs by up to 4."""
+    """V of g = 1 − tanh²(x / c); tanh errs by up to 4, in units of a."""
     return (2 * tanh) ** 2 * ((1 - tanh**2) ** 2 * v_x / softcap**2 + 16 * tanh**2 / 3) + 1 / 3
 
 
@@ -288,7 +289,7 @@ def _bounds_varlen(
             out[name] = Bound(torch.stack(sigmas).square().sum(0).sqrt(), torch.stack(accumulated).sum(0))
             continue
         slope = torch.stack([torch.as_tensor(part[name].slope) for part in parts]).square().sum().sqrt()
-        sigma, acc = torch.cat(sigmas, 2)[0], torch.cat(accumulated, 2)[0]  # of (1, H, T, …) each
+        sigma, acc = torch.cat(sigmas, 2)[0], torch.cat(accumulated, 2)[0]  # each part is (1, H, T, …)
         out[name] = (
             Bound(sigma, acc, slope) if name == "lse" else Bound(sigma.transpose(0, 1), acc.transpose(0, 1), slope)
         )

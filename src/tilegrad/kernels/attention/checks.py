@@ -1,4 +1,4 @@
-"""What a call of attention accepts. The first requirement that does not hold is the error."""
+"""Checks of the arguments of attention. The first requirement that does not hold raises."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .problem import sizes_of
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16, torch.float64)
 MAX_HEAD_DIM = 256
-TENSOR = "a tensor (torch.from_numpy makes one of a NumPy array)"
+TENSOR = "a tensor (torch.from_numpy converts a NumPy array)"
 
 
 def require(
     ok: object, name: str, got: Any, accepted: str, error: type[Exception] = ValueError, *, show: Callable[[Any], str] = repr
 ) -> None:  # fmt: skip
-    """Raises where not ok. `show` formats the value that was got."""
+    """Raises unless ok. `show` formats the value received."""
     if not ok:
         raise error(f"{name}: got {show(got)}; accepted: {accepted}")
 
@@ -77,15 +77,15 @@ def _broadcasts(shape: tuple[int, ...], to: tuple[int, ...]) -> bool:
     return len(shape) <= len(to) and all(a in (1, b) for a, b in zip(shape[::-1], to[::-1], strict=False))
 
 
-_WINDOW = "None, or a pair (left, right) of ints ≥ 0 where None = open on that side"
+_WINDOW = "None, or a pair (left, right), each an int ≥ 0 or None (no limit)"
 _SCALE = "None (1/√D) or a finite number"
-_SOFTCAP = "a finite number ≥ 0; 0 = none"
+_SOFTCAP = "a finite number ≥ 0; 0 means no softcap"
 _DROPOUT = "a number p, 0 ≤ p < 1"
 _SEED = "None, an int of 64 bits, or a 0-d int64 tensor"
 
 
 def check_options(q: Any, k: Any, v: Any, mask: Mask) -> None:
-    """Kinds of arguments, and the numbers among them."""
+    """Checks types of arguments, and values of those that are numbers."""
     for name, x in (("q", q), ("k", k), ("v", v)):
         require(_is_tensor(x), name, x, TENSOR, TypeError, show=_kind)
     for name, x in (
@@ -110,11 +110,11 @@ def check_options(q: Any, k: Any, v: Any, mask: Mask) -> None:
     require(seed is None or _is_int(seed) or _is_tensor(seed), "seed", seed, _SEED, TypeError)
     require(not isinstance(seed, int) or -(2**63) <= seed < 2**64, "seed", seed, _SEED)
     for name, longest in (("max_seqlen_q", mask.max_seqlen_q), ("max_seqlen_k", mask.max_seqlen_k)):
-        require(_is_int(longest) and longest >= 0, name, longest, "an int ≥ 0: the longest sequence")
+        require(_is_int(longest) and longest >= 0, name, longest, "an int ≥ 0, the length of the longest sequence")
 
 
 def check_tensors(q: Any, k: Any, v: Any, mask: Mask) -> None:
-    """Shapes, dtypes, devices and strides: what is known without reading a value. Relies on `check_options`."""
+    """Checks shapes, dtypes, devices and strides without reading values of tensors. Runs after `check_options`."""
     _check_qkv(q, k, v, mask)
     _check_packing(mask)
     _check_mask(q, k, v, mask)
@@ -141,7 +141,7 @@ def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
         require(1 <= x.shape[-1] <= MAX_HEAD_DIM, name, x, accepted, show=_shape)
     require(k.shape[-1] == q.shape[-1], "k", (k, "q", q), "q's head dimension", show=_shapes)
     require(mask.varlen or k.shape[0] == q.shape[0], "k", (k, "q", q), "q's batch size", show=_shapes)
-    require(v.shape[:-1] == k.shape[:-1], "v", (v, "k", k), "k's shape but for the head dimension", show=_shapes)
+    require(v.shape[:-1] == k.shape[:-1], "v", (v, "k", k), "k's shape in all but the last dimension", show=_shapes)
     hq, hkv = q.shape[1], k.shape[1]
     require(
         min(hq, hkv) >= 1 and hq % hkv == 0, "q", f"{hq} query heads, {hkv} kv heads",
@@ -149,7 +149,7 @@ def _check_qkv(q: Any, k: Any, v: Any, mask: Mask) -> None:
     )  # fmt: skip
     for name, x in qkv:
         contiguous = not isinstance(x, Tensor) or x.shape[-1] == 1 or x.stride(-1) == 1
-        require(contiguous, name, x, "any strides with the last one 1 (call .contiguous())", show=_strides)
+        require(contiguous, name, x, "any strides whose last one is 1 (call .contiguous())", show=_strides)
 
 
 def _check_packing(mask: Mask) -> None:
@@ -158,7 +158,7 @@ def _check_packing(mask: Mask) -> None:
         ok = cu is None or cu.dtype == torch.int32 and len(cu.shape) == 1 <= cu.shape[0]
         ok = ok and (not isinstance(cu, Tensor) or cu.is_contiguous())
         require(ok, name, cu, "contiguous int32 cumulative lengths, (B + 1,)", show=_dtype_and_shape)
-    require((cu_q is None) == (cu_k is None), "cu_seqlens_k", cu_k, "given exactly where cu_seqlens_q is")
+    require((cu_q is None) == (cu_k is None), "cu_seqlens_k", cu_k, "a tensor if cu_seqlens_q is one, otherwise None")
     if cu_q is not None and cu_k is not None:
         got = (cu_k, "cu_seqlens_q", cu_q)
         require(cu_q.shape == cu_k.shape, "cu_seqlens_k", got, "as many entries as cu_seqlens_q", show=_shapes)
@@ -186,14 +186,14 @@ def _check_mask(q: Any, k: Any, v: Any, mask: Mask) -> None:
     if sinks is not None:
         got = f"{_shape(sinks)}, and Hq = {hq}"
         require(tuple(sinks.shape) == (hq,), "sinks", got, "shape (Hq,)", show=str)
-    require(not mask.dropout_p or seed is not None, "seed", seed, "a seed where dropout_p > 0")
+    require(not mask.dropout_p or seed is not None, "seed", seed, "an int or a tensor, because dropout_p > 0")
     if seed is not None and not isinstance(seed, int):
         ok = seed.dtype == torch.int64 and tuple(seed.shape) == ()
         require(ok, "seed", seed, _SEED, TypeError, show=_dtype_and_shape)
 
 
 def check_lengths(q: Tensor, k: Tensor, mask: Mask) -> None:
-    """The values of cu_seqlens. On a device only with TILEGRAD_CHECK=1: reading them waits for it and breaks capture."""
+    """Checks values of cu_seqlens; on a GPU only with TILEGRAD_CHECK=1, because reading them waits and breaks capture."""
     if mask.cu_seqlens_q is None or mask.cu_seqlens_k is None:
         return
     if q.device.type != "cpu" and os.environ.get("TILEGRAD_CHECK") != "1":
@@ -206,12 +206,12 @@ def check_lengths(q: Tensor, k: Tensor, mask: Mask) -> None:
         lengths = [b - a for a, b in pairwise(ends)]
         if ends[0] != 0 or ends[-1] != total:
             raise ValueError(
-                f"cu_seqlens_{side}: got {ends[0]} … {ends[-1]}; accepted: starts at 0, ends at {total}, {side}'s length"
+                f"cu_seqlens_{side}: got {ends[0]} … {ends[-1]}; accepted: 0 … {total} ({side} has {total} rows)"
             )
         if min(lengths, default=0) < 0:
             b = lengths.index(min(lengths))
             raise ValueError(
-                f"cu_seqlens_{side}: got {ends[b]} and then {ends[b + 1]}, at {b}; accepted: never falling"
+                f"cu_seqlens_{side}: got {ends[b]} at index {b}, then {ends[b + 1]}; accepted: values that never decrease"
             )
         if max(lengths, default=0) > longest:
             b = lengths.index(max(lengths))

@@ -1,17 +1,17 @@
-"""Attention of a sequence split over the ranks of a group: every rank has its rows of q, k and v, and K and V are gathered.
+"""Attention over a sequence split among ranks (context parallel): a rank has some rows of q, k and v and gathers all K and V.
 
     runs       2N runs of c = T / 2N rows; rank r holds runs r and 2N − 1 − r, in this order ("zigzag": equal causal work)
     forward    K, V = all-gather of k, v          for each run a: o[a], lse[a] = attention(q[a], K[: (a+1)·c], V[: (a+1)·c])
     backward   K, V = all-gather of k, v          for each run a: dq[a], dK_a, dV_a
                dk, dv = reduce-scatter of Σ dK_a, Σ dV_a, summed in the accumulation dtype
 
-Rows and columns are aligned at the bottom right (mask.py), so where a run's columns end is all the offset that it needs. A row
-meets its columns from 0 on, in the tiles of one call on the whole sequence: without a window o and dq have that call's bits.
+Rows and columns are aligned at the bottom right (mask.py), so a run needs no offset: its K and V end where it ends. Tiles of
+columns start at column 0, as in one call on the whole sequence, so without a window o and dq have the same bits as there.
 
     q (B, Hq, t, D)   k (B, Hkv, t, D)   v (B, Hkv, t, Dv)   o, do (B, Hq, t, Dv)   lse, dlse (B, Hq, t)      t = T / N = 2·c
 
-dsinks is this rank's part, to be summed over the ranks as every gradient of a parameter. Bytes that a rank sends, in sizes of
-its k and v: N − 1 forward; backward N − 1, and N − 1 times those of float32. Whole K and V live as long as one op.
+dsinks is this rank's part, to be summed over the ranks like every gradient of a parameter. A rank sends its k and v N − 1 times
+in the forward and in the backward, which also sends N − 1 times their size in float32. Whole K and V exist during one op only.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ from .checks import require
 from .mask import Mask
 from .problem import FEW_ROWS
 
-BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # of the scratch: what is sent or came
+BUFFERS = ("parts", "k", "v", "dparts", "dk", "dv", "run_dk", "run_dv")  # of the scratch: sent, received or summed
 
 
 class Ranks(Protocol):
-    """The ranks that share a sequence, `world` of them. dist/mesh.py has such groups."""
+    """The `world` ranks that share a sequence, for example a group of dist/mesh.py."""
 
     @property
     def rank(self) -> int: ...
     @property
     def world(self) -> int: ...
     def all_gather(self, part: Tensor, *, out: Tensor) -> Any:
-        """out = every rank's part, in the order of ranks; part may be its own place in out."""
+        """out = the parts of all ranks in rank order. `part` may be this rank's slice of `out`."""
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor) -> Any:
-        """out, this rank's part of world equal parts of x, = Σ over ranks of that part; it may be a part of x."""
+        """x has `world` equal parts; out = Σ over ranks of this rank's part. `out` may be a slice of x."""
 
 
 @dataclass(frozen=True, slots=True)
 class RanksToBe:
-    """In the place of `Ranks` that need not be there: a program can be declared and traced on them, not run."""
+    """A placeholder for `Ranks`: a program can be declared and traced with it, but not run."""
 
     world: int
     rank: int = 0
@@ -61,13 +61,13 @@ def runs_of(rank: int, world: int) -> tuple[int, int]:
 
 
 def positions_of(rank: int, world: int, t: int) -> tuple[slice, slice]:
-    """Where the first and the last half of a rank's t rows are in the whole sequence."""
+    """The positions of the first and the second half of a rank's t rows in the whole sequence."""
     first, last = (slice(a * (t // 2), (a + 1) * (t // 2)) for a in runs_of(rank, world))
     return first, last
 
 
 def check_mask(mask: Mask) -> None:
-    """Which masks a sequence over ranks takes."""
+    """Refuses masks that a sequence split among ranks does not support."""
     require(mask.causal, "causal", mask.causal, "True where ranks share a sequence")
     require(mask.bias is None, "bias", "a tensor", "None where ranks share a sequence", show=str)
     require(not mask.dropout_p, "dropout_p", mask.dropout_p, "0.0 where ranks share a sequence")
@@ -76,19 +76,19 @@ def check_mask(mask: Mask) -> None:
 
 def _buffers(q: Any, k: Any, v: Any, world: int, *, backward: bool) -> Shapes:
     (b, h, t, d), dv, acc = k.shape, v.shape[-1], accumulation_dtype(q.dtype)
-    require(t % 2 == 0, "q", t, "an even number of rows, two runs of equal length")
+    require(t % 2 == 0, "q", t, "an even number of rows per rank (two runs of equal length)")
     parts, whole, first = (world, b * h * t * (d + dv)), (b, h, world * t), (b, h, world * t // 2)
     shapes: Shapes = {"parts": (parts, q.dtype), "k": ((*whole, d), q.dtype), "v": ((*whole, dv), q.dtype)}
     if backward:
         shapes |= {"dparts": (parts, acc), "dk": ((*whole, d), acc), "dv": ((*whole, dv), acc)}
-        shapes |= {"run_dk": ((*first, d), acc), "run_dv": ((*first, dv), acc)}  # of the first run: columns up to T / 2
+        shapes |= {"run_dk": ((*first, d), acc), "run_dv": ((*first, dv), acc)}  # the first run's columns end by T / 2
     return shapes
 
 
 def gather_attention_workspace(
     q: Any, k: Any, v: Any, mask: Mask, world: int, *, backward: bool, deterministic: bool = False
 ) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold, on any of `world` ranks and for up to t rows of each."""
+    """Name → (shape, dtype) of each buffer in `scratch`, enough for every rank and for up to t rows per rank."""
     check_mask(mask)
     shapes = _buffers(q, k, v, world, backward=backward)
     acc = accumulation_dtype(q.dtype)
@@ -105,13 +105,13 @@ def gather_attention_workspace(
 
 
 def _pair(part: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """A rank's part as its rows of k and of v."""
+    """Views of a rank's part: its rows of k, its rows of v."""
     n = prod(k.shape)
     return part[:n].view(k.shape), part[n:].view(v.shape)
 
 
 def _by_run(part: Tensor, k: Tensor, v: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-    """The same for each of its runs."""
+    """`_pair` for each of the rank's two runs."""
     c, (pk, pv) = k.shape[2] // 2, _pair(part, k, v)
     yield pk[:, :, :c], pv[:, :, :c]
     yield pk[:, :, c:], pv[:, :, c:]
@@ -130,7 +130,7 @@ def _gather(k: Tensor, v: Tensor, group: Ranks, buffers: Scratch) -> None:
 
 
 def _scatter(dk: Tensor, dv: Tensor, group: Ranks, buffers: Scratch) -> None:
-    """dk, dv = Σ over ranks and runs of this rank's rows of their gradients. The last run's columns are all of the first's."""
+    """dk, dv = gradients of this rank's rows, summed over ranks and runs. The last run's columns include the first run's."""
     dparts, c = buffers["dparts"], dk.shape[2] // 2
     first, last = runs_of(group.rank, group.world)
     sources = ((buffers["dk"], buffers["run_dk"]), (buffers["dv"], buffers["run_dv"]))
@@ -171,7 +171,7 @@ def gather_attention_bwd(
     q: Tensor, k: Tensor, v: Tensor, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, mask: Mask, group: Ranks, *,
     dq: Tensor, dk: Tensor, dv: Tensor, dsinks: Tensor | None = None, scratch: Scratch, deterministic: bool = False,
 ) -> None:  # fmt: skip
-    """Gradients of this rank's rows, of the loss on all ranks; dsinks of its own rows alone."""
+    """dq, dk and dv of this rank's rows, from the loss on all ranks. dsinks is from this rank's rows only."""
     check_mask(mask)
     buffers = views(scratch, _buffers(q, k, v, group.world, backward=True), q.device, "gather_attention")
     _gather(k, v, group, buffers)
@@ -187,7 +187,7 @@ def gather_attention_bwd(
 
 
 def _runs(q: Tensor, group: Ranks) -> Iterator[tuple[slice, int]]:
-    """This rank's rows of each run, and where the columns that they attend to end."""
+    """(rows, end) of each run of this rank: its slice of q, and the end of the columns that it attends to."""
     c = q.shape[2] // 2
     first, last = positions_of(group.rank, group.world, 2 * c)
     yield slice(0, c), first.stop

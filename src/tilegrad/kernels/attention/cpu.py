@@ -1,14 +1,14 @@
-"""Attention on the CPU in C++: registers and tiles by hand for each instruction set, one library, no torch inside.
+"""Attention on the CPU in C++: one library without torch, with register tiles written for each instruction set.
 
 The loops over tiles are in forward.h and backward.h of cpu/csrc/attention (amx_forward.h and amx_backward.h for bfloat16
-where a processor has AMX), the equations in mask.py and reference.py. Cost: two products per tile forward, five backward,
-each pair of positions once; tiles that the band or a bias masks out are skipped, strips of an edge's tiles too. Sums are
-float32 (float64 for float64) whatever the inputs. Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv, and never
-T×T unless a bias of that size has a gradient in another dtype. Results are the same bits on any number of threads:
-cpu/csrc/threads/work_queue.h says why.
+where a processor has AMX), the equations in mask.py and reference.py. A tile costs two GEMMs in the forward and five in the
+backward. Tiles that the band or a bias masks out are skipped, and so are masked-out strips of tiles on the band's edges. Sums
+are float32 (float64 for float64 inputs). Scratch is O(threads · (G·T·(2·D + Dv) + tile · D)), G = Hq / Hkv. It has a T×T matrix
+only for the gradient of a T×T bias that is broadcast over heads or sequences and has another dtype than the sums. Results have
+the same bits on any number of threads (cpu/csrc/threads/work_queue.h).
 
-Threads are torch's own, torch.get_num_threads() of them (cpu/csrc/threads/thread_pool.h), and the GIL is free meanwhile.
-cpu/library.py chooses the instruction set, cpu/abi.py lays out the call.
+A call uses torch.get_num_threads() of torch's own threads (cpu/csrc/threads/thread_pool.h) and releases the GIL.
+cpu/library.py chooses the instruction set, cpu/abi.py packs the arguments.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from .mask import Mask, four_dims
 from .problem import Backward, Forward
 
 _FORWARD, _BACKWARD = 0, 1
-_ABSENT = (0, 0, 0, 0, 0)  # the view of no tensor
+_ABSENT = (0, 0, 0, 0, 0)  # address and strides of an absent tensor
 
 
 def exp_error(dtype: torch.dtype) -> float:
-    """The relative error of exp where it is more than bounds.py takes for granted: AMX's is a short polynomial (amx.h), far
-    below a rounding of p to bfloat16; but lse is float32."""
+    """The relative error of exp if it exceeds the default of bounds.py, else 0. With AMX exp is a short polynomial (amx.h): its
+    error is far below the rounding of p to bfloat16, but above that of lse, which is float32."""
     return 3e-6 if dtype == torch.bfloat16 and ISAS[isa()] == "amx" else 0.0
 
 
@@ -62,19 +62,19 @@ def workspace(q: Any, k: Any, v: Any, mask: Mask, *, backward: bool, determinist
     """Grows with every size and with the number of threads."""
     dtype, bias = accumulation_dtype(q.dtype), mask.float_bias
     needed_bytes = native().tilegrad_native_scratch(pack_call(**_sizes(q, v, mask)), backward)
-    shapes: Shapes = {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: to begin at a cache line
+    shapes: Shapes = {"native": (((needed_bytes + 64) // dtype.itemsize,), dtype)}  # 64: room to align to a cache line
     if backward and bias is not None and bias.dtype != dtype and not _kept_in_all(bias, q, v):
         shapes["dbias"] = tuple(bias.shape), dtype
     return shapes
 
 
 def _kept_in_all(bias: Any, q: Any, v: Any) -> bool:
-    """True if a bias of a dense call has a number for each pair."""
+    """True if a bias of a dense call has an element for each pair: no axis is broadcast."""
     return bool(prod(bias.shape) == prod((*q.shape[:3], v.shape[2])))
 
 
 def _rows(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
-    """(B, H, T, D), or packed (total, H, D)."""
+    """Address and strides of (B, H, T, D), or of packed (total, H, D)."""
     if x is None:
         return _ABSENT
     if varlen:
@@ -84,7 +84,7 @@ def _rows(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
 
 
 def _statistic(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
-    """(B, H, T), or packed (H, total)."""
+    """Address and strides of (B, H, T), or of packed (H, total)."""
     if x is None:
         return _ABSENT
     if varlen:
@@ -93,14 +93,14 @@ def _statistic(x: Tensor | None, *, varlen: bool) -> tuple[int, ...]:
 
 
 def _by_head(x: Tensor | None) -> tuple[int, ...]:
-    """(H,) or (B, H)."""
+    """Address and strides of (H,) or (B, H)."""
     if x is None:
         return _ABSENT
     return (x.data_ptr(), *((0,) if x.ndim == 1 else ()), *x.stride(), 0, 0)
 
 
 def _pairs(x: Tensor | None) -> tuple[int, ...]:
-    """(B, Hq, Tq, Tk), each possibly 1: broadcast."""
+    """Address and strides of (B, Hq, Tq, Tk); an axis of size 1 is broadcast by stride 0."""
     if x is None:
         return _ABSENT
     x = four_dims(x)
@@ -108,7 +108,7 @@ def _pairs(x: Tensor | None) -> tuple[int, ...]:
 
 
 def _signed(seed: int | Tensor) -> int:
-    """The 64 bits of a seed."""
+    """The 64 bits of a seed as a signed integer."""
     return (int(seed) + 2**63) % 2**64 - 2**63
 
 
@@ -117,7 +117,7 @@ def _data(x: Tensor | None) -> int:
 
 
 def _fields(call: Forward | Backward) -> dict[str, Any]:
-    """The fields of `Call` that both directions have, but for scratch."""
+    """The fields of `Call` that both directions have, except scratch."""
     q, mask = call.q, call.mask
     varlen = mask.varlen
     dropout: dict[str, Any] = {}
@@ -132,15 +132,14 @@ def _fields(call: Forward | Backward) -> dict[str, Any]:
     }  # fmt: skip
 
 
-_AT = {
-    field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_
-}  # in words of 8 bytes, as all fields are
+# Offset of each field of `Call` in words of 8 bytes; every field is whole words.
+_AT = {field[0]: getattr(Call, field[0]).offset // 8 for field in Call._fields_}
 _MASK_FIELDS = ("bias", "slopes", "sinks", "seed", "cu_seqlens_q", "cu_seqlens_k")  # in the order of Mask.tensors
 
 
 class NativeRun:
-    """Runs calls of one signature: what they have in common is packed once; addresses, the instruction set and the seed at each
-    call. eager.cpp does the same with `program`."""
+    """Runs calls of one signature. What they have in common is packed once; addresses, the instruction set and the seed are
+    written at each call. eager.cpp does the same with `program`."""
 
     def __init__(self, direction: int, fields: dict[str, Any], call: Forward | Backward, views: Views) -> None:
         mask, dbias = call.mask, call.dbias if isinstance(call, Backward) else None
@@ -163,7 +162,7 @@ class NativeRun:
 
     def __call__(self, call: Forward | Backward) -> None:
         words, dbias, sums = self._words[:], None, None
-        for i, x in zip(self._places, call.tensors, strict=False):  # the seed's too, which its value replaces
+        for i, x in zip(self._places, call.tensors, strict=False):  # the seed's address too; its value replaces it
             words[i] = x.data_ptr()
         if self._dropout and call.mask.seed is not None:
             words[_AT["seed"]] = _signed(call.mask.seed) % 2**64
@@ -181,7 +180,7 @@ class NativeRun:
 
 
 def from_cache_line(memory: Tensor, nbytes: int) -> tuple[int, int]:
-    """Address and bytes of scratch that begins at a cache line."""
+    """Address and bytes of the part of scratch that starts at a cache line."""
     data = memory.data_ptr()
     start = -data % 64
     return data + start, nbytes - start

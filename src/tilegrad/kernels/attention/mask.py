@@ -1,6 +1,6 @@
-"""Which rows attend to which columns, and how scores change: one frozen value that every kernel of the op reads.
+"""Which rows attend to which columns, and how scores change: a frozen dataclass that every kernel of the op reads.
 
-Rows i < Tq, columns j < Tk. Both ends are aligned at the bottom right, so row i is at column i + Tk − Tq:
+Rows i < Tq and columns j < Tk are aligned at the bottom right: row i is at column i + Tk − Tq.
 
     distance(i, j) = i + Tk − Tq − j
     attends(i, j)  = −right ≤ distance ≤ left          None = open on that side; causal closes the right side at 0
@@ -25,19 +25,19 @@ from ..cache import remember
 Window = tuple[int | None, int | None]
 NO_WINDOW: Window = (None, None)
 NUMBERS = frozenset((bool, int, float, NoneType))
-_interned: dict[tuple[object, ...], Mask] = {}  # by numbers and their types, because 1 is not True
+_interned: dict[tuple[object, ...], Mask] = {}  # by numbers and their types, because 1 == True
 
 
 def interned_mask(
     causal: bool, window: Window | None, scale: float | None, softcap: float, dropout_p: float  # noqa: FBT001
 ) -> Mask:  # fmt: skip
-    """The mask of these numbers, made once."""
+    """The mask with these options, from the cache if it is there."""
     found = None
     if not torch.compiler.is_compiling() and (window is None or type(window) is tuple):
         values = (causal, *(NO_WINDOW if window is None else window), scale, softcap, dropout_p, 0, 0)
         try:
             found = _interned.get((values, tuple(map(type, values))))
-        except TypeError:  # unhashable: the checks say what is wrong
+        except TypeError:  # unhashable: check_options raises later
             found = None
     return Mask(causal, window, scale, softcap, dropout_p=dropout_p) if found is None else found
 
@@ -59,10 +59,9 @@ class Mask:
     cu_seqlens_k: Tensor | None = None
     max_seqlen_q: int = 0
     max_seqlen_k: int = 0
-    cache_key: Mask | None = field(
-        init=False, repr=False
-    )  # the interned mask of the same numbers; None: cached nowhere
-    has_tensors: bool = field(init=False, repr=False)  # or a seed
+    # The interned mask of the same numbers; None: calls with this mask are not cached.
+    cache_key: Mask | None = field(init=False, repr=False)
+    has_tensors: bool = field(init=False, repr=False)  # also True for an int seed
 
     def __post_init__(self) -> None:
         none = (
@@ -91,7 +90,7 @@ class Mask:
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
-        """The tensors inside, so that a trace of a call counts them as read."""
+        """The tensors of the mask, which a memory trace counts as read."""
         held = (self.bias, self.alibi_slopes, self.sinks, self.seed, self.cu_seqlens_q, self.cu_seqlens_k)
         return tuple(t for t in held if t is not None and not isinstance(t, int))
 

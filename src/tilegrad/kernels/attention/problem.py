@@ -3,8 +3,8 @@
     dense    q (B, Hq, Tq, D)    k (B, Hkv, Tk, D)    v (B, Hkv, Tk, Dv)    o (B, Hq, Tq, Dv)   lse (B, Hq, Tq)
     packed   q (total_q, Hq, D)  k (total_k, Hkv, D)  v (total_k, Hkv, Dv)  o (total_q, Hq, Dv) lse (Hq, total_q)
 
-Only shapes, strides, dtypes, devices, addresses and options are read, so that a handle of a memory trace is as good as a
-tensor. No Triton is needed here.
+Only shapes, strides, dtypes, devices, addresses and options are read, so handles of a memory trace are accepted like tensors.
+This module does not import Triton.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ from torch import Tensor
 from ..scratch import accumulation_dtype
 from .mask import Mask
 
-FEW_ROWS = 16  # up to here a call is decoding: the Triton kernel shares the columns of a row among programs
-LEAST_BLOCK = 32  # columns that GPU kernels pad the narrowest head to
-ALIGNED_BYTES = 16  # what rows begin at multiples of: TMA needs it, vector loads are faster with it
-STRIDE_BYTES = 2**40  # what TMA can step over
-LEAST_FACTOR = 1e-30  # GPU kernels keep |scale| positive where it is 0, so that −inf · scale is −inf
+FEW_ROWS = 16  # up to this many rows a call counts as decoding: Triton splits a row's columns among programs
+LEAST_BLOCK = 32  # least width that GPU kernels pad a head to
+ALIGNED_BYTES = 16  # alignment of rows: TMA needs it, vector loads are faster with it
+STRIDE_BYTES = 2**40  # strides of TMA must be smaller
+LEAST_FACTOR = 1e-30  # least |scale| of GPU kernels: with scale 0, −inf · scale would be NaN
 LOG2E = 1.4426950408889634  # log2(e): exp(x) = exp2(x · log2 e), and GPU kernels keep scores in the log2 domain
 
 lse_dtype = accumulation_dtype  # lse is a row statistic
 
 
 def coarse(factor: float) -> float:
-    """The power of two from `factor` on: its product with a float32 is exact."""
+    """The smallest power of two ≥ factor. Its product with a float32 is exact."""
     return 2.0 ** math.ceil(math.log2(factor))
 
 
 class Inputs(NamedTuple):
-    """What every call has, and what scratch is declared by."""
+    """The arguments that every call has, and that determine its scratch."""
 
     q: Any
     k: Any
@@ -42,8 +42,8 @@ class Inputs(NamedTuple):
 
 
 class Problem(Inputs):
-    """A call of attention as the table of kernels reads it: its inputs, and of o, do, dq, dk and dv those that are known, by
-    name, because a kernel may not be able to read or write the layout of one."""
+    """A call of attention as the table of kernels reads it. `others` has those of o, do, dq, dk and dv that are known, by name:
+    a kernel may be unable to read or write the layout of one."""
 
     others: dict[str, Any]
 
@@ -58,7 +58,7 @@ class Problem(Inputs):
 
 
 class Forward(NamedTuple):
-    """The arguments of a forward on tensors. `memory` holds the scratch: the buffers that the kernel declares, in their order,
+    """The arguments of a forward on tensors. `memory` is the scratch: the buffers that the kernel declares, in their order,
     or one buffer for all of them (scratch.Layout)."""
 
     q: Tensor
@@ -71,7 +71,7 @@ class Forward(NamedTuple):
 
     @property
     def tensors(self) -> list[Tensor]:
-        """Those that are given, in the order in which a prepared kernel takes addresses."""
+        """All tensors that are not None, in the order in which a prepared kernel takes addresses."""
         mask = self.mask.tensors if self.mask.has_tensors else ()
         return [x for x in (self.q, self.k, self.v, self.o, self.lse, *mask, *self.memory) if x is not None]
 
@@ -104,7 +104,7 @@ class Backward(NamedTuple):
 
 
 class Sizes(NamedTuple):
-    """With packed sequences, tq and tk are the longest lengths, and batch is their number.
+    """With packed sequences, batch is their number, and tq and tk are the longest lengths.
 
     left and right are the band of mask.py, None where nothing is masked out on that side.
     """
@@ -162,7 +162,7 @@ def output_shapes(q: Any, v: Any, mask: Mask) -> tuple[tuple[int, ...], tuple[in
 
 
 def four_dims(x: Any, *, varlen: bool) -> tuple[list[int], list[int]]:
-    """(sizes, strides) over sequences, heads, rows, columns; packed sequences are one sequence of all rows."""
+    """(sizes, strides) over sequences, heads, rows, columns; packed sequences count as one sequence of all rows."""
     if varlen:
         (total, h, d), (x_t, x_h, x_d) = x.shape, x.stride()
         return [1, h, total, d], [0, x_h, x_t, x_d]
@@ -170,26 +170,26 @@ def four_dims(x: Any, *, varlen: bool) -> tuple[list[int], list[int]]:
 
 
 def row_strides(x: Tensor | None, *, varlen: bool) -> tuple[int, int, int]:
-    """Strides over sequences, heads and rows of q and its like; packed sequences have no stride between them."""
+    """Strides of sequences, heads and rows of a tensor like q; with packed sequences the first is 0."""
     if x is None:
         return 0, 0, 0
     return (0, x.stride(1), x.stride(0)) if varlen else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def lse_strides(x: Tensor | None, *, varlen: bool) -> tuple[int, int, int]:
-    """The same of lse and its like, (B, Hq, Tq) or (Hq, total)."""
+    """`row_strides` for a tensor like lse, (B, Hq, Tq) or (Hq, total)."""
     if x is None:
         return 0, 0, 0
     return (0, x.stride(0), x.stride(1)) if varlen else (x.stride(0), x.stride(1), x.stride(2))
 
 
 def _aligned_step(n: int, stride: int, itemsize: int) -> bool:
-    """An axis of n > 1 has a stride, of a multiple of ALIGNED_BYTES."""
+    """True unless n > 1 and the stride is 0 or not a multiple of ALIGNED_BYTES."""
     return n <= 1 or stride != 0 and stride * itemsize % ALIGNED_BYTES == 0
 
 
 def rows_aligned(x: Tensor) -> bool:
-    """Every row is contiguous, none is another's, and each begins at a multiple of ALIGNED_BYTES."""
+    """True if every row is contiguous, not broadcast, and starts at a multiple of ALIGNED_BYTES."""
     row_bytes = x.shape[-1] * x.element_size()
     if x.is_contiguous() and row_bytes % ALIGNED_BYTES == 0:
         return x.data_ptr() % ALIGNED_BYTES == 0
@@ -202,7 +202,7 @@ def rows_aligned(x: Tensor) -> bool:
 
 
 def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
-    """Why TMA can't address x, or None. Only what a handle has is looked at; a fake tensor has no address."""
+    """Why TMA can't address x, or None. Strides are checked only if x has any (a handle may not), the address likewise."""
     itemsize = x.dtype.itemsize
     if x.shape[-1] * itemsize % ALIGNED_BYTES:
         return f"{name}: rows of {x.shape[-1]} elements are not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"
@@ -217,5 +217,5 @@ def tma_refusal(name: str, x: Any, *, varlen: bool) -> str | None:
                 f"{name}: TMA can't step over {axis} by {stride} elements, only by multiples of {ALIGNED_BYTES} bytes"
             )
     if hasattr(x, "data_ptr") and not hasattr(x, "fake_mode") and x.data_ptr() % ALIGNED_BYTES:
-        return f"{name}: begins at no multiple of {ALIGNED_BYTES} bytes, which TMA needs"
+        return f"{name}: its address is not a multiple of {ALIGNED_BYTES} bytes, which TMA needs"
     return None

@@ -1,11 +1,10 @@
-"""Attention on rows as a transformer holds them: heads side by side in (B, T, H·D), and q, k, v in one buffer or three.
+"""Attention on a transformer's activations: (B, T, H·D) with heads side by side, and q, k, v in one buffer or three.
 
     qkv (B, T, (Hq + 2·Hkv)·D), the columns of q, then k, then v         o, do (B, T, Hq·D)        lse (B, Hq, T)
 
-`qkv_attention_*` takes the one buffer, `q_k_v_attention_*` the three. Views of them are what the op of api.py takes, so
-nothing is copied; as ops of their own they let a memory trace see the buffers that the model holds. The backward is
-deterministic by default: a resumed run continues bit for bit. Where a sequence is split over the ranks of a `group`
-(context.py), T counts the rows of one rank.
+`qkv_attention_*` takes one buffer, `q_k_v_attention_*` three. They pass views to the op of api.py, so nothing is copied. They
+are separate ops so that a memory trace records the model's own buffers. The backward is deterministic by default, so that a
+resumed run has the same bits. If a sequence is split over the ranks of a `group` (context.py), T counts the rows of one rank.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .problem import FEW_ROWS, Problem
 
 
 def _heads(x: Any, n_head: int) -> Any:
-    """(B, T, H·D) seen as (B, H, T, D)."""
+    """(B, T, H·D) viewed as (B, H, T, D)."""
     b, t, c = x.shape
     return x.view(b, t, n_head, c // n_head).transpose(1, 2)
 
@@ -43,8 +42,8 @@ def qkv_attention_workspace(
     b: int, t: int, n_head: int, n_kv_head: int, head_dim: int, dtype: torch.dtype, device: torch.device, mask: Mask, *,
     backward: bool, deterministic: bool = True, group: Ranks | None = None,
 ) -> Shapes:  # fmt: skip
-    """Scratch of every kernel that may run up to t rows: the table may have another for few rows, and another for a forward
-    that drops nothing, as evaluation does."""
+    """Scratch for every kernel that may run up to t rows: the table may select another kernel for few rows, or for a forward
+    without dropout, as in evaluation."""
     if group is not None:
         q, k = (Form((b, h, t, head_dim), dtype, device) for h in (n_head, n_kv_head))
         return gather_attention_workspace(q, k, k, mask, group.world, backward=backward, deterministic=deterministic)
@@ -107,7 +106,7 @@ def qkv_rope_workspace(b: int, t: int, rotated: int, head_dim: int, dtype: torch
 def qkv_rope_fwd(
     cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, *, qkv: Tensor, scratch: Scratch
 ) -> None:
-    """Rotate the first `rotated` heads of each row (q's and k's) by its position in the sequence, in place."""
+    """Rotate the first `rotated` heads of each row (those of q and k) by the row's position in the sequence, in place."""
     for heads, cos_at, sin_at in _rotated(qkv, cos, sin, rotated, head_dim, group):
         rope_fwd(heads, cos_at, sin_at, y=heads, scratch=scratch)
 
@@ -116,7 +115,7 @@ def qkv_rope_fwd(
 def qkv_rope_bwd(
     cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, *, dqkv: Tensor, scratch: Scratch
 ) -> None:
-    """Rotate their gradients back, in place."""
+    """Rotate the gradients of these heads back, in place."""
     for heads, cos_at, sin_at in _rotated(dqkv, cos, sin, rotated, head_dim, group):
         rope_bwd(heads, cos_at, sin_at, dx=heads, scratch=scratch)
 
@@ -124,7 +123,7 @@ def qkv_rope_bwd(
 def _rotated(
     qkv: Tensor, cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None
 ) -> list[tuple[Tensor, Tensor, Tensor]]:
-    """Heads of rows, and the tables from their first position on: that of the sequence, or of each run of a rank."""
+    """(heads, cos, sin) of the whole sequence or, with a group, of each of the rank's two runs."""
     b, t, c = qkv.shape
     heads = qkv.view(b, t, c // head_dim, head_dim)[:, :, :rotated]
     if group is None:

@@ -1,7 +1,7 @@
 """The oracle: attention and its gradients as whole T×T matrices, every step on its own line.
 
     s = scores(q, k)                        docstring of mask.py
-    p = softmax over [s, sink]              the sink's column has no value and is cut off
+    p = softmax over [s, sink]              the sink's column has no value and is removed
     lse = log(Σ exp s + exp sink)
     r = p ∘ keep / (1 − dropout_p)
     o = r v
@@ -15,9 +15,9 @@ Backward, with do = ∂L/∂o and dlse = ∂L/∂lse:
     dx = ds ∘ (1 − tanh²(x / c))            x = scale · q kᵀ, only with a softcap
     dq = scale · dx k                       dk = scale · dxᵀ q
 
-`forward` and `backward` work in the dtype they are given: in float64 they are the oracle; bounds.py says what a
-kernel may differ by. As a kernel they run in float64 and round once; they allocate, and are chosen by name only.
-A row that attends to no key has p = 0 and lse = −inf (the sink's logit where there is one).
+`forward` and `backward` compute in the dtype of their inputs. In float64 they are the oracle; bounds.py says how far a kernel
+may be from it. As the kernel "reference" they run in float64, allocate, round each result once, and run only by name.
+A row that attends to no key has p = 0, and lse = −inf or, with a sink, the sink's logit.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Gradients(NamedTuple):
 
 class Softmax(NamedTuple):
     p: Tensor  # (B, Hq, Tq, Tk)
-    p_sink: Tensor | None  # (B, Hq, Tq), as lse in float32 or better
+    p_sink: Tensor | None  # (B, Hq, Tq), in float32 or better, like lse
     lse: Tensor  # (B, Hq, Tq)
     tanh: Tensor | None  # tanh(x / softcap), (B, Hq, Tq, Tk)
 
@@ -64,7 +64,7 @@ def backward(q: Tensor, k: Tensor, v: Tensor, do: Tensor, dlse: Tensor | None, m
 
 
 def softmax(q: Tensor, k: Tensor, mask: Mask, batch: range) -> Softmax:
-    """Probabilities of a dense call; `batch` numbers its sequences for slopes and dropout. k has q's heads here."""
+    """Probabilities of a dense call. `batch`: indices of its sequences, for slopes and dropout. k must have Hq heads."""
     b, h, tq, d = q.shape
     tk = k.shape[2]
     s = (q @ k.mT) * mask.scale_for(d)
@@ -97,7 +97,7 @@ def _heads_of(k: Tensor, like: Tensor) -> Tensor:
 
 
 def _summed_to_heads_of(dk: Tensor, like: Tensor) -> Tensor:
-    """The reverse: sum the gradients of the query heads that share a kv head."""
+    """The reverse of `_heads_of`: sum the gradients of the query heads that share a kv head."""
     b, hq, t, d = dk.shape
     return dk.reshape(b, like.shape[1], hq // like.shape[1], t, d).sum(2)
 

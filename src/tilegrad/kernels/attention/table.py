@@ -11,16 +11,14 @@ from .problem import FEW_ROWS, Problem, tma_refusal
 
 MOST_HEADS = 65535  # programs on the second axis of a CUDA grid
 HOPPER_ROWS = 128  # rows of a tile
-FEW_TILES = 64  # row tiles: fewer leave multiprocessors idle, and triton splits the columns among programs instead
-SHORT, MANY_SEQUENCES = (
-    64,
-    256,
-)  # rows, packed sequences: more and shorter ones cost hopper's tile scheduler most of the time
+FEW_TILES = 64  # row tiles: fewer leave multiprocessors idle; triton splits the columns among programs instead
+# Rows, packed sequences: with more and shorter sequences, hopper spends most of the time in its tile scheduler.
+SHORT, MANY_SEQUENCES = 64, 256
 
 
 def _triton_refuses(problem: Problem) -> str | None:
     if problem.k.shape[1] > MOST_HEADS:
-        return f"takes up to {MOST_HEADS} kv heads, an axis of CUDA's grid, not {problem.k.shape[1]}"
+        return f"takes up to {MOST_HEADS} kv heads (limit of an axis of a CUDA grid), not {problem.k.shape[1]}"
     return gpu.refusal(problem.q)
 
 
@@ -30,7 +28,7 @@ def _hopper_refuses(problem: Problem) -> str | None:
     if not gpu.has_triton():
         return "needs Triton, which is not installed (pip install triton)"
     if gpu.interpreting():
-        return "is Gluon, which has no interpreter (TRITON_INTERPRET=1)"
+        return "is written in Gluon, which has no interpreter (unset TRITON_INTERPRET)"
     if q.device.type != "cuda":
         return f"needs a Hopper GPU, not {q.device.type}"
     unknown = triton_version.gluon_refusal()
@@ -44,7 +42,7 @@ def _hopper_refuses(problem: Problem) -> str | None:
     if d != dv or d % 8 or d < 16:
         return f"takes one head dimension of 16 to 256 in steps of 8, not {d} for q and {dv} for v"
     if any(problem.others[name].dtype != q.dtype for name in ("dk", "dv") if name in problem.others):
-        return "writes dk and dv in q's dtype alone, and these are float32"
+        return "writes dk and dv only in q's dtype, not in float32"
     for name in ("bias", "alibi_slopes"):
         if getattr(mask, name) is not None:
             return f"takes no {name}"
@@ -55,7 +53,7 @@ def _hopper_refuses(problem: Problem) -> str | None:
         return "takes no empty tensors"
     row_tiles = -(-sizes.tq // HOPPER_ROWS) * sizes.hq * sizes.batch
     if sizes.tq <= FEW_ROWS or 4 * sizes.tq <= sizes.tk and row_tiles <= FEW_TILES:
-        return "leaves few rows with many columns to triton, which shares the columns among programs"
+        return "leaves few rows with many columns to triton, which splits the columns among programs"
     if sizes.varlen and sizes.tq <= SHORT and sizes.batch > MANY_SEQUENCES:
         return (
             f"leaves more than {MANY_SEQUENCES} packed sequences of up to {SHORT} rows to triton, which is faster there"
@@ -85,7 +83,7 @@ ATTENTION = Table(
             "reference",
             "attention.reference",
             takes_all,
-            by_name_only="holds whole T×T matrices: the oracle, only by name",
+            by_name_only="is the oracle, with whole T×T matrices: runs only by name",
         ),
     ),
 )

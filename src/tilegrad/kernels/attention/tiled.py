@@ -1,8 +1,8 @@
-"""Attention on tiles in plain torch ops: O(T) memory, every feature, every device, nothing allocated.
+"""Tiled attention in plain torch ops: O(T) memory, every feature, every device, no allocation.
 
-Blocks. A *slab* is a run of sequences × kv heads that is worked on at once. G = Hq / Hkv query heads share a kv head and
-their rows are stacked, so a tile of scores is (slab, G·M, N), and the gradient of a kv head sums over its query heads by
-itself. Tiles that the band masks out are skipped by range; only tiles on its edges pay for the mask.
+A *slab* is a number of sequences × kv heads that are computed at once. The rows of the G = Hq / Hkv query heads of a kv head
+are stacked: a tile of scores is (slab, G·M, N), and one GEMM sums the gradient of a kv head over its query heads. Tiles outside
+the band are not computed, and only tiles on its edges are masked.
 
     forward, for each tile of rows:                      backward, for each tile of columns:
       row_max = sink, row_sum = 1 (or lowest, 0)           for each tile of rows that attends:
@@ -16,9 +16,9 @@ itself. Tiles that the band masks out are skipped by range; only tiles on its ed
       o = acc / row_sum / (1 − dropout_p)                    dk += scale · dsᵀ q
       lse = row_max + log row_sum                        delta = rowsum(do ∘ o) − dlse, before the loop
 
-Rows start at the dtype's lowest number, not at −inf: a row that attends to nothing ends at row_sum = 0, o = 0, lse = −inf
-with no NaN on the way. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so
-sums are formed there and any strides do. Scratch is O(slab · tile + T · D); no T×T matrix exists.
+row_max starts at the dtype's lowest number, not at −inf: a row that attends to nothing ends with row_sum = 0, o = 0, lse = −inf
+and no NaN. Tiles are copied into the scratch in the accumulation dtype (float32; float64 for float64), so any strides are
+accepted. Scratch is O(slab · tile + T · D); there is no T×T matrix.
 """
 
 from __future__ import annotations
@@ -36,12 +36,12 @@ from .mask import Mask, four_dims, packed, sequences
 from .problem import Backward, Forward, Sizes, sizes_of
 
 TILE = 256  # rows, and columns, of a tile
-SLAB = 1 << 21  # scores held at once
+SLAB = 1 << 21  # scores computed at once
 
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a call is cut: tiles of at most m × n, slabs of `batches` sequences × `heads` kv heads, `group` = Hq / Hkv."""
+    """How a call is divided: tiles of at most m × n, slabs of `batches` sequences × `heads` kv heads, `group` = Hq / Hkv."""
 
     m: int
     n: int
@@ -51,8 +51,8 @@ class Cut:
 
     @classmethod
     def of(cls, sizes: Sizes) -> Cut:
-        """The largest slab whose scores fit in SLAB: whole sequences, or heads of one. Lengths count as the next power
-        of two, so that `workspace` can bound the slabs of all shorter calls. Packed sequences are worked on one by one."""
+        """The largest slab with at most SLAB scores: whole sequences, or heads of one sequence. Lengths count as the next power
+        of two, so that `workspace` can bound the slabs of all shorter calls. Packed sequences are computed one by one."""
         m, n = (min(TILE, 1 << max(0, t - 1).bit_length()) for t in (sizes.tq, sizes.tk))
         heads = min(sizes.hkv, max(1, SLAB // (sizes.group * m * n)))
         whole = heads == sizes.hkv and not sizes.varlen
@@ -174,7 +174,7 @@ def _round_keys(mask: Mask, scratch: Scratch) -> list[tuple[Key, Key]]:
 
 @dataclass(frozen=True, slots=True)
 class Slab:
-    """Where a slab is in a dense problem, and its tiles in the scratch. `first` numbers the first sequence."""
+    """A slab of a dense problem, and its tiles in the scratch. `first` is the index of the problem's first sequence."""
 
     batch: range
     heads: range  # kv heads
@@ -206,23 +206,23 @@ class Slab:
         return x[self.batch.start : self.batch.stop, self.heads.start : self.heads.stop, j.start : j.stop]
 
     def load(self, name: str, tile: Tensor) -> Tensor:
-        """A tile in the scratch, (slab, G·M or N, D)."""
+        """Copies a tile into the scratch, (slab, G·M or N, D)."""
         copy = self.buffer(name, *tile.shape).copy_(tile)
         return copy.view(self.size, -1, tile.shape[-1])
 
     def load_transposed(self, name: str, tile: Tensor) -> Tensor:
-        """A tile of columns in the scratch, (slab, D, N): products of plain, not transposed, matrices are the fast ones
-        of every BLAS, and on some by far."""
+        """Copies a tile of columns into the scratch, (slab, D, N). Every BLAS multiplies matrices faster if neither is
+        transposed, some by far."""
         b, h, n, d = tile.shape
         return self.buffer(name, b, h, d, n).copy_(tile.mT).view(self.size, d, n)
 
     def by_head(self, tile: Tensor, i: range) -> Tensor:
-        """(slab, G·M, …) seen as (batches, query heads, M, …)."""
+        """(slab, G·M, …) viewed as (batches, query heads, M, …)."""
         heads = len(self.heads) * self.group
         return tile.view(len(self.batch), heads, len(i), *tile.shape[2:])
 
     def scores(self, q: Tensor, k_t: Tensor, i: range, j: range, *, tanh: Tensor | None) -> Tensor:
-        """s of mask.py's docstring, (slab, G·M, N); tanh(x / softcap) is kept for the backward where asked."""
+        """The scores s of mask.py, (slab, G·M, N). tanh(x / softcap) is written to `tanh`, if given, for the backward."""
         mask = self.mask
         s = self.buffer("s", self.size, q.shape[1], len(j))
         alpha = mask.scale_for(q.shape[2]) / (mask.softcap or 1.0)
@@ -275,7 +275,7 @@ class Slab:
         return dropped.view(self.size, -1, len(j))
 
     def bias_tile(self, bias: Tensor, i: range, j: range) -> Tensor:
-        """The part of a (B, Hq, Tq, Tk) bias that meets this tile; broadcast dimensions stay 1."""
+        """The part of a (B, Hq, Tq, Tk) bias for this tile; broadcast dimensions stay 1."""
         h = self.query_heads
         for dim, (start, stop) in enumerate(
             ((self.batch.start, self.batch.stop), (h.start, h.stop), (i.start, i.stop), (j.start, j.stop))
@@ -285,7 +285,7 @@ class Slab:
         return bias
 
     def add_to_bias(self, ds: Tensor, dbias: Tensor, i: range, j: range) -> None:
-        """dbias += ds, summed over the dimensions that the bias is broadcast in."""
+        """dbias += ds, summed over the dimensions that the bias is broadcast over."""
         part, by_head = self.bias_tile(dbias, i, j), self.by_head(ds, i)
         dims = [dim for dim in range(4) if part.shape[dim] != by_head.shape[dim]]
         part.add_(torch.sum(by_head, dims, keepdim=True, out=self.buffer("bias", *part.shape)) if dims else by_head)
@@ -365,7 +365,7 @@ def _bwd(
 def _bwd_delta(
     slab: Slab, o: Tensor, lse: Tensor, do: Tensor, dlse: Tensor | None, *, lse_rows: Tensor, delta: Tensor
 ) -> None:
-    """delta = rowsum(do ∘ o) − dlse, 0 in rows that attend to nothing. lse is at least the lowest number: exp(s − lse) = 0."""
+    """delta = rowsum(do ∘ o) − dlse, 0 in rows that attend to nothing. lse_rows is lse, but finite: exp(−inf − lse) = 0."""
     every = range(slab.tq)
     lse_rows.copy_(slab.rows(lse, every))
     for i in _tiles(every):

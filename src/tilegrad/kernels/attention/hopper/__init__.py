@@ -1,7 +1,7 @@
 """Attention on Hopper, in Gluon.
 
-float16 and bfloat16, head dimensions of 16 to 256 in steps of 8, the same for v, in any layout that TMA can address.
-../table.py says which calls that leaves out.
+Supports float16 and bfloat16, and head dimensions of 16 to 256 in steps of 8, equal for q, k and v, in any layout that TMA can
+address. ../table.py says which calls it refuses.
 
     host      launch_forward.py, launch_backward.py: tile configs, launches     launch.py, tma.py: compilation, TMA descriptors
     device    forward.py, backward.py: the kernels, with their equations        forward_*.py, backward_*.py: their warps

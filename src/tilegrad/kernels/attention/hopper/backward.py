@@ -9,7 +9,7 @@
 
 scale_log2 = scale · log2(e), with magnitude at least 1e-30. With a softcap c: t = tanh(sᵀ · scale / c),
 pᵀ = exp2(c·log2(e)·t + neg_lse2), and ds is multiplied by 1 − t². Beyond D 128 neg_lse2 is stored divided by scale_log2 and
-multiplied back; up to D 128 that is 1 to 2 % slower.
+multiplied back; up to D 128 this would be 1 to 2 % slower.
 
 **Warp specialisation.** A CTA of the main kernel has two MMA warpgroups (backward_mma.py; beyond D 128 with different tasks,
 backward_wide.py), a producer warp (backward_load.py) and one or two dQ store warps (backward_store_dq.py). They communicate
@@ -27,19 +27,19 @@ faster at D 64, 2 to 9 % at D 96, 2 to 5 % at D 128.
 
 **Head dimensions** 96 and 192 are two pieces of columns (pieces.py): q, k, v, do, dk and dv are tuples of one piece or two.
 
-**Persistent CTAs** take work tiles from a counter, so the loads of a tile overlap the end of the previous one. Where the band
-makes the first columns the longest, the first columns of all heads of an L2 section come first; the section is no larger than
-L2, and large enough that the CTAs finish together. Where there are too few work tiles for the device, several CTAs share the
-rows of each (split-K): they add dk and dv in float32, and the last one stores. Only row tiles that an edge of the band crosses
-are masked.
+**Persistent CTAs** take work tiles from a counter, so the loads of a tile overlap the end of the previous one. With a causal
+band and no window the first columns take longest, so the first columns of all heads of an L2 section come first. A section fits
+in L2 and is large enough that the CTAs finish together. If there are too few work tiles for the device, several CTAs share the
+rows of each (split-K): they sum dk and dv in float32, and the last CTA stores them. Only row tiles that an edge of the band
+crosses are masked.
 
 **Packed sequences** are bounded by TMA itself (tma.varlen_descriptor): rows of the next sequence, NaN or not, are never read.
 
-**Deterministic**: additions to a tile of dq happen in the order of the tile scheduler, enforced by a semaphore; the first one
-stores. At D 96 and 128 each MMA warpgroup then has its own dQ store warp, so that one half's waits for the semaphore and for
-memory overlap the other's: 3 to 12 % faster.
+**Deterministic**: a semaphore enforces that additions to a tile of dq happen in the order of the tile scheduler; the first is a
+store. At D 96 and 128 each MMA warpgroup then has its own dQ store warp, so that the two warps' waits for the semaphore and for
+memory overlap: 3 to 12 % faster.
 
-10·Tq·Tk·D FLOPs per head, half of it if causal.
+The cost is 10·Tq·Tk·D FLOPs per head, half if causal.
 """
 
 from __future__ import annotations

@@ -39,7 +39,7 @@ from .pipeline import (
 # Pipelines that the producer warp fills. neg_lse2 and row_info come with a stage of q, delta with a stage of do.
 Inputs = namedtuple("Inputs", "q do k v neg_lse2 delta row_info")
 
-# TMA descriptors that it loads from (those of q, k, v and do in pieces), and the strides of neg_lse2 and delta.
+# TMA descriptors that the producer warp loads from (q, k, v and do in pieces), and the strides of neg_lse2 and delta.
 Sources = namedtuple("Sources", "q_descs k_descs v_descs do_descs neg_lse2_desc delta_desc rows_b rows_h")
 
 
@@ -54,7 +54,7 @@ def _load_columns(sources, params, tile, inputs, iteration, BLOCK_N: gl.constexp
 
 @gluon.jit
 def _load_rows(descs, at, row_desc, row, rows, pipeline, state):
-    """A tile of q with neg_lse2, or of do with delta; these start at `row`."""
+    """Loads a tile of q with neg_lse2, or of do with delta; `row` is their first row in neg_lse2 or delta."""
     stage = stage_of(state, pipeline.full.shape[0])
     load_tile(descs, at, pipeline, stage, row_desc.block_type.nbytes)
     tma_load(row_desc, [row], pipeline.full.index(stage), rows.index(stage))
@@ -71,8 +71,8 @@ def _load_tile(
     sources, params, tile, iteration, state, inputs, tile_info,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """Loads q and do of every row tile, in the order that DO_FIRST says; k and v after the first q, because their stages are
-    released later than q's."""
+    """Loads q and do of every row tile, do first if DO_FIRST. k and v follow the first q, because their stages are released
+    later than q's."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     publish_tile(tile_info, iteration, tile, VARLEN)
     row = first_row(tile.b, tile.start_q, sources.rows_b, VARLEN)
@@ -107,7 +107,7 @@ def load(
     sources, params, inputs, tile_info, tile_counter,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, DESCENDING: gl.constexpr, DO_FIRST: gl.constexpr,
 ):  # fmt: skip
-    """The producer warp. `state` belongs to the pipelines of q and do; that of k and v is `iteration`."""
+    """The producer warp. `state` counts the stages of q and do, `iteration` those of k and v."""
     VARLEN: gl.constexpr = params.cu_seqlens_q is not None
     iteration = 0
     state = 0

@@ -2,10 +2,9 @@
 
     (1) S = Q Kᵀ      (2) dP = dO Vᵀ      (3) dV += Pᵀ dO      (4) dK += dSᵀ Q      (5) dQ = dS K
 
-Scores are computed transposed, sᵀ (columns, rows): pᵀ and dsᵀ are then the left operands of (3) and (4) in the registers where
-the tensor cores left them. Only ds, for (5), goes through shared memory, which is the one place in a row tile where the two
-warpgroups synchronise: everywhere else one's exponentials overlap the other's MMAs. Head dimensions beyond 128 are in
-backward_wide.py.
+Scores are computed transposed, sᵀ (columns, rows), so that pᵀ and dsᵀ stay in registers as the left operands of (3) and (4).
+Only ds, for (5), goes through shared memory. There the two warpgroups synchronise, once per row tile; everywhere else the
+exponentials of one overlap the MMAs of the other. Head dimensions beyond 128 are in backward_wide.py.
 """
 
 from __future__ import annotations
@@ -76,7 +75,7 @@ def _mask_out(x, row, first, iteration, params, tile_info, BLOCK_N: gl.constexpr
     tile = read_tile(tile_info, iteration, params)
     j = tile.n * BLOCK_N + first + gl.arange(0, x.shape[0], layout=gl.SliceLayout(1, x.type.layout))
     j = gl.where(j < tile.tk, j, NOWHERE)
-    back = j - (row + tile.tk - tile.tq)  # the row of the tile on whose diagonal column j is
+    back = j - (row + tile.tk - tile.tq)  # the row of the tile whose diagonal is at column j
     if params.left is not None:
         after = back + params.left
         if params.right is not None:
@@ -132,8 +131,8 @@ def _sums_of(
 def splitk_reduce(
     x, which: gl.constexpr, HALF: gl.constexpr, iteration, params, tile_info, sums, BLOCK_N: gl.constexpr, D: gl.constexpr
 ):  # fmt: skip
-    """Adds dk or dv of a split work tile (or of half of its columns) to the sums. The last CTA returns the sum and marks it to
-    be stored."""
+    """Adds dk or dv of a split work tile (or of half of its columns) to the sums. The last CTA returns the sum and marks it for
+    the dQ store warp to store."""
     index = read_word(tile_info.stages, stage_of(iteration, INFO_STAGES) * INFO_WORDS + TILE_FIELDS - 1)
     at = [_sums_of(x[0], 0, which, HALF, index, sums, BLOCK_N, D)]
     if len(x) == 2:
@@ -160,8 +159,8 @@ def _add_rows(
     W: gl.constexpr, dk, dv, state, iteration, row_info, q, k, v, do, v_in_regs, ds_s, params, inputs, dq_pipeline,
     tile_info, factors,
 ):  # fmt: skip
-    """One row tile: returns dk and dv of warpgroup W, and sends its part of dq, 64 rows of: one of two pieces of D; half of D
-    where D is one piece; all of D where the tile has as many rows as columns."""
+    """One row tile: returns dk and dv of warpgroup W, and sends its part of dq. With BLOCK_M 64 the part is all rows of one of
+    two pieces of D, or of half of D; with BLOCK_M 128 it is 64 rows of all of D."""
     PIECES: gl.constexpr = len(k)
     BLOCK_N: gl.constexpr = k[0].shape[0]
     BLOCK_M: gl.constexpr = q[0].shape[0]

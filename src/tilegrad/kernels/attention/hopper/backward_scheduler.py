@@ -2,7 +2,7 @@
 
 A work tile is BLOCK_N columns of one kv head. CTAs take work tiles from a counter in global memory. The producer warp computes
 which rows attend to the tile and publishes the tile's info in shared memory, a pipeline of INFO_STAGES stages. Each row tile
-comes with one word of row info: its index and two flags. So the MMA warpgroups keep none of this in registers.
+comes with one word of row info: its index and two flags. So the MMA warpgroups keep no tile info in registers.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .tma import SEQUENCE_END
 
 INFO_STAGES = gl.constexpr(2)
 TILE_FIELDS = gl.constexpr(15)  # of a WorkTile
-INFO_WORDS = gl.constexpr(32)  # of a stage: the fields, then whether each half of dk and dv is to be stored
+INFO_WORDS = gl.constexpr(32)  # per stage: the fields, then whether each half of dk and dv is to be stored
 DK = gl.constexpr(0)  # `which` gradient, in tile info and in split-K sums
 DV = gl.constexpr(1)
 MASKED = gl.constexpr(1)  # flag: an edge of the band crosses the row tile
@@ -34,7 +34,7 @@ Params = namedtuple(
 )
 
 # Columns n · BLOCK_N … of a kv head, and the row tiles that attend to them: `count` from `first` on, in each query head of the
-# group. `masked` of them need a mask, the first `masked_before` and those after the `unmasked` ones; masked tiles are computed
+# group. `masked` of them need a mask: the first `masked_before`, and those after the `unmasked` ones. Masked tiles are computed
 # first. The CTA computes steps begin … end of count · group. `index` is the tile's number in the counter's order; b is −1 after
 # the last tile.
 WorkTile = namedtuple(
@@ -54,7 +54,7 @@ def publish_tile(tile_info, iteration, tile, VARLEN: gl.constexpr):
 
 @gluon.jit
 def wait_for_tile(tile_info, iteration, params):
-    """Called by a consumer: the info of the iteration's work tile, which is valid until consumer_release(tile_info, …)."""
+    """Called by a consumer: waits for the iteration's work tile. Its info is valid until consumer_release(tile_info, …)."""
     consumer_wait(tile_info, iteration)
     return read_tile(tile_info, iteration, params)
 
@@ -124,7 +124,7 @@ def work_tile(
     unmasked_end = last  # rows beyond the end need no mask, because neg_lse2 makes their p 0
     if params.left is not None:
         unmasked_end = gl.minimum(gl.maximum(start + shift + params.left + 1, 0) // BLOCK_M, last)
-    unmasked = gl.where(start + BLOCK_N > tk, last, unmasked)  # columns beyond the end need one
+    unmasked = gl.where(start + BLOCK_N > tk, last, unmasked)  # columns beyond the end need a mask
     unmasked_end = gl.maximum(unmasked, unmasked_end)
     count_unmasked = unmasked_end - unmasked
     count = last - first
@@ -159,7 +159,7 @@ def first_row(b, start_q, rows_b, VARLEN: gl.constexpr):
 
 @gluon.jit
 def tma_coordinates(params, b, start, size, h, row):
-    """TMA coordinates of a row of sequence b without the column; those of packed sequences are for varlen_descriptor."""
+    """TMA coordinates of a row of sequence b, without the column; for packed sequences those of varlen_descriptor."""
     if params.cu_seqlens_q is None:
         return b, h, row
     else:

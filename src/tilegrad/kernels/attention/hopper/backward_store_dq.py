@@ -1,11 +1,11 @@
 """The dQ store warps of Hopper's backward: they add dq of every row tile to global memory by TMA, and store dk and dv.
 
-There is one for both MMA warpgroups, or one for each. Deterministic calls add to a tile of dq in the order of the tile
-scheduler: semaphores in global memory, one per row tile and dQ store warp, count the work tiles that have added to it. A CTA
+There is one warp for both MMA warpgroups, or one for each. Deterministic calls add to a tile of dq in the order of the tile
+scheduler: semaphores in global memory, one per row tile and dQ store warp, count the work tiles that have added to dq. A CTA
 waits only for work tiles taken before its own, so there is no deadlock.
 
 The rows of dq are permuted in groups of eight, in shared memory and therefore in dq_acc: row 4c + d is at line 2d + c. Without
-that, stores would have two-way bank conflicts.
+the permutation, stores to shared memory would have two-way bank conflicts.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ def dq_line(row):
 
 @gluon.jit
 def dq_stage(W: gl.constexpr, count, dq_pipeline):
-    """Waits until the dQ store warp has released the stage of MMA warpgroup W, which has used it `count` times."""
+    """The stage of MMA warpgroup W, once the dQ store warp has released it; `count` is how often the stage was used before."""
     mbarrier.wait(dq_pipeline.empty.index(W), (count & 1) ^ 1)
-    opaque = W + (count >> 30)  # W; if the compiler knew, it would keep addresses in registers
+    opaque = W + (count >> 30)  # W, but the compiler doesn't know: otherwise it would keep addresses in registers
     return dq_pipeline.stages.index(opaque)
 
 
@@ -105,8 +105,8 @@ def _add_row_tiles(
     W: gl.constexpr, WARPS: gl.constexpr, gradients, params, tile, dq_pipeline,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr, DESCENDING: gl.constexpr,
 ):  # fmt: skip
-    """Adds dq of every row tile of a work tile to memory; with `dq_semaphores` in order, the first by a store. The parts come
-    from the two warpgroups alternately."""
+    """Adds dq of every row tile of a work tile to memory. With `dq_semaphores` additions are ordered, and the first is a store.
+    The parts come from the two warpgroups alternately."""
     dq_desc = gradients.dq_desc
     ROWS: gl.constexpr = dq_desc.block_type.shape[0]
     COLUMNS: gl.constexpr = dq_desc.block_type.shape[1]
@@ -148,7 +148,7 @@ def _store_dkdv(
     gradients, part: gl.constexpr, tile, params, dq_pipeline, tile_info, iteration,
     DTYPE: gl.constexpr, BLOCK_N: gl.constexpr, D: gl.constexpr,
 ):  # fmt: skip
-    """Stores a part of dk or dv; for a split work tile, only the CTA that added last."""
+    """Stores a part of dk or dv; a split work tile is stored by the CTA that added last."""
     # Up to D 128 each warpgroup sends 64 columns of dv, then of dk; beyond, one sends dv and the other dk.
     W: gl.constexpr = part % 2
     which: gl.constexpr = DV if (W if D > 128 else part // 2) == 0 else DK
@@ -197,7 +197,7 @@ def _inline_asm(code: gl.constexpr):
 
 @gluon.jit
 def wait_for_semaphore(counter, value):
-    """Waits until the counter has reached a value; TMA operations issued later see the memory of that moment."""
+    """Waits until the counter has reached a value; later TMA operations see everything written before."""
     while gl.atomic_add(counter, 0, sem="acquire") < value:
         pass
     _inline_asm("fence.proxy.async.global;")

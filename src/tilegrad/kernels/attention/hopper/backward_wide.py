@@ -1,15 +1,15 @@
 """The MMAs of Hopper's backward for head dimensions beyond 128: two consumer warpgroups with different tasks.
 
 dk and dv of 64 columns fill half the registers of two warpgroups, so a tile is 64 × 64. If both warpgroups shared every MMA,
-each would read one of its operands whole, and shared memory bandwidth would be the limit. Instead one accumulates dv, the other
-dk (GEMMs numbered as in backward_mma.py):
+each would read one whole operand, and shared memory bandwidth would be the limit. Instead one accumulates dv and the other dk
+(GEMMs numbered as in backward_mma.py):
 
     softmax_dv_warpgroup    (1) sᵀ = k qᵀ      pᵀ = exp2(…)               (3) dv += pᵀ do      (5) dq slices 0, 2 = ds k
     ds_dk_warpgroup         (2) dpᵀ = v doᵀ    dsᵀ = pᵀ ∘ (dpᵀ + delta)   (4) dk += dsᵀ q      (5) dq slices 1, 3 = ds k
 
 A slice of dq is 64 columns; D 192 has three. The first warpgroup passes pᵀ to the second in float32, already multiplied by the
 softcap's 1 − t². dsᵀ goes to shared memory for dq, which both compute. The left operands of (3) and (4) stay in registers.
-While one computes exponentials or ds, the other's MMAs run.
+While one warpgroup computes exponentials or ds, the MMAs of the other run.
 """
 
 from __future__ import annotations

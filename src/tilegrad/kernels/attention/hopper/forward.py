@@ -10,29 +10,29 @@ masked, and a warpgroup skips blocks that none of its rows attends to:
       p = softmax step of s        wait for acc        acc ∘= alpha
     acc += p v of the last block       o = acc / row_sum
 
-**Pipelines** (pipeline.py) run from the producer warp (forward_load.py) to the warpgroups: a stage of q holds the rows of one
-warpgroup, a stage of k or v one block of columns, which every thread of the warpgroups releases at a named barrier. With two
-stages of q, o is staged in the stage of its own q, which nobody reads any more; that stage is released in the next work tile,
-after TMA has read it. With one stage (D 256), q is released after its last scores, so that the next q is loaded during the end
-of this tile, and o is stored in two halves of D through a stage of its own.
+**Pipelines** (pipeline.py) run from the producer warp (forward_load.py) to the warpgroups. A stage of q has the rows of one
+warpgroup. A stage of k or v has one block of columns, and every thread of the warpgroups releases it at a named barrier. With
+two stages of q, o is staged in the stage of its own q after the last read of q. That stage is released in the next work tile,
+after TMA has read o. With one stage (D 256), q is released after its last scores, so that the next q is loaded while this tile
+ends; o then has a separate stage and is stored in two halves of D.
 
-**Turns.** Up to D 128 the warpgroups issue their MMAs in turn (one named barrier each), so that one's softmax overlaps the
-others' MMAs: FlashAttention-3's ping-pong. A warpgroup that skips a block passes its turn.
+**Turns.** Up to D 128 the warpgroups issue their MMAs in turn (one named barrier each), so that the softmax of one
+overlaps the MMAs of the others: FlashAttention-3's ping-pong. A warpgroup that skips a block passes its turn.
 
 **Head dimensions** 96 and 192 are two pieces of columns (pieces.py): q, k, v, o and acc are tuples of one piece or two.
 
-**q in registers** at D 96, 128 and 192 of full attention (without a softcap at D 192): a block then reads a third less shared
-memory. Under a causal mask that is 1 % slower. At D 256 shared memory bandwidth is the limit, and a quarter of q is kept in
-registers: 2 to 3 % faster; half of q is slower, and windows and packed sequences leave no registers for it. The host decides
-(launch_forward.q_columns_in_registers).
+**q in registers.** Full attention keeps q in registers at D 96, 128 and, without a softcap, 192: a block then reads a third
+less shared memory. Under a causal mask this is 1 % slower. At D 256 shared memory bandwidth is the limit, and a quarter of q is
+kept in registers: 2 to 3 % faster. Half of q is slower, and windows and packed sequences leave no registers for q. The host
+decides (launch_forward.q_columns_in_registers).
 
 forward_scheduler.py says which work tiles a CTA computes.
 
 **Masking.** Where the host knows that an edge crosses only a warpgroup's first block, the loop has no mask and no branch, and
 ptxas keeps the exponentials before the wait for acc. The first tile of a sequence may start before row 0; those rows are zeros
 or belong to the previous sequence. They are not written: such a tile stores o with predicated stores, because TMA can't clip at
-the start of a sequence. Columns beyond the end are masked; those of packed sequences, which belong to the next one, are zeroed
-in v.
+the start of a sequence. Columns beyond the end are masked. In packed sequences they belong to the next sequence, and their v is
+set to 0.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ from .registers import from_log2, keep_between, max_of_rows, sum_of_rows, tanh, 
 
 LOWEST = gl.constexpr(-1e38)
 
-# `stages`: staging buffers for half of o, one per warpgroup; None: o is staged in q's.
+# `stages`: staging buffers for half of o, one per warpgroup; None: o is staged in q's stages.
 Out = namedtuple("Out", "stages o_descs o lse o_b o_h o_t lse_b lse_h lse_t")
 
 
@@ -98,7 +98,7 @@ def _scores(q, q_in_regs, kv_state, pipelines, S: gl.constexpr):
 @gluon.jit
 def _add_values(p, acc, kv_state, rows, pipelines, VARLEN: gl.constexpr):
     """Issues acc + p v with the v of a state. Rows of v from `rows` on belong to the next packed sequence. p is 0 there, but
-    0 · NaN isn't, so they are zeroed."""
+    0 · NaN is NaN, so these rows are set to 0."""
     STAGES: gl.constexpr = pipelines.v.full.shape[0]
     consumer_wait(pipelines.v, kv_state)
     v = tile_of(pipelines.v.stages, kv_state % STAGES)
@@ -111,7 +111,7 @@ def _add_values(p, acc, kv_state, rows, pipelines, VARLEN: gl.constexpr):
 
 @gluon.jit
 def _clear_rows(v, rows):
-    """v[rows:] = 0. Every warpgroup does it, with the same result."""
+    """v[rows:] = 0. Every warpgroup does this, with the same result."""
     BLOCK_N: gl.constexpr = v.shape[0]
     BLOCK_D: gl.constexpr = v.shape[1]
     AT_ONCE: gl.constexpr = 2048 // BLOCK_D
@@ -141,7 +141,7 @@ def _mask_out(x, at, span, params, BLOCK_N: gl.constexpr):
 def _softmax_step(
     s, row_max, row_sum, at, span, params, BLOCK_N: gl.constexpr, NEGATIVE: gl.constexpr, EDGES: gl.constexpr
 ):
-    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES it needs no mask."""
+    """(p, row_max, row_sum, alpha) after the scores s of block `at` of columns; without EDGES no mask is applied."""
     x = s
     scale_log2 = params.scale_log2
     if params.softcap_log2 is not None:
@@ -161,7 +161,7 @@ def _softmax_step(
 
 @gluon.jit
 def _start_rows(iteration, pipelines, params, S: gl.constexpr):
-    """(row_max, row_sum) before the first column: (lowest, 0), or those of the sink."""
+    """(row_max, row_sum) before the first column: (lowest, 0), or (sink, 1) with a sink."""
     row_max = gl.full((ROWS,), LOWEST, gl.float32, layout=gl.SliceLayout(1, S))
     row_sum = gl.zeros((ROWS,), gl.float32, layout=gl.SliceLayout(1, S))
     if params.sinks is not None:
@@ -327,7 +327,7 @@ def _attend(
     tma.store_wait(0)
 
 
-TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "lse", "tile_counter"]  # o is aligned because TMA requires it
+TENSORS = ["cu_seqlens_q", "cu_seqlens_k", "sinks", "lse", "tile_counter"]  # not o: TMA requires it to be aligned
 STRIDES = ["o_b", "o_h", "o_t", "lse_b", "lse_h", "lse_t", "sinks_h"]
 SIZES = ["batch", "heads", "group", "row_tiles", "heads_per_section", "tq", "tk", "left", "right"]
 
@@ -383,7 +383,7 @@ def _attention_fwd_kernel(
         o_stages = new_stages((o_desc,), WARPGROUPS)
     o_descs = None if o is None else pieces_of(o_desc, o_desc2)
     out = Out(o_stages, o_descs, o, lse, o_b, o_h, o_t, lse_b, lse_h, lse_t)
-    MORE: gl.constexpr = BLOCK_D > 128  # registers per thread: otherwise ptxas spills a little
+    MORE: gl.constexpr = BLOCK_D > 128  # more registers per thread: otherwise ptxas spills a little
     if WARPGROUPS == 1:
         gl.warp_specialize([
             (_attend, (0, pipelines, params, out, WARPGROUPS, BLOCK_N, BLOCK_D, D, Q_IN_REGS, NEGATIVE, VARLEN, EDGES)),

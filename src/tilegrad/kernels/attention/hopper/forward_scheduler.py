@@ -1,13 +1,13 @@
 """The tile scheduler of Hopper's forward: which rows a persistent CTA computes next, and which columns they attend to.
 
 A work tile is the rows of all warpgroups of a CTA, in one head. The producer warp schedules: before it loads a work tile it
-publishes the tile's info to the MMA warpgroups, in INFO_STAGES stages. The stages of q keep it at most two tiles ahead of the
-slowest warpgroup, so four info stages need no empty barrier. A warpgroup must release every block of k and v before it waits
-for the next tile's info; otherwise producer and consumer deadlock.
+publishes the tile's info to the MMA warpgroups, in INFO_STAGES stages. The stages of q keep the producer at most two tiles
+ahead of the slowest warpgroup, so four info stages need no empty barrier. A warpgroup must release every block of k and v
+before it waits for the next tile's info; otherwise producer and consumer deadlock.
 
-**Dense** tiles are assigned round by round, in alternating order, so that a CTA with a long tile (causal, or full of rows) in
-one round gets a short one in the next; or they are taken from a counter, longest first. `heads_per_section` heads are scheduled
-together so that their k and v stay in L2.
+**Dense** tiles are assigned round by round, in alternating order: a CTA with a long tile (causal, or full of rows) in one round
+gets a short one in the next. Long causal calls take tiles from a counter instead, longest first. `heads_per_section` heads are
+scheduled together so that their k and v stay in L2.
 **Packed** sequences are divided into slots of one tile each. The slots of sequence b start at cu_seqlens_q[b] / rows + b, which
 needs no prefix sum; CTAs take slots from a counter and skip empty ones.
 
@@ -25,7 +25,7 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from ..triton import scores
 from .pipeline import read_word, write_word
 
-ROWS = gl.constexpr(64)  # of a warpgroup
+ROWS = gl.constexpr(64)  # per warpgroup
 SEQUENCES = gl.constexpr(128)  # compared at a time when searching the sequence that owns a slot
 INFO_STAGES = gl.constexpr(4)
 END = gl.constexpr(-(2**30))  # `start` in the info after the last tile
@@ -52,11 +52,11 @@ Params = namedtuple(
 )
 
 # Filled by the producer warp. A stage of q holds the rows of one warpgroup (stage = iteration % Q_STAGES · WARPGROUPS +
-# warpgroup), a stage of k or v one block of columns. tile_info is a WorkTile of words in shared memory.
+# warpgroup), a stage of k or v holds one block of columns. tile_info is a WorkTile of words in shared memory.
 Pipelines = namedtuple("Pipelines", "q k v tile_info info_full")
 
-# Rows start … of head h of sequence b, which has tq rows from start_q and tk columns from start_k, and the blocks of columns
-# first … last that they attend to. Tile info is all of it except start_k.
+# The rows from `start` on of head h of sequence b, and the blocks of columns first … last that they attend to. The sequence has
+# tq rows from row start_q on and tk columns from start_k on. Tile info is all fields except start_k.
 WorkTile = namedtuple("WorkTile", "b h start start_q start_k tq tk first last")
 
 # The blocks of columns of one warpgroup: it skips `before` blocks, then computes first … last, of which unmasked … unmasked_end
@@ -77,7 +77,7 @@ def next_index(iteration, params):
 
 @gluon.jit
 def work_tiles(params):
-    """The number of work tiles of the call; for packed sequences, of slots."""
+    """The number of work tiles of the call; packed sequences include empty ones."""
     tiles = params.row_tiles * params.heads
     if params.cu_seqlens_q is None:
         tiles = tiles * params.batch
@@ -125,7 +125,7 @@ def work_tile(index, params, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
 
 @gluon.jit
 def span_of(W: gl.constexpr, tile, params, TILE: gl.constexpr, BLOCK_N: gl.constexpr):
-    """The blocks of columns that warpgroup W computes, at least one; a warpgroup before row 0 computes only the last."""
+    """The blocks of columns that warpgroup W computes, at least one: the last block if all its rows are before row 0."""
     start = tile.start + W * ROWS
     first, unmasked, unmasked_end, last = band_tiles(
         gl.maximum(start, 0), start + ROWS, tile.tk - tile.tq, params.left, params.right, tile.tk, BLOCK_N

@@ -11,7 +11,7 @@ from ...cache import remember
 from ...cuda_launch import Launch
 from ...triton_version import launch_options
 
-L2_BYTES = 24 * 2**20  # that one section of heads may fill: about half of an H100's L2
+L2_BYTES = 24 * 2**20  # most bytes of an L2 section: about half of an H100's L2
 
 
 def current(device: torch.device) -> AbstractContextManager[None]:
@@ -27,7 +27,7 @@ compiled_kernels: dict[tuple[Any, ...], Any] = {}
 def prepare(kernel: Any, key: tuple[Any, ...], grid: int, arguments: tuple[Any, ...], num_warps: int) -> Launch:
     """The launch of kernel[(grid,)](*arguments) on the current device.
 
-    The key must contain whatever changes the code: dtypes, boxes, constexprs, which arguments are None. The kernel must
+    The key must contain whatever changes compiled code: dtypes, boxes, constexprs, which arguments are None. The kernel must
     specialise on nothing else (do_not_specialize, typed numbers); otherwise a stale kernel would run.
     """
     device = torch.cuda.current_device() if torch.cuda.is_available() else -1

@@ -27,7 +27,7 @@ PADDING = 128  # rows of neg_lse2 and delta are padded to a multiple of this
 BLOCK = 64  # rows per program of the pre- and postprocess
 SPLIT_TILES = 66  # more work tiles than this are not split among CTAs
 MOST_SPLITS = 32
-MANY = 24  # work tiles per CTA from which any order is balanced
+MANY = 24  # with more work tiles per CTA, any order is balanced
 START = 6  # prologue and epilogue of a work tile, in units of row tiles
 
 
@@ -76,8 +76,8 @@ def count_work_tiles(sizes: Sizes, total_k: int | None) -> int:
 
 
 def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Shapes:
-    """dq in float32, neg_lse2 and delta, counters, and unless deterministic float32 dk and dv of split work tiles. A smaller
-    batch never needs more."""
+    """dq in float32, neg_lse2 and delta, counters and, unless deterministic, float32 sums of dk and dv of split work tiles. A
+    smaller batch never needs more."""
     padded = _ceil_div(sizes.tq, PADDING) * PADDING
     rows: tuple[int, ...] = (sizes.batch, sizes.hq, padded)
     if varlen:
@@ -96,7 +96,7 @@ def workspace(q: Any, sizes: Sizes, *, varlen: bool, deterministic: bool) -> Sha
 
 
 def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
-    """CTAs that share each work tile where there are too few tiles for the device: the number that finishes first."""
+    """How many CTAs share each work tile: 1 or, with too few tiles for the device, the number that finishes first."""
     if not 0 < tiles <= min(SPLIT_TILES, programs // 2):
         return 1
     rows = sizes.tq if sizes.left is None else min(sizes.tq, sizes.left + BLOCK)
@@ -110,11 +110,12 @@ def splits_for(sizes: Sizes, tiles: int, programs: int, m: int) -> int:
 
 
 def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = False) -> int:
-    """kv heads whose work tiles are taken together: one, except where the band makes the first columns the longest. Then the
-    first columns of several heads come first, of no more heads than fit in L2 with q, do and dq_acc of one query head each.
+    """kv heads whose work tiles are taken together: one, except with a causal band and no window. There the first columns
+    take longest, so those of several heads come first: at most as many heads as fit in L2 with q, do and dq_acc of one query
+    head each.
 
     Deterministic work tiles of a head finish one after the other, because each waits for the previous one at every row tile.
-    Without a band, as many heads are taken together as fill the CTAs, so that later tiles start in the order of their sums."""
+    Without a band, enough heads are taken together to fill the CTAs, so that tiles start in the order of their additions."""
     heads, tile = sizes.batch * sizes.hkv, TILE_CONFIGS[width_of(sizes.d)]
     if deterministic and sizes.right is None and sizes.left is None:
         return max(1, min(heads, programs // _ceil_div(sizes.tk, tile.n)))
@@ -128,7 +129,7 @@ def heads_per_section(sizes: Sizes, programs: int, *, deterministic: bool = Fals
 
 
 def _soonest(most: int, heads: int, steps: tuple[int, ...], programs: int) -> int:
-    """The smallest of 1, 2, 4 … `most` heads with which the last CTA finishes within 0.5 % of the earliest, simulated. `steps`
+    """Simulates sections of 1, 2, 4 … `most` heads and returns the smallest that finishes within 0.5 % of the fastest. `steps`
     are the durations of a head's work tiles."""
     if heads * len(steps) > MANY * programs:
         return most

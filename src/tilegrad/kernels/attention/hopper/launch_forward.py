@@ -19,7 +19,7 @@ from .launch import L2_BYTES, current, prepare
 from .pieces import columns_of, width_of
 from .tma import tile_descriptor
 
-LONG_ROWS = 5120  # causal calls from this many rows on take tiles from a counter; at 4,096 rounds were faster at D 256
+LONG_ROWS = 5120  # causal calls from this many rows on take tiles from a counter; at 4,096, rounds were faster (D 256)
 TOGETHER = 4  # least number of heads whose tiles a counter hands out together
 SINGLE_WG_COST = 1.35  # relative time of a tile with one active warpgroup: no softmax/MMA overlap
 
@@ -40,11 +40,11 @@ TILE_CONFIGS = {  # by padded head dimension
     192: TileConfig(2, 64, 2, 2, 2),
     256: TileConfig(2, 64, 2, 2, 1),
 }
-WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow columns waste less beyond a window's two edges
+WINDOW_CONFIG = TileConfig(3, 64, 4, 4, 2)  # for D 96 and 128: narrow blocks waste less work at a window's two edges
 
 
 def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
-    """TILE_CONFIGS; one warpgroup where there are enough CTAs for such tiles; narrow columns for windows at D 96 and 128."""
+    """The config of the head dimension; one warpgroup if each such tile gets a CTA; WINDOW_CONFIG for windows at D 96, 128."""
     width = width_of(sizes.d)
     config = TILE_CONFIGS[width]
     if varlen:
@@ -55,8 +55,8 @@ def tile_config(sizes: Sizes, programs: int, *, varlen: bool) -> TileConfig:
 
 
 def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
-    """How many columns of q a warpgroup keeps in registers: all at D 96, 128 and 192 of full attention, a quarter at D 256,
-    where the compiler has the registers."""
+    """How many columns of q a warpgroup keeps in registers: all at D 96, 128 and 192 of full attention, a quarter at D 256;
+    0 if the compiler leaves no registers for them."""
     width, full = width_of(sizes.d), sizes.left is None and sizes.right is None and not varlen
     if width == 256:
         return 64 if sizes.left is None and not varlen else 0
@@ -66,20 +66,20 @@ def q_columns_in_registers(sizes: Sizes, *, varlen: bool, softcap: bool) -> int:
 
 def edges_in_the_loop(sizes: Sizes, *, varlen: bool) -> bool:
     """Whether blocks after a warpgroup's first (its last columns) may need a mask. The causal diagonal of 64 rows spans 64
-    columns, which are in one block if they start at a multiple of 64."""
+    columns, which are in one block if the first is a multiple of 64."""
     aligned = sizes.right is None or (not varlen and (sizes.tk + sizes.right) % ROWS.value == 0)
     return sizes.left is not None or not aligned
 
 
 def counts_tiles(sizes: Sizes, *, varlen: bool) -> bool:
-    """Whether CTAs take work tiles from a counter in memory instead of in rounds: for packed sequences, whose lengths the host
-    doesn't know, and for long causal rows, whose tiles differ most (1 to 2 % faster at D 128 and 256, slower at D 64)."""
+    """Whether CTAs take work tiles from a counter in memory instead of in rounds: for packed sequences (the host doesn't know
+    their lengths) and for long causal calls (their tiles differ most: 1 to 2 % faster at D 128 and 256, slower at D 64)."""
     causal = sizes.right is not None and sizes.left is None
     return varlen or (causal and width_of(sizes.d) >= 128 and sizes.tq >= LONG_ROWS)
 
 
 def workspace(sizes: Sizes, *, varlen: bool) -> Shapes:
-    """A counter for this call or a shorter one with the same mask, where a window may cover every column."""
+    """The tile counter, if this call or a shorter one needs it: in a shorter one the window may cover all columns."""
     return {"tile_counter": ((1,), torch.int32)} if counts_tiles(sizes._replace(left=None), varlen=varlen) else {}
 
 
@@ -98,8 +98,8 @@ def heads_per_section(sizes: Sizes, row_tiles: int, programs: int, config: TileC
 def _balanced_section(
     tq: int, tk: int, right: int | None, row_tiles: int, heads: int, most: int, programs: int, config: TileConfig
 ) -> int:
-    """The number of heads (1 … `most`, or all for so many causal rows that k and v need not stay in L2) whose slowest CTA
-    finishes first in the order of forward_scheduler.py."""
+    """The number of heads per section with which the slowest CTA finishes first, in the order of forward_scheduler.py: 1 …
+    `most`, or all heads if there are so many causal rows that k and v need not stay in L2."""
     steps = tile_steps(tq, tk, right, row_tiles, config)
     rounds = -(-row_tiles * heads // programs)
     sections = {max(1, most * part // 16) for part in range(17)}
@@ -116,8 +116,8 @@ def _balanced_section(
 
 
 def tile_steps(tq: int, tk: int, right: int | None, row_tiles: int, config: TileConfig) -> Tensor:
-    """The time of each row tile of a head, last rows first, in units of one block of columns with all warpgroups active: one
-    for prologue and epilogue, and per block the share of the active warpgroups."""
+    """The time of each row tile of a head, last rows first, in units of one block of columns with all warpgroups active. A tile
+    takes 1 for prologue and epilogue, and for each block the share of its warpgroups that are active."""
     end = tq - ROWS.value * config.warpgroups * torch.arange(row_tiles, device="cpu")
     attended = torch.full_like(end, tk) if right is None else (end + (tk - tq + right)).clamp(1, tk)
     at_work = (end / ROWS.value).ceil().clamp(SINGLE_WG_COST, config.warpgroups) if config.warpgroups > 1 else 1
@@ -153,7 +153,7 @@ def _prepare(call: Forward, tile_counter: Tensor | None) -> Launch:
         q.dtype, varlen, tile_counter is None, sinks is not None and sinks.dtype, o is None, lse is None, sizes.left is None,
         sizes.right is None, mask.softcap == 0.0, constants,
     )  # fmt: skip
-    halves = 2 if config.q_stages == 1 else 1  # in which o is stored
+    halves = 2 if config.q_stages == 1 else 1  # parts of D in which o is stored
     boxes = ((q, ROWS.value, 1), (k, config.columns, 1), (v, config.columns, 1), (o, ROWS.value, halves))
     descriptors = [
         None if x is None or not columns else tile_descriptor(x, rows, columns // parts, varlen=varlen)

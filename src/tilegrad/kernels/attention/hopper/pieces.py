@@ -6,7 +6,7 @@ accumulators. Scores sum over D and have no pieces:
 
     s = a₁ b₁ᵀ + a₂ b₂ᵀ        o₁ += p v₁        o₂ += p v₂
 
-Each of these issues one MMA per piece, and a wait counts them one by one.
+Each of these lines issues one MMA per piece, and a wait counts MMAs, not lines.
 """
 
 from __future__ import annotations
@@ -49,8 +49,8 @@ def new_stages(descs, STAGES: gl.constexpr):
 
 @gluon.jit
 def load_tile(descs, at, pipeline, n, MORE_BYTES: gl.constexpr = 0):
-    """Loads all columns of a box of rows into stage n of a pipeline, by TMA. `at` is the box's coordinates without the column.
-    Other loads bring MORE_BYTES to the same mbarrier."""
+    """Loads all columns of a box of rows into stage n of a pipeline, by TMA. `at`: coordinates of the box without the column.
+    The same mbarrier also counts MORE_BYTES of other loads."""
     full = pipeline.full.index(n)
     if len(descs) == 1:
         mbarrier.expect(full, descs[0].block_type.nbytes + MORE_BYTES)
@@ -77,7 +77,7 @@ def tile_of(stages, n):
 
 @gluon.jit
 def cut(tile, N: gl.constexpr):
-    """The tile cut into other pieces, the first with N columns: one of its two pieces, or half or a quarter of its only one."""
+    """Cuts a tile into other pieces, the first with N columns: one of two pieces, or half or a quarter of a single piece."""
     x = tile[0]
     if len(tile) == 2:
         gl.static_assert(x.shape[1] == N or tile[1].shape[1] == N)
@@ -163,7 +163,7 @@ def _add_dot(p, x, acc):
 
 @gluon.jit
 def wait_pieces(MMAS: gl.constexpr, acc):
-    """Accumulators once at most the last MMAS MMAs are in flight."""
+    """Waits until at most the last MMAS MMAs are in flight, and returns the accumulators."""
     if len(acc) == 1:
         return (warpgroup_mma_wait(MMAS, deps=(acc[0],)),)
     else:

@@ -6,14 +6,14 @@ A pipeline is a circular buffer of stages, each with two mbarriers:
     empty    every consumer has read the stage       the producer waits for it
 
 The state of a pipeline is one integer, the number of stages passed: stage = state % STAGES, phase = state // STAGES & 1. Each
-warp counts it itself. A separate index and phase would take a second register. Waiting for the phase before the first returns
-at once.
+warp counts its own state. A separate index and phase would take a second register. All stages start empty: waiting for the
+phase before the first returns at once.
 
     producer    producer_acquire(pipeline, state)    issue TMA loads into the stage, or store, fence and producer_commit
     consumer    consumer_wait(pipeline, state)       read, then consumer_release
 
 **Named barriers** replace an mbarrier where warpgroups signal in their main loop. One thread arrives at an mbarrier, so the
-partition must synchronise first; at a named barrier every thread arrives and continues. A named barrier has a number, a thread
+partition must synchronise first. At a named barrier every thread arrives and continues. A named barrier has a number, a thread
 count and no phase: no thread may arrive again before all have arrived once, and an arrival that nobody waits for is an error.
 Triton uses barriers 0 … 2 here (more only for partitions of several warps).
 
@@ -76,7 +76,7 @@ def stage_of(state, STAGES: gl.constexpr):
 
 @gluon.jit
 def only_stage(state):
-    """0, but opaque to the compiler, which would otherwise keep the address of each MMA of the stage in registers."""
+    """0, but the compiler doesn't know: otherwise it would keep the address of each MMA of the stage in registers."""
     return state >> 30
 
 

@@ -22,7 +22,7 @@ POINTERS = ["lse", "dlse", "cu_seqlens_q", "counters", "dq_semaphores", "sums", 
 
 @triton.jit
 def _rows_of(x, x_b, x_h, x_t, b, h, t, ALIGN: tl.constexpr):
-    """Pointers to rows t of a head; offsets are multiples of ALIGN elements."""
+    """Pointers to rows t of a head. Row offsets must be multiples of ALIGN elements."""
     return x + tl.multiple_of(b * x_b, ALIGN) + tl.multiple_of(h * x_h, ALIGN) + tl.multiple_of(t * x_t, ALIGN)[:, None]
 
 

@@ -1,11 +1,11 @@
 """Tiles in registers: the mask, row maxima and row sums of an MMA accumulator, and the scalar functions of ../triton.
 
-In a row of an accumulator, column 8·e + c is the e-th pair of a thread, and c depends only on the thread. The mask compares the
-immediate 8·e with (bound − c), one register per row. Comparing column indices instead would need a register per column: the
-compiler hoists them out of the loop, and from CUDA 13 on ptxas keeps them in local memory.
+In a row of an accumulator, a thread's e-th pair of elements is at column 8·e + c, and c depends only on the thread. The mask
+compares the immediate 8·e with (bound − c), one register per row. Comparing column indices would need a register per column:
+the compiler hoists the indices out of the loop, and from CUDA 13 on ptxas keeps them in local memory.
 
 Maxima and sums combine a thread's elements one after the other, as gl.max and gl.sum do in Triton 3.6 and 3.7. From 3.8 on
-those build a tree, which can't start before all exponentials of a row are known, and ptxas then schedules them later.
+gl.max and gl.sum build a tree, which can't start before all exponentials of a row are known: ptxas schedules them later.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     row      a contiguous float32 vector in boxes of `rows`
 
 Nothing is copied: (B, T, H, D) and one third of a fused qkv buffer only differ in strides. Reads outside the tensor return
-zeros, writes and additions outside it are dropped; that handles ragged T and D.
+zeros, and writes and additions outside it are dropped, so T and D need not be multiples of the box.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def layout_of(box: tuple[int, ...], dtype: torch.dtype) -> Any:
 
 
 class Descriptor(TensorDescriptor):  # type: ignore[misc]
-    """Triton's descriptor without its checks, which `problem.tma_refusal` has made."""
+    """Triton's descriptor without its checks: `problem.tma_refusal` has already checked."""
 
     def __post_init__(self) -> None:
         pass

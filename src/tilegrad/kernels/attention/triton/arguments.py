@@ -19,7 +19,7 @@ from ..problem import ALIGNED_BYTES, LEAST_FACTOR, LOG2E, Sizes, coarse, lse_str
 
 Arguments = dict[str, Any]
 
-TILE_ROWS = 256  # the most of any tile
+TILE_ROWS = 256  # most rows of any tile
 
 
 def ieee_fp32(dtype: torch.dtype) -> bool:
@@ -48,7 +48,7 @@ def score_arguments(sizes: Sizes, mask: Mask, scratch: Scratch) -> Arguments:
 
 
 def exponent_arguments(factor: float, dtype: torch.dtype) -> Arguments:
-    """Factors of the products in the forward: factor · log2(e), and the next power of two."""
+    """Factors of q·k in the forward: factor · log2(e) (IEEE float32: factor), and the next power of two."""
     log2_factor = factor if ieee_fp32(dtype) else factor * LOG2E
     return {"log2_factor": log2_factor, "coarse_factor": coarse(log2_factor)}
 
@@ -77,7 +77,7 @@ def sink_arguments(mask: Mask) -> Arguments:
 
 
 def alignment(*tensors: Tensor | None, varlen: bool) -> int:
-    """Every row starts at a multiple of so many elements: ALIGNED_BYTES in the first tensor's dtype, or 1."""
+    """How many elements every row offset is a multiple of: ALIGNED_BYTES in the first tensor's dtype, or else 1."""
     given = [x for x in tensors if x is not None]
     elements = ALIGNED_BYTES // given[0].element_size()
     steps = all(stride % elements == 0 for x in given for stride in row_strides(x, varlen=varlen))

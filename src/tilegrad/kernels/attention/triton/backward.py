@@ -1,4 +1,4 @@
-"""Attention's backward in Triton: no atomics; one program computes each element of a gradient, so results are deterministic.
+"""Attention's backward in Triton, deterministic: one program computes each element of a gradient, without atomics.
 
     delta   delta = rowsum(do ∘ o) − dlse      row_lse = lse               rows without a key: delta 0, row_lse +inf, so p = 0
     dk, dv  a program has a tile of columns of a kv head and loops over its query heads and the rows that attend to it
@@ -10,9 +10,9 @@
               Σⱼ ds = Σⱼ p ∘ dp − delta Σⱼ p = (delta + dlse) − delta (1 − p_sink) = dlse + p_sink · delta
     dsinks  a program has a head and loops over its rows: dsink −= Σ exp(sink − lse) · delta
 
-r, ds and dx of a tile are in scores.py; scale, and 1/(1 − dropout_p) of dv, are applied once at the end. Scores are computed
-twice: 7 GEMMs of 2·Tq·Tk·D FLOPs where a fused loop has 5 (8 with separate dk and dv passes). That is the cost of using neither
-atomics nor a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
+scores.py computes r, ds and dx of a tile. scale, and for dv 1/(1 − dropout_p), are applied once at the end. Scores are
+computed twice: 7 GEMMs (8 with separate dk and dv passes) of 2·Tq·Tk·D FLOPs, where a fused loop has 5. That is the cost of
+using neither atomics nor a float32 dq in memory. Scratch is delta and row_lse, float32 (B, Hq, Tq) each.
 """
 
 from __future__ import annotations
@@ -88,7 +88,7 @@ def _add_rows(
 ):  # fmt: skip
     """Adds the masked or the unmasked row tiles of one query head to dk and dv.
 
-    dp may start from −delta instead of 0. s may not start from −lse, because every partial sum would be rounded with it.
+    The sum dp may start from −delta instead of 0. s must not start from −lse: every partial sum would be rounded with it.
     row_lse and delta are prefetched by hand, because Triton doesn't pipeline such narrow loads. To save registers,
     loop-invariant code motion is off and the few masked tiles aren't pipelined."""
     q_offsets = tile_offsets(q_t, BLOCK_M, k.shape[1], ALIGN, INT64_OFFSETS)

@@ -1,4 +1,4 @@
-"""The tile of a kernel on a device, the first of tiles.py that fits in its shared memory, and the call with it."""
+"""Kernel calls with the first tile of tiles.py that fits in the device's shared memory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from ..problem import Sizes
 from .arguments import Arguments, ieee_fp32
 from .tiles import INTERPRETER, UNALIGNED, Key, Tile, candidates, row
 
-FAST_FLOAT64 = (INTERPRETER, 80, 90)  # at least half of float32's rate; 100 too, but Triton 3.6 can't compile it there
+FAST_FLOAT64 = (INTERPRETER, 80, 90)  # float64 at ≥ half of float32's rate; 100 too, but Triton 3.6 can't compile it
 
 Grid = Callable[[Tile], tuple[Arguments, tuple[int, ...]]]  # further arguments and the grid for a tile
 
@@ -39,7 +39,7 @@ def shared_memory_bytes(device: torch.device) -> int:
 
 
 def product_bits(dtype: torch.dtype, device: torch.device) -> int:
-    """Bits of the operands of GEMMs: float32 is widened to float64 on devices that are fast at it."""
+    """Bits of GEMM operands: IEEE float32 is widened to float64 on devices with fast float64."""
     return 64 if ieee_fp32(dtype) and architecture(device) in FAST_FLOAT64 else 8 * dtype.itemsize
 
 
@@ -80,7 +80,7 @@ class KernelCall(NamedTuple):
         self.kernel[self.programs](**self.arguments, **self.options, **launch_options())
 
     def launch(self, device: int) -> Launch | None:
-        """A launch by CUDA's driver; None where only Triton can launch it."""
+        """A launch through the CUDA driver; None if only Triton can launch this kernel."""
         compiled = self.kernel.warmup(**self.arguments, **self.options, **launch_options(), grid=self.programs)
         ordered = [self.arguments[name] for name in self.kernel.arg_names]
         return None if refusal(compiled) else Launch(compiled, self.programs, ordered, device)
@@ -89,7 +89,7 @@ class KernelCall(NamedTuple):
 def fitted(
     kernel: Any, name: str, sizes: Sizes, q: Tensor, grid: Grid, arguments: Arguments, constants: Arguments
 ) -> list[KernelCall]:
-    """`kernel` with the first tile of row `name` that fits; empty if the grid is."""
+    """The call of `kernel` with the first tile for `name` that fits; no call if the grid is empty."""
     tiles = tiles_for(name, sizes, q.dtype, q.device)
     if constants["ALIGN"] == 1 and q.element_size() == 2 and architecture(q.device) != INTERPRETER:
         tiles = UNALIGNED
@@ -120,8 +120,8 @@ def _first_that_fits(
         if needed[tile] <= shared_memory_bytes(device):
             return tile, compiled
     raise ValueError(
-        f"device: got {device}, which gives a program {shared_memory_bytes(device)} bytes of shared memory; accepted: "
-        f"at least {min(needed.values())} for head dimension {constants['D']}; kernel='tiled' needs none"
+        f"device: got {device}, which has {shared_memory_bytes(device)} bytes of shared memory per program; accepted: "
+        f"at least {min(needed.values())} bytes for head dimension {constants['D']} (kernel='tiled' needs none)"
     )
 
 

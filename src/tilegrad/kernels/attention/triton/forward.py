@@ -7,15 +7,15 @@
       row_sum = alpha · row_sum + Σ p    acc = alpha · acc + (p ∘ keep) v
     o = acc / row_sum / (1 − dropout_p)          lse = row_max + log row_sum
 
-In a plain call x are the products q·k, and p = exp2(c x − c row_max) with c = factor · log2(e) is one fma and one exp2. The fma
-subtracts a rounded c · row_max from an exact c · x. The rounding error is the same for the whole row: it cancels in o, and
-`product_lse` removes it from lse. Beyond 2²⁶ p would overflow, so c is the next power of two there and the product is exact:
-such scores are at least 4 apart in the log2 domain, and nearly every p is 0 or 1.
+In a plain call x is q·k, and p = exp2(c x − c row_max) with c = factor · log2(e) is one fma and one exp2. The fma subtracts a
+rounded c · row_max from an exact c · x. The rounding error is the same for the whole row: it cancels in o, and `product_lse`
+removes it from lse. Where |c · row_max| exceeds 2²⁶, p would overflow. There c is the next power of two, so that the product is
+exact: such scores are at least 4 apart in the log2 domain, and nearly every p is 0 or 1.
 
 Split-K: with few rows and many columns, `splits` programs share the columns of a row tile. Each writes its own o and lse, in
 the dtype of the accumulators, and `_combine_kernel` reduces them in a fixed order: o = Σ exp(lse_s − lse) o_s.
 
-Reads q once, k and v once per row tile (mostly from L2); writes o and lse. 4·Tq·Tk·D FLOPs per head, half if causal. Causal
+A call reads q once, k and v once per row tile (mostly from L2), and costs 4·Tq·Tk·D FLOPs per head, half if causal. Causal
 calls start with the last rows, whose programs take longest.
 """
 

@@ -1,8 +1,8 @@
 """Attention in Triton: the launches of forward.py and backward.py, on the host.
 
-float16, bfloat16 and float32. float32 uses tf32 only if torch.backends.cuda.matmul allows it; otherwise float64, or IEEE
-float32 on devices that are slow at float64. Kernels are specialised on features, head dimensions and 16-byte alignment of
-rows, not on sizes and strides. Nothing is allocated.
+Supports float16, bfloat16 and float32. GEMMs of float32 use tf32 only if torch.backends.cuda.matmul allows it; otherwise
+float64, or IEEE float32 on devices with slow float64. Kernels are specialised on features, head dimensions and 16-byte
+alignment of rows, not on sizes and strides. Nothing is allocated.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ def _forward_kernel(sizes: Sizes) -> str:
 
 
 def splits_for(sizes: Sizes, dtype: torch.dtype, device: torch.device) -> int:
-    """Programs that share the columns of a row tile: enough for two per multiprocessor, each with at least two tiles. Only with
-    far more columns than rows, as in decoding; so scratch never grows when a training batch gets smaller."""
+    """How many programs share the columns of a row tile: enough for two programs per multiprocessor, each with at least two
+    tiles. 1 unless columns far outnumber rows, as in decoding, so that scratch never grows when a training batch shrinks."""
     if sizes.tk < 4 * sizes.tq:
         return 1
     tile = tiles_for(_forward_kernel(sizes), sizes, dtype, device)[0]
@@ -90,7 +90,7 @@ Call = TypeVar("Call", Forward, Backward)
 def _prepared(
     call: Call, views: Views, kernel_calls: Callable[[Call, Scratch], list[KernelCall]]
 ) -> Callable[[Call], None]:
-    """A plan; or, in the interpreter and where only Triton can launch a kernel, Triton's launches at each call."""
+    """A plan of launches; in the interpreter, or if only Triton can launch a kernel, a function that calls Triton."""
 
     def run(call: Call) -> None:
         with torch.cuda.device_of(call.q):
@@ -271,7 +271,7 @@ def _dq(scores: Arguments, sizes: Sizes, mask: Mask, dq: Tensor) -> list[KernelC
 
 
 class OwnTiles(NamedTuple):
-    """The grid of dbias: tiles of the bias. A program loops over the axes that it is broadcast over, in steps of b_step
+    """The grid of dbias: tiles of the bias. A program loops over the axes that the bias is broadcast over, in steps of b_step
     sequences and h_step heads."""
 
     dbias: Tensor  # 4-D

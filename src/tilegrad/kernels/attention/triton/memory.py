@@ -59,7 +59,7 @@ def load_tile(x, offsets, rows, D: tl.constexpr, CHECKED: tl.constexpr):
 @triton.jit
 def load_row(x, rows, end, other, DUPLICATES: tl.constexpr):
     """x[rows] as (DUPLICATES, M), one element per thread; `other` from `end` on. Without duplicates there are fewer elements
-    than threads, and Triton makes every thread read all it needs (16 words at M = 64) through shared memory."""
+    than threads, and in Triton every thread then reads all that it needs (16 words at M = 64) through shared memory."""
     offsets = rows[None, :] + tl.zeros([DUPLICATES, 1], tl.int32)
     return tl.load(x + offsets, mask=offsets < end, other=other)
 

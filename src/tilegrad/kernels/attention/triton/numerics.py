@@ -1,8 +1,8 @@
 """Arithmetic on the device: exp, log, tanh, division and matrix products, each in two precisions.
 
-By default exp(x) is the device's exp2(log2(e) · x). IEEE_FP32 is for float32 inputs whose products may not be tf32: exp, log,
-tanh and division round like torch's. The device's own exp2, log2 and division have errors of 2 ulp or more, and an error of lse
-is an error of every p. Operands may be float64: on devices that are fast at float64, a program's own tile and its sums are.
+By default exp(x) is the device's exp2(log2(e) · x). IEEE_FP32 is for float32 inputs whose GEMMs may not use tf32: exp, log,
+tanh and division are then as accurate as in torch. The device's own exp2, log2 and division have errors of 2 ulp or more, and
+an error of lse changes every p. On devices with fast float64 a program's own tile and its sums are float64.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def to_log2(x, IEEE_FP32: tl.constexpr):
 @triton.jit
 def rounded_product(x, y):
     """x · y, rounded before anything is added to it. The compiler would turn x · y − lse into one fma that subtracts a rounded
-    lse from an exact product: p would err by |lse| · eps. It doesn't undo an fma."""
+    lse from an exact product: p would err by |lse| · eps. An explicit fma is left as it is."""
     return tl.fma(x, y, 0.0)
 
 
@@ -42,8 +42,8 @@ def from_log2(x, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def power(x, IEEE_FP32: tl.constexpr):
-    """exp2(x); with IEEE_FP32, exp(x): of float64 by tl.exp, of float32 as 2ⁿ exp(f), |f| ≤ ln 2 / 2, with a polynomial for
-    (exp(f) − 1 − f) / f²; error 0.7 ulp."""
+    """exp2(x); with IEEE_FP32, exp(x). For float64 this is tl.exp; for float32 it is 2ⁿ exp(f), |f| ≤ ln 2 / 2, with a
+    polynomial for (exp(f) − 1 − f) / f² and an error of 0.7 ulp."""
     if x.dtype == tl.float64:
         return tl.exp(x)
     elif IEEE_FP32:
@@ -135,7 +135,7 @@ def dot_transposed(a, b, start, IEEE_FP32: tl.constexpr):
 
 @triton.jit
 def tanh(x, IEEE_FP32: tl.constexpr):
-    """An odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. Relative error 3e-7; with IEEE_FP32 2e-7."""
+    """An odd polynomial near 0, where 1 − 2 / (1 + exp(2x)) would cancel. The relative error is 3e-7; with IEEE_FP32, 2e-7."""
     y = x * x
     if IEEE_FP32:
         near = -0.008262742310762405 + y * 0.0022269717883318663

@@ -9,12 +9,12 @@ function here works for both.
 
 A negative scale negates q (or k) on load, which is exact; so factor > 0 and max(factor · x) = factor · max(x).
 
-Every kernel rounds a score in the same places: lse is computed from the bits that the backward subtracts it from, so the
-largest score of a row has p = 1 / Σ, however large it is.
+Every kernel rounds a score in the same places, so the backward subtracts lse from the same bits that lse was computed from. The
+largest score of a row then has p = 1 / row_sum, however large it is.
 
-Tiles of BLOCK columns that a range of rows attends to, counted from 0:   [0 … first · unmasked … · unmasked_end … last)
-Tiles first … unmasked and unmasked_end … last need a mask, tiles unmasked … unmasked_end don't. The rows that attend to a range
-of columns are found the same way, with Tq and Tk, left and right exchanged.
+A range of rows attends to the tiles [first, last) of BLOCK columns, of which [first, unmasked) and [unmasked_end, last) need a
+mask and [unmasked, unmasked_end) don't. The rows that attend to a range of columns are found the same way, with Tq and Tk, left
+and right exchanged.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ import triton.language as tl
 
 from .numerics import exponential, quotient, rounded_product, tanh
 
-# One query head of one sequence; None where the call lacks the feature. bias points to this head, slope is ALiBi's, inv_keep is
-# 1 / (1 − dropout_p). Kernels build it themselves, because a device function can't return None.
+# One query head of one sequence; None where the call lacks the feature. bias points to this head, slope is for ALiBi,
+# inv_keep is 1 / (1 − dropout_p). Kernels build it themselves, because a device function can't return None.
 Head = namedtuple("Head", "b h tq tk left right factor softcap bias bias_i bias_j slope seed threshold inv_keep")
 
 
 @triton.jit
 def band_tiles(start, stop, shift, back, ahead, size, BLOCK: tl.constexpr):
-    """Tiles (first, unmasked, unmasked_end, last) of the other axis, of `size`, for the range [start, stop) of this one.
+    """Tiles (first, unmasked, unmasked_end, last) of the other axis, which has `size` indices, for [start, stop) of this one.
 
     Index i attends to i + shift − back … i + shift + ahead; back or ahead None: no bound."""
     low = start * 0
@@ -97,7 +97,7 @@ def load_bias(head, i, j, FP64: tl.constexpr):
 
 @triton.jit
 def scores(s, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(x, tanh): x are the scores; in a plain call, factor · x are. tanh is the softcap's."""
+    """(x, tanh): x are the scores, or in a plain call the scores divided by factor. tanh is that of the softcap."""
     x = s
     t = s
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
@@ -134,8 +134,8 @@ def dropout_mask(i, j, head):
 
 @triton.jit
 def probabilities(s, lse, i, j, head, IEEE_FP32: tl.constexpr, MASKED: tl.constexpr):
-    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse); keep and tanh are valid only with dropout and a softcap. A
-    float64 score is rounded as lse was."""
+    """(p, keep, tanh) of a tile in the backward: p = exp(x − lse). keep is valid only with dropout, tanh only with a softcap.
+    A float64 score is rounded to float32, as for lse."""
     x, t = scores(s, i, j, head, IEEE_FP32, MASKED)
     PLAIN: tl.constexpr = head.softcap is None and head.bias is None and head.slope is None
     if PLAIN:

@@ -1,4 +1,4 @@
-"""Tile sizes of each kernel: a committed table, written by `python -m benchmarks.tune`.
+"""Tile sizes of each kernel: a table written by `python -m benchmarks.tune`.
 
 A row is selected by
 
@@ -7,8 +7,8 @@ A row is selected by
     head dimension    padded to a power of two
     band              whether the call is causal or has a window
 
-Tests run what users run, and a captured step never tunes. A tile that needs more shared memory than the device has is replaced
-by the next of `SMALLER`.
+The table is committed, so tests run the same tiles as users, and a captured step never tunes. A tile that needs more shared
+memory than the device has is replaced by the next of `SMALLER`.
 
 Architecture 100 (B200) uses Hopper's rows, except for the widest head: accumulators are in tensor memory (TMEM) there, so dk
 and dv need no separate passes. Architecture 120 (RTX 50) has the MMA instructions of 80, without warpgroups or TMEM, and uses
@@ -44,7 +44,7 @@ INTERPRETER = 0
 SMALLER = (Tile(64, 64, 4, 2), Tile(64, 32, 4, 2), Tile(32, 32, 4, 2), Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 # Half-precision rows that are not 16-byte aligned are loaded element by element. With larger tiles such loads gave wrong
-# forwards on an H200 (Triton 3.6, wgmma, D ≠ Dv); these are too small for wgmma.
+# forwards on an H200 (Triton 3.6, wgmma, D ≠ Dv); these tiles are too small for wgmma.
 UNALIGNED = (Tile(32, 32, 4, 1), Tile(16, 16, 4, 1))
 
 Key = tuple[int, int, int, bool]  # architecture, bits, head dimension (padded), band
