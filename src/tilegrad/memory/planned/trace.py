@@ -187,7 +187,7 @@ def start(stream: str) -> Iterator[None]:
 
 
 def wait(stream: str) -> None:
-    """What follows runs after all ops started on the side stream. This only marks the trace, like `start`."""
+    """Later ops run after all ops started on the side stream. Like `start`, this only marks the trace."""
     mark = _streams.get()
     if mark:
         mark("wait", stream)
