@@ -109,11 +109,11 @@ def refusal(compiled: Any) -> str | None:
     """Why only Triton can launch a kernel that it compiled; None if this module can."""
     unknown = triton_version.parameters_refusal()
     if unknown:
-        return f"needs Triton's launcher, which {unknown}"
+        return f"cannot be launched here: this launcher {unknown}"
     of = compiled.metadata
     for name, usual in USUAL.items():
         if getattr(of, name, usual) != usual:
-            return f"{name} is {getattr(of, name)}"
+            return f"has {name}={getattr(of, name)}"
     scratch = [name for name in ("global_scratch_size", "profile_scratch_size") if getattr(of, name, 0)]
     return f"has {scratch[0]}" if scratch else None
 
@@ -213,8 +213,7 @@ class Plan:
     """The launches of all calls whose tensors have the same sizes, strides, dtypes and alignment as those of `call`.
 
     The tensors of a call are distinct objects, though two may have one address. An argument of a kernel is one of them, or a
-    view of one of `viewed`: either contiguous memory that no other tensor of the call shares, or a tensor at whose first
-    element the view begins.
+    view of one of `viewed`: contiguous memory that no other tensor shares, or a tensor with the view's first address.
     """
 
     def __init__(
@@ -247,8 +246,7 @@ class Plan:
         return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
 
     def answered(self, code: int) -> None:
-        """Handles the error of a launch: creates a context if the thread has none, so that the caller can try again, else
-        raises."""
+        """Handles the error of a launch: if the thread has no context, makes one for a second attempt, else raises."""
         if code != NO_CONTEXT:
             _raise(code, "a launch")
         _make_context(self._device)

@@ -48,6 +48,6 @@ def check_apart(writes: Mapping[str, Tensor | None], reads: Mapping[str, object]
         for other, y in (*read, *written[:n]):
             if share_memory(x, y):
                 raise ValueError(
-                    f"{name}: got memory shared with {other}; accepted: memory that no input and no other output of the "
-                    "call uses (views of one buffer are accepted if they have no element in common)"
+                    f"{name}: got memory shared with {other}; accepted: memory that no input and no other output "
+                    "uses (views of one buffer are accepted if they have no element in common)"
                 )

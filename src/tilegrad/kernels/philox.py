@@ -34,8 +34,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def round_keys(seed: int | Tensor) -> Keys:
-    """The ten round keys. A seed tensor on the CPU is read here. On a device it stays a tensor, so that a captured step reads
-    it."""
+    """The ten round keys. A seed tensor on the CPU is read here. On a device it stays a tensor, for captured steps."""
     if isinstance(seed, Tensor) and seed.device.type == "cpu":
         seed = int(seed)
     k0: Key = seed & _LOW

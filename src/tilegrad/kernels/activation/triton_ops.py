@@ -1,14 +1,14 @@
 """Activations in Triton: one pass.       h, a, gate, up (N, C), or all contiguous   partials (1 or 2, P, C)
 
-        forward    one program per tile
-        backward   one program per tile; with column sums P programs per tile of columns: program p has the row tiles
-                   p, p + P, p + 2P, … and writes partials[:, p] = Σ dh of its rows; then dh_sum (+)= Σ_p partials
+    forward    one program per tile
+    backward   one program per tile; with column sums P programs per tile of columns: program p has the row tiles
+               p, p + P, p + 2P, … and writes partials[:, p] = Σ dh of its rows; then dh_sum (+)= Σ_p partials
 
-    The arithmetic is float32. Only outputs are rounded. Sums add the rounded numbers in the order of the grid: the same bits
-    each time. σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), which neither cancel nor overflow. For
-    float32, exp and division are IEEE-rounded like torch's, because the error of the fast instructions grows to |v| ulps. If
-    outputs are bfloat16 or float16 and σ(−v) is added to a term of size 1, it is computed as 1 − σ(v): the memory-bound kernel
-    has time for 37 instructions per element.
+The arithmetic is float32. Only outputs are rounded. Sums add the rounded numbers in the order of the grid: the same bits
+each time. σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), which neither cancel nor overflow. For
+float32, exp and division are IEEE-rounded like torch's, because the error of the fast instructions grows to |v| ulps. If
+outputs are bfloat16 or float16 and σ(−v) is added to a term of size 1, it is computed as 1 − σ(v): the memory-bound kernel
+has time for 37 instructions per element.
 """
 
 from __future__ import annotations

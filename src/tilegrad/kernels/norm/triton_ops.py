@@ -1,12 +1,12 @@
 """Norms in Triton: one pass over rows forward, one backward.       x, f, x1, y, dy, dx (N, C)   partials (3, P, C)
 
-        forward    one program per tile of rows
-        backward   P programs; program p has the row tiles p, p + P, p + 2P, …: it adds to dx, writes y, and writes
-                   partials[:, p] = those requested of Σ dy ∘ x̂, Σ dy, Σ dx of its rows; then dw, db, dx_sum (+)= Σ_p partials
+    forward    one program per tile of rows
+    backward   P programs; program p has the row tiles p, p + P, p + 2P, …: it adds to dx, writes y, and writes
+               partials[:, p] = those requested of Σ dy ∘ x̂, Σ dy, Σ dx of its rows; then dw, db, dx_sum (+)= Σ_p partials
 
-    A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms use the rounded numbers. Sums are in
-    the order of the grid: the same bits each time. With STAGES > 1 the backward prefetches tiles (cp.async). It spills some
-    registers with 16384 columns, and four with 1024 columns if y is written; otherwise none.
+A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms use the rounded numbers. Sums are in
+the order of the grid: the same bits each time. With STAGES > 1 the backward prefetches tiles (cp.async). It spills some
+registers with 16384 columns, and four with 1024 columns if y is written; otherwise none.
 """
 
 from __future__ import annotations
