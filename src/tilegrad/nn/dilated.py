@@ -46,7 +46,7 @@ class DilatedAttention(nn.Module):
         super().__init__()
         self.segment_lengths, self.dilation_rates = check_pattern(segment_lengths, dilation_rates, mode)
         if not 0.0 <= dropout < 1.0:
-            raise ValueError(f"dropout: got {dropout!r}; accepted: a number with 0 ≤ p < 1")
+            raise ValueError(f"dropout: got {dropout!r}; accepted: a number p, 0 ≤ p < 1")
         if manager is not None and not enable_buffer_manager:
             raise ValueError("manager: got a manager with enable_buffer_manager=False; accepted: None")
         self.mode, self.dropout, self.scale = mode, dropout, scale

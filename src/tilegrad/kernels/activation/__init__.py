@@ -90,7 +90,7 @@ def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
     if all(x is None for x in sums.values()):
         return False
     if h.ndim != 2:
-        raise ValueError(f"{', '.join(sums)}: column sums of a tensor of shape {tuple(h.shape)}; accepted: (N, C)")
+        raise ValueError(f"{', '.join(sums)}: got shape {tuple(h.shape)} for column sums; accepted: (N, C)")
     check_given(h.device, *((name, x, (h.shape[1],), accumulation_dtype(h.dtype)) for name, x in sums.items()))
     return True
 

@@ -36,7 +36,7 @@ def dropout_fwd(
     """y = x ∘ keep / (1 − dropout_p); y may be x. dropout_p = 0 copies and needs no scratch."""
     check_tensor("y", y, tuple(x.shape), x.dtype, x.device)
     if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p: got {dropout_p!r}; accepted: a number with 0 ≤ p < 1")
+        raise ValueError(f"dropout_p: got {dropout_p!r}; accepted: a number p, 0 ≤ p < 1")
     if not 0 <= layer_counter <= NO_SEQUENCE:
         raise ValueError(f"layer_counter: got {layer_counter!r}; accepted: an int from 0 to {NO_SEQUENCE}")
     if dropout_p == 0.0:

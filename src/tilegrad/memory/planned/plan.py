@@ -109,7 +109,7 @@ def _check(requests: Sequence[Request], align: int) -> None:
         for first, last in request.live:
             if not previous < first <= last:
                 raise ValueError(
-                    f"request {request.name!r} has live={request.live}: accepted: ranges (first, last) with "
+                    f"request {request.name!r} has live={request.live}; accepted: ranges (first, last) with "
                     "0 <= first <= last, in order and disjoint"
                 )
             previous = last

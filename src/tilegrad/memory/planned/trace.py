@@ -49,7 +49,7 @@ class Handle:
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
-            raise ValueError(f"handle {self.name!r} has shape={self.shape}: accepted: sizes ≥ 0")
+            raise ValueError(f"handle {self.name!r} has shape={self.shape}; accepted: sizes ≥ 0")
         if self.role not in ROLES:
             raise ValueError(f"handle {self.name!r} has role={self.role!r}; accepted: {', '.join(ROLES)}")
 
