@@ -169,7 +169,7 @@ def test_a_library_that_is_none_is_refused_by_name(tmp_path: Path, monkeypatch: 
             native_library.library.cache_clear()
             said = str(native_library.library())
             assert "can't be loaded" in said and "doctor --build" in said, name
-            assert ("its file is cut off" in said) == (name in kinds)
+            assert ("its file is truncated" in said) == (name in kinds)
     finally:
         monkeypatch.undo()
         native_library.library.cache_clear()

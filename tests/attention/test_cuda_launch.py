@@ -106,7 +106,7 @@ def test_an_error_of_the_driver_is_named(driver: FakeDriver, monkeypatch: pytest
     asked: list[int] = []
     monkeypatch.setattr(torch.cuda, "mem_get_info", asked.append)
     driver.answers = [1, 1]
-    with pytest.raises(RuntimeError, match=r"a launch answers CUDA_ERROR_OF_A_TEST \(1\)"):
+    with pytest.raises(RuntimeError, match=r"a launch returned CUDA_ERROR_OF_A_TEST \(1\)"):
         plan(call_of(x, y))
     driver.answers = [cuda_launch.NO_CONTEXT] * 2
     asked.clear()
@@ -145,7 +145,7 @@ def test_a_kernel_that_needs_tritons_launcher_is_refused(what: dict[str, Any]) -
 def test_kernels_of_an_unknown_triton_are_left_to_it(monkeypatch: pytest.MonkeyPatch) -> None:
     assert cuda_launch.refusal(compiled()) is None
     monkeypatch.setattr(triton_version, "installed", lambda: "3.10.0")
-    assert "knows Triton 3.6 to 3.9, and 3.10.0 is installed" in str(cuda_launch.refusal(compiled()))
+    assert "supports Triton 3.6 to 3.9, but 3.10.0 is installed" in str(cuda_launch.refusal(compiled()))
 
 
 class Recorder:
@@ -249,7 +249,7 @@ def test_a_known_call_is_started_by_cpp(
         run()
         assert asked == [0]
         driver.answers = [1]
-        with pytest.raises(RuntimeError, match=r"a launch answers CUDA_ERROR_OF_A_TEST \(1\)"):
+        with pytest.raises(RuntimeError, match=r"a launch returned CUDA_ERROR_OF_A_TEST \(1\)"):
             run()
         driver.answers = [cuda_launch.NO_CONTEXT] * 2
         with pytest.raises(RuntimeError, match="a launch answers 201 again"):

@@ -154,7 +154,7 @@ def test_a_backward_after_its_module_is_gone() -> None:
     assert all(map(torch.equal, want[1:], torch.autograd.grad(y.square().sum(), tensors)))
 
 
-@pytest.mark.filterwarnings("ignore:COMM buffers are plain memory")
+@pytest.mark.filterwarnings("ignore:COMM buffers are not pinned")
 def test_buffers_by_type_and_options_of_the_manager() -> None:
     tensors = qkv(1, 64, 4, 8, dtype=torch.float32)
     shared = AttentionBufferManager()
@@ -226,7 +226,7 @@ X, MASK = torch.randn(1, 4, 8), torch.zeros(4, 4, dtype=torch.bool)
         (lambda: DilatedAttention([4], [1], dropout=1.0), "dropout: got 1.0; accepted: a number p"),
         (
             lambda: DilatedAttention([4], [1], enable_buffer_manager=False, manager=AttentionBufferManager()),
-            "manager: got one with enable_buffer_manager=False",
+            "manager: got a manager with enable_buffer_manager=False",
         ),
         (lambda: DilatedAttention([4], [1])(*[X.view(1, 4, 2, 4)] * 3, attention_mask=MASK), "attn_mask: got a tensor"),
         (lambda: MultiheadDilatedAttention(8, 2, [4, 4, 4], [1, 1, 1]), "num_heads: got 2 for 3 branches"),

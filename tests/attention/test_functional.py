@@ -316,7 +316,7 @@ def test_a_kernel_that_cannot_run_says_why_and_what_would(monkeypatch: pytest.Mo
     told = tilegrad.explain(q, k, v, causal=True)
     assert told.kernel == other and told.reasons["picky"] == "takes no causal mask"
     with pytest.raises(
-        ValueError, match=rf"'picky', which can't run this call: takes no causal mask; '{other}' would run it"
+        ValueError, match=rf"'picky', which can't run this call: takes no causal mask; accepted: '{other}'"
     ):
         tilegrad.attention(q, k, v, causal=True, kernel="picky")
 

@@ -86,7 +86,7 @@ def explained(tensors: dict[str, Any], options: dict[str, Any], kernel: str | No
 @pytest.mark.parametrize(("tensors", "options"), TAKEN)
 def test_takes(tensors: dict[str, Any], options: dict[str, Any]) -> None:
     selection = explained(tensors, options)
-    assert selection.kernel == "hopper" and "hopper goes before it" in selection.reasons["triton"]
+    assert selection.kernel == "hopper" and "hopper comes first" in selection.reasons["triton"]
 
 
 @pytest.mark.usefixtures("on_hopper")
@@ -195,7 +195,7 @@ def test_a_buffer_that_tma_cannot_address_changes_the_kernel(name: str) -> None:
     if name == "o":
         calls.append(functools.partial(attention_fwd, x, x, x, Mask(), o=o, lse=lse))
     for call in calls:
-        with pytest.raises(ValueError, match=f"kernel: got 'hopper'.*{reason}; 'triton' would run it"):
+        with pytest.raises(ValueError, match=f"kernel: got 'hopper'.*{reason}; accepted: 'triton'"):
             call(kernel="hopper")
 
 
@@ -204,12 +204,12 @@ def test_scratch_that_was_declared_without_the_buffers_is_named() -> None:
     x, odd, lse = cast("Any", X), cast("Any", ODD), cast("Any", Handle((2, 4, 512), torch.float32))
     declared = {name: Handle(*need) for name, need in attention_workspace(X, X, X, Mask(), backward=True).items()}
     message = (
-        r"scratch: attention got no 'triton\.delta'; accepted: .*attention_workspace\(…\) names all, given o, do, dq too, "
+        r"scratch: attention got no .triton\.delta.; accepted: .*workspace\(…\) lists all buffers, given o, do, dq too, "
         r"because 'hopper' can't run this call: dq: TMA can't step over T by 65"
     )
     with pytest.raises(ValueError, match=message):
         attention_bwd(x, x, x, x, lse, x, None, Mask(), dq=odd, dk=None, dv=None, scratch=cast("Any", declared))
-    with pytest.raises(ValueError, match=r"got no 'triton\.delta'; .*names all$"):  # nothing to add for one by name
+    with pytest.raises(ValueError, match=r"got no 'triton\.delta'; .*lists all buffers$"):  # no more for one by name
         attention_bwd(x, x, x, x, lse, x, None, Mask(), dq=odd, dk=None, dv=None, scratch={}, kernel="triton")
 
 

@@ -108,7 +108,7 @@ def test_a_followed_program_is_the_one_of_its_schedule() -> None:
     with pytest.raises(RuntimeError, match=r"op number 1 is 'first': not the program"), follow(steps[:1], {}, {}, observe_names):
         first(y=x)
         first(y=x)
-    with pytest.raises(RuntimeError, match=r"ended after 1 of the schedule's 2 ops"), follow(steps, {}, {}, observe_names):
+    with pytest.raises(RuntimeError, match=r"ended after 1 of 2 scheduled ops"), follow(steps, {}, {}, observe_names):
         first(y=x)
 
 

@@ -219,10 +219,10 @@ def test_a_nested_tensor_is_each_sequence_by_itself() -> None:
         torch.testing.assert_close(*results, rtol=1e-10, atol=1e-11)
     for case in ({"key": nested[0]}, {"key_padding_mask": torch.zeros(3, 9)}, {"cache": layer.new_cache(3, 9)}):
         with pytest.raises(
-            ValueError, match="query: got a nested tensor; accepted: a strided one as query, key and value"
+            ValueError, match="query: got a nested tensor; accepted: one strided tensor as query, key and value"
         ):
             layer(nested, **case)
-    with pytest.raises(ValueError, match="key: got a nested tensor; accepted: a padded one here"):
+    with pytest.raises(ValueError, match="key: got a nested tensor; accepted: a padded tensor"):
         layer(torch.randn(3, 9, 32, dtype=D), nested, nested)
 
 
@@ -277,9 +277,9 @@ def test_what_attention_refuses() -> None:
     with pytest.raises(ValueError, match="num_heads 0, num_kv_heads 0; accepted: ints ≥ 1"):
         Attention(32, 0)
     cases: list[tuple[tuple[Any, ...], dict[str, Any], str]] = [
-        ((x[..., :8],), {}, r"query: got shape \(1, 3, 8\); accepted: \(B, T, C\).* where C is embed_dim, 32"),
-        ((x, x[..., :8]), {}, r"key: got shape \(1, 3, 8\), and query is \(1, 3, 32\); accepted"),
-        ((x, x, x[0]), {}, r"value: got shape \(3, 32\), and query is \(1, 3, 32\); accepted"),
+        ((x[..., :8],), {}, r"query: got shape \(1, 3, 8\); accepted: \(B, T, C\).* with C = embed_dim = 32"),
+        ((x, x[..., :8]), {}, r"key: got shape \(1, 3, 8\), but query is \(1, 3, 32\); accepted"),
+        ((x, x, x[0]), {}, r"value: got shape \(3, 32\), but query is \(1, 3, 32\); accepted"),
         ((x[None],), {}, r"query: got shape \(1, 1, 3, 32\); accepted"),
         ((x[0, 0],), {}, r"query: got shape \(32,\); accepted"),
         (

@@ -227,7 +227,7 @@ def test_what_is_refused_is_named() -> None:
         model(tokens, output_attentions=True)
     with pytest.raises(ValueError, match="a head dimension of 1 to 256"):
         model_of("llama", "tilegrad", head_dim=264)(tokens)
-    with pytest.raises(ValueError, match=r"attention_mask: got one for 3 columns; accepted: this layer's 4"):
+    with pytest.raises(ValueError, match=r"attention_mask: got a mask for 3 columns; accepted: 4, as this layer has"):
         attention_forward(None, x, x, x, Attends(columns=3))
 
 

@@ -301,7 +301,7 @@ def test_what_a_flat_handle_cannot_span_is_named() -> None:
             "x: got 'b', torch.float64 in grads on cpu; accepted",
         ),
         (lambda: flat("x", [a, replace(b, role="params")]), "x: got 'b', torch.float32 in params"),
-        (lambda: flat("x", [replace(a, role="activations")]), "accepted: persistent buffers of one dtype"),
+        (lambda: flat("x", [replace(a, role="activations")]), "accepted: persistent buffers with the dtype"),
         (lambda: bind(flat("x", [a, b]), arenas.view), "x: got 'b' of 12 bytes at 64; accepted: the 12 bytes at -64"),
     )
     for call, message in refused:

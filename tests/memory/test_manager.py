@@ -364,7 +364,7 @@ def test_enable_preallocation_caches_the_typical_sizes():
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="asks what happens without CUDA")
 def test_comm_without_cuda_warns_once(manager):
-    with pytest.warns(UserWarning, match="COMM buffers are plain memory") as caught:
+    with pytest.warns(UserWarning, match="COMM buffers are not pinned") as caught:
         manager.allocate(BufferType.COMM, (64,))
     manager.allocate(BufferType.COMM, (64,))
     assert len(caught) == 1

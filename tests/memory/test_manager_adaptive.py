@@ -82,7 +82,7 @@ def test_a_source_that_is_no_share_is_refused(pressure):
     manager = AttentionBufferManager(pressure=pressure)
     manager.allocate(Q, (4,))
     pressure.level = 85.0
-    with pytest.raises(ValueError, match=r"got 85.0 from its source; accepted: a share"):
+    with pytest.raises(ValueError, match=r"got 85.0 from the pressure source; accepted: a float"):
         manager.end_iteration()
 
 

@@ -88,7 +88,7 @@ def test_an_address_reused_by_a_foreign_tensor_is_not_the_buffer(manager):
 
 def test_a_wrong_type_raises_and_the_buffer_stays_in_use(manager):
     t = manager.allocate(Q, (4,))
-    with pytest.raises(BufferStateError, match="this buffer is QUERY"):
+    with pytest.raises(BufferStateError, match="this buffer has type QUERY"):
         manager.deallocate(t, K)
     manager.deallocate(t, "query")
 

@@ -141,11 +141,11 @@ def test_a_cpu_is_refused_by_name() -> None:
 def test_float8_products_need_8_9_and_sides_of_16(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(device, "refusal", lambda _x: None)
     for found, sides, reason in (
-        ((8, 8), (32, 48), "needs compute capability 8.9 or newer, for float8 products, and cuda has 8.8"),
+        ((8, 8), (32, 48), "needs compute capability 8.9 or newer for float8 products; cuda has 8.8"),
         ((8, 9), (32, 48), None),
         ((9, 0), (16, 48), None),
-        ((9, 0), (32, 40), r"takes w with sides that are multiples of 16, not (32, 40)"),
-        ((9, 0), (40, 32), r"takes w with sides that are multiples of 16, not (40, 32)"),
+        ((9, 0), (32, 40), r"takes w with both sizes multiples of 16, not (32, 40)"),
+        ((9, 0), (40, 32), r"takes w with both sizes multiples of 16, not (40, 32)"),
     ):
         monkeypatch.setattr(device, "capability", lambda _device, found=found: found)
         w = Form(sides, torch.bfloat16, torch.device("cuda"))

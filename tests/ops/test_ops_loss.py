@@ -318,8 +318,8 @@ def test_bad_inputs_say_what_is_accepted() -> None:
     out = outputs_of(inputs)
     for loss in LOSSES:
         for targets_given, inv_given, dx, match in (
-            (torch.full((4,), -100), inv, x.clone(), "targets: got -100; accepted: 0 … 4, or −1 for none"),
-            (torch.full((4,), -2), inv, x.clone(), "targets: got -2; accepted: 0 … 4, or −1 for none"),
+            (torch.full((4,), -100), inv, x.clone(), "targets: got -100; accepted: 0 … 4, or −1 to ignore a row"),
+            (torch.full((4,), -2), inv, x.clone(), "targets: got -2; accepted: 0 … 4, or −1 to ignore a row"),
             (torch.full((4,), 5), inv, x.clone(), "targets: got 5; accepted: 0 … 4"),
             (targets.int(), inv, x.clone(), "targets: got torch.int32"),
             (targets, inv.float(), x.clone(), "inv_total: got .*float32.*accepted: .*float64"),

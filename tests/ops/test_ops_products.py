@@ -313,7 +313,7 @@ SHOW = "import sys; print(sys.modules['tilegrad.native.openmp'].WAITING)"
             "import torch, tilegrad",
             {},
             "300000",
-            "threads poll for long at the end of a loop, because torch was imported",
+            "threads poll long at the end of a loop because torch was imported",
         ),
     ],
 )

@@ -530,7 +530,7 @@ BAD = {
     "shard": "shard: got 'moments'; accepted: 'none', 'optimizer', 'all'",
     "linear": "linear: got 'fp8' with 2 ranks, whose scales would differ; accepted: 'plain'",
     "device": "device: got cuda with 2 ranks on this node; accepted: at most 1, one for each GPU",
-    "timeout": "timeout: got 0.0 s; accepted: more than 0, and finite",
+    "timeout": "timeout: got 0.0 s; accepted: a finite number above 0",
 }
 
 

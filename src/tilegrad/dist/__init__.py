@@ -1,1 +1,1 @@
-"""The process group, its collectives, and when a step starts them."""
+"""The process group, its collectives, and the schedule that starts them in a step."""

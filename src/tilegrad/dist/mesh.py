@@ -1,13 +1,13 @@
-"""The ranks of a run: torch.distributed's process group, the collectives of a step, and which rank is missing when one hangs.
+"""The ranks of a run: torch.distributed's process group, the collectives of a step, and which rank is missing in a hang.
 
-torchrun sets rank and world size in the environment; gloo carries CPU tensors, NCCL those of GPUs. Without torchrun, or with
-one rank, there is no process group, and every collective is a no-op.
+torchrun sets rank and world size in the environment. CPU tensors use gloo, GPU tensors NCCL. Without torchrun, or with one
+rank, there is no process group, and every collective is a no-op.
 
 A collective that waits for a lost rank fails with an error that names no rank, and on a GPU it may never fail. So a heartbeat
 thread on each rank publishes (beat, collectives entered, place) in the store every second; on failure two snapshots are
-compared. A rank whose beat has not changed is dead or stopped; among the others, the ranks with the lowest count are those that
-the rest waits for. A rank that gives up because of another one publishes that before it ends, so it is not taken for dead. No
-clocks are compared.
+compared. A rank whose beat has not changed is dead or stopped. Among the others, the rest waits for the ranks with the lowest
+count. A rank that gives up because of another one publishes this before it ends, so that it does not count as dead. No clocks
+are compared.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ if TYPE_CHECKING:
 
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor  # torch 2.13 renamed the two
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-_stores: Any = dist  # torch's types leave PrefixStore and TCPStore out
+_stores: Any = dist  # torch's type stubs lack PrefixStore and TCPStore
 BEAT_S = 1.0
 HUNG = 13  # exit code of a process that the heartbeat thread ended
-_NAMED = 8  # ranks that a message names at most
+_NAMED = 8  # most ranks named in a message
 T = TypeVar("T")
 Pending = dist.Work | None  # a started collective; None with one rank
 
 
 class RankLost(RuntimeError):
-    """A collective did not complete. The message names the ranks it waits for, and where they are."""
+    """A collective did not complete. The message names the ranks that it waits for, and their places."""
 
 
 class Note(NamedTuple):
-    """What a rank publishes: a beat that grows while its process lives, the collectives that it entered, where it is, and
-    whether it gave up because of another rank."""
+    """What a rank publishes: a beat that increases while its process lives, the number of collectives it entered, its place
+    in the program, and whether it gave up because of another rank."""
 
     beat: int
     entered: int
@@ -56,7 +56,7 @@ class Note(NamedTuple):
 
 
 def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
-    """Which ranks the others wait for, from two snapshots of the notes, more than a beat apart."""
+    """Which ranks the others wait for, from two snapshots of the notes taken more than one beat apart."""
     still = [rank for rank in after if before[rank].beat == after[rank].beat]
     silent = [rank for rank in still if not after[rank].gave_up]
     alive = [rank for rank in after if rank not in silent and not after[rank].gave_up]
@@ -67,15 +67,15 @@ def missing(before: dict[int, Note], after: dict[int, Note]) -> str:
     named += [f"rank {rank} is behind, at {after[rank].place!r}" for rank in behind]
     named = named or [f"rank {rank} gave up first, at {after[rank].place!r}" for rank in still]
     more = f"; and {len(named) - _NAMED} more" if len(named) > _NAMED else ""
-    return "; ".join(named[:_NAMED]) + more or "every rank is alive and waits: a network between them is lost"
+    return "; ".join(named[:_NAMED]) + more or "every rank is alive and waits: the network between them is down"
 
 
 class Mesh:
-    """The ranks that torchrun launched, or with `alone` this process only. A collective waits `timeout_s` for a rank.
+    """The ranks that torchrun launched or, with `alone`, only this process. A collective waits up to `timeout_s` for a rank.
 
-    rank, world               this process and how many there are
+    rank, world               this process, and the number of processes
     local_rank, local_world   the same on this node
-    device                    this rank's: cpu, or the GPU of its local rank
+    device                    of this rank: cpu, or the GPU of its local rank
     """
 
     def __init__(self, device: torch.device | str = "cpu", timeout_s: float = 600.0, *, alone: bool = False) -> None:
@@ -83,14 +83,14 @@ class Mesh:
         self.rank, self.world = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank, self.local_world = int(env.get("LOCAL_RANK", 0)), int(env.get("LOCAL_WORLD_SIZE", self.world))
         if not 0 < timeout_s < math.inf:
-            raise ValueError(f"timeout: got {timeout_s} s; accepted: more than 0, and finite")
+            raise ValueError(f"timeout: got {timeout_s} s; accepted: a finite number above 0")
         self.timeout_s = timeout_s
         self.place, self.entered = "start", 0
         self._since, self._firsts = time.monotonic(), 0
         self._beat, self._gave_up = 0, False
         self.device = torch.device(device)
-        self.group: dist.ProcessGroup | None = None  # of the collectives on tensors
-        self.host_group: dist.ProcessGroup | None = None  # of objects and barriers: always gloo
+        self.group: dist.ProcessGroup | None = None  # for collectives on tensors
+        self.host_group: dist.ProcessGroup | None = None  # for objects and barriers: always gloo
         if self.world == 1:
             return
         if self.device.type == "cuda":
@@ -109,14 +109,14 @@ class Mesh:
         self.group = dist.group.WORLD
         self.host_group = self.group if backend == "gloo" else dist.new_group(backend="gloo", timeout=limit)
 
-    # ── collectives: in place on slices of arenas, nothing is allocated; wait=False returns what `wait` takes ──
+    # ── collectives: in place on slices of arenas, without allocation; wait=False returns an argument for `wait` ──
 
     def all_reduce(self, x: Tensor, *, wait: bool = True) -> Pending:
         """x = Σ over ranks of x."""
         return self.run(lambda: dist.all_reduce(x, group=self.group, async_op=not wait), "all_reduce")
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor, wait: bool = True) -> Pending:
-        """out = Σ over ranks of this rank's slice of x, one of `world` equal slices. `out` may be that slice of x."""
+        """out = Σ over ranks of this rank's slice of x (one of `world` equal slices). `out` may be that slice of x."""
         return self.run(lambda: _reduce_scatter(out, x, group=self.group, async_op=not wait), "reduce_scatter")
 
     def all_gather(self, part: Tensor, *, out: Tensor, wait: bool = True) -> Pending:
@@ -124,7 +124,7 @@ class Mesh:
         return self.run(lambda: _all_gather(out, part, group=self.group, async_op=not wait), "all_gather")
 
     def wait(self, work: Pending) -> None:
-        """Wait for a collective that was started with wait=False. Not counted, because a rank may have none to wait for."""
+        """Waits for a collective started with wait=False. Not counted as entered, because a rank may have none to wait for."""
         if work is not None:
             self._guarded(work.wait, "wait")
 
@@ -135,13 +135,13 @@ class Mesh:
         text = json.dumps(value, allow_nan=False).encode("utf-8")
         most = torch.tensor(len(text))
         self.run(lambda: dist.all_reduce(most, dist.ReduceOp.MAX, group=self.host_group), "gather")
-        own = torch.frombuffer(bytearray(text.ljust(int(most))), dtype=torch.uint8)  # JSON may end in spaces
+        own = torch.frombuffer(bytearray(text.ljust(int(most))), dtype=torch.uint8)  # JSON ignores trailing spaces
         texts = torch.empty(self.world, len(own), dtype=torch.uint8)
         self.run(lambda: _all_gather(texts.view(-1), own, group=self.host_group), "gather")
         return [json.loads(bytes(row.numpy())) for row in texts]
 
     def sum(self, *values: float) -> list[float]:
-        """Σ over ranks of each, on the host; whole numbers stay exact below 2⁵³."""
+        """Σ over ranks of each value, on the host; integers are exact below 2⁵³."""
         x = torch.tensor(values, dtype=torch.float64)
         self.run(lambda: dist.all_reduce(x, group=self.host_group), "sum")
         return x.tolist()
@@ -150,8 +150,8 @@ class Mesh:
         self.run(lambda: dist.barrier(group=self.host_group), "barrier")
 
     def first(self, work: Callable[[], T]) -> T:
-        """`work` on rank 0, then on the first rank of each other node, then on the rest. The others poll the store, which has
-        no timeout, instead of waiting in a collective. Where `work` fails, all ranks that wait for it fail."""
+        """Runs `work` on rank 0, then on the first rank of each other node, then on the rest. Waiting ranks poll the store,
+        without a timeout, instead of waiting in a collective. If `work` fails, all ranks that wait for it fail."""
         self._firsts += 1
         node = self.rank - self.local_rank  # the first rank of this node
         awaited = None if self.rank == 0 else 0 if self.rank == node else node
@@ -172,7 +172,7 @@ class Mesh:
             self._store.set(f"first/{self._firsts}/{self.rank}", how)
 
     def _await(self, key: str) -> None:
-        """Polls, because a store that waits would block the heartbeat too."""
+        """Polls, because a blocking wait on the store would block the heartbeat too."""
         self.at(self.place, alone=True)
         while not self._store.check([key]):
             time.sleep(BEAT_S / 10)
@@ -183,11 +183,12 @@ class Mesh:
     # ── who is missing ──
 
     def at(self, place: str, *, alone: bool = False) -> None:
-        """This rank is about to do `place`. `alone`: no collective waits for it, so it may take any time."""
+        """Sets this rank's place in the program. `alone`: no collective waits for it, so it may take any time."""
         self.place, self._since = place, math.inf if alone else time.monotonic()
 
     def run(self, collective: Callable[[], T], name: str) -> T | None:
-        """A collective, which all ranks enter in the same order. `RankLost` says which rank is lost. A no-op with one rank."""
+        """Runs a collective, which all ranks must enter in the same order. Raises `RankLost` with the lost rank. No-op with one
+        rank."""
         if self.world == 1:
             return None
         self.entered += 1
@@ -205,12 +206,12 @@ class Mesh:
             ) from error
 
     def _give_up(self) -> None:
-        """Publish that this rank is about to end because another one is lost."""
+        """Publishes that this rank is about to end because another one is lost."""
         self._gave_up = True
         self._write()
 
     def _write(self) -> bool:
-        """Publish this rank's note. False where the store is gone; torchrun then ends this process."""
+        """Publishes this rank's note. False if the store is gone; torchrun then ends this process."""
         self._beat += 1
         try:
             write_note(self._store, self.rank, Note(self._beat, self.entered, self.place, self._gave_up))
@@ -219,19 +220,18 @@ class Mesh:
         return True
 
     def missing(self) -> str:
-        """Which ranks this one waits for. Takes two beats and a half."""
+        """Which ranks this one waits for. Takes 2.5 beats."""
         try:
             before = read_notes(self._store, self.world)
             time.sleep(2.5 * BEAT_S)
             return missing(before, read_notes(self._store, self.world))
         except RuntimeError:
-            return "the store is gone, and with it the torchrun that holds it"
+            return "the store is gone: the torchrun that ran it has ended"
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        """Inside, the heartbeat thread publishes this rank's notes. If this rank stays at one place for longer than a
-        collective may wait, and nothing has raised, the thread prints which ranks are missing and ends the process with code
-        13."""
+        """Inside, the heartbeat thread publishes this rank's notes. If this rank stays at one place longer than a collective
+        may wait, and no error was raised, the thread prints which ranks are missing and ends the process with exit code 13."""
         if self.world == 1:
             yield
             return
@@ -261,7 +261,7 @@ class Mesh:
         os._exit(HUNG)
 
     def neighbours(self, n: int) -> Neighbours:
-        """This rank's group of ranks 0 … n − 1, n … 2n − 1, and so on. Called on all ranks."""
+        """The group of this rank among ranks 0 … n − 1, n … 2n − 1, and so on. All ranks must call this."""
         return Neighbours(self, n)
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class Mesh:
 
 
 class Neighbours:
-    """n neighbouring ranks of a mesh. Their collectives are counted with the mesh's, so all groups have to enter as many."""
+    """n adjacent ranks of a mesh. Their collectives count as the mesh's, so all groups must enter the same number."""
 
     def __init__(self, mesh: Mesh, n: int) -> None:
         self.rank, self.world, self._mesh = mesh.rank % n, n, mesh
@@ -282,11 +282,11 @@ class Neighbours:
         self._mesh.run(lambda: dist.all_reduce(x, group=self._group), "all_reduce")
 
     def reduce_scatter(self, x: Tensor, *, out: Tensor) -> None:
-        """Mesh.reduce_scatter over these ranks."""
+        """`Mesh.reduce_scatter` over these ranks."""
         self._mesh.run(lambda: _reduce_scatter(out, x, group=self._group), "reduce_scatter")
 
     def all_gather(self, part: Tensor, *, out: Tensor) -> None:
-        """Mesh.all_gather over these ranks."""
+        """`Mesh.all_gather` over these ranks."""
         self._mesh.run(lambda: _all_gather(out, part, group=self._group), "all_gather")
 
 
@@ -304,8 +304,8 @@ def read_notes(store: Store, world: int) -> dict[int, Note]:
 
 
 def said_already(sentence: str) -> bool:
-    """Whether another rank has printed it, so that an error of all ranks is printed once. False where torchrun keeps no store
-    for its ranks; ranks that ended before the group was made count."""
+    """Whether another rank has printed this, so that an error of all ranks is printed once; ranks that ended before the group
+    was made count too. False if torchrun keeps no store for its ranks."""
     env = os.environ
     if int(env.get("WORLD_SIZE", "1")) == 1 or env.get("TORCHELASTIC_USE_AGENT_STORE") != "True":
         return False
@@ -317,9 +317,9 @@ def said_already(sentence: str) -> bool:
 
 
 def _store(rank: int, world: int, limit: timedelta) -> Store:
-    """The store at MASTER_ADDR. torchrun keeps one over restarts, where a restarted rank may read the address of a dead one
-    (pytorch#135712): on one node each attempt has its own prefix of keys. On several nodes the count of attempts is not the
-    same everywhere, and torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead."""
+    """The store at MASTER_ADDR. torchrun keeps one store over restarts, so a restarted rank may read the address of a dead one
+    (pytorch#135712): on one node each attempt has its own key prefix. On several nodes the attempt count may differ between
+    nodes, and torchrun needs TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 instead."""
     env = os.environ
     shared = env.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store = _stores.TCPStore(

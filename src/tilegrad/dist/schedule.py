@@ -1,16 +1,16 @@
-"""When each parameter is read and when each gradient is complete, from a run of the step on handles.
+"""When each parameter is read and each gradient is complete, from a run of the step on handles.
 
     touches    for each op, which parameters it reads and which gradients it writes
-    cut        the arena's parameters in buckets: neighbours that one collective sums, or gathers
+    cut        splits the arena into buckets: adjacent parameters that one collective sums, or gathers
     needed     the first op that reads a bucket's parameters: it waits for their gather
     final      the last op that writes a bucket's gradients: their sum may start after it
-    follow     the same program on tensors, with work before and after its ops
+    follow     runs the same program on tensors, with work before and after its ops
 
-An arena holds the parameters in the order of declaration, those of two and more dimensions first. The backward completes the
-gradients from the end to the front, so buckets are cut from the end. Each rank owns one of `world` equal slices of a bucket.
+An arena has the parameters in the order of declaration, matrices before vectors. The backward completes the gradients from the
+end to the front, so buckets are cut from the end. Each rank owns one of `world` equal slices of a bucket.
 
-    params    │ wte ░░░ │ blocks 0, 1 ░░ │ blocks 2, 3 ░░ │ biases, norms ░ │     ░: a pad, to world · align elements
-    grads       the same layout                                                 each a handle of type COMM, always zero
+    params    │ wte ░░░ │ blocks 0, 1 ░░ │ blocks 2, 3 ░░ │ biases, norms ░ │     ░: padding to world · align elements
+    grads       the same layout                                                 each padding is a COMM handle, always zero
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
     start: int
     stop: int
     pad: int
-    decayed: int  # leading elements that decay
+    decayed: int  # leading elements with weight decay
 
     def part(self, rank: int, world: int) -> tuple[int, int]:
         """[start, stop) of the elements that a rank owns."""
@@ -52,7 +52,7 @@ class Bucket(NamedTuple):
 def touches(
     program: Callable[[], object], observe: Observe, values: Mapping[str, str], grads: Mapping[str, str]
 ) -> tuple[Touch, ...]:
-    """The ops of a program on handles; nothing is computed. `values` and `grads` map names of handles to parameters."""
+    """The ops of a program on handles; nothing is computed. `values` and `grads` map handle names to parameters."""
     seen: list[Touch] = []
 
     def see(call: Call) -> None:
@@ -66,24 +66,24 @@ def touches(
 
 
 def needed(bucket: Bucket, steps: Sequence[Touch]) -> int:
-    """The index of the first op that reads one of its parameters."""
+    """Index of the first op that reads one of the bucket's parameters."""
     return next(i for i, step in enumerate(steps) if step.reads & set(bucket.names))
 
 
 def final(bucket: Bucket, steps: Sequence[Touch]) -> int:
-    """The index of the op after which all of its gradients are complete."""
+    """Index of the op after which all gradients of the bucket are complete."""
     return max(i for i, step in enumerate(steps) if step.writes & set(bucket.names))
 
 
 def order(buckets: Sequence[Bucket], steps: Sequence[Touch]) -> tuple[int, ...]:
-    """Indices of buckets in the order in which every rank sums them, whatever it computes: another order would hang."""
+    """Indices of buckets in the order in which every rank must sum them; different orders on two ranks would hang."""
     return tuple(sorted(range(len(buckets)), key=lambda i: (final(buckets[i], steps), -i)))
 
 
 def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-    """Buckets of about `bucket_bytes`, front to back, that divide by `world`. `params` are handles in the arena's order.
-    Parameters of one dimension have their own buckets because they do not decay; so has what the backward's last op completes
-    (an embedding), because nothing else should wait for it."""
+    """Buckets of about `bucket_bytes`, front to back, with sizes divisible by `world`. `params` are handles in the order of the
+    arena. Vectors have their own buckets because they have no weight decay. So have the gradients completed by the backward's
+    last op (an embedding), because no other gradient should wait for them."""
     if bucket_bytes < 1:
         raise ValueError(f"bucket_bytes: got {bucket_bytes}; accepted: at least 1")
     last: set[str] = set()
@@ -106,7 +106,7 @@ def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_byt
         align = align_of(own[0])
         size = flat("bucket", own).shape[0]
         aligned = -(-size // align) * align
-        ragged = align if aligned > size else 0  # an arena ends with its last buffer, which shall be a pad
+        ragged = align if aligned > size else 0  # an arena ends with its last buffer, which must be padding
         whole = -(-(aligned + ragged) // (world * align)) * world * align if world > 1 else size
         decayed = whole if len(own[0].shape) >= 2 else 0
         buckets.append(Bucket(tuple(p.name for p in own), start, start + whole, max(whole - aligned, 0), decayed))
@@ -115,7 +115,7 @@ def cut(params: Sequence[Handle], steps: Sequence[Touch], world: int, bucket_byt
 
 
 def align_of(p: Handle) -> int:
-    """Every offset is a multiple of so many elements: on CUDA the same for a parameter and its shorter copy."""
+    """Every offset is a multiple of this many elements; on CUDA it is the same for a parameter and its bfloat16 copy."""
     return 128 if p.device.type == "cuda" else alignment(p.device) // p.dtype.itemsize
 
 
@@ -126,13 +126,13 @@ def follow(
     after: Mapping[int, Sequence[Work]],
     observe_names: ObserveNames,
 ) -> Iterator[None]:
-    """The program of these steps runs inside, with `before[i]` and `after[i]` around its op number i."""
+    """Runs the program of these steps inside, with `before[i]` and `after[i]` around op number i."""
     clock, nothing = 0, ()
 
     def run(name: str, op: Work) -> None:
         nonlocal clock
         if clock >= len(steps) or name != steps[clock].op:
-            raise RuntimeError(f"op number {clock} is {name!r}: not the program of this schedule")
+            raise RuntimeError(f"op number {clock} is {name!r}, which the schedule does not expect there")
         for work in before.get(clock, nothing):
             work()
         op()
@@ -143,4 +143,4 @@ def follow(
     with observe_names(run):
         yield
     if clock != len(steps):
-        raise RuntimeError(f"the program ended after {clock} of the schedule's {len(steps)} ops")
+        raise RuntimeError(f"the program ended after {clock} of {len(steps)} scheduled ops; run all of it")

@@ -1,16 +1,16 @@
-"""Fully sharded: parameters and gradients are whole only around the ops that need them.
+"""Fully sharded: whole parameters and gradients exist only around the ops that need them.
 
-A block is a unit, and so is everything outside of the blocks. A rank keeps 1/world of each unit, its part. A unit's whole values
-and its whole gradients are one flat COMM buffer each, with live ranges like those of activations: so units share addresses, they
-are in the plan, and poison finds a unit that is read after its end.
+Each block is a unit, and everything outside of the blocks is one more. A rank keeps 1/world of each unit: its part. The whole
+values of a unit, and its whole gradients, are one flat COMM buffer each, with live ranges like those of activations. So units
+share addresses in the plan, and poison exposes a unit that is read after its live range.
 
-    before the previous unit is used   start the gather: one unit ahead
+    before the previous unit is used   start the gather (prefetch by one unit)
     before an op reads the unit        wait for the gather
     before an op writes its grads      zero them
-    after the last such op             wait for the sum of the previous unit and add it to that unit's part; start this sum
+    after the last such op             wait for the previous unit's sum and add it to its part; start this unit's sum
 
-The schedule follows from a run of the program on handles (`schedule.touches`). The collectives are calls among the model's own,
-so the plan is the trace of all of them. Every micro-batch gathers and sums.
+The schedule comes from a run of the program on handles (`schedule.touches`). Collectives are traced like the model's ops, so
+the plan includes them. Every micro-batch gathers and sums.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Emit = Callable[[Any], None]  # takes a Call of kernels/op.py or an Emitted
 
 
 class Emitted(NamedTuple):
-    """A call of the schedule's own, as a trace reads it."""
+    """A call that the schedule adds, in the form that a trace reads."""
 
     name: str
     reads: tuple[object, ...]
@@ -62,10 +62,10 @@ class Units:
     world: int
     buckets: dict[str, Bucket]
     starts: dict[str, int]  # parameter → its first element in the flat range of all units
-    owner: dict[str, tuple[str, str]]  # the handles of a parameter's value and gradient → its unit, and the parameter
-    values: Buffers  # whole, while a program needs them
+    owner: dict[str, tuple[str, str]]  # handle name of a parameter's value or gradient → (unit, parameter)
+    values: Buffers  # whole units, only while a program needs them
     grads: Buffers
-    value_parts: Buffers  # this rank's, always
+    value_parts: Buffers  # this rank's parts, always present
     grad_parts: Buffers
 
     @classmethod
@@ -112,19 +112,19 @@ class Units:
         )
 
     def view(self, handle: Handle) -> Tensor:
-        """The tensor of a parameter's value or gradient, a view of its unit's."""
+        """The tensor of a parameter's value or gradient: a view of its unit's buffer."""
         unit, name = self.owner[handle.name]
         whole = (self.grads if handle.role == "grads" else self.values)[unit]
         at, n = self.starts[name] - self.buckets[unit].start, handle.nbytes // handle.dtype.itemsize
         return whole[at : at + n].view(handle.shape)
 
     def schedule(self, steps: Sequence[Touch]) -> tuple[Actions, Actions]:
-        """What to do before and after each op."""
+        """Actions before and after each op."""
         unit_of = {name: unit for unit, bucket in self.buckets.items() for name in bucket.names}
         before: Actions = {}
         after: Actions = {}
-        uses: list[tuple[int, str]] = []  # (op, unit) where a unit is needed that is not there
-        there: dict[bool, str] = {}  # the root, and one block at a time
+        uses: list[tuple[int, str]] = []  # (op, unit): a unit is needed and not gathered yet
+        there: dict[bool, str] = {}  # gathered now: the root, and one block at a time
         first: dict[str, int] = {}
         last: dict[str, int] = {}
         for i, step in enumerate(steps):
@@ -152,8 +152,8 @@ class Units:
         self, steps: Sequence[Touch], mesh: Mesh, *, first: bool, emit: Emit | None, observe: Observe,
         observe_names: ObserveNames,
     ) -> Iterator[None]:  # fmt: skip
-        """The program of these steps runs inside. `first`: sums overwrite the parts, otherwise they add. `emit` is the outer
-        observer, a trace or poison, which is given each call; None without one. A traced program sends nothing."""
+        """Runs the program of these steps inside. `first`: sums overwrite the parts, otherwise they accumulate. `emit` is the
+        outer observer (a trace or poison), which gets each call; None without one. A traced program communicates nothing."""
         works: dict[str, Pending] = {}
         before, after = self.schedule(steps)
         act = partial(self._act, mesh, works, first=first, emit=emit or _run)
@@ -208,7 +208,7 @@ class Units:
                     emit(Emitted("reduce_scatter", (grads,), (grads,), (grads,), reduce))
 
     def _by_unit(self, call: Call) -> Call:
-        """On handles, the call with units' buffers in place of their parameters and gradients. An op writes a part of one."""
+        """On handles: the call with unit buffers in place of parameters and gradients. It writes only parts of these."""
         if not any(isinstance(h, Handle) for h in (*call.reads, *call.writes)):
             return call
 
@@ -232,7 +232,7 @@ def _bound(actions: Mapping[int, Sequence[tuple[str, str]]], act: Callable[[str,
 
 
 def gathered(units: Units, mesh: Mesh) -> dict[str, Tensor]:
-    """Every parameter whole and flat, in new memory. A collective: all ranks call it."""
+    """Every parameter, whole and flat, in new memory. A collective: all ranks must call it."""
     found: dict[str, Tensor] = {}
     for unit, bucket in units.buckets.items():
         part = units.value_parts[unit]

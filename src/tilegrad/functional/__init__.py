@@ -1,4 +1,4 @@
-"""Attention for autograd, as people call it. Options become a mask, and dispatch.py runs the call.
+"""The public functions of attention, differentiable by autograd. Options become a `Mask`, and dispatch.py runs the call.
 
 Under autocast q, k and v are cast to the autocast dtype; bias, slopes and sinks keep theirs. Second derivatives and
 forward-mode AD raise.
@@ -23,7 +23,7 @@ from .dispatch import attend
 
 
 class VarlenOptions(TypedDict, total=False):
-    """The options of `attention_varlen`; its docstring and `attention`'s say what they do."""
+    """The options of `attention_varlen`; see its docstring and that of `attention`."""
 
     causal: bool
     window: Window | None
@@ -64,21 +64,21 @@ def attention(
     """softmax(scale · q kᵀ + …) v with exact gradients for q, k, v, bias, sinks, and through lse.
 
     q (B, Hq, Tq, D), k (B, Hkv, Tk, D), v (B, Hkv, Tk, Dv), any strides with the last one 1, Hq a multiple of Hkv; the
-    result is (B, Hq, Tq, Dv), laid out in memory as q is. Scores go through these, in this order:
+    result is (B, Hq, Tq, Dv), in the memory layout of q. Options are applied to the scores in this order:
 
-    scale         times q·k; None = 1/√D
+    scale         s = scale · q·k; None = 1/√D
     softcap       c > 0: s = c·tanh(s/c)
     bias          added; broadcastable to (B, Hq, Tq, Tk), float32 or q's dtype; bool: True = attends, without gradient
     alibi_slopes  − slope[h]·|i + Tk − Tq − j|; (Hq,) or (B, Hq), no gradient
     causal        query i attends to keys j ≤ i + Tk − Tq
     window        (left, right): i + Tk − Tq − left ≤ j ≤ i + Tk − Tq + right; None = open on that side
-    sinks         (Hq,): one logit per head that joins the softmax's denominator and has no value
-    dropout_p     drops weights after the softmax; which ones is a pure function of seed (an int, a 0-d int64 tensor
-                  read on the device, or None = drawn from torch's generator), the same in every kernel
+    sinks         (Hq,): one logit per head that is added to the softmax denominator and has no value
+    dropout_p     drops probabilities after the softmax; the mask is a pure function of seed (an int, a 0-d int64 tensor
+                  read on the device, or None = drawn from torch's generator) and the same in every kernel
 
     A row that attends to no key gives 0. return_lse adds the natural-log logsumexp (B, Hq, Tq) in float32 (float64 for
-    float64), differentiable. deterministic=True promises bit-equal results; None follows torch.use_deterministic_algorithms.
-    kernel names a kernel, which runs or raises; `explain` says which would run and why.
+    float64), differentiable. deterministic=True guarantees bit-equal results; None follows torch.use_deterministic_algorithms.
+    kernel selects a kernel by name, which runs or raises; `explain` says which would run and why.
 
     >>> import torch, tilegrad
     >>> q = torch.randn(1, 8, 128, 64, requires_grad=True)
@@ -121,9 +121,9 @@ def attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
     """`attention` over sequences packed end to end: q (total_q, Hq, D), k (total_k, Hkv, D), v (total_k, Hkv, Dv).
 
-    Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q and likewise of k and v (int32, on q's device); it may
+    Sequence b is rows cu_seqlens_q[b] to cu_seqlens_q[b + 1] of q, and the same of k and v (int32, on q's device); it may
     be empty. max_seqlen_* are the longest lengths. The result is (total_q, Hq, Dv), lse (Hq, total_q). The values of
-    cu_seqlens are checked on the CPU, on a device only with TILEGRAD_CHECK=1 in the environment.
+    cu_seqlens are checked on a CPU; on a device only with TILEGRAD_CHECK=1 in the environment.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 10, 4, 32)
@@ -144,13 +144,13 @@ def sdpa(
     query: Tensor, key: Tensor, value: Tensor, attn_mask: Tensor | None = None, dropout_p: float = 0.0,
     is_causal: bool = False, scale: float | None = None, enable_gqa: bool = False,  # noqa: FBT001, FBT002
 ) -> Tensor:  # fmt: skip
-    """torch.nn.functional.scaled_dot_product_attention by tilegrad's kernels: its arguments, its meaning.
+    """torch.nn.functional.scaled_dot_product_attention with tilegrad's kernels: the same arguments and results.
 
     query (…, Hq, L, E), key (…, H, S, E), value (…, H, S, Ev) → (…, Hq, L, Ev). Dimensions before the last two broadcast; with
     enable_gqa Hq is a multiple of H. attn_mask broadcasts to (…, Hq, L, S): bool, True = attends, or added to the scores.
 
-    `attention` differs in two things. is_causal is aligned at the top left, row i attends to columns j ≤ i, where `attention`'s
-    causal is aligned at the bottom right; for L = S they are one. And a dimension does not broadcast there.
+    `attention` differs in two ways. is_causal is aligned at the top left (row i attends to columns j ≤ i), causal of
+    `attention` at the bottom right; they are equal for L = S. And `attention` does not broadcast dimensions.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 2, 4, 16, 32)
@@ -161,46 +161,46 @@ def sdpa(
     for name, x in given:
         require(isinstance(x, Tensor), name, type(x).__name__, TENSOR, TypeError, show=str)
         enough = x.ndim >= (3 if enable_gqa else 2)
-        require(enough, name, f"shape {tuple(x.shape)}", "(…, L, E), with enable_gqa (…, H, L, E)", show=str)
+        require(enough, name, f"shape {tuple(x.shape)}", "(…, L, E), or with enable_gqa (…, H, L, E)", show=str)
     require(attn_mask is None or not is_causal, "attn_mask", "a mask and is_causal=True", "one of the two", show=str)
     dims = max(x.ndim for _, x in given)
     q, k, v = (x if x.ndim > 2 else x[None] for _, x in given)
     heads = None if enable_gqa else _common("heads", _HEADS, *(x.shape[-3:-2] for x in (q, k, v)))
-    batch = _common("batch dimensions", "some that broadcast", *(x.shape[:-3] for x in (q, k, v)))
+    batch = _common("batch dimensions", "shapes that broadcast", *(x.shape[:-3] for x in (q, k, v)))
     q, k, v = (_rows(x.expand(*batch, *(heads or x.shape[-3:-2]), *x.shape[-2:])) for x in (q, k, v))
     bias, window, rows = attn_mask, None, q.shape[2]
     if bias is not None:
         _check_attn_mask(bias, (*batch, q.shape[1], rows, k.shape[2]))
     if bias is not None and bias.ndim > 3 and len(batch) != 1:
         bias = bias.expand(*batch, *bias.shape[-3:]).reshape(-1, *bias.shape[-3:])
-    if is_causal:  # row i attends to columns j ≤ i: to the first L, at distances of Tk − Tq and more
+    if is_causal:  # row i attends to columns j ≤ i < L: drop later columns, then shift the bottom-right alignment
         k, v = k[:, :, :rows], v[:, :, :rows]
         window = (None, rows - k.shape[2])
     o = attention(q, k, v, bias=bias, window=window, scale=scale, dropout_p=dropout_p)
     return o.reshape((*batch, *o.shape[1:])[-dims:])
 
 
-_HEADS = "as many of each, or enable_gqa=True where query's are a multiple of key's (tilegrad.attention needs no flag)"
+_HEADS = "equal numbers, or enable_gqa=True if query's are a multiple of key's (tilegrad.attention needs no flag)"
 
 
 def _common(what: str, accepted: str, *shapes: tuple[int, ...]) -> tuple[int, ...]:
-    """The shape that those of query, key and value broadcast to."""
+    """The shape to which the shapes of query, key and value broadcast."""
     try:
         return tuple(torch.broadcast_shapes(*shapes))
     except RuntimeError:
         q, k, v = (", ".join(map(str, shape)) or "none" for shape in shapes)
-    raise ValueError(f"key: got {what} {k}, and query has {q}, value {v}; accepted: {accepted}")
+    raise ValueError(f"key: got {what} {k}; query has {q}, value {v}; accepted: {accepted}")
 
 
 def _check_attn_mask(mask: Tensor, scores: tuple[int, ...]) -> None:
     require(isinstance(mask, Tensor), "attn_mask", type(mask).__name__, f"None or {TENSOR}", TypeError, show=str)
     fits = mask.ndim <= len(scores) and all(a in (1, b) for a, b in zip(mask.shape[::-1], scores[::-1], strict=False))
-    got = f"shape {tuple(mask.shape)}, and (…, Hq, L, S) is {tuple(scores)}"
+    got = f"shape {tuple(mask.shape)} for (…, Hq, L, S) = {tuple(scores)}"
     require(fits, "attn_mask", got, "a shape that broadcasts to (…, Hq, L, S)", show=str)
 
 
 def _rows(x: Tensor) -> Tensor:
-    """(…, H, T, D) → (B, H, T, D) with contiguous rows, a view where there is one."""
+    """(…, H, T, D) → (B, H, T, D) with contiguous rows; a view if possible."""
     x = x if x.ndim == 4 else x.reshape(-1, *x.shape[-3:])
     return x if x.stride(-1) == 1 or x.shape[-1] == 1 else x.contiguous()
 
@@ -214,10 +214,10 @@ def explain(
     o: Tensor | None = None, do: Tensor | None = None, dq: Tensor | None = None, dk: Tensor | None = None,
     dv: Tensor | None = None, **unknown: Never,
 ) -> Explanation:  # fmt: skip
-    """Which kernel would run this call of `attention` (or, with cu_seqlens, `attention_varlen`), and why not the others.
+    """Which kernel would run this call of `attention` (with cu_seqlens: `attention_varlen`), and why the others would not.
 
-    `deterministic` is accepted so that a call can be copied; it changes nothing. o, do, dq, dk and dv are for a call of
-    `attention_fwd` or `attention_bwd` on buffers of yours: not every kernel can read or write every layout.
+    `deterministic` has no effect; it is accepted so that the arguments of a call can be copied. o, do, dq, dk and dv are for
+    calls of `attention_fwd` or `attention_bwd` on your own buffers: not every kernel can read or write every layout.
 
     >>> import torch, tilegrad
     >>> found = tilegrad.explain(*torch.randn(3, 1, 4, 16, 32), dropout_p=0.1, kernel="tiled")
@@ -236,7 +236,7 @@ def explain(
     return table.ATTENTION.explain(Problem(q, k, v, mask, o=o, do=do, dq=dq, dk=dk, dv=dv), kernel)
 
 
-_ELSEWHERE = {  # what other libraries call an option: our name for it, and who takes theirs
+_ELSEWHERE = {  # option of another library → (our name, our function that takes the other name)
     "is_causal": ("causal", "sdpa"),
     "attn_mask": ("bias", "sdpa"),
     "softmax_scale": ("scale", "flash"),
@@ -256,12 +256,12 @@ _THEIR_NAMES = {
 
 
 def _refuse(unknown: Mapping[str, object], function: Callable[..., object]) -> NoReturn:
-    """Say which of the function's options the first unknown one is."""
+    """Raises for the first unknown option, with the option that was probably meant."""
     options = [name for name, x in inspect.signature(function).parameters.items() if x.kind is x.KEYWORD_ONLY]
     name, value = next(iter(unknown.items()))
     ours, face = _ELSEWHERE.get(name, (None, None))
     if name == "enable_gqa":
-        accepted = f"no such option here, where fewer heads of k and v are groups{_THEIR_NAMES['sdpa']}"
+        accepted = f"nothing: GQA needs no flag here{_THEIR_NAMES['sdpa']}"
     elif ours in options:
         accepted = f"{ours}= here{_THEIR_NAMES[face] if face else ''}"
     else:

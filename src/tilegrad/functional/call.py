@@ -1,8 +1,8 @@
-"""A call of attention on plain tensors: it is checked, its outputs and scratch are allocated, and its kernel runs.
+"""A call of attention on plain tensors: check, allocate outputs and scratch, run the kernel.
 
-What a call allocates is worked out once for each signature, and its kernel is prepared for it: from call to call only addresses
-change. All scratch of a call is one buffer, torch's or a manager's (scratch.py). Where eager.cpp was built and takes the
-signature, it does the same from then on.
+Sizes of allocations are computed once per signature, and the kernel is prepared for it: between calls only addresses change.
+All scratch of a call is one buffer, from torch or from a manager (scratch.py). If eager.cpp was built and supports the
+signature, it runs all later calls.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ fast_path: ModuleType | None = None  # eager.cpp
 
 
 def new_outputs(q: Tensor, v: Tensor, mask: Mask) -> tuple[Tensor, Tensor]:
-    """o in q's memory order, so that a transposed view of (B, T, H, D) gives one back; lse contiguous."""
+    """o in q's memory order, so that for a transposed view of (B, T, H, D) o is one too; lse contiguous."""
     o_shape, lse_shape = output_shapes(q, v, mask)
     if len(o_shape) == 4 and q.stride(1) < q.stride(2):
         _, h, t, d = o_shape
-        o = q.new_empty_strided(o_shape, (t * h * d, d, h * d, 1))  # no view: it may be changed in place
+        o = q.new_empty_strided(o_shape, (t * h * d, d, h * d, 1))  # not a view, so that it may be changed in place
     else:
         o = q.new_empty(o_shape)
     return o, q.new_empty(lse_shape, dtype=lse_dtype(q.dtype))
 
 
 def new_gradients(q: Tensor, k: Tensor, v: Tensor, mask: Mask, wanted: Sequence[bool]) -> tuple[Tensor | None, ...]:
-    """GRADIENTS, None for those not wanted."""
+    """GRADIENTS; None for those not wanted."""
     want_q, want_k, want_v, want_bias, want_sinks = wanted
     return (
         torch.empty_like(q) if want_q else None,
         torch.empty_like(k) if want_k else None,
         torch.empty_like(v) if want_v else None,
         torch.empty_like(mask.float_bias) if want_bias and mask.float_bias is not None else None,
-        torch.zeros_like(mask.sinks) if want_sinks and mask.sinks is not None else None,  # it accumulates
+        torch.zeros_like(mask.sinks) if want_sinks and mask.sinks is not None else None,  # dsinks accumulates
     )
 
 
 def autocast(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, ...]:
-    """To the autocast dtype of q's device, where autocast is on there; float64 stays."""
+    """Casts to the autocast dtype of q's device, if autocast is on there; float64 is not cast."""
     device_type = q.device.type
     if not torch.is_autocast_enabled(device_type):
         return q, k, v
@@ -69,7 +69,7 @@ def forward(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, kernel: str | None, key: Signature | None, *,
     manager: int = 0, for_both: bool = False,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """Checks, allocates, runs: o, lse. `key` is `forward_key`'s. `for_both`: the scratch is as large as the backward's, too."""
+    """Checks, allocates, runs: o, lse. `key` is from `forward_key`. `for_both`: the scratch also fits the backward."""
     prepared, device = recall(key), q.device
     if prepared is None:
         selection = select(q, k, v, mask, {}, kernel, backward=False)
@@ -115,9 +115,9 @@ def backward(
     wanted: tuple[bool, ...], kernel: str | None, deterministic: bool, key: Signature | None,  # noqa: FBT001
     manager: int = 0,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """Checks, allocates, runs: dq, dk, dv, dbias, dsinks, None for those not wanted. `key` is `backward_key`'s."""
+    """Checks, allocates, runs: dq, dk, dv, dbias, dsinks; None for those not wanted. `key` is from `backward_key`."""
     prepared, device = recall(key), q.device
-    if prepared is None and not rows_aligned(do):  # not every kernel can read it; what is prepared is read as it is
+    if prepared is None and not rows_aligned(do):  # not every kernel can read such rows; a prepared one can
         do = do.clone(memory_format=torch.contiguous_format)
         key = backward_key(q, k, v, o, lse, do, dlse, mask, wanted, kernel, deterministic, manager)
         prepared = recall(key)
@@ -150,11 +150,11 @@ def _register_fast_path(
     prepared: PreparedCall, call: Forward | Backward, reads: tuple[Tensor | None, ...], new: tuple[Tensor | None, ...],
     kernel: str | None, *, deterministic: bool,
 ) -> None:  # fmt: skip
-    """Has eager.cpp run calls of this signature from now on, where it was built and takes them."""
+    """Registers this signature with eager.cpp, if that was built and supports it: it then runs all later calls."""
     q, mask, run = call.q, call.mask, prepared.run
     if fast_path is None or mask.has_tensors or not isinstance(run, NativeRun | Plan):
         return
-    if q.is_cuda and q.dtype is torch.float32:  # the precision of its products is an option of torch's
+    if q.is_cuda and q.dtype is torch.float32:  # torch has an option for the precision of float32 products
         return
     wanted = sum(1 << i for i, x in enumerate(new) if x is not None)
     if fast_path.add_program(

@@ -1,6 +1,6 @@
-"""A pair of ops of torch.library, <name>_fwd and <name>_bwd, made differentiable for everything that sees an op.
+"""Makes a pair of torch.library ops, <name>_fwd and <name>_bwd, differentiable under every torch feature that sees ops.
 
-Compilers, fake tensors, dispatch modes and autocast see the ops themselves. torch.func's transforms see an autograd.Function
+Compilers, fake tensors, dispatch modes and autocast see the ops themselves. torch.func transforms see an autograd.Function
 around each op. Second derivatives and forward mode raise.
 """
 
@@ -21,11 +21,11 @@ def register(
     library: torch.library.Library, name: str, public_name: str, kernels: tuple[Op, Op], fakes: tuple[Op, Op],
     save: Callable[..., None], gradient: Op, vmaps: tuple[Op, Op],
 ) -> tuple[Op, Op]:  # fmt: skip
-    """Registers both ops, whose schemas are defined and whose first arguments are q, k and v. Returns them as torch.func's
-    transforms take them.
+    """Registers both ops, whose schemas are already defined and whose first arguments are q, k and v. Returns them in the form
+    that torch.func transforms take.
 
-    `kernels`, `fakes` and `vmaps` have one function for the forward and one for the backward. `save(ctx, inputs, output)` and
-    `gradient(ctx, *grads)` are the forward's setup_context and backward in autograd.
+    `kernels`, `fakes` and `vmaps` are (forward, backward) pairs of functions. `save(ctx, inputs, output)` and
+    `gradient(ctx, *grads)` are setup_context and backward of the forward op in autograd.
     """
 
     def no_second_derivative(*_: object) -> NoReturn:
@@ -63,7 +63,7 @@ def _for_transforms(public_name: str, op: Op, save: Callable[..., None], gradien
         forward = staticmethod(lambda *arguments: op(*arguments))
         setup_context = staticmethod(save)
         backward = staticmethod(gradient)
-        jvp = staticmethod(lambda *_: raise_forward_mode(public_name))  # type: ignore[assignment]  # torch's names a ctx
+        jvp = staticmethod(lambda *_: raise_forward_mode(public_name))  # type: ignore[assignment]  # torch's has ctx
 
     return Function.apply
 
@@ -76,12 +76,12 @@ def raise_forward_mode(public_name: str) -> NoReturn:
 
 
 def batching_rule(op: Callable[..., Any], tensors: int, folds: Callable[..., bool]) -> Callable[..., Any]:
-    """vmap of an op whose first `tensors` arguments have a dimension B at 0, or are None: samples are folded into B where
-    folds(in_dims, arguments), else each is a call."""
+    """vmap of an op whose first `tensors` arguments have a batch dimension B at 0, or are None. If folds(in_dims, arguments),
+    samples are folded into B; else there is one call per sample."""
 
     def rule(info: Any, in_dims: tuple[Any, ...], *arguments: Any) -> tuple[Any, Any]:
         n = info.batch_size
-        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # a list of numbers has a list of None
+        in_dims = tuple(d if isinstance(d, int) else None for d in in_dims)  # that of a list is a list of None
         first = [x if d is None else x.movedim(d, 0) for x, d in zip(arguments, in_dims, strict=True)]
         if folds(in_dims, arguments):
             own = [

@@ -1,13 +1,13 @@
 """Three dispatch paths for attention: cached C++ call, eager autograd.Function, torch.library op.
 
-    fast path   eager.cpp, to the kernel and back in C++, where it     plain tensors and no others than q, k and v, no mode,
-                was built                                              no transform, a signature that ran before
+    fast path   eager.cpp, to the kernel and back in C++, if it        plain tensors, only q, k and v, no mode, no
+                was built                                              transform, a signature that ran before
     eager       an autograd.Function around the kernel                 plain tensors, no mode, no transform
     op          library.py                                             compile, export, fake tensors, subclasses,
                                                                        dispatch and function modes, torch.func, tracing
 
-The last two check, allocate and run through the same two functions of call.py. The dispatcher and then Python take most of
-the time of a small call, which is why the other paths exist. All three give the same bits.
+The last two check, allocate and run through the same two functions of call.py. In a small call torch's dispatcher takes
+most of the time, and Python the rest, so the other two paths exist. All three give the same bits.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ _is_batched = torch._C._functorch.is_legacy_batchedtensor
 def attend(
     q: Tensor, k: Tensor, v: Tensor, mask: Mask, *, return_lse: bool, deterministic: bool | None, kernel: str | None
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """o, or (o, lse), differentiable."""
-    if not mask.has_tensors and mask.cache_key is not None and call.fast_path is not None:  # no key for a compiler
+    """o, or (o, lse); differentiable."""
+    if not mask.has_tensors and mask.cache_key is not None and call.fast_path is not None:  # None in a compiler
         found = call.fast_path.attend(q, k, v, mask.cache_key, kernel, table.ATTENTION, deterministic, return_lse)
         if found is not None:
             return found  # type: ignore[no-any-return]
@@ -75,7 +75,7 @@ def _learned(mask: Mask) -> bool:
 
 
 def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
-    """Drawn where dropout has no seed; an int where nothing is dropped is left out."""
+    """The seed as a tensor: drawn if dropout has no seed. None if there is no dropout and the seed is an int."""
     seed = mask.seed
     if seed is None and mask.dropout_p:
         return torch.randint(-(2**63), 2**63 - 1, (), dtype=torch.int64, device=device)
@@ -86,7 +86,7 @@ def seed_tensor(mask: Mask, device: torch.device) -> Tensor | None:
 
 
 def is_traced_or_transformed() -> bool:
-    """Whether something wants to see the op: a compiler, a transform, a mode, a tracer, forward-mode AD."""
+    """Whether the op must be visible: to a compiler, a transform, a mode, a tracer or forward-mode AD."""
     return bool(
         torch.compiler.is_compiling()
         or torch._C._are_functorch_transforms_active()
@@ -99,7 +99,7 @@ def is_traced_or_transformed() -> bool:
 
 
 def is_plain_tensor(q: Any, *others: Any) -> bool:
-    """Whether tensors are what they hold in memory: no subclass, no fake one, none with a negation to come, no zeros without
+    """Whether the tensors have ordinary memory: no subclass or fake tensor, no pending negation, no zero tensor without
     memory."""
     for x in (q, *others):
         if x is not None and (type(x) not in _PLAIN or x.is_neg() or x._is_zerotensor()):
@@ -108,8 +108,8 @@ def is_plain_tensor(q: Any, *others: Any) -> bool:
 
 
 class _EagerAttention(torch.autograd.Function):
-    """A kernel and its backward, without the dispatcher: apply(options, q, k, v). A call with other tensors passes all of bias,
-    alibi_slopes, sinks, seed, cu_seqlens_q and cu_seqlens_k after them."""
+    """A kernel and its backward, without the dispatcher: apply(options, q, k, v). If the mask has tensors, all of bias,
+    alibi_slopes, sinks, seed, cu_seqlens_q and cu_seqlens_k follow."""
 
     @staticmethod
     def forward(ctx: Any, options: tuple[Any, ...], q: Tensor, k: Tensor, v: Tensor, *held: Tensor | None) -> Any:
@@ -122,7 +122,7 @@ class _EagerAttention(torch.autograd.Function):
             deterministic,
             kernel,
             manager,
-        )  # autograd alone keeps tensors
+        )  # without tensors: only autograd saves those
         return (o, lse) if return_lse else o
 
     @staticmethod
@@ -145,14 +145,14 @@ class _EagerAttention(torch.autograd.Function):
         return (None, dq, dk, dv, dbias, None, dsinks, None, None, None) if held else (None, dq, dk, dv)
 
 
-_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Function's own looks for transforms first
+_apply_eagerly = super(torch.autograd.Function, _EagerAttention).apply  # Function.apply checks for transforms first
 
 
 def _backward_of_eager(
     reads: Sequence[Any], mask: Mask, wanted: tuple[bool, ...], kernel: str | None, deterministic: bool,  # noqa: FBT001
     manager: int = 0,
 ) -> tuple[Tensor | None, ...]:  # fmt: skip
-    """The kernel itself on plain tensors, else the op."""
+    """The kernel on plain tensors, else the op."""
     q, k, v, o, lse, do, dlse = reads
     held = tensors_of(mask, mask.seed)
     batched = _is_batched(do) or dlse is not None and _is_batched(dlse)  # torch.autograd.grad(…, is_grads_batched=True)
@@ -164,9 +164,9 @@ def _backward_of_eager(
 
 
 def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: AttentionBufferManager) -> Tensor:
-    """`tilegrad.attention` of a mask without sinks or packed sequences, its scratch in buffers of the manager's.
+    """`tilegrad.attention` for a mask without sinks or packed sequences, with scratch from the manager.
 
-    It is for eager calls: neither torch.compile nor torch.func's transforms go through it.
+    Only for eager calls, not for torch.compile or torch.func transforms.
     """
     check_options(q, k, v, mask)
     mask = replace(mask, seed=seed_tensor(mask, q.device))
@@ -182,7 +182,7 @@ def managed_attention(q: Tensor, k: Tensor, v: Tensor, mask: Mask, manager: Atte
 
 
 def load_fast_path() -> None:
-    """Signatures that ran before run in C++ from now on, where it was built."""
+    """Loads eager.cpp, if it was built: known signatures then run in C++."""
     found = load()
     call.fast_path = None if isinstance(found, str) else found
     if call.fast_path is not None:

@@ -1,11 +1,11 @@
-// Eager calls of attention of a signature that ran before: from Python's arguments to the kernel, and back through autograd,
-// without Python in between. call.py checks a call, selects and prepares its kernel, and adds that as a program here. A call
-// without a program, or one that is traced or transformed, is answered with None, and dispatch.py runs it.
+// Eager calls of attention with a known signature: from Python's arguments to the kernel, and back through autograd, without
+// Python in between. call.py checks a call, selects and prepares its kernel, and registers that here as a program. For a call
+// without a program, or one that is traced or transformed, this returns None, and dispatch.py runs it.
 //
-//   Call      what a call has besides q, k and v: its mask, the kernel asked for, the table of kernels
-//   Program   a signature in one direction: what it allocates, and how its kernel starts
-//               native   a function of the CPU's library on one structure, into which addresses are written
-//               plan     functions of CUDA's driver, bound to addresses and a stream by Python (kernels/cuda_launch.py), and kept
+//   Call      everything of a call besides q, k and v: its mask, the requested kernel, the table of kernels
+//   Program   one signature in one direction: what it allocates, and how its kernel is launched
+//               native   a function of the CPU library, called with one structure into which addresses are written
+//               plan     functions of the CUDA driver, bound by Python (kernels/cuda_launch.py) to addresses and a stream; cached
 #include <ATen/autocast_mode.h>
 #include <ATen/core/LegacyTypeDispatch.h>
 #include <ATen/ops/empty.h>
@@ -46,7 +46,7 @@ struct Hash {
     }
 };
 
-// An object of Python's that any thread may release.
+// A Python object that any thread may release.
 struct Kept {
     PyObject* const object;
     explicit Kept(py::handle x) : object(x.inc_ref().ptr()) {}
@@ -60,7 +60,7 @@ struct Kept {
 };
 
 struct Call : torch::CustomClassHolder {
-    const Kept mask, kernel, table;  // the mask is interned, without tensors
+    const Kept mask, kernel, table;  // the mask is interned and has no tensors
     const bool deterministic;
     const Words key;
     Call(py::handle mask, py::handle kernel, py::handle table, bool deterministic, Words key)
@@ -80,7 +80,7 @@ struct Launch {
     uint64_t arguments[4];
 };
 
-struct Bound {  // launches of a plan at some addresses, and the memory that they point to
+struct Bound {  // launches of a plan at fixed addresses, and the memory that they point to
     std::vector<Launch> launches;
     const Kept memory;
 };
@@ -89,16 +89,16 @@ struct Program {
     std::vector<Form> outputs;
     int64_t work_bytes = 0;
     at::TensorOptions work_options;
-    // of a native program
+    // for a native program
     void (*native)(const void*, int64_t) = nullptr;
     int64_t direction = 0, scratch_at = 0;
     std::vector<uint64_t> words;
     std::vector<int64_t> places;
     std::string isa;
-    // of a plan of launches
+    // for a plan of launches
     std::unique_ptr<const Kept> plan;
     c10::Device device{c10::kCPU};
-    int64_t number = 0;  // no other program has it
+    int64_t number = 0;  // unique
 
     std::shared_ptr<Bound> bind(Words key) const;
     void run(const std::vector<Tensor>& tensors) const;
@@ -106,21 +106,21 @@ struct Program {
 
 template <class Value>
 using Under = std::unordered_map<Words, Value, Hash>;
-// never destroyed: at exit there is no interpreter that could release objects
-auto& calls = *new Under<CallPtr>;  // under the GIL, never removed: nodes of autograd and keys of programs have their addresses
-std::mutex mutex;                   // of both below; its owner never waits for the GIL
+// never destroyed, because at exit no interpreter is left to release objects
+auto& calls = *new Under<CallPtr>;  // under the GIL; never removed: autograd nodes and program keys have their addresses
+std::mutex mutex;                   // for both maps below; its owner never waits for the GIL
 auto& programs = *new Under<std::shared_ptr<Program>>;
 auto& bound = *new Under<std::shared_ptr<Bound>>;
 PyObject *parameter_class = nullptr, *slow_backward = nullptr;
-size_t most_entries = 0;  // kernels/cache.py: a full map is emptied
-constexpr size_t MOST_CALLS = 32;  // times most_entries: further masks stay with Python
+size_t most_entries = 0;  // as in kernels/cache.py, a full map is cleared
+constexpr size_t MOST_CALLS = 32;  // times most_entries: calls with further masks run in Python
 
 const char* asked_isa() {
     const char* isa = std::getenv("TILEGRAD_ISA");
     return isa ? isa : "";
 }
 
-// As Python acquires and raises: an error of Python's crosses autograd's threads.
+// Runs body under the GIL. A Python error becomes a C++ exception that can cross autograd's threads.
 template <class F>
 auto with_python(F body) {
     py::gil_scoped_acquire held;
@@ -145,7 +145,7 @@ std::shared_ptr<Bound> Program::bind(Words key) const {
             launches.push_back({reinterpret_cast<decltype(Launch::function)>(n.at(0)), {n.at(1), n.at(2), n.at(3), n.at(4)}});
         }
         std::shared_ptr<Bound> made(new Bound{std::move(launches), Kept(answer[1])});
-        Under<std::shared_ptr<Bound>> old;  // destroyed after the lock is given back
+        Under<std::shared_ptr<Bound>> old;  // destroyed after the lock is released
         std::lock_guard<std::mutex> lock(mutex);
         if (bound.size() >= most_entries) old.swap(bound);
         bound.emplace(std::move(key), made);
@@ -182,11 +182,11 @@ void Program::run(const std::vector<Tensor>& tensors) const {
         const uint64_t* a = each.arguments;
         int code = each.function(a[0], a[1], a[2], a[3]);
         if (!code) continue;
-        with_python([&] { plan->get().attr("answered")(code); });  // raises, or makes a context
+        with_python([&] { plan->get().attr("answered")(code); });  // raises, or creates a context
         code = each.function(a[0], a[1], a[2], a[3]);
         // One string, because TORCH_CHECK joins several with a stream, which crashes where the compiler links libstdc++ statically:
         // the process then has two copies, and they share the identifiers of locales.
-        TORCH_CHECK(!code, "CUDA: a launch answers " + std::to_string(code) + " again");
+        TORCH_CHECK(!code, "CUDA: a launch returned " + std::to_string(code) + " again");
     }
 }
 
@@ -267,8 +267,8 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         }
         ctx->set_materialize_grads(false);
         ctx->save_for_backward({q, k, v, out[0], out[1]});
-        ctx->saved_data["call"] = reinterpret_cast<int64_t>(call.get());  // a number: compiled autograd hashes what is saved
-        if (program.native) ctx->saved_data["isa"] = program.isa;  // the environment is read under the GIL alone
+        ctx->saved_data["call"] = reinterpret_cast<int64_t>(call.get());  // a number: compiled autograd hashes saved data
+        if (program.native) ctx->saved_data["isa"] = program.isa;  // the environment is only read under the GIL
         if (!return_lse) out.pop_back();
         return out;
     }
@@ -310,7 +310,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
         with_python([&] {
             py::list given;
             for (const Tensor& x : reads) given.append(py::reinterpret_steal<py::object>(THPVariable_Wrap(x)));
-            py::tuple wants(5);  // dbias and dsinks too
+            py::tuple wants(5);  // dq, dk, dv, dbias, dsinks
             for (int i = 0; i < 5; i++) wants[i] = py::bool_(wanted >> i & 1);
             py::tuple made = py::reinterpret_borrow<py::object>(slow_backward)(given, call.mask.get(), wants, call.kernel.get(),
                                                                               py::bool_(call.deterministic));
@@ -323,7 +323,7 @@ struct EagerAttention : torch::autograd::Function<EagerAttention> {
 
 bool exact(PyObject* x) { return Py_TYPE(x) == (PyTypeObject*)THPVariableClass || Py_TYPE(x) == (PyTypeObject*)parameter_class; }
 
-// The call, or none where no program was added for it.
+// The call, or null if no program was added for it.
 CallPtr call_of(PyObject* mask, PyObject* kernel, PyObject* table, bool deterministic) {
     thread_local Words key;
     if (kernel != Py_None && !PyUnicode_CheckExact(kernel)) return {};
@@ -339,7 +339,7 @@ CallPtr call_of(PyObject* mask, PyObject* kernel, PyObject* table, bool determin
 
 CallPtr new_call(py::object mask, py::object kernel, py::object table, bool deterministic) {
     Words key = {reinterpret_cast<int64_t>(mask.ptr()), int64_t(py::hash(kernel)), reinterpret_cast<int64_t>(table.ptr())};
-    for (bool mode : {false, true}) {  // the backward of a forward may be either
+    for (bool mode : {false, true}) {  // a backward may run in either mode
         Words whole = key;
         whole.push_back(mode);
         calls[whole] = c10::make_intrusive<Call>(mask, kernel, table, mode, key);
@@ -391,8 +391,8 @@ void drop(Under<std::shared_ptr<Program>>& old_programs, Under<std::shared_ptr<B
     old_bound.swap(bound);
 }
 
-// Adds the program of calls that read (q, k, v) or (q, k, v, o, lse, do, dlse) and allocate (o, lse) or (dq, dk, dv), given as
-// exemplars, and bytes of scratch. Returns true if all other programs were dropped for it.
+// Adds the program of calls that read (q, k, v) or (q, k, v, o, lse, do, dlse), allocate (o, lse) or (dq, dk, dv), both passed
+// as examples, and use work_bytes of scratch. Returns true if all other programs were dropped to make room.
 bool add_program(py::object mask, py::object kernel, py::object table, bool deterministic, int64_t wanted,
                  py::tuple reads, py::tuple outputs, int64_t work_bytes, py::object native, py::object plan) {
     static int64_t numbered = 0;
@@ -422,7 +422,7 @@ bool add_program(py::object mask, py::object kernel, py::object table, bool dete
     Words key;
     if (given.size() == 3) forward_key(key, *call, given[0], given[1], given[2]);
     else backward_key(key, *call, given, wanted);
-    Under<std::shared_ptr<Program>> old_programs;  // destroyed after the lock is given back
+    Under<std::shared_ptr<Program>> old_programs;  // destroyed after the lock is released
     Under<std::shared_ptr<Bound>> old_bound;
     std::lock_guard<std::mutex> lock(mutex);
     const bool full = programs.size() >= most_entries;

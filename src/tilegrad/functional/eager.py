@@ -1,5 +1,5 @@
-"""Eager calls of attention in C++, where they were built: eager.cpp says what they do. Without them the same calls go through
-Python, to the same bits: only the time of the host differs."""
+"""Fast path of eager calls of attention in C++, if it was built; eager.cpp says what it does. Without it the same calls run in
+Python with the same bits and only take more host time."""
 
 from __future__ import annotations
 
@@ -15,5 +15,5 @@ MODULE = NativeModule("tilegrad_eager", _HERE / "eager.cpp", ("c10", "torch_cpu"
 
 @functools.cache
 def load() -> ModuleType | str:
-    """The module, or the reason why eager calls go through Python instead and what to do."""
+    """The module, or the reason why eager calls run in Python and what to do."""
     return MODULE.load()

@@ -1,11 +1,11 @@
-"""Attention as ops of torch.library: what compilers, transforms, fake tensors, subclasses and modes see.
+"""Attention as torch.library ops, for compilers, transforms, fake tensors, subclasses and modes.
 
     tilegrad::attention_fwd(q, k, v, …mask) → (o, lse)
-    tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)      empty where not wanted
+    tilegrad::attention_bwd(q, k, v, o, lse, do, dlse, …mask) → (dq, dk, dv, dbias, dsinks)      empty if not wanted
 
-A mask travels through an op as the flat list of its fields, because a schema knows only tensors and numbers. torch.func's
-transforms (differentiable.py) run its backward for grad and jacrev; vmap folds its dimension into B, or calls once for each
-sample where a mask's tensor has that dimension.
+An op takes a mask as the flat list of its fields, because a schema has only tensors and numbers. torch.func transforms
+(differentiable.py) run the backward for grad and jacrev. vmap folds its dimension into B, or makes one call per sample if a
+tensor of the mask has that dimension.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ _library.define(
 
 
 def tensors_of(mask: Mask, seed: int | Tensor | None) -> tuple[Any, ...]:
-    """The tensors among _FIELDS; the mask's seed may not be one yet."""
+    """The tensors among _FIELDS. `seed` is separate because the seed of the mask may not be a tensor yet."""
     return (mask.bias, mask.alibi_slopes, mask.sinks, seed, mask.cu_seqlens_q, mask.cu_seqlens_k)
 
 
@@ -51,7 +51,7 @@ def numbers_of(mask: Mask) -> tuple[Any, ...]:
 
 
 def mask_of(*fields: Any) -> Mask:
-    """The mask of an op's arguments, which are in the order of _FIELDS."""
+    """The mask from an op's arguments, in the order of _FIELDS."""
     (
         bias, alibi_slopes, sinks, seed, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
         causal, left, right, scale, softcap, dropout_p,
@@ -97,7 +97,7 @@ def _bwd(
 
 
 def _as_tensors(q: Tensor, gradients: tuple[Tensor | None, ...]) -> tuple[Tensor, ...]:
-    """As an op returns them: empty where None."""
+    """Gradients as the op returns them: empty tensors instead of None."""
     return tuple(q.new_empty(0) if x is None else x for x in gradients)
 
 
@@ -145,8 +145,8 @@ def _transformed(*arguments: Any) -> Any:
 
 
 def _keep_in_graph() -> None:
-    """Have torch.compile call `_transformed` as it is, because it can't be traced. This runs while tracing: at import it would
-    load torch's compiler, 1.6 s."""
+    """Makes torch.compile call `_transformed` without tracing it, because it can't be traced. Called while tracing, because at
+    import it would load torch's compiler, 1.6 s."""
     torch.compiler.allow_in_graph(_transformed)
 
 
@@ -154,7 +154,7 @@ _keep_in_graph._dynamo_marked_constant = True  # type: ignore[attr-defined]  # a
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """Samples are folded where q, k and v are each sample's own, and no tensor of the mask nor its gradient is."""
+    """Folds samples if q, k and v all have the vmap dimension, and no tensor of the mask nor its gradient has it."""
 
     def folds(in_dims: tuple[Any, ...], arguments: tuple[Any, ...]) -> bool:
         bias, alibi_slopes, sinks, seed, cu_seqlens_q = arguments[tensors : tensors + 5]

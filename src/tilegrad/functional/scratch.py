@@ -1,9 +1,9 @@
-"""Scratch that an AttentionBufferManager lends for the length of a call.
+"""Scratch from an AttentionBufferManager for the duration of a call.
 
-A call borrows one TEMP buffer for all of its scratch, so that a cache of a few buffers serves it. Where a backward follows, the
-forward asks for as many bytes as the backward: two sizes by turns would evict each other from the cache. An op of torch.library
-can't take a manager; it takes the manager's number, and 0 means none. What is returned or saved for the backward is torch's,
-never the manager's.
+A call borrows one TEMP buffer for all of its scratch, so that a few cached buffers are enough. If a backward follows, the
+forward requests as many bytes as the backward: two alternating sizes would evict each other from the cache. A torch.library op
+can't take a manager, so it takes the manager's number; 0 means none. Tensors that are returned or saved for the backward come
+from torch, never from the manager.
 """
 
 from __future__ import annotations
@@ -26,21 +26,21 @@ _managers: WeakValueDictionary[int, AttentionBufferManager] = WeakValueDictionar
 
 
 def number_of(manager: AttentionBufferManager | None) -> int:
-    """The manager's number among the arguments of an op."""
+    """The number that stands for the manager among an op's arguments; 0 for None."""
     if manager is None:
         return 0
     _managers[id(manager)] = manager
     return id(manager)
 
 
-number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorators load all of Dynamo
+number_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # torch.compiler's decorator loads all of Dynamo
 
 
 def borrow(
     number: int, type: BufferType, nbytes: int, device: torch.device
 ) -> tuple[Tensor, AttentionBufferManager | None]:
-    """Uninitialised bytes, and the manager that gets them back by `deallocate`; None where they are torch's. A manager that is
-    gone, as its module may be before a backward, counts as none."""
+    """Uninitialised bytes, and the manager to return them to by `deallocate`; None if they are from torch. A manager that no
+    longer exists, because its module was deleted before the backward, counts as none."""
     manager = _managers.get(number) if number else None
     if manager is not None and nbytes:
         return manager.allocate(type, (nbytes,), torch.uint8, device, zero_init=False), manager

@@ -1,4 +1,4 @@
-"""Other libraries' models by tilegrad's kernels: one module for each library, which is loaded when it is used."""
+"""Models of other libraries with tilegrad's kernels: one module per library, loaded on first use."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""flash-attn's functions by tilegrad's kernels, with its argument names and layouts.
+"""flash-attn's functions with tilegrad's kernels, with the same argument names and layouts.
 
-Arguments are those of flash-attn 2. Tensors are (B, T, H, D), packed ones (total, H, D); Hq is a multiple of Hkv. A side of
-window_size is open at −1, and causal is aligned at the bottom right. Devices and dtypes are those of `tilegrad.attention`.
-window_size and max_seqlen are anything that Python takes for an index: ints of NumPy's and of torch's too.
-What is not there raises: paged caches, and rotary embeddings inside of decoding. return_attn_probs gives (o, lse, None) because
-probabilities never exist.
+Arguments are those of flash-attn 2. Tensors are (B, T, H, D), packed ones (total, H, D); Hq is a multiple of Hkv. −1 in
+window_size means no limit on that side, and causal is aligned at the bottom right. Devices and dtypes are as in
+`tilegrad.attention`. window_size and max_seqlen may be anything that Python accepts as an index, such as NumPy or torch ints.
+Paged caches, and rotary embeddings inside decoding, raise. return_attn_probs gives (o, lse, None) because probabilities are
+never stored.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def flash_attn_varlen_func(
     window_size: Sides = (-1, -1), softcap: float = 0.0, alibi_slopes: Tensor | None = None,
     deterministic: bool = False, return_attn_probs: bool = False, block_table: Tensor | None = None,
 ) -> Any:  # fmt: skip
-    """q (total_q, Hq, D), k and v (total_k, Hkv, D), sequences end to end → o (total_q, Hq, Dv), or with lse (Hq, total_q)."""
+    """q (total_q, Hq, D), k and v (total_k, Hkv, D), packed → o (total_q, Hq, Dv), or (o, lse (Hq, total_q), None)."""
     _absent(block_table=block_table)
     options = _options(softmax_scale, causal, window_size, softcap, alibi_slopes, deterministic)
     longest = _int("max_seqlen_q", max_seqlen_q), _int("max_seqlen_k", max_seqlen_k)
@@ -131,10 +131,10 @@ def flash_attn_with_kvcache(
     softcap: float = 0.0, rotary_interleaved: bool = True, alibi_slopes: Tensor | None = None, num_splits: int = 0,
     return_softmax_lse: bool = False,
 ) -> Any:  # fmt: skip
-    """Decoding: q (B, Tq, Hq, D) over caches (B, Tmax, Hkv, D), of which row b has cache_seqlens[b] columns; no gradient.
+    """Decoding: q (B, Tq, Hq, D) over caches (B, Tmax, Hkv, D); sequence b has cache_seqlens[b] columns. No gradient.
 
-    k and v (B, Tnew, Hkv, D) are first written into the caches behind those columns, in place; cache_seqlens is left to the
-    caller. cache_seqlens=None is a full cache, or with k an empty one. num_splits and rotary_interleaved change nothing.
+    k and v (B, Tnew, Hkv, D) are first written into the caches after those columns, in place; the caller updates cache_seqlens.
+    cache_seqlens=None means a full cache or, with k, an empty one. num_splits and rotary_interleaved have no effect.
     """
     del rotary_interleaved, num_splits
     _absent(
@@ -142,7 +142,7 @@ def flash_attn_with_kvcache(
         block_table=block_table,
     )  # fmt: skip
     if (k is None) != (v is None):
-        raise ValueError(f"k, v: got {'v' if k is None else 'k'} alone; accepted: both, or none")
+        raise ValueError(f"k, v: got only {'v' if k is None else 'k'}; accepted: both, or neither")
     _tensors(q=q, k_cache=k_cache, v_cache=v_cache, **({} if k is None or v is None else {"k": k, "v": v}))
     batch, rows, longest = q.shape[0], q.shape[1], k_cache.shape[1]
     if cache_seqlens is None:
@@ -152,7 +152,7 @@ def flash_attn_with_kvcache(
         at = torch.arange(batch, device=q.device)[:, None], columns[:, None] + torch.arange(k.shape[1], device=q.device)
         k_cache[at], v_cache[at] = k.to(k_cache.dtype), v.to(v_cache.dtype)
         columns = columns + k.shape[1]
-    none = torch.zeros_like(columns)  # a cache's unused columns are a sequence without rows
+    none = torch.zeros_like(columns)  # unused columns of a cache become a sequence without rows
     ends_q, ends_k = (
         pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
         for lengths in ((none + rows, none), (columns, longest - columns))
@@ -172,7 +172,7 @@ def _options(
 ) -> dict[str, Any]:  # fmt: skip
     """The options of `attention`."""
     sides = tuple(window_size) if isinstance(window_size, Iterable) else ()
-    require(len(sides) == 2, "window_size", window_size, "a pair (left, right) of ints, where −1 = open on that side")
+    require(len(sides) == 2, "window_size", window_size, "a pair (left, right) of ints; −1: no limit on that side")
     left, right = (None if side < 0 else side for side in (_int("window_size", x) for x in sides))
     return {
         "scale": softmax_scale,
@@ -188,7 +188,7 @@ def _int(name: str, x: SupportsIndex) -> int:
     try:
         return int(index(x))
     except TypeError:
-        raise TypeError(f"{name}: got {x!r}; accepted: ints of Python's, NumPy's or torch's") from None
+        raise TypeError(f"{name}: got {x!r}; accepted: an int, also of NumPy or torch") from None
 
 
 def _parts(name: str, packed: Tensor, form: str) -> tuple[Tensor, ...]:

@@ -1,12 +1,12 @@
-"""tilegrad below torch's own scaled_dot_product_attention: `register()`, then activate_flash_attention_impl("tilegrad").
+"""tilegrad as a backend of torch's scaled_dot_product_attention: `register()`, then activate_flash_attention_impl("tilegrad").
 
     import torch, tilegrad.integrations.torch
     tilegrad.integrations.torch.register()
     torch.nn.attention.activate_flash_attention_impl("tilegrad")      # SDPA's flash backend is tilegrad
-    torch.nn.attention.restore_flash_attention_impl()                 # it is torch's again
+    torch.nn.attention.restore_flash_attention_impl()                 # SDPA's flash backend is torch's again
 
-torch chooses SDPA's backend before that, by rules of its own: what it gives to its math backend (a bool mask with a gradient,
-dropout on a CPU) or to cuDNN never comes here. is_causal is SDPA's, aligned at the top left.
+torch first selects SDPA's backend by its own rules: calls that it gives to its math backend (a bool mask with a gradient,
+dropout on a CPU) or to cuDNN never get here. is_causal is aligned at the top left, as in SDPA.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from .. import functional  # noqa: F401 (defines the ops)
 
 
 def register() -> None:
-    """Make "tilegrad" known to torch.nn.attention. Nothing changes before it is activated."""
+    """Registers "tilegrad" with torch.nn.attention. Nothing changes until it is activated."""
     torch.nn.attention.register_flash_attention_impl("tilegrad", register_fn=_Installed)
 
 
 class _Installed:
-    """Our ops in the dispatcher, in the place of torch's, until `remove`."""
+    """Our ops in the dispatcher instead of torch's, until `remove`."""
 
     def __init__(self) -> None:
         self.library: Library | None = Library("aten", "IMPL")
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # that a kernel is overridden is what was asked for
+            warnings.simplefilter("ignore")  # torch warns that a kernel is overridden
             self.library.impl("_scaled_dot_product_flash_attention_for_cpu", _cpu_forward, "CPU")
             self.library.impl("_scaled_dot_product_flash_attention_for_cpu_backward", _cpu_backward, "CPU")
             if torch.version.cuda:
@@ -47,7 +47,7 @@ class _Installed:
 def _fields(
     q: Tensor, k: Tensor, bias: Tensor | None, scale: float | None, *, causal: bool
 ) -> tuple[int, tuple[Any, ...]]:
-    """How many keys are attended to at all, and the mask and options of the op: row i attends to columns j ≤ i."""
+    """The number of keys that any row attends to, and the op's mask and options: row i attends to columns j ≤ i if causal."""
     rows, columns = q.shape[2], k.shape[2]
     keys = min(rows, columns) if causal else columns
     right, cut = rows - keys if causal else None, None if bias is None else bias[..., :keys]
@@ -61,7 +61,7 @@ def _forward(
     q: Tensor, k: Tensor, v: Tensor, bias: Tensor | None, scale: float | None, p: float, *, causal: bool
 ) -> tuple[Tensor, Tensor]:
     if p:
-        raise NotImplementedError(f"dropout_p: got {p} under SDPA; accepted by tilegrad: 0 (tilegrad.sdpa has dropout)")
+        raise NotImplementedError(f"dropout_p: got {p} under SDPA; accepted: 0 (tilegrad.sdpa has dropout)")
     keys, fields = _fields(q, k, bias, scale, causal=causal)
     o, lse = torch.ops.tilegrad.attention_fwd(q, k[:, :, :keys], v[:, :, :keys], *fields)
     return o, lse
@@ -89,7 +89,7 @@ def _cpu_forward(
     attn_mask: Tensor | None = None, scale: float | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     o, lse = _forward(query, key, value, attn_mask, scale, dropout_p, causal=is_causal)
-    like = torch.empty_like(query)  # with the strides that torch's meta kernels promise to a compiler
+    like = torch.empty_like(query)  # has the strides of torch's meta kernels, which a compiler relies on
     return (o if o.stride() == like.stride() else like.copy_(o)), _by_row(lse)
 
 

@@ -1,15 +1,15 @@
 """Attention of Hugging Face transformers: `register()`, then `attn_implementation="tilegrad"`.
 
-transformers asks for two functions under one name. A mask function is called once a forward with closures that say which rows
-attend to which columns (causal, window, packed, padding). An attention function is called by each layer with what the first one
-returned. Ours returns an `Attends`, which holds no matrix:
+transformers needs two functions under one name. The mask function is called once per forward with closures that say which rows
+attend to which columns (causal, window, packed, padding). The attention function is called by each layer with the result of
+the mask function. Ours is an `Attends`, which has no T×T matrix:
 
     band   (left, right), the largest distance attended to on either side
-    runs   padding and packing as cumulative lengths over the B·T rows in place, for `attention_varlen`: nothing is copied.
-           Padding is rows without columns and columns without rows, so it neither gives nor takes
-    bias   what runs can't say: padding where rows are not columns, (B, 1, 1, Tk); whole, (B, 1, Tq, Tk), for an unknown closure
+    runs   padding and packing as cumulative lengths over the B·T rows, for `attention_varlen`, without copies. Padding is
+           rows without columns and columns without rows, so it has no effect
+    bias   for the rest: (B, 1, 1, Tk) for padding if rows are not columns, (B, 1, Tq, Tk) for an unknown closure
 
-An `Attends` is no tensor and never None, so a model with attention of its own raises instead of running without a mask.
+An `Attends` is not a tensor and never None, so a model that computes attention itself raises instead of ignoring the mask.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ from torch.nn.functional import pad
 from .. import functional
 from ..kernels.attention.mask import Window
 
-Runs = tuple[Tensor, Tensor, int, int]  # cumulative lengths of rows and of columns, and the longest of each
+Runs = tuple[Tensor, Tensor, int, int]  # cumulative lengths of rows, of columns; longest length of each
 _OUTSIDE = (
-    "attn_implementation: got 'tilegrad' for a model that computes attention by itself, outside of transformers' "
-    "AttentionInterface; accepted there: 'eager', and 'sdpa' where the model has it"
+    "attn_implementation: got 'tilegrad' for a model that computes attention itself, without transformers' "
+    "AttentionInterface; accepted: 'eager', or 'sdpa' if the model has it"
 )
 
 
 def register(name: str = "tilegrad", *, kernel: str | None = None) -> None:
-    """Make `attn_implementation=name` known to transformers; `kernel` names one of `tilegrad.attention`'s.
+    """Registers `attn_implementation=name` with transformers; `kernel` selects a kernel of `tilegrad.attention` by name.
 
     >>> import tilegrad.integrations.transformers as integration
     >>> integration.register()  # doctest: +SKIP
@@ -56,16 +56,16 @@ class Attends:
     band: Window = (None, None)
     runs: Runs | None = None
     bias: Tensor | None = None
-    used: int | None = None  # columns so far, where a static cache is longer
-    columns: int | None = None  # of the layer's keys, a static cache's unused ones too
-    shape = (1, 1, 1, 1)  # to transformers: a mask that is made already
+    used: int | None = None  # columns in use, if a static cache is longer
+    columns: int | None = None  # keys of the layer, including unused ones of a static cache
+    shape = (1, 1, 1, 1)  # tells transformers that the mask is made already
     ndim = 4
 
     def contiguous(self) -> Attends:
         return self
 
     def __getattr__(self, name: str) -> Any:
-        raise AttributeError(f"{_OUTSIDE} (it asked the mask for {name})")
+        raise AttributeError(f"{_OUTSIDE} (it read .{name} of the mask)")
 
     @classmethod
     def __torch_function__(cls, *_: Any, **__: Any) -> Any:
@@ -80,7 +80,7 @@ def mask(
     """transformers' mask function."""
     from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-    if isinstance(attention_mask, Attends):  # made by `generate`, before the model
+    if isinstance(attention_mask, Attends):  # made by `generate` before the model runs
         return attention_mask
     function = mask_function or causal_mask_function
 
@@ -94,11 +94,11 @@ def mask(
 
     tracing = torch.compiler.is_compiling()
     known = _traced(function, **kwargs) if tracing else _read(function)
-    moving = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)  # of a static cache
+    moving = isinstance(q_offset, Tensor) or isinstance(kv_offset, Tensor)  # a static cache has tensors as offsets
     if known is None or moving and (tracing or q_length == 1):
         return whole()
     (band, ids), used = known, kv_length
-    if band != (None, None):  # rows and columns end together
+    if band != (None, None):  # the last row and the last column in use are the same token
         used = int(q_offset) + q_length - int(kv_offset)
         if used > kv_length:
             return whole()
@@ -118,7 +118,7 @@ def mask(
         return Attends(**form, bias=padding[:, None, None])
     split = ((padding[:, 1:] & ~padding[:, :-1]).sum(1) + padding[:, 0] > 1).any()
     if tracing:
-        accepted = "attention_mask: got padding between tokens; accepted by torch.compile: around them"
+        accepted = "attention_mask: got padding between tokens; accepted by torch.compile: before or after them"
         torch._assert_async(~split, accepted)
     elif bool(split):
         return Attends(**form, bias=padding[:, None, None])
@@ -133,15 +133,15 @@ def attention_forward(
     max_length_q: Any = None, max_length_k: Any = None, cache: Any = None, output_attentions: bool | None = None,
     kernel: str | None = None, **_: Any,
 ) -> tuple[Tensor, None]:  # fmt: skip
-    """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), and no weights."""
+    """transformers' attention function: q (B, Hq, Tq, D), k and v (B, Hkv, Tk, D) → o (B, Tq, Hq, Dv), None."""
     if output_attentions:
-        raise ValueError("output_attentions: got True; accepted: False, because the weights never exist; use 'eager'")
+        raise ValueError("output_attentions: got True; accepted: False, because weights are never stored; use 'eager'")
     if cache is not None:
-        raise ValueError("cache: got a paged one; accepted: None, there is no continuous batching; use 'sdpa'")
+        raise ValueError("cache: got a paged cache; accepted: None (no continuous batching); use 'sdpa'")
     attends = _attends(module, attention_mask, is_causal, sliding_window)
     if attends.columns not in (None, key.shape[2]):
         raise ValueError(
-            f"attention_mask: got one for {attends.columns} columns; accepted: this layer's {key.shape[2]}"
+            f"attention_mask: got a mask for {attends.columns} columns; accepted: {key.shape[2]}, as this layer has"
         )
     if attends.used is not None:
         key, value = key[:, :, : attends.used], value[:, :, : attends.used]
@@ -154,13 +154,13 @@ def attention_forward(
         s_aux = s_aux.float()
     options: dict[str, Any] = {"window": attends.band, "scale": scaling, "softcap": softcap or 0.0, "sinks": s_aux}
     options |= {"dropout_p": dropout, "kernel": kernel}
-    if runs is not None and position_bias is None:  # B·T rows: a view, where a projection wrote them
+    if runs is not None and position_bias is None:  # B·T rows; a view if a projection wrote (B, T, H, D)
         q, k, v = (x.transpose(1, 2).flatten(0, 1) for x in (query, key, value))
         ends_q, ends_k = (ends.to(query.device) for ends in runs[:2])
         o = functional.attention_varlen(q, k, v, ends_q, ends_k, *runs[2:], **options)
         return o.unflatten(0, (query.shape[0], query.shape[2])), None
     if runs is not None and bias is None:
-        raise ValueError("position_bias: got one with packed sequences; accepted: None; use 'eager'")
+        raise ValueError("position_bias: got a tensor with packed sequences; accepted: None, or use 'eager'")
     if bias is not None:
         bias = bias.to(query.device)[..., : key.shape[2]]
     if position_bias is not None:
@@ -178,13 +178,13 @@ def _attends(module: Any, given: Any, is_causal: bool | None, sliding_window: in
         causal = getattr(module, "is_causal", True) if is_causal is None else is_causal
         side = None if sliding_window is None else sliding_window - 1
         return Attends((side, 0 if causal else side))
-    if isinstance(given, Tensor) and given.ndim == 4:  # a caller's own says everything
+    if isinstance(given, Tensor) and given.ndim == 4:  # a mask from the caller is complete
         return Attends(bias=given)
     raise ValueError(f"attention_mask: got {type(given).__name__}; accepted: None, or a tensor (B, H, Tq, Tk)")
 
 
 def _read(function: Callable[..., Any]) -> tuple[Window, Tensor | None] | None:
-    """(band, each token's sequence or None) out of transformers' closures; None for one that is unknown."""
+    """(band, each token's sequence number or None) from transformers' closures; None if a closure is unknown."""
     name = getattr(function, "__qualname__", "").removesuffix(".<locals>.inner_mask")
     if getattr(function, "__module__", "") != "transformers.masking_utils":
         return None
@@ -212,7 +212,7 @@ def _traced(
     function: Callable[..., Any], config: Any = None, local_size: int | None = None,
     allow_is_causal_skip: bool = False, **_: Any,
 ) -> tuple[Window, None] | None:  # fmt: skip
-    """The same for torch.compile, which can't look into a closure: by identity, and by what comes with it."""
+    """The same for torch.compile, which can't look into a closure: by the function's identity and its other arguments."""
     from transformers.masking_utils import bidirectional_mask_function, causal_mask_function
 
     if function is causal_mask_function or function is bidirectional_mask_function:
@@ -222,12 +222,12 @@ def _traced(
 
 
 def _ends(*lengths: Tensor) -> Tensor:
-    """Cumulative lengths of runs, B times those of `lengths`, each (B,)."""
+    """Cumulative lengths of B groups of runs; each of `lengths` (B,) has one run of every group."""
     return pad(torch.stack(lengths, 1).flatten().cumsum(0), (1, 0)).int()
 
 
 def _packed(ids: Tensor) -> Runs:
-    """Tokens of one number next to each other are a sequence. ids (B, T)."""
+    """Runs of equal numbers are sequences. ids (B, T)."""
     edge = torch.ones_like(ids, dtype=torch.bool)
     edge[:, 1:] = ids[:, 1:] != ids[:, :-1]
     ends = pad(edge.flatten().nonzero().flatten(), (0, 1), value=ids.numel()).int()
@@ -236,10 +236,10 @@ def _packed(ids: Tensor) -> Runs:
 
 
 def _padded(padding: Tensor, rows: int | None) -> Runs:
-    """A batch's tokens between padding, (B, Tk) True for tokens.
+    """Runs of tokens between padding. padding (B, Tk), True for tokens.
 
-    `rows`: of an encoder, or of another model (cross attention), all of which attend to the tokens. None: rows are columns,
-    and padding attends to nothing.
+    `rows`: number of rows, all of which attend to the tokens (an encoder, or cross attention). None: rows are columns, and
+    padding rows attend to nothing.
     """
     tokens, before = padding.sum(1), padding.int().argmax(1)
     none, after = torch.zeros_like(tokens), padding.shape[1] - before - tokens
@@ -254,9 +254,9 @@ _last: tuple[Callable[[], Tensor | None], int, Runs | None] = (lambda: None, -1,
 
 
 def _restarts(positions: Tensor | None, q: Tensor) -> Runs | None:
-    """Packed sequences by positions that restart, for models that do not show them to their mask (GPT-OSS, OPT and more).
+    """Packed sequences from positions that restart, for models that do not pass them to their mask (GPT-OSS, OPT and more).
 
-    Looked at once a forward: all layers are given one tensor.
+    Computed once per forward, because all layers get the same tensor.
     """
     global _last
     if torch.compiler.is_compiling() or positions is None or positions.ndim != 2 or positions.shape[1] != q.shape[2]:

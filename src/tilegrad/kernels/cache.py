@@ -1,15 +1,15 @@
-"""The caches of a call, and the one rule by which entries leave them: a full cache is emptied.
+"""Caches of a call, with one eviction rule: a full cache is cleared.
 
-A cache is a dictionary of its module, read by `.get`; `remember` adds to it. With sizes that change at every call a cache then
-holds a bounded amount of memory, and what a loop needs again is computed once more. A call of attention meets five:
+A cache is a module-level dict, read by `.get`; `remember` adds to it. If sizes change at every call, memory stays bounded, and
+after a clear entries still in use are computed once more. A call of attention uses five caches:
 
     mask.py          masks without tensors, by their numbers
     attention/api    prepared calls, by the signature of a call
-    eager.cpp        the same in C++, where it was built
-    cuda_launch.py   launches bound to addresses and a stream (in eager.cpp where it runs the call)
+    eager.cpp        the same in C++, if it was built
+    cuda_launch.py   launches bound to addresses and a stream (in eager.cpp if that runs the call)
     hopper, triton   compiled kernels, by what changes their code
 
-Facts of a process or a device that never change (functools.cache) are no caches in this sense.
+Constants of a process or a device (functools.cache) do not count as caches here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ MOST_ENTRIES = 4096
 
 
 def remember(cache: dict[K, V], key: K, value: V) -> V:
-    """cache[key] = value."""
+    """cache[key] = value. Clears a full cache first."""
     if len(cache) >= MOST_ENTRIES:
         cache.clear()
     cache[key] = value

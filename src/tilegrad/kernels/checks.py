@@ -1,4 +1,4 @@
-"""Checks of a tensor that any op makes: form, parameters, columns side by side."""
+"""Checks of tensor arguments that several ops share: form, parameters, contiguous columns."""
 
 from __future__ import annotations
 
@@ -11,26 +11,26 @@ from .scratch import accumulation_dtype
 
 
 def check_tensor(name: str, x: Any, shape: tuple[int, ...], dtype: torch.dtype, device: Any) -> None:
-    """A tensor of the caller's whose form the call itself decides: outputs, their gradients, scratch."""
+    """Checks a tensor whose form follows from the other arguments: outputs, their gradients, scratch."""
     if tuple(x.shape) != shape or x.dtype != dtype or x.device != device:
         got = f"{x.dtype} {tuple(x.shape)} on {x.device}"
         raise ValueError(f"{name}: got {got}; accepted: {dtype} {shape} on {device}")
 
 
 def check_given(device: Any, *given: tuple[str, Tensor | None, tuple[int, ...], torch.dtype]) -> None:
-    """`check_tensor` of those that are given: what is None is not wanted, or absent."""
+    """`check_tensor` of each tensor that is not None."""
     for name, x, shape, dtype in given:
         if x is not None:
             check_tensor(name, x, shape, dtype, device)
 
 
 def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
-    """A parameter has the dtype of the x it meets, or on a CPU that of sums: the op rounds it, and no copy need be kept."""
+    """A parameter has the dtype of x, or on a CPU the accumulation dtype: the op rounds it, so no rounded copy is kept."""
     unrounded = x.device.type == "cpu" and p.dtype == accumulation_dtype(x.dtype)
     check_tensor(name, p, shape, p.dtype if unrounded else x.dtype, x.device)
 
 
 def check_columns(name: str, x: Tensor) -> None:
-    """The numbers of a row are contiguous."""
+    """Checks that each row is contiguous."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:
         raise ValueError(f"{name}: got strides {x.stride()}; accepted: any with the last one 1 (call .contiguous())")

@@ -1,23 +1,24 @@
-"""The closeness rule: a result against its float64 oracle, within what the algorithm may round.
+"""The closeness rule: a result must agree with its float64 oracle up to the rounding that the algorithm may do.
 
-A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each; the rest
-is computed in the accumulator's. Attention's bounds are kernels/attention/bounds.py, other ops' tests/support/bounds.py. u, a,
-z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and of the output's dtype.
-Roundings are independent and uniform, of variance u² x² / 3, so the variance σ² of each number's error follows from the formula
-line by line. The accumulator's share is a · B. To B a sum of n terms t adds six deviations of its n rounded partial sums,
+A kernel's docstring and its op's bounds say which intermediate numbers are rounded to the inputs' dtype, once each. The rest
+is computed in the accumulation dtype. kernels/attention/bounds.py has the bounds of attention, tests/support/bounds.py those of
+the other ops. u, a, z are the unit roundoffs (eps / 2) of the inputs' dtype, of the accumulator (`accumulation_dtype`) and of
+the output's dtype. Roundings are modeled as independent and uniform with variance u² x² / 3, so the variance σ² of each
+number's error follows from the formula line by line. The accumulator contributes a · B. A sum of n terms t adds to B six
+standard deviations of its n rounded partial sums:
 
     √n · √(4 (Σt)² + 2 Σt²)
 
-With e = x − x64, three tests for each tensor, of m different numbers (equal ones round alike):
+With e = x − x64, each tensor has three tests; m is its number of distinct values (equal ones round alike):
 
     max     |e| ≤ 6 σ + a B + 1.01 z |x64|                                      for each number
     mean    rms(e) ≤ (1.5 + 6/√m) · rms(√(σ² + (a B / 3)² + (z x64)² / 3))
-    slope   |⟨e − r, x64⟩| ≤ 6 · sd⟨e − r, x64⟩ + Σ (a B / 3) |x64|              a wrong factor has a sign, rounding has none
+    slope   |⟨e − r, x64⟩| ≤ 6 · sd⟨e − r, x64⟩ + Σ (a B / 3) |x64|              finds a wrong factor: rounding has no sign
 
-r is the error of rounding x64 itself to the output's dtype. It is known, and it has a sign where exact numbers are close to
-numbers of that dtype: for every large h, gelu'(h) da is a little more than da, which has that dtype. Infinities must be in the
-same places, and NaN nowhere. Nothing is measured against another kernel or the largest number of a call, and no tensor is an
-exception. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
+r is the error of rounding x64 itself to the output's dtype. It is known, and it has a sign if exact numbers are close to
+numbers of that dtype: for every large h, gelu'(h) da is slightly larger than da, which has that dtype. Infinities must be in
+the same places, and NaN nowhere. The rule never compares with another kernel or with the largest number of a call, and no
+tensor is exempt. Below the smallest normal number tiny, a rounding errs by up to z · tiny.
 """
 
 from __future__ import annotations
@@ -33,11 +34,11 @@ SIGMAS = 6.0
 
 
 class Bound(NamedTuple):
-    """How far the numbers of one tensor may be from the oracle's, before the output itself is rounded."""
+    """How far the numbers of one tensor may be from the oracle, before the output itself is rounded."""
 
     sigma: Tensor  # standard deviation of each number's error, float64, shaped as the output
-    accumulated: Tensor  # a B, likewise
-    slope: Tensor | None = None  # sd⟨e, x64⟩ where numbers share roundings; None: Σ σ² x64², each has its own
+    accumulated: Tensor  # a B, in the same shape
+    slope: Tensor | None = None  # sd⟨e, x64⟩ if numbers share roundings; None: independent, √(Σ σ² x64²)
 
 
 def roundoff(dtype: torch.dtype) -> float:
@@ -45,12 +46,12 @@ def roundoff(dtype: torch.dtype) -> float:
 
 
 def rounding(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """The variance of one rounding of x to `dtype`: (u max(|x|, tiny))² / 3, and 0 of a 0."""
+    """The variance of one rounding of x to `dtype`: (u max(|x|, tiny))² / 3, and 0 if x is 0."""
     return (x.abs().clamp(min=torch.finfo(dtype).tiny) * roundoff(dtype)).square().masked_fill(x == 0, 0.0) / 3
 
 
 def complaints(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds: Mapping[str, Bound]) -> list[str]:
-    """What the rule says against `got`; nothing where it holds."""
+    """One line for each violation of the rule by `got`; [] if it is satisfied."""
     if got.keys() != exact.keys():
         return [f"tensors: got {sorted(got)}; accepted: {sorted(exact)}"]
     return [line for name, x in got.items() for line in _complaints(name, x, exact[name], bounds[name])]
@@ -62,7 +63,7 @@ def assert_close(got: Mapping[str, Tensor], exact: Mapping[str, Tensor], bounds:
 
 
 class Ratios(NamedTuple):
-    """The error of each test over what is allowed; above 1 the test fails."""
+    """The error of each test divided by its bound; above 1 the test fails."""
 
     max: float
     mean: float
@@ -70,7 +71,7 @@ class Ratios(NamedTuple):
 
 
 def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
-    """The three tests of the finite numbers."""
+    """The three tests, over the finite numbers."""
     seen = torch.isfinite(x64)
     y, sigma, acc = x64[seen], bound.sigma[seen], bound.accumulated[seen]
     if not y.numel():
@@ -83,7 +84,7 @@ def ratios(x: Tensor, x64: Tensor, bound: Bound) -> Ratios:
     known = torch.where(nearest.isfinite(), nearest - y, 0.0)
     shared = (sigma * y).square().sum() if bound.slope is None else bound.slope.square()
     along = SIGMAS * (shared + 2 * rounded).sqrt() + (acc / 3 * y.abs()).sum()
-    least = torch.finfo(torch.float64).tiny  # nothing is divided by 0
+    least = torch.finfo(torch.float64).tiny  # avoids division by 0
     return Ratios(
         float((e.abs() / (SIGMAS * sigma + acc + 1.01 * out).clamp(min=least)).max()),
         float((e.square().mean() / typical.mean().clamp(min=least)).sqrt())
@@ -99,7 +100,7 @@ def _complaints(name: str, x: Tensor, x64: Tensor, bound: Bound) -> list[str]:
         return [f"{name}: NaN"]
     infinite = x64.isinf()
     if not torch.equal(x.isinf(), infinite) or not torch.equal(x[infinite].double(), x64[infinite]):
-        return [f"{name}: infinities are elsewhere"]
+        return [f"{name}: infinities are not where the oracle has them"]
     of = zip(
         ("largest error", "root mean square error", "factor of x64 in the error"), ratios(x, x64, bound), strict=True
     )

@@ -1,16 +1,16 @@
-"""Launches of compiled Triton kernels by CUDA's driver: arguments are packed once, and a launch is one foreign call.
+"""Launches of compiled Triton kernels through the CUDA driver: arguments are packed once, and a launch is one ctypes call.
 
-    Launch   a kernel with its arguments, in memory as cuLaunchKernelEx reads them
-    Plan     the launches of all calls of one signature: what they have in common is packed once, addresses at each call
+    Launch   a kernel and its arguments, in memory as cuLaunchKernelEx reads them
+    Plan     the launches of all calls of one signature: constants are packed once, addresses at each call
 
-Triton's own way binds, specialises and parses every argument at every launch: 60 to 200 µs. Its compiler is used, its launcher
-is not. A kernel takes its parameters in order, without constexprs, then two addresses of scratch that ours do not have:
+Triton's own launcher binds, specialises and parses every argument at every launch: 60 to 200 µs. This module uses its compiler
+but not its launcher. A kernel takes its parameters in order, without constexprs, then two scratch addresses, which are null:
 
     pointer    8 bytes            tensor descriptor    a tensor map of 128 bytes, the shape in int32, the strides in int64
-    number     of its own type
+    number     in its own type
 
-The driver copies parameters at a launch, so a launch may be captured in a CUDA graph, and repeated. A plan keeps what it packed
-under the addresses and the stream of a call: a training step makes the same ones again.
+The driver copies parameters at a launch, so a launch may be captured in a CUDA graph, and repeated. A plan caches packed
+launches by the addresses and the stream of a call: every training step uses the same ones.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from . import triton_version
 from .cache import remember
 
 MAP_BYTES = 128  # size and alignment of a tensor map
-NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: a thread that no call of CUDA's runtime was made in
+NO_CONTEXT = 201  # CUDA_ERROR_INVALID_CONTEXT: no call of the CUDA runtime was made in this thread yet
 NUMBERS = {
     "i1": "b", "u1": "B", "i8": "b", "u8": "B", "i16": "h", "u16": "H", "i32": "i", "u32": "I", "i64": "q", "u64": "Q",
     "fp32": "f", "fp64": "d",
@@ -37,8 +37,8 @@ MAP_DTYPES = {torch.float16: 6, torch.float32: 7, torch.bfloat16: 9}  # CUtensor
 USUAL = {"num_ctas": 1, "launch_cooperative_grid": False, "launch_pdl": False, "instrumentation_mode": ""}
 PROMOTE_128_BYTES = 2  # CU_TENSOR_MAP_L2_PROMOTION_L2_128B
 
-Encoder = Callable[[int, int], None]  # writes a tensor map: (where to, the tensor's address)
-_Call = tuple[Callable[..., int], tuple[Any, ...]]  # a function of the driver and its arguments
+Encoder = Callable[[int, int], None]  # writes a tensor map: (destination, address of the tensor)
+_Call = tuple[Callable[..., int], tuple[Any, ...]]  # a driver function and its arguments
 _data_ptr = Tensor.data_ptr
 
 
@@ -69,7 +69,7 @@ def current_device() -> int:
 def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
     rank, itemsize, dtype = len(descriptor.shape), descriptor.base.element_size(), MAP_DTYPES[descriptor.base.dtype]
     shape = (ctypes.c_uint64 * rank)(*reversed(descriptor.shape))
-    strides = (ctypes.c_uint64 * rank)(*(itemsize * s for s in reversed(descriptor.strides[:-1])))  # the columns' is 1
+    strides = (ctypes.c_uint64 * rank)(*(itemsize * s for s in reversed(descriptor.strides[:-1])))  # without columns
     box = (ctypes.c_uint32 * rank)(*reversed(meta["block_size"]))
     ones = (ctypes.c_uint32 * rank)(*(1,) * rank)
     encode = driver().cuTensorMapEncodeTiled
@@ -84,7 +84,7 @@ def _encoder(descriptor: Any, meta: dict[str, Any]) -> Encoder:
 
 
 def _call(call: _Call, device: int, name: str) -> None:
-    """Calls the driver, in a thread without a context once more when it has one: autograd's threads begin without."""
+    """Calls the driver. A thread without a CUDA context, as autograd's are at first, gets one and calls again."""
     function, arguments = call
     code = function(*arguments)
     if code == NO_CONTEXT:
@@ -95,39 +95,39 @@ def _call(call: _Call, device: int, name: str) -> None:
 
 
 def _make_context(device: int) -> None:
-    """Makes the device's context current in this thread, as any call of CUDA's runtime does."""
+    """Makes the device's context current in this thread, as any call of the CUDA runtime does."""
     torch.cuda.mem_get_info(device)
 
 
 def _raise(code: int, call: str) -> NoReturn:
     name = ctypes.c_char_p()
     driver().cuGetErrorName(code, ctypes.byref(name))
-    raise RuntimeError(f"CUDA: {call} answers {(name.value or b'an unknown error').decode()} ({code})")
+    raise RuntimeError(f"CUDA: {call} returned {(name.value or b'an unknown error').decode()} ({code})")
 
 
 def refusal(compiled: Any) -> str | None:
-    """Why only Triton can launch a kernel that it compiled; None where this module can."""
+    """Why only Triton can launch a kernel that it compiled; None if this module can."""
     unknown = triton_version.parameters_refusal()
     if unknown:
-        return f"is for a launcher that {unknown}"
+        return f"cannot be launched here: this launcher {unknown}"
     of = compiled.metadata
     for name, usual in USUAL.items():
         if getattr(of, name, usual) != usual:
-            return f"{name} is {getattr(of, name)}"
+            return f"has {name}={getattr(of, name)}"
     scratch = [name for name in ("global_scratch_size", "profile_scratch_size") if getattr(of, name, 0)]
     return f"has {scratch[0]}" if scratch else None
 
 
 class Launch:
-    """A compiled kernel with its arguments. It holds the tensors among them until a plan takes them, which binds addresses."""
+    """A compiled kernel with its arguments. It holds its tensors until a plan takes them and binds addresses instead."""
 
     def __init__(self, compiled: Any, grid: Sequence[int], arguments: Sequence[Any], device: int) -> None:
         unfit = refusal(compiled)
         if unfit:
-            raise RuntimeError(f"kernel: got {compiled.metadata.name}, which {unfit}; accepted: none of it")
+            raise RuntimeError(f"kernel: got {compiled.metadata.name}, which {unfit}; accepted: a kernel without this")
         self.device, self._compiled, self._grid = device, compiled, (*grid, 1, 1)[:3]
         self._numbers, self._offsets = bytearray(), list[int]()
-        self._pointers, self._maps = list[int](), list[tuple[int, Encoder]]()  # their offsets
+        self._pointers, self._maps = list[int](), list[tuple[int, Encoder]]()  # their offsets in the packed parameters
         pointers, bases = list[Tensor](), list[Tensor]()
         metas = iter(getattr(compiled.metadata, "tensordesc_meta", None) or ())
         for kind, x in zip(compiled.src.signature.values(), arguments, strict=True):
@@ -149,7 +149,7 @@ class Launch:
         self._tensors = (*pointers, *bases)
 
     def _place(self, size: int) -> int:
-        """Where a parameter of so many bytes, a power of two, begins."""
+        """The offset of a new parameter of `size` bytes, a power of two."""
         start = -(-len(self._numbers) // size) * size
         self._numbers += bytes(start + size - len(self._numbers))
         self._offsets.append(start)
@@ -160,12 +160,12 @@ class Launch:
         struct.pack_into(code, self._numbers, start, number)
 
     def take_tensors(self) -> tuple[Tensor, ...]:
-        """Its tensors in the order of `bind`'s addresses, which are then kept no longer."""
+        """Returns the tensors, in the order of the addresses of `bind`, and releases them."""
         tensors, self._tensors = self._tensors, ()
         return tensors
 
     def bind(self, stream: int, addresses: Sequence[int]) -> _Call:
-        """The launch on a stream with its tensors at these addresses."""
+        """The launch on a stream, with the tensors at these addresses."""
         whole = ctypes.create_string_buffer(len(self._numbers) + MAP_BYTES)
         start = -(-ctypes.addressof(whole) // MAP_BYTES) * MAP_BYTES
         ctypes.memmove(start, bytes(self._numbers), len(self._numbers))
@@ -178,13 +178,13 @@ class Launch:
         compiled.run  # noqa: B018  # loads the kernel onto the device
         config = _Config(*self._grid, 32 * of.num_warps, 1, 1, of.shared, stream, None, 0)
         first = ctypes.c_void_p(ctypes.addressof(config))
-        first.kept = (whole, config, parameters, compiled)  # type: ignore[attr-defined]  # as long as the call
+        first.kept = (whole, config, parameters, compiled)  # type: ignore[attr-defined]  # kept alive
         function, at = ctypes.c_void_p(compiled.function), ctypes.c_void_p(ctypes.addressof(parameters))
         return driver().cuLaunchKernelEx, (first, function, at, None)
 
 
 class Zero:
-    """Zeros in an int32 tensor, in a plan among its launches."""
+    """Zeroes an int32 tensor, as one of the launches of a plan."""
 
     def __init__(self, x: Tensor) -> None:
         self._tensors: tuple[Tensor, ...] = (x,)
@@ -199,21 +199,21 @@ class Zero:
         return driver().cuMemsetD32Async, (where, 0, ctypes.c_size_t(self._n), ctypes.c_void_p(stream))
 
 
-_kept: dict[tuple[object, ...], tuple[_Call, ...]] = {}  # launches under their addresses, of all plans
+_kept: dict[tuple[object, ...], tuple[_Call, ...]] = {}  # (plan, stream, addresses) → launches
 
 
 class HasTensors(Protocol):
-    """A call: the tensors whose addresses its launches take."""
+    """A call: has the tensors whose addresses its launches need."""
 
     @property
     def tensors(self) -> Sequence[Tensor]: ...
 
 
 class Plan:
-    """The launches of all calls whose tensors have the sizes, strides, dtypes and alignment of those of `call`.
+    """The launches of all calls whose tensors have the same sizes, strides, dtypes and alignment as those of `call`.
 
-    Each of these is an object of its own, though two may have one address. An argument of a kernel is one of them, or a view
-    into one of `viewed`: contiguous memory that no other tensor of the call has, or a tensor that the view begins with.
+    The tensors of a call are distinct objects, though two may have one address. An argument of a kernel is one of them, or a
+    view of one of `viewed`: contiguous memory that no other tensor shares, or a tensor with the view's first address.
     """
 
     def __init__(
@@ -240,13 +240,13 @@ class Plan:
                 _call(each, device, "a launch")
 
     def numbers(self, stream: int, addresses: Sequence[int]) -> tuple[list[list[int]], object]:
-        """For eager.cpp the same launches, each as the address of a function and its four arguments, and what must live as long
-        as they are used."""
+        """The same launches for eager.cpp: each as the address of a function and its four arguments. Also returns the objects
+        that must live as long as these are used."""
         calls = self._bound(stream, addresses)
         return [[_number(x) for x in (_address(f), *arguments)] for f, arguments in calls], calls
 
     def answered(self, code: int) -> None:
-        """Handles the error of a launch, which is then tried again: makes a context where the thread has none, else raises."""
+        """Handles the error of a launch: if the thread has no context, makes one for a second attempt, else raises."""
         if code != NO_CONTEXT:
             _raise(code, "a launch")
         _make_context(self._device)
@@ -260,18 +260,18 @@ def _address(function: Any) -> ctypes.c_void_p:
 
 
 def _number(x: Any) -> int:
-    """An argument of ctypes as a number."""
+    """A ctypes argument as an int."""
     return int(getattr(x, "value", x) or 0)
 
 
 def _slot(x: Tensor, numbers: dict[int, int], viewed: Sequence[Tensor]) -> tuple[int, int]:
-    """Where x is among the caller's tensors: the number of one, and bytes from its beginning on."""
+    """Finds x among the caller's tensors: (index of the tensor, offset of x in bytes)."""
     number = numbers.get(id(x))
     if number is not None:
         return number, 0
     address = x.data_ptr()
     starts = [whole.data_ptr() for whole in viewed]
-    if address in starts:  # a bias may be expanded: only its beginning says that a view is the bias's
+    if address in starts:  # an expanded bias can only be recognised by its first address
         return numbers[id(viewed[starts.index(address)])], 0
     (whole,) = (w for w, start in zip(viewed, starts, strict=True) if start < address < start + w.nbytes)
     return numbers[id(whole)], address - whole.data_ptr()

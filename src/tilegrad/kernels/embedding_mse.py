@@ -1,7 +1,7 @@
 """Squared distance to the target's embedding.       x (N, C)   wte (V, C)   targets (N,) int64, −1 = ignored
 
     e = x − wte[target]      loss = Σ over targets of Σ_c e² / C · inv_total
-    dx = 2 e / C · inv_total (0 in rows without a target)        dwte[target] −= dx (accumulate=False: from 0)
+    dx = 2 e / C · inv_total (0 in rows without a target)        dwte[target] −= dx (accumulate=False: zeroed first)
 
 Rows are processed in blocks, in the accumulation dtype.
 """
@@ -21,7 +21,7 @@ BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of a block of rows
 
 
 def embedding_mse_workspace(x: TensorLike, wte: TensorLike) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold: forward, backward and step."""
+    """Name → (shape, dtype) of the scratch of forward, backward and step."""
     acc, (_, c), rows = accumulation_dtype(x.dtype), x.shape, rows_per_block(x, BLOCK)
     shapes: Shapes = {
         "e": ((rows, c), acc),
@@ -47,7 +47,7 @@ def embedding_mse_bwd(
     x: Tensor, wte: Tensor, targets: Tensor, inv_total: Tensor, *,
     dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True, scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """dx overwritten, which may be x; dwte added to (accumulate=False: overwritten)."""
+    """dx is overwritten, and may be x; dwte is accumulated (accumulate=False: overwritten)."""
     _run(x, wte, targets, inv_total, Outputs(None, dx, dwte, accumulate), scratch)
 
 
@@ -57,7 +57,7 @@ def embedding_mse_step(
     loss: Tensor, dx: Tensor | None = None, dwte: Tensor | None = None, accumulate: bool = True,
     scratch: Scratch | None = None,
 ) -> None:  # fmt: skip
-    """Forward and backward at once."""
+    """Forward and backward in one pass."""
     _run(x, wte, targets, inv_total, Outputs(loss, dx, dwte, accumulate), scratch)
 
 

@@ -1,4 +1,4 @@
-"""What the Triton kernels of the ops share on the host: the calls that none of them takes, a launch, and a device's size."""
+"""Host functions shared by the Triton kernels: when they cannot run, how they are launched, the size of a device."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ def has_triton() -> bool:
 
 
 def interpreting() -> bool:
-    """Whether Triton's kernels run in its interpreter, on the CPU."""
+    """Whether Triton kernels run in Triton's interpreter, on the CPU."""
     return os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def refusal(x: TensorLike) -> str | None:
-    """Why no Triton kernel can run on x, from its dtype and device alone; None where one can."""
+    """Why no Triton kernel can run on x, from its dtype and device alone; None if one can."""
     return _refusal(x.dtype, x.device, interpreted=interpreting())
 
 
@@ -40,30 +40,30 @@ def _refusal(dtype: torch.dtype, device: torch.device, *, interpreted: bool) -> 
     if dtype not in (torch.float16, torch.bfloat16, torch.float32):
         return f"takes float16, bfloat16 and float32, not {str(dtype).removeprefix('torch.')}"
     if device.type == "cpu":
-        only = "needs a CUDA device; on the CPU only Triton's interpreter, TRITON_INTERPRET=1"
+        only = "needs a CUDA device; on a CPU it runs only in Triton's interpreter: set TRITON_INTERPRET=1"
         return None if interpreted else only
     if device.type != "cuda":
         return f"needs a CUDA device, not {device.type}"
     found = capability(device)
-    return None if found >= OLDEST else f"needs compute capability 8.0 or newer, and {device} has {found[0]}.{found[1]}"
+    return None if found >= OLDEST else f"needs compute capability 8.0 or newer; {device} has {found[0]}.{found[1]}"
 
 
 @functools.cache
 def capability(device: torch.device) -> tuple[int, int]:
-    """(9, 0) for Hopper."""
+    """(major, minor): (9, 0) for Hopper."""
     return torch.cuda.get_device_capability(device)
 
 
 @functools.cache
 def multiprocessors(device: torch.device) -> int:
-    """The number of a GPU's multiprocessors; 8 for the CPU, where Triton's interpreter runs."""
+    """The number of multiprocessors of a GPU; 8 for the CPU, where Triton's interpreter runs."""
     if device.type != "cuda":
         return INTERPRETED_MULTIPROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 def triton_else_torch(op: str, refuses: Callable[[Any], str | None] = lambda problem: refusal(problem[0])) -> Table:
-    """The table of an op with two kernels, <op>/triton_ops.py and, where that refuses a call, <op>/torch_ops.py."""
+    """The table of an op with two kernels: <op>/triton_ops.py and, if that refuses a call, <op>/torch_ops.py."""
     triton = Kernel("triton", f"{op}.triton_ops", refuses)
     return Table(op, (triton, Kernel("torch", f"{op}.torch_ops", takes_all)))
 
@@ -77,7 +77,7 @@ class JITKernel(Protocol):
 def launch(
     kernel: JITKernel, grid: tuple[int, ...], x: torch.Tensor, /, *arguments: object, **constants: object
 ) -> None:
-    """kernel[grid](x, *arguments, **constants) on the device of x; an empty grid launches nothing."""
+    """kernel[grid](x, *arguments, **constants) on the device of x. Does nothing for an empty grid."""
     if all(grid):
         with torch.cuda.device_of(x):
             kernel[grid](x, *arguments, **constants, **launch_options())
@@ -88,5 +88,5 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def padded(n: int) -> int:
-    """The next power of two: a Triton tile's sizes are powers of two."""
+    """The next power of two: the sizes of Triton tiles are powers of two."""
     return 1 << max(n - 1, 0).bit_length()

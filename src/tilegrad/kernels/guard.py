@@ -1,10 +1,10 @@
-"""The guard of a training step, decided on the device.       loss, norm, in_a_row 0-d
+"""The guard of a training step, evaluated on the device.       loss, norm, in_a_row 0-d
 
-    norm     ← NaN           where loss is not finite, or in_a_row ≥ most
-    in_a_row ← in_a_row + 1  where norm is not finite, else 0
+    norm     ← NaN           if loss is not finite, or in_a_row ≥ most
+    in_a_row ← in_a_row + 1  if norm is not finite, else 0
 
-AdamW changes nothing where norm is not finite, so one step that went wrong is left out. After `most` of them in a row all
-are: a host that reads results late finds the weights as they were.
+AdamW changes nothing if norm is not finite, so a non-finite step is skipped. After `most` such steps in a row all later steps
+are skipped too: a host that reads results late finds the weights unchanged.
 """
 
 from __future__ import annotations
@@ -20,18 +20,18 @@ from .scratch import Scratch, Shapes, views
 
 
 def guard_workspace() -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold."""
+    """Name → (shape, dtype) of the scratch."""
     return {"halted": ((), torch.bool), "spoiled": ((), torch.float32)}
 
 
 @op(accumulates=("norm", "in_a_row"))
 def guard(loss: Tensor, most: int, *, norm: Tensor, in_a_row: Tensor, scratch: Scratch | None = None) -> None:
-    """norm (of loss's dtype) and in_a_row (float32) in place."""
+    """Updates norm (in loss's dtype) and in_a_row (float32) in place."""
     check_tensor("norm", norm, (), loss.dtype, loss.device)
     check_tensor("in_a_row", in_a_row, (), torch.float32, loss.device)
     buffers = views(scratch, guard_workspace(), loss.device, "guard")
     halted, spoiled = buffers["halted"], buffers["spoiled"]
-    norm.add_(loss, alpha=0.0)  # 0 · loss is NaN where loss is not finite
+    norm.add_(loss, alpha=0.0)  # 0 · loss is NaN if loss is not finite
     torch.ge(in_a_row, most, out=halted)
     norm.masked_fill_(halted, math.nan)
     spoiled.copy_(norm).mul_(0.0).nan_to_num_(nan=1.0)

@@ -1,10 +1,10 @@
-"""How every op of the package is called, and how a call is observed.
+"""How every op is called, and how calls are observed.
 
-An op is a function that never allocates: positional tensors are read, keyword-only tensors are written. `@op` marks it.
-While an observer is set, a call is passed to it as a `Call` instead of being run. There are two: the memory trace derives live
-ranges from calls; `poison_dead` (memory/planned/arena.py) runs a call, then fills every dead buffer with NaN, so that a wrong
-live range shows. An observer of names gets only the op's name and a function that runs it, which costs a microsecond a call:
-`follow` (dist/schedule.py) starts collectives between ops. Without an observer the op runs directly.
+An op is a function that never allocates: positional tensors are read, keyword-only tensors are written. `@op` marks it. While
+an observer is set, a call is passed to it as a `Call` instead of being run. There are two observers. The memory trace derives
+live ranges from calls. `poison_dead` (memory/planned/arena.py) runs each call, then fills every dead buffer with NaN to expose
+wrong live ranges. A name observer gets only the op's name and a function that runs it, which costs a microsecond per call:
+`follow` (dist/schedule.py) uses it to start collectives between ops. Without an observer the op runs directly.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Call:
     name: str
     reads: tuple[Any, ...]
     writes: tuple[Any, ...]
-    accumulates: tuple[Any, ...]  # a part of writes whose old value counts as read
+    accumulates: tuple[Any, ...]  # those of writes whose old value is also read
     run: Callable[[], None]
 
 
@@ -43,7 +43,7 @@ _observer: ContextVar[Observer | _ByName | None] = ContextVar("tilegrad_observer
 
 @contextmanager
 def observe(observer: Observer) -> Iterator[None]:
-    """Hand every op called inside to `observer` instead of running it."""
+    """Passes every op called inside to `observer` instead of running it."""
     token = _observer.set(observer)
     try:
         yield
@@ -53,7 +53,7 @@ def observe(observer: Observer) -> Iterator[None]:
 
 @contextmanager
 def observe_names(observer: NameObserver) -> Iterator[None]:
-    """Hand the name of every op called inside, and its run, to `observer` instead of running it."""
+    """Passes the name of every op called inside, and a function that runs it, to `observer` instead of running it."""
     token = _observer.set(_ByName(observer))
     try:
         yield
@@ -62,7 +62,7 @@ def observe_names(observer: NameObserver) -> Iterator[None]:
 
 
 def emitter() -> Observer | None:
-    """The current observer, for code that adds calls of its own to a traced program; None: calls run."""
+    """The current observer, for code that adds its own calls to a traced program; None if calls run directly."""
     observer = _observer.get()
     return None if isinstance(observer, _ByName) else observer
 
@@ -70,8 +70,8 @@ def emitter() -> Observer | None:
 def op(
     *, accumulates: tuple[str, ...] = (), adds: tuple[str, ...] = ()
 ) -> Callable[[Callable[P, None]], Callable[P, None]]:
-    """Mark a function as an op. Written arguments are overwritten, but for those named by `accumulates` (parameter
-    gradients: added to unless the call says accumulate=False) and by `adds` (the residual stream: always added to)."""
+    """Marks a function as an op. Written arguments are overwritten, except those named in `accumulates` (parameter gradients:
+    accumulated unless the call passes accumulate=False) and in `adds` (the residual stream: always accumulated)."""
 
     def mark(fn: Callable[P, None]) -> Callable[P, None]:
         @functools.wraps(fn)
@@ -80,7 +80,7 @@ def op(
             if observer is None:
                 fn(*reads, **writes)
                 return
-            token = _observer.set(None)  # an op that calls ops is one op
+            token = _observer.set(None)  # ops called by an op are not reported
             if isinstance(observer, _ByName):
                 try:
                     observer.observer(fn.__name__, functools.partial(fn, *reads, **writes))
@@ -107,7 +107,7 @@ def op(
 
 
 def _tensors(values: Any) -> Iterator[Any]:
-    """Tensors and handles among arguments, and inside a mask, a list or a dictionary of scratch."""
+    """Tensors and handles among arguments, including those in a mask, a list or a dict of scratch."""
     for value in values:
         if hasattr(value, "shape") and hasattr(value, "dtype"):
             yield value

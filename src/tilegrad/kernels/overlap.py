@@ -1,9 +1,9 @@
-"""Whether tensors share memory: exactly, for any strides.
+"""Whether two tensors share memory, exactly, for any strides.
 
-Parts of one buffer may interleave without sharing a byte: q, k and v of a fused (B, T, 3, H, D), say. Two tensors share
-a byte where Σ strideₐ · iₐ − Σ strideᵦ · jᵦ is the distance of their addresses for some indices i and j in range. Strides that
-both have count as one, of i − j. The largest comes first: what the others can't reach leaves few indices for it, so a search
-is short.
+Parts of one buffer may interleave without sharing a byte, like q, k and v of a fused (B, T, 3, H, D). Two tensors share a byte
+if Σ strideₐ · iₐ − Σ strideᵦ · jᵦ equals the distance of their addresses for some indices i and j in range. A stride that both
+have is one term, with index i − j. The search starts with the largest stride: the smaller ones reach only a short distance, so
+few of its indices are possible.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def share_memory(a: Tensor, b: Tensor) -> bool:
 
 
 def _reachable(distance: int, terms: Terms) -> bool:
-    """Σ stride · index = distance for some indices."""
+    """Whether Σ stride · index = distance for some indices."""
     if not terms:
         return distance == 0
     (stride, low, high), rest = terms[0], terms[1:]
@@ -41,13 +41,13 @@ def _reachable(distance: int, terms: Terms) -> bool:
 
 
 def check_apart(writes: Mapping[str, Tensor | None], reads: Mapping[str, object]) -> None:
-    """Raises where a tensor that is written shares memory with any other of a call."""
+    """Raises if a written tensor of a call shares memory with any other tensor of it."""
     written = [(name, x) for name, x in writes.items() if x is not None]
     read = [(name, x) for name, x in reads.items() if isinstance(x, Tensor)]
     for n, (name, x) in enumerate(written):
         for other, y in (*read, *written[:n]):
             if share_memory(x, y):
                 raise ValueError(
-                    f"{name}: got memory that {other} has too; accepted: memory of its own, because no output may share any "
-                    "with an input or with another output (views of one buffer may be given, where no number belongs to both)"
+                    f"{name}: got memory shared with {other}; accepted: memory that no input and no other output "
+                    "uses (views of one buffer are accepted if they have no element in common)"
                 )

@@ -5,8 +5,8 @@
 
 One round maps the counter (c0, c1, c2, c3) under the key (k0, k1) to
     (hi(M1·c2) ^ c1 ^ k0,  lo(M1·c2),  hi(M0·c0) ^ c3 ^ k1,  lo(M0·c0)),
-and the key advances by the Weyl constants. 32-bit words live in int64 tensors: a product wraps modulo 2⁶⁴, which leaves
-both of its halves right.
+and the key advances by the Weyl constants. 32-bit words are in int64 tensors: a product wraps modulo 2⁶⁴, and both of its
+32-bit halves are still correct.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ _M0, _M1 = 0xD2511F53, 0xCD9E8D57
 _W0, _W1 = 0x9E3779B9, 0xBB67AE85
 _LOW = 0xFFFFFFFF
 _ROUNDS = 10
-NO_SEQUENCE = 0xFFFFFFFF  # b of a mask that is no attention's
-WORK_BUFFERS = 6  # int64 buffers of the mask's size that `drop_mask` works in
+NO_SEQUENCE = 0xFFFFFFFF  # b of masks outside attention
+WORK_BUFFERS = 6  # int64 buffers of the mask's size that `drop_mask` needs
 
 Key = int | Tensor
 Keys = list[tuple[Key, Key]]
@@ -34,7 +34,7 @@ def threshold(dropout_p: float) -> int:
 
 
 def round_keys(seed: int | Tensor) -> Keys:
-    """The ten round keys. A seed tensor on the CPU is read here; one on a device stays there, for a captured step to read."""
+    """The ten round keys. A seed tensor on the CPU is read here. On a device it stays a tensor, for captured steps."""
     if isinstance(seed, Tensor) and seed.device.type == "cpu":
         seed = int(seed)
     k0: Key = seed & _LOW
@@ -47,7 +47,7 @@ def round_keys(seed: int | Tensor) -> Keys:
 
 
 def philox(counter: Sequence[Tensor], keys: Keys, work: Sequence[Tensor]) -> None:
-    """Ten rounds in place: `counter` is four int64 tensors of one shape, `work` two more."""
+    """Ten rounds in place. `counter` is four int64 tensors of one shape, `work` two more."""
     c0, c1, c2, c3 = counter
     low, high = work
     for k0, k1 in keys:
@@ -70,7 +70,7 @@ def drop_mask(
     dropped: Tensor,
     work: Tensor,
 ) -> None:
-    """dropped[b, h, i, j] for int64 index vectors.   dropped (B, H, M, N) bool   work (6, B, H, M, N) int64"""
+    """Fills dropped[b, h, i, j] from int64 index vectors.   dropped (B, H, M, N) bool   work (6, B, H, M, N) int64"""
     c0, c1, c2, c3, low, high = work
     c0.copy_(cols)
     c1.copy_(rows[:, None])

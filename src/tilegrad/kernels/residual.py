@@ -1,7 +1,7 @@
-"""Ops between the layers: the sum of the residual stream, zero and copy. Each is one torch op, bound by memory. The sum that is
-fused into the next norm is in kernels/norm.
+"""Ops between layers: the residual sum, zero and copy. Each is one memory-bound torch op. The sum fused into the next norm is
+in kernels/norm.
 
-add       y = x + f        backward: both branches read dy
+add       y = x + f        backward: both branches receive dy
 """
 
 from __future__ import annotations
@@ -29,6 +29,6 @@ def zero_fwd(*, x: Tensor) -> None:
 
 @op()
 def copy_fwd(x: Tensor, *, y: Tensor) -> None:
-    """y = x, in y's dtype and strides."""
+    """y = x, converted to y's dtype and strides."""
     check_tensor("y", y, tuple(x.shape), y.dtype, x.device)
     y.copy_(x)

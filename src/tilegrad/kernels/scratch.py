@@ -1,15 +1,15 @@
-"""Scratch: buffers of the caller's that an op works in, and that hold nothing between calls.
+"""Scratch: buffers from the caller that an op uses as workspace; their contents do not matter between calls.
 
-`<op>_workspace(…)` declares them as name → (shape, dtype) from shapes, dtypes and devices alone, so a `Form` or a handle
-will do. `new_scratch` allocates what was declared. An op takes its `views` of it: the beginning of each buffer, in the
-shape that the call needs. Buffers declared for a large batch therefore serve a small one.
+`<op>_workspace(…)` declares them as name → (shape, dtype) from shapes, dtypes and devices alone, so a `Form` or a handle is
+enough. `new_scratch` allocates them. `views` gives an op the beginning of each buffer, in the shape that the call needs.
+So buffers declared for a large batch also serve a small one.
 
-Names. Where an op has more than one kernel, each kernel names its buffers as it likes, and `below` puts them below the
-kernel's own name: "delta" of kernel "hopper" is "hopper.delta" to the caller, and no two kernels meet in one buffer.
-An op that calls another op keeps that op's scratch below the op's name, by the same two functions:
+If an op has several kernels, each kernel names its own buffers, and `below` adds the kernel's name as a prefix: "delta" of
+kernel "hopper" is "hopper.delta" to the caller, and no two kernels share a buffer. An op that calls another op keeps that op's
+scratch under the op's name, by the same two functions:
 
     declare   shapes |= below("linear", linear_workspace(…))          Table.workspace does it for the kernels of a table
-    hand on   linear_fwd(…, scratch=of("linear", scratch))            views(…, kernel="hopper") does it, and checks
+    pass on   linear_fwd(…, scratch=of("linear", scratch))            views(…, kernel="hopper") does it, and checks
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ Shapes = dict[str, tuple[tuple[int, ...], torch.dtype]]
 Views = Callable[..., Scratch]  # (*memory) → the declared buffers by name: `Layout(…).of` or `separate(…)`
 T = TypeVar("T")
 
-SLOT_BYTES = 256  # what buffers of one allocation begin at multiples of, as CUDA's allocations do
+SLOT_BYTES = 256  # alignment of buffers in one allocation, like that of CUDA's allocations
 
 
 class TensorLike(Protocol):
-    """What a workspace or a table reads of a tensor; a `Form` and a handle of the memory plan have it too."""
+    """The attributes of a tensor that a workspace or a table reads; a `Form` and a handle of the memory plan have them too."""
 
     @property
     def shape(self) -> tuple[int, ...]: ...
@@ -56,7 +56,7 @@ def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 
 
 def below(owner: str, shapes: Mapping[str, T]) -> dict[str, T]:
-    """The buffers of `owner`, a kernel or an op, under the names that its caller knows: owner.name."""
+    """The buffers of `owner`, a kernel or an op, under the names that its caller uses: owner.name."""
     return {f"{owner}.{name}": value for name, value in shapes.items()}
 
 
@@ -66,20 +66,20 @@ def of(owner: str, scratch: Mapping[str, T]) -> dict[str, T]:
 
 
 def larger(a: Shapes, b: Shapes) -> Shapes:
-    """Buffers that serve calls of a and calls of b: of one name the larger."""
+    """Buffers for calls that need a and calls that need b: the larger one of each name."""
     for name in a.keys() & b.keys():
         if a[name][1] != b[name][1]:
-            raise ValueError(f"scratch[{name!r}]: got {a[name][1]} and {b[name][1]}; accepted: one dtype for a name")
+            raise ValueError(f"scratch[{name!r}]: got {a[name][1]} and {b[name][1]}; accepted: one dtype per name")
     return a | {name: new for name, new in b.items() if name not in a or prod(new[0]) >= prod(a[name][0])}
 
 
 def new_scratch(shapes: Shapes, device: torch.device | str) -> Scratch:
-    """Buffers as declared, their contents undefined."""
+    """Allocates the declared buffers, uninitialised."""
     return {name: torch.empty(shape, dtype=dtype, device=device) for name, (shape, dtype) in shapes.items()}
 
 
 class Layout:
-    """Declared buffers one after the other in one buffer of `nbytes` bytes."""
+    """Declared buffers, one after the other in one buffer of `nbytes` bytes."""
 
     def __init__(self, shapes: Shapes) -> None:
         self._places: dict[str, tuple[tuple[int, ...], tuple[int, ...], torch.dtype, int]] = {}
@@ -90,7 +90,7 @@ class Layout:
             self.nbytes += -(-prod(shape) * dtype.itemsize // SLOT_BYTES) * SLOT_BYTES
 
     def below(self, owner: str) -> Layout:
-        """The buffers of `owner` alone, where they are in the same buffer of bytes."""
+        """Only the buffers of `owner`, at the same offsets."""
         part = Layout({})
         part.nbytes, part._places = self.nbytes, of(owner, self._places)
         return part
@@ -105,7 +105,7 @@ class Layout:
 
 
 def separate(names: Iterable[str]) -> Views:
-    """The views of declared buffers that are tensors of their own, given in the order of their declaration."""
+    """Views for declared buffers that are separate tensors, passed in the order of declaration."""
     names = tuple(names)
     return lambda *memory: dict(zip(names, memory, strict=True))
 
@@ -113,15 +113,15 @@ def separate(names: Iterable[str]) -> Views:
 def views(
     scratch: Scratch | None, needed: Shapes, device: Any, op: str, *, kernel: str | None = None, more: str = ""
 ) -> Scratch:
-    """The needed buffers as views of the caller's, which may be larger; a kernel's are looked for below its name. `more` is
-    what an error says of the declaration."""
+    """The needed buffers as views of the caller's scratch, which may be larger. Those of a kernel are looked up under its name.
+    `more` is appended to the error text."""
     out = {}
     for own, (shape, dtype) in needed.items():
         name = own if kernel is None else f"{kernel}.{own}"
         x = None if scratch is None else scratch.get(name)
         if x is None or x.dtype != dtype or x.device != device or x.numel() < prod(shape) or not x.is_contiguous():
             accepted = f"a contiguous {dtype} tensor of at least {prod(shape)} elements on {device}"
-            accepted += f": {op}_workspace(…) names all{more}"
+            accepted += f"; {op}_workspace(…) lists all buffers{more}"
             if x is None:
                 raise ValueError(f"scratch: {op} got no {name!r}; accepted: {accepted}")
             got = f"{x.dtype} {tuple(x.shape)} on {x.device}, strides {x.stride()}"
@@ -131,17 +131,17 @@ def views(
 
 
 def rows_per_block(x: TensorLike, elements: Mapping[str, int]) -> int:
-    """Rows of x (N, C) that are worked on at once: about `elements[device type]` elements, at least a row, at most N."""
+    """Rows of x (N, C) to process at once: about `elements[device type]` elements, at least one row, at most N."""
     n, c = x.shape
     return max(1, min(n, elements[x.device.type] // max(c, 1)))
 
 
 def rows_of(x: Tensor, i: slice) -> Tensor:
-    """x[i], rows i; x itself where these are all of them: of a small op, indexing is a good part of the time."""
+    """x[i]; x itself if i covers all rows, because indexing is a large part of the time of a small op."""
     return x if i.start == 0 and i.stop == x.shape[0] else x[i]
 
 
 def blocks(n: int, size: int) -> Iterator[slice]:
-    """0 … n cut into runs of at most `size`."""
+    """0 … n cut into slices of at most `size`."""
     for start in range(0, n, size):
         yield slice(start, min(start + size, n))

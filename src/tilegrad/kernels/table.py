@@ -1,11 +1,11 @@
-"""Which kernel of an op runs: each op with more than one kernel has a table, and the first row that takes a call runs it.
+"""Selection of an op's kernel: an op with several kernels has a table, and the first row that takes a call runs it.
 
-A row is refused with a reason, and nothing falls back silently: a kernel asked for by name runs or raises. The names of
-the rows are public.
+A row that refuses gives a reason, and there is no silent fallback: a kernel requested by name runs or raises. The names of the
+rows are public.
 
-A problem is a call as its table sees it: a NamedTuple whose fields are the positional arguments of a kernel's `workspace`,
-the first of them a tensor on the call's device. Only shapes, dtypes, devices and options are read, so a kernel can be chosen
-before a tensor exists. `NORM.explain(Problem(x))` says what would run; `tilegrad doctor --kernels` prints that of every op.
+A problem is a call as its table sees it: a NamedTuple whose fields are the positional arguments of a kernel's `workspace`. The
+first field is a tensor on the call's device. Only shapes, dtypes, devices and options are used, so a kernel can be selected
+before a tensor exists. `NORM.explain(Problem(x))` says what would run; `tilegrad doctor --kernels` prints this for every op.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ FORWARD, BACKWARD = {"backward": False}, {"backward": True}  # options of a `wor
 
 
 class Problem(NamedTuple):
-    """A call that is decided by the shape, dtype and device of one tensor."""
+    """A call whose kernel depends only on the shape, dtype and device of one tensor."""
 
     x: TensorLike
 
 
 class Where(TypedDict, total=False):
-    """Two keywords of every op that has a table: buffers as `<op>_workspace` declares them, and a row of the table by name."""
+    """Keywords of every op with a table: buffers as declared by `<op>_workspace`, and the name of a kernel."""
 
     scratch: Scratch | None
     kernel: str | None
@@ -37,9 +37,9 @@ class Where(TypedDict, total=False):
 
 @dataclass(frozen=True, slots=True)
 class Kernel:
-    """A row. `refuses` says why this kernel can't run a problem, or None; `by_name_only` why it is never chosen unasked.
+    """A row. `refuses` returns why this kernel cannot run a problem, or None. `by_name_only`: why it is no default.
 
-    `module`, a dotted name below tilegrad.kernels, offers `workspace` and the functions that the op's `__init__` names.
+    `module`, a dotted name below tilegrad.kernels, offers `workspace` and the functions that the op's `__init__` lists.
     """
 
     name: str
@@ -58,7 +58,7 @@ def _load(module: str) -> ModuleType:
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Which kernel would run ("none" where none takes the call), and for every kernel the reason; printed, a table."""
+    """The kernel that would run ("none" if none takes the call), and a reason for every kernel; str() is a table."""
 
     kernel: str
     reasons: dict[str, str]
@@ -78,28 +78,28 @@ class Table:
     rows: tuple[Kernel, ...]
 
     def select(self, problem: Any, kernel: str | None = None) -> Kernel:
-        """The row that runs this problem, or an error that says why none does and what would."""
+        """The row that runs this problem. Raises an error with the reasons if there is none."""
         for row in self.rows:
             wanted = row.by_name_only is None if kernel is None else row.name == kernel
             if wanted and row.refuses(problem) is None:
                 return row
         refusals = {row.name: row.refuses(problem) for row in self.rows}
         if kernel is None:
-            raise ValueError(f"{self.op}: no kernel takes this call: {refusals}")
+            raise ValueError(f"{self.op}: got a call that no kernel takes: {refusals}")
         if kernel not in refusals:
             raise ValueError(f"kernel: got {kernel!r}; accepted: None or one of {', '.join(map(repr, refusals))}")
         other = self.select(problem).name
         raise ValueError(
-            f"kernel: got {kernel!r}, which can't run this call: {refusals[kernel]}; {other!r} would run it, and kernel=None "
-            "takes it"
+            f"kernel: got {kernel!r}, which can't run this call: {refusals[kernel]}; accepted: {other!r}, or "
+            "None, which selects it"
         )
 
     def explain(self, problem: Any, kernel: str | None = None) -> Explanation:
-        """What `select` chooses, with a reason for every row; also for a call that no row takes."""
+        """What `select` returns, with a reason for every row; also for a call that no row takes."""
         if kernel is None and not any(row.by_name_only is None and row.refuses(problem) is None for row in self.rows):
             return Explanation("none", {row.name: row.refuses(problem) or row.by_name_only or "" for row in self.rows})
         chosen = self.select(problem, kernel).name
-        otherwise = f"takes this call too; {'not asked for' if kernel else f'{chosen} goes before it'}"
+        otherwise = f"takes this call too; {'not asked for' if kernel else f'{chosen} comes first'}"
         reasons = {row.name: row.refuses(problem) or row.by_name_only or otherwise for row in self.rows}
         reasons[chosen] = (
             "runs: the first of the table that takes this call" if kernel is None else "runs: asked for by name"
@@ -107,7 +107,7 @@ class Table:
         return Explanation(chosen, reasons)
 
     def workspace(self, *problems: Any, kernel: str | None = None, **options: bool) -> Shapes:
-        """Scratch of every kernel that may run one of `problems`, each kernel's below its name: what serves them all.
+        """Scratch that is enough for every one of `problems`; the buffers of each kernel are under its name.
 
         `options` (backward=…, deterministic=…) are the keywords of a kernel's `workspace`.
         """
@@ -127,7 +127,7 @@ class Table:
         kernel: str | None = None,
         **writes: object,
     ) -> None:
-        """`function` of the selected kernel, with its views of `scratch`; `options` are the keywords of its `workspace`."""
+        """Calls `function` of the selected kernel with views of `scratch`; `options` are the keywords of its `workspace`."""
         row = self.select(problem, kernel)
         module = _load(row.module)
         needed = module.workspace(*problem, **options) if options else module.workspace(*problem)

@@ -1,22 +1,22 @@
-"""Which versions of Triton the kernels know, where they rely on more of it than the language.
+"""The Triton versions that the kernels support, where they rely on more than the language.
 
     parameters   how a compiled kernel takes its parameters (cuda_launch.py)
-    Gluon        names and compiler of attention's Hopper kernels; attention/hopper/gluon_names.py has what is named differently
+    Gluon        names and compiler of attention's Hopper kernels; attention/hopper/gluon_names.py has the renamed ones
 
-Kernels of 3.6 to 3.9 were run on an H200. A newer version may change either without an error, so what relies on it refuses,
-and says so.
+Versions 3.6 to 3.9 were tested on an H200. A newer version may change either of these without an error, so code that relies on
+them refuses it with a message.
 
-Compiled for sm_90, plain calls of bfloat16 spill 8 bytes in Hopper's backward at D 64, outside of its loop, and with 3.8 12 in
-the forward at D 256. 3.9 has the ptxas of CUDA 13.4, and as Triton calls it (--regAllocOptLevel=2, since 3.7) it spills more,
-though less of q and v is in registers with it (`takes_more_registers`):
+Compiled for sm_90, plain bfloat16 calls spill 8 bytes in Hopper's backward at D 64, outside of its loop, and with 3.8 12 bytes
+in the forward at D 256. 3.9 has the ptxas of CUDA 13.4. As Triton calls it (--regAllocOptLevel=2, since 3.7) it spills more,
+although less of q and v is then in registers (`takes_more_registers`):
 
     bytes stored and loaded   hopper: backward at D 96: 116, at D 256: 108; forward at D 128: 148, at D 256: 280
     bytes of the stack        triton: dk and dv at D 64: 16, at D 128: 48; forward at D 256: 56; norm's backward at C 8192: 24
 
-With ptxas's own level, 4, it spills less, and Hopper's backward of D 64 was 4 % faster in full attention when it spilled
-(benchmarks/2026-11-17-triton.md). Triton chose 2 because of an error of CUDA 13's ptxas. Level 4 was close to the
-reference in three calls on an H200; more were not compared, so it is not asked for. 3.9 also warns of a launch that leaves
-fused multiply-adds to the default.
+With ptxas's default level, 4, it spills less, and Hopper's backward of D 64 was 4 % faster in full attention when it spilled
+(benchmarks/2026-11-17-triton.md). Triton chose 2 because of a bug in CUDA 13's ptxas. Level 4 was close to the reference in
+three calls on an H200. No others were compared, so it is not used. 3.9 also warns if a launch leaves fused multiply-adds to the
+default.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from typing import Any
 Version = tuple[int, int]
 
 
-PARAMETERS: tuple[Version, Version] = ((3, 6), (3, 9))  # the first version and the last
+PARAMETERS: tuple[Version, Version] = ((3, 6), (3, 9))  # first and last version
 GLUON: tuple[Version, Version] = ((3, 6), (3, 9))
 
 
@@ -45,30 +45,30 @@ def _number(version: str) -> Version | None:
 
 @functools.cache
 def _refusal(version: str, known: tuple[Version, Version]) -> str | None:
-    """What is wrong with a version; None for a known one."""
+    """Why a version is not supported; None if it is."""
     found, (first, last) = _number(version), known
     if found and first <= found <= last:
         return None
     names = dict.fromkeys(f"{major}.{minor}" for major, minor in known)
-    return f"knows Triton {' to '.join(names)}, and {version} is installed"
+    return f"supports Triton {' to '.join(names)}, but {version} is installed"
 
 
 def takes_more_registers() -> bool:
-    """Whether ptxas, as this Triton calls it, leaves main loops fewer registers: with 3.9 they spill what they hold with 3.6 to
-    3.8."""
+    """Whether ptxas, as this Triton calls it, leaves fewer registers to main loops: with 3.9 they spill values that fit in
+    registers with 3.6 to 3.8."""
     return (_number(installed()) or (0, 0)) >= (3, 9)
 
 
 def launch_options() -> dict[str, Any]:
-    """Triton's options that every launch names, whatever their defaults: a·b + c is one instruction."""
+    """Triton options that every launch sets explicitly: fused multiply-adds are on."""
     return {"enable_fp_fusion": True}
 
 
 def gluon_refusal() -> str | None:
-    """Why no Gluon kernel runs with the Triton that is installed; None where they do."""
+    """Why no Gluon kernel runs with the installed Triton; None if they do."""
     return _refusal(installed(), GLUON)
 
 
 def parameters_refusal() -> str | None:
-    """Why only Triton itself can launch what it compiled; None where cuda_launch.py can."""
+    """Why only Triton itself can launch a kernel that it compiled; None if cuda_launch.py can."""
     return _refusal(installed(), PARAMETERS)

@@ -1,4 +1,4 @@
-"""Where buffers live, with one vocabulary (types.py) and one timeline page (page.py).
+"""Buffers of a training program (planned/) and buffers on demand (managed/), with shared types and one timeline page.
 
 planned/   a program that is the same every time: trace it on handles, plan every byte, bind tensors
 managed/   sizes that vary: `AttentionBufferManager` hands out, caches and takes back typed buffers

@@ -1,4 +1,4 @@
-"""The timeline page of either side of memory: bytes alive over time, by kind of buffer.
+"""The timeline page of planned and managed memory: bytes alive over time, by kind of buffer.
 
 A `Span` is one value of a buffer, alive for first ≤ t < last in some unit of time. Spans of activations and managed
 buffers are grouped by `BufferType`, spans of persistent roles by their role.
@@ -27,11 +27,11 @@ class Span:
     nbytes: int
     role: str = ""
     layer: str = ""
-    number: int = 0  # which of the buffers that share this name
+    number: int = 0  # distinguishes buffers of the same name
 
     @property
     def series(self) -> str:
-        """The colour of the span: its type, or its role where it lives for the whole program."""
+        """The legend entry and colour: the type, or the role of a persistent buffer."""
         return self.role if self.role in _SERIES else self.type.value
 
 
@@ -60,7 +60,7 @@ def timeline_page(title: str, spans: Sequence[Span], *, unit: str, facts: Mappin
         "data": _data(spans, unit),
     }
     page = resources.files("tilegrad.memory").joinpath("page.html").read_text(encoding="utf-8")
-    for name, text in parts.items():  # no text holds a placeholder: "<" is escaped in all of them
+    for name, text in parts.items():  # no text contains a placeholder, because "<" is escaped
         page = page.replace(f"<!--{name}-->", text)
     return page
 
@@ -76,7 +76,7 @@ def human(nbytes: int) -> str:
 
 
 def peak_of(spans: Iterable[Span]) -> tuple[float, int]:
-    """The first moment at which the most bytes are alive, and how many."""
+    """The first time at which the most bytes are alive, and those bytes."""
     change: dict[float, int] = {}
     for span in spans:
         change[span.first] = change.get(span.first, 0) + span.nbytes
@@ -95,7 +95,7 @@ def alive_at(spans: Iterable[Span], moment: float) -> tuple[Span, ...]:
 
 
 def by_group(spans: Iterable[Span], alive: Iterable[Span], group: Callable[[Span], str]) -> tuple[Row, ...]:
-    """One row for each group of buffers, in the order in which the groups appear."""
+    """One row per group of buffers, in order of first appearance."""
     members: dict[str, list[Span]] = {}
     for span in spans:
         members.setdefault(group(span), []).append(span)
@@ -139,7 +139,7 @@ def _largest(alive: Sequence[Span]) -> str:
 
 
 def _data(spans: Iterable[Span], unit: str) -> str:
-    """The spans that can be seen, in the order in which they are stacked, column by column."""
+    """The spans with bytes and duration, in stacking order, column by column."""
     rank = {name: index for index, name in enumerate(_SERIES)}
     shown = [span for span in spans if span.nbytes and span.first < span.last]
     shown.sort(key=lambda span: (rank[span.series], span.first, -span.last, span.name))

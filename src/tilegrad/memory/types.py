@@ -1,4 +1,4 @@
-"""The vocabulary of both memory sides: what a buffer is for, and how that kind of buffer is used."""
+"""Types of planned and managed memory: what a buffer is for, and how that kind of buffer is used."""
 
 from __future__ import annotations
 
@@ -28,17 +28,17 @@ class BufferType(StrEnum):
 
 
 class BufferStateError(RuntimeError):
-    """A buffer misused: freed twice, not from this manager, of another type, or part of a graph."""
+    """Misuse of a buffer: freed twice, not from this manager, of another type, or part of an autograd graph."""
 
 
 @dataclass(frozen=True, slots=True)
 class BufferConfig:
     """How one type of buffer is used; `AttentionBufferManager` picks its strategy from this.
 
-    typical_size_mb   in MiB; a request of more than twice this goes to the best-fit slab
+    typical_size_mb   in MiB; larger requests than twice this use the best-fit slab
     reuse_frequency   high: 10 buffers cached per (type, device), and size classes below 1 MiB; medium, low: 5
-    lifetime          how long one buffer is held; documentation, decides nothing
-    alignment         a power of two in bytes; None: whatever the allocator gives (64 on CPU, 512 on CUDA)
+    lifetime          how long a buffer is in use; documentation only, has no effect
+    alignment         a power of two in bytes; None: the allocator's alignment (64 on CPU, 512 on CUDA)
     """
 
     typical_size_mb: float

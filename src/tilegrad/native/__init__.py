@@ -1,1 +1,1 @@
-"""How C++ is built and loaded. The lowest layer: it imports nothing else of the package."""
+"""Building and loading C++. The lowest layer: it imports no other module of the package."""

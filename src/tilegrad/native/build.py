@@ -1,9 +1,9 @@
 """The build of the native library: sources, compiler flags for each instruction set, path, digest.
 
-The library is one shared object in kernels/cpu. The C++ compiler alone builds it, at install (hatch_build.py) or by
-`tilegrad doctor --build`. The kernels are compiled once for each instruction set of the processor's family, each into a
-namespace of its own. The library carries a digest of its sources and flags; library.py refuses one with another digest.
-This file needs the standard library only: hatch_build.py runs it before the package is installed.
+The library is one shared object in kernels/cpu. Building it needs only a C++ compiler, at install (hatch_build.py) or by
+`tilegrad doctor --build`. The kernels are compiled once per instruction set of the processor family, each in its own
+namespace. The library contains a digest of its sources and flags; library.py rejects a library with another digest. This
+file imports only the standard library, because hatch_build.py runs it before the package is installed.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ SOURCES = KERNELS / "csrc"
 MACHINE = platform.machine().lower()
 LIBRARY = KERNELS / f"native_{MACHINE}.so"
 AVX512 = ("-mavx512f", "-mavx512vl", "-mavx512bw", "-mavx512dq", "-mfma", "-mf16c", "-mprefer-vector-width=512")
-TARGETS: dict[str, dict[str, Sequence[str]]] = {  # instruction set → the compiler's flags for it
+TARGETS: dict[str, dict[str, Sequence[str]]] = {  # instruction set → compiler flags
     "x86_64": {
         "portable": (),
         "avx2": ("-mavx2", "-mfma", "-mf16c"),
         "avx512": AVX512,
         "amx": (*AVX512, "-mavx512bf16", "-mamx-tile", "-mamx-bf16"),
     },
-    # GCC's scheduling before register allocation spills accumulators: the products take a fifth longer.
+    # GCC's scheduling before register allocation spills accumulators, which makes products a fifth slower.
     "aarch64": {"portable": ("-fno-schedule-insns",)},
 }
 PORTABLE: dict[str, Sequence[str]] = {"portable": ()}
@@ -46,7 +46,7 @@ FLAGS = (
 )
 HOW = "with a C++ compiler (Debian: apt install g++) run: tilegrad doctor --build"
 
-CPU_FEATURES = {  # instruction set → what native.cpp asks of __builtin_cpu_supports
+CPU_FEATURES = {  # instruction set → features that native.cpp checks with __builtin_cpu_supports
     "avx2": ("avx2", "fma", "f16c"),
     "avx512": ("avx512f", "avx512vl", "avx512bw", "avx512dq"),
     "amx": ("avx512bf16", "amx-tile", "amx-bf16"),
@@ -54,7 +54,7 @@ CPU_FEATURES = {  # instruction set → what native.cpp asks of __builtin_cpu_su
 
 
 def targets(cxx: str) -> dict[str, Sequence[str]]:
-    """The instruction sets that this compiler can target: an old one builds a library without the newest."""
+    """The instruction sets that this compiler can target: an old compiler builds a library without the newest ones."""
     return {isa: flags for isa, flags in TARGETS.get(MACHINE, PORTABLE).items() if _can_target(cxx, isa, flags)}
 
 
@@ -67,21 +67,21 @@ def _can_target(cxx: str, isa: str, flags: Sequence[str]) -> bool:
 
 
 def compiler() -> str | None:
-    """$CXX, or the first there is of c++, g++, clang++."""
+    """$CXX, or the first of c++, g++, clang++ that exists."""
     names = [os.environ["CXX"]] if os.environ.get("CXX") else ["c++", "g++", "clang++"]
     return next((path for path in map(shutil.which, names) if path), None)
 
 
 @functools.cache
 def digest() -> str:
-    """The hash of all sources and flags."""
+    """Hash of all sources and flags."""
     parts = [repr((FLAGS, TARGETS)).encode()]
     parts += [path.read_bytes() for path in sorted(SOURCES.rglob("*")) if path.suffix in (".h", ".cpp")]
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 
 def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str]]:
-    """The command of each object file, which it puts into `folder`."""
+    """The compiler command of each object file, with output in `folder`."""
     isas = targets(cxx)
     defines = [f"-DWITH_{isa}" for isa in isas]
     for name in ("native", "gemm/gemm", "threads/thread_pool", "threads/work_queue"):
@@ -96,7 +96,7 @@ def _commands(cxx: str, flags: Sequence[str], folder: Path) -> Iterator[list[str
 
 
 def objects(cxx: str, folder: Path, flags: Sequence[str] = FLAGS) -> list[str]:
-    """The object files, compiled into `folder`; raises RuntimeError with the compiler's message."""
+    """Compiles the object files into `folder`; raises RuntimeError with the compiler's message."""
     commands = list(_commands(cxx, flags, folder))
     with ThreadPoolExecutor(os.cpu_count()) as pool:
         list(pool.map(run, commands))
@@ -111,11 +111,11 @@ def run(command: Sequence[str]) -> None:
 
 
 def build(to: Path = LIBRARY) -> Path:
-    """The library, compiled and linked. It replaces the old file, so a process that has that one loaded keeps it."""
+    """Compiles and links the library. It replaces the file by a rename: a process that has loaded the old file keeps it."""
     cxx = compiler()
     if cxx is None:
         given = os.environ.get("CXX")
-        found = f"$CXX, {given!r}, is no program" if given else "none of c++, g++, clang++ is there"
+        found = f"$CXX={given!r} is not a program" if given else "none of c++, g++, clang++ exists"
         raise RuntimeError(f"no C++ compiler: {found} (Debian: apt install g++)")
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
@@ -126,7 +126,7 @@ def build(to: Path = LIBRARY) -> Path:
 
 
 def replace_file(to: Path, made: Path) -> None:
-    """Replaces a library by one rename, so that no process loads a part of it."""
+    """Replaces a library by one rename, so that no process loads a partial file."""
     temporary = to.with_name(f".{to.name}.{os.getpid()}")
     try:
         shutil.copy(made, temporary)
@@ -136,7 +136,7 @@ def replace_file(to: Path, made: Path) -> None:
 
 
 def is_cut(library: bytes) -> bool:
-    """Whether a 64-bit ELF file ends before its section headers, which are its end: loading one would end the process."""
+    """Whether a 64-bit ELF file ends before its section headers, which come last: loading it would kill the process."""
     if library[:5] != b"\x7fELF\x02":
         return False
     at, size, count = (int.from_bytes(library[a:b], "little") for a, b in ((40, 48), (58, 60), (60, 62)))

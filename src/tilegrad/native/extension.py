@@ -1,8 +1,8 @@
-"""A Python module in C++, from one source file that comes with the package. The package works without it, more slowly.
+"""A Python extension module from one C++ source file of the package. The package works without it, more slowly.
 
-`tilegrad doctor --build` compiles it, against the torch and the Python that run. It needs a C++ compiler, torch's headers,
-which come with torch, and Python's. torch's C++ interface changes with its versions: the file's name has torch's and
-Python's, so that one built for others is never loaded, and the module carries a digest of its source and flags.
+`tilegrad doctor --build` compiles it against the running torch and Python. It needs a C++ compiler, the headers of torch, which
+come with torch, and those of Python. torch's C++ interface changes between versions. So the file name contains the versions of
+torch and Python, which prevents loading a module built for others, and the module contains a digest of its source and flags.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from .build import HOW, compiler, is_cut, replace_file, run
 
 @dataclass(frozen=True, slots=True)
 class NativeModule:
-    """libraries: torch's that the source needs; folder: for the compiled file."""
+    """libraries: torch libraries to link; folder: where the compiled file goes."""
 
     name: str
     source: Path
@@ -42,7 +42,7 @@ class NativeModule:
         return hashlib.sha256(b"\0".join((repr(self.flags).encode(), self.source.read_bytes()))).hexdigest()[:16]
 
     def build(self) -> Path:
-        """The file, compiled and linked; RuntimeError with the compiler's message where it can't be."""
+        """Compiles and links the file; raises RuntimeError with the compiler's message."""
         cxx = compiler()
         if cxx is None:
             raise RuntimeError("no C++ compiler (Debian: apt install g++)")
@@ -58,15 +58,15 @@ class NativeModule:
         return to
 
     def load(self) -> ModuleType | str:
-        """The module, or the reason why it can't be used and what to do."""
+        """The module, or the reason why it cannot be used and what to do."""
         path = self.path()
         if not path.exists():
             return f"was not built for torch {torch.__version__}; {HOW}"
         built = path.read_bytes()
         if self.digest().encode() not in built:
-            return f"was built from another source than that here; {HOW}"
+            return f"was built from another source than this package's; {HOW}"
         if is_cut(built):
-            return f"can't be loaded (its file is cut off); {HOW}"
+            return f"can't be loaded (its file is truncated); {HOW}"
         file = ExtensionFileLoader(self.name, str(path))
         spec = spec_from_loader(self.name, file)
         assert spec is not None

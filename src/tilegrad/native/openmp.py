@@ -1,8 +1,8 @@
-"""How long the threads of OpenMP poll before they sleep. torch's ops and the native kernels run on these threads.
+"""How long OpenMP threads poll before they sleep. torch's ops and the native kernels run on these threads.
 
-GNU's runtime polls 300,000 times at the end of each parallel loop, some milliseconds. On a core that another process uses
-too, the thread that polls holds up the one it waits for. The runtime reads GOMP_SPINCOUNT once, when torch loads it, so it
-is set here, when `tilegrad` is imported. What the environment says goes first.
+GNU's runtime polls 300,000 times at the end of each parallel loop, some milliseconds. On a core that is shared with another
+process, a polling thread delays the thread it waits for. The runtime reads GOMP_SPINCOUNT once, when torch loads it, so this
+module sets it when `tilegrad` is imported. A value in the environment has precedence.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import platform
 import sys
 
-# fewer make a quiet machine slower, more a busy one; x86 was measured at 1000: benchmarks/2026-11-15-training-cpu.md
+# fewer polls make a quiet machine slower, more a busy one; x86 was measured at 1000: benchmarks/2026-11-15-training-cpu.md
 SPINS = "1000" if platform.machine() in ("x86_64", "AMD64") else "5000"
 
 
@@ -21,11 +21,11 @@ def _limit_polling() -> str:
             return f"{name}={os.environ[name]}, from the environment"
     if "torch" in sys.modules:
         return (
-            "threads poll for long at the end of a loop, because torch was imported before tilegrad: on a busy machine "
+            "threads poll long at the end of a loop because torch was imported before tilegrad; on a busy machine "
             f"import tilegrad first or set GOMP_SPINCOUNT={SPINS}"
         )
     os.environ["GOMP_SPINCOUNT"] = SPINS
     return f"GOMP_SPINCOUNT={SPINS}, set before torch was loaded"
 
 
-WAITING = _limit_polling()  # what was done, for `tilegrad doctor`
+WAITING = _limit_polling()  # what was set, shown by `tilegrad doctor`

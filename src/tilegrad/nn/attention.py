@@ -1,12 +1,12 @@
-"""torch.nn.MultiheadAttention's common use by tilegrad's kernels, with groups, a window, rope and a cache.
+"""The common use of torch.nn.MultiheadAttention with tilegrad's kernels, plus GQA, a window, rope and a cache.
 
     q, k, v = x W_in' + b, split into heads       o = attention(rope(q), rope(k), v)       y = o W_out' + b
 
-Parameters have MultiheadAttention's names and shapes, so its state_dict loads. Weights of attention never exist:
-need_weights=True raises. As there, True in a bool mask hides a key.
+Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. Attention probabilities are never stored:
+need_weights=True raises. As in MultiheadAttention, True in a bool mask hides a key.
 
-It can be the self_attn of torch.nn.TransformerEncoderLayer, and either attention of a decoder's. torch's fused inference, which
-reads the weights and calls nobody, is turned down: in eval() as in train() these kernels run.
+It can replace self_attn of torch.nn.TransformerEncoderLayer, and both attentions of a decoder layer. torch's fused inference
+path, which reads the weights and skips this module, is disabled: these kernels run in eval() and in train().
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from ..memory.managed.manager import AttentionBufferManager
 
 @dataclass(slots=True)
 class Cache:
-    """Keys and values of the tokens read so far, (B, Hkv, max_tokens, D) of which `length` are there; for decoding."""
+    """Keys and values of the tokens so far, for decoding: (B, Hkv, max_tokens, D), of which the first `length` are filled."""
 
     k: Tensor
     v: Tensor
     length: int = 0
 
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """All keys and values, with these (B, Hkv, T, D) at the end."""
+        """Appends k and v (B, Hkv, T, D). Returns all keys and values so far."""
         stop = self.length + k.shape[2]
         if stop > self.k.shape[2]:
-            raise ValueError(f"cache: got {stop} tokens; accepted: at most max_tokens, {self.k.shape[2]}")
+            raise ValueError(f"cache: got {stop} tokens; accepted: at most max_tokens = {self.k.shape[2]}")
         self.k[:, :, self.length : stop], self.v[:, :, self.length : stop] = k, v
         self.length = stop
         return self.k[:, :, :stop], self.v[:, :, :stop]
 
 
 class Attention(nn.Module):
-    """Multi-head attention over (B, T, C), or (T, B, C) with batch_first=False, MultiheadAttention's default.
+    """Multi-head attention over (B, T, C), or (T, B, C) with batch_first=False, the default as in MultiheadAttention.
 
     num_kv_heads   heads of keys and values; None: num_heads
-    window         keys that a token attends to on the left, itself included; None: all
-    rope_theta     rotary positions of this base, halves of a head against each other; None: none
-    manager        an AttentionBufferManager that holds the kernel's scratch, also that of other modules; None: torch's
-                   allocator. A copy of the module has none
+    window         number of keys to the left that a token attends to, itself included; None: all
+    rope_theta     base of the rotary positions, which rotate the two halves of a head; None: no rotary positions
+    manager        an AttentionBufferManager for the kernel's scratch, which modules may share; None: torch's allocator.
+                   A copy of the module has none
 
     >>> import torch, tilegrad.nn
     >>> theirs = torch.nn.MultiheadAttention(64, 4, batch_first=True)
@@ -62,7 +62,7 @@ class Attention(nn.Module):
     True
     """
 
-    _qkv_same_embed_dim = False  # to torch: its fused layer is not to read the weights in this module's place
+    _qkv_same_embed_dim = False  # makes torch's fused layer call this module instead of reading its weights
 
     def __init__(
         self, embed_dim: int, num_heads: int, dropout: float = 0.0, bias: bool = True, *, batch_first: bool = False,
@@ -95,9 +95,9 @@ class Attention(nn.Module):
         key_padding_mask: Tensor | None = None, need_weights: bool = False, attn_mask: Tensor | None = None, *,
         is_causal: bool = False, cache: Cache | None = None,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """(y, None). key=None: self-attention. Masks are MultiheadAttention's: key_padding_mask (B, S), attn_mask (L, S) or
+        """(y, None). key=None: self-attention. Masks are as in MultiheadAttention: key_padding_mask (B, S), attn_mask (L, S) or
         (B·H, L, S), bool with True = hidden, or added to the scores. is_causal needs no mask. With a cache, keys and values of
-        earlier calls come before these, and tokens attend causally. A nested query (B, jagged, C) is self-attention too."""
+        earlier calls precede these, and tokens attend causally. A nested query (B, jagged, C) is self-attention too."""
         if isinstance(query, Tensor) and query.is_nested:
             given = (key, value, key_padding_mask, attn_mask, cache)
             return self._nested(query, given, is_causal=is_causal, need_weights=need_weights), None
@@ -114,7 +114,7 @@ class Attention(nn.Module):
         window = None if self.window is None else (self.window - 1, None)
         bias = self._bias(key_padding_mask, None if is_causal else attn_mask, q, k)
         dropout_p = self.dropout if self.training else 0.0
-        if self.manager is None or torch.compiler.is_compiling():  # a compiler's graph has memory of its own
+        if self.manager is None or torch.compiler.is_compiling():  # a compiled graph plans its own memory
             o = attention(q, k, v, causal=causal, window=window, bias=bias, dropout_p=dropout_p)
         else:
             o = managed_attention(q, k, v, Mask(causal, window, bias=bias, dropout_p=dropout_p), self.manager)
@@ -132,16 +132,16 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor, Tensor]:
         """Query, key and value as (B, T, C)."""
         if need_weights:
-            raise ValueError("need_weights: got True; accepted: False, because the weights never exist")
+            raise ValueError("need_weights: got True; accepted: False, because attention weights are never stored")
         x, source = query, query if key is None else key
         target = source if value is None else value
         for name, y in (("query", x), ("key", source), ("value", target)):
             require(isinstance(y, Tensor), name, type(y).__name__, TENSOR, TypeError, show=str)
-            require(not y.is_nested, name, "a nested tensor", "a padded one here", show=str)
+            require(not y.is_nested, name, "a nested tensor", "a padded tensor", show=str)
             if not (y.ndim == query.ndim in (2, 3) and y.shape[-1] == self.embed_dim):
-                of_query = "" if name == "query" else f", and query is {tuple(query.shape)}"
+                of_query = "" if name == "query" else f", but query is {tuple(query.shape)}"
                 batched = "(B, T, C)" if self.batch_first else "(T, B, C) (batch_first=True for (B, T, C))"
-                accepted = f"{batched}, or (T, C) of each, where C is embed_dim, {self.embed_dim}"
+                accepted = f"{batched}, or (T, C) for all three, with C = embed_dim = {self.embed_dim}"
                 raise ValueError(f"{name}: got shape {tuple(y.shape)}{of_query}; accepted: {accepted}")
         if query.ndim == 3 and not self.batch_first:
             x, source, target = (y.transpose(0, 1) for y in (x, source, target))
@@ -150,11 +150,11 @@ class Attention(nn.Module):
         return x, source, target
 
     def _nested(self, query: Tensor, given: tuple[object, ...], *, is_causal: bool, need_weights: bool) -> Tensor:
-        """Sequences of different lengths, as torch.nn.TransformerEncoder hands them on where it skips padding."""
+        """Sequences of different lengths, as torch.nn.TransformerEncoder passes them if it skips padding."""
         key, value, *others = given
         itself = all(x is None or x is query for x in (key, value)) and all(x is None for x in others)
         strided = query.layout == torch.strided and self.batch_first
-        accepted = "a strided one as query, key and value, with batch_first, without masks and without a cache"
+        accepted = "one strided tensor as query, key and value, with batch_first=True, no masks and no cache"
         require(itself and strided, "query", "a nested tensor", accepted, show=str)
         lengths = [len(x) for x in query.unbind()]
         hidden = torch.arange(max(lengths), device=query.device) >= torch.tensor(lengths, device=query.device)[:, None]
@@ -195,7 +195,7 @@ class Attention(nn.Module):
         return torch.cat([real * cos - imaginary * sin, imaginary * cos + real * sin], -1)
 
     def _bias(self, padding: Tensor | None, mask: Tensor | None, q: Tensor, k: Tensor) -> Tensor | None:
-        """MultiheadAttention's masks as a bias of `attention`, where True attends."""
+        """The masks of MultiheadAttention as a bias of `attention`, where True attends."""
         batch, rows, columns = q.shape[0], q.shape[2], k.shape[2]
         for name, x, shapes in (
             ("key_padding_mask", padding, ((batch, columns), *([(columns,)] if batch == 1 else []))),

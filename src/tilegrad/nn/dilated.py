@@ -1,4 +1,4 @@
-"""Dilated attention as modules that work in buffers of a manager. `dilated_attention` says what they compute.
+"""Dilated attention as modules with buffers from a manager. `dilated_attention` says what they compute.
 
 `ImprovedDilatedAttentionV2` is the specification's name for `DilatedAttention`.
 """
@@ -18,16 +18,16 @@ from .attention import Attention
 
 
 class DilatedAttention(nn.Module):
-    """Dilated attention of query, key and value (B, T, H, D).
+    """Dilated attention over query, key and value (B, T, H, D).
 
-    segment_lengths, dilation_rates, mode   those of `tilegrad.dilated_attention`, as `scale`
-    dropout                                 of probabilities, in training
+    segment_lengths, dilation_rates, mode   as in `tilegrad.dilated_attention`, like `scale`
+    dropout                                 of probabilities, in training only
     enable_buffer_manager                   False: torch's allocator
     enable_buffer_reuse                     False: the manager caches nothing
     enable_preallocation                    one buffer of each type's typical size is cached from the start
-    manager                                 one that other modules use as well; None: one of its own
+    manager                                 one to share with other modules; None: creates its own
 
-    A copy of the module has a manager of its own.
+    A copy of the module creates its own manager.
 
     >>> import torch, tilegrad.nn
     >>> attention = tilegrad.nn.DilatedAttention([256, 512, 1024], [1, 2, 4])
@@ -48,7 +48,7 @@ class DilatedAttention(nn.Module):
         if not 0.0 <= dropout < 1.0:
             raise ValueError(f"dropout: got {dropout!r}; accepted: a number p, 0 ≤ p < 1")
         if manager is not None and not enable_buffer_manager:
-            raise ValueError("manager: got one with enable_buffer_manager=False; accepted: None there")
+            raise ValueError("manager: got a manager with enable_buffer_manager=False; accepted: None")
         self.mode, self.dropout, self.scale = mode, dropout, scale
         self.enable_buffer_manager, self.enable_buffer_reuse = enable_buffer_manager, enable_buffer_reuse
         self.enable_preallocation = enable_preallocation
@@ -57,7 +57,7 @@ class DilatedAttention(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, is_causal: bool = False, attention_mask: None = None
     ) -> Tensor:
-        """(B, T, H, D). An attention_mask is refused."""
+        """Returns (B, T, H, D). attention_mask must be None."""
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         y = dilated_attention(
             q, k, v, self.segment_lengths, self.dilation_rates, mode=self.mode, causal=is_causal, scale=self.scale,
@@ -67,15 +67,15 @@ class DilatedAttention(nn.Module):
 
     @property
     def buffer_manager(self) -> AttentionBufferManager | None:
-        """The document's name for `manager`."""
+        """The specification's name for `manager`."""
         return self.manager
 
     def get_buffer_stats(self) -> dict[str, Any]:
-        """The manager's counts and bytes; empty where there is no manager."""
+        """The manager's counts and bytes; {} without a manager."""
         return {} if self.manager is None else self.manager.get_stats()
 
     def cleanup_buffers(self) -> None:
-        """Gives every cached buffer of the manager back to the system."""
+        """Frees every cached buffer of the manager."""
         if self.manager is not None:
             self.manager.clear_cache()
 
@@ -102,7 +102,7 @@ ImprovedDilatedAttentionV2 = DilatedAttention
 class MultiheadDilatedAttention(Attention):
     """Dilated self-attention over (B, T, C), or (T, B, C) with batch_first=False, in MultiheadAttention's common use.
 
-    Parameters have MultiheadAttention's names and shapes, so its state_dict loads. The rest is `DilatedAttention`'s.
+    Parameters have the names and shapes of MultiheadAttention, so its state_dict loads. For the rest see `DilatedAttention`.
 
     >>> import torch, tilegrad.nn
     >>> attention = tilegrad.nn.MultiheadDilatedAttention(64, 4, [16, 64], [1, 4], batch_first=True)
@@ -122,28 +122,28 @@ class MultiheadDilatedAttention(Attention):
         super().__init__(embed_dim, num_heads, dropout, bias, batch_first=batch_first, device=device, dtype=dtype)
         if mode == "head_groups" and num_heads < len(segment_lengths):
             got = f"{num_heads} for {len(segment_lengths)} branches"
-            raise ValueError(f"num_heads: got {got}; accepted: as many as branches, or more")
+            raise ValueError(f"num_heads: got {got}; accepted: at least as many as branches")
         self.dilated = DilatedAttention(
             segment_lengths, dilation_rates, dropout, mode, enable_buffer_manager, enable_buffer_reuse, enable_preallocation,
             manager, scale,
         )  # fmt: skip
 
-    def forward(  # type: ignore[override]  # it has no cache
+    def forward(  # type: ignore[override]  # without a cache
         self, query: Tensor, key: Tensor | None = None, value: Tensor | None = None,
         key_padding_mask: None = None, need_weights: bool = False, attn_mask: None = None, *, is_causal: bool = False,
     ) -> tuple[Tensor, None]:  # fmt: skip
-        """(y, None). key=None: self-attention. Masks are refused, need_weights=True as well."""
+        """(y, None). key=None: self-attention. Masks must be None, need_weights False."""
         for name, mask in (("key_padding_mask", key_padding_mask), ("attn_mask", attn_mask)):
             if mask is not None:
-                raise ValueError(f"{name}: got a mask; accepted: None; dilated attention has no mask but is_causal")
+                raise ValueError(f"{name}: got a mask; accepted: None; the only mask of dilated attention is is_causal")
         x, source, target = self._inputs(query, key, value, need_weights=need_weights)
         q, k, v = (y.transpose(1, 2) for y in self._project(x, source, target))
         return self._output(self.dilated(q, k, v, is_causal).flatten(2), query), None
 
     def get_buffer_stats(self) -> dict[str, Any]:
-        """The manager's counts and bytes; empty where there is no manager."""
+        """The manager's counts and bytes; {} without a manager."""
         return self.dilated.get_buffer_stats()
 
     def cleanup_buffers(self) -> None:
-        """Gives every cached buffer of the manager back to the system."""
+        """Frees every cached buffer of the manager."""
         self.dilated.cleanup_buffers()

@@ -1,1 +1,1 @@
-"""What the specification asks for by name: shared backward buffers, its flash-attention cases, its memory table."""
+"""Parts that the specification names: shared backward buffers, its flash-attention cases, its memory table."""

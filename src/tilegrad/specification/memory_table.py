@@ -1,7 +1,7 @@
-"""The memory table of the specification's "Weight Gradient Accumulation Implementation Plan", with true numbers.
+"""The memory table of the specification's "Weight Gradient Accumulation Implementation Plan", with corrected numbers.
 
 Its model: 6 layers, 512 channels, 8 heads of 64, 2048 hidden, q, k and v by head, no output projection, one norm a layer.
-Its feed-forward count is wrong by 3,072 floats, and it leaves the embeddings out; they are a row of their own here.
+The document's feed-forward count is wrong by 3,072 floats, and it omits the embeddings, which are a separate row here.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from ..memory.page import human
 from ..text.table import table
 
 LAYERS, CHANNELS, HEADS, HIDDEN = 6, 512, 8, 2048
-VOCABULARY = 50257  # the document names none; this is GPT-2's
+VOCABULARY = 50257  # not in the document; this is GPT-2's
 
 
 def document_rows() -> dict[str, tuple[int, int | None]]:
-    """Floats of each part, and what the document says."""
+    """(floats of each part, the document's number)."""
     d = CHANNELS // HEADS
     return {
         "attention q, k, v": (LAYERS * 3 * HEADS * d * d, 589_824),

@@ -1,4 +1,4 @@
-"""An attention layer that may share its backward buffers with another: the specification's `predecessor`.
+"""An attention layer that may share its backward buffers with another layer, the specification's `predecessor`.
 
     Q = x W_q'   K = x W_k'   V = x W_v'   attn = attention(Q, K, V)   output = attn W_o'          x, output (B, T, C)
     loss(y) = mean (output − y)²           grad_output = 2 (output − y) / (B·T·C)
@@ -8,10 +8,10 @@
     grad_Q = scale · grad_scores K         grad_K = scale · grad_scores' Q
     grad_W_q += grad_Q' x (and k, v)       grad_x = grad_Q W_q + grad_K W_k + grad_V W_v
 
-Forward buffers belong to the layer. Backward buffers belong to a workspace that lives until its last user is freed; one
-layer at a time may have gradients in it, from its `loss` until its `backward` returns, and any other is refused meanwhile.
-`grad_weights` and `grad_scores` are whole (B, H, T, T) with materialize=True, for inspection; otherwise they are the tile
-in which the kernel forms one and then, in place, the other (empty where a kernel keeps its tiles in registers).
+Forward buffers belong to the layer. Backward buffers belong to a workspace that lives until its last user is freed. Only one
+layer at a time may have gradients in it, from its `loss` until its `backward` returns; meanwhile other layers raise.
+With materialize=True `grad_weights` and `grad_scores` are whole (B, H, T, T), for inspection. Otherwise both are the kernel's
+tile for dP, which dS then overwrites (empty if a kernel keeps its tiles in registers).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _count = itertools.count()
 
 
 class SharedAttention:
-    """Made by `init_attention`, ended by `free_attention`. Weights are (C, C), out × in, without bias."""
+    """Created by `init_attention`, freed by `free_attention`. Weights are (C, C), out × in, without bias."""
 
     def __init__(
         self, seq_len: int, d_model: int, batch_size: int, is_causal: bool, predecessor: SharedAttention | None, *,
@@ -91,7 +91,7 @@ class SharedAttention:
         raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
 
     def forward(self, x: Tensor) -> Tensor:
-        """The layer's output buffer, (B, T, C)."""
+        """Returns the layer's output buffer, (B, T, C)."""
         self._live()
         self._check("x", x)
         x = x.reshape(-1, self.d_model)
@@ -103,7 +103,7 @@ class SharedAttention:
         return self.output
 
     def loss(self, y: Tensor) -> float:
-        """mean (output − y)² of the last forward, and its gradient into `grad_output`; the layer is pending from here."""
+        """mean (output − y)² of the last forward. Writes its gradient to `grad_output`; from here on the layer is pending."""
         lease = self._live()
         self._check("y", y)
         self._need_output("loss")
@@ -115,9 +115,9 @@ class SharedAttention:
         return loss
 
     def backward(self, x: Tensor, grad_x: Tensor | None = None, *, grad_output: Tensor | None = None) -> None:
-        """Add to the weights' gradients and overwrite `grad_x`, from `loss`'s gradient or from a given `grad_output`.
+        """Adds to the gradients of the weights and overwrites `grad_x`, from the gradient of `loss` or from `grad_output`.
 
-        `grad_x` may be another layer's `grad_output` on the same workspace: it is written last.
+        `grad_x` may be `grad_output` of another layer on the same workspace, because it is written last.
         """
         lease = self._live()
         self._check("x", x)
@@ -156,7 +156,7 @@ class SharedAttention:
             getattr(self, f"grad_{name}").zero_()
 
     def update_weights(self, learning_rate: float) -> None:
-        """One step of AdamW (0.9, 0.999, 1e-8, decay 0.01) from the accumulated gradients, which stay as they are."""
+        """One AdamW step (0.9, 0.999, 1e-8, decay 0.01) from the accumulated gradients, which do not change."""
         self._live()
         for name, weight in zip(WEIGHTS, self._weights(), strict=True):
             weight.grad = getattr(self, f"grad_{name}")
@@ -165,7 +165,7 @@ class SharedAttention:
         self._optimizer.step()
 
     def save(self, path: str | os.PathLike[str]) -> None:
-        """Save weights, gradients and optimizer state as one safetensors file. A file that no layer saved is not replaced."""
+        """Saves weights, gradients and optimizer state as one safetensors file. Replaces only files saved by a layer."""
         self._live()
         tensors = {name: weight.contiguous() for name, weight in zip(WEIGHTS, self._weights(), strict=True)}
         for name in WEIGHTS:
@@ -185,12 +185,12 @@ class SharedAttention:
     def load(
         cls, path: str | os.PathLike[str], batch_size: int | None = None, *, device: torch.device | str = "cpu"
     ) -> SharedAttention:
-        """A layer with buffers of its own, as it was saved; `batch_size` may be another."""
+        """A saved layer, with its own buffers; `batch_size` may differ from the saved one."""
         with safe_open(path, "pt", device=str(device)) as file:
             metadata = file.metadata() or {}
             if "tilegrad.init_attention" not in metadata:
                 raise ValueError(
-                    f"path: got {str(path)!r}, which no attention layer saved; accepted: a file that save(path) wrote"
+                    f"path: got {str(path)!r}, which is not a saved layer; accepted: a file written by save(path)"
                 )
             settings: dict[str, Any] = json.loads(metadata["tilegrad.init_attention"])
             settings["dtype"] = getattr(torch, settings["dtype"])
@@ -247,7 +247,7 @@ class SharedAttention:
         return (self.mask.scale_for(q.shape[-1]) * (q @ k.mT)).masked_fill_(~attended, -torch.inf)
 
     def _needs(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Every backward buffer of the layer: the seven by name, and the scratch of its ops."""
+        """Every backward buffer of the layer: the seven of SHARED, and the scratch of its ops."""
         b, t, c, h = self.batch_size, self.seq_len, self.d_model, self.n_head
         x, q = self._rows(self.Q), self._heads(self.Q)
         scratch = {} if self.materialize else attention_workspace(q, q, q, self.mask, backward=True, deterministic=True)
@@ -268,7 +268,7 @@ class SharedAttention:
 
     def _live(self) -> Lease:
         if self._lease is None:
-            raise BufferStateError(f"{self.name} was freed: make a new layer with init_attention")
+            raise BufferStateError(f"{self.name} was freed; create a new layer with init_attention")
         return self._lease
 
     def _need_output(self, call: str) -> None:
@@ -291,7 +291,7 @@ class SharedAttention:
         return x.view(-1, self.d_model)
 
     def _heads(self, x: Tensor) -> Tensor:
-        """(B, T, C) seen as (B, H, T, D)."""
+        """(B, T, C) viewed as (B, H, T, D)."""
         return x.view(self.batch_size, self.seq_len, self.n_head, -1).transpose(1, 2)
 
 
@@ -308,7 +308,7 @@ def _check_arguments(
     if dtype not in _DTYPES:
         raise TypeError(f"dtype: got {dtype}; accepted: {' or '.join(map(str, _DTYPES))}")
     if predecessor is not None and not isinstance(predecessor, SharedAttention):
-        raise TypeError(f"predecessor: got {type(predecessor).__name__}; accepted: None or a layer of init_attention")
+        raise TypeError(f"predecessor: got {type(predecessor).__name__}; accepted: None or a layer from init_attention")
 
 
 def init_attention(
@@ -316,7 +316,7 @@ def init_attention(
     n_head: int = 1, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, seed: int = 0,
     materialize: bool = False,
 ) -> SharedAttention:  # fmt: skip
-    """An attention layer with forward, loss, backward and update; with a `predecessor` it shares that layer's backward
+    """An attention layer with forward, loss, backward and update. With a `predecessor` it shares that layer's backward
     buffers, which live until the last layer that uses them is freed, in any order.
 
     >>> import torch, tilegrad
@@ -341,5 +341,5 @@ def init_attention(
 
 
 def free_attention(layer: SharedAttention) -> None:
-    """Free a layer; shared backward buffers go with their last user. Freeing twice is harmless, using it after raises."""
+    """Frees a layer; shared backward buffers are freed with their last user. A second call does nothing; later use raises."""
     layer.free()

@@ -1,6 +1,6 @@
-"""Backward buffers that several layers share by hand: the specification's `predecessor`.
+"""Backward buffers that several layers share explicitly, the specification's `predecessor`.
 
-A `Workspace` is a set of named buffers. Each layer takes a `Lease` on it and reaches the buffers through the lease:
+A `Workspace` is a set of named buffers. Each layer acquires a `Lease` and accesses the buffers through it:
 
     needs = {"grad_Q": ((B, T, C), torch.float32), …}
     first = Workspace(needs, device).acquire("layer 0", needs, device)
@@ -8,12 +8,12 @@ A `Workspace` is a set of named buffers. Each layer takes a `Lease` on it and re
     second.begin(); second["grad_Q"].copy_(…); second.end()
     first.release(); second.release()                                 # in any order; twice is harmless
 
-Counted: the buffers live until the last lease is released. A released lease refuses its buffers, the others still work. A
-lease that is dropped without release counts as released; nothing in the workspace refers back to its users.
+Counted: the buffers live until the last lease is released. A released lease raises on access; the others still work. A
+lease that is garbage-collected counts as released; the workspace has only weak references to its users.
 
-Pending: sharing is sound while one layer at a time has gradients in the buffers, from its `loss` until its `backward`
-returns. `begin` says so and may be repeated by the same lease; until `end`, `begin` of another lease or from another
-thread raises and names both. Hold no buffer outside the lease, or it outlives the workspace.
+Pending: sharing is correct as long as only one layer at a time has gradients in the buffers, from its `loss` until its
+`backward` returns. `begin` marks this, and the same lease may call it again. Until `end`, `begin` of another lease or from
+another thread raises and names both. Keep no reference to a buffer outside the lease: it would outlive the workspace.
 """
 
 from __future__ import annotations
@@ -42,22 +42,22 @@ class Workspace:
 
     @property
     def nbytes(self) -> int:
-        """Bytes held now: 0 once the last user is gone."""
+        """Bytes allocated now: 0 after the last user is released."""
         with self._lock:
             return sum(buffer.untyped_storage().nbytes() for buffer in self._buffers.values())
 
     def acquire(self, user: str, buffers: Needs, device: torch.device | str) -> Lease:
-        """A lease for the user of that name, who needs these buffers on this device: exactly what the workspace has."""
+        """A lease for a user of this name. The buffers and the device must be exactly those of the workspace."""
         wanted = _describe(buffers, device)
         if wanted != self._description:
             raise ValueError(
-                f"{user} cannot share this workspace: it needs {wanted}, the workspace has {self._description}. "
-                "Share between layers of one shape, dtype and device, or give it no predecessor"
+                f"{user} cannot share this workspace: it needs {wanted}, but the workspace has {self._description}. "
+                "Share between layers of one shape, dtype and device, or pass predecessor=None"
             )
         with self._lock:
             if self._freed:
                 raise BufferStateError(
-                    f"{user} cannot share this workspace: its last user was freed. Give it no predecessor"
+                    f"{user} cannot share this workspace: its last user was freed. Pass predecessor=None"
                 )
             lease = Lease(self, user)
             self._users.add(lease)
@@ -87,15 +87,15 @@ class Workspace:
         with self._lock:
             self._check_live(lease)
             if name not in self._buffers:
-                raise KeyError(f"no buffer {name!r} in this workspace: it has {', '.join(self._buffers)}")
+                raise KeyError(f"no buffer {name!r} in this workspace; accepted: {', '.join(self._buffers)}")
             return self._buffers[name]
 
     def _check_live(self, lease: Lease) -> None:
         if lease not in self._users:
-            raise BufferStateError(f"{lease.user} was freed: its backward buffers are gone, make a new layer")
+            raise BufferStateError(f"{lease.user} was freed, and so were its backward buffers; create a new layer")
 
     def _check_pending(self, lease: Lease) -> None:
-        """Nothing is pending, or this lease is, from this thread."""
+        """Raises unless nothing is pending, or this lease is pending in this thread."""
         if self._pending is None:
             return
         other, thread = self._pending[0](), self._pending[1]
@@ -104,12 +104,12 @@ class Workspace:
             return
         raise BufferStateError(
             f"{lease.user} (thread {here.name}) needs the shared backward buffers while {other.user} (thread "
-            f"{thread.name}) is pending: run the backward of {other.user} first, or give each its own buffers"
+            f"{thread.name}) is pending: run the backward of {other.user} first, or use separate buffers"
         )
 
 
 class Lease:
-    """One user's hold on a workspace."""
+    """One user's access to a workspace."""
 
     def __init__(self, workspace: Workspace, user: str) -> None:
         self.workspace = workspace
@@ -119,19 +119,19 @@ class Lease:
         return self.workspace._buffer(self, name)
 
     def begin(self) -> None:
-        """From here until `end` the buffers hold this user's gradients."""
+        """From here until `end` the buffers contain this user's gradients."""
         self.workspace._begin(self)
 
     def end(self) -> None:
         self.workspace._end(self)
 
     def release(self) -> None:
-        """Give the hold back; the last to do so frees the buffers."""
+        """Ends the access; the last release frees the buffers."""
         self.workspace._release(self)
 
 
 def _describe(buffers: Needs, device: torch.device | str) -> str:
-    """All that must agree, in words. An index-less device is the one that torch would allocate on."""
+    """Everything that must agree, as text. A device without an index is the one that torch would allocate on."""
     where = torch.empty(0, device=device).device
     inside = ", ".join(f"{name} {tuple(s)} {str(dtype).removeprefix('torch.')}" for name, (s, dtype) in buffers.items())
     return f"{{{inside}}} on {where}"

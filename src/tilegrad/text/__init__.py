@@ -1,1 +1,1 @@
-"""Tables, files that are whole or absent, and what a result was measured on."""
+"""Tables, atomic file writes, reading untrusted files, spelling, and the environment of a measurement."""

@@ -1,5 +1,5 @@
-"""Files that are whole or absent, whatever happens while they are written. Their modes follow the umask, and nothing is
-written through a symbolic link."""
+"""Atomic file writes: a file is complete or absent, whatever happens during the write. File modes follow the umask, and
+nothing is written through a symbolic link."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def sha256_of(path: Path) -> str:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file, or the names in the folder, are on disk."""
+    """Waits until the file, or the folder's entries, are on disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
@@ -29,14 +29,14 @@ def sync(path: Path) -> None:
 
 
 def create(path: Path) -> int:
-    """A descriptor of the new file `path`; what had its name, a link or the rest of a killed process, is deleted."""
+    """A descriptor of the new file `path`. Deletes an existing file of this name, such as a link or a remnant."""
     path.unlink(missing_ok=True)
     return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Write `path` under a temporary name, sync it to disk, then rename it: a reader finds the old file or all of `pieces`. An
-    error or an interrupt deletes the temporary file. One writer for one path at a time."""
+    """Writes `path` under a temporary name, syncs it to disk, then renames it: a reader finds the old file or all of `pieces`.
+    An error or an interrupt deletes the temporary file. Only one writer per path at a time."""
     staged = staged_name(path)
     try:
         with os.fdopen(create(staged), "wb") as file:
@@ -58,14 +58,14 @@ def staged_name(path: Path) -> Path:
 
 
 def check_new(path: Path) -> None:
-    """Refuse a path that exists: what a user has is never overwritten."""
+    """Refuses a path that exists: user files are never overwritten."""
     if path.exists() or path.is_symlink():
         kind = "folder" if path.is_dir() else "file"
         raise ValueError(f"{path}: got a {kind} that is there already; accepted: a new name")
 
 
 def check_replaceable(path: Path, mark: str) -> None:
-    """Refuse a path that exists, unless `mark` at its beginning says that tilegrad wrote it."""
+    """Refuses a path that exists, unless the file begins with `mark`, which says that tilegrad wrote it."""
     if path.is_file():
         with path.open("rb") as file:
             if mark.encode("utf-8") in file.read(4096):
@@ -75,12 +75,12 @@ def check_replaceable(path: Path, mark: str) -> None:
 
 
 def named(error: OSError, path: Path) -> OSError:
-    """The error with its path, which a failed write lacks."""
+    """The same error with the path, which a failed write lacks."""
     return OSError(error.errno, error.strerror or str(error), str(path))
 
 
 def save_tensors(tensors: Mapping[str, Tensor], path: Path, metadata: dict[str, str] | None = None) -> None:
-    """`save_file`, but its error is the system's, and the file's mode follows the umask instead of being 0600."""
+    """`save_file`, but raises OSError with the system's error, and the file mode follows the umask instead of being 0600."""
     os.close(create(path))
     mode = path.stat().st_mode
     try:

@@ -1,4 +1,4 @@
-"""What people type: other spellings of a dtype, sizes with units, and the name nearest to a misspelt one. No torch."""
+"""Parsing of user input: other spellings of a dtype, sizes with units, the nearest name to a misspelt one. Without torch."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ _DTYPES = {spelling: name for name, spellings in _SPELLINGS.items() for spelling
 
 
 def dtype_name(given: object) -> str:
-    """torch's name of a dtype: "bfloat16" for "bf16", "BF16", "torch.bfloat16" and torch.bfloat16. Anything else stays as it
-    is."""
+    """torch's name of a dtype: "bfloat16" for "bf16", "BF16", "torch.bfloat16" and torch.bfloat16. Other values are returned
+    unchanged."""
     return _DTYPES.get(str(given).removeprefix("torch.").lower(), str(given))
 
 
 def byte_count(text: str, name: str = "memory_budget") -> int:
-    """1500000000, 1.5GB, 1400MiB."""
+    """Parses 1500000000, 1.5GB, 1400MiB."""
     units = {"KB": 10**3, "MB": 10**6, "GB": 10**9, "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "B": 1, "": 1}
     number = text.strip().rstrip("KMGTIBkmgtib")
     unit = text.strip()[len(number) :].upper()
@@ -34,8 +34,8 @@ def byte_count(text: str, name: str = "memory_budget") -> int:
 
 
 def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
-    """What to add to a refusal of "step": " (did you mean 'steps'?)", or nothing if no name is near. A mapping says how each
-    name is shown."""
+    """Suffix for an error about "step": " (did you mean 'steps'?)", or "" if no name is similar. A mapping says how each name
+    is shown."""
     shown = names if isinstance(names, Mapping) else {name: repr(name) for name in names}
     plain = {_plain(name): text for name, text in shown.items()}
     found = difflib.get_close_matches(_plain(word), plain, n=1, cutoff=0.6)
@@ -43,5 +43,5 @@ def did_you_mean(word: str, names: Iterable[str] | Mapping[str, str]) -> str:
 
 
 def _plain(name: str) -> str:
-    """Without case, and with underscores for dashes, which people mix up."""
+    """Lower case, and underscores for dashes, which people mix up."""
     return name.lstrip("-").replace("-", "_").lower()

@@ -1,4 +1,4 @@
-"""Numbers that people compare, as aligned text."""
+"""Aligned text tables."""
 
 from __future__ import annotations
 

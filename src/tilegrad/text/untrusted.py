@@ -1,11 +1,11 @@
-"""Rules for reading files that others made.
+"""Rules for reading files from untrusted sources.
 
-a name    names a file in its folder: no path, and no link that leaves the folder. The one exception is Hugging Face's cache,
+a name    is a file in its folder: no path, and no link that leaves the folder. The one exception is Hugging Face's cache,
           where models--NAME/snapshots/REVISION/FILE is a link into models--NAME/blobs
-a file    is a regular file. A folder, a FIFO or a device is refused before it is opened, because a FIFO would wait for ever
-JSON      is UTF-8 of at most 256 MiB, nested at most 100 deep, without NaN, infinity or integers that no float can hold
+a file    is a regular file. A folder, a FIFO or a device is refused before it is opened, because a FIFO could block for ever
+JSON      is UTF-8 of at most 256 MiB, nested at most 100 deep, without NaN, infinity or integers that overflow a float
 
-Every refusal is a ValueError or a FileNotFoundError that names the file and the reason.
+Every error is a ValueError or a FileNotFoundError with the file and the reason.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from safetensors import SafetensorError, safe_open
 
 MAX_JSON_BYTES = 1 << 28
 MAX_DEPTH = 100
-_MAX_INT_BITS = 1023  # float() of more overflows
+_MAX_INT_BITS = 1023  # float() overflows above
 
 
 def regular_file(path: Path, accepted: str = "a file") -> Path:
@@ -28,8 +28,8 @@ def regular_file(path: Path, accepted: str = "a file") -> Path:
         if path.is_file():
             return path
         there = path.exists() or path.is_symlink()
-    except (OSError, ValueError) as error:  # a name that is too long, or that has a byte 0
-        raise ValueError(f"{shown(str(path))}: is no name of a file ({error}); accepted: {accepted}") from error
+    except (OSError, ValueError) as error:  # a name that is too long or contains a zero byte
+        raise ValueError(f"{shown(str(path))}: is not a file name ({error}); accepted: {accepted}") from error
     if there:
         what = "a folder" if path.is_dir() else "a link to nothing" if path.is_symlink() else "a FIFO or a device"
         raise ValueError(f"{path}: got {what}; accepted: {accepted}")
@@ -37,14 +37,14 @@ def regular_file(path: Path, accepted: str = "a file") -> Path:
 
 
 def file_in(folder: Path, name: object, named_by: str = "") -> Path:
-    """The file `name` of a folder, by the rule above; `named_by` is the file that the name is from."""
+    """The file `name` in a folder, by the rule above. `named_by` is the file that contains the name."""
     where = f"{named_by}: " if named_by else f"{folder}: "
     if not isinstance(name, str) or name in ("", ".", "..") or {"/", "\\", "\0"} & {*name}:
         raise ValueError(f"{where}got the name {shown(name)}; accepted: the name of a file in {folder}")
     path = folder / name
     try:
         target, home = path.resolve(), folder.resolve()
-    except (OSError, RuntimeError, ValueError) as error:  # links that go round, a name that is too long
+    except (OSError, RuntimeError, ValueError) as error:  # a cycle of links, or a name that is too long
         raise ValueError(f"{shown(str(path))}: can't be opened: {error}") from error
     if not target.is_relative_to(home) and target.parent != _blobs(home):
         raise ValueError(
@@ -55,14 +55,14 @@ def file_in(folder: Path, name: object, named_by: str = "") -> Path:
 
 
 def _blobs(folder: Path) -> Path | None:
-    """The folder into which the links of a snapshot in Hugging Face's cache point; None for other folders."""
+    """The folder that the links of a snapshot in Hugging Face's cache point to; None for other folders."""
     model = folder.parent.parent
     is_snapshot = folder.parent.name == "snapshots" and model.name.startswith("models--")
     return model / "blobs" if is_snapshot else None
 
 
 def read_bytes(path: Path) -> bytes:
-    """A file of at most MAX_JSON_BYTES."""
+    """The content of a file of at most MAX_JSON_BYTES."""
     size = regular_file(path).stat().st_size
     if size > MAX_JSON_BYTES:
         raise ValueError(f"{path}: got {size:,} bytes; accepted: at most {MAX_JSON_BYTES:,}")
@@ -93,11 +93,11 @@ def parse_json(text: str, where: str) -> object:
 
 
 def _no_constant(name: str) -> object:
-    raise ValueError(f"it has no number {name}")
+    raise ValueError(f"{name} is not a JSON number")
 
 
 def check_values(value: object, where: str, text: str = "") -> None:
-    """Refuse data that is nested too deep, or has a number that is not finite or overflows a float."""
+    """Refuses values that are nested too deep, and numbers that are not finite or overflow a float."""
     level: list[tuple[object, str]] = [(value, "")]
     for _ in range(MAX_DEPTH):
         below: list[tuple[object, str]] = []
@@ -118,7 +118,7 @@ def check_values(value: object, where: str, text: str = "") -> None:
 
 
 def too_deep(text: str, where: str) -> ValueError:
-    """The refusal of JSON or TOML, with the first line that is nested too deep."""
+    """The error for JSON or TOML, with the first line that is nested too deep."""
     depth, quoted, escaped, line = 0, "", False, 1
     for c in text:
         line += c == "\n"
@@ -140,14 +140,14 @@ def too_deep(text: str, where: str) -> ValueError:
 
 
 def open_tensors(path: Path) -> safe_open:
-    """A file of safetensors, mapped, its header checked."""
+    """Opens a safetensors file: memory-mapped, header checked."""
     try:
         return safe_open(regular_file(path), framework="pt")
     except (SafetensorError, OSError) as error:
-        raise ValueError(f"{path}: is not safetensors, or damaged: {error}") from error
+        raise ValueError(f"{path}: is not a safetensors file, or is damaged: {error}") from error
 
 
 def shown(value: object) -> str:
-    """A value for a sentence, cut if it is long."""
+    """repr of a value for a message, cut if it is long."""
     text = repr(value[:100] if isinstance(value, str | list | tuple) else value)
     return text if len(text) <= 100 else f"{text[:100]}…"

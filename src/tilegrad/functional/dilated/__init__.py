@@ -1,9 +1,9 @@
-"""Dilated attention: segments of a sequence, in each of which every r-th position attends to the others.
+"""Dilated attention: in each segment of a sequence, every r-th position attends to the others.
 
 pattern.py      a branch as strided views of q, k and v
-run.py          both directions on plain tensors: a plan and its jobs
-functional.py   dilated_attention for autograd
-ops.py          the same as ops of torch.library, loaded on first need
+run.py          forward and backward on plain tensors: a plan and its jobs
+functional.py   dilated_attention, differentiable by autograd
+ops.py          the same as torch.library ops, loaded on first use
 reference.py    the oracle, whole masks in float64, and its bounds
 """
 

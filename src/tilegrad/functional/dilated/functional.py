@@ -1,4 +1,4 @@
-"""Dilated attention for autograd: checks the call, then runs it eagerly, or as registered ops when it is traced."""
+"""Differentiable dilated attention: checks the call, then runs it eagerly, or as registered ops if it is traced."""
 
 from __future__ import annotations
 
@@ -26,22 +26,22 @@ def dilated_attention(
     seed: int | Tensor | None = None, attn_mask: None = None, bias: None = None, window: None = None, sinks: None = None,
     deterministic: bool | None = None, kernel: str | None = None, manager: AttentionBufferManager | None = None,
 ) -> Tensor:  # fmt: skip
-    """Attention inside segments among every r-th position, with exact gradients; linear in T.       q, k, v (B, H, T, D)
+    """Attention inside segments among every r-th position, with exact gradients; cost linear in T.       q, k, v (B, H, T, D)
 
-    segment_lengths   s of each branch; the last segment may be shorter, and a length above T counts as T
+    segment_lengths   s of each branch; the last segment may be shorter; lengths above T count as T
     dilation_rates    r of each branch
-    mode              "head_groups": one contiguous group of heads per branch, the first ones larger by the remainder;
-                      group g attends among positions (g mod r) :: r of its segments, gives 0 at the others, and the result
-                      is divided by the number of branches.
-                      "longnet": every branch covers all heads, head h begins at h mod r; branches are mixed at each position
+    mode              "head_groups": one contiguous group of heads per branch; the first groups get the remainder. Group g
+                      attends among positions (g mod r) :: r of its segments and gives 0 at the others. The result is divided
+                      by the number of branches.
+                      "longnet": every branch covers all heads, head h begins at h mod r. At each position branches are mixed
                       by the softmax of their logsumexps. A position that no branch covers gives 0
     causal            no position attends to a later one
-    scale             of the scores; None: 1/√D
-    dropout_p         drops probabilities once, after the softmax; which ones is a pure function of seed and shapes
-    manager           an AttentionBufferManager whose buffers the call works in; None: torch's allocator
+    scale             factor of the scores; None: 1/√D
+    dropout_p         drops probabilities once, after the softmax; the mask is a pure function of seed and shapes
+    manager           an AttentionBufferManager for temporary buffers; None: torch's allocator
 
-    attn_mask, bias, window and sinks are refused. deterministic and kernel are those of `tilegrad.attention`; "reference"
-    is refused, because it recomputes o and lse. The result is laid out in memory as q is.
+    attn_mask, bias, window and sinks are not supported and must be None. deterministic and kernel are as in
+    `tilegrad.attention`, but kernel="reference" raises, because it recomputes o and lse. The result has q's memory layout.
 
     >>> import torch, tilegrad
     >>> q, k, v = torch.randn(3, 1, 6, 4096, 64)
@@ -49,17 +49,17 @@ def dilated_attention(
     torch.Size([1, 6, 4096, 64])
     """
     for name, given in (("attn_mask", attn_mask), ("bias", bias), ("window", window), ("sinks", sinks)):
-        accepted = "None: dilated attention has segments, rates, causal and scale, and nothing else"
+        accepted = "None; dilated attention supports only segments, rates, causal, scale and dropout"
         require(given is None, name, given, accepted, show=lambda x: "a tensor" if isinstance(x, Tensor) else repr(x))
     check_options(q, k, v, Mask(causal, scale=scale, dropout_p=dropout_p, seed=seed))
     check_tensors(q, k, v, Mask(causal))
     segments, rates = check_pattern(segment_lengths, dilation_rates, mode)
-    require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, and q has {q.shape[2]}", "as many", show=str)
-    require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, and q has {q.shape[1]}", "as many", show=str)
+    require(k.shape[2] == q.shape[2], "k", f"{k.shape[2]} positions, but q has {q.shape[2]}", "as many as q", show=str)
+    require(k.shape[1] == q.shape[1], "k", f"{k.shape[1]} heads, but q has {q.shape[1]}", "as many as q", show=str)
     fewer = mode == "head_groups" and q.shape[1] < len(segments)
-    accepted = "as many heads as branches, or more"
+    accepted = "at least as many heads as branches"
     require(not fewer, "q", f"{q.shape[1]} heads for {len(segments)} branches", accepted, show=str)
-    accepted = "None or a kernel that takes o and lse as given; reference recomputes them"
+    accepted = "None or a kernel other than 'reference', which recomputes o and lse"
     require(kernel != "reference", "kernel", kernel, accepted)
     drawn = seed_tensor(Mask(causal, dropout_p=dropout_p, seed=seed), q.device) if dropout_p else None
     if deterministic is None:
@@ -80,20 +80,20 @@ def dilated_attention(
 def check_pattern(
     segment_lengths: Sequence[int], dilation_rates: Sequence[int], mode: str
 ) -> tuple[list[int], list[int]]:
-    """Checks the mode, the lengths and the rates; returns lengths and rates as lists."""
+    """Checks the mode, the lengths and the rates. Returns lengths and rates as lists."""
     require(mode in MODES, "mode", mode, " or ".join(map(repr, MODES)))
     given = (("segment_lengths", segment_lengths), ("dilation_rates", dilation_rates))
     for name, values in given:
         whole = isinstance(values, Sequence) and not isinstance(values, str)
         positive = whole and len(values) > 0 and all(type(n) is int and n > 0 for n in values)
-        require(positive, name, values, "a sequence of ints ≥ 1, one for each branch")
+        require(positive, name, values, "a sequence of ints ≥ 1, one per branch")
     got = f"{len(dilation_rates)} for {len(segment_lengths)} segment_lengths"
-    require(len(segment_lengths) == len(dilation_rates), "dilation_rates", got, "one for each branch", show=str)
+    require(len(segment_lengths) == len(dilation_rates), "dilation_rates", got, "one per branch", show=str)
     return list(segment_lengths), list(dilation_rates)
 
 
 class _Eager(torch.autograd.Function):
-    """Both directions without the dispatcher: plain tensors, no mode, no transform."""
+    """Forward and backward without the dispatcher, for plain tensors outside of modes and transforms."""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, seed: Tensor | None, options: Options) -> Tensor:

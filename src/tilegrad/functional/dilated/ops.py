@@ -1,8 +1,8 @@
-"""Dilated attention as ops of torch.library: what compilers, transforms, fake tensors and modes see.
+"""Dilated attention as torch.library ops, for compilers, transforms, fake tensors and modes.
 
     tilegrad::dilated_fwd(q, k, v, …) → (y, lse)          tilegrad::dilated_bwd(q, k, v, y, lse, dy, …) → (dq, dk, dv)
 
-functional.py loads this on first need: an eager call goes without.
+functional.py loads this module on first use; eager calls do not need it.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ def _backward(ctx: Any, dy: Tensor | None, _dlse: Tensor | None) -> tuple[Tensor
 
 
 def _vmap(op: Callable[..., Any], tensors: int) -> Callable[..., Any]:
-    """With a seed each sample is a call, so that all drop alike where the seed is one, and by their own where each has one."""
+    """With a seed each sample is a separate call: samples that share a seed have the same mask, others have their own."""
     return batching_rule(op, tensors, lambda _in_dims, arguments: arguments[tensors] is None)
 
 
@@ -65,7 +65,7 @@ _dilated_fwd, _dilated_bwd = register(
 
 
 def dilated_fwd(*arguments: Any) -> tuple[Tensor, Tensor]:
-    """The op, or around it an autograd.Function where torch.func is at work."""
+    """The op, or under torch.func an autograd.Function around it."""
     transformed = torch._C._are_functorch_transforms_active()
     return (_dilated_fwd if transformed else torch.ops.tilegrad.dilated_fwd)(*arguments)  # type: ignore[no-any-return]
 

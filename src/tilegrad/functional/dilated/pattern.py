@@ -1,8 +1,8 @@
-"""Dilated positions as strided views: which calls of attention a branch is, and where their rows are in memory.
+"""Dilated positions as strided views: the calls of attention that make up a branch, and where their rows are in memory.
 
-A branch (s, r) cuts T positions into segments of s. The tail is a shorter segment, and a segment longer than T is T.
-Inside each segment the positions offset, offset + r, … attend to each other. Nothing is gathered, for with x (B, H, T, D)
-and strides (x_b, x_h, x_t, 1) every axis of a branch is one step in memory:
+A branch (s, r) cuts T positions into segments of s. The last segment may be shorter, and s is at most T. Inside each segment
+the positions offset, offset + r, … attend to each other. Nothing is gathered: with x (B, H, T, D) and strides
+(x_b, x_h, x_t, 1), moving along an axis of a branch is a constant step in (b, h, t):
 
     rows of a segment        (0, 0, r)     L = ⌈(s − offset) / r⌉ of them
     segments                 (0, 0, s)
@@ -10,9 +10,9 @@ and strides (x_b, x_h, x_t, 1) every axis of a branch is one step in memory:
     heads h = c·r + j of offset h mod r = j:     j (0, 1, 1), a head and a position further, and c (0, r, 0)
     sequences                (1, 0, 0)
 
-Attention takes two axes besides the rows. Two axes are merged where the outer one's stride is the inner one's times its
-size in every tensor: B and segments of (B, T, H, D), or heads and segments of (B, H, T, D), if s divides T. What is left
-beyond two axes is looped over, the smallest first.
+Attention takes two axes besides the rows. Two axes can be merged if in every tensor the outer stride is the inner stride times
+the inner size: B and segments of (B, T, H, D), or heads and segments of (B, H, T, D), if s divides T. If more than two axes
+remain, the smallest ones become loops.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from torch import Tensor
 
 Mode = Literal["head_groups", "longnet"]
 MODES: tuple[str, ...] = get_args(Mode)
-ROWS_PER_CALL = 1 << 19  # rows of all heads: a call's scratch grows with them, and a GPU is full with far fewer
+ROWS_PER_CALL = 1 << 19  # rows of all heads: limits the scratch of a call; far fewer fill a GPU
 
 Step = tuple[int, int, int]  # over (b, h, t)
 
@@ -37,7 +37,7 @@ class Axis(NamedTuple):
 
 
 class View(NamedTuple):
-    """Where a call's numbers are in any tensor of the same strides."""
+    """The place of a call's elements in any tensor with the same strides."""
 
     shape: tuple[int, ...]
     strides: tuple[int, ...]
@@ -48,7 +48,7 @@ class View(NamedTuple):
 
 
 class StridedCall(NamedTuple):
-    """One call of attention: axes of x (B, H, T, …) that begin at `origin`."""
+    """One call of attention: axes over x (B, H, T, …) that begin at `origin`."""
 
     origin: Step
     batch: Axis
@@ -70,7 +70,7 @@ class StridedCall(NamedTuple):
 
 
 class Branch(NamedTuple):
-    """The heads that it covers, its rate, and its calls, which share no position of a head."""
+    """The heads that a branch covers, its rate, and its calls. No two calls share a position of a head."""
 
     heads: range
     rate: int
@@ -86,7 +86,7 @@ def _dot(step: Step, strides: Sequence[int]) -> int:
 
 
 def head_groups(heads: int, branches: int) -> list[range]:
-    """Contiguous groups of heads, one for each branch; the remainder goes to the first ones."""
+    """Contiguous groups of heads, one per branch; the first groups get the remainder."""
     size, more = divmod(heads, branches)
     ends = [0, *itertools.accumulate(size + (g < more) for g in range(branches))]
     return [range(a, b) for a, b in itertools.pairwise(ends)]
@@ -97,7 +97,7 @@ def branches(
     shape: Step, strides: tuple[tuple[int, ...], ...], segment_lengths: tuple[int, ...], dilation_rates: tuple[int, ...],
     mode: Mode,
 ) -> tuple[Branch, ...]:  # fmt: skip
-    """The branches of x (B, H, T, D) for tensors of these strides; of "longnet" the one of the smallest rate first."""
+    """The branches of x (B, H, T, D) for tensors of these strides; in "longnet" sorted by rate."""
     h = shape[1]
     given = zip(segment_lengths, dilation_rates, strict=True)
     if mode == "head_groups":
@@ -113,7 +113,7 @@ def branches(
 def _calls(
     shape: Step, strides: tuple[tuple[int, ...], ...], segment: int, rate: int, heads: range, offset: int | None
 ) -> Iterator[StridedCall]:
-    """offset None: head h begins at h mod rate."""
+    """offset=None: head h begins at h mod rate."""
     b, _, t = shape
     s = min(segment, t)
     whole, tail = divmod(t, s)
@@ -125,7 +125,7 @@ def _calls(
                 yield from _fitted((0, h, first + shift), every, Axis(rows, (0, 0, rate)), strides)
 
 
-Heads = tuple[tuple[int, int], list[Axis], int]  # (head, offset) of the first, their axes, rows of a segment
+Heads = tuple[tuple[int, int], list[Axis], int]  # ((first head, its offset), axes of the heads, rows of a segment)
 
 
 def _one_offset(heads: range, offset: int, length: int, rate: int) -> Iterator[Heads]:
@@ -133,7 +133,7 @@ def _one_offset(heads: range, offset: int, length: int, rate: int) -> Iterator[H
 
 
 def _by_head(heads: range, length: int, rate: int) -> Iterator[Heads]:
-    """Heads c·rate + j, whole blocks of `rate` and the rest; offsets j < length mod rate have a row more."""
+    """Heads c·rate + j: whole blocks of `rate` heads, then the rest. Offsets j < length mod rate have one more row."""
     whole, rest = divmod(len(heads), rate)
     rows, longer = divmod(length, rate)
     for first, blocks, width in ((0, whole, rate), (whole * rate, 1, rest)):
@@ -143,7 +143,7 @@ def _by_head(heads: range, length: int, rate: int) -> Iterator[Heads]:
 
 
 def _fitted(origin: Step, axes: list[Axis], rows: Axis, strides: tuple[tuple[int, ...], ...]) -> Iterator[StridedCall]:
-    """Axes merged to two where every tensor allows it, and calls of at most ROWS_PER_CALL rows."""
+    """Calls of at most ROWS_PER_CALL rows, with axes merged to two if the strides of every tensor allow it."""
     axes = [axis for axis in axes if axis.n > 1]
     while pair := next((p for p in itertools.permutations(axes, 2) if _merge(*p, strides)), None):
         outer, inner = pair

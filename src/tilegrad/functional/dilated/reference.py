@@ -1,20 +1,19 @@
-"""The oracle of dilated attention: whole T×T masks, a softmax for each branch, autograd for the gradients; and its bounds.
+"""The oracle of dilated attention, with whole T×T masks, a softmax per branch and gradients by autograd; and its bounds.
 
-A position is its number alone: t is in segment t div s at place t mod s, and the branch covers place p where
-p ≥ offset and r divides p − offset.
+Position t is in segment t div s at place t mod s. A branch covers place p if p ≥ offset and r divides p − offset.
 
-Bounds are attention's (kernels/attention/bounds.py), because dilated attention is attention with a bias: pair (i, j) attends in
-n branches, and bias = log n. A kernel errs by more where numbers are rounded to q's dtype on the way, once each:
+The bounds are those of attention (kernels/attention/bounds.py), because dilated attention is attention with a bias: if pair
+(i, j) attends in n branches, bias = log n. A kernel also rounds these intermediate numbers to q's dtype, once each:
 
     y     "head_groups": o before it is divided by G. "longnet": part_b = softmax_b(lse_b) o_b of every branch but the first,
-          and what is mixed of the branches so far
-    delta the same roundings of y times do, and of "head_groups" that of o = G y once more
+          and the mix of the branches so far
+    delta the same roundings of y times do; "head_groups": also that of o = G y
     do    "head_groups": dy / G
-    dq …  "longnet": the share of every branch but the first, and what is summed so far
+    dq …  "longnet": the share of every branch but the first, and the sum so far
 
-A product or quotient by a power of two rounds nothing.
+A product or quotient by a power of two is exact.
 
-lse errs by as much as the worst of the branches' and four more a for each mix.
+The error of lse is that of the worst branch, plus 4 a per mix.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ from ...kernels.scratch import accumulation_dtype
 
 
 def covered(t: int, segment: int, rate: int, offset: int) -> Tensor:
-    """Which of T positions a branch attends among, (T,) bool."""
+    """Which of T positions a branch covers, (T,) bool."""
     place = torch.arange(t) % min(segment, t)
     return (place >= offset) & ((place - offset) % rate == 0)
 
@@ -55,7 +54,7 @@ def pairs(
 
 
 def dilated(q: Tensor, k: Tensor, v: Tensor, attended: Tensor, *, mode: str) -> Tensor:
-    """y (B, H, T, Dv) in q's dtype, of `pairs`; float64 makes it the oracle."""
+    """y (B, H, T, Dv) in q's dtype for the result of `pairs`; in float64 it is the oracle."""
     s = q @ k.mT * q.shape[-1] ** -0.5
     parts, lses = [], []
     for pairs_of in attended.to(q.device):
@@ -84,8 +83,8 @@ def bounds(
     q: Tensor, k: Tensor, v: Tensor, dy: Tensor, attended: Tensor, exact: dict[str, Tensor], *,
     mode: str, exp_error: float = 0.0,
 ) -> dict[str, Bound]:  # fmt: skip
-    """What y, named "o", and its gradients may err by. `attended`: branches in the order in which they are mixed."""
-    # Longer than 60 lines: formulas in their order, most of which read names of many lines above.
+    """Bounds of y, named "o", and its gradients. `attended`: branches in the order in which they are mixed."""
+    # Longer than 60 lines because the formulas use variables from many lines above.
     dtype, acc = q.dtype, roundoff(accumulation_dtype(q.dtype))
     attended = attended.to(q.device)
     groups = mode == "head_groups"
@@ -165,7 +164,7 @@ def _roundings(parts: list[Tensor], dtype: torch.dtype) -> Tensor:
 def _roundings_of_do(
     var: Tensor, p: Tensor, q: Tensor, k: Tensor, v: Tensor, exact: dict[str, Tensor], scale: float
 ) -> dict[str, tuple[Tensor, Tensor]]:
-    """What roundings of do, of variance `var`, make of each result: σ², and the slope's. With c a column of do,
+    """Effect of roundings of do, with variance `var`, on each result: (σ², variance along the slope). With c a column of do,
 
     dv_jc errs by Σᵢ pᵢⱼ δᵢc          dsᵢⱼ by pᵢⱼ Σ_c δᵢc (v_jc − o_ic)
     """

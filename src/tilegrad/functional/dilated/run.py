@@ -1,16 +1,16 @@
-"""Both directions of dilated attention on plain tensors: a plan for each form of a call, and its jobs one after the other.
+"""Forward and backward of dilated attention on plain tensors: a cached plan per form of a call, and its jobs in order.
 
 "head_groups", G branches, the heads of group g:        "longnet", all heads in every branch:
 
     y = o_g / G                                             y = Σ_b softmax_b(lse_b) o_b over the branches at a position
 
 The mix of "longnet" is one softmax over the keys of all branches: softmax_b(lse_b) exp(s − lse_b) = exp(s − lse) with
-lse = log Σ_b exp lse_b. So its exact gradient is that of attention over each branch with the mixed y and lse in the place
-of o and lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor a gradient of it is kept. The backward of "head_groups" is
-attention's with do = dy / G and o = G y.
+lse = log Σ_b exp lse_b. So its exact gradient is that of attention over each branch with the mixed y and lse in place of o and
+lse: ds = exp(s − lse) (dy·v − dy·y). Neither o_b nor its gradient is stored. The backward of "head_groups" is that of attention
+with do = dy / G and o = G y.
 
-What is returned or kept for the backward is torch's: y, lse (B, H, T), and the gradients. All else is one TEMP buffer of the
-manager's in each pass, and in a forward of "longnet" one OUTPUT buffer, as large as the largest call needs.
+Tensors that are returned or saved for the backward come from torch: y, lse (B, H, T), and the gradients. Everything else comes
+from the manager: one TEMP buffer per pass and, in a forward of "longnet", one OUTPUT buffer, of the largest call's size.
 """
 
 from __future__ import annotations
@@ -32,16 +32,16 @@ from ...memory.types import BufferType
 from ..scratch import borrowed
 from .pattern import Branch, Mode, StridedCall, View, branches
 
-WEYL = 0x9E3779B97F4A7C15  # odd, so that the seeds of 2⁶⁴ calls are different
+WEYL = 0x9E3779B97F4A7C15  # odd, so 2⁶⁴ calls have different seeds
 
 
 def _signed(n: int) -> int:
-    """The 64 bits of n as int64 has them."""
+    """The 64 bits of n as a signed int64."""
     return (n + 2**63) % 2**64 - 2**63
 
 
 class Options(NamedTuple):
-    """The arguments of the ops besides tensors; `training`: a backward follows."""
+    """The arguments of the ops besides tensors. `training`: a backward follows."""
 
     segments: list[int]
     rates: list[int]
@@ -60,7 +60,7 @@ class Options(NamedTuple):
 
 
 class Job(NamedTuple):
-    """A call, its kernel in each direction, and the buffers it works in; `added`: an earlier branch has written there."""
+    """A call, its kernel in each direction, and the layouts of its buffers. `added`: adds to the result of earlier branches."""
 
     fwd: Selection
     bwd: Selection
@@ -72,7 +72,7 @@ class Job(NamedTuple):
     prepared: dict[object, Run]
 
     def run(self, call: Forward | Backward, temp: Tensor) -> None:
-        """Prepares the kernel at the first call with these outputs. Only the alignment of `temp` can change."""
+        """Prepares the kernel at the first call with these outputs and this alignment of `temp`."""
         backward = isinstance(call, Backward)
         wanted = (call.dq is None, call.dk is None, call.dv is None) if isinstance(call, Backward) else None
         key = wanted, temp.data_ptr() % ALIGNED_BYTES
@@ -84,7 +84,7 @@ class Job(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """All jobs of a call. Both directions ask for buffers of the same size, so that a manager's serve each other."""
+    """All jobs of a call. Forward and backward request buffers of the same size, so that a manager can reuse them."""
 
     branches: tuple[Branch, ...]
     jobs: tuple[Job, ...]
@@ -96,7 +96,7 @@ _plans: dict[Signature, Plan] = {}
 
 
 def _plan(qkv: Sequence[Tensor], y: Tensor, lse: Tensor, options: Options) -> Plan:
-    """Kept under all that it depends on."""
+    """The plan, cached by everything it depends on."""
     forms = [(x.shape, x.stride(), x.data_ptr() % ALIGNED_BYTES) for x in (*qkv, y)]
     patterns = (tuple(options.segments), tuple(options.rates), *options[2:-1])
     key = (*forms, y.dtype, y.device, patterns, torch.get_num_threads(), id(table.ATTENTION))
@@ -140,7 +140,7 @@ def _job(call: StridedCall, qkv: Sequence[Tensor], y: Tensor, lse: Tensor, optio
 
 
 def _widened(y: View, d: int) -> View:
-    """The same rows of a tensor in y's order, of d columns."""
+    """The same rows as y, in a tensor of y's memory order with d columns."""
     *shape, dv = y.shape
     return View((*shape, d), (*(n // dv * d for n in y.strides[:3]), 1), y.start // dv * d)
 
@@ -149,7 +149,7 @@ _MASKS = {causal: Mask(causal) for causal in (False, True)}
 
 
 def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
-    """One for each call: with dropout each has a seed of its own."""
+    """One mask per call. With dropout each has its own seed."""
     if seed is None:
         plain = _MASKS[options.causal] if options.scale is None else Mask(options.causal, scale=options.scale)
         return [plain] * calls
@@ -158,7 +158,7 @@ def _masks(options: Options, seed: Tensor | None, calls: int) -> list[Mask]:
 
 
 def _in_order_of(q: Tensor, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
-    """A new (B, H, T, …) in q's memory order: (B, T, H, …) where heads are closer than positions."""
+    """A new (B, H, T, …) in q's memory order: (B, T, H, …) if heads have the smaller stride."""
     b, h, t, *rest = shape
     if q.stride(1) < q.stride(2):
         return q.new_empty((b, t, h, *rest), dtype=dtype).transpose(1, 2)
@@ -176,7 +176,7 @@ def new_gradients(q: Tensor, k: Tensor, v: Tensor, wanted: Sequence[bool]) -> li
 
 
 def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> None:
-    """Zeros in the heads of branches that leave positions out; of "longnet" the first branch covers the most."""
+    """Zeros the heads of branches that leave positions out. In "longnet" the first branch covers the most positions."""
     found = [b.heads for b in (plan.branches[:1] if options.mode == "longnet" else plan.branches) if not b.covers_all]
     for first, last in _runs(found):
         for x in tensors:
@@ -184,7 +184,7 @@ def _zero_where_uncovered(plan: Plan, options: Options, *tensors: Tensor) -> Non
 
 
 def _runs(heads: Sequence[range]) -> list[tuple[int, int]]:
-    """(first, behind the last) of each run of neighbours: one launch instead of several."""
+    """(first, last + 1) of each run of adjacent ranges: one launch instead of several."""
     runs: list[tuple[int, int]] = []
     for own in heads:
         if runs and runs[-1][1] == own.start:

@@ -1,15 +1,15 @@
 """Activations of the feed-forward layer, elementwise.       h, a, gate, up: one shape, any strides
 
-    gelu   a = h σ(2u), u = √(2/π) (h + 0.044715 h³)     (GPT-2's, the tanh form)
+    gelu   a = h σ(2u), u = √(2/π) (h + 0.044715 h³)     (as in GPT-2: the tanh approximation)
     tanh   a = tanh h            dh = da · 4 σ(2h) σ(−2h)  = da (1 − tanh² h), from h alone
     relu   a = max(h, 0)         dh = da where h > 0
     swiglu a = silu(gate) ∘ up   dup = da ∘ silu(gate)   dgate = da ∘ up ∘ silu'(gate)   silu(g) = g σ(g)
 
-The backward reads h, so a need not be saved: the backward recomputes a, to the same bits, where a is given. dh may be da and
-a may be h; dgate may be da, and a may be gate. For (N, C) it can also write column sums: Σ_n dh, or Σ_n dgate and Σ_n dup, is
-the bias gradient of the projection before the activation (accumulate=False overwrites it).
+The backward reads h, so a need not be saved: if an output a is passed, the backward recomputes it to the same bits. In place:
+dh may be da, a may be h; dgate may be da, a may be gate. For (N, C) it can also write column sums: Σ_n dh, or Σ_n dgate and
+Σ_n dup, is the bias gradient of the projection before the activation (accumulate=False overwrites it).
 
-`ACTIVATION` is the table of kernels: each module offers `workspace` (for column sums), `fwd`, `bwd` and, where it takes
+`ACTIVATION` is the table of kernels. Each module offers `workspace` (for column sums), `fwd`, `bwd` and, if it supports
 swiglu, `swiglu_fwd` and `swiglu_bwd`.
 """
 
@@ -31,7 +31,7 @@ NO_SUMS = {"sums": False}  # option of a `workspace`
 
 
 class Problem(NamedTuple):
-    """An activation as the table sees it: its input, and the other tensors that the call reads and writes, all of one shape and
+    """An activation as the table sees it: the input, and the other tensors that the call reads and writes, all of one shape and
     dtype. A `Form` counts as contiguous."""
 
     x: TensorLike
@@ -54,7 +54,7 @@ def _triton_refuses(problem: Problem) -> str | None:
 
 
 def _contiguous(problem: Problem) -> bool:
-    for x in (problem.x, *problem.others):  # noqa: SIM110  # every small call would pay for a generator
+    for x in (problem.x, *problem.others):  # noqa: SIM110  # a generator would slow down small calls
         if isinstance(x, Tensor) and not x.is_contiguous():
             return False
     return True
@@ -75,7 +75,7 @@ ACTIVATION = Table(
 
 
 def activation_workspace(h: TensorLike, kind: str, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold where a backward adds up columns; "swiglu" is a kind here."""
+    """Name → (shape, dtype) of the scratch of a backward with column sums; "swiglu" is also a kind here."""
     return ACTIVATION.workspace(Problem(h, kind), kernel=kernel)
 
 
@@ -86,11 +86,11 @@ def _check(kind: str, h: Tensor, **others: Tensor | None) -> None:
 
 
 def _check_sums(h: Tensor, **sums: Tensor | None) -> bool:
-    """Whether column sums are asked for."""
+    """Whether column sums are requested."""
     if all(x is None for x in sums.values()):
         return False
     if h.ndim != 2:
-        raise ValueError(f"{', '.join(sums)}: got {tuple(h.shape)} to add up; accepted: (N, C)")
+        raise ValueError(f"{', '.join(sums)}: got shape {tuple(h.shape)} for column sums; accepted: (N, C)")
     check_given(h.device, *((name, x, (h.shape[1],), accumulation_dtype(h.dtype)) for name, x in sums.items()))
     return True
 

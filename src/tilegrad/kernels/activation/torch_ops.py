@@ -1,4 +1,4 @@
-"""Activations by torch's own elementwise ops: any device, any dtype, any strides."""
+"""Activations by torch's elementwise ops: any device, dtype and strides."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def workspace(x: TensorLike, kind: str, others: tuple[Tensor, ...] = (), *, sums
 def fwd(h: Tensor, kind: str, *, a: Tensor, scratch: Scratch) -> None:
     if kind == "gelu":
         if h.is_contiguous() and not a.is_contiguous():
-            h = a.copy_(h)  # oneDNN's gelu writes no strided output of a contiguous input (torch 2.13)
+            h = a.copy_(h)  # oneDNN's gelu cannot write a strided output if the input is contiguous (torch 2.13)
         _aten.gelu.out(h, approximate="tanh", out=a)
     elif kind == "tanh":
         torch.tanh(h, out=a)

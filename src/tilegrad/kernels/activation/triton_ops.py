@@ -1,13 +1,14 @@
 """Activations in Triton: one pass.       h, a, gate, up (N, C), or all contiguous   partials (1 or 2, P, C)
 
-    forward    a program for each tile
-    backward   a program for each tile; with column sums P programs for each tile of columns: program p has the row tiles
+    forward    one program per tile
+    backward   one program per tile; with column sums P programs per tile of columns: program p has the row tiles
                p, p + P, p + 2P, … and writes partials[:, p] = Σ dh of its rows; then dh_sum (+)= Σ_p partials
 
-The arithmetic is float32. Only outputs are rounded; sums add the rounded numbers in the grid's order, the same bits each time.
-σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), so neither cancels nor overflows. For float32, exp and
-quotients are rounded as torch rounds them, because the device's own err by |v| units. Where σ(−v) is added to a term of size 1
-and outputs are bfloat16 or float16, it is 1 − σ(v): memory leaves time for 37 instructions per element.
+The arithmetic is float32. Only outputs are rounded. Sums add the rounded numbers in the order of the grid: the same bits
+each time. σ(v) and σ(−v) are 1 / (1 + e) and e / (1 + e) with e = exp(−|v|), which neither cancel nor overflow. For
+float32, exp and division are IEEE-rounded like torch's, because the error of the fast instructions grows to |v| ulps. If
+outputs are bfloat16 or float16 and σ(−v) is added to a term of size 1, it is computed as 1 − σ(v): the memory-bound kernel
+has time for 37 instructions per element.
 """
 
 from __future__ import annotations
@@ -23,18 +24,18 @@ from ..column_sum.triton_ops import add_partials
 from ..gpu import JITKernel, ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
-TILE, COLUMNS = 2048, 1024  # elements of a tile; its columns, where rows are strided
+TILE, COLUMNS = 2048, 1024  # elements of a tile; columns of a tile of strided rows
 WARPS = 4
-SUMMED_TILE, SUMMED_WARPS = 1024, 4  # where columns are added up
-PROGRAMS = 8  # for each multiprocessor, where columns are added up
-MOST_PROGRAMS = 65535  # of a grid's second axis
+SUMMED_TILE, SUMMED_WARPS = 1024, 4  # of a backward with column sums
+PROGRAMS = 8  # per multiprocessor, in a backward with column sums
+MOST_PROGRAMS = 65535  # limit of a grid's second axis
 SLOPE = tl.constexpr(1.5957691216057308)  # 2 √(2/π)
 CUBIC = tl.constexpr(0.044715)
 
 
 @triton.jit
 def sigmoids(v, EXACT: tl.constexpr):
-    """σ(v), σ(−v); NaN of NaN."""
+    """σ(v), σ(−v); NaN if v is NaN."""
     e = power(to_log2(-tl.abs(v), EXACT), EXACT)
     e = tl.where(v == v, e, v)
     large = quotient(1.0, 1.0 + e, EXACT)
@@ -44,7 +45,7 @@ def sigmoids(v, EXACT: tl.constexpr):
 
 @triton.jit
 def sigmoids_next_to_1(v, EXACT: tl.constexpr):
-    """σ(v), and σ(−v) up to a unit of 1."""
+    """σ(v), and σ(−v) with an absolute error of about one ulp of 1."""
     if EXACT:
         return sigmoids(v, EXACT)
     else:
@@ -65,7 +66,7 @@ def activate(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
-    """gelu' = σ(v) + h σ(v) σ(−v) v', v = 2u; the second term is 0 where σ(−|v|) is, even if h² is infinite there."""
+    """gelu' = σ(v) + h σ(v) σ(−v) v', v = 2u. If σ(−|v|) is 0, so is the second term, even if h² is infinite."""
     if KIND == "gelu":
         of_v, of_minus_v = sigmoids_next_to_1(SLOPE * h * (1.0 + CUBIC * h * h), EXACT)
         product = of_v * of_minus_v
@@ -80,7 +81,7 @@ def derivative(h, KIND: tl.constexpr, EXACT: tl.constexpr):
 
 @triton.jit
 def tile_of(n, c, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr):
-    """Rows and columns of this program's tile, and which of them are inside (N, C)."""
+    """Rows and columns of this program's tile, and a mask of those inside (N, C)."""
     tiles = tl.cdiv(c, BLOCK_C)
     tile = tl.program_id(0).to(tl.int64)
     rows = (tile // tiles * BLOCK_N + tl.arange(0, BLOCK_N))[:, None]
@@ -173,7 +174,7 @@ def _summed_tile(c: int) -> tuple[int, int]:
 
 
 def _programs(h: TensorLike) -> int:
-    """P. It does not decrease as rows are added, so that scratch for many rows serves few."""
+    """P. It never decreases with more rows, so scratch for many rows also fits fewer."""
     (n, c), (rows, columns) = h.shape, _summed_tile(h.shape[1])
     most = PROGRAMS * multiprocessors(h.device) // ceil_div(c, columns)
     return max(1, min(ceil_div(n, rows), most))
@@ -240,7 +241,7 @@ def _launch_backward(
 
 
 def _tiles(*tensors: Tensor | None) -> tuple[int, int, int, int, list[int]]:
-    """N, C, a tile's rows and columns, and strides. Contiguous tensors are one long row."""
+    """N, C, rows and columns of a tile, and strides. Contiguous tensors are treated as one long row."""
     given = [t for t in tensors if t is not None]
     if all(t.is_contiguous() for t in given):
         return 1, given[0].numel(), 1, TILE, [0] * len(tensors)

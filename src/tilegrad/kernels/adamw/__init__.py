@@ -1,13 +1,13 @@
-"""AdamW on flat arenas, clipped by their norm.       params, grads, m, v (P,): one range of the arenas
+"""AdamW on flat arenas, with gradients clipped by their norm.       params, grads, m, v (P,): one range of the arenas
 
-    g = grads / max(1, (norm + 1e-6) / max_norm)                          norm: of the op `global_norm`
+    g = grads / max(1, (norm + 1e-6) / max_norm)                          norm: from the op `global_norm`
     m = β1 m + (1 − β1) g            v = β2 v + (1 − β2) g²
     params −= lr · weight_decay · params                                  (the first `decayed` elements only)
     params −= lr · (m / (1 − β1^t)) / (√(v / (1 − β2^t)) + eps)
-    rounded = params, in its own dtype                                    (where a copy to compute with is kept)
+    rounded = params, in rounded's dtype                                  (if there is a bfloat16 copy)
 
-Where norm is not finite, nothing changes: neither params, m, v and rounded nor the step count t. The device decides that, so
-the host does not wait. A kernel leaves grads clipped or as they were. For several ranges, params, grads, m, v, rounded and
+If norm is not finite, nothing changes: not params, m, v, rounded, nor the step count t. The device decides this, so the host
+does not wait. Whether grads is clipped in place depends on the kernel. For several ranges, params, grads, m, v, rounded and
 `decayed` are lists, and the step is counted once. `ADAMW` is the table of kernels: each module offers `workspace` and `step`.
 """
 
@@ -29,7 +29,7 @@ ADAMW = gpu.triton_else_torch("adamw")
 
 
 def adamw_workspace(params: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold."""
+    """Name → (shape, dtype) of the scratch."""
     return ADAMW.workspace(Problem(params), kernel=kernel)
 
 
@@ -41,7 +41,7 @@ class Range(NamedTuple):
     m: Tensor
     v: Tensor
     rounded: Tensor | None
-    decayed: int  # leading elements that decay
+    decayed: int  # the first so many elements have weight decay
 
 
 @op(accumulates=("params", "grads", "m", "v", "step", "rounded"))
@@ -51,7 +51,7 @@ def adamw_step(
     params: Tensor | list[Tensor], grads: Tensor | list[Tensor], m: Tensor | list[Tensor], v: Tensor | list[Tensor],
     step: Tensor, rounded: Tensor | list[Tensor] | None = None, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """params, m, v and step (0-d float32, the number of steps done) move on by one. max_norm = inf does not clip."""
+    """One step: updates params, m, v and step (0-d float32, the number of steps done). max_norm = inf: no clipping."""
     copies = [None] * len(_listed(params)) if rounded is None else _listed(rounded)
     fields = zip(*map(_listed, (params, grads, m, v)), copies, _listed(decayed), strict=True)
     ranges = [Range(*each) for each in fields]
@@ -77,4 +77,4 @@ def _check(given: Range, first: Tensor) -> None:
     if given.rounded is not None:
         check_tensor("rounded", given.rounded, (p,), given.rounded.dtype, first.device)
     if not 0 <= given.decayed <= p:
-        raise ValueError(f"decayed: got {given.decayed}; accepted: 0 … {p}, the number of leading elements that decay")
+        raise ValueError(f"decayed: got {given.decayed}; accepted: 0 … {p}, the leading elements with weight decay")

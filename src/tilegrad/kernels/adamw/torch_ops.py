@@ -1,7 +1,7 @@
-"""AdamW by torch's fused kernel: one call for the elements that decay and one for those that don't, of all ranges.
+"""AdamW by torch's fused kernel: one call for the elements with weight decay and one for the others, over all ranges.
 
-Its clipping factor is float32, and on aarch64 a factor makes it 1.3 times as slow. There, and for float64, a pass before it
-scales grads. On a CPU a factor of 1 is left out. It leaves grads clipped.
+The fused kernel takes a float32 clipping factor, which on aarch64 makes it 1.3 times as slow. There, and for float64, grads is
+scaled in a pass before. On a CPU a factor of 1 is left out. grads is clipped in place.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def step(
 ) -> None:  # fmt: skip
     grad_scale, found_inf = scratch["grad_scale"], scratch["found_inf"]
     grad_scale.copy_(norm).add_(1e-6).div_(max_norm).clamp_(min=1.0).nan_to_num_(nan=1.0, posinf=1.0)
-    found_inf.copy_(norm).mul_(0.0).nan_to_num_(nan=1.0)  # 0 where norm is finite, else 0 · norm = NaN → 1
+    found_inf.copy_(norm).mul_(0.0).nan_to_num_(nan=1.0)  # 0 if norm is finite, else 0 · norm = NaN → 1
     step.add_(1.0).sub_(found_inf)
     on_cpu = norm.device.type == "cpu"
     clips = not (on_cpu and grad_scale.item() == 1.0)

@@ -1,11 +1,11 @@
-"""AdamW in Triton: one program decides, then one pass over each range of the arenas.
+"""AdamW in Triton: one program computes the scalars, then one pass over each range of the arenas.
 
     decide   finite = norm is finite     t += finite      clip = 1 / max(1, (norm + 1e-6) / max_norm)
              rate = lr / (1 − β1^t)      root = 1 / √(1 − β2^t)      decay = lr · weight_decay
-    pass     p, g, m, v are read, p, m, v and the rounded copy written: 28 bytes for each parameter, 30 with the copy
+    pass     reads p, g, m, v, writes p, m, v and the rounded copy: 28 bytes per parameter, 30 with the copy
 
-Powers of β are formed in float64 because 1 − β^t cancels. Where norm is not finite, a program of the pass ends at once. grads
-is only read.
+Powers of β are computed in float64 because 1 − β^t cancels. If norm is not finite, the programs of the pass return at once.
+grads is only read.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -26,7 +26,7 @@ from ..scratch import Scratch, Shapes, TensorLike
 if TYPE_CHECKING:
     from . import Range
 
-TILE, WARPS = 1 << 10, 4  # parameters of a program
+TILE, WARPS = 1 << 10, 4  # TILE: parameters per program
 
 
 @triton.jit

@@ -1,9 +1,9 @@
-"""The sum over rows, which is the gradient of a bias.       x (N, C)   sums (C,), in the accumulation dtype
+"""Sum over rows, for example the gradient of a bias.       x (N, C)   sums (C,), in the accumulation dtype
 
     sums += Σ_n x        (accumulate=False: sums = Σ_n x)
 
-Rows may be strided, columns not. `COLUMN_SUM` is the table of kernels: each module offers `workspace` and `fwd`. On CUDA
-torch's product with ones reads memory faster than Triton's kernel, so it comes first.
+Rows may be strided, columns must be contiguous. `COLUMN_SUM` is the table of kernels: each module offers `workspace` and
+`fwd`. On CUDA torch's product with ones has a higher memory bandwidth than the Triton kernel, so it comes first.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ COLUMN_SUM = Table(
 
 
 def column_sum_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold."""
+    """Name → (shape, dtype) of the scratch."""
     return COLUMN_SUM.workspace(Problem(x), kernel=kernel)
 
 
 @op(accumulates=("sums",))
 def column_sum_fwd(x: Tensor, *, sums: Tensor, accumulate: bool = True, **where: Unpack[Where]) -> None:
-    """sums += Σ_n x, or = where accumulate is False."""
+    """sums += Σ_n x, or sums = Σ_n x if accumulate is False."""
     check_tensor("sums", sums, (x.shape[1],), accumulation_dtype(x.dtype), x.device)
     check_columns("x", x)
     check_columns("sums", sums)

@@ -1,4 +1,4 @@
-"""Sums over rows in C++: a norm's backward that writes only db. The loops are in cpu/csrc/rows/norm_gelu.cpp."""
+"""Sums over rows in C++: the backward of a norm that writes only db. The loops are in cpu/csrc/rows/norm_gelu.cpp."""
 
 from __future__ import annotations
 

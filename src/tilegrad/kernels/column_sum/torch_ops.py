@@ -7,7 +7,7 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_of
 
-ROWS, COLS = 512, 1024  # of a tile of bfloat16 on a CPU; ROWS also bounds a running sum there
+ROWS, COLS = 512, 1024  # tile of bfloat16 on a CPU; ROWS also limits the length of a running sum there
 
 
 def _in_tiles(x: TensorLike) -> bool:
@@ -37,8 +37,8 @@ def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
 def add_weighted_rows(x: Tensor, weights: Tensor, *, sums: Tensor, part: Tensor) -> None:
     """sums += Σ_n weights[n] x[n].       x (N, C)   weights (N,) of x's dtype   sums, part (C,)
 
-    It is a product because `torch.sum(x, 0)` reads memory more slowly on a CPU, and on CUDA allocates up to half of x's size.
-    On a CPU rows are added in blocks of ROWS: a longer running sum loses digits.
+    This is a product because `torch.sum(x, 0)` is slower on a CPU, and on CUDA allocates up to half the size of x. On a CPU
+    rows are added in blocks of ROWS, because a longer running sum loses digits.
     """
     if x.device.type == "cpu":
         for i in blocks(x.shape[0], ROWS):

@@ -1,10 +1,10 @@
 """Sums over rows in Triton.       x (N, C)   partials (P, C)   sums (C,)
 
-    partials[p] = Σ x[n] over the row tiles p, p + P, p + 2P, …      one program for each p and each tile of columns
-    sums (+)= Σ_p partials[p]                                        one program for each tile of columns
+    partials[p] = Σ x[n] over the row tiles p, p + P, p + 2P, …      one program per p and tile of columns
+    sums (+)= Σ_p partials[p]                                        one program per tile of columns
 
-Sums are float32, their order is the grid's: the same bits each time, and no atomics. x is read once; partials, at most
-PROGRAMS numbers of a column tile for each multiprocessor, stay in the L2 cache.
+Sums are float32, in the order of the grid: the same bits each time, and no atomics. x is read once. partials, at most PROGRAMS
+rows of a column tile per multiprocessor, stay in the L2 cache.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from torch import Tensor
 from ..gpu import ceil_div, launch, multiprocessors, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
-TILE, COLUMNS = 4096, 256  # elements of a tile, columns of one at most
-PROGRAMS = 8  # for each multiprocessor
+TILE, COLUMNS = 4096, 256  # elements of a tile, and at most so many columns
+PROGRAMS = 8  # per multiprocessor
 PARTIALS_ROWS, PARTIALS_COLUMNS = 128, 32  # of a tile of partials
 WARPS = 4
-STAGES = 3  # loads of so many tiles are in flight
+STAGES = 3  # tiles whose loads are in flight
 
 
 @triton.jit
@@ -42,10 +42,10 @@ def _column_sum_kernel(x, partials, x_n, n, c, BLOCK_N: tl.constexpr, BLOCK_C: t
 def _add_partials_kernel(
     partials, sums, second, third, programs, c, ACCUMULATE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr
 ):
-    """sums (+)= Σ_p partials[0, p], and second and third, where given, (+)= Σ_p partials[1, p] and Σ_p partials[2, p]."""
+    """sums (+)= Σ_p partials[0, p]; second and third, if given, (+)= Σ_p partials[1, p] and Σ_p partials[2, p]."""
     columns = tl.program_id(0) * BLOCK_C + tl.arange(0, BLOCK_C)
     out, which = sums, tl.program_id(1)
-    if second is not None:  # known to the compiler  # noqa: SIM102
+    if second is not None:  # compile-time condition  # noqa: SIM102
         if which == 1:
             out = second
     if third is not None:  # noqa: SIM102
@@ -72,7 +72,7 @@ def _tile(c: int) -> tuple[int, int]:
 
 
 def _programs(x: TensorLike) -> int:
-    """P. It does not decrease as rows are added, so that scratch for many rows serves few."""
+    """P. It never decreases with more rows, so scratch for many rows also fits fewer."""
     (n, c), (rows, columns) = x.shape, _tile(x.shape[1])
     return max(1, min(ceil_div(n, rows), PROGRAMS * multiprocessors(x.device) // ceil_div(c, columns)))
 
@@ -93,7 +93,7 @@ def fwd(x: Tensor, *, sums: Tensor, accumulate: bool, scratch: Scratch) -> None:
 def add_partials(
     partials: Tensor, sums: Tensor, second: Tensor | None = None, third: Tensor | None = None, *, accumulate: bool
 ) -> None:
-    """partials (P, C), or (S, P, C) where there are S sums."""
+    """partials (P, C), or (S, P, C) for S sums."""
     programs, c = partials.shape[-2:]
     grid = ceil_div(c, PARTIALS_COLUMNS), 1 + (second is not None) + (third is not None)
     constants = {"ACCUMULATE": accumulate, "BLOCK_P": PARTIALS_ROWS, "BLOCK_C": PARTIALS_COLUMNS, "num_warps": WARPS}

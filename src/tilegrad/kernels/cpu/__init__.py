@@ -1,1 +1,1 @@
-"""The native CPU library: how it is built and loaded."""
+"""Building and loading of the native CPU library."""

@@ -1,9 +1,8 @@
-"""The structures that cross the C ABI of the native library: one argument of each of its functions.
+"""The structures of the native library's C ABI: each of its functions takes a pointer to one.
 
-Call = `Call` of csrc/attention/call.h, Norm and Gelu = those of csrc/rows/norm_gelu.h, Gemm = that of csrc/gemm/gemm.h, field
-by field. The library says where
-its compiler put each field (csrc/layout.h), and loading compares (`mismatch`). Packing is derived from the same
-definitions: struct.Struct fills a structure in half the time that ctypes takes for it.
+They repeat C++ definitions field by field: Call of csrc/attention/call.h, Norm and Gelu of csrc/rows/norm_gelu.h, Gemm of
+csrc/gemm/gemm.h. The library reports the offset of each field (csrc/layout.h), and loading compares them (`mismatch`). Packing
+is derived from the same definitions: struct.Struct fills a structure in half the time of ctypes.
 """
 
 from __future__ import annotations
@@ -18,10 +17,10 @@ import torch
 
 # `Dtype` of csrc/dtype.h
 DTYPES = {torch.float32: 0, torch.float64: 1, torch.bfloat16: 2, torch.float16: 3, torch.bool: 4}
-NO_DTYPE = -1  # of a tensor that is not there
+NO_DTYPE = -1  # of an absent tensor
 
 _INT, _INT32, _POINTER, _DOUBLE = ctypes.c_int64, ctypes.c_int32, ctypes.c_void_p, ctypes.c_double
-_CODES = {_INT: "q", _INT32: "i", _POINTER: "P", _DOUBLE: "d"}  # of struct.Struct
+_CODES = {_INT: "q", _INT32: "i", _POINTER: "P", _DOUBLE: "d"}  # format characters of struct.Struct
 
 
 def _fields(names: str, kind: Any) -> list[tuple[str, Any]]:
@@ -79,7 +78,7 @@ def _format(structure: type[ctypes.Structure]) -> str:
 def packer(structure: type[ctypes.Structure]) -> Callable[..., bytes]:
     """pack(field=…, …) → the structure's bytes.
 
-    A sub-structure is given as the tuple of its fields. A field left out is 0, a sub-structure left out is absent.
+    A sub-structure is passed as the tuple of its fields. A missing field is 0, a missing sub-structure is absent (all 0).
     """
     whole = struct.Struct(_format(structure))
     assert whole.size == ctypes.sizeof(structure)
@@ -95,7 +94,7 @@ pack_call, pack_norm, pack_gelu, pack_gemm = packer(Call), packer(Norm), packer(
 
 
 class _Place(ctypes.Structure):
-    """A field of a structure, or, with an empty name, its end. `Place` of csrc/layout.h."""
+    """The offset of a field or, with an empty name, the size of the structure. `Place` of csrc/layout.h."""
 
     _fields_ = [("structure", ctypes.c_char_p), ("field", ctypes.c_char_p), ("offset", ctypes.c_int64)]
 
@@ -108,7 +107,7 @@ def _places() -> Iterator[tuple[tuple[str, str], int]]:
 
 
 def mismatch(library: ctypes.CDLL) -> str | None:
-    """The first field that the library has elsewhere than these definitions; None where all agree."""
+    """The first field whose offset in the library differs from these definitions; None if all agree."""
     library.tilegrad_native_layout.restype = ctypes.POINTER(_Place)
     places = itertools.takewhile(lambda place: place.structure, iter(library.tilegrad_native_layout()))
     theirs = {(place.structure.decode(), place.field.decode()): place.offset for place in places}
@@ -117,7 +116,7 @@ def mismatch(library: ctypes.CDLL) -> str | None:
         there, here = theirs.get((structure, field)), ours.get((structure, field))
         if there != here:
             what = f"field {field}" if field else "its end"
-            return f"another layout of {structure}: {what} {_at(there)}, here {_at(here)}"
+            return f"a different layout of {structure}: {what} {_at(there)} in the library, {_at(here)} in Python"
     return None
 
 

@@ -1,7 +1,7 @@
-"""The native library at run time: loaded if it fits the sources here, run on torch's threads, with the best instruction set.
+"""The native library at run time: loaded if it matches the sources, run on torch's threads, with the best instruction set.
 
-TILEGRAD_ISA=portable, avx2, avx512 or amx asks for another; one that the library or the processor lacks raises. float64
-has the portable kernels only. AMX kernels take bfloat16; other dtypes then run on AVX-512.
+TILEGRAD_ISA=portable, avx2, avx512 or amx selects another instruction set; raises if the library or the processor lacks it.
+float64 has portable kernels only. AMX kernels take bfloat16; other dtypes then run on AVX-512.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ISAS = ("portable", "avx2", "avx512", "amx")
 SLOW = "attention runs on plain torch ops"
 _environment: dict[bytes, bytes] = os.environ._data  # type: ignore[attr-defined]
 _ASKED = b"TILEGRAD_ISA"
-_children: list[int] = []  # process ids of forked children, in them
+_children: list[int] = []  # in a forked child: the process ids of it and its forked ancestors
 os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
 
 
@@ -30,14 +30,14 @@ os.register_at_fork(after_in_child=lambda: _children.append(os.getpid()))
 def library() -> ctypes.CDLL | str:
     """The library, or the reason why it can't be used and what to do."""
     if os.name != "posix":
-        return f"runs on POSIX systems only, not {os.name}"
+        return f"runs on POSIX systems only, not on {os.name}"
     if not build.LIBRARY.exists():
         return f"was not built at install; {build.HOW}"
-    built_from = build.LIBRARY.read_bytes()  # before it is loaded: a process loads a path once
+    built_from = build.LIBRARY.read_bytes()  # read before loading, because a process loads a path only once
     if build.digest().encode() not in built_from:
-        return f"was built from other sources than those here; {build.HOW}"
+        return f"was built from other sources than this package's; {build.HOW}"
     if build.is_cut(built_from):
-        return f"can't be loaded (its file is cut off); {build.HOW}"
+        return f"can't be loaded (its file is truncated); {build.HOW}"
     try:
         found = ctypes.CDLL(str(build.LIBRARY))
     except OSError as error:
@@ -58,7 +58,7 @@ def library() -> ctypes.CDLL | str:
 
 @functools.cache
 def warn_if_missing() -> None:
-    """Say once in a process that attention runs on plain torch ops because there is no library."""
+    """Warns once per process that attention runs on plain torch ops because there is no library."""
     found = library()
     if isinstance(found, str):
         warnings.warn(f"{SLOW}: the native kernel, about four times faster, {found}", stacklevel=2)
@@ -66,7 +66,7 @@ def warn_if_missing() -> None:
 
 @functools.cache
 def native() -> ctypes.CDLL:
-    """The library, on torch's own threads and with its BLAS where these can be found."""
+    """The library, set up with torch's OpenMP threads and BLAS if these can be found."""
     found = library()
     assert not isinstance(found, str), found
     runtime = openmp()
@@ -81,20 +81,20 @@ def native() -> ctypes.CDLL:
 
 @functools.cache
 def blas() -> ctypes.CDLL | str:
-    """What torch is linked with, if OpenBLAS on OpenMP's threads is among it; else the reason why its BLAS is not called here.
+    """A handle to the libraries torch is linked with, if they include OpenBLAS on OpenMP threads; else the reason why not.
 
-    Names are looked up as for torch itself, so `sgemm_` is the function that torch's products call."""
+    Names are resolved as for torch itself, so `sgemm_` is the function that torch's matrix products call."""
     linked = ctypes.CDLL(torch._C.__file__)
     if not hasattr(linked, "openblas_get_parallel"):
-        return "needs a torch with OpenBLAS; the products of this torch are another library's"
+        return "needs a torch with OpenBLAS; this torch uses another BLAS"
     if linked.openblas_get_parallel() != 2:
-        return "needs a torch whose OpenBLAS runs on OpenMP's threads; this one's has threads of its own"
+        return "needs a torch whose OpenBLAS uses OpenMP threads; this OpenBLAS has its own threads"
     return linked
 
 
 def openmp() -> ctypes.CDLL | None:
-    """The OpenMP runtime that torch has loaded; GNU's, Intel's and LLVM's all export GOMP_parallel. None in a forked child:
-    the runtime would wait there for threads that did not survive the fork."""
+    """The OpenMP runtime that torch has loaded; GNU's, Intel's and LLVM's all export GOMP_parallel. None in a forked child,
+    where the runtime would wait for threads that did not survive the fork."""
     if _children:
         return None
     maps = Path("/proc/self/maps")
@@ -109,7 +109,7 @@ def openmp() -> ctypes.CDLL | None:
 
 @functools.cache
 def supported() -> tuple[str, ...]:
-    """Instruction sets that the library and this processor share, the best last."""
+    """Instruction sets that both the library and this processor have, the best last."""
     bits = native().tilegrad_native_supported()
     return tuple(name for n, name in enumerate(ISAS) if bits >> n & 1)
 
@@ -117,7 +117,7 @@ def supported() -> tuple[str, ...]:
 def isa() -> int:
     """The instruction set of the next call: `Isa` of csrc/native.cpp, an index of ISAS.
 
-    The environment's own dictionary is read: os.environ.get of a missing name takes 1.7 µs, because it raises inside.
+    Reads the dict inside os.environ, because os.environ.get of a missing name takes 1.7 µs: it raises internally.
     """
     return _isa(_environment.get(_ASKED))
 
@@ -126,5 +126,5 @@ def isa() -> int:
 def _isa(encoded: bytes | None) -> int:
     asked = None if encoded is None else os.fsdecode(encoded)
     if asked and asked not in supported():
-        raise ValueError(f"TILEGRAD_ISA: got {asked!r}; accepted: one of {', '.join(map(repr, supported()))} here")
+        raise ValueError(f"TILEGRAD_ISA: got {asked!r}; accepted on this machine: {', '.join(map(repr, supported()))}")
     return ISAS.index(asked or supported()[-1])

@@ -1,8 +1,8 @@
-"""What the native kernels over rows share: norm/cpu.py, activation/cpu.py and column_sum/cpu.py call csrc/rows/norm_gelu.cpp.
+"""Shared by the native kernels over rows: norm/cpu.py, activation/cpu.py and column_sum/cpu.py call csrc/rows/norm_gelu.cpp.
 
-float32, or bfloat16 that is float32 in registers; means, sums and gradients of parameters are float32. No scratch. Rows
-(columns for sums over rows, elements for gelu) are distributed over torch.get_num_threads() threads; which thread takes
-which changes no bit.
+They take float32, or bfloat16 converted to float32 in registers. Means, sums and gradients of parameters are float32. No
+scratch. Rows (columns for sums over rows, elements for gelu) are split among torch.get_num_threads() threads; the result
+does not depend on the split.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from .library import isa, library
 
 DTYPES = {dtype: ALL_DTYPES[dtype] for dtype in (torch.float32, torch.bfloat16)}
 
-_CPU = torch.device("cpu")  # compared as a whole: `x.device.type` takes ten times as long, and every small call pays it
+_CPU = torch.device("cpu")  # comparing whole devices takes a tenth of the time of `x.device.type`
 
 
 def refusal(x: TensorLike) -> str | None:
-    """Why these kernels can't run on x, from its dtype and device alone; None where they can."""
+    """Why these kernels cannot run on x, from its dtype and device alone; None if they can."""
     if x.device != _CPU:
         return _runs_not_on(x.device)
     if x.dtype not in DTYPES:
@@ -42,13 +42,13 @@ def _takes_not(dtype: torch.dtype) -> str:
 
 
 def shared(x: Tensor, params: torch.dtype, *, accumulate: bool = False) -> tuple[int, ...]:
-    """The first fields of `Norm`, up to `param_dtype`, which is the dtype of w and b."""
+    """The first fields of `Norm`, up to `param_dtype`. params: the dtype of w and b."""
     n, c = x.shape
     return n, c, torch.get_num_threads(), isa(), accumulate, DTYPES[x.dtype], DTYPES[params]
 
 
 def rows(x: Tensor | None) -> tuple[int, int]:
-    """`Rows`: address and stride, in elements."""
+    """`Rows`: address and row stride, in elements."""
     return (0, 0) if x is None else (x.data_ptr(), x.stride(0))
 
 

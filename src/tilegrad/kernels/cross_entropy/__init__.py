@@ -1,14 +1,14 @@
-"""Cross-entropy of logits that never exist as a whole.       x (N, C)   w (V, C)   targets (N,) int64, −1 = ignored
+"""Cross-entropy without ever storing all logits.       x (N, C)   w (V, C)   targets (N,) int64, −1 = ignored
 
     l = x wᵀ   p = softmax(l)   nll = logsumexp(l) − l[target]
     loss = Σ over targets of nll · inv_total
     dl = (p − onehot(target)) · inv_total     dx = dl w     dw += dlᵀ x        (0 in rows without a target)
                                                                                (accumulate=False: dw = dlᵀ x)
 
-inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch.
-One chunk of rows at a time: its logits become their own gradient in place, and dx may be x. `cross_entropy_step` is forward
-and backward on one set of logits; `cross_entropy_bwd` forms them again in the same chunks, so its dx and dw are the same
-bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`, and the products are linear's.
+inv_total is 1 / (number of targets of the whole step), a 0-d tensor, so that micro-batches add up to one large batch. Rows are
+processed in chunks: the logits of a chunk are overwritten by their gradient, and dx may be x. `cross_entropy_step` is forward
+and backward on one set of logits. `cross_entropy_bwd` computes them again in the same chunks, so its dx and dw have the same
+bits. `CROSS_ENTROPY` is the table of kernels: each module offers `workspace` and `run`. The products are those of `linear`.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..table import BACKWARD, FORWARD, Where
 
 
 class Problem(NamedTuple):
-    """A loss as the table sees it: dtypes, and the device of x."""
+    """A loss as the table sees it: shapes, dtypes, and the device of x."""
 
     x: TensorLike
     w: TensorLike
@@ -34,12 +34,12 @@ class Problem(NamedTuple):
 
 def _triton_refuses(problem: Problem) -> str | None:
     if problem.x.dtype == torch.float16:
-        return "takes bfloat16 and float32: p · inv_total is below what float16 can hold"
+        return "takes bfloat16 and float32, not float16: p · inv_total underflows in float16"
     return gpu.refusal(problem.x)
 
 
 class Outputs(NamedTuple):
-    """What a loss writes, each where it is given."""
+    """Outputs of a loss; None: not computed."""
 
     loss: Tensor | None
     dx: Tensor | None = None
@@ -51,7 +51,7 @@ CROSS_ENTROPY = gpu.triton_else_torch("cross_entropy", _triton_refuses)
 
 
 def cross_entropy_workspace(x: TensorLike, w: TensorLike, *, backward: bool, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold: for `_fwd`, or (backward) for `_bwd` and `_step`."""
+    """Name → (shape, dtype) of the scratch of `_fwd` or, with backward=True, of `_bwd` and `_step`."""
     return CROSS_ENTROPY.workspace(Problem(x, w), kernel=kernel, backward=backward)
 
 
@@ -68,7 +68,7 @@ def cross_entropy_bwd(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
     dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dx overwritten, dw added to (accumulate=False: overwritten); the logits are formed again."""
+    """dx is overwritten, dw accumulated (accumulate=False: overwritten). Computes the logits again."""
     _run(x, w, targets, inv_total, Outputs(None, dx, dw, accumulate), BACKWARD, where)
 
 
@@ -77,7 +77,7 @@ def cross_entropy_step(
     x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *,
     loss: Tensor, dx: Tensor | None = None, dw: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """Forward and backward at once."""
+    """Forward and backward in one pass over the logits."""
     _run(x, w, targets, inv_total, Outputs(loss, dx, dw, accumulate), BACKWARD, where)
 
 
@@ -91,8 +91,8 @@ def _run(
 
 
 def check_loss(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Outputs, name: str) -> None:
-    """Tensors of a loss over the rows of a weight (V, C) of this name; on a CPU the values of targets too, because reading
-    them on a device would wait for it."""
+    """Checks the tensors of a loss with a weight (V, C) of this name. On a CPU it also checks the values of targets; on a
+    device reading them would synchronize."""
     (n, c), v, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param(name, w, (v, c), x)
     check_given(
@@ -106,4 +106,4 @@ def check_loss(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, out: Ou
     if x.device.type == "cpu" and n:
         low, high = (int(end) for end in targets.aminmax())
         if low < -1 or high >= v:
-            raise ValueError(f"targets: got {low if low < -1 else high}; accepted: 0 … {v - 1}, or −1 for none")
+            raise ValueError(f"targets: got {low if low < -1 else high}; accepted: 0 … {v - 1}, or −1 to ignore a row")

@@ -1,4 +1,4 @@
-"""Chunks of rows, whose logits exist at one time, and the scratch of their products."""
+"""Chunks of rows whose logits exist at the same time, and the scratch of their products."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ from collections.abc import Iterator
 from ..linear import linear_workspace, rounds_weights
 from ..scratch import Form, Shapes, TensorLike, below, blocks, larger
 
-_EVEN = 256  # a chunk of more rows may have a multiple of these at most
+_EVEN = 256  # a chunk limit above this is rounded down to a multiple of it
 
 
 def most_rows(n: int, v: int, itemsize: int, size: int, even: int = _EVEN) -> int:
-    """Rows of a chunk at most, in `size` bytes. They grow with n, so that the scratch of a large batch serves a small one."""
+    """Most rows of a chunk in `size` bytes. It never decreases with n, so scratch for a large batch also fits a small one."""
     rows = size // (max(v, 1) * itemsize)
     return max(1, min(n, rows - rows % even if rows > even else rows))
 
 
 def chunks(n: int, most: int, multiple: int = 1) -> Iterator[slice]:
-    """0 … n in the fewest chunks, of even size: each but the last is a multiple of `multiple`, if one is at most `most`."""
+    """0 … n in the fewest chunks of about equal size. All but the last are multiples of `multiple` if `most` allows."""
     size = -(-n // max(-(-n // most), 1)) or 1
     return blocks(n, min(most, -(-size // multiple) * multiple))
 
 
 def products_workspace(x: TensorLike, w: TensorLike, rows: int, *, backward: bool) -> Shapes:
-    """Scratch of l = x wᵀ on `rows` rows and, in a backward, of dx and dw; "w" is w rounded once for all chunks."""
+    """Scratch of l = x wᵀ on `rows` rows and, in a backward, of dx and dw. "w" is w rounded once for all chunks."""
     v, c = w.shape
     shapes: Shapes = {}
     if rounds_weights(x, w):

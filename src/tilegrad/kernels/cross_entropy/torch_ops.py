@@ -1,11 +1,11 @@
 """Cross-entropy as a chain of torch ops: any device, any dtype. The logits of a chunk become p in place; then
 
-    logsumexp(l) = max l − log max p          for max p ≥ 1/V, which is never small
+    logsumexp(l) = max l − log max p          (accurate: max p ≥ 1/V is never small)
     dx = inv_total ∘ ((p − onehot) w)         dw += (p − onehot)ᵀ (inv_total ∘ x)
 
-so that the factor passes over C columns instead of V. Logits are float32 (float64 for float64). For bfloat16 on a CPU,
-whose products can't write float32, they and p − onehot are bfloat16, and a block of rows that stays in cache passes
-through float32.
+so that inv_total multiplies C columns instead of V. Logits are float32 (float64 for float64). bfloat16 products on a CPU
+cannot write float32. There the logits and p − onehot are bfloat16, and blocks of rows that stay in cache are converted to
+float32 and back.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from . import Outputs
 
 CHUNK = {"cpu": 1 << 26, "cuda": 1 << 28}  # bytes of logits held at once
-BLOCK = 1 << 20  # bfloat16 logits that pass through float32 at once
+BLOCK = 1 << 20  # bfloat16 logits converted to float32 at once
 _aten = torch.ops.aten
 
 
@@ -42,7 +42,7 @@ def chunks_of(x: TensorLike, w: TensorLike) -> Iterator[slice]:
 
 
 def _block_rows(x: TensorLike, w: TensorLike) -> int:
-    """Rows of a chunk that become probabilities at once: all, but where they pass through float32."""
+    """Rows of a chunk whose softmax is computed at once: all, unless they are converted to float32."""
     rows, converted = _rows(x, w), _logits_dtype(x) != accumulation_dtype(x.dtype)
     return int(max(1, min(rows, BLOCK // max(w.shape[0], 1)))) if converted else rows
 
@@ -85,12 +85,12 @@ def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Output
             _probabilities(rows, j, scale, scratch, loss=loss, gradients=gradients)
         if gradients:
             dxi = None if dx is None else dx[i]
-            added = accumulate or i.start > 0  # a later chunk adds to the first
+            added = accumulate or i.start > 0  # later chunks add to dw
             _chunk_bwd(rows["logits"], x[i], w, scale, scratch, linear, dx=dxi, dw=dw, accumulate=added)
 
 
 def mask_targets(targets: Tensor, inv_total: Tensor, *, valid: Tensor, index: Tensor, scale: Tensor) -> None:
-    """valid = there is a target; index = the target, 0 where there is none; scale = inv_total, 0 where there is none."""
+    """valid = targets ≥ 0; index = the target, or 0 if there is none; scale = inv_total, or 0 if there is none."""
     torch.ge(targets, 0, out=valid)
     torch.clamp(targets, min=0, out=index)
     scale.copy_(valid).mul_(inv_total)
@@ -99,7 +99,7 @@ def mask_targets(targets: Tensor, inv_total: Tensor, *, valid: Tensor, index: Te
 def _probabilities(
     rows: Scratch, j: slice, scale: Tensor, scratch: Scratch, *, loss: Tensor | None, gradients: bool
 ) -> None:
-    """loss += Σ nll ∘ scale over rows j of a chunk; where there are gradients, p − onehot in the place of the logits."""
+    """loss += Σ nll ∘ scale over rows j of a chunk. With gradients, also replaces the logits by p − onehot."""
     logits, index = rows["logits"][j], rows["index"][j, None]
     row_max, p_max, at_target = scratch["statistics"][1:, j].unbind()
     p = scratch["block"][: logits.shape[0]].copy_(logits) if "block" in scratch else logits
@@ -121,7 +121,7 @@ def _chunk_bwd(
     dl: Tensor, x: Tensor, w: Tensor, scale: Tensor, scratch: Scratch, linear: Scratch, *,
     dx: Tensor | None, dw: Tensor | None, accumulate: bool,
 ) -> None:  # fmt: skip
-    """dl is p − onehot."""
+    """dx and dw of one chunk, from dl = p − onehot."""
     m = x.shape[0]
     if "dlogits" in scratch:
         dl = scratch["dlogits"][:m].copy_(dl)
@@ -134,7 +134,7 @@ def _chunk_bwd(
 
 
 def _scaled(x: Tensor, scale: Tensor, scratch: Scratch, *, y: Tensor) -> None:
-    """y = scale ∘ x, by rows, in the accumulation dtype."""
+    """y = scale ∘ x, one scale per row, computed in the accumulation dtype."""
     if "x32" in scratch:
         y.copy_(scratch["x32"][: x.shape[0]].copy_(x).mul_(scale[:, None]))
     else:

@@ -1,18 +1,18 @@
-"""Cross-entropy in Triton: softmax, loss and gradient in one kernel, in place of the logits.
+"""Cross-entropy in Triton: one kernel computes softmax, loss and gradient, and overwrites the logits.
 
-A program has a row of l (V,), and passes over it twice, tile by tile:
+A program has one row of l (V,) and reads it twice, tile by tile:
 
-    pass 1   row_max = max l       row_sum = Σ exp(l − row_max)            online: a new maximum rescales the sum
-    then     nll = (log row_sum − (l[target] − row_max)) · inv_total       summed over rows by one program, in their order
+    pass 1   row_max = max l       row_sum = Σ exp(l − row_max)            online softmax
+    then     nll = (log row_sum − (l[target] − row_max)) · inv_total       one program sums over rows, in order
     pass 2   l ← exp(l − row_max) · inv_total / row_sum                    = dl, except in the target's column
     then     l[target] ← (p[target] − 1) · inv_total                       one number
 
-The second pass mostly finds the row in the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16.
-A row without a target is filled with 0 and not read. Logits are in x's dtype: for bfloat16 they are rounded before the
-softmax, and dl once after it. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
+The second pass mostly hits the cache, so memory is read once and written once: 4 · N · V bytes for bfloat16. A row without a
+target is filled with 0 and not read. Logits have x's dtype: for bfloat16 they are rounded before the softmax, and dl once after
+it. dl already includes inv_total, so the GEMMs for dx and dw need no scale.
 
-For an odd V cuBLAS falls back to its slowest kernels: GPT-2's 50,257 columns take 7 times as long as 50,304. So the row stride
-of the logits is a multiple of 64 elements, and the columns after the last multiple of 64 get a GEMM of their own.
+For an odd V cuBLAS uses its slowest kernels: GPT-2's 50,257 columns take 7 times as long as 50,304. So the row stride of the
+logits is a multiple of 64 elements, and the columns after the last multiple of 64 have a separate GEMM.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -34,12 +34,12 @@ from .chunks import chunks, most_rows, products_workspace
 if TYPE_CHECKING:
     from . import Outputs
 
-CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # bytes of logits of a chunk, at most
+CHUNK = {"cpu": 1 << 26, "cuda": 1 << 29}  # most bytes of logits in a chunk
 LEAST, OF_X = 1 << 26, 12  # a chunk's logits may take LEAST bytes, or OF_X times the bytes of x if that is more
-ROWS = 128  # a chunk has a multiple of these: what a product's tiles are made for
+ROWS = 128  # rows of a chunk are a multiple of this: whole tiles of a GEMM
 LEAD = 64  # the row stride of the logits and the columns of the main GEMM are multiples of this many elements
-TILE = 1 << 13  # logits of a row that a program holds at once, at most
-SUM = 1024  # rows' losses that are added side by side
+TILE = 1 << 13  # most logits of a row that a program loads at once
+SUM = 1024  # losses of rows added in parallel
 
 LOG2E = tl.constexpr(1.4426950408889634)
 
@@ -100,7 +100,7 @@ def _sum_kernel(nll, loss, n, SUM: tl.constexpr):
 
 
 def _rows(x: TensorLike, w: TensorLike) -> int:
-    """Rows of a chunk. The logits are alive together with all activations, so a chunk may grow with them; fewer chunks are
+    """Rows of a chunk. The logits are alive together with all activations, so a chunk may grow with them. Fewer chunks are
     better, because each reads and writes all of dw."""
     size = max(LEAST, OF_X * x.shape[0] * x.shape[1] * x.dtype.itemsize)
     size = min(CHUNK[x.device.type], size)
@@ -108,12 +108,12 @@ def _rows(x: TensorLike, w: TensorLike) -> int:
 
 
 def _lead(w: TensorLike) -> int:
-    """From one row of logits to the next."""
+    """The row stride of the logits."""
     return ceil_div(w.shape[0], LEAD) * LEAD
 
 
 def _columns(v: int) -> list[slice]:
-    """Columns of the products: up to the last multiple of LEAD, and the rest."""
+    """Column ranges of the GEMMs: up to the last multiple of LEAD, and the rest."""
     whole = v // LEAD * LEAD
     return [columns for columns in (slice(0, whole), slice(whole, v)) if columns.start < columns.stop]
 
@@ -142,11 +142,11 @@ def run(x: Tensor, w: Tensor, targets: Tensor, inv_total: Tensor, *, out: Output
         warps = max(4, tile >> 9)
         launch(_softmax_kernel, (logits.shape[0],), *given, GRADIENT=gradient, TILE=tile, num_warps=warps)
         if dw is not None:
-            added = accumulate or i.start > 0  # a later chunk adds to the first
+            added = accumulate or i.start > 0  # later chunks add to dw
             for j in columns:
                 linear_bwd_weight(logits[:, j], x[i], w[j], dw=dw[j], accumulate=added, scratch=linear)
         if dx is not None:
-            for j in reversed(columns):  # the few leftover columns first: their rounded sum is small
+            for j in reversed(columns):  # the few remaining columns first: rounding their small sum errs less
                 linear_bwd_input(logits[:, j], w[j], dx=dx[i], accumulate=j.stop < v, scratch=linear)
     if loss is not None:
         launch(_sum_kernel, (1,), nll, loss, nll.shape[0], SUM=SUM)

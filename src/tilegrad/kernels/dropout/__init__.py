@@ -3,9 +3,9 @@
     y = x ∘ keep / (1 − p),   keep(row, column) = word ≥ floor(p · 2³²)
     word = first word of Philox4×32-10(counter = (column, row, layer_counter, 2³² − 1), key = seed)
 
-The last counter word, which attention uses for the sequence, is one that no sequence has, so the masks never coincide.
-The backward is the forward on dy: the mask is drawn again, not kept. `DROPOUT` is the table of kernels: each module offers
-`workspace` and `fwd`, and all draw the same mask.
+Attention uses the last counter word for the sequence; here it is one that no sequence has, so the masks never coincide. The
+backward is the forward on dy: it draws the mask again instead of storing it. `DROPOUT` is the table of kernels: each module
+offers `workspace` and `fwd`, and all draw the same mask.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ DROPOUT = gpu.triton_else_torch("dropout")
 
 
 def dropout_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold, forward and backward."""
+    """Name → (shape, dtype) of the scratch, forward and backward."""
     return DROPOUT.workspace(Problem(x), kernel=kernel)
 
 
@@ -33,12 +33,12 @@ def dropout_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
 def dropout_fwd(
     x: Tensor, seed: int | Tensor, dropout_p: float, layer_counter: int, *, y: Tensor, **where: Unpack[Where]
 ) -> None:
-    """y = x ∘ keep / (1 − dropout_p); y may be x (N, C). dropout_p = 0 copies, and needs no scratch."""
+    """y = x ∘ keep / (1 − dropout_p); y may be x. dropout_p = 0 copies and needs no scratch."""
     check_tensor("y", y, tuple(x.shape), x.dtype, x.device)
     if not 0.0 <= dropout_p < 1.0:
         raise ValueError(f"dropout_p: got {dropout_p!r}; accepted: a number p, 0 ≤ p < 1")
     if not 0 <= layer_counter <= NO_SEQUENCE:
-        raise ValueError(f"layer_counter: got {layer_counter!r}; accepted: an int of 32 bits, ≥ 0")
+        raise ValueError(f"layer_counter: got {layer_counter!r}; accepted: an int from 0 to {NO_SEQUENCE}")
     if dropout_p == 0.0:
         y.copy_(x)
     else:
@@ -49,5 +49,5 @@ def dropout_fwd(
 def dropout_bwd(
     dy: Tensor, seed: int | Tensor, dropout_p: float, layer_counter: int, *, dx: Tensor, **where: Unpack[Where]
 ) -> None:
-    """dx = dy ∘ keep / (1 − dropout_p), with the forward's keep; dx may be dy."""
+    """dx = dy ∘ keep / (1 − dropout_p), with the same keep as the forward; dx may be dy."""
     dropout_fwd(dy, seed, dropout_p, layer_counter, y=dx, **where)

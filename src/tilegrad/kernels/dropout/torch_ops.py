@@ -1,4 +1,4 @@
-"""Dropout by torch's own products, the mask drawn block by block in int64: any device, any dtype."""
+"""Dropout by torch ops; the mask is drawn block by block in int64. Any device, any dtype."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""Dropout in Triton: a program has some columns of a row and draws their mask; each number is read and written once.
+"""Dropout in Triton: a program draws the mask of some columns of a row; each number is read and written once.
 
-The kernel reads the seed from memory, so that a captured step draws another mask each time; a seed given as an int is copied
-there first.
+The kernel reads the seed from memory, so that a captured step draws a new mask each time. A seed passed as an int is first
+copied to scratch.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -16,7 +16,7 @@ from ..gpu import ceil_div, launch, padded
 from ..philox import NO_SEQUENCE, threshold
 from ..scratch import Scratch, Shapes, TensorLike
 
-TILE, WARPS = 1024, 4  # columns of a program at most
+TILE, WARPS = 1024, 4  # TILE: most columns per program
 
 
 @triton.jit

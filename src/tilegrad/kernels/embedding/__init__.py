@@ -1,10 +1,10 @@
 """Token and position embeddings.       tokens (B, T) int64   wte (V, C)   wpe (T_max, C)   x (N, C), N = B·T
 
     x[b·T + t] = wte[tokens[b, t]] + wpe[t]        dwte[tokens[b, t]] += dx[b·T + t]        dwpe[t] += Σ_b dx[b·T + t]
-                                               (accumulate=False: dwte and dwpe are overwritten, with 0 where no row is added)
+                                               (accumulate=False: dwte and dwpe are overwritten; rows without a token become 0)
 
-Sums are formed in the gradients' dtype (float32; float64 for float64) and in an order that does not change from run to
-run. `EMBEDDING` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
+Sums are in the gradients' dtype (float32; float64 for float64) and in a fixed order: the same bits each time. `EMBEDDING` is
+the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ EMBEDDING = gpu.triton_else_torch("embedding")
 
 
 def embedding_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold, forward and backward."""
+    """Name → (shape, dtype) of the scratch, forward and backward."""
     return EMBEDDING.workspace(Problem(x), kernel=kernel)
 
 
 @op()
 def embedding_fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, **where: Unpack[Where]) -> None:
-    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises, and wte and wpe may be float32 where x is
-    bfloat16: then the sum is rounded, and that takes scratch."""
+    """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises, and wte and wpe may be float32 for a bfloat16 x:
+    then the sum is rounded, which needs scratch."""
     _check(tokens, x, "x")
     t, c = tokens.shape[1], x.shape[1]
     check_param("wte", wte, (wte.shape[0], c), x)
@@ -48,7 +48,7 @@ def embedding_bwd(
     dx: Tensor, tokens: Tensor, *,
     dwte: Tensor | None = None, dwpe: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dwte[tokens] += dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zero before."""
+    """dwte[tokens] += dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zeroed first."""
     _check(tokens, dx, "dx")
     t, c, acc = tokens.shape[1], dx.shape[1], accumulation_dtype(dx.dtype)
     if dwte is not None:
@@ -61,7 +61,7 @@ def embedding_bwd(
 
 
 def _check(tokens: Tensor, x: Tensor, name: str) -> None:
-    """tokens (B, T), and x of B·T rows."""
+    """Checks tokens (B, T), and x with B·T rows."""
     if tokens.dtype != torch.int64 or len(tokens.shape) != 2 or not tokens.is_contiguous():
         got = f"{tokens.dtype} {tuple(tokens.shape)}, strides {tokens.stride()}"
         raise ValueError(f"tokens: got {got}; accepted: a contiguous torch.int64 (B, T)")

@@ -1,5 +1,5 @@
-"""Embeddings by torch's own indexing: any device, any dtype. On CUDA `index_put_` sorts the tokens, which takes some 50 bytes
-per token from torch's allocator, inside.
+"""Embeddings by torch's indexing: any device, any dtype. On CUDA `index_put_` sorts the tokens, which allocates about 50 bytes
+per token from torch's allocator.
 """
 
 from __future__ import annotations
@@ -9,11 +9,11 @@ from torch import Tensor
 
 from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, rows_per_block
 
-BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx whose dtype is changed at once
+BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx converted at once
 
 
 def workspace(x: TensorLike, *, converts: bool = True) -> Shapes:
-    """Rows in the accumulation dtype, where rows are converted and x has another."""
+    """Rows in the accumulation dtype, needed if rows are converted and x has another dtype."""
     acc = accumulation_dtype(x.dtype)
     return {"x32": ((rows_per_block(x, BLOCK), x.shape[1]), acc)} if converts and x.dtype != acc else {}
 

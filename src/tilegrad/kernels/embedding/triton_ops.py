@@ -1,14 +1,14 @@
-"""Embeddings in Triton, and their gradient without atomics: rows are added in the order of their tokens, sorted first.
+"""Embeddings in Triton, and their gradient without atomics: rows are added in the order of the sorted tokens.
 
-    forward    a program has a row of x
-    dwpe       a program has a position, and adds its rows, sequence after sequence
-    sort       ordered = token[order], equal ones as they came: torch's, which takes some 50 bytes per token inside
-    runs       a program reads RUN places of `order`. Where the token changes, what it has added up goes to dwte; but the
-               sum of a run that began in an earlier program goes to parts
-    join       the program in which a run began adds the parts of those after it that the run goes through
+    forward    one program per row of x
+    dwpe       one program per position, which adds its rows, sequence after sequence
+    sort       ordered = token[order], a stable sort by torch, which allocates about 50 bytes per token
+    runs       one program per RUN entries of `order`. Whenever the token changes, the program adds its sum to dwte;
+               but the sum of a run of equal tokens that began in an earlier program goes to parts
+    join       the program in which a run began adds the parts of the later programs that the run spans
 
-The order of every sum is fixed by the tokens, so the bits are the same each time. Scratch: 16 bytes for each token, and
-N / RUN rows of float32.
+The order of every sum depends only on the tokens: the same bits each time. Scratch: 16 bytes per token, and N / RUN rows of
+float32.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -22,7 +22,7 @@ from torch import Tensor
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
-RUN = 32  # places of a program that adds rows
+RUN = 32  # sorted tokens per program
 WARPS = 4
 
 
@@ -96,7 +96,7 @@ def _join_kernel(ordered, parts, dwte, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C:
 
 
 def workspace(x: TensorLike, *, converts: bool = True) -> Shapes:
-    """What the backward sorts and adds in; a forward that converts no rows declares none."""
+    """Buffers of the backward; a forward that converts no rows needs none."""
     if not converts:
         return {}
     n, c = x.shape

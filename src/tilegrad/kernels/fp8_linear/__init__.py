@@ -1,16 +1,16 @@
-"""y = x wᵀ + b with both factors in float8.       x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout), bfloat16
+"""y = x wᵀ + b with x and w in float8.       x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout), bfloat16
 
-    q(a) = e4m3(clamp(a / s, ±448))        s = max|a| / 448, of the step before: delayed scaling
+    q(a) = e4m3(clamp(a / s, ±448))        s = max|a| / 448 of the previous step: delayed scaling
     y = (q(x) q(w)ᵀ) · s_x · s_w + b       products in float8, sums in float32
 
-A tensor's `state` (4 + PARTS,) float32 holds s and, from place 4 on, the largest magnitudes seen since. Rounding reads s and
-adds to what was seen; `fp8_scale_step`, once at the beginning of a step, makes the next s of it, so that a step's forwards
-agree to the bit however often they run. Magnitudes that are not finite, or all zero, leave s as it is. e4m3 has 4
-significant bits, and what is smaller than 2⁻⁶ s is rounded to a multiple of 2⁻⁹ s.
+The `state` (4 + PARTS,) float32 of a tensor has s and, from element 4 on, the largest magnitudes since s was set. Rounding
+reads s and updates the magnitudes. `fp8_scale_step`, called once at the beginning of a step, computes the next s from them. So
+all forwards of a step use the same s and have the same bits. If the largest magnitude is 0 or not finite, s does not change.
+e4m3 has 4 significant bits; a magnitude below 2⁻⁶ s is rounded to a multiple of 2⁻⁹ s.
 
-x is rounded by `fp8_quantize_fwd`, or by `fp8_activation_fwd` as the activation is formed; w by the product. The backward is
-linear's, on x and w as they are. `FP8_LINEAR` is the table of kernels: each module offers `workspace`, `fwd`, `quantize`,
-`activation` and `scale_step`.
+x is rounded by `fp8_quantize_fwd`, or by `fp8_activation_fwd` together with the activation; w by the product. The backward is
+that of `linear`, on the unrounded x and w. `FP8_LINEAR` is the table of kernels: each module offers `workspace`, `fwd`,
+`quantize`, `activation` and `scale_step`.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ FP8 = torch.float8_e4m3fn
 
 
 class Problem(NamedTuple):
-    """A product as the table sees it: the shape of w and the device of x. Without w it is a rounding, which takes any size."""
+    """A product as the table sees it: the shape of w and the device of x. w=None: only a rounding, which takes any size."""
 
     x: TensorLike
     w: TensorLike | None
@@ -43,13 +43,13 @@ def _scaled_mm_refuses(problem: Problem) -> str | None:
         return f"needs a CUDA device, not {x.device.type}"
     found = gpu.capability(x.device)
     if found < (8, 9):
-        return f"needs compute capability 8.9 or newer, for float8 products, and {x.device} has {found[0]}.{found[1]}"
+        return f"needs compute capability 8.9 or newer for float8 products; {x.device} has {found[0]}.{found[1]}"
     if w is not None and any(size % 16 for size in w.shape):
-        return f"takes w with sides that are multiples of 16, not {tuple(w.shape)}"
+        return f"takes w with both sizes multiples of 16, not {tuple(w.shape)}"
     return gpu.refusal(Form((1, 1), torch.bfloat16, x.device))
 
 
-CHECK = "is only asked for by name: it forms the same product in float32, to check the other by"
+CHECK = "runs only if requested by name: it computes the same product in float32, to check the other kernel"
 FP8_LINEAR = Table(
     "fp8_linear",
     (
@@ -60,13 +60,13 @@ FP8_LINEAR = Table(
 
 
 def fp8_linear_workspace(x: TensorLike, w: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` of the product must hold."""
+    """Name → (shape, dtype) of the scratch of the product."""
     return FP8_LINEAR.workspace(Problem(x, w), kernel=kernel)
 
 
 @op(accumulates=("state",))
 def fp8_quantize_fwd(x: Tensor, *, x8: Tensor, state: Tensor, kernel: str | None = None) -> None:
-    """x8 = q(x), contiguous; state's magnitudes grow by x's."""
+    """x8 = q(x), contiguous; updates the magnitudes in state."""
     check_columns("x", x)
     _check_rounded(x, x8, state)
     FP8_LINEAR.run("quantize", Problem(x, None), x, x8=x8, state=state, kernel=kernel)
@@ -74,7 +74,7 @@ def fp8_quantize_fwd(x: Tensor, *, x8: Tensor, state: Tensor, kernel: str | None
 
 @op(accumulates=("state",))
 def fp8_activation_fwd(h: Tensor, kind: str, *, a8: Tensor, state: Tensor, kernel: str | None = None) -> None:
-    """a8 = q(act(h)), h (N, C) contiguous; state's magnitudes grow by act(h)'s."""
+    """a8 = q(act(h)), h (N, C) contiguous; updates the magnitudes of act(h) in state."""
     if not h.is_contiguous():
         raise ValueError(f"h: got strides {h.stride()}; accepted: a contiguous tensor")
     _check_rounded(h, a8, state)
@@ -85,7 +85,7 @@ def fp8_activation_fwd(h: Tensor, kind: str, *, a8: Tensor, state: Tensor, kerne
 def fp8_linear_fwd(
     x8: Tensor, x_state: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, state: Tensor, **where: Unpack[Where]
 ) -> None:
-    """y overwritten; state, which is w's, grows by w's magnitudes."""
+    """Overwrites y; updates the magnitudes of w in `state`, the state of w."""
     (n, cin), cout = x8.shape, w.shape[0]
     check_tensor("x8", x8, (n, cin), FP8, y.device)
     check_tensor("x_state", x_state, STATE, torch.float32, y.device)
@@ -99,13 +99,13 @@ def fp8_linear_fwd(
 
 @op(accumulates=("state",))
 def fp8_scale_step(*, state: Tensor, kernel: str | None = None) -> None:
-    """s = largest magnitude seen / 448, and nothing is seen any more."""
+    """s = largest magnitude / 448; the magnitudes are reset to 0."""
     check_tensor("state", state, STATE, torch.float32, state.device)
     FP8_LINEAR.run("scale_step", Problem(state, None), state=state, kernel=kernel)
 
 
 def fill_state(state: Tensor, *, weight: bool) -> None:
-    """Before the first step, where nothing was seen."""
+    """The state before the first step, with an assumed magnitude."""
     state.zero_()
     state[0] = FIRST["w" if weight else "x"] / LARGEST
 

@@ -1,11 +1,11 @@
-"""The product by cuBLAS's float8 one, `torch._scaled_mm`; factors are rounded by a Triton kernel in one pass.
+"""The product by cuBLAS's float8 GEMM, `torch._scaled_mm`; a Triton kernel rounds x and w in one pass each.
 
-PARTS programs go over a tensor, tile by tile, and each keeps the largest magnitude it saw in a place of its own: no atomics.
-A NaN counts as infinite there, so that it can't be mistaken for nothing seen. An activation is rounded to its own dtype
-first: what is multiplied is what the backward recomputes.
+PARTS programs loop over the tiles of a tensor, and each stores the largest magnitude of its tiles in its own element: no
+atomics. A NaN counts as infinite there, so that it is not lost in the maximum. An activation is first rounded to its own
+dtype, because the backward recomputes that value.
 
-The tensor cores add 32 products at a time and keep 13 bits below the largest of them (`use_fast_accum`). At 3,072 inputs that
-errs by 0.1 % of y's root mean square, where the rounding of the factors errs by 4 %; sums in float32 every 128 products
+The tensor cores add 32 products at a time and keep 13 bits below the largest of them (`use_fast_accum`). With 3,072 inputs
+this error is 0.1 % of y's root mean square, while the rounding of the factors errs by 4 %. Float32 sums every 128 products
 (0.01 %) take 6 % longer.
 """
 
@@ -22,7 +22,7 @@ from ..gpu import launch
 from ..scratch import Scratch, Shapes, TensorLike
 from . import state as states
 
-TILE, WARPS = 2048, 4  # numbers that a program rounds at once
+TILE, WARPS = 2048, 4  # TILE: elements that a program rounds at once
 PADDED = 2048  # a power of two above PARTS
 
 LARGEST = tl.constexpr(states.LARGEST)
@@ -32,7 +32,7 @@ PARTS = tl.constexpr(states.PARTS)
 
 @triton.jit
 def _quantize_kernel(x, state, x8, x_n, N, C, KIND: tl.constexpr, CONTIGUOUS: tl.constexpr, TILE: tl.constexpr):
-    """x8 = q(x), or q(act(x)) where KIND is an activation's name."""
+    """x8 = q(x), or q(act(x)) if KIND is the name of an activation."""
     part = tl.program_id(0)
     inverse = tl.math.div_rn(1.0, tl.load(state))
     largest = tl.zeros([TILE], tl.float32)
@@ -54,7 +54,7 @@ def _quantize_kernel(x, state, x8, x_n, N, C, KIND: tl.constexpr, CONTIGUOUS: tl
 
 @triton.jit
 def _scale_kernel(state, PADDED: tl.constexpr):
-    """s = the largest magnitude seen / 448, unless that is 0 or not finite."""
+    """s = the largest magnitude / 448, unless that is 0 or not finite; resets the magnitudes."""
     i = tl.arange(0, PADDED)
     largest = tl.max(tl.load(state + FIRST_PART + i, mask=i < PARTS, other=0.0), 0)
     if (largest > 0.0) & (largest < float("inf")):

@@ -1,9 +1,9 @@
-"""The state of a tensor that is rounded to float8: its scale, then the largest magnitude that each program saw."""
+"""The state of a tensor that is rounded to float8: its scale, then the largest magnitude found by each program."""
 
 from __future__ import annotations
 
-PARTS = 1056  # programs that each keep the largest magnitude they saw
-FIRST_PART = 4  # so that a scale begins at a multiple of 16 bytes, as cuBLAS asks
+PARTS = 1056  # programs, each with its largest magnitude
+FIRST_PART = 4  # keeps scales aligned to 16 bytes, which cuBLAS requires
 STATE = (FIRST_PART + PARTS,)
-LARGEST = 448.0  # of e4m3
-FIRST = {"x": 16.0, "w": 1.0}  # what is taken to be the largest before anything was seen
+LARGEST = 448.0  # largest number of e4m3
+FIRST = {"x": 16.0, "w": 1.0}  # magnitude assumed before the first step

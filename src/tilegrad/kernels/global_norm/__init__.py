@@ -1,9 +1,9 @@
-"""The norm that clips a step.       grads (P,): a flat range of float32 (float64), or a list of such; norm 0-d of its dtype
+"""The norm for gradient clipping.       grads (P,): a flat float32 (float64) range, or a list of ranges; norm 0-d, same dtype
 
-    norm = ‖grads‖₂        inf or NaN where an element is; of a list, the norm of all of it
+    norm = ‖grads‖₂        inf or NaN if an element is; for a list the norm over all ranges
 
-A norm of the norms of parts: sums stay short, so float32 stays exact enough. `GLOBAL_NORM` is the table of kernels: each
-module offers `workspace` and `fwd`.
+Computed as the norm of the norms of parts: each sum is short, so float32 is accurate enough. `GLOBAL_NORM` is the table of
+kernels: each module offers `workspace` and `fwd`.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ GLOBAL_NORM = gpu.triton_else_torch("global_norm")
 
 
 def global_norm_workspace(*grads: TensorLike, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold."""
+    """Name → (shape, dtype) of the scratch."""
     return GLOBAL_NORM.workspace(Problem(grads[0], grads[1:]), kernel=kernel)
 
 
 @op()
 def global_norm(grads: Tensor | list[Tensor], *, norm: Tensor, **where: Unpack[Where]) -> None:
-    """norm (0-d) = ‖grads‖₂; inf or NaN where an element is."""
+    """norm (0-d) = ‖grads‖₂; inf or NaN if an element is."""
     ranges = grads if isinstance(grads, list) else [grads]
     first = ranges[0]
     for x in ranges:

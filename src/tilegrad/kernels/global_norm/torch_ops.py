@@ -1,4 +1,4 @@
-"""The norm by torch's own norms, of blocks and then of these: any device, any dtype."""
+"""The norm by torch's vector_norm, of blocks and then of their norms: any device, any dtype."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""The norm in Triton: sums of squares of parts, then one program's sum of these.
+"""The norm in Triton: sums of squares of parts, which one program then adds.
 
-A program reads its PART numbers, TILE at a time: it reads 4 · P bytes in all, and nothing else counts. The order of every
-sum is fixed by P, so the bits are the same each time.
+A program reads PART numbers, TILE at a time. The time is that of reading the 4 · P bytes of grads. The order of every sum
+depends only on P: the same bits each time.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -17,8 +17,8 @@ from torch import Tensor
 from ..gpu import ceil_div, launch
 from ..scratch import Scratch, Shapes, TensorLike
 
-PART, TILE = 1 << 15, 1 << 12  # numbers of a program, and of a tile
-SUM = 1024  # parts that are added side by side
+PART, TILE = 1 << 15, 1 << 12  # elements per program, per tile
+SUM = 1024  # parts added in parallel
 
 
 @triton.jit

@@ -3,10 +3,10 @@
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
     dx = dy w    dw += dyᵀ x     db += Σ_n dy              accumulate=False: dw = dyᵀ x, db = Σ_n dy
 
-`linear_bwd` is the whole backward. `linear_bwd_input` is dx alone, and may add to it; `linear_bwd_weight` is dw and db alone: a
-program may put other ops between the two. Rows may be strided, columns not. For bfloat16, dw and db are float32; on a CPU so
-may w and b be. On CUDA y may be float32 (the logits of a loss). `LINEAR` is the table of kernels: each module offers
-`workspace`, `fwd`, `bwd_input` and `bwd_weight`. db is the op `column_sum`, which has a table of its own.
+`linear_bwd` is the whole backward. `linear_bwd_input` computes only dx, and may add to it. `linear_bwd_weight` computes only dw
+and db. A program may run other ops between the two. Rows may be strided, columns must be contiguous. For bfloat16, dw and db
+are float32; on a CPU w and b may be too. On CUDA y may be float32 (the logits of a loss). `LINEAR` is the table of kernels:
+each module offers `workspace`, `fwd`, `bwd_input` and `bwd_weight`. db is computed by `column_sum`, which has its own table.
 """
 
 from __future__ import annotations
@@ -50,13 +50,13 @@ def _native_refuses(problem: Problem) -> str | None:
     if x.dtype != torch.float32:
         return "takes float32 only"
     if min(*x.shape, *w.shape[-2:]) < 2:
-        return "takes matrices; BLAS forms the product of a vector by another function"
+        return "takes matrices, not vectors: BLAS multiplies vectors by another function"
     found = rows.refusal(x) or library.blas()
     return found if isinstance(found, str) else None
 
 
 def _torch_refuses(problem: Problem) -> str | None:
-    left = "leaves bfloat16 on a CPU, whose product can't write float32, to the others"
+    left = "does not take bfloat16 on a CPU: torch's product there can't write float32"
     return left if _bf16_on_cpu(problem.x) else None
 
 
@@ -65,7 +65,7 @@ def _tiled_refuses(problem: Problem) -> str | None:
 
 
 def _bf16_refuses(problem: Problem) -> str | None:
-    without = "needs a CPU with bf16 instructions: without them torch's product is some hundred times slower"
+    without = "needs a CPU with bf16 instructions: without them torch's product is about 100 times slower"
     return _tiled_refuses(problem) or (None if _has_bf16_products() else without)
 
 
@@ -83,7 +83,7 @@ LINEAR = Table(
 def linear_workspace(
     x: TensorLike, w: TensorLike, *, backward: bool, bias: bool = True, kernel: str | None = None
 ) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold. For w (H, D, D) it is one head's, because heads run in turn."""
+    """Name → (shape, dtype) of the scratch. For w (H, D, D) it is the scratch of one head, because heads run one by one."""
     shapes = LINEAR.workspace(Problem(x, w), kernel=kernel, backward=backward, bias=bias)
     if backward and bias:
         dy = Form((x.shape[0], w.shape[-2]), x.dtype, x.device)
@@ -92,13 +92,13 @@ def linear_workspace(
 
 
 def rounds_weights(x: TensorLike, w: TensorLike) -> bool:
-    """Whether each product rounds a float32 w to x's dtype: a caller that forms many with one w rounds it once instead."""
+    """Whether each product rounds a float32 w to x's dtype. A caller with many products of one w should round it once."""
     return w.dtype != x.dtype and LINEAR.select(Problem(x, w)).name == "bf16"
 
 
 @op()
 def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, **where: Unpack[Where]) -> None:
-    """y = x wᵀ + b. On CUDA a float32 y of a bfloat16 x takes no b."""
+    """y = x wᵀ + b. On CUDA y may be float32 for a bfloat16 x, but only without b."""
     (n, cin), cout = x.shape, w.shape[0]
     check_param("w", w, (cout, cin), x)
     if b is not None:
@@ -124,7 +124,7 @@ def linear_bwd(
 
 @op(accumulates=("dx",))
 def linear_bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, **where: Unpack[Where]) -> None:
-    """dx = dy w, or dx += dy w where accumulate is True."""
+    """dx = dy w, or dx += dy w if accumulate is True."""
     check_param("w", w, (dy.shape[1], dx.shape[1]), dy)
     check_tensor("dx", dx, (dy.shape[0], w.shape[1]), dy.dtype, dy.device)
     LINEAR.run("bwd_input", Problem(dx, w), dy, w, options=GRADIENT, dx=dx, accumulate=accumulate, **where)
@@ -135,7 +135,7 @@ def linear_bwd_weight(
     dy: Tensor, x: Tensor, w: Tensor, *,
     dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: overwritten. Only the shape and dtype of w are read."""
+    """dw += dyᵀ x   db += Σ_n dy; accumulate=False: overwritten. Of w only shape and dtype are used."""
     (n, cin), cout, acc = x.shape, w.shape[0], accumulation_dtype(x.dtype)
     check_param("w", w, (cout, cin), x)
     check_tensor("dy", dy, (n, cout), x.dtype, x.device)
@@ -164,7 +164,7 @@ def per_head_linear_bwd(
     dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True,
     **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """Each head's `linear_bwd`: dx overwrites, dw (H, D, D) and db (H, D) accumulate unless accumulate is False."""
+    """`linear_bwd` of each head: dx is overwritten, dw (H, D, D) and db (H, D) are accumulated unless accumulate is False."""
     per_head_linear_bwd_weight(dy, x, w, dw=dw, db=db, accumulate=accumulate, **where)
     if dx is not None:
         per_head_linear_bwd_input(dy, w, dx=dx, accumulate=False, **where)
@@ -172,7 +172,7 @@ def per_head_linear_bwd(
 
 @op(accumulates=("dx",))
 def per_head_linear_bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, **where: Unpack[Where]) -> None:
-    """Each head's `linear_bwd_input`."""
+    """`linear_bwd_input` of each head."""
     _check_heads(dy, w, dx=dx)
     for h, own in _heads(w):
         linear_bwd_input(dy[:, own], w[h], dx=dx[:, own], accumulate=accumulate, **where)
@@ -183,7 +183,7 @@ def per_head_linear_bwd_weight(
     dy: Tensor, x: Tensor, w: Tensor, *,
     dw: Tensor | None = None, db: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """Each head's `linear_bwd_weight`."""
+    """`linear_bwd_weight` of each head."""
     _check_heads(x, w, dy=dy, db=db)
     for h, own in _heads(w):
         dw_h, db_h = (None if grad is None else grad[h] for grad in (dw, db))
@@ -191,7 +191,7 @@ def per_head_linear_bwd_weight(
 
 
 def _heads(w: Tensor) -> Iterator[tuple[int, slice]]:
-    """Each head with its columns."""
+    """(head, its columns) for each head."""
     d = w.shape[1]
     return ((h, slice(h * d, (h + 1) * d)) for h in range(w.shape[0]))
 

@@ -1,7 +1,7 @@
 """Products of bfloat16 on a CPU with bf16 instructions, by torch.
 
-y and dx are formed straight. torch's bf16 product can't write float32, so dw is formed COLS rows of w at a time in scratch.
-A float32 w or b is rounded into scratch, call by call: that moves less memory than to keep rounded copies.
+y and dx are one product each. torch's bf16 product can't write float32, so dw is computed COLS rows at a time in scratch. A
+float32 w or b is rounded into scratch at each call: that moves less memory than keeping rounded copies.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks
 from .tiled import in_tile, tile_of
 from .torch_ops import product
 
-COLS = 1024  # columns of y, rows of w, of a tile of dw
+COLS = 1024  # rows of dw per tile
 
 
 def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Shapes:
@@ -30,7 +30,7 @@ def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Sh
 def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
     torch.mm(x, in_tile(scratch, "w16", w).t(), out=y)
     if b is not None:
-        y.add_(in_tile(scratch, "b16", b))  # addmm(b, …) would copy b into y, and read it again
+        y.add_(in_tile(scratch, "b16", b))  # addmm(b, …) would copy b into y and read it again
 
 
 def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:

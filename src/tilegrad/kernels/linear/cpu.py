@@ -1,6 +1,6 @@
-"""Products of float32 matrices on a CPU by torch's own BLAS, in pieces that threads take from a queue: cpu/csrc/gemm.
+"""Products of float32 matrices on a CPU by torch's BLAS, in pieces that threads take from a queue: cpu/csrc/gemm.
 
-The bits are those of torch's product on one thread, on any number of threads.
+On any number of threads the bits are those of torch's product on one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: 
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
-    """out += a b, or = a b. BLAS reads rows as columns, so it forms outᵀ = bᵀ aᵀ."""
+    """out += a b if accumulate, else out = a b. BLAS is column-major, so it computes outᵀ = bᵀ aᵀ."""
     by_columns, ldc = _layout(out)
     if by_columns:
         a, b, out = b.t(), a.t(), out.t()
@@ -52,5 +52,5 @@ def _layout(x: Tensor) -> tuple[bool, int]:
         return True, by_column
     raise ValueError(
         f"linear: got a matrix {tuple(x.shape)} with strides {x.stride()}; accepted: contiguous rows or columns that "
-        "do not overlap; .contiguous() makes such a copy"
+        "do not overlap (call .contiguous())"
     )

@@ -1,6 +1,5 @@
-"""Products of bfloat16 on a CPU without bf16 instructions, where torch's own is some hundred times slower than its float32
-one: tiles of the operands are copied to float32, and the table's kernel for float32 multiplies them. A float32 w is read as it
-is.
+"""Products of bfloat16 on a CPU without bf16 instructions, where torch's bfloat16 product is about 100 times slower than
+float32. Tiles of the operands are copied to float32, and the table's float32 kernel multiplies them. A float32 w is not copied.
 """
 
 from __future__ import annotations
@@ -55,10 +54,10 @@ def _product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
 
 
 def tile_of(buffer: Tensor, like: Tensor) -> Tensor:
-    """The beginning of a buffer, in the shape of `like`."""
+    """The first elements of a buffer, in the shape of `like`."""
     return buffer.view(-1)[: like.numel()].view(like.shape)
 
 
 def in_tile(scratch: Scratch, name: str, x: Tensor) -> Tensor:
-    """x in the dtype of a buffer: its copy there, or x itself where the scratch has no such buffer."""
+    """x copied to the buffer of this name, in its dtype; x itself if the scratch has no such buffer."""
     return tile_of(scratch[name], x).copy_(x) if name in scratch else x

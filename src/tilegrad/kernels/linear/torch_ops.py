@@ -1,7 +1,7 @@
-"""Products formed straight, by one torch op each: every dtype and device but bfloat16 on a CPU.
+"""Products by one torch op each: every dtype and device except bfloat16 on a CPU.
 
-On a CPU y is formed as yᵀ = w xᵀ: `addmm(b, x, w.t())` copies w inside on aarch64. On CUDA a bfloat16 product writes float32
-where its output is.
+On a CPU y is computed as yᵀ = w xᵀ, because `addmm(b, x, w.t())` copies w on aarch64. On CUDA a bfloat16 product writes a
+float32 output directly.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: 
 
 
 def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
-    """out += a b, or = a b. An out of another dtype than a and b is float32 on CUDA."""
+    """out += a b if accumulate, else out = a b. On CUDA out may be float32 for bfloat16 a and b."""
     if out.dtype == a.dtype:
         out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
     elif accumulate:

@@ -3,10 +3,9 @@
     lse' = log(exp lse + exp part_lse)
     o'   = o exp(lse − lse') + part exp(part_lse − lse')          = part + (o − part) sigmoid(lse − part_lse)
 
-o, part (B, H, T, D), lse, part_lse (B, H, T), any strides. A row of lse = −∞ has seen no key: its o counts for nothing.
-The backward needs no op of its own: with o' and lse' in the place of o and lse, `attention_bwd` over each set gives
-exp(s − lse') and do·o', the softmax over both sets and its delta. `MIX` is the table of kernels: each module offers
-`workspace` and `fwd`.
+o, part (B, H, T, D), lse, part_lse (B, H, T), any strides. lse = −∞ means a row without a key so far: its o is ignored. The
+backward needs no op: with o' and lse' in place of o and lse, `attention_bwd` over each set uses exp(s − lse') and do·o', which
+are the softmax over both sets and its delta. `MIX` is the table of kernels: each module offers `workspace` and `fwd`.
 """
 
 from __future__ import annotations
@@ -25,13 +24,13 @@ MIX = gpu.triton_else_torch("mix")
 
 
 def mix_workspace(part: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold."""
+    """Name → (shape, dtype) of the scratch."""
     return MIX.workspace(Problem(part), kernel=kernel)
 
 
 @op(adds=("o", "lse"))
 def mix_fwd(part: Tensor, part_lse: Tensor, *, o: Tensor, lse: Tensor, **where: Unpack[Where]) -> None:
-    """o and lse of the keys so far become those of these keys as well."""
+    """Updates o and lse, which cover the keys so far, to include the keys of `part`."""
     acc = accumulation_dtype(part.dtype)
     check_tensor("part_lse", part_lse, tuple(part.shape[:-1]), acc, part.device)
     check_tensor("o", o, tuple(part.shape), part.dtype, part.device)

@@ -1,4 +1,4 @@
-"""The mix by torch's own ops, a sequence at a time: any device, any dtype, any strides."""
+"""The mix by torch ops, one sequence at a time: any device, dtype and strides."""
 
 from __future__ import annotations
 

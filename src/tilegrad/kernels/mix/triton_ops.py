@@ -1,4 +1,4 @@
-"""The mix in Triton: a program mixes some rows of a head; it reads and writes each number once."""
+"""The mix in Triton: a program mixes some rows of a head and reads and writes each number once."""
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
 from __future__ import annotations
@@ -10,7 +10,7 @@ from torch import Tensor
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
-TILE, WARPS = 4096, 4  # numbers of o that a program mixes
+TILE, WARPS = 4096, 4  # TILE: elements of o per program
 
 
 @triton.jit

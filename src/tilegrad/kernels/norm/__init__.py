@@ -6,14 +6,14 @@
     residual     x1 = x + f, in x's dtype; then the norm of x1, in the same pass
 
     g = dy ∘ w   dx += rstd ∘ (g − Σ_c g / C − x̂ Σ_c (g ∘ x̂) / C)   (RMS norm: without Σ_c g)
-    dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx      (accumulate=False: dw = …; dx is added to all the same)
+    dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx      (accumulate=False: dw = …; dx is always accumulated)
 
-dx is added to, because the norm is on a branch of the residual stream. The backward can also recompute y, to the same bits and
-in place of dy, and write dx_sum, the column sum of the final dx: the bias gradient of the projection whose output the stream
-added last. Statistics and sums are in the accumulation dtype (float32, float64 for float64); on a CPU w and b may have it too.
+dx accumulates because the norm is on a branch of the residual stream. The backward can also recompute y (same bits, y may be
+dy) and write dx_sum, the column sum of the final dx. dx_sum is the bias gradient of the projection whose output was last added
+to the stream. Statistics and sums are in the accumulation dtype (float32, float64 for float64); on a CPU w and b may be too.
 
-`NORM` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`. There mean=None is an RMS norm, and f=None is a
-forward without a residual.
+`NORM` is the table of kernels: each module offers `workspace`, `fwd` and `bwd`. In these, mean=None means RMS norm, and f=None
+a forward without residual.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from ..table import BACKWARD, FORWARD, Kernel, Problem, Table, Where, takes_all
 
 
 class Gradients(NamedTuple):
-    """What a backward writes: each where it is given, all (C,) but dx and y (N, C)."""
+    """Outputs of a backward, (C,) except dx and y (N, C); None: not computed."""
 
     dx: Tensor | None
     dw: Tensor | None
@@ -41,13 +41,13 @@ class Gradients(NamedTuple):
     accumulate: bool
 
 
-MOST_COLUMNS = 16384  # of a row that Triton's kernels hold in registers
+MOST_COLUMNS = 16384  # most columns: the Triton kernels keep a row in registers
 
 
 def _triton_refuses(problem: Problem) -> str | None:
     refusal = gpu.refusal(problem.x)
     if refusal is None and problem.x.shape[1] > MOST_COLUMNS:
-        return f"holds a row in registers, up to {MOST_COLUMNS} columns, not {problem.x.shape[1]}"
+        return f"keeps a row in registers: takes up to {MOST_COLUMNS} columns, not {problem.x.shape[1]}"
     return refusal
 
 
@@ -62,7 +62,7 @@ NORM = Table(
 
 
 def norm_workspace(x: TensorLike, *, backward: bool, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold, for layer norm and RMS norm."""
+    """Name → (shape, dtype) of the scratch of layer norm or RMS norm."""
     return NORM.workspace(Problem(x), kernel=kernel, backward=backward)
 
 
@@ -70,7 +70,7 @@ def norm_workspace(x: TensorLike, *, backward: bool, kernel: str | None = None) 
 def layernorm_fwd(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where]
 ) -> None:
-    """y, mean and rstd."""
+    """Writes y, mean and rstd."""
     _fwd(x, None, w, b, eps, where, x1=None, y=y, mean=mean, rstd=rstd)
 
 
@@ -79,7 +79,7 @@ def add_layernorm_fwd(
     x: Tensor, f: Tensor, w: Tensor, b: Tensor | None, eps: float, *,
     x1: Tensor, y: Tensor, mean: Tensor, rstd: Tensor, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """x1 = x + f, and y, mean and rstd of x1; x1 may be x."""
+    """x1 = x + f, then y, mean and rstd of x1; x1 may be x."""
     _fwd(x, f, w, b, eps, where, x1=x1, y=y, mean=mean, rstd=rstd)
 
 
@@ -89,13 +89,13 @@ def layernorm_bwd(
     dx: Tensor | None = None, dw: Tensor | None = None, db: Tensor | None = None, dx_sum: Tensor | None = None,
     y: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx   y = x̂ ∘ w + b, which may be dy"""
+    """dx += …   dw += Σ_n dy ∘ x̂   db += Σ_n dy   dx_sum += Σ_n dx   y = x̂ ∘ w + b; y may be dy"""
     _bwd(dy, x, w, mean, rstd, b, where, Gradients(dx, dw, db, dx_sum, y, accumulate))
 
 
 @op()
 def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, **where: Unpack[Where]) -> None:
-    """y and rstd."""
+    """Writes y and rstd."""
     _fwd(x, None, w, None, eps, where, x1=None, y=y, mean=None, rstd=rstd)
 
 
@@ -103,7 +103,7 @@ def rmsnorm_fwd(x: Tensor, w: Tensor, eps: float, *, y: Tensor, rstd: Tensor, **
 def add_rmsnorm_fwd(
     x: Tensor, f: Tensor, w: Tensor, eps: float, *, x1: Tensor, y: Tensor, rstd: Tensor, **where: Unpack[Where]
 ) -> None:
-    """x1 = x + f, and y and rstd of x1; x1 may be x."""
+    """x1 = x + f, then y and rstd of x1; x1 may be x."""
     _fwd(x, f, w, None, eps, where, x1=x1, y=y, mean=None, rstd=rstd)
 
 
@@ -113,7 +113,7 @@ def rmsnorm_bwd(
     dx: Tensor | None = None, dw: Tensor | None = None, dx_sum: Tensor | None = None, y: Tensor | None = None,
     accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
-    """dx += …   dw += Σ_n dy ∘ x̂   dx_sum += Σ_n dx   y = x̂ ∘ w, which may be dy"""
+    """dx += …   dw += Σ_n dy ∘ x̂   dx_sum += Σ_n dx   y = x̂ ∘ w; y may be dy"""
     _bwd(dy, x, w, None, rstd, None, where, Gradients(dx, dw, None, dx_sum, y, accumulate))
 
 
@@ -132,7 +132,7 @@ def _bwd(
 ) -> None:
     _check(x, mean, rstd, w, b, dy=dy, dx=out.dx, y=out.y)
     if out.dx_sum is not None and out.dx is None:
-        raise ValueError("dx_sum: got a tensor without dx; accepted: None, or the two together")
+        raise ValueError("dx_sum: got a tensor but dx is None; accepted: None, or both dx and dx_sum")
     for name, grad in (("dw", out.dw), ("db", out.db), ("dx_sum", out.dx_sum)):
         if grad is not None:
             check_tensor(name, grad, (x.shape[1],), accumulation_dtype(x.dtype), x.device)

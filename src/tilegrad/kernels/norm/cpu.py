@@ -1,5 +1,5 @@
-"""Norms in C++: one pass over memory, where a chain of torch ops makes five to ten. The loops are in
-cpu/csrc/rows/norm_gelu.cpp. The residual sum, dx_sum and the recomputed y are a pass each, over what is in the cache."""
+"""Norms in C++: one pass over memory, where torch ops need five to ten. The loops are in cpu/csrc/rows/norm_gelu.cpp. The
+residual sum, dx_sum and the recomputed y are separate passes over cached data."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def bwd(
 def _normalise(
     x: Tensor, w: Tensor, b: Tensor | None, eps: float, *, y: Tensor, mean: Tensor | None, rstd: Tensor
 ) -> None:
-    """eps = 0: mean and rstd are read."""
+    """eps = 0: mean and rstd are inputs."""
     vectors = map(address, (w, b, mean, rstd))
     call = pack_norm(*shared(x, w.dtype), rows(x), rows(y), rows(None), rows(None), *vectors, eps=eps)
     native().tilegrad_native_norm_fwd(call)

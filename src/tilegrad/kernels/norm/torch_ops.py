@@ -1,6 +1,6 @@
-"""Norms as a chain of torch ops, on blocks of rows that stay in cache, in the accumulation dtype: any device, any dtype.
+"""Norms as torch ops on blocks of rows that stay in cache, in the accumulation dtype: any device, any dtype.
 
-bfloat16 is copied into scratch of that dtype: only so is it converted without an allocation. Sums over columns and rows are
+bfloat16 is copied into scratch of that dtype, the only conversion without an allocation. Sums over columns and rows are
 matrix × vector products (Σ_n dy ∘ x̂ = (dy ∘ (x − mean))ᵀ rstd), which read memory once.
 """
 
@@ -41,7 +41,7 @@ def _converted(rows: int, c: int, acc: torch.dtype, *names: str) -> Shapes:
 
 
 def _load(x: Tensor, name: str, scratch: Scratch) -> Tensor:
-    """x in the accumulation dtype: itself, or its copy in the scratch."""
+    """x in the accumulation dtype: x itself, or a copy in the scratch."""
     return scratch[name][: x.shape[0]].copy_(x) if name in scratch else x
 
 
@@ -115,7 +115,7 @@ def bwd(
             dxi = rows_of(dx, i)
             if dx.dtype == acc:
                 dxi.addcmul_(step, ri.unsqueeze(1))
-            else:  # dyi is scratch, and read no more
+            else:  # dyi is scratch that is no longer needed
                 dxi.copy_(dyi.copy_(dxi).addcmul_(step, ri.unsqueeze(1)))
         if y is not None:
             yi = rows_of(y, i)

@@ -1,12 +1,12 @@
 """Norms in Triton: one pass over rows forward, one backward.       x, f, x1, y, dy, dx (N, C)   partials (3, P, C)
 
-    forward    a program for each tile of rows
+    forward    one program per tile of rows
     backward   P programs; program p has the row tiles p, p + P, p + 2P, …: it adds to dx, writes y, and writes
-               partials[:, p] = Σ dy ∘ x̂, Σ dy, Σ dx of its rows, those that are given; then dw, db, dx_sum (+)= Σ_p partials
+               partials[:, p] = those requested of Σ dy ∘ x̂, Σ dy, Σ dx of its rows; then dw, db, dx_sum (+)= Σ_p partials
 
-A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms are of the rounded numbers. Sums are in
-the grid's order: the same bits each time. Where STAGES > 1, the backward loads ahead of its arithmetic (cp.async). It spills
-some registers with 16384 columns, and four with 1024 where y is given; otherwise none.
+A whole row is in registers, in float32. Only x1, y and dx are rounded; sums and norms use the rounded numbers. Sums are in
+the order of the grid: the same bits each time. With STAGES > 1 the backward prefetches tiles (cp.async). It spills some
+registers with 16384 columns, and four with 1024 columns if y is written; otherwise none.
 """
 
 from __future__ import annotations
@@ -30,10 +30,10 @@ class Tile(NamedTuple):
     rows: int
     warps: int
     stages: int = 1
-    programs: int = 0  # for each multiprocessor, where they loop over tiles
+    programs: int = 0  # per multiprocessor, if programs loop over tiles
 
 
-# by the columns that a row is padded to: the first key that is not below them
+# key: columns of a padded row; the first key that is large enough applies
 FORWARD = {
     16: Tile(128, 4),
     64: Tile(32, 4),
@@ -91,7 +91,7 @@ def _norm_bwd_kernel(
     DW: tl.constexpr, DB: tl.constexpr, DX_SUM: tl.constexpr, C: tl.constexpr,
     BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
-    """Outside (n, C) dy is loaded as 0, so nothing is added to the sums."""
+    """Outside (n, C) dy is loaded as 0 and adds nothing to the sums."""
     p, programs = tl.program_id(0), tl.num_programs(0)
     columns = tl.arange(0, BLOCK_C)
     weights = tl.load(w + columns, columns < C, 0.0).to(tl.float32)[None, :]
@@ -105,7 +105,7 @@ def _norm_bwd_kernel(
         rows = first + tl.arange(0, BLOCK_N)
         inside = (rows < n)[:, None] & (columns < C)[None, :]
         steps = rows.to(tl.int64)[:, None]
-        if STAGES == 1:  # a long row leaves no registers for parameters, but the cache has them
+        if STAGES == 1:  # a long row leaves no registers for parameters: reload them from cache
             weights = tl.load(w + columns, columns < C, 0.0).to(tl.float32)[None, :]
         row_rstd = tl.load(rstd + rows, rows < n, 0.0)[:, None]
         grad = tl.load(dy + steps * dy_n + columns[None, :], inside, 0.0).to(tl.float32)
@@ -151,7 +151,7 @@ def _tile(tiles: dict[int, Tile], c: int) -> Tile:
 
 
 def _programs(x: TensorLike, tile: Tile) -> int:
-    """P of the backward. It does not decrease as rows are added, so that scratch for many rows serves few."""
+    """P of the backward. It never decreases with more rows, so scratch for many rows also fits fewer."""
     return max(1, min(ceil_div(x.shape[0], tile.rows), tile.programs * multiprocessors(x.device)))
 
 

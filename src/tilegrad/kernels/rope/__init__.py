@@ -1,11 +1,11 @@
-"""Rotary positions: the halves of a head's vector rotated against each other (the convention of Llama and GPT-NeoX).
+"""Rotary position embedding: rotates the two halves of a head's vector (the convention of Llama and GPT-NeoX).
 
     x = (x1, x2), halves of D       angle[t, i] = t · theta^(−2i/D)     cos, sin (T, D/2)
-    y1 = x1 ∘ cos − x2 ∘ sin        y2 = x2 ∘ cos + x1 ∘ sin            the backward rotates back: sin → −sin
+    y1 = x1 ∘ cos − x2 ∘ sin        y2 = x2 ∘ cos + x1 ∘ sin            backward: sin → −sin
 
-x (B, T, H, D) has any strides, so q and k are views of the fused projection. Tables are in the accumulation dtype
-(float32, float64 for float64), and so is the arithmetic. `ROPE` is the table of kernels: each module offers `workspace`
-and `rotate`, in which sign = −1 rotates back.
+x (B, T, H, D) may have any strides, so q and k can be views of the fused projection. Tables and arithmetic are in the
+accumulation dtype (float32, float64 for float64). `ROPE` is the table of kernels: each module offers `workspace` and `rotate`;
+sign = −1 rotates back.
 """
 
 from __future__ import annotations
@@ -26,14 +26,14 @@ ROPE = gpu.triton_else_torch("rope")
 
 
 def rope_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of what `scratch` must hold, forward and backward."""
+    """Name → (shape, dtype) of the scratch, forward and backward."""
     return ROPE.workspace(Problem(x), kernel=kernel)
 
 
 @op()
 def rope_table(theta: float, d: int, t: int, scaling: RopeScaling | None = None, *, cos: Tensor, sin: Tensor) -> None:
-    """cos, sin (T, D/2) of the angles of frequencies.py, computed in float64. Filled once, before the first step: the one
-    function here that allocates, 8·T bytes a column."""
+    """cos, sin (T, D/2) of the angles of frequencies.py, computed in float64. Called once, before the first step. The only
+    function here that allocates: 8·T bytes per column."""
     if not theta > 0.0:
         raise ValueError(f"theta: got {theta!r}; accepted: a number > 0")
     if d % 2:
@@ -50,7 +50,7 @@ def rope_table(theta: float, d: int, t: int, scaling: RopeScaling | None = None,
 
 @op()
 def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor, *, y: Tensor, **where: Unpack[Where]) -> None:
-    """y = x rotated by its positions; y may be x. Tables may be longer than T: their first T rows are read."""
+    """y = x rotated by its positions; y may be x. Tables may be longer than T: only their first T rows are used."""
     _rotate(x, cos, sin, 1.0, y, where)
 
 

@@ -1,11 +1,11 @@
-"""Angles of rotary positions: position · frequency[i], i < D/2, and what models do to them for longer texts.
+"""Angles of rotary positions: position · frequency[i], i < D/2, and how models change frequencies for longer texts.
 
 default   f_i = theta^(−2i/D)
 linear    f_i / factor
-llama3    wavelengths 2π/f longer than original/low are divided by factor, those shorter than original/high are kept, and
-          between the two it is a blend: (1 − m) · f/factor + m · f,  m = (original/wavelength − low) / (high − low)
-yarn      a blend along i of f/factor and f, from the i that turns beta_slow times in `original` tokens to the one that
-          turns beta_fast times; cos and sin are multiplied by attention_factor, by default 0.1 · ln(factor) + 1
+llama3    wavelengths 2π/f longer than original/low are divided by factor, those shorter than original/high are kept;
+          between: (1 − m) · f/factor + m · f,  m = (original/wavelength − low) / (high − low)
+yarn      blends f/factor and f along i, from the i that rotates beta_slow times in `original` tokens to the i that
+          rotates beta_fast times; cos and sin are multiplied by attention_factor, by default 0.1 · ln(factor) + 1
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Literal, get_args
 
 Kind = Literal["linear", "llama3", "yarn"]
 _TURNS = ("low", "high", "beta_fast", "beta_slow")
-_MOST = 1e9  # of every number; the largest published `original` is 262,144
+_MOST = 1e9  # limit of every number; the largest published `original` is 262,144
 
 
 @dataclass(frozen=True, slots=True)
 class RopeScaling:
-    """Frequencies of a model that reads `factor` times the `original` tokens it was first trained on."""
+    """Frequency scaling of a model that reads `factor` times the `original` number of tokens it was first trained on."""
 
     kind: Kind
     factor: float
@@ -55,7 +55,7 @@ class RopeScaling:
 
 
 def rope_frequencies(theta: float, d: int, scaling: RopeScaling | None) -> tuple[list[float], float]:
-    """(frequencies, factor on cos and sin)."""
+    """(frequencies, factor of cos and sin)."""
     plain = [theta ** (-2.0 * i / d) for i in range(d // 2)]
     if scaling is None:
         return plain, 1.0
@@ -83,5 +83,5 @@ def _llama3(f: float, s: RopeScaling) -> float:
 
 
 def _turning(turns: float, theta: float, d: int, tokens: int) -> float:
-    """The fractional i at which the angle turns `turns` times in `tokens`."""
+    """The fractional i at which the angle makes `turns` rotations in `tokens` tokens."""
     return d * math.log(tokens / (turns * 2 * math.pi)) / (2 * math.log(theta))

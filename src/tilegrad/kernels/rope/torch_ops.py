@@ -1,4 +1,4 @@
-"""Rotary positions by torch's own products, on blocks of positions that stay in cache: any device, any dtype, any strides."""
+"""Rotary positions by torch ops, on blocks of positions that stay in cache: any device, dtype and strides."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Rotary positions in Triton: a program rotates some heads of one position; it reads and writes each number once.
+"""Rotary positions in Triton: a program rotates some heads of one position and reads and writes each number once.
 
-Both halves are loaded before either is stored, so y may be x: q and k are rotated where the projection left them.
+Both halves are loaded before either is stored, so y may be x: q and k are rotated in place.
 """
 
 # mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
@@ -13,7 +13,7 @@ from torch import Tensor
 from ..gpu import ceil_div, launch, padded
 from ..scratch import Scratch, Shapes, TensorLike
 
-TILE, WARPS = 1024, 4  # numbers of a half that a program rotates
+TILE, WARPS = 1024, 4  # TILE: elements of a half per program
 
 
 @triton.jit

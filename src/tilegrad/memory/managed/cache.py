@@ -1,17 +1,17 @@
-"""The cache behind the manager: which buffers exist, which are free, and which must go.
+"""The manager's cache: which buffers exist, which are free, and which are dropped first.
 
 Bytes:
 
-    reserved  =  in_use + cached + idle     real: rounding and slack included; idle: held by slabs, in no buffer
-    live      =  in_use − slack             what was asked for, of the buffers in use
-    high_water  =  the most that live ever was (at least 1 MiB), or what a learned pattern needs
+    reserved  =  in_use + cached + idle     real memory: rounding and slack included; idle: in a slab but in no buffer
+    live      =  in_use − slack             the bytes requested for the buffers in use
+    high_water  =  the largest value of live so far (at least 1 MiB), or what a learned pattern needs
 
 A new buffer is made only after cached ones were dropped, least recently freed first, until reserved + new ≤ high_water.
 
-There is no lock and no count of bytes. A buffer is in use (in `slots`, its tensor the caller's) or cached (in its pool's
-`free`, its tensor there), and each step from one to the other is one operation of a dict, which the interpreter does not
-divide. In between the call that moves it holds the only reference to the tensor: where the call ends early, by an
-interrupt or with its thread, the tensor dies, and its bytes with it. Bytes are summed where they are asked for.
+There is no lock and no running byte counter. A buffer is either in use (in `slots`; the caller owns its tensor) or
+cached (in `free` of its pool, together with its tensor). Each move between the two is one dict operation, which the
+interpreter does not interrupt. During a move the calling function has the only reference to the tensor. If that call is
+interrupted or its thread ends, the tensor and its bytes are freed. Byte counts are summed when they are requested.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _NBYTES, _SLACK = attrgetter("nbytes"), attrgetter("slack")
 
 
 def one_device(device: torch.device | str) -> torch.device:
-    """The one spelling of a device: "cuda" and torch.device("cuda") are cuda:<current>, "cpu:0" is cpu."""
+    """Normalizes a device: "cuda" and torch.device("cuda") become cuda:<current>, "cpu:0" becomes cpu."""
     given = torch.device(device)
     if given.type == "cpu":
         return _CPU
@@ -104,7 +104,7 @@ class BufferCache:
         self.strategies = strategies
         self.max_bytes = sys.maxsize if max_bytes is None else max_bytes
         self.bounded = max_bytes is not None
-        self.most_held = self.peak = self.clock = 0  # most_held: no fewer bytes than are in use and cached now
+        self.most_held = self.peak = self.clock = 0  # most_held: upper bound of in_use + cached
         self.configs, self._reuse, self._pressure = configs, reuse, pressure
         self.preallocated = 0
         self._high_water, self._pattern_high_water = MIB, 0
@@ -114,7 +114,7 @@ class BufferCache:
     def free_list(
         self, type: BufferType | str, shape: Sequence[int] | int, dtype: torch.dtype, device: torch.device | str
     ) -> FreeList:
-        """The free list of a request. The request's own spelling becomes a key for it."""
+        """The free list of a request. The arguments as the caller wrote them also become a key of it."""
         if not isinstance(dtype, torch.dtype):
             raise TypeError(f"dtype: got {dtype!r}; accepted: a torch.dtype")
         key = Key(one_type(type), one_shape(shape), dtype, one_device(device))
@@ -128,7 +128,7 @@ class BufferCache:
         return free_list
 
     def find(self, free_list: FreeList) -> tuple[Slot, Tensor, bool]:
-        """A buffer for a free_list that has none ready, and whether it came from the cache."""
+        """A buffer for a free list without a cached buffer of its exact key, and whether it came from the cache."""
         pool = free_list.pool
         while (slot := self._best_fit(free_list)) is not None:
             tensor = self.claim(slot)
@@ -145,12 +145,12 @@ class BufferCache:
         return *self.make(free_list), False
 
     def claim(self, slot: Slot) -> Tensor | None:
-        """Takes a buffer out of the cache; None where another thread was faster."""
+        """Takes a buffer out of the cache. None if another thread took it first."""
         tensor = slot.pool.free.pop(slot, None)
         if tensor is not None:
             try:  # noqa: SIM105  `suppress` costs a microsecond
                 slot.free_list.slots.remove(slot)
-            except ValueError:  # an interrupted call left it out
+            except ValueError:  # an interrupted call did not add it
                 pass
         return tensor
 
@@ -162,7 +162,7 @@ class BufferCache:
             pinned = host and torch.cuda.is_available()
             if host and not pinned and not self._warned_pinned:
                 self._warned_pinned = True
-                warnings.warn(f"{key.type.name} buffers are plain memory: no CUDA device to pin for", stacklevel=4)
+                warnings.warn(f"{key.type.name} buffers are not pinned: no CUDA device is available", stacklevel=4)
             pool = Pool(key.type, key.device, config, pinned, key.device.type == "cuda", self._limit(config))
             pool = self.pools.setdefault((key.type, key.device), pool)
         return pool
@@ -173,8 +173,8 @@ class BufferCache:
         return 10 if config.reuse_frequency == "high" else 5
 
     def _best_fit(self, free_list: FreeList) -> Slot | None:
-        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes, unless its slack could lift us past the high-water mark:
-        then all slack in use must stay within 5 % of it."""
+        """The smallest cached buffer with nbytes ≤ size ≤ 1.25 nbytes. If it would take the bytes in use past the high-water
+        mark, it is returned only if they pass it by at most 5 %, or if all slack in use is at most 5 % of the mark."""
         best, nbytes, least = None, free_list.nbytes, free_list.most
         for slot in list(free_list.pool.free):
             if nbytes <= slot.storage_bytes <= least:
@@ -189,7 +189,7 @@ class BufferCache:
         return best if slack <= near or in_use + best.nbytes <= self._high_water + near else None
 
     def make_room(self, nbytes: int) -> int:
-        """Drops cached buffers until so many new bytes do not pass the high-water mark. Returns the bytes in use."""
+        """Drops cached buffers until `nbytes` new bytes fit under the high-water mark. Returns the bytes in use."""
         if time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
             self.apply_pressure()
         in_use = self.in_use()
@@ -204,7 +204,7 @@ class BufferCache:
         return in_use
 
     def make(self, free_list: FreeList, *, evict: bool = True) -> tuple[Slot, Tensor]:
-        """A buffer of new memory, neither in use nor cached, after cached ones made room (`evict`)."""
+        """A buffer of new memory, neither in use nor cached. `evict`: first drop cached buffers to make room."""
         in_use = self.make_room(free_list.nbytes) if evict else self.in_use()
         pool = free_list.pool
         base, block = self.strategies.take(AllocationRequest(free_list.nbytes, pool.device, pool.config, pool.pinned))
@@ -217,7 +217,7 @@ class BufferCache:
         return slot, tensor
 
     def store(self, slot: Slot, tensor: Tensor) -> None:
-        """Caches a buffer that is not in use; `trim` is the caller's."""
+        """Caches a buffer that is not in use. The caller must call `trim`."""
         slot.stamp = self.clock = self.clock + 1
         slot.pool.free[slot] = tensor
         slot.free_list.slots.append(slot)
@@ -227,7 +227,7 @@ class BufferCache:
         return sum(map(_NBYTES, list(self.slots.values())))
 
     def slack(self) -> int:
-        """Bytes of the buffers in use beyond what was asked for."""
+        """Bytes of the buffers in use beyond the requested bytes."""
         return sum(map(_SLACK, list(self.slots.values())))
 
     @property
@@ -238,14 +238,14 @@ class BufferCache:
         return self.in_use() + self.cached + self.strategies.idle_bytes()
 
     def is_over(self) -> bool:
-        """Whether the cache holds more bytes than it may."""
+        """Whether the cached bytes exceed a limit."""
         for device, limit in self.limits.items():  # a loop: an interrupt inside a generator that is closed early would be lost
             if limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes:
                 return True
         return self.cached > self.max_bytes
 
     def trim(self) -> None:
-        """Drops what is beyond the limits: buffers per pool, bytes in all, bytes of a device short of memory."""
+        """Drops buffers beyond a limit: buffers per pool, total bytes, or bytes on a device that is short of memory."""
         if not self.clock & 255 and time.monotonic() - self._felt_at > _PRESSURE_EVERY_S:
             self.apply_pressure()
         pools = list(self.pools.values())
@@ -262,7 +262,7 @@ class BufferCache:
         self.strategies.sweep()
 
     def apply_pressure(self) -> None:
-        """Asks the pressure source about every device in use, and adapts what may be cached there."""
+        """Reads the pressure of every device in use and adapts how much may be cached on it."""
         self._felt_at = time.monotonic()
         for device in {device for _, device in list(self.pools)}:
             limit = self.limits.get(device) or AdaptiveLimit()
@@ -283,7 +283,7 @@ class BufferCache:
         return min(first, key=lambda slot: slot.stamp, default=None)
 
     def _evict(self, slot: Slot | None) -> bool:
-        """Whether there was one to evict."""
+        """Returns whether there was a buffer to evict."""
         if slot is None:
             return False
         if self._drop(slot):
@@ -299,19 +299,19 @@ class BufferCache:
         return True
 
     def quarantine(self, slot: Slot) -> None:
-        """Someone else holds the bytes: they stay that holder's, and are never handed out."""
+        """The caller still references the bytes elsewhere: the cache forgets them and never hands them out again."""
         slot.pool.quarantined += 1
         self.slots.pop(slot.ident, None)
         slot.handle = None
 
     def reap(self) -> list[Slot]:
-        """Lets go of the buffers in use whose callers dropped them."""
+        """Removes the buffers in use whose callers dropped the tensor, and returns their slots."""
         gone = []
         for handle in list(self.dropped):
             slot = handle.slot
             if slot.handle is handle:
                 with suppress(KeyError):
-                    if self.slots[slot.ident] is slot:  # between this and the next nothing comes: neither is a call
+                    if self.slots[slot.ident] is slot:  # not interrupted before the next line: neither is a call
                         del self.slots[slot.ident]
                         gone.append(slot)
                 slot.handle = None
@@ -335,13 +335,13 @@ class BufferCache:
             raise
 
     def ready(self, wanted: Mapping[Key, int]) -> None:
-        """Makes sure that the cache holds so many buffers of each key."""
+        """Makes sure that at least `wanted[key]` buffers of each key are cached."""
         self._fill(wanted)
         self._high_water = max(self._high_water, self.reserved())
         self.trim()
 
     def follow(self, plan: Mapping[Key, int]) -> bool:
-        """Caches exactly a learned plan ({}: back to the ordinary limits); False where it does not fit the limits."""
+        """Caches exactly a learned plan ({}: restores the normal limits). Returns False if the plan does not fit the limits."""
         nbytes = sum(count * key.nbytes for key, count in plan.items())
         if nbytes > self.max_bytes or self.limits:
             plan = {}
@@ -368,5 +368,5 @@ class BufferCache:
 
     @staticmethod
     def _ready(free_list: FreeList) -> int:
-        """The cached buffers of one exact key."""
+        """Number of cached buffers of this exact key."""
         return sum(slot.free_list.key == free_list.key for slot in list(free_list.pool.free))

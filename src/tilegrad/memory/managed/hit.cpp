@@ -1,12 +1,11 @@
-// A hit of the buffer manager: `allocate` that finds a buffer cached, of its key or of its size class, and `deallocate` by the
-// only holder, each one call without Python in between. manager.py is the reference, and its lists, dicts and counts are the
-// only state: this reads and writes the fields of those objects. From the first change to the last no code of Python runs, so
-// neither an interrupt nor another thread comes in between. Whatever is no plain hit is left as it is, to the Python
-// function: a miss, another holder, another dtype, a full cache, zeroing, a scope, a profile, debug, buffers of CUDA that were
-// given back, misuse.
+// Cache hits of the buffer manager in C++: `allocate` that finds a cached buffer of its key or size class, and `deallocate` by
+// the only holder. manager.py is the reference, and its lists, dicts and counters are the only state: this file reads and
+// writes the fields of those objects. No Python code runs between the first change and the last, so neither an interrupt nor
+// another thread can see a partial change. Every other call is forwarded unchanged to the Python function: a miss, another
+// holder, another dtype, a full cache, zeroing, a scope, a profile, debug, freed CUDA buffers, misuse.
 #include <Python.h>
 #ifdef Py_GIL_DISABLED
-#error "fields of Python's objects are read under the GIL, which this Python does not have"
+#error "hit.cpp reads fields of Python objects under the GIL; this Python is built without it"
 #endif
 #include <structmember.h>
 #include <c10/core/TensorImpl.h>
@@ -17,7 +16,7 @@
 
 namespace {
 
-// A class of manager.py's with __slots__: each attribute has one offset of every instance, null where it was never set.
+// A Python class with __slots__: each attribute is a pointer at one offset in every instance, null if it was never set.
 struct Field;
 struct Class {
     PyTypeObject* type = nullptr;
@@ -61,7 +60,7 @@ Field alone{self, "alone"}, cdata{self, "cdata"}, free_list{self, "free_list"}, 
 }
 
 PyObject *cpu, *mode_stack_depth, *default_dtype;
-PyObject *append, *no_scope;  // interned, as the names of arguments
+PyObject *append, *no_scope;  // interned, like the argument names
 PyObject *allocate_names[5], *deallocate_names[2];
 
 bool is(PyObject* object, PyTypeObject* type) { return object && Py_TYPE(object) == type; }
@@ -89,10 +88,10 @@ bool note(PyObject* events, PyObject* event) {
     return bool(Owned(PyObject_VectorcallMethod(append, arguments, 2, nullptr)));
 }
 
-// A tensor's Python object has a pointer to its implementation first; `use` makes sure of it.
+// A tensor's Python object begins with a pointer to its TensorImpl; hit.py verifies this with `fits`.
 c10::TensorImpl* unpack(PyObject* tensor) { return *reinterpret_cast<c10::TensorImpl**>(tensor + 1); }
 
-// A new reference to what a weak one refers to, or null.
+// A new reference to the object of a weak reference, or null.
 PyObject* target(PyObject* weak) {
     if (!weak || !PyWeakref_CheckRef(weak)) return nullptr;
 #if PY_VERSION_HEX >= 0x030D0000
@@ -104,13 +103,13 @@ PyObject* target(PyObject* weak) {
 #endif
 }
 
-// slot.py's three counts: nothing but the tensor's own object holds the tensor, its storage, or the storage's object.
+// The three counts of slot.py: only the tensor's own object references the tensor, its storage and the storage's object.
 bool held_alone(PyObject* here, PyObject* tensor) {
     int64_t cdata, alone, storage_refs;
     if (!read(slot::cdata(here), cdata) || !read(slot::alone(here), alone)) return false;
     if (!read(slot::storage_refs(here), storage_refs)) return false;
-    const Owned object(target(slot::storage_object(here)));  // while it lives, so does what cdata points to
-    if (!object || Py_REFCNT(object.object) + 1 != storage_refs) return false;  // sys.getrefcount has one more
+    const Owned object(target(slot::storage_object(here)));  // keeps the StorageImpl at cdata alive
+    if (!object || Py_REFCNT(object.object) + 1 != storage_refs) return false;  // sys.getrefcount counts its argument too
     if (c10::raw::intrusive_ptr::use_count(unpack(tensor)) != 1) return false;
     return c10::raw::intrusive_ptr::use_count(reinterpret_cast<c10::StorageImpl*>(cdata)) == size_t(alone);
 }
@@ -125,7 +124,7 @@ bool read(PyObject* shape, Sizes& to) {
     return true;
 }
 
-// cache.py's `in_use`
+// The same as `in_use` of cache.py.
 bool sum_in_use(PyObject* here, int64_t& bytes) {
     PyObject *ident, *each;
     bytes = 0;
@@ -137,7 +136,8 @@ bool sum_in_use(PyObject* here, int64_t& bytes) {
     return true;
 }
 
-// cache.py's `_best_fit`: the smallest cached buffer of nbytes to 1.25 nbytes, below the high-water mark.
+// The same as `_best_fit` of cache.py, without its 5 %: the smallest cached buffer of nbytes to 1.25 nbytes, below the
+// high-water mark.
 PyObject* best_fit(PyObject* here, PyObject* list, PyObject* free) {
     PyObject *best = nullptr, *each, *tensor;
     int64_t nbytes, least, size, most_held, high_water, in_use;
@@ -152,7 +152,7 @@ PyObject* best_fit(PyObject* here, PyObject* list, PyObject* free) {
     return in_use + size <= high_water ? best : nullptr;
 }
 
-// Whether the tensor can have that shape at no more than a change of its sizes: of the same dtype, in no graph, its own bytes.
+// Whether set_sizes is enough to give the tensor this shape: same dtype, not in an autograd graph, still its own bytes.
 bool can_reshape(PyObject* here, PyObject* list, c10::TensorImpl* impl) {
     int64_t cdata, storage_bytes;
     PyObject* old = slot::free_list(here);
@@ -169,7 +169,7 @@ bool remove(PyObject* list, PyObject* item) {
     return i < 0 || PyList_SetSlice(list, i, i + 1, nullptr) == 0;
 }
 
-// The arguments after self, by place or by name, into `given`, one for each name; false for any that do not fit.
+// Maps the arguments after self, positional or by name, to `given` in the order of `names`. False if they do not match.
 template <size_t N>
 bool spread(PyObject* const (&names)[N], PyObject* const* args, size_t n, PyObject* keywords, PyObject* (&given)[N]) {
     if (n > N) return false;
@@ -188,7 +188,7 @@ PyObject* plain_cache(PyObject* self) {
     return is(here, cache::self.type) && manager::profile(self) == Py_None && manager::debug(self) == Py_False ? here : nullptr;
 }
 
-// The cached tensor; null where this is no hit, or with an error set.
+// The cached tensor. Null if this is not a hit, or if a Python error is set.
 PyObject* take(PyObject* self, PyObject* (&given)[5]) {
     auto [type, shape, dtype, device, zero_init] = given;
     PyObject* here = plain_cache(self);
@@ -203,17 +203,17 @@ PyObject* take(PyObject* self, PyObject* (&given)[5]) {
     if (!device) return nullptr;
     const Owned key(PyTuple_Pack(4, type, shape, dtype ? dtype : default_dtype, device));
     if (!key) return nullptr;
-    const Owned lists(Py_XNewRef(cache::free_lists(here)));  // a hash or a comparison may run Python, which may replace them
+    const Owned lists(Py_XNewRef(cache::free_lists(here)));  // hashing may run Python, which may replace the dict
     if (!lists) return nullptr;
     const Owned kept(Py_XNewRef(PyDict_GetItemWithError(lists.object, key.object)));
     PyObject* list = kept.object;
-    if (!list && PyErr_ExceptionMatches(PyExc_TypeError)) PyErr_Clear();  // Python's own look says what is wrong
+    if (!list && PyErr_ExceptionMatches(PyExc_TypeError)) PyErr_Clear();  // the Python function will raise the proper error
     if (!list && PyErr_Occurred()) return nullptr;
     if (!is(list, free_list::self.type)) return nullptr;
     PyObject *slots = free_list::slots(list), *pools = free_list::pool(list);
     if (!is(pools, pool::self.type)) return nullptr;
     PyObject* free = pool::free(pools);
-    if (!PyDict_GET_SIZE(free)) return nullptr;  // a look before the lock, which a miss need not take twice
+    if (!PyDict_GET_SIZE(free)) return nullptr;
 
     if (PyObject_Size(cache::dropped(here))) return nullptr;
     const Py_ssize_t count = PyList_GET_SIZE(slots);
@@ -229,7 +229,7 @@ PyObject* take(PyObject* self, PyObject* (&given)[5]) {
     if (!read(free_list::shape(list), sizes)) return nullptr;
     if (count ? !impl->sizes().equals(sizes) || !impl->is_contiguous() : !can_reshape(found, list, impl)) return nullptr;
     if (manager::tracked(self) == Py_True) {
-        if (Py_REFCNT(tensor.object) != 2 || !held_alone(found, tensor.object)) return nullptr;  // the pool's, and ours
+        if (Py_REFCNT(tensor.object) != 2 || !held_alone(found, tensor.object)) return nullptr;  // the pool's and ours
         Owned scope(nullptr);
         if (PyContextVar_Get(manager::scope(self), nullptr, &scope.object) < 0 || scope.object != Py_None) return nullptr;
     }
@@ -252,7 +252,7 @@ PyObject* take(PyObject* self, PyObject* (&given)[5]) {
     return tensor.give();
 }
 
-// cache.py's `cached`
+// The same as `cached` of cache.py.
 bool sum_cached(PyObject* here, int64_t& bytes) {
     PyObject *key, *pools, *each, *tensor;
     bytes = 0;
@@ -267,7 +267,7 @@ bool sum_cached(PyObject* here, int64_t& bytes) {
     return true;
 }
 
-// Whether the buffer was taken back; with an error set where it says no, that error is the call's.
+// Whether the buffer was cached. If false with a Python error set, the call raises that error.
 bool give(PyObject* self, PyObject* (&given)[2]) {
     auto [tensor, type] = given;
     PyObject* here = plain_cache(self);
@@ -299,7 +299,7 @@ bool give(PyObject* self, PyObject* (&given)[2]) {
     return true;
 }
 
-// The functions of Python, where those of C++ say no.
+// The Python functions, called when the C++ ones cannot handle the call.
 PyObject *python_allocate = nullptr, *python_deallocate = nullptr;
 
 PyObject* in_python(PyObject* function, PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject* keywords) {
@@ -313,7 +313,7 @@ PyObject* allocate(PyObject* self, PyObject* const* args, Py_ssize_t n, PyObject
     PyObject* given[5] = {};
     if (spread(allocate_names, args, n, keywords, given)) try {
             if (PyObject* tensor = take(self, given)) return tensor;
-        } catch (const std::exception&) {  // torch's, of a tensor that is no plain one: nothing was changed before
+        } catch (const std::exception&) {  // torch rejects an unusual tensor; nothing was changed yet
         }
     return in_python(python_allocate, self, args, n, keywords);
 }
@@ -338,7 +338,7 @@ bool find(Class& known, PyObject* type) {
     return true;
 }
 
-// (tensor, its `_cdata`) → whether `unpack` finds it
+// (tensor, its `_cdata`) → whether `unpack` reads the pointer correctly
 PyObject* fits(PyObject*, PyObject* args) {
     PyObject* tensor;
     unsigned long long address;
@@ -346,8 +346,8 @@ PyObject* fits(PyObject*, PyObject* args) {
     return PyBool_FromLong(reinterpret_cast<unsigned long long>(unpack(tensor)) == address);
 }
 
-// The classes of a manager, its cache, a free list, a pool and a slot; torch.device("cpu"); the dtype that is the default; the
-// function that says how deep the stack of modes is.
+// Arguments: the classes of the manager, cache, free list, pool and slot; torch.device("cpu"); the default dtype; the
+// function that returns the depth of the torch function mode stack.
 PyObject* use(PyObject*, PyObject* args) {
     Class* known[] = {&manager::self, &cache::self, &free_list::self, &pool::self, &slot::self};
     PyObject *classes[5], *device, *dtype, *depth;
@@ -360,7 +360,7 @@ PyObject* use(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// Python's allocate and deallocate.
+// Sets the Python functions to fall back to: allocate and deallocate.
 PyObject* fall_back(PyObject*, PyObject* args) {
     PyObject *takes, *gives;
     if (!PyArg_UnpackTuple(args, "fall_back", 2, 2, &takes, &gives)) return nullptr;
@@ -369,15 +369,15 @@ PyObject* fall_back(PyObject*, PyObject* args) {
     Py_RETURN_NONE;
 }
 
-// allocate and deallocate as methods of the manager's class: of the kind that C types have, which Dynamo knows how to call.
+// allocate and deallocate as method descriptors of the manager's class, the kind C types have: Dynamo can call those.
 PyObject* methods(PyObject*, PyObject*) {
     static PyMethodDef both[] = {
         {"allocate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(allocate)), METH_FASTCALL | METH_KEYWORDS,
          "allocate($self, type, shape, dtype=..., device=None, zero_init=None)\n--\n\n"
-         "A contiguous buffer; uninitialised unless `zero_init`, by default what the type's config says."},
+         "A contiguous buffer, uninitialised unless `zero_init`. zero_init=None: as the type's config says."},
         {"deallocate", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(deallocate)), METH_FASTCALL | METH_KEYWORDS,
          "deallocate($self, tensor, type=None)\n--\n\n"
-         "Takes the buffer back. The tensor is dead from here on, even if a variable still names it."},
+         "Returns the buffer to the cache. Do not use the tensor afterwards, even if a variable still refers to it."},
     };
     const Owned first(PyDescr_NewMethod(manager::self.type, both)), second(PyDescr_NewMethod(manager::self.type, both + 1));
     return first && second ? PyTuple_Pack(2, first.object, second.object) : nullptr;

@@ -1,7 +1,7 @@
-"""The manager's hits in C++, where they were built: hit.cpp says which calls that are. Without it the same calls go through
-manager.py, to the same effect: only the time of the host differs.
+"""Fast path of the manager's cache hits in C++, if it was built. hit.cpp lists the calls that it handles. Without it
+the same calls run in manager.py with the same result and only take more host time.
 
-hit.cpp reads the attributes of the manager's objects where they lie, so their classes have `__slots__`.
+hit.cpp reads attributes at their offset in the object, so these classes have `__slots__`.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ import torch
 from ...native.extension import NativeModule
 
 _HERE = Path(__file__).parent
-in_python: dict[str, Callable[..., Any]] = {}  # the manager's functions of Python
+in_python: dict[str, Callable[..., Any]] = {}  # allocate and deallocate of manager.py
 MODULE = NativeModule("tilegrad_hit", _HERE / "hit.cpp", ("c10",), _HERE)
 
 
 @functools.cache
 def load() -> ModuleType | str:
-    """The module, or the reason why hits go through Python instead and what to do."""
+    """The module, or the reason why it cannot be used and what to do."""
     found = MODULE.load()
     tensor = torch.empty(0)
     if isinstance(found, ModuleType) and not found.fits(tensor, tensor._cdata):
-        return f"does not know the layout of a tensor's object in torch {torch.__version__}"
+        return f"cannot read tensor objects of torch {torch.__version__}: their layout is different"
     return found
 
 
 def shorten(manager: type[Any], *parts: type[Any], cpu: torch.device) -> None:
-    """Puts the functions of C++ before `manager.allocate` and `manager.deallocate`. Each calls the function of Python for
-    whatever is no plain hit. parts: the classes of cache, free list, pool and slot."""
+    """Replaces `manager.allocate` and `manager.deallocate` by the C++ functions, which call the Python functions for
+    everything that is not a plain cache hit. parts: the classes of cache, free list, pool and slot."""
     takes, gives = vars(manager)["allocate"], vars(manager)["deallocate"]
     in_python.update(allocate=takes, deallocate=gives)
     module = load()

@@ -1,15 +1,14 @@
-"""`AttentionBufferManager`: typed buffers that are handed out, come back, and are handed out again.
+"""`AttentionBufferManager`: allocates typed buffers and caches freed ones for reuse.
 
     allocate    exact key cached → its tensor as it is;  another key of the size class → the same bytes, re-shaped;
-                else a strategy's new memory, after cached buffers made room
-    deallocate  the only holder → cached;  any other holder → quarantined: forgotten, never handed out
+                else new memory from a strategy, after cached buffers were dropped to make room
+    deallocate  the caller is the only holder → cached;  otherwise → quarantined: forgotten, never handed out
 
-A cached buffer is bytes of one (type, device): it serves every shape and dtype of at least 1/1.25 of its size. What is
-cached leaves, least recently freed first, before in use + cached passes the most bytes ever asked for at one time,
-beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and when memory gets tight.
+A cached buffer belongs to one (type, device). It serves every shape and dtype that needs between 1/1.25 of its size and
+all of it. Cached buffers are dropped, least recently freed first, before in use + cached passes the high-water mark,
+beyond `max_bytes`, beyond 10 (reuse high) or 5 buffers per (type, device), and under memory pressure.
 
-Threads share a manager without a lock, and any call may be interrupted: cache.py says how. Who frees a buffer in a
-finalizer, inside whatever call, does as any other.
+Threads share a manager without a lock, any call may be interrupted, and finalizers may free buffers: cache.py says how.
 """
 
 from __future__ import annotations
@@ -43,21 +42,21 @@ _MAX_EVENTS = 1 << 16
 _SQUARE = (BufferType.SCORES, BufferType.WEIGHTS)
 _ATTENTION = (BufferType.QUERY, BufferType.KEY, BufferType.VALUE, BufferType.OUTPUT, *_SQUARE)
 
-_OURS = 2  # references to a cached tensor where `allocate` counts them: a name, the argument
+_OURS = 2  # references to a cached tensor that `allocate` itself has: a local variable, an argument
 
 _mode_stack_depth = torch._C._len_torch_function_stack
 
 
 def default_device() -> torch.device:
-    """torch's default device; the depth of the mode stack says in 0.1 µs that nobody changed it."""
+    """torch's default device. An empty mode stack (checked in 0.1 µs) means that nobody changed it."""
     return torch.get_default_device() if _mode_stack_depth() else _CPU
 
 
 class AttentionBufferManager:
-    """Hands out typed buffers and caches them; see the module's text for the rules.
+    """Allocates typed buffers and caches freed ones; the module docstring has the rules.
 
     enable_preallocation   one buffer of each type's typical size is cached from the start
-    lightweight            no profiling, no stats per scope; a stale handle whose buffer was handed out again passes
+    lightweight            no profiling, no stats per scope; using a freed tensor whose buffer was reused is not an error
     debug                  freed buffers are filled with NaN or 0xCB, and `allocate` raises if one was written since
     pressure               device → the used share of its memory, in [0, 1]; see `tilegrad.memory.managed.pressure`
     """
@@ -96,11 +95,11 @@ class AttentionBufferManager:
     ) -> None:
         for name, asked in (("enable_profiling", enable_profiling), ("debug", debug)):
             if lightweight and asked:
-                raise ValueError(f"{name}=True needs a tracked manager; pass lightweight=False")
+                raise ValueError(f"{name}=True with lightweight=True: nothing is tracked; pass lightweight=False")
         if enable_preallocation and not enable_reuse:
-            raise ValueError("enable_preallocation=True with enable_reuse=False: nothing is kept; enable reuse")
+            raise ValueError("enable_preallocation=True with enable_reuse=False: pass enable_reuse=True")
         if max_bytes is not None and max_bytes < 0:
-            raise ValueError(f"max_bytes: got {max_bytes!r}; accepted: None (no limit) or at least 0")
+            raise ValueError(f"max_bytes: got {max_bytes!r}; accepted: None (no limit) or an int ≥ 0")
         configs = {**DEFAULT_CONFIGS, **{one_type(t): c for t, c in (custom_configs or {}).items()}}
         for type, config in configs.items():
             if not isinstance(config, BufferConfig):
@@ -135,7 +134,7 @@ class AttentionBufferManager:
 
     @property
     def configs(self) -> Mapping[BufferType, BufferConfig]:
-        """The config of each type, `custom_configs` among them."""
+        """The config of each type, with `custom_configs` applied."""
         return MappingProxyType(self._cache.configs)
 
     @property
@@ -154,8 +153,8 @@ class AttentionBufferManager:
         device: torch.device | str | None = None,
         zero_init: bool | None = None,
     ) -> Tensor:
-        """A contiguous buffer; uninitialised unless `zero_init`, by default what the type's config says."""
-        # Longer than 60 lines: a call of a helper would cost a hit a tenth of its time.
+        """A contiguous buffer, uninitialised unless `zero_init`. zero_init=None: as the type's config says."""
+        # Longer than 60 lines because a call of a helper function would take a tenth of the time of a hit.
         profile = self._profile
         began = 0 if profile is None else profile.now()
         if device is None:
@@ -178,10 +177,10 @@ class AttentionBufferManager:
         hit = tensor is not None
         if tensor is not None:
             pool.hits += 1
-        else:  # none is ready, or another thread was faster
+        else:  # no cached buffer of this key, or another thread took it first
             slot, tensor, hit = cache.find(free_list)
         tracked = self._tracked
-        own = slot.storage_object()  # while it lives, so does what `cdata` points to
+        own = slot.storage_object()  # keeps the storage at `cdata` alive
         if hit and (
             tensor.shape != free_list.shape
             or not tensor.is_contiguous()
@@ -211,7 +210,7 @@ class AttentionBufferManager:
         return tensor
 
     def deallocate(self, tensor: Tensor, type: BufferType | None = None) -> None:
-        """Takes the buffer back. The tensor is dead from here on, even if a variable still names it."""
+        """Returns the buffer to the cache. Do not use the tensor afterwards, even if a variable still refers to it."""
         profile = self._profile
         began = 0 if profile is None else profile.now()
         cache = self._cache
@@ -228,7 +227,7 @@ class AttentionBufferManager:
             raise self._not_in_use(tensor)
         pool, free_list = slot.pool, slot.free_list
         if type is not None and type is not pool.type and one_type(type) is not pool.type:
-            raise BufferStateError(f"type={type!r}: this buffer is {pool.type.name}; pass that type or none")
+            raise BufferStateError(f"type={type!r}: this buffer has type {pool.type.name}; pass that or nothing")
         if tensor.requires_grad:
             raise BufferStateError(
                 f"a {pool.type.name} buffer with {'grad_fn' if tensor.grad_fn else 'requires_grad=True'} belongs "
@@ -248,7 +247,7 @@ class AttentionBufferManager:
             cache.quarantine(slot)
             self._events.append(free_list.gave)
             return
-        del own  # whoever takes the buffer next counts who holds it
+        del own  # the next `allocate` counts the references to it
         if pool.on_cuda:
             slot.mark_freed()
         if self._debug:
@@ -256,7 +255,7 @@ class AttentionBufferManager:
         slot.stamp = cache.clock = clock = cache.clock + 1
         free = pool.free
         try:
-            del slots[ident]  # nothing interrupts between these two: neither is a call
+            del slots[ident]  # not interrupted before the next line: neither is a call
             free[slot] = tensor
         except KeyError:  # another thread freed it meanwhile
             raise self._not_in_use(tensor) from None
@@ -274,7 +273,7 @@ class AttentionBufferManager:
         device: torch.device | str | None = None,
         zero_init: bool | None = None,
     ) -> Iterator[Tensor]:
-        """`allocate` for the length of a block."""
+        """`allocate` on entry, `deallocate` on exit."""
         tensor = self.allocate(type, shape, dtype, device, zero_init)
         try:
             yield tensor
@@ -294,9 +293,9 @@ class AttentionBufferManager:
     ) -> None:
         """Makes sure that one buffer of each type is cached: (B, T, H, D), and (B, H, T, T) for SCORES and WEIGHTS."""
         if not self._reuse:
-            raise ValueError("preallocate_buffers needs enable_reuse=True: nothing is kept without it")
+            raise ValueError("preallocate_buffers with enable_reuse=False: nothing is kept; pass enable_reuse=True")
         if isinstance(device, torch.dtype):
-            raise TypeError(f"device: got {device}; accepted: a device, and dtype= after it")
+            raise TypeError(f"device: got {device}; accepted: a device; pass the dtype as dtype=")
         sizes = {"batch_size": batch_size, "seq_len": seq_len, "num_heads": num_heads, "head_dim": head_dim}
         for name, size in sizes.items():
             if not isinstance(size, int) or size < 1:
@@ -306,17 +305,17 @@ class AttentionBufferManager:
         wanted = {Key(one_type(t), square if t in _SQUARE else row, dtype, where): 1 for t in types}
         nbytes = sum(key.nbytes for key in wanted)
         if nbytes > self._cache.max_bytes:
-            raise ValueError(f"preallocate_buffers: {nbytes} bytes do not fit max_bytes={self._cache.max_bytes}")
+            raise ValueError(f"preallocate_buffers: {nbytes} bytes exceed max_bytes={self._cache.max_bytes}; raise it")
         self._cache.ready(wanted)
 
     def clear_cache(self, type: BufferType | None = None) -> None:
-        """Gives every cached buffer (of one type) back to the system; buffers in use are untouched."""
+        """Frees every cached buffer, or those of one type; buffers in use are untouched."""
         only = None if type is None else one_type(type)
         self._reap()
         self._cache.clear(only)
 
     def end_iteration(self) -> None:
-        """Marks the end of an iteration. After three alike, what the next one needs is cached when this returns."""
+        """Marks the end of an iteration. After three iterations alike, the buffers of the next one are cached in advance."""
         self._reap()
         events = self._events.copy()
         self._events.clear()
@@ -327,8 +326,8 @@ class AttentionBufferManager:
 
     @contextmanager
     def scope(self, module_name: str) -> Iterator[None]:
-        """Counts what is allocated inside under that name (the innermost; "": none); a lightweight manager keeps no such
-        count."""
+        """Allocations inside the block are counted under this name (the innermost scope counts; "" is none). A
+        lightweight manager keeps no such counts."""
         outer, here = self._open_scope(), Scope(module_name)
         try:
             self._scope.set((weakref.ref(here), outer) if here else None)
@@ -337,16 +336,16 @@ class AttentionBufferManager:
             self._scope.set(outer)
 
     def _open_scope(self) -> OpenScope | None:
-        """The innermost. One that was not closed, because an interrupt came just then, ends with its last reference."""
+        """The innermost open scope. Skips scopes that an interrupt left open: their last reference is gone."""
         innermost = self._scope.get()
         while innermost is not None and innermost[0]() is None:
             innermost = innermost[1]
         return innermost
 
     def get_stats(self) -> dict[str, Any]:
-        """Counts and bytes. `bytes_reserved` = in use + cached + idle in slabs, all real; `bytes_peak` is its peak;
-        `bytes_live` is what was asked for of the buffers in use; `preallocated_buffers` is how many were made before they
-        were asked for. `buffer_types` is another name of `per_type`."""
+        """Counts and bytes. `bytes_reserved` = in use + cached + idle in slabs; `bytes_peak` is the maximum of it.
+        `bytes_live` is the requested bytes of the buffers in use; `preallocated_buffers` counts buffers made in
+        advance. `buffer_types` is an alias of `per_type`."""
         self._reap()
         scopes = {
             name: asdict(stats) | {"bytes_in_use": self._scope_bytes(name)}
@@ -368,13 +367,13 @@ class AttentionBufferManager:
         Path(path).write_text(json.dumps(trace), encoding="utf-8")
 
     def export_html(self, path: str | Path) -> None:
-        """Writes every buffer's life as one page that needs nothing from the network."""
+        """Writes every buffer's life as one self-contained HTML page."""
         page = lives_page(self._profiled("export_html"), self.get_stats())
         Path(path).write_text(page, encoding="utf-8")
 
     def _profiled(self, caller: str) -> Profile:
         if self._profile is None:
-            raise ValueError(f"{caller} has nothing to write: make the manager with enable_profiling=True")
+            raise ValueError(f"{caller}: this manager has no profile; create it with enable_profiling=True")
         return self._profile
 
     def _reap(self) -> None:
@@ -384,11 +383,11 @@ class AttentionBufferManager:
                 self._profile.end(slot, began_ns=None)
 
     def _look_again(self, slot: Slot, tensor: Tensor, *, named: bool) -> tuple[Slot, Tensor, bool]:
-        """The buffer to hand out instead of a cached one that is suspect, and whether it is a cached one.
+        """The buffer to hand out instead of a suspect cached one, and whether it is from the cache.
 
-        If its bytes moved (a resize_ that grew), or someone took hold of them since it was freed, it is quarantined and
-        another made. If a variable still names its tensor, a new one over the same bytes is handed out, so that freeing
-        the old one again is caught. Another shape or stride (resize_, t_) is undone."""
+        If its bytes moved (a resize_ that grew), or something referenced them after it was freed, it is quarantined and
+        a new one is made. If a variable still refers to its tensor, a new tensor over the same bytes is returned, so
+        that a second free of the old tensor is an error. A changed shape or stride (resize_, t_) is undone."""
         cache = self._cache
         if self._debug:
             cache.check_poison(slot, tensor)
@@ -419,7 +418,7 @@ class AttentionBufferManager:
         return "" if innermost is None else str(innermost[0]() or "")
 
     def _scope_bytes(self, name: str) -> int:
-        """What was asked for of the buffers in use that were taken in a scope."""
+        """The requested bytes of the buffers in use that were allocated in a scope."""
         return sum(slot.free_list.nbytes for slot in list(self._cache.slots.values()) if slot.scope == name)
 
     def _not_in_use(self, tensor: object) -> BufferStateError:
@@ -427,7 +426,7 @@ class AttentionBufferManager:
             return BufferStateError(f"tensor: got {tensor!r}; accepted: a tensor from this manager's allocate")
         for pool in list(self._cache.pools.values()):
             if any(cached is tensor for cached in list(pool.free.values())):
-                return BufferStateError(f"this {pool.type.name} buffer was deallocated already; free it once")
+                return BufferStateError(f"this {pool.type.name} buffer was deallocated already; call deallocate once")
         return BufferStateError(
             f"tensor of shape {tuple(tensor.shape)} is not a buffer in use of this manager: it came from elsewhere, is "
             "a view of a buffer, or was deallocated before; pass the tensor that allocate returned, once"
@@ -450,7 +449,7 @@ def create_attention_buffer_manager(
 
 
 def take_hits() -> None:
-    """Hits go through C++ from here on, where that was built."""
+    """Installs the C++ fast path for cache hits, if it was built."""
     shorten(AttentionBufferManager, BufferCache, FreeList, Pool, Slot, cpu=_CPU)
 
 

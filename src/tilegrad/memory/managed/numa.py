@@ -1,7 +1,7 @@
-"""The kernel's NUMA policy calls, without libnuma: bind a range of memory to a node, and ask where it is.
+"""The kernel's NUMA policy calls, without libnuma: bind a range of memory to a node, and query its node.
 
 mbind(addr, len, MPOL_BIND, {node})        pages of the range may only come from that node
-get_mempolicy(addr, MPOL_F_ADDR)           the policy of the range that holds addr, before any page exists
+get_mempolicy(addr, MPOL_F_ADDR)           the policy of the range around addr, even before a page of it is touched
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def bind(address: int, nbytes: int, node: int) -> None:
 
 
 def bound_nodes(address: int) -> list[int]:
-    """The nodes that the memory at `address` is bound to; [] where its policy is not MPOL_BIND."""
+    """The nodes that the memory at `address` is bound to; [] if its policy is not MPOL_BIND."""
     mode, mask = ctypes.c_int(), _NodeMask()
     _syscall(
         "get_mempolicy",

@@ -1,11 +1,11 @@
 """Learning what one iteration allocates.
 
-An iteration is its events (key, +1) and (key, −1) in order. What matters for the next one is, per key, how many were
-taken and the most that were held at once beyond those held at the start:
+An iteration is a sequence of events (key, +1) and (key, −1). For the next iteration two numbers per key matter: how
+many buffers were taken, and the most that were in use at once beyond those in use at the start:
 
     peak(key) = max over time of Σ ±1
 
-Iterations are alike when both agree for every key. After `ALIKE` of them the peaks are what to have ready.
+Iterations are alike when both numbers agree for every key. After `ALIKE` such iterations, peak(key) buffers are cached.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def demand(events: Iterable[tuple[Key, int]]) -> dict[Key, tuple[int, int]]:
 
 
 class PatternLearner(Generic[Key]):
-    """`plan` is the buffers to have ready per key, {} until enough iterations in a row were alike."""
+    """`plan` maps each key to the buffers to cache in advance; {} until enough iterations in a row were alike."""
 
     def __init__(self) -> None:
         self.alike = 0

@@ -1,8 +1,8 @@
-"""How full memory is, and how much of it a cache may hold then.
+"""Memory pressure: how full a device is, and how much may be cached on it.
 
-A pressure source maps a device to the used share of what it may use, in [0, 1]. The default asks, for the CPU, every
-control group above this process (version 2 and 1; page cache that can be reclaimed counts as free) and the machine
-(/proc/meminfo), and takes the fullest; for CUDA `mem_get_info`, where what torch has reserved and does not use is free.
+A pressure source maps a device to the used share of the memory it may use, in [0, 1]. The default source, on a CPU, takes the
+fullest of the machine (/proc/meminfo) and every control group above this process (version 2 and 1; reclaimable page cache
+counts as free). On CUDA it uses `mem_get_info`; memory that torch has reserved but does not use counts as free.
 """
 
 from __future__ import annotations
@@ -30,8 +30,7 @@ def memory_pressure(device: torch.device, root: Path = Path("/")) -> float:
 
 
 def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
-    """All the memory that a device has for this process: of the machine, or of the narrowest control group. None where
-    nobody knows."""
+    """Total memory of a device for this process: the machine's, or the limit of the smallest control group. None if unknown."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[1])
     if device.type != "cpu":
@@ -43,8 +42,7 @@ def memory_limit(device: torch.device, root: Path = Path("/")) -> int | None:
 
 
 def memory_available(device: torch.device, root: Path = Path("/")) -> int | None:
-    """What of a device's memory is free for this process now: of the machine, or of the fullest control group. None where
-    nobody knows."""
+    """Free memory of a device for this process now: of the machine, or of the fullest control group. None if unknown."""
     if device.type == "cuda":
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(torch.cuda.mem_get_info(device)[0]) + unused
@@ -54,7 +52,7 @@ def memory_available(device: torch.device, root: Path = Path("/")) -> int | None
 
 
 def _cgroups(root: Path) -> Iterator[tuple[int, int]]:
-    """(used, limit) of each control group from this process's own up to the top, where it has a memory limit."""
+    """(used, limit) of each control group with a memory limit, from this process's own group up to the root."""
     table = root / "proc/self/cgroup"
     if not table.is_file():
         return
@@ -96,10 +94,9 @@ def _machine(root: Path) -> Iterator[tuple[int, int]]:
 
 
 class AdaptiveLimit:
-    """What a device's cache may hold: halves at pressure ≥ 0.85, nothing at ≥ 0.95, doubles back at ≤ 0.70.
+    """Limit of the cached bytes of a device: halves at pressure ≥ 0.85, 0 at ≥ 0.95, doubles again at ≤ 0.70.
 
-    `max_bytes` is None while there is no reason to limit, and again once doubling has reached what was cached when the
-    pressure began.
+    `max_bytes` is None while there is no pressure, and again once doubling reaches the bytes cached when it began.
     """
 
     def __init__(self) -> None:
@@ -108,7 +105,7 @@ class AdaptiveLimit:
 
     def feel(self, pressure: float, cached_bytes: int) -> None:
         if not 0.0 <= pressure <= 1.0:
-            raise ValueError(f"pressure: got {pressure!r} from its source; accepted: a share from 0 to 1")
+            raise ValueError(f"pressure: got {pressure!r} from the pressure source; accepted: a float from 0 to 1")
         if pressure >= SHRINK:
             if self.max_bytes is None:
                 self._before = self.max_bytes = cached_bytes

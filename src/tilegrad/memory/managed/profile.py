@@ -1,7 +1,7 @@
-"""What a manager reports: counts and bytes of its cache and, when tracked, totals per type and scope and the life of each
-buffer, as a Chrome trace and as a page.
+"""What a manager reports: counts and bytes of its cache. With profiling also totals per type and the life of each
+buffer, as a Chrome trace and as an HTML page.
 
-Times are nanoseconds of `time.perf_counter_ns`, from the moment the profile was made.
+Times are nanoseconds of `time.perf_counter_ns`, since the profile was created.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ MAX_LIVES = 1_000_000
 
 
 class Scope(str):
-    """The name of a scope, which lives as long as its block."""
+    """The name of a scope. The object lives as long as the scope's `with` block."""
 
 
-OpenScope: TypeAlias = "tuple[weakref.ref[Scope], OpenScope | None]"  # a scope and the one around it
+OpenScope: TypeAlias = "tuple[weakref.ref[Scope], OpenScope | None]"  # a scope and its enclosing scope
 
 
 @dataclass(slots=True)
@@ -85,7 +85,7 @@ class Profile:
     def end(self, slot: object, *, began_ns: int | None) -> None:
         """The buffer came back (began_ns: when its deallocate was called) or its last holder dropped it (None)."""
         life = self._open.pop(slot, None)
-        if life is None:  # an interrupted call has ended it
+        if life is None:  # an interrupted call ended it already
             return
         last = self.now()
         row = self.types[life.type]
@@ -149,7 +149,7 @@ def chrome_trace(profile: Profile) -> dict[str, object]:
 
 
 def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
-    """Every buffer's life as one page that needs nothing from the network."""
+    """Every buffer's life as one self-contained HTML page."""
     now, lives = profile.now(), profile.lives()
     spans = [
         Span(
@@ -178,7 +178,7 @@ def lives_page(profile: Profile, stats: Mapping[str, Any]) -> str:
 
 
 def cache_stats(cache: BufferCache, profile: Profile | None) -> dict[str, Any]:
-    """Counts and bytes, in all and per type."""
+    """Counts and bytes, total and per type."""
     pools = list(cache.pools.values())
     in_use = cache.in_use()
     per_type = {str(type): _type_stats(cache, type, profile) for type in BufferType}

@@ -1,11 +1,11 @@
 """Slabs: one region of memory cut into blocks, each with a storage of its own.
 
-A block is a uint8 tensor over part of its region whose *storage* is only that part, so that the storage's use count
-tells who still holds the block, not who holds the slab. On CPU a region is reserved address space: a page costs memory
-once it is written, and a block that is given back returns its whole pages to the system (MADV_DONTNEED). Elsewhere
-(CUDA, pinned) a region is one real allocation, kept until its last block comes back.
+A block is a uint8 tensor over part of its region whose *storage* is only that part. So the storage's use count says who
+still references this block, not the slab. On CPU a region is reserved address space: a page takes memory once it is
+written, and a freed block returns its whole pages to the system (MADV_DONTNEED). Otherwise (CUDA, pinned) a region is
+one real allocation, kept until its last block is freed.
 
-`idle_bytes` is what a slab holds from the system and has not cut into blocks: it counts as the manager's.
+`idle_bytes` are bytes that a slab has from the system but that are in no block: the manager counts them as reserved.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ def round_up(n: int, multiple: int) -> int:
 
 
 def own_storage(part: Tensor) -> Tensor:
-    """The same memory as the uint8 view `part`, under a storage of exactly its bytes; keeps part's memory alive."""
+    """A tensor over the same memory as the uint8 view `part`, with a storage of exactly its bytes; keeps that memory alive."""
     return from_dlpack(part)
 
 
 class Region:
-    """One stretch of memory: pages on demand for plain CPU memory, else one allocation."""
+    """One range of memory: on-demand pages for plain CPU memory, else one allocation."""
 
     def __init__(self, device: torch.device, nbytes: int, *, pinned: bool) -> None:
         self.nbytes = nbytes
@@ -70,7 +70,7 @@ class Region:
         return own_storage(self._bytes[offset : offset + nbytes])
 
     def kept(self, offset: int, nbytes: int) -> int:
-        """What [offset, offset + nbytes) still costs after `release`: all of it, or the ends that share a page."""
+        """Bytes of [offset, offset + nbytes) that `release` cannot return: all, or the ends that share a page."""
         if not self.lazy:
             return nbytes
         first, last = round_up(offset, mmap.PAGESIZE), (offset + nbytes) // mmap.PAGESIZE * mmap.PAGESIZE
@@ -86,12 +86,12 @@ class Region:
 
     @property
     def blocks(self) -> tuple[Block, ...]:
-        """By offset."""
+        """Sorted by offset."""
         return self.layout[0]
 
     @property
     def gaps(self) -> tuple[tuple[int, int], ...]:
-        """(first, one past the last) byte of each stretch in no block."""
+        """(first byte, last byte + 1) of each range that is in no block."""
         return self.layout[1]
 
     def add(self, block: Block) -> None:
@@ -112,7 +112,7 @@ class Region:
         self.layout = (*blocks[:at], *blocks[at + 1 :]), around
 
     def idle_bytes(self) -> int:
-        """What is held from the system in no block. Behind the last block a lazy region has no page of its own."""
+        """Bytes held from the system in no block. After the last block a lazy region has no written page."""
         if not self.lazy:
             return sum(last - first for first, last in self.gaps)
         return sum(self.kept(first, last - first) for first, last in self.gaps if last < self.nbytes)
@@ -123,8 +123,8 @@ class Region:
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """Bytes that a strategy handed to the manager; `nbytes` is all they cost, rounding included. A block of a slab is taken
-    for as long as its storage lives."""
+    """Bytes that a strategy gave to the manager; `nbytes` includes rounding. A block of a slab is taken while its
+    storage lives."""
 
     strategy: str
     nbytes: int
@@ -150,20 +150,19 @@ def size_class(nbytes: int) -> int:
 
 
 def _dead(blocks: tuple[Block, ...]) -> list[Block]:
-    """Those whose storage nobody holds. All in C: a thread that came in between would find a storage held by the question."""
+    """The blocks whose storage is dead. Evaluated all in C: otherwise another thread could see our temporary reference."""
     return list(compress(blocks, map(_IS_NONE, map(call, map(_STORAGE, blocks)))))
 
 
 class Slab:
-    """Blocks cut from the smallest gap that holds them.
+    """Blocks cut from the smallest gap that fits.
 
-    The state is the layout of each region, which one assignment replaces, and a block ends with its storage. So an
-    interruption leaves nothing to undo: the next `sweep` finds what nobody holds any more. The caller runs one change at a
-    time.
+    The only state is the layout of each region, replaced by one assignment, and a block ends with its storage. So nothing needs
+    to be undone after an interrupt: the next `sweep` finds the blocks without references. The caller runs one change at a time.
     """
 
     strategy: ClassVar[str]
-    least_bytes: ClassVar[int]  # the smallest region where a region is one real allocation
+    least_bytes: ClassVar[int]  # minimum size of a region that is one real allocation
 
     def __init__(self, device: torch.device, *, pinned: bool) -> None:
         self.device, self.pinned = device, pinned
@@ -186,7 +185,7 @@ class Slab:
         return base, block
 
     def sweep(self) -> None:
-        """Lets go of the blocks that nobody holds, and returns what pages it can to the system."""
+        """Frees the blocks that nothing references, and returns their whole pages to the system."""
         dropped = len(self._dropped)
         for region in list(self.regions):
             for block in _dead(region.blocks) if dropped else ():
@@ -222,7 +221,7 @@ class Slab:
 
 
 class BucketSlab(Slab):
-    """Blocks in size classes, so that the gap of one serves the next of its class."""
+    """Blocks in size classes, so that the gap left by one block fits the next block of its class."""
 
     strategy, least_bytes = "bucketed", 4 * MIB
 
@@ -232,7 +231,7 @@ class BucketSlab(Slab):
 
 
 class BestFitSlab(Slab):
-    """Blocks of whole pages (of 512 bytes where memory is not returned by pages)."""
+    """Blocks of whole pages, or of multiples of 512 bytes if the region is not lazy."""
 
     strategy, least_bytes = "fragment_aware", 0
 
@@ -242,10 +241,10 @@ class BestFitSlab(Slab):
 
 
 class Exclusive:
-    """Runs one function at a time, whichever threads call.
+    """Runs one function at a time among all threads.
 
-    No lock is held that an interruption could leave held: `Context.run` enters, calls and leaves in C, and refuses a
-    context that is entered. A child of fork has contexts of its own, because the thread inside may not be in it.
+    It uses no lock that an interrupt could leave locked: `Context.run` enters, calls and leaves in C, and refuses a context
+    that is already entered. A forked child uses new contexts, because the thread inside the old one may not exist there.
     """
 
     def __init__(self) -> None:
@@ -253,14 +252,14 @@ class Exclusive:
         self._owner = 0
 
     def run(self, act: Callable[[*Ts], R], *args: *Ts) -> R:
-        """What `act` returns; Nested where this thread is inside already, as a finalizer may be."""
+        """Returns act(*args). Raises Nested if this thread is already inside, which happens in finalizers."""
         while True:
             context = self._contexts.setdefault(_forks, Context())
             try:
                 return context.run(self._own, partial(act, *args))
             except RuntimeError as error:
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # by `act`: the context's own refusal has no frame below this one
+                    raise  # raised by `act`: a refusal by the context has no frame below this one
                 if self._owner == get_ident():
                     raise Nested from None
             time.sleep(_LOOK_AGAIN_S)
@@ -274,7 +273,7 @@ class Exclusive:
 
 
 class Nested(RuntimeError):
-    """This thread is inside the exclusive function already."""
+    """This thread is already inside the exclusive function."""
 
 
 def _forked() -> None:

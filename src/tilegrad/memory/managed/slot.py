@@ -1,9 +1,9 @@
-"""One buffer of the manager, in use or cached: its bytes, the tensor that names them, and who else holds them.
+"""One buffer of the manager, in use or cached: its bytes, its tensor, and whether anything else references them.
 
-A slot knows its tensor by a weak reference only. While the buffer is in use the caller owns the tensor, while it is cached
-its pool does. Three counts say whether anyone else holds a buffer when it comes back:
+A slot has only a weak reference to its tensor. The caller owns the tensor while the buffer is in use, the pool while it
+is cached. Three counts say whether anything else references a buffer when it is freed:
 
-    tensor._use_count()        graphs that saved it, DLPack exports, views of it (their base)
+    tensor._use_count()        graphs that saved it, DLPack exports, views (through `_base`)
     the storage's use count    aliases: views, detach(), numpy()
     the storage's references   a storage object that someone took
 """
@@ -43,7 +43,7 @@ class Key(NamedTuple):
 
 
 class Handle(weakref.ref[Tensor]):
-    """The manager's only hold on a tensor in use; dies into the manager's list of dropped buffers."""
+    """The manager's weak reference to a tensor in use. When the tensor dies, it is appended to the dropped buffers."""
 
     __slots__ = ("slot",)
     slot: Slot
@@ -51,7 +51,7 @@ class Handle(weakref.ref[Tensor]):
 
 @dataclass(slots=True, eq=False)
 class Pool:
-    """The cached buffers of one (type, device), least recently freed first: whoever removes one from `free` owns its tensor."""
+    """The cached buffers of one (type, device), least recently freed first. Who removes one from `free` owns its tensor."""
 
     type: BufferType
     device: torch.device
@@ -67,8 +67,8 @@ class Pool:
 
 
 class FreeList:
-    """Where to look first for a cached buffer of one exact key: the pool's `free` decides whether it is there, and may hold
-    one that this list lacks. `took` and `gave` are the key's events for pattern learning."""
+    """The cached buffers of one exact key. A hint: `free` of the pool decides whether a buffer is cached, and may have
+    buffers that this list lacks. `took` and `gave` are the key's events for pattern learning."""
 
     __slots__ = ("dtype", "gave", "key", "most", "nbytes", "pool", "shape", "slots", "took")
 
@@ -90,14 +90,14 @@ def contiguous_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def shaped(storage: torch.UntypedStorage, key: Key) -> Tensor:
-    """A contiguous tensor from the storage's first byte on; no view, and usable in and out of inference mode."""
+    """A contiguous tensor from the storage's first byte on. It is not a view, and works in and out of inference mode."""
     with torch.inference_mode(mode=False), torch.no_grad():
         tensor = torch.empty(0, dtype=key.dtype, device=key.device)
         return tensor.set_(storage, 0, key.shape, contiguous_strides(key.shape))
 
 
 def detach_storage(tensor: Tensor) -> None:
-    """Takes a dead tensor's storage away, so that a variable that still names it holds no memory of ours."""
+    """Replaces a freed tensor's storage, so that a variable that still refers to the tensor keeps none of our memory."""
     tensor.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
 
 
@@ -140,24 +140,24 @@ class Slot:
         self.handle: Handle | None = None
 
     def learn_alone(self) -> None:
-        """Reads the counts that mean 'nobody else'; called once, when one tensor holds the bytes."""
+        """Records the counts that mean 'no other reference'; called once, while one tensor has the bytes."""
         own = self.storage_object()
         self.storage_refs, self.alone = references(own), storage_use_count(self.cdata)
 
     def watch(self, tensor: Tensor, dropped: Callable[[Handle], object]) -> None:
-        """Makes the tensor this slot's, and calls `dropped` with the handle when its last owner lets it die."""
+        """Makes this the slot's tensor. `dropped` is called with the handle when the tensor dies."""
         handle = Handle(tensor, dropped)
         handle.slot = self
         self.ident, self.handle = id(tensor), handle
 
     def is_dying(self, tensor: Tensor) -> bool:
-        """Whether a finalizer passes the tensor that this slot lost: the collector clears weak references before it
-        calls the finalizers of a cycle. The buffer counts as dropped then."""
+        """Whether a finalizer passes the tensor that this slot lost: the garbage collector clears weak references
+        before it calls the finalizers of a cycle. The buffer then counts as dropped."""
         return self.handle is not None and self.handle() is None and tensor.untyped_storage() is self.storage_object()
 
     def held_elsewhere(self, tensor: Tensor) -> bool:
-        """Whether anything but variables holds the bytes; `allocate` and `deallocate` spell the same out for speed."""
-        own = self.storage_object()  # while it lives, so does what `cdata` points to
+        """Whether anything but a variable references the bytes; `allocate` and `deallocate` inline this for speed."""
+        own = self.storage_object()  # keeps the storage at `cdata` alive
         return (
             own is None
             or use_count(tensor) != 1
@@ -166,7 +166,7 @@ class Slot:
         )
 
     def moved(self, tensor: Tensor) -> bool:
-        """Whether the tensor is over other bytes than it was given; a view of its own bytes further on counts too."""
+        """Whether the tensor no longer starts at the address it was given."""
         return tensor.data_ptr() != self.ptr
 
     def restore_layout(self, tensor: Tensor) -> None:
@@ -176,7 +176,7 @@ class Slot:
             tensor.set_(tensor.untyped_storage(), 0, shape, contiguous_strides(shape))
 
     def retarget(self, old: Tensor, free_list: FreeList) -> Tensor:
-        """The tensor with another shape or dtype over the same bytes: itself, or a new one that is to be watched."""
+        """The tensor with another shape or dtype over the same bytes: the same object, or a new one that must be watched."""
         same_dtype = free_list.dtype is self.free_list.dtype
         self.free_list, self.slack = free_list, self.nbytes - free_list.nbytes
         if same_dtype and not old.requires_grad:
@@ -207,7 +207,7 @@ class Slot:
             key = self.free_list.key
             raise BufferStateError(
                 f"a {key.type.name} buffer {key.shape} {key.dtype} was written after deallocate: {len(changed)} bytes "
-                f"changed, the first at byte {int(changed[0])}; stop using a tensor once it is deallocated"
+                f"changed, the first at byte {int(changed[0])}; do not use a tensor after deallocate"
             )
 
     def _raw(self, tensor: Tensor) -> Tensor:
@@ -217,14 +217,14 @@ class Slot:
         )
 
     def mark_freed(self) -> None:
-        """Notes where this stream's work on the buffer ends."""
+        """Records an event after this stream's work on the buffer."""
         stream = torch.cuda.current_stream(self.pool.device)
         event = torch.cuda.Event()
         event.record(stream)
         self.freed = (stream, event)
 
     def await_freed(self, tensor: Tensor) -> None:
-        """Makes the current stream wait for the work of the stream that freed the buffer, if that is another."""
+        """Makes the current stream wait for the stream that freed the buffer, if it is another one."""
         assert self.freed is not None
         stream, event = self.freed
         current = torch.cuda.current_stream(self.pool.device)

@@ -1,9 +1,9 @@
 """The four ways to obtain a buffer's bytes; the first that applies is used.
 
 bucketed         < 1 MiB, reuse high           a size class of one slab
-numa_aware       > 16 MiB, CPU, > 1 node       pages bound to the calling thread's node, checked with the kernel
+numa_aware       > 16 MiB, CPU, > 1 node       pages bound to the calling thread's node, verified by get_mempolicy
 fragment_aware   > 2 × typical_size_mb         best fit with coalescing in a slab
-direct           everything else               the allocator of torch
+direct           everything else               torch's allocator
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class AllocationRequest:
 
     @property
     def sliceable(self) -> bool:
-        """Whether memory of this device can be cut into storages of their own."""
+        """Whether memory of this device can be cut into blocks with their own storages."""
         return self.device.type in ("cpu", "cuda")
 
 
@@ -46,12 +46,12 @@ class Strategy(Protocol):
     def applies(self, request: AllocationRequest) -> bool: ...
 
     def take(self, request: AllocationRequest) -> tuple[Tensor, Block]:
-        """uint8 bytes, at least as many as asked, under a storage of their own, which nobody gives back: they end with it."""
+        """At least `nbytes` uint8 bytes with a storage of their own. They are freed when that storage dies."""
         ...
 
 
 class _Slabs:
-    """A strategy that cuts slabs, one for each device and kind of memory; one thread at a time."""
+    """A strategy with one slab for each device and kind of memory; one thread at a time changes them."""
 
     slab: ClassVar[type[Slab]]
 
@@ -66,7 +66,7 @@ class _Slabs:
 
     def sweep(self) -> None:
         for slab in list(self._slabs.values()):
-            with suppress(Nested):  # in a finalizer amid a change, which the next sweep follows
+            with suppress(Nested):  # called by a finalizer during a change: the next sweep does this
                 self._exclusive.run(slab.sweep)
 
     def idle_bytes(self) -> int:
@@ -83,7 +83,7 @@ class Bucketed(_Slabs):
 
 
 class NumaAware:
-    """One region per buffer, bound to the calling thread's node. Where the kernel refuses: a warning, and aside."""
+    """One region per buffer, bound to the calling thread's node. If the kernel refuses, warns and is not used again."""
 
     def __init__(self, nodes: Callable[[], Sequence[int]] = numa.nodes, *, min_nodes: int = 2) -> None:
         self._usable = numa.supported() and len(nodes()) >= min_nodes
@@ -102,7 +102,7 @@ class NumaAware:
         node = numa.current_node()
         numa.bind(region.address, round_up(region.nbytes, mmap.PAGESIZE), node)
         if numa.bound_nodes(region.address) != [node]:
-            raise OSError(f"mbind to node {node} reported success, the kernel names {numa.bound_nodes(region.address)}")
+            raise OSError(f"mbind to node {node} succeeded, but get_mempolicy says {numa.bound_nodes(region.address)}")
         start = -region.address % request.alignment
         return region.block(start, request.nbytes), Block("numa_aware", request.nbytes)
 
@@ -118,7 +118,7 @@ class FragmentAware(_Slabs):
         return request.nbytes > 2 * request.config.typical_size_mb * MIB and request.sliceable
 
     def fragmentation(self) -> float:
-        """The share of the slabs' extent that is holes between blocks: 0 is none."""
+        """Share of the slabs' extent that is holes between blocks, from 0 (none) to 1."""
         parts = [slab.fragmentation() for slab in self._slabs.values()]
         extent = sum(extent for _, extent in parts)
         return sum(holes for holes, _ in parts) / extent if extent else 0.0
@@ -138,7 +138,7 @@ class Direct:
 
 
 class Strategies:
-    """The four in order, with how often each was used."""
+    """The four strategies in order, and how often each was used."""
 
     def __init__(self, numa_aware: NumaAware | None = None) -> None:
         self._numa = numa_aware or NumaAware()
@@ -162,13 +162,13 @@ class Strategies:
                 self._numa.refuse(error)
                 continue
             if base.data_ptr() % request.alignment and request.nbytes:
-                raise RuntimeError(f"{name} gave address {base.data_ptr():#x}, not aligned to {request.alignment}")
+                raise RuntimeError(f"{name} returned address {base.data_ptr():#x}, not aligned to {request.alignment}")
             self.counts[name] += 1
             return base, block
         raise AssertionError("direct applies to every request")
 
     def sweep(self) -> None:
-        """Lets go of the blocks of slabs that nobody holds any more."""
+        """Frees the blocks of slabs that nothing references."""
         self._bucketed.sweep()
         self._fragment.sweep()
 

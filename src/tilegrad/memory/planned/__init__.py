@@ -1,1 +1,1 @@
-"""Planned memory: every byte known before the first step."""
+"""Planned memory: the address of every buffer is known before the first step."""

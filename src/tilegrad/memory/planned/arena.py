@@ -1,12 +1,12 @@
 """A planned program's memory: one allocation per role, and every buffer a view of one.
 
-`plan_memory` packs what a trace found. Buffers of a persistent role follow each other in the order of declaration, so
-params, grads and each optimizer moment of one model have the same layout: `flat` is a handle over such a range of buffers,
-and a slice of the arena is a bucket of gradients. Activations share addresses where their live ranges allow. `Arenas` then
-allocates exactly `peak_bytes`.
+`plan_memory` computes the arenas of a trace. Buffers of a persistent role follow each other in the order of
+declaration, so params, grads and each optimizer moment of one model have the same layout. `flat` is a handle over a
+range of such buffers, for example a bucket of gradients. Activations share addresses if their live ranges allow.
+`Arenas` then allocates exactly `peak_bytes`.
 
-To check a plan, `Arenas.poison` before a step and `poison_dead` during one overwrite every byte that holds no value. If that
-changes the result of the step, a live range in the plan is wrong.
+To check a plan, `Arenas.poison` before a step and `poison_dead` during it overwrite every byte without a live value. If
+that changes the result of the step, a live range in the plan is wrong.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from .plan import Plan, Request, plan
 from .trace import Call, FlatHandle, Handle, Observe, Trace, handles, watch_streams
 
 _POISON_FLOAT = 0xFF  # all ones is a NaN in every IEEE-like format
-_POISON_INT = 0xCB  # out of range as an index, and rare as data
+_POISON_INT = 0xCB  # out of range as an index, rare as a value
 
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """Every byte of a program before the first is allocated."""
+    """The size and layout of all arenas, before any is allocated."""
 
     trace: Trace
     arenas: Mapping[Role, Plan]
@@ -36,30 +36,30 @@ class MemoryPlan:
 
     @property
     def peak_bytes(self) -> int:
-        """What is allocated: the sum of all arenas, for as long as they exist."""
+        """The sum of all arenas: the bytes allocated as long as they exist."""
         return sum(arena.arena_bytes for arena in self.arenas.values())
 
 
 def alignment(device: torch.device) -> int:
-    """Every offset in an arena on this device is a multiple of so many bytes."""
+    """Every offset in an arena on this device is a multiple of this many bytes."""
     return 256 if device.type == "cuda" else 64
 
 
 def _room(buffer: Handle) -> int:
-    """Bytes of a persistent buffer in its arena. On CUDA a multiple of 128 elements, so that a run of float32 and a run of
-    its bfloat16 copies have the same layout, in elements, and one kernel writes both."""
+    """Bytes of a persistent buffer in its arena. On CUDA a multiple of 128 elements, so that float32 parameters and
+    their bfloat16 copies have the same layout in elements and one kernel writes both."""
     size = buffer.dtype.itemsize
     return -(-buffer.nbytes // (128 * size)) * 128 * size if buffer.device.type == "cuda" else buffer.nbytes
 
 
 def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
-    """A handle over `buffers`, which a persistent arena holds in this order with nothing else between them."""
+    """A handle over `buffers`, which must be adjacent and in this order in a persistent arena."""
     first, size = buffers[0], buffers[0].dtype.itemsize
     for b in buffers:
         if b.role == "activations" or (b.dtype, b.role, b.device) != (first.dtype, first.role, first.device):
             raise ValueError(
                 f"{name}: got {b.name!r}, {b.dtype} in {b.role} on {b.device}; "
-                f"accepted: persistent buffers of one dtype, role and device, those of {first.name!r}"
+                f"accepted: persistent buffers with the dtype, role and device of {first.name!r}"
             )
     layout = plan([Request(b.name, _room(b), ((0, 0),)) for b in buffers], align=alignment(first.device), share=False)
     return FlatHandle(
@@ -69,11 +69,11 @@ def flat(name: str, buffers: Sequence[Handle]) -> FlatHandle:
 
 
 def plan_memory(trace: Trace, *, align: int | None = None, share: bool = True) -> MemoryPlan:
-    """One plan per role that the trace holds. `align` is 64 bytes, on CUDA 256, unless given."""
+    """One plan for each role in the trace. `align` defaults to 64 bytes, on CUDA to 256."""
     devices = {handle.device for handle in trace.handles.values()}
     if len(devices) > 1:
         raise ValueError(
-            f"the traced program has buffers on {', '.join(sorted(map(str, devices)))}: an arena is on one device, "
+            f"the traced program has buffers on {', '.join(sorted(map(str, devices)))}; accepted: one device, "
             "trace one program for each"
         )
     device = devices.pop() if devices else torch.device("cpu")
@@ -95,7 +95,7 @@ def _requests(trace: Trace, role: Role) -> tuple[Request, ...]:
 
 
 class Arenas:
-    """The memory of a plan, zeroed. `view` is what `bind` needs to turn the traced handles into tensors."""
+    """The allocated memory of a plan, zeroed. Pass `view` to `bind` to turn the traced handles into tensors."""
 
     def __init__(self, memory: MemoryPlan) -> None:
         self.plan = memory
@@ -109,7 +109,7 @@ class Arenas:
             align = memory.arenas[role].align
             if allocation.data_ptr() % align:
                 raise ValueError(
-                    f"align={align} is more than an allocation on {memory.device} has: plan with a smaller alignment"
+                    f"align={align}: an allocation on {memory.device} is not aligned to it; plan with a smaller align"
                 )
 
     @property
@@ -117,19 +117,19 @@ class Arenas:
         return sum(allocation.untyped_storage().nbytes() for allocation in self.bytes.values())
 
     def view(self, handle: Handle) -> torch.Tensor | Handle:
-        """The tensor of a planned buffer. A handle that the program never touched has no memory and stays a handle."""
+        """The tensor of a planned buffer. A handle that the program never used has no memory and is returned as it is."""
         arena = self.plan.arenas.get(handle.role)
         if arena is None or any(buffer.name not in arena.offsets for buffer in handles(handle)):
             return handle
         return self._bytes(handle).view(handle.dtype).view(handle.shape)
 
     def poison(self, role: Role = "activations") -> None:
-        """Fill an arena with NaN, in whatever float format it is read. Integers read as −1."""
+        """Fills an arena with bytes that are NaN in every float format and −1 as integers."""
         if role in self.bytes:
             self.bytes[role].fill_(_POISON_FLOAT)
 
     def poison_value(self, handle: Handle) -> None:
-        """Overwrites one buffer: NaN, or 0xCB in each byte of integers and booleans."""
+        """Overwrites one buffer with NaN, or with 0xCB in each byte of integers and booleans."""
         is_float = handle.dtype.is_floating_point or handle.dtype.is_complex
         self._bytes(handle).fill_(_POISON_FLOAT if is_float else _POISON_INT)
 
@@ -139,7 +139,7 @@ class Arenas:
         start = self.plan.arenas[handle.role].offsets[handle.name]
         planned = self.plan.trace.handles[handle.name].nbytes
         if handle.nbytes > planned:
-            raise ValueError(f"{handle.name}: got {handle.nbytes} bytes; accepted: at most the {planned} of the plan")
+            raise ValueError(f"{handle.name}: got {handle.nbytes} bytes; accepted: at most {planned}, as planned")
         return self.bytes[handle.role][start : start + handle.nbytes]
 
     def _flat_bytes(self, handle: FlatHandle) -> torch.Tensor:
@@ -150,7 +150,7 @@ class Arenas:
             if at != (start * handle.dtype.itemsize, buffer.nbytes):
                 raise ValueError(
                     f"{handle.name}: got {buffer.name!r} of {buffer.nbytes} bytes at {start * handle.dtype.itemsize}; "
-                    f"accepted: the {at[1]} bytes at {at[0]} of the plan"
+                    f"accepted: {at[1]} bytes at {at[0]}, as planned"
                 )
         base += handle.skipped * handle.dtype.itemsize
         return self.bytes[handle.role][base : base + handle.nbytes]
@@ -158,8 +158,8 @@ class Arenas:
 
 @contextmanager
 def poison_dead(arenas: Arenas, observe: Observe) -> Iterator[None]:
-    """Inside, after each op every value whose live range ends there is overwritten. Run the whole traced program, bound to
-    `arenas`, inside: it raises if the ops differ from the trace."""
+    """After each op inside the block, overwrites every value whose live range ends there. Run the whole traced program,
+    bound to `arenas`, inside. Raises if its ops differ from the trace."""
     trace = arenas.plan.trace
     ending: dict[int, list[Handle]] = {}
     for handle in trace.handles.values():
@@ -173,7 +173,7 @@ def poison_dead(arenas: Arenas, observe: Observe) -> Iterator[None]:
         expected = trace.ops[clock] if clock < len(trace.ops) else "the end"
         if op != expected:
             raise RuntimeError(
-                f"op number {clock} is {op!r}, in the trace {expected!r}: trace and plan this program again"
+                f"op number {clock} is {op!r}, but {expected!r} in the trace; trace and plan this program again"
             )
         for handle in ending.get(clock, ()):
             arenas.poison_value(handle)
@@ -190,4 +190,4 @@ def poison_dead(arenas: Arenas, observe: Observe) -> Iterator[None]:
     with observe(run), watch_streams(mark):
         yield
     if clock != len(trace.ops):
-        raise RuntimeError(f"the program ended after {clock} of {len(trace.ops)} traced ops: run all of it")
+        raise RuntimeError(f"the program ended after {clock} of {len(trace.ops)} traced ops; run all of it")

@@ -1,15 +1,15 @@
-"""Live ranges → addresses: values that are alive together never overlap, and the arena is as small as we can find.
+"""Live ranges → addresses: values that are alive together never overlap, and the arena is as small as the search finds.
 
 A request is a buffer of `nbytes` that is alive during `live`, inclusive ranges of op indices. It keeps one address for
 all of its ranges. With L = max over t of Σ nbytes alive at t (`lower_bound`), no arena is smaller than L. With several
-ranges even the best may be larger: a, b, c alive in pairs but never all three still need three addresses. The best is
-NP-hard to find, so `plan` packs greedily in several orders and keeps the best of those:
+ranges even the optimum may be larger: a, b, c alive in pairs but never all three still need three addresses. The
+optimum is NP-hard to find, so `plan` packs greedily in several orders and keeps the best result:
 
     pack      in the given order, each request into the lowest (or the tightest) gap between the conflicting ones
-    orders    by area, size, duration, breadth and first use; each is a different idea of what is hard to place
-    repair    what ended on top was placed too late: place it, or any other, earlier and keep what is not worse
+    orders    by area, size, duration, breadth and first use: different measures of what is hard to place
+    repair    move a request that ended on top, or a random one, earlier in the order; keep the result unless it is worse
 
-The search stops at the bound, or when its work (requests² per pass) is spent, never by the clock: the same requests
+The search stops at the bound, or when its work (requests² per pass) is used up, never by the clock: the same requests
 give the same plan on every machine. Standard library only.
 """
 
@@ -24,9 +24,9 @@ from itertools import accumulate, chain, compress
 from operator import or_, xor
 from types import MappingProxyType
 
-_WORK = 20_000_000  # requests² that all passes of one plan may spend: about a second
+_WORK = 20_000_000  # work limit of one plan, in requests² summed over passes: about a second
 _REPAIRS = 20  # passes of repair for each percent above the bound
-_STRIDE = 64  # moments whose live items are united once
+_STRIDE = 64  # moments per precomputed union of live items
 _BOOLS = bytes.maketrans(b"01", b"\0\1")
 
 
@@ -39,7 +39,7 @@ class Request:
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """Where each request lives in an arena of `arena_bytes`; `lower_bound_bytes` is the most that is alive at once."""
+    """The offset of each request in an arena of `arena_bytes`; `lower_bound_bytes` is the most bytes alive at once."""
 
     offsets: Mapping[str, int]
     arena_bytes: int
@@ -50,8 +50,8 @@ class Plan:
 def plan(requests: Iterable[Request], *, align: int = 64, share: bool = True) -> Plan:
     """Offsets, multiples of `align`, such that requests alive at the same op never overlap.
 
-    `share=False` gives each request bytes of its own, in the order given: what the program would need without sharing,
-    and the layout of buffers that live for the whole program.
+    `share=False` gives each request its own bytes, in the order given. This is the layout of buffers that live for the
+    whole program, and for activations the baseline without sharing.
     """
     requests = tuple(requests)
     _check(requests, align)
@@ -76,7 +76,7 @@ def lower_bound(requests: Iterable[Request]) -> int:
 
 
 def _live_bytes(values: Iterable[tuple[int, Sequence[tuple[int, int]]]]) -> dict[int, int]:
-    """Bytes alive from each op at which something begins or ends until the next such op."""
+    """op → bytes alive from that op on, for each op at which a value begins or has ended."""
     change: dict[int, int] = {}
     for nbytes, live in values:
         for first, last in live:
@@ -95,21 +95,21 @@ def _round_up(nbytes: int, align: int) -> int:
 
 def _check(requests: Sequence[Request], align: int) -> None:
     if align < 1:
-        raise ValueError(f"align={align}: give the alignment of every offset in bytes, at least 1")
+        raise ValueError(f"align: got {align}; accepted: the alignment of every offset in bytes, at least 1")
     seen: set[str] = set()
     for request in requests:
         if request.name in seen:
-            raise ValueError(f"two requests are named {request.name!r}: a plan knows a buffer by its name, rename one")
+            raise ValueError(f"two requests are named {request.name!r}: names must be unique in a plan, rename one")
         seen.add(request.name)
         if request.nbytes < 0:
-            raise ValueError(f"request {request.name!r} has nbytes={request.nbytes}: a size cannot be negative")
+            raise ValueError(f"request {request.name!r} has nbytes={request.nbytes}; accepted: at least 0")
         if not request.live:
-            raise ValueError(f"request {request.name!r} has live=(): what is never alive needs no memory, leave it out")
+            raise ValueError(f"request {request.name!r} has live=(): never alive, it needs no memory; leave it out")
         previous = -1
         for first, last in request.live:
             if not previous < first <= last:
                 raise ValueError(
-                    f"request {request.name!r} has live={request.live}: ranges are (first, last) with "
+                    f"request {request.name!r} has live={request.live}; accepted: ranges (first, last) with "
                     "0 <= first <= last, in order and disjoint"
                 )
             previous = last
@@ -117,14 +117,14 @@ def _check(requests: Sequence[Request], align: int) -> None:
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    """A request for the packer: its padded size, and as the bits of an int the items that are ever alive with it."""
+    """A request as the packer sees it: padded size, and as bits of an int the items that are ever alive with it."""
 
     index: int
     size: int
     conflicts: int
     first: int
     duration: int
-    breadth: int  # the most bytes alive at any of its moments
+    breadth: int  # the most bytes of all items at any moment of its life
 
 
 @dataclass(frozen=True, slots=True)
@@ -153,8 +153,8 @@ def _search(requests: Sequence[Request], align: int) -> list[int]:
 
 
 def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
-    """The packer's items, and the most padded bytes alive at once. If two values are ever alive together, they are so
-    when one of them begins, so only those moments are compared."""
+    """The packer's items, and the most padded bytes alive at once. If two values are ever alive together, they are
+    at the moment when one of them begins, so only those moments are compared."""
     sizes = [_round_up(request.nbytes, align) for request in requests]
     begins = sorted({first for request in requests for first, _ in request.live})
     spans = [[(bisect_left(begins, first), bisect_right(begins, last)) for first, last in r.live] for r in requests]
@@ -182,7 +182,7 @@ def _items(requests: Sequence[Request], align: int) -> tuple[list[_Item], int]:
 
 
 def _orders(items: Sequence[_Item]) -> Iterator[tuple[list[_Item], bool]]:
-    """Orders to pack in, the most promising first, each with the lowest and with the tightest gap."""
+    """Orders to pack in, the most promising first, each with the lowest and with the tightest gap (True)."""
     for order in (
         sorted(items, key=lambda i: (-i.size, -i.duration, i.index)),
         sorted(items, key=lambda i: (-i.size * i.duration, -i.size, i.index)),
@@ -196,9 +196,9 @@ def _orders(items: Sequence[_Item]) -> Iterator[tuple[list[_Item], bool]]:
 
 
 def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _Packing | None:
-    """Each item in turn into the lowest gap that holds it, or into the tightest; None once the arena passes `below`."""
+    """Places each item in the lowest (or the tightest) gap that fits. None if the arena grows past `below`."""
     placed: list[tuple[int, int]] = []  # (offset, end), by offset
-    indices: list[int] = []  # of the items placed there
+    indices: list[int] = []  # item indices, in the order of `placed`
     offsets = [0] * len(order)
     top = 0
     for item in order:
@@ -228,7 +228,7 @@ def _pack(order: list[_Item], *, tightest: bool, below: int | None = None) -> _P
 
 
 def _repair(best: _Packing, bound: int, passes: int) -> _Packing:
-    """Local search over orders, seeded: an item, every other time one that sets the top, is placed earlier."""
+    """Seeded local search over orders. In even passes an item that sets the top is placed earlier, in odd ones any item."""
     chance = random.Random(0)
     for iteration in range(passes):
         if best.top == bound:

@@ -1,7 +1,7 @@
-"""What memory a planned program needs, and when: as text, as data, and as a page.
+"""How much memory a planned program needs, and when: as text, as data, and as an HTML page.
 
-`peak_bytes` is what is allocated, the sum of all arenas. `max_live_bytes` is the most that holds a value at one op; the
-difference is what the planner could not pack.
+`peak_bytes` is the sum of all arenas, which is allocated. `max_live_bytes` is the most bytes with a live value at one
+op. The difference is alignment and packing loss.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class MemoryReport:
     device: str
     peak_bytes: int
     max_live_bytes: int
-    unshared_bytes: int  # what would be allocated if no two buffers shared an address
+    unshared_bytes: int  # the allocation if no two buffers shared an address
     ops: int
     peak_op: int
     peak_op_name: str
@@ -28,7 +28,7 @@ class MemoryReport:
     layers: tuple[Row, ...]
     alive: tuple[Span, ...]  # at the peak, the largest first
     spans: tuple[Span, ...]
-    beside: tuple[tuple[str, int], ...] = ()  # what libraries allocate on the device, outside the arenas
+    beside: tuple[tuple[str, int], ...] = ()  # (library, bytes that it allocates outside the arenas)
 
     @property
     def saved_bytes(self) -> int:

@@ -1,17 +1,17 @@
-"""A program run on handles → when each of its buffers holds a value that is still needed.
+"""Runs a program on handles to find the live range of each buffer: when its value is still needed.
 
-The plan is a trace of the program, not a second description of it: `trace` runs the same functions that later train,
-with handles in place of tensors, under the observe hook that reports each op as a call with `name`, `reads`, `writes`
-and `accumulates`. A range [first, last] of op indices holds one value, by these rules:
+The plan comes from a trace of the program, not from a second description of it. `trace` runs the functions that later
+train, with handles in place of tensors. The observe hook reports each op as a call with `name`, `reads`, `writes` and
+`accumulates`. A live range [first, last] of op indices is the life of one value, by these rules:
 
     read          the value is needed until here; reading what was never written is an error
     overwrite     a new value begins here, and the old one ended at its last read
-    accumulate    a read and a write: the value stays. So does one that is read and written in place
-    persistent    params, grads, optimizer and inputs hold their value for the whole program
+    accumulate    a read and a write: the value continues, as with an op that works in place
+    persistent    params, grads, optimizer and inputs keep their value for the whole program
     flat handle   counts as every buffer that it spans
-    side stream   what an op on it touches stays alive until the stream is waited for
+    side stream   what an op on it reads or writes stays alive until the program waits for the stream
 
-An op overwrites all of an output. One that writes a part of it declares that output as accumulated.
+An op overwrites the whole of an output. An op that writes only a part of it must declare it as accumulated.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _CPU = torch.device("cpu")
 
 @dataclass(frozen=True, slots=True)
 class Handle:
-    """A buffer before it exists. Two handles of one name are one buffer, whatever their shapes."""
+    """A buffer before it is allocated. Handles with the same name are the same buffer, whatever their shapes."""
 
     name: str
     shape: tuple[int, ...]
@@ -49,35 +49,34 @@ class Handle:
 
     def __post_init__(self) -> None:
         if any(size < 0 for size in self.shape):
-            raise ValueError(f"handle {self.name!r} has shape={self.shape}: sizes cannot be negative")
+            raise ValueError(f"handle {self.name!r} has shape={self.shape}; accepted: sizes ≥ 0")
         if self.role not in ROLES:
-            raise ValueError(f"handle {self.name!r} has role={self.role!r}: choose one of {', '.join(ROLES)}")
+            raise ValueError(f"handle {self.name!r} has role={self.role!r}; accepted: {', '.join(ROLES)}")
 
     @property
     def nbytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
 
     def view(self, *shape: int) -> Handle:
-        """The same buffer in another shape, by torch's rule for a contiguous tensor."""
+        """The same buffer in another shape, by torch's rules for a contiguous tensor."""
         try:
             view = torch.empty(self.shape, device="meta").view(*shape)
         except RuntimeError as error:
-            raise ValueError(f"handle {self.name!r} of shape {self.shape} has no view {shape}: {error}") from None
+            raise ValueError(f"handle {self.name!r} of shape {self.shape} has no view as {shape}: {error}") from None
         return dataclasses.replace(self, shape=tuple(view.shape))
 
 
 @dataclass(frozen=True, slots=True)
 class FlatHandle(Handle):
-    """One flat range over persistent buffers of one dtype that follow each other in their arena, with the padding of alignment
-    between them. `starts` are their first elements. `arena.flat` makes one, and `part` a slice of it that begins `skipped`
-    elements into the range."""
+    """One flat range over adjacent persistent buffers of one dtype, with alignment padding between them. `starts` are the
+    buffers' first elements. `arena.flat` makes one; `part` makes a slice that begins `skipped` elements into the range."""
 
     buffers: tuple[Handle, ...] = ()
     starts: tuple[int, ...] = ()
     skipped: int = 0
 
     def part(self, start: int, stop: int) -> FlatHandle:
-        """Elements [start, stop) of this range. For a trace it is all of the buffers."""
+        """Elements [start, stop) of this range. A trace counts this as a use of all of its buffers."""
         return dataclasses.replace(self, shape=(stop - start,), skipped=self.skipped + start)
 
 
@@ -101,7 +100,7 @@ Observe = Callable[[Callable[[Any], None]], AbstractContextManager[None]]
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`ops` in the order they ran, the buffers by name in the order they came, and the ranges of each."""
+    """`ops` in the order they ran, the buffers by name in order of first use, and the live ranges of each."""
 
     ops: tuple[str, ...]
     handles: Mapping[str, Handle]
@@ -112,8 +111,8 @@ class Trace:
 
 
 def trace(program: Callable[[], object], observe: Observe, tree: object = ()) -> Trace:
-    """Runs `program` on handles. Persistent handles in `tree` count whether or not the program touches them, and come
-    first, in its order: the arenas then hold parameters and gradients in the order of declaration."""
+    """Runs `program` on handles. Persistent handles in `tree` are included even if the program does not use them. They
+    come first, in their order in `tree`: the arenas then have parameters and gradients in the order of declaration."""
     recorder = _Recorder()
     for handle in handles(tree):
         if handle.role != "activations":
@@ -135,7 +134,7 @@ def handles(tree: object) -> Iterator[Handle]:
 
 
 def bind(tree: T, view: Callable[[Handle], object]) -> T:
-    """The same tree with `view(handle)` in place of each handle. What holds no handle is kept as it is."""
+    """The same tree with `view(handle)` in place of each handle. Subtrees without a handle are not copied."""
     if isinstance(tree, Handle):
         return view(tree)  # type: ignore[return-value]
     old = _children(tree)
@@ -177,8 +176,8 @@ def watch_streams(mark: Callable[[str, str], None]) -> Iterator[None]:
 
 @contextmanager
 def start(stream: str) -> Iterator[None]:
-    """Ops called inside run on a side stream, after everything called before. This only marks the trace: with real tensors
-    it does nothing, and the op itself knows the stream it runs on."""
+    """Ops called inside run on a side stream, after everything called before. This only marks the trace. With real
+    tensors it does nothing: the op chooses its stream itself."""
     mark = _streams.get()
     if mark:
         mark("start", stream)
@@ -188,7 +187,7 @@ def start(stream: str) -> Iterator[None]:
 
 
 def wait(stream: str) -> None:
-    """What follows runs after all ops started on the side stream. This only marks the trace, like `start`."""
+    """Later ops run after all ops started on the side stream. Like `start`, this only marks the trace."""
     mark = _streams.get()
     if mark:
         mark("wait", stream)

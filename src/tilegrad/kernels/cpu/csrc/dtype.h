@@ -1,4 +1,4 @@
-// The dtypes of the C ABI: DTYPES of cpu/abi.py.
+// The dtypes of the C ABI, as in DTYPES of cpu/abi.py.
 #pragma once
 
 #include <cstdint>
@@ -6,7 +6,7 @@
 namespace tilegrad {
 
 enum Dtype : int64_t {
-    NONE = -1,  // of a tensor that is not there
+    NONE = -1,  // absent tensor
     FLOAT32,
     FLOAT64,
     BFLOAT16,

@@ -1,4 +1,4 @@
-// The layout of the structures of the C ABI: the offset of each field. cpu/abi.py compares it at loading.
+// The offset of each field of the C ABI's structures. cpu/abi.py compares them when it loads the library.
 #pragma once
 
 #include <cstddef>

@@ -1,4 +1,4 @@
-// The C ABI, and the choice of instruction set.
+// The C ABI, and the selection of the instruction set.
 
 #include "attention/call.h"
 #include "gemm/gemm.h"
@@ -40,14 +40,14 @@ enum Isa : int64_t {
 };
 
 #if defined(WITH_amx)
-// Linux lets a process use the tiles' eight kilobytes of registers only after it has asked.
+// Linux lets a process use the 8 KiB of tile registers only after a request.
 bool may_use_tiles() {
     constexpr long REQUEST = 0x1023, TILE_DATA = 18;
     return syscall(SYS_arch_prctl, REQUEST, TILE_DATA) == 0;
 }
 #endif
 
-// WITH_…: compiled into this library.
+// WITH_…: instruction sets compiled into this library.
 int64_t find_supported() {
     int64_t isa = 1 << PORTABLE;
 #if defined(WITH_avx2)
@@ -96,7 +96,7 @@ NormGeluKernels norm_gelu_kernels([[maybe_unused]] int64_t isa) {
     return portable::norm_gelu_kernels();
 }
 
-// fn(call, begin, end) over 0 … n, in runs of full `unit`s, one for each thread.
+// fn(call, begin, end) over 0 … n, in ranges of whole `unit`s, one per thread.
 template <class T>
 void parallel_for(const T& call, int64_t n, int64_t unit, void (*fn)(const T&, int64_t, int64_t)) {
     struct Context {
@@ -126,24 +126,24 @@ extern "C" {
 
 #define EXPORT __attribute__((visibility("default")))
 
-// What this library was built from.
+// Hash of the sources this library was built from.
 EXPORT extern const char tilegrad_native_digest[] = DIGEST;
 
-// Fields of the structures below, up to one without a name.
+// The fields of the structures; the last entry has no name.
 EXPORT const tilegrad::Place* tilegrad_native_layout() { return tilegrad::LAYOUT; }
 
 // Bits of Isa that this machine can run.
 EXPORT int64_t tilegrad_native_supported() { return tilegrad::supported(); }
 
-// Use the threads of this OpenMP runtime: its GOMP_parallel.
+// Run on the threads of this OpenMP runtime; `parallel` is its GOMP_parallel.
 EXPORT void tilegrad_native_use_openmp(tilegrad::Parallel parallel) { tilegrad::use_openmp(parallel); }
 
-// Form products by this BLAS.
+// Use this BLAS for matrix products.
 EXPORT void tilegrad_native_use_blas(tilegrad::Sgemm sgemm, int (*get_threads)(), void (*set_threads)(int)) {
     tilegrad::use_blas({sgemm, get_threads, set_threads});
 }
 
-// Enough for any instruction set of this machine.
+// Scratch bytes that are enough for every instruction set of this machine.
 EXPORT int64_t tilegrad_native_scratch(const Call* call, int64_t backward) {
     int64_t most = 0;
     for (int64_t isa = 0; tilegrad::supported() >> isa; ++isa) {

@@ -1,4 +1,4 @@
-// AMX tiles: bfloat16 products with float32 sums, 16 × 16 elements at a time, and the layouts that they read.
+// Products on AMX tiles: bfloat16 inputs, float32 sums, 16 × 16 elements at a time; and the layouts that the tiles read.
 //
 //   c (M, N) (+)= a (M, K) b (K, N)      a row-major; b as pairs of rows: [K/2][N][2]; M, N, K multiples of 32
 //
@@ -15,7 +15,7 @@ using Bf16 = uint16_t;  // the bits of a bfloat16
 
 constexpr int64_t STRIP = 32;  // rows and columns of a block of c: 2 × 2 tiles
 
-// Each thread configures its tiles while it works and releases them afterwards, so that idle threads have no tile state.
+// Each thread configures its tiles while it works and releases them afterwards: an idle thread has no tile state.
 struct TileConfiguration {
     TileConfiguration() {
         struct alignas(64) {
@@ -28,7 +28,7 @@ struct TileConfiguration {
     ~TileConfiguration() { _tile_release(); }
 };
 
-// A 32 × 32 block of c. Leading dimensions are in elements; ldb is that of a row of pairs (2 N).
+// A 32 × 32 block of c. Leading dimensions are in elements; ldb = 2 N, the length of a row of pairs.
 template <bool ADD>
 inline __attribute__((always_inline)) void tile_product(float* c, int64_t ldc, const Bf16* a, int64_t lda, const Bf16* b, int64_t ldb,
                                                         int64_t k_end) {
@@ -71,7 +71,7 @@ constexpr Format<Bf16> BF16_BITS{2, load_bf16_row, nullptr};
 
 constexpr Format<float> BF16_ROWS = format<float, BFloat16>();
 
-// to[r/2][c][2] = from[r][c], m rows of n, both even.
+// to[r/2][c][2] = from[r][c] for m rows of n columns; m and n are even.
 inline void pairs_of_rows(Bf16* to, const Bf16* from, int64_t m, int64_t n) {
     for (int64_t r = 0; r < m; r += 2) {
         const Bf16 *even = from + r * n, *odd = even + n;
@@ -113,7 +113,7 @@ inline __m512 exponential_of_2(__m512 x) {
     return _mm512_scalef_ps(p, n);
 }
 
-// The order of 16-bit lanes that interleaves the two halves of a register.
+// Permutation of 16-bit lanes that interleaves the two halves of a register.
 constexpr uint16_t PAIRED[32] = {0, 16, 1, 17, 2, 18, 3, 19, 4, 20, 5, 21, 6, 22, 7, 23,
                                  8, 24, 9, 25, 10, 26, 11, 27, 12, 28, 13, 29, 14, 30, 15, 31};
 

@@ -1,14 +1,14 @@
-// The backward of backward.h on AMX tiles, for bfloat16. Scores are transposed: a row of sᵀ for each column j:
+// The backward of backward.h on AMX tiles, for bfloat16. Scores are transposed: sᵀ has one row per column j of s.
 //
 //   (1) sᵀ = k qᵀ            k row-major, q as pairs of columns
 //   (2) dpᵀ = v doᵀ          v row-major, do as pairs of columns
 //       pᵀ, dsᵀ              lanes are rows: lse, delta and the band are vectors; rounded to bfloat16
 //   (3) dv += pᵀ do          do as pairs of rows
 //   (4) dk += dsᵀ q          q as pairs of rows
-//   (5) dqᵀ += kᵀ dsᵀ        dsᵀ as pairs of rows, written together with dsᵀ; dq stays transposed until its head closes
+//   (5) dqᵀ += kᵀ dsᵀ        dsᵀ also stored as pairs of rows; dq stays transposed until its head closes
 //
-// so only q, do and k are ever transposed. All sums are float32. In blocks that an edge of the mask crosses, fully masked
-// 32 × 32 squares are skipped.
+// So only q, do and k are ever transposed. All sums are float32. In blocks with an edge of the mask, 32 × 32 squares that are
+// masked out are skipped.
 #pragma once
 
 #include "attention/amx.h"
@@ -19,14 +19,14 @@ namespace tilegrad::ISA {
 struct AmxBackward {
     static constexpr int64_t ROWS = 128, COLUMNS = 128;
 
-    // The slot of an open head; blocks of ROWS rows.
+    // Slot of an open head, in blocks of ROWS rows.
     struct Open {
         Bf16 *q_columns, *g_columns;  // [block][D/2][ROWS][2]; g = do
         Bf16 *q_rows, *g_rows;        // [rows/2][D][2]
         float* dq;                    // [block][D][ROWS]
         Statistics<float> rows;
         RowLanes<float> lanes;
-        float* row_sums;  // of ds, for dbias
+        float* row_sums;  // row sums of ds, for dbias
         int32_t* next_tile;
     };
 
@@ -37,7 +37,7 @@ struct AmxBackward {
     const BiasGradient<float> dbias{call, COLUMNS, ROWS};
     const Dropout<float> dropout{call};
     const bool want_dq = call.dq.data, want_dk = call.dk.data, want_dv = call.dv_.data, want_ds = want_dq || want_dk || dbias.on;
-    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is a product and perhaps a bias
+    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is scale · q·k, plus a bias if there is one
     const bool in_order = want_dq || dbias.by_row, with_dbias = BiasGradient<float>::possible(call);
     const int64_t max_rows = round_up(call.tq * (call.hq / call.hkv), ROWS);
 
@@ -131,7 +131,7 @@ struct AmxBackward {
         if (want_dv) store_columns(call.dv_, dkv_format, head, j0, n, dv_, dv, call.dv, dropout.kept);
     }
 
-    // The strips of rows of the block that attend to some of columns j … j + n.
+    // The strips of the block's rows that attend to at least one of columns j … j + n.
     Run strips_attending(const int32_t* lo, const int32_t* hi, int64_t m, int64_t j, int64_t n) const {
         int64_t a = 0, b = m;
         while (a < m && hi[a + STRIP - 1] <= j) a += STRIP;
@@ -172,7 +172,7 @@ struct AmxBackward {
         if (!in_order) return;
         wait_for_order(x.next_tile + r0 / ROWS, tile);
         if (dbias.by_row) dbias.rows(x.row_sums + r0, rows, n, rows_of_bias, COLUMNS);
-        for (int64_t i = 0; want_dq && i < m; i += STRIP) {  // strips of columns that these rows attend to are neighbours
+        for (int64_t i = 0; want_dq && i < m; i += STRIP) {  // the strips of columns that these rows attend to are adjacent
             int64_t a = n_padded, b = 0;
             for (int64_t j = 0; j < n_padded; j += STRIP)
                 if (strips[j / STRIP].begin <= i && i < strips[j / STRIP].end) {
@@ -187,7 +187,7 @@ struct AmxBackward {
         advance_order(x.next_tile + r0 / ROWS, tile);
     }
 
-    // What a score contains besides the product: nothing, a bias, or anything (a softcap, slopes, perhaps a bias).
+    // What a score contains besides the product: nothing, a bias, or any of softcap, slopes and bias.
     enum Form { PRODUCT, BIASED, ANY };
 
     template <bool DROPPING>
@@ -200,7 +200,7 @@ struct AmxBackward {
             unmasked ? p_and_ds<false, PRODUCT, DROPPING>(head, x, r0, j0, j, attending) : p_and_ds<true, PRODUCT, DROPPING>(head, x, r0, j0, j, attending);
     }
 
-    // Columns j … j + 32 of the tile, in pairs: products → p, ds, and ds as pairs of rows.
+    // Columns j … j + 32 of the tile, two at a time: products → p, ds, and ds as pairs of rows.
     template <bool MASKED, Form FORM, bool DROPPING>
     void p_and_ds(const Head& head, const Open& x, int64_t r0, int64_t j0, int64_t j, Run attending) {
         const bool biased = FORM == BIASED || (FORM == ANY && bias.on);

@@ -1,5 +1,5 @@
-// The forward of forward.h on AMX tiles, for bfloat16. As in the backward, open heads have slots (work_queue.h), so that k and v
-// are packed once for all rows of a head:
+// The forward of forward.h on AMX tiles, for bfloat16. As in the backward, open heads have slots (work_queue.h): k and v are
+// packed once for all rows of a head.
 //
 //   open a head:     k row-major, v transposed
 //   block of rows:   q as pairs of columns
@@ -8,7 +8,7 @@
 //       pᵀ = 2^((s − row_max)·log2 e)           p ∘ keep is rounded to bfloat16, as pairs of rows; lanes are rows
 //       accᵀ = alpha ∘ accᵀ + vᵀ pᵀ             float32
 //
-// A row that attends to nothing of a tile has p = 0 there.
+// A row that attends to no column of a tile has p = 0 there.
 #pragma once
 
 #include "attention/amx.h"
@@ -30,7 +30,7 @@ struct AmxForward {
     const int64_t d = round_up(call.d, STRIP), dv = round_up(call.dv, STRIP);  // padded
     const Bias<float> bias{call};
     const Dropout<float> dropout{call};
-    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is a product and perhaps a bias
+    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is scale · q·k, plus a bias if there is one
     const bool plain = products && call.scale > 0 && !bias.on;
     const int64_t max_columns = round_up(call.tk, COLUMNS);
 
@@ -131,7 +131,7 @@ struct AmxForward {
                           : softmax<true, BIASED, false>(head, r, y, j0, begin, stop);
     }
 
-    // 16 rows from r + y: columns begin … stop of the scores → p, and updates row_max, row_sum and alpha. True if a maximum rose.
+    // 16 rows from r + y, columns begin … stop: scores → p; updates row_max, row_sum and alpha. True if a maximum increased.
     template <bool MASKED, bool BIASED, bool DROPPING>
     bool softmax(const Head& head, int64_t r, int64_t y, int64_t j0, int64_t begin, int64_t stop) {
         const Score<float> score(call, lanes, r + y);

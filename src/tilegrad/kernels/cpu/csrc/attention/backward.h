@@ -1,4 +1,4 @@
-// Backward: a thread computes dk and dv of a tile of columns and loops over the blocks of rows that attend to it; dq is summed
+// Backward: a thread computes dk and dv of a tile of columns in a loop over the blocks of rows that attend to it. dq is summed
 // in the order of the tiles.
 //
 //   open a head:     q, do packed; delta = rowsum(do ∘ o) − dlse; dq = 0
@@ -11,9 +11,9 @@
 //       dk += dsᵀ q
 //       dq += ds k                  after all lower tiles: work_queue.h
 //     dk · scale and dv / (1 − dropout_p) are written
-//   close a head:    dq · scale is written; dsink = −Σ exp(sink − lse) · delta of each query head is summed at the end
+//   close a head:    dq · scale is written; dsink = −Σ exp(sink − lse) · delta per query head; sequences are summed at the end
 //
-// Five GEMMs per tile, each pair of positions once. In masked blocks, strips of MR rows or columns skip what is masked.
+// Five GEMMs per tile, and each score is computed once. In masked blocks, strips of MR rows or columns skip masked-out parts.
 #pragma once
 
 #include "simd/product.h"
@@ -27,7 +27,7 @@ namespace tilegrad::ISA {
 // Statistics of each row of an open head.
 template <class T>
 struct Statistics {
-    T *lse, *delta;  // rows that attend to nothing have lse = +huge and delta = 0, so p = ds = 0
+    T *lse, *delta;  // a row that attends to no column has lse = +huge, delta = 0: p = ds = 0
     int32_t *lo, *hi;
 
     void allocate(BumpAllocator& allocator, int64_t rows) {
@@ -72,7 +72,7 @@ struct Statistics {
         return T((sums[0] + sums[1]) + (sums[2] + sums[3]));
     }
 
-    // −Σ exp(sink − lse) · delta of each query head of this kv head, to dsinks (B, Hq).
+    // dsinks (B, Hq) = −Σ exp(sink − lse) · delta, for each query head of this kv head.
     void sink_gradients(const Call& call, const Head& head, double* dsinks) const {
         for (int64_t g = 0; g < head.group; ++g) {
             double total = 0;
@@ -106,12 +106,12 @@ template <class T>
 struct Backward {
     static constexpr int L = Lanes<T>::N;
 
-    // The slot of an open head.
+    // Slot of an open head.
     struct Open {
         T *q, *g, *dq;  // (rows, D), (rows, Dv), (rows, D); g = do
-        T* row_sums;    // of ds, for dbias
+        T* row_sums;    // row sums of ds, for dbias
         Statistics<T> rows;
-        int32_t* next_tile;  // per block of rows: the tile of columns that adds to dq next
+        int32_t* next_tile;  // per block of rows: the next tile of columns to add to dq
     };
 
     const Call& call;
@@ -128,8 +128,8 @@ struct Backward {
 
     Slots slots;
     T *k, *kt, *v, *vt, *dk, *dv_, *p, *ds;  // buffers of this thread
-    T *rows_of_bias, *ds_of_bias, *column_sums;  // (TILE, TILE) twice, the second before the softcap; (G, TILE)
-    typename Bias<T>::Rows of_bias{};            // of the block
+    T *rows_of_bias, *ds_of_bias, *column_sums;  // (TILE, TILE); (TILE, TILE), ds before the softcap's derivative; (G, TILE)
+    typename Bias<T>::Rows of_bias{};            // rows_of_bias of the block
 
     Backward(const Call& call, BumpAllocator& allocator, int64_t worker) : call(call), slots(call, allocator, slot_bytes(*this), BiasGradient<T>::turns(call, TILE, TILE)) {
         for (int64_t w = 0; w <= worker; ++w) {
@@ -229,7 +229,7 @@ struct Backward {
             for (int64_t y = r; y < r + MR; ++y) p_and_ds<true>(head, x, r0, y, j0, begin, stop);
         }
         if (dbias.on) dbias.block(slots.turns, column_sums, head, r0, m, j0, n, ds_of_bias, TILE);
-        for (int64_t j = 0; j < n; j += MR) {  // rows a … b attend to some of columns j … j + MR
+        for (int64_t j = 0; j < n; j += MR) {  // rows a … b attend to at least one of columns j … j + MR
             int64_t a = 0, b = m;
             while (a < m && hi[a] <= j0 + j) ++a;
             while (b > a && lo[b - 1] >= j0 + j + MR) --b;

@@ -1,15 +1,15 @@
-// Bias, added to the score of each pair, and its gradient dbias = ds summed over the axes that it is broadcast over.
+// Bias added to the scores, and its gradient dbias: ds summed over the axes along which the bias is broadcast.
 //
-// A bool bias is read as 0 and −inf. Blocks that are −inf everywhere are skipped: padding costs nothing.
+// A bool bias is read as 0 and −inf. Blocks that are −inf everywhere are skipped, so padding costs no time.
 //
-// dbias is summed in a fixed order on any number of threads:
+// dbias is summed in an order that does not depend on the number of threads:
 //
-//   bhqk kept     each element belongs to one block, which stores it
-//   q and k kept  blocks add head after head: `turns` of the block says which head is next
-//   k kept        a tile of columns sums its rows, and tiles add head after head
-//   k not kept    a row sums its columns in the order of dq, and heads add one after the other when they close
+//   no broadcast axis      each element belongs to one block, which stores it
+//   q and k not broadcast  each head adds its block: the block's entry of `turns` is the number of the next head
+//   only q broadcast       a tile of columns sums its rows, then heads add their tiles in order
+//   k broadcast            a row sums its columns in the order of dq, then heads add their rows in order when they close
 //
-// A tile waits only for tiles of lower heads, and the queue hands heads out in increasing order: the lowest never waits.
+// A tile waits only for tiles of lower heads, and the queue hands out heads in increasing order: the lowest never waits.
 #pragma once
 
 #include "attention/head_rows.h"
@@ -27,7 +27,7 @@ template <class T>
 Format<T> bias_format(int64_t dtype) {
     if (dtype == BOOL) return {1, load_bool_row<T>, nullptr};
     if (dtype == FLOAT32) return format<T, float>();
-    return format_of<T>(dtype);  // that of q
+    return format_of<T>(dtype);  // the dtype of q
 }
 
 inline char* pair_at(const View& x, int64_t bytes, const Head& head, int64_t r, int64_t j) {
@@ -36,7 +36,7 @@ inline char* pair_at(const View& x, int64_t bytes, const Head& head, int64_t r, 
 
 template <class T>
 struct Bias {
-    // Rows of columns with stride `ld`, 0 where all rows are equal. Null: all are −inf.
+    // Rows of columns with row stride `ld`, which is 0 if all rows are equal. data is null if the whole block is −inf.
     struct Rows {
         const T* data;
         int64_t ld;
@@ -48,7 +48,7 @@ struct Bias {
     const bool same_in_rows = call.bias.t == 0 && (call.hq == call.hkv || call.bias.h == 0);
     const bool as_it_lies = call.bias_dtype == (sizeof(T) == 4 ? FLOAT32 : FLOAT64) && call.bias.d == 1 && call.hq == call.hkv;
 
-    // Rows r0 … r0 + m, columns j0 … j0 + n; packed in `buffer` if there are fewer than `width` columns or the dtype differs.
+    // Rows r0 … r0 + m, columns j0 … j0 + n; copied to `buffer` if there are fewer than `width` columns or the layout differs.
     Rows load(T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
         const int64_t rows = same_in_rows ? 1 : m;
         const char* from = pair_at(call.bias, format.bytes, head, r0, j0);
@@ -75,7 +75,7 @@ struct Bias {
         for (int64_t x = 0; x < n * format.bytes; x += LINE) __builtin_prefetch(row + x);
     }
 
-    // `load` transposed to (width, rows), for lanes that are rows; m ≤ rows. One row where all are equal. False: all are −inf.
+    // `load` transposed to (width, rows), for lanes that are rows; m ≤ rows. One row if all are equal. False: all are −inf.
     bool load_transposed(T* to, int64_t rows, T* buffer, int64_t width, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n) const {
         const Rows x = load(same_in_rows ? to : buffer, width, head, r0, m, j0, n);
         for (int64_t r = r0 + m; r < r0 + 2 * m; ++r) prefetch(head, r, j0, n);
@@ -89,14 +89,14 @@ struct Bias {
         return true;
     }
 
-    // A register of load_transposed's result: column j, rows r ….
+    // One register of the result of load_transposed: column j, rows r, r + 1, …
     Vec<T> lanes(const T* transposed, int64_t rows, int64_t j, int64_t r) const {
         return same_in_rows ? all(transposed[j]) : tilegrad::ISA::load(transposed + j * rows + r);
     }
 
     static bool masked_out(const T* row, int64_t n) {
         for (int64_t j = 0; j < n; ++j)
-            if (row[j] != -T(__builtin_inf())) return false;  // NaN is attended to
+            if (row[j] != -T(__builtin_inf())) return false;  // NaN is not masked out
         return true;
     }
 };
@@ -105,7 +105,7 @@ template <class T>
 struct BiasGradient {
     const Call& call;
     const bool on = call.dbias.data != nullptr;
-    const View& sums = call.dbias;  // stride 0 where the bias is broadcast; dtype T, or any if all axes are kept
+    const View& sums = call.dbias;  // stride 0 along broadcast axes; dtype T, or any dtype if no axis is broadcast
     const bool keeps_b = sums.b || call.b == 1, keeps_h = sums.h || call.hq == 1;
     const bool keeps_q = sums.t || call.tq == 1, keeps_k = sums.d || call.tk == 1;
     const bool stored = keeps_b && keeps_h && keeps_q && keeps_k;
@@ -121,7 +121,7 @@ struct BiasGradient {
 
     static bool possible(const Call& call) { return call.bias_dtype != NONE && call.bias_dtype != BOOL; }
 
-    // At most one per block.
+    // Upper bound of the number of order counters: one per block.
     static int64_t turns(const Call& call, int64_t tile_columns, int64_t block_rows) {
         if (!possible(call)) return 0;
         return (call.tk / tile_columns + 1) * (call.tq * (call.hq / call.hkv) / block_rows + 1);
@@ -146,7 +146,7 @@ struct BiasGradient {
 
     T* sum(const Head& head, int64_t r, int64_t j) const { return reinterpret_cast<T*>(pair_at(sums, sizeof(T), head, r, j)); }
 
-    // Adds ds of rows r0 … r0 + m and columns j0 … j0 + n to dbias, or to the sums of a tile's columns, (G, ld).
+    // Adds ds of rows r0 … r0 + m and columns j0 … j0 + n to dbias, or to column_sums (G, ld) of a tile.
     void block(int32_t* turns, T* column_sums, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, const T* ds, int64_t ld) const {
         if (by_column)
             for (int64_t r = 0; r < m; ++r) {
@@ -164,7 +164,7 @@ struct BiasGradient {
         advance(turn, head);
     }
 
-    // `block` for a masked out block: ds = 0.
+    // `block` for a masked-out block, where ds = 0.
     void masked_out_block(int32_t* turns, const Head& head, int64_t r0, int64_t m, int64_t j0, int64_t n, T* zeros) const {
         if (!by_block) return;
         memset(zeros, 0, n * sizeof(T));
@@ -187,7 +187,7 @@ struct BiasGradient {
         advance(turn, head);
     }
 
-    // Adds ds to the sums of the rows.
+    // row_sums += Σ over columns of ds.
     void rows(T* row_sums, int64_t m, int64_t n, const T* ds, int64_t ld) const {
         for (int64_t r = 0; r < m; ++r) {
             double total = 0;

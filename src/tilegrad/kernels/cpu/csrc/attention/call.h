@@ -2,8 +2,8 @@
 //
 //   q (B, Hq, Tq, D)   k (B, Hkv, Tk, D)   v (B, Hkv, Tk, Dv)   o, do (B, Hq, Tq, Dv)   lse, dlse (B, Hq, Tq)   bias (B, Hq, Tq, Tk)
 //
-// Packed sequences: B of them, stride b = 0; cu_seqlens_q, cu_seqlens_k (B + 1) have their starts; tq, tk are the longest lengths.
-// cpu/abi.py repeats `View` and `Call`, and layout.h lists their fields: the three are compared when the library is loaded.
+// Packed sequences: there are B, with stride b = 0. cu_seqlens_q and cu_seqlens_k (B + 1) are their starts; tq and tk the
+// longest lengths. cpu/abi.py repeats `View` and `Call`, layout.h lists their fields, and loading the library compares them.
 #pragma once
 
 #include <cstdint>
@@ -19,17 +19,17 @@ struct View {
 
 struct Call {
     int64_t dtype, b, hq, hkv, tq, tk, d, dv;
-    int64_t left, right;  // the band of mask.py; −1: open
+    int64_t left, right;  // the band of mask.py; −1: unlimited
     int64_t threads, isa;
     int64_t sinks_dtype, slopes_dtype, bias_dtype, dbias_dtype, dkv_dtype;
-    int64_t dropout_threshold, seed;  // of philox.py
+    int64_t dropout_threshold, seed;  // see philox.py
     const int32_t *cu_seqlens_q, *cu_seqlens_k;
     char* scratch;
     int64_t scratch_bytes;
     View q, k, v, o, lse;                           // o and lse: written by the forward, read by the backward
-    View do_, dlse, dq, dk, dv_, dsinks;            // of the backward
-    View sinks, slopes;                             // (Hq,) in h; slopes may have b
-    View bias, dbias;                               // stride 0 where broadcast; dbias is added to unless all axes are kept
+    View do_, dlse, dq, dk, dv_, dsinks;            // backward only
+    View sinks, slopes;                             // (Hq,), stride h; slopes may be (B, Hq)
+    View bias, dbias;                               // stride 0 along broadcast axes; then dbias is accumulated, otherwise overwritten
     double scale, softcap, dropout_p;
 };
 
@@ -43,12 +43,12 @@ static inline Sequence sequence(const Call& call, int64_t b) {
     return {call.cu_seqlens_q[b], call.cu_seqlens_k[b], call.cu_seqlens_q[b + 1] - call.cu_seqlens_q[b], call.cu_seqlens_k[b + 1] - call.cu_seqlens_k[b]};
 }
 
-// The functions of one instruction set; a call's dtype selects the kernel.
+// The functions of one instruction set; the dtype of a call selects the kernel.
 struct Kernels {
     int64_t (*scratch_bytes)(const Call&, bool backward);
-    void (*prepare)(const Call&, bool backward);            // by the caller, before the threads start
-    void (*work)(const Call&, bool backward, int worker);   // by every thread of the pool
-    void (*add_dsinks)(const Call&);                        // by the caller, after a backward with sinks
+    void (*prepare)(const Call&, bool backward);            // called before the threads start
+    void (*work)(const Call&, bool backward, int worker);   // called by every thread of the pool
+    void (*add_dsinks)(const Call&);                        // called after a backward with sinks
 };
 
 }  // namespace tilegrad

@@ -14,7 +14,7 @@ struct Halves {
     U32 high, low;
 };
 
-// The two halves of the 64-bit products a · m.
+// The high and the low half of the 64-bit product a · m.
 inline Halves halves_of_product(U32 a, uint32_t m) {
 #if defined(__aarch64__)
     const uint32x4_t x = (uint32x4_t)a;
@@ -46,7 +46,7 @@ inline Halves halves_of_product(U32 a, uint32_t m) {
 #endif
 }
 
-// Words drawn at once: rounds depend on each other, so several words are interleaved, as many as fit in registers.
+// Words drawn at once. The rounds of one word depend on each other, so as many words as fit in registers are interleaved.
 #if defined(__AVX512F__) || defined(__aarch64__)
 constexpr int DRAWS = 4;
 #else
@@ -74,7 +74,7 @@ inline __attribute__((always_inline)) void philox(U32 (&c0)[N], U32 c1, U32 c2, 
     }
 }
 
-// Which pairs are dropped, and the factor of the others.
+// Which pairs are dropped, and the factor for those kept.
 template <class T>
 struct Dropout {
     const bool on;
@@ -85,7 +85,7 @@ struct Dropout {
     explicit Dropout(const Call& call)
         : on(call.dropout_p > 0), threshold(uint32_t(call.dropout_threshold)), seed(uint64_t(call.seed)), kept(T(1 / (1 - call.dropout_p))) {}
 
-    // dropped[n] of the pairs (row i, column j + n · step) of query head h, for n registers of them.
+    // dropped[x] for x < n: one register of pairs (row i, column j + x · step) of query head h.
     void draw(Ints<T>* dropped, int64_t n, int64_t b, Ints<T> h, Ints<T> i, Ints<T> j, int step) const;
 
     static Vec<T> unless(Ints<T> dropped, Vec<T> x) { return dropped ? Vec<T>{} : x; }

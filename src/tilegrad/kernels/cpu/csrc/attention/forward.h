@@ -1,18 +1,18 @@
-// Forward: a thread computes a block of rows and loops over tiles of the columns that they attend to.
+// Forward: a thread computes a block of rows in a loop over the tiles of columns that they attend to.
 //
 //   row_max = sink, row_sum = 1  (or lowest, 0)
-//   for each tile of columns:                k and v are packed once for the block
-//     for each strip of rows:                STRIP rows are a few registers wide
-//       sᵀ = k qᵀ                            only columns that the strip attends to; TILE × STRIP stay in the first cache
+//   for each tile of columns:                k and v of the tile are packed once per block
+//     for each strip of rows:                STRIP rows fill NV registers
+//       sᵀ = k qᵀ                            only columns that the strip attends to; TILE × STRIP scores stay in L1
 //       new_max = max(row_max, max s)
-//       p = exp(s − new_max)                 row_sum adds p, the product uses p ∘ keep
+//       p = exp(s − new_max)                 row_sum uses p, acc uses p ∘ keep
 //       alpha = exp(row_max − new_max)
 //       row_sum = alpha · row_sum + Σ p
 //       acc = alpha · acc + p v
 //   o = acc / row_sum / (1 − dropout_p)        lse = row_max + log row_sum
 //
-// Scores are transposed, so that lanes are rows: maxima and sums never go across a register, and pᵀ has the layout that the
-// second product reads. One thread sums each row in a fixed order: results don't depend on the number of threads.
+// Scores are transposed so that lanes are rows: maxima and sums need no reduction across a register, and pᵀ has the layout that
+// the second product reads. Each row is summed by one thread in a fixed order, whatever the number of threads.
 #pragma once
 
 #include "simd/product.h"
@@ -34,7 +34,7 @@ struct Forward {
     const int64_t d = round_up(call.d, L), dv = round_up(call.dv, L);  // padded
     const Bias<T> bias{call};
     const Dropout<T> dropout{call};
-    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is a product and perhaps a bias
+    const bool products = call.softcap == 0 && !call.slopes.data;  // a score is scale · q·k, plus a bias if there is one
     const bool plain = products && call.scale > 0 && !bias.on;
 
     // Buffers of a thread.
@@ -57,7 +57,7 @@ struct Forward {
         bias_t = allocator.take<T>(bias.on ? TILE * STRIP : 0);
     }
 
-    static int64_t blocks(const Call& call) {  // of the longest sequence
+    static int64_t blocks(const Call& call) {  // blocks of the longest sequence
         return (call.tq * (call.hq / call.hkv) + ROWS_OF_BLOCK - 1) / ROWS_OF_BLOCK;
     }
 
@@ -83,7 +83,7 @@ struct Forward {
         for (int64_t r = 0; r < m; ++r) {
             T* o = acc + r * dv;
             const T divisor = row_sum[r] * T(1 - call.dropout_p);
-            if (divisor != 0)  // not multiplied by 1 / row_sum, which would add its rounding error to the whole row
+            if (divisor != 0)  // a factor 1 / row_sum would add its own rounding error to the whole row
                 for (int64_t i = 0; i < dv; i += L) store(o + i, load(o + i) / divisor);
             write_row(call, format, head, r0 + r, o, row_max[r] + logarithm(row_sum[r]));
         }
@@ -116,8 +116,8 @@ struct Forward {
         }
     }
 
-    // One register of rows from x, which are lanes `lane` … of the strip: columns a … end of the tile's scores → p, and updates
-    // row_max, row_sum and alpha. True if a maximum rose.
+    // One register of rows x, x + 1, … (lanes `lane`, … of the strip), columns a … end of the tile: scores → p; updates
+    // row_max, row_sum and alpha. True if a maximum increased.
     template <bool MASKED, bool DROPPING>
     bool softmax(const Head& head, int64_t x, int64_t lane, int64_t j0, int64_t a, int64_t end) {
         const int64_t j = j0 + a, n = end - a;

@@ -1,12 +1,12 @@
 // The rows of a kv head, and the columns that each row attends to.
 //
-// G = Hq / Hkv query heads share a kv head. Their rows are numbered together, r = i·G + g: neighbours have the same or the next
-// position, so the rows of a tile attend to one range of columns, and query heads need no loop.
+// G = Hq / Hkv query heads share a kv head. Their rows are numbered together, r = i·G + g: adjacent rows have the same or the
+// next position. So the rows of a tile attend to one range of columns, and no loop over query heads is needed.
 //
 //   distance(r, j) = i + Tk − Tq − j          row r attends to [lo, hi): −right ≤ distance ≤ left
 //
-// lo and hi never decrease with r. A tile is *unmasked* for a strip of rows if all of them attend to all of its columns,
-// *masked* if some attend to some, *masked out* if none does: then it is skipped.
+// lo and hi never decrease with r. For a strip of rows a tile is *unmasked* if all rows attend to all of its columns, *masked*
+// if some pairs attend, and *masked out* if none does; then it is skipped.
 #pragma once
 
 #include "attention/bump_allocator.h"
@@ -21,7 +21,7 @@ struct Head {
     Sequence s;
 
     int64_t rows() const { return s.tq * group; }
-    int64_t index(int64_t r) const { return group == 1 ? r : r / group; }  // i; avoids the division
+    int64_t index(int64_t r) const { return group == 1 ? r : r / group; }  // i, without a division if G = 1
     int64_t token(int64_t r) const { return index(r) + s.q0; }
     int64_t position(int64_t r) const { return index(r) + s.tk - s.tq; }
     int64_t query_head(int64_t r) const { return group == 1 ? kv : kv * group + r % group; }
@@ -42,7 +42,7 @@ struct Run {
     int64_t begin, end;
 };
 
-// The range of rows that attend to some column of [j0, j1).
+// The range of rows that attend to at least one column of [j0, j1).
 inline Run rows_attending(const Call& call, const Head& head, int64_t j0, int64_t j1) {
     int64_t shift = head.s.tk - head.s.tq;
     int64_t first = call.right < 0 ? 0 : at_least(0, j0 - shift - call.right);
@@ -54,7 +54,7 @@ inline const char* at(const View& x, int64_t bytes, int64_t b, int64_t h, int64_
     return x.data + (b * x.b + h * x.h + t * x.t) * bytes;
 }
 
-// Packs n rows of d elements, row r from from(r); zeros pad the columns to ld and the rows to `padded`.
+// Packs n rows of d elements, row r from address from(r). Zeros pad the columns to ld and the rows to `padded`.
 template <class T, class From>
 void pack(T* to, int64_t ld, const View& x, const Format<T>& format, int64_t n, int64_t padded, int64_t d, From from) {
     for (int64_t r = 0; r < n; ++r) {
@@ -65,7 +65,7 @@ void pack(T* to, int64_t ld, const View& x, const Format<T>& format, int64_t n, 
     memset(to + n * ld, 0, (padded - n) * ld * sizeof(T));
 }
 
-// Rows r0 … r0 + n of a tensor with query heads.
+// Packs rows r0 … r0 + n of a tensor with query heads.
 template <class T>
 void pack_rows(T* to, int64_t ld, const View& x, const Format<T>& format, const Head& head, int64_t r0, int64_t n, int64_t padded,
                int64_t d) {
@@ -73,7 +73,7 @@ void pack_rows(T* to, int64_t ld, const View& x, const Format<T>& format, const 
          [&](int64_t r) { return at(x, format.bytes, head.b, head.query_head(r0 + r), head.token(r0 + r)); });
 }
 
-// Columns j0 … j0 + n: rows of k or v.
+// Packs columns j0 … j0 + n of the scores: rows of k or v.
 template <class T>
 void pack_columns(T* to, int64_t ld, const View& x, const Format<T>& format, const Head& head, int64_t j0, int64_t n, int64_t padded,
                   int64_t d) {
@@ -105,7 +105,7 @@ struct RowLanes {
         alpha = allocator.take<T>(rows);
     }
 
-    // Rows beyond m repeat the last.
+    // Rows after row m repeat it.
     void fill(const Call& call, const Head& of, int64_t r0, int64_t m, int64_t padded) {
         for (int64_t r = 0; r < padded; ++r) {
             const int64_t row = r0 + at_most(r, m - 1);
@@ -125,7 +125,7 @@ Ints<T> load_ints(const int32_t* p) {
     return x;
 }
 
-// The options that act on a score: c · tanh(s / c), − slope · |distance|, −inf where masked. Lanes are rows with one column in
+// Options that change a score: c · tanh(s / c), − slope · |distance|, −inf if masked. Lanes are either rows, with one column in
 // common, or columns of one row.
 template <class T>
 struct Score {
@@ -134,7 +134,7 @@ struct Score {
     Vec<T> slope, position;
     Ints<T> lo, hi;
 
-    Score(const Call& call, const RowLanes<T>& rows, int64_t r)  // lanes are rows r …
+    Score(const Call& call, const RowLanes<T>& rows, int64_t r)  // lanes are rows r, r + 1, …
         : scale(T(call.scale)), softcap(T(call.softcap)), slope(load(rows.slope + r)), position(load(rows.position + r)) {
         lo = load_ints<T>(rows.lo + r);
         hi = load_ints<T>(rows.hi + r);
@@ -143,8 +143,8 @@ struct Score {
     Score(const Call& call, T slope, T position, int32_t lo, int32_t hi)  // lanes are columns of one row
         : scale(T(call.scale)), softcap(T(call.softcap)), slope(all(slope)), position(all(position)), lo(Ints<T>{} + lo), hi(Ints<T>{} + hi) {}
 
-    // s of mask.py from products x = q·k and a bias; *derivative = ds/dx / scale. Forward and backward compute the same bits: lse
-    // is subtracted from the score that it came from, and the largest score of a row has p = 1 however large it is.
+    // s of mask.py from products x = q·k and a bias; *derivative = ds/dx / scale. Forward and backward compute the same bits.
+    // So lse is subtracted from the score it was computed from, and the largest score of a row has p = 1 however large it is.
     Vec<T> of(Vec<T> x, Vec<T> bias, Ints<T> column, Vec<T>* derivative) const {
         Vec<T> s, slope_of_cap = all(T(1));
         if (softcap != 0) {

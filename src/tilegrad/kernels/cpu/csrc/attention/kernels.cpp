@@ -1,4 +1,4 @@
-// The kernels of one instruction set: compiled once for each, with -DISA=name and the compiler's flags for it.
+// The kernels of one instruction set. Compiled once per instruction set, with -DISA=name and its compiler flags.
 
 #include "attention/backward.h"
 #include "attention/forward.h"
@@ -16,7 +16,7 @@ struct TileConfiguration {
 };
 #endif
 
-// A kernel with independent blocks. Scratch: a counter of items, then the buffers of each thread.
+// A kernel with independent blocks. Scratch: a work counter, then the buffers of each thread.
 template <class Kernel>
 struct IndependentBlocks {
     static int64_t* counter(BumpAllocator& allocator) { return allocator.take<int64_t>(1); }
@@ -44,7 +44,7 @@ struct IndependentBlocks {
     }
 };
 
-// A kernel whose threads share open heads (work_queue.h).
+// A kernel whose threads work on the same open heads (work_queue.h).
 template <class Kernel>
 struct SharedHeads {
     static int64_t scratch_bytes(const Call& call) {

@@ -1,6 +1,6 @@
 // The loop over the tiles of open heads, run by every thread of the pool. work_queue.h says which thread gets which tile.
 //
-// A kernel defines allocate (the buffers of a slot), open_head, tiles (the number of a head's tiles), tile and close_head.
+// A kernel defines allocate (buffers of a slot), open_head, tiles (number of tiles of a head), tile and close_head.
 #pragma once
 
 #include "attention/head_rows.h"
@@ -8,7 +8,7 @@
 
 namespace tilegrad::ISA {
 
-// What the threads of a call share, at the start of the scratch: the queue, dsinks per sequence, the turns of bias.h, the slots.
+// The scratch that all threads share: the queue, dsinks per sequence, the order counters `turns` of bias.h, the slots.
 struct Slots {
     int64_t n, slot_bytes;
     WorkQueue* queue;

@@ -1,8 +1,8 @@
-// Threads take pieces of c from a counter, and each piece is a product on one thread. If a core is busy with something
-// else, the other threads take more pieces. BLAS would give each of its threads an equal share, and the threads that are
-// done first would poll for the last one without sleeping, on the core that it needs.
+// Threads take pieces of c from a shared counter, and each piece is a product on one thread. If a core is busy with another
+// process, the other threads take more pieces. BLAS would give each of its threads an equal share, and threads that finish
+// early would spin on the core that the last one needs.
 //
-// A number of c is one sum over k in an order that depends on k alone: the pieces change no bit.
+// Each number of c is one sum over k, in an order that depends only on k: the pieces do not change the result.
 
 #include "gemm/gemm.h"
 
@@ -11,14 +11,14 @@
 namespace tilegrad {
 namespace {
 
-constexpr int64_t PIECES = 4;            // for each thread, where they are large
-constexpr int64_t LARGE = 512 * 512;     // numbers of c in a piece: BLAS copies a and b for each, which a small one does not repay
-constexpr int64_t SMALLEST = 1 << 18;    // multiplications in a piece
-constexpr int64_t UNIT = 16;             // rows and columns of a piece come in units; the last piece has the rest
+constexpr int64_t PIECES = 4;            // per thread, as long as they are LARGE
+constexpr int64_t LARGE = 512 * 512;     // elements of c per piece: BLAS packs a and b for each piece, too costly for a small one
+constexpr int64_t SMALLEST = 1 << 18;    // multiplications per piece
+constexpr int64_t UNIT = 16;             // rows and columns of a piece are multiples of it, except in the last piece
 
 Blas blas;
 
-// One side of c, cut into parts.
+// Rows or columns of c, cut into parts.
 struct Side {
     int64_t length, parts = 1;
     int64_t units() const { return length / UNIT; }
@@ -32,7 +32,7 @@ struct Work {
     int64_t next;  // piece
 };
 
-// Cuts c into this many pieces, so that the least is copied: a once for each part of the columns, b for each of the rows.
+// Cuts c into `pieces` pieces with the least packing: a is packed once per part of the columns, b once per part of the rows.
 bool cut(Side& rows, Side& columns, int64_t pieces) {
     int64_t least = INT64_MAX;
     for (int64_t parts = 1; parts <= pieces; ++parts) {

@@ -1,5 +1,5 @@
-// A float32 matrix product, as it crosses the C ABI: one call of BLAS, done in pieces by threads. cpu/abi.py defines the
-// structure a second time, and layout.h lists its fields.
+// A float32 matrix product as it crosses the C ABI: one BLAS call, split into pieces for several threads. cpu/abi.py repeats
+// the structure, and layout.h lists its fields.
 #pragma once
 
 #include <cstdint>
@@ -19,7 +19,7 @@ using Sgemm = void (*)(const char* transpose_a, const char* transpose_b, const i
 
 struct Blas {
     Sgemm sgemm;
-    int (*get_threads)();  // of the calling thread: how many sgemm may use
+    int (*get_threads)();  // threads that sgemm uses, for the calling thread
     void (*set_threads)(int);
 };
 

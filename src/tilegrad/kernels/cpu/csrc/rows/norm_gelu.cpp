@@ -1,5 +1,5 @@
-// Norms, gelu and sums of columns on rows of float32 or bfloat16: one pass over memory where a chain of torch ops has five to
-// ten. Compiled once for each instruction set. The equations are in kernels/norm, kernels/activation and kernels/linear.
+// Norms, gelu and column sums on rows of float32 or bfloat16: one pass over memory, where torch ops need five to ten. Compiled
+// once per instruction set. The equations are in kernels/norm, kernels/activation and kernels/linear.
 
 #include "rows/norm_gelu.h"
 
@@ -10,9 +10,9 @@ namespace ISA {
 namespace {
 
 constexpr int N = Lanes<float>::N;
-constexpr int64_t BLOCK = 64;  // rows whose sum is rounded on its own
+constexpr int64_t BLOCK = 64;  // rows per partial sum
 
-// Σ f(c) over the columns, in four chains; the tail one by one.
+// Σ f(c) over the columns: four vector accumulators, then the tail element by element.
 template <class Vector, class Scalar>
 inline float sum_of(int64_t c, Vector vector, Scalar scalar) {
     V32 s[4] = {};
@@ -25,7 +25,7 @@ inline float sum_of(int64_t c, Vector vector, Scalar scalar) {
     return total;
 }
 
-// Rows of E, parameters of P; both become float in registers.
+// E: dtype of rows, P: dtype of parameters; both are converted to float in registers.
 template <class E, class P>
 struct NormOf {
     static E* row(const Rows& x, int64_t r) { return reinterpret_cast<E*>(x.data) + r * x.stride; }
@@ -83,7 +83,7 @@ struct NormOf {
         }
     }
 
-    // dw += Σ_n dy x̂,  db += Σ_n dy  for W vectors of columns, or for one column
+    // dw += Σ_n dy x̂,  db += Σ_n dy  for W vectors of columns; `add_column` is for one column
     template <int W, bool DW>
     static void add_columns(const Norm& call, int64_t i) {
         V32 dw[W] = {}, db[W] = {};
@@ -156,7 +156,7 @@ void norm_columns(const Norm& call, int64_t begin, int64_t end) {
 
 constexpr float C = 2.0f * 0.7978845608028654f * 0.044715f, K = 1.0f / 0.044715f;
 
-// a = h σ(z),  z = C (h² + K) h,  σ(z) = 1 / (1 + e),  e = exp(−z), which is kept finite
+// a = h σ(z),  z = C (h² + K) h,  σ(z) = 1 / (1 + e),  e = exp(−z), with −z clamped to FAR so that e is finite
 constexpr float FAR = 80.0f;
 
 inline V32 gelu_fwd(V32 h) {
@@ -165,7 +165,7 @@ inline V32 gelu_fwd(V32 h) {
     return -z > FAR ? V32{} : h / (1.0f + e);
 }
 
-// gelu' = σ(z) + h z' σ(z) σ(−z),  h z' = 3 C (h² + K/3) h,  σ(−z) = e σ(z);  0 far to the left
+// gelu' = σ(z) + h z' σ(z) σ(−z),  h z' = 3 C (h² + K/3) h,  σ(−z) = e σ(z);  0 if −z > FAR
 inline V32 gelu_slope(V32 h) {
     V32 z = (h * h + K) * h * C;
     V32 e = exponential(-z > FAR ? all(FAR) : -z);

@@ -1,5 +1,5 @@
-// One call of an op on rows, as it crosses the C ABI: float32 or bfloat16, sums and parameters' gradients in float32,
-// strides in elements. cpu/abi.py defines these structures a second time, and layout.h lists their fields.
+// One call of an op on rows, as it crosses the C ABI: float32 or bfloat16; sums and gradients of parameters are float32;
+// strides are in elements. cpu/abi.py repeats these structures, and layout.h lists their fields.
 #pragma once
 
 #include <cstdint>
@@ -8,27 +8,27 @@ namespace tilegrad {
 
 struct Rows {
     char* data;       // null: absent
-    int64_t stride;   // from row to row; a row is contiguous
+    int64_t stride;   // between rows; a row is contiguous
 };
 
 // kernels/norm: x, y, dy, dx (n, c)   w, b, dw, db (c)   mean, rstd (n)
 struct Norm {
     int64_t n, c, threads, isa, accumulate;   // accumulate: dw += …, db += …
-    int64_t dtype, param_dtype;         // of x, y, dy, dx; of w, b
-    Rows x, y, dy, dx;                  // y: of the forward; dy, dx: of the backward; no x: db alone
+    int64_t dtype, param_dtype;         // dtype of x, y, dy, dx; dtype of w, b
+    Rows x, y, dy, dx;                  // y: forward; dy, dx: backward; without x only db is computed
     char *w, *b;
     float *mean, *rstd, *dw, *db;
-    double eps;                         // of the forward; 0: mean and rstd are read
+    double eps;                         // forward; 0: mean and rstd are inputs
 };
 
-// kernels/activation: h, a, da, dh, n numbers each
+// kernels/activation: h, a, da, dh (n)
 struct Gelu {
     int64_t n, threads, isa, dtype;
-    char *h, *a, *da, *dh;   // a: of the forward; da, dh: of the backward
+    char *h, *a, *da, *dh;   // a: forward; da, dh: backward
 };
 
-// What each instruction set offers. Ranges are of rows (norm_rows), of columns (norm_columns) or of numbers (gelu); which
-// thread takes which range changes no bit.
+// Functions of one instruction set. Ranges are rows (norm_fwd, norm_rows), columns (norm_columns) or elements (gelu). The
+// results do not depend on how ranges are split among threads.
 struct NormGeluKernels {
     void (*norm_fwd)(const Norm&, int64_t begin, int64_t end);
     void (*norm_rows)(const Norm&, int64_t begin, int64_t end);

@@ -1,4 +1,4 @@
-// Rows of the caller's dtype to rows of the accumulation type and back, and the transpose of a packed tile.
+// Conversion of rows between the caller's dtype and the accumulation type, and the transpose of a packed tile.
 #pragma once
 
 #include "dtype.h"
@@ -51,7 +51,7 @@ inline void convert(double& to, double x) { to = x; }
 inline void convert(BFloat16& to, float x) { to = BFloat16::of(x); }
 inline void convert(Float16& to, float x) { to = Float16::of(x); }
 
-// A register of float from contiguous elements, and back.
+// A register of floats from contiguous elements, and back.
 inline V32 widen(const float* p) { return load(p); }
 inline void narrow(float* p, V32 v) { store(p, v); }
 
@@ -113,7 +113,7 @@ inline Format<float> format_of<float>(int64_t dtype) {
 template <>
 inline Format<double> format_of<double>(int64_t) { return format<double, double>(); }
 
-// One element of a small tensor of any of the four dtypes.
+// One element of a small tensor of any of the four float dtypes.
 inline double scalar(const char* data, int64_t dtype, int64_t at) {
     switch (dtype) {
         case FLOAT64: return reinterpret_cast<const double*>(data)[at];
@@ -143,7 +143,7 @@ inline void add_scalar(char* data, int64_t dtype, int64_t at, double x) {
 // to[n][m] = from[m][n] with row strides to_ld and from_ld; 4 × 4 blocks of float go through registers.
 inline void transpose(float* to, int64_t to_ld, const float* from, int64_t from_ld, int64_t m, int64_t n) {
     int64_t i = 0;
-#if !defined(__clang__)  // clang names the shuffle differently, and vectorises the loop below
+#if !defined(__clang__)  // clang has another name for the shuffle, and vectorises the loop below
     typedef float Four __attribute__((vector_size(16)));
     typedef float Unaligned __attribute__((vector_size(16), aligned(4), may_alias));
     typedef int32_t Index __attribute__((vector_size(16)));

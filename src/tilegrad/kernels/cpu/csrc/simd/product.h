@@ -1,15 +1,15 @@
-// c (+)= a b on packed tiles: c (M, N), b (K, N) row-major; a either (M, K) row-major or (K, M), that is transposed.
+// c (+)= a b on packed tiles: c (M, N), b (K, N) row-major; a (M, K) row-major, or transposed: (K, M).
 //
-// MR × NV registers of c are accumulated over k: enough to hide the latency of the multiply, fed by NV loads of b and MR elements
-// of a. A tile's sum starts at zero and is added to c once: the rounding error of a sum over T rows grows like √(T/TILE) + √TILE,
-// not like √T. M is a multiple of MR, N of the lanes; K is arbitrary.
+// MR × NV registers of c are accumulated over k: enough to hide the latency of the multiply. Each k loads NV registers of b and
+// MR elements of a. The sum of a tile starts at 0 and is added to c once, so the rounding error of a sum over T rows grows like
+// √(T/TILE) + √TILE, not like √T. M is a multiple of MR, N of the lanes; K is arbitrary.
 #pragma once
 
 #include "simd/vector.h"
 
 namespace tilegrad::ISA {
 
-// Registers of c; the others hold b and a. TILE is a multiple of MR and of NV · lanes.
+// MR × NV registers are for c, the others for b and a. TILE is a multiple of MR and of NV · lanes.
 #if defined(__AVX512F__)
 constexpr int MR = 8, NV = 2, TILE = 64;
 #elif defined(__AVX2__)
@@ -35,7 +35,7 @@ inline __attribute__((always_inline)) void block(
         for (int n = 0; n < NV_; ++n) acc[m][n] = Vec<T>{};
     int64_t k = 0;
 #if defined(__aarch64__)
-    // The multiply can broadcast a lane, so a is loaded a register at a time.
+    // The multiply can broadcast one lane, so a is loaded a register at a time.
     typedef T Four __attribute__((vector_size(16), aligned(alignof(T)), may_alias));
     constexpr int A = 16 / sizeof(T);
     if (ORDER == TRANSPOSED) {

@@ -1,7 +1,7 @@
 // Vectors of one register of the target instruction set, and the functions that softmax needs.
 //
-// Everything is in namespace ISA, so that the same source compiled for several instruction sets shares no symbols. Nothing of the
-// C++ library is instantiated here, because the linker would keep one copy for all of them.
+// Everything is in namespace ISA, so that the same source compiled for several instruction sets shares no symbols. No template
+// of the C++ library is instantiated here, because the linker would keep one copy for all instruction sets.
 #pragma once
 
 #include <cmath>
@@ -57,13 +57,13 @@ template <class T> inline Vec<T> load(const T* p) { return *reinterpret_cast<con
 template <class T> inline void store(T* p, Vec<T> v) { *reinterpret_cast<typename Lanes<T>::U*>(p) = v; }
 template <class T> inline Vec<T> all(T x) { return Vec<T>{} + x; }
 
-// x, rounded before it is added to anything: -ffp-contract=fast would turn s · scale − lse into one fma, which subtracts a
-// rounded lse from an exact product.
+// x, rounded before it is added to anything. Otherwise -ffp-contract=fast would turn s · scale − lse into one fma, which
+// subtracts a rounded lse from an unrounded product.
 template <class V>
 inline __attribute__((always_inline)) V rounded(V x) {
 #if defined(__GNUC__) && !defined(__clang__) && __GNUC__ >= 12
     return __builtin_assoc_barrier(x);
-#else  // an empty instruction that may have changed x
+#else  // an empty asm statement, after which the compiler assumes that x changed
 #if defined(__AVX512F__)
     __asm__("" : "+v"(x));
 #elif defined(__SSE2__)
@@ -77,7 +77,7 @@ inline __attribute__((always_inline)) V rounded(V x) {
 #endif
 }
 
-// The larger of two; NaN in `b` is returned.
+// The larger of two; NaN if b is NaN.
 template <class V> inline V larger(V a, V b) { return a > b ? a : b; }
 #if defined(__aarch64__)
 inline V32 larger(V32 a, V32 b) { return (V32)vmaxq_f32((float32x4_t)a, (float32x4_t)b); }
@@ -166,7 +166,7 @@ inline Tanh<double> hyperbolic_tangent(V64 x) {
 inline float logarithm(float x) { return __builtin_logf(x); }
 inline double logarithm(double x) { return __builtin_log(x); }
 
-// Flushes subnormal results to 0 while it is in scope: x86 takes a hundred cycles for each.
+// Flushes subnormal results to 0 while in scope: each takes a hundred cycles on x86.
 struct NoSubnormals {
 #if defined(__SSE2__)
     const unsigned before = __builtin_ia32_stmxcsr();

@@ -1,6 +1,6 @@
-// The pool sleeps between calls. One call has it at a time; a call that finds it busy (another Python thread's) runs on its
-// own thread alone, with the same result. Its threads take no signals, and are never joined: they hold nothing when idle.
-// After fork() a child has no threads: it starts a pool of its own.
+// The pool sleeps between calls and serves one call at a time. A call that finds it busy with a call of another Python thread
+// runs on its own thread alone, with the same result. The pool's threads block all signals. They are never joined: an idle one
+// holds no resources. After fork() a child has no threads and starts its own pool.
 
 #include "threads/thread_pool.h"
 
@@ -19,15 +19,15 @@ namespace {
 constexpr int SPINS = 2000;  // polls before a thread sleeps
 
 struct Pool {
-    std::mutex busy;  // held for the length of a call
+    std::mutex busy;  // locked during a call
     std::mutex mutex;
     std::condition_variable wake;
-    int threads = 0;  // without the caller's
+    int threads = 0;  // without the calling thread
 
     void (*fn)(void*, int) = nullptr;
     void* context = nullptr;
-    int wanted = 0;                  // threads of the current call, without the caller's
-    std::atomic<uint64_t> call{0};   // rises with each
+    int wanted = 0;                  // threads of the current call, without the calling thread
+    std::atomic<uint64_t> call{0};   // incremented by each call
     std::atomic<int> running{0};
 
     void run(int n, void (*f)(void*, int), void* c) {
@@ -53,7 +53,7 @@ struct Pool {
         try {
             for (; threads < n; ++threads) std::thread(&Pool::loop, this, threads, call.load()).detach();
         } catch (const std::system_error&) {
-            // The system gives no more threads: those there are do the work.
+            // The system has no more threads: the existing ones do the work.
         }
         pthread_sigmask(SIG_SETMASK, &before, nullptr);
     }
