@@ -5,17 +5,11 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import numpy as np
 import pytest
 
-from tilegrad.data.conversations import (
-    ChatTemplate,
-    Message,
-    detect_format,
-    load_chat_template,
-    plain_conversation,
-    read_messages,
-    trained_tokens,
-)
+from tilegrad.data.chat_template import ChatTemplate, Message, load_chat_template
+from tilegrad.data.conversations import detect_format, plain_conversation, read_messages, trained_tokens
 
 CHATML = (
     "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
@@ -83,7 +77,7 @@ def test_the_text_is_that_of_transformers(source: str) -> None:
 
 def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_several() -> None:
     assert said(THINKING, TALK[:2]) == ["<assistant><think></think>Hello"]  # it writes no generation prompt
-    with pytest.raises(ValueError, match=r"messages\[1\]: the chat template writes this turn in another way"):
+    with pytest.raises(ValueError, match=r"messages\[1\]: the chat template writes this message differently"):
         said(THINKING)
 
 
@@ -92,7 +86,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_sever
     [
         ("{{ raise_exception('no system role') }}", "no system role"),
         ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "not ended"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "without end"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "endlessly"),
         ("{{ messages.__class__.__mro__ }}", "unsafe"),
         ("{{ cycler.__init__.__globals__ }}", "unsafe"),
         ("{{ 'x' * 1000000000 }}", "larger than"),
@@ -100,7 +94,7 @@ def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_sever
             "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
             "larger than",
         ),
-        ("{% for", "no template that Jinja2 can read"),
+        ("{% for", "not a template that Jinja2 can read"),
         ("{{ messages[9].content + 1 }}", "no element 9"),
         ("{% include 'other' %}", "no loader"),
     ],
@@ -143,7 +137,7 @@ def test_a_line_of_text_has_no_format() -> None:
         ({"messages": ["Hi"]}, r"messages\[0\]: got 'Hi'"),
         ({"messages": [{"role": 3, "content": "x"}]}, r"messages\[0\]"),
         ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content: got None"),
-        ({"messages": TALK[:1]}, "no assistant's turn"),
+        ({"messages": TALK[:1]}, "no message of the assistant"),
         ({"prompt": 3, "completion": "x"}, "prompt: got 3"),
         ({"instruction": "x", "input": ["y"], "output": "z"}, "input: got"),
         ({"text": "x"}, "got 'text'; accepted: an object with 'messages'"),
@@ -165,8 +159,9 @@ def test_tokens_after_the_end_of_a_turn_are_not_trained_on() -> None:
     found = template(CHATML).conversation(TALK[:2])
     text = found.text
     starts = [text.index("<|im_start|>assistant"), text.index("Hello"), text.rindex("<|im_end|>"), len(text) - 1]
-    assert trained_tokens(found, starts, [True, False, True, False]) == [False, True, True, False]
-    assert trained_tokens(found, starts, [False] * 4) == [False, True, True, True]
+    special = np.array([True, False, True, False])
+    assert trained_tokens(found, np.array(starts), special).tolist() == [False, True, True, False]
+    assert trained_tokens(found, np.array(starts), np.zeros(4, np.bool_)).tolist() == [False, True, True, True]
 
 
 @pytest.mark.parametrize("home", ["chat_template.jinja", "tokenizer_config.json", "a list"])

@@ -1,9 +1,8 @@
-"""The validation loss, over the same held-out windows each time."""
+"""The validation loss, over the same held-out windows or documents each time."""
 
 from __future__ import annotations
 
-from ..data.batches import batches_in_order
-from ..engine.batch import count_targets
+from ..engine.batch import Batch, count_targets
 from ..engine.engine import Engine
 from .config import TrainConfig
 from .dataset import Dataset
@@ -16,25 +15,18 @@ class Evaluator:
         self.loss: float | None = None  # of the last evaluation
 
     def run(self) -> float | None:
-        """The mean loss; None if no window is held out. Each rank evaluates its share, and the losses are summed."""
+        """The mean loss; None if nothing is held out. Each rank evaluates its share, and the losses are summed."""
         t, dataset, engine, mesh = self._settings, self._dataset, self._engine, self._ranks.mesh
-        if not len(dataset.windows) or not t.eval_batches:
+        if dataset.held_out is None or not t.eval_batches:
             return None
-        dataset.file.check_length()
-        batches = batches_in_order(
-            dataset.held_out,
-            t.batch_size,
-            t.seq_len,
-            most=t.eval_batches,
-            windows=dataset.windows,
-            rank=self._ranks.group,
-            world=self._ranks.groups,
+        batches = dataset.validation(
+            t.batch_size, most=t.eval_batches, rank=self._ranks.group, world=self._ranks.groups
         )
         total, count = 0.0, 0.0
-        for tokens, targets in engine.ranks.padded(list(batches)):
+        for tokens, targets, cu_seqlens in engine.ranks.padded([Batch(*batch) for batch in batches]):
             mesh.at(f"step {engine.steps}: evaluating")
             n = count_targets(targets)
-            total += engine.evaluate(tokens, targets) * n
+            total += engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) * n
             count += n
         if mesh.world > 1:
             total, count = mesh.sum(total, count)
