@@ -9,6 +9,7 @@ from .. import __version__
 from .arguments import Command, Parser
 from .benches import add_benches
 from .checks import add_checks
+from .data import add_data
 from .faults import complain, escape_what_cannot_be_shown, silence
 from .memory import add_memory
 from .runs import add_runs
@@ -31,6 +32,7 @@ def build_parser() -> Parser:
     parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     add_runs(commands)
+    add_data(commands)
     add_weights(commands)
     add_memory(commands)
     add_checks(commands)
