@@ -247,7 +247,7 @@ def test_decoding_with_a_cache_is_reading_at_once(options: dict[str, Any]) -> No
         cache = layer.new_cache(2, 12)
         got = torch.cat([layer(part, cache=cache)[0] for part in x.split([5, 1, 1, 3, 2], 1)], 1)
         torch.testing.assert_close(got, want, rtol=1e-11, atol=1e-12)
-        with pytest.raises(ValueError, match="cache: got 13 tokens; accepted: at most max_tokens, 12"):
+        with pytest.raises(ValueError, match="cache: got 13 tokens; accepted: at most max_tokens = 12"):
             layer(x[:, :1], cache=cache)
 
 
