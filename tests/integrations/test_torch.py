@@ -270,7 +270,7 @@ def test_what_attention_refuses() -> None:
     layer, x = Attention(32, 4, batch_first=True), torch.randn(1, 3, 32)
     with pytest.raises(ValueError, match="need_weights: got True; accepted: False"):
         layer(x, need_weights=True)
-    with pytest.raises(ValueError, match="is_causal: got 3 rows and 2 keys; accepted: as many, or a cache"):
+    with pytest.raises(ValueError, match="is_causal: got 3 rows, 2 keys; accepted: as many rows as keys, or a cache"):
         layer(x, x[:, :2], x[:, :2], is_causal=True)
     with pytest.raises(ValueError, match="num_heads: got embed_dim 32, num_heads 5"):
         Attention(32, 5)

@@ -6,7 +6,8 @@
 a folder      all such files in it and below it, in sorted order; other files there are counted as left out
 
 All of the text is in memory while it is encoded, so text larger than half of the machine's memory is refused before it is
-read. A .gz is decompressed piece by piece, and refused when it exceeds 16 MiB and 100 times its size.
+read. A .gz is decompressed piece by piece, and refused if the text exceeds both 16 MiB and 100 times the
+compressed size.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
 Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "start", "train", …) and its numbers
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
-_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # a .gz may hold 100 times its size, and 16 MiB in any case
+_GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # text of a .gz: at most 100 times its size, or 16 MiB if that is more
 _SURROGATE = re.compile("[\ud800-\udfff]")
 
 
@@ -76,7 +77,9 @@ def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show =
             parts.append(text)
             documents += 1
     if not any(parts):
-        raise ValueError(f"{', '.join(map(str, paths))}: got no text; accepted: {_accepted()} with text in it")
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: got no text; accepted: files that contain text ({_accepted()})"
+        )
     return Documents("".join(parts), len(files), documents, left_out)
 
 
@@ -88,9 +91,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
             below = sorted(file for file in path.rglob("*") if file.is_file())
             understood = [file for file in below if _kind(file) in TEXT + LINES]
             if not understood:
-                raise ValueError(
-                    f"{path}: got a folder without text; accepted: one with {_accepted()} in it or below it"
-                )
+                raise ValueError(f"{path}: got a folder without text files; accepted: a folder with {_accepted()}")
             files += understood
             left_out += len(below) - len(understood)
         elif not path.is_file():
@@ -106,7 +107,7 @@ def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
 
 
 def _accepted() -> str:
-    return f"{', '.join(TEXT + LINES)}, each also with .gz"
+    return f"{', '.join(TEXT + LINES)}, or one of these with .gz"
 
 
 def _kind(file: Path) -> str:
@@ -129,7 +130,7 @@ def _content(file: Path, room: float) -> bytes:
                 grown += len(part)
                 if grown > most:
                     raise ValueError(
-                        f"{file}: got more than {grown >> 20} MiB out of {size:,} bytes; accepted: at most "
+                        f"{file}: got {size:,} bytes that decompress to more than {grown >> 20} MiB; accepted: at most "
                         f"{_GZIP_GROWTH} times the compressed size; if the file is right, decompress it first"
                     )
                 if grown > room:
@@ -156,7 +157,9 @@ def _decoded(file: Path, content: bytes) -> str:
             "convert it, for instance with iconv -t utf-8"
         ) from error
     if "\0" in text:
-        raise ValueError(f"{file}: got a byte 0 at {content.index(0)}: binary; accepted: UTF-8 text")
+        raise ValueError(
+            f"{file}: got a zero byte at position {content.index(0)}; accepted: UTF-8 text, not binary data"
+        )
     return text
 
 
@@ -172,8 +175,9 @@ def _fields(file: Path, text: str, name: str) -> Iterator[str]:
         except ValueError as error:
             raise ValueError(f"{where}: is not JSON: {error}") from error
         if not isinstance(record, dict) or not isinstance(record.get(name), str):
-            has = ", ".join(map(shown, [*record][:20])) if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"{where}: got {has}; accepted: an object with the text in {name!r} (data.text_field)")
+            names = [*record][:20] if isinstance(record, dict) else None
+            got = type(record).__name__ if names is None else f"the keys {', '.join(map(shown, names)) or 'none'}"
+            raise ValueError(f"{where}: got {got}; accepted: an object with a string in {name!r} (data.text_field)")
         if _SURROGATE.search(record[name]):
             raise ValueError(f"{where}: got half of a surrogate pair in {name!r}; accepted: text that UTF-8 can encode")
         yield record[name]

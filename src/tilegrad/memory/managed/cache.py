@@ -150,7 +150,7 @@ class BufferCache:
         if tensor is not None:
             try:  # noqa: SIM105  `suppress` costs a microsecond
                 slot.free_list.slots.remove(slot)
-            except ValueError:  # an interrupted call did not add it
+            except ValueError:  # a `deallocate` that was interrupted did not add it
                 pass
         return tensor
 
@@ -312,7 +312,7 @@ class BufferCache:
             slot = handle.slot
             if slot.handle is handle:
                 with suppress(KeyError):
-                    if self.slots[slot.ident] is slot:  # not interrupted before the next line: neither is a call
+                    if self.slots[slot.ident] is slot:  # no interrupt before the next line: neither calls a function
                         del self.slots[slot.ident]
                         gone.append(slot)
                 slot.handle = None
