@@ -127,7 +127,7 @@ def test_a_line_of_text_has_no_format() -> None:
         ({"messages": TALK[:1]}, "no message of the assistant"),
         ({"prompt": 3, "completion": "x"}, "prompt: got 3"),
         ({"instruction": "x", "input": ["y"], "output": "z"}, "input: got"),
-        ({"text": "x"}, "got 'text'; accepted: an object with 'messages'"),
+        ({"text": "x"}, "got the keys 'text'; accepted: an object with 'messages'"),
     ],
 )
 def test_a_line_that_is_no_conversation_is_refused_by_its_field(record: dict[str, object], reason: str) -> None:

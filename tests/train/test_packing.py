@@ -193,12 +193,12 @@ def test_document_file_round_trip(mask: bool, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("damage", "words"),
     [
-        (lambda whole: whole[:-1], "got 153 bytes where 3 documents of 9 tokens make 154"),
+        (lambda whole: whole[:-1], "got 153 bytes, but 3 documents of 9 tokens need 154"),
         (lambda whole: whole + b"\0", "got 155 bytes"),
         (lambda whole: whole[:90], "ends in its header"),
         (lambda _whole: b"", "not a file of documents"),
         (lambda whole: b"X" + whole[1:], "not a file of documents"),
-        (lambda whole: whole[:8] + b"\2" + whole[9:], "version 2 is not 1"),
+        (lambda whole: whole[:8] + b"\2" + whole[9:], "got version 2; accepted: version 1"),
         (lambda whole: whole[:40] + b"\1" + whole[41:], "belongs to other tokens"),
         (lambda whole: whole[:-1] + b"\0", "does not have the digest"),
     ],

@@ -39,9 +39,9 @@ def read_messages(record: dict[str, object], format: Format) -> list[Message]:
     """The messages of one line; at least one is the assistant's."""
     for names in _REQUIRED[format]:
         if _first(record, names) is None:
-            has = ", ".join(map(shown, [*record][:20])) or "no field"
+            keys = ", ".join(map(shown, [*record][:20])) or "none"
             raise ValueError(
-                f"got {has}; accepted: an object with {' or '.join(map(repr, names))} (data.format {format})"
+                f"got the keys {keys}; accepted: an object with {' or '.join(map(repr, names))} (data.format {format})"
             )
     if format == "messages":
         messages = _messages(record["messages"], "messages")
