@@ -1,219 +1,318 @@
-"""Documents become rows: no token is lost or read twice, targets stay inside a document, and resume is exact."""
+"""Packed rows: the losses and gradients of the documents one by one, in one batch with their ends in cu_seqlens."""
 
 from __future__ import annotations
 
-import json
-from collections import Counter
-from collections.abc import Callable
-from itertools import pairwise
-from pathlib import Path
+from contextlib import nullcontext
+from dataclasses import replace
+from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from support.models import (
+    CONFIG,
+    LLAMA,
+    QWEN3,
+    batch,
+    clones,
+    equal,
+    exact_gradients,
+    one_by_one,
+    random_ends,
+)
+from support.ranks import Ranks
+from torch import Tensor
 
-from tilegrad.data import packing
-from tilegrad.data.batches import Batches, batches_in_order
-from tilegrad.data.document_file import DocumentFile, open_documents, write_documents
-from tilegrad.data.packing import Batch, PackedRows, Pieces, TooLong, cut_documents, first_fit, split_pieces
-from tilegrad.data.tokens import TokenFileError, open_tokens, write_tokens
+from tilegrad import Engine, ModelConfig
+from tilegrad.dist.mesh import Mesh
+from tilegrad.engine import batch as batch_module
+from tilegrad.engine import planning
+from tilegrad.engine.batch import Batch
+from tilegrad.engine.capture import DeviceStep
+from tilegrad.engine.planning import plan_model
+from tilegrad.engine.spec import StepSpec
+from tilegrad.kernels.attention import table
+from tilegrad.kernels.op import observe
+from tilegrad.memory.planned.arena import poison_dead
+from tilegrad.memory.planned.trace import Handle, bind
 
-ZERO, ONE = "0" * 64, "1" * 64
-LENGTHS = st.lists(st.integers(1, 40), min_size=1, max_size=30)
-
-
-def file_of(lengths: list[int], trained: list[bool] | None = None) -> DocumentFile:
-    bits = None if trained is None else np.packbits(np.array(trained), bitorder="little")
-    return DocumentFile(Path("documents.bin"), None, np.cumsum(lengths), bits)  # type: ignore[arg-type]
-
-
-def documents_of(batch: Batch, seq_len: int) -> list[tuple[list[int], list[int]]]:
-    """(tokens, targets) of each document of a batch, padding left out; checked as the engine does."""
-    tokens, targets, ends = (x if x is None else x.flatten().tolist() for x in batch)
-    assert ends is not None and ends[0] == 0 and ends[-1] == len(tokens)
-    found = []
-    for begin, end in pairwise(ends):
-        assert begin < end and begin // seq_len == (end - 1) // seq_len, "a document crosses a row"
-        if tokens[begin:end] != [0] * (end - begin):
-            found.append((tokens[begin:end], targets[begin:end]))
-        else:
-            assert targets[begin:end] == [-1] * (end - begin) and end % seq_len == 0
-    return found
-
-
-@settings(max_examples=60, deadline=None)
-@given(LENGTHS, st.integers(1, 24), st.integers(2, 6), st.sampled_from(["cut", "split", "drop"]), st.data())
-def test_every_target_is_in_an_epoch_once(
-    lengths: list[int], seq_len: int, documents: int, too_long: TooLong, data: st.DataObject
-) -> None:
-    tokens = np.arange(1, sum(lengths) + 1)
-    trained = data.draw(st.lists(st.booleans(), min_size=len(tokens), max_size=len(tokens)))
-    file = file_of(lengths, trained)
-    expected: Counter[tuple[int, int]] = Counter()  # (token, the token that it predicts)
-    for end, length in zip(file.ends.tolist(), lengths, strict=True):
-        document = list(range(end - length, end))
-        pairs = list(pairwise(document))
-        if len(pairs) > seq_len:
-            pairs = {"cut": pairs[:seq_len], "split": pairs, "drop": []}[too_long]
-        expected += Counter((int(tokens[a]), int(tokens[b])) for a, b in pairs if trained[b])
-    pieces = cut_documents(file, seq_len, too_long)
-    if not expected:
-        assert not len(pieces)
-        return
-    rows = PackedRows(tokens, file, pieces, seq_len, documents)
-    batches = Batches(rows, 1, seed=3)
-    seen: Counter[tuple[int, int]] = Counter()
-    for _ in range(batches.rows_in_epoch):
-        found = documents_of(batches.next(), seq_len)
-        assert 1 <= len(found) < documents
-        for xs, ys in found:
-            assert xs == list(range(xs[0], xs[0] + len(xs))), "the tokens of a document follow one another"
-            assert len(pieces) == 1 or any(y >= 0 for y in ys)
-            assert all(y in (-1, x + 1) for x, y in zip(xs, ys, strict=True))
-            seen += Counter((x, y) for x, y in zip(xs, ys, strict=True) if y >= 0)
-    assert seen == expected
-    assert rows.trained_targets() == sum(expected.values())
+MODELS = {
+    "gpt": replace(CONFIG, n_layer=2),
+    "llama": replace(LLAMA, n_layer=2),
+    "qwen": QWEN3,
+    "window": replace(LLAMA, n_layer=2, window=3, window_layers=(1,)),
+    "per_head": replace(CONFIG, n_layer=2, projection="per_head", window=4, loss="embedding_mse"),
+    "per_head, rope": replace(CONFIG, n_layer=2, projection="per_head", position="rope", qk_norm=True),
+}
+ENDS = {
+    "rows": [0, 13, 26, 39],
+    "ragged": [0, 1, 5, 13, 26, 28, 38, 39],
+    "single tokens": [*range(13), 13, 26, 39],
+}
 
 
-@settings(max_examples=25, deadline=None)
-@given(LENGTHS, st.integers(0, 40), st.integers(1, 3), st.sampled_from([0, 2, 5]))
-def test_resume_at_any_point_gives_the_same_rows(
-    lengths: list[int], steps: int, batch_size: int, documents: int
-) -> None:
-    tokens, file = np.arange(sum(lengths) + 9), file_of([*lengths, 9])
-    rows = PackedRows(tokens, file, cut_documents(file, 16, "split"), 16, documents)
-    whole = Batches(rows, batch_size, seed=5)
-    for _ in range(steps):
-        whole.next()
-    resumed = Batches(rows, batch_size, seed=5)
-    resumed.restore(json.loads(json.dumps(whole.state())))
-    assert resumed.position == whole.position
-    for _ in range(12):
-        for a, b in zip(whole.next(), resumed.next(), strict=True):
-            assert a is b is None or (a is not None and b is not None and torch.equal(a, b))
-    assert resumed.position == whole.position
+def engine_of(config: ModelConfig, b: int = 3, t: int = 13, **given: Any) -> Engine:
+    """Away from the initial values, where many gradients are nearly 0."""
+    engine = Engine(config, b, t, **{"dtype": torch.float64, "documents": t} | given)
+    generator = torch.Generator().manual_seed(4)
+    for p in engine.params.values():
+        p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.2)
+    return engine
 
 
-def test_rows_are_filled_first_fit_and_closed() -> None:
-    assert first_fit(np.array([5, 4, 3, 5, 2]), 8, 9) == [[0, 2], [1, 4], [3]]
-    assert first_fit(np.array([5, 4, 3, 4, 2, 6]), 8, 9) == [[0, 2], [1, 3], [4, 5]]
-    assert first_fit(np.array([1, 1, 1, 1, 1]), 8, 2) == [[0, 1], [2, 3], [4]]
-    assert first_fit(np.array([8, 8]), 8, 9) == [[0], [1]]
+def assert_one_by_one(engine: Engine, loss: float, parts: list[tuple[Tensor, Tensor]], limit: float = 1e-12) -> None:
+    """Within `limit` of each gradient's largest number, or of a thousandth of the model's largest: some are exactly 0."""
+    want, exact = exact_gradients(engine.config, engine.params, parts)
+    assert loss == pytest.approx(want, rel=limit)
+    largest = max(float(g.abs().max()) for g in exact.values())
+    for name, g in exact.items():
+        error = float((engine.grads[name].double() - g).abs().max())
+        assert error <= limit * max(float(g.abs().max()), 1e-3 * largest), (name, error)
 
 
-def test_the_oldest_open_row_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(packing, "OPEN", 2)
-    assert first_fit(np.array([6, 6, 6, 2]), 8, 9) == [[0], [1, 3], [2]], "row 0 has room and is closed"
+# ── the oracle ──
 
 
-def test_the_example_of_the_docstring() -> None:
-    file = file_of([4, 3], [False, True, True, True, False, True, False])
-    tokens, targets, ends = PackedRows(
-        np.arange(10, 17), file, Pieces(np.array([0, 4]), np.array([3, 2])), 7, 3
-    ).gather([np.array([0, 1])])
-    assert tokens.tolist() == [[10, 11, 12, 14, 15, 0, 0]]
-    assert targets.tolist() == [[11, 12, 13, 15, -1, -1, -1]]
-    assert ends is not None and ends.tolist() == [0, 3, 5, 7] and ends.dtype == torch.int32
+@pytest.mark.parametrize("kernel", ["native", "tiled"])
+@pytest.mark.parametrize("name", MODELS)
+def test_packed_rows_are_the_documents_one_by_one(name: str, kernel: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    only = tuple(row for row in table.ATTENTION.rows if row.name == kernel)
+    monkeypatch.setattr(table, "ATTENTION", replace(table.ATTENTION, rows=only))
+    config = MODELS[name]
+    engine, (tokens, targets) = engine_of(config), batch(config, 3, 13)
+    cases = [torch.tensor(ends, dtype=torch.int32) for ends in ENDS.values()]
+    for ends in (*cases, *(random_ends(3, 13, 5, seed) for seed in range(2))):
+        parts = one_by_one(tokens, targets, ends)
+        assert_one_by_one(engine, engine.gradients(tokens, targets, cu_seqlens=ends), parts)
+        assert engine.evaluate(tokens, targets, cu_seqlens=ends) == pytest.approx(engine.loss, rel=1e-12)
 
 
-def test_without_packing_each_document_has_a_row() -> None:
-    file = file_of([4, 3, 2])
-    rows = PackedRows(np.arange(1, 10), file, cut_documents(file, 4, "cut"), 4, 0)
-    ((tokens, targets, ends),) = batches_in_order(rows, 3)
-    assert tokens.tolist() == [[1, 2, 3, 0], [5, 6, 0, 0], [8, 0, 0, 0]] and ends is None
-    assert targets.tolist() == [[2, 3, 4, -1], [6, 7, -1, -1], [9, -1, -1, -1]]
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_no_document_reads_another(name: str) -> None:
+    """Other tokens in one document change no gradient of the others' targets, not in the last bit."""
+    config = MODELS[name]
+    engine, (tokens, targets) = engine_of(config, dtype=torch.float32), batch(config, 3, 13, ignored=0.0)
+    ends = torch.tensor(ENDS["ragged"], dtype=torch.int32)
+    changed, inside = tokens.clone(), slice(5, 13)
+    targets.view(-1)[inside] = -1
+    changed.view(-1)[inside] = (changed.view(-1)[inside] + 3) % config.vocab_size
+    losses, grads = [], []
+    for x in (tokens, changed):
+        losses.append(engine.gradients(x, targets, cu_seqlens=ends))
+        grads.append(clones(engine.grads))
+    assert losses[0] == losses[1] and equal(*grads)
+    assert engine.gradients(changed, targets) != losses[0]
 
 
-def test_each_epoch_and_each_seed_has_an_order_and_ranks_share_a_step() -> None:
-    file = file_of([5] * 40)
-    rows = PackedRows(np.arange(1, 201), file, cut_documents(file, 16, "cut"), 16, 8)
-
-    def epoch(seed: int, number: int) -> list[list[int]]:
-        return [row.tolist() for row in rows.order(seed, number)]
-
-    assert epoch(1, 0) == epoch(1, 0) and len({str(epoch(*at)) for at in ((1, 0), (1, 1), (2, 0))}) == 3
-    alone, ranks = Batches(rows, 2, seed=1), [Batches(rows, 2, seed=1) for _ in range(2)]
-    whole = [alone.next() for _ in range(4)]
-    shares = [batches.deal(4, rank, 2) for rank, batches in enumerate(ranks)]
-    for i, batch in enumerate(whole):
-        assert all(torch.equal(a, b) for a, b in zip(batch, shares[i % 2][i // 2], strict=True) if a is not None)  # type: ignore[arg-type]
-    assert ranks[0].position == ranks[1].position == alone.position
+def test_rows_without_cu_seqlens_are_one_document_each() -> None:
+    config = MODELS["llama"]
+    packed, plain = engine_of(config), engine_of(config, documents=0)
+    tokens, targets = batch(config, 2, 9)
+    rows = torch.tensor([0, 9, 18], dtype=torch.int32)
+    assert packed.gradients(tokens, targets) == packed.gradients(tokens, targets, cu_seqlens=rows)
+    assert_one_by_one(packed, packed.loss, [(tokens, targets)])
+    assert plain.gradients(tokens, targets) == pytest.approx(packed.loss, rel=1e-12)
 
 
-def test_what_is_cut_dropped_or_untrained_is_counted_and_refused_by_name() -> None:
-    file = file_of([9, 3, 12, 1], [False] * 8 + [True] + [True] * 16)
-    cut = cut_documents(file, 5, "cut")
-    assert (len(cut), cut.cut, cut.cut_tokens, cut.dropped, cut.untrained) == (2, 2, 3 + 6, 0, 2)
-    dropped = cut_documents(file, 5, "drop")
-    assert (len(dropped), dropped.cut, dropped.dropped, dropped.untrained) == (1, 0, 2, 1)
-    assert cut_documents(file, 5, "split").length.tolist() == [3, 2, 5, 5, 1]
-    with pytest.raises(
-        ValueError, match=r"too_long: got 2 documents longer than seq_len, 5; the longest is document 3 with 12"
-    ):
-        cut_documents(file, 5, "refuse")
-    assert len(cut_documents(file, 11, "refuse")) == 3
-    with pytest.raises(ValueError, match="files: got no document with a target"):
-        PackedRows(np.arange(25), file, Pieces(np.zeros(0, np.int64), np.zeros(0, np.int64)), 5, 2)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_one_engine_takes_batches_of_any_number_of_documents_and_of_any_size(dtype: torch.dtype) -> None:
+    """The same bits as an engine made for the batch alone."""
+    config = MODELS["window"]
+    large = engine_of(config, dtype=dtype, memory_budget=1 << 30)
+    for b, t, documents in ((3, 13, 13), (2, 7, 3), (1, 1, 1), (3, 13, 2), (3, 5, 4)):
+        tokens, targets = batch(config, b, t, seed=b)
+        ends = random_ends(b, t, documents, seed=t)
+        small = engine_of(config, b, t, dtype=dtype, documents=documents)
+        assert large.gradients(tokens, targets, cu_seqlens=ends) == small.gradients(tokens, targets, cu_seqlens=ends)
+        assert equal(large.grads, small.grads)
 
 
-@pytest.mark.parametrize("seed", [None, 0, 7])
-def test_equal_documents_are_never_in_both_parts(seed: int | None) -> None:
-    tokens = np.concatenate([np.full(4, i % 12) for i in range(60)])  # each five times
-    pieces = cut_documents(file_of([4] * 60), 8, "cut")
-    training, validation = split_pieces(tokens, pieces, 0.2, seed=seed)
-    assert sorted([*training, *validation]) == list(range(60)) and len(validation) == 10
-    assert not {*(training % 12).tolist()} & {*(validation % 12).tolist()}
-    unlike = np.arange(240)
-    training, validation = split_pieces(unlike, pieces, 0.2, seed=seed)
-    assert len(validation) == 12 and (seed is not None or validation.tolist() == list(range(48, 60)))
-    assert len(split_pieces(unlike, pieces, 0.0, seed=seed)[1]) == 0
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_recomputing_changes_no_bit_and_nothing_dead_is_read(name: str) -> None:
+    config = MODELS[name]
+    plain = engine_of(config)
+    recomputed = engine_of(config, memory_budget=plain.plan.peak_bytes - 1)
+    assert any(recomputed.recompute)
+    tokens, targets, ends = Batch(*batch(config, 3, 13), random_ends(3, 13, 4))
+    for engine, poisoned in ((plain, nullcontext()), (recomputed, poison_dead(recomputed.arenas, observe))):
+        with poisoned:
+            engine.step(tokens, targets, 1e-2, cu_seqlens=ends)
+            engine.zero_gradients()
+            engine.forward(tokens, targets, cu_seqlens=ends)
+            engine.backward()
+    assert equal(plain.grads, recomputed.grads) and equal(plain.tensors(), recomputed.tensors())
 
 
-def written(folder: Path, *, mask: bool = True) -> Path:
-    write_tokens(folder / "tokens.bin", np.arange(9), vocab_size=9, source_sha256=ZERO, tokenizer_sha256=ONE)
-    trained = np.array([0, 1, 1, 0, 0, 1, 0, 0, 1], np.bool_) if mask else None
-    path = folder / "documents.bin"
-    write_documents(path, np.array([3, 5, 9]), trained, source_sha256=ZERO, tokenizer_sha256=ONE)
-    return path
+def test_micro_batches_and_forward_then_backward() -> None:
+    config = MODELS["gpt"]
+    given = [Batch(*batch(config, 3, 13, seed=i), random_ends(3, 13, 4, seed=i)) for i in range(2)]
+    tokens, targets, ends = ([x[i] for x in given] for i in range(3))
+    parts = [part for x in given for part in one_by_one(*x)]
+    engine = engine_of(config)
+    assert_one_by_one(engine, engine.gradients(tokens, targets, cu_seqlens=ends), parts)
+    total = sum(int((y >= 0).sum()) for y in targets)
+    loss = engine.loss
+    engine.zero_gradients()
+    for x, y, cu in given:
+        engine.forward(x, y, total, cu_seqlens=cu)
+        engine.backward()
+    assert_one_by_one(engine, loss, parts)
+    mixed = [ends[0], None]
+    assert_one_by_one(
+        engine, engine.gradients(tokens, targets, cu_seqlens=mixed), [*one_by_one(*given[0]), (tokens[1], targets[1])]
+    )
 
 
-@pytest.mark.parametrize("mask", [True, False])
-def test_document_file_round_trip(mask: bool, tmp_path: Path) -> None:
-    path = written(tmp_path, mask=mask)
-    file = open_documents(path, open_tokens(tmp_path / "tokens.bin"))
-    assert file.ends.tolist() == [3, 5, 9] and path.stat().st_size == 128 + 24 + 2 * mask
-    expected = [False, True, True, False, False, True, False, False, True] if mask else [True] * 9
-    for begin in range(9):
-        for end in range(begin, 10):
-            assert file.trained(begin, end).tolist() == expected[begin:end]
+def test_the_program_of_a_device_step_stages_the_documents() -> None:
+    """As on CUDA: one set of buffers, two packings."""
+    config = MODELS["llama"]
+    one, other = (engine_of(config, dtype=torch.float32) for _ in range(2))
+    step = DeviceStep([other._model(3, 13, accumulate=False)], other.optimizer, None)  # type: ignore[arg-type]
+    for i in range(3):
+        given = Batch(*batch(config, 3, 13, seed=i), random_ends(3, 13, 2 + i, seed=i))
+        loss = one.step(*given[:2], 1e-2, cu_seqlens=given.cu_seqlens)
+        step.staged.write([given], [[]], 1e-2)
+        step.program()
+        assert step.result[0].item() == pytest.approx(loss, rel=1e-6)
+    assert equal(one.tensors(), other.tensors())
+    assert step.staged.buffer.nbytes == 8 * (3 * 39 + 20 + 1)
+
+
+# ── ranks ──
+
+
+def parity(mesh: Mesh, shard: str) -> float:
+    config = MODELS["llama"]
+    given: Any = {"dtype": torch.float64, "eps": 1e-6, "documents": 4}
+    one, many = Engine(config, 3, 13, **given), Engine(config, 3, 13, **given, mesh=mesh, shard=shard)
+    for i in range(3):
+        all_ = [Batch(*batch(config, 3, 13, seed=5 * i + j), random_ends(3, 13, 4, seed=j)) for j in range(3)]
+        for engine, mine in ((one, all_), (many, all_[mesh.rank :: mesh.world])):
+            tokens, targets, ends = ([x[k] for x in mine] for k in range(3))
+            engine.step(tokens, targets, 1e-2, cu_seqlens=ends)
+    a, b = many.params, one.params
+    return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in b)
+
+
+@pytest.mark.parametrize("shard", ["optimizer", "all"])
+def test_two_ranks_compute_what_one_would(two_ranks: Ranks, shard: str) -> None:
+    assert max(two_ranks.run(parity, shard)) < 1e-9
+
+
+# ── the plan ──
+
+
+def test_the_plan_has_the_inputs_and_nothing_changes_without_documents() -> None:
+    spec = StepSpec(MODELS["llama"], 2, 9, torch.float32, torch.device("cpu"))
+    plain, packed = plan_model(spec), plan_model(replace(spec, documents=5))
+    inputs = {name: h.nbytes for name, h in packed.trace.handles.items() if h.role == "inputs"}
+    new = {name: n for name, n in inputs.items() if name not in plain.trace.handles}
+    assert new == {"inputs.cu_seqlens": 4 * 11, "inputs.positions": 8 * 18}
+    engine = engine_of(MODELS["llama"], 2, 9, documents=5)
+    assert engine.plan.peak_bytes == engine.arenas.nbytes
+
+
+@pytest.mark.usefixtures("on_hopper")
+@pytest.mark.parametrize("documents", [3, 120])
+def test_every_smaller_batch_finds_its_scratch_on_hopper(documents: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The table leaves few rows, and many short sequences, to triton, which works in other buffers."""
+    pytest.importorskip("triton")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    for seq_len in (150, 60):
+        config, cuda = replace(MODELS["llama"], n_embd=64, block_size=150), torch.device("cuda")
+        spec = StepSpec(config, 3, seq_len, torch.bfloat16, cuda, documents=min(documents, seq_len))
+        plan = plan_model(spec)
+
+        def fits(handle: Handle, handles: Any = plan.trace.handles) -> Handle:  # as Arenas.view
+            planned = handles.get(handle.name)
+            assert planned is None or handle.nbytes <= planned.nbytes, handle.name
+            return handle
+
+        for b in (1, 2, 3):
+            for t in (1, 15, 17, 60, seq_len):
+                model = bind(spec.declare(None, b, t), fits)
+                calls: list[Any] = []
+                with observe(calls.append):
+                    model.step()
+                used = {x.name for call in calls for x in (*call.reads, *call.writes)}
+                assert used <= plan.trace.handles.keys()
+        staged = planning.unplanned_bytes(spec)["the batch as it is staged"]
+        words = 3 * 3 * seq_len + (3 * spec.documents + 2) // 2
+        assert staged == 8 * words + 3 * seq_len  # and a bool for each target
+
+
+# ── refusals ──
+
+
+def ends(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
 
 
 @pytest.mark.parametrize(
-    ("damage", "words"),
+    ("given", "message"),
     [
-        (lambda whole: whole[:-1], "got 153 bytes, but 3 documents of 9 tokens need 154"),
-        (lambda whole: whole + b"\0", "got 155 bytes"),
-        (lambda whole: whole[:90], "ends in its header"),
-        (lambda _whole: b"", "not a file of documents"),
-        (lambda whole: b"X" + whole[1:], "not a file of documents"),
-        (lambda whole: whole[:8] + b"\2" + whole[9:], "got version 2; accepted: version 1"),
-        (lambda whole: whole[:40] + b"\1" + whole[41:], "belongs to other tokens"),
-        (lambda whole: whole[:-1] + b"\0", "does not have the digest"),
+        (ends(0, 5, 18, dtype=torch.int64), r"got torch.int64 \(3,\); accepted: a torch.int32 tensor"),
+        (ends(0, 18)[None], r"got torch.int32 \(1, 2\); accepted"),
+        (ends(0, 9, 18).to("meta"), "got a tensor on meta; accepted: one on the CPU"),
+        (ends(), r"got no values; accepted: 0 … 18, because the batch has 2 × 9 tokens"),
+        (ends(1, 9, 18), "got 1 … 18; accepted: 0 … 18"),
+        (ends(0, 9, 17), "got 0 … 17; accepted: 0 … 18"),
+        (ends(0, 5, 5, 9, 18), r"got 5 at index 1, then 5; accepted: values that increase"),
+        (ends(0, 6, 5, 9, 18), r"got 6 at index 1, then 5; accepted: values that increase"),
+        (ends(0, 5, 10, 18), "got a document of the tokens 5 … 9, which crosses the end of a row at 9"),
+        (ends(0, 1, 2, 3, 4, 5, 6, 9, 18), "got 8 documents; accepted: at most 6, 3 for each of 2 rows"),
     ],
 )
-def test_damaged_document_files_are_named(damage: Callable[[bytes], bytes], words: str, tmp_path: Path) -> None:
-    path = written(tmp_path)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(TokenFileError, match=words) as caught:
-        open_documents(path, open_tokens(tmp_path / "tokens.bin"))
-    assert str(path) in str(caught.value)
+def test_bad_ends_are_refused_before_anything_changes(given: Tensor, message: str) -> None:
+    engine, (x, y) = Engine(MODELS["gpt"], 3, 13, documents=3), batch(MODELS["gpt"], 2, 9)
+    before = clones(engine.tensors())
+    for call in (engine.forward, engine.gradients, engine.evaluate):
+        with pytest.raises(ValueError, match=f"^cu_seqlens: {message}"):
+            call(x, y, cu_seqlens=given)
+    for call in (engine.step, engine.submit):
+        with pytest.raises(ValueError, match=f"^cu_seqlens: {message}"):
+            call(x, y, 1e-2, cu_seqlens=given)
+    assert equal(before, engine.tensors()) and engine.steps == 0
 
 
-@pytest.mark.parametrize("ends", [[0, 5, 9], [3, 3, 9], [5, 3, 9], [3, 5, 8]])
-def test_ends_that_do_not_rise_are_refused(ends: list[int], tmp_path: Path) -> None:
-    path = written(tmp_path, mask=False)
-    write_documents(path, np.array(ends), None, source_sha256=ZERO, tokenizer_sha256=ONE)
-    with pytest.raises(TokenFileError, match=r"do not rise from 1 to 9|belongs to other tokens"):
-        open_documents(path, open_tokens(tmp_path / "tokens.bin"))
+def test_other_refusals(monkeypatch: pytest.MonkeyPatch) -> None:
+    config, (x, y) = MODELS["llama"], batch(MODELS["llama"], 2, 9)
+    engine: Any = Engine(config, 2, 9)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got a tensor for an engine with documents 0; accepted: None"):
+        engine.gradients(x, y, cu_seqlens=ends(0, 18))
+    engine = Engine(config, 2, 9, documents=2)
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got list; accepted: a torch.int32 tensor"):
+        engine.gradients([x], [y], cu_seqlens=[[0, 9, 18]])
+    with pytest.raises(ValueError, match=r"^cu_seqlens: got 1 micro-batches; accepted: 2, as tokens has, or None"):
+        engine.gradients([x, x], [y, y], cu_seqlens=ends(0, 9, 18))
+    spec = StepSpec(config, 2, 8, torch.float32, torch.device("cpu"), documents=2)
+    with pytest.raises(ValueError, match=r"^documents: got 2 with context 2; accepted: 0, or context 1"):
+        batch_module.check_spec(replace(spec, context=2, world=2))
+    large = replace(spec, config=replace(config, block_size=1 << 16), batch_size=1 << 15, seq_len=1 << 16)
+    with pytest.raises(ValueError, match=r"^batch_size: got 32768 .* fewer than 2³¹ tokens"):
+        batch_module.check_spec(large)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _device: (9, 0))
+    on_cuda = replace(spec, device=torch.device("cuda"), dtype=torch.float64)
+    with pytest.raises(
+        ValueError, match=r"^documents: got 2 on cuda, .* takes float16, bfloat16 and float32, not float64"
+    ):
+        batch_module.check_spec(on_cuda)
+
+
+# ── canaries ──
+
+
+@pytest.mark.parametrize("what", ["ends", "positions"])
+@pytest.mark.parametrize("name", ["gpt", "llama"])
+def test_canary_wrong_documents_are_seen(name: str, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = batch_module.write_documents
+
+    def wrong(cu_seqlens: Tensor | None, *, ends: Tensor, positions: Tensor) -> None:
+        right(cu_seqlens, ends=ends, positions=positions)
+        if what == "positions":
+            positions[0, 7] += 1
+        elif ends[1] == 1:  # "ragged"
+            ends[1] = 2
+
+    monkeypatch.setattr("tilegrad.engine.engine.write_documents", wrong)
+    with pytest.raises(AssertionError):
+        test_packed_rows_are_the_documents_one_by_one(name, "native", monkeypatch)

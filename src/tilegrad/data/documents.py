@@ -299,7 +299,9 @@ def _field(record: Record, where: str, name: str) -> str:
     text = record.get(name)
     if not isinstance(text, str):
         keys = ", ".join(map(shown, [*record][:20])) or "none"
-        raise ValueError(f"{where}: got the keys {keys}; accepted: an object with a string in {name!r} (data.text_field)")
+        raise ValueError(
+            f"{where}: got the keys {keys}; accepted: an object with a string in {name!r} (data.text_field)"
+        )
     try:
         check_surrogates(text, repr(name))
     except ValueError as error:
