@@ -20,6 +20,7 @@ from tilegrad.data.prepare import load_prepared, prepare
 from tilegrad.data.tokenizer import find_eos, load_tokenizer
 from tilegrad.training import loop
 from tilegrad.training.checkpoint import latest_checkpoint, load_checkpoint
+from tilegrad.training.schedule import learning_rate
 
 pytest.importorskip("tokenizers", reason="needs tokenizers")
 pytest.importorskip("jinja2", reason="needs Jinja2")
@@ -27,7 +28,7 @@ pytest.importorskip("jinja2", reason="needs Jinja2")
 TALKS = [("Who spoke?", "It was Ahab."), ("A whale?", "White — as snow"), ("Name?", "Ishmael")]
 ENDS = {"chatml": "<|im_end|>", "llama": "<|eot_id|>", "mistral": "</s>", "gemma": "<end_of_turn>", "bare": "\n</s>"}
 SPACED = ("mistral", "bare")  # a space before the answer, which its first token may contain
-SMALL = {"model": {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 64}}
+SMALL: dict[str, dict[str, Any]] = {"model": {"n_layer": 1, "n_embd": 16, "n_head": 2, "block_size": 64}}
 
 
 @pytest.fixture(scope="module")
@@ -44,12 +45,13 @@ def without_tensorboard(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def line(format: str, asked: str, answer: str) -> dict[str, object]:
-    return {
+    found: dict[str, dict[str, object]] = {
         "messages": {"messages": [{"role": "user", "content": asked}, {"role": "assistant", "content": answer}]},
         "prompt": {"prompt": asked, "completion": answer},
         "response": {"prompt": asked, "response": answer},
         "instruction": {"instruction": asked, "input": "", "output": answer},
-    }[format]
+    }
+    return found[format]
 
 
 def write(path: Path, lines: list[Any]) -> Path:
@@ -99,6 +101,26 @@ def test_the_targets_are_what_the_assistant_says(
     assert find_eos(tmp_path / "data", tokenizer) == tokenizer.token_id("</s>")
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_every_answer_of_a_long_conversation_is_trained_on_and_nothing_between(
+    template: str, models: dict[str, Path], tmp_path: Path
+) -> None:
+    turns = [message for talk in TALKS for message in line("messages", *talk)["messages"]]  # type: ignore[attr-defined]
+    file = write(tmp_path / "chats.jsonl", [{"messages": turns}])
+    tokens, tokenizer = prepare(
+        [file], tmp_path / "data", tokenizer=str(models[template] / "tokenizer.json"), format="messages"
+    )
+    assert tokens.documents is not None
+    trained = tokens.documents.trained(0, len(tokens.tokens))
+    edges = np.flatnonzero(np.diff(trained)) + 1
+    parts = [part for part, one in zip(np.split(tokens.tokens, edges), np.split(trained, edges), strict=True) if one[0]]
+    said = [tokenizer.decode(part.tolist()).removeprefix(" " * (template in SPACED)) for part in parts]
+    end = ENDS[template]
+    assert said == [
+        answer + (end if number == 2 else end.removesuffix("</s>") or end) for number, (_, answer) in enumerate(TALKS)
+    ]
+
+
 def newest(folder: Path) -> Any:
     path = latest_checkpoint(folder / "checkpoints")
     assert path is not None
@@ -140,7 +162,7 @@ def test_a_run_of_epochs_learns_answers_and_is_made_longer(
 def test_a_stopped_run_of_epochs_resumes_to_the_same_bits(
     models: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    content = {
+    content: dict[str, dict[str, Any]] = {
         "train": {
             "init": str(models["chatml"]),
             "batch_size": 2,
@@ -151,7 +173,7 @@ def test_a_stopped_run_of_epochs_resumes_to_the_same_bits(
         "data": {"files": [str(chats(tmp_path / "chats.jsonl", "messages"))]},
     }
     whole = tilegrad.train(content, tmp_path / "whole")
-    genuine = loop.learning_rate
+    genuine = learning_rate
 
     def stop(step: int, **options: Any) -> float:
         if step == 3:
@@ -173,7 +195,10 @@ def test_a_run_ends_when_the_validation_loss_is_no_better(tmp_path: Path, monkey
 
     losses = [5.0, 4.0, 4.5, 4.1, 3.0]
     monkeypatch.setattr(Engine, "evaluate", lambda self, *_batch, **_ends: losses[self.steps // 2 - 1])
-    content = {**SMALL, "train": {"steps": 20, "batch_size": 1, "eval_interval": 2, "eval_batches": 1, "patience": 2}}
+    content: dict[str, dict[str, Any]] = {
+        **SMALL,
+        "train": {"steps": 20, "batch_size": 1, "eval_interval": 2, "eval_batches": 1, "patience": 2},
+    }
     result = tilegrad.train(content, tmp_path / "run")
     assert (result.steps, result.stopped_by) == (8, None) and result.best is not None and result.best.step == 4
     assert result.ended_early == "no better validation loss than 4.0000, after 4 steps, in 2 evaluations"
@@ -364,7 +389,7 @@ def test_texts_are_packed_on_request_and_split_where_they_are_long(tmp_path: Pat
     (tmp_path / "a.txt").write_text("abcdefghij" * 12, encoding="utf-8")
     write(tmp_path / "b.jsonl", [{"text": f"line {i} " * (1 + i % 5)} for i in range(20)])
     events: list[tuple[str, Any]] = []
-    content = {
+    content: dict[str, dict[str, Any]] = {
         **SMALL,
         "train": {"epochs": 2, "batch_size": 2, "seq_len": 48, "eval_interval": 0},
         "data": {"files": [str(tmp_path / "a.txt"), str(tmp_path / "b.jsonl")], "packing": True},

@@ -31,8 +31,9 @@ def file_of(lengths: list[int], trained: list[bool] | None = None) -> DocumentFi
 
 def documents_of(batch: Batch, seq_len: int) -> list[tuple[list[int], list[int]]]:
     """(tokens, targets) of each document of a batch, padding left out; checked as the engine does."""
-    tokens, targets, ends = (x if x is None else x.flatten().tolist() for x in batch)
-    assert ends is not None and ends[0] == 0 and ends[-1] == len(tokens)
+    assert batch[2] is not None
+    tokens, targets, ends = (x.flatten().tolist() for x in (batch[0], batch[1], batch[2]))
+    assert ends[0] == 0 and ends[-1] == len(tokens)
     found = []
     for begin, end in pairwise(ends):
         assert begin < end and begin // seq_len == (end - 1) // seq_len, "a document crosses a row"

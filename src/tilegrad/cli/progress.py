@@ -46,7 +46,7 @@ def _message(event: str, n: Numbers) -> str | None:
     if event == "start":
         resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
         idle = f"{n['idle_ranks']} of {n['ranks']} ranks have no micro-batch: gradient_accumulation is {n['micro_batches']}\n"
-        epochs = f"{n['epochs']} epoch{'s' * (n['epochs'] > 1)} are {n['steps']:,} steps\n" if n.get("epochs") else ""
+        epochs = f"{n['epochs']} epoch{'s' * (n['epochs'] > 1)}: {n['steps']:,} steps\n" if n.get("epochs") else ""
         return (idle if n["idle_ranks"] else "") + (
             f"{epochs}{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, "
             f"{human(n['planned_bytes'])} planned{resumed}\n"
