@@ -396,7 +396,7 @@ def prepare(*arguments, **options):
     print("prepared", flush=True)
     time.sleep(60)
     return made
-genuine, run.prepare = run.prepare, prepare
+genuine, run.prepare_data = run.prepare_data, prepare
 from tilegrad.cli import main
 sys.exit(main(["train", "run.toml", "--out", "deep/run"]))
 """
