@@ -23,7 +23,9 @@ def _import(args: argparse.Namespace) -> int:
     from ..pretrained.weights import open_weights, write_weights
 
     if args.tokenizer:
-        raise ValueError(f"tokenizer: got {args.tokenizer}; accepted: with a .gguf; a folder has its own tokenizer.json")
+        raise ValueError(
+            f"tokenizer: got {args.tokenizer}; accepted: with a .gguf; a folder has its own tokenizer.json"
+        )
     source = open_weights(given)
     params = source.read()
     out = Path(args.out or f"models/{source.folder.resolve().name}")
@@ -52,7 +54,9 @@ def _export(args: argparse.Namespace) -> int:
     source, out = Path(args.run_folder), Path(args.out)
     if args.gguf:
         if args.max_shard_size is not None:
-            raise ValueError(f"max_shard_size: got {args.max_shard_size}; accepted: none with --gguf, which is one file")
+            raise ValueError(
+                f"max_shard_size: got {args.max_shard_size}; accepted: none with --gguf, which is one file"
+            )
         found, step = export_gguf(source, out, best=args.best, dtype=args.dtype)
         print(f"{out}: a {found.kind} model for llama.cpp and Ollama{_after(step)}")
         _say_notes(out, found.notes)
@@ -71,14 +75,18 @@ def _after(step: int | None) -> str:
 
 
 def add_weights(commands: Commands) -> None:
-    bring = add_command(commands, "import", "import Hugging Face weights or a GGUF file: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import)
+    bring = add_command(
+        commands, "import", "import Hugging Face weights or a GGUF file: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import
+    )
     bring.add_argument(
         "source", metavar="DIR_OR_FILE", help="a folder with config.json and *.safetensors, one such file, or a .gguf"
     )
     bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/ and the name of the source)")
     bring.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in a .gguf")
     give = add_command(commands, "export", "write a run's weights for transformers, llama.cpp or Ollama", _export)
-    give.add_argument("run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or a folder of weights")
+    give.add_argument(
+        "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or a folder of weights"
+    )
     give.add_argument("out", metavar="OUT", help="the new folder, or the new file with --gguf")
     give.add_argument("--gguf", action="store_true", help="write one GGUF file, for llama.cpp and Ollama")
     more = ("float16", "q8_0")

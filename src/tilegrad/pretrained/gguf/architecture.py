@@ -22,7 +22,7 @@ from torch import Tensor
 from ...kernels.rope.frequencies import RopeScaling, rope_frequencies
 from ...model.config import ModelConfig
 from ...text.untrusted import shown
-from ..families import Config, theirs
+from ..families import CLASSES, Config, theirs
 from .container import Container, Scalar, Value, library
 
 ARCHITECTURES = ("llama", "qwen2", "qwen3", "gpt2")
@@ -93,14 +93,16 @@ def config_from(container: Container) -> dict[str, object]:
     if "token_embd.weight" not in tensors:
         raise ValueError("missing tensors: ['token_embd.weight']; accepted: the tensors of a whole model, in one file")
     out: dict[str, object] = {ours: own[key] for ours, key in keys.items() if key in own}
+    kind = "mistral" if arch == "llama" and "sliding_window" in out else arch
     out |= {
-        "model_type": "mistral" if arch == "llama" and "sliding_window" in out else arch,
+        "architectures": [CLASSES[kind]],
+        "model_type": kind,
         "vocab_size": tensors["token_embd.weight"].shape[0],
         "tie_word_embeddings": "output.weight" not in tensors,
     }
     if arch == "gpt2":
         return out | {"attn_pdrop": 0.0, "resid_pdrop": 0.0, "embd_pdrop": 0.0}
-    out["rope_parameters"] = {"rope_theta": own.get("rope.freq_base", 10000.0)} | _rope_from(container, own, arch)
+    out["rope_parameters"] = {"rope_theta": own.get("rope.freq_base", 10000.0)} | _rope_from(container, own)
     if arch != "qwen2":
         out["attention_bias"] = "blk.0.attn_q.bias" in tensors
     if arch == "llama":
@@ -130,17 +132,17 @@ def _check_keys(own: Mapping[str, Value], arch: str, used: set[str]) -> None:
     if type(width) is int and type(heads) is int and heads:
         size = own.get("attention.key_length", width // heads)
         if not isinstance(size, list):
-            must |= {name: (size,) for name in ("rope.dimension_count", "attention.value_length")}
+            must |= dict.fromkeys(("rope.dimension_count", "attention.value_length"), (size,))
     for name, accepted in must.items():
         if name in own and own[name] not in accepted:
             raise ValueError(f"{arch}.{name}: got {shown(own[name])}; accepted: {accepted[0]}")
 
 
-def _rope_from(container: Container, own: Mapping[str, Value], arch: str) -> dict[str, object]:
+def _rope_from(container: Container, own: Mapping[str, Value]) -> dict[str, object]:
     """The scaling of rope as config.json has it."""
     kind = own.get("rope.scaling.type", "linear" if _FACTOR in own else "none")
     if ROPE_TENSOR in container.tensors:
-        return _llama3_from(container, own, arch)
+        return _llama3_from(container, own)
     if kind == "none" or kind == "linear" and own.get(_FACTOR, 1.0) == 1:
         return {"rope_type": "default"}
     out: dict[str, object] = {"rope_type": kind, "factor": own.get(_FACTOR)}
@@ -153,7 +155,7 @@ def _rope_from(container: Container, own: Mapping[str, Value], arch: str) -> dic
     return out
 
 
-def _llama3_from(container: Container, own: Mapping[str, Value], arch: str) -> dict[str, object]:
+def _llama3_from(container: Container, own: Mapping[str, Value]) -> dict[str, object]:
     """Llama 3's own numbers, or those that an export of ours names; in both cases the tensor must be theirs."""
     size, theta = own.get("attention.key_length"), own.get("rope.freq_base", 10000.0)
     if size is None and type(width := own.get("embedding_length")) is int:

@@ -1,7 +1,7 @@
 """Read a GGUF file from an untrusted source.
 
     "GGUF"  version u32  tensors u64  values u64
-    values:   key, type u32, value                      a string is its length u64 and UTF-8; an array is type u32, count u64, items
+    values:   key, type u32, value      a string is its length u64 and UTF-8; an array is type u32, count u64, items
     tensors:  name, n u32, n dimensions u64 (the last of torch first), type u32, offset u64
     data, from the next multiple of general.alignment
 
@@ -153,9 +153,7 @@ def open_container(path: Path) -> Container:
 def _alignment(header: _Header, values: Mapping[str, Value]) -> int:
     align = values.get("general.alignment", 32)
     if type(align) is not int or not 1 <= align <= _MAX_ALIGNMENT or align & align - 1:
-        raise header.refuse(
-            f"got general.alignment {shown(align)}", f"a power of two, at most {_MAX_ALIGNMENT:,}"
-        )
+        raise header.refuse(f"got general.alignment {shown(align)}", f"a power of two, at most {_MAX_ALIGNMENT:,}")
     return align
 
 

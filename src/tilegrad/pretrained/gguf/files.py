@@ -84,7 +84,9 @@ def _check_tokenizer(path: Path, config: ModelConfig) -> None:
         reason = str(error).replace(f"{path}: ", "")
         raise ValueError(f"tokenizer.ggml: {reason}; --tokenizer tokenizer.json replaces it") from error
     if count > config.vocab_size:
-        raise ValueError(f"tokenizer.ggml.tokens: got {count:,}; accepted: at most {config.vocab_size:,}, rows of token_embd")
+        raise ValueError(
+            f"tokenizer.ggml.tokens: got {count:,}; accepted: at most {config.vocab_size:,}, rows of token_embd"
+        )
 
 
 def _read(container: Container, config: ModelConfig, kind: str) -> dict[str, Tensor]:
@@ -181,7 +183,9 @@ def _kind(name: str, shape: tuple[int, ...], dtype: str) -> str:
 def _numbers(gguf: Any, name: str, shape: tuple[int, ...], view: Tensor, kind: str) -> np.ndarray[Any, Any]:
     x = view.detach().to("cpu", torch.float32).reshape(shape)
     if kind == "F16" and float(x.abs().max()) > torch.finfo(torch.float16).max:
-        raise ValueError(f"{name}: got {float(x.abs().max()):g}; accepted: at most 65504 in float16, or --dtype bfloat16")
+        raise ValueError(
+            f"{name}: got {float(x.abs().max()):g}; accepted: at most 65504 in float16, or --dtype bfloat16"
+        )
     return np.ascontiguousarray(gguf.quants.quantize(x.contiguous().numpy(), getattr(gguf.GGMLQuantizationType, kind)))
 
 

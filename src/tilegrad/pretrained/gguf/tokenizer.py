@@ -52,17 +52,23 @@ class Pre:
     aliases: tuple[str, ...] = ()
 
 
-_DIGITS = {"type": "Sequence", "pretokenizers": [{"type": "Digits", "individual_digits": True}, _byte_level(regex=True)]}
+_DIGITS: Json = {
+    "type": "Sequence",
+    "pretokenizers": [{"type": "Digits", "individual_digits": True}, _byte_level(regex=True)],
+}
 _CASES = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)"
 PRE = {
     "gpt-2": Pre(_byte_level(regex=True), aliases=("phi-2", "olmo", "mpt")),
     "smollm": Pre(_DIGITS, aliases=("starcoder", "refact", "codeshell")),
     "llama-bpe": Pre(
-        _split(rf"{_CASES}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"), None, True, True, ("llama3", "llama-v3"),
+        _split(rf"{_CASES}|{_LETTERS}|\p{{N}}{{1,3}}|{_REST}"),
+        ignore_merges=True,
+        add_bos=True,
+        aliases=("llama3", "llama-v3"),
     ),
     "qwen2": Pre(_split(rf"{_CASES}|{_LETTERS}|\p{{N}}|{_REST}"), {"type": "NFC"}, aliases=("deepseek-r1-qwen",)),
-    "tekken": Pre(_split(_TEKKEN), None, True, True),
-}  # fmt: skip
+    "tekken": Pre(_split(_TEKKEN), ignore_merges=True, add_bos=True),
+}
 
 
 def _canonical(value: object) -> object:
@@ -95,10 +101,10 @@ def tokenizer_values(
         said = "there is no tokenizer.json: llama.cpp loads the model, and can't turn text into tokens"
         return {"tokenizer.ggml.model": "none"}, [said]
     content = json.loads(load_tokenizer(tokenizer).json())
+    name, first, last = "gpt-2", list[int](), list[int]()
     if content["model"]["type"] == "bytes":
         alphabet = byte_characters()
         content = {"model": {"vocab": {c: i for i, c in enumerate(alphabet)}, "merges": []}, "added_tokens": []}
-        name, first, last = "gpt-2", [], []
     else:
         try:
             name = _pre_name(content)
@@ -167,7 +173,9 @@ def _tokens(content: Json, vocab_size: int, path: Path) -> tuple[list[str], list
         text[token["id"]] = token["content"]
         types[token["id"]] = _CONTROL if token["special"] or _looks_special(token["content"]) else _USER
     if max(text) >= vocab_size:
-        raise ValueError(f"{path}: got {max(text) + 1:,} tokens; accepted: at most {vocab_size:,}, the model's vocabulary")
+        raise ValueError(
+            f"{path}: got {max(text) + 1:,} tokens; accepted: at most {vocab_size:,}, the model's vocabulary"
+        )
     tokens = [text.get(i, f"[PAD{i}]") for i in range(vocab_size)]
     if len({*tokens}) != vocab_size:
         twice = Counter(tokens).most_common(1)[0][0]
@@ -260,11 +268,15 @@ def tokenizer_files(values: Mapping[str, Value]) -> TokenizerFiles:
         kind = f"{shown(model)} with pre-tokenizer {shown(name)}" if model == "gpt2" else shown(model)
         note = f"its tokenizer ({kind}) has no tokenizer.json here: give one by --tokenizer tokenizer.json"
         return TokenizerFiles({"tokenizer_config.json": settings}, ids, (note,))
-    content["added_tokens"] = [_added(i, texts[i], kinds[i]) for i in range(used) if kinds[i] in (_UNKNOWN, _CONTROL, _USER)]
+    content["added_tokens"] = [
+        _added(i, texts[i], kinds[i]) for i in range(used) if kinds[i] in (_UNKNOWN, _CONTROL, _USER)
+    ]
     adds = {role: values.get(f"tokenizer.ggml.add_{role}_token") for role in ("bos", "eos")}
     if adds["bos"] is None:
         adds["bos"] = model == "llama" or pre is not None and pre.add_bos
-    around = {role: texts[roles[role]] for role in ("bos", "eos") if adds[role] is True and role in roles}
+    around: dict[str, str] = {
+        role: texts[roles[role]] for role in ("bos", "eos") if adds[role] is True and role in roles
+    }
     content["post_processor"] = _template(around, roles) if around else content["post_processor"]
     settings |= {"add_bos_token": "bos" in around, "add_eos_token": "eos" in around}
     return TokenizerFiles({"tokenizer.json": content, "tokenizer_config.json": settings}, ids)
@@ -341,7 +353,9 @@ def _sentencepiece_json(values: Mapping[str, Value], tokens: list[str]) -> Json:
     found: list[tuple[float, int, int, list[str]]] = []
     for token, score in zip(tokens, scores, strict=False):
         if len(token) > _MOST_CHARACTERS:
-            raise ValueError(f"tokenizer.ggml.tokens: got {shown(token)}; accepted: at most {_MOST_CHARACTERS} characters")
+            raise ValueError(
+                f"tokenizer.ggml.tokens: got {shown(token)}; accepted: at most {_MOST_CHARACTERS} characters"
+            )
         for at in range(1, len(token)):
             if token[:at] in vocab and token[at:] in vocab:
                 found.append((-float(str(score)), vocab[token[:at]], vocab[token[at:]], [token[:at], token[at:]]))
