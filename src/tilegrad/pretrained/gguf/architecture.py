@@ -48,6 +48,7 @@ _GPT2 = {
     "n_head": "attention.head_count",
     "layer_norm_epsilon": "attention.layer_norm_epsilon",
 }
+_OPTIONAL = ("attention.head_count_kv", "attention.key_length", "rope.freq_base", "attention.sliding_window")
 _FACTOR, _ORIGINAL, _PATTERN = (
     "rope.scaling.factor", "rope.scaling.original_context_length", "attention.sliding_window_pattern",
 )  # fmt: skip
@@ -127,6 +128,8 @@ def _check_keys(own: Mapping[str, Value], arch: str, used: set[str]) -> None:
         known |= {"rope.dimension_count", "attention.value_length"}
     if unknown := sorted({*own} - known):
         raise ValueError(f"{arch}.{shown(unknown[0])[1:-1]}: got {shown(own[unknown[0]])}; accepted: no such key")
+    if missing := sorted(used - {*own, *_OPTIONAL}):
+        raise ValueError(f"{arch}.{missing[0]}: got none; accepted: a number")
     must = dict(_MUST_BE)
     width, heads = own.get("embedding_length"), own.get("attention.head_count")
     if type(width) is int and type(heads) is int and heads:

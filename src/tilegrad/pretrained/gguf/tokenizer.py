@@ -144,11 +144,9 @@ def _pre_name(content: Json) -> str:
         same = form == (_canonical(pre.pre_tokenizer), _canonical(pre.normalizer))
         if same and bool(model.get("ignore_merges")) == pre.ignore_merges:
             return name
-    got = json.dumps({key: content.get(key) for key in ("pre_tokenizer", "normalizer")})
-    raise ValueError(
-        f"pre_tokenizer: got {shown(got)}, ignore_merges {bool(model.get('ignore_merges'))}; accepted: those of "
-        f"{', '.join(PRE)}, which llama.cpp has in its code"
-    )
+    got = "; ".join(f"{key}: got {shown(json.dumps(content.get(key)))}" for key in ("pre_tokenizer", "normalizer"))
+    merges = bool(model.get("ignore_merges"))
+    raise ValueError(f"{got}; ignore_merges: got {merges}; accepted: those of {', '.join(PRE)} in llama.cpp's code")
 
 
 def _around(content: Json, path: Path) -> tuple[list[int], list[int]]:
