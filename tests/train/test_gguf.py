@@ -100,7 +100,14 @@ def test_transformers_reads_the_same_tensors_and_config(kind: str, tmp_path: Pat
     want = load_file(tmp_path / "out" / "model.safetensors")
     assert found["tensors"].keys() == want.keys()
     assert all(torch.equal(torch.as_tensor(x), want[name]) for name, x in found["tensors"].items())
-    names = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "rms_norm_eps", "head_dim")
+    names = (
+        "hidden_size",
+        "num_hidden_layers",
+        "num_attention_heads",
+        "num_key_value_heads",
+        "rms_norm_eps",
+        "head_dim",
+    )
     names += ("intermediate_size", "max_position_embeddings", "vocab_size")
     for name in names if kind != "gpt2" else ("n_embd", "n_layer", "n_head", "n_ctx", "layer_norm_epsilon"):
         if name in found["config"]:
@@ -121,7 +128,9 @@ def test_the_container_is_what_the_package_gguf_reads(tmp_path: Path) -> None:
 def saved(tmp_path: Path, name: str = "m.gguf", config: ModelConfig = SMALL, **given: Any) -> Path:
     config = replace(config, vocab_size=300)
     tokenizer = tmp_path / "tokenizer.json"
-    tokenizer.write_text(train_bpe(default_text().read_text(encoding="utf-8")[20_000:30_000], 290).json(), encoding="utf-8")
+    tokenizer.write_text(
+        train_bpe(default_text().read_text(encoding="utf-8")[20_000:30_000], 290).json(), encoding="utf-8"
+    )
     write_gguf(tmp_path / name, engine_of(config).params, config, tokenizer=tokenizer, **given)
     return tmp_path / name
 
@@ -218,7 +227,11 @@ def test_a_tokenizer_goes_out_and_comes_back_with_the_same_ids(name: str, tmp_pa
         assert back.encode(text).tolist() == ids
         assert back.decode(ids) == inner.decode(ids, skip_special_tokens=False)
     read = json.loads((tmp_path / "in" / "tokenizer_config.json").read_text(encoding="utf-8"))
-    assert (read["bos_token"], read["eos_token"], read["chat_template"]) == ("<|endoftext|>", "<|im_end|>", "{{ messages }}")
+    assert (read["bos_token"], read["eos_token"], read["chat_template"]) == (
+        "<|endoftext|>",
+        "<|im_end|>",
+        "{{ messages }}",
+    )
     assert json.loads((tmp_path / "in" / "config.json").read_text(encoding="utf-8"))["eos_token_id"] == 2
     write_gguf(tmp_path / "again.gguf", open_weights(tmp_path / "in").read(), config, origin=tmp_path / "in")
     again = open_container(tmp_path / "again.gguf").values
@@ -243,7 +256,10 @@ def test_bytes_are_a_tokenizer_without_merges_and_no_letter_ends_a_text(tmp_path
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"pre_tokenizer": {"type": "Whitespace"}}, "pre_tokenizer: got .*Whitespace.*; accepted: those of gpt-2, smollm"),
+        (
+            {"pre_tokenizer": {"type": "Whitespace"}},
+            "pre_tokenizer: got .*Whitespace.*; accepted: those of gpt-2, smollm",
+        ),
         ({"normalizer": {"type": "NFC"}}, "normalizer: got .*NFC.*; ignore_merges: got False; accepted"),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "model: got 'WordLevel'"),
     ],
@@ -259,9 +275,9 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(
 
 
 def test_a_vocabulary_smaller_than_the_tokenizer_is_refused(tmp_path: Path) -> None:
+    config = replace(SMALL, vocab_size=280)
+    saved(tmp_path)
     with pytest.raises(ValueError, match="got 290 tokens; accepted: at most 280, the model's vocabulary"):
-        config = replace(SMALL, vocab_size=280)
-        saved(tmp_path)
         write_gguf(tmp_path / "n.gguf", engine_of(config).params, config, tokenizer=tmp_path / "tokenizer.json")
 
 
@@ -336,7 +352,7 @@ def test_frequencies_that_are_not_llama3s_are_refused(tmp_path: Path) -> None:
     entry = open_container(file).tensors["rope_freqs.weight"]
     wrong = np.linspace(1, 7, entry.shape[0], dtype=np.float32).tobytes()
     file.write_bytes(bytes_[: entry.start] + wrong + bytes_[entry.start + len(wrong) :])
-    with pytest.raises(ValueError, match="rope_freqs.weight: got .*; accepted: the factors of llama3's rope"):
+    with pytest.raises(ValueError, match=r"rope_freqs.weight: got .*; accepted: the factors of llama3's rope"):
         import_gguf(file, tmp_path / "in")
 
 

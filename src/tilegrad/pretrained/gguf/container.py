@@ -82,7 +82,7 @@ class _Header:
         self.path, self.at = path, 0
         self.size = regular_file(path).stat().st_size
         with path.open("rb") as file:
-            self.bytes = file.read(MAX_HEADER_BYTES)
+            self.bytes = file.read(min(self.size, MAX_HEADER_BYTES))
 
     def refuse(self, got: str, accepted: str) -> ValueError:
         return ValueError(f"{self.path}: is not a GGUF file, or is damaged: {got}; accepted: {accepted}")
