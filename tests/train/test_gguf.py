@@ -5,7 +5,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections import Counter
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -262,6 +264,7 @@ def test_bytes_are_a_tokenizer_without_merges_and_no_letter_ends_a_text(tmp_path
         ),
         ({"normalizer": {"type": "NFC"}}, "normalizer: got .*NFC.*; ignore_merges: got False; accepted"),
         ({"model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}}, "model: got 'WordLevel'"),
+        ({"model": {"type": "Unigram", "vocab": [["a", 0.0]], "unk_id": 0}}, "model: got 'Unigram'; accepted: 'BPE'"),
     ],
 )
 def test_tokenizers_that_llama_cpp_does_not_have_are_refused(
@@ -269,8 +272,9 @@ def test_tokenizers_that_llama_cpp_does_not_have_are_refused(
 ) -> None:
     content = json.loads(train_bpe("a book about a whale", 260).json()) | changed
     (tmp_path / "tokenizer.json").write_text(json.dumps(content), encoding="utf-8")
+    config = replace(SMALL, vocab_size=300)
     with pytest.raises(ValueError, match=f"tokenizer.json: .*{message}"):
-        write_gguf(tmp_path / "m.gguf", engine_of(SMALL).params, SMALL, tokenizer=tmp_path / "tokenizer.json")
+        write_gguf(tmp_path / "m.gguf", engine_of(config).params, config, tokenizer=tmp_path / "tokenizer.json")
     assert not (tmp_path / "m.gguf").exists()
 
 
@@ -363,6 +367,54 @@ def test_a_pre_tokenizer_that_is_not_known_is_said_and_another_file_replaces_it(
     assert not (tmp_path / "in" / "tokenizer.json").exists()
     assert not import_gguf(file, tmp_path / "two", tokenizer=tmp_path / "tokenizer.json").notes
     assert load_tokenizer(tmp_path / "two" / "tokenizer.json").vocab_size == 290
+
+
+def sentencepiece_ids(text: str, scores: dict[str, float], ids: dict[str, int]) -> list[int]:
+    """The oracle: join the neighbours whose token has the best score, the first of them, until there are none."""
+    pieces = [*("▁" + text).replace(" ", "▁")] if text else []
+    while joined := [(-scores[a + b], i) for i, (a, b) in enumerate(pairwise(pieces)) if a + b in scores]:
+        i = min(joined)[1]
+        pieces[i : i + 2] = ["".join(pieces[i : i + 2])]
+    return [i for p in pieces for i in ([ids[p]] if p in ids else [ids[f"<0x{byte:02X}>"] for byte in p.encode()])]
+
+
+def test_sentencepiece_goes_in_and_out(tmp_path: Path) -> None:
+    text = default_text().read_text(encoding="utf-8")[20_000:40_000].replace("\n", " ")
+    counts = Counter("▁" + word for word in text.split())
+    words = [word for word, _ in counts.most_common(60) if len(word) > 2]
+    pieces = {word[i:j] for word in words for i in range(len(word)) for j in range(i + 2, len(word) + 1)}
+    single = sorted({c for c in text if c.isascii() and c.isprintable() and c != " "} | {"▁"})
+    normal = sorted(pieces, key=lambda p: (-sum(n * word.count(p) for word, n in counts.items()), p)) + single
+    tokens = ["<unk>", "<s>", "</s>", *(f"<0x{byte:02X}>" for byte in range(256)), *normal]
+    types = [2, 3, 3, *[6] * 256, *[1] * len(normal)]
+    scores = [0.0] * 259 + [-float(i) for i in range(len(normal))]
+    config = replace(SMALL, vocab_size=len(tokens))
+    write_gguf(tmp_path / "m.gguf", engine_of(config).params, config)
+    named = {"model": "llama", "tokens": tokens, "token_type": types, "scores": scores, "bos_token_id": 1}
+    values: dict[str, Any] = {f"tokenizer.ggml.{key}": value for key, value in named.items()}
+    import_gguf(rewritten(tmp_path / "m.gguf", **values), tmp_path / "in")
+    write_gguf(tmp_path / "again.gguf", engine_of(config).params, config, origin=tmp_path / "in")
+    again = open_container(tmp_path / "again.gguf").values
+    assert {key: again[key] for key in values if "scores" not in key} == {
+        k: v for k, v in values.items() if "scores" not in k
+    }
+    back, ids = load_tokenizer(tmp_path / "in" / "tokenizer.json"), {token: i for i, token in enumerate(tokens)}
+    for given in (scores, again["tokenizer.ggml.scores"]):
+        assert isinstance(given, list)
+        known = {token: float(str(score)) for token, score, kind in zip(tokens, given, types, strict=True) if kind == 1}
+        for sample in (*TEXTS[:2], text[5000:6000], "the  whale ", ""):
+            want = [1, *sentencepiece_ids(sample, known, ids)]
+            assert back.encode(sample).tolist() == want
+            assert back.decode(want[1:]) == sample
+    file = tmp_path / "in" / "tokenizer.json"
+    content = json.loads(file.read_text(encoding="utf-8"))
+    merges = content["model"]["merges"]
+    i = next(i for i, (a, b) in enumerate(pairwise(merges)) if "".join(a) == "".join(b))  # two splits of one token
+    for wrong in (merges[1:], [*merges[:i], *merges[i + 1 :], merges[i]]):
+        content["model"]["merges"] = wrong
+        file.write_text(json.dumps(content), encoding="utf-8")
+        with pytest.raises(ValueError, match=r"tokenizer.json: merges: got some that no scores of SentencePiece give"):
+            write_gguf(tmp_path / "no.gguf", engine_of(config).params, config, origin=tmp_path / "in")
 
 
 def test_run_to_gguf_and_back_by_the_command_line(

@@ -2,7 +2,7 @@
 
 Byte-level BPE is GGUF's model "gpt2"; the name in tokenizer.ggml.pre stands for a pre-tokenizer that llama.cpp has in its code.
 A table maps those names to the pre_tokenizer, normalizer and ignore_merges of tokenizer.json. SentencePiece's BPE is the model
-"llama": merges follow from the scores of tokens. It is read and not written.
+"llama" (sentencepiece.py).
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from ...data.tokenizer import load_tokenizer
+from ...data.tokenizer import BpeTokenizer, load_tokenizer
 from ...text.untrusted import file_in, read_json, shown
 from .container import Value
+from .sentencepiece import is_sentencepiece, parts_of, values_of
 
 Json = dict[str, object]
 _NORMAL, _UNKNOWN, _CONTROL, _USER, _UNUSED = 1, 2, 3, 4, 5
-_MOST_CHARACTERS = 1000  # of a token whose splits are looked up
 _SPECIAL = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}  # tokenizer_config.json → GGUF
 _NO_EOS = "ÿ"  # the byte 0xff, which no UTF-8 has; llama.cpp takes token 11 where a file names no EOS
 _NO_MERGE = "␀ ␀"  # for a tokenizer without merges: llama.cpp wants one, and this one joins no bytes
@@ -100,33 +100,34 @@ def tokenizer_values(
     if tokenizer is None:
         said = "there is no tokenizer.json: llama.cpp loads the model, and can't turn text into tokens"
         return {"tokenizer.ggml.model": "none"}, [said]
-    content = json.loads(load_tokenizer(tokenizer).json())
-    name, first, last = "gpt-2", list[int](), list[int]()
-    if content["model"]["type"] == "bytes":
-        alphabet = byte_characters()
-        content = {"model": {"vocab": {c: i for i, c in enumerate(alphabet)}, "merges": []}, "added_tokens": []}
+    found = load_tokenizer(tokenizer)
+    content = json.loads(found.json())
+    if isinstance(found, BpeTokenizer):
+        if (kind := content["model"]["type"]) != "BPE":
+            raise ValueError(f"{tokenizer}: model: got {shown(kind)}; accepted: 'BPE'")
+        first, last = _around(found, tokenizer)
     else:
-        try:
-            name = _pre_name(content)
-        except ValueError as error:
-            raise ValueError(f"{tokenizer}: {error}") from error
-        first, last = _around(content, tokenizer)
+        first, last = [], []
+        vocab = {character: byte for byte, character in enumerate(byte_characters())}
+        content = {**_document({"vocab": vocab, "merges": []}), "pre_tokenizer": PRE["gpt-2"].pre_tokenizer}
     tokens, types = _tokens(content, vocab_size, tokenizer)
-    merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
-    out: dict[str, Value] = {
-        "tokenizer.ggml.model": "gpt2",
-        "tokenizer.ggml.pre": name,
-        "tokenizer.ggml.tokens": [*tokens],
-        "tokenizer.ggml.token_type": [*types],
-        "tokenizer.ggml.merges": [*(merges or [_NO_MERGE])],
-    }
+    try:
+        if is_sentencepiece(content):
+            out, notes = values_of(content, tokens, types)
+            out |= {"tokenizer.ggml.model": "llama", "tokenizer.ggml.pre": "default"}
+        else:
+            merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in content["model"]["merges"]]
+            out, notes = {"tokenizer.ggml.merges": [*(merges or [_NO_MERGE])]}, []
+            out |= {"tokenizer.ggml.model": "gpt2", "tokenizer.ggml.pre": _pre_name(content)}
+    except ValueError as error:
+        raise ValueError(f"{tokenizer}: {error}") from error
+    out |= {"tokenizer.ggml.tokens": [*tokens], "tokenizer.ggml.token_type": [*types]}
     settings = _settings(origin)
     special = _special_ids(settings, tokens, types, first, last)
     out |= {f"tokenizer.ggml.{_SPECIAL[name]}_token_id": i for name, i in special.items()}
     out |= {"tokenizer.ggml.add_bos_token": bool(first), "tokenizer.ggml.add_eos_token": bool(last)}
     if isinstance(template := settings.get("chat_template"), str):
         out["tokenizer.chat_template"] = template
-    notes = []
     if stripped := [t["content"] for t in content["added_tokens"] if t["lstrip"] or t["rstrip"] or t["single_word"]]:
         notes.append(f"llama.cpp keeps the spaces around {shown(stripped[0])}, which tokenizer.json removes")
     return out, notes
@@ -136,9 +137,9 @@ def _pre_name(content: Json) -> str:
     """The name of the pre-tokenizer in llama.cpp."""
     model = content["model"]
     assert isinstance(model, dict)
-    plain = not any(model.get(key) for key in ("continuing_subword_prefix", "end_of_word_suffix", "byte_fallback"))
-    if model.get("type") != "BPE" or not plain or model.get("dropout"):
-        raise ValueError(f"model: got {shown(model.get('type'))} of another kind; accepted: byte-level BPE")
+    for key in ("continuing_subword_prefix", "end_of_word_suffix", "dropout"):
+        if model.get(key):
+            raise ValueError(f"model.{key}: got {shown(model[key])}; accepted: none")
     form = tuple(_canonical(content.get(key)) for key in ("pre_tokenizer", "normalizer"))
     for name, pre in PRE.items():
         same = form == (_canonical(pre.pre_tokenizer), _canonical(pre.normalizer))
@@ -149,14 +150,12 @@ def _pre_name(content: Json) -> str:
     raise ValueError(f"{got}; ignore_merges: got {merges}; accepted: those of {', '.join(PRE)} in llama.cpp's code")
 
 
-def _around(content: Json, path: Path) -> tuple[list[int], list[int]]:
+def _around(tokenizer: BpeTokenizer, path: Path) -> tuple[list[int], list[int]]:
     """The tokens that the post-processor puts before and after a text."""
-    model = content["model"]
-    assert isinstance(model, dict)
-    whole, own = load_tokenizer(path).encode("!").tolist(), model["vocab"].get("!")
-    at = whole.index(own) if own in whole else len(whole)
-    first, last = whole[:at], whole[at + 1 :]
-    if own not in whole or len(first) > 1 or len(last) > 1:
+    whole, text = tokenizer.encode("!").tolist(), tokenizer.inner.encode("!", add_special_tokens=False).ids
+    at = next((i for i in range(len(whole)) if whole[i : i + len(text)] == text), 2)
+    first, last = whole[:at], whole[at + len(text) :]
+    if len(first) > 1 or len(last) > 1:
         raise ValueError(f"{path}: post_processor: got tokens {shown(whole)} for '!'; accepted: BOS, text, EOS")
     return first, last
 
@@ -242,9 +241,10 @@ def tokenizer_files(values: Mapping[str, Value]) -> TokenizerFiles:
     if not all(isinstance(token, str) for token in tokens):
         raise ValueError(f"tokenizer.ggml.tokens: got {shown(tokens)}; accepted: strings")
     texts = [str(token) for token in tokens]
-    kinds = types if types is not None else [_NORMAL] * len(tokens)
-    if not isinstance(kinds, list) or len(kinds) != len(tokens):
-        raise ValueError(f"tokenizer.ggml.token_type: got {shown(kinds)}; accepted: a number for each token")
+    given = types if types is not None else [*[_NORMAL] * len(tokens)]
+    if not isinstance(given, list) or len(given) != len(tokens) or not all(type(one) is int for one in given):
+        raise ValueError(f"tokenizer.ggml.token_type: got {shown(given)}; accepted: a number for each token")
+    kinds = [int(one) for one in given]
     used = len(tokens)
     while used and kinds[used - 1] == _UNUSED and tokens[used - 1] == f"[PAD{used - 1}]":
         used -= 1
@@ -261,7 +261,8 @@ def tokenizer_files(values: Mapping[str, Value]) -> TokenizerFiles:
     if model == "gpt2" and pre is not None:
         content = _byte_level_json(values, texts[:used], pre)
     elif model == "llama":
-        content = _sentencepiece_json(values, texts[:used])
+        parts = parts_of(values, texts[:used], kinds)
+        content = {**_document(parts.pop("model")), **parts}
     else:
         kind = f"{shown(model)} with pre-tokenizer {shown(name)}" if model == "gpt2" else shown(model)
         note = f"its tokenizer ({kind}) has no tokenizer.json here: give one by --tokenizer tokenizer.json"
@@ -289,7 +290,7 @@ def _roles(values: Mapping[str, Value], tokens: list[str]) -> dict[str, int]:
     return out
 
 
-def _added(i: int, token: str, kind: Value) -> Json:
+def _added(i: int, token: str, kind: int) -> Json:
     flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
     return {"id": i, "content": token, **flags, "special": kind != _USER}
 
@@ -309,25 +310,18 @@ def _template(around: Mapping[str, str], roles: Mapping[str, int]) -> Json:
     return {"type": "TemplateProcessing", "single": one("A", 0), "pair": pair, "special_tokens": special}
 
 
-def _document(model: Json, normalizer: Json | None, pre: Json | None, decoder: Json, post: Json | None) -> Json:
-    return {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": [],
-        "normalizer": normalizer,
-        "pre_tokenizer": pre,
-        "post_processor": post,
-        "decoder": decoder,
-        "model": {"type": "BPE", "dropout": None, **model},
-    }
+def _document(model: object) -> Json:
+    """A tokenizer.json with a BPE model and nothing around it."""
+    assert isinstance(model, dict)
+    parts = ("truncation", "padding", "normalizer", "pre_tokenizer", "post_processor", "decoder")
+    more = {"added_tokens": list[Json](), "model": {"type": "BPE", "dropout": None, **model}}
+    return {"version": "1.0", **dict.fromkeys(parts), **more}
 
 
 def _byte_level_json(values: Mapping[str, Value], tokens: list[str], pre: Pre) -> Json:
     merges = values.get("tokenizer.ggml.merges")
     if not isinstance(merges, list) or not all(isinstance(pair, str) for pair in merges):
         raise ValueError(f"tokenizer.ggml.merges: got {shown(merges)}; accepted: strings")
-    vocab = {token: i for i, token in enumerate(tokens)}
     model: Json = {
         "unk_token": None,
         "continuing_subword_prefix": None,
@@ -335,45 +329,9 @@ def _byte_level_json(values: Mapping[str, Value], tokens: list[str], pre: Pre) -
         "fuse_unk": False,
         "byte_fallback": False,
         "ignore_merges": pre.ignore_merges,
-        "vocab": vocab,
+        "vocab": {token: i for i, token in enumerate(tokens)},
         "merges": [str(pair).split(" ", 1) for pair in merges if pair != _NO_MERGE],
     }
     post: Json = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": False, "use_regex": True}
-    return _document(model, pre.normalizer, pre.pre_tokenizer, _byte_level(regex=True), post)
-
-
-def _sentencepiece_json(values: Mapping[str, Value], tokens: list[str]) -> Json:
-    """SentencePiece joins the neighbours whose token has the best score: the merges of BPE, sorted by it."""
-    scores = values.get("tokenizer.ggml.scores")
-    if not isinstance(scores, list) or len(scores) < len(tokens) or not all(isinstance(s, float) for s in scores):
-        raise ValueError(f"tokenizer.ggml.scores: got {shown(scores)}; accepted: a number for each token")
-    vocab = {token: i for i, token in enumerate(tokens)}
-    found: list[tuple[float, int, int, list[str]]] = []
-    for token, score in zip(tokens, scores, strict=False):
-        if len(token) > _MOST_CHARACTERS:
-            raise ValueError(
-                f"tokenizer.ggml.tokens: got {shown(token)}; accepted: at most {_MOST_CHARACTERS} characters"
-            )
-        for at in range(1, len(token)):
-            if token[:at] in vocab and token[at:] in vocab:
-                found.append((-float(str(score)), vocab[token[:at]], vocab[token[at:]], [token[:at], token[at:]]))
-    unknown = values.get("tokenizer.ggml.unknown_token_id", 0)
-    model: Json = {
-        "unk_token": tokens[unknown] if type(unknown) is int and 0 <= unknown < len(tokens) else None,
-        "continuing_subword_prefix": None,
-        "end_of_word_suffix": None,
-        "fuse_unk": True,
-        "byte_fallback": True,
-        "ignore_merges": False,
-        "vocab": vocab,
-        "merges": [pair for *_, pair in sorted(found)],
-    }
-    space: Json = {"type": "Replace", "pattern": {"String": " "}, "content": "▁"}
-    prefix = values.get("tokenizer.ggml.add_space_prefix", True) is not False
-    rules = [{"type": "Prepend", "prepend": "▁"}, space] if prefix else [space]
-    back: list[Json] = [
-        {"type": "Replace", "pattern": {"String": "▁"}, "content": " "}, {"type": "ByteFallback"}, {"type": "Fuse"},
-    ]  # fmt: skip
-    back += [{"type": "Strip", "content": " ", "start": 1, "stop": 0}] if prefix else []
-    normalizer: Json = {"type": "Sequence", "normalizers": rules}
-    return _document(model, normalizer, None, {"type": "Sequence", "decoders": back}, None)
+    own: Json = {"normalizer": pre.normalizer, "pre_tokenizer": pre.pre_tokenizer, "post_processor": post}
+    return {**_document(model), **own, "decoder": _byte_level(regex=True)}
