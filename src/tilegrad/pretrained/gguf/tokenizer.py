@@ -1,6 +1,6 @@
 """Tokenizers: tokenizer.json and tokenizer_config.json ↔ GGUF's metadata.
 
-Byte-level BPE is GGUF's model "gpt2"; the name in tokenizer.ggml.pre stands for a pre-tokenizer that llama.cpp has in its code.
+Byte-level BPE is GGUF's model "gpt2"; the name in tokenizer.ggml.pre is that of a pre-tokenizer in llama.cpp's code.
 A table maps those names to the pre_tokenizer, normalizer and ignore_merges of tokenizer.json. SentencePiece's BPE is the model
 "llama" (sentencepiece.py).
 """
@@ -43,7 +43,7 @@ def _split(pattern: str) -> Json:
 
 @dataclass(frozen=True, slots=True)
 class Pre:
-    """What a name in tokenizer.ggml.pre stands for."""
+    """A pre-tokenizer that llama.cpp has in its code."""
 
     pre_tokenizer: Json
     normalizer: Json | None = None
