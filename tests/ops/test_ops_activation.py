@@ -188,7 +188,7 @@ def test_rope_of_packed_rows_is_that_of_each_document(monkeypatch: pytest.Monkey
 
 
 def test_positions_are_checked() -> None:
-    x, (cos, sin) = randn(2, 3, 1, 4), tables(10000.0, 4, 3, torch.float32)
+    x, (cos, sin) = randn(2, 3, 1, 4), tables(10000.0, 4, 3, torch.float64)
     for positions, message in (
         (torch.zeros(2, 3, dtype=torch.int32), r"positions: got torch.int32 \(2, 3\)"),
         (torch.zeros(6, dtype=torch.int64), r"positions: got torch.int64 \(6,\).*accepted: torch.int64 \(2, 3\)"),
