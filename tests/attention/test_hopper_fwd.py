@@ -208,7 +208,7 @@ EMULATED: dict[str, Case] = {
         dv=40,
         causal=True,
         lengths=((300, 300), (0, 50), (77, 200), (40, 0), (1, 1), (0, 0), (0, 0)),
-    ),  # fmt: skip
+    ),
 }
 
 

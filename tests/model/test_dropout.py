@@ -81,12 +81,14 @@ def loss_with_dropout(
         gap = torch.arange(length)[:, None] - torch.arange(length)
         seen = (gap >= 0) & (gap < (config.window or length))
         weights = (q @ k.mT / math.sqrt(config.head_dim)).masked_fill(~seen, -torch.inf).softmax(-1)
-        return weights * kept(seed_of(seed, draw, block), n, tuple(range(config.n_head)), length, length) @ v
+        o: Tensor = weights * kept(seed_of(seed, draw, block), n, tuple(range(config.n_head)), length, length) @ v
+        return o
 
     def attend(block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         rows = [x.transpose(0, 1).flatten(1, 2) for x in (q, k, v)]  # (H, N, D)
         parts = [attend_one(block, n, *(x[:, a:z] for x in rows)) for n, (a, z) in enumerate(pairwise(ends))]
-        return torch.cat(parts, 1).unflatten(1, (b, t)).transpose(0, 1)
+        o: Tensor = torch.cat(parts, 1).unflatten(1, (b, t)).transpose(0, 1)
+        return o
 
     x = p["wte.weight"][tokens]
     if config.position == "learned":
@@ -130,8 +132,8 @@ def check(config: ModelConfig, packed: tuple[int, ...] = ()) -> None:
         exact = dict(zip(leaves, torch.autograd.grad(expected, list(leaves.values())), strict=True))
         assert loss == pytest.approx(expected.item(), rel=1e-12)
         assert_equal_gradients(engine.grads, exact, 1e-10)
-    expected, _ = exact_gradients(config, engine.params, one_by_one(tokens, targets, cu_seqlens))
-    assert engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) == pytest.approx(expected, rel=1e-12)
+    want, _ = exact_gradients(config, engine.params, one_by_one(tokens, targets, cu_seqlens))
+    assert engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) == pytest.approx(want, rel=1e-12)
     assert engine.draws == 4
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from tilegrad import ModelConfig
+from tilegrad.engine.batch import Batch
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model import reference
 
@@ -48,6 +49,11 @@ def one_by_one(tokens: Tensor, targets: Tensor, cu_seqlens: Tensor | None) -> li
     spans = list(pairwise(cu_seqlens.tolist()))
     parts = [(tokens.flatten()[a:z][None], targets.flatten()[a:z][None]) for a, z in spans]
     return [(x, y) for x, y in parts if (y >= 0).any()]
+
+
+def arguments(batches: list[Batch]) -> tuple[list[Tensor], list[Tensor], list[Tensor | None]]:
+    """tokens, targets and cu_seqlens of micro-batches, as the engine takes them."""
+    return [x for x, *_ in batches], [y for _, y, _ in batches], [ends for *_, ends in batches]
 
 
 def exact_gradients(

@@ -15,6 +15,7 @@ from support.models import (
     CONFIG,
     LLAMA,
     QWEN3,
+    arguments,
     assert_equal_gradients,
     batch,
     clones,
@@ -109,13 +110,8 @@ def step_of(spec: Spec, number: int) -> list[Batch]:
     return found
 
 
-def lists(batches: list[Batch]) -> Any:
-    """Arguments of `gradients`."""
-    return [x for x, *_ in batches], [y for _, y, _ in batches], [ends for *_, ends in batches]
-
-
 def gradients_of(engine: Engine, batches: list[Batch]) -> float:
-    tokens, targets, ends = lists(batches)
+    tokens, targets, ends = arguments(batches)
     return engine.gradients(tokens, targets, cu_seqlens=ends)
 
 
@@ -165,7 +161,7 @@ class Expected:
 def by(way: str, engine: Engine, spec: Spec, number: int) -> float:
     """One step; its loss."""
     batches = step_of(spec, number)
-    tokens, targets, ends = lists(batches)
+    tokens, targets, ends = arguments(batches)
     if way == "step":
         return engine.step(tokens, targets, spec["learning_rate"], cu_seqlens=ends)
     if way == "submit":
@@ -198,8 +194,8 @@ def check(spec: Spec) -> bool:
     other = engine_of(spec)
     assert [by(spec["way"], other, spec, number) for number in range(2)] == losses
     assert equal(other.tensors(), base.tensors()) and counters(other) == counters(base)
-    tokens, targets, ends = step_of(spec, 2)[0]
-    evaluated = [engine.evaluate(tokens, targets, cu_seqlens=ends) for engine in (other, base)]
+    x, y, cu = step_of(spec, 2)[0]
+    evaluated = [engine.evaluate(x, y, cu_seqlens=cu) for engine in (other, base)]
     assert evaluated[0] == evaluated[1]
     return not equal(began, base.params)
 

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from support.models import CONFIG, LLAMA, QWEN3, assert_equal_gradients, batch, clones, equal, random_ends
+from support.models import CONFIG, LLAMA, QWEN3, arguments, assert_equal_gradients, batch, clones, equal, random_ends
 
 from tilegrad import Engine, ModelConfig
 from tilegrad.engine.batch import Batch
@@ -215,7 +215,7 @@ def test_one_graph_serves_every_packing_with_the_bits_of_the_uncaptured_step(nam
     )
     for i in range(24):
         batches = [packed(config, 4, 200, 1 + (i + j) % 9, seed=2 * i + j) for j in range(2)]
-        tokens, targets, ends = ([x[k] for x in batches] for k in range(3))
+        tokens, targets, ends = arguments(batches)
         losses = [engine.step(tokens, targets, 1e-3, cu_seqlens=ends) for engine in (captured, plain_)]
         assert losses[0] == losses[1], i
     assert equal(captured.tensors(), plain_.tensors())

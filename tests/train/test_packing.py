@@ -12,6 +12,7 @@ from support.models import (
     CONFIG,
     LLAMA,
     QWEN3,
+    arguments,
     batch,
     clones,
     equal,
@@ -52,7 +53,8 @@ ENDS = {
 
 def engine_of(config: ModelConfig, b: int = 3, t: int = 13, **given: Any) -> Engine:
     """Away from the initial values, where many gradients are nearly 0."""
-    engine = Engine(config, b, t, **{"dtype": torch.float64, "documents": t} | given)
+    defaults: dict[str, Any] = {"dtype": torch.float64, "documents": t}
+    engine = Engine(config, b, t, **defaults | given)
     generator = torch.Generator().manual_seed(4)
     for p in engine.params.values():
         p.add_(torch.randn(p.shape, generator=generator).to(p), alpha=0.2)
@@ -145,7 +147,7 @@ def test_recomputing_changes_no_bit_and_nothing_dead_is_read(name: str) -> None:
 def test_micro_batches_and_forward_then_backward() -> None:
     config = MODELS["gpt"]
     given = [Batch(*batch(config, 3, 13, seed=i), random_ends(3, 13, 4, seed=i)) for i in range(2)]
-    tokens, targets, ends = ([x[i] for x in given] for i in range(3))
+    tokens, targets, ends = arguments(given)
     parts = [part for x in given for part in one_by_one(*x)]
     engine = engine_of(config)
     assert_one_by_one(engine, engine.gradients(tokens, targets, cu_seqlens=ends), parts)
@@ -180,14 +182,14 @@ def test_the_program_of_a_device_step_stages_the_documents() -> None:
 # ── ranks ──
 
 
-def parity(mesh: Mesh, shard: str) -> float:
+def parity(mesh: Mesh, shard: Any) -> float:
     config = MODELS["llama"]
     given: Any = {"dtype": torch.float64, "eps": 1e-6, "documents": 4}
     one, many = Engine(config, 3, 13, **given), Engine(config, 3, 13, **given, mesh=mesh, shard=shard)
     for i in range(3):
         all_ = [Batch(*batch(config, 3, 13, seed=5 * i + j), random_ends(3, 13, 4, seed=j)) for j in range(3)]
         for engine, mine in ((one, all_), (many, all_[mesh.rank :: mesh.world])):
-            tokens, targets, ends = ([x[k] for x in mine] for k in range(3))
+            tokens, targets, ends = arguments(mine)
             engine.step(tokens, targets, 1e-2, cu_seqlens=ends)
     a, b = many.params, one.params
     return max(float((a[name] - b[name]).abs().max() / b[name].abs().max()) for name in b)
@@ -265,12 +267,10 @@ def ends(*values: int, dtype: torch.dtype = torch.int32) -> Tensor:
 def test_bad_ends_are_refused_before_anything_changes(given: Tensor, message: str) -> None:
     engine, (x, y) = Engine(MODELS["gpt"], 3, 13, documents=3), batch(MODELS["gpt"], 2, 9)
     before = clones(engine.tensors())
-    for call in (engine.forward, engine.gradients, engine.evaluate):
+    calls: list[tuple[Any, ...]] = [(engine.forward,), (engine.gradients,), (engine.evaluate,)]
+    for call, *rate in (*calls, (engine.step, 1e-2), (engine.submit, 1e-2)):
         with pytest.raises(ValueError, match=f"^cu_seqlens: {message}"):
-            call(x, y, cu_seqlens=given)
-    for call in (engine.step, engine.submit):
-        with pytest.raises(ValueError, match=f"^cu_seqlens: {message}"):
-            call(x, y, 1e-2, cu_seqlens=given)
+            call(x, y, *rate, cu_seqlens=given)
     assert equal(before, engine.tensors()) and engine.steps == 0
 
 

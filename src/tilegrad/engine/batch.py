@@ -88,9 +88,9 @@ def micro_batches(
     x, y = ([given] if isinstance(given, Tensor) else list(given) for given in (tokens, targets))
     if len(x) != len(y):
         raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
-    ends = [cu_seqlens] * (len(x) if cu_seqlens is None else 1)
-    if not isinstance(cu_seqlens, Tensor | None):
-        ends = list(cu_seqlens)
+    if cu_seqlens is None:
+        cu_seqlens = [None] * len(x)
+    ends = [cu_seqlens] if isinstance(cu_seqlens, Tensor) else list(cu_seqlens)
     if len(x) != len(ends):
         raise ValueError(f"cu_seqlens: got {len(ends)} micro-batches; accepted: {len(x)}, as tokens has, or None")
     return [Batch(*each) for each in zip(x, y, ends, strict=True)]

@@ -16,8 +16,8 @@ def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> 
     """x32: rows in the accumulation dtype, needed if rows are converted and x has another dtype. wpe: rows of wpe, in packed
     rows."""
     acc = accumulation_dtype(x.dtype)
-    rows = (rows_per_block(x, BLOCK), x.shape[1]), acc
-    return ({"x32": rows} if converts and x.dtype != acc else {}) | ({"wpe": rows} if packed else {})
+    names = ("x32",) * (converts and x.dtype != acc) + ("wpe",) * packed
+    return dict.fromkeys(names, ((rows_per_block(x, BLOCK), x.shape[1]), acc))
 
 
 def fwd(
