@@ -1,7 +1,8 @@
 """Low-rank adapters of linear layers whose weights are frozen.
 
-    u = drop(x) Aᵀ          y_i += s u_i B_iᵀ          s = alpha / rank        x (N, Cin)   y_i (N, width)   u (N, P·r)
-    du_i = s dy_i B_i       dB_i += s dy_iᵀ u_i        dA += duᵀ drop(x)       dx += dropᵀ(du A)
+    u = s drop(x) A'       y_i += u_i B_i'           s = alpha / rank        x (N, Cin)   y_i (N, width)   u, du (N, P·r)
+    du_i = s dy_i B_i      dB_i += dy_i' u_i         dA += du' drop(x)       dx += drop'(du A)
+Saved: u. x is what the adapted layers have saved or recompute; drop(x) is drawn again.
 
 The P layers that read the same x (q, k, v; gate, up) are the parts of one adapter. Their A are stacked, (P·r, Cin), so that
 x is read once; each part has its own B_i (width, r). A starts uniform in ±1/√Cin and B at 0, as in PEFT.
@@ -10,11 +11,18 @@ x is read once; each part has its own B_i (width, r). A starts uniform in ±1/�
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
+from ..kernels.linear import linear_bwd_input, linear_bwd_weight, linear_fwd
+from ..kernels.low_rank import Part, low_rank_bwd, low_rank_workspace
+from ..kernels.residual import add_fwd
+from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
 from .config import LIMITS, ModelConfig, is_count
+from .layer import Buffer, Constant, Declare, Param, Uniform
 
 GROUPS = {"attention": ("q", "k", "v", "qkv", "proj"), "ffn": ("gate", "up", "down")}
 LAYERS = tuple(name for names in GROUPS.values() for name in names)
@@ -119,3 +127,122 @@ def adapter_parts(config: ModelConfig, lora: LoraConfig) -> tuple[AdapterParts, 
             raise ValueError(f"lora.layers: got {name!r}, which this model does not have; accepted: {', '.join(has)}")
     found = (a._replace(widths={part: width for part, width in a.widths.items() if part in chosen}) for a in every)
     return tuple(a for a in found if a.widths)
+
+
+class LowRank(NamedTuple):
+    """What an adapted layer adds to its output: y_i += u_i B_i' for the parts of that output."""
+
+    u: Buffer
+    bs: list[Buffer]
+    parts: tuple[Part, ...]
+    scratch: Scratch
+
+
+@dataclass(frozen=True, slots=True)
+class InputDropout:
+    """drop(x) of an adapter, and where it and its gradient are written (N, Cin)."""
+
+    p: float
+    seed: Buffer
+    counter: int
+    dropped: Buffer
+    scratch: Scratch
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """The adapter of one input x, and of the layers that read it."""
+
+    a: Param
+    bs: tuple[Param, ...]
+    parts: tuple[Part, ...]
+    u: Buffer
+    du: Buffer
+    scale: float
+    drop: InputDropout | None
+    forward_scratch: Scratch
+    backward_scratch: Scratch
+
+    @classmethod
+    def declare(
+        cls, at: Declare, block: int, name: str, outputs: Mapping[str, tuple[int, int]], seed: Buffer | None
+    ) -> Adapter | None:
+        """The adapter of input `name`, or None if it has none. outputs: by part, its output and its first column there."""
+        lora = at.lora
+        found = [a for a in adapter_parts(at.config, lora) if a.name == name] if lora is not None else []
+        if lora is None or not found:
+            return None
+        adapter, r = found[0], lora.rank
+        rows, x = r * len(adapter.widths), at.form(adapter.inputs)
+        a = at.param(adapter.a_name(block), rows, adapter.inputs, init=Uniform(1 / math.sqrt(adapter.inputs)))
+        bs = tuple(
+            at.param(adapter.b_name(block, part), width, r, init=Constant(0.0))
+            for part, width in adapter.widths.items()
+        )
+        drop = None
+        if lora.dropout and seed is not None:
+            order = ("attn.in", "attn.proj", "ffn.in", "ffn.down")
+            counter = 2 * at.config.n_layer + 1 + 4 * block + order.index(name)  # after those of the blocks' dropout
+            dropped = at.rows(f"scratch.{name}.dropped", adapter.inputs)
+            shapes = dropout_workspace(x)
+            drop = InputDropout(lora.dropout, seed, counter, dropped, at.scratch(f"{name}.dropout", shapes))
+        values = [b.value for b in bs]
+        return cls(
+            a=a,
+            bs=bs,
+            parts=tuple(
+                Part(outputs[part][0], i * r, outputs[part][1]) for i, part in enumerate(adapter.widths)
+            ),
+            u=at.rows(f"blocks.{block}.{name}.u", rows),
+            du=at.rows(f"scratch.{name}.du", rows),
+            scale=lora.scale,
+            drop=drop,
+            forward_scratch=at.scratch(f"{name}.lora", low_rank_workspace(x, a.value, values, backward=False)),
+            backward_scratch=at.scratch(f"{name}.lora_bwd", low_rank_workspace(x, a.value, values, backward=True)),
+        )
+
+    def forward(self, x: Buffer) -> None:
+        """u = s drop(x) A'"""
+        linear_fwd(self._dropped(x), self.a.value, None, y=self.u, scale=self.scale, scratch=self.forward_scratch)
+
+    def of(self, output: int) -> LowRank | None:
+        """What is added to one of the outputs, or None."""
+        chosen = [(b.value, at._replace(output=0)) for b, at in zip(self.bs, self.parts, strict=True) if at.output == output]
+        if not chosen:
+            return None
+        bs, parts = zip(*chosen, strict=True)
+        return LowRank(self.u, list(bs), tuple(parts), self.forward_scratch)
+
+    def backward(self, *dys: Buffer) -> None:
+        """du_i = s dy_i B_i   dB_i += dy_i' u_i; dys: the gradients of the outputs"""
+        low_rank_bwd(
+            list(dys), self.u, [b.value for b in self.bs], self.parts, self.scale,
+            du=self.du, dbs=[b.grad for b in self.bs], accumulate=self.a.accumulate, scratch=self.backward_scratch,
+        )  # fmt: skip
+
+    def backward_dropped(self, *, dx: Buffer) -> None:
+        """dx += drop'(du A), with dropout; without it, a layer's product adds du A."""
+        if self.drop is None:
+            return
+        p, seed, counter, dropped, scratch = (
+            self.drop.p, self.drop.seed, self.drop.counter, self.drop.dropped, self.drop.scratch,
+        )  # fmt: skip
+        linear_bwd_input(self.du, self.a.value, dx=dropped, accumulate=False, scratch=self.backward_scratch)
+        dropout_bwd(dropped, seed, p, counter, dx=dropped, scratch=scratch)
+        add_fwd(dx, dropped, y=dx)
+
+    def backward_weight(self, x: Buffer) -> None:
+        """dA += du' drop(x)"""
+        if self.a.grad is not None:
+            accumulate, scratch = self.a.accumulate, self.backward_scratch
+            linear_bwd_weight(
+                self.du, self._dropped(x), self.a.value, dw=self.a.grad, accumulate=accumulate, scratch=scratch
+            )
+
+    def _dropped(self, x: Buffer) -> Buffer:
+        """drop(x); x itself without dropout."""
+        if self.drop is None:
+            return x
+        drop = self.drop
+        dropout_fwd(x, drop.seed, drop.p, drop.counter, y=drop.dropped, scratch=drop.scratch)
+        return drop.dropped
