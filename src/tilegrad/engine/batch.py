@@ -39,7 +39,9 @@ def check_spec(spec: StepSpec) -> None:
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
     patterns: object = spec.freeze
     if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
-        raise ValueError(f"freeze: got {shown(patterns)}; accepted: a sequence of patterns, such as ('wte.*', '*.bias')")
+        raise ValueError(
+            f"freeze: got {shown(patterns)}; accepted: a sequence of patterns, such as ('wte.*', '*.bias')"
+        )
     if spec.lora is not None and not isinstance(spec.lora, LoraConfig):
         raise ValueError(f"lora: got {shown(spec.lora)}; accepted: None or a LoraConfig")
     if spec.linear == "fp8":

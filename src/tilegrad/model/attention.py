@@ -156,14 +156,16 @@ class AttentionLayer:
             )
             return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
 
+        projections = tuple(
+            LinearLayer.declare(at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head)
+            for part, width in widths.items()
+        )
+        proj = LinearLayer.declare(
+            at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias, fp8=False
+        )
         return cls(
-            projections=tuple(
-                LinearLayer.declare(at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head)
-                for part, width in widths.items()
-            ),
-            proj=LinearLayer.declare(
-                at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias, fp8=False
-            ),
+            projections=projections,
+            proj=proj,
             qkv=tuple(at.rows(f"{name}.{part}.y", widths[part], type) for part, type in parts.items()),
             dqkv=tuple(at.rows(f"{name}.{part}.dy", widths[part], type) for part, type in parts.items()),
             o=at.rows(f"{name}.o", c.n_head * d, BufferType.OUTPUT),
@@ -174,8 +176,8 @@ class AttentionLayer:
                 for part, heads in (("q", c.n_head), ("k", c.kv_heads))
                 if c.qk_norm
             ),
-            adapter=Adapter.declare(at, block, "attn.in", outputs, seed),
-            proj_adapter=Adapter.declare(at, block, "attn.proj", {"proj": (0, 0)}, seed),
+            adapter=Adapter.declare(at, block, "attn.in", projections, outputs, seed),
+            proj_adapter=Adapter.declare(at, block, "attn.proj", (proj,), {"proj": (0, 0)}, seed),
             rope=Rope.declare(at, c.n_head + c.kv_heads if fused else c.n_head) if c.position == "rope" else None,
             mask=mask,
             n_head=c.n_head,

@@ -44,11 +44,13 @@ class FeedForward:
         gated = kind == "swiglu"
         up = LinearLayer.declare(at, f"{name}.up", c, f, bias=bias)
         gate = LinearLayer.declare(at, f"{name}.gate", c, f, bias=bias) if gated else None
+        down = LinearLayer.declare(at, f"{name}.down", f, c, at.onto_stream, bias=bias)
         h, da = at.rows(f"{name}.h", f), at.rows(f"{name}.da", f)
+        layers = (up,) if gate is None else (up, gate)
         return cls(
             up=up,
             gate=gate,
-            down=LinearLayer.declare(at, f"{name}.down", f, c, at.onto_stream, bias=bias),
+            down=down,
             activation=kind,
             keeps_a=keeps_a,
             h=h,
@@ -56,8 +58,8 @@ class FeedForward:
             a=at.rows(f"{name}.a", f),
             da=da,
             dh=at.rows(f"{name}.dh", f) if gated else da,
-            adapter=Adapter.declare(at, block, "ffn.in", {"up": (0, 0), "gate": (1, 0)}, seed),
-            down_adapter=Adapter.declare(at, block, "ffn.down", {"down": (0, 0)}, seed),
+            adapter=Adapter.declare(at, block, "ffn.in", layers, {"up": (0, 0), "gate": (1, 0)}, seed),
+            down_adapter=Adapter.declare(at, block, "ffn.down", (down,), {"down": (0, 0)}, seed),
             backward_scratch=at.scratch(kind, activation_workspace(at.form(f), kind)) if up.b else {},
         )
 

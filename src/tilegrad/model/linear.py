@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ..kernels.fp8_linear import FP8, fp8_activation_fwd, fp8_linear_fwd, fp8_linear_workspace, fp8_quantize_fwd
 from ..kernels.column_sum import column_sum_fwd
+from ..kernels.fp8_linear import FP8, fp8_activation_fwd, fp8_linear_fwd, fp8_linear_workspace, fp8_quantize_fwd
 from ..kernels.linear import (
     linear_bwd_input,
     linear_bwd_weight,
@@ -15,7 +15,13 @@ from ..kernels.linear import (
     per_head_linear_bwd_weight,
     per_head_linear_fwd,
 )
-from ..kernels.low_rank import low_rank_add_fwd, low_rank_linear_bwd_input, low_rank_linear_fwd
+from ..kernels.low_rank import (
+    joined_linear_bwd_input,
+    joined_linear_fwd,
+    low_rank_add_fwd,
+    low_rank_linear_bwd_input,
+    low_rank_linear_fwd,
+)
 from ..kernels.scratch import Scratch, of
 from .layer import WEIGHT, Buffer, Constant, Declare, Init, Param
 from .lora import Adapter, LowRank
@@ -86,8 +92,11 @@ class LinearLayer:
                 low_rank_add_fwd(adapter.u, adapter.bs, adapter.parts, ys=[y], scratch=adapter.scratch)
         elif adapter is not None:
             w, b, base = self.w.value, self.b.value if self.b else None, self.forward_scratch
-            u, bs, parts, scratch = adapter
-            low_rank_linear_fwd(x, w, b, u, bs, parts, y=y, base_scratch=base, scratch=scratch)
+            u, bs, parts, joined, wb, scratch = adapter
+            if joined is not None and wb is not None:
+                joined_linear_fwd(joined, w, b, bs, parts, y=y, wb=wb)
+            else:
+                low_rank_linear_fwd(x, w, b, u, bs, parts, y=y, base_scratch=base, scratch=scratch)
         else:
             run = per_head_linear_fwd if self.per_head else linear_fwd
             run(x, self.w.value, self.b.value if self.b else None, y=y, scratch=self.forward_scratch)
@@ -107,6 +116,10 @@ class LinearLayer:
         self, dy: Buffer, *, dx: Buffer, accumulate: bool = False, adapter: Adapter | None = None
     ) -> None:
         """dx = dy W, or dx += dy W; adapter: the one of this input, whose du A is added too"""
+        if adapter is not None and adapter.dy_du is not None and adapter.wa is not None and not accumulate:
+            w, du, a = self.w.value, adapter.du, adapter.a.value
+            joined_linear_bwd_input(dy, w, du, a, dx=dx, joined=adapter.dy_du, wa=adapter.wa)
+            return
         if adapter is not None and adapter.drop is None:
             low_rank_linear_bwd_input(
                 dy, self.w.value, adapter.du, adapter.a.value,

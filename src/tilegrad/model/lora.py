@@ -11,13 +11,13 @@ x is read once; each part has its own B_i (width, r). A starts uniform in Â±1/âˆ
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
 from ..kernels.linear import linear_bwd_input, linear_bwd_weight, linear_fwd
-from ..kernels.low_rank import Part, low_rank_bwd, low_rank_workspace
+from ..kernels.low_rank import Part, join_fwd, joins, low_rank_bwd, low_rank_workspace
 from ..kernels.residual import add_fwd
 from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
@@ -135,6 +135,8 @@ class LowRank(NamedTuple):
     u: Buffer
     bs: list[Buffer]
     parts: tuple[Part, ...]
+    joined: Buffer | None  # [x, u], if it is multiplied by [W, B_i]
+    wb: Buffer | None  # where [W, B_i] is written
     scratch: Scratch
 
 
@@ -149,6 +151,15 @@ class InputDropout:
     scratch: Scratch
 
 
+class Base(Protocol):
+    """An adapted layer, as its adapter sees it: a LinearLayer."""
+
+    @property
+    def w(self) -> Param: ...
+    @property
+    def fp8(self) -> object | None: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Adapter:
     """The adapter of one input x, and of the layers that read it."""
@@ -158,6 +169,10 @@ class Adapter:
     parts: tuple[Part, ...]
     u: Buffer
     du: Buffer
+    joined: Buffer | None  # [x, u]
+    wb: tuple[Buffer | None, ...]  # for each output that is a product with [x, u]
+    dy_du: Buffer | None  # [dy, du] and [W; A] of the first output, if dx is their product
+    wa: Buffer | None
     scale: float
     drop: InputDropout | None
     forward_scratch: Scratch
@@ -165,9 +180,11 @@ class Adapter:
 
     @classmethod
     def declare(
-        cls, at: Declare, block: int, name: str, outputs: Mapping[str, tuple[int, int]], seed: Buffer | None
-    ) -> Adapter | None:
-        """The adapter of input `name`, or None if it has none. outputs: by part, its output and its first column there."""
+        cls, at: Declare, block: int, name: str, layers: Sequence[Base], outputs: Mapping[str, tuple[int, int]],
+        seed: Buffer | None,
+    ) -> Adapter | None:  # fmt: skip
+        """The adapter of input `name`, or None if it has none. layers: those that read it, one for each output. outputs: by
+        part, its output and its first column there."""
         lora = at.lora
         found = [a for a in adapter_parts(at.config, lora) if a.name == name] if lora is not None else []
         if lora is None or not found:
@@ -187,12 +204,28 @@ class Adapter:
             shapes = dropout_workspace(x)
             drop = InputDropout(lora.dropout, seed, counter, dropped, at.scratch(f"{name}.dropout", shapes))
         values = [b.value for b in bs]
+        parts = tuple(Part(outputs[part][0], i * r, outputs[part][1]) for i, part in enumerate(adapter.widths))
+
+        def wide(i: int, layer: Base) -> Buffer | None:
+            """[W, B_i] of output i, if joined matrices are better."""
+            w = layer.w.value
+            if layer.fp8 is not None or i not in {part.output for part in parts} or not joins(x, w, w.shape[0]):
+                return None
+            return at.buffer(f"scratch.{name}.wb{i}", (w.shape[0], adapter.inputs + rows))
+
+        wb = tuple(wide(i, layer) for i, layer in enumerate(layers))
+        w, dy_du, wa = layers[0].w.value, None, None
+        if drop is None and joins(at.form(w.shape[0]), w, adapter.inputs):
+            dy_du = at.rows(f"scratch.{name}.dy_du", w.shape[0] + rows)
+            wa = at.buffer(f"scratch.{name}.wa", (w.shape[0] + rows, adapter.inputs))
         return cls(
             a=a,
             bs=bs,
-            parts=tuple(
-                Part(outputs[part][0], i * r, outputs[part][1]) for i, part in enumerate(adapter.widths)
-            ),
+            parts=parts,
+            joined=at.rows(f"scratch.{name}.joined", adapter.inputs + rows) if any(x is not None for x in wb) else None,
+            wb=wb,
+            dy_du=dy_du,
+            wa=wa,
             u=at.rows(f"blocks.{block}.{name}.u", rows),
             du=at.rows(f"scratch.{name}.du", rows),
             scale=lora.scale,
@@ -202,16 +235,20 @@ class Adapter:
         )
 
     def forward(self, x: Buffer) -> None:
-        """u = s drop(x) A'"""
+        """u = s drop(x) A', and [x, u]"""
         linear_fwd(self._dropped(x), self.a.value, None, y=self.u, scale=self.scale, scratch=self.forward_scratch)
+        if self.joined is not None:
+            join_fwd(x, self.u, joined=self.joined)
 
     def of(self, output: int) -> LowRank | None:
         """What is added to one of the outputs, or None."""
-        chosen = [(b.value, at._replace(output=0)) for b, at in zip(self.bs, self.parts, strict=True) if at.output == output]
+        chosen = [
+            (b.value, at._replace(output=0)) for b, at in zip(self.bs, self.parts, strict=True) if at.output == output
+        ]
         if not chosen:
             return None
         bs, parts = zip(*chosen, strict=True)
-        return LowRank(self.u, list(bs), tuple(parts), self.forward_scratch)
+        return LowRank(self.u, list(bs), tuple(parts), self.joined, self.wb[output], self.forward_scratch)
 
     def backward(self, *dys: Buffer) -> None:
         """du_i = s dy_i B_i   dB_i += dy_i' u_i; dys: the gradients of the outputs"""

@@ -57,7 +57,9 @@ def low_rank(
     """s (x A_i') B_i' of each part of block i's adapter `name`; nothing if it has none."""
     if lora is None:
         if f"blocks.{i}.{name}.lora_a" in p:
-            raise ValueError("lora: got None with adapters in params; accepted: the LoraConfig that they were trained with")
+            raise ValueError(
+                "lora: got None with adapters in params; accepted: the LoraConfig that they were trained with"
+            )
         return {}
     found = {}
     for adapter in adapter_parts(config, lora):
@@ -147,9 +149,7 @@ def head(p: Params, config: ModelConfig) -> Tensor:
     return p["wte.weight" if config.tie_embeddings else "lm_head.weight"]
 
 
-def loss(
-    p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig, lora: LoraConfig | None = None
-) -> Tensor:
+def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:
     """The mean loss over the targets; −1 marks a position without one."""
     n = hidden_states(p, tokens, config, lora)
     has_target = targets >= 0

@@ -101,8 +101,8 @@ class Alone:
         self.params[name].copy_(value)
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
-        """Name → (slice of the flattened tensor, its offset, the tensor's length): the trained parameters, moments and adam_step
-        that this rank owns. A rank that has everything owns it all or, with `shared`, 1/world of each tensor."""
+        """Name → (slice of the flattened tensor, its offset, the tensor's length): the trained parameters, moments and
+        adam_step that this rank owns. A rank that has everything owns it all or, with `shared`, 1/world of each tensor."""
         rank, world = self.mesh.rank, self.mesh.world
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
         for name, x in {**self.trained, **self.optimizer.moments}.items():
