@@ -308,8 +308,8 @@ def test_a_run_of_steps_learns_with_every_dtype() -> None:
         engine = Engine(LLAMA, 2, 16, dtype=dtype, seed=1, lora=LoraConfig(8, 16))
         losses[dtype] = [engine.step(tokens, targets, 2e-2) for _ in range(20)]
         assert losses[dtype][-1] < losses[dtype][0] - 0.15
-    assert losses[torch.float32] == pytest.approx(losses[torch.float64], rel=1e-4)
-    assert losses[torch.bfloat16] == pytest.approx(losses[torch.float64], rel=2e-2)
+    for dtype, limit in ((torch.float32, 1e-5), (torch.bfloat16, 1e-2)):  # later, AdamW amplifies roundings
+        assert losses[dtype][:5] == pytest.approx(losses[torch.float64][:5], rel=limit)
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,8 @@ from dataclasses import dataclass
 from typing import NamedTuple, Protocol
 
 from ..kernels.dropout import dropout_bwd, dropout_fwd, dropout_workspace
-from ..kernels.linear import linear_bwd_input, linear_bwd_weight, linear_fwd
-from ..kernels.low_rank import Part, join_fwd, joins, low_rank_bwd, low_rank_workspace
+from ..kernels.linear import linear_bwd_input, linear_fwd
+from ..kernels.low_rank import Part, join_fwd, joins, low_rank_bwd, low_rank_bwd_a, low_rank_workspace
 from ..kernels.residual import add_fwd
 from ..kernels.scratch import Scratch
 from ..text.spelling import did_you_mean
@@ -271,10 +271,10 @@ class Adapter:
     def backward_weight(self, x: Buffer) -> None:
         """dA += du' drop(x)"""
         if self.a.grad is not None:
-            accumulate, scratch = self.a.accumulate, self.backward_scratch
-            linear_bwd_weight(
-                self.du, self._dropped(x), self.a.value, dw=self.a.grad, accumulate=accumulate, scratch=scratch
-            )
+            low_rank_bwd_a(
+                self.du, self._dropped(x), self.a.value,
+                da=self.a.grad, accumulate=self.a.accumulate, scratch=self.backward_scratch,
+            )  # fmt: skip
 
     def _dropped(self, x: Buffer) -> Buffer:
         """drop(x); x itself without dropout."""

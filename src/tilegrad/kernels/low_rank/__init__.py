@@ -3,9 +3,10 @@
     u = s x aᵀ           y = x wᵀ + b,  then y_i += u_i b_iᵀ             u_i: r columns of u      y_i: width_i columns of y
     du_i = s dy_i b_i    db_i += dy_iᵀ u_i    dx = dy w + du a    da += duᵀ x          (accumulate=False: db_i = dy_iᵀ u_i)
 
-The scale s is in u and in du, so no other product has it. u, du a and da are ops of `linear`. A part says where its columns
-begin: `Part(0, 16, 128)` is u[:, 16 : 16 + r], and columns 128 to 128 + width of the first of several outputs.
-All products are those of `linear`; a w (H, D, D) is one matrix per head.
+The scale s is in u and in du, so no other product has it. A part says where its columns begin: `Part(0, 16, 128)` is
+u[:, 16 : 16 + r], and columns 128 to 128 + width of the first of several outputs. A w (H, D, D) is one matrix per head.
+Products are those of `linear`, except du with db and da, which read the whole of dy and x for a few numbers. `LOW_RANK` is
+their table of kernels: each module offers `workspace`, `bwd` and `bwd_a`.
 
 A product of rank r does few FLOPs and reads and writes all of y. Where y is much wider than x, one product of joined matrices
 moves less memory, because only x and w are copied:
@@ -16,22 +17,36 @@ moves less memory, because only x and w are copied:
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Unpack
 
 import torch
 from torch import Tensor
 
-from .checks import check_tensor
-from .linear import (
-    linear_bwd_input,
-    linear_bwd_weight,
-    linear_fwd,
-    linear_workspace,
-    per_head_linear_bwd_input,
-    per_head_linear_fwd,
-)
-from .op import op
-from .scratch import Form, Scratch, Shapes, TensorLike, larger
+from .. import gpu
+from ..checks import check_columns, check_param, check_tensor
+from ..linear import linear_bwd_input, linear_fwd, linear_workspace, per_head_linear_bwd_input, per_head_linear_fwd
+from ..op import op
+from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype, larger
+from ..table import Where
+
+MOST_RANKS = 64  # most columns of u for Triton: a tile of db is in registers
+
+
+class Problem(NamedTuple):
+    """The gradients of one part as the table sees them: dy (N, width) with u and b, or x with du and a."""
+
+    wide: TensorLike
+    thin: TensorLike
+    w: TensorLike
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    r = problem.thin.shape[1]
+    too_many = f"keeps a tile of db in registers: takes up to {MOST_RANKS} columns of u, not {r}"
+    return gpu.refusal(problem.wide) or (too_many if r > MOST_RANKS else None)
+
+
+LOW_RANK = gpu.triton_else_torch("low_rank", _triton_refuses)
 
 
 class Part(NamedTuple):
@@ -49,17 +64,18 @@ def joins(x: TensorLike, w: TensorLike, outputs: int) -> bool:
     return len(w.shape) == 2 and w.dtype == x.dtype and (n + outputs) * inputs < n * outputs
 
 
-def low_rank_workspace(x: TensorLike, a: TensorLike, bs: Sequence[TensorLike], *, backward: bool) -> Shapes:
+def low_rank_workspace(
+    x: TensorLike, a: TensorLike, bs: Sequence[TensorLike], *, backward: bool, kernel: str | None = None
+) -> Shapes:
     """Name → (shape, dtype) of the scratch of the products with a and b_i; a base layer has its own."""
-    shapes = linear_workspace(x, a, backward=backward, bias=False)
+    n, dtype, device = x.shape[0], x.dtype, x.device
     if backward:
-        shapes = larger(shapes, linear_workspace(x, a, backward=False, bias=False))
+        problems = [Problem(x, Form((n, a.shape[0]), dtype, device), a)]
+        problems += [Problem(*(Form((n, size), dtype, device) for size in b.shape), b) for b in bs]
+        return linear_workspace(x, a, backward=True, bias=False) | LOW_RANK.workspace(*problems, kernel=kernel)
+    shapes = linear_workspace(x, a, backward=False, bias=False)
     for b in bs:
-        width, r = b.shape
-        shapes = larger(
-            shapes, linear_workspace(Form((x.shape[0], r), x.dtype, x.device), b, backward=True, bias=False)
-        )
-        y, transposed = Form((x.shape[0], width), x.dtype, x.device), Form((r, width), b.dtype, x.device)
+        y, transposed = Form((n, b.shape[0]), dtype, device), Form((b.shape[1], b.shape[0]), b.dtype, device)
         shapes = larger(shapes, linear_workspace(y, transposed, backward=True, bias=False))
     return shapes
 
@@ -133,17 +149,30 @@ def _copy(x: Tensor, y: Tensor) -> None:
 @op(accumulates=("dbs",))
 def low_rank_bwd(
     dys: list[Tensor], u: Tensor, bs: list[Tensor], parts: tuple[Part, ...], scale: float, *,
-    du: Tensor, dbs: list[Tensor | None], accumulate: bool = True, scratch: Scratch | None = None,
+    du: Tensor, dbs: list[Tensor | None], accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """du_i = scale · dy_i b_i   db_i += dy_iᵀ u_i; a db_i that is None is not computed"""
     _check(u, bs, parts, dys, "dys")
     check_tensor("du", du, tuple(u.shape), u.dtype, u.device)
-    for (ui, dy), (dui, _), b, db in zip(
-        _columns(u, bs, parts, dys), _columns(du, bs, parts, dys), bs, dbs, strict=True
-    ):
-        linear_bwd_input(dy, b, dx=dui, accumulate=False, scale=scale, scratch=scratch)
+    columns = zip(_columns(u, bs, parts, dys), _columns(du, bs, parts, dys), bs, dbs, strict=True)
+    for (ui, dy), (dui, _), b, db in columns:
         if db is not None:
-            linear_bwd_weight(dy, ui, b, dw=db, accumulate=accumulate, scratch=scratch)
+            check_tensor("dbs", db, tuple(b.shape), accumulation_dtype(u.dtype), u.device)
+        given = dy, ui, b, scale
+        LOW_RANK.run("bwd", Problem(dy, ui, b), *given, du=dui, db=db, accumulate=accumulate, **where)
+
+
+@op(accumulates=("da",))
+def low_rank_bwd_a(
+    du: Tensor, x: Tensor, a: Tensor, *, da: Tensor, accumulate: bool = True, **where: Unpack[Where]
+) -> None:
+    """da += duᵀ x; accumulate=False: overwritten. Of a only shape and dtype are used."""
+    check_tensor("du", du, (x.shape[0], a.shape[0]), x.dtype, x.device)
+    check_param("a", a, (a.shape[0], x.shape[1]), x)
+    check_tensor("da", da, tuple(a.shape), accumulation_dtype(x.dtype), x.device)
+    for name, given in (("du", du), ("x", x), ("da", da)):
+        check_columns(name, given)
+    LOW_RANK.run("bwd_a", Problem(x, du, a), du, x, a, da=da, accumulate=accumulate, **where)
 
 
 @op(accumulates=("dx",))
@@ -170,6 +199,8 @@ def _columns(
 def _check(u: Tensor, bs: list[Tensor], parts: tuple[Part, ...], outputs: list[Tensor], name: str) -> None:
     for at, b in zip(parts, bs, strict=True):
         (width, r), y = b.shape, outputs[at.output]
+        check_param(f"bs[{at.output}]", b, (width, r), u)
+        check_columns(f"{name}[{at.output}]", y)
         check_tensor(f"{name}[{at.output}]", y, (u.shape[0], y.shape[1]), u.dtype, u.device)
         if at.rank_start + r > u.shape[1] or at.start + width > y.shape[1]:
             raise ValueError(
