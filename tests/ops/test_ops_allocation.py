@@ -16,6 +16,7 @@ import tilegrad
 from tilegrad import Engine
 from tilegrad.kernels import residual
 from tilegrad.kernels.op import Call, observe, op
+from tilegrad.model.lora import LoraConfig
 
 GPT = replace(CONFIG, n_layer=1, n_embd=64)
 CONFIGS = (
@@ -39,14 +40,15 @@ def names_of_ops() -> Iterator[str]:
 
 
 def largest_allocations(dtype: torch.dtype) -> dict[str, int]:
-    """Op → bytes of the largest allocation in any of its calls: four models' steps, and what no model calls."""
+    """Op → bytes of the largest allocation in any of its calls: models' steps, and what no model calls."""
     largest: dict[str, int] = {}
 
     def measure(call: Call) -> None:
         largest[call.name] = max(largest.get(call.name, 0), allocated_bytes(call.run))
 
-    for config in CONFIGS:
-        engine = Engine(config, 8, 16, dtype=dtype)
+    adapted = tuple((config, LoraConfig(4, 8, dropout=p)) for config, p in zip(CONFIGS[:2], (0.0, 0.1), strict=False))
+    for config, lora in (*((config, None) for config in CONFIGS), *adapted):
+        engine = Engine(config, 8, 16, dtype=dtype, lora=lora)
         tokens, targets = batch(config, 8, 16)
         with observe(measure):
             engine.step(tokens, targets, learning_rate=1e-3)
