@@ -19,7 +19,7 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.engine import engine as engine_module
 from tilegrad.engine.optimizer import Optimizer
 from tilegrad.engine.planning import plan_model, step_report
-from tilegrad.engine.spec import StepSpec
+from tilegrad.engine.spec import Recompute, StepSpec
 from tilegrad.kernels.dropout import dropout_fwd, dropout_workspace
 from tilegrad.kernels.op import observe
 from tilegrad.kernels.scratch import new_scratch
@@ -278,7 +278,8 @@ def test_micro_batches_and_budgets_give_the_same_gradients() -> None:
     split = moved(Engine(config, 2, 16, dtype=torch.float64, lora=lora))
     split.gradients([tokens[:1], tokens[1:2], tokens[2:]], [targets[:1], targets[1:2], targets[2:]])
     assert_equal_gradients(split.grads, whole.grads, 1e-12)
-    spec = StepSpec(config, 4, 16, torch.float64, CPU, (frozenset({"block"}),) * 3, lora=lora)
+    everything: Recompute = (frozenset({"block"}),) * 3
+    spec = StepSpec(config, 4, 16, torch.float64, CPU, everything, lora=lora)
     tight = moved(
         Engine(config, 4, 16, dtype=torch.float64, lora=lora, memory_budget=plan_model(spec).peak_bytes + 4096)
     )

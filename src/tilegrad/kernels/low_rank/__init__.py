@@ -71,7 +71,9 @@ def low_rank_workspace(
     n, dtype, device = x.shape[0], x.dtype, x.device
     if backward:
         problems = [Problem(x, Form((n, a.shape[0]), dtype, device), a)]
-        problems += [Problem(*(Form((n, size), dtype, device) for size in b.shape), b) for b in bs]
+        for b in bs:
+            dy, u = (Form((n, size), dtype, device) for size in b.shape)
+            problems.append(Problem(dy, u, b))
         return linear_workspace(x, a, backward=True, bias=False) | LOW_RANK.workspace(*problems, kernel=kernel)
     shapes = linear_workspace(x, a, backward=False, bias=False)
     for b in bs:
