@@ -25,6 +25,7 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import dataclass
+from importlib import import_module
 from importlib.util import find_spec
 from multiprocessing.connection import Connection
 from statistics import median
@@ -87,23 +88,19 @@ def ours(shape: Shape, device: str, budget: float | None) -> Step:
 
 
 def peer(shape: Shape, device: str, *, checkpoint: bool) -> Step:
-    from liger_kernel.transformers import apply_liger_kernel_to_qwen2
-    from peft import LoraConfig as PeftConfig
-    from peft import get_peft_model
-    from transformers import Qwen2Config, Qwen2ForCausalLM
-
+    liger, peft, transformers = map(import_module, ("liger_kernel.transformers", "peft", "transformers"))
     torch.manual_seed(0)
-    config = Qwen2Config(
+    config = transformers.Qwen2Config(
         vocab_size=shape.vocab_size, hidden_size=shape.n_embd, intermediate_size=shape.ffn_dim,
         num_attention_heads=shape.n_head, num_key_value_heads=shape.n_kv_head, num_hidden_layers=shape.n_layer,
         max_position_embeddings=2 * shape.seq_len, tie_word_embeddings=True, rope_theta=1e6,
     )  # fmt: skip
     with torch.device(device):
-        base = Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
+        base = transformers.Qwen2ForCausalLM._from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16)
     base.config.use_cache = False
-    apply_liger_kernel_to_qwen2(model=base)
+    liger.apply_liger_kernel_to_qwen2(model=base)
     layers = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    model = get_peft_model(base, PeftConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers))
+    model = peft.get_peft_model(base, peft.LoraConfig(r=RANK, lora_alpha=ALPHA, target_modules=layers))
     if checkpoint:
         model.gradient_checkpointing_enable()
         model.enable_input_require_grads()

@@ -24,4 +24,3 @@ def test_ratios_are_of_the_same_round() -> None:
     rows = {row["contender"]: row for row in finetune.rows_of("0.5B", found)}
     assert rows["ours"]["ratio"] == 2.5 and rows["peer"]["ratio"] is None and rows["ours, budget"]["ratio"] is None
     assert rows["peer"]["peak_bytes"] == 9 and rows["ours"]["tokens_per_s"] == 35.0
-

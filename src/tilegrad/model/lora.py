@@ -209,13 +209,17 @@ class Adapter:
         def wide(i: int, layer: Base) -> Buffer | None:
             """[W, B_i] of output i, if joined matrices are better."""
             w = layer.w.value
-            if layer.fp8 is not None or i not in {part.output for part in parts} or not joins(x, w, w.shape[0]):
+            if (
+                layer.fp8 is not None
+                or i not in {part.output for part in parts}
+                or not joins(w, at.dtype, adapter.inputs, w.shape[0])
+            ):
                 return None
             return at.buffer(f"scratch.{name}.wb{i}", (w.shape[0], adapter.inputs + rows))
 
         wb = tuple(wide(i, layer) for i, layer in enumerate(layers))
         w, dy_du, wa = layers[0].w.value, None, None
-        if drop is None and joins(at.form(w.shape[0]), w, adapter.inputs):
+        if drop is None and joins(w, at.dtype, w.shape[0], adapter.inputs):
             dy_du = at.rows(f"scratch.{name}.dy_du", w.shape[0] + rows)
             wa = at.buffer(f"scratch.{name}.wa", (w.shape[0] + rows, adapter.inputs))
         return cls(

@@ -57,11 +57,11 @@ class Part(NamedTuple):
     start: int
 
 
-def joins(x: TensorLike, w: TensorLike, outputs: int) -> bool:
-    """Whether joined matrices move less memory, in a product of x and w with so many columns: the copies read and write x and
-    w, and a second product reads and writes the output. On a CPU w may have another dtype than x, and then it is not copied."""
-    n, inputs = x.shape
-    return len(w.shape) == 2 and w.dtype == x.dtype and (n + outputs) * inputs < n * outputs
+def joins(w: TensorLike, dtype: torch.dtype, inputs: int, outputs: int) -> bool:
+    """Whether joined matrices move less memory in a product of w with many rows: the copies read and write the inputs, and a
+    second product reads and writes the outputs. It does not depend on the rows, so that every batch runs the same ops. On a
+    CPU w may have another dtype than x, and then it is not copied."""
+    return len(w.shape) == 2 and w.dtype == dtype and outputs >= 2 * inputs
 
 
 def low_rank_workspace(
