@@ -70,7 +70,7 @@ class Engine:
     """Every buffer of the step with its bytes and its address; `plan.peak_bytes` is what the engine allocates, once."""
 
     grads: dict[str, Tensor]
-    """Of the trained parameters by name, float32 or float64. `gradients` and `backward` write them, `optimizer_step` reads
+    """By name, for the trained parameters, float32 or float64. `gradients` and `backward` write them, `optimizer_step` reads
     them. They are views of the arena that can be changed before the update. After `gradients` on several ranks, only this
     rank's slices are summed."""
 

@@ -104,7 +104,7 @@ def low_rank_linear_fwd(
 
 @op()
 def join_fwd(x: Tensor, u: Tensor, *, joined: Tensor) -> None:
-    """joined = [x, u]"""
+    """joined = x with the columns of u next to it"""
     check_tensor("joined", joined, (x.shape[0], x.shape[1] + u.shape[1]), x.dtype, x.device)
     _copy(x, joined[:, : x.shape[1]])
     _copy(u, joined[:, x.shape[1] :])
@@ -114,7 +114,7 @@ def join_fwd(x: Tensor, u: Tensor, *, joined: Tensor) -> None:
 def joined_linear_fwd(
     xu: Tensor, w: Tensor, b: Tensor | None, bs: list[Tensor], parts: tuple[Part, ...], *, y: Tensor, wb: Tensor
 ) -> None:
-    """y = [x, u] [w, b_i]ᵀ + b; overwrites wb with the second matrix"""
+    """y = xu · wbᵀ + b, where wb is w with the columns of b_i next to it; overwrites wb"""
     check_tensor("wb", wb, (w.shape[0], xu.shape[1]), w.dtype, w.device)
     inputs = w.shape[1]
     _copy(w, wb[:, :inputs])
@@ -130,7 +130,7 @@ def joined_linear_fwd(
 def joined_linear_bwd_input(
     dy: Tensor, w: Tensor, du: Tensor, a: Tensor, *, dx: Tensor, joined: Tensor, wa: Tensor
 ) -> None:
-    """dx = [dy, du] [w; a]; overwrites joined and wa with these matrices"""
+    """dx = joined · wa, where joined is dy with du next to it, and wa is w with a below it; overwrites both"""
     rows = w.shape[0]
     check_tensor("wa", wa, (rows + a.shape[0], w.shape[1]), w.dtype, w.device)
     join_fwd(dy, du, joined=joined)
@@ -168,7 +168,7 @@ def low_rank_bwd(
 def low_rank_bwd_a(
     du: Tensor, x: Tensor, a: Tensor, *, da: Tensor, accumulate: bool = True, **where: Unpack[Where]
 ) -> None:
-    """da += duᵀ x; accumulate=False: overwritten. Of a only shape and dtype are used."""
+    """da += duᵀ x; accumulate=False: overwritten. The values of a are not used."""
     check_tensor("du", du, (x.shape[0], a.shape[0]), x.dtype, x.device)
     check_param("a", a, (a.shape[0], x.shape[1]), x)
     check_tensor("da", da, tuple(a.shape), accumulation_dtype(x.dtype), x.device)
