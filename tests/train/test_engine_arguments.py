@@ -19,6 +19,7 @@ from tilegrad import Engine, ModelConfig
 from tilegrad.dist.mesh import Mesh
 from tilegrad.engine.state import counters
 from tilegrad.model import reference as plain
+from tilegrad.model.lora import LoraConfig
 
 MODELS = {
     "gpt": replace(CONFIG, n_layer=2),
@@ -44,6 +45,8 @@ NUMBERS: dict[str, tuple[object, ...]] = {  # what decides about the numbers
     "weight_decay": (0.1, 0.0),
     "max_norm": (1.0, math.inf, 1e-3),
     "learning_rate": (1e-2, 1e-3),
+    "lora": (None, LoraConfig(3, 6), LoraConfig(2, 8, "attention", dropout=0.2)),
+    "freeze": ((), ("wte.*", "*.ln1.*")),
 }
 NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the first is the default
     "batch_size": (3, 4),
@@ -60,8 +63,8 @@ NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the firs
     "way": ("gradients", "step", "submit", "forward"),
 }
 AXES = NUMBERS | NO_BIT
-PAIRS, ROWS = 1_272, 33
-ROWS_IN_CI, PAIRS_IN_CI = 12, 1_130
+PAIRS, ROWS = 1_538, 33
+ROWS_IN_CI, PAIRS_IN_CI = 12, 1_380
 
 
 def allowed(spec: Spec) -> bool:
@@ -70,9 +73,16 @@ def allowed(spec: Spec) -> bool:
 
 
 @functools.cache
-def least(name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int) -> int:
+def least(
+    name: str,
+    dtype: torch.dtype | None,
+    batch_size: int,
+    seq_len: int,
+    lora: LoraConfig | None,
+    freeze: tuple[str, ...],
+) -> int:
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes") as error:
-        Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1)
+        Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1, lora=lora, freeze=freeze)
     found = re.search(r"at least ([\d,]+)", str(error.value))
     assert found
     return int(found[1].replace(",", ""))
@@ -81,7 +91,8 @@ def least(name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int) -
 def engine_of(spec: Spec) -> Engine:
     given = {name: spec[name] for name in inspect.signature(Engine).parameters}
     if given["memory_budget"] == "least":
-        given["memory_budget"] = least(*(spec[name] for name in ("model_config", "dtype", "batch_size", "seq_len")))
+        names = ("model_config", "dtype", "batch_size", "seq_len", "lora", "freeze")
+        given["memory_budget"] = least(*(spec[name] for name in names))
     given["mesh"] = Mesh("cpu", alone=True) if given["mesh"] else None
     return Engine(**given | {"model_config": MODELS[spec["model_config"]]})
 
@@ -93,17 +104,20 @@ def step_of(spec: Spec, number: int) -> tuple[list[Tensor], list[Tensor]]:
     return [x for x, _ in parts], [y for _, y in parts]
 
 
-def exact_gradients(config: ModelConfig, params: dict[str, Tensor], tokens: list[Tensor], targets: list[Tensor]) -> Any:
+def exact_gradients(
+    config: ModelConfig, lora: LoraConfig | None, params: dict[str, Tensor], tokens: list[Tensor], targets: list[Tensor]
+) -> Any:
     """(loss, gradients) by autograd in float64."""
     leaves = {name: p.double().requires_grad_() for name, p in params.items()}
     counts = [int((y >= 0).sum()) for y in targets]
-    sums = [plain.loss(leaves, x, y, config) * n for x, y, n in zip(tokens, targets, counts, strict=True)]
+    sums = [plain.loss(leaves, x, y, config, lora) * n for x, y, n in zip(tokens, targets, counts, strict=True)]
     loss = torch.stack(sums).sum() / sum(counts)
     return loss.item(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 
 
 def check_gradients(engine: Engine, loss: float, spec: Spec, params: dict[str, Tensor], number: int) -> None:
-    want, exact = exact_gradients(engine.config, params, *step_of(spec, number))
+    want, exact = exact_gradients(engine.config, spec["lora"], params, *step_of(spec, number))
+    exact = {name: exact[name] for name in engine.grads}
     if engine.dtype == torch.bfloat16:
         assert loss == pytest.approx(want, rel=2e-2)
         largest = max(float(g.norm()) for g in exact.values())
@@ -166,11 +180,11 @@ def check(spec: Spec) -> bool:
     """Whether the weights moved."""
     base = engine_of(spec | {name: values[0] for name, values in NO_BIT.items()})
     began = clones(base.params)
-    expected, losses = Expected(base.params, spec), []
+    expected, losses = Expected({name: base.params[name] for name in base.grads}, spec), []
     for number in range(2):
         params = clones(base.params)
         losses.append(base.gradients(*step_of(spec, number)))
-        if base.config.dropout == 0:
+        if base.config.dropout == 0 and (spec["lora"] is None or spec["lora"].dropout == 0):
             check_gradients(base, losses[-1], spec, params, number)
         norm = expected.update(base)
         assert base.optimizer_step(spec["learning_rate"]) == pytest.approx(norm, rel=1e-5)
