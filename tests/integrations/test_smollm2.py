@@ -27,6 +27,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer  # noqa: E402
 from tilegrad import Engine  # noqa: E402
 from tilegrad.cli import main  # noqa: E402
 from tilegrad.data.documents import default_text  # noqa: E402
+from tilegrad.data.tokenizer import load_tokenizer  # noqa: E402
 from tilegrad.integrations.transformers import register  # noqa: E402
 from tilegrad.model.generate import generate  # noqa: E402
 from tilegrad.pretrained.families import theirs  # noqa: E402
@@ -109,6 +110,23 @@ def test_in_the_engine(folder: Path) -> None:
     }
     print(f"loss {loss:.6f}, transformers' {float(out.loss.detach()):.6f}; gradients {max(wrong.values()):.1e}")
     assert max(wrong.values()) < RELATIVE
+
+
+def test_the_gguf_file_itself(folder: Path, tmp_path: Path) -> None:
+    """`import` reads the weights and token ids that transformers reads; `export` writes them back."""
+    (file,) = PACKAGE.glob("*.gguf")
+    assert main(["import", str(file), "--out", str(tmp_path / "in")]) == 0
+    assert main(["export", str(tmp_path / "in"), str(tmp_path / "out.gguf"), "--gguf"]) == 0
+    assert main(["import", str(tmp_path / "out.gguf"), "--out", str(tmp_path / "again")]) == 0
+    want = open_weights(folder).read()
+    words, text = AutoTokenizer.from_pretrained(folder), default_text().read_text(encoding="utf-8")[30_000:60_000]
+    for name in ("in", "again"):
+        found = open_weights(tmp_path / name).read()
+        assert found.keys() == want.keys() and all(torch.equal(found[key], x) for key, x in want.items())
+        chat = "<|im_start|>user\nWho are you?<|im_end|>\n"
+        for sample in (text, chat):
+            ids = load_tokenizer(tmp_path / name / "tokenizer.json").encode(sample).tolist()
+            assert ids == words(sample)["input_ids"]
 
 
 def test_import_train_export_transformers(

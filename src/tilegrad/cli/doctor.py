@@ -45,6 +45,7 @@ EXTRAS = {  # extra → packages, what they are for
     "plot": (("matplotlib",), "tilegrad bench attention --plot"),
     "bpe": (("tokenizers",), "BPE tokenizers, and weights of Hugging Face with theirs"),
     "tensorboard": (("tensorboard",), "a run's curves in TensorBoard"),
+    "gguf": (("gguf", "tokenizers"), "GGUF files of llama.cpp and Ollama"),
     "hf": (("transformers", "accelerate", "peft", "trl"), "attention in Hugging Face models and trainers"),
 }
 

@@ -1,51 +1,96 @@
-"""`tilegrad import` and `export`: weights of Hugging Face folders, in and out."""
+"""`tilegrad import` and `export`: Hugging Face folders and GGUF files, in and out."""
 
 from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Iterable
 from pathlib import Path
 
 from .arguments import DTYPES, Commands, add_command, add_dtype
 
 
 def _import(args: argparse.Namespace) -> int:
+    given = Path(args.source)
+    if given.suffix == ".gguf":
+        from ..pretrained.gguf.files import import_gguf
+
+        out = Path(args.out or f"models/{given.stem}")
+        found = import_gguf(given, out, tokenizer=Path(args.tokenizer) if args.tokenizer else None)
+        _say_imported(out, found.kind, found.parameters)
+        _say_notes(out, found.notes)
+        return 0
     from ..pretrained.weights import open_weights, write_weights
 
-    source = open_weights(Path(args.source))
+    if args.tokenizer:
+        raise ValueError(
+            f"tokenizer: got {args.tokenizer}; accepted: with a .gguf; a folder has its own tokenizer.json"
+        )
+    source = open_weights(given)
     params = source.read()
     out = Path(args.out or f"models/{source.folder.resolve().name}")
     write_weights(out, params, source.config, origin=source.folder)
-    name = shlex.quote(str(out))
-    count = sum(p.numel() for p in params.values())
-    print(f"{out}: a {source.origin['model_type']} model with {count:,} parameters; every name and shape was checked.")
-    print(f"Fine-tune it: tilegrad train --init {name} --data TEXT; let it write: tilegrad generate {name}")
+    _say_imported(out, source.kind, sum(p.numel() for p in params.values()))
     return 0
+
+
+def _say_imported(out: Path, kind: str, count: int) -> None:
+    name = shlex.quote(str(out))
+    print(f"{out}: a {kind} model with {count:,} parameters; every name and shape was checked.")
+    print(f"Fine-tune it: tilegrad train --init {name} --data TEXT; let it write: tilegrad generate {name}")
+
+
+def _say_notes(out: Path, notes: Iterable[str]) -> None:
+    for note in notes:
+        print(f"{out}: {note}")
 
 
 def _export(args: argparse.Namespace) -> int:
     import torch
 
     from ..text.spelling import byte_count
-    from ..training.export import export_run
+    from ..training.export import export_gguf, export_run
 
+    source, out = Path(args.run_folder), Path(args.out)
+    if args.gguf:
+        if args.max_shard_size is not None:
+            raise ValueError(
+                f"max_shard_size: got {args.max_shard_size}; accepted: none with --gguf, which is one file"
+            )
+        found, step = export_gguf(source, out, best=args.best, dtype=args.dtype)
+        print(f"{out}: a {found.kind} model for llama.cpp and Ollama{_after(step)}")
+        _say_notes(out, found.notes)
+        return 0
+    if args.dtype == "q8_0":
+        raise ValueError("dtype: got q8_0; accepted: q8_0 with --gguf")
     dtype = None if args.dtype is None else getattr(torch, args.dtype)
     most = None if args.max_shard_size is None else byte_count(args.max_shard_size, "max_shard_size")
-    kind, step = export_run(Path(args.run_folder), Path(args.out), best=args.best, dtype=dtype, max_shard_bytes=most)
-    print(f"{args.out}: a {kind} model for transformers, after {step:,} steps")
+    kind, step = export_run(source, out, best=args.best, dtype=dtype, max_shard_bytes=most)
+    print(f"{out}: a {kind} model for transformers{_after(step)}")
     return 0
 
 
+def _after(step: int | None) -> str:
+    return "" if step is None else f", after {step:,} steps"
+
+
 def add_weights(commands: Commands) -> None:
-    bring = add_command(commands, "import", "import Hugging Face weights: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import)
+    bring = add_command(
+        commands, "import", "import Hugging Face weights or a GGUF file: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import
+    )
     bring.add_argument(
-        "source", metavar="DIR_OR_FILE", help="a folder with config.json and *.safetensors, or one such file"
+        "source", metavar="DIR_OR_FILE", help="a folder with config.json and *.safetensors, one such file, or a .gguf"
     )
     bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/ and the name of the source)")
-    give = add_command(commands, "export", "write a run's weights as a folder that transformers loads", _export)
-    give.add_argument("run_folder", metavar="RUN", help="the folder of a run, or a checkpoint in it")
-    give.add_argument("out", metavar="DIR", help="the new folder")
-    add_dtype(give, "dtype of the exported weights (default: the run's)", choices=DTYPES)
+    bring.add_argument("--tokenizer", metavar="FILE", help="a tokenizer.json to use instead of the one in a .gguf")
+    give = add_command(commands, "export", "write a run's weights for transformers, llama.cpp or Ollama", _export)
+    give.add_argument(
+        "run_folder", metavar="RUN", help="the folder of a run, a checkpoint in it, or a folder of weights"
+    )
+    give.add_argument("out", metavar="OUT", help="the new folder, or the new file with --gguf")
+    give.add_argument("--gguf", action="store_true", help="write one GGUF file, for llama.cpp and Ollama")
+    more = ("float16", "q8_0")
+    add_dtype(give, "dtype of the exported weights; q8_0 with --gguf (default: the run's)", choices=(*DTYPES, *more))
     give.add_argument("--best", action="store_true", help="the weights of the lowest validation loss, not the newest")
     give.add_argument(
         "--max-shard-size", metavar="X", help="split into files of at most this size, such as 5GB (default: one file)"

@@ -44,6 +44,7 @@ class StepSpec:
     shard: Shard = "optimizer"
     bucket_bytes: int = BUCKET_BYTES
     context: int = 1
+    documents: int = 0  # the most in a row of packed rows; 0: a row is one sequence
     lora: LoraConfig | None = None
     freeze: tuple[str, ...] = ()
 
@@ -71,6 +72,7 @@ class StepSpec:
             linear=linear,
             deterministic=self.deterministic,
             context=ranks,
+            documents=self.documents,
             lora=lora,
             freeze=self.freeze,
         )

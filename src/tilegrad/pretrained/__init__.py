@@ -1,1 +1,1 @@
-"""Weights of Hugging Face folders, in and out."""
+"""Weights of Hugging Face folders and GGUF files, in and out."""

@@ -135,6 +135,8 @@ def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
 def open_weights(source: Path) -> Weights:
     """A folder with config.json and *.safetensors, or one such file next to its config.json."""
     folder = source.parent if source.is_file() else source
+    if source.is_file() and source.suffix == ".gguf":
+        raise ValueError(f"{source}: got a GGUF file; accepted: the folder that `tilegrad import {source}` writes")
     if source.is_file() and source.suffix != ".safetensors":
         raise ValueError(
             f"{source}: got {source.suffix or 'no suffix'}; accepted: .safetensors; a pickle is never read"

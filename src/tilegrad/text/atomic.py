@@ -6,7 +6,8 @@ from __future__ import annotations
 import hashlib
 import os
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -35,15 +36,21 @@ def create(path: Path) -> int:
 
 
 def write_whole(path: Path, pieces: Iterable[bytes]) -> None:
-    """Writes `path` under a temporary name, syncs it to disk, then renames it: a reader finds the old file or all of `pieces`.
-    An error or an interrupt deletes the temporary file. Only one writer per path at a time."""
+    """Writes `path` so that a reader finds the old file or all of `pieces`."""
+    with whole_file(path) as staged, staged.open("wb") as file:
+        for piece in pieces:
+            file.write(piece)
+
+
+@contextmanager
+def whole_file(path: Path) -> Iterator[Path]:
+    """An empty file under a temporary name to write into; after the block it is synced to disk and renamed to `path`.
+    An error or an interrupt deletes it. Only one writer per path at a time."""
     staged = staged_name(path)
     try:
-        with os.fdopen(create(staged), "wb") as file:
-            for piece in pieces:
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
+        os.close(create(staged))
+        yield staged
+        sync(staged)
         staged.replace(path)
         sync(path.parent)
     except OSError as error:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..data.batches import batches_in_order
-from ..engine.batch import count_targets
+from ..engine.batch import Batch, count_targets
 from ..engine.engine import Engine
 from .config import TrainConfig
 from .dataset import Dataset
@@ -31,10 +31,10 @@ class Evaluator:
             world=self._ranks.groups,
         )
         total, count = 0.0, 0.0
-        for tokens, targets in engine.ranks.padded(list(batches)):
+        for tokens, targets, cu_seqlens in engine.ranks.padded([Batch(*given) for given in batches]):
             mesh.at(f"step {engine.steps}: evaluating")
             n = count_targets(targets)
-            total += engine.evaluate(tokens, targets) * n
+            total += engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) * n
             count += n
         if mesh.world > 1:
             total, count = mesh.sum(total, count)

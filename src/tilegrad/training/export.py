@@ -1,40 +1,72 @@
-"""Write a run's weights as a folder that transformers loads. If the run began with imported weights and still has their
-tokenizer, the folder gets their config and tokenizer files."""
+"""Write the weights of a run, or of a folder of weights, as a folder that transformers loads or as a GGUF file. If a run began
+with imported weights and still has their tokenizer, their config and tokenizer files are written too."""
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
-from ..data.tokenizer import load_tokenizer
+from ..data.tokenizer import ByteTokenizer, load_tokenizer
+from ..model.config import ModelConfig
 from ..pretrained.families import config_json
-from ..pretrained.weights import write_weights
+from ..pretrained.gguf.files import Outcome, write_gguf
+from ..pretrained.weights import is_weights, open_weights, write_weights
 from .checkpoint import load_model
 from .folder import own_tokenizer, weights_of
 
 
-def export_run(
-    run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None
-) -> tuple[str, int]:
-    """Export the newest or best weights of the run, or those of a checkpoint, and return (model_type, steps). A run's
-    own BPE tokenizer.json is copied; a byte tokenizer is not exported."""
-    folder, path = weights_of(run, best=best)
+@dataclass(frozen=True, slots=True)
+class Exported:
+    """What is exported: a model, and the files that belong to it."""
+
+    config: ModelConfig
+    params: Mapping[str, Tensor]
+    origin: Path | None  # a folder of weights with config.json and tokenizer files
+    tokenizer: Path | None  # the run's own, also where it is bytes
+    step: int | None  # None: a folder of weights
+
+
+def _exported(source: Path, *, best: bool) -> Exported:
+    """The newest or best weights of a run, those of a checkpoint, or those of a folder of weights."""
+    if is_weights(source):
+        if best:
+            raise ValueError(f"best: got {source}, a folder of weights; accepted: --best with a run")
+        weights = open_weights(source)
+        return Exported(weights.config, weights.read(), weights.folder, None, None)
+    folder, path = weights_of(source, best=best)
     config, checkpoint = load_model(path)
-    state = checkpoint.state
-    own = own_tokenizer(folder, state)  # raises if the weights were trained with another tokenizer
+    own = own_tokenizer(folder, checkpoint.state)  # raises if the weights were trained with another tokenizer
     origin = folder / "origin"
     began_with = origin / "tokenizer.json"
     same_tokens = began_with.is_file() and load_tokenizer(began_with).json() == own.json()
-    tokenizer = folder / "data" / "tokenizer.json" if state["run"]["data"]["tokenizer"] != "bytes" else None
-    source = origin if same_tokens else None
+    tokenizer = folder / "data" / "tokenizer.json"
+    return Exported(config, checkpoint.tensors, origin if same_tokens else None, tokenizer, checkpoint.step)
+
+
+def export_run(
+    run: Path, out: Path, *, best: bool = False, dtype: torch.dtype | None = None, max_shard_bytes: int | None = None
+) -> tuple[str, int | None]:
+    """Write a folder for transformers and return (model_type, steps). A run's own BPE tokenizer.json is copied; a byte
+    tokenizer is not exported."""
+    x = _exported(run, best=best)
+    has_bpe = x.tokenizer is not None and not isinstance(load_tokenizer(x.tokenizer), ByteTokenizer)
     write_weights(
         out,
-        checkpoint.tensors,
-        config,
-        origin=source,
-        tokenizer=tokenizer,
+        x.params,
+        x.config,
+        origin=x.origin,
+        tokenizer=x.tokenizer if has_bpe else None,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,
     )
-    return str(config_json(config, torch.float32)["model_type"]), checkpoint.step
+    return str(config_json(x.config, torch.float32)["model_type"]), x.step
+
+
+def export_gguf(run: Path, out: Path, *, best: bool = False, dtype: str | None = None) -> tuple[Outcome, int | None]:
+    """Write a GGUF file and return (what was written, steps)."""
+    x = _exported(run, best=best)
+    return write_gguf(out, x.params, x.config, origin=x.origin, tokenizer=x.tokenizer, dtype=dtype), x.step

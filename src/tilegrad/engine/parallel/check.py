@@ -61,6 +61,7 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "shard": spec.shard,
             "bucket_bytes": spec.bucket_bytes,
             "context": spec.context,
+            "documents": spec.documents,
             "lora": None if spec.lora is None else asdict(spec.lora),
             "freeze": spec.freeze,
             "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes

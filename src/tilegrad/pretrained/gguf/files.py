@@ -1,0 +1,202 @@
+"""A .gguf into a folder of weights that the engine and transformers load, and a model into a .gguf."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from ...data.tokenizer import load_tokenizer
+from ...memory.managed.pressure import memory_limit
+from ...memory.page import human
+from ...model.config import ModelConfig
+from ...model.transformer import declare
+from ...text.atomic import check_new, whole_file
+from ...text.untrusted import file_in
+from ..families import config_json, config_of
+from ..weights import write_weights
+from .architecture import ROPE_TENSOR, check_tensors, config_from, metadata_of, places, rope_tensor
+from .container import Container, Value, library, open_container
+from .tokenizer import tokenizer_files, tokenizer_values
+
+DTYPES = {"float32": "F32", "float16": "F16", "bfloat16": "BF16", "q8_0": "Q8_0"}  # ours → ggml's
+_FILE_TYPES = {"F32": "ALL_F32", "F16": "MOSTLY_F16", "BF16": "MOSTLY_BF16", "Q8_0": "MOSTLY_Q8_0"}
+_KEPT = ("position_embd.weight", ROPE_TENSOR)  # float32 in every file, like vectors
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """A model that was read or written."""
+
+    kind: str  # model_type of config.json
+    parameters: int
+    notes: tuple[str, ...]
+
+
+@contextmanager
+def _named(path: Path) -> Iterator[None]:
+    """Add the file's name to an error that lacks it."""
+    try:
+        yield
+    except ValueError as error:
+        if str(path) in str(error):
+            raise
+        raise ValueError(f"{path}: {error}") from error
+
+
+def import_gguf(path: Path, out: Path, *, tokenizer: Path | None = None) -> Outcome:
+    """Write the model in a GGUF file as a new folder of weights in float32. `tokenizer` is a tokenizer.json to use instead of
+    the file's own."""
+    check_new(out)
+    container = open_container(path)
+    with _named(path), tempfile.TemporaryDirectory() as folder:
+        content = config_from(container)
+        config = config_of(content)
+        found = tokenizer_files(container.values)
+        files = {name: x for name, x in found.files.items() if tokenizer is None or name != "tokenizer.json"}
+        for name, value in {**files, "config.json": {**content, **found.ids}}.items():
+            (Path(folder) / name).write_text(json.dumps(value, ensure_ascii=False, indent=1) + "\n", encoding="utf-8")
+        own = Path(folder) / "tokenizer.json"
+        if tokenizer is not None:
+            load_tokenizer(tokenizer)
+            shutil.copyfile(tokenizer, own)
+        elif own.exists():
+            _check_tokenizer(own, config)
+        params = _read(container, config, str(content["model_type"]))
+        write_weights(out, params, config, origin=Path(folder))
+    notes = () if tokenizer is not None else found.notes
+    return Outcome(str(content["model_type"]), sum(x.numel() for x in params.values()), notes)
+
+
+def _check_tokenizer(path: Path, config: ModelConfig) -> None:
+    try:
+        count = load_tokenizer(path).vocab_size
+    except ValueError as error:
+        reason = str(error).replace(f"{path}: ", "")
+        raise ValueError(f"tokenizer.ggml: {reason}; --tokenizer tokenizer.json replaces it") from error
+    if count > config.vocab_size:
+        raise ValueError(
+            f"tokenizer.ggml.tokens: got {count:,}; accepted: at most {config.vocab_size:,}, rows of token_embd"
+        )
+
+
+def _read(container: Container, config: ModelConfig, kind: str) -> dict[str, Tensor]:
+    """All weights by our names, in float32. Nothing is allocated before names and shapes are checked."""
+    shapes = {name: p.master.shape for name, p in declare(config, 1, 1, torch.float32, "cpu").params.items()}
+    forms = {name: torch.empty(shape, device="meta") for name, shape in shapes.items()}
+    check_tensors(container, places(kind, forms, config))
+    size, limit = sum(form.nbytes for form in forms.values()), memory_limit(torch.device("cpu"))
+    if limit is not None and size > limit:
+        raise ValueError(f"got weights of {human(size)} in float32; accepted: at most {human(limit)} of memory")
+    params = {name: torch.empty(shape) for name, shape in shapes.items()}
+    for place in places(kind, params, config):
+        place.view.copy_(container.tensor(place.name).reshape(place.view.shape))
+    return params
+
+
+def write_gguf(
+    path: Path,
+    params: Mapping[str, Tensor],
+    config: ModelConfig,
+    *,
+    origin: Path | None = None,
+    tokenizer: Path | None = None,
+    dtype: str | None = None,
+) -> Outcome:
+    """Write a new GGUF file, whole or not at all.
+
+    origin      the folder that the model was imported from: special tokens and the chat template come from it
+    tokenizer   a tokenizer.json, if `origin` has none
+    dtype       of matrices: float32, float16, bfloat16 or q8_0; None: that of `params`. Vectors are float32
+    """
+    check_new(path)
+    first = next(iter(params.values())).dtype
+    name = dtype or str(first).removeprefix("torch.")
+    if name not in DTYPES:
+        raise ValueError(f"dtype: got {name}; accepted: {', '.join(DTYPES)}")
+    content = config_json(config, first)
+    values = metadata_of(content, config)
+    own = origin / "tokenizer.json" if origin is not None else None
+    source = file_in(own.parent, own.name) if own is not None and own.exists() else tokenizer
+    more, notes = tokenizer_values(source, origin, config.vocab_size)
+    if config.window is not None and config.window < config.block_size:
+        notes.append(
+            f"llama.cpp has no window in {content['model_type']}: from token {config.window + 1:,} on it reads more than "
+            "the model did"
+        )
+    tensors = [(place.name, place.shape, place.view) for place in places(str(content["model_type"]), params, config)]
+    if config.rope_scaling is not None and config.rope_scaling.kind == "llama3":
+        factors = rope_tensor(config.rope_theta, config.head_dim, config.rope_scaling)
+        tensors.append((ROPE_TENSOR, tuple(factors.shape), factors))
+    notes += _write(path, values | more, tensors, DTYPES[name])
+    return Outcome(str(content["model_type"]), sum(x.numel() for x in params.values()), tuple(notes))
+
+
+def _write(
+    path: Path, values: Mapping[str, Value], tensors: list[tuple[str, tuple[int, ...], Tensor]], dtype: str
+) -> list[str]:
+    """One tensor in memory at a time."""
+    gguf = library()
+    arch = next(iter(values)).split(".")[0]
+    kinds = {name: _kind(name, shape, dtype) for name, shape, _ in tensors}
+    with whole_file(path) as staged:
+        writer = gguf.GGUFWriter(staged, arch)
+        try:
+            writer.add_type("model")
+            writer.add_name(path.stem)
+            writer.add_file_type(getattr(gguf.LlamaFileType, _FILE_TYPES[dtype]))
+            writer.add_quantization_version(gguf.GGML_QUANT_VERSION)
+            for key, value in values.items():
+                _add(writer, key, value)
+            for name, shape, _ in tensors:
+                kind = getattr(gguf.GGMLQuantizationType, kinds[name])
+                count, size = gguf.GGML_QUANT_SIZES[kind]
+                writer.add_tensor_info(name, shape, np.dtype(np.float32), int(np.prod(shape)) // count * size, kind)
+            writer.write_header_to_file()
+            writer.write_kv_data_to_file()
+            writer.write_ti_data_to_file()
+            for name, shape, view in tensors:
+                writer.write_tensor_data(_numbers(gguf, name, shape, view, kinds[name]))
+        finally:
+            writer.close()
+        check_new(path)  # again: writing may take minutes
+    short = sum(kind == "F16" for kind in kinds.values()) if dtype == "Q8_0" else 0
+    return [f"{short} matrices are float16, because q8_0 needs rows of a multiple of 32"] if short else []
+
+
+def _kind(name: str, shape: tuple[int, ...], dtype: str) -> str:
+    """ggml's type for a tensor, as llama.cpp's converter chooses it."""
+    if len(shape) < 2 or name in _KEPT:
+        return "F32"
+    return "F16" if dtype == "Q8_0" and shape[-1] % 32 else dtype
+
+
+def _numbers(gguf: Any, name: str, shape: tuple[int, ...], view: Tensor, kind: str) -> np.ndarray[Any, Any]:
+    x = view.detach().to("cpu", torch.float32).reshape(shape)
+    if kind == "F16" and float(x.abs().max()) > torch.finfo(torch.float16).max:
+        raise ValueError(
+            f"{name}: got {float(x.abs().max()):g}; accepted: at most 65504 in float16, or --dtype bfloat16"
+        )
+    return np.ascontiguousarray(gguf.quants.quantize(x.contiguous().numpy(), getattr(gguf.GGMLQuantizationType, kind)))
+
+
+def _add(writer: Any, key: str, value: Value) -> None:
+    if isinstance(value, bool):
+        writer.add_bool(key, value)
+    elif isinstance(value, int):
+        writer.add_uint32(key, value)
+    elif isinstance(value, float):
+        writer.add_float32(key, value)
+    elif isinstance(value, str):
+        writer.add_string(key, value)
+    else:
+        writer.add_array(key, value)
