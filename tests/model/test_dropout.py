@@ -98,7 +98,7 @@ def loss_with_dropout(
         name = f"blocks.{i}"
         branch = reference.attention(p, i, reference.norm(p, f"{name}.ln1", x, config), config, attend)
         x = x + drop(branch, i, 2 * i + 1)
-        branch = reference.feed_forward(p, f"{name}.ffn", reference.norm(p, f"{name}.ln2", x, config), config)
+        branch = reference.feed_forward(p, i, reference.norm(p, f"{name}.ln2", x, config), config)
         x = x + drop(branch, i, 2 * i + 2)
     n, has_target = reference.norm(p, "ln_f", x, config), targets >= 0
     if config.loss == "embedding_mse":

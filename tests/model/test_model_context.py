@@ -60,7 +60,7 @@ def step(
             model.step()
     else:
         model.step()
-    return float(model.head.loss), {name: p.grad.clone() for name, p in model.params.items()}
+    return float(model.head.loss), {name: p.grad.clone() for name, p in model.params.items() if p.grad is not None}
 
 
 def summed(parts: list[tuple[float, dict[str, Tensor]]]) -> tuple[float, dict[str, Tensor]]:

@@ -12,6 +12,7 @@ from tilegrad import ModelConfig
 from tilegrad.engine.batch import Batch
 from tilegrad.kernels.rope.frequencies import RopeScaling
 from tilegrad.model import reference
+from tilegrad.model.lora import LoraConfig
 
 CONFIG = ModelConfig(vocab_size=31, block_size=16, n_layer=3, n_head=4, n_embd=16)
 LLAMA = replace(
@@ -57,12 +58,12 @@ def arguments(batches: list[Batch]) -> tuple[list[Tensor], list[Tensor], list[Te
 
 
 def exact_gradients(
-    config: ModelConfig, params: dict[str, Tensor], parts: list[tuple[Tensor, Tensor]]
+    config: ModelConfig, params: dict[str, Tensor], parts: list[tuple[Tensor, Tensor]], lora: LoraConfig | None = None
 ) -> tuple[float, dict[str, Tensor]]:
     """(loss, gradients) by autograd in float64: the mean over the targets of all parts."""
     leaves = {name: p.double().requires_grad_() for name, p in params.items()}
     counts = [int((y >= 0).sum()) for _, y in parts]
-    sums = [reference.loss(leaves, x, y, config) * n for (x, y), n in zip(parts, counts, strict=True)]
+    sums = [reference.loss(leaves, x, y, config, lora) * n for (x, y), n in zip(parts, counts, strict=True)]
     loss = torch.stack(sums).sum() / sum(counts)
     return loss.item(), dict(zip(leaves, torch.autograd.grad(loss, list(leaves.values())), strict=True))
 

@@ -16,6 +16,7 @@ from tilegrad.kernels.attention import Mask, attention_bwd, attention_fwd, atten
 from tilegrad.kernels.attention.context import gather_attention_bwd, gather_attention_fwd, gather_attention_workspace
 from tilegrad.kernels.closeness import Bound, assert_close
 from tilegrad.kernels.column_sum import column_sum_fwd, column_sum_workspace
+from tilegrad.kernels.low_rank import Part, low_rank_add_fwd, low_rank_workspace
 from tilegrad.kernels.mix import mix_fwd, mix_workspace
 from tilegrad.kernels.residual import add_fwd, copy_fwd
 from tilegrad.kernels.rope import rope_bwd, rope_fwd, rope_table, rope_workspace
@@ -133,6 +134,9 @@ def calls_outside_models(dtype: torch.dtype) -> None:
     linear.linear_bwd(x, x, w, dx=y, dw=torch.zeros(w.shape, dtype=acc(dtype)), scratch=scratch)
     scratch = poisoned(linear.linear_workspace(x, heads, backward=True))
     linear.per_head_linear_bwd(x, x, heads, dx=y, dw=torch.zeros(heads.shape, dtype=acc(dtype)), scratch=scratch)
+    u, thin = randn(n * t, 4, dtype=dtype), [randn(h * d, 4, dtype=dtype)]
+    scratch = poisoned(low_rank_workspace(x, w[:4], thin, backward=False))
+    low_rank_add_fwd(u, thin, (Part(0, 0, 0),), ys=[y], scratch=scratch)
     cos, sin = torch.empty(2, t, d // 2, dtype=acc(dtype))
     rope_table(10000.0, d, t, cos=cos, sin=sin)
     rows, turned = x.view(n, t, h, d), y.view(n, t, h, d)

@@ -31,6 +31,7 @@ from tilegrad import Engine
 from tilegrad.dist.mesh import Mesh
 from tilegrad.engine.batch import Batch
 from tilegrad.engine.state import counters
+from tilegrad.model.lora import LoraConfig
 
 MODELS = {
     "gpt": replace(CONFIG, n_layer=2),
@@ -57,6 +58,8 @@ NUMBERS: dict[str, tuple[object, ...]] = {  # what decides about the numbers
     "max_norm": (1.0, math.inf, 1e-3),
     "learning_rate": (1e-2, 1e-3),
     "documents": (0, 1, 2),
+    "lora": (None, LoraConfig(3, 6), LoraConfig(2, 8, "attention", dropout=0.2)),
+    "freeze": ((), ("wte.*", "*.ln1.*")),
 }
 NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the first is the default
     "batch_size": (3, 4),
@@ -73,8 +76,8 @@ NO_BIT: dict[str, tuple[object, ...]] = {  # what changes none of them; the firs
     "way": ("gradients", "step", "submit", "forward"),
 }
 AXES = NUMBERS | NO_BIT
-PAIRS, ROWS = 1_428, 31
-ROWS_IN_CI, PAIRS_IN_CI = 12, 1_270
+PAIRS, ROWS = 1_709, 31
+ROWS_IN_CI, PAIRS_IN_CI = 12, 1_520
 
 
 def allowed(spec: Spec) -> bool:
@@ -83,9 +86,13 @@ def allowed(spec: Spec) -> bool:
 
 
 @functools.cache
-def least(name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int, documents: int) -> int:
+def least(
+    name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int, documents: int, lora: LoraConfig | None,
+    freeze: tuple[str, ...],
+) -> int:  # fmt: skip
+    how: Any = {"documents": documents, "lora": lora, "freeze": freeze}
     with pytest.raises(ValueError, match="memory_budget: got 1 bytes") as error:
-        Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1, documents=documents)
+        Engine(MODELS[name], batch_size, seq_len, dtype=dtype, memory_budget=1, **how)
     found = re.search(r"at least ([\d,]+)", str(error.value))
     assert found
     return int(found[1].replace(",", ""))
@@ -94,9 +101,8 @@ def least(name: str, dtype: torch.dtype | None, batch_size: int, seq_len: int, d
 def engine_of(spec: Spec) -> Engine:
     given = {name: spec[name] for name in inspect.signature(Engine).parameters}
     if given["memory_budget"] == "least":
-        given["memory_budget"] = least(
-            *(spec[name] for name in ("model_config", "dtype", "batch_size", "seq_len", "documents"))
-        )
+        names = ("model_config", "dtype", "batch_size", "seq_len", "documents", "lora", "freeze")
+        given["memory_budget"] = least(*(spec[name] for name in names))
     given["mesh"] = Mesh("cpu", alone=True) if given["mesh"] else None
     return Engine(**given | {"model_config": MODELS[spec["model_config"]]})
 
@@ -116,9 +122,9 @@ def gradients_of(engine: Engine, batches: list[Batch]) -> float:
 
 
 def check_gradients(engine: Engine, loss: float, spec: Spec, params: dict[str, Tensor], number: int) -> None:
-    want, exact = exact_gradients(
-        engine.config, params, [x for each in step_of(spec, number) for x in one_by_one(*each)]
-    )
+    documents = [x for each in step_of(spec, number) for x in one_by_one(*each)]
+    want, exact = exact_gradients(engine.config, params, documents, spec["lora"])
+    exact = {name: exact[name] for name in engine.grads}
     if engine.dtype == torch.bfloat16:
         assert loss == pytest.approx(want, rel=2e-2)
         largest = max(float(g.norm()) for g in exact.values())
@@ -182,11 +188,11 @@ def check(spec: Spec) -> bool:
     """Whether the weights moved."""
     base = engine_of(spec | {name: values[0] for name, values in NO_BIT.items()})
     began = clones(base.params)
-    expected, losses = Expected(base.params, spec), []
+    expected, losses = Expected({name: base.params[name] for name in base.grads}, spec), []
     for number in range(2):
         params = clones(base.params)
         losses.append(gradients_of(base, step_of(spec, number)))
-        if base.config.dropout == 0:
+        if base.config.dropout == 0 and (spec["lora"] is None or spec["lora"].dropout == 0):
             check_gradients(base, losses[-1], spec, params, number)
         norm = expected.update(base)
         assert base.optimizer_step(spec["learning_rate"]) == pytest.approx(norm, rel=1e-5)

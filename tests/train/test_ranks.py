@@ -32,6 +32,7 @@ from tilegrad.engine.state import counters, restore_counters
 from tilegrad.kernels.op import observe
 from tilegrad.memory.planned.arena import poison_dead
 from tilegrad.model.config import PRESETS
+from tilegrad.model.lora import LoraConfig
 from tilegrad.training.checkpoint import (
     DamagedCheckpoint,
     latest_checkpoint,
@@ -73,11 +74,13 @@ def apart(a: dict[str, Tensor], b: dict[str, Tensor]) -> float:
     return max(float((a[n] - b[n]).abs().max() / b[n].abs().max().clamp_min(1e-30)) for n in b)
 
 
-def parity(mesh: Mesh, case: str, shard: str, count: int, context: int = 1) -> tuple[float, int, int, int, int]:
+def parity(
+    mesh: Mesh, case: str, shard: str, count: int, context: int = 1, **trained: Any
+) -> tuple[float, int, int, int, int]:
     """The worst relative distance after five steps, and bytes, and how many collectives this rank has entered."""
     config = CASES[case]
     ranks: Any = {"mesh": mesh, "shard": shard, "bucket_bytes": 20_000, "context": context}
-    one, many = Engine(config, 3, 16, **F64), Engine(config, 3, 16, **F64, **ranks)
+    one, many = Engine(config, 3, 16, **F64, **trained), Engine(config, 3, 16, **F64, **trained, **ranks)
     assert apart(many.params, one.params) == 0.0
     worst = 0.0
     for step in range(5):
@@ -109,6 +112,28 @@ def test_ranks_are_one_process(two_ranks: Ranks, case: str, shard: str, count: i
     for worst, allocated, planned, alone, _ in found:
         assert worst < 1e-12
         assert allocated == planned and (planned < alone) == (shard != "none")
+
+
+def frozen_parity(mesh: Mesh, case: str, shard: str, count: int, context: int, trained: dict[str, Any]) -> None:
+    worst, allocated, planned, alone, _ = parity(mesh, case, shard, count, context, **trained)
+    assert worst < 1e-11, worst  # A's gradient begins at 0, and AdamW divides by its root
+    assert allocated == planned and (planned < alone) == (shard != "none" or context > 1)
+
+
+@pytest.mark.parametrize(
+    ("case", "shard", "context", "trained"),
+    [
+        ("tied, dropout", "optimizer", 1, {"lora": LoraConfig(4, 8, dropout=0.2)}),
+        ("untied, GQA, window", "none", 1, {"lora": LoraConfig(3, 8, layers=("q", "up", "down"))}),
+        ("untied, GQA, window", "optimizer", 2, {"lora": LoraConfig(4, 8)}),
+        ("tied, rope, biases", "optimizer", 1, {"freeze": ("wte.*", "blocks.0.*", "*.bias")}),
+        ("tied, dropout", "none", 1, {"freeze": ("*.qkv.*", "wpe.*")}),
+    ],
+)
+def test_ranks_sum_only_what_is_trained(
+    two_ranks: Ranks, case: str, shard: str, context: int, trained: dict[str, Any]
+) -> None:
+    two_ranks.run(frozen_parity, case, shard, 3, context, trained)
 
 
 @pytest.fixture(scope="module")

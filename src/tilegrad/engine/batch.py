@@ -16,6 +16,7 @@ from ..kernels.scratch import Form
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import is_count
 from ..model.layer import Linear
+from ..model.lora import LoraConfig
 from ..text.untrusted import shown
 from .spec import StepSpec
 
@@ -47,6 +48,13 @@ def check_spec(spec: StepSpec) -> None:
     _check_documents(spec)
     if spec.linear not in get_args(Linear):
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
+    patterns: object = spec.freeze
+    if not isinstance(patterns, tuple) or not all(isinstance(pattern, str) for pattern in patterns):
+        raise ValueError(
+            f"freeze: got {shown(patterns)}; accepted: a sequence of patterns, such as ('wte.*', '*.bias')"
+        )
+    if spec.lora is not None and not isinstance(spec.lora, LoraConfig):
+        raise ValueError(f"lora: got {shown(spec.lora)}; accepted: None or a LoraConfig")
     if spec.linear == "fp8":
         form = Form((16, 16), spec.dtype, spec.device)
         bfloat16 = spec.dtype == torch.bfloat16

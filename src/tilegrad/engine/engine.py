@@ -15,6 +15,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ from ..memory.planned.arena import Arenas, MemoryPlan
 from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
 from ..model.layer import Linear
+from ..model.lora import LoraConfig
 from ..model.transformer import Transformer
 from .batch import Batch, check_batch, check_some, check_spec, count_targets, micro_batches, write_documents
 from .capture import DeviceStep, StepQueue
@@ -52,6 +54,10 @@ class Engine:
     With documents=n, rows are packed: a batch's `cu_seqlens` has the ends of up to n documents in each row (batch.py).
     Attention is inside each document, and positions begin at 0 in each.
 
+    lora=LoraConfig(…) trains adapters of the blocks' linear layers (model/lora.py) and freezes every other parameter.
+    freeze=("wte.*", …) freezes the parameters whose names match a pattern. A frozen parameter has no gradient, master or
+    moment; on CUDA it is in the compute dtype. `params` has all parameters, `grads` only the trained ones.
+
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
     >>> engine = tilegrad.Engine(config, batch_size=2, seq_len=4)
@@ -67,8 +73,9 @@ class Engine:
     """Every buffer of the step with its bytes and its address; `plan.peak_bytes` is what the engine allocates, once."""
 
     grads: dict[str, Tensor]
-    """By name, float32 or float64. `gradients` and `backward` write them, `optimizer_step` reads them. They are views of the
-    arena that can be changed before the update. After `gradients` on several ranks, only this rank's slices are summed."""
+    """By name, for the trained parameters, float32 or float64. `gradients` and `backward` write them, `optimizer_step` reads
+    them. They are views of the arena that can be changed before the update. After `gradients` on several ranks, only this
+    rank's slices are summed."""
 
     loss: float
     """The mean loss of the last step or forward."""
@@ -82,7 +89,7 @@ class Engine:
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
-        documents: int = 0,
+        documents: int = 0, lora: LoraConfig | None = None, freeze: Sequence[str] = (),
     ) -> None:  # fmt: skip
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
@@ -93,6 +100,7 @@ class Engine:
             model_config, batch_size, seq_len, dtype, self.device,
             linear=linear, deterministic=deterministic or self.device.type == "cpu",
             world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
+            lora=lora, freeze=tuple(freeze) if isinstance(freeze, list) else cast(tuple[str, ...], freeze),
         )  # fmt: skip
         check_spec(spec)
         self.spec = spec = replace(spec, recompute=choose_recompute(spec, memory_budget))
@@ -123,7 +131,8 @@ class Engine:
         model = self._model(self.batch_size, self.seq_len // self.spec.context)
         masters = self._has_masters(model)
         self.ranks.params = {name: p.master if masters else p.value for name, p in model.params.items()}
-        self.grads = {name: p.grad for name, p in model.params.items()}
+        self.ranks.trained = {p.name: self.ranks.params[p.name] for p in model.trained}
+        self.grads = {name: p.grad for name, p in model.params.items() if p.grad is not None}
         self._scales = model.scales
         generator = torch.Generator().manual_seed(self.seed)
         if masters:
@@ -136,10 +145,10 @@ class Engine:
 
     def _draw(self, model: Transformer, generator: torch.Generator) -> Iterator[Tensor]:
         """Yield each initial parameter whole, after this rank's slice of it is written."""
-        for name, p in model.params.items():
+        for p in model.in_draw_order:
             whole = torch.empty(p.value.shape)
             p.init.fill(whole, generator)
-            self.ranks.write_param(name, whole)
+            self.ranks.write_param(p.name, whole)
             yield whole
 
     @property
@@ -336,13 +345,15 @@ class Engine:
             return self._mean_loss(model)
 
     def tensors(self) -> dict[str, Tensor]:
-        """Everything that a resumed run needs, as views of the arenas.
+        """Everything that a resumed run needs, as views of the arenas, except frozen parameters: they are where the run found
+        them. So a run with adapters saves the adapters and their moments.
 
         >>> {"wte.weight", "m.wte.weight", "v.wte.weight", "adam_step"} <= set(engine.tensors())
         True
         """
         scales = {f"scale.{name}": state for name, state in self._scales.items()}
-        return {**self.params, **self.optimizer.tensors(), **scales}
+        trained = {name: x for name, x in self.params.items() if name in self.ranks.trained}
+        return {**trained, **self.optimizer.tensors(), **scales}
 
     # ── inside ──
 
@@ -399,7 +410,7 @@ class Engine:
 
     def _has_masters(self, model: Transformer) -> bool:
         """Whether this rank has all master weights; otherwise it has slices of them, which the optimizer rounds."""
-        return self.ranks.has_params and isinstance(model.embedding.wte.master, Tensor)
+        return self.ranks.has_params and isinstance(model.trained[0].master, Tensor)
 
     def _version(self) -> int:
         """torch's version counter of the params arena."""

@@ -104,7 +104,7 @@ def _grads_and_values(
     name = "params" if ordered[0].value is ordered[0].master else "rounded"
     if units is not None:
         return flat("grads", list(handles(units.grad_parts))), flat(name, list(handles(units.value_parts)))
-    grads = _padded("grads", ordered, buckets, lambda p: p.grad)
+    grads = _padded("grads", ordered, buckets, lambda p: cast(Buffer, p.grad))  # a frozen one has no optimizer
     return grads, _padded(name, ordered, buckets, lambda p: p.value)
 
 

@@ -11,6 +11,7 @@ from ..kernels.attention.context import Ranks, RanksToBe
 from ..model.block import Recomputed
 from ..model.config import ModelConfig
 from ..model.layer import Linear
+from ..model.lora import LoraConfig
 from ..model.transformer import Transformer, declare
 
 Recompute = tuple[frozenset[Recomputed], ...]  # what each block recomputes in its backward; () is nothing
@@ -21,6 +22,7 @@ BUCKET_BYTES = 64 << 20
 @dataclass(frozen=True, slots=True)
 class StepSpec:
     """The model, the largest batch, how it is computed, and the ranks: `world` of them, of which `context` share a sequence.
+    `lora` adds adapters and freezes every other parameter. `freeze` has fnmatch patterns of the names of frozen parameters.
 
     >>> import torch, tilegrad
     >>> from dataclasses import replace
@@ -43,6 +45,8 @@ class StepSpec:
     bucket_bytes: int = BUCKET_BYTES
     context: int = 1
     documents: int = 0  # the most in a row of packed rows; 0: a row is one sequence
+    lora: LoraConfig | None = None
+    freeze: tuple[str, ...] = ()
 
     def declare(
         self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,
@@ -51,7 +55,10 @@ class StepSpec:
         """The model on handles, by default for the largest batch. `local_seq_len` is the number of tokens of each sequence
         on this rank. `ranks` share the sequences; without them the model can only be traced. Evaluation (training=False)
         has no dropout and no float8."""
-        config, linear = (self.config, self.linear) if training else (replace(self.config, dropout=0.0), "plain")
+        config, linear, lora = self.config, self.linear, self.lora
+        if not training:
+            config, linear = replace(config, dropout=0.0), "plain"
+            lora = None if lora is None else replace(lora, dropout=0.0)
         if ranks is None and self.context > 1:
             ranks = cast(Ranks, RanksToBe(self.context))
         return declare(
@@ -66,4 +73,6 @@ class StepSpec:
             deterministic=self.deterministic,
             context=ranks,
             documents=self.documents,
+            lora=lora,
+            freeze=self.freeze,
         )

@@ -31,6 +31,7 @@ from ..memory.types import BufferType
 from .config import ModelConfig
 from .layer import Buffer, Constant, Declare, Packed, Param
 from .linear import LinearLayer
+from .lora import Adapter
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
 _TYPES = _SCORES | below("attention", _SCORES) | dict.fromkeys(BUFFERS, BufferType.COMM)  # types of attention's scratch
@@ -133,6 +134,8 @@ class AttentionLayer:
     do: Buffer
     lse: Buffer
     norms: tuple[HeadNorm, ...]  # of q and k, or none
+    adapter: Adapter | None  # of the projections
+    proj_adapter: Adapter | None
     rope: Rope | None
     mask: Mask
     n_head: int
@@ -143,15 +146,18 @@ class AttentionLayer:
     backward_scratch: Scratch
 
     @classmethod
-    def declare(cls, at: Declare, name: str, block: int, seed: Buffer | None) -> AttentionLayer:
+    def declare(cls, at: Declare, block: int, seed: Buffer | None) -> AttentionLayer:
+        name = f"blocks.{block}.attn"
         c, b, t, d = at.config, at.b, at.t, at.config.head_dim
         parts = {"q": BufferType.QUERY, "k": BufferType.KEY, "v": BufferType.VALUE}
         widths = {"q": c.n_head * d, "k": c.kv_heads * d, "v": c.kv_heads * d}
         per_head = c.projection == "per_head"
         fused = not per_head and not c.qk_norm
+        starts = {"q": (0, 0), "k": (0, widths["q"]), "v": (0, widths["q"] + widths["k"]), "qkv": (0, 0)}
+        outputs = starts if fused else {"q": (0, 0), "k": (1, 0), "v": (2, 0)}
         if fused:
             parts, widths = {"qkv": BufferType.TEMP}, {"qkv": sum(widths.values())}
-        mask = mask_of(c, block, seed)
+        mask = mask_of(c, block, seed if c.dropout else None)
         if at.packed:
             mask = packed_mask(mask, at.packed, t)
         windowed = "_window" if c.window_layers is not None and mask.window else ""
@@ -163,14 +169,16 @@ class AttentionLayer:
             )
             return at.scratch(f"attention{windowed}{'_bwd' if backward else ''}", shapes, _TYPES)
 
+        projections = tuple(
+            LinearLayer.declare(at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head)
+            for part, width in widths.items()
+        )
+        proj = LinearLayer.declare(
+            at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias, fp8=False
+        )
         return cls(
-            projections=tuple(
-                LinearLayer.declare(at, f"{name}.{part}", c.n_embd, width, bias=c.qkv_bias, per_head=per_head)
-                for part, width in widths.items()
-            ),
-            proj=LinearLayer.declare(
-                at, f"{name}.proj", c.n_head * d, c.n_embd, at.onto_stream, bias=c.proj_bias, fp8=False
-            ),
+            projections=projections,
+            proj=proj,
             qkv=tuple(at.rows(f"{name}.{part}.y", widths[part], type) for part, type in parts.items()),
             dqkv=tuple(at.rows(f"{name}.{part}.dy", widths[part], type) for part, type in parts.items()),
             o=at.rows(f"{name}.o", c.n_head * d, BufferType.OUTPUT),
@@ -181,6 +189,8 @@ class AttentionLayer:
                 for part, heads in (("q", c.n_head), ("k", c.kv_heads))
                 if c.qk_norm
             ),
+            adapter=Adapter.declare(at, block, "attn.in", projections, outputs, seed),
+            proj_adapter=Adapter.declare(at, block, "attn.proj", (proj,), {"proj": (0, 0)}, seed),
             rope=Rope.declare(at, c.n_head + c.kv_heads if fused else c.n_head) if c.position == "rope" else None,
             mask=mask,
             n_head=c.n_head,
@@ -195,23 +205,40 @@ class AttentionLayer:
         self.project(x)
         self.rotate()
         self.attend()
-        self.proj.forward(self.o, y=y)
+        adapter = self.proj_adapter
+        if adapter is not None:
+            adapter.forward(self.o)
+        self.proj.forward(self.o, y=y, adapter=adapter.of(0) if adapter is not None else None)
 
     def backward(self, dy: Buffer, *, dx: Buffer, bias_grad: bool) -> None:
         """Forms dx, proj's weight gradient and, if `bias_grad`, its bias gradient."""
-        self.proj.backward_input(dy, dx=self.do)
+        if self.proj_adapter is not None:
+            self.proj_adapter.backward(dy)
+        self.proj.backward_input(dy, dx=self.do, adapter=self.proj_adapter)
         self.proj.backward_weight(dy, self.o, bias_grad=bias_grad)
+        if self.proj_adapter is not None:
+            self.proj_adapter.backward_weight(self.o)
         self.attend_backward()
         self.rotate_backward()
         for norm, dy in zip(self.norms, self.dqkv, strict=False):
             norm.backward(dy)
+        if self.adapter is not None:
+            self.adapter.backward(*self.dprojected)
         for i, (projection, dy) in enumerate(zip(self.projections, self.dprojected, strict=True)):
-            projection.backward_input(dy, dx=dx, accumulate=i > 0)
+            projection.backward_input(dy, dx=dx, accumulate=i > 0, adapter=None if i else self.adapter)
 
     def backward_weight(self, x: Buffer) -> None:
         """The gradients of the projections to q, k and v, after `backward`."""
         for projection, dy in zip(self.projections, self.dprojected, strict=True):
             projection.backward_weight(dy, x)
+        if self.adapter is not None:
+            self.adapter.backward_weight(x)
+
+    @property
+    def reads_x(self) -> bool:
+        """Whether `backward_weight` reads x."""
+        adapted = self.adapter is not None and self.adapter.a.grad is not None
+        return adapted or any(projection.w.grad is not None for projection in self.projections)
 
     @property
     def dprojected(self) -> tuple[Buffer, ...]:
@@ -220,9 +247,12 @@ class AttentionLayer:
 
     def project(self, x: Buffer) -> None:
         """q, k, v = x W' + b; with qk_norm q, k = rmsnorm(q), rmsnorm(k) by head"""
-        normed = len(self.norms)
-        for projection, y in zip(self.projections, (*(n.x for n in self.norms), *self.qkv[normed:]), strict=True):
-            projection.forward(x, y=y)
+        normed, adapter = len(self.norms), self.adapter
+        if adapter is not None:
+            adapter.forward(x)
+        outputs = (*(n.x for n in self.norms), *self.qkv[normed:])
+        for i, (projection, y) in enumerate(zip(self.projections, outputs, strict=True)):
+            projection.forward(x, y=y, adapter=adapter.of(i) if adapter is not None else None)
         for norm, y in zip(self.norms, self.qkv, strict=False):
             norm.forward(y=y)
 

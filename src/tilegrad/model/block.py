@@ -76,10 +76,10 @@ class Block:
             accepted = ", ".join(map(repr, get_args(Recomputed)))
             raise ValueError(f"recompute: got {', '.join(map(repr, sorted(recompute)))}; accepted: some of {accepted}")
         name, c = f"blocks.{i}", at.config.n_embd
-        ffn = FeedForward.declare(at, f"{name}.ffn", keeps_a=not recompute & {"activation", "block"})
+        ffn = FeedForward.declare(at, i, seed, keeps_a=not recompute & {"activation", "block"})
         return cls(
             norm1=NormLayer.declare(at, f"{name}.ln1"),
-            attention=AttentionLayer.declare(at, f"{name}.attn", i, seed),
+            attention=AttentionLayer.declare(at, i, seed),
             drop1=Dropout.declare(at, seed, 2 * i + 1, dx="scratch.dbranch"),
             norm2=NormLayer.declare(at, f"{name}.ln2"),
             ffn=ffn,
@@ -113,10 +113,10 @@ class Block:
         norm, activation = "norm" in recompute, "activation" in recompute
         self.ffn.backward(self.drop2.backward(dx), dx=self.dnorm, bias_grad=separate, recompute=activation)
         proj_sum = None if separate else self.attention.proj.bias_grad
-        n = self.norm2.backward(self.dnorm, self.x1, dx=dx, dx_sum=proj_sum, recompute=norm)
+        n = self.norm2.backward(self.dnorm, self.x1, dx=dx, dx_sum=proj_sum, recompute=norm and self.ffn.reads_x)
         self.ffn.backward_weight(n)
         self.attention.backward(self.drop1.backward(dx), dx=self.dnorm, bias_grad=separate)
-        n = self.norm1.backward(self.dnorm, x, dx=dx, dx_sum=dx_sum, recompute=norm)
+        n = self.norm1.backward(self.dnorm, x, dx=dx, dx_sum=dx_sum, recompute=norm and self.attention.reads_x)
         self.attention.backward_weight(n)
 
     @property

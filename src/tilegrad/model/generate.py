@@ -27,6 +27,7 @@ from ..memory.types import BufferType
 from . import reference
 from .attention import mask_of
 from .config import ModelConfig
+from .lora import LoraConfig
 
 
 class Decoder:
@@ -39,11 +40,14 @@ class Decoder:
         manager: AttentionBufferManager | None = None,
         *,
         tokens: int | None = None,
+        lora: LoraConfig | None = None,
     ) -> None:
-        """tokens: the size of the cache, which limits the tokens read between two restarts; None: block_size."""
+        """tokens: the size of the cache, which limits the tokens read between two restarts; None: block_size. lora: of the
+        adapters in `params`, if there are any."""
         room = config.block_size if tokens is None else min(tokens, config.block_size)
         wte = params["wte.weight"]
-        self.config, self.params, self.position = config, params, 0
+        params = {name: p.to(wte.dtype) for name, p in params.items()}  # frozen ones may have another dtype on CUDA
+        self.config, self.params, self.position, self.lora = config, params, 0, lora
         plain = replace(config, dropout=0.0)
         self.masks = [mask_of(plain, i) for i in range(config.n_layer)]
         self.manager = manager or AttentionBufferManager(device=wte.device)
@@ -67,7 +71,7 @@ class Decoder:
         if wrong:
             raise ValueError(f"tokens: got {wrong[0]}; accepted: 0 … {config.vocab_size - 1}")
         ids = torch.tensor(tokens, device=self.cache.device)
-        x = reference.residual(self.params, ids, config, self._attend, self.position)
+        x = reference.residual(self.params, ids, config, self._attend, self.position, self.lora)
         self.position += t
         return logits_of(self.params, reference.norm(self.params, "ln_f", x[-1], config), config)
 
@@ -136,8 +140,10 @@ def generate(
     temperature: float = 1.0,
     top_k: int | None = None,
     seed: int = 0,
+    lora: LoraConfig | None = None,
 ) -> Iterator[int]:
-    """Tokens that follow the prompt, as they come; beyond block_size the window slides. The same seed gives the same tokens."""
+    """Tokens that follow the prompt, as they come; beyond block_size the window slides. The same seed gives the same tokens.
+    lora: of the adapters in `params`, if there are any."""
     if not _int(max_tokens) or max_tokens < 1:
         raise ValueError(f"max_tokens: got {max_tokens!r}; accepted: an int ≥ 1")
     number = isinstance(temperature, int | float) and not isinstance(temperature, bool)
@@ -147,7 +153,7 @@ def generate(
         raise ValueError(f"top_k: got {top_k!r}; accepted: None or an int ≥ 1")
     if not _int(seed) or not -(1 << 63) <= seed < 1 << 64:
         raise ValueError(f"seed: got {seed!r}; accepted: an int, −2⁶³ … 2⁶⁴ − 1, as torch.Generator takes it")
-    return _generate(config, params, prompt, max_tokens, temperature, top_k, seed)
+    return _generate(config, params, prompt, max_tokens, temperature, top_k, seed, lora)
 
 
 def _generate(
@@ -158,10 +164,11 @@ def _generate(
     temperature: float,
     top_k: int | None,
     seed: int,
+    lora: LoraConfig | None,
 ) -> Iterator[int]:
     generator = torch.Generator().manual_seed(seed)
     text = list(prompt)
-    decoder = Decoder(config, params, tokens=len(text) + max_tokens)
+    decoder = Decoder(config, params, tokens=len(text) + max_tokens, lora=lora)
     try:
         logits = decoder.feed(text[-config.block_size :])
         for left in reversed(range(max_tokens)):

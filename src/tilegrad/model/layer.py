@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, field
-from typing import Literal, TypeAlias, cast
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Literal, TypeAlias, cast
 
 import torch
 from torch import Tensor
@@ -15,6 +16,9 @@ from ..kernels.scratch import Form, Scratch, Shapes, accumulation_dtype
 from ..memory.planned.trace import Handle
 from ..memory.types import BufferType, Role
 from .config import ModelConfig
+
+if TYPE_CHECKING:
+    from .lora import LoraConfig
 
 Linear = Literal["plain", "fp8"]  # how the forward of a linear layer multiplies
 Buffer: TypeAlias = Tensor  # a Handle while the program is traced: layers and ops are written for tensors
@@ -40,7 +44,18 @@ class Constant:
         x.fill_(self.value)
 
 
-Init: TypeAlias = Normal | Constant
+@dataclass(frozen=True, slots=True)
+class Uniform:
+    """Uniform in ±bound, drawn on the CPU."""
+
+    bound: float
+
+    def fill(self, x: Tensor, generator: torch.Generator) -> None:
+        for part in x.view(-1).split(_SPLIT):
+            part.copy_(torch.rand(part.shape, generator=generator).mul_(2 * self.bound).sub_(self.bound))
+
+
+Init: TypeAlias = Normal | Uniform | Constant
 WEIGHT = Normal(0.02)  # for all weights except the norms' and those onto the residual stream
 
 
@@ -50,11 +65,13 @@ class Param:
 
     `master` is `value` itself, except with a shorter compute dtype on CUDA; on a CPU the ops round what they read. With
     accumulate=False the first op of a backward that forms `grad` overwrites it.
+
+    A frozen parameter has no gradient, master or moment: `grad` is None, and `master` is `value`, in the compute dtype on CUDA.
     """
 
     name: str
     value: Buffer
-    grad: Buffer
+    grad: Buffer | None
     master: Buffer
     init: Init
     accumulate: bool
@@ -79,6 +96,8 @@ class Declare:
     accumulate   False: the program is the first micro-batch of a step and overwrites parameter gradients
     context      the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
     documents    the most documents in a row of t tokens; 0: a row is one sequence
+    lora         adapters of the blocks' linear layers; every other parameter is frozen
+    freeze       patterns of the names of frozen parameters, as fnmatch reads them
     scales       the scale states of tensors that are rounded to float8, by name
     """
 
@@ -92,6 +111,8 @@ class Declare:
     deterministic: bool = True
     context: Ranks | None = None
     documents: int = 0
+    lora: LoraConfig | None = None
+    freeze: tuple[str, ...] = ()
     params: dict[str, Param] = field(default_factory=dict)
     scales: dict[str, Buffer] = field(default_factory=dict)
 
@@ -118,8 +139,12 @@ class Declare:
         return Normal(WEIGHT.std / math.sqrt(2 * self.config.n_layer))
 
     def param(self, name: str, *shape: int, init: Init) -> Param:
-        """A parameter with its gradient, once for each name."""
-        if name not in self.params:
+        """A parameter with its gradient unless it is frozen, once for each name."""
+        if name not in self.params and self.is_frozen(name):
+            dtype = self.dtype if self.device.type != "cpu" else self.accumulation_dtype
+            value = self.buffer(name, shape, dtype, role="frozen")
+            self.params[name] = Param(name, value, None, value, init, self.accumulate)
+        elif name not in self.params:
             acc = self.accumulation_dtype
             master = self.buffer(name, shape, acc, role="params")
             grad = self.buffer(f"d {name}", shape, acc, role="grads")
@@ -127,6 +152,10 @@ class Declare:
             value = self.buffer(f"{name} (compute)", shape, self.dtype, role="params") if copied else master
             self.params[name] = Param(name, value, grad, master, init, self.accumulate)
         return self.params[name]
+
+    def is_frozen(self, name: str) -> bool:
+        base = self.lora is not None and not name.endswith((".lora_a", ".lora_b"))
+        return base or any(fnmatchcase(name, pattern) for pattern in self.freeze)
 
     def scale(self, name: str) -> Buffer:
         """The scale state of a tensor that is rounded to float8."""

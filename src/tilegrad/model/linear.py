@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..kernels.column_sum import column_sum_fwd
 from ..kernels.fp8_linear import FP8, fp8_activation_fwd, fp8_linear_fwd, fp8_linear_workspace, fp8_quantize_fwd
 from ..kernels.linear import (
     linear_bwd_input,
@@ -14,8 +15,16 @@ from ..kernels.linear import (
     per_head_linear_bwd_weight,
     per_head_linear_fwd,
 )
-from ..kernels.scratch import Scratch
+from ..kernels.low_rank import (
+    joined_linear_bwd_input,
+    joined_linear_fwd,
+    low_rank_add_fwd,
+    low_rank_linear_bwd_input,
+    low_rank_linear_fwd,
+)
+from ..kernels.scratch import Scratch, of
 from .layer import WEIGHT, Buffer, Constant, Declare, Init, Param
+from .lora import Adapter, LowRank
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,7 +43,7 @@ class Fp8:
 
 @dataclass(frozen=True, slots=True)
 class LinearLayer:
-    """dx = dy W   dW += dy' x   db += Σ dy"""
+    """dx = dy W   dW += dy' x   db += Σ dy         with an adapter (model/lora.py): y += u B'   dx += du A"""
 
     w: Param
     b: Param | None
@@ -75,10 +84,19 @@ class LinearLayer:
             backward_scratch=at.scratch(f"{site}_bwd", linear_workspace(x, w.value, backward=True)),
         )
 
-    def forward(self, x: Buffer, *, y: Buffer) -> None:
+    def forward(self, x: Buffer, *, y: Buffer, adapter: LowRank | None = None) -> None:
         if self.fp8 is not None:
             fp8_quantize_fwd(x, x8=self.fp8.x, state=self.fp8.x_scale)
             self._multiply_fp8(self.fp8, y=y)
+            if adapter is not None:
+                low_rank_add_fwd(adapter.u, adapter.bs, adapter.parts, ys=[y], scratch=adapter.scratch)
+        elif adapter is not None:
+            w, b, base = self.w.value, self.b.value if self.b else None, self.forward_scratch
+            u, bs, parts, joined, wb, scratch = adapter
+            if joined is not None and wb is not None:
+                joined_linear_fwd(joined, w, b, bs, parts, y=y, wb=wb)
+            else:
+                low_rank_linear_fwd(x, w, b, u, bs, parts, y=y, base_scratch=base, scratch=scratch)
         else:
             run = per_head_linear_fwd if self.per_head else linear_fwd
             run(x, self.w.value, self.b.value if self.b else None, y=y, scratch=self.forward_scratch)
@@ -94,18 +112,37 @@ class LinearLayer:
         w, b = self.w.value, self.b.value if self.b else None
         fp8_linear_fwd(fp8.x, fp8.x_scale, w, b, y=y, state=fp8.w_scale, scratch=self.forward_scratch)
 
-    def backward_input(self, dy: Buffer, *, dx: Buffer, accumulate: bool = False) -> None:
-        """dx = dy W, or dx += dy W"""
+    def backward_input(
+        self, dy: Buffer, *, dx: Buffer, accumulate: bool = False, adapter: Adapter | None = None
+    ) -> None:
+        """dx = dy W, or dx += dy W; adapter: the one of this input, whose du A is added too"""
+        if adapter is not None and adapter.dy_du is not None and adapter.wa is not None and not accumulate:
+            w, du, a = self.w.value, adapter.du, adapter.a.value
+            joined_linear_bwd_input(dy, w, du, a, dx=dx, joined=adapter.dy_du, wa=adapter.wa)
+            return
+        if adapter is not None and adapter.drop is None:
+            low_rank_linear_bwd_input(
+                dy, self.w.value, adapter.du, adapter.a.value,
+                dx=dx, accumulate=accumulate, base_scratch=self.backward_scratch, scratch=adapter.backward_scratch,
+            )  # fmt: skip
+            return
         run = per_head_linear_bwd_input if self.per_head else linear_bwd_input
         run(dy, self.w.value, dx=dx, accumulate=accumulate, scratch=self.backward_scratch)
+        if adapter is not None:
+            adapter.backward_dropped(dx=dx)
 
     def backward_weight(self, dy: Buffer, x: Buffer, *, bias_grad: bool = True) -> None:
-        """dW += dy' x   db += Σ dy if `bias_grad`; else another op forms it"""
+        """dW += dy' x   db += Σ dy if `bias_grad`; else another op forms it. Gradients of frozen parameters are not formed."""
         run, db = (
             per_head_linear_bwd_weight if self.per_head else linear_bwd_weight,
             self.bias_grad if bias_grad else None,
         )
         accumulate, scratch = self.w.accumulate, self.backward_scratch
+        if self.w.grad is None and not (self.per_head and db is not None):  # x is not read
+            if db is not None:
+                sums = db.view(dy.shape[1])
+                column_sum_fwd(dy, sums=sums, accumulate=accumulate, scratch=of("column_sum", scratch))
+            return
         run(dy, x, self.w.value, dw=self.w.grad, db=db, accumulate=accumulate, scratch=scratch)
 
     @property

@@ -72,7 +72,8 @@ class NormLayer:
             add_rmsnorm_fwd(x, f, w, self.eps, x1=x1, y=y, rstd=rstd, scratch=scratch)
 
     def backward(self, dy: Buffer, x: Buffer, *, dx: Buffer, dx_sum: Buffer | None, recompute: bool) -> Buffer:
-        """Returns y: the saved one or, when recomputed, y written in place over dy."""
+        """Returns y: the saved one or, when recomputed, y written in place over dy. Gradients of frozen parameters are not
+        formed."""
         w, dw, mean, rstd, y = self.w.value, self.w.grad, self.mean, self.rstd, dy if recompute else None
         b, db = (self.b.value, self.b.grad) if self.b else (None, None)
         accumulate, scratch = self.w.accumulate, self.backward_scratch

@@ -2,7 +2,8 @@
 
     x = wte[tokens] + wpe[start + position]        for each block: x += attention(norm(x)), x += feed_forward(norm(x))
 
-The caller gives the attention function. `causal` is differentiable by autograd: with it the model is the reference for the
+With `lora`, adapters add to the outputs of linear layers (model/lora.py), without dropout. The caller gives the attention
+function. `causal` is differentiable by autograd: with it the model is the reference for the
 explicit backward (tests, `tilegrad gradcheck --against autograd`) and a peer in benchmarks/training.py. generate.py gives one
 that attends to a KV cache.
 """
@@ -19,6 +20,7 @@ from torch import Tensor
 
 from ..kernels.rope.frequencies import rope_frequencies
 from .config import ModelConfig
+from .lora import LoraConfig, adapter_parts
 
 Params = Mapping[str, Tensor]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]  # block, q (…, Hq, T, D), k, v (…, Hkv, T, D) → o like q
@@ -49,19 +51,45 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat([real * cos - imag * sin, imag * cos + real * sin], -1)
 
 
-def attention(p: Params, i: int, x: Tensor, config: ModelConfig, attend: Attend) -> Tensor:
+def low_rank(
+    p: Params, i: int, name: str, x: Tensor, config: ModelConfig, lora: LoraConfig | None
+) -> dict[str, Tensor]:
+    """s (x A_i') B_i' of each part of block i's adapter `name`; nothing if it has none."""
+    if lora is None:
+        if f"blocks.{i}.{name}.lora_a" in p:
+            raise ValueError(
+                "lora: got None with adapters in params; accepted: the LoraConfig that they were trained with"
+            )
+        return {}
+    found = {}
+    for adapter in adapter_parts(config, lora):
+        if adapter.name == name:
+            u = F.linear(x, p[adapter.a_name(i)]).split(lora.rank, dim=-1)
+            for part, own in zip(adapter.widths, u, strict=True):
+                found[part] = lora.scale * F.linear(own, p[adapter.b_name(i, part)])
+    return found
+
+
+def attention(
+    p: Params, i: int, x: Tensor, config: ModelConfig, attend: Attend, lora: LoraConfig | None = None
+) -> Tensor:
     name, hq, hkv, d = f"blocks.{i}.attn", config.n_head, config.kv_heads, config.head_dim
+    added = low_rank(p, i, "attn.in", x, config, lora)
     if config.projection == "dense" and config.qk_norm:
         q, k, v = (linear(p, f"{name}.{part}", x) for part in "qkv")
     elif config.projection == "dense":
-        q, k, v = linear(p, f"{name}.qkv", x).split([hq * d, hkv * d, hkv * d], dim=-1)
+        qkv = linear(p, f"{name}.qkv", x)
+        q, k, v = (qkv + added["qkv"] if "qkv" in added else qkv).split([hq * d, hkv * d, hkv * d], dim=-1)
     else:
         q, k, v = (per_head(p, f"{name}.{part}", x) for part in "qkv")
+    q, k, v = (y + added[part] if part in added else y for part, y in (("q", q), ("k", k), ("v", v)))
     q, k, v = (part.unflatten(-1, (-1, d)) for part in (q, k, v))
     if config.qk_norm:
         q, k = (F.rms_norm(y, (d,), p[f"{name}.{n}_norm.weight"], config.norm_eps) for n, y in (("q", q), ("k", k)))
     q, k, v = (part.transpose(-3, -2) for part in (q, k, v))
-    return linear(p, f"{name}.proj", attend(i, q, k, v).transpose(-3, -2).flatten(-2))
+    o = attend(i, q, k, v).transpose(-3, -2).flatten(-2)
+    y, added = linear(p, f"{name}.proj", o), low_rank(p, i, "attn.proj", o, config, lora)
+    return y + added["proj"] if added else y
 
 
 def causal(config: ModelConfig, block: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -83,31 +111,37 @@ def causal(config: ModelConfig, block: int, q: Tensor, k: Tensor, v: Tensor) -> 
     return (q @ k.mT / math.sqrt(d)).masked_fill(~seen, -torch.inf).softmax(-1) @ v
 
 
-def feed_forward(p: Params, name: str, x: Tensor, config: ModelConfig) -> Tensor:
+def feed_forward(p: Params, i: int, x: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:
+    name, added = f"blocks.{i}.ffn", low_rank(p, i, "ffn.in", x, config, lora)
     h = linear(p, f"{name}.up", x)
+    h = h + added["up"] if "up" in added else h
     if config.activation == "swiglu":
-        a = F.silu(linear(p, f"{name}.gate", x)) * h
+        g = linear(p, f"{name}.gate", x)
+        a = F.silu(g + added["gate"] if "gate" in added else g) * h
     elif config.activation == "gelu":
         a = F.gelu(h, approximate="tanh")
     else:
         a = torch.tanh(h) if config.activation == "tanh" else torch.relu(h)
-    return linear(p, f"{name}.down", a)
+    y, added = linear(p, f"{name}.down", a), low_rank(p, i, "ffn.down", a, config, lora)
+    return y + added["down"] if added else y
 
 
-def residual(p: Params, tokens: Tensor, config: ModelConfig, attend: Attend, start: int = 0) -> Tensor:
+def residual(
+    p: Params, tokens: Tensor, config: ModelConfig, attend: Attend, start: int = 0, lora: LoraConfig | None = None
+) -> Tensor:
     """The residual stream after the last block; the tokens' positions begin at `start`."""
     x = p["wte.weight"][tokens]
     if config.position == "learned":
         x = x + p["wpe.weight"][start : start + tokens.shape[-1]]
     for i in range(config.n_layer):
-        x = x + attention(p, i, norm(p, f"blocks.{i}.ln1", x, config), config, attend)
-        x = x + feed_forward(p, f"blocks.{i}.ffn", norm(p, f"blocks.{i}.ln2", x, config), config)
+        x = x + attention(p, i, norm(p, f"blocks.{i}.ln1", x, config), config, attend, lora)
+        x = x + feed_forward(p, i, norm(p, f"blocks.{i}.ln2", x, config), config, lora)
     return x
 
 
-def hidden_states(p: Params, tokens: Tensor, config: ModelConfig) -> Tensor:
+def hidden_states(p: Params, tokens: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:
     """The hidden states (…, T, C) that the head reads."""
-    return norm(p, "ln_f", residual(p, tokens, config, partial(causal, config)), config)
+    return norm(p, "ln_f", residual(p, tokens, config, partial(causal, config), lora=lora), config)
 
 
 def head(p: Params, config: ModelConfig) -> Tensor:
@@ -115,9 +149,9 @@ def head(p: Params, config: ModelConfig) -> Tensor:
     return p["wte.weight" if config.tie_embeddings else "lm_head.weight"]
 
 
-def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig) -> Tensor:
+def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig, lora: LoraConfig | None = None) -> Tensor:
     """The mean loss over the targets; −1 marks a position without one."""
-    n = hidden_states(p, tokens, config)
+    n = hidden_states(p, tokens, config, lora)
     has_target = targets >= 0
     if config.loss == "embedding_mse":
         error = n[has_target] - head(p, config)[targets[has_target]]
@@ -125,7 +159,9 @@ def loss(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig) -> Ten
     return F.cross_entropy(F.linear(n, head(p, config)).flatten(0, 1), targets.flatten(), ignore_index=-1)
 
 
-def gradients(p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def gradients(
+    p: Params, tokens: Tensor, targets: Tensor, config: ModelConfig, lora: LoraConfig | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
     leaves = {name: x.detach().clone().requires_grad_() for name, x in p.items()}
-    value = loss(leaves, tokens, targets, config)
+    value = loss(leaves, tokens, targets, config, lora)
     return value.detach(), dict(zip(leaves, torch.autograd.grad(value, list(leaves.values())), strict=True))

@@ -11,6 +11,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatchcase
 
 import torch
 
@@ -22,9 +23,11 @@ from ..kernels.fp8_linear import fill_state, fp8_scale_step
 from ..kernels.residual import copy_fwd, zero_fwd
 from ..kernels.rope import rope_table
 from ..kernels.scratch import Scratch
+from ..text.spelling import did_you_mean
 from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
 from .layer import WEIGHT, Buffer, Declare, Linear, Packed, Param
+from .lora import LoraConfig
 from .norm import NormLayer
 
 NOTHING: frozenset[Recomputed] = frozenset()
@@ -54,11 +57,16 @@ class Embedding:
         embedding_fwd(tokens, self.wte.value, wpe, self.positions, x=x, scratch=self.scratch)
 
     def backward(self, dx: Buffer, tokens: Buffer) -> None:
-        if self.wpe:
+        if self.wpe and self.wpe.grad is not None:
             given, dwpe, accumulate = (dx, tokens, self.positions), self.wpe.grad, self.wpe.accumulate
             embedding_bwd(*given, dwpe=dwpe, accumulate=accumulate, scratch=self.scratch)
-        accumulate = self.wte.accumulate or self.tied
-        embedding_bwd(dx, tokens, dwte=self.wte.grad, accumulate=accumulate, scratch=self.scratch)
+        if self.wte.grad is not None:
+            accumulate = self.wte.accumulate or self.tied
+            embedding_bwd(dx, tokens, dwte=self.wte.grad, accumulate=accumulate, scratch=self.scratch)
+
+    @property
+    def trained(self) -> bool:
+        return self.wte.grad is not None or (self.wpe is not None and self.wpe.grad is not None)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,9 +139,19 @@ class Transformer:
 
     def initialise(self, config: ModelConfig, generator: torch.Generator) -> None:
         """Fills each parameter as its layer declares it, and the tables."""
-        for p in self.params.values():
+        for p in self.in_draw_order:
             p.init.fill(p.master, generator)
         self.fill_tables(config)
+
+    @property
+    def in_draw_order(self) -> list[Param]:
+        """The parameters, adapters last: the others start as they do without adapters."""
+        return sorted(self.params.values(), key=lambda p: p.name.endswith((".lora_a", ".lora_b")))
+
+    @property
+    def trained(self) -> list[Param]:
+        """The parameters that are not frozen."""
+        return [p for p in self.params.values() if p.grad is not None]
 
     def fill_tables(self, config: ModelConfig) -> None:
         """Fills the scale states of float8, and the tables of rope, which all blocks share."""
@@ -192,18 +210,32 @@ class Transformer:
         return self.ln_f.y
 
     def hidden_states_backward(self) -> None:
+        """The backward ends at the first parameter that is trained: below it no gradient is needed."""
+        first = self._first_trained()
+        if first > len(self.blocks):
+            return
         zero_fwd(x=self.dx)
         dx_sums = (None, *(block.last_bias_grad for block in self.blocks))  # for each block's norm1, and ln_f
         self.ln_f.backward(self.ln_f.y, self.x[-1], dx=self.dx, dx_sum=dx_sums[-1], recompute=False)
-        for (block, x, *_), dx_sum in zip(self.stream[::-1], dx_sums[-2::-1], strict=True):
+        for (block, x, *_), dx_sum in tuple(zip(self.stream, dx_sums[:-1], strict=True))[first:][::-1]:
             block.backward(x, dx=self.dx, dx_sum=dx_sum)
-        self.embedding.backward(self.drop.backward(self.dx), self.tokens)
+        if self.embedding.trained:
+            self.embedding.backward(self.drop.backward(self.dx), self.tokens)
+
+    def _first_trained(self) -> int:
+        """The first block whose backward runs; the number of blocks if only ln_f's does, and one more if none does."""
+        if self.embedding.trained:
+            return 0
+        layers = [p.name.split(".")[:2] for p in self.trained]
+        blocks = [int(i) for layer, i in layers if layer == "blocks"]
+        return min([*blocks, len(self.blocks) + (["ln_f", "weight"] not in layers and ["ln_f", "bias"] not in layers)])
 
 
 def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
     recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
-    deterministic: bool = True, context: Ranks | None = None, documents: int = 0,
+    deterministic: bool = True, context: Ranks | None = None, documents: int = 0, lora: LoraConfig | None = None,
+    freeze: tuple[str, ...] = (),
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens.
 
@@ -213,15 +245,19 @@ def declare(
     deterministic   False: attention's backward may add in any order, which may be faster
     context         the ranks that share each sequence; t counts the tokens of one rank
     documents       the most documents in a row of packed rows; 0: a row is one sequence
+    lora            adapters of the blocks' linear layers; every other parameter is frozen
+    freeze          patterns of the names of frozen parameters; each must match at least one
     """
-    at = Declare(config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents)
+    at = Declare(
+        config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents, lora, freeze
+    )
     c, n_layer = config.n_embd, config.n_layer
     embedding = Embedding.declare(at)
-    count = n_layer if config.dropout else 0
+    count = n_layer if config.dropout or (lora is not None and lora.dropout) else 0
     seeds = tuple(at.buffer(f"inputs.seed.{i}", (), torch.int64, role="inputs") for i in range(count))
     choices = (*recompute, *(NOTHING,) * (n_layer - len(recompute)))
     x = tuple(at.rows(f"blocks.{i}.x" if i < n_layer else "ln_f.x", c) for i in range(n_layer + 1))
-    return Transformer(
+    model = Transformer(
         embedding=embedding,
         drop=Dropout.declare(at, seeds[0] if seeds else None, 0, dx="dx"),
         blocks=tuple(Block.declare(at, i, seeds[i] if seeds else None, choices[i]) for i in range(n_layer)),
@@ -235,3 +271,18 @@ def declare(
         params=at.params,
         scales=at.scales,
     )
+    _check_frozen(model, freeze)
+    return model
+
+
+def _check_frozen(model: Transformer, freeze: tuple[str, ...]) -> None:
+    for pattern in freeze:
+        if not any(fnmatchcase(name, pattern) for name in model.params):
+            meant = did_you_mean(pattern, list(model.params))
+            raise ValueError(
+                f"freeze: got {pattern!r}, which no parameter matches{meant}; accepted: names or patterns such as "
+                "'wte.*', 'blocks.0.*' or '*.bias'"
+            )
+    if not model.trained:
+        got = ", ".join(map(repr, freeze))
+        raise ValueError(f"freeze: got {got}, which freeze every parameter; accepted: patterns that leave at least one")

@@ -451,7 +451,8 @@ class Run:
         if not n or not prompt or not math.isfinite(self.train_loss):
             return ""
         try:
-            tokens = list(generate(model, params, prompt, n, temperature=0.8, top_k=50, seed=t.seed))
+            lora = self.engine.spec.lora
+            tokens = list(generate(model, params, prompt, n, temperature=0.8, top_k=50, seed=t.seed, lora=lora))
         except NonFiniteLogits:  # these weights generate nothing
             return ""
         return decode_known(self.dataset.tokenizer, [*prompt, *tokens])

@@ -34,6 +34,7 @@ class Alone:
         optimizer, units = declare_optimizer(spec.declare(self.context), spec, adamw, mesh.rank)
         self.optimizer, self._units = bind(optimizer, view), bind(units, view)
         self.params: dict[str, Tensor] = {}  # the bound model's, set by the engine
+        self.trained: dict[str, Tensor] = {}  # those that are not frozen
         self.stop = False  # whether this rank must stop; after a step, whether any rank must
         self.step = 0
         self.summed = False  # whether the gradients are those of all ranks
@@ -100,11 +101,11 @@ class Alone:
         self.params[name].copy_(value)
 
     def pieces(self, *, shared: bool) -> dict[str, Run]:
-        """Name → (slice of the flattened tensor, its offset, the tensor's length): the parameters, moments and adam_step that
-        this rank owns. A rank that has everything owns it all or, with `shared`, 1/world of each tensor."""
+        """Name → (slice of the flattened tensor, its offset, the tensor's length): the trained parameters, moments and
+        adam_step that this rank owns. A rank that has everything owns it all or, with `shared`, 1/world of each tensor."""
         rank, world = self.mesh.rank, self.mesh.world
         found: dict[str, Run] = {"adam_step": (self.optimizer.adam_step.view(1), 0, 1)}
-        for name, x in {**self.params, **self.optimizer.moments}.items():
+        for name, x in {**self.trained, **self.optimizer.moments}.items():
             n = x.numel()
             low, high = (n * rank // world, n * (rank + 1) // world) if shared else (0, n)
             if low < high:

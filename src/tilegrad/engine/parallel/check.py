@@ -14,18 +14,28 @@ from ... import __version__
 from ...dist.mesh import Mesh
 from ...kernels.cpu.library import library as native_library
 from ...model.config import ModelConfig
+from ...model.lora import LoraConfig
 from ...native.build import digest as native_sources
 from ..optimizer import AdamW
 from ..spec import Shard, StepSpec
 from .context import check_context
 
 
-def check_ranks(config: ModelConfig, seq_len: int, linear: str, *, world: int, shard: str, context: int) -> None:
+def check_ranks(
+    config: ModelConfig, seq_len: int, linear: str, *,
+    world: int, shard: str, context: int, lora: LoraConfig | None = None, freeze: tuple[str, ...] = (),
+) -> None:  # fmt: skip
     if shard not in get_args(Shard):
         raise ValueError(f"shard: got {shard!r}; accepted: {', '.join(map(repr, get_args(Shard)))}")
     if world > 1 and linear != "plain":
         raise ValueError(f"linear: got {linear!r} with {world} ranks, whose scales would differ; accepted: 'plain'")
+    if world > 1 and shard == "all" and (lora is not None or freeze):
+        raise ValueError(
+            "shard: got 'all' with frozen parameters, which it would not shard; accepted: 'none' or 'optimizer'"
+        )
     check_context(config, seq_len, world, context)
+    if context > 1 and lora is not None and lora.dropout:
+        raise ValueError(f"lora.dropout: got {lora.dropout} with context {context}; accepted: 0.0")
 
 
 def check_accumulation(gradient_accumulation: int, world: int, context: int) -> None:
@@ -52,6 +62,8 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "bucket_bytes": spec.bucket_bytes,
             "context": spec.context,
             "documents": spec.documents,
+            "lora": None if spec.lora is None else asdict(spec.lora),
+            "freeze": spec.freeze,
             "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes
             **asdict(adamw),
             "tilegrad": __version__,

@@ -22,7 +22,7 @@ def schedule_of(model: Transformer, program: Callable[[], object] | None = None)
 
 
 def buckets_of(model: Transformer, steps: Sequence[Touch], world: int, bucket_bytes: int) -> tuple[Bucket, ...]:
-    masters = list(handles([p.master for p in decayed_first(model.params.values())]))
+    masters = list(handles([p.master for p in decayed_first(model.trained)]))
     return cut(masters, steps, world, bucket_bytes)
 
 
@@ -30,7 +30,7 @@ def declare_optimizer(
     model: Transformer, spec: StepSpec, adamw: AdamW | None = None, rank: int = 0
 ) -> tuple[Optimizer, Units | None]:
     """One rank's optimizer, and the units if everything is sharded, else None."""
-    params, units = model.params.values(), None
+    params, units = model.trained, None
     buckets: tuple[Bucket, ...] = ()
     if spec.world > 1 and spec.shard == "all":
         units = Units.declare([UnitParam(p.name, *handles((p.value, p.grad, p.master))) for p in params], spec.world)

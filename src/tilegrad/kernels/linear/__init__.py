@@ -2,6 +2,7 @@
 
     x (N, Cin)   w (Cout, Cin)   b (Cout,)   y (N, Cout)
     dx = dy w    dw += dyᵀ x     db += Σ_n dy              accumulate=False: dw = dyᵀ x, db = Σ_n dy
+    scale=s: y = s x wᵀ, dx = s dy w, for outputs without b that are overwritten
 
 `linear_bwd` is the whole backward. `linear_bwd_input` computes only dx, and may add to it. `linear_bwd_weight` computes only dw
 and db. A program may run other ops between the two. Rows may be strided, columns must be contiguous. For bfloat16, dw and db
@@ -97,16 +98,19 @@ def rounds_weights(x: TensorLike, w: TensorLike) -> bool:
 
 
 @op()
-def linear_fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, **where: Unpack[Where]) -> None:
-    """y = x wᵀ + b. On CUDA y may be float32 for a bfloat16 x, but only without b."""
+def linear_fwd(
+    x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float = 1.0, **where: Unpack[Where]
+) -> None:
+    """y = x wᵀ + b, or y = scale · x wᵀ. On CUDA y may be float32 for a bfloat16 x, but only without b and scale."""
     (n, cin), cout = x.shape, w.shape[0]
     check_param("w", w, (cout, cin), x)
     if b is not None:
         check_param("b", b, (cout,), x)
     float32 = b is None and x.device.type != "cpu" and y.dtype == accumulation_dtype(x.dtype)
     check_tensor("y", y, (n, cout), y.dtype if float32 else x.dtype, x.device)
+    _check_scale(scale, alone=b is None and y.dtype == x.dtype)
     options = {"backward": False, "bias": b is not None}
-    LINEAR.run("fwd", Problem(x, w), x, w, b, options=options, y=y, **where)
+    LINEAR.run("fwd", Problem(x, w), x, w, b, options=options, y=y, scale=scale, **where)
 
 
 @op(accumulates=("dw", "db"))
@@ -123,11 +127,14 @@ def linear_bwd(
 
 
 @op(accumulates=("dx",))
-def linear_bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, **where: Unpack[Where]) -> None:
-    """dx = dy w, or dx += dy w if accumulate is True."""
+def linear_bwd_input(
+    dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scale: float = 1.0, **where: Unpack[Where]
+) -> None:
+    """dx = dy w, or dx += dy w if accumulate is True, or dx = scale · dy w."""
     check_param("w", w, (dy.shape[1], dx.shape[1]), dy)
     check_tensor("dx", dx, (dy.shape[0], w.shape[1]), dy.dtype, dy.device)
-    LINEAR.run("bwd_input", Problem(dx, w), dy, w, options=GRADIENT, dx=dx, accumulate=accumulate, **where)
+    _check_scale(scale, alone=not accumulate)
+    LINEAR.run("bwd_input", Problem(dx, w), dy, w, options=GRADIENT, dx=dx, accumulate=accumulate, scale=scale, **where)
 
 
 @op(accumulates=("dw", "db"))
@@ -188,6 +195,11 @@ def per_head_linear_bwd_weight(
     for h, own in _heads(w):
         dw_h, db_h = (None if grad is None else grad[h] for grad in (dw, db))
         linear_bwd_weight(dy[:, own], x[:, own], w[h], dw=dw_h, db=db_h, accumulate=accumulate, **where)
+
+
+def _check_scale(scale: float, *, alone: bool) -> None:
+    if scale != 1.0 and not alone:
+        raise ValueError(f"scale: got {scale!r} with b, accumulate or a float32 output; accepted: 1.0 there")
 
 
 def _heads(w: Tensor) -> Iterator[tuple[int, slice]]:

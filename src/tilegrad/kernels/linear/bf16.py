@@ -27,14 +27,14 @@ def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Sh
     return shapes
 
 
-def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
-    torch.mm(x, in_tile(scratch, "w16", w).t(), out=y)
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
+    product(x, in_tile(scratch, "w16", w).t(), out=y, accumulate=False, scale=scale)
     if b is not None:
         y.add_(in_tile(scratch, "b16", b))  # addmm(b, …) would copy b into y and read it again
 
 
-def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:
-    product(dy, in_tile(scratch, "w16", w), out=dx, accumulate=accumulate)
+def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scale: float, scratch: Scratch) -> None:
+    product(dy, in_tile(scratch, "w16", w), out=dx, accumulate=accumulate, scale=scale)
 
 
 def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: Scratch) -> None:

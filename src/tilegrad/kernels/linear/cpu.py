@@ -17,14 +17,18 @@ def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Sh
     return {}
 
 
-def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
     if b is not None:
         y.copy_(b)
     product(x, w.t(), out=y, accumulate=b is not None)
+    if scale != 1.0:
+        y.mul_(scale)
 
 
-def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:
+def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scale: float, scratch: Scratch) -> None:
     product(dy, w, out=dx, accumulate=accumulate)
+    if scale != 1.0:
+        dx.mul_(scale)
 
 
 def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: Scratch) -> None:

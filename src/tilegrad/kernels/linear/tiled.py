@@ -20,24 +20,24 @@ def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Sh
     return shapes | ({"dx32": ((rows, cin), acc)} if backward else {})
 
 
-def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
     for i in blocks(x.shape[0], ROWS):
         x32 = in_tile(scratch, "x32", x[i])
         for j in blocks(w.shape[0], COLS):
             y32 = tile_of(scratch["y32"], y[i, j])
             y32.zero_() if b is None else y32.copy_(b[j])
             _product(in_tile(scratch, "w32", w[j]), x32.t(), out=y32.t(), accumulate=True)
-            y[i, j].copy_(y32)
+            y[i, j].copy_(y32 if scale == 1.0 else y32.mul_(scale))
 
 
-def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:
+def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scale: float, scratch: Scratch) -> None:
     for i in blocks(dy.shape[0], ROWS):
         dx32 = tile_of(scratch["dx32"], dx[i])
         dx32.copy_(dx[i]) if accumulate else dx32.zero_()
         for j in blocks(w.shape[0], COLS):
             w32 = in_tile(scratch, "w32", w[j])
             _product(in_tile(scratch, "y32", dy[i, j]), w32, out=dx32, accumulate=True)
-        dx[i].copy_(dx32)
+        dx[i].copy_(dx32 if scale == 1.0 else dx32.mul_(scale))
 
 
 def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: Scratch) -> None:

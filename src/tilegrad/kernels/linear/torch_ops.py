@@ -16,8 +16,10 @@ def workspace(x: TensorLike, w: TensorLike, *, backward: bool, bias: bool) -> Sh
     return {}
 
 
-def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) -> None:
-    if x.device.type == "cpu":
+def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scale: float, scratch: Scratch) -> None:
+    if scale != 1.0:
+        product(x, w.t(), out=y, accumulate=False, scale=scale)
+    elif x.device.type == "cpu":
         if b is None:
             torch.mm(w, x.t(), out=y.t())
         else:
@@ -30,17 +32,19 @@ def fwd(x: Tensor, w: Tensor, b: Tensor | None, *, y: Tensor, scratch: Scratch) 
         torch.addmm(b, x, w.t(), out=y)
 
 
-def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scratch: Scratch) -> None:
-    product(dy, w, out=dx, accumulate=accumulate)
+def bwd_input(dy: Tensor, w: Tensor, *, dx: Tensor, accumulate: bool, scale: float, scratch: Scratch) -> None:
+    product(dy, w, out=dx, accumulate=accumulate, scale=scale)
 
 
 def bwd_weight(dy: Tensor, x: Tensor, *, dw: Tensor, accumulate: bool, scratch: Scratch) -> None:
     product(dy.t(), x, out=dw, accumulate=accumulate)
 
 
-def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool) -> None:
-    """out += a b if accumulate, else out = a b. On CUDA out may be float32 for bfloat16 a and b."""
-    if out.dtype == a.dtype:
+def product(a: Tensor, b: Tensor, *, out: Tensor, accumulate: bool, scale: float = 1.0) -> None:
+    """out += a b if accumulate, else out = scale · a b. On CUDA out may be float32 for bfloat16 a and b."""
+    if scale != 1.0:
+        torch.addmm(out, a, b, beta=0.0, alpha=scale, out=out)
+    elif out.dtype == a.dtype:
         out.addmm_(a, b) if accumulate else torch.mm(a, b, out=out)
     elif accumulate:
         torch.addmm(out, a, b, out_dtype=out.dtype, out=out)

@@ -1,0 +1,211 @@
+"""Products of rank r next to a linear layer.     x (N, Cin)   w (Cout, Cin)   a (P·r, Cin)   b_i (width_i, r)   u, du (N, P·r)
+
+    u = s x aᵀ           y = x wᵀ + b,  then y_i += u_i b_iᵀ             u_i: r columns of u      y_i: width_i columns of y
+    du_i = s dy_i b_i    db_i += dy_iᵀ u_i    dx = dy w + du a    da += duᵀ x          (accumulate=False: db_i = dy_iᵀ u_i)
+
+The scale s is in u and in du, so no other product has it. A part says where its columns begin: `Part(0, 16, 128)` is
+u[:, 16 : 16 + r], and columns 128 to 128 + width of the first of several outputs. A w (H, D, D) is one matrix per head.
+Products are those of `linear`, except du with db and da, which read the whole of dy and x for a few numbers. `LOW_RANK` is
+their table of kernels: each module offers `workspace`, `bwd` and `bwd_a`.
+
+A product of rank r does few FLOPs and reads and writes all of y. Where y is much wider than x, one product of joined matrices
+moves less memory, because only x and w are copied:
+
+    y = [x, u] [w, b_i]ᵀ + b          dx = [dy, du] [w; a]          b_i is in the columns of u_i, and 0 is in the others'
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import NamedTuple, Unpack
+
+import torch
+from torch import Tensor
+
+from .. import gpu
+from ..checks import check_columns, check_param, check_tensor
+from ..linear import linear_bwd_input, linear_fwd, linear_workspace, per_head_linear_bwd_input, per_head_linear_fwd
+from ..op import op
+from ..scratch import Form, Scratch, Shapes, TensorLike, accumulation_dtype, larger
+from ..table import Where
+
+MOST_RANKS = 64  # most columns of u for Triton: a tile of db is in registers
+
+
+class Problem(NamedTuple):
+    """The gradients of one part as the table sees them: dy (N, width) with u and b, or x with du and a."""
+
+    wide: TensorLike
+    thin: TensorLike
+    w: TensorLike
+
+
+def _triton_refuses(problem: Problem) -> str | None:
+    r = problem.thin.shape[1]
+    too_many = f"keeps a tile of db in registers: takes up to {MOST_RANKS} columns of u, not {r}"
+    return gpu.refusal(problem.wide) or (too_many if r > MOST_RANKS else None)
+
+
+LOW_RANK = gpu.triton_else_torch("low_rank", _triton_refuses)
+
+
+class Part(NamedTuple):
+    """Where a part is: the index of its output, and the first of its columns in u and in that output."""
+
+    output: int
+    rank_start: int
+    start: int
+
+
+def joins(w: TensorLike, dtype: torch.dtype, inputs: int, outputs: int) -> bool:
+    """Whether joined matrices move less memory in a product of w with many rows: the copies read and write the inputs, and a
+    second product reads and writes the outputs. It does not depend on the rows, so that every batch runs the same ops. On a
+    CPU w may have another dtype than x, and then it is not copied."""
+    return len(w.shape) == 2 and w.dtype == dtype and outputs >= 2 * inputs
+
+
+def low_rank_workspace(
+    x: TensorLike, a: TensorLike, bs: Sequence[TensorLike], *, backward: bool, kernel: str | None = None
+) -> Shapes:
+    """Name → (shape, dtype) of the scratch of the products with a and b_i; a base layer has its own."""
+    n, dtype, device = x.shape[0], x.dtype, x.device
+    if backward:
+        problems = [Problem(x, Form((n, a.shape[0]), dtype, device), a)]
+        for b in bs:
+            dy, u = (Form((n, size), dtype, device) for size in b.shape)
+            problems.append(Problem(dy, u, b))
+        return linear_workspace(x, a, backward=True, bias=False) | LOW_RANK.workspace(*problems, kernel=kernel)
+    shapes = linear_workspace(x, a, backward=False, bias=False)
+    for b in bs:
+        y, transposed = Form((n, b.shape[0]), dtype, device), Form((b.shape[1], b.shape[0]), b.dtype, device)
+        shapes = larger(shapes, linear_workspace(y, transposed, backward=True, bias=False))
+    return shapes
+
+
+@op(adds=("ys",))
+def low_rank_add_fwd(
+    u: Tensor, bs: list[Tensor], parts: tuple[Part, ...], *, ys: list[Tensor], scratch: Scratch | None = None
+) -> None:
+    """y_i += u_i b_iᵀ"""
+    _check(u, bs, parts, ys, "ys")
+    for (ui, y), b in zip(_columns(u, bs, parts, ys), bs, strict=True):
+        linear_bwd_input(ui, b.t(), dx=y, accumulate=True, scratch=scratch)
+
+
+@op()
+def low_rank_linear_fwd(
+    x: Tensor, w: Tensor, b: Tensor | None, u: Tensor, bs: list[Tensor], parts: tuple[Part, ...], *,
+    y: Tensor, base_scratch: Scratch | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """y = x wᵀ + b, then y_i += u_i b_iᵀ"""
+    (linear_fwd if len(w.shape) == 2 else per_head_linear_fwd)(x, w, b, y=y, scratch=base_scratch)
+    low_rank_add_fwd(u, bs, parts, ys=[y], scratch=scratch)
+
+
+@op()
+def join_fwd(x: Tensor, u: Tensor, *, joined: Tensor) -> None:
+    """joined = x with the columns of u next to it"""
+    check_tensor("joined", joined, (x.shape[0], x.shape[1] + u.shape[1]), x.dtype, x.device)
+    _copy(x, joined[:, : x.shape[1]])
+    _copy(u, joined[:, x.shape[1] :])
+
+
+@op()
+def joined_linear_fwd(
+    xu: Tensor, w: Tensor, b: Tensor | None, bs: list[Tensor], parts: tuple[Part, ...], *, y: Tensor, wb: Tensor
+) -> None:
+    """y = xu · wbᵀ + b, where wb is w with the columns of b_i next to it; overwrites wb"""
+    check_tensor("wb", wb, (w.shape[0], xu.shape[1]), w.dtype, w.device)
+    inputs = w.shape[1]
+    _copy(w, wb[:, :inputs])
+    wb[:, inputs:].zero_()
+    for at, own in zip(parts, bs, strict=True):
+        width, r = own.shape
+        first = inputs + at.rank_start
+        wb[at.start : at.start + width, first : first + r].copy_(own)
+    linear_fwd(xu, wb, b, y=y)
+
+
+@op()
+def joined_linear_bwd_input(
+    dy: Tensor, w: Tensor, du: Tensor, a: Tensor, *, dx: Tensor, joined: Tensor, wa: Tensor
+) -> None:
+    """dx = joined · wa, where joined is dy with du next to it, and wa is w with a below it; overwrites both"""
+    rows = w.shape[0]
+    check_tensor("wa", wa, (rows + a.shape[0], w.shape[1]), w.dtype, w.device)
+    join_fwd(dy, du, joined=joined)
+    wa[:rows].copy_(w)
+    wa[rows:].copy_(a)
+    linear_bwd_input(joined, wa, dx=dx, accumulate=False)
+
+
+def _copy(x: Tensor, y: Tensor) -> None:
+    """y = x, whose rows are contiguous: eight bytes at a time, which is twice as fast on a GPU as two."""
+    wide = 8 // x.element_size()
+    sizes = (x.shape[1], x.stride(0), y.stride(0), x.storage_offset(), y.storage_offset())
+    if wide > 1 and not any(size % wide for size in sizes):
+        x, y = x.view(torch.int64), y.view(torch.int64)
+    y.copy_(x)
+
+
+@op(accumulates=("dbs",))
+def low_rank_bwd(
+    dys: list[Tensor], u: Tensor, bs: list[Tensor], parts: tuple[Part, ...], scale: float, *,
+    du: Tensor, dbs: list[Tensor | None], accumulate: bool = True, **where: Unpack[Where],
+) -> None:  # fmt: skip
+    """du_i = scale · dy_i b_i   db_i += dy_iᵀ u_i; a db_i that is None is not computed"""
+    _check(u, bs, parts, dys, "dys")
+    check_tensor("du", du, tuple(u.shape), u.dtype, u.device)
+    columns = zip(_columns(u, bs, parts, dys), _columns(du, bs, parts, dys), bs, dbs, strict=True)
+    for (ui, dy), (dui, _), b, db in columns:
+        if db is not None:
+            check_tensor("dbs", db, tuple(b.shape), accumulation_dtype(u.dtype), u.device)
+        given = dy, ui, b, scale
+        LOW_RANK.run("bwd", Problem(dy, ui, b), *given, du=dui, db=db, accumulate=accumulate, **where)
+
+
+@op(accumulates=("da",))
+def low_rank_bwd_a(
+    du: Tensor, x: Tensor, a: Tensor, *, da: Tensor, accumulate: bool = True, **where: Unpack[Where]
+) -> None:
+    """da += duᵀ x; accumulate=False: overwritten. The values of a are not used."""
+    check_tensor("du", du, (x.shape[0], a.shape[0]), x.dtype, x.device)
+    check_param("a", a, (a.shape[0], x.shape[1]), x)
+    check_tensor("da", da, tuple(a.shape), accumulation_dtype(x.dtype), x.device)
+    for name, given in (("du", du), ("x", x), ("da", da)):
+        check_columns(name, given)
+    LOW_RANK.run("bwd_a", Problem(x, du, a), du, x, a, da=da, accumulate=accumulate, **where)
+
+
+@op(accumulates=("dx",))
+def low_rank_linear_bwd_input(
+    dy: Tensor, w: Tensor, du: Tensor, a: Tensor, *,
+    dx: Tensor, accumulate: bool, base_scratch: Scratch | None = None, scratch: Scratch | None = None,
+) -> None:  # fmt: skip
+    """dx = dy w + du a, or dx += dy w + du a if accumulate is True"""
+    base = linear_bwd_input if len(w.shape) == 2 else per_head_linear_bwd_input
+    base(dy, w, dx=dx, accumulate=accumulate, scratch=base_scratch)
+    linear_bwd_input(du, a, dx=dx, accumulate=True, scratch=scratch)
+
+
+def _columns(
+    u: Tensor, bs: list[Tensor], parts: tuple[Part, ...], outputs: list[Tensor]
+) -> list[tuple[Tensor, Tensor]]:
+    """(u_i, y_i) of each part."""
+    return [
+        (u[:, at.rank_start : at.rank_start + b.shape[1]], outputs[at.output][:, at.start : at.start + b.shape[0]])
+        for at, b in zip(parts, bs, strict=True)
+    ]
+
+
+def _check(u: Tensor, bs: list[Tensor], parts: tuple[Part, ...], outputs: list[Tensor], name: str) -> None:
+    for at, b in zip(parts, bs, strict=True):
+        (width, r), y = b.shape, outputs[at.output]
+        check_param(f"bs[{at.output}]", b, (width, r), u)
+        check_columns(f"{name}[{at.output}]", y)
+        check_tensor(f"{name}[{at.output}]", y, (u.shape[0], y.shape[1]), u.dtype, u.device)
+        if at.rank_start + r > u.shape[1] or at.start + width > y.shape[1]:
+            raise ValueError(
+                f"parts: got {at} with b {tuple(b.shape)}; accepted: columns inside u {tuple(u.shape)} and "
+                f"{name}[{at.output}] {tuple(y.shape)}"
+            )

@@ -1,0 +1,115 @@
+"""The gradients in Triton: dy, or x for da, is read once.       dy (N, W)   u, du (N, r)   b, db (W, r)
+
+    program (s, j)   has the columns of tile j and the row tiles s, s + S, s + 2S, …
+                     writes du_parts[j] = dy b of its rows and columns, and db_parts[s] = dyᵀ u of its rows
+    then             du = scale · Σ_j du_parts[j]         db (+)= Σ_s db_parts[s]
+
+da is dbᵀ with x in place of dy and du in place of u. Sums are float32, in the order of the grid: the same bits each time, and
+no atomics. The parts take r / BLOCK_W · 4 bytes for each number of dy: a fourth of the bytes of dy for r = 16.
+"""
+
+# mypy: disable-error-code="no-untyped-def,untyped-decorator,no-untyped-call"
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from ..gpu import ceil_div, launch, multiprocessors, padded
+from ..scratch import Scratch, Shapes, TensorLike
+
+BLOCK_N, BLOCK_BYTES = 64, 512  # rows of a tile of dy, and bytes of its rows
+PROGRAMS, WARPS, STAGES = 2, 8, 3  # PROGRAMS: per multiprocessor
+SUMMED = 32  # rows of parts that a program adds up
+
+
+@triton.jit
+def _low_rank_kernel(
+    dy, u, b, du_parts, db_parts, dy_n, u_n, b_w, n, w,
+    R: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_W: tl.constexpr, BLOCK_R: tl.constexpr, STAGES: tl.constexpr,
+):  # fmt: skip
+    """u None: no db; b None: no du. Outside (n, w) and R numbers are loaded as 0."""
+    s, splits, j = tl.program_id(0), tl.num_programs(0), tl.program_id(1)
+    columns, ranks = j * BLOCK_W + tl.arange(0, BLOCK_W), tl.arange(0, BLOCK_R)
+    inside = (columns < w)[:, None] & (ranks < R)[None, :]
+    if b is not None:
+        weights = tl.load(b + columns.to(tl.int64)[:, None] * b_w + ranks[None, :], inside, 0.0)
+    db = tl.zeros([BLOCK_W, BLOCK_R], tl.float32)
+
+    for first in tl.range(s * BLOCK_N, n, splits * BLOCK_N, num_stages=STAGES):
+        rows = first + tl.arange(0, BLOCK_N)
+        steps, in_u = rows.to(tl.int64)[:, None], (rows < n)[:, None] & (ranks < R)[None, :]
+        grad = tl.load(dy + steps * dy_n + columns[None, :], (rows < n)[:, None] & (columns < w)[None, :], 0.0)
+        if u is not None:
+            own = tl.load(u + steps * u_n + ranks[None, :], in_u, 0.0)
+            db = tl.dot(tl.trans(grad), own, db, input_precision="ieee")
+        if b is not None:
+            du = tl.dot(grad, weights, input_precision="ieee")
+            tl.store(du_parts + (j.to(tl.int64) * n + steps) * R + ranks[None, :], du, in_u)
+
+    if u is not None:
+        at = db_parts + (s.to(tl.int64) * w + columns[:, None]) * R + ranks[None, :]
+        tl.store(at, db, inside)
+
+
+@triton.jit
+def _sum_parts_kernel(
+    parts, out, count, n, scale, out_n, out_r,
+    R: tl.constexpr, ACCUMULATE: tl.constexpr, BLOCK: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
+    """out (+)= scale · Σ parts       parts (count, n, R)   out (n, R), with any strides"""
+    rows, ranks = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK), tl.arange(0, BLOCK_R)
+    inside, steps = (rows < n)[:, None] & (ranks < R)[None, :], rows.to(tl.int64)[:, None]
+    total = tl.zeros([BLOCK, BLOCK_R], tl.float32)
+
+    for k in range(count):
+        total += tl.load(parts + (tl.cast(k, tl.int64) * n + steps) * R + ranks[None, :], inside, 0.0)
+
+    total *= scale
+    at = out + steps * out_n + ranks[None, :] * out_r
+    if ACCUMULATE:
+        total += tl.load(at, inside, 0.0)
+    tl.store(at, total.to(out.dtype.element_ty), inside)
+
+
+def _tiles(wide: TensorLike) -> tuple[int, int, int]:
+    """(columns of a tile, number of column tiles, S). S never decreases with more rows."""
+    n, w = wide.shape
+    columns = max(16, min(BLOCK_BYTES // wide.dtype.itemsize, padded(w)))
+    tiles = ceil_div(w, columns)
+    splits = max(1, min(ceil_div(n, BLOCK_N), PROGRAMS * multiprocessors(wide.device) // tiles))
+    return columns, tiles, splits
+
+
+def workspace(wide: TensorLike, thin: TensorLike, w: TensorLike) -> Shapes:
+    (n, width), r, (_, tiles, splits) = wide.shape, thin.shape[1], _tiles(wide)
+    return {"du_parts": ((tiles, n, r), torch.float32), "db_parts": ((splits, width, r), torch.float32)}
+
+
+def bwd(
+    dy: Tensor, u: Tensor, b: Tensor, scale: float, *, du: Tensor, db: Tensor | None, accumulate: bool, scratch: Scratch
+) -> None:
+    _multiply(dy, u if db is not None else None, b, scratch)
+    _sum(scratch["du_parts"], out=du, scale=scale, accumulate=False)
+    if db is not None:
+        _sum(scratch["db_parts"], out=db, scale=1.0, accumulate=accumulate)
+
+
+def bwd_a(du: Tensor, x: Tensor, a: Tensor, *, da: Tensor, accumulate: bool, scratch: Scratch) -> None:
+    _multiply(x, du, None, scratch)
+    _sum(scratch["db_parts"], out=da.t(), scale=1.0, accumulate=accumulate)
+
+
+def _multiply(dy: Tensor, u: Tensor | None, b: Tensor | None, scratch: Scratch) -> None:
+    (n, w), (columns, tiles, splits), r = dy.shape, _tiles(dy), scratch["db_parts"].shape[2]
+    strides = (dy.stride(0), 0 if u is None else u.stride(0), 0 if b is None else b.stride(0))
+    constants = {"R": r, "BLOCK_N": BLOCK_N, "BLOCK_W": columns, "BLOCK_R": max(16, padded(r)), "STAGES": STAGES}
+    parts = scratch["du_parts"], scratch["db_parts"]
+    launch(_low_rank_kernel, (splits, tiles), dy, u, b, *parts, *strides, n, w, num_warps=WARPS, **constants)
+
+
+def _sum(parts: Tensor, *, out: Tensor, scale: float, accumulate: bool) -> None:
+    count, n, r = parts.shape
+    constants = {"R": r, "ACCUMULATE": accumulate, "BLOCK": SUMMED, "BLOCK_R": max(16, padded(r)), "num_warps": 4}
+    launch(_sum_parts_kernel, (ceil_div(n, SUMMED),), parts, out, count, n, scale, *out.stride(), **constants)

@@ -1,0 +1,27 @@
+"""`benchmarks.finetune` on a CPU with a small model and without the peer."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from benchmarks import finetune
+
+
+def test_a_small_shape_runs_without_the_peer_and_a_contender_that_fails_is_named(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert finetune.main(["--tiny", "--device", "cpu", "--no-peer", "--json", "--budget", "0.00001"]) == 1
+    told = capsys.readouterr()
+    rows = json.loads(told.out)
+    assert [row["contender"] for row in rows] == ["ours", "ours, all saved"]
+    assert all(row["tokens_per_s"] > 0 and row["ratio"] is None for row in rows)
+    assert "tiny, ours, budget:" in told.err and "memory_budget: got" in told.err
+
+
+def test_ratios_are_of_the_same_round() -> None:
+    found = {"ours": [(30.0, 5), (40.0, 5)], "peer": [(10.0, 9), (20.0, 8)], "ours, budget": [(1.0, 1), (1.0, 1)]}
+    rows = {row["contender"]: row for row in finetune.rows_of("0.5B", found)}
+    assert rows["ours"]["ratio"] == 2.5 and rows["peer"]["ratio"] is None and rows["ours, budget"]["ratio"] is None
+    assert rows["peer"]["peak_bytes"] == 9 and rows["ours"]["tokens_per_s"] == 35.0
