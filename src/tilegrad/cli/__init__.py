@@ -11,6 +11,7 @@ from .benches import add_benches
 from .checks import add_checks
 from .faults import complain, escape_what_cannot_be_shown, silence
 from .memory import add_memory
+from .models import add_models
 from .runs import add_runs
 from .weights import add_weights
 
@@ -31,6 +32,7 @@ def build_parser() -> Parser:
     parser.set_defaults(run=None, parser=parser)
     commands = parser.add_subparsers(metavar="COMMAND")
     add_runs(commands)
+    add_models(commands)
     add_weights(commands)
     add_memory(commands)
     add_checks(commands)

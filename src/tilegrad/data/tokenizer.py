@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator, Sequence
+import re
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
@@ -20,6 +21,9 @@ from .tokens import Tokens, check_range, token_dtype
 if TYPE_CHECKING:
     from tokenizers import Tokenizer as HuggingFaceTokenizer
 
+_BYTE = re.compile("<0x[0-9A-F]{2}>")
+_CONTEXT = 8  # tokens before the first that `stream_text` decodes with it, because some decoders strip a leading space
+
 
 class Tokenizer(Protocol):
     """Text ↔ tokens below vocab_size. `decode(encode(text)) == text`; an incomplete character decodes to �."""
@@ -32,6 +36,9 @@ class Tokenizer(Protocol):
     def decode(self, tokens: Sequence[int]) -> str: ...
 
     def json(self) -> str: ...
+
+    def byte_lengths(self) -> Tokens | None:
+        """How many bytes of text each token stands for, 0 for a special token; None if the tokenizer does not say."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +55,9 @@ class ByteTokenizer:
 
     def json(self) -> str:
         return json.dumps({"model": {"type": "bytes"}})
+
+    def byte_lengths(self) -> Tokens:
+        return np.ones(self.vocab_size, np.int64)
 
 
 @dataclass(frozen=True)
@@ -73,6 +83,24 @@ class BpeTokenizer:
 
     def json(self) -> str:
         return str(self.inner.to_str())
+
+    def byte_lengths(self) -> Tokens | None:
+        """Byte-level tokens have a character for each byte. SentencePiece's have ▁ for a space, and <0x0A> for a byte."""
+        decoder = json.loads(self.json())["decoder"] or {}
+        parts = {part.get("type") for part in decoder.get("decoders", [decoder])}
+        if not parts & {"ByteLevel", "ByteFallback", "Metaspace"}:
+            return None
+        added = self.inner.get_added_tokens_decoder()
+
+        def length(token: int) -> int:
+            text = self.inner.id_to_token(token) or ""
+            if token in added:
+                return 0 if added[token].special else len(text.encode("utf-8"))
+            if "ByteLevel" in parts:
+                return len(text)
+            return 1 if _BYTE.fullmatch(text) else len(text.replace("▁", " ").encode("utf-8"))
+
+        return np.array([length(token) for token in range(self.vocab_size)], np.int64)
 
 
 def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
@@ -116,6 +144,31 @@ def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:
     if all(token < tokenizer.vocab_size for token in tokens):
         return tokenizer.decode(tokens)
     return "".join(tokenizer.decode([token]) if token < tokenizer.vocab_size else "�" for token in tokens)
+
+
+def stream_text(tokenizer: Tokenizer, tokens: Iterable[int], *, after: Sequence[int] = ()) -> Iterator[str]:
+    """The text of tokens as they come; joined, it is their `decode_known`. A character whose bytes are in several tokens
+    comes with the last of them.        after: the tokens before the first
+
+    An incomplete character decodes to one � at the end, so only a � at the end can still change.
+    """
+    chunk = [token for token in after if token < tokenizer.vocab_size][-_CONTEXT:]
+    shown = len(tokenizer.decode(chunk))
+    for token in tokens:
+        if token >= tokenizer.vocab_size:  # not the tokenizer's: what was incomplete before it stays so
+            yield tokenizer.decode(chunk)[shown:] + "�"
+            chunk, shown = [], 0
+            continue
+        chunk.append(token)
+        text = tokenizer.decode(chunk)
+        if text.endswith("�"):
+            yield text[shown:-1]
+            shown = max(shown, len(text) - 1)
+        else:
+            yield text[shown:]
+            chunk = chunk[-_CONTEXT:]
+            shown = len(tokenizer.decode(chunk))
+    yield tokenizer.decode(chunk)[shown:]
 
 
 def _tokenizers() -> ModuleType:

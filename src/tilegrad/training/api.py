@@ -1,7 +1,9 @@
-"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.presets`. A run's modules are imported on first use."""
+"""Runs from Python: `tilegrad.train`, `tilegrad.load`, `tilegrad.evaluate`, `tilegrad.presets`. A run's modules are imported on
+first use."""
 
 from __future__ import annotations
 
+import os
 import warnings
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from .config import RunConfig, Sections, preset_run, read_toml
 if TYPE_CHECKING:
     from ..data.documents import Show
     from ..data.tokenizer import Tokenizer
+    from .evaluation import Evaluation
     from .loop import RunResult
     from .start import StrPath
 
@@ -124,6 +127,48 @@ def load(run: StrPath, *, best: bool = False, device: torch.device | str = "cpu"
     config, loaded = load_model(path)
     params = {name: tensor.to(device) for name, tensor in loaded.tensors.items()}
     return TrainedModel(config, params, own_tokenizer(folder, loaded.state), loaded.step, path)
+
+
+def evaluate(
+    run: StrPath,
+    data: StrPath | Sequence[StrPath] = (),
+    *,
+    best: bool = False,
+    batch_size: int | None = None,
+    seq_len: int | None = None,
+    device: str | None = None,
+    dtype: str | None = None,
+    show: Show | None = None,
+) -> Evaluation:
+    """Loss, perplexity and bits per byte of a run, a checkpoint or a folder of weights, as `tilegrad evaluate` prints them.
+
+    run         what `load` accepts
+    data        text files and folders; none: all windows that the run holds out for validation
+    batch_size  and seq_len: by default the run's own; for a folder of weights those that `--init` begins with
+    device      by default CUDA where there is one, else the CPU
+    dtype       by default the run's own; for a folder of weights bfloat16 on CUDA, float32 elsewhere
+    show        is called with each event and its numbers
+
+    >>> import tempfile, tilegrad
+    >>> folder = f"{tempfile.mkdtemp()}/small"
+    >>> small = {"model": {"n_layer": 1, "n_embd": 32}, "train": {"steps": 4, "batch_size": 2, "seq_len": 16}}
+    >>> result = tilegrad.train(small | {"data": {"validation_fraction": 3e-4}}, folder)
+    >>> tilegrad.evaluate(folder).loss == result.validation_loss
+    True
+    """
+    from ..data.documents import quiet
+    from ..pretrained.weights import is_weights
+    from .evaluation import evaluate_weights
+
+    files = [Path(data)] if isinstance(data, str | os.PathLike) else [Path(name) for name in data]
+    if not files and is_weights(Path(run)):
+        raise ValueError(
+            f"data: got none; accepted: text, because {run} is a folder of weights without validation data"
+        )
+    model = load(run, best=best)
+    given = {"batch_size": batch_size, "seq_len": seq_len, "dtype": dtype}
+    settings = {name: value for name, value in given.items() if value is not None}
+    return evaluate_weights(model.params, model.checkpoint, files, device=device, settings=settings, show=show or quiet)
 
 
 def presets() -> dict[str, RunConfig]:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 import numpy as np
 
-from ..data.batches import Batches, split, split_windows
+from ..data.batches import Batch, Batches, batches_in_order, split, split_windows
 from ..data.documents import Numbers
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import TokenFile, Tokens, unigram_entropy
@@ -37,6 +38,14 @@ class Dataset:
             windows = np.arange(-(-(len(held_out) - 1) // t.seq_len) if len(held_out) > t.seq_len else 0)
         batches = Batches(text, t.batch_size, t.seq_len, seed=t.seed, windows=training)
         return cls(file, tokenizer, unigram_entropy(tokens), batches, held_out, windows, summary)
+
+    def validation(self, batch_size: int, *, most: int | None = None, rank: int = 0, world: int = 1) -> Iterator[Batch]:
+        """The validation batches in their order, at most `most`; this rank gets every world-th of them."""
+        self.file.check_length()
+        seq_len = self.batches.seq_len
+        return batches_in_order(
+            self.held_out, batch_size, seq_len, most=most, windows=self.windows, rank=rank, world=world
+        )
 
     @property
     def training_tokens(self) -> int:
