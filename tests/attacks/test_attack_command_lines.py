@@ -129,7 +129,7 @@ def users(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A user's folder: texts, a configuration, two runs and their weights, and each of them damaged."""
     folder = tmp_path_factory.mktemp("user")
     with contextlib.chdir(folder), contextlib.redirect_stdout(io.StringIO()), pytest.MonkeyPatch.context() as patch:
-        patch.setattr(loop, "tensorboard_installed", lambda: False)
+        patch.setattr(loop, "chosen_loggers", lambda _log: ())
         text = "the quick brown fox jumps over the lazy dog. " * 12
         for name, content in {"text.txt": text, "empty.txt": "", "notes.txt": "mine", "run.toml": TOML}.items():
             Path(name).write_text(content, encoding="utf-8")
@@ -276,7 +276,7 @@ def look(folder: Path) -> dict[str, bytes | str]:
 
 
 def attack(users: Path, here: Path, seeds: range, monkeypatch: pytest.MonkeyPatch) -> Tally:
-    monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
+    monkeypatch.setattr(loop, "chosen_loggers", lambda _log: ())
     monkeypatch.setattr(gradcheck, "SAMPLES", 1)
     monkeypatch.setattr(bench_memory, "bench_memory", lambda **_options: 0)
     shutil.copytree(users, here / "user", symlinks=True)

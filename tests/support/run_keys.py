@@ -61,6 +61,7 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.linear": ('"plain"', ABSENT),
     "train.deterministic": YES_NO,
     "train.seed": ("0", "12345678901"),
+    "train.log": ('"auto"', '"none"', '["tensorboard"]', "[]"),
     "train.init": ("none", '"weights"'),  # a folder of weights of the same model
     "data.files": ('["text.txt"]', '["lines.jsonl", "text.txt"]', '"folder"', '["text.txt.gz"]', "[]"),
     "data.text_field": ('"text"', '"body"'),

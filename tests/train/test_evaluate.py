@@ -27,7 +27,7 @@ OTHER = "a naïve dog jumps over 🦊, and the brown fox is lazy. " * 9
 @pytest.fixture(autouse=True)
 def in_a_folder_with_texts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(loop, "tensorboard_installed", lambda: False)
+    monkeypatch.setattr(loop, "chosen_loggers", lambda _log: ())
     Path("text.txt").write_text(TEXT, encoding="utf-8")
     Path("other.txt").write_text(OTHER, encoding="utf-8")
 

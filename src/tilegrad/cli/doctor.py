@@ -44,6 +44,8 @@ EXTRAS = {  # extra → packages, what they are for
     "plot": (("matplotlib",), "tilegrad bench attention --plot"),
     "bpe": (("tokenizers",), "BPE tokenizers, and weights of Hugging Face with theirs"),
     "tensorboard": (("tensorboard",), "a run's curves in TensorBoard"),
+    "wandb": (("wandb",), "a run's curves in Weights & Biases (--log wandb)"),
+    "mlflow": (("mlflow",), "a run's curves in MLflow (--log mlflow)"),
     "hf": (("transformers", "accelerate", "peft", "trl"), "attention in Hugging Face models and trainers"),
 }
 
