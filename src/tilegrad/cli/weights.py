@@ -12,9 +12,11 @@ from .arguments import DTYPES, Commands, add_command, add_dtype
 def _import(args: argparse.Namespace) -> int:
     from ..pretrained.weights import open_weights, write_weights
 
-    source = open_weights(Path(args.source))
+    given = Path(args.source)
+    source = open_weights(given)
     params = source.read()
-    out = Path(args.out or f"models/{source.folder.resolve().name}")
+    name = source.folder.resolve().name if given.exists() else given.name  # not the revision of a cached ORG/NAME
+    out = Path(args.out or f"models/{name}")
     write_weights(out, params, source.config, origin=source.folder)
     name = shlex.quote(str(out))
     count = sum(p.numel() for p in params.values())
@@ -39,8 +41,9 @@ def _export(args: argparse.Namespace) -> int:
 def add_weights(commands: Commands) -> None:
     bring = add_command(commands, "import", "import Hugging Face weights: GPT-2, Llama, Mistral, Qwen2, Qwen3", _import)
     bring.add_argument(
-        "source", metavar="DIR_OR_FILE", help="a folder with config.json and *.safetensors, or one such file"
-    )
+        "source", metavar="DIR_OR_FILE",
+        help="a folder with config.json and *.safetensors, one such file, or ORG/NAME in Hugging Face's cache",
+    )  # fmt: skip
     bring.add_argument("--out", metavar="DIR", help="the new folder (default: models/ and the name of the source)")
     give = add_command(commands, "export", "write a run's weights as a folder that transformers loads", _export)
     give.add_argument("run_folder", metavar="RUN", help="the folder of a run, or a checkpoint in it")
