@@ -176,8 +176,8 @@ def test_embeddings(architecture: int, dtype: torch.dtype, tmp_path: Path) -> No
     x, w, dw = torch.empty(2048, 768, dtype=dtype), torch.empty(100, 768, dtype=dtype), torch.empty(1024, 768)
     tokens, scratch = torch.zeros(2, 1024, dtype=torch.int64), poisoned(triton_ops.workspace(x))
     with compiling(architecture, tmp_path) as found:
-        triton_ops.fwd(tokens, w, w, x=x, scratch={})
-        triton_ops.bwd(x, tokens, dwte=dw, dwpe=dw, accumulate=True, scratch=scratch)
+        triton_ops.fwd(tokens, w, w, None, x=x, scratch={})
+        triton_ops.bwd(x, tokens, None, dwte=dw, dwpe=dw, accumulate=True, scratch=scratch)
     backward = {"_dwpe_kernel", "_runs_kernel", "_join_kernel"}
     check(found, architecture, {"_embedding_kernel"} | backward)
 
@@ -203,9 +203,25 @@ def test_rope_and_dropout(architecture: int, dtype: torch.dtype, tmp_path: Path)
     x, table, seed = torch.empty(64, 36 * 64, dtype=dtype), torch.empty(64, 32), torch.zeros((), dtype=torch.int64)
     heads = x.view(1, 64, 36, 64)[:, :, :24]
     with compiling(architecture, tmp_path) as found:
-        rope_ops.rotate(heads, table, table, 1.0, y=heads, scratch={})
+        rope_ops.rotate(heads, table, table, None, 1.0, y=heads, scratch={})
         dropout_ops.fwd(x, seed, 0.1, 3, y=x, scratch={})
     check(found, architecture, {"_rotate_kernel", "_dropout_kernel"})
+
+
+def test_positions_of_packed_rows(tmp_path: Path) -> None:
+    from tilegrad.kernels.embedding import triton_ops as embedding
+    from tilegrad.kernels.rope import triton_ops as rope
+
+    x, w, dw = (
+        torch.empty(n, 768, dtype=dtype) for n, dtype in ((64, torch.bfloat16), (32, torch.bfloat16), (32, None))
+    )
+    tokens, table = torch.zeros(2, 32, dtype=torch.int64), torch.empty(32, 32)
+    heads, scratch = x.view(2, 32, 12, 64), poisoned(embedding.workspace(x))
+    with compiling(90, tmp_path) as found:
+        embedding.fwd(tokens, w, w, tokens, x=x, scratch={})
+        embedding.bwd(x, tokens, tokens, dwte=None, dwpe=dw, accumulate=False, scratch=scratch)
+        rope.rotate(heads, table, table, tokens, 1.0, y=heads, scratch={})
+    check(found, 90, {"_embedding_kernel", "_runs_kernel", "_join_kernel", "_rotate_kernel"})
 
 
 def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
@@ -221,10 +237,10 @@ def test_sizes_of_1_of_the_step(tmp_path: Path) -> None:
     with compiling(90, tmp_path) as found:
         scratch = poisoned(cross_entropy.workspace(x, table, backward=True))
         cross_entropy.run(x, table, token[0], one, out=Outputs(one, x, table), scratch=scratch)
-        embedding.fwd(token, table, table, x=x, scratch={})
+        embedding.fwd(token, table, table, None, x=x, scratch={})
         scratch = poisoned(embedding.workspace(x))
-        embedding.bwd(x, token, dwte=table, dwpe=table, accumulate=True, scratch=scratch)
+        embedding.bwd(x, token, None, dwte=table, dwpe=table, accumulate=True, scratch=scratch)
         global_norm.fwd([x[0]], norm=one, scratch=poisoned(global_norm.workspace(x[0])))
-        rope.rotate(heads, table, table, -1.0, y=heads, scratch={})
+        rope.rotate(heads, table, table, None, -1.0, y=heads, scratch={})
         dropout.fwd(x, token[0, 0], 2.0**-32, 1, y=x, scratch={})
     assert len(found) == 10

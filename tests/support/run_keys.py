@@ -62,9 +62,16 @@ KEYS: dict[str, tuple[str, ...]] = {
     "train.deterministic": YES_NO,
     "train.seed": ("0", "12345678901"),
     "train.log": ('"auto"', '"none"', '["tensorboard"]', "[]"),
+    "train.epochs": (ABSENT, "none"),  # tests/train/test_epochs.py has the others
+    "train.patience": ("0", "1", "7"),
     "train.init": ("none", '"weights"'),  # a folder of weights of the same model
     "data.files": ('["text.txt"]', '["lines.jsonl", "text.txt"]', '"folder"', '["text.txt.gz"]', "[]"),
     "data.text_field": ('"text"', '"body"'),
+    "data.format": ('"auto"', '"text"'),  # tests/train/test_finetune.py has conversations
+    "data.train_on": ('"assistant"', '"all"'),
+    "data.packing": ("none", "true", "false"),
+    "data.documents": ("2", "5", "16"),
+    "data.too_long": ('"auto"', '"cut"', '"split"'),
     "data.tokenizer": ('"bytes"', '"bpe"', '"tokenizer.json"'),
     "data.bpe_vocab_size": ("256", "290"),
     "data.validation_fraction": ("0", "0.1", "0.5"),
@@ -121,6 +128,9 @@ REFUSED: Mapping[tuple[str, ...], Rule] = {  # which values of these keys are re
     ("model.rope_theta", "model.rope_scaling"): lambda theta, scaling: theta == "1.0" and "yarn" in scaling,
     ("model.loss", "model.tie_embeddings"): lambda loss, tied: loss == '"embedding_mse"' and tied == "false",
     ("model.n_layer", "model.window_layers"): lambda layers, windowed: layers == "1" and windowed == "[1]",
+    ("train.patience", "train.eval_interval"): lambda patience, interval: patience != "0" and interval == "0",
+    ("train.patience", "train.eval_batches"): lambda patience, batches: patience != "0" and batches == "0",
+    ("train.patience", "data.validation_fraction"): lambda patience, fraction: patience != "0" and fraction == "0",
     ("model.vocab_size", "data.tokenizer"): lambda size, tokenizer: tokenizer == '"tokenizer.json"' and size == "256",
     ("model.vocab_size", "data.tokenizer", "data.bpe_vocab_size"): lambda size, tokenizer, bpe: (
         tokenizer == '"bpe"' and int(size) < int(bpe)

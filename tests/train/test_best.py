@@ -36,7 +36,7 @@ def in_a_folder_with_a_text(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 def evaluations(monkeypatch: pytest.MonkeyPatch, losses: dict[int, float]) -> None:
     """The validation losses by step."""
-    monkeypatch.setattr(Engine, "evaluate", lambda self, _tokens, _targets: losses[self.steps])
+    monkeypatch.setattr(Engine, "evaluate", lambda self, *_batch, **_ends: losses[self.steps])
 
 
 def best(folder: str = "run") -> Path:
@@ -47,7 +47,7 @@ def best(folder: str = "run") -> Path:
 def test_the_best_is_kept_and_named(monkeypatch: pytest.MonkeyPatch) -> None:
     weights: dict[int, torch.Tensor] = {}
 
-    def evaluate(self: Engine, _tokens: torch.Tensor, _targets: torch.Tensor) -> float:
+    def evaluate(self: Engine, *_batch: torch.Tensor, **_ends: torch.Tensor) -> float:
         weights[self.steps] = self.params["wte.weight"].clone()
         return {2: 3.0, 4: 2.0, 6: 2.5, 8: 2.0, 10: float("nan")}[self.steps]
 

@@ -98,7 +98,7 @@ def test_what_is_not_in_the_cache_is_refused_with_how_to_download_it(
 def test_a_part_of_a_model_is_not_in_the_cache(cache: Path) -> None:
     (cache / "snapshots" / REVISION / "config.json").unlink()
     assert cached_model(Path("some-org/a.Model-1")) is None
-    with pytest.raises(FileNotFoundError, match="hf download some-org/a.Model-1"):
+    with pytest.raises(FileNotFoundError, match=r"hf download some-org/a.Model-1"):
         open_weights(Path("some-org/a.Model-1"))
 
 
@@ -115,7 +115,7 @@ def test_links_that_leave_the_model_are_refused(cache: Path, tmp_path: Path) -> 
     weights.unlink()
     weights.symlink_to(tmp_path / "weights/model.safetensors")
     with pytest.raises(
-        ValueError, match="model.safetensors: got a link to .*; accepted: a file in the folder, or in blobs/"
+        ValueError, match=r"model.safetensors: got a link to .*; accepted: a file in the folder, or in blobs/"
     ):
         open_weights(name)
     shutil.rmtree(snapshot)

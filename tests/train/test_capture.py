@@ -8,9 +8,9 @@ from dataclasses import replace
 import pytest
 import torch
 from support.models import CONFIG, LLAMA, batch, clones, equal
-from torch import Tensor
 
 from tilegrad import Engine, ModelConfig
+from tilegrad.engine.batch import Batch
 from tilegrad.engine.capture import DeviceStep
 from tilegrad.engine.optimizer import MAX_SKIPPED
 
@@ -18,8 +18,8 @@ DROPOUT = replace(CONFIG, dropout=0.2)
 STREAM: torch.cuda.Stream = None  # type: ignore[assignment]  # only a capture uses it
 
 
-def device_step(engine: Engine, batches: list[tuple[Tensor, Tensor]], learning_rate: float) -> DeviceStep:
-    models = [engine._model(x.shape[0], x.shape[1], accumulate=i > 0) for i, (x, _) in enumerate(batches)]
+def device_step(engine: Engine, batches: list[Batch], learning_rate: float) -> DeviceStep:
+    models = [engine._model(x.shape[0], x.shape[1], accumulate=i > 0) for i, (x, *_) in enumerate(batches)]
     step = DeviceStep(models, engine.optimizer, STREAM)
     step.staged.write(
         batches, [m.draw_seeds(engine.seed, engine.draws + i) for i, m in enumerate(models)], learning_rate
@@ -32,8 +32,8 @@ def device_step(engine: Engine, batches: list[tuple[Tensor, Tensor]], learning_r
 def test_the_program_of_a_device_step_trains_as_the_engine_does(config: ModelConfig) -> None:
     a, b = Engine(config, 2, 8), Engine(config, 2, 8)
     for i in range(4):
-        batches = [batch(config, 2, 8, seed=2 * i), batch(config, 1, 5, seed=2 * i + 1)]
-        loss = a.step([x for x, _ in batches], [y for _, y in batches], (i + 1) / 128)
+        batches = [Batch(*batch(config, 2, 8, seed=2 * i)), Batch(*batch(config, 1, 5, seed=2 * i + 1))]
+        loss = a.step([x for x, *_ in batches], [y for _, y, _ in batches], (i + 1) / 128)
         step = device_step(b, batches, (i + 1) / 128)
         step.program()
         assert step.result[0].item() == pytest.approx(loss, rel=1e-6)
@@ -43,14 +43,14 @@ def test_the_program_of_a_device_step_trains_as_the_engine_does(config: ModelCon
 
 def test_no_target_at_all_gives_no_gradient() -> None:
     engine, (tokens, targets) = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
-    step = device_step(engine, [(tokens, torch.full_like(targets, -1))], 1e-2)
+    step = device_step(engine, [Batch(tokens, torch.full_like(targets, -1))], 1e-2)
     step.program()
     assert step.result.tolist() == [0.0, 0.0]
 
 
 def test_ten_skipped_in_a_row_freeze_the_weights_until_the_host_releases_them() -> None:
     engine, given = Engine(CONFIG, 2, 8), batch(CONFIG, 2, 8)
-    step = device_step(engine, [given], 1e-2)
+    step = device_step(engine, [Batch(*given)], 1e-2)
     step.program()
     weight = engine.params["ln_f.weight"]
     weight[0] = math.nan

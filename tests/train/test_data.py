@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 
-from tilegrad.data.batches import Batches, batches_in_order, split, split_windows
+from tilegrad.data.batches import Batches, Windows, batches_in_order, split, split_windows
 from tilegrad.data.documents import default_text, read_documents
 from tilegrad.data.prepare import prepare
 from tilegrad.data.tokenizer import ByteTokenizer, load_tokenizer, train_bpe
@@ -285,9 +285,10 @@ def test_validation_windows_are_drawn_across_the_text_and_never_learned_from() -
     assert [len(part) for part in split_windows(tokens, 10, 0.0)] == [1000, 0]
     assert not np.array_equal(validation, split_windows(tokens, 10, 0.1, seed=4)[1])
     assert np.array_equal(validation, split_windows(tokens, 10, 0.1, seed=3)[1])
-    batches = Batches(tokens, 9, 10, seed=3, windows=train)
+    batches = Batches(Windows(tokens, 10, train), 9, seed=3)
     learned = [target for _ in range(100) for target in batches.next()[1].flatten().tolist()]
-    seen = [y for _, targets in batches_in_order(tokens, 7, 10, windows=validation) for y in targets.flatten().tolist()]
+    held_out = batches_in_order(Windows(tokens, 10, validation), 7)
+    seen = [y for _, targets, _ in held_out for y in targets.flatten().tolist()]
     assert sorted(learned + seen) == list(range(1, 10_001))
     assert batches.position == (0, 900)
 
@@ -306,8 +307,8 @@ def test_unigram_entropy(monkeypatch: pytest.MonkeyPatch) -> None:
 def epoch(batches: Batches) -> list[int]:
     """Every target that one epoch counts."""
     begin, seen = batches.position[0], []
-    while batches.position[0] == begin and batches.position[1] < batches.windows:
-        tokens, targets = batches.next()
+    while batches.position[0] == begin and batches.position[1] < batches.rows_in_epoch:
+        tokens, targets, _ = batches.next()
         assert tokens.shape == targets.shape and tokens.dtype == targets.dtype == torch.int64
         known = targets >= 0
         assert torch.equal(tokens[known] + 1, targets[known])
@@ -318,20 +319,20 @@ def epoch(batches: Batches) -> list[int]:
 
 @pytest.mark.parametrize("count", [33, 40, 41, 64, 65])
 def test_in_an_epoch_each_token_but_the_first_is_a_target_once(count: int) -> None:
-    batches = Batches(np.arange(count), 1, 8, seed=3)
+    batches = Batches(Windows(np.arange(count), 8), 1, seed=3)
     first, second = epoch(batches), []
-    while batches.position[0] == 0 or batches.position[1] < batches.windows:
+    while batches.position[0] == 0 or batches.position[1] < batches.rows_in_epoch:
         targets = batches.next()[1]
         second += targets[targets >= 0].tolist()
     assert sorted(first) == sorted(second) == list(range(1, count))
     assert first != second, "an order for each epoch"
-    assert first != epoch(Batches(np.arange(count), 1, 8, seed=4)), "an order for each seed"
-    assert first == epoch(Batches(np.arange(count), 1, 8, seed=3))
+    assert first != epoch(Batches(Windows(np.arange(count), 8), 1, seed=4)), "an order for each seed"
+    assert first == epoch(Batches(Windows(np.arange(count), 8), 1, seed=3))
 
 
 def test_the_order_does_not_depend_on_the_batch_size() -> None:
     tokens = np.arange(100)
-    one, three = Batches(tokens, 1, 8), Batches(tokens, 3, 8)
+    one, three = Batches(Windows(tokens, 8), 1), Batches(Windows(tokens, 8), 3)
     rows = torch.cat([one.next()[0] for _ in range(39)])
     assert torch.equal(rows, torch.cat([three.next()[0] for _ in range(13)]))  # 13 windows: batches span epochs
     assert one.position == three.position == (2, 13)
@@ -340,53 +341,53 @@ def test_the_order_does_not_depend_on_the_batch_size() -> None:
 def test_resume_is_exact() -> None:
     tokens = np.random.default_rng(1).integers(0, 256, 1000).astype(np.uint16)
     for steps in (0, 1, 7, 8, 50):
-        whole = Batches(tokens, 4, 16, seed=5)
+        whole = Batches(Windows(tokens, 16), 4, seed=5)
         for _ in range(steps):
             whole.next()
         state = json.loads(json.dumps(whole.state()))
-        resumed = Batches(tokens, 4, 16, seed=5)
+        resumed = Batches(Windows(tokens, 16), 4, seed=5)
         resumed.restore(state)
         assert resumed.position == whole.position
         for _ in range(40):
-            for a, b in zip(whole.next(), resumed.next(), strict=True):
+            for a, b in zip(whole.next()[:2], resumed.next()[:2], strict=True):
                 assert torch.equal(a, b)
 
 
 def test_a_position_of_another_run_is_refused() -> None:
     tokens = np.arange(100)
-    state = Batches(tokens, 4, 8, seed=5).state()
+    state = Batches(Windows(tokens, 8), 4, seed=5).state()
     with pytest.raises(ValueError, match="seed: got 6; accepted: 5, as in the saved position"):
-        Batches(tokens, 4, 8, seed=6).restore(state)
+        Batches(Windows(tokens, 8), 4, seed=6).restore(state)
     with pytest.raises(ValueError, match="seq_len: got 16; accepted: 8, as in the saved position"):
-        Batches(tokens, 4, 16, seed=5).restore(state)
+        Batches(Windows(tokens, 16), 4, seed=5).restore(state)
     other = tokens.copy()
     other[50] = 0
     with pytest.raises(ValueError, match="tokens_sha256"):
-        Batches(other, 4, 8, seed=5).restore(state)
-    with pytest.raises(ValueError, match=r"position: got \(0, 14\); accepted: epoch ≥ 0, windows 0 … 13"):
-        Batches(tokens, 4, 8, seed=5).restore(state | {"index": 14})
+        Batches(Windows(other, 8), 4, seed=5).restore(state)
+    with pytest.raises(ValueError, match=r"position: got \(0, 14\); accepted: epoch ≥ 0, rows 0 … 13"):
+        Batches(Windows(tokens, 8), 4, seed=5).restore(state | {"index": 14})
 
 
 def test_a_text_shorter_than_a_window_is_an_error_with_the_remedy() -> None:
     with pytest.raises(
         ValueError, match=r"tokens: got 8; accepted: at least one window, seq_len \+ 1 = 9; give more text"
     ):
-        Batches(np.arange(8), 1, 8)
+        Batches(Windows(np.arange(8), 8), 1)
     with pytest.raises(ValueError, match="tokens: got 0; accepted: at least one window"):
-        next(batches_in_order(np.arange(0), 1, 8))
-    assert Batches(np.arange(9), 1, 8).windows == 1
+        next(batches_in_order(Windows(np.arange(0), 8), 1))
+    assert Batches(Windows(np.arange(9), 8), 1).rows_in_epoch == 1
     with pytest.raises(ValueError, match="batch_size: got 0"):
-        Batches(np.arange(9), 0, 8)
+        Batches(Windows(np.arange(9), 8), 0)
     with pytest.raises(ValueError, match="seq_len: got 0"):
-        Batches(np.arange(9), 1, 0)
+        Batches(Windows(np.arange(9), 0), 1)
 
 
 def test_evaluation_sees_every_window_in_order() -> None:
     tokens = np.arange(100)
-    batches = list(batches_in_order(tokens, 5, 8))
+    batches = list(batches_in_order(Windows(tokens, 8), 5))
     assert [len(b[0]) for b in batches] == [5, 5, 3]
     targets = torch.cat([b[1] for b in batches]).flatten()
     assert targets[targets >= 0].tolist() == list(range(1, 100))
     assert (targets == -1).sum() == 13 * 8 - 99
-    first = list(batches_in_order(tokens, 5, 8, most=2))
+    first = list(batches_in_order(Windows(tokens, 8), 5, most=2))
     assert len(first) == 2 and torch.equal(first[1][0], batches[1][0])

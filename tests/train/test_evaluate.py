@@ -151,7 +151,7 @@ def test_what_cannot_be_evaluated_is_refused_with_a_sentence(
 def test_a_run_that_holds_out_nothing_needs_text(capsys: pytest.CaptureFixture[str]) -> None:
     trained(data_validation_fraction=0)
     assert main(["evaluate", "run"]) == 2
-    assert "got a run that holds out no window for validation; accepted: text, with --data" in capsys.readouterr().err
+    assert "got a run that holds out nothing for validation; accepted: text, with --data" in capsys.readouterr().err
     assert tilegrad.evaluate("run", ["other.txt"]).tokens == len(OTHER.encode()) - 1
 
 
@@ -165,7 +165,7 @@ def test_a_loss_that_is_no_cross_entropy_has_neither_perplexity_nor_bits() -> No
 def test_diverged_weights_are_null_in_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     capsys.readouterr()
     for loss, want in ((math.nan, None), (800.0, 800.0)):
-        monkeypatch.setattr(tilegrad.Engine, "evaluate", lambda *_, loss=loss: loss)
+        monkeypatch.setattr(tilegrad.Engine, "evaluate", lambda *_, loss=loss, **_ends: loss)
         assert main(["evaluate", "run", "--json"]) == 0
         found = json.loads(capsys.readouterr().out)
         assert found["loss"] == want and found["perplexity"] is None

@@ -25,8 +25,8 @@ from tilegrad.training.config import LIMITS, MAX_STEP_TOKENS, RunConfig, TrainCo
 KEYS = {
     "model": ("n_layer", "vocab_size", "block_size", "n_head", "n_embd", "ffn_dim", "n_kv_head", "window", "head_size"),
     "train": ("steps", "batch_size", "gradient_accumulation", "seq_len", "eval_interval", "keep_checkpoints", "seed",
-              "warmup_steps", "eval_batches", "checkpoint_interval", "log_interval", "sample_tokens"),
-    "data": ("bpe_vocab_size",),
+              "warmup_steps", "eval_batches", "checkpoint_interval", "log_interval", "sample_tokens", "epochs", "patience"),
+    "data": ("bpe_vocab_size", "documents"),
 }  # fmt: skip
 
 

@@ -1,5 +1,5 @@
-"""Weights & Biases and MLflow get every number of log.jsonl. CI has stand-ins with the same calls (support/fake_loggers); where the
-packages are installed, their own offline modes are tested too."""
+"""Weights & Biases and MLflow get every number of log.jsonl. CI has stand-ins with the same calls (support/fake_loggers); the
+packages themselves are tested in their offline modes, where they are installed."""
 
 from __future__ import annotations
 
@@ -22,9 +22,10 @@ from tilegrad.training.log import read_log
 
 FAKES = Path(__file__).parents[1] / "support" / "fake_loggers"
 SMALL = (
-    "--model.n_layer 1 --model.n_head 2 --model.n_embd 16 --model.block_size 16 --batch-size 2 --data text.txt --out run "
-    "--train.eval_interval 2 --train.eval_batches 1 --train.checkpoint_interval 2 --train.sample_tokens 0"
-).split()
+    "--model.n_layer", "1", "--model.n_head", "2", "--model.n_embd", "16", "--model.block_size", "16", "--batch-size", "2",
+    "--data", "text.txt", "--out", "run", "--train.eval_interval", "2", "--train.eval_batches", "1",
+    "--train.checkpoint_interval", "2", "--train.sample_tokens", "0",
+)  # fmt: skip
 Point = tuple[str, int, float]
 
 
@@ -132,7 +133,7 @@ def test_wandb_writes_through_no_link(fakes: dict[str, list[str]], capsys: pytes
 
 def test_a_run_that_ends_with_an_error_is_marked(fakes: dict[str, list[str]], monkeypatch: pytest.MonkeyPatch) -> None:
     assert not fakes["mlflow"]
-    monkeypatch.setattr(tilegrad.Engine, "evaluate", lambda *_: 1 / 0)
+    monkeypatch.setattr(tilegrad.Engine, "evaluate", lambda *_, **_ends: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         main(["train", *SMALL, "--steps", "2", "--log", '["wandb", "mlflow"]'])
     assert of_mlflow()[1]["status"] == "FAILED" and of_wandb()[1][-1] == {"call": "finish", "exit_code": 1}
@@ -159,7 +160,7 @@ def test_a_logger_that_is_not_installed_is_refused_with_the_pip_line(
 @pytest.mark.parametrize("given", ["wandbs", 3, None, ["auto"], ["wandb", "wandb"], ["none"], [[]], True])
 def test_a_logger_that_there_is_not_is_refused(given: Any) -> None:
     with pytest.raises(
-        ValueError, match="^log: got .*; accepted: 'auto', 'none', or tensorboard, wandb, mlflow, or a list"
+        ValueError, match=r"^log: got .*; accepted: 'auto', 'none', or tensorboard, wandb, mlflow, or a list"
     ):
         TrainConfig(log=given)
 
@@ -190,7 +191,7 @@ def test_wandb_offline_for_real(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {"WANDB_MODE": "offline", "WANDB_SILENT": "true"}.items():
         monkeypatch.setenv(name, value)
     for steps in (["--steps", "3"], ["--resume", "run", "--steps", "5"]):
-        assert main(["train", *(SMALL if "--resume" not in steps else []), *steps, "--log", "wandb"]) == 0
+        assert main(["train", *(SMALL if "--resume" not in steps else ()), *steps, "--log", "wandb"]) == 0
     files = sorted(Path("run/wandb").glob("offline-run-*/*.wandb"))
     assert len(files) == 2 and len({file.name for file in files}) == 1
     assert sorted(point for file in files for point in wandb_records(file)) == sorted(logged())
@@ -203,7 +204,7 @@ def test_mlflow_in_a_file_for_real(monkeypatch: pytest.MonkeyPatch, tmp_path: Pa
 
     monkeypatch.setenv("MLFLOW_TRACKING_URI", f"sqlite:///{tmp_path}/m.db")
     for steps in (["--steps", "3"], ["--resume", "run", "--steps", "5"]):
-        assert main(["train", *(SMALL if "--resume" not in steps else []), *steps, "--log", "mlflow"]) == 0
+        assert main(["train", *(SMALL if "--resume" not in steps else ()), *steps, "--log", "mlflow"]) == 0
     client = MlflowClient()
     run = json.loads(Path("run/loggers.json").read_text(encoding="utf-8"))["mlflow"]
     for name in ("loss/train", "loss/validation", "gradient_norm/train", "bytes/data"):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import html
-import importlib.util
 import json
 import math
 import resource
@@ -21,7 +20,6 @@ import torch
 from tilegrad.memory.page import Span, timeline_page
 from tilegrad.memory.types import BufferType
 from tilegrad.text import environment
-from tilegrad.training import log
 from tilegrad.training.config import preset_run
 from tilegrad.training.log import RunLog, read_log
 from tilegrad.training.report import run_report, run_tables

@@ -22,13 +22,14 @@ def _plan(args: argparse.Namespace) -> int:
     from ..engine.recompute import OverBudget, choose_recompute
     from ..engine.spec import StepSpec
     from ..text.atomic import check_replaceable
-    from ..training.config import run_from
+    from ..training.config import run_from, settled
 
     page = Path(args.html) if args.html is not None else None
     if page is not None:
         check_replaceable(page, '<meta name="generator" content="tilegrad">')
     content = given_keys(args)
-    run, where = run_from(content, args.config or "flags"), Path(args.config).stem if args.config else None
+    run = settled(run_from(content, args.config or "flags"))
+    where = Path(args.config).stem if args.config else None
     t = run.train
     check_device(t.device)
     if args.world_size < 1:
@@ -36,7 +37,8 @@ def _plan(args: argparse.Namespace) -> int:
     device = torch.device(t.device)
     spec = StepSpec(
         run.model, t.batch_size, t.seq_len, getattr(torch, t.dtype), device,
-        linear=t.linear, deterministic=t.deterministic or t.device == "cpu", world=args.world_size, **sharding_of(args),
+        linear=t.linear, deterministic=t.deterministic or t.device == "cpu", world=args.world_size,
+        documents=run.documents, **sharding_of(args),
     )  # fmt: skip
     largest, largest_sentence = _largest_batch(spec, t.memory_budget) if args.fit else ({}, "")
     try:

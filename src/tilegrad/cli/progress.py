@@ -46,8 +46,9 @@ def _message(event: str, n: Numbers) -> str | None:
     if event == "start":
         resumed = f", resumed from {n['resumed_from']} at step {n['step']:,}" if n["resumed_from"] else ""
         idle = f"{n['idle_ranks']} of {n['ranks']} ranks have no micro-batch: gradient_accumulation is {n['micro_batches']}\n"
+        epochs = f"{n['epochs']} epoch{'s' * (n['epochs'] > 1)} are {n['steps']:,} steps\n" if n.get("epochs") else ""
         return (idle if n["idle_ranks"] else "") + (
-            f"{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, "
+            f"{epochs}{n['parameters']:,} parameters, {n['tokens']:,} tokens to learn from, "
             f"{human(n['planned_bytes'])} planned{resumed}\n"
             f"The text's unigram entropy, the loss of knowing only token frequencies: {n['unigram_entropy']:.4f} nats"
         )
@@ -55,19 +56,48 @@ def _message(event: str, n: Numbers) -> str | None:
         return str(n["doing"])
     if event == "data":
         left_out = f"; {n['left_out']:,} files of other kinds are left out" if n["left_out"] else ""
-        documents = (
-            f"{n['documents']:,} document{'s' * (n['documents'] != 1)} in {n['files']:,} file{'s' * (n['files'] != 1)}"
-        )
-        return f"{documents}, {n['bytes']:,} bytes, {n['tokens']:,} tokens{left_out}"
+        kind = f"conversation{'s' * (n['documents'] != 1)} ({n['format']})" if n.get("format") else None
+        kind = kind or f"document{'s' * (n['documents'] != 1)}"
+        documents = f"{n['documents']:,} {kind} in {n['files']:,} file{'s' * (n['files'] != 1)}"
+        lines = [f"{documents}, {n['bytes']:,} bytes, {n['tokens']:,} tokens{left_out}", *_ends(n), *_rows(n)]
+        return "\n".join(lines)
     if event == "validation":
         below = n["unigram_entropy"] - n["loss"]
         where = f"{abs(below):.2f} {'below' if below > 0 else 'above'} the unigram entropy"
         return f"step {n['step']:>6,}  validation loss {n['loss']:.4f}, {where}"
     if event == "evaluate":
         return f"{n['batch']:,} of {n['batches']:,} batches, loss so far {n['loss']:.4f}"
+    if event == "early":
+        return f"step {n['step']:>6,}  the end: {n['reason']}"
     if event == "stop":
         return f"{n['signal']} after step {n['step']:,}: saving"
     return None
+
+
+def _ends(n: Numbers) -> Iterator[str]:
+    """How documents become text, and what ends them."""
+    if n.get("format"):
+        yield f"Chat template: {n['template'] or 'none; the completion follows the prompt'}"
+    if n.get("eos"):
+        yield f"EOS {n['eos']!r} ends each " + ("conversation" if n.get("format") else "document")
+    elif "eos" in n:
+        yield "The tokenizer has no EOS: a blank line ends each document"
+
+
+def _rows(n: Numbers) -> Iterator[str]:
+    """What becomes of the documents, where rows are made of them."""
+    if "rows" not in n:
+        return
+    yield (
+        f"{n['pieces'] - n['held_out']:,} to train on and {n['held_out']:,} for validation; {n['trained']:,} targets in "
+        f"{n['rows']:,} rows, {n['padding']:.1%} padding"
+    )
+    if n["cut"]:
+        yield f"{n['cut']:,} longer than a row are cut: {n['cut_tokens']:,} tokens are lost (data.too_long)"
+    if n["dropped"]:
+        yield f"{n['dropped']:,} longer than a row are left out (data.too_long)"
+    if n["untrained"]:
+        yield f"{n['untrained']:,} are left out, because nothing in them is trained on"
 
 
 @contextmanager

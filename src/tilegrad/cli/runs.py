@@ -88,6 +88,8 @@ def _print_result(result: RunResult) -> None:
     ]
     if result.validation_loss is not None:
         rows.insert(2, ("validation loss", f"{result.validation_loss:.4f}"))
+    if result.ended_early is not None:
+        rows.append(("ended early", result.ended_early))
     if result.best is not None:
         rows.insert(3, ("its best", f"{result.best.validation_loss:.4f} after {result.best.step:,} steps"))
     print(f"\n{table(('', 'result'), rows)}\n\nA sample:\n{result.sample}\n\nThe report: {result.report}")

@@ -1,22 +1,65 @@
-"""Tokens → batches, in an order that depends only on the seed and the position.
+"""Rows → batches, in an order that depends only on the seed and the position.
 
-Window w has inputs tokens[wT : wT + T] and targets tokens[wT + 1 : wT + T + 1]. Neighbouring windows share one token, so
-in an epoch every token except the first is a target once. The last window may be shorter: it is padded with token 0 and
-target −1, which the loss ignores.
+A row is a window of a text, or several documents (packing.py). Window w has inputs tokens[wT : wT + T] and targets
+tokens[wT + 1 : wT + T + 1]. Neighbouring windows share one token, so in an epoch every token except the first is a target
+once. The last window may be shorter: it is padded with token 0 and target −1, which the loss ignores.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import TypedDict
+from typing import Protocol, TypedDict
 
 import numpy as np
 import torch
 
+from .packing import Batch, Order, Row
 from .tokens import Tokens, tokens_sha256
 
-Batch = tuple[torch.Tensor, torch.Tensor]  # tokens, targets (b, T) int64
+
+class Rows(Protocol):
+    """What batches are made of: `Windows` or `PackedRows`."""
+
+    seq_len: int
+
+    def order(self, seed: int, epoch: int) -> Order:
+        """The rows of an epoch."""
+
+    def in_order(self) -> Order:
+        """Every row, for evaluation."""
+
+    def gather(self, rows: Sequence[Row]) -> Batch: ...
+
+    def sha256(self) -> str: ...
+
+
+class Windows:
+    """Windows of a text; `numbers` are those to use, by default all."""
+
+    def __init__(self, tokens: Tokens, seq_len: int, numbers: Tokens | None = None) -> None:
+        self.tokens, self.seq_len = tokens, seq_len
+        self.numbers = np.arange(_count_windows(tokens, seq_len)) if numbers is None else numbers
+
+    def order(self, seed: int, epoch: int) -> Order:
+        return self.numbers[np.random.default_rng([seed, epoch]).permutation(len(self.numbers))][:, None]
+
+    def in_order(self) -> Order:
+        return self.numbers[:, None]
+
+    def gather(self, rows: Sequence[Row]) -> Batch:
+        inputs = torch.zeros(len(rows), self.seq_len, dtype=torch.int64)
+        targets = torch.full((len(rows), self.seq_len), -1, dtype=torch.int64)
+        for row, window in enumerate(int(numbers[0]) for numbers in rows):
+            piece = torch.from_numpy(
+                self.tokens[window * self.seq_len : (window + 1) * self.seq_len + 1].astype(np.int64)
+            )
+            inputs[row, : len(piece) - 1] = piece[:-1]
+            targets[row, : len(piece) - 1] = piece[1:]
+        return inputs, targets, None
+
+    def sha256(self) -> str:
+        return tokens_sha256(self.tokens)
 
 
 class BatchesState(TypedDict):
@@ -26,7 +69,7 @@ class BatchesState(TypedDict):
     index: int
     seed: int
     seq_len: int
-    tokens_sha256: str
+    tokens_sha256: str  # of what the rows are made of
 
 
 def split(tokens: Tokens, validation_fraction: float) -> tuple[Tokens, Tokens]:
@@ -47,49 +90,52 @@ def split_windows(tokens: Tokens, seq_len: int, validation_fraction: float, *, s
 
 
 class Batches:
-    """Endless batches for training: `next()` gives batch_size windows, in an order drawn for each epoch.
+    """Endless batches for training: `next()` gives batch_size rows, in an order drawn for each epoch.
 
-    A batch may span two epochs, so every batch has batch_size windows. `windows` are the numbers of the windows to use,
-    by default all. `position` is (epoch, number of its windows already read).
+    A batch may span two epochs, so every batch has batch_size rows. `position` is (epoch, number of its rows already read).
     """
 
-    def __init__(
-        self, tokens: Tokens, batch_size: int, seq_len: int, *, seed: int = 0, windows: Tokens | None = None
-    ) -> None:
+    def __init__(self, rows: Rows, batch_size: int, *, seed: int = 0) -> None:
         if batch_size < 1:
             raise ValueError(f"batch_size: got {batch_size}; accepted: at least 1")
         if seed < 0:
             raise ValueError(f"seed: got {seed}; accepted: at least 0")
-        self._numbers = np.arange(_count_windows(tokens, seq_len)) if windows is None else windows
-        self.windows = len(self._numbers)
-        self.batch_size = batch_size
-        self.seq_len = seq_len
-        self.seed = seed
-        self.tokens = tokens
-        self._sha256 = tokens_sha256(tokens)
+        self.rows, self.batch_size, self.seed = rows, batch_size, seed
+        self._sha256 = rows.sha256()
         self._move(0, 0)
 
     @property
     def position(self) -> tuple[int, int]:
         return self._epoch, self._index
 
+    @property
+    def rows_in_epoch(self) -> int:
+        """Rows of this epoch; packed rows may be fewer or more in the next."""
+        return len(self._order)
+
+    def rows_in(self, epochs: int) -> int:
+        """Rows of the first `epochs` epochs."""
+        if isinstance(self.rows, Windows):
+            return epochs * len(self.rows.numbers)
+        return sum(len(self.rows.order(self.seed, epoch)) for epoch in range(epochs))
+
     def next(self) -> Batch:
-        return _gather(self.tokens, self._pick(), self.seq_len)
+        return self.rows.gather(self._pick())
 
     def deal(self, count: int, rank: int, world: int) -> list[Batch]:
         """This rank's share of the next `count` batches: every world-th. The position is the same on all ranks, so a run
         may resume on any number of ranks."""
         picked = [self._pick() for _ in range(count)]
-        return [_gather(self.tokens, windows, self.seq_len) for windows in picked[rank::world]]
+        return [self.rows.gather(rows) for rows in picked[rank::world]]
 
-    def _pick(self) -> list[int]:
-        """The next batch_size windows."""
-        picked: list[int] = []
+    def _pick(self) -> list[Row]:
+        """The next batch_size rows."""
+        picked: list[Row] = []
         while len(picked) < self.batch_size:
-            if self._index == self.windows:
+            if self._index == len(self._order):
                 self._move(self._epoch + 1, 0)
             more = self._order[self._index : self._index + self.batch_size - len(picked)]
-            picked += more.tolist()
+            picked.extend(more)
             self._index += len(more)
         return picked
 
@@ -99,7 +145,7 @@ class Batches:
             "epoch": self._epoch,
             "index": self._index,
             "seed": self.seed,
-            "seq_len": self.seq_len,
+            "seq_len": self.rows.seq_len,
             "tokens_sha256": self._sha256,
         }
 
@@ -114,30 +160,23 @@ class Batches:
         self._move(state["epoch"], state["index"])
 
     def _move(self, epoch: int, index: int) -> None:
-        if epoch < 0 or not 0 <= index <= self.windows:
-            raise ValueError(f"position: got ({epoch}, {index}); accepted: epoch ≥ 0, windows 0 … {self.windows}")
-        self._epoch, self._index = epoch, index
-        self._order = self._numbers[np.random.default_rng([self.seed, epoch]).permutation(self.windows)]
+        order: Order = self.rows.order(self.seed, epoch) if epoch >= 0 else []
+        if epoch < 0 or not 0 <= index <= len(order):
+            raise ValueError(f"position: got ({epoch}, {index}); accepted: epoch ≥ 0, rows 0 … {len(order)}")
+        self._epoch, self._index, self._order = epoch, index, order
 
 
 def batches_in_order(
-    tokens: Tokens,
-    batch_size: int,
-    seq_len: int,
-    *,
-    most: int | None = None,
-    windows: Tokens | None = None,
-    rank: int = 0,
-    world: int = 1,
+    rows: Rows, batch_size: int, *, most: int | None = None, rank: int = 0, world: int = 1
 ) -> Iterator[Batch]:
-    """For evaluation: every window once, first to last or in the order of `windows`; the last batch may be smaller. Only
-    the first `most` batches are used, the same in every evaluation. This rank gets every world-th of them."""
-    numbers = np.arange(_count_windows(tokens, seq_len)) if windows is None else windows
-    for number, begin in enumerate(range(0, len(numbers), batch_size)):
+    """For evaluation: every row once, in order; the last batch may be smaller. Only the first `most` batches are used, the same
+    in every evaluation. This rank gets every world-th of them."""
+    order = rows.in_order()
+    for number, begin in enumerate(range(0, len(order), batch_size)):
         if number == most:
             return
         if number % world == rank:
-            yield _gather(tokens, numbers[begin : begin + batch_size].tolist(), seq_len)
+            yield rows.gather([*order[begin : begin + batch_size]])
 
 
 def _count_windows(tokens: Tokens, seq_len: int) -> int:
@@ -149,13 +188,3 @@ def _count_windows(tokens: Tokens, seq_len: int) -> int:
             "give more text (for validation: a larger fraction), or a smaller seq_len"
         )
     return -(-(len(tokens) - 1) // seq_len)
-
-
-def _gather(tokens: Tokens, windows: Sequence[int], seq_len: int) -> Batch:
-    inputs = torch.zeros(len(windows), seq_len, dtype=torch.int64)
-    targets = torch.full((len(windows), seq_len), -1, dtype=torch.int64)
-    for row, window in enumerate(windows):
-        piece = torch.from_numpy(tokens[window * seq_len : (window + 1) * seq_len + 1].astype(np.int64))
-        inputs[row, : len(piece) - 1] = piece[:-1]
-        targets[row, : len(piece) - 1] = piece[1:]
-    return inputs, targets

@@ -1,9 +1,11 @@
-"""Files → text. The suffix gives a file's kind. Other kinds are refused, so no model learns from raw bytes by mistake.
+"""Files → documents. The suffix gives a file's kind. Other kinds are refused, so no model learns from raw bytes by mistake.
 
-.txt .md …    one document, unchanged; nothing separates it from the next
-.jsonl        one document per line, its text in one field; a blank line follows each
+.txt .md …    one document, unchanged
+.jsonl        one document or one conversation per line; a document's text is in one field
 .gz           either of these, compressed
 a folder      all such files in it and below it, in sorted order; other files there are counted as left out
+
+EOS ends each document. Where the tokenizer has none, a blank line follows the document of a line, and nothing follows a file.
 
 All of the text is in memory while it is encoded, so text larger than half of the machine's memory is refused before it is
 read. A .gz is decompressed piece by piece, and refused when it exceeds 16 MiB and 100 times its size.
@@ -12,6 +14,7 @@ read. A .gz is decompressed piece by piece, and refused when it exceeds 16 MiB a
 from __future__ import annotations
 
 import gzip
+import hashlib
 import json
 import math
 import re
@@ -21,28 +24,55 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from importlib import resources
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 
 from ..memory.managed.pressure import memory_limit
 from ..memory.page import human
 from ..text.untrusted import shown
+from .conversations import detect_format
 
 Numbers = dict[str, Any]  # the numbers of an event: {"step": 10, "loss": 2.5}
 Show = Callable[[str, Numbers], None]  # called with each event ("prepare", "start", "train", …) and its numbers
 TEXT = (".txt", ".text", ".md", ".rst", ".tex")
 LINES = (".jsonl",)
 _GZIP_GROWTH, _GZIP_SMALL = 100, 1 << 24  # a .gz may hold 100 times its size, and 16 MiB in any case
+_LOOKED_AT, _HEAD = 20, 1 << 22  # lines, and bytes, of a .jsonl in which its format is looked for
 _SURROGATE = re.compile("[\ud800-\udfff]")
+
+
+Record: TypeAlias = dict[str, object]  # a line of .jsonl
 
 
 @dataclass(frozen=True, slots=True)
 class Documents:
-    text: str
+    texts: list[str]
+    blank_lines: list[str]  # what follows each text where the tokenizer has no EOS
+    places: list[tuple[Path, int]]  # the file and the line (0: the whole file) of each
     files: int
-    documents: int
     left_out: int  # files of other kinds in the folders
+
+    @property
+    def text(self) -> str:
+        """All documents, with the blank lines."""
+        return "".join(f"{text}{blank}" for text, blank in zip(self.texts, self.blank_lines, strict=True))
+
+    @property
+    def documents(self) -> int:
+        return len(self.texts)
+
+
+@dataclass(frozen=True, slots=True)
+class Records:
+    """Lines that hold conversations."""
+
+    records: list[Record]
+    places: list[tuple[Path, int]]
+    sha256: str  # of all lines
+    bytes: int
+    files: int
+    left_out: int
 
 
 def default_text() -> Path:
@@ -57,27 +87,112 @@ def quiet(_event: str, _numbers: Numbers) -> None:
 def read_documents(paths: Sequence[Path], text_field: str = "text", show: Show = quiet) -> Documents:
     """The documents in files and folders, decoded as UTF-8, line endings unchanged. `show` gets the progress every second."""
     files, left_out = find_files(paths)
+    texts: list[str] = []
+    blank_lines: list[str] = []
+    places: list[tuple[Path, int]] = []
+    for file, text in _contents(files, show):
+        if _kind(file) in LINES:
+            found = [
+                (number, _field(record, f"{file}, line {number}", text_field)) for number, record in _lines(file, text)
+            ]
+            texts += (document for _, document in found)
+            blank_lines += ["\n\n"] * len(found)
+            places += ((file, number) for number, _ in found)
+        else:
+            texts.append(text)
+            blank_lines.append("")
+            places.append((file, 0))
+    if not any((*texts, *blank_lines)):
+        raise ValueError(f"{', '.join(map(str, paths))}: got no text; accepted: {_accepted()} with text in it")
+    return Documents(texts, blank_lines, places, len(files), left_out)
+
+
+def read_records(paths: Sequence[Path], show: Show = quiet) -> Records:
+    """The lines of .jsonl in files and folders. `show` gets the progress every second."""
+    files, left_out = find_files(paths)
+    records: list[Record] = []
+    places: list[tuple[Path, int]] = []
+    digest, size = hashlib.sha256(), 0
+    for file, text in _contents(files, show):
+        if _kind(file) not in LINES:
+            raise ValueError(
+                f"{file}: got a text; accepted: .jsonl, because data.format says that lines are conversations"
+            )
+        content = text.encode("utf-8")
+        digest.update(content)
+        size += len(content)
+        for number, record in _lines(file, text):
+            records.append(record)
+            places.append((file, number))
+    if not records:
+        raise ValueError(
+            f"{', '.join(map(str, paths))}: got no line; accepted: .jsonl with a conversation in each line"
+        )
+    return Records(records, places, digest.hexdigest(), size, len(files), left_out)
+
+
+def find_format(paths: Sequence[Path], text_field: str) -> str:
+    """ "text", or the format of the conversations in these files, by the first lines of each .jsonl."""
+    kinds: dict[str, Path] = {}
+    for file in find_files(paths)[0]:
+        kinds.setdefault(_format_of(file, text_field), file)
+    if len(kinds) > 1:
+        (one, first), (other, second), *_ = kinds.items()
+        raise ValueError(
+            f"files: got {first} ({one}) and {second} ({other}); accepted: files of one format; train on them one after another"
+        )
+    return next(iter(kinds), "text")
+
+
+def _format_of(file: Path, text_field: str) -> str:
+    if _kind(file) not in LINES:
+        return "text"
+    head = _head(file)
+    found = "text"
+    for number, line in zip(range(1, _LOOKED_AT + 1), head, strict=False):
+        if not line.strip():
+            continue
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError):
+            return found  # reading the file says what is wrong with this line
+        if not isinstance(record, dict) or text_field in record:
+            return "text"
+        format = detect_format(record)
+        if format is None:
+            has = ", ".join(map(shown, [*record][:20])) or "no field"
+            raise ValueError(
+                f"{file}, line {number}: got {has}; accepted: an object with the text in {text_field!r} (data.text_field), or "
+                "with messages, with prompt and completion or response, or with instruction and output"
+            )
+        if found not in ("text", format):
+            raise ValueError(
+                f"{file}, line {number}: got the format {format}; accepted: {found}, as in the lines before it"
+            )
+        found = format
+    return found
+
+
+def _head(file: Path) -> list[str]:
+    """The first lines of a .jsonl; the last may be cut."""
+    try:
+        with gzip.open(file) if file.suffix.lower() == ".gz" else file.open("rb") as opened:
+            return opened.read(_HEAD).decode("utf-8", errors="replace").split("\n")
+    except (OSError, EOFError, zlib.error) as error:
+        raise ValueError(f"{file}: is not gzip, or damaged: {error}") from error
+
+
+def _contents(files: Sequence[Path], show: Show) -> Iterator[tuple[Path, str]]:
     memory = memory_limit(torch.device("cpu"))
-    parts: list[str] = []
     room = math.inf if memory is None else memory / 2
-    documents, last_shown = 0, time.monotonic()
+    last_shown = time.monotonic()
     for number, file in enumerate(files):
         if time.monotonic() - last_shown > 1:
             last_shown = time.monotonic()
             show("prepare", {"doing": f"reading: {number:,} of {len(files):,} files, now {file}"})
         content = _content(file, room)
         room -= len(content)
-        text = _decoded(file, content)
-        if _kind(file) in LINES:
-            found = list(_fields(file, text, text_field))
-            parts += (f"{document}\n\n" for document in found)
-            documents += len(found)
-        else:
-            parts.append(text)
-            documents += 1
-    if not any(parts):
-        raise ValueError(f"{', '.join(map(str, paths))}: got no text; accepted: {_accepted()} with text in it")
-    return Documents("".join(parts), len(files), documents, left_out)
+        yield file, _decoded(file, content)
 
 
 def find_files(paths: Sequence[Path]) -> tuple[list[Path], int]:
@@ -160,7 +275,8 @@ def _decoded(file: Path, content: bytes) -> str:
     return text
 
 
-def _fields(file: Path, text: str, name: str) -> Iterator[str]:
+def _lines(file: Path, text: str) -> Iterator[tuple[int, Record]]:
+    """The number and the object of each line that is not empty."""
     for number, line in enumerate(text.split("\n"), 1):
         if not line.strip():
             continue
@@ -171,9 +287,23 @@ def _fields(file: Path, text: str, name: str) -> Iterator[str]:
             raise ValueError(f"{where}: got values nested too deep; accepted: fewer levels") from error
         except ValueError as error:
             raise ValueError(f"{where}: is not JSON: {error}") from error
-        if not isinstance(record, dict) or not isinstance(record.get(name), str):
-            has = ", ".join(map(shown, [*record][:20])) if isinstance(record, dict) else type(record).__name__
-            raise ValueError(f"{where}: got {has}; accepted: an object with the text in {name!r} (data.text_field)")
-        if _SURROGATE.search(record[name]):
-            raise ValueError(f"{where}: got half of a surrogate pair in {name!r}; accepted: text that UTF-8 can encode")
-        yield record[name]
+        if not isinstance(record, dict):
+            raise ValueError(f"{where}: got {type(record).__name__}; accepted: an object")
+        yield number, record
+
+
+def _field(record: Record, where: str, name: str) -> str:
+    text = record.get(name)
+    if not isinstance(text, str):
+        has = ", ".join(map(shown, [*record][:20]))
+        raise ValueError(f"{where}: got {has}; accepted: an object with the text in {name!r} (data.text_field)")
+    try:
+        check_surrogates(text, repr(name))
+    except ValueError as error:
+        raise ValueError(f"{where}: {error}") from error
+    return text
+
+
+def check_surrogates(text: str, name: str) -> None:
+    if _SURROGATE.search(text):
+        raise ValueError(f"got half of a surrogate pair in {name}; accepted: text that UTF-8 can encode")

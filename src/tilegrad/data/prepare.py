@@ -1,20 +1,57 @@
-"""Documents → tokens on disk, which a resumed run reads again.
+"""Files → tokens on disk, which a resumed run reads again.
 
-read_documents(paths) ─ tokenizer.encode ─ write_tokens ┄ tokens.bin ┄ open_tokens
+    read_documents(paths) ─ tokenizer.encode ─ write_tokens, write_documents ┄ tokens.bin, documents.bin ┄ load_prepared
+    read_records(paths) ─ messages ─ chat template ─ spans ┘
+
+    tokens.bin               every token
+    documents.bin            ends of documents and trained tokens
+    tokenizer.json           the tokenizer
+    tokenizer_config.json    its EOS and its chat template, where it has them
+
+Documents are encoded one by one, and EOS is added to each, if the tokenizer has an EOS, or if rows are packed. Otherwise the
+texts are encoded as one text, and there is no documents.bin.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Sequence
+import json
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Literal
+
+import numpy as np
 
 from ..text.atomic import sha256_of, write_whole
-from .documents import Show, quiet, read_documents
-from .tokenizer import ByteTokenizer, Tokenizer, load_tokenizer, train_bpe
-from .tokens import TokenFile, TokenFileError, open_tokens, write_tokens
+from .chat_template import CONFIG, ChatTemplate, Conversation, Message, load_chat_template
+from .conversations import Format, plain_conversation, read_messages, trained_tokens
+from .document_file import Mask, open_documents, write_documents
+from .documents import Documents, Numbers, Records, Show, check_surrogates, quiet, read_documents, read_records
+from .tokenizer import ByteTokenizer, Encoded, Tokenizer, find_eos, load_tokenizer, train_bpe
+from .tokens import TokenFile, TokenFileError, Tokens, open_tokens, token_dtype, write_tokens
 
+TrainOn = Literal["assistant", "all"]
 _LONG = 10_000_000  # texts with more characters get a progress message before each slow step
+_TOGETHER = 512  # documents that are encoded at once
+
+
+@dataclass(frozen=True, slots=True)
+class Source:
+    """The tokenizer to use and what its folder says about it; `tokenizer` is None if BPE is still to be learned."""
+
+    tokenizer: Tokenizer | None
+    vocab_size: int
+    eos: int | None
+    template: ChatTemplate | None
+
+    def config(self, made: Tokenizer) -> dict[str, object]:
+        """tokenizer_config.json of the prepared data."""
+        tokens = dict(self.template.special_tokens) if self.template else {}
+        eos = None if self.eos is None else made.decode([self.eos])
+        found = {**tokens, **({"eos_token": eos} if eos else {})}
+        return {**found, "chat_template": self.template.source} if self.template else {**found}
 
 
 def prepare(
@@ -24,66 +61,234 @@ def prepare(
     tokenizer: str = "bytes",
     vocab_size: int = 256,
     text_field: str = "text",
+    format: Format = "text",
+    train_on: TrainOn = "assistant",
+    packing: bool = False,
     show: Show = quiet,
 ) -> tuple[TokenFile, Tokenizer]:
-    """Write the tokens of these texts into `folder`: tokens.bin and tokenizer.json.
+    """Write the tokens of these files into `folder`.
 
     tokenizer   "bytes" (vocab_size 256); "bpe", which learns vocab_size tokens from these texts; or a tokenizer.json
     text_field  the field of a .jsonl line that holds the text
+    format      "text", or that of the conversations in .jsonl
+    train_on    the tokens of a conversation that are targets
+    packing     documents are needed one by one, also where the tokenizer has no EOS
     show        is called with "prepare" before each slow step, and with "data" at the end: files, documents, bytes, tokens
     Files already in `folder` are reused if text and tokenizer are the same. All of the text is in memory while it is encoded.
     """
-    given = load_tokenizer(Path(tokenizer)) if tokenizer.endswith(".json") else None
-    if given is None and tokenizer not in ("bytes", "bpe"):
+    if not tokenizer.endswith(".json") and tokenizer not in ("bytes", "bpe"):
         raise ValueError(f"tokenizer: got {tokenizer!r}; accepted: 'bytes', 'bpe', or a tokenizer.json")
     if tokenizer == "bytes" and vocab_size != 256:
         raise ValueError(f"vocab_size: got {vocab_size}; accepted: 256 with the tokenizer 'bytes'")
-    read = read_documents(paths, text_field, show)
-    text, source = read.text, _sha256(read.text)
-    found = _prepared(folder, source, tokenizer, given.vocab_size if given else vocab_size)
-    if found and given and found[1].json() != given.json():
-        found = None
-    if found is None:
-        long = len(text) > _LONG
-        if long and tokenizer == "bpe":
-            show("prepare", {"doing": f"learning {vocab_size:,} BPE tokens from {len(text):,} characters"})
-        made: Tokenizer = given or (ByteTokenizer() if tokenizer == "bytes" else train_bpe(text, vocab_size))
-        if long:
-            show("prepare", {"doing": f"turning {len(text):,} characters into tokens"})
-        folder.mkdir(parents=True, exist_ok=True)
-        write_whole(folder / "tokenizer.json", [made.json().encode("utf-8")])
-        write_tokens(
-            folder / "tokens.bin",
-            made.encode(text),
-            vocab_size=made.vocab_size,
-            source_sha256=source,
-            tokenizer_sha256=_sha256(made.json()),
+    if format == "text":
+        return _prepare_texts(
+            read_documents(paths, text_field, show), folder, tokenizer, vocab_size, show, packing=packing
         )
-        found = open_tokens(folder / "tokens.bin"), made
-    counts = {"files": read.files, "documents": read.documents, "left_out": read.left_out}
-    show("data", counts | {"bytes": len(text.encode("utf-8")), "tokens": len(found[0].tokens)})
+    read = read_records(paths, show)
+    return _prepare_conversations(read, folder, tokenizer, vocab_size, show, format, train_on)
+
+
+def _source(tokenizer: str, vocab_size: int, *, documents: int) -> Source:
+    if tokenizer == "bytes":
+        return Source(ByteTokenizer(), 256, None, None)
+    if tokenizer == "bpe":  # room for an EOS is left if there is something to end, and a token to spare
+        return Source(None, vocab_size, vocab_size - 1 if documents > 1 and vocab_size > 256 else None, None)
+    path = Path(tokenizer)
+    given = load_tokenizer(path)
+    return Source(given, given.vocab_size, find_eos(path.parent, given), load_chat_template(path.parent))
+
+
+def _prepare_texts(
+    read: Documents, folder: Path, kind: str, vocab_size: int, show: Show, *, packing: bool
+) -> tuple[TokenFile, Tokenizer]:
+    source = _source(kind, vocab_size, documents=read.documents)
+    separate = packing or source.eos is not None
+    text = read.text
+    digest = _sha256(text)
+    if separate:
+        lengths = [len(document) for document in read.texts]
+        digest = _sha256(json.dumps(["documents", source.eos, lengths, digest]))
+    found = _prepared(folder, digest, source, kind, separate=separate)
+    if found is None:
+        made = _tokenizer(source, text, show)
+        if len(text) > _LONG:
+            show("prepare", {"doing": f"turning {len(text):,} characters into tokens"})
+        if separate:
+            documents = [*_encoded(read, made, source.eos)]
+            found = _write(folder, digest, made, source, documents, None)
+        else:
+            found = _write(folder, digest, made, source, [made.encode(text)], None, separate=False)
+    counts: Numbers = {"files": read.files, "documents": read.documents, "left_out": read.left_out}
+    counts |= {"bytes": len(text.encode("utf-8")), "tokens": len(found[0].tokens)}
+    named = kind not in ("bytes", "bpe")  # a file that may or may not say what EOS is
+    eos = found[1].decode([source.eos]) if source.eos is not None else None
+    show("data", counts | ({"eos": eos} if eos or named else {}))
     return found
 
 
-def _prepared(folder: Path, source: str, kind: str, vocab_size: int) -> tuple[TokenFile, Tokenizer] | None:
+def _encoded(read: Documents, tokenizer: Tokenizer, eos: int | None) -> Iterator[Tokens]:
+    """The tokens of each document, with its EOS or its blank line."""
+    texts = read.texts if eos is not None else [a + b for a, b in zip(read.texts, read.blank_lines, strict=True)]
+    for begin in range(0, len(texts), _TOGETHER):
+        for tokens in tokenizer.encode_all(texts[begin : begin + _TOGETHER]):
+            yield _ended(tokens, eos)
+
+
+def _ended(tokens: Tokens, eos: int | None) -> Tokens:
+    return tokens if eos is None or (len(tokens) and tokens[-1] == eos) else np.append(tokens, tokens.dtype.type(eos))
+
+
+def _prepare_conversations(
+    read: Records, folder: Path, kind: str, vocab_size: int, show: Show, format: Format, train_on: TrainOn
+) -> tuple[TokenFile, Tokenizer]:
+    source = _source(kind, vocab_size, documents=len(read.records))
+    if kind == "bpe" and source.eos is None and vocab_size > 256:
+        source = replace(source, eos=vocab_size - 1)
+    template = source.template
+    described = [format, train_on, source.eos, template and [template.source, template.special_tokens], read.sha256]
+    digest = _sha256(json.dumps(described))
+    found = _prepared(folder, digest, source, kind, separate=True)
+    if found is None:
+        show("prepare", {"doing": f"turning {len(read.records):,} conversations into tokens"})
+        messages = []
+        for record, place in zip(read.records, read.places, strict=True):
+            with _at(place):
+                messages.append(read_messages(record, format))
+        learned_from = (
+            "" if source.tokenizer else "\n\n".join(str(one.get("content")) for lines in messages for one in lines)
+        )
+        made = _tokenizer(source, learned_from, show)
+        documents: list[Tokens] = []
+        masks: list[Mask] = []
+        for tokens, trained in _conversations(messages, read, made, source, format, train_on):
+            documents.append(tokens)
+            masks.append(trained)
+        found = _write(folder, digest, made, source, documents, np.concatenate(masks))
+    file, made = found
+    counts: Numbers = {"files": read.files, "documents": len(read.records), "left_out": read.left_out}
+    counts |= {"bytes": read.bytes, "tokens": len(file.tokens), "format": format}
+    counts |= {"template": template.name if template else None}
+    show("data", counts | {"eos": made.decode([source.eos]) if source.eos is not None else None})
+    return found
+
+
+def _conversations(
+    messages: Sequence[list[Message]],
+    read: Records,
+    tokenizer: Tokenizer,
+    source: Source,
+    format: Format,
+    train_on: TrainOn,
+) -> Iterator[tuple[Tokens, Mask]]:
+    """The tokens of each conversation, and which of them are trained on."""
+    template, end = source.template, "" if source.eos is not None else "\n\n"
+
+    def rendered(one: list[Message]) -> Conversation:
+        if template is None:
+            found = plain_conversation(one, format, end)
+        else:
+            found = template.conversation(one) if train_on == "assistant" else template.render(one)
+        return Conversation(found.text, ((0, len(found.text)),)) if train_on == "all" else found
+
+    for begin in range(0, len(messages), _TOGETHER):
+        places = read.places[begin : begin + _TOGETHER]
+        texts = []
+        for one, place in zip(messages[begin : begin + _TOGETHER], places, strict=True):
+            with _at(place):
+                texts.append(rendered(one))
+                check_surrogates(texts[-1].text, "the conversation")
+        encoded = tokenizer.encode_marked([text.text for text in texts], add_special_tokens=template is None)
+        for text, tokens, place in zip(texts, encoded, places, strict=True):
+            with _at(place):
+                yield _marked(text, tokens, source)
+
+
+def _marked(text: Conversation, encoded: Encoded, source: Source) -> tuple[Tokens, Mask]:
+    """The tokens, with EOS unless they end with a special token and white space; and which of them are trained on."""
+    tokens, trained = encoded.tokens, trained_tokens(text, encoded.starts, encoded.special)
+    ends = np.flatnonzero(encoded.special)
+    after = int(ends[-1]) + 1 if len(ends) else 0
+    ended = len(ends) > 0 and (after == len(tokens) or not text.text[int(encoded.starts[after]) :].strip())
+    if source.eos is not None and not ended:
+        tokens = np.append(tokens, tokens.dtype.type(source.eos))
+        trained = np.append(trained, bool(text.spans) and text.spans[-1][1] == len(text.text))
+    trained[:1] = False  # the first token is no target
+    if not trained.any():
+        raise ValueError(
+            "messages: got nothing to train on; accepted: a message of the assistant with at least one token"
+        )
+    return tokens, trained
+
+
+def _tokenizer(source: Source, text: str, show: Show) -> Tokenizer:
+    if source.tokenizer is not None:
+        return source.tokenizer
+    if len(text) > _LONG:
+        show("prepare", {"doing": f"learning {source.vocab_size:,} BPE tokens from {len(text):,} characters"})
+    return train_bpe(text, source.vocab_size, eos=source.eos is not None)
+
+
+def _write(
+    folder: Path,
+    digest: str,
+    tokenizer: Tokenizer,
+    source: Source,
+    documents: Sequence[Tokens],
+    trained: Mask | None,
+    *,
+    separate: bool = True,
+) -> tuple[TokenFile, Tokenizer]:
+    """Write all files; tokens.bin is the last, so what is there when it is there belongs to it."""
+    folder.mkdir(parents=True, exist_ok=True)
+    described = {"source_sha256": digest, "tokenizer_sha256": _sha256(tokenizer.json())}
+    write_whole(folder / "tokenizer.json", [tokenizer.json().encode("utf-8")])
+    if config := source.config(tokenizer):
+        write_whole(folder / CONFIG, [json.dumps(config, indent=1, ensure_ascii=False).encode("utf-8")])
+    else:
+        (folder / CONFIG).unlink(missing_ok=True)
+    if separate:
+        kept = [one for one in documents if len(one)]
+        ends = np.cumsum([len(one) for one in kept], dtype=np.int64)
+        write_documents(folder / "documents.bin", ends, trained, **described)
+    else:
+        (folder / "documents.bin").unlink(missing_ok=True)
+    tokens = documents[0] if len(documents) == 1 else np.concatenate(documents)
+    write_tokens(
+        folder / "tokens.bin", tokens.astype(token_dtype(tokenizer.vocab_size), copy=False),
+        vocab_size=tokenizer.vocab_size, **described,
+    )  # fmt: skip
+    file = open_tokens(folder / "tokens.bin")
+    return (replace(file, documents=open_documents(folder / "documents.bin", file)) if separate else file), tokenizer
+
+
+def _prepared(
+    folder: Path, digest: str, source: Source, kind: str, *, separate: bool
+) -> tuple[TokenFile, Tokenizer] | None:
     """The tokens and tokenizer in `folder`; None if a file is missing or damaged, or if the text or the tokenizer differs."""
     try:
         file = open_tokens(folder / "tokens.bin")
         text = (folder / "tokenizer.json").read_text(encoding="utf-8")
+        if separate:
+            file = replace(file, documents=open_documents(folder / "documents.bin", file))
     except (FileNotFoundError, TokenFileError, UnicodeDecodeError):
         return None
-    if (file.source_sha256, file.vocab_size, file.tokenizer_sha256) != (source, vocab_size, _sha256(text)):
+    if (file.source_sha256, file.vocab_size, file.tokenizer_sha256) != (digest, source.vocab_size, _sha256(text)):
         return None
     tokenizer = load_tokenizer(folder / "tokenizer.json")
-    return (file, tokenizer) if isinstance(tokenizer, ByteTokenizer) == (kind == "bytes") else None
+    if isinstance(tokenizer, ByteTokenizer) != (kind == "bytes"):
+        return None
+    return (file, tokenizer) if source.tokenizer is None or tokenizer.json() == source.tokenizer.json() else None
 
 
-def load_prepared(folder: Path) -> tuple[TokenFile, Tokenizer]:
-    """The tokens and tokenizer that `prepare` wrote into `folder`; refused if the tokens were made by another tokenizer."""
-    for name in ("tokens.bin", "tokenizer.json"):
+def load_prepared(folder: Path, *, documents: bool = False) -> tuple[TokenFile, Tokenizer]:
+    """The tokens and tokenizer that `prepare` wrote into `folder`; refused if the tokens were made by another tokenizer. With
+    `documents`, documents.bin must be there as well."""
+    for name in ("tokens.bin", "tokenizer.json", *(["documents.bin"] if documents else [])):
         if not (folder / name).is_file():
             raise FileNotFoundError(f"{folder / name}: no such file; put the run's own back, or start a new run")
     file = open_tokens(folder / "tokens.bin")
+    if documents:
+        file = replace(file, documents=open_documents(folder / "documents.bin", file))
     found = sha256_of(folder / "tokenizer.json")
     if found != file.tokenizer_sha256:
         raise ValueError(
@@ -91,6 +296,15 @@ def load_prepared(folder: Path) -> tuple[TokenFile, Tokenizer]:
             f"{file.tokenizer_sha256[:12]}…"
         )
     return file, load_tokenizer(folder / "tokenizer.json")
+
+
+@contextmanager
+def _at(place: tuple[Path, int]) -> Iterator[None]:
+    """Add the file and the line to an error."""
+    try:
+        yield
+    except ValueError as error:
+        raise ValueError(f"{place[0]}, line {place[1]}: {error}") from error
 
 
 def _sha256(text: str) -> str:

@@ -1,4 +1,14 @@
-"""Text ↔ tokens: bytes, or byte-pair encoding (BPE) by Hugging Face `tokenizers`."""
+"""Text ↔ tokens: bytes, or byte-pair encoding (BPE) by Hugging Face `tokenizers`.
+
+EOS, the token that ends a document, is what the files next to tokenizer.json say:
+
+    tokenizer_config.json      eos_token, a text
+    generation_config.json     eos_token_id, an id or a list; its first counts
+    config.json                likewise
+    tokenizer.json             a special token of a well-known name, such as <|endoftext|>
+
+Bytes have none, and a BPE of our own has <|endoftext|> if it was learned from several documents.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +23,11 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
+import numpy.typing as npt
 
 from ..model.config import LIMITS
-from ..text.untrusted import decoded, parse_json
+from ..text.untrusted import decoded, file_in, parse_json, read_json, shown
+from .chat_template import CONFIG, read_tokenizer_config, token_text
 from .tokens import Tokens, check_range, token_dtype
 
 if TYPE_CHECKING:
@@ -23,6 +35,17 @@ if TYPE_CHECKING:
 
 _BYTE = re.compile("<0x[0-9A-F]{2}>")
 _CONTEXT = 8  # tokens before the first that `stream_text` decodes with it, because some decoders strip a leading space
+
+
+END_OF_TEXT = "<|endoftext|>"  # EOS of a BPE of our own
+_KNOWN_EOS = (END_OF_TEXT, "<|end_of_text|>", "</s>", "<eos>", "<|eot_id|>", "<|im_end|>", "<end_of_turn>", "<|end|>")
+
+
+@dataclass(frozen=True, slots=True)
+class Encoded:
+    tokens: Tokens
+    starts: Tokens  # the character at which each token begins, in rising order
+    special: npt.NDArray[np.bool_]  # which are special tokens, such as EOS
 
 
 class Tokenizer(Protocol):
@@ -39,6 +62,13 @@ class Tokenizer(Protocol):
 
     def byte_lengths(self) -> Tokens | None:
         """How many bytes of text each token stands for, 0 for a special token; None if the tokenizer does not say."""
+
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]: ...
+
+    def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]: ...
+
+    def token_id(self, text: str) -> int | None:
+        """The id of the token that is this text; None if there is none."""
 
 
 @dataclass(frozen=True)
@@ -59,6 +89,19 @@ class ByteTokenizer:
     def byte_lengths(self) -> Tokens:
         return np.ones(self.vocab_size, np.int64)
 
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        return [self.encode(text) for text in texts]
+
+    def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:  # noqa: ARG002
+        found = []
+        for text, tokens in zip(texts, self.encode_all(texts), strict=True):
+            starts = np.repeat(np.arange(len(text)), [len(c.encode("utf-8")) for c in text])
+            found.append(Encoded(tokens, starts, np.zeros(len(tokens), np.bool_)))
+        return found
+
+    def token_id(self, text: str) -> int | None:  # noqa: ARG002
+        return None
+
 
 @dataclass(frozen=True)
 class BpeTokenizer:
@@ -73,9 +116,8 @@ class BpeTokenizer:
 
     def encode(self, text: str) -> Tokens:
         with _named_faults(self.name):
-            ids = np.array(self.inner.encode(text).ids, np.int64)
-        check_range(ids, self.vocab_size, self.name)
-        return ids.astype(token_dtype(self.vocab_size))
+            ids = self.inner.encode(text).ids
+        return self._checked(ids)
 
     def decode(self, tokens: Sequence[int]) -> str:
         with _named_faults(self.name):
@@ -102,9 +144,38 @@ class BpeTokenizer:
 
         return np.array([length(token) for token in range(self.vocab_size)], np.int64)
 
+    def encode_all(self, texts: Sequence[str]) -> list[Tokens]:
+        with _named_faults(self.name):
+            found = self.inner.encode_batch(list(texts))
+        return [self._checked(one.ids) for one in found]
 
-def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
-    """Learn vocab_size − 256 merges from `text`; the first 256 tokens are the bytes. The same text gives the same tokenizer."""
+    def encode_marked(self, texts: Sequence[str], *, add_special_tokens: bool) -> list[Encoded]:
+        with _named_faults(self.name):
+            found = self.inner.encode_batch(list(texts), add_special_tokens=add_special_tokens)
+        marked = []
+        for one in found:
+            starts = np.array([begin for begin, _ in one.offsets], np.int64)
+            tokens = self._checked(one.ids)
+            marked.append(Encoded(tokens, np.maximum.accumulate(starts), np.isin(tokens, self._special)))
+        return marked
+
+    def token_id(self, text: str) -> int | None:
+        found: int | None = self.inner.token_to_id(text)
+        return found
+
+    def _checked(self, ids: Sequence[int]) -> Tokens:
+        tokens = np.array(ids, np.int64)
+        check_range(tokens, self.vocab_size, self.name)
+        return tokens.astype(token_dtype(self.vocab_size))
+
+    @cached_property
+    def _special(self) -> Tokens:
+        return np.array([n for n, token in self.inner.get_added_tokens_decoder().items() if token.special], np.int64)
+
+
+def train_bpe(text: str, vocab_size: int, *, eos: bool = False) -> BpeTokenizer:
+    """Learn vocab_size − 256 merges from `text`; the first 256 tokens are the bytes. The same text gives the same tokenizer.
+    With `eos` the last token is <|endoftext|>, and there is one merge less."""
     if vocab_size < 256:
         raise ValueError(f"vocab_size: got {vocab_size}; accepted: at least 256, one token for each byte")
     library = _tokenizers()
@@ -112,14 +183,17 @@ def train_bpe(text: str, vocab_size: int) -> BpeTokenizer:
     inner.pre_tokenizer = library.pre_tokenizers.ByteLevel(add_prefix_space=False)
     inner.decoder = library.decoders.ByteLevel()
     alphabet = library.pre_tokenizers.ByteLevel.alphabet()
-    most = min(vocab_size, 256 + len(text.encode("utf-8")))  # the trainer allocates for its whole vocab_size
+    learned = vocab_size - eos
+    most = min(learned, 256 + len(text.encode("utf-8")))  # the trainer allocates for its whole vocab_size
     trainer = library.trainers.BpeTrainer(vocab_size=most, initial_alphabet=alphabet, show_progress=False)
     inner.train_from_iterator([text], trainer)
-    if inner.get_vocab_size() != vocab_size:
+    if inner.get_vocab_size() != learned:
         raise ValueError(
-            f"vocab_size: got {vocab_size}; accepted: at most {inner.get_vocab_size()}, the number of tokens in this text; "
-            "lower data.bpe_vocab_size, or give more text"
+            f"vocab_size: got {vocab_size}; accepted: at most {inner.get_vocab_size() + eos}, the number of tokens in this "
+            "text; lower data.bpe_vocab_size, or give more text"
         )
+    if eos:
+        inner.add_special_tokens([END_OF_TEXT])
     return BpeTokenizer(inner)
 
 
@@ -137,6 +211,39 @@ def load_tokenizer(path: Path) -> Tokenizer:
     if not 1 <= found.vocab_size <= LIMITS["vocab_size"]:
         raise ValueError(f"{path}: got {found.vocab_size:,} tokens; accepted: 1 … {LIMITS['vocab_size']:,}")
     return found
+
+
+def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
+    """EOS of the tokenizer in `folder`, by the files that the module's docstring lists; None if none of them names it."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return None
+    text = token_text(read_tokenizer_config(folder), "eos_token")
+    if text is not None:
+        found = tokenizer.token_id(text)
+        if found is None:
+            raise ValueError(
+                f"{folder / CONFIG}: eos_token: got {shown(text)}, which is not in tokenizer.json; accepted: one of its tokens"
+            )
+        return found
+    for name in ("generation_config.json", "config.json"):
+        if (folder / name).exists():
+            found = _eos_id(file_in(folder, name), tokenizer.vocab_size)
+            if found is not None:
+                return found
+    return next((n for text in _KNOWN_EOS if (n := tokenizer.token_id(text)) is not None), None)
+
+
+def _eos_id(file: Path, vocab_size: int) -> int | None:
+    content = read_json(file)
+    value = content.get("eos_token_id") if isinstance(content, dict) else None
+    value = value[0] if isinstance(value, list) and value else value
+    if value is None:
+        return None
+    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
+        raise ValueError(
+            f"{file}: eos_token_id: got {shown(value)}; accepted: a token of tokenizer.json, 0 … {vocab_size - 1}"
+        )
+    return value
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:

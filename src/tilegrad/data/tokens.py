@@ -8,12 +8,15 @@ import mmap
 import struct
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
 
 from ..text.atomic import write_whole
+
+if TYPE_CHECKING:
+    from .document_file import DocumentFile
 
 Tokens: TypeAlias = npt.NDArray[np.integer]  # uint16 or uint32, often memory-mapped
 
@@ -34,14 +37,16 @@ class TokenFile:
     vocab_size: int
     source_sha256: str  # of the text, as UTF-8
     tokenizer_sha256: str  # of the tokenizer's json
+    documents: DocumentFile | None = None  # None: the tokens are one sequence
 
     def check_length(self) -> None:
-        """Raise OSError if the mapped file has become shorter: reading beyond its end would kill the process (SIGBUS)."""
-        found, mapped = self.map.size(), len(self.map)
-        if found < mapped:
-            raise OSError(
-                errno.EIO, f"cut off while it was read, {found} bytes where there were {mapped}", str(self.path)
-            )
+        """Raise OSError if a mapped file has become shorter: reading beyond its end would kill the process (SIGBUS)."""
+        for one in (self, self.documents):
+            if one is not None and one.map.size() < len(one.map):
+                found, mapped = one.map.size(), len(one.map)
+                raise OSError(
+                    errno.EIO, f"cut off while it was read, {found} bytes where there were {mapped}", str(one.path)
+                )
 
 
 def write_tokens(path: Path, tokens: Tokens, *, vocab_size: int, source_sha256: str, tokenizer_sha256: str) -> None:

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import os
 from collections.abc import Sequence
-from typing import get_args
+from itertools import pairwise
+from typing import NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
+from ..kernels import gpu
 from ..kernels.fp8_linear import FP8_LINEAR, Problem
 from ..kernels.scratch import Form
 from ..model.config import LIMITS as MODEL_LIMITS
@@ -17,7 +19,15 @@ from ..model.layer import Linear
 from ..text.untrusted import shown
 from .spec import StepSpec
 
-Batch = tuple[Tensor, Tensor]  # tokens, targets
+
+class Batch(NamedTuple):
+    """tokens, targets (b, t). In packed rows cu_seqlens (n + 1,) int32 on the CPU has the ends of the documents in the b·t
+    tokens, after a 0; None: each row is one document."""
+
+    tokens: Tensor
+    targets: Tensor
+    cu_seqlens: Tensor | None = None
+
 
 LIMITS = {"batch_size": 1 << 16, "seq_len": MODEL_LIMITS["block_size"]}  # docs/training.md gives the reasons
 
@@ -34,6 +44,7 @@ def check_spec(spec: StepSpec) -> None:
         raise ValueError(f"seq_len: got {spec.seq_len}; accepted: at most block_size, {spec.config.block_size}")
     if spec.dtype not in _DTYPES:
         raise ValueError(f"dtype: got {spec.dtype}; accepted: {', '.join(map(str, _DTYPES))}")
+    _check_documents(spec)
     if spec.linear not in get_args(Linear):
         raise ValueError(f"linear: got {spec.linear!r}; accepted: {' or '.join(map(repr, get_args(Linear)))}")
     if spec.linear == "fp8":
@@ -44,12 +55,45 @@ def check_spec(spec: StepSpec) -> None:
             raise ValueError(f"linear: got 'fp8', which {reason}; accepted: 'plain' here")
 
 
-def micro_batches(tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> list[Batch]:
-    """The micro-batches of a step: one if both arguments are tensors, else one for each pair of the lists."""
+def _check_documents(spec: StepSpec) -> None:
+    """Refuse a number of documents that no row has, and packed rows where no kernel reads their ends on the device."""
+    if not is_count(spec.documents, spec.seq_len, least=0):
+        raise ValueError(
+            f"documents: got {shown(spec.documents)}; accepted: 0 (a row is one sequence), or an int, at most seq_len, "
+            f"{spec.seq_len}"
+        )
+    if not spec.documents:
+        return
+    if spec.context > 1:
+        raise ValueError(f"documents: got {spec.documents} with context {spec.context}; accepted: 0, or context 1")
+    if spec.batch_size * spec.seq_len >= 2**31:
+        raise ValueError(
+            f"batch_size: got {spec.batch_size} with seq_len {spec.seq_len} and documents {spec.documents}; accepted: "
+            "fewer than 2³¹ tokens in all"
+        )
+    reason = None if spec.device.type == "cpu" else gpu.refusal(Form((1,), spec.dtype, spec.device))
+    if reason is not None:
+        raise ValueError(
+            f"documents: got {spec.documents} on {spec.device}, where packed rows need the Triton kernel of attention, which "
+            f"{reason}; accepted: 0 here"
+        )
+
+
+def micro_batches(
+    tokens: Tensor | Sequence[Tensor],
+    targets: Tensor | Sequence[Tensor],
+    cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
+) -> list[Batch]:
+    """The micro-batches of a step: one if the arguments are tensors, else one for each element of the lists."""
     x, y = ([given] if isinstance(given, Tensor) else list(given) for given in (tokens, targets))
     if len(x) != len(y):
         raise ValueError(f"targets: got {len(y)} micro-batches; accepted: {len(x)}, as tokens has")
-    return list(zip(x, y, strict=True))
+    ends = [cu_seqlens] * (len(x) if cu_seqlens is None else 1)
+    if not isinstance(cu_seqlens, Tensor | None):
+        ends = list(cu_seqlens)
+    if len(x) != len(ends):
+        raise ValueError(f"cu_seqlens: got {len(ends)} micro-batches; accepted: {len(x)}, as tokens has, or None")
+    return [Batch(*each) for each in zip(x, y, ends, strict=True)]
 
 
 def check_some(micro_batches: int) -> None:
@@ -64,8 +108,9 @@ def count_targets(targets: Tensor) -> int:
     return int((targets >= 0).sum())
 
 
-def check_batch(tokens: Tensor, targets: Tensor, spec: StepSpec) -> None:
+def check_batch(batch: Batch, spec: StepSpec) -> None:
     """Refuse a wrong shape or dtype. Values are checked on a CPU; on CUDA only with TILEGRAD_CHECK=1, because it would wait."""
+    tokens, targets, cu_seqlens = batch
     for name, x in (("tokens", tokens), ("targets", targets)):
         if not isinstance(x, Tensor) or x.ndim != 2 or x.dtype not in _INTS:
             got = f"{x.dtype} {tuple(x.shape)}" if isinstance(x, Tensor) else type(x).__name__
@@ -76,9 +121,58 @@ def check_batch(tokens: Tensor, targets: Tensor, spec: StepSpec) -> None:
         raise ValueError(f"tokens: got shape {(b, t)}; accepted: (b, t) in {limit}, as the engine was planned")
     if targets.shape != tokens.shape:
         raise ValueError(f"targets: got shape {tuple(targets.shape)}; accepted: that of tokens, {(b, t)}")
+    if cu_seqlens is not None:
+        _check_ends(cu_seqlens, b, t, spec.documents)
     if tokens.device.type == "cpu" or os.environ.get("TILEGRAD_CHECK") == "1":
         _check_range("tokens", tokens, 0, spec.config.vocab_size)
         _check_range("targets", targets, -1, spec.config.vocab_size)
+
+
+def _check_ends(cu_seqlens: Tensor, b: int, t: int, documents: int) -> None:
+    name, n = "cu_seqlens", b * t
+    if not documents:
+        raise ValueError(
+            f"{name}: got a tensor for an engine with documents 0; accepted: None, or an engine with documents ≥ 1"
+        )
+    if not isinstance(cu_seqlens, Tensor) or cu_seqlens.dtype != torch.int32 or cu_seqlens.ndim != 1:
+        is_tensor = isinstance(cu_seqlens, Tensor)
+        got = f"{cu_seqlens.dtype} {tuple(cu_seqlens.shape)}" if is_tensor else type(cu_seqlens).__name__
+        raise ValueError(f"{name}: got {got}; accepted: a torch.int32 tensor (documents + 1,)")
+    if cu_seqlens.device.type != "cpu":
+        raise ValueError(
+            f"{name}: got a tensor on {cu_seqlens.device}; accepted: one on the CPU, also for a CUDA engine"
+        )
+    ends = cu_seqlens.tolist()
+    if len(ends) < 2 or ends[0] != 0 or ends[-1] != n:
+        got = f"{ends[0]} … {ends[-1]}" if ends else "no values"
+        raise ValueError(f"{name}: got {got}; accepted: 0 … {n}, because the batch has {b} × {t} tokens")
+    for i, (start, end) in enumerate(pairwise(ends)):
+        if end <= start:
+            raise ValueError(
+                f"{name}: got {start} at index {i}, then {end}; accepted: values that increase (no document is empty)"
+            )
+        if start // t != (end - 1) // t:
+            raise ValueError(
+                f"{name}: got a document of the tokens {start} … {end - 1}, which crosses the end of a row at "
+                f"{(start // t + 1) * t}; accepted: documents inside a row of {t} tokens"
+            )
+    if len(ends) - 1 > b * documents:
+        raise ValueError(
+            f"{name}: got {len(ends) - 1} documents; accepted: at most {b * documents}, {documents} for each of {b} rows "
+            "(the engine's documents)"
+        )
+
+
+def write_documents(cu_seqlens: Tensor | None, *, ends: Tensor, positions: Tensor) -> None:
+    """Write the documents' ends, padded with b·t, and each token's position in its document. None: each row is one document."""
+    b, t = positions.shape
+    if cu_seqlens is None:
+        cu_seqlens = torch.arange(0, b * t + 1, t, dtype=torch.int32)
+    count = len(cu_seqlens)
+    ends[:count].copy_(cu_seqlens)
+    ends[count:].fill_(b * t)
+    starts = torch.repeat_interleave(cu_seqlens[:-1], cu_seqlens.diff())
+    positions.view(-1).copy_(torch.arange(b * t) - starts)
 
 
 def _check_range(name: str, x: Tensor, low: int, vocab_size: int) -> None:

@@ -3,7 +3,7 @@
     stream   copy in │ inputs · forward · backward · (next micro-batch …) · norm · guard · clip · AdamW │ copy out │ copy in │ …
     host       stage step k + 1 … │ read step k − 2 │                              never waits for the newest step
 
-Tokens, targets, dropout's seeds and the learning rate change from step to step. They are copied to the device in one
+Tokens, targets, documents, dropout's seeds and the learning rate change from step to step. They are copied to the device in one
 buffer, `staged`, before the graph starts. The device counts the targets and decides whether to skip the step, and (loss,
 norm) is copied back. So the graph has no arguments, and nothing is allocated once it is captured.
 
@@ -20,8 +20,9 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
+from ..model.layer import Packed
 from ..model.transformer import Transformer
-from .batch import Batch
+from .batch import Batch, write_documents
 from .optimizer import Optimizer, StepResult
 from .step import accumulate_gradients
 
@@ -30,33 +31,46 @@ DEPTH = 3  # the most submitted steps in flight
 
 @dataclass(frozen=True, slots=True)
 class Staged:
-    """The inputs of a step, as views of one int64 buffer: tokens and targets (b, t) and seeds (L,) of each micro-batch."""
+    """The inputs of a step, as views of one int64 buffer: tokens and targets (b, t), seeds (L,) and, in packed rows, the ends
+    and positions of documents of each micro-batch."""
 
     buffer: Tensor
     tokens: tuple[Tensor, ...]
     targets: tuple[Tensor, ...]
     seeds: tuple[Tensor, ...]
+    packed: tuple[Packed, ...]  # none without packed rows
     learning_rate: Tensor  # 0-d float32
 
     @classmethod
     def of(cls, models: Sequence[Transformer], device: torch.device | None = None) -> Staged:
         """On `device`, by default in pinned memory."""
-        sizes = [(model.tokens.numel(), len(model.seeds)) for model in models]
-        length = sum(2 * n + seeds for n, seeds in sizes) + 1
+        sizes = []
+        for model in models:
+            n = model.tokens.numel()
+            sizes += [n, n, len(model.seeds)]
+            if model.packed is not None:
+                sizes += [n, (model.packed.cu_seqlens.numel() + 1) // 2]
         pinned = device is None
-        buffer = torch.zeros(length, dtype=torch.int64, device=device or "cpu", pin_memory=pinned)
-        tokens, targets, seeds, at = [], [], [], 0
-        for model, (n, count) in zip(models, sizes, strict=True):
-            tokens.append(buffer[at : at + n].view(model.tokens.shape))
-            targets.append(buffer[at + n : at + 2 * n].view(model.tokens.shape))
-            seeds.append(buffer[at + 2 * n : at + 2 * n + count])
-            at += 2 * n + count
-        return cls(buffer, tuple(tokens), tuple(targets), tuple(seeds), buffer[at:].view(torch.float32)[0])
+        buffer = torch.zeros(sum(sizes) + 1, dtype=torch.int64, device=device or "cpu", pin_memory=pinned)
+        parts = iter(buffer.split([*sizes, 1]))
+        tokens, targets, seeds, packed = [], [], [], []
+        for model in models:
+            shape = model.tokens.shape
+            tokens.append(next(parts).view(shape))
+            targets.append(next(parts).view(shape))
+            seeds.append(next(parts))
+            if model.packed is not None:
+                positions = next(parts).view(shape)
+                packed.append(Packed(next(parts).view(torch.int32)[: model.packed.cu_seqlens.numel()], positions))
+        learning_rate = next(parts).view(torch.float32)[0]
+        return cls(buffer, tuple(tokens), tuple(targets), tuple(seeds), tuple(packed), learning_rate)
 
     def write(self, batches: Sequence[Batch], seeds: Sequence[Sequence[int]], learning_rate: float) -> None:
-        for i, (tokens, targets) in enumerate(batches):
+        for i, (tokens, targets, cu_seqlens) in enumerate(batches):
             self.tokens[i].copy_(tokens)
             self.targets[i].copy_(targets)
+            if self.packed:
+                write_documents(cu_seqlens, ends=self.packed[i].cu_seqlens, positions=self.packed[i].positions)
             if len(self.seeds[i]):
                 self.seeds[i].copy_(torch.tensor(seeds[i], dtype=torch.int64))
         self.learning_rate.fill_(learning_rate)
@@ -90,6 +104,9 @@ class DeviceStep:
             model.tokens.copy_(staged.tokens[i])
             model.head.targets.copy_(staged.targets[i].view(-1))
             model.head.inv_total.copy_(self.inv_total)
+            if model.packed is not None:
+                model.packed.cu_seqlens.copy_(staged.packed[i].cu_seqlens)
+                model.packed.positions.copy_(staged.packed[i].positions)
             for j, seed in enumerate(model.seeds):
                 seed.copy_(staged.seeds[i][j])
             yield model
@@ -138,7 +155,7 @@ class StepQueue:
         awaited = [self._take()] if len(self._running) >= DEPTH else []
         free = self._free.setdefault(id(step), [])
         slot = free.pop() if free else self._new(step)
-        on_host = all(x.device.type == "cpu" for pair in batches for x in pair)
+        on_host = all(x.device.type == "cpu" for batch in batches for x in (batch.tokens, batch.targets))
         if on_host:
             slot.staged.write(batches, seeds, rate)
         with torch.cuda.stream(self.stream):

@@ -25,7 +25,7 @@ from ..memory.planned.trace import bind
 from ..model.config import ModelConfig
 from ..model.layer import Linear
 from ..model.transformer import Transformer
-from .batch import Batch, check_batch, check_some, check_spec, count_targets, micro_batches
+from .batch import Batch, check_batch, check_some, check_spec, count_targets, micro_batches, write_documents
 from .capture import DeviceStep, StepQueue
 from .machine import check_device, check_fits
 from .optimizer import AdamW, NonFiniteError, StepResult
@@ -48,6 +48,9 @@ class Engine:
     Gradients are summed in buckets of `bucket_bytes`, which affects rounding. `params` are then the copies that layers compute
     with, a step is not captured, and `loss` is that of all ranks after the optimizer's step. context=n: n neighbouring ranks
     share each sequence; they give the same micro-batches, and each computes its rows.
+
+    With documents=n, rows are packed: a batch's `cu_seqlens` has the ends of up to n documents in each row (batch.py).
+    Attention is inside each document, and positions begin at 0 in each.
 
     >>> import torch, tilegrad
     >>> config = tilegrad.ModelConfig(vocab_size=5, block_size=8, n_layer=1, n_head=2, n_embd=16)
@@ -79,6 +82,7 @@ class Engine:
         betas: tuple[float, float] = (0.9, 0.95), eps: float = 1e-8, weight_decay: float = 0.1, max_norm: float = 1.0,
         linear: Linear = "plain", deterministic: bool = True, capture: bool = True,
         mesh: Mesh | None = None, shard: Shard = "optimizer", bucket_bytes: int = BUCKET_BYTES, context: int = 1,
+        documents: int = 0,
     ) -> None:  # fmt: skip
         check_device(str(device))
         mesh = Mesh(device, alone=True) if mesh is None else mesh
@@ -88,7 +92,7 @@ class Engine:
         spec = StepSpec(
             model_config, batch_size, seq_len, dtype, self.device,
             linear=linear, deterministic=deterministic or self.device.type == "cpu",
-            world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context,
+            world=mesh.world, shard=shard, bucket_bytes=bucket_bytes, context=context, documents=documents,
         )  # fmt: skip
         check_spec(spec)
         self.spec = spec = replace(spec, recompute=choose_recompute(spec, memory_budget))
@@ -151,15 +155,23 @@ class Engine:
 
     # ── the step ──
 
-    def forward(self, tokens: Tensor, targets: Tensor, total_targets: int | None = None) -> float:
+    def forward(
+        self,
+        tokens: Tensor,
+        targets: Tensor,
+        total_targets: int | None = None,
+        *,
+        cu_seqlens: Tensor | None = None,
+    ) -> float:
         """The mean loss over this call's targets; 0 without any. `total_targets` counts the targets of the whole step.
 
         >>> loss = engine.forward(x, y)
         """
-        self._check([(tokens, targets)])
+        batch = Batch(tokens, targets, cu_seqlens)
+        self._check([batch])
         self._settle()
         with self._on_stream():
-            model = self._load(tokens, targets, total_targets)
+            model = self._load(batch, total_targets)
             with self.ranks.around("forward"):
                 model.forward()
             self.optimizer.loss.copy_(model.head.loss)
@@ -198,24 +210,30 @@ class Engine:
         self.ranks.forget_sums()
         self.arenas.bytes["grads"].zero_()
 
-    def gradients(self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor]) -> float:
+    def gradients(
+        self,
+        tokens: Tensor | Sequence[Tensor],
+        targets: Tensor | Sequence[Tensor],
+        *,
+        cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
+    ) -> float:
         """Forward and backward of one batch, or of a list of micro-batches as if they were one. The first overwrites the
         gradients, so zeroing is not needed, and the others add to them. Returns the mean loss. A rank may have no micro-batch
         if another rank has one.
 
         >>> loss = engine.gradients([x[:1], x[1:]], [y[:1], y[1:]])
         """
-        batches = micro_batches(tokens, targets)
+        batches = micro_batches(tokens, targets, cu_seqlens)
         self._check(batches)
         ranks, first, loss = self.ranks, self.draws, 0.0
-        total, taken = ranks.count(sum(count_targets(y) for _, y in batches), len(batches))
+        total, taken = ranks.count(sum(count_targets(batch.targets) for batch in batches), len(batches))
         batches = ranks.padded(batches)
 
         def models() -> Iterator[Transformer]:
             nonlocal loss
-            for i, (x, y) in enumerate(batches):
+            for i, batch in enumerate(batches):
                 self.draws = first + ranks.number_of(i)
-                model = self._load(x, y, total, accumulate=i > 0)
+                model = self._load(batch, total, accumulate=i > 0)
                 yield model
                 loss += self._mean_loss(model) * (self._count / total if total else 0.0)
 
@@ -245,32 +263,42 @@ class Engine:
         return result.norm
 
     def step(
-        self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor], learning_rate: float
+        self,
+        tokens: Tensor | Sequence[Tensor],
+        targets: Tensor | Sequence[Tensor],
+        learning_rate: float,
+        *,
+        cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
     ) -> float:
         """`submit`, and wait for it. Returns the mean loss.
 
         >>> loss = engine.step(x, y, learning_rate=1e-3)
         """
-        self.submit(tokens, targets, learning_rate)
+        self.submit(tokens, targets, learning_rate, cu_seqlens=cu_seqlens)
         self._collect(wait=True)
         self.loss = self._results.pop().loss
         return self.loss
 
     def submit(
-        self, tokens: Tensor | Sequence[Tensor], targets: Tensor | Sequence[Tensor], learning_rate: float
+        self,
+        tokens: Tensor | Sequence[Tensor],
+        targets: Tensor | Sequence[Tensor],
+        learning_rate: float,
+        *,
+        cu_seqlens: Tensor | Sequence[Tensor | None] | None = None,
     ) -> None:
         """`gradients`, then `optimizer_step`; on CUDA without waiting for the device. `finished` returns the result.
 
         >>> engine.submit(x, y, learning_rate=1e-3)
         """
         if self._queue is None:
-            self.gradients(tokens, targets)
+            self.gradients(tokens, targets, cu_seqlens=cu_seqlens)
             self._record([self._update(learning_rate)])
             return
-        batches = micro_batches(tokens, targets)
+        batches = micro_batches(tokens, targets, cu_seqlens)
         check_some(len(batches))
         self._check(batches)
-        step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, _ in batches), self._queue.stream)
+        step = self._device_step(tuple((x.shape[0], x.shape[1]) for x, *_ in batches), self._queue.stream)
         seeds = [step.models[0].draw_seeds(self.seed, self.draws + i) for i in range(len(batches))]
         self.draws += len(batches)
         self.steps += 1
@@ -291,16 +319,17 @@ class Engine:
         results, self._results = self._results, []
         return results
 
-    def evaluate(self, tokens: Tensor, targets: Tensor) -> float:
+    def evaluate(self, tokens: Tensor, targets: Tensor, *, cu_seqlens: Tensor | None = None) -> float:
         """The mean loss of this rank's batch, without dropout; no backward can follow.
 
         >>> engine.evaluate(x, y) < 0.1
         True
         """
-        self._check([(tokens, targets)])
+        batch = Batch(tokens, targets, cu_seqlens)
+        self._check([batch])
         self._settle()
         with self._on_stream():
-            model = self._load(tokens, targets, None, training=False)
+            model = self._load(batch, None, training=False)
             with self.ranks.around("forward", training=False):
                 model.forward()
             self.ranks.sum_loss(model.head.loss)
@@ -339,22 +368,22 @@ class Engine:
     def _check(self, batches: list[Batch]) -> None:
         """Refuse a batch before any buffer changes. The last forward is forgotten: its buffers are about to be overwritten."""
         self._pending = None
-        for tokens, targets in batches:
-            check_batch(tokens, targets, self.spec)
+        for batch in batches:
+            check_batch(batch, self.spec)
 
-    def _load(
-        self, tokens: Tensor, targets: Tensor, total: int | None, *, training: bool = True, accumulate: bool = True
-    ) -> Transformer:
+    def _load(self, batch: Batch, total: int | None, *, training: bool = True, accumulate: bool = True) -> Transformer:
         """The model for a checked batch, with its inputs loaded."""
-        count = count_targets(targets)
+        count = count_targets(batch.targets)
         if total is not None and total < count:
             raise ValueError(f"total_targets: got {total}; accepted: at least the {count} targets of this call")
         self._count, self._total = count, count if total is None else total
-        tokens, targets = self.ranks.local(tokens, targets)
+        tokens, targets, cu_seqlens = self.ranks.local(batch)
         b, t = tokens.shape
         model = self._model(b, t, training=training, accumulate=accumulate)
         model.tokens.copy_(tokens)
         model.head.targets.view(b, t).copy_(targets)
+        if model.packed is not None:
+            write_documents(cu_seqlens, ends=model.packed.cu_seqlens, positions=model.packed.positions)
         model.head.inv_total.fill_(1.0 / self._total if self._total else 0.0)
         for buffer, seed in zip(model.seeds, model.draw_seeds(self.seed, self.draws), strict=True):
             buffer.fill_(seed)

@@ -56,6 +56,8 @@ def unplanned_bytes(spec: StepSpec) -> dict[str, int]:
     if spec.device.type != "cuda":
         return {}
     staged = 17 * spec.batch_size * spec.seq_len
+    if spec.documents:
+        staged += 8 * spec.batch_size * spec.seq_len + 8 * ((spec.batch_size * spec.documents + 2) // 2)
     return {"cuBLAS's workspace": _cublas_workspace(spec.device), "the batch as it is staged": staged}
 
 

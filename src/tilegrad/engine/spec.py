@@ -42,6 +42,7 @@ class StepSpec:
     shard: Shard = "optimizer"
     bucket_bytes: int = BUCKET_BYTES
     context: int = 1
+    documents: int = 0  # the most in a row of packed rows; 0: a row is one sequence
 
     def declare(
         self, ranks: Ranks | None = None, batch_size: int | None = None, local_seq_len: int | None = None, *,
@@ -64,4 +65,5 @@ class StepSpec:
             linear=linear,
             deterministic=self.deterministic,
             context=ranks,
+            documents=self.documents,
         )

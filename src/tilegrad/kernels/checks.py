@@ -30,6 +30,13 @@ def check_param(name: str, p: Tensor, shape: tuple[int, ...], x: Tensor) -> None
     check_tensor(name, p, shape, p.dtype if unrounded else x.dtype, x.device)
 
 
+def check_positions(positions: Tensor, shape: tuple[int, ...], x: Tensor) -> None:
+    """The positions of packed rows: contiguous int64 of this shape, (B, T)."""
+    check_tensor("positions", positions, tuple(shape), torch.int64, x.device)
+    if not positions.is_contiguous():
+        raise ValueError(f"positions: got strides {positions.stride()}; accepted: contiguous ones (call .contiguous())")
+
+
 def check_columns(name: str, x: Tensor) -> None:
     """Checks that each row is contiguous."""
     if x.stride(-1) != 1 and x.shape[-1] > 1:

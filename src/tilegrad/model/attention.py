@@ -10,7 +10,7 @@ Saved: x (the norm's output), q k v after rope, o, lse; with qk_norm also q and 
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from ..kernels.attention.context import BUFFERS, Ranks
 from ..kernels.attention.mask import Mask
@@ -29,7 +29,7 @@ from ..kernels.residual import zero_fwd
 from ..kernels.scratch import Form, Scratch, below
 from ..memory.types import BufferType
 from .config import ModelConfig
-from .layer import Buffer, Constant, Declare, Param
+from .layer import Buffer, Constant, Declare, Packed, Param
 from .linear import LinearLayer
 
 _SCORES = {f"tiled.{name}": BufferType.SCORES for name in ("s", "dp", "tanh")} | {"tiled.masked_out": BufferType.MASK}
@@ -41,12 +41,19 @@ def mask_of(config: ModelConfig, block: int, seed: Buffer | None = None) -> Mask
     return Mask(causal=True, window=None if window is None else (window - 1, None), dropout_p=config.dropout, seed=seed)
 
 
+def packed_mask(mask: Mask, packed: Packed, longest: int) -> Mask:
+    """The mask inside each document of packed rows."""
+    ends = packed.cu_seqlens
+    return replace(mask, cu_seqlens_q=ends, cu_seqlens_k=ends, max_seqlen_q=longest, max_seqlen_k=longest)
+
+
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Tables (block_size, D/2) and the number of heads to rotate."""
 
     cos: Buffer
     sin: Buffer
+    positions: Buffer | None  # of packed rows
     rotated: int
     head_dim: int
     context: Ranks | None
@@ -57,14 +64,17 @@ class Rope:
         c = at.config
         table = (c.block_size, c.head_dim // 2)
         cos, sin = (at.buffer(f"rope.{name}", table, at.accumulation_dtype, role="inputs") for name in ("cos", "sin"))
-        shapes = qkv_rope_workspace(at.b, at.t, rotated, c.head_dim, at.dtype, at.device)
-        return cls(cos, sin, rotated, c.head_dim, at.context, at.scratch(f"rope{rotated}", shapes))
+        positions = at.packed.positions if at.packed else None
+        shapes = qkv_rope_workspace(at.b, at.t, rotated, c.head_dim, at.dtype, at.device, packed=positions is not None)
+        return cls(cos, sin, positions, rotated, c.head_dim, at.context, at.scratch(f"rope{rotated}", shapes))
 
     def forward(self, x: Buffer) -> None:
-        qkv_rope_fwd(self.cos, self.sin, self.rotated, self.head_dim, self.context, qkv=x, scratch=self.scratch)
+        tables, sizes = (self.cos, self.sin), (self.rotated, self.head_dim)
+        qkv_rope_fwd(*tables, *sizes, self.context, self.positions, qkv=x, scratch=self.scratch)
 
     def backward(self, dx: Buffer) -> None:
-        qkv_rope_bwd(self.cos, self.sin, self.rotated, self.head_dim, self.context, dqkv=dx, scratch=self.scratch)
+        tables, sizes = (self.cos, self.sin), (self.rotated, self.head_dim)
+        qkv_rope_bwd(*tables, *sizes, self.context, self.positions, dqkv=dx, scratch=self.scratch)
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,7 +121,8 @@ class HeadNorm:
 class AttentionLayer:
     """x, y (N, C)   o (N, Hq·D)   qkv (N, (Hq + 2·Hkv)·D) for dense, else three of (N, H·D)   lse (B, Hq, T)
 
-    Attention and rope view qkv and o as (B, T, …). context: the ranks that share each sequence.
+    Attention and rope view qkv and o as (B, T, …). context: the ranks that share each sequence. In packed rows the mask has
+    the ends of the documents, and lse's memory is (Hq, N).
     """
 
     projections: tuple[LinearLayer, ...]  # qkv, or q, k, v
@@ -141,6 +152,8 @@ class AttentionLayer:
         if fused:
             parts, widths = {"qkv": BufferType.TEMP}, {"qkv": sum(widths.values())}
         mask = mask_of(c, block, seed)
+        if at.packed:
+            mask = packed_mask(mask, at.packed, t)
         windowed = "_window" if c.window_layers is not None and mask.window else ""
 
         def scratch(*, backward: bool) -> Scratch:

@@ -61,11 +61,24 @@ class Param:
 
 
 @dataclass(frozen=True, slots=True)
+class Packed:
+    """The documents of packed rows: attention is inside each document, and positions begin at 0 in each.
+
+    cu_seqlens   (B·documents + 1,) int32: the documents' ends in the B·T tokens, after a 0; those that are missing are B·T
+    positions    (B, T) int64
+    """
+
+    cu_seqlens: Buffer
+    positions: Buffer
+
+
+@dataclass(frozen=True, slots=True)
 class Declare:
     """Declares the handles of a program on b sequences of t tokens. Handles with the same name are one buffer.
 
     accumulate   False: the program is the first micro-batch of a step and overwrites parameter gradients
     context      the ranks that share each sequence, t tokens on each; None: this rank has whole sequences
+    documents    the most documents in a row of t tokens; 0: a row is one sequence
     scales       the scale states of tensors that are rounded to float8, by name
     """
 
@@ -78,6 +91,7 @@ class Declare:
     linear: Linear = "plain"
     deterministic: bool = True
     context: Ranks | None = None
+    documents: int = 0
     params: dict[str, Param] = field(default_factory=dict)
     scales: dict[str, Buffer] = field(default_factory=dict)
 
@@ -85,6 +99,13 @@ class Declare:
     def n(self) -> int:
         """Rows of the residual stream."""
         return self.b * self.t
+
+    @property
+    def packed(self) -> Packed | None:
+        if not self.documents:
+            return None
+        ends = self.buffer("inputs.cu_seqlens", (self.b * self.documents + 1,), torch.int32, role="inputs")
+        return Packed(ends, self.buffer("inputs.positions", (self.b, self.t), torch.int64, role="inputs"))
 
     @property
     def accumulation_dtype(self) -> torch.dtype:

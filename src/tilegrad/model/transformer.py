@@ -24,7 +24,7 @@ from ..kernels.rope import rope_table
 from ..kernels.scratch import Scratch
 from .block import Block, Dropout, Recomputed
 from .config import ModelConfig
-from .layer import WEIGHT, Buffer, Declare, Linear, Param
+from .layer import WEIGHT, Buffer, Declare, Linear, Packed, Param
 from .norm import NormLayer
 
 NOTHING: frozenset[Recomputed] = frozenset()
@@ -36,6 +36,7 @@ class Embedding:
 
     wte: Param
     wpe: Param | None
+    positions: Buffer | None  # of packed rows, with wpe
     tied: bool  # the head's backward, which runs first, also writes wte's gradient
     scratch: Scratch
 
@@ -44,15 +45,18 @@ class Embedding:
         c, channels = at.config, at.config.n_embd
         wte = at.param("wte.weight", c.vocab_size, channels, init=WEIGHT)
         wpe = at.param("wpe.weight", c.block_size, channels, init=WEIGHT) if c.position == "learned" else None
-        shapes = embedding_workspace(at.form(channels))
-        return cls(wte, wpe, c.tie_embeddings, at.scratch("embedding", shapes))
+        positions = at.packed.positions if at.packed and wpe else None
+        shapes = embedding_workspace(at.form(channels), packed=positions is not None)
+        return cls(wte, wpe, positions, c.tie_embeddings, at.scratch("embedding", shapes))
 
     def forward(self, tokens: Buffer, *, x: Buffer) -> None:
-        embedding_fwd(tokens, self.wte.value, self.wpe.value if self.wpe else None, x=x, scratch=self.scratch)
+        wpe = self.wpe.value if self.wpe else None
+        embedding_fwd(tokens, self.wte.value, wpe, self.positions, x=x, scratch=self.scratch)
 
     def backward(self, dx: Buffer, tokens: Buffer) -> None:
         if self.wpe:
-            embedding_bwd(dx, tokens, dwpe=self.wpe.grad, accumulate=self.wpe.accumulate, scratch=self.scratch)
+            given, dwpe, accumulate = (dx, tokens, self.positions), self.wpe.grad, self.wpe.accumulate
+            embedding_bwd(*given, dwpe=dwpe, accumulate=accumulate, scratch=self.scratch)
         accumulate = self.wte.accumulate or self.tied
         embedding_bwd(dx, tokens, dwte=self.wte.grad, accumulate=accumulate, scratch=self.scratch)
 
@@ -118,6 +122,7 @@ class Transformer:
     ln_f: NormLayer
     head: Head
     tokens: Buffer  # (B, T) int64
+    packed: Packed | None
     seeds: tuple[Buffer, ...]  # one 0-d int64 per block with dropout, else none
     x: tuple[Buffer, ...]  # the residual stream before each block and after the last, (N, C)
     dx: Buffer
@@ -198,7 +203,7 @@ class Transformer:
 def declare(
     config: ModelConfig, b: int, t: int, dtype: torch.dtype, device: torch.device | str,
     recompute: Sequence[frozenset[Recomputed]] = (), *, accumulate: bool = True, linear: Linear = "plain",
-    deterministic: bool = True, context: Ranks | None = None,
+    deterministic: bool = True, context: Ranks | None = None, documents: int = 0,
 ) -> Transformer:  # fmt: skip
     """The model on handles, for b sequences of t tokens.
 
@@ -207,8 +212,9 @@ def declare(
     linear          "fp8": the forward of the blocks' linear layers multiplies in float8
     deterministic   False: attention's backward may add in any order, which may be faster
     context         the ranks that share each sequence; t counts the tokens of one rank
+    documents       the most documents in a row of packed rows; 0: a row is one sequence
     """
-    at = Declare(config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context)
+    at = Declare(config, b, t, dtype, torch.device(device), accumulate, linear, deterministic, context, documents)
     c, n_layer = config.n_embd, config.n_layer
     embedding = Embedding.declare(at)
     count = n_layer if config.dropout else 0
@@ -222,6 +228,7 @@ def declare(
         ln_f=NormLayer.declare(at, "ln_f"),
         head=Head.declare(at, embedding.wte),
         tokens=at.buffer("inputs.tokens", (b, t), torch.int64, role="inputs"),
+        packed=at.packed,
         seeds=seeds,
         x=x,
         dx=at.rows("dx", c),

@@ -27,9 +27,13 @@ class Checkpointer:
         self.newest = self._engine.steps, path
         return path
 
+    def is_best(self, loss: float) -> bool:
+        """Whether no validation loss was lower."""
+        return self.best is None or loss < self.best.validation_loss
+
     def save_if_best(self, state: RunState, loss: float) -> None:
         """Save into best/ if no validation loss was lower."""
-        if self.best is None or loss < self.best.validation_loss:
+        if self.is_best(loss):
             self.best = Best(self._write("best", state, keep=1), self._engine.steps, loss)
 
     def restore(self, path: Path, state: RunState) -> None:

@@ -13,7 +13,7 @@ ranks. A key that is not given has the preset's value, except five keys with the
 
     gradient_accumulation   at least the number of ranks
     seq_len        block_size
-    warmup_steps   steps / 20, where steps is given
+    warmup_steps   steps / 20, where steps or epochs is given
     dtype          bfloat16 on CUDA, float32 elsewhere
     vocab_size     the tokenizer's, where it is larger than the preset's
 
@@ -24,13 +24,14 @@ from __future__ import annotations
 
 import math
 import tomllib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any, TypeAlias, get_args
 
 import torch
 
+from ..data.documents import find_format
 from ..engine.batch import LIMITS as BATCH_LIMITS
 from ..model.config import LIMITS as MODEL_LIMITS
 from ..model.config import PRESETS, ModelConfig, is_count
@@ -43,19 +44,30 @@ Values: TypeAlias = dict[str, Any]  # the keys of a section, with values as TOML
 Sections: TypeAlias = Mapping[str, Mapping[str, Any]]  # section → key → value
 
 _INTERVALS = ("eval_interval", "checkpoint_interval", "log_interval")
-_COUNTS = ("steps", "eval_batches", "keep_checkpoints", "sample_tokens")
+_COUNTS = ("steps", "eval_batches", "keep_checkpoints", "sample_tokens", "patience")
 MAY_CHANGE = frozenset(  # the keys of [train] that a resumed run may change
-    (*_INTERVALS, *_COUNTS, "learning_rate", "min_learning_rate", "memory_budget", "device", "log")
+    (*_INTERVALS, *_COUNTS, "epochs", "learning_rate", "min_learning_rate", "memory_budget", "device", "log")
 )
 LIMITS = {  # the largest value of each key; docs/training.md gives the reasons
     **MODEL_LIMITS,
     **BATCH_LIMITS,
     **dict.fromkeys((*_COUNTS, *_INTERVALS, "warmup_steps"), 10**9),
     "gradient_accumulation": 1 << 16,
+    "epochs": 10_000,
+    "documents": 1 << 16,
     "seed": (1 << 63) - 1,
     "bpe_vocab_size": MODEL_LIMITS["vocab_size"],
 }
+_FOLLOWS = (  # values that stand for the run's own
+    *(("warmup_steps", -1), ("dtype", "auto")),
+    *(("format", "auto"), ("packing", None), ("too_long", "auto")),
+)
 MAX_STEP_TOKENS = 1 << 26  # all micro-batches are in memory at once, 16 bytes for each token and its target
+_CHOICES = {
+    "format": ("auto", "text", "messages", "prompt", "instruction"),
+    "train_on": ("assistant", "all"),
+    "too_long": ("auto", "cut", "split", "drop", "refuse"),
+}
 DTYPES = {"float32": torch.float32, "float64": torch.float64, "bfloat16": torch.bfloat16}
 
 
@@ -88,6 +100,8 @@ class TrainConfig:
     seed: int = 0
     init: str | None = None  # a folder of weights to begin with
     log: str | tuple[str, ...] = "auto"  # loggers besides log.jsonl; auto: TensorBoard where it is installed
+    epochs: int | None = None  # instead of steps, which follow once the data is read
+    patience: int = 0  # evaluations without a better validation loss that end the run; 0: never
 
     def __post_init__(self) -> None:
         if self.init is not None and not isinstance(self.init, str):
@@ -98,8 +112,13 @@ class TrainConfig:
             raise ValueError(
                 f"warmup_steps: got {shown(self.warmup_steps)}; accepted: an int ≥ 0, or -1: a twentieth of the steps"
             )
-        for name in ("seq_len", "eval_interval", "eval_batches", "checkpoint_interval", "sample_tokens", "seed"):
+        for name in ("seq_len", *_INTERVALS[:2], "eval_batches", "sample_tokens", "seed", "patience"):
             _check_count(name, getattr(self, name), 0)
+        if self.epochs is not None:
+            _check_count("epochs", self.epochs, 1)
+        if self.patience and not (self.eval_interval and self.eval_batches):
+            got = f"{self.patience} with eval_interval {self.eval_interval} and eval_batches {self.eval_batches}"
+            raise ValueError(f"patience: got {got}; accepted: 0, or evaluations in both")
         for name in ("learning_rate", "min_learning_rate", "weight_decay", "max_norm"):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < math.inf:
@@ -123,14 +142,15 @@ class TrainConfig:
             )
         if isinstance(self.log, list):
             object.__setattr__(self, "log", tuple(self.log))
-        if self.warmup_steps >= self.steps:
+        if self.epochs is None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps: got {self.warmup_steps}; accepted: less than steps, {self.steps}")
 
 
 @dataclass(frozen=True, slots=True)
 class DataConfig:
     """`files` are text files and folders, joined in order; none: the text that ships with the package. validation="windows"
-    draws validation windows from the whole text, "end" takes its last tokens."""
+    draws validation windows, or documents, from the whole text, "end" takes the last ones. `settled` replaces
+    format="auto", packing=None and too_long="auto"."""
 
     files: tuple[str, ...] = ()
     tokenizer: str = "bytes"
@@ -138,6 +158,11 @@ class DataConfig:
     validation_fraction: float = 0.1
     validation: str = "windows"
     text_field: str = "text"
+    format: str = "auto"
+    train_on: str = "assistant"
+    packing: bool | None = None
+    documents: int = 16
+    too_long: str = "auto"
 
     def __post_init__(self) -> None:
         if not isinstance(self.files, list | tuple) or not all(isinstance(name, str) for name in self.files):
@@ -159,6 +184,20 @@ class DataConfig:
             raise ValueError(f"validation: got {self.validation!r}; accepted: 'windows' or 'end'")
         if not isinstance(self.text_field, str):
             raise ValueError(f"text_field: got {shown(self.text_field)}; accepted: the name of a field")
+        for name, accepted in _CHOICES.items():
+            if getattr(self, name) not in accepted:
+                raise ValueError(
+                    f"{name}: got {shown(getattr(self, name))}; accepted: {', '.join(map(repr, accepted))}"
+                )
+        if self.packing is not None and not isinstance(self.packing, bool):
+            raise ValueError(
+                f"packing: got {shown(self.packing)}; accepted: true, false, or none: true for conversations"
+            )
+        if not is_count(self.documents, LIMITS["documents"], 2):
+            most = LIMITS["documents"]
+            raise ValueError(
+                f"documents: got {shown(self.documents)}; accepted: an int from 2 to {most:,}, padding included"
+            )
 
     @property
     def vocab_size(self) -> int:
@@ -186,7 +225,7 @@ class RunConfig:
         resolved = replace(
             t,
             seq_len=t.seq_len or self.model.block_size,
-            warmup_steps=t.steps // 20 if t.warmup_steps == -1 else t.warmup_steps,
+            warmup_steps=t.steps // 20 if t.warmup_steps == -1 and t.epochs is None else t.warmup_steps,
             dtype=automatic if t.dtype == "auto" else dtype_name(t.dtype),
         )
         object.__setattr__(self, "train", resolved)
@@ -197,15 +236,52 @@ class RunConfig:
             raise ValueError(f"seq_len: got {self.train.seq_len}; accepted: at most {most}")
         t = self.train
         tokens = t.gradient_accumulation * t.batch_size * t.seq_len
+        if t.patience and not self.data.validation_fraction:
+            raise ValueError(
+                f"patience: got {t.patience} with validation_fraction 0; accepted: 0, or a fraction above 0"
+            )
         if tokens > MAX_STEP_TOKENS:
             got = f"{t.gradient_accumulation:,} × {t.batch_size:,} × {t.seq_len:,}, {tokens:,} tokens in a step"
             raise ValueError(
                 f"gradient_accumulation × batch_size × seq_len: got {got}; accepted: at most {MAX_STEP_TOKENS:,}"
             )
 
+    @property
+    def documents(self) -> int:
+        """The most documents in a row, padding included; 0: rows are not packed."""
+        return min(self.data.documents, self.train.seq_len) if self.data.packing else 0
+
     def plain(self) -> dict[str, Values]:
         """The sections as plain JSON and TOML values; `run_from` reads the same run from them."""
         return {section: _plain(values) for section, values in asdict(self).items()}
+
+
+def settled(run: RunConfig) -> RunConfig:
+    """The run with the format of its files, and with the values of packing and too_long that follow from it."""
+    data = run.data
+    format = find_format([Path(name) for name in data.files], data.text_field) if data.format == "auto" else data.format
+    conversations = format != "text"
+    if conversations and not data.files:
+        raise ValueError(f"format: got {format!r} without files; accepted: 'text', or files (--data)")
+    packing = conversations if data.packing is None else data.packing
+    too_long = ("cut" if conversations else "split") if data.too_long == "auto" else data.too_long
+    return replace(run, data=replace(data, format=format, packing=packing, too_long=too_long))
+
+
+def with_steps(run: RunConfig, rows: Callable[[int], int]) -> RunConfig:
+    """The run with the steps of its epochs, if it has epochs; `rows` says how many rows that many epochs have. The last step
+    may read a few rows of the next epoch."""
+    t = run.train
+    if t.epochs is None:
+        return run
+    steps = -(-rows(t.epochs) // (t.batch_size * t.gradient_accumulation))
+    warmup = steps // 20 if t.warmup_steps == -1 else t.warmup_steps
+    if steps > LIMITS["steps"] or warmup >= steps:
+        raise ValueError(
+            f"epochs: got {t.epochs}, which is {steps:,} steps, with warmup_steps {warmup}; accepted: more steps than "
+            f"warmup_steps, and at most {LIMITS['steps']:,}"
+        )
+    return replace(run, train=replace(t, steps=steps, warmup_steps=warmup))
 
 
 def check_vocab_size(run: RunConfig, needed: int) -> None:
@@ -290,7 +366,7 @@ def run_from(content: Sections, where: str, world: int = 1) -> RunConfig:
     vocab_size = max(base.model.vocab_size, data.vocab_size)
     derived: Values = {"gradient_accumulation": max(world, base.train.gradient_accumulation)}
     derived |= {"seq_len": 0} if "block_size" in model else {}
-    derived |= {"warmup_steps": -1} if "steps" in settings else {}
+    derived |= {"warmup_steps": -1} if {"steps", "epochs"} & settings.keys() else {}
     derived |= {"dtype": "auto"} if "device" in settings else {}
     return RunConfig(
         replace(base.model, **{"vocab_size": vocab_size, **model}), replace(base.train, **{**derived, **settings}), data
@@ -323,6 +399,10 @@ def checked(content: Sections, where: str) -> dict[str, Values]:
                 out[section][key] = [value] if isinstance(value, str) else value
             elif key == "dtype" and isinstance(value, str | torch.dtype):
                 out[section][key] = dtype_name(value)
+    t = out["train"]
+    saved = {f.name for f in fields(TrainConfig)} <= t.keys()  # a saved run has every key, and both of these
+    if not saved and "steps" in t and t.get("epochs") is not None:
+        raise ValueError(f"epochs: got {shown(t['epochs'])} and steps {shown(t['steps'])}; accepted: one of them")
     return out
 
 
@@ -349,13 +429,15 @@ def resumed(own: RunConfig, asked: Sections) -> RunConfig:
             if isinstance(value, Mapping | list | tuple):  # rope_scaling gets its defaults, tuples become lists
                 changed = replace(getattr(own, section), **{name: value})
                 value = replace(own, **{section: changed}).plain()[section][name]
-            if value == mine[section][name] or (name, value) in (("warmup_steps", -1), ("dtype", "auto")):
+            if value == mine[section][name] or (name, value) in _FOLLOWS:
                 continue
             if section != "train" or name not in MAY_CHANGE:
                 raise ValueError(
                     f"{name}: got {value!r}; accepted: the run's own, {mine[section][name]!r}, when resuming"
                 )
             changes[name] = value
+    if "steps" in changes and "epochs" not in changes:
+        changes["epochs"] = None
     return replace(own, train=replace(own.train, **changes))
 
 

@@ -1,58 +1,128 @@
-"""A run's tokens, split into training and validation."""
+"""A run's data, split into training and validation: windows of a text, or documents packed into rows."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import cast
 
 import numpy as np
 
-from ..data.batches import Batch, Batches, batches_in_order, split, split_windows
+from ..data.batches import Batches, Rows, Windows, batches_in_order, split, split_windows
+from ..data.document_file import DocumentFile
 from ..data.documents import Numbers
+from ..data.packing import Batch, PackedRows, Pieces, TooLong, cut_documents, split_pieces
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import TokenFile, Tokens, unigram_entropy
-from .config import RunConfig
+from .config import DataConfig, RunConfig
 
 _PROMPT_TOKENS = 32
+
+
+def needs_documents(data: DataConfig) -> bool:
+    """Whether rows are made of documents, not of windows."""
+    return data.format != "text" or bool(data.packing)
 
 
 @dataclass(frozen=True, slots=True)
 class Dataset:
     file: TokenFile
     tokenizer: Tokenizer
-    entropy: float  # unigram entropy, in nats
+    entropy: float  # unigram entropy of what is trained on, in nats
     batches: Batches  # for training
-    held_out: Tokens  # the text that validation reads
-    windows: Tokens  # the numbers of the validation windows in it
-    summary: Numbers  # counts of a new run's text: files, documents, bytes, tokens
+    held_out: Rows | None  # for validation
+    training_tokens: int  # targets in an epoch
+    summary: Numbers  # counts of a new run's data: files, documents, bytes, tokens
 
     @classmethod
     def split(cls, file: TokenFile, tokenizer: Tokenizer, config: RunConfig, summary: Numbers) -> Dataset:
+        if needs_documents(config.data) and file.documents is not None:
+            return _of_documents(file, file.documents, tokenizer, config, summary)
         t, tokens, fraction = config.train, file.tokens, config.data.validation_fraction
-        training: Tokens | None = None  # the numbers of the training windows; None: all
+        held_out: Windows | None
         if config.data.validation == "windows":
-            text = held_out = tokens
-            training, windows = split_windows(tokens, t.seq_len, fraction, seed=t.seed)
+            training, validation = split_windows(tokens, t.seq_len, fraction, seed=t.seed)
+            rows = Windows(tokens, t.seq_len, training)
+            held_out = Windows(tokens, t.seq_len, validation) if len(validation) else None
         else:
-            text, held_out = split(tokens, fraction)
-            windows = np.arange(-(-(len(held_out) - 1) // t.seq_len) if len(held_out) > t.seq_len else 0)
-        batches = Batches(text, t.batch_size, t.seq_len, seed=t.seed, windows=training)
-        return cls(file, tokenizer, unigram_entropy(tokens), batches, held_out, windows, summary)
+            text, end = split(tokens, fraction)
+            rows = Windows(text, t.seq_len)
+            held_out = Windows(end, t.seq_len) if len(end) > t.seq_len else None
+        count = min(len(rows.numbers) * t.seq_len, len(rows.tokens))
+        batches = Batches(rows, t.batch_size, seed=t.seed)
+        return cls(file, tokenizer, unigram_entropy(tokens), batches, held_out, count, summary)
 
     def validation(self, batch_size: int, *, most: int | None = None, rank: int = 0, world: int = 1) -> Iterator[Batch]:
         """The validation batches in their order, at most `most`; this rank gets every world-th of them."""
         self.file.check_length()
-        seq_len = self.batches.seq_len
-        return batches_in_order(
-            self.held_out, batch_size, seq_len, most=most, windows=self.windows, rank=rank, world=world
-        )
-
-    @property
-    def training_tokens(self) -> int:
-        return min(self.batches.windows * self.batches.seq_len, len(self.batches.tokens))
+        if self.held_out is None:
+            return iter(())
+        return batches_in_order(self.held_out, batch_size, most=most, rank=rank, world=world)
 
     def prompt(self, room: int) -> list[int]:
-        """The first held-out tokens, at most `room`; if fewer are held out, the first of the training text."""
-        begin = int(self.windows[0]) * self.batches.seq_len if len(self.windows) else 0
-        text = self.held_out[begin:] if len(self.held_out) - begin >= room else self.batches.tokens
-        return [int(token) for token in text[: min(room, _PROMPT_TOKENS)]]
+        """The beginning of the first held-out row, at most `room` tokens; if too little is held out, of the training data. A
+        conversation is taken up to where the assistant speaks."""
+        training = self.batches.rows
+        if isinstance(training, PackedRows):
+            rows = [one for one in (self.held_out, training) if isinstance(one, PackedRows)]
+            found = (_prompt(one, number) for one in rows for number in range(min(len(one.pieces), 100)))
+            return next((prompt for prompt in found if len(prompt) <= room), [])
+        assert isinstance(training, Windows)
+        tokens = training.tokens
+        if isinstance(self.held_out, Windows):
+            begin = int(self.held_out.numbers[0]) * training.seq_len
+            tokens = self.held_out.tokens[begin:] if len(self.held_out.tokens) - begin >= room else tokens
+        return [int(token) for token in tokens[: min(room, _PROMPT_TOKENS)]]
+
+
+def _prompt(rows: PackedRows, number: int) -> list[int]:
+    begin, length = int(rows.pieces.begin[number]), int(rows.pieces.length[number])
+    untrained = int(np.argmax(rows.file.trained(begin + 1, begin + length + 1))) + 1
+    count = untrained if rows.file.bits is not None and untrained > 1 else min(length, _PROMPT_TOKENS)
+    return [int(token) for token in rows.tokens[begin : begin + count]]
+
+
+def _of_documents(
+    file: TokenFile, documents: DocumentFile, tokenizer: Tokenizer, config: RunConfig, summary: Numbers
+) -> Dataset:
+    t, data = config.train, config.data
+    pieces = cut_documents(documents, t.seq_len, cast(TooLong, data.too_long))
+    seed = t.seed if data.validation == "windows" else None
+    training, validation = split_pieces(file.tokens, pieces, data.validation_fraction, seed=seed)
+
+    def rows(numbers: Tokens) -> PackedRows:
+        return PackedRows(file.tokens, documents, pieces.choose(numbers), t.seq_len, config.documents)
+
+    learned = rows(training)
+    batches = Batches(learned, t.batch_size, seed=t.seed)
+    held_out = rows(validation) if len(validation) else None
+    counts = _counts(learned, batches, pieces, len(validation)) if summary else {}
+    return Dataset(
+        file=file,
+        tokenizer=tokenizer,
+        entropy=unigram_entropy(_trained(file.tokens, documents)),
+        batches=batches,
+        held_out=held_out,
+        training_tokens=learned.trained_targets(),
+        summary=summary | counts,
+    )
+
+
+def _trained(tokens: Tokens, documents: DocumentFile) -> Tokens:
+    return tokens if documents.bits is None else tokens[documents.trained(0, len(tokens))]
+
+
+def _counts(rows: PackedRows, batches: Batches, pieces: Pieces, held_out: int) -> Numbers:
+    """What becomes of the documents, for the run's first lines."""
+    positions = batches.rows_in_epoch * rows.seq_len
+    return {
+        "pieces": len(pieces),
+        "held_out": held_out,
+        "rows": batches.rows_in_epoch,
+        "trained": rows.trained_targets(),
+        "padding": 1 - int(rows.pieces.length.sum()) / positions,
+        "cut": pieces.cut,
+        "cut_tokens": pieces.cut_tokens,
+        "dropped": pieces.dropped,
+        "untrained": pieces.untrained,
+    }

@@ -1,35 +1,39 @@
-"""The loss on held-out windows in a run, and everything that `tilegrad evaluate` says of a model.
+"""The validation loss, over the same held-out windows or documents each time, and what `tilegrad evaluate` says of a model.
 
     loss = Σ nll / tokens        perplexity = exp(loss)        bits per byte = Σ nll / ln 2 / bytes
 
 Σ is over the targets, nll in nats. The bytes are those of the text that the targets stand for: a special token, such as the
-end of a document, has a loss and no bytes. A token sees only its own window.
+end of a document, has a loss and no bytes. A token attends only to its own window or document.
 """
 
 from __future__ import annotations
 
 import math
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import cast
 
 import torch
 from torch import Tensor
 
-from ..data.batches import Batch, batches_in_order
+from ..data.batches import Rows, Windows, batches_in_order
+from ..data.conversations import Format
 from ..data.documents import Show
-from ..data.prepare import prepare
+from ..data.packing import PackedRows, TooLong, cut_documents
+from ..data.prepare import TrainOn, prepare
+from ..data.tokenizer import Tokenizer
 from ..data.tokens import Tokens
-from ..engine.batch import count_targets
+from ..engine.batch import Batch, count_targets
 from ..engine.engine import Engine
 from ..engine.machine import check_device
 from ..engine.state import write_param
 from ..pretrained.weights import is_weights
 from .checkpoint import read_state
-from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size, initial_run, run_from
-from .dataset import Dataset
+from .config import DTYPES, RunConfig, TrainConfig, Values, check_vocab_size, initial_run, run_from, settled
+from .dataset import Dataset, needs_documents
 from .folder import locate, own_data, upgraded
 from .ranks import Ranks
 
@@ -55,18 +59,18 @@ class Evaluator:
         self.loss: float | None = None  # of the last evaluation
 
     def run(self) -> float | None:
-        """The mean loss; None if no window is held out. Each rank evaluates its share, and the losses are summed."""
+        """The mean loss; None if nothing is held out. Each rank evaluates its share, and the losses are summed."""
         t, dataset, engine, mesh = self._settings, self._dataset, self._engine, self._ranks.mesh
-        if not len(dataset.windows) or not t.eval_batches:
+        if dataset.held_out is None or not t.eval_batches:
             return None
         batches = dataset.validation(
             t.batch_size, most=t.eval_batches, rank=self._ranks.group, world=self._ranks.groups
         )
         total, count = 0.0, 0.0
-        for tokens, targets in engine.ranks.padded(list(batches)):
+        for tokens, targets, cu_seqlens in engine.ranks.padded([Batch(*batch) for batch in batches]):
             mesh.at(f"step {engine.steps}: evaluating")
             n = count_targets(targets)
-            total += engine.evaluate(tokens, targets) * n
+            total += engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) * n
             count += n
         if mesh.world > 1:
             total, count = mesh.sum(total, count)
@@ -89,32 +93,64 @@ def evaluate_weights(
     automatic = {"dtype": "auto"} if is_weights(at) else {}
     t = replace(config.train, **{"device": device, "linear": "plain", **automatic, **settings})
     config = replace(config, train=t)
-    t = config.train
     with TemporaryDirectory(prefix="tilegrad-evaluate-") as scratch:
         if files:
-            text, tokenizer = prepare(
-                files, Path(scratch), tokenizer=str(tokenizer_file), text_field=config.data.text_field, show=show
-            )
-            check_vocab_size(config, text.vocab_size)
-            windows = min(t.seq_len, max(1, len(text.tokens) - 1))  # a shorter text is one window
-            batches = batches_in_order(text.tokens, t.batch_size, windows)
-            count = -(-(len(text.tokens) - 1) // windows)
-        elif t.seq_len != own:
+            config = _with_files(config, files)
+            rows, tokenizer = _read(config, tokenizer_file, Path(scratch), show)
+        elif config.train.seq_len != own:
             raise ValueError(
-                f"seq_len: got {t.seq_len}; accepted: the run's own, {own}, because it gives the windows that are held out; "
-                "any other with --data"
+                f"seq_len: got {config.train.seq_len}; accepted: the run's own, {own}, because it gives the windows that are "
+                "held out; any other with --data"
             )
         else:
-            dataset = Dataset.split(*own_data(locate(at)[0], read_state(at)), config, {})
-            if not len(dataset.windows):
-                raise ValueError(
-                    f"{at}: got a run that holds out no window for validation; accepted: text, with --data"
-                )
-            tokenizer, batches, count = dataset.tokenizer, dataset.validation(t.batch_size), len(dataset.windows)
-        engine = Engine(config.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype], deterministic=t.deterministic)
+            documents = needs_documents(config.data)
+            dataset = Dataset.split(*own_data(locate(at)[0], read_state(at), documents=documents), config, {})
+            if dataset.held_out is None:
+                raise ValueError(f"{at}: got a run that holds out nothing for validation; accepted: text, with --data")
+            rows, tokenizer = dataset.held_out, dataset.tokenizer
+        t = config.train
+        engine = Engine(
+            config.model, t.batch_size, t.seq_len, t.device, DTYPES[t.dtype],
+            deterministic=t.deterministic, documents=config.documents,
+        )  # fmt: skip
         for name, value in params.items():
             write_param(engine, name, value)
-        return _evaluate(engine, batches, tokenizer.byte_lengths(), of=-(-count // t.batch_size), show=show)
+        return _evaluate(engine, rows, t.batch_size, tokenizer.byte_lengths(), show)
+
+
+def _with_files(config: RunConfig, files: Sequence[Path]) -> RunConfig:
+    """The settings with other files, in the format that these have. Texts, or conversations, are made into rows as the run
+    does it; what it does not have is made into rows as a new run would."""
+    own = config.data
+    data = replace(own, files=tuple(map(str, files)), format="auto", packing=None, too_long="auto")
+    found = settled(replace(config, data=data))
+    if own.format == "auto" or (own.format == "text") != (found.data.format == "text"):
+        return found
+    return replace(found, data=replace(found.data, packing=own.packing, too_long=own.too_long))
+
+
+def _read(config: RunConfig, tokenizer: Path, scratch: Path, show: Show) -> tuple[Rows, Tokenizer]:
+    """All rows of config.data.files."""
+    t, data = config.train, config.data
+    file, made = prepare(
+        [Path(name) for name in data.files],
+        scratch,
+        tokenizer=str(tokenizer),
+        text_field=data.text_field,
+        format=cast(Format, data.format),
+        train_on=cast(TrainOn, data.train_on),
+        packing=bool(data.packing),
+        show=show,
+    )
+    check_vocab_size(config, file.vocab_size)
+    if not needs_documents(data) or file.documents is None:
+        return Windows(file.tokens, min(t.seq_len, max(1, len(file.tokens) - 1))), made  # a short text is one window
+    pieces = cut_documents(file.documents, t.seq_len, cast(TooLong, data.too_long))
+    if pieces.cut or pieces.dropped:
+        lost = f"are cut: {pieces.cut_tokens:,} tokens are lost" if pieces.cut else "are left out"
+        doing = f"{pieces.cut or pieces.dropped:,} documents longer than a row {lost} (data.too_long {data.too_long})"
+        show("prepare", {"doing": doing})
+    return PackedRows(file.tokens, file.documents, pieces, t.seq_len, config.documents), made
 
 
 def _run_of(at: Path) -> tuple[RunConfig, Path]:
@@ -126,19 +162,20 @@ def _run_of(at: Path) -> tuple[RunConfig, Path]:
     return config, locate(at)[0] / "data" / "tokenizer.json"
 
 
-def _evaluate(engine: Engine, batches: Iterable[Batch], lengths: Tokens | None, *, of: int, show: Show) -> Evaluation:
-    """`lengths`: bytes of each token. `of`: how many batches there are, for `show`, which gets "evaluate" once a second."""
+def _evaluate(engine: Engine, rows: Rows, batch_size: int, lengths: Tokens | None, show: Show) -> Evaluation:
+    """`lengths`: bytes of each token. `show` gets "evaluate" about once a second."""
     began = last_shown = time.monotonic()
+    batches = -(-len(rows.in_order()) // batch_size)
     total, count, nbytes = 0.0, 0, 0
-    for number, (tokens, targets) in enumerate(batches, 1):
+    for number, (tokens, targets, cu_seqlens) in enumerate(batches_in_order(rows, batch_size), 1):
         n = count_targets(targets)
-        total += engine.evaluate(tokens, targets) * n
+        total += engine.evaluate(tokens, targets, cu_seqlens=cu_seqlens) * n
         count += n
         if lengths is not None:
             nbytes += int(lengths[targets[targets >= 0].numpy()].sum())
         if time.monotonic() - last_shown > _SHOWN_S and count:
             last_shown = time.monotonic()
-            show("evaluate", {"batch": number, "batches": of, "loss": total / count, "tokens": count})
+            show("evaluate", {"batch": number, "batches": batches, "loss": total / count, "tokens": count})
     if not count:
         raise ValueError("data: got no token to predict; accepted: text of at least two tokens")
     loss, is_nats = total / count, engine.config.loss == "cross_entropy"

@@ -1,7 +1,7 @@
 """A run's folder: its files, the lock on it, and what a resumed run reads from it.
 
 run.json              the configuration that ran last
-data/                 tokens.bin and tokenizer.json: a resumed run needs no other text
+data/                 tokens.bin, documents.bin, tokenizer.json and tokenizer_config.json: a resumed run needs no other text
 log.jsonl             one record per line
 checkpoints/          the last few checkpoints
 best/                 the checkpoint with the lowest validation loss
@@ -141,8 +141,10 @@ def forget(folder: Path) -> None:
 
 
 def upgraded(run: dict[str, Values]) -> dict[str, Values]:
-    """A saved configuration with today's keys: runs from before the key `validation` held out the end of the text."""
-    return {**run, "data": {"validation": "end", **run["data"]}} if isinstance(run.get("data"), dict) else run
+    """A saved configuration with today's keys: runs from before the key `validation` held out the end of the text, and runs
+    from before the key `format` have windows of a text."""
+    before = {"validation": "end", "format": "text", "packing": False, "too_long": "split"}
+    return {**run, "data": {**before, **run["data"]}} if isinstance(run.get("data"), dict) else run
 
 
 def resume_command(folder: Path) -> str:
@@ -156,9 +158,10 @@ def write_run(folder: Path, run: RunConfig) -> None:
     write_whole(folder / "run.json", [json.dumps(run.plain(), indent=1).encode("utf-8") + b"\n"])
 
 
-def own_data(folder: Path, state: RunState) -> tuple[TokenFile, Tokenizer]:
-    """The run's own tokens and tokenizer; refused if the checkpoint of this state was trained with another tokenizer."""
-    tokens, tokenizer = load_prepared(folder / "data")
+def own_data(folder: Path, state: RunState, *, documents: bool = False) -> tuple[TokenFile, Tokenizer]:
+    """The run's own tokens and tokenizer; refused if the checkpoint of this state was trained with another tokenizer. With
+    `documents`, the ends of documents as well."""
+    tokens, tokenizer = load_prepared(folder / "data", documents=documents)
     _check_tokenizer(folder, state, tokens.tokenizer_sha256)
     return tokens, tokenizer
 

@@ -1,8 +1,8 @@
 """Where a run's numbers go besides log.jsonl: TensorBoard, Weights & Biases, MLflow (`train.log`).
 
-Each number becomes a point of the curve "name/kind", such as loss/train. A resumed run continues the same run of wandb and MLflow:
-their ids are in loggers.json in the run's folder. Servers, projects and offline modes are chosen as these packages document it,
-by WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
+Each number becomes a point of the curve "name/kind", such as loss/train. A resumed run continues the same run of wandb and
+MLflow, whose ids are in loggers.json in the run's folder. Servers, projects and offline modes are chosen by the variables that
+these packages document: WANDB_MODE, WANDB_PROJECT, MLFLOW_TRACKING_URI, MLFLOW_EXPERIMENT_NAME.
 
 A logger that fails (a full disk, no network) never ends a run: a sentence on stderr says so, and the run continues without it.
 """

@@ -51,7 +51,8 @@ from .state import RunState
 
 @dataclass(frozen=True, slots=True)
 class RunResult:
-    """`stopped_by`: the signal that ended the run before its last step, SIGPIPE if its output was closed; else None."""
+    """`stopped_by`: the signal that ended the run before its last step, SIGPIPE if its output was closed; else None.
+    `ended_early`: why the run is done before its last step; else None."""
 
     folder: Path
     steps: int
@@ -64,6 +65,7 @@ class RunResult:
     report: Path
     stopped_by: str | None
     best: Best | None  # None: there was no evaluation
+    ended_early: str | None = None
 
 
 class Position(NamedTuple):
@@ -148,11 +150,13 @@ class Run:
             linear=t.linear,
             deterministic=t.deterministic,
             mesh=mesh,
+            documents=self.config.documents,
             **ranks.sharding,
         )
         self.evaluator = Evaluator(dataset, self.engine, ranks, t)
         self.checkpointer = Checkpointer(self.folder, self.engine, mesh, t.keep_checkpoints)
         self.train_loss = math.nan
+        self.evaluations_since_best = 0
         self._reset()
         self._check_state()
         if start.saved is not None:
@@ -184,15 +188,21 @@ class Run:
     def _train(self) -> RunResult:
         t, engine = self.config.train, self.engine
         self._show_start()
-        while engine.steps < t.steps and not (self.stopped if self.mesh.world == 1 else engine.ranks.stop):
+        while (
+            engine.steps < t.steps
+            and not (self.stopped if self.mesh.world == 1 else engine.ranks.stop)
+            and self._ended_early() is None
+        ):
             self._step()
             if t.eval_interval and engine.steps % t.eval_interval == 0 and engine.steps < t.steps:
                 self._evaluate()
             if t.checkpoint_interval and engine.steps % t.checkpoint_interval == 0 and engine.steps < t.steps:
                 self._save()
         stopped_by = self._stopped_by()
-        if stopped_by is None:
+        if stopped_by is None and self._ended_early() is None:
             self._evaluate()
+        elif stopped_by is None:
+            self.metrics.emit("early", {"step": engine.steps, "reason": self._ended_early()})
         else:
             self.metrics.emit("stop", {"step": engine.steps, "signal": stopped_by})
         self._save()
@@ -213,6 +223,7 @@ class Run:
             "unigram_entropy": self.dataset.entropy,
             "step": engine.steps,
             "steps": t.steps,
+            "epochs": t.epochs,
             "folder": str(self.folder),
             "resumed_from": None if resumed_from is None else str(resumed_from),
             "ranks": self.mesh.world,
@@ -227,6 +238,14 @@ class Run:
         if self.mesh.world == 1:
             return mine
         return next(filter(None, self.mesh.gather(mine)), None) if self.engine.ranks.stop else None
+
+    def _ended_early(self) -> str | None:
+        """Why no more steps follow: the validation loss was not better in `patience` evaluations."""
+        patience, best = self.config.train.patience, self.checkpointer.best
+        if not patience or self.evaluations_since_best < patience or best is None:
+            return None
+        count = f"{self.evaluations_since_best} evaluation{'s' * (self.evaluations_since_best > 1)}"
+        return f"no better validation loss than {best.validation_loss:.4f}, after {best.step:,} steps, in {count}"
 
     def _fail(self, reason: str) -> RunEnded:
         """Save and report as much as possible, and say what was saved."""
@@ -260,6 +279,7 @@ class Run:
         self.checkpointer.restore(path, state)
         self.train_loss = _nan_if_none(state["train_loss"])
         self.evaluator.loss = state["validation_loss"]
+        self.evaluations_since_best = state.get("evaluations_since_best", 0)
         self._reset()
         if saved := state.get("finite"):  # saved in a row of steps that were not finite
             engine, data, loss = saved
@@ -282,14 +302,15 @@ class Run:
         before = InFlight(engine.steps, engine.draws, batches.state(), rate)
         self.mesh.at(f"step {engine.steps}: reading data")
         self.dataset.file.check_length()
-        pairs = batches.deal(t.gradient_accumulation, self.ranks.group, self.ranks.groups)
+        dealt = batches.deal(t.gradient_accumulation, self.ranks.group, self.ranks.groups)
         if self.stopped:
             engine.ranks.stop = True
         if not self.in_flight:
             self.step_started_at = time.perf_counter()
         self.in_flight.append(before)
         try:
-            engine.submit([x for x, _ in pairs], [y for _, y in pairs], rate)
+            tokens, targets, ends = [x for x, _, _ in dealt], [y for _, y, _ in dealt], [z for _, _, z in dealt]
+            engine.submit(tokens, targets, rate, cu_seqlens=ends)
         finally:
             self._record()
 
@@ -330,6 +351,7 @@ class Run:
             self.metrics.log(step, "validation", {"loss": loss})
             shown = {"step": step, "loss": loss, "unigram_entropy": self.dataset.entropy}
             self.metrics.emit("validation", shown)
+            self.evaluations_since_best = 0 if self.checkpointer.is_best(loss) else self.evaluations_since_best + 1
             self.checkpointer.save_if_best(self._state(), loss)
 
     def _save(self) -> None:
@@ -355,6 +377,7 @@ class Run:
             "run": self.config.plain(),
             "train_loss": _none_if_not_finite(self.train_loss),
             "validation_loss": _none_if_not_finite(self.evaluator.loss),
+            "evaluations_since_best": self.evaluations_since_best,
             "threads": torch.get_num_threads(),
             "finite": [engine, data, _none_if_not_finite(loss)] if self.skipped.in_a_row else None,
         }
@@ -380,6 +403,7 @@ class Run:
             report=report,
             stopped_by=stopped_by,
             best=self.checkpointer.best,
+            ended_early=None if stopped_by else self._ended_early(),
         )
 
     def _report(self, measured: Resident, sample: str) -> str:
@@ -411,7 +435,7 @@ class Run:
         arenas = human(sum(measured.arenas.values()))
         return {
             "model": f"{sum(g.numel() for g in engine.grads.values()):,} parameters, {self.config.model.n_layer} layers",
-            "steps": f"{engine.steps:,} of {t.steps:,}",
+            "steps": f"{engine.steps:,} of {t.steps:,}" + (f": {early}" if (early := self._ended_early()) else ""),
             "loss": f"{self.train_loss:.4f}{validation}",
             "best": best,
             "unigram entropy": f"{self.dataset.entropy:.4f} nats",

@@ -11,9 +11,11 @@ import shutil
 import sys
 from contextlib import ExitStack
 from pathlib import Path
+from typing import cast
 
+from ..data.conversations import Format
 from ..data.documents import Numbers, Show, default_text, quiet
-from ..data.prepare import prepare
+from ..data.prepare import TrainOn, prepare
 from ..data.tokenizer import Tokenizer
 from ..data.tokens import TokenFile
 from ..dist.mesh import Mesh, RankLost
@@ -23,7 +25,7 @@ from ..engine.parallel import BUCKET_BYTES, Shard, check_accumulation, check_agr
 from ..engine.state import write_param
 from ..pretrained.weights import open_weights
 from .config import RunConfig, Sections, check_vocab_size
-from .dataset import Dataset
+from .dataset import Dataset, needs_documents
 from .folder import check_shared, claimed, forget, own_data
 from .loggers import check_installed, chosen_loggers
 from .loop import Run, RunResult
@@ -94,8 +96,11 @@ def _open(start: Start, show: Show, ranks: Ranks) -> Run:
         if start.saved is None:
             tokens, tokenizer = _prepare(start, show, mesh, summary)
         else:
-            tokens, tokenizer = own_data(folder, start.saved[1])
-        run = Run(start, Dataset.split(tokens, tokenizer, start.config, summary), show, ranks)
+            documents = needs_documents(start.config.data)
+            tokens, tokenizer = own_data(folder, start.saved[1], documents=documents)
+        dataset = Dataset.split(tokens, tokenizer, start.config, summary)
+        start = start.with_steps(dataset.batches.rows_in)
+        run = Run(start, dataset, show, ranks)
         if start.saved is None:
             if mesh.rank == 0:
                 forget(folder)
@@ -126,12 +131,15 @@ def _prepare(start: Start, show: Show, mesh: Mesh, summary: Numbers) -> tuple[To
             tokenizer=data.tokenizer,
             vocab_size=data.vocab_size,
             text_field=data.text_field,
+            format=cast(Format, data.format),
+            train_on=cast(TrainOn, data.train_on),
+            packing=bool(data.packing),
             show=show_but_summary,
         )
 
     mesh.at("preparing data")
     tokens, tokenizer = mesh.first(prepared)
-    if len(tokens.tokens) <= config.train.seq_len:
+    if not needs_documents(data) and len(tokens.tokens) <= config.train.seq_len:
         raise ValueError(
             f"{', '.join(map(str, files))}: got {len(tokens.tokens)} tokens; accepted: at least seq_len + 1 = "
             f"{config.train.seq_len + 1}; give more text, or a smaller seq_len"

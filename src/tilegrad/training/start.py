@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from ..text.untrusted import decoded, parse_json, shown
 from .checkpoint import DamagedCheckpoint, latest_good, read_state
-from .config import RunConfig, Sections, resumed, run_from
+from .config import RunConfig, Sections, resumed, run_from, settled, with_steps
 from .folder import checkpoint_of, holds_a_run, locate, upgraded
 from .state import RunState
 
@@ -21,6 +21,14 @@ class Start:
     config: RunConfig
     folder: Path
     saved: tuple[Path, RunState] | None  # the checkpoint to resume from, and its state; None: a new run
+
+    def with_steps(self, rows: Callable[[int], int]) -> Start:
+        """The start with the steps of its epochs, refused if a resumed run has done more; `rows` counts the rows of epochs."""
+        config = with_steps(self.config, rows)
+        done = 0 if self.saved is None else self.saved[1]["engine"]["steps"]
+        if config.train.steps < done:
+            raise ValueError(f"steps: got {config.train.steps}; accepted: at least {done}, which are done")
+        return replace(self, config=config)
 
 
 def resolve(
@@ -47,16 +55,14 @@ def resolve(
     if not resume:
         if config is None:
             raise ValueError("config: got None; accepted: a RunConfig or its sections; None only when resuming")
-        return Start(config if isinstance(config, RunConfig) else run_from(config, where, world), folder, None)
+        new = config if isinstance(config, RunConfig) else run_from(config, where, world)
+        return Start(settled(new), folder, None)
     home, given = locate(folder if resume is True else Path(resume))
     if out and home.resolve() != folder.resolve():
         raise ValueError(f"out: got {folder}; accepted: the run's own, {home}, when resuming")
     checkpoint = checkpoint_of(home, given, check=world == 1)
     own, state = _own_run(home, checkpoint)
-    run, done = resumed(own, content), state["engine"]["steps"]
-    if run.train.steps < done:
-        raise ValueError(f"steps: got {run.train.steps}; accepted: at least {done}, which are done")
-    return Start(run, home, (checkpoint, state))
+    return Start(resumed(own, content), home, (checkpoint, state))
 
 
 def _own_run(folder: Path, checkpoint: Path) -> tuple[RunConfig, RunState]:

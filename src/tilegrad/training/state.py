@@ -27,6 +27,7 @@ class RunState(TypedDict):
     threads: int  # torch's number of threads at the save
     finite: list[Any] | None  # engine, data and train_loss before the non-finite steps in progress
     tokenizer_sha256: NotRequired[str]  # older checkpoints lack it
+    evaluations_since_best: NotRequired[int]  # likewise
     shapes: NotRequired[dict[str, list[int]]]  # in checkpoints of several ranks: the shape of every parameter,
     ranks: NotRequired[int]  # and how many ranks wrote them
 
@@ -44,6 +45,8 @@ def check_run_state(state: Mapping[str, object], step: int) -> None:
         _check_loss(state[name], name)
     if "tokenizer_sha256" in state:
         _check_digest(state["tokenizer_sha256"], "tokenizer_sha256")
+    if "evaluations_since_best" in state:
+        _count(state["evaluations_since_best"], "evaluations_since_best", 0)
     if state.get("threads") is not None:
         _count(state["threads"], "threads", 1)
     _check_finite(state.get("finite"))

@@ -21,7 +21,7 @@ from .declare import declare_optimizer
 View = Callable[[Handle], Tensor | Handle]
 Run = tuple[Tensor, int, int]  # a slice of a flattened tensor, its offset, the tensor's length
 Program = Literal["step", "forward", "backward"]  # a method of the model
-_EMPTY: Batch = (torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))
+_EMPTY = Batch(torch.zeros(1, 1, dtype=torch.int64), torch.full((1, 1), -1))
 
 
 class Alone:
@@ -61,9 +61,9 @@ class Alone:
             return batches
         return batches + [_EMPTY] * (max(self.mesh.gather(len(batches))) - len(batches))
 
-    def local(self, tokens: Tensor, targets: Tensor) -> Batch:
+    def local(self, batch: Batch) -> Batch:
         """This rank's slice of each sequence."""
-        return (tokens, targets) if self.context is None else own_rows(self.context, tokens, targets)
+        return batch if self.context is None else own_rows(self.context, batch.tokens, batch.targets)
 
     def sum_loss(self, loss: Tensor) -> None:
         """loss = Σ over the ranks that share a sequence."""

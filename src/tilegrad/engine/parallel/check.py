@@ -51,6 +51,7 @@ def check_same(mesh: Mesh, spec: StepSpec, adamw: AdamW, seed: int) -> None:
             "shard": spec.shard,
             "bucket_bytes": spec.bucket_bytes,
             "context": spec.context,
+            "documents": spec.documents,
             "recompute": [sorted(block) for block in spec.recompute],  # str() of a set differs between processes
             **asdict(adamw),
             "tilegrad": __version__,

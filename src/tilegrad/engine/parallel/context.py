@@ -38,4 +38,4 @@ def own_rows(ranks: Ranks, tokens: Tensor, targets: Tensor) -> Batch:
         padded = pad(x.long(), (0, more), value=value)
         return torch.cat([padded[:, first], padded[:, last]], 1)
 
-    return rows(tokens, 0), rows(targets, -1)
+    return Batch(rows(tokens, 0), rows(targets, -1))

@@ -5,11 +5,15 @@
 `qkv_attention_*` takes one buffer, `q_k_v_attention_*` three. They pass views to the op of api.py, so nothing is copied. They
 are separate ops so that a memory trace records the model's own buffers. The backward is deterministic by default, so that a
 resumed run has the same bits. If a sequence is split over the ranks of a `group` (context.py), T counts the rows of one rank.
+
+Packed rows: with cu_seqlens in the mask, the B·T rows are packed sequences, seen as (B·T, H, D). The memory of lse is then
+(Hq, B·T), and rope takes each row's position from `positions` (B, T).
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -24,17 +28,23 @@ from .context import Ranks, gather_attention_bwd, gather_attention_fwd, gather_a
 from .mask import Mask
 from .problem import FEW_ROWS, Problem
 
+_LENGTHS = (FEW_ROWS, table.SHORT, 1 << 31)  # rows of packed sequences up to which the table may select another kernel
 
-def _heads(x: Any, n_head: int) -> Any:
-    """(B, T, H·D) viewed as (B, H, T, D)."""
+
+def _heads(x: Any, n_head: int, *, packed: bool) -> Any:
+    """(B, T, H·D) viewed as (B, H, T, D), or as (B·T, H, D) if packed."""
     b, t, c = x.shape
-    return x.view(b, t, n_head, c // n_head).transpose(1, 2)
+    return x.view(b * t, n_head, c // n_head) if packed else x.view(b, t, n_head, c // n_head).transpose(1, 2)
 
 
-def split(qkv: Any, n_head: int, n_kv_head: int) -> tuple[Any, Any, Any]:
-    """q (B, Hq, T, D), k and v (B, Hkv, T, D), views of one buffer."""
-    b, t, c = qkv.shape
-    heads = qkv.view(b, t, n_head + 2 * n_kv_head, c // (n_head + 2 * n_kv_head)).transpose(1, 2)
+def _statistic(lse: Tensor, *, packed: bool) -> Tensor:
+    """(B, Hq, T), or its memory as (Hq, B·T) if packed."""
+    return lse.view(lse.shape[1], -1) if packed else lse
+
+
+def split(qkv: Any, n_head: int, n_kv_head: int, *, packed: bool = False) -> tuple[Any, Any, Any]:
+    """q (B, Hq, T, D), k and v (B, Hkv, T, D), views of one buffer; (B·T, H, D) if packed."""
+    heads = _heads(qkv, n_head + 2 * n_kv_head, packed=packed)
     return heads[:, :n_head], heads[:, n_head : n_head + n_kv_head], heads[:, n_head + n_kv_head :]
 
 
@@ -49,10 +59,18 @@ def qkv_attention_workspace(
         return gather_attention_workspace(q, k, k, mask, group.world, backward=backward, deterministic=deterministic)
     masks = (mask,) if backward else (mask, replace(mask, dropout_p=0.0))
     problems = []
-    for rows in (min(t, FEW_ROWS), t):
-        q = Form((b, n_head, rows, head_dim), dtype, device)
-        k = Form((b, n_kv_head, rows, head_dim), dtype, device)
-        problems += [Problem(q, k, k, each) for each in masks]
+    if mask.cu_seqlens_q is not None:
+        documents = (mask.cu_seqlens_q.shape[0] - 1) // b
+        for sequences, rows in product(sorted({b, min(b, table.MANY_SEQUENCES // documents)} - {0}), _LENGTHS):
+            rows = min(rows, t)
+            ends: Any = Form((sequences * documents + 1,), torch.int32, device)
+            packing = {"cu_seqlens_q": ends, "cu_seqlens_k": ends, "max_seqlen_q": rows, "max_seqlen_k": rows}
+            q, k = (Form((sequences * rows, h, head_dim), dtype, device) for h in (n_head, n_kv_head))
+            problems += [Problem(q, k, k, replace(each, **packing)) for each in masks]
+    else:
+        for rows in (min(t, FEW_ROWS), t):
+            q, k = (Form((b, h, rows, head_dim), dtype, device) for h in (n_head, n_kv_head))
+            problems += [Problem(q, k, k, each) for each in masks]
     return table.ATTENTION.workspace(*problems, backward=backward, deterministic=backward and deterministic)
 
 
@@ -81,8 +99,10 @@ def qkv_attention_fwd(
     qkv: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
     o: Tensor, lse: Tensor, scratch: Scratch,
 ) -> None:  # fmt: skip
-    q, k, v = split(qkv, n_head, n_kv_head)
-    _attend(q, k, v, mask, group, o=_heads(o, n_head), lse=lse, scratch=scratch)
+    packed = mask.varlen
+    q, k, v = split(qkv, n_head, n_kv_head, packed=packed)
+    o, lse = _heads(o, n_head, packed=packed), _statistic(lse, packed=packed)
+    _attend(q, k, v, mask, group, o=o, lse=lse, scratch=scratch)
 
 
 @op()
@@ -90,34 +110,38 @@ def qkv_attention_bwd(
     qkv: Tensor, o: Tensor, lse: Tensor, do: Tensor, mask: Mask, n_head: int, n_kv_head: int, group: Ranks | None = None, *,
     dqkv: Tensor, scratch: Scratch, deterministic: bool = True,
 ) -> None:  # fmt: skip
-    q, k, v = split(qkv, n_head, n_kv_head)
-    dq, dk, dv = split(dqkv, n_head, n_kv_head)
-    _attend_backward(
-        q, k, v, _heads(o, n_head), lse, _heads(do, n_head), mask, group,
-        dq=dq, dk=dk, dv=dv, scratch=scratch, deterministic=deterministic,
-    )  # fmt: skip
+    packed = mask.varlen
+    (q, k, v), (dq, dk, dv) = (split(x, n_head, n_kv_head, packed=packed) for x in (qkv, dqkv))
+    o, do = (_heads(x, n_head, packed=packed) for x in (o, do))
+    lse = _statistic(lse, packed=packed)
+    given: Any = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
+    _attend_backward(q, k, v, o, lse, do, mask, group, **given)
 
 
-def qkv_rope_workspace(b: int, t: int, rotated: int, head_dim: int, dtype: torch.dtype, device: torch.device) -> Shapes:
-    return rope_workspace(Form((b, t, rotated, head_dim), dtype, device))
+def qkv_rope_workspace(
+    b: int, t: int, rotated: int, head_dim: int, dtype: torch.dtype, device: torch.device, *, packed: bool = False
+) -> Shapes:
+    return rope_workspace(Form((b, t, rotated, head_dim), dtype, device), packed=packed)
 
 
 @op(accumulates=("qkv",))
 def qkv_rope_fwd(
-    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, *, qkv: Tensor, scratch: Scratch
-) -> None:
+    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
+    qkv: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
     """Rotate the first `rotated` heads of each row (those of q and k) by the row's position in the sequence, in place."""
     for heads, cos_at, sin_at in _rotated(qkv, cos, sin, rotated, head_dim, group):
-        rope_fwd(heads, cos_at, sin_at, y=heads, scratch=scratch)
+        rope_fwd(heads, cos_at, sin_at, positions, y=heads, scratch=scratch)
 
 
 @op(accumulates=("dqkv",))
 def qkv_rope_bwd(
-    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, *, dqkv: Tensor, scratch: Scratch
-) -> None:
+    cos: Tensor, sin: Tensor, rotated: int, head_dim: int, group: Ranks | None = None, positions: Tensor | None = None, *,
+    dqkv: Tensor, scratch: Scratch,
+) -> None:  # fmt: skip
     """Rotate the gradients of these heads back, in place."""
     for heads, cos_at, sin_at in _rotated(dqkv, cos, sin, rotated, head_dim, group):
-        rope_bwd(heads, cos_at, sin_at, dx=heads, scratch=scratch)
+        rope_bwd(heads, cos_at, sin_at, positions, dx=heads, scratch=scratch)
 
 
 def _rotated(
@@ -146,8 +170,10 @@ def q_k_v_attention_fwd(
     lse: Tensor,
     scratch: Scratch,
 ) -> None:
-    heads = _heads(q, n_head), _heads(k, n_kv_head), _heads(v, n_kv_head)
-    _attend(*heads, mask, group, o=_heads(o, n_head), lse=lse, scratch=scratch)
+    packed = mask.varlen
+    q, k, v = (_heads(x, h, packed=packed) for x, h in ((q, n_head), (k, n_kv_head), (v, n_kv_head)))
+    o, lse = _heads(o, n_head, packed=packed), _statistic(lse, packed=packed)
+    _attend(q, k, v, mask, group, o=o, lse=lse, scratch=scratch)
 
 
 @op()
@@ -156,9 +182,8 @@ def q_k_v_attention_bwd(
     group: Ranks | None = None, *,
     dq: Tensor, dk: Tensor, dv: Tensor, scratch: Scratch, deterministic: bool = True,
 ) -> None:  # fmt: skip
-    heads = _heads(q, n_head), _heads(k, n_kv_head), _heads(v, n_kv_head)
-    _attend_backward(
-        *heads, _heads(o, n_head), lse, _heads(do, n_head), mask, group,
-        dq=_heads(dq, n_head), dk=_heads(dk, n_kv_head), dv=_heads(dv, n_kv_head), scratch=scratch,
-        deterministic=deterministic,
-    )  # fmt: skip
+    packed = mask.varlen
+    q, o, do, dq = (_heads(x, n_head, packed=packed) for x in (q, o, do, dq))
+    k, v, dk, dv = (_heads(x, n_kv_head, packed=packed) for x in (k, v, dk, dv))
+    given: Any = {"dq": dq, "dk": dk, "dv": dv, "scratch": scratch, "deterministic": deterministic}
+    _attend_backward(q, k, v, o, _statistic(lse, packed=packed), do, mask, group, **given)

@@ -2,6 +2,7 @@
 
     x[b·T + t] = wte[tokens[b, t]] + wpe[t]        dwte[tokens[b, t]] += dx[b·T + t]        dwpe[t] += Σ_b dx[b·T + t]
                                                (accumulate=False: dwte and dwpe are overwritten; rows without a token become 0)
+    packed rows   positions (B, T) int64 replace t:  x[n] = wte[tokens[n]] + wpe[positions[n]]     dwpe[positions[n]] += dx[n]
 
 Sums are in the gradients' dtype (float32; float64 for float64) and in a fixed order: the same bits each time. `EMBEDDING` is
 the table of kernels: each module offers `workspace`, `fwd` and `bwd`.
@@ -15,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..checks import check_columns, check_param, check_tensor
+from ..checks import check_columns, check_param, check_positions, check_tensor
 from ..op import op
 from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import Problem, Where
@@ -23,13 +24,21 @@ from ..table import Problem, Where
 EMBEDDING = gpu.triton_else_torch("embedding")
 
 
-def embedding_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of the scratch, forward and backward."""
-    return EMBEDDING.workspace(Problem(x), kernel=kernel)
+def embedding_workspace(x: TensorLike, *, packed: bool = False, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of the scratch, forward and backward. packed: calls have wpe and `positions`."""
+    return EMBEDDING.workspace(Problem(x), kernel=kernel, packed=packed)
 
 
 @op()
-def embedding_fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, **where: Unpack[Where]) -> None:
+def embedding_fwd(
+    tokens: Tensor,
+    wte: Tensor,
+    wpe: Tensor | None,
+    positions: Tensor | None = None,
+    *,
+    x: Tensor,
+    **where: Unpack[Where],
+) -> None:
     """x = wte[tokens] + wpe[position]. On a CPU a token out of range raises, and wte and wpe may be float32 for a bfloat16 x:
     then the sum is rounded, which needs scratch."""
     _check(tokens, x, "x")
@@ -39,13 +48,15 @@ def embedding_fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor,
         check_tensor("wpe", wpe, (max(t, wpe.shape[0]), c), wte.dtype, x.device)
         check_columns("wpe", wpe)
     check_columns("wte", wte)
-    options = {"converts": wte.dtype != x.dtype}
-    EMBEDDING.run("fwd", Problem(x), tokens, wte, wpe, options=options, x=x, **where)
+    if positions is not None:
+        check_positions(positions, tokens.shape, x)
+    options = {"converts": wte.dtype != x.dtype, "packed": wpe is not None and positions is not None}
+    EMBEDDING.run("fwd", Problem(x), tokens, wte, wpe, positions, options=options, x=x, **where)
 
 
 @op(accumulates=("dwte", "dwpe"))
 def embedding_bwd(
-    dx: Tensor, tokens: Tensor, *,
+    dx: Tensor, tokens: Tensor, positions: Tensor | None = None, *,
     dwte: Tensor | None = None, dwpe: Tensor | None = None, accumulate: bool = True, **where: Unpack[Where],
 ) -> None:  # fmt: skip
     """dwte[tokens] += dx   dwpe[:T] += Σ_b dx; accumulate=False: both are zeroed first."""
@@ -57,7 +68,9 @@ def embedding_bwd(
     if dwpe is not None:
         check_tensor("dwpe", dwpe, (max(t, dwpe.shape[0]), c), acc, dx.device)
         check_columns("dwpe", dwpe)
-    EMBEDDING.run("bwd", Problem(dx), dx, tokens, dwte=dwte, dwpe=dwpe, accumulate=accumulate, **where)
+    if positions is not None:
+        check_positions(positions, tokens.shape, dx)
+    EMBEDDING.run("bwd", Problem(dx), dx, tokens, positions, dwte=dwte, dwpe=dwpe, accumulate=accumulate, **where)
 
 
 def _check(tokens: Tensor, x: Tensor, name: str) -> None:

@@ -12,14 +12,21 @@ from ..scratch import Scratch, Shapes, TensorLike, accumulation_dtype, blocks, r
 BLOCK = {"cpu": 1 << 20, "cuda": 1 << 24}  # elements of dx converted at once
 
 
-def workspace(x: TensorLike, *, converts: bool = True) -> Shapes:
-    """Rows in the accumulation dtype, needed if rows are converted and x has another dtype."""
+def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> Shapes:
+    """x32: rows in the accumulation dtype, needed if rows are converted and x has another dtype. wpe: rows of wpe, in packed
+    rows."""
     acc = accumulation_dtype(x.dtype)
-    return {"x32": ((rows_per_block(x, BLOCK), x.shape[1]), acc)} if converts and x.dtype != acc else {}
+    rows = (rows_per_block(x, BLOCK), x.shape[1]), acc
+    return ({"x32": rows} if converts and x.dtype != acc else {}) | ({"wpe": rows} if packed else {})
 
 
-def fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, scratch: Scratch) -> None:
+def fwd(
+    tokens: Tensor, wte: Tensor, wpe: Tensor | None, positions: Tensor | None, *, x: Tensor, scratch: Scratch
+) -> None:
     (b, t), c = tokens.shape, x.shape[1]
+    if wpe is not None and positions is not None:
+        _fwd_packed(tokens.view(-1), wte, wpe, positions.view(-1), x=x, scratch=scratch)
+        return
     if wte.dtype == x.dtype:
         torch.index_select(wte, 0, tokens.view(-1), out=x)
         if wpe is not None:
@@ -34,23 +41,40 @@ def fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, scratch: 
             x[n * t + i.start : n * t + i.stop].copy_(sums)
 
 
+def _fwd_packed(tokens: Tensor, wte: Tensor, wpe: Tensor, positions: Tensor, *, x: Tensor, scratch: Scratch) -> None:
+    c, buffer = x.shape[1], scratch["wpe"].view(-1).view(wpe.dtype)
+    for i in blocks(x.shape[0], rows_per_block(x, BLOCK)):
+        m = i.stop - i.start
+        rows = torch.index_select(wpe, 0, positions[i], out=buffer[: m * c].view(m, c))
+        if wte.dtype == x.dtype:
+            torch.index_select(wte, 0, tokens[i], out=x[i]).add_(rows)
+        else:
+            x[i].copy_(torch.index_select(wte, 0, tokens[i], out=scratch["x32"][:m]).add_(rows))
+
+
 def bwd(
-    dx: Tensor, tokens: Tensor, *, dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch
-) -> None:
+    dx: Tensor, tokens: Tensor, positions: Tensor | None, *,
+    dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch,
+) -> None:  # fmt: skip
     b, t = tokens.shape
     if dwte is not None:
-        flat = tokens.view(-1)
         if not accumulate:
             dwte.zero_()
-        for i in blocks(dx.shape[0], rows_per_block(dx, BLOCK)):
-            add_rows(flat[i], scratch["x32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=dwte)
-    if dwpe is not None:
-        if not accumulate:
-            dwpe.zero_()
+        _add_all(tokens.view(-1), dx, scratch, table=dwte)
+    if dwpe is not None and not accumulate:
+        dwpe.zero_()
+    if dwpe is not None and positions is not None:
+        _add_all(positions.view(-1), dx, scratch, table=dwpe)
+    elif dwpe is not None:
         for n in range(b):
             for i in blocks(t, rows_per_block(dx, BLOCK)):
                 part = dx[n * t + i.start : n * t + i.stop]
                 dwpe[i].add_(scratch["x32"][: i.stop - i.start].copy_(part) if scratch else part)
+
+
+def _add_all(index: Tensor, dx: Tensor, scratch: Scratch, *, table: Tensor) -> None:
+    for i in blocks(dx.shape[0], rows_per_block(dx, BLOCK)):
+        add_rows(index[i], scratch["x32"][: i.stop - i.start].copy_(dx[i]) if scratch else dx[i], table=table)
 
 
 def add_rows(index: Tensor, rows: Tensor, *, table: Tensor) -> None:

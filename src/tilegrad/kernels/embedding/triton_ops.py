@@ -1,7 +1,7 @@
 """Embeddings in Triton, and their gradient without atomics: rows are added in the order of the sorted tokens.
 
     forward    one program per row of x
-    dwpe       one program per position, which adds its rows, sequence after sequence
+    dwpe       one program per position, which adds its rows, sequence after sequence; in packed rows as dwte, by `positions`
     sort       ordered = token[order], a stable sort by torch, which allocates about 50 bytes per token
     runs       one program per RUN entries of `order`. Whenever the token changes, the program adds its sum to dwte;
                but the sum of a run of equal tokens that began in an earlier program goes to parts
@@ -27,12 +27,15 @@ WARPS = 4
 
 
 @triton.jit
-def _embedding_kernel(tokens, wte, wpe, x, wte_v, wpe_t, x_n, T, C, BLOCK_C: tl.constexpr):
+def _embedding_kernel(tokens, wte, wpe, positions, x, wte_v, wpe_t, x_n, T, C, BLOCK_C: tl.constexpr):
     n = tl.program_id(0).to(tl.int64)
     c = tl.arange(0, BLOCK_C)
     y = tl.load(wte + tl.load(tokens + n) * wte_v + c, mask=c < C, other=0.0).to(tl.float32)
     if wpe is not None:
-        y += tl.load(wpe + n % T * wpe_t + c, mask=c < C, other=0.0).to(tl.float32)
+        t = n % T
+        if positions is not None:
+            t = tl.load(positions + n)
+        y += tl.load(wpe + t * wpe_t + c, mask=c < C, other=0.0).to(tl.float32)
     tl.store(x + n * x_n + c, y.to(x.dtype.element_ty), mask=c < C)
 
 
@@ -95,7 +98,7 @@ def _join_kernel(ordered, parts, dwte, dwte_v, N, C, RUN: tl.constexpr, BLOCK_C:
             tl.store(at, tl.load(at, mask=here, other=0.0) + total, mask=here)
 
 
-def workspace(x: TensorLike, *, converts: bool = True) -> Shapes:
+def workspace(x: TensorLike, *, converts: bool = True, packed: bool = False) -> Shapes:
     """Buffers of the backward; a forward that converts no rows needs none."""
     if not converts:
         return {}
@@ -104,28 +107,35 @@ def workspace(x: TensorLike, *, converts: bool = True) -> Shapes:
     return shapes | {"parts": ((ceil_div(n, RUN), c), torch.float32)}
 
 
-def fwd(tokens: Tensor, wte: Tensor, wpe: Tensor | None, *, x: Tensor, scratch: Scratch) -> None:
+def fwd(
+    tokens: Tensor, wte: Tensor, wpe: Tensor | None, positions: Tensor | None, *, x: Tensor, scratch: Scratch
+) -> None:
     n, c = x.shape
     numbers = (wte.stride(0), 0 if wpe is None else wpe.stride(0), x.stride(0), tokens.shape[1], c)
-    launch(_embedding_kernel, (n,), tokens, wte, wpe, x, *numbers, BLOCK_C=padded(c), num_warps=WARPS)
+    launch(_embedding_kernel, (n,), tokens, wte, wpe, positions, x, *numbers, BLOCK_C=padded(c), num_warps=WARPS)
 
 
 def bwd(
-    dx: Tensor, tokens: Tensor, *, dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch
-) -> None:
-    (b, t), (n, c) = tokens.shape, dx.shape
-    if dwpe is not None:
-        positions = t if accumulate else dwpe.shape[0]
+    dx: Tensor, tokens: Tensor, positions: Tensor | None, *,
+    dwte: Tensor | None, dwpe: Tensor | None, accumulate: bool, scratch: Scratch,
+) -> None:  # fmt: skip
+    (b, t), c = tokens.shape, dx.shape[1]
+    if dwpe is not None and positions is not None:
+        _add_all(dx, positions.view(-1), dwpe, scratch, accumulate=accumulate)
+    elif dwpe is not None:
+        rows = t if accumulate else dwpe.shape[0]
         constants = {"ACCUMULATE": accumulate, "BLOCK_C": padded(c), "num_warps": WARPS}
-        launch(_dwpe_kernel, (positions,), dx, dwpe, dx.stride(0), dwpe.stride(0), b, t, c, **constants)
+        launch(_dwpe_kernel, (rows,), dx, dwpe, dx.stride(0), dwpe.stride(0), b, t, c, **constants)
     if dwte is not None:
-        if not accumulate:
-            dwte.zero_()
-        if n:
-            _add_in_order(dx, tokens.view(-1), dwte, scratch)
+        _add_all(dx, tokens.view(-1), dwte, scratch, accumulate=accumulate)
 
 
-def _add_in_order(dx: Tensor, tokens: Tensor, dwte: Tensor, scratch: Scratch) -> None:
+def _add_all(dx: Tensor, tokens: Tensor, dwte: Tensor, scratch: Scratch, *, accumulate: bool) -> None:
+    """dwte[tokens[n]] += dx[n], in the order of the sorted tokens"""
+    if not accumulate:
+        dwte.zero_()
+    if not dx.shape[0]:
+        return
     (n, c), (order, ordered, parts) = dx.shape, (scratch[x] for x in ("order", "ordered", "parts"))
     tiles = (ceil_div(n, RUN), ceil_div(c, 1024))
     constants = {"RUN": RUN, "BLOCK_C": min(padded(c), 1024), "num_warps": WARPS}

@@ -4,8 +4,8 @@
     y1 = x1 ∘ cos − x2 ∘ sin        y2 = x2 ∘ cos + x1 ∘ sin            backward: sin → −sin
 
 x (B, T, H, D) may have any strides, so q and k can be views of the fused projection. Tables and arithmetic are in the
-accumulation dtype (float32, float64 for float64). `ROPE` is the table of kernels: each module offers `workspace` and `rotate`;
-sign = −1 rotates back.
+accumulation dtype (float32, float64 for float64). In packed rows `positions` (B, T) int64 replace t. `ROPE` is the table of
+kernels: each module offers `workspace` and `rotate`; sign = −1 rotates back.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from .. import gpu
-from ..checks import check_tensor
+from ..checks import check_positions, check_tensor
 from ..op import op
 from ..scratch import Shapes, TensorLike, accumulation_dtype
 from ..table import Problem, Where
@@ -25,9 +25,9 @@ from .frequencies import RopeScaling, rope_frequencies
 ROPE = gpu.triton_else_torch("rope")
 
 
-def rope_workspace(x: TensorLike, *, kernel: str | None = None) -> Shapes:
-    """Name → (shape, dtype) of the scratch, forward and backward."""
-    return ROPE.workspace(Problem(x), kernel=kernel)
+def rope_workspace(x: TensorLike, *, packed: bool = False, kernel: str | None = None) -> Shapes:
+    """Name → (shape, dtype) of the scratch, forward and backward. packed: calls have `positions`."""
+    return ROPE.workspace(Problem(x), kernel=kernel, packed=packed)
 
 
 @op()
@@ -49,23 +49,32 @@ def rope_table(theta: float, d: int, t: int, scaling: RopeScaling | None = None,
 
 
 @op()
-def rope_fwd(x: Tensor, cos: Tensor, sin: Tensor, *, y: Tensor, **where: Unpack[Where]) -> None:
+def rope_fwd(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, y: Tensor, **where: Unpack[Where]
+) -> None:
     """y = x rotated by its positions; y may be x. Tables may be longer than T: only their first T rows are used."""
-    _rotate(x, cos, sin, 1.0, y, where)
+    _rotate(x, cos, sin, positions, 1.0, y, where)
 
 
 @op()
-def rope_bwd(dy: Tensor, cos: Tensor, sin: Tensor, *, dx: Tensor, **where: Unpack[Where]) -> None:
+def rope_bwd(
+    dy: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None = None, *, dx: Tensor, **where: Unpack[Where]
+) -> None:
     """dx = dy rotated back; dx may be dy."""
-    _rotate(dy, cos, sin, -1.0, dx, where)
+    _rotate(dy, cos, sin, positions, -1.0, dx, where)
 
 
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, y: Tensor, where: Where) -> None:
-    _, t, _, d = x.shape
+def _rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: float, y: Tensor, where: Where
+) -> None:
+    b, t, _, d = x.shape
     acc = accumulation_dtype(x.dtype)
     if d % 2:
         raise ValueError(f"x: got shape {tuple(x.shape)}; accepted: an even head dimension")
     check_tensor("y", y, tuple(x.shape), x.dtype, x.device)
     for name, table in (("cos", cos), ("sin", sin)):
         check_tensor(name, table, (max(t, table.shape[0]), d // 2), acc, x.device)
-    ROPE.run("rotate", Problem(x), x, cos, sin, sign, y=y, **where)
+    if positions is not None:
+        check_positions(positions, (b, t), x)
+    options = {"packed": positions is not None}
+    ROPE.run("rotate", Problem(x), x, cos, sin, positions, sign, options=options, y=y, **where)

@@ -15,13 +15,17 @@ def _positions(x: TensorLike) -> int:
     return int(max(1, min(t, BLOCK[x.device.type] // max(h * d, 1))))
 
 
-def workspace(x: TensorLike) -> Shapes:
+def workspace(x: TensorLike, *, packed: bool = False) -> Shapes:
     (_, _, h, d), acc = x.shape, accumulation_dtype(x.dtype)
     shapes: Shapes = {"kept": ((_positions(x), h, d // 2), acc)}
+    if packed:
+        shapes |= dict.fromkeys(("cos", "sin"), ((_positions(x), d // 2), acc))
     return shapes | ({"rotated": ((_positions(x), h, d), acc)} if x.dtype != acc else {})
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scratch: Scratch) -> None:
+def rotate(
+    x: Tensor, cos: Tensor, sin: Tensor, positions: Tensor | None, sign: float, *, y: Tensor, scratch: Scratch
+) -> None:
     b, t, _, d = x.shape
     for n in range(b):
         for i in blocks(t, _positions(x)):
@@ -30,7 +34,12 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, sign: float, *, y: Tensor, scrat
             if "rotated" in scratch:
                 xi = yi = scratch["rotated"][:m].copy_(xi)
             (x1, x2), (y1, y2) = xi.split(d // 2, -1), yi.split(d // 2, -1)
-            kept, cos_i, sin_i = scratch["kept"][:m].copy_(x1), cos[i, None], sin[i, None]
+            kept = scratch["kept"][:m].copy_(x1)
+            if positions is None:
+                cos_i, sin_i = cos[i, None], sin[i, None]
+            else:
+                tables, at = ((cos, scratch["cos"][:m]), (sin, scratch["sin"][:m])), positions[n, i]
+                cos_i, sin_i = (torch.index_select(table, 0, at, out=rows)[:, None] for table, rows in tables)
             torch.mul(x1, cos_i, out=y1).addcmul_(x2, sin_i, value=-sign)
             torch.mul(x2, cos_i, out=y2).addcmul_(kept, sin_i, value=sign)
             if "rotated" in scratch:

@@ -239,7 +239,10 @@ class BufferCache:
 
     def is_over(self) -> bool:
         """Whether the cached bytes exceed a limit."""
-        for device, limit in self.limits.items():  # a loop: an interrupt inside a generator that is closed early would be lost
+        for (
+            device,
+            limit,
+        ) in self.limits.items():  # a loop: an interrupt inside a generator that is closed early would be lost
             if limit.max_bytes is not None and self.cached_on(device) > limit.max_bytes:
                 return True
         return self.cached > self.max_bytes

@@ -1,0 +1,223 @@
+"""A tokenizer's chat template: messages → text, and the parts of it that the assistant says.
+
+The span of an assistant message i is found by rendering prefixes of the conversation. Let R(n) be the text of the first n
+messages, and G(n) the same with the generation prompt, which ends where the model begins to write. The span begins where
+G(i) and the whole text first differ, or at the end of G(i), and it ends at the end of R(i + 1). R(i) and R(i + 1) must be
+prefixes of the whole text. A template that writes earlier messages differently once later ones follow is refused, unless it
+marks the assistant's text with {% generation %}.
+
+A template is a program from outside. It runs in Jinja2's sandbox with a limit on the lines that it runs and on the size of
+the values that it makes.
+"""
+
+from __future__ import annotations
+
+import secrets
+import sys
+from collections.abc import Callable, Iterator, Sequence, Sized
+from contextlib import contextmanager
+from dataclasses import dataclass
+from datetime import datetime
+from functools import cache, cached_property
+from pathlib import Path
+from types import FrameType, ModuleType
+from typing import TYPE_CHECKING, TypeAlias
+
+from ..text.untrusted import decoded, file_in, read_json, shown
+
+if TYPE_CHECKING:
+    from _typeshed import TraceFunction
+    from jinja2 import Environment, Template
+    from jinja2.nodes import Node
+    from jinja2.parser import Parser
+    from jinja2.runtime import Context
+
+Message: TypeAlias = dict[str, object]  # role, content, and what else the template reads
+Span: TypeAlias = tuple[int, int]  # characters [begin, end)
+
+MAX_LINES = 1_000_000  # lines of code that a template may run for one conversation
+MAX_LENGTH = 1 << 24  # characters or elements of a value that a template makes
+CONFIG, TEMPLATE = "tokenizer_config.json", "chat_template.jinja"
+_SPECIAL = ("bos_token", "eos_token", "pad_token", "unk_token")
+
+
+@dataclass(frozen=True, slots=True)
+class Conversation:
+    """`spans`: what the assistant says, including the end of its turn, in the order of the text."""
+
+    text: str
+    spans: tuple[Span, ...]
+
+
+@dataclass(frozen=True)
+class ChatTemplate:
+    """A tokenizer's Jinja2 template, which reads the messages and writes text."""
+
+    source: str
+    name: str  # its file
+    special_tokens: dict[str, str]  # "bos_token", "eos_token", …: text that the template may write
+
+    @cached_property
+    def _compiled(self) -> Template:
+        jinja2, environment = _jinja()
+        try:
+            return environment.from_string(self.source)
+        except (jinja2.TemplateError, RecursionError) as error:
+            raise ValueError(f"{self.name}: is not a template that Jinja2 can read: {error}") from error
+
+    def render(self, messages: Sequence[Message], *, generation_prompt: bool = False) -> Conversation:
+        """The text, with the spans that the template marks by {% generation %}."""
+        jinja2, _ = _jinja()
+        begin, end = (f"<{secrets.token_hex(8)}>" for _ in range(2))  # no message holds them
+        compiled = self._compiled
+        try:
+            with _line_limit():
+                text = compiled.render(
+                    messages=messages,
+                    add_generation_prompt=generation_prompt,
+                    generation_marks=(begin, end),
+                    **self.special_tokens,
+                )
+        except (jinja2.TemplateError, TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+            raise ValueError(f"the chat template refuses this conversation: {error} ({self.name})") from error
+        except RecursionError as error:
+            raise ValueError(f"the chat template calls itself endlessly ({self.name})") from error
+        return _without_marks(text, begin, end)
+
+    def conversation(self, messages: Sequence[Message]) -> Conversation:
+        """The text of all messages, with the spans that the assistant says."""
+        whole = self.render(messages)
+        if whole.spans:
+            return whole
+        return Conversation(whole.text, tuple(self._turns(messages, whole.text)))
+
+    def _turns(self, messages: Sequence[Message], whole: str) -> Iterator[Span]:
+        for i, message in enumerate(messages):
+            if message["role"] != "assistant":
+                continue
+            before = self.render(messages[:i]).text if i else ""
+            prompt = self.render(messages[:i], generation_prompt=True).text if i else ""
+            after = self.render(messages[: i + 1]).text
+            if not (whole.startswith(before) and whole.startswith(after)):
+                raise ValueError(
+                    f"messages[{i}]: the chat template writes this message differently once more messages follow, so the "
+                    "assistant's part of the text is not known; accepted: one assistant message in each line, a template with "
+                    f"{{% generation %}} marks, or data.train_on all ({self.name})"
+                )
+            same = next((n for n, (a, b) in enumerate(zip(prompt, whole, strict=False)) if a != b), len(prompt))
+            yield max(len(before), same), len(after)
+
+
+def load_chat_template(folder: Path) -> ChatTemplate | None:
+    """The chat template of a folder with a tokenizer: chat_template.jinja, or the one in tokenizer_config.json."""
+    settings = read_tokenizer_config(folder)
+    tokens = {name: text for name in _SPECIAL if (text := token_text(settings, name))}
+    if (folder / TEMPLATE).exists():
+        path = file_in(folder, TEMPLATE)
+        return ChatTemplate(decoded(path), str(path), tokens)
+    path, source = folder / CONFIG, settings.get("chat_template")
+    if isinstance(source, list):  # several, each with a name
+        named = {str(one.get("name")): one.get("template") for one in source if isinstance(one, dict)}
+        source = named.get("default")
+    if source is None:
+        return None
+    if not isinstance(source, str):
+        raise ValueError(f"{path}: chat_template: got {shown(source)}; accepted: a Jinja2 template")
+    return ChatTemplate(source, str(path), tokens)
+
+
+def read_tokenizer_config(folder: Path) -> dict[str, object]:
+    """tokenizer_config.json; {} if there is none."""
+    if not (folder / CONFIG).exists():
+        return {}
+    path = file_in(folder, CONFIG)
+    found = read_json(path)
+    if not isinstance(found, dict):
+        raise ValueError(f"{path}: got {type(found).__name__}; accepted: an object")
+    return found
+
+
+def token_text(settings: dict[str, object], name: str) -> str | None:
+    """The text of a special token, which tokenizer_config.json has as a string or as an object with its content."""
+    value = settings.get(name)
+    value = value.get("content") if isinstance(value, dict) else value
+    return value if isinstance(value, str) else None
+
+
+def _without_marks(text: str, begin: str, end: str) -> Conversation:
+    """The text without the marks of {% generation %}, and the spans between them."""
+    plain, spans, rest = "", [], text
+    while begin in rest:
+        before, _, rest = rest.partition(begin)
+        marked, _, rest = rest.partition(end)
+        spans.append((len(plain) + len(before), len(plain) + len(before) + len(marked)))
+        plain += before + marked
+    return Conversation(plain + rest, tuple(spans))
+
+
+def _raise_exception(message: str) -> None:
+    """Templates call this to refuse a conversation."""
+    raise ValueError(message)
+
+
+@contextmanager
+def _line_limit() -> Iterator[None]:
+    """Stop a template that runs more than MAX_LINES lines of its code."""
+    lines = 0
+
+    def count(_frame: FrameType, _event: str, _argument: object) -> TraceFunction:
+        nonlocal lines
+        lines += 1
+        if lines > MAX_LINES:
+            raise ValueError(f"it has not ended after {MAX_LINES:,} lines of its code")
+        return count
+
+    outer = sys.gettrace()
+    sys.settrace(count)
+    try:
+        yield
+    finally:
+        sys.settrace(outer)
+
+
+@cache
+def _jinja() -> tuple[ModuleType, Environment]:
+    """(jinja2, a sandbox that reads {% generation %} … {% endgeneration %} and makes no value larger than MAX_LENGTH)."""
+    try:
+        import jinja2
+        from jinja2 import ext, nodes, sandbox
+    except ImportError as error:
+        raise ImportError(
+            "data: got conversations and a chat template, which needs Jinja2: pip install 'tilegrad[chat]'"
+        ) from error
+
+    class Generation(ext.Extension):
+        tags = {"generation"}  # noqa: RUF012, jinja2 declares it so
+
+        def parse(self, parser: Parser) -> Node:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("marked", [nodes.ContextReference()])
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def marked(self, context: Context, caller: Callable[[], str]) -> str:
+            begin, end = context["generation_marks"]
+            return f"{begin}{caller()}{end}"
+
+    class Sandbox(sandbox.ImmutableSandboxedEnvironment):
+        intercepted_binops = frozenset({"+", "*", "**"})
+
+        def call_binop(self, context: Context, operator: str, left: object, right: object) -> object:
+            sizes = [
+                x if isinstance(x, int | float) else len(x) for x in (left, right) if isinstance(x, int | float | Sized)
+            ]
+            size = abs(sizes[0] * sizes[1]) if operator == "*" and len(sizes) == 2 else max(map(abs, sizes), default=0)
+            if len(sizes) == 2 and size > MAX_LENGTH:
+                raise ValueError(f"{operator} would make a value larger than {MAX_LENGTH:,}")
+            return super().call_binop(context, operator, left, right)
+
+    made = Sandbox(trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"])
+    made.globals["raise_exception"] = _raise_exception
+    made.globals["strftime_now"] = lambda form: datetime.now().strftime(form)
+    made.policies["json.dumps_kwargs"] = {"ensure_ascii": False, "sort_keys": False}
+    return jinja2, made

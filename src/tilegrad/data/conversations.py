@@ -1,0 +1,109 @@
+"""Lines of .jsonl → messages. `data.format` names the format, or "auto" finds it in the first lines:
+
+    messages       {"messages": [{"role": "user", "content": …}, {"role": "assistant", "content": …}, …]}
+    prompt         {"prompt": …, "completion": …}, or "response" for "completion"; each is a text or a list of messages
+    instruction    {"instruction": …, "input": …, "output": …}; "input" may be absent
+
+A chat template (chat_template.py) makes the text. Without one, the prompt is followed by its completion and EOS, and the
+format messages is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Literal, TypeAlias
+
+import numpy as np
+import numpy.typing as npt
+
+from ..text.untrusted import shown
+from .chat_template import Conversation, Message
+from .tokens import Tokens
+
+Format: TypeAlias = Literal["text", "messages", "prompt", "instruction"]
+
+_REQUIRED: dict[Format, tuple[tuple[str, ...], ...]] = {  # one name of each tuple
+    "messages": (("messages",),),
+    "prompt": (("prompt",), ("completion", "response")),
+    "instruction": (("instruction",), ("output",)),
+}
+
+
+def detect_format(record: dict[str, object]) -> Format | None:
+    """The first format whose fields are all in `record`; None if there is none."""
+    found = [name for name, fields in _REQUIRED.items() if all(_first(record, names) for names in fields)]
+    return found[0] if found else None
+
+
+def read_messages(record: dict[str, object], format: Format) -> list[Message]:
+    """The messages of one line; at least one is the assistant's."""
+    for names in _REQUIRED[format]:
+        if _first(record, names) is None:
+            has = ", ".join(map(shown, [*record][:20])) or "no field"
+            raise ValueError(
+                f"got {has}; accepted: an object with {' or '.join(map(repr, names))} (data.format {format})"
+            )
+    if format == "messages":
+        messages = _messages(record["messages"], "messages")
+    elif format == "prompt":
+        answer = _first(record, ("completion", "response")) or ""
+        messages = _turn(record["prompt"], "prompt", "user") + _turn(record[answer], answer, "assistant")
+    else:
+        asked, given = (_text(record.get(name, ""), name) for name in ("instruction", "input"))
+        asked = f"{asked}\n\n{given}" if given else asked
+        messages = _turn(asked, "instruction", "user") + _turn(record["output"], "output", "assistant")
+    if not any(message["role"] == "assistant" for message in messages):
+        raise ValueError("messages: got no message of the assistant; accepted: at least one, which the model learns")
+    return messages
+
+
+def plain_conversation(messages: Sequence[Message], format: Format, end: str) -> Conversation:
+    """prompt + completion + end, where there is no chat template."""
+    if format == "messages" or not all(isinstance(message.get("content"), str) for message in messages):
+        raise ValueError(
+            "messages: got no chat template; accepted: weights (--init) with chat_template.jinja, or with a chat_template in "
+            "tokenizer_config.json; or lines of prompt and completion"
+        )
+    *asked, answer = (str(message["content"]) for message in messages)
+    prompt = "".join(asked) + ("\n\n" if format == "instruction" else "")
+    text = prompt + answer + end
+    return Conversation(text, ((len(prompt), len(text)),))
+
+
+def trained_tokens(conversation: Conversation, starts: Tokens, special: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """Which tokens are targets: those that begin in a span. Where the span has special tokens, such as the end of the turn,
+    tokens after the last of them are not. `starts`: the character at which each token begins, in rising order."""
+    trained = np.zeros(len(starts), np.bool_)
+    for begin, end in conversation.spans:
+        first, after = np.searchsorted(starts, (begin, end))
+        ends = np.flatnonzero(special[first:after])
+        trained[first : first + ends[-1] + 1 if len(ends) else after] = True
+    return trained
+
+
+def _first(record: dict[str, object], names: Sequence[str]) -> str | None:
+    return next((name for name in names if record.get(name) is not None), None)
+
+
+def _text(value: object, name: str) -> str:
+    if not isinstance(value, str):
+        raise ValueError(f"{name}: got {shown(value)}; accepted: text")
+    return value
+
+
+def _turn(value: object, name: str, role: str) -> list[Message]:
+    """One message of `role`, or the messages that the value lists."""
+    if isinstance(value, list):
+        return _messages(value, name)
+    return [{"role": role, "content": _text(value, name)}]
+
+
+def _messages(value: object, name: str) -> list[Message]:
+    if not isinstance(value, list) or not value:
+        raise ValueError(f"{name}: got {shown(value)}; accepted: a list of messages, each with a role and a content")
+    for i, message in enumerate(value):
+        if not isinstance(message, dict) or not isinstance(message.get("role"), str):
+            raise ValueError(f"{name}[{i}]: got {shown(message)}; accepted: an object with a role and a content")
+        if not isinstance(message.get("content"), str | list) and not message.get("tool_calls"):
+            raise ValueError(f"{name}[{i}].content: got {shown(message.get('content'))}; accepted: text")
+    return value

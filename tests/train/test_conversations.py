@@ -1,0 +1,185 @@
+"""Lines of .jsonl → messages → text by a chat template, and what of it the assistant says."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tilegrad.data.chat_template import ChatTemplate, Message, load_chat_template
+from tilegrad.data.conversations import detect_format, plain_conversation, read_messages, trained_tokens
+
+CHATML = (
+    "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' + '\n' }}{% endfor %}"
+    "{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+)
+LLAMA = (
+    "{{ bos_token }}{% for m in messages %}{{ '<|start_header_id|>' + m.role + '<|end_header_id|>\n\n' }}"
+    "{{ m.content | trim + '<|eot_id|>' }}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}"
+)
+MISTRAL = (
+    "{{ bos_token }}{% for m in messages %}{% if (m.role == 'user') != (loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('roles must alternate user/assistant') }}{% endif %}"
+    "{% if m.role == 'user' %}{{ '[INST] ' + m.content + ' [/INST]' }}"
+    "{% else %}{{ ' ' + m.content + eos_token }}{% endif %}{% endfor %}"
+)
+MARKED = (
+    "{% for m in messages %}{% if m.role == 'assistant' %}A:{% generation %}{{ m.content }}</s>{% endgeneration %}"
+    "{% else %}U:{{ m.content }}{% endif %}{% endfor %}"
+)
+THINKING = (
+    "{% for m in messages %}<{{ m.role }}>{% if m.role == 'assistant' and loop.last %}<think></think>{% endif %}"
+    "{{ m.content }}{% endfor %}"
+)
+OPENS_A_THOUGHT = (
+    "{% for m in messages %}<{{ m.role }}>{{ m.content }}</s>{% endfor %}"
+    "{% if add_generation_prompt %}<assistant><think>{% endif %}"
+)
+TOKENS = {"bos_token": "<s>", "eos_token": "</s>"}
+TALK: list[Message] = [
+    {"role": "user", "content": "Hi"}, {"role": "assistant", "content": "Hello"},
+    {"role": "user", "content": "And?"}, {"role": "assistant", "content": "So <|im_end|> it is"},
+]  # fmt: skip
+
+
+def template(source: str) -> ChatTemplate:
+    return ChatTemplate(source, "chat_template.jinja", TOKENS)
+
+
+def said(source: str, messages: list[Message] = TALK) -> list[str]:
+    found = template(source).conversation(messages)
+    return [found.text[begin:end] for begin, end in found.spans]
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        (CHATML, ["Hello<|im_end|>\n", "So <|im_end|> it is<|im_end|>\n"]),
+        (LLAMA, ["Hello<|eot_id|>", "So <|im_end|> it is<|eot_id|>"]),
+        (MISTRAL, [" Hello</s>", " So <|im_end|> it is</s>"]),
+        (MARKED, ["Hello</s>", "So <|im_end|> it is</s>"]),
+        (OPENS_A_THOUGHT, ["Hello</s>", "So <|im_end|> it is</s>"]),
+    ],
+)
+def test_the_spans_are_what_the_assistant_says_with_the_end_of_its_turn(source: str, expected: list[str]) -> None:
+    assert said(source) == expected
+
+
+@pytest.mark.parametrize("source", [CHATML, LLAMA, MISTRAL, MARKED])
+def test_the_text_is_that_of_transformers(source: str) -> None:
+    chat = pytest.importorskip("transformers.utils.chat_template_utils", reason="needs transformers")
+    rendered, _ = chat.render_jinja_template(conversations=[TALK], chat_template=source, **TOKENS)
+    assert template(source).conversation(TALK).text == rendered[0]
+
+
+def test_a_template_that_rewrites_earlier_turns_is_refused_where_there_are_several() -> None:
+    assert said(THINKING, TALK[:2]) == ["<assistant><think></think>Hello"]  # it writes no generation prompt
+    with pytest.raises(ValueError, match=r"messages\[1\]: the chat template writes this message differently"):
+        said(THINKING)
+
+
+@pytest.mark.parametrize(
+    ("source", "reason"),
+    [
+        ("{{ raise_exception('no system role') }}", "no system role"),
+        ("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}", "not ended"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "endlessly"),
+        ("{{ messages.__class__.__mro__ }}", "unsafe"),
+        ("{{ cycler.__init__.__globals__ }}", "unsafe"),
+        ("{{ 'x' * 1000000000 }}", "larger than"),
+        (
+            "{% set ns = namespace(x='x') %}{% for i in range(60) %}{% set ns.x = ns.x + ns.x %}{% endfor %}",
+            "larger than",
+        ),
+        ("{% for", "not a template that Jinja2 can read"),
+        ("{{ messages[9].content + 1 }}", "no element 9"),
+        ("{% include 'other' %}", "no loader"),
+    ],
+)
+def test_a_template_that_fails_or_does_not_end_is_refused_by_name(source: str, reason: str) -> None:
+    with pytest.raises(ValueError, match=reason) as caught:
+        said(source)
+    assert "chat_template.jinja" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("record", "format", "contents"),
+    [
+        ({"messages": TALK[:2]}, "messages", ["Hi", "Hello"]),
+        ({"prompt": "Hi", "completion": "Hello"}, "prompt", ["Hi", "Hello"]),
+        ({"prompt": "Hi", "response": "Hello"}, "prompt", ["Hi", "Hello"]),
+        ({"prompt": TALK[:1], "completion": TALK[1:2]}, "prompt", ["Hi", "Hello"]),
+        ({"instruction": "Add", "input": "1, 2", "output": "3"}, "instruction", ["Add\n\n1, 2", "3"]),
+        ({"instruction": "Sing", "output": "la"}, "instruction", ["Sing", "la"]),
+        ({"instruction": "Sing", "input": "", "output": "la", "id": 7}, "instruction", ["Sing", "la"]),
+    ],
+)
+def test_every_format_is_found_and_read(record: dict[str, object], format: str, contents: list[str]) -> None:
+    found = detect_format(record)
+    assert found == format
+    messages = read_messages(record, found)
+    assert [message["content"] for message in messages] == contents
+    assert [message["role"] for message in messages] == ["user", "assistant"]
+
+
+def test_a_line_of_text_has_no_format() -> None:
+    assert detect_format({"text": "Once"}) is None and detect_format({"prompt": "Hi"}) is None
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"messages": []}, r"messages: got \[\]"),
+        ({"messages": "Hi"}, "messages: got 'Hi'"),
+        ({"messages": ["Hi"]}, r"messages\[0\]: got 'Hi'"),
+        ({"messages": [{"role": 3, "content": "x"}]}, r"messages\[0\]"),
+        ({"messages": [{"role": "user", "content": None}]}, r"messages\[0\].content: got None"),
+        ({"messages": TALK[:1]}, "no message of the assistant"),
+        ({"prompt": 3, "completion": "x"}, "prompt: got 3"),
+        ({"instruction": "x", "input": ["y"], "output": "z"}, "input: got"),
+        ({"text": "x"}, "got 'text'; accepted: an object with 'messages'"),
+    ],
+)
+def test_a_line_that_is_no_conversation_is_refused_by_its_field(record: dict[str, object], reason: str) -> None:
+    with pytest.raises(ValueError, match=reason):
+        read_messages(record, detect_format(record) or "messages")
+
+
+def test_without_a_template_the_prompt_the_completion_and_eos_follow_each_other() -> None:
+    found = plain_conversation(read_messages({"prompt": "2 + 2 =", "completion": " 4"}, "prompt"), "prompt", "</s>")
+    assert (found.text, found.spans) == ("2 + 2 = 4</s>", ((7, 13),))
+    with pytest.raises(ValueError, match="got no chat template"):
+        plain_conversation(TALK, "messages", "</s>")
+
+
+def test_tokens_after_the_end_of_a_turn_are_not_trained_on() -> None:
+    found = template(CHATML).conversation(TALK[:2])
+    text = found.text
+    starts = [text.index("<|im_start|>assistant"), text.index("Hello"), text.rindex("<|im_end|>"), len(text) - 1]
+    special = np.array([True, False, True, False])
+    assert trained_tokens(found, np.array(starts), special).tolist() == [False, True, True, False]
+    assert trained_tokens(found, np.array(starts), np.zeros(4, np.bool_)).tolist() == [False, True, True, True]
+
+
+@pytest.mark.parametrize("home", ["chat_template.jinja", "tokenizer_config.json", "a list"])
+def test_the_template_of_a_folder_is_found(home: str, tmp_path: Path) -> None:
+    settings: dict[str, object] = {"eos_token": {"content": "</s>"}, "bos_token": "<s>", "pad_token": None}
+    if home == "chat_template.jinja":
+        (tmp_path / home).write_text(MISTRAL, encoding="utf-8")
+    elif home == "a list":
+        settings["chat_template"] = [{"name": "tool_use", "template": "x"}, {"name": "default", "template": MISTRAL}]
+    else:
+        settings["chat_template"] = MISTRAL
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(settings), encoding="utf-8")
+    found = load_chat_template(tmp_path)
+    assert found is not None and found.source == MISTRAL and found.special_tokens == TOKENS
+    assert load_chat_template(tmp_path / "nothing") is None
+
+
+def test_a_template_that_is_no_text_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "tokenizer_config.json").write_text('{"chat_template": 3}', encoding="utf-8")
+    with pytest.raises(ValueError, match="chat_template: got 3"):
+        load_chat_template(tmp_path)
