@@ -6,6 +6,7 @@ import contextlib
 import json
 import math
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -212,9 +213,12 @@ def sentencepiece() -> Tokenizer:
 
 @pytest.mark.parametrize("kind", ["bytes", "byte-level", "SentencePiece"])
 def test_the_bytes_of_tokens_are_those_of_their_text(kind: str) -> None:
-    tokenizer = {"bytes": ByteTokenizer, "byte-level": lambda: train_bpe(TEXT, 300), "SentencePiece": sentencepiece}[
-        kind
-    ]()
+    made: dict[str, Callable[[], Tokenizer]] = {
+        "bytes": ByteTokenizer,
+        "byte-level": lambda: train_bpe(TEXT, 300),
+        "SentencePiece": sentencepiece,
+    }
+    tokenizer = made[kind]()
     lengths = tokenizer.byte_lengths()
     assert lengths is not None and len(lengths) == tokenizer.vocab_size
     for text in (TEXT, OTHER, "é", "🦊 to\n\t"):

@@ -7,10 +7,15 @@ import json
 import math
 import sys
 import warnings
+from contextlib import suppress
 from dataclasses import asdict
+from typing import TYPE_CHECKING
 
 from .arguments import DTYPES, Commands, Parser, add_command, add_dtype
 from .faults import complain
+
+if TYPE_CHECKING:
+    from ..training.chat import Chat
 
 PROMPT = "Call me "  # the default of generate
 
@@ -25,11 +30,77 @@ def _generate(args: argparse.Namespace) -> int:
     model = load(args.run_folder, best=args.best)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", WindowSlides)
-        text = model.generate(prompt, args.max_tokens, temperature=args.temperature, top_k=args.top_k, seed=args.seed)
+        text = model.generate(
+            prompt,
+            args.max_tokens,
+            temperature=args.temperature,
+            top_k=args.top_k,
+            seed=args.seed,
+            ignore_eos=args.ignore_eos,
+        )
     for warning in caught:
         complain(warning.message)
     print(text)
     return 0
+
+
+def _chat(args: argparse.Namespace) -> int:
+    from ..training.api import load
+    from ..training.chat import Chat, ContextFull
+
+    if args.once is not None and not args.once.strip():
+        raise ValueError(f"once: got {args.once!r}; accepted: a text")
+    chat = Chat(
+        load(args.run_folder, best=args.best),
+        system=args.system,
+        max_tokens=args.max_tokens,
+        temperature=args.temperature,
+        top_k=args.top_k,
+        seed=args.seed,
+    )
+    if args.once is not None:
+        _answer(chat, args.once)
+        return 0
+    by_hand = sys.stdin.isatty()
+    if by_hand:
+        print("/exit or Ctrl-D ends the conversation, /clear begins another.")
+    while (line := _read_line("> " if by_hand else "")) not in (None, "/exit"):
+        if line == "/clear":
+            chat.clear()
+        elif line:
+            try:
+                _answer(chat, line)
+            except ContextFull as error:
+                complain(f"{error}; /clear begins another conversation")
+    return 0
+
+
+def _answer(chat: Chat, text: str) -> None:
+    try:
+        for piece in chat.answer(text):
+            print(piece, end="", flush=True)
+    except KeyboardInterrupt:
+        print()
+        raise
+    print()
+    if chat.cut is not None:
+        complain(chat.cut)
+
+
+def _read_line(prompt: str) -> str | None:
+    """A line without spaces around it; None at the end of the input."""
+    with suppress(ImportError):
+        import readline  # noqa: F401, input() then has arrow keys and a history
+    try:
+        return input(prompt).strip()
+    except (EOFError, KeyboardInterrupt) as end:
+        if prompt:
+            print()  # the shell's prompt is on its own line
+        if isinstance(end, KeyboardInterrupt):
+            raise
+        return None
+    except UnicodeDecodeError as error:
+        raise ValueError(f"input: got bytes that are not {error.encoding}: {error.reason}") from error
 
 
 def _evaluate(args: argparse.Namespace) -> int:
@@ -37,7 +108,7 @@ def _evaluate(args: argparse.Namespace) -> int:
     from ..training.api import evaluate
     from .progress import watch
 
-    with watch(sys.stderr) as show:
+    with watch(sys.stderr if args.json else sys.stdout) as show:
         found = evaluate(
             args.run_folder,
             args.data or (),
@@ -46,7 +117,7 @@ def _evaluate(args: argparse.Namespace) -> int:
             seq_len=args.seq_len,
             device=args.device,
             dtype=args.dtype,
-            show=show,
+            show=lambda event, numbers: None if args.json and event == "data" else show(event, numbers),
         )
     if args.json:
         finite = {k: v if v is None or math.isfinite(v) else None for k, v in asdict(found).items()}
@@ -73,16 +144,18 @@ def add_models(commands: Commands) -> None:
         "--max-tokens", type=int, default=80, metavar="N", help="tokens to generate (default: %(default)s)"
     )
     text.add_argument(
-        "--temperature",
-        type=float,
-        default=0.8,
-        metavar="X",
-        help="0 = always the likeliest token (default: %(default)s)",
+        "--ignore-eos", action="store_true", help="continue after a token that ends a text (default: end before it)"
     )
-    text.add_argument("--top-k", type=int, metavar="N", help="sample only from the N likeliest tokens")
-    text.add_argument(
-        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
+    _add_sampling(text)
+
+    chat = add_command(commands, "chat", "talk with a model, by its tokenizer's chat template", _chat)
+    _add_model(chat)
+    chat.add_argument("--system", metavar="TEXT", help="the system message, before the first of yours")
+    chat.add_argument("--once", metavar="PROMPT", help="answer this and end")
+    chat.add_argument(
+        "--max-tokens", type=int, metavar="N", help="tokens of an answer (default: as many as the context has room for)"
     )
+    _add_sampling(chat)
 
     evaluate = add_command(commands, "evaluate", "loss, perplexity and bits per byte of a model on any text", _evaluate)
     _add_model(evaluate)
@@ -105,4 +178,18 @@ def _add_model(command: Parser) -> None:
     )
     command.add_argument(
         "--best", action="store_true", help="the weights of the lowest validation loss, not the newest"
+    )
+
+
+def _add_sampling(command: Parser) -> None:
+    command.add_argument(
+        "--temperature",
+        type=float,
+        default=0.8,
+        metavar="X",
+        help="0 = always the likeliest token (default: %(default)s)",
+    )
+    command.add_argument("--top-k", type=int, metavar="N", help="sample only from the N likeliest tokens")
+    command.add_argument(
+        "--seed", type=int, default=0, metavar="N", help="the same seed gives the same text (default: %(default)s)"
     )

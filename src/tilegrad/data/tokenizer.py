@@ -225,25 +225,36 @@ def find_eos(folder: Path, tokenizer: Tokenizer) -> int | None:
                 f"{folder / CONFIG}: eos_token: got {shown(text)}, which is not in tokenizer.json; accepted: one of its tokens"
             )
         return found
-    for name in ("generation_config.json", "config.json"):
-        if (folder / name).exists():
-            found = _eos_id(file_in(folder, name), tokenizer.vocab_size)
-            if found is not None:
-                return found
+    listed = _listed_eos(folder, tokenizer)
+    if listed:
+        return listed[0]
     return next((n for text in _KNOWN_EOS if (n := tokenizer.token_id(text)) is not None), None)
 
 
-def _eos_id(file: Path, vocab_size: int) -> int | None:
-    content = read_json(file)
-    value = content.get("eos_token_id") if isinstance(content, dict) else None
-    value = value[0] if isinstance(value, list) and value else value
-    if value is None:
-        return None
-    if isinstance(value, bool) or not isinstance(value, int) or not 0 <= value < vocab_size:
-        raise ValueError(
-            f"{file}: eos_token_id: got {shown(value)}; accepted: a token of tokenizer.json, 0 … {vocab_size - 1}"
-        )
-    return value
+def eos_token_ids(folder: Path, tokenizer: Tokenizer) -> frozenset[int]:
+    """Every token that ends a text: EOS (`find_eos`), and all that generation_config.json and config.json list, such as the end
+    of a turn."""
+    if isinstance(tokenizer, ByteTokenizer):
+        return frozenset()
+    eos = find_eos(folder, tokenizer)
+    return frozenset(_listed_eos(folder, tokenizer)) | (frozenset() if eos is None else {eos})
+
+
+def _listed_eos(folder: Path, tokenizer: Tokenizer) -> list[int]:
+    """eos_token_id of generation_config.json, then of config.json."""
+    found: list[int] = []
+    for name in ("generation_config.json", "config.json"):
+        if not (folder / name).exists():
+            continue
+        file = file_in(folder, name)
+        content = read_json(file)
+        value = content.get("eos_token_id") if isinstance(content, dict) else None
+        for one in value if isinstance(value, list) else [] if value is None else [value]:
+            if isinstance(one, bool) or not isinstance(one, int) or not 0 <= one < tokenizer.vocab_size:
+                accepted = f"a token of tokenizer.json, 0 … {tokenizer.vocab_size - 1}"
+                raise ValueError(f"{file}: eos_token_id: got {shown(one)}; accepted: {accepted}")
+            found.append(one)
+    return found
 
 
 def decode_known(tokenizer: Tokenizer, tokens: list[int]) -> str:

@@ -123,14 +123,14 @@ def _is_there(path: Path) -> bool:
     return path.is_symlink() or path.exists()
 
 
-def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer]:
-    """A model to generate with: config, weights and tokenizer."""
+def imported(folder: Path) -> tuple[ModelConfig, dict[str, Tensor], Tokenizer, Path]:
+    """A model to generate with: config, weights, tokenizer, and the folder with the tokenizer's other files."""
     source = open_weights(folder)
     if source.tokenizer is None:
         raise FileNotFoundError(
             f"{source.folder / 'tokenizer.json'}: no such file; accepted: weights with their tokenizer"
         )
-    return source.config, source.read(), load_tokenizer(source.tokenizer)
+    return source.config, source.read(), load_tokenizer(source.tokenizer), source.folder
 
 
 def open_weights(source: Path) -> Weights:

@@ -134,14 +134,15 @@ class TrainConfig:
             raise ValueError(f"linear: got {self.linear!r}; accepted: 'plain' or 'fp8'")
         if not isinstance(self.deterministic, bool):
             raise ValueError(f"deterministic: got {self.deterministic!r}; accepted: True or False")
-        names = self.log if isinstance(self.log, list | tuple) else (self.log,)
-        accepted = LOGGERS if isinstance(self.log, list | tuple) else ("auto", "none", *LOGGERS)
+        given: object = self.log
+        names = [*given] if isinstance(given, list | tuple) else [given]
+        accepted = LOGGERS if isinstance(given, list | tuple) else ("auto", "none", *LOGGERS)
         if not all(isinstance(name, str) and name in accepted for name in names) or len({*names}) != len(names):
             raise ValueError(
-                f"log: got {shown(self.log)}; accepted: 'auto', 'none', or {', '.join(LOGGERS)}, or a list of these"
+                f"log: got {shown(given)}; accepted: 'auto', 'none', or {', '.join(LOGGERS)}, or a list of these"
             )
-        if isinstance(self.log, list):
-            object.__setattr__(self, "log", tuple(self.log))
+        if isinstance(given, list):
+            object.__setattr__(self, "log", tuple(given))
         if self.epochs is None and self.warmup_steps >= self.steps:
             raise ValueError(f"warmup_steps: got {self.warmup_steps}; accepted: less than steps, {self.steps}")
 

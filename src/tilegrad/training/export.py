@@ -7,11 +7,10 @@ from pathlib import Path
 
 import torch
 
-from ..data.tokenizer import load_tokenizer
 from ..pretrained.families import config_json
 from ..pretrained.weights import write_weights
 from .checkpoint import load_model
-from .folder import own_tokenizer, weights_of
+from .folder import origin_of, own_tokenizer, weights_of
 
 
 def export_run(
@@ -23,16 +22,12 @@ def export_run(
     config, checkpoint = load_model(path)
     state = checkpoint.state
     own = own_tokenizer(folder, state)  # raises if the weights were trained with another tokenizer
-    origin = folder / "origin"
-    began_with = origin / "tokenizer.json"
-    same_tokens = began_with.is_file() and load_tokenizer(began_with).json() == own.json()
     tokenizer = folder / "data" / "tokenizer.json" if state["run"]["data"]["tokenizer"] != "bytes" else None
-    source = origin if same_tokens else None
     write_weights(
         out,
         checkpoint.tensors,
         config,
-        origin=source,
+        origin=origin_of(folder, own),
         tokenizer=tokenizer,
         dtype=dtype,
         max_shard_bytes=max_shard_bytes,

@@ -184,6 +184,13 @@ def own_tokenizer(folder: Path, state: RunState) -> Tokenizer:
     return load_tokenizer(file)
 
 
+def origin_of(folder: Path, tokenizer: Tokenizer) -> Path | None:
+    """The folder with the files of the weights that the run began with; None if there is none, or if the run has another
+    tokenizer than they."""
+    file = folder / "origin" / "tokenizer.json"
+    return file.parent if file.is_file() and load_tokenizer(file).json() == tokenizer.json() else None
+
+
 def _check_tokenizer(folder: Path, state: RunState, found: str) -> None:
     saved = state.get("tokenizer_sha256", found)
     if saved != found:
