@@ -61,7 +61,7 @@ class Tokenizer(Protocol):
     def json(self) -> str: ...
 
     def byte_lengths(self) -> Tokens | None:
-        """How many bytes of text each token stands for, 0 for a special token; None if the tokenizer does not say."""
+        """How many bytes of text each token has, 0 for a special token; None if the tokenizer does not say."""
 
     def encode_all(self, texts: Sequence[str]) -> list[Tokens]: ...
 

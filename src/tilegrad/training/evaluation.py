@@ -37,7 +37,7 @@ from .dataset import Dataset, needs_documents
 from .folder import locate, own_data, upgraded
 from .ranks import Ranks
 
-_SHOWN_S = 1.0  # between two events of progress
+_SHOWN_S = 5.0  # between two events of progress
 
 
 @dataclass(frozen=True, slots=True)
@@ -163,7 +163,7 @@ def _run_of(at: Path) -> tuple[RunConfig, Path]:
 
 
 def _evaluate(engine: Engine, rows: Rows, batch_size: int, lengths: Tokens | None, show: Show) -> Evaluation:
-    """`lengths`: bytes of each token. `show` gets "evaluate" about once a second."""
+    """`lengths`: bytes of each token. `show` gets "evaluate" every few seconds."""
     began = last_shown = time.monotonic()
     batches = -(-len(rows.in_order()) // batch_size)
     total, count, nbytes = 0.0, 0, 0
